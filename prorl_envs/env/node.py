@@ -1,0 +1,43 @@
+"""This machine's shared resources: one driver, its templates, a cache directory."""
+
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from prorl_envs.sandbox.base import Driver, Sandbox, SandboxSpec
+from prorl_envs.tools.client import Toolbox
+
+
+class Node:
+    """Starts sandboxes and equips them with tools.
+
+    Args:
+        driver: the sandbox driver of this machine. The node closes it.
+        cache_dir: node-local directory for built trees and environments; survives the process.
+    """
+
+    def __init__(self, driver: Driver, cache_dir: Path) -> None:
+        self.driver = driver
+        self.cache_dir = cache_dir
+
+    async def sandbox(self, spec: SandboxSpec) -> Sandbox:
+        """Start a sandbox. The caller closes it."""
+        return await self.driver.start(spec)
+
+    async def toolbox(self, sandbox: Sandbox, *, python: bool = False) -> Toolbox:
+        """Fork a tool server into `sandbox`. The caller closes it before the sandbox."""
+        return await Toolbox.open(sandbox, python=python)
+
+    async def aclose(self) -> None:
+        await self.driver.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()

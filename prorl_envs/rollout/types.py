@@ -1,0 +1,226 @@
+"""The vocabulary of the rollout service: what is asked for, what comes back. Result format version 1.
+
+A job is one episode; a group is n jobs of one task. These models are the wire format of the HTTP API and
+the line format of stored trajectories.
+"""
+
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from prorl_envs.errors import FailureKind
+from prorl_envs.policy.types import Sampling
+
+RESULT_VERSION: Literal[1] = 1
+
+JobId = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/\-]*$")]
+
+
+class _Wire(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Stage(StrEnum):
+    INIT = "init"
+    RUN = "run"
+    EVAL = "eval"
+
+
+class JobState(StrEnum):
+    """Where a job is. The last three are final."""
+
+    QUEUED = "queued"
+    INIT = "init"
+    RUN = "run"
+    EVAL = "eval"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def final(self) -> bool:
+        return self in (JobState.DONE, JobState.FAILED, JobState.CANCELLED)
+
+
+class StopReason(StrEnum):
+    """Why the agent loop ended. All of these are graded."""
+
+    FINISHED = "finished"
+    NO_TOOL_CALL = "no_tool_call"
+    MALFORMED = "malformed"
+    TURN_LIMIT = "turn_limit"
+    TOKEN_LIMIT = "token_limit"
+    TIME_LIMIT = "time_limit"
+
+
+class AgentLimits(_Wire):
+    """Bounds of the agent loop.
+
+    Args:
+        max_turns: most model calls.
+        max_tokens: most tokens of the whole context, prompt included.
+        max_malformed: consecutive answers without a readable tool call before the loop ends.
+        tool_timeout_s: seconds one tool call may take.
+        init_s, run_s, eval_s: active seconds each stage may take; waiting in a queue does not count.
+    """
+
+    max_turns: int = Field(default=30, ge=1, le=1000)
+    max_tokens: int = Field(default=32_768, ge=16, le=4_000_000)
+    max_malformed: int = Field(default=3, ge=1, le=100)
+    tool_timeout_s: float = Field(default=60.0, gt=0, le=86_400)
+    init_s: float = Field(default=600.0, gt=0, le=86_400)
+    run_s: float = Field(default=1800.0, gt=0, le=86_400)
+    eval_s: float = Field(default=900.0, gt=0, le=86_400)
+
+
+class GroupRequest(_Wire):
+    """Ask for `samples` episodes of one task.
+
+    Args:
+        id: the caller's id of the group; submitting it again is the same submission.
+        environment: name of a registered environment family.
+        task: one data row of that family.
+        samples: episodes wanted; job ids are `<group id>/<index>`.
+    """
+
+    id: JobId
+    environment: str = Field(min_length=1, max_length=100)
+    task: dict[str, Any]
+    samples: int = Field(default=1, ge=1, le=1024)
+    sampling: Sampling = Sampling()
+    limits: AgentLimits = AgentLimits()
+    metadata: dict[str, Any] = Field(default_factory=dict)
+
+
+class Failure(_Wire):
+    """Why there is no reward.
+
+    Args:
+        kind: the boundary that failed.
+        stage: where the job was.
+        message: what happened; `hint`: what to do about it.
+        retryable: another attempt may well succeed.
+    """
+
+    kind: FailureKind
+    stage: Stage
+    message: str
+    hint: str = ""
+    retryable: bool = False
+
+
+class TurnRecord(_Wire):
+    """One model call within the trajectory.
+
+    Args:
+        start: index into the trajectory's `ids` of this turn's first sampled token.
+        end: one past its last.
+        finish_reason: stop, length or abort.
+        weight_version: version of the weights that sampled it; "" where the server names none.
+        server: base URL of the server that sampled it.
+        model_s: seconds of the model call; `tools_s`: seconds of the tool calls that followed.
+    """
+
+    start: int
+    end: int
+    finish_reason: str
+    weight_version: str
+    server: str
+    model_s: float
+    tools_s: float
+
+
+class Trajectory(_Wire):
+    """The token ledger of one episode: exactly what the model read and wrote.
+
+    Args:
+        ids: all token ids in order, shape [T].
+        loss_mask: 1 where the policy sampled the token, else 0, shape [T].
+        logprobs: log-probability of each sampled token, 0.0 where the mask is 0, shape [T].
+        turns: the model calls, as spans of `ids`.
+        drift: tokens by which a prompt sent to a server differed from the ids already recorded. Zero by
+            construction, and counted all the same.
+    """
+
+    ids: list[int]
+    loss_mask: list[int]
+    logprobs: list[float]
+    turns: list[TurnRecord]
+    drift: int = 0
+
+
+class Timings(_Wire):
+    """Seconds a job spent, active and waiting apart.
+
+    Args:
+        queued_s: waiting for any stage.
+        init_s, run_s, eval_s: active time of each stage.
+        model_s, tools_s: parts of run_s.
+    """
+
+    queued_s: float = 0.0
+    init_s: float = 0.0
+    run_s: float = 0.0
+    eval_s: float = 0.0
+    model_s: float = 0.0
+    tools_s: float = 0.0
+
+
+class Result(_Wire):
+    """What one job came to. `reward` is a number only where a grader gave it.
+
+    Args:
+        version: of this format.
+        cursor: position in the service's stream of results; strictly increasing.
+        job_id, group_id, sample, environment, task_id: what this is a result of.
+        state: done, failed or cancelled.
+        reward: the grader's scalar; None unless `state` is done.
+        mask_sample: True where a trainer must leave this sample out of the loss.
+        stop_reason: why the agent loop ended, where it did.
+        failure: why there is no reward; None where there is one.
+        components, evidence: the grade in detail.
+        messages: the conversation, readable; `trajectory` is the truth.
+        tools: the tools on offer, in OpenAI function format.
+    """
+
+    version: Literal[1] = RESULT_VERSION
+    cursor: int = 0
+    job_id: str
+    group_id: str
+    sample: int
+    environment: str
+    task_id: str
+    state: JobState
+    reward: float | None
+    mask_sample: bool
+    stop_reason: StopReason | None
+    failure: Failure | None
+    components: dict[str, float] = Field(default_factory=dict)
+    evidence: dict[str, Any] = Field(default_factory=dict)
+    messages: list[dict[str, Any]] = Field(default_factory=list)
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    trajectory: Trajectory | None = None
+    timings: Timings = Timings()
+    attempts: int = 1
+    metadata: dict[str, Any] = Field(default_factory=dict)
+
+
+class GroupStatistics(_Wire):
+    """What a trainer sees of a finished group.
+
+    Args:
+        rewards: one per sample, None where there is none.
+        mean, std: over the samples that have a reward (population standard deviation).
+        informative: the rewards differ, so the group carries a gradient (DAPO's filter).
+        failures: number of samples by failure kind.
+    """
+
+    group_id: str
+    task_id: str
+    environment: str
+    rewards: list[float | None]
+    mean: float | None
+    std: float | None
+    informative: bool
+    failures: dict[str, int]

@@ -1,0 +1,110 @@
+"""The contract every sandbox driver keeps. Knows nothing of tools, tasks or models."""
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mount:
+    """A host path that appears in the sandbox.
+
+    Args:
+        source: path on the host; must exist when the sandbox starts.
+        target: absolute path inside.
+        writable: False binds read-only. True gives the sandbox the host path itself: only for
+            directories made for this sandbox.
+        overlay: True makes `target` a private writable copy-on-write view of `source` (a directory);
+            the source never changes and the changes end with the sandbox.
+    """
+
+    source: Path
+    target: str
+    writable: bool = False
+    overlay: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxSpec:
+    """What a sandbox should look like. Isolated by default: own user, mount, pid, net, ipc, uts and cgroup
+    namespaces, the system read-only, no host environment, no network but loopback.
+
+    Args:
+        workdir: absolute path of the private writable workspace inside; also the first working directory.
+        env: the complete environment of processes inside, on top of PATH, HOME, LANG, TERM.
+        mounts: further host paths that appear inside, in order.
+        masks: absolute paths inside that are hidden behind an empty read-only directory, after `mounts`.
+        hostname: name the sandbox sees itself under.
+        uid: user id inside (0 looks like root and still has no capability).
+        default_route: True gives the loopback interface a default route, so that connections to
+            addresses outside time out as on a filtered network instead of failing at once.
+    """
+
+    workdir: str = "/workspace"
+    env: Mapping[str, str] = field(default_factory=dict)
+    mounts: tuple[Mount, ...] = ()
+    masks: tuple[str, ...] = ()
+    hostname: str = "sandbox"
+    uid: int = 1000
+    default_route: bool = False
+
+
+@runtime_checkable
+class Sandbox(Protocol):
+    """A running sandbox. Whoever started it closes it; it ends with the process that started it."""
+
+    @property
+    def id(self) -> str:
+        """Unique on this node."""
+        ...
+
+    @property
+    def spec(self) -> SandboxSpec: ...
+
+    @property
+    def workspace(self) -> Path:
+        """Host path of the directory seen inside as `spec.workdir`. Content is hostile: never follow
+        links in it, never run anything from it on the host."""
+        ...
+
+    @property
+    def alive(self) -> bool: ...
+
+    async def spawn(self, entry: str, *, template: str = "base") -> socket.socket:
+        """Fork a process from a template into this sandbox and run `entry` there.
+
+        Args:
+            entry: `package.module:function`, from the template's fixed list. It is called with one
+                connected stream socket, whose other end is returned.
+            template: which warm process to fork: `base`, or `ipython` (IPython already imported).
+
+        Raises:
+            SandboxError: the sandbox has ended, or the process could not join it.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End everything in the sandbox and remove its files. Idempotent; safe under cancellation."""
+        ...
+
+
+@runtime_checkable
+class Driver(Protocol):
+    """Starts sandboxes on this node."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def start(self, spec: SandboxSpec) -> Sandbox:
+        """Start a sandbox and return it once its first process runs.
+
+        Raises:
+            SandboxError: with the driver's own words and a remedy as hint.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Close every sandbox still open, end the templates, remove the driver's directory."""
+        ...
