@@ -1,0 +1,1 @@
+"""The command line: `prorl-envs --help`. Data goes to stdout, everything else to stderr."""

@@ -102,6 +102,11 @@ class Environment[TaskT: Task](ABC):
     def tools(self) -> Sequence[ToolSpec]:
         """The tools on offer; fixed per family."""
 
+    def prompt(self, task: TaskT) -> Prompt:
+        """What `init` returns for `task`, without starting anything, so that other frameworks' data files
+        can be rendered from it. A family overrides this where the agent is told more."""
+        return Prompt(messages=[{"role": "user", "content": task.instruction}], tools=self.tools)
+
     @abstractmethod
     async def init(self, task: TaskT) -> Prompt:
         """Start the sandbox and prepare the workspace.

@@ -1,0 +1,45 @@
+# Two commands matter: `make demo` and `make test`. Each sets up what it needs first.
+VENV ?= .venv
+export PRORL_VENV := $(VENV)
+PYTHON := $(VENV)/bin/python
+
+.PHONY: demo test test-nemo lint format bench lock clean help
+
+help:
+	@echo "make demo       set up, then run real rollouts end to end (ARGS='--help' shows the options)"
+	@echo "make test       set up, then run the tests"
+	@echo "make test-nemo  the tests against a real NeMo Gym (its own environment, several minutes)"
+	@echo "make lint       formatter, linter and type checker; make format mends what it can"
+	@echo "make bench      the performance tables"
+
+demo:
+	@scripts/setup.sh demo
+	@$(VENV)/bin/prorl-envs demo $(ARGS)
+
+test:
+	@scripts/setup.sh test
+	@$(PYTHON) -m pytest -m "not nemo" $(ARGS)
+
+test-nemo:
+	@scripts/test-nemo.sh $(ARGS)
+
+lint:
+	@scripts/setup.sh test
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/mypy
+
+format:
+	@scripts/setup.sh test
+	@$(VENV)/bin/ruff format .
+	@$(VENV)/bin/ruff check --fix .
+
+bench:
+	@scripts/setup.sh test
+	@$(PYTHON) -m bench.bash_action $(ARGS)
+
+lock:
+	@uv lock
+
+clean:
+	@rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,23 @@
+"""The two consoles, and how an error looks."""
+
+from rich.console import Console
+from rich.text import Text
+
+from prorl_envs.errors import ProrlError
+
+#: For what was asked for: tables, trajectories, JSON.
+out = Console(highlight=False)
+#: For everything else: progress, notes, errors.
+err = Console(stderr=True, highlight=False)
+
+
+def report(error: ProrlError) -> None:
+    """Show an error and, where there is one, what to do about it."""
+    err.print(Text.assemble(("error: ", "bold red"), error.message))
+    if error.hint:
+        err.print(Text.assemble(("hint: ", "bold cyan"), error.hint))
+
+
+def plain(text: str) -> Text:
+    """Hostile text made safe for a terminal: no markup, no escape sequences, no other control characters."""
+    return Text("".join(c if c in "\n\t" or c.isprintable() else f"\\x{ord(c):02x}" for c in text))

@@ -1,0 +1,97 @@
+"""`prorl-envs show`: one trajectory, readable in a terminal."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from prorl_envs.cli.console import plain
+from prorl_envs.cli.tables import reward_cell, tokens_of
+from prorl_envs.rollout.types import Result
+
+STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "magenta"}
+
+
+def _arguments(arguments: object) -> str:
+    """Arguments of a tool call as one would type them: text stays text, the rest is JSON."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return str(arguments)
+    if not isinstance(arguments, dict):
+        return json.dumps(arguments, ensure_ascii=False)
+    lines = []
+    for name, value in arguments.items():
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        lines.append(f"{name}:\n{text}" if "\n" in text else f"{name}: {text}")
+    return "\n".join(lines)
+
+
+def _body(message: dict[str, Any]) -> Iterator[RenderableType]:
+    if content := message.get("content"):
+        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+        yield plain(text)
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call)
+        name = plain(str(function.get("name")))
+        yield Text.assemble(("call ", "dim"), (name.plain, "bold"))
+        yield plain(_arguments(function.get("arguments")))
+
+
+def message_panel(message: dict[str, Any]) -> Panel:
+    """One message of the conversation."""
+    role = str(message.get("role", "?"))
+    return Panel(
+        Group(*_body(message)),
+        title=plain(role),
+        title_align="left",
+        border_style=STYLES.get(role, "white"),
+    )
+
+
+def summary(result: Result) -> Table:
+    """What the episode came to, above its conversation."""
+    tokens, sampled = tokens_of(result)
+    times = result.timings
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    grid.add_column()
+    grid.add_row("job", result.job_id)
+    grid.add_row("task", f"{result.environment}: {result.task_id}")
+    grid.add_row("reward", reward_cell(result))
+    if result.stop_reason:
+        grid.add_row("stopped", result.stop_reason)
+    if result.failure:
+        grid.add_row("failure", f"{result.failure.kind} in {result.failure.stage}: {result.failure.message}")
+        if result.failure.hint:
+            grid.add_row("hint", result.failure.hint)
+    if result.trajectory:
+        spans = len(result.trajectory.turns)
+        grid.add_row(
+            "tokens", f"{tokens}, {sampled} sampled in {spans} turns, drift {result.trajectory.drift}"
+        )
+    grid.add_row(
+        "seconds",
+        f"init {times.init_s:.2f}, run {times.run_s:.2f} "
+        f"(model {times.model_s:.2f}, tools {times.tools_s:.2f}), "
+        f"eval {times.eval_s:.2f}, waited {times.queued_s:.2f}",
+    )
+    return grid
+
+
+def render(result: Result) -> Group:
+    """The whole episode: summary, conversation, evidence of the grade."""
+    parts: list[RenderableType] = [summary(result), Rule(style="dim")]
+    parts.extend(message_panel(message) for message in result.messages)
+    if result.evidence:
+        evidence = json.dumps(result.evidence, indent=2, ensure_ascii=False)
+        parts.append(
+            Panel(plain(evidence), title="evidence of the grade", title_align="left", border_style="blue")
+        )
+    return Group(*parts)

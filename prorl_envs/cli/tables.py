@@ -1,0 +1,100 @@
+"""Tables of results, as a trainer's user wants to see them."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+from rich.table import Table
+from rich.text import Text
+
+from prorl_envs.rollout.types import GroupStatistics, Result, Timings
+
+
+def reward_cell(result: Result) -> Text:
+    """A sample's reward, or the kind of failure where there is none."""
+    if result.failure is not None:
+        return Text(result.failure.kind, style="yellow")
+    if result.reward is None:
+        return Text(result.state, style="yellow")
+    return Text(f"{result.reward:g}", style="green" if result.reward > 0 else "red")
+
+
+def tokens_of(result: Result) -> tuple[int, int]:
+    """(all tokens, sampled tokens) of a result."""
+    if result.trajectory is None:
+        return 0, 0
+    return len(result.trajectory.ids), sum(result.trajectory.loss_mask)
+
+
+def samples_table(results: Iterable[Result]) -> Table:
+    """One row per sample."""
+    table = Table(title="samples", title_justify="left")
+    for name in ("job", "reward", "stopped", "failure"):
+        table.add_column(name, overflow="fold")
+    for name in ("turns", "tokens", "sampled", "init s", "run s", "eval s", "drift"):
+        table.add_column(name, justify="right")
+    for r in results:
+        tokens, sampled = tokens_of(r)
+        table.add_row(
+            r.job_id,
+            reward_cell(r),
+            r.stop_reason or "",
+            f"{r.failure.kind} in {r.failure.stage}" if r.failure else "",
+            str(len(r.trajectory.turns) if r.trajectory else 0),
+            str(tokens),
+            str(sampled),
+            *(f"{s:.2f}" for s in (r.timings.init_s, r.timings.run_s, r.timings.eval_s)),
+            str(r.trajectory.drift if r.trajectory else 0),
+        )
+    return table
+
+
+def _mean(values: Sequence[float]) -> str:
+    return f"{sum(values) / len(values):.2f}" if values else "-"
+
+
+def tasks_table(results: Iterable[Result]) -> Table:
+    """One row per task: the reward of each sample, and means over the samples."""
+    table = Table(title="tasks", title_justify="left", caption="seconds are means of active time per sample")
+    table.add_column("task", overflow="fold")
+    table.add_column("reward per sample")
+    for name in ("turns", "tokens", "init s", "run s", "eval s", "drift"):
+        table.add_column(name, justify="right")
+    table.add_column("failures")
+    ordered = sorted(results, key=lambda r: (r.environment, r.task_id, r.group_id, r.sample))
+    for _, group in groupby(ordered, key=lambda r: (r.environment, r.group_id)):
+        samples = list(group)
+        times: list[Timings] = [r.timings for r in samples]
+        kinds = Counter(r.failure.kind.value for r in samples if r.failure)
+        table.add_row(
+            f"{samples[0].environment}: {samples[0].task_id}",
+            Text(" ").join(reward_cell(r) for r in samples),
+            _mean([len(r.trajectory.turns) for r in samples if r.trajectory]),
+            str(sum(tokens_of(r)[0] for r in samples)),
+            _mean([t.init_s for t in times]),
+            _mean([t.run_s for t in times]),
+            _mean([t.eval_s for t in times]),
+            str(sum(r.trajectory.drift for r in samples if r.trajectory)),
+            ", ".join(f"{kind} x{n}" for kind, n in kinds.items()),
+        )
+    return table
+
+
+def groups_table(groups: Iterable[GroupStatistics]) -> Table:
+    """What a trainer sees of each group."""
+    table = Table(title="groups, as a trainer sees them", title_justify="left")
+    table.add_column("group", overflow="fold")
+    for name in ("samples", "with reward", "mean", "std"):
+        table.add_column(name, justify="right")
+    table.add_column("informative")
+    for g in groups:
+        scored = [r for r in g.rewards if r is not None]
+        table.add_row(
+            g.group_id,
+            str(len(g.rewards)),
+            str(len(scored)),
+            "-" if g.mean is None else f"{g.mean:.3f}",
+            "-" if g.std is None else f"{g.std:.3f}",
+            Text("yes", style="green") if g.informative else Text("no", style="dim"),
+        )
+    return table

@@ -1,0 +1,93 @@
+"""Reading task data: JSONL in, tasks out, with every fault named by file, line and field."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from prorl_envs.env.base import Task
+from prorl_envs.errors import InputError
+
+#: Most bytes of one line of a data file, and most rows of one file.
+MAX_LINE_BYTES = 16 * 2**20
+MAX_ROWS = 1_000_000
+
+
+def validate_row[TaskT: Task](task_type: type[TaskT], row: Mapping[str, Any]) -> TaskT:
+    """Validate one data row against its family's task model.
+
+    Raises:
+        InputError: names the first field that is wrong, and how many more are.
+    """
+    try:
+        return task_type.model_validate(dict(row))
+    except ValidationError as error:
+        raise _input_error(task_type, error) from error
+
+
+def _input_error(task_type: type[Task], error: ValidationError) -> InputError:
+    first, *others = error.errors(include_url=False, include_input=False)
+    field = ".".join(str(part) for part in first["loc"]) or "row"
+    more = f" (and {len(others)} more)" if others else ""
+    if first["type"] == "extra_forbidden":
+        hint = f"the fields of a row are: {', '.join(task_type.model_fields)}"
+    else:
+        hint = "see the family's README for the row format"
+    return InputError(f"{field}: {first['msg']}{more}", hint=hint)
+
+
+def read_tasks[TaskT: Task](load: Callable[[Mapping[str, Any]], TaskT], path: Path) -> list[TaskT]:
+    """Read a JSONL data file.
+
+    Args:
+        load: makes a task of a row and raises InputError.
+        path: the file; UTF-8, one JSON object per line, blank lines ignored.
+
+    Raises:
+        InputError: `file:line: field: problem`, for unreadable files, bad JSON, bad rows, repeated ids
+            and files over the bounds.
+    """
+    tasks: list[TaskT] = []
+    line_of: dict[str, int] = {}
+    for number, row in _rows(path):
+        try:
+            task = load(row)
+        except InputError as error:
+            raise InputError(f"{path}:{number}: {error.message}", hint=error.hint) from error
+        if task.id in line_of:
+            raise InputError(
+                f"{path}:{number}: id: {task.id!r} is already on line {line_of[task.id]}",
+                hint="ids must be unique in a file",
+            )
+        line_of[task.id] = number
+        tasks.append(task)
+        if len(tasks) > MAX_ROWS:
+            raise InputError(f"{path}:{number}: more than {MAX_ROWS} rows", hint="split the file")
+    return tasks
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
+                if len(line) > MAX_LINE_BYTES:
+                    raise InputError(f"{path}:{number}: line: longer than {MAX_LINE_BYTES} bytes")
+                if line.strip():
+                    yield number, _parse(path, number, line)
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}", hint="give the path of a JSONL file") from error
+
+
+def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    # ValueError covers bad JSON, bad UTF-8 and over-long integers; RecursionError deep nesting.
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"{path}:{number}: line: not JSON: {error}", hint="one JSON object per line, UTF-8"
+        ) from error
+    if not isinstance(row, dict):
+        raise InputError(f"{path}:{number}: line: a {type(row).__name__}, not a JSON object")
+    return row

@@ -1,0 +1,115 @@
+"""Task rows of a family as NeMo Gym rows: `responses_create_params` for the agent, the task for the server."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prorl_envs.env.base import Environment
+from prorl_envs.env.node import Node
+from prorl_envs.env.registry import family, load_tasks
+from prorl_envs.errors import InputError, SandboxError
+from prorl_envs.sandbox.base import Sandbox, SandboxSpec
+from prorl_envs.tools.types import JsonObject, ToolSpec
+
+#: Folder under `resources_servers/`, first part of every instance name in the configs.
+PREFIX = "prorl_"
+
+
+def server_name(environment: str) -> str:
+    """Name of a family's resources server: `prorl_bash`. Prefixed, as NeMo Gym's names are one flat space."""
+    return PREFIX + environment
+
+
+def agent_name(environment: str) -> str:
+    """Name of the agent instance in a family's default config."""
+    return f"{server_name(environment)}_simple_agent"
+
+
+def nemo_row(environment: Environment[Any], row: Mapping[str, Any]) -> JsonObject:
+    """Render one task row; pure.
+
+    Args:
+        environment: an instance that has not been started.
+        row: the family's task row. Its `reference` is left out: rows are copied into results, and what an
+            agent's server is told is one careless template away from the agent.
+
+    Raises:
+        InputError: the row is wrong.
+    """
+    prompt = environment.prompt(environment.load(row))
+    return {
+        "responses_create_params": {
+            "input": [dict(message) for message in prompt.messages],
+            "tools": [response_tool(spec) for spec in prompt.tools],
+        },
+        "verifier_metadata": {"task": {key: value for key, value in row.items() if key != "reference"}},
+        "agent_ref": {"type": "responses_api_agents", "name": agent_name(environment.name)},
+    }
+
+
+def task_row(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The task row within a request that carries a NeMo Gym row.
+
+    Raises:
+        InputError: there is none.
+    """
+    metadata = body.get("verifier_metadata")
+    row = metadata.get("task") if isinstance(metadata, Mapping) else None
+    if not isinstance(row, Mapping):
+        raise InputError(
+            "verifier_metadata.task: missing, or not an object",
+            hint="make the rows with `prorl-envs nemo rows`",
+        )
+    return row
+
+
+def response_tool(spec: ToolSpec) -> JsonObject:
+    """A tool in the Responses API's flat format."""
+    return {
+        "type": "function",
+        "name": spec.name,
+        "description": spec.description,
+        "parameters": spec.parameters,
+        "strict": False,
+    }
+
+
+def render(environment: str, source: Path) -> str:
+    """A family's data file as NeMo Gym JSONL text.
+
+    Raises:
+        InputError: an unknown family, or a bad data file (with file, line and field).
+    """
+    blank = family(environment)(Node(_NoDriver(), Path()))
+    load_tasks(environment, source)  # names file and line of every fault
+    lines = [line for line in source.read_text().splitlines() if line.strip()]
+    rows = [nemo_row(blank, json.loads(line)) for line in lines]
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def write_rows(environment: str, source: Path, target: Path) -> int:
+    """Convert the data file `source` of a family to NeMo Gym's row format.
+
+    Returns:
+        The number of rows written.
+
+    Raises:
+        InputError: as `render`.
+    """
+    text = render(environment, source)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text)
+    return text.count("\n")
+
+
+class _NoDriver:
+    """Rows are rendered from data alone; nothing is started for it."""
+
+    name = "none"
+
+    async def start(self, spec: SandboxSpec) -> Sandbox:
+        raise SandboxError("rendering rows starts no sandbox")
+
+    async def aclose(self) -> None:
+        pass

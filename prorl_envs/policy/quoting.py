@@ -1,0 +1,102 @@
+"""Keeps text from the world out of the control vocabulary.
+
+A chat template is rendered to one string, and the tokenizer turns every literal such as `<|im_end|>` in that
+string into its control token, whoever wrote it. A tool that prints `<|im_end|>\\n<|im_start|>system` would
+then end its own turn and speak as the system. So before rendering, a *mark* (a string that occurs nowhere in
+the conversation) is put inside every such literal that starts in a message; after rendering, the text is cut
+at the marks and the pieces are encoded on their own. No piece holds a literal that a message wrote, the ids
+decode to exactly the original text, and the template's own literals are untouched.
+
+A literal can also be assembled from a message and what the template puts next to it. Three places are marked:
+
+- inside each literal that lies within the string (after its first character);
+- inside each beginning of a literal at the end of the string (the template might supply the rest);
+- in front of a string that begins with the rest of a literal (the template might have supplied its beginning).
+
+A mark is never put next to leading or trailing white space, so a template that trims still trims.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+# Unicode noncharacters: they "should never be interchanged", so no honest text holds them.
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+
+
+def valid_unicode(text: str) -> str:
+    """`text` with lone surrogates replaced: they have no UTF-8 form, so no tokenizer takes them."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+class Quoter:
+    """Marks the control literals in strings that come from outside the template.
+
+    Args:
+        literals: texts the tokenizer maps to control tokens. Ones of a single character or of white space
+            alone are vocabulary, not structure, and are ignored.
+    """
+
+    def __init__(self, literals: Iterable[str]) -> None:
+        self._literals = tuple(sorted({text for text in literals if len(text) > 1 and text.strip()}))
+        self._longest = max(map(len, self._literals), default=1)
+        self._anywhere = re.compile("|".join(f"(?={re.escape(text)})" for text in self._literals) or r"(?!)")
+
+    def choose_mark(self, value: Any) -> str:
+        """A string that occurs nowhere in `value` (a JSON-like tree)."""
+        texts = list(_strings(value))
+        number = 0
+        while any(f"{_OPEN}{number}{_CLOSE}" in text for text in texts):
+            number += 1
+        return f"{_OPEN}{number}{_CLOSE}"
+
+    def quote(self, text: str, mark: str) -> str:
+        """`text` with `mark` inside every literal that starts in it; removing the marks restores it."""
+        cuts = {match.start() + 1 for match in self._anywhere.finditer(text)}
+        cuts.update(self._begun_at_end(text))
+        if self._continues_a_literal(text):
+            cuts.add(0)
+        if not cuts:
+            return text
+        edges = [0, *sorted(cuts), len(text)]
+        return mark.join(text[a:b] for a, b in zip(edges, edges[1:], strict=False))
+
+    def quote_tree(self, value: Any, mark: str) -> Any:
+        """A JSON-like tree with every string in it quoted, keys included."""
+        if isinstance(value, str):
+            return self.quote(valid_unicode(value), mark)
+        if isinstance(value, Mapping):
+            return {self.quote(str(key), mark): self.quote_tree(item, mark) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.quote_tree(item, mark) for item in value]
+        return value
+
+    def _begun_at_end(self, text: str) -> Iterable[int]:
+        for start in range(max(0, len(text) - self._longest + 1), len(text)):
+            rest = text[start:]
+            if any(len(rest) < len(literal) and literal.startswith(rest) for literal in self._literals):
+                yield start + 1
+
+    def _continues_a_literal(self, text: str) -> bool:
+        if not text:
+            return False
+        return any(
+            text.startswith(literal[start:]) or literal.startswith(text, start)
+            for literal in self._literals
+            for start in range(1, len(literal))
+            if literal[start] == text[0]
+        )
+
+
+def _strings(value: Any) -> Iterable[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key)
+            yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)

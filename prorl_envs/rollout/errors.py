@@ -1,0 +1,105 @@
+"""What the service refuses, as types: the same on both sides of the wire.
+
+    ProrlError
+    ├── InputError
+    │   ├── Conflict        the id is taken by another request
+    │   ├── NotFound        no such job, group or route
+    │   ├── CursorExpired   results so old are no longer kept
+    │   ├── Unauthorized    the bearer token is missing or wrong
+    │   ├── TooLarge        the request body is over the limit
+    │   └── WrongMethod     the route does not know the HTTP method
+    ├── Full                the queue is full; try again later
+    ├── Unavailable         the service is stopping, or cannot be reached
+    └── ServerFault         the service has a bug
+
+Only the name in `type` crosses the wire. A client looks it up in this fixed table; nothing is imported or
+built from what a server sends.
+"""
+
+from typing import NamedTuple
+
+from prorl_envs.errors import InputError, ProrlError
+
+
+class Conflict(InputError):
+    """The id is already taken by a request with other content."""
+
+
+class NotFound(InputError):
+    """There is no such job, group, model server or route."""
+
+
+class CursorExpired(InputError):
+    """The results after this cursor are no longer all kept."""
+
+
+class Unauthorized(InputError):
+    """The bearer token is missing or wrong."""
+
+
+class TooLarge(InputError):
+    """The request body is over the limit."""
+
+
+class WrongMethod(InputError):
+    """The route does not know the HTTP method."""
+
+
+class Full(ProrlError):
+    """The queue is full; the same request may be accepted later."""
+
+
+class Unavailable(ProrlError):
+    """The service is stopping, or cannot be reached."""
+
+
+class ServerFault(ProrlError):
+    """The service failed at something it should not fail at: a bug."""
+
+
+class WireError(NamedTuple):
+    """How an error looks on the wire."""
+
+    type: str
+    status: int
+    error: type[ProrlError]
+
+
+#: Subclasses before their bases, so that the first match of a walk is the closest.
+WIRE_ERRORS: tuple[WireError, ...] = (
+    WireError("conflict", 409, Conflict),
+    WireError("not_found", 404, NotFound),
+    WireError("cursor_expired", 410, CursorExpired),
+    WireError("unauthorized", 401, Unauthorized),
+    WireError("too_large", 413, TooLarge),
+    WireError("method_not_allowed", 405, WrongMethod),
+    WireError("full", 429, Full),
+    WireError("unavailable", 503, Unavailable),
+    WireError("internal", 500, ServerFault),
+    WireError("invalid_request", 422, InputError),
+)
+
+_BY_TYPE = {wire.type: wire.error for wire in WIRE_ERRORS}
+
+
+def to_wire(error: ProrlError) -> WireError:
+    """The row of an error; what has none of its own is a server fault."""
+    return next((w for w in WIRE_ERRORS if isinstance(error, w.error)), to_wire_type("internal"))
+
+
+def to_wire_type(name: str) -> WireError:
+    """The row named `name`.
+
+    Raises:
+        KeyError: there is none.
+    """
+    return next((w for w in WIRE_ERRORS if w.type == name)) if name in _BY_TYPE else _missing(name)
+
+
+def _missing(name: str) -> WireError:
+    raise KeyError(name)
+
+
+def from_wire(name: str, message: str, hint: str) -> ProrlError:
+    """The error a server named, or a `ServerFault` for a name this version does not know."""
+    return _BY_TYPE.get(name, ServerFault)(message, hint=hint)

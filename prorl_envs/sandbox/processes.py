@@ -1,0 +1,105 @@
+"""Processes held by pidfd, and waiting on descriptors without blocking the loop.
+
+A pid can be reused between looking and killing; a pidfd cannot. Everything here belongs to the event loop
+that was running when it was made.
+"""
+
+import asyncio
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable
+
+
+async def readable(fd: int) -> None:
+    """Wait until `fd` can be read without blocking. One waiter per descriptor."""
+    loop = asyncio.get_running_loop()
+    ready = loop.create_future()
+    loop.add_reader(fd, _resolve, ready)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(fd)
+
+
+async def receive(sock: socket.socket, size: int, *, descriptors: int = 0) -> tuple[bytes, list[int]]:
+    """Receive one message from a non-blocking socket, with up to `descriptors` passed descriptors.
+
+    Returns:
+        The bytes (empty at end of file) and the descriptors, which the caller owns.
+    """
+    while True:
+        try:
+            data, fds, _, _ = socket.recv_fds(sock, size, descriptors, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            await readable(sock.fileno())
+        except ConnectionResetError:
+            return b"", []
+        else:
+            return data, fds
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+class Process:
+    """A process held by its pidfd. It need not be a child of this one.
+
+    Args:
+        pidfd: owned from here on.
+        on_exit: called in the loop once the process has ended.
+    """
+
+    def __init__(self, pid: int, pidfd: int, *, on_exit: Callable[[], None] | None = None) -> None:
+        self.pid = pid
+        self.pidfd = pidfd
+        self._on_exit = on_exit
+        self._ended = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(pidfd, self._exited)
+
+    @classmethod
+    def open(cls, pid: int, *, on_exit: Callable[[], None] | None = None) -> "Process":
+        """Hold `pid`, which the caller knows to be alive or unreaped.
+
+        Raises:
+            ProcessLookupError: there is no such process.
+        """
+        return cls(pid, os.pidfd_open(pid), on_exit=on_exit)
+
+    @property
+    def alive(self) -> bool:
+        if self._ended.is_set():
+            return False
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        return not poll.poll(0)
+
+    def kill(self) -> None:
+        """Send SIGKILL; nothing happens to a process that has ended."""
+        if self._ended.is_set():
+            return
+        try:
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+    async def wait(self) -> None:
+        """Return once the process has ended."""
+        await self._ended.wait()
+
+    def close(self) -> None:
+        """Let go of the process: its end is no longer watched. Idempotent."""
+        if self.pidfd >= 0:
+            self._loop.remove_reader(self.pidfd)
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+    def _exited(self) -> None:
+        self._loop.remove_reader(self.pidfd)
+        self._ended.set()
+        if self._on_exit is not None:
+            self._on_exit()

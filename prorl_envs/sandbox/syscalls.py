@@ -1,0 +1,53 @@
+"""The few system calls that Python does not wrap. Linux, any libc."""
+
+import ctypes
+import os
+
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_CAPBSET_READ = 23
+PR_CAPBSET_DROP = 24
+PR_SET_CHILD_SUBREAPER = 36
+PR_SET_NO_NEW_PRIVS = 38
+PR_CAP_AMBIENT = 47
+PR_CAP_AMBIENT_CLEAR_ALL = 4
+
+_CAPABILITY_VERSION_3 = 0x20080522
+_CAPABILITY_MAX = 63
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def prctl(option: int, argument: int = 0) -> int:
+    """Raises OSError where the kernel refuses."""
+    # Every argument is an unsigned long: passed as a plain int, the upper half would be undefined.
+    arguments = [ctypes.c_ulong(value) for value in (argument, 0, 0, 0)]
+    return _checked(_libc.prctl(ctypes.c_int(option), *arguments), f"prctl {option}")
+
+
+def drop_capabilities() -> None:
+    """Empty the ambient, bounding, inheritable, permitted and effective sets of this thread.
+
+    Raises:
+        OSError: the kernel refused; the caller must not go on.
+    """
+    prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
+    for capability in range(_CAPABILITY_MAX + 1):
+        if not _capability_exists(capability):
+            break
+        prctl(PR_CAPBSET_DROP, capability)
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    empty = (ctypes.c_uint32 * 6)()
+    _checked(_libc.capset(header, empty), "capset")
+
+
+def _capability_exists(capability: int) -> bool:
+    result: int = _libc.prctl(ctypes.c_int(PR_CAPBSET_READ), ctypes.c_ulong(capability), 0, 0, 0)
+    return result >= 0
+
+
+def _checked(result: int, call: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{call}: {os.strerror(number)}")
+    return result

@@ -1,0 +1,179 @@
+"""The template process itself: imports what tool servers need, then forks one per request.
+
+Started by `template.py` with the control socket as descriptor 0, an empty environment and nothing else
+open. It is single-threaded and never runs anything a sandbox says; the fork does.
+
+    host  -> template   one Setup message, then one message per fork with three descriptors:
+                        the sandbox's first process, the tool server's socket, the status socket
+    template -> host    on the status socket: the child's pid with its pidfd
+    child -> host       on the status socket: `ready` once it has joined, or the error; and later, should
+                        the entry fail, its traceback
+"""
+
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from prorl_envs.sandbox.join import JoinRequest, join
+from prorl_envs.sandbox.syscalls import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
+
+MESSAGE_LIMIT = 160 * 1024
+REPORT_LIMIT = 16 * 1024
+
+type Entry = Callable[[socket.socket], None]
+
+
+def main() -> None:
+    """Serve forks until the control socket closes. Never returns in a child."""
+    control = socket.socket(fileno=os.dup(0))
+    _replace_with_null(0)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Adopts what a tool server leaves behind: a zombie that nobody reaps keeps its pid namespace from ending.
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        entries = _prepare(json.loads(control.recv(MESSAGE_LIMIT)))
+    except (ImportError, AttributeError) as error:
+        _say(control, error="".join(traceback.format_exception(error)))
+        return
+    gc.collect()
+    gc.freeze()
+    _say(control, ready=True)
+    _serve(control, entries)
+
+
+def _prepare(setup: dict[str, Any]) -> dict[str, Entry]:
+    for name in setup["preload"]:
+        module, _, function = name.partition(":")
+        loaded = importlib.import_module(module)
+        if function:
+            getattr(loaded, function)()
+    return {name: _load(name) for name in setup["entries"]}
+
+
+def _load(name: str) -> Entry:
+    module, _, function = name.partition(":")
+    entry: Entry = getattr(importlib.import_module(module), function)
+    return entry
+
+
+def _serve(control: socket.socket, entries: dict[str, Entry]) -> None:
+    wakeup, signalled = socket.socketpair()
+    wakeup.setblocking(False)
+    signalled.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(signalled.fileno(), warn_on_full_buffer=False)
+    children: set[int] = set()
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    poll.register(wakeup, select.POLLIN)
+    while True:
+        ready = {fd for fd, _ in poll.poll()}
+        if wakeup.fileno() in ready:
+            wakeup.recv(4096)
+            _reap(children)
+        if control.fileno() in ready:
+            message, fds, _, _ = socket.recv_fds(control, MESSAGE_LIMIT, 3, socket.MSG_CMSG_CLOEXEC)
+            if not message:
+                break
+            children.add(_fork(json.loads(message), fds, entries))
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)  # ours and not yet reaped, so the pid cannot be another's
+
+
+def _reap(children: set[int]) -> None:
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        children.discard(pid)
+
+
+def _fork(request: dict[str, Any], fds: list[int], entries: dict[str, Entry]) -> int:
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        _become_tool_server(request, fds, entries, parent)
+    pidfd = os.pidfd_open(pid)
+    with socket.socket(fileno=fds[2]) as status:
+        try:
+            socket.send_fds(status, [json.dumps({"pid": pid}).encode()], [pidfd])
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the host gave up on it; the child sees the same and ends
+    for fd in (pidfd, *fds[:2]):
+        os.close(fd)
+    return pid
+
+
+def _become_tool_server(
+    request: dict[str, Any], fds: list[int], entries: dict[str, Entry], parent: int
+) -> None:
+    """The child's whole life. Leaves by `os._exit` alone, so that it never runs the template's code."""
+    code = 1
+    report: socket.socket | None = None
+    try:
+        fds = _keep_only(fds)
+        report = socket.socket(fileno=fds[2])
+        _reset_signals()
+        entry = entries[request["entry"]]
+        join(
+            fds[0],
+            JoinRequest(
+                workdir=request["workdir"], env=request["env"], parent=parent, isolated=request["isolated"]
+            ),
+        )
+        os.close(fds[0])
+        _say(report, ready=True)
+        entry(socket.socket(fileno=fds[1]))
+        code = 0
+    finally:
+        error = sys.exception()
+        if error is not None and report is not None:
+            _report(report, error)
+        os._exit(code)
+
+
+def _keep_only(fds: list[int]) -> list[int]:
+    """Move `fds` to 3, 4, ..., point 0-2 at /dev/null and close everything else."""
+    moved = [os.dup2(os.dup(fd), fd + 1000, inheritable=False) for fd in fds]
+    kept = [os.dup2(fd, 3 + index, inheritable=False) for index, fd in enumerate(moved)]
+    os.closerange(3 + len(kept), os.sysconf("SC_OPEN_MAX"))
+    for fd in range(3):
+        _replace_with_null(fd)
+    return kept
+
+
+def _replace_with_null(fd: int) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, fd, inheritable=True)
+    if null != fd:
+        os.close(null)
+
+
+def _reset_signals() -> None:
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _say(sock: socket.socket, **message: object) -> None:
+    sock.send(json.dumps(message).encode())
+
+
+def _report(report: socket.socket, error: BaseException) -> None:
+    text = "".join(traceback.format_exception(error))[-REPORT_LIMIT:]
+    try:
+        report.setblocking(False)
+        _say(report, error=text, summary=f"{type(error).__name__}: {error}"[:1000])
+    except OSError:
+        pass  # the host has gone or does not read; it sees the exit itself

@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Run a command as an ordinary user in a fresh clone of this checkout: `as-ordinary-user.sh make demo`.
+# Needs root. Makes a user, gives it a Python it may read where the only suitable one is private to root,
+# and removes both afterwards.
+set -euo pipefail
+[ "$(id -u)" = 0 ] || { echo "error: run as root" >&2; exit 1; }
+[ $# -gt 0 ] || { echo "usage: $0 COMMAND [ARG ...]" >&2; exit 2; }
+checkout=$(cd "$(dirname "$0")/.." && pwd)
+
+user=prorl-$$
+home=$(mktemp -d "${TMPDIR:-/tmp}/prorl-home.XXXXXX")
+useradd --home-dir "$home" --no-create-home --shell /bin/bash "$user"
+finish() {
+    # Whatever the user still runs would be a leak; show it, and end it by its uid.
+    left=$(ps -o pid=,args= -u "$user" || true)
+    [ -z "$left" ] || { echo "error: left running: $left" >&2; ps -o pid= -u "$user" | xargs -r kill -9; }
+    rm -rf "$home"
+    userdel "$user" 2>/dev/null || true
+    [ -z "$left" ] || exit 1
+}
+trap finish EXIT
+chown "$user:" "$home"
+chmod 711 "$home"
+
+as_user() {
+    setpriv --reuid "$user" --regid "$user" --clear-groups \
+        env -u XDG_RUNTIME_DIR -u PYENV_ROOT HOME="$home" USER="$user" TMPDIR=/tmp "$@"
+}
+
+python=${PRORL_PYTHON:-}
+if [ -z "$python" ] && ! as_user sh -c 'python3.12 -c "" || python3.13 -c ""' 2>/dev/null; then
+    # A copy of root's interpreter, with its library found beside it wherever the copy lies.
+    for prefix in "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[2-9]*; do
+        [ -x "$prefix/bin/python3" ] || continue
+        cp -a "$prefix" "$home/python"
+        if [ -e "$home/python/lib/libpython3.so" ]; then
+            command -v patchelf >/dev/null || apt-get install -y -q --no-install-recommends patchelf >/dev/null
+            patchelf --set-rpath '$ORIGIN/../lib' "$(readlink -f "$home/python/bin/python3")"
+        fi
+        chown -R "$user:" "$home/python"
+        python=$home/python/bin/python3
+        break
+    done
+fi
+
+git clone --quiet "$checkout" "$home/prorl-envs"
+chown -R "$user:" "$home/prorl-envs"
+cd "$home/prorl-envs"
+as_user ${python:+PRORL_PYTHON="$python"} "$@"

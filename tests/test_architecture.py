@@ -1,0 +1,90 @@
+"""The rooms of the house and who may import whom. A new edge needs a reason, and a line here."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "prorl_envs"
+
+#: For each room, what of this package its modules may import: a room, or one module of it.
+MAY_IMPORT: dict[str, frozenset[str]] = {
+    "__init__": frozenset(),
+    "errors": frozenset(),
+    "clock": frozenset(),
+    "config": frozenset({"errors"}),
+    "sandbox": frozenset({"errors"}),
+    "tools": frozenset({"errors", "sandbox.base"}),
+    "env": frozenset({"errors", "sandbox", "tools"}),
+    "envs": frozenset({"errors", "sandbox", "tools", "env"}),
+    "gym": frozenset({"errors", "sandbox", "tools", "env", "config"}),
+    "nemo": frozenset({"errors", "sandbox", "tools", "env", "config"}),
+    "policy": frozenset({"errors", "clock", "tools.types"}),
+    "rollout": frozenset({"errors", "clock", "config", "env", "tools.types", "policy"}),
+    "testing": frozenset({"errors", "clock", "tools.types", "policy", "env", "sandbox", "rollout"}),
+    "cli": frozenset({"*"}),
+}
+
+HEAVY = {"nemo_gym", "ray", "torch", "transformers"}
+
+
+def modules() -> list[Path]:
+    links = [PACKAGE, *(p for p in (PACKAGE / "envs").resolve().iterdir() if p.is_dir())]
+    own = [p for p in links[0].rglob("*.py") if "envs" not in p.relative_to(PACKAGE).parts[:1]]
+    families = [p for family in links[1:] for p in family.rglob("*.py") if "tests" not in p.parts]
+    return sorted(own + families)
+
+
+def room_of(path: Path) -> str:
+    if not path.is_relative_to(PACKAGE):
+        return "envs"
+    first = path.relative_to(PACKAGE).parts[0]
+    return first.removesuffix(".py")
+
+
+def imports_of(path: Path) -> Iterator[tuple[str, int]]:
+    """Every module an `import` anywhere in the file names, with its line."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def allowed(room: str, target: str) -> bool:
+    """May a module of `room` import `target` (a dotted path below the package)?"""
+    may = MAY_IMPORT[room]
+    head = target.split(".")[0]
+    if "*" in may or head in ("__version__", room):
+        return True
+    return any(target == entry or target.startswith(f"{entry}.") for entry in may)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE.parent)))
+def test_imports_point_inward(path: Path) -> None:
+    room = room_of(path)
+    assert room in MAY_IMPORT, f"{room} is a new room: give it its place in MAY_IMPORT"
+    for name, line in imports_of(path):
+        package, _, target = name.partition(".")
+        if package == "prorl_envs" and target:
+            assert allowed(room, target), f"{path}:{line}: {room} must not import {target}"
+            if room == "envs" and target.startswith("envs."):
+                family = path.relative_to((PACKAGE / "envs").resolve()).parts[0]
+                assert target.split(".")[1] == family, f"{path}:{line}: families do not import each other"
+        if package in HEAVY:
+            assert room == "nemo" or path.name == "app.py", f"{path}:{line}: {room} imports {package}"
+
+
+def test_importing_the_package_stays_light() -> None:
+    """A trainer that imports the client pays for no NeMo Gym, Ray or torch."""
+    program = (
+        "import sys, prorl_envs, prorl_envs.rollout.client, prorl_envs.env.registry, prorl_envs.cli.main\n"
+        f"heavy = {HEAVY!r} & {{name.split('.')[0] for name in sys.modules}}\n"
+        "sys.exit(f'imported: {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
