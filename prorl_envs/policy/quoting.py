@@ -52,25 +52,35 @@ class Quoter:
             number += 1
         return f"{_OPEN}{number}{_CLOSE}"
 
-    def quote(self, text: str, mark: str) -> str:
-        """`text` with `mark` inside every literal that starts in it; removing the marks restores it."""
+    def quote(self, text: str, mark: str, *, leading: bool = False) -> str:
+        """`text` with `mark` inside every literal that starts in it; removing the marks restores it.
+
+        Args:
+            text: what a message says.
+            mark: from `choose_mark`.
+            leading: also look for the rest of a literal at the start. Right for prose; wrong for values that
+                a template compares (`type == "object"`).
+        """
         cuts = {match.start() + 1 for match in self._anywhere.finditer(text)}
         cuts.update(self._begun_at_end(text))
-        if self._continues_a_literal(text):
+        if leading and self._continues_a_literal(text):
             cuts.add(0)
         if not cuts:
             return text
         edges = [0, *sorted(cuts), len(text)]
         return mark.join(text[a:b] for a, b in zip(edges, edges[1:], strict=False))
 
-    def quote_tree(self, value: Any, mark: str) -> Any:
+    def quote_tree(self, value: Any, mark: str, *, leading: bool = False) -> Any:
         """A JSON-like tree with every string in it quoted, keys included."""
         if isinstance(value, str):
-            return self.quote(valid_unicode(value), mark)
+            return self.quote(valid_unicode(value), mark, leading=leading)
         if isinstance(value, Mapping):
-            return {self.quote(str(key), mark): self.quote_tree(item, mark) for key, item in value.items()}
+            return {
+                self.quote(valid_unicode(str(key)), mark): self.quote_tree(item, mark, leading=leading)
+                for key, item in value.items()
+            }
         if isinstance(value, list | tuple):
-            return [self.quote_tree(item, mark) for item in value]
+            return [self.quote_tree(item, mark, leading=leading) for item in value]
         return value
 
     def _begun_at_end(self, text: str) -> Iterable[int]:

@@ -79,27 +79,14 @@ WIRE_ERRORS: tuple[WireError, ...] = (
     WireError("invalid_request", 422, InputError),
 )
 
-_BY_TYPE = {wire.type: wire.error for wire in WIRE_ERRORS}
+_BY_TYPE = {wire.type: wire for wire in WIRE_ERRORS}
 
 
 def to_wire(error: ProrlError) -> WireError:
     """The row of an error; what has none of its own is a server fault."""
-    return next((w for w in WIRE_ERRORS if isinstance(error, w.error)), to_wire_type("internal"))
-
-
-def to_wire_type(name: str) -> WireError:
-    """The row named `name`.
-
-    Raises:
-        KeyError: there is none.
-    """
-    return next((w for w in WIRE_ERRORS if w.type == name)) if name in _BY_TYPE else _missing(name)
-
-
-def _missing(name: str) -> WireError:
-    raise KeyError(name)
+    return next((wire for wire in WIRE_ERRORS if isinstance(error, wire.error)), _BY_TYPE["internal"])
 
 
 def from_wire(name: str, message: str, hint: str) -> ProrlError:
     """The error a server named, or a `ServerFault` for a name this version does not know."""
-    return _BY_TYPE.get(name, ServerFault)(message, hint=hint)
+    return _BY_TYPE.get(name, _BY_TYPE["internal"]).error(message, hint=hint)

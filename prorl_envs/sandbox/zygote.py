@@ -122,7 +122,7 @@ def _become_tool_server(
     code = 1
     report: socket.socket | None = None
     try:
-        fds = _keep_only(fds)
+        _close_all_but(fds)
         report = socket.socket(fileno=fds[2])
         _reset_signals()
         entry = entries[request["entry"]]
@@ -143,14 +143,15 @@ def _become_tool_server(
         os._exit(code)
 
 
-def _keep_only(fds: list[int]) -> list[int]:
-    """Move `fds` to 3, 4, ..., point 0-2 at /dev/null and close everything else."""
-    moved = [os.dup2(os.dup(fd), fd + 1000, inheritable=False) for fd in fds]
-    kept = [os.dup2(fd, 3 + index, inheritable=False) for index, fd in enumerate(moved)]
-    os.closerange(3 + len(kept), os.sysconf("SC_OPEN_MAX"))
+def _close_all_but(keep: list[int]) -> None:
+    """Close every descriptor but `keep`, and point 0-2 at /dev/null."""
+    low = 3
+    for fd in sorted(keep):
+        os.closerange(low, fd)
+        low = fd + 1
+    os.closerange(low, os.sysconf("SC_OPEN_MAX"))
     for fd in range(3):
         _replace_with_null(fd)
-    return kept
 
 
 def _replace_with_null(fd: int) -> None:
