@@ -1,10 +1,12 @@
 """This machine's shared resources: one driver, its templates, a cache directory."""
 
+import os
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from prorl_envs.sandbox.base import Driver, Sandbox, SandboxSpec
+from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
 from prorl_envs.tools.client import Toolbox
 
 
@@ -19,6 +21,18 @@ class Node:
     def __init__(self, driver: Driver, cache_dir: Path) -> None:
         self.driver = driver
         self.cache_dir = cache_dir
+
+    @classmethod
+    def local(cls, *, cache_dir: Path | None = None) -> Self:
+        """This machine with its default driver. Call it in the event loop that will use it.
+
+        Args:
+            cache_dir: None chooses `$PRORL_CACHE_DIR`, else `prorl-envs` in the user's cache directory.
+
+        Raises:
+            SandboxError: the machine cannot run sandboxes.
+        """
+        return cls(BubblewrapDriver(), cache_dir or default_cache_dir())
 
     async def sandbox(self, spec: SandboxSpec) -> Sandbox:
         """Start a sandbox. The caller closes it."""
@@ -41,3 +55,10 @@ class Node:
         traceback: TracebackType | None,
     ) -> None:
         await self.aclose()
+
+
+def default_cache_dir() -> Path:
+    """`$PRORL_CACHE_DIR`, else `prorl-envs` in the user's cache directory."""
+    if chosen := os.environ.get("PRORL_CACHE_DIR"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "prorl-envs"

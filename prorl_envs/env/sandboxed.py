@@ -1,16 +1,14 @@
-"""What every family that works in one sandbox shares. A subclass holds only what is particular: its task
-model, how the workspace is prepared, which tools are on offer, and how the episode is graded."""
+"""What every family that works in one sandbox shares. A subclass holds only what is particular to it: the
+task model, how the workspace is prepared, which tools are on offer, and how the episode is graded."""
 
-import asyncio
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar
 
-from prorl_envs.env.base import Environment, Grade, Prompt, Task
+from prorl_envs.env.base import Environment, Grade, Message, Prompt, Task
 from prorl_envs.env.node import Node
 from prorl_envs.env.rows import validate_row
 from prorl_envs.errors import EnvironmentFault
@@ -18,11 +16,163 @@ from prorl_envs.sandbox.base import Sandbox, SandboxSpec
 from prorl_envs.tools.client import Toolbox
 from prorl_envs.tools.types import ToolCall, ToolResult, ToolSpec
 
+#: Longest answer a finish call may hand in, in characters; what is longer is refused, not cut.
+MAX_ANSWER_CHARS = 20_000
+
 
 class Phase(StrEnum):
     """Where an episode is."""
 
     NEW = "new"
+    STARTING = "starting"
     READY = "ready"
+    FINISHED = "finished"
     GRADED = "graded"
     CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class Workplace:
+    """A running sandbox and its tools."""
+
+    sandbox: Sandbox
+    tools: Toolbox
+
+
+@asynccontextmanager
+async def workplace(node: Node, spec: SandboxSpec, *, python: bool = False) -> AsyncIterator[Workplace]:
+    """Start a sandbox and equip it; both end with the block.
+
+    Raises:
+        SandboxError, ToolError.
+    """
+    async with AsyncExitStack() as exits:
+        sandbox = await node.sandbox(spec)
+        exits.push_async_callback(sandbox.close)
+        tools = await node.toolbox(sandbox, python=python)
+        exits.push_async_callback(tools.aclose)
+        yield Workplace(sandbox, tools)
+
+
+class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
+    """An environment of one sandbox with one toolbox."""
+
+    #: First message of every episode of the family.
+    system_prompt: ClassVar[str]
+    #: The tools that run in the sandbox.
+    sandbox_tools: ClassVar[tuple[ToolSpec, ...]]
+    #: How the agent says that it is done, and hands in an answer where the family wants one.
+    finish_spec: ClassVar[ToolSpec]
+    #: Whether the sandbox gets a warm IPython.
+    python: ClassVar[bool] = False
+    #: Seconds a tool call may take where the caller names none.
+    call_timeout_s: ClassVar[float] = 60.0
+
+    def __init__(self, node: Node) -> None:
+        super().__init__(node)
+        self._phase = Phase.NEW
+        self._task: TaskT | None = None
+        self._place: Workplace | None = None
+        self._exits = AsyncExitStack()
+        self._answer: str | None = None
+
+    @classmethod
+    def load(cls, row: Mapping[str, Any]) -> TaskT:
+        task = validate_row(cls.task_type, row)
+        return task  # type: ignore[return-value]  # task_type is the family's TaskT
+
+    @property
+    def tools(self) -> Sequence[ToolSpec]:
+        return (*self.sandbox_tools, self.finish_spec)
+
+    def prompt(self, task: TaskT) -> Prompt:
+        messages: list[Message] = [
+            {"role": "system", "content": self.system_prompt},
+            {"role": "user", "content": task.instruction},
+        ]
+        return Prompt(messages=messages, tools=self.tools)
+
+    async def init(self, task: TaskT) -> Prompt:
+        self._expect("init", Phase.NEW)
+        self._phase = Phase.STARTING
+        opening = workplace(self.node, self.sandbox_spec(task), python=self.python)
+        self._place = await self._exits.enter_async_context(opening)
+        await self.prepare(task, self._place)
+        self._task = task
+        self._phase = Phase.READY
+        return self.prompt(task)
+
+    async def call(self, call: ToolCall, *, timeout_s: float | None = None) -> ToolResult:
+        self._expect("call", Phase.READY, Phase.FINISHED)
+        if self._phase is Phase.FINISHED:
+            return ToolResult(text="The episode is finished: no further calls are taken.", ok=False)
+        if call.name == self.finish_tool:
+            return self._finish(call)
+        names = [tool.name for tool in self.sandbox_tools]
+        if call.name not in names:
+            known = ", ".join([*names, self.finish_tool])
+            return ToolResult(text=f"There is no tool {call.name[:100]!r}. The tools are: {known}.", ok=False)
+        limit = self.call_timeout_s if timeout_s is None else timeout_s
+        return await self._here("call").tools.call(call, timeout_s=limit)
+
+    async def eval(self) -> Grade:
+        self._expect("eval", Phase.READY, Phase.FINISHED)
+        self._phase = Phase.GRADED
+        if self._task is None:
+            raise EnvironmentFault("eval: the episode has no task")
+        return await self.grade(self._task, self._here("eval"))
+
+    async def close(self) -> None:
+        self._phase = Phase.CLOSED
+        await self.leave()
+
+    async def leave(self) -> None:
+        """End the agent's sandbox. A grader calls it as soon as it has what it grades, so that nothing the
+        agent left running lives on beside the checks."""
+        self._place = None
+        await self._exits.aclose()
+
+    @property
+    def answer(self) -> str | None:
+        """What the agent handed in with its finish call; None where it never called it."""
+        return self._answer
+
+    def sandbox_spec(self, task: TaskT) -> SandboxSpec:
+        """The agent's sandbox for `task`."""
+        return SandboxSpec()
+
+    @abstractmethod
+    async def prepare(self, task: TaskT, place: Workplace) -> None:
+        """Bring the workspace into the state the task begins in.
+
+        Raises:
+            EnvironmentFault: the task cannot be prepared.
+        """
+
+    @abstractmethod
+    async def grade(self, task: TaskT, place: Workplace) -> Grade:
+        """Grade the episode; called once. `place` is the agent's own sandbox, hostile by now.
+
+        Raises:
+            GraderError: there is no verdict.
+        """
+
+    def _finish(self, call: ToolCall) -> ToolResult:
+        answer = call.arguments.get("answer", "")
+        text = answer if isinstance(answer, str) else repr(answer)
+        if len(text) > MAX_ANSWER_CHARS:
+            return ToolResult(text=f"The answer is longer than {MAX_ANSWER_CHARS} characters.", ok=False)
+        self._answer = text
+        self._phase = Phase.FINISHED
+        return ToolResult(text="Finished.", data={"answer": text})
+
+    def _here(self, action: str) -> Workplace:
+        if self._place is None:
+            raise EnvironmentFault(f"{action}: the episode has no sandbox")
+        return self._place
+
+    def _expect(self, action: str, *phases: Phase) -> None:
+        if self._phase not in phases:
+            raise EnvironmentFault(
+                f"{action}: the episode is {self._phase}", hint="init once, call, eval once, close"
+            )

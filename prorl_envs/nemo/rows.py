@@ -1,4 +1,4 @@
-"""Task rows of a family as NeMo Gym rows: `responses_create_params` for the agent, the task for the server."""
+"""Task rows as NeMo Gym rows: `responses_create_params` for the agent, the task for the grader."""
 
 import json
 from collections.abc import Mapping
@@ -75,16 +75,25 @@ def response_tool(spec: ToolSpec) -> JsonObject:
     }
 
 
+def blank(environment: str) -> Environment[Any]:
+    """An instance of a family that can say what it offers, and starts nothing.
+
+    Raises:
+        InputError: there is no such family.
+    """
+    return family(environment)(Node(_NoDriver(), Path()))
+
+
 def render(environment: str, source: Path) -> str:
     """A family's data file as NeMo Gym JSONL text.
 
     Raises:
         InputError: an unknown family, or a bad data file (with file, line and field).
     """
-    blank = family(environment)(Node(_NoDriver(), Path()))
     load_tasks(environment, source)  # names file and line of every fault
+    unstarted = blank(environment)
     lines = [line for line in source.read_text().splitlines() if line.strip()]
-    rows = [nemo_row(blank, json.loads(line)) for line in lines]
+    rows = [nemo_row(unstarted, json.loads(line)) for line in lines]
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 

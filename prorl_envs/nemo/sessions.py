@@ -209,6 +209,12 @@ class Sessions:
             await self._end(session_id, session, SessionExpired(reason))
         return len(idle)
 
+    async def keep_expiring(self) -> None:
+        """Expire for ever, often enough that no idle session outlives its limit by much."""
+        while True:
+            await asyncio.sleep(min(self._limits.idle_s / 4, 30.0))
+            await self.expire()
+
     async def end(self, session_id: str) -> None:
         """End a session that nobody wants graded. Idempotent."""
         if (session := self._open.get(session_id)) is not None:

@@ -11,13 +11,14 @@ A literal can also be assembled from a message and what the template puts next t
 
 - inside each literal that lies within the string (after its first character);
 - inside each beginning of a literal at the end of the string (the template might supply the rest);
-- in front of a string that begins with the rest of a literal (the template might have supplied its beginning).
+- in front of a string that begins with the rest of a literal (the template may have supplied its start).
 
 A mark is never put next to leading or trailing white space, so a template that trims still trims.
 """
 
 import re
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 # Unicode noncharacters: they "should never be interchanged", so no honest text holds them.
@@ -68,7 +69,7 @@ class Quoter:
         if not cuts:
             return text
         edges = [0, *sorted(cuts), len(text)]
-        return mark.join(text[a:b] for a, b in zip(edges, edges[1:], strict=False))
+        return mark.join(text[a:b] for a, b in pairwise(edges))
 
     def quote_tree(self, value: Any, mark: str, *, leading: bool = False) -> Any:
         """A JSON-like tree with every string in it quoted, keys included."""

@@ -8,7 +8,7 @@ Total: every text gives calls and messages. What cannot be read becomes a short 
 """
 
 import json
-from collections.abc import Iterator
+import re
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -20,6 +20,8 @@ THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 #: Most calls read from one turn; a turn with more is cut, and told so.
 MAX_CALLS = 64
 _MAX_NAME = 200
+_MAX_DEPTH = 64
+_SPACE = re.compile(r"\s*")
 _FORM = 'Write <tool_call>{"name": ..., "arguments": {...}}</tool_call> with valid JSON.'
 
 
@@ -112,7 +114,8 @@ def _read_call(text: str, start: int) -> tuple[ReadCall, int]:
 def _what_is_wrong(text: str, error: json.JSONDecodeError) -> str:
     if error.pos >= len(text) or error.msg.startswith("Unterminated string"):
         return f"A tool call was cut off before its JSON was complete. {_FORM}"
-    return f"The JSON of a tool call is not valid: {error.msg} near {text[error.pos : error.pos + 20]!r}. {_FORM}"
+    near = text[error.pos : error.pos + 20]
+    return f"The JSON of a tool call is not valid: {error.msg} near {near!r}. {_FORM}"
 
 
 def _as_call(value: JsonObject) -> ReadCall:
@@ -127,8 +130,7 @@ def _as_call(value: JsonObject) -> ReadCall:
             raise _Malformed(f"The arguments of the call to {name!r} are not a JSON object.") from None
     if not isinstance(arguments, dict):
         raise _Malformed(f"The arguments of the call to {name!r} are not a JSON object.")
-    if any(not _has_utf8(text) for text in (name, *_strings(arguments))):
-        raise _Malformed(f"The arguments of the call to {name!r} hold half of a surrogate pair.")
+    _check_tree(name, [name, arguments])
     return ReadCall(name, arguments)
 
 
@@ -141,25 +143,32 @@ def _resume(text: str, start: int) -> int:
 
 
 def _skip_space(text: str, start: int) -> int:
-    while start < len(text) and text[start].isspace():
-        start += 1
-    return start
+    found = _SPACE.match(text, start)
+    return found.end() if found else start
+
+
+def _check_tree(name: str, value: list[Any]) -> None:
+    """Refuse what would hurt whoever handles the arguments next: bottomless nesting, text without UTF-8."""
+    stack: list[tuple[Any, int]] = [(value, 0)]
+    while stack:
+        item, depth = stack.pop()
+        if depth > _MAX_DEPTH:
+            raise _Malformed("The JSON of a tool call is nested too deeply.")
+        if isinstance(item, str):
+            if not _has_utf8(item):
+                raise _Malformed(f"The arguments of the call to {name!a} hold half of a surrogate pair.")
+        elif isinstance(item, dict):
+            stack.extend((part, depth + 1) for pair in item.items() for part in pair)
+        elif isinstance(item, list):
+            stack.extend((part, depth + 1) for part in item)
 
 
 def _has_utf8(text: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield key
-            yield from _strings(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _strings(item)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -58,9 +58,9 @@ class ServerFault(ProrlError):
 
 
 class WireError(NamedTuple):
-    """How an error looks on the wire."""
+    """How an error looks on the wire: its `type`, the HTTP status, the class on both sides."""
 
-    type: str
+    name: str
     status: int
     error: type[ProrlError]
 
@@ -79,7 +79,7 @@ WIRE_ERRORS: tuple[WireError, ...] = (
     WireError("invalid_request", 422, InputError),
 )
 
-_BY_TYPE = {wire.type: wire for wire in WIRE_ERRORS}
+_BY_TYPE = {wire.name: wire for wire in WIRE_ERRORS}
 
 
 def to_wire(error: ProrlError) -> WireError:

@@ -150,7 +150,6 @@ class Scheduler:
         self._queues = {stage: FairQueue() for stage in Stage}
         self._active = dict.fromkeys(Stage, 0)
         self._live = 0
-        self._held = False
 
     # What is there.
 
@@ -195,14 +194,10 @@ class Scheduler:
         """
         for job, group in jobs:
             if job in self._jobs:
-                raise ValueError(f"job {job} is already scheduled")
+                raise ValueError(f"job {job} is scheduled already")
             self._jobs[job] = _Job(job, group)
             self._queues[Stage.INIT].push(job, group)
         return self._fill()
-
-    def hold(self) -> None:
-        """Start no further INIT: what is live runs to its end, what is queued stays."""
-        self._held = True
 
     def ended(self, job: str) -> list[Decision]:
         """The job's stage ended as it should, or was interrupted."""
@@ -282,7 +277,7 @@ class Scheduler:
         starts = []
         while self._queues[stage] and self._active[stage] < self.limits.of(stage):
             if stage is Stage.INIT:
-                if self._held or self._live >= self.limits.live:
+                if self._live >= self.limits.live:
                     break
                 self._live += 1
             entry = self._jobs[self._queues[stage].pop()]

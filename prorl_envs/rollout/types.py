@@ -21,6 +21,20 @@ class _Wire(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def job_id(group_id: str, sample: int) -> str:
+    """The id of a group's sample."""
+    return f"{group_id}/{sample}"
+
+
+def split_job_id(job: str) -> tuple[str, int]:
+    """Group id and sample of a job id; ("", -1) where it is none."""
+    group_id, _, sample = job.rpartition("/")
+    # One spelling per job: no "g/01", no digits of other scripts.
+    if not (sample.isascii() and sample.isdecimal() and len(sample) < 10 and str(int(sample)) == sample):
+        return "", -1
+    return group_id, int(sample)
+
+
 class Stage(StrEnum):
     INIT = "init"
     RUN = "run"

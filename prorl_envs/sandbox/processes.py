@@ -5,6 +5,7 @@ that was running when it was made.
 """
 
 import asyncio
+import contextlib
 import os
 import select
 import signal
@@ -82,10 +83,8 @@ class Process:
         """Send SIGKILL; nothing happens to a process that has ended."""
         if self._ended.is_set():
             return
-        try:
+        with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
     async def wait(self) -> None:
         """Return once the process has ended."""

@@ -15,10 +15,11 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import prorl_envs
 from prorl_envs.errors import SandboxError
-from prorl_envs.sandbox.processes import Process, readable, receive
+from prorl_envs.sandbox.processes import Process, receive
 from prorl_envs.sandbox.zygote import MESSAGE_LIMIT, REPORT_LIMIT
 
 logger = logging.getLogger(__name__)
@@ -103,6 +104,14 @@ class Template:
         self._starting = asyncio.Lock()
         self._running: _Running | None = None
 
+    async def start(self) -> None:
+        """Start the process unless it runs.
+
+        Raises:
+            SandboxError: with the template's own words.
+        """
+        await self._ensure()
+
     async def fork(
         self, sandbox_id: str, pidfd: int, request: ForkRequest
     ) -> tuple[ToolServer, socket.socket]:
@@ -157,7 +166,7 @@ class _Running:
         with inside:
             self._child = subprocess.Popen(
                 [sys.executable, "-I", "-c", _BOOT, *_code_paths()],
-                stdin=inside,
+                stdin=inside.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 env=_template_environment(),
@@ -194,10 +203,7 @@ class _Running:
                     await self._send(request, [pidfd, tool_inside.fileno(), status_inside.fileno()])
                     tool_inside.close()
                     status_inside.close()
-                    server = await _born(sandbox_id, status)
-                    undo.callback(server.close)
-                    undo.callback(server.process.kill)
-                    await _joined(status)
+                    server = await _birth(sandbox_id, status, undo)
             except TimeoutError:
                 raise SandboxError(f"no tool server within {request.timeout_s} s") from None
             undo.pop_all()
@@ -247,22 +253,28 @@ class _Running:
             asyncio.get_running_loop().remove_reader(self._stderr)
 
 
-async def _born(sandbox_id: str, status: socket.socket) -> ToolServer:
-    """The template's message. It may come after the child's own, so both are told apart by content."""
-    answer, fds = await receive(status, 4096, descriptors=1)
-    if not fds:
-        raise SandboxError("the template died while forking")
-    return ToolServer(sandbox_id, json.loads(answer)["pid"], fds[0], status)
+async def _birth(sandbox_id: str, status: socket.socket, undo: contextlib.ExitStack) -> ToolServer:
+    """Wait for the template's message (the process, with its pidfd) and the child's own (it has joined).
 
-
-async def _joined(status: socket.socket) -> None:
-    answer, _ = await receive(status, 2 * REPORT_LIMIT)
-    message = json.loads(answer) if answer else {"summary": "the process ended"}
-    if not message.get("ready"):
-        raise SandboxError(
-            f"a process could not join the sandbox: {message['summary']}",
-            hint="the sandbox may have ended; `prorl-envs doctor` checks this machine",
-        )
+    They come in either order.
+    """
+    server: ToolServer | None = None
+    joined = False
+    while server is None or not joined:
+        answer, fds = await receive(status, 2 * REPORT_LIMIT, descriptors=1)
+        message: dict[str, Any] = json.loads(answer) if answer else {"summary": "the process ended"}
+        if fds:
+            server = ToolServer(sandbox_id, message["pid"], fds[0], status)
+            undo.callback(server.close)
+            undo.callback(server.process.kill)
+        elif message.get("ready"):
+            joined = True
+        else:
+            raise SandboxError(
+                f"a process could not join the sandbox: {message['summary']}",
+                hint="the sandbox may have ended; `prorl-envs doctor` checks this machine",
+            )
+    return server
 
 
 def _pair(kind: socket.SocketKind, undo: contextlib.ExitStack) -> tuple[socket.socket, socket.socket]:

@@ -10,6 +10,7 @@ open. It is single-threaded and never runs anything a sandbox says; the fork doe
                         the entry fail, its traceback
 """
 
+import contextlib
 import gc
 import importlib
 import json
@@ -106,10 +107,9 @@ def _fork(request: dict[str, Any], fds: list[int], entries: dict[str, Entry]) ->
         _become_tool_server(request, fds, entries, parent)
     pidfd = os.pidfd_open(pid)
     with socket.socket(fileno=fds[2]) as status:
-        try:
+        # Where the host gave up on it, the child sees the same and ends.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(status, [json.dumps({"pid": pid}).encode()], [pidfd])
-        except (BrokenPipeError, ConnectionResetError):
-            pass  # the host gave up on it; the child sees the same and ends
     for fd in (pidfd, *fds[:2]):
         os.close(fd)
     return pid
@@ -173,8 +173,7 @@ def _say(sock: socket.socket, **message: object) -> None:
 
 def _report(report: socket.socket, error: BaseException) -> None:
     text = "".join(traceback.format_exception(error))[-REPORT_LIMIT:]
-    try:
-        report.setblocking(False)
+    report.setblocking(False)
+    # Where the host has gone or does not read, it sees the exit itself.
+    with contextlib.suppress(OSError):
         _say(report, error=text, summary=f"{type(error).__name__}: {error}"[:1000])
-    except OSError:
-        pass  # the host has gone or does not read; it sees the exit itself

@@ -1,23 +1,323 @@
-"""The host's side of a tool server."""
+"""The host's side of a sandbox's tools."""
 
+import asyncio
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Self
 
+from prorl_envs.errors import InputError, SandboxError, ToolError
 from prorl_envs.sandbox.base import Sandbox
+from prorl_envs.tools.connection import Connection, ServerLost
 from prorl_envs.tools.types import ToolResult
+from prorl_envs.tools.wire import (
+    CONTENT_LIMIT,
+    Bash,
+    BashDone,
+    Content,
+    Done,
+    Read,
+    Reply,
+    Request,
+    Run,
+    RunDone,
+    Setup,
+    Write,
+)
+
+ENTRY = "prorl_envs.tools.server:serve"
+#: Variables every tool's processes have: a pager would wait for a key that nobody presses.
+ENVIRONMENT = {"PAGER": "cat", "GIT_PAGER": "cat", "MANPAGER": "cat"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolLimits:
+    """The bounds of one toolbox.
+
+    Args:
+        output_bytes: bytes of output kept of each tool call; half from its beginning, half from its end.
+        grace_s: seconds a command has to obey an interrupt before it is killed.
+        margin_s: seconds beyond a call's own timeout after which the tool server itself is given up.
+        transfer_s: seconds for moving a file.
+    """
+
+    output_bytes: int = 32 * 1024
+    grace_s: float = 2.0
+    margin_s: float = 15.0
+    transfer_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completed:
+    """A fresh process that has ended.
+
+    Args:
+        exit_code: its status, negative for a signal; None where it ran past its deadline.
+        output: stdout and stderr as they came, bounded.
+        timed_out: whether the deadline ended it.
+        truncated_bytes: how much is missing from the middle of `output`.
+        duration_s: seconds it ran, measured beside it.
+    """
+
+    exit_code: int | None
+    output: bytes
+    timed_out: bool
+    truncated_bytes: int
+    duration_s: float
+
+
+@dataclass(slots=True)
+class _Session:
+    """Order of the calls in one session, and which server it last spoke to (None: none, or its user knows)."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    server: Connection | None = None
+
+
+class _Link:
+    """A tool server that is forked at first use and again whenever it is found lost."""
+
+    def __init__(self, sandbox: Sandbox, template: str, limits: ToolLimits, *, python: bool) -> None:
+        self._sandbox = sandbox
+        self._template = template
+        self._limits = limits
+        self._python = python
+        self._connection: Connection | None = None
+        self._starting = asyncio.Lock()
+        self._closed = False
+
+    async def connection(self) -> Connection:
+        """The live connection.
+
+        Raises:
+            SandboxError: the sandbox has ended.
+            ToolError: the toolbox is closed, or a new server cannot be set up.
+        """
+        connection = self._connection
+        if connection is not None and not connection.lost and self._sandbox.alive:
+            return connection
+        if self._closed:
+            raise ToolError("the toolbox is closed")
+        if not self._sandbox.alive:
+            raise SandboxError(f"sandbox {self._sandbox.id} has ended")
+        async with self._starting:
+            if self._connection is None or self._connection.lost:
+                self._connection = await self._start()
+            return self._connection
+
+    async def aclose(self) -> None:
+        self._closed = True
+        if self._connection is not None:
+            await self._connection.aclose()
+
+    async def _start(self) -> Connection:
+        sock = await self._sandbox.spawn(ENTRY, template=self._template)
+        try:
+            connection = await Connection.open(sock)
+        except BaseException:
+            sock.close()
+            raise
+        limits = self._limits
+
+        def setup(request_id: int) -> Setup:
+            return Setup(
+                request_id,
+                self._sandbox.spec.workdir,
+                ENVIRONMENT,
+                limits.output_bytes,
+                limits.grace_s,
+                self._python,
+            )
+
+        try:
+            await connection.request(setup, Done, deadline_s=limits.margin_s)
+        except BaseException:
+            await connection.aclose()
+            raise
+        return connection
 
 
 class Toolbox:
-    """The tools of one sandbox, over the socket of its tool server."""
+    """The tools of one sandbox. Made by `open`; closed by whoever opened it, before the sandbox.
+
+    Calls of different kinds and sessions may be in flight together; those of one session run in order.
+    Cancelling a call stops what it started and leaves the toolbox usable.
+    """
+
+    def __init__(self, sandbox: Sandbox, limits: ToolLimits) -> None:
+        self.sandbox = sandbox
+        self.limits = limits
+        self._tools = _Link(sandbox, "base", limits, python=False)
+        self._shells: dict[str, _Session] = {}
 
     @classmethod
-    async def open(cls, sandbox: Sandbox, *, python: bool = False) -> Self:
-        raise NotImplementedError
+    async def open(cls, sandbox: Sandbox, *, python: bool = False, limits: ToolLimits | None = None) -> Self:
+        """Fork the tool servers into a running sandbox.
 
-    async def bash(self, command: str, *, timeout_s: float) -> ToolResult:
-        raise NotImplementedError
+        Args:
+            sandbox: stays its owner's.
+            python: whether there is a Python session too.
+            limits: bounds of outputs and times.
 
-    async def python(self, code: str, *, timeout_s: float) -> ToolResult:
-        raise NotImplementedError
+        Raises:
+            SandboxError: the sandbox has ended or cannot be joined.
+            ToolError: a server does not answer.
+        """
+        toolbox = cls(sandbox, limits or ToolLimits())
+        try:
+            await toolbox._tools.connection()
+        except BaseException:
+            await toolbox.aclose()
+            raise
+        return toolbox
+
+    async def bash(self, command: str, *, timeout_s: float, session: str = "main") -> ToolResult:
+        """Run a command in a persistent shell.
+
+        Args:
+            command: any text bash can evaluate.
+            timeout_s: seconds after which it is interrupted, then killed.
+            session: which shell; made at first use.
+
+        Returns:
+            The output, then the exit status where it is not 0, then what happened to the command or shell.
+            `data`: exit_code (None if stopped), cwd, timed_out.
+
+        Raises:
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        _check_timeout(timeout_s)
+        if "\0" in command:
+            return ToolResult(text="the command contains a NUL character, which bash cannot take", ok=False)
+        started = time.monotonic()
+        shell = self._shells.setdefault(session, _Session())
+        async with shell.lock:
+            connection = await self._tools.connection()
+            lost = shell.server is not None and shell.server is not connection
+            shell.server = connection
+            try:
+                done = await self._ask(
+                    connection, lambda id_: Bash(id_, session, command, timeout_s), BashDone, timeout_s
+                )
+            except ServerLost as error:
+                shell.server = None
+                return _server_lost(error, "shell", time.monotonic() - started)
+            except OSError as error:
+                raise ToolError(f"no shell could be started: {error}") from error
+        if done.notice and not self.sandbox.alive:
+            raise SandboxError(f"sandbox {self.sandbox.id} ended during a command")
+        return _bash_result(done, "shell" if lost else "", time.monotonic() - started)
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str = "",
+        env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        timeout_s: float,
+        output_limit: int = 1024 * 1024,
+    ) -> Completed:
+        """Run a fresh process; its process group is killed when it ends or at the deadline.
+
+        Args:
+            argv: program and arguments.
+            cwd: absolute directory; empty means the sandbox's workspace.
+            env: variables on top of the sandbox's own.
+            stdin: what it reads; empty means the null device.
+            timeout_s: seconds after which it is killed.
+            output_limit: bytes of output kept.
+
+        Raises:
+            OSError: as starting it locally would raise (no such program, no such directory).
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        _check_timeout(timeout_s)
+
+        def make(id_: int) -> Run:
+            return Run(id_, list(argv), cwd, dict(env or {}), stdin, timeout_s, output_limit)
+
+        done = await self._ask(await self._tools.connection(), make, RunDone, timeout_s)
+        return Completed(
+            exit_code=done.exit_code,
+            output=done.output,
+            timed_out=done.timed_out,
+            truncated_bytes=done.omitted,
+            duration_s=done.duration_s,
+        )
+
+    async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        """Create or replace a file in one step, with the sandbox's own rights; missing folders are made.
+
+        Raises:
+            InputError: more than `wire.CONTENT_LIMIT` bytes.
+            OSError: as a local write would raise.
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        if len(data) > CONTENT_LIMIT:
+            raise InputError(
+                f"{len(data)} bytes are more than one transfer takes", hint="split it, or use a mount"
+            )
+        await self._ask(
+            await self._tools.connection(),
+            lambda id_: Write(id_, path, data, mode),
+            Done,
+            self.limits.transfer_s,
+        )
+
+    async def read(self, path: str, *, limit: int = CONTENT_LIMIT) -> bytes:
+        """The first `limit` bytes of a regular file. Content is hostile.
+
+        Raises:
+            OSError: as a local read would raise; also for what is no regular file.
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        content = await self._ask(
+            await self._tools.connection(),
+            lambda id_: Read(id_, path, limit),
+            Content,
+            self.limits.transfer_s,
+        )
+        return content.data
 
     async def aclose(self) -> None:
-        raise NotImplementedError
+        """End the tool servers, and with them the shells. Idempotent."""
+        await self._tools.aclose()
+
+    async def _ask[R: Reply](
+        self, connection: Connection, make: Callable[[int], Request], reply_type: type[R], timeout_s: float
+    ) -> R:
+        try:
+            return await connection.request(make, reply_type, deadline_s=timeout_s + self.limits.margin_s)
+        except (ServerLost, OSError) as error:
+            if not self.sandbox.alive:
+                raise SandboxError(f"sandbox {self.sandbox.id} has ended") from error
+            raise
+
+
+def _check_timeout(timeout_s: float) -> None:
+    if not (math.isfinite(timeout_s) and timeout_s > 0):
+        raise InputError(f"timeout_s is {timeout_s}; it must be a positive number of seconds")
+
+
+def _server_lost(error: ServerLost, what: str, duration_s: float) -> ToolResult:
+    text = f"[{error.message}; the next call gets a new {what}, and what this one held is lost]"
+    return ToolResult(text=text, ok=False, data={"tool_server_lost": True}, duration_s=duration_s)
+
+
+def _bash_result(done: BashDone, renewed: str, duration_s: float) -> ToolResult:
+    lines = [f"[the tool server was lost; this is a new {renewed}]"] if renewed else []
+    if done.output:
+        lines.append(done.output.removesuffix("\n"))
+    if done.exit_code:
+        lines.append(f"[exit status {done.exit_code}]")
+    if done.notice:
+        lines.append(done.notice)
+    return ToolResult(
+        text="\n".join(lines) + ("\n" if done.output.endswith("\n") and len(lines) == 1 else ""),
+        ok=done.exit_code is not None,
+        data={"exit_code": done.exit_code, "cwd": done.cwd, "timed_out": done.timed_out},
+        duration_s=duration_s,
+        truncated_bytes=done.omitted,
+    )

@@ -1,0 +1,1 @@
+"""Data and computation tasks for a Python session."""

@@ -1,0 +1,192 @@
+"""Every setting, typed, in one place. Read once, at the edge: a YAML file, then the environment over it.
+
+service: {run: 64}          # file
+PRORL_SERVICE__RUN=64       # environment: sections and settings joined by two underscores
+"""
+
+import difflib
+import ipaddress
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+
+from prorl_envs.errors import InputError
+
+PREFIX = "PRORL_"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ServiceSettings(_Section):
+    """The rollout service.
+
+    Args:
+        init, run, eval: jobs active in each stage at once.
+        live: jobs that hold a sandbox at once, waiting between stages included; None takes the sum of the
+            three pools.
+        attempts: how often a job is tried when the infrastructure fails, the first time included.
+        queue: jobs accepted and not finished; more are refused until some finish.
+        keep_results: results kept for readers; the oldest go first.
+        keep_tokens: tokens of all trajectories kept for readers.
+        grace_s: seconds a RUN stage may go over its time limit to end a tool call in order.
+        close_s: seconds a sandbox may take to close.
+        drain_s: seconds a graceful stop waits for accepted jobs before it cancels them.
+    """
+
+    init: int = Field(default=4, ge=1)
+    run: int = Field(default=32, ge=1)
+    eval: int = Field(default=4, ge=1)
+    live: int | None = Field(default=None, ge=1)
+    attempts: int = Field(default=2, ge=1, le=10)
+    queue: int = Field(default=100_000, ge=1)
+    keep_results: int = Field(default=100_000, ge=1)
+    keep_tokens: int = Field(default=50_000_000, ge=1)
+    grace_s: float = Field(default=30.0, gt=0)
+    close_s: float = Field(default=60.0, gt=0)
+    drain_s: float = Field(default=30.0, ge=0)
+
+
+class ServerSettings(_Section):
+    """The HTTP server in front of the service.
+
+    Args:
+        host: address to bind; anything but loopback needs a token.
+        port: TCP port; 0 takes a free one.
+        token: bearer token of the control plane; optional on loopback.
+        max_body_bytes: largest request body.
+        max_wait_s: longest a request for results waits.
+        max_page: most results in one answer.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8600, ge=0, le=65_535)
+    token: SecretStr | None = Field(default=None, min_length=16)
+    max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
+    max_wait_s: float = Field(default=60.0, ge=0)
+    max_page: int = Field(default=1000, ge=1)
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine can reach `host`."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+class ModelSettings(_Section):
+    """The model servers.
+
+    Args:
+        servers: base URLs to start with; more can be added while the service runs.
+        name: model name the servers know, where they ask for one.
+        tokenizer: directory with `tokenizer.json` and the chat template.
+    """
+
+    servers: tuple[str, ...] = ()
+    name: str = ""
+    tokenizer: Path | None = None
+
+
+class Settings(_Section):
+    """All settings.
+
+    Args:
+        cache_dir: node-local directory for what is built once; survives the process.
+        run_dir: directory for results and logs of this run; None makes one for the process.
+    """
+
+    service: ServiceSettings = ServiceSettings()
+    server: ServerSettings = ServerSettings()
+    model: ModelSettings = ModelSettings()
+    cache_dir: Path = Path("~/.cache/prorl-envs")
+    run_dir: Path | None = None
+
+
+def load_settings(path: Path | None = None, environ: Mapping[str, str] | None = None) -> Settings:
+    """Read the settings.
+
+    Args:
+        path: YAML file, or None for the defaults.
+        environ: the process environment; variables that begin with PRORL_ count, the others do not.
+
+    Raises:
+        InputError: the file cannot be read, a key is unknown or a value is wrong; the hint names the
+            closest key.
+    """
+    values = _read(path) if path else {}
+    for name, text in sorted((environ or {}).items()):
+        if name.startswith(PREFIX):
+            _override(values, name, text)
+    try:
+        settings = Settings.model_validate(values)
+    except ValidationError as error:
+        raise _explain(error) from error
+    return settings.model_copy(update={"cache_dir": settings.cache_dir.expanduser()})
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise InputError(f"{path}: not YAML: {error}") from error
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: a mapping of sections is expected, not a {type(values).__name__}")
+    return values
+
+
+def _override(values: dict[str, Any], name: str, text: str) -> None:
+    """Set what one environment variable names. Its text is read as YAML, so numbers and lists work; a
+    setting that is text in the end (a token of digits, say) stays as it was written."""
+    *sections, key = name.removeprefix(PREFIX).lower().split("__")
+    target = values
+    for section in sections:
+        target = target.setdefault(section, {})
+        if not isinstance(target, dict):
+            raise InputError(f"{name}: {section} is not a section")
+    target[key] = text if _is_text((*sections, key)) else _yaml_value(name, text)
+
+
+def _is_text(location: tuple[str, ...]) -> bool:
+    annotation: Any = Settings
+    for part in location:
+        field = getattr(annotation, "model_fields", {}).get(part)
+        annotation = field.annotation if field else None
+    return annotation in (str, Path, Path | None, SecretStr | None)
+
+
+def _yaml_value(name: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InputError(f"{name}: not a YAML value: {text!r}") from error
+
+
+def _explain(error: ValidationError) -> InputError:
+    first = error.errors()[0]
+    location = [str(part) for part in first["loc"]]
+    where = ".".join(location)
+    if first["type"] != "extra_forbidden":
+        return InputError(f"setting {where}: {first['msg']}")
+    close = difflib.get_close_matches(location[-1], _keys(location[:-1]), n=1)
+    hint = f"did you mean {'.'.join([*location[:-1], *close])}?" if close else ""
+    return InputError(f"unknown setting {where}", hint=hint or f"known: {', '.join(_keys(location[:-1]))}")
+
+
+def _keys(sections: list[str]) -> list[str]:
+    """The keys of a section."""
+    model: Any = Settings
+    for section in sections:
+        model = model.model_fields[section].annotation
+    return sorted(model.model_fields)

@@ -1,0 +1,116 @@
+"""Judging answers that come as text from a hostile author: numbers, sets of numbers, expressions, words.
+
+Everything here is pure, total and bounded: no answer, however made, is evaluated as code, takes long, or
+raises. None of it needs a sandbox.
+"""
+
+import math
+import random
+import re
+from collections.abc import Sequence
+
+from prorl_envs.env.expressions import Expression, ExpressionError, parse_expression
+
+#: Longest answer that is read as one number, and most numbers read from one answer.
+MAX_NUMBER_CHARS = 64
+MAX_NUMBERS = 10_000
+
+_NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,4})?"
+_ONE_NUMBER = re.compile(_NUMBER, re.ASCII)
+_GROUPED = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?", re.ASCII)
+_FRACTION = re.compile(rf"({_NUMBER})\s*/\s*({_NUMBER})", re.ASCII)
+_SEPARATORS = re.compile(r"[\s,;]+")
+
+#: Where expressions are compared: this many seeded points, of which so many must be defined.
+_POINTS = 24
+_MIN_DEFINED = 8
+_REL_TOL = 1e-9
+
+
+def parse_number(text: str) -> float | None:
+    """Read one finite real number: `42`, `-1.5e3`, `1,234.5`, `3/4`; None where `text` is nothing like it."""
+    text = text.strip()
+    if len(text) > MAX_NUMBER_CHARS:
+        return None
+    if _GROUPED.fullmatch(text):
+        return float(text.replace(",", ""))
+    if fraction := _FRACTION.fullmatch(text):
+        above, below = (float(part) for part in fraction.groups())
+        value = above / below if below else math.nan
+    else:
+        value = float(text) if _ONE_NUMBER.fullmatch(text) else math.nan
+    return value if math.isfinite(value) else None
+
+
+def parse_numbers(text: str) -> list[float] | None:
+    """Read numbers separated by commas, semicolons or white space, in brackets or not; None where any part
+    is not a number or there are more than `MAX_NUMBERS`."""
+    bare = text.strip().strip("[](){}").strip()
+    parts = [part for part in _SEPARATORS.split(bare, maxsplit=MAX_NUMBERS) if part]
+    values = [parse_number(part) for part in parts]
+    return None if None in values else [value for value in values if value is not None]
+
+
+def is_close(value: float, expected: float, *, rel_tol: float, abs_tol: float) -> bool:
+    """Whether `value` is within `abs_tol`, or within `rel_tol` of the expected magnitude."""
+    return abs(value - expected) <= max(abs_tol, rel_tol * abs(expected))
+
+
+def same_numbers(
+    values: Sequence[float], expected: Sequence[float], *, ordered: bool, rel_tol: float, abs_tol: float
+) -> bool:
+    """Whether both hold the same numbers, each as often, within tolerance.
+
+    Args:
+        ordered: False compares as multisets. Sorting both is then exact: on a line, if any pairing stays
+            within tolerance, the sorted one does for equal absolute tolerances.
+    """
+    if len(values) != len(expected):
+        return False
+    pairs = (
+        zip(values, expected, strict=True) if ordered else zip(sorted(values), sorted(expected), strict=True)
+    )
+    return all(is_close(value, other, rel_tol=rel_tol, abs_tol=abs_tol) for value, other in pairs)
+
+
+def same_text(text: str, expected: str, *, ignore_case: bool) -> bool:
+    """Whether both are the same words; runs of white space count as one space."""
+    left, right = " ".join(text.split()), " ".join(expected.split())
+    return left.casefold() == right.casefold() if ignore_case else left == right
+
+
+def same_expression(
+    text: str, expected: str, *, variables: Sequence[str], domain: tuple[float, float], seed: int = 0
+) -> bool:
+    """Whether two expressions are the same function on `domain`.
+
+    Both are evaluated at seeded random points, in complex double precision: two different analytic
+    expressions agree at all of them with negligible probability, and no answer can make a comparison
+    expensive, as it could make a computer algebra system's simplification.
+
+    Args:
+        text: the answer; anything unreadable is simply not the same.
+        expected: the right expression.
+        variables: the names both may use.
+        domain: open interval that every variable is drawn from.
+        seed: of the points.
+
+    Raises:
+        ExpressionError: `expected` cannot be read, or is undefined on most of the domain.
+    """
+    right = parse_expression(expected, variables)
+    draw = random.Random(seed)
+    points = [{name: draw.uniform(*domain) for name in variables} for _ in range(_POINTS)]
+    defined = [(point, value) for point in points if (value := right(point)) is not None]
+    if len(defined) < _MIN_DEFINED:
+        raise ExpressionError(f"{expected!r} is undefined on most of {domain}")
+    try:
+        left = parse_expression(text, variables)
+    except ExpressionError:
+        return False
+    return all(_agree(left, point, value) for point, value in defined)
+
+
+def _agree(answer: Expression, point: dict[str, float], expected: complex) -> bool:
+    value = answer(point)
+    return value is not None and abs(value - expected) <= _REL_TOL * max(1.0, abs(expected))

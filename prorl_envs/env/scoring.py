@@ -1,0 +1,70 @@
+"""From the results of a task's checks to its grade."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from prorl_envs.env.base import Grade
+from prorl_envs.tools.types import JsonObject
+
+
+class Scoring(StrEnum):
+    """How checks become a reward: all or nothing, or the weighted share that passed."""
+
+    ALL = "all"
+    WEIGHTED = "weighted"
+
+
+class CheckModel(BaseModel):
+    """What the checks of every family have in common.
+
+    Args:
+        name: how the evidence names it; by default its position and type.
+        weight: its share where scoring is weighted, > 0.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(default="", max_length=100)
+    weight: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckResult:
+    """One check's verdict with what it saw (JSON, bounded)."""
+
+    name: str
+    passed: bool
+    weight: float = 1.0
+    detail: JsonObject = field(default_factory=dict)
+
+
+def score(results: Sequence[CheckResult], scoring: Scoring) -> Grade:
+    """The grade of an episode: reward in [0, 1], one component and one line of evidence per check.
+
+    Args:
+        results: at least one.
+        scoring: all-or-nothing, or sum of passed weights over sum of weights.
+    """
+    passed = sum(result.weight for result in results if result.passed)
+    share = passed / sum(result.weight for result in results)
+    reward = share if scoring is Scoring.WEIGHTED else float(all(result.passed for result in results))
+    checks = [{"name": r.name, "passed": r.passed, "weight": r.weight, **r.detail} for r in results]
+    return Grade(
+        reward=reward,
+        components={result.name: float(result.passed) for result in results},
+        evidence={"scoring": scoring.value, "checks": checks},
+    )
+
+
+def check_names(checks: Sequence[CheckModel], kinds: Sequence[str]) -> list[str]:
+    """Unique names for a task's checks: their own, or `<position>-<kind>`."""
+    names = [
+        check.name or f"{number}-{kind}"
+        for number, (check, kind) in enumerate(zip(checks, kinds, strict=True), start=1)
+    ]
+    if len(set(names)) != len(names):
+        raise ValueError("two checks have the same name")
+    return names

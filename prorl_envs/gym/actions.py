@@ -1,0 +1,32 @@
+"""An action is a text: a tool call in JSON, or something else, which the agent is then told."""
+
+import json
+
+from prorl_envs.tools.types import ToolCall
+
+EXAMPLE = '{"name": "bash", "arguments": {"command": "ls"}}'
+
+
+class ActionError(ValueError):
+    """The text is no tool call; the message is written for the agent."""
+
+
+def parse_action(text: str, call_id: str) -> ToolCall:
+    """Read `{"name": ..., "arguments": {...}}`.
+
+    Args:
+        text: the action; hostile.
+        call_id: id for the call.
+
+    Raises:
+        ActionError: it is anything else.
+    """
+    # ValueError covers bad JSON and over-long integers; RecursionError deep nesting.
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ActionError(f"Not a tool call: {error}. A tool call is JSON, such as {EXAMPLE}") from error
+    match value:
+        case {"name": str(name), "arguments": dict(arguments), **others} if not others:
+            return ToolCall(id=call_id, name=name, arguments=arguments)
+    raise ActionError(f"Not a tool call: give an object with exactly name and arguments, such as {EXAMPLE}")

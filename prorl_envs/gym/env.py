@@ -1,0 +1,224 @@
+"""`gymnasium.Env` over any environment family."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import gymnasium
+from gymnasium.error import ResetNeeded
+
+from prorl_envs.env.base import Environment, Prompt, Task
+from prorl_envs.env.node import Node
+from prorl_envs.env.registry import example_path, family, load_tasks
+from prorl_envs.errors import InputError, RolloutFailure
+from prorl_envs.gym.actions import ActionError, parse_action
+from prorl_envs.gym.runner import Runner
+from prorl_envs.gym.spaces import UnicodeText
+from prorl_envs.tools.types import ToolResult
+
+#: Most characters of an action, and of an observation.
+MAX_TEXT = 2**20
+
+type Info = dict[str, Any]
+type Step = tuple[str, float, bool, bool, Info]
+
+
+class TaskEnv(gymnasium.Env[str, str]):
+    """Tasks of one family, an episode each.
+
+        env = gymnasium.make("prorl/Bash-v0", render_mode="ansi")
+        observation, info = env.reset(seed=7)
+        done = False
+        while not done:
+            action = my_model(observation, info)  # '{"name": "bash", "arguments": {"command": "ls"}}'
+            observation, reward, terminated, truncated, info = env.step(action)
+            done = terminated or truncated
+        env.close()
+
+    An action is a text: a tool call in JSON, or anything else, which is answered with how to call a tool.
+    Observations are texts: first the messages of the prompt, then what each call gives.
+
+    - The episode **terminates** with the finish tool; the reward is then the grade, before it is 0.
+    - It is **truncated** after `max_turns` actions, and graded as well.
+    - Where a sandbox or a grader fails it is truncated with reward 0, `info["error"]` saying what failed and
+      `info["mask_sample"]` true: such a sample says nothing about the policy. No step raises for it, so that
+      one dead sandbox does not end a vector of environments. A `reset` that fails says so in the same way,
+      and the next step truncates.
+
+    `info` holds `task_id` and `turn`; after `reset` also `messages` and `tools` in OpenAI format; after a
+    step `tool_ok`; at the end `grade` with `components` and `evidence`.
+
+    In `AsyncVectorEnv` give `shared_memory=False`: texts have no fixed size.
+
+    Args:
+        environment: name of the family.
+        tasks: path of a JSONL data file, or rows; None takes the family's example data.
+        max_turns: actions after which the episode is truncated.
+        render_mode: None, or `ansi`: `render` returns the episode so far as text.
+        runner: thread and node to use, shared with others and closed by whoever made it; None makes one.
+
+    Raises:
+        InputError: there is no such family, or the data is wrong.
+    """
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"]}  # type: ignore[misc]
+
+    def __init__(
+        self,
+        environment: str,
+        *,
+        tasks: str | Path | Sequence[Mapping[str, Any]] | None = None,
+        max_turns: int = 30,
+        render_mode: str | None = None,
+        runner: Runner | None = None,
+    ) -> None:
+        if render_mode not in (None, *self.metadata["render_modes"]):
+            raise InputError(f"render_mode {render_mode!r} is not known", hint="use ansi or None")
+        if max_turns < 1:
+            raise InputError(f"max_turns is {max_turns}", hint="at least 1")
+        self.render_mode = render_mode
+        self.action_space = UnicodeText(MAX_TEXT)
+        self.observation_space = UnicodeText(MAX_TEXT)
+        self._family = family(environment)
+        self._tasks = {task.id: task for task in self._load(environment, tasks)}
+        self._max_turns = max_turns
+        self._runner = runner or Runner()
+        self._owns_runner = runner is None
+        self._episode: Environment[Any] | None = None
+        self._running = False
+        self._failure: RolloutFailure | None = None
+        self._task_id = ""
+        self._turn = 0
+        self._transcript: list[str] = []
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, Info]:
+        """Start an episode.
+
+        Args:
+            seed: of the generator that chooses tasks; None goes on with it.
+            options: `{"task": ...}` chooses the task: an id of the data, or a whole row.
+
+        Raises:
+            InputError: unknown options, or a wrong task.
+        """
+        super().reset(seed=seed)
+        task = self._choose(options or {})
+        self._end_episode()
+        self._task_id, self._turn, self._failure, self._running = task.id, 0, None, True
+        self._transcript = []
+        try:
+            prompt = self._runner.run(lambda node: self._init(node, task))
+        except RolloutFailure as failure:
+            self._failure = failure
+            return self._show("The environment could not be started."), self._info(**_error_info(failure))
+        observation = self._show(_prompt_text(prompt))
+        messages = copy.deepcopy(list(prompt.messages))
+        return observation, self._info(messages=messages, tools=[t.to_openai() for t in prompt.tools])
+
+    def step(self, action: str) -> Step:
+        """Take one action.
+
+        Raises:
+            gymnasium.error.ResetNeeded: there is no episode, or it has ended.
+        """
+        if not self._running:
+            raise ResetNeeded("call reset before step, and after the end of an episode")
+        self._turn += 1
+        self._transcript.append(f"> {action}")
+        if self._failure is not None:
+            return self._fail(self._failure)
+        try:
+            return self._runner.run(lambda node: self._act(action))
+        except RolloutFailure as failure:
+            return self._fail(failure)
+
+    def render(self) -> str | None:  # type: ignore[override]
+        """The episode so far, where the render mode is `ansi`."""
+        return "\n".join(self._transcript) if self.render_mode == "ansi" else None
+
+    def close(self) -> None:
+        """End the episode and leave nothing. Idempotent."""
+        self._end_episode()
+        if self._owns_runner:
+            self._runner.close()
+
+    def _load(
+        self, environment: str, tasks: str | Path | Sequence[Mapping[str, Any]] | None
+    ) -> Sequence[Task]:
+        if tasks is None:
+            tasks = example_path(environment)
+        if isinstance(tasks, str | Path):
+            loaded = load_tasks(environment, tasks)
+        else:
+            loaded = [self._family.load(row) for row in tasks]
+        if not loaded:
+            raise InputError(f"no tasks for {environment}", hint="give a data file with at least one row")
+        return loaded
+
+    def _choose(self, options: Mapping[str, Any]) -> Task:
+        if unknown := set(options) - {"task"}:
+            raise InputError(f"unknown options: {', '.join(sorted(unknown))}", hint="the only option is task")
+        chosen = options.get("task")
+        if isinstance(chosen, Mapping):
+            task: Task = self._family.load(chosen)
+            return task
+        ids = list(self._tasks)
+        if chosen is None:
+            chosen = ids[int(self.np_random.integers(len(ids)))]
+        if chosen not in self._tasks:
+            raise InputError(
+                f"no task has the id {chosen!r}", hint=f"there are {len(ids)}, such as {ids[0]!r}"
+            )
+        return self._tasks[chosen]
+
+    async def _init(self, node: Node, task: Task) -> Prompt:
+        self._episode = self._family(node)
+        return await self._episode.init(task)
+
+    async def _act(self, action: str) -> Step:
+        episode = self._episode
+        assert episode is not None
+        try:
+            call = parse_action(action, f"call-{self._turn}")
+        except ActionError as error:
+            finished, result = False, ToolResult(text=str(error), ok=False)
+        else:
+            result = await episode.call(call)
+            finished = call.name == episode.finish_tool and result.ok
+        observation, info = self._show(result.text), self._info(tool_ok=result.ok)
+        if not finished and self._turn < self._max_turns:
+            return observation, 0.0, False, False, info
+        grade = await episode.eval()
+        await episode.close()
+        self._running = False
+        info["grade"] = {"components": dict(grade.components), "evidence": copy.deepcopy(grade.evidence)}
+        return observation, float(grade.reward), finished, not finished, info
+
+    def _fail(self, failure: RolloutFailure) -> Step:
+        self._end_episode()
+        observation = self._show("The environment failed. This episode is over.")
+        return observation, 0.0, False, True, self._info(**_error_info(failure))
+
+    def _end_episode(self) -> None:
+        episode, self._episode = self._episode, None
+        self._running = False
+        if episode is not None:
+            self._runner.run(lambda node: episode.close())
+
+    def _info(self, **more: Any) -> Info:
+        return {"task_id": self._task_id, "turn": self._turn, **more}
+
+    def _show(self, text: str) -> str:
+        text = text.encode(errors="replace").decode()[:MAX_TEXT]
+        self._transcript.append(text)
+        return text
+
+
+def _prompt_text(prompt: Prompt) -> str:
+    return "\n\n".join(str(message["content"]) for message in prompt.messages)
+
+
+def _error_info(failure: RolloutFailure) -> Info:
+    error = {"kind": failure.kind.value, "message": failure.message, "hint": failure.hint}
+    return {"error": {**error, "retryable": failure.retryable}, "mask_sample": True}

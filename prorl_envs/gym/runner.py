@@ -1,0 +1,78 @@
+"""A thread with an event loop, for synchronous callers of asynchronous environments."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any
+
+from prorl_envs.env.node import Node
+
+#: Makes the node of a runner; called within its loop.
+type NodeFactory = Callable[[], Node]
+
+
+class Runner:
+    """Owns one thread, its event loop and one node. Starts at first use, so that making an environment and
+    closing it again costs nothing and leaves a process that can still fork.
+
+    Args:
+        node: makes the node.
+    """
+
+    def __init__(self, node: NodeFactory = Node.local) -> None:
+        self._make_node = node
+        self._node: Node | None = None
+        self._thread: threading.Thread | None = None
+        self._loop: Future[asyncio.AbstractEventLoop] = Future()
+        self._stop = asyncio.Event()
+
+    def run[T](self, make: Callable[[Node], Coroutine[Any, Any, T]]) -> T:
+        """Run `make(node)` to its end and return what it returns. An interrupt of the caller cancels it."""
+        self._start()
+        return self._wait(self._with_node(make))
+
+    def close(self) -> None:
+        """Close the node, end the loop and join the thread. Idempotent; another `run` starts anew."""
+        if self._thread is None:
+            return
+        try:
+            self._wait(self._close_node())
+        finally:
+            self._loop.result().call_soon_threadsafe(self._stop.set)
+            self._thread.join()
+            self._thread = None
+
+    def _start(self) -> None:
+        if self._thread is not None:
+            return
+        self._loop = Future()
+        # A daemon: an environment that nobody closed must not keep the interpreter from ending. The driver's
+        # processes end with this thread.
+        self._thread = threading.Thread(
+            target=asyncio.run, args=(self._main(),), name="prorl-gym", daemon=True
+        )
+        self._thread.start()
+
+    def _wait[T](self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop.result())
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def _main(self) -> None:
+        self._stop = asyncio.Event()
+        self._loop.set_result(asyncio.get_running_loop())
+        await self._stop.wait()
+
+    async def _with_node[T](self, make: Callable[[Node], Coroutine[Any, Any, T]]) -> T:
+        if self._node is None:
+            self._node = self._make_node()
+        return await make(self._node)
+
+    async def _close_node(self) -> None:
+        node, self._node = self._node, None
+        if node is not None:
+            await node.aclose()

@@ -1,0 +1,57 @@
+"""A space of any Unicode text. `gymnasium.spaces.Text` knows a fixed alphabet without spaces or newlines."""
+
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+#: Samples are drawn from printable ASCII with newlines, and a few characters beyond, so that whoever trains
+#: or checks on samples meets both.
+_ALPHABET = "\n\t" + "".join(map(chr, range(32, 127))) + "äßπλже日本語🙂"
+_MAX_SAMPLE = 64
+
+
+class UnicodeText(spaces.Space[str]):
+    """Every valid Unicode string up to a length, the empty one included.
+
+    Args:
+        max_length: most characters (code points) of a member.
+        seed: of the space's generator, or a generator.
+    """
+
+    def __init__(self, max_length: int, seed: int | np.random.Generator | None = None) -> None:
+        super().__init__(dtype=str, seed=seed)
+        self.max_length = max_length
+
+    def sample(self, mask: Any | None = None, probability: Any | None = None) -> str:
+        """A short random text. A space of texts has nothing to mask: both arguments must be None.
+
+        Raises:
+            ValueError: a mask or probabilities were given.
+        """
+        if mask is not None or probability is not None:
+            raise ValueError("a UnicodeText space takes neither mask nor probability")
+        length = int(self.np_random.integers(0, min(self.max_length, _MAX_SAMPLE), endpoint=True))
+        return "".join(_ALPHABET[i] for i in self.np_random.integers(0, len(_ALPHABET), size=length))
+
+    def contains(self, x: Any) -> bool:
+        if not isinstance(x, str) or len(x) > self.max_length:
+            return False
+        try:
+            x.encode()
+        except UnicodeEncodeError:  # a lone surrogate
+            return False
+        return True
+
+    @property
+    def is_np_flattenable(self) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return f"UnicodeText({self.max_length})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, UnicodeText) and self.max_length == other.max_length
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.max_length))

@@ -1,0 +1,349 @@
+"""Any environment family as a NeMo Gym resources server.
+
+One class serves them all; the `environment` key of the YAML block says which. Two kinds of agent drive it:
+
+- `simple_agent`: `/seed_session`, one route per tool, `/verify`;
+- `gymnasium_agent`: `/reset` and `/step`, with gymnasium's five values.
+"""
+
+# mypy: allow-subclassing-any, no-warn-return-any, disable-error-code="import-not-found,import-untyped"
+# NeMo Gym is an optional extra and ships no types.
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, ClassVar, Literal
+from uuid import uuid4
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+from nemo_gym.base_resources_server import (
+    BaseResourcesServerConfig,
+    BaseVerifyRequest,
+    BaseVerifyResponse,
+    SimpleResourcesServer,
+)
+from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest
+from nemo_gym.openai_utils import NeMoGymResponse
+from nemo_gym.server_utils import SESSION_ID_KEY
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
+
+from prorl_envs.env.base import Grade
+from prorl_envs.env.node import Node
+from prorl_envs.env.registry import family
+from prorl_envs.errors import InputError, ProrlError, RolloutFailure
+from prorl_envs.nemo.failures import TOOL_UNAVAILABLE, error_body, failure_kind, http_status
+from prorl_envs.nemo.node import open_node
+from prorl_envs.nemo.process import die_with_parent
+from prorl_envs.nemo.rows import blank, task_row
+from prorl_envs.nemo.sessions import SessionLimits, Sessions
+from prorl_envs.tools.types import JsonObject, ToolCall
+
+logger = logging.getLogger(__name__)
+
+#: Most bytes of one tool call's arguments.
+MAX_ARGUMENT_BYTES = 8 * 2**20
+
+#: Does this NeMo Gym leave masked samples out of its metrics by itself (0.5 and later)?
+KNOWS_MASKS = "mask_sample" in BaseVerifyResponse.model_fields
+
+
+class EnvironmentServerConfig(BaseResourcesServerConfig):
+    """The server's block in the YAML file.
+
+    Args:
+        environment: name of the family.
+        failures: what `/verify` answers where there is no reward: `error` an HTTP error, which fails the
+            rollout; `mask` a response with `mask_sample: true`, whose `reward: 0.0` is a placeholder; `auto`
+            masks where NeMo Gym knows masks, else errs.
+        max_sessions: sandboxes at one time; further episodes wait.
+        idle_s: seconds without a request after which an episode is ended.
+        init_s, eval_s: seconds the start and the grader may take.
+        max_turns: answers after which `/step` grades and truncates. Keep it at or below the agent's
+            `max_steps`: past those the agent gives up without a grade.
+    """
+
+    environment: str
+    failures: Literal["auto", "error", "mask"] = "auto"
+    max_sessions: int = Field(default=64, ge=1)
+    idle_s: float = Field(default=1800.0, gt=0)
+    init_s: float = Field(default=600.0, gt=0)
+    eval_s: float = Field(default=900.0, gt=0)
+    max_turns: int = Field(default=30, ge=1)
+
+    @field_validator("num_workers", check_fields=False)
+    @classmethod
+    def _one_worker(cls, value: int | None) -> int | None:
+        if value is not None and value > 1:
+            raise ValueError("episodes live in one process: leave num_workers at 1 and start more instances")
+        return value
+
+    @property
+    def masks(self) -> bool:
+        return self.failures == "mask" or (self.failures == "auto" and KNOWS_MASKS)
+
+
+class SeedRequest(BaseModel):
+    """A whole NeMo Gym row; only its task is read."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class SeedResponse(BaseModel):
+    """Nothing: the session travels in the cookie."""
+
+
+class VerifyRequest(BaseVerifyRequest):
+    model_config = ConfigDict(extra="allow")
+
+
+class VerifyResponse(BaseVerifyResponse):
+    """The verdict. `reward` means something only where `mask_sample` is false."""
+
+    model_config = ConfigDict(extra="allow")
+
+    environment: str
+    task_id: str = ""
+    reward_components: dict[str, float] = Field(default_factory=dict)
+    evidence: JsonObject = Field(default_factory=dict)
+    mask_sample: bool = False
+    failure_kind: str | None = None
+    failure_reason: str | None = None
+
+
+class ResetResponse(BaseModel):
+    observation: str | None = None
+    info: JsonObject = Field(default_factory=dict)
+
+
+class StepRequest(BaseModel):
+    """A whole row with the model's latest answer."""
+
+    model_config = ConfigDict(extra="allow")
+    response: NeMoGymResponse
+
+
+class StepResponse(BaseModel):
+    observation: str | None = None
+    reward: float = 0.0
+    terminated: bool = False
+    truncated: bool = False
+    info: JsonObject = Field(default_factory=dict)
+
+
+class EnvironmentServer(SimpleResourcesServer):
+    """Serves the family named in its configuration."""
+
+    ray_enabled: ClassVar[bool] = False
+    config: EnvironmentServerConfig
+    _sessions: Sessions = PrivateAttr()
+
+    @classmethod
+    def run_webserver(cls) -> FastAPI | None:
+        # NeMo Gym interrupts the shell around this process and kills only that shell a second later.
+        die_with_parent()
+        app: FastAPI | None = super().run_webserver()
+        return app
+
+    def setup_webserver(self) -> FastAPI:
+        app: FastAPI = super().setup_webserver()
+        app.post("/reset")(self.reset)
+        app.post("/step")(self.step)
+        for tool in blank(self.config.environment).tools:
+            self._add_tool(app, tool.name)
+        app.post("/{tool}")(self.call_tool)  # a name the model made up: the environment says so
+        app.add_exception_handler(ProrlError, _answer_error)
+        self._add_lifespan(app)
+        return app
+
+    def _add_tool(self, app: FastAPI, name: str) -> None:
+        async def call(request: Request) -> Response:
+            return await self.call_tool(request, name)
+
+        app.add_api_route(f"/{name}", call, methods=["POST"], name=name)
+
+    def _add_lifespan(self, app: FastAPI) -> None:
+        inner = app.router.lifespan_context
+
+        @asynccontextmanager
+        async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
+            async with inner(app) as state, self._serving():
+                yield state
+
+        app.router.lifespan_context = lifespan
+
+    @asynccontextmanager
+    async def _serving(self) -> AsyncIterator[None]:
+        config = self.config
+        limits = SessionLimits(
+            open=config.max_sessions, idle_s=config.idle_s, init_s=config.init_s, eval_s=config.eval_s
+        )
+        kind = family(config.environment)
+        async with self.open_node() as node:
+            self._sessions = Sessions(lambda: kind(node), limits)
+            async with asyncio.TaskGroup() as group:
+                expiring = group.create_task(self._sessions.keep_expiring())
+                try:
+                    yield
+                finally:
+                    expiring.cancel()
+                    await self._sessions.aclose()
+
+    def open_node(self) -> AbstractAsyncContextManager[Node]:
+        """This machine's sandboxes."""
+        return open_node()
+
+    async def seed_session(self, request: Request, body: SeedRequest) -> SeedResponse:
+        """Start the episode.
+
+        Raises:
+            InputError: the row carries no valid task.
+            RolloutFailure: the episode did not start, and failures are errors here.
+        """
+        try:
+            await self._sessions.open(_session_id(request), task_row(body.model_dump()))
+        except RolloutFailure as failure:
+            _log(failure, "seed_session")
+            if not self.config.masks:
+                raise
+            # The agent goes on, every tool tells it that the episode is over, and `verify` masks the sample.
+        return SeedResponse()
+
+    async def call_tool(self, request: Request, tool: str) -> Response:
+        """Run a tool call; the body is its arguments and the answer is the text the model sees."""
+        arguments = await _arguments(request)
+        if isinstance(arguments, str):
+            return PlainTextResponse(arguments)
+        text, status = await self._call(_session_id(request), ToolCall(uuid4().hex, tool, arguments))
+        return PlainTextResponse(text, status_code=status)
+
+    async def _call(self, session_id: str, call: ToolCall) -> tuple[str, int]:
+        try:
+            return (await self._sessions.call(session_id, call)).text, 200
+        except ProrlError as error:
+            _log(error, call.name)
+            return TOOL_UNAVAILABLE, http_status(error)
+
+    async def verify(self, request: Request, body: VerifyRequest) -> VerifyResponse:
+        """Grade the episode and close its sandbox.
+
+        Raises:
+            RolloutFailure: there is no reward, and failures are errors here.
+        """
+        session_id = _session_id(request)
+        try:
+            grade = await self._sessions.grade(session_id)
+        except RolloutFailure as failure:
+            _log(failure, "verify")
+            if not self.config.masks:
+                raise
+            return self._response(session_id, body, _masked(failure))
+        return self._response(session_id, body, _graded(grade))
+
+    def _response(self, session_id: str, body: VerifyRequest, verdict: JsonObject) -> VerifyResponse:
+        ended = self._sessions.ended(session_id)
+        about = {"environment": self.config.environment, "task_id": ended.task_id if ended else ""}
+        asked = body.model_dump(include={"responses_create_params", "response"})
+        return VerifyResponse(**asked, **about, **verdict)
+
+    async def aggregate_metrics(self, body: AggregateMetricsRequest) -> AggregateMetrics:
+        """Metrics over the samples that have a reward."""
+        scored = [answer for answer in body.verify_responses if not answer.get("mask_sample")]
+        return await super().aggregate_metrics(body.model_copy(update={"verify_responses": scored}))
+
+    async def reset(self, request: Request, body: SeedRequest) -> ResetResponse:
+        """Start the episode for an agent that steps. The row holds the first messages already.
+
+        Raises:
+            InputError, RolloutFailure: as `seed_session`; five values cannot carry a failure.
+        """
+        row = task_row(body.model_dump())
+        await self._sessions.open(_session_id(request), row)
+        return ResetResponse(info={"task_id": str(row.get("id", ""))})
+
+    async def step(self, request: Request, body: StepRequest) -> StepResponse:
+        """Run the tool calls of one answer. An answer without one, or with the finishing tool, ends the
+        episode, and so does the last turn; then the reward is the grade, before that it is 0.
+
+        Raises:
+            RolloutFailure: a failure of ours; there is no reward.
+        """
+        session_id = _session_id(request)
+        session = self._sessions.get(session_id)
+        session.turns += 1
+        calls = [item for item in body.response.output if item.type == "function_call"]
+        outputs = [
+            {"call_id": call.call_id, "output": await self._step_call(session_id, call)} for call in calls
+        ]
+        terminated = not calls or any(call.name == session.environment.finish_tool for call in calls)
+        truncated = not terminated and session.turns >= self.config.max_turns
+        info: JsonObject = {"tool_outputs": outputs}
+        if not (terminated or truncated):
+            return StepResponse(info=info)
+        grade = await self._sessions.grade(session_id)
+        return StepResponse(
+            reward=grade.reward, terminated=terminated, truncated=truncated, info=info | _details(grade)
+        )
+
+    async def _step_call(self, session_id: str, item: Any) -> str:
+        arguments = parse_arguments(item.arguments)
+        if isinstance(arguments, str):
+            return arguments
+        return (await self._sessions.call(session_id, ToolCall(item.call_id, item.name, arguments))).text
+
+
+def parse_arguments(text: str | bytes) -> JsonObject | str:
+    """The arguments of a tool call, or what to tell the model of them."""
+    if len(text) > MAX_ARGUMENT_BYTES:
+        return f"The arguments are longer than {MAX_ARGUMENT_BYTES} bytes."
+    try:
+        arguments = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        return f"The arguments are not valid JSON: {error}"
+    if not isinstance(arguments, dict):
+        return f"The arguments must be a JSON object, not a {type(arguments).__name__}."
+    return arguments
+
+
+async def _arguments(request: Request) -> JsonObject | str:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_ARGUMENT_BYTES:
+            break
+    return parse_arguments(bytes(body))
+
+
+def _session_id(request: Request) -> str:
+    return str(request.session[SESSION_ID_KEY])
+
+
+def _details(grade: Grade) -> JsonObject:
+    return {"reward_components": dict(grade.components), "evidence": grade.evidence}
+
+
+def _graded(grade: Grade) -> JsonObject:
+    return {"reward": grade.reward} | _details(grade)
+
+
+def _masked(failure: RolloutFailure) -> JsonObject:
+    verdict: JsonObject = {
+        "reward": 0.0,
+        "mask_sample": True,
+        "failure_kind": failure_kind(failure),
+        "failure_reason": str(failure)[:2000],
+    }
+    # Without masks of its own, NeMo Gym keeps what carries this key out of the rollouts and in a file beside.
+    return verdict if KNOWS_MASKS else verdict | {"_ng_failure_class": failure_kind(failure)}
+
+
+async def _answer_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, ProrlError)  # what it is registered for
+    return JSONResponse(error_body(error), status_code=http_status(error))
+
+
+def _log(error: ProrlError, where: str) -> None:
+    level = logging.INFO if isinstance(error, InputError) else logging.WARNING
+    logger.log(level, "%s: %s: %s", where, type(error).__name__, error)

@@ -1,0 +1,230 @@
+"""One vLLM server, spoken to in token ids.
+
+Cancelling `generate` closes the connection, and the server ends the generation. Connection failures, 429 and
+5xx are tried again with growing pauses; a refused request or a wrong answer is not, as it would come back
+the same.
+"""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import httpx
+import msgspec
+
+from prorl_envs.errors import InputError
+from prorl_envs.policy.protocol import (
+    Expectation,
+    ProtocolError,
+    ServerUnavailable,
+    encode_request,
+    read_answer,
+    read_models,
+)
+from prorl_envs.policy.types import Sampled, Sampling
+
+type Sleep = Callable[[float], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientLimits:
+    """Bounds of the conversation with a server.
+
+    Args:
+        connect_s: seconds to open a connection.
+        answer_s: seconds from request to the end of the answer, per attempt.
+        attempts: most tries of one request.
+        backoff_s: seconds before the second try; doubles each time, with jitter.
+        max_backoff_s: longest pause, also where the server asks for more by Retry-After.
+        max_body_bytes: most bytes of an answer.
+        max_connections: most connections to the server at once.
+    """
+
+    connect_s: float = 10.0
+    answer_s: float = 1800.0
+    attempts: int = 4
+    backoff_s: float = 0.5
+    max_backoff_s: float = 15.0
+    max_body_bytes: int = 64 * 2**20
+    max_connections: int = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """An attempt worth repeating: the error if it was the last, and the pause the server asked for."""
+
+    error: ServerUnavailable
+    pause_s: float | None = None
+
+
+class VllmClient:
+    """Samples turns from one server. Implements `policy.types.ModelClient`.
+
+    Args:
+        url: base URL, with or without `/v1`.
+        stop_ids: ids that end a turn (`Renderer.stop_ids`).
+        vocab_size: ids must lie below; None skips that check.
+        model: model name; None takes the first the server names.
+        api_key: sent as a bearer token.
+        limits: times and sizes.
+        sleep: seconds to wait, as `asyncio.sleep`.
+        jitter: source of a number in [0, 1), spreads retries out.
+
+    Raises:
+        InputError: the URL is not one.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        stop_ids: Sequence[int],
+        vocab_size: int | None = None,
+        model: str | None = None,
+        api_key: str | None = None,
+        limits: ClientLimits = ClientLimits(),
+        sleep: Sleep = asyncio.sleep,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self.url = base_url(url)
+        self._stop_ids = tuple(stop_ids)
+        self._vocab_size = vocab_size
+        self._model = model
+        self._limits = limits
+        self._sleep = sleep
+        self._jitter = jitter
+        headers = {"accept-encoding": "identity", "content-type": "application/json"}
+        if api_key:
+            headers["authorization"] = f"Bearer {api_key}"
+        self._http = httpx.AsyncClient(
+            headers=headers,
+            timeout=httpx.Timeout(limits.answer_s, connect=limits.connect_s),
+            limits=httpx.Limits(max_connections=limits.max_connections, max_keepalive_connections=256),
+            trust_env=False,  # ids go where the caller says, never through a proxy from the environment
+        )
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str) -> Sampled:
+        """See `ModelClient.generate`.
+
+        Raises:
+            ServerUnavailable: no answer within the attempts.
+            ProtocolError: the server refuses the request, or its answer breaks the token protocol.
+        """
+        model = await self.model_name()
+        body = encode_request(model, prompt_ids, sampling, self._stop_ids)
+        answer = await self._request("POST", "/v1/completions", body, {"x-session-id": session})
+        expected = Expectation(prompt_ids, sampling.max_tokens, self._vocab_size, self.url)
+        return read_answer(answer, expected)
+
+    async def model_name(self) -> str:
+        """The model asked for, or the first the server names."""
+        if self._model is None:
+            self._model = read_models(await self._request("GET", "/v1/models"), self.url)
+        return self._model
+
+    async def aclose(self) -> None:
+        """Close the connections; generations in flight end."""
+        await self._http.aclose()
+
+    async def _request(
+        self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
+    ) -> bytes:
+        attempt = 1
+        while isinstance(outcome := await self._attempt(method, path, body, headers), _Failed):
+            if attempt >= self._limits.attempts:
+                raise outcome.error
+            grown = self._limits.backoff_s * 2 ** (attempt - 1) * (0.5 + self._jitter())
+            asked = grown if outcome.pause_s is None else outcome.pause_s
+            await self._sleep(min(asked, self._limits.max_backoff_s))
+            attempt += 1
+        return outcome
+
+    async def _attempt(
+        self, method: str, path: str, body: bytes | None, headers: dict[str, str] | None
+    ) -> bytes | _Failed:
+        try:
+            # httpx bounds each read; a server that drips one byte a minute is bounded here.
+            async with asyncio.timeout(self._limits.answer_s):
+                return await self._exchange(method, path, body, headers)
+        except (TimeoutError, httpx.TimeoutException) as error:
+            if isinstance(error, httpx.ConnectTimeout | httpx.PoolTimeout):
+                return _Failed(self._unavailable("does not accept connections"))
+            raise self._unavailable(f"did not answer within {self._limits.answer_s:g} s") from error
+        except httpx.ConnectError as error:
+            return _Failed(self._unavailable(f"cannot be reached: {error}"))
+        except httpx.TransportError as error:
+            return _Failed(self._unavailable(f"broke the connection: {type(error).__name__}"))
+
+    async def _exchange(
+        self, method: str, path: str, body: bytes | None, headers: dict[str, str] | None
+    ) -> bytes | _Failed:
+        async with self._http.stream(method, self.url + path, content=body, headers=headers) as response:
+            content = await self._read(response)
+            status = response.status_code
+            if status == httpx.codes.OK:
+                return content
+            message = f"{self.url} answered {status}: {_server_message(content)}"
+            if status == httpx.codes.TOO_MANY_REQUESTS or status >= 500:
+                return _Failed(ServerUnavailable(message), _retry_after(response))
+            raise ProtocolError(message, hint=_hint(status))
+
+    async def _read(self, response: httpx.Response) -> bytes:
+        content = bytearray()
+        async for chunk in response.aiter_bytes():
+            content += chunk
+            if len(content) > self._limits.max_body_bytes:
+                raise ProtocolError(f"{self.url} sent more than {self._limits.max_body_bytes} bytes")
+        return bytes(content)
+
+    def _unavailable(self, what: str) -> ServerUnavailable:
+        return ServerUnavailable(f"the model server {self.url} {what}", hint="is it up, and the URL right?")
+
+
+def base_url(url: str) -> str:
+    """The server's base URL without a trailing `/` or `/v1`.
+
+    Raises:
+        InputError: not an http or https URL.
+    """
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise InputError(f"{url!r} is not a URL: {error}") from error
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise InputError(f"{url!r} is not the URL of a model server", hint="such as http://127.0.0.1:8000/v1")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+class _ErrorDetail(msgspec.Struct):
+    message: str
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _ErrorDetail
+
+
+def _server_message(content: bytes) -> str:
+    """What the server says is wrong, shortened, in any form."""
+    try:
+        text = msgspec.json.decode(content, type=_ErrorBody).error.message
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        text = content[:2000].decode("utf-8", "replace")
+    return text[:500].strip() or "(no message)"
+
+
+def _retry_after(response: httpx.Response) -> float | None:
+    value = response.headers.get("retry-after", "")
+    return float(value) if value.isascii() and value.isdigit() and len(value) < 8 else None
+
+
+def _hint(status: int) -> str:
+    match status:
+        case 400 | 413 | 422:
+            return "often the context: lower limits.max_tokens or raise the server's --max-model-len"
+        case 401 | 403:
+            return "the server wants an API key"
+        case 404:
+            return "wrong base URL, or a model name the server does not serve"
+        case _:
+            return ""

@@ -1,0 +1,245 @@
+"""The agent loop: tokens in, tokens out, tools in between.
+
+The prompt is rendered once. From then on the context only grows: by what was sampled, as sampled, and by
+each observation rendered as its own tokens. The loop reads sampled text to find tool calls and never turns
+it into tokens again.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from prorl_envs.clock import Clock
+from prorl_envs.env.base import Message, Prompt
+from prorl_envs.errors import ModelError
+from prorl_envs.policy.types import AssistantTurn, ModelClient, Renderer, Sampled, Sampling
+from prorl_envs.rollout.ledger import Ledger
+from prorl_envs.rollout.types import AgentLimits, StopReason
+from prorl_envs.tools.types import ToolCall, ToolResult
+
+_CUT = (
+    "Your answer was cut off after {tokens} tokens, before a tool call was complete. "
+    "Be brief and call one tool."
+)
+
+
+class ToolHost(Protocol):
+    """What the loop needs of an environment."""
+
+    @property
+    def finish_tool(self) -> str: ...
+
+    async def call(self, call: ToolCall, *, timeout_s: float | None = None) -> ToolResult: ...
+
+
+@dataclass(slots=True)
+class Transcript:
+    """What has happened so far. Lives outside the loop, so that an interrupted episode still shows it.
+
+    Args:
+        messages: the conversation, readable.
+        ledger: the same as tokens; None before the prompt is rendered.
+    """
+
+    messages: list[Message] = field(default_factory=list)
+    ledger: Ledger | None = None
+
+
+@dataclass(slots=True)
+class Agent:
+    """Plays episodes with one model.
+
+    Args:
+        renderer: the model's tokenizer and chat template.
+        model: the servers that sample.
+        clock: measures the calls and the time limit.
+    """
+
+    renderer: Renderer
+    model: ModelClient
+    clock: Clock
+
+    async def play(
+        self,
+        environment: ToolHost,
+        prompt: Prompt,
+        transcript: Transcript,
+        *,
+        limits: AgentLimits,
+        sampling: Sampling,
+        session: str,
+    ) -> StopReason:
+        """Run the loop to its end.
+
+        Args:
+            environment: its tools are called; it must be initialised.
+            prompt: what `init` returned.
+            transcript: filled as the loop goes.
+            limits: turns, tokens of the whole context, malformed answers in a row, seconds.
+            sampling: how to sample each turn; `max_tokens` shrinks to the room that is left.
+            session: the model servers see this as one conversation.
+
+        Raises:
+            ModelError, SandboxError, ToolError: a boundary failed.
+        """
+        episode = _Episode(self, environment, prompt, transcript, limits, sampling, session)
+        reason = None
+        while reason is None:
+            reason = await episode.turn()
+        return reason
+
+
+class _Episode:
+    """The state of one run of the loop."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        environment: ToolHost,
+        prompt: Prompt,
+        transcript: Transcript,
+        limits: AgentLimits,
+        sampling: Sampling,
+        session: str,
+    ) -> None:
+        self.agent = agent
+        self.environment = environment
+        self.limits = limits
+        self.sampling = sampling
+        self.session = session
+        self.ends_at = agent.clock.monotonic() + limits.run_s
+        self.malformed = 0
+        self.context = list(agent.renderer.prompt(prompt.messages, prompt.tools))
+        self.ledger = Ledger(self.context)
+        self.transcript = transcript
+        transcript.messages.extend(prompt.messages)
+        transcript.ledger = self.ledger
+
+    @property
+    def room(self) -> int:
+        """Tokens the context may still grow by."""
+        return self.limits.max_tokens - len(self.context)
+
+    @property
+    def seconds_left(self) -> float:
+        return self.ends_at - self.agent.clock.monotonic()
+
+    async def turn(self) -> StopReason | None:
+        """One model call and the tool calls it asks for; why the loop ends, or None to go on."""
+        if self.ledger.turns >= self.limits.max_turns:
+            return StopReason.TURN_LIMIT
+        if self.room < 1:
+            return StopReason.TOKEN_LIMIT
+        sampled = await self._sample()
+        if sampled is None:
+            return StopReason.TIME_LIMIT
+        answer = self.agent.renderer.parse(sampled.ids)
+        self.transcript.messages.append(self._assistant_message(answer, sampled))
+        if reason := self._judge(answer, sampled):
+            return reason
+        observations = await self._call_tools(answer.tool_calls)
+        if isinstance(observations, StopReason):
+            return observations
+        observations.extend({"role": "user", "content": note} for note in self._notes(answer, sampled))
+        return self._observe(sampled, observations)
+
+    async def _sample(self) -> Sampled | None:
+        """Sample one turn; None where the time limit came first."""
+        if self.seconds_left <= 0:
+            return None
+        tokens = min(self.sampling.max_tokens, self.room)
+        sampling = self.sampling.model_copy(update={"max_tokens": tokens})
+        self.ledger.sent(self.context)
+        started = self.agent.clock.monotonic()
+        try:
+            async with self.agent.clock.timeout(self.seconds_left) as deadline:
+                sampled = await self.agent.model.generate(self.context, sampling, session=self.session)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            return None
+        self._check(sampled, tokens)
+        self.ledger.sampled(sampled, self.agent.clock.monotonic() - started)
+        self.context.extend(sampled.ids)
+        return sampled
+
+    @staticmethod
+    def _check(sampled: Sampled, tokens: int) -> None:
+        if len(sampled.ids) != len(sampled.logprobs):
+            raise ModelError("the model server sent another number of log-probabilities than of tokens")
+        if len(sampled.ids) > tokens:
+            raise ModelError(
+                f"the model server sampled {len(sampled.ids)} tokens, asked for {tokens} at most"
+            )
+        if sampled.finish_reason == "abort":
+            raise ModelError("the model server aborted the answer")
+
+    def _judge(self, answer: AssistantTurn, sampled: Sampled) -> StopReason | None:
+        """Does an answer without a readable tool call end the loop?"""
+        if answer.tool_calls:
+            self.malformed = 0
+            return None
+        if not answer.malformed and sampled.finish_reason != "length":
+            return StopReason.NO_TOOL_CALL
+        if self.room < 1:
+            return StopReason.TOKEN_LIMIT
+        self.malformed += 1
+        return StopReason.MALFORMED if self.malformed >= self.limits.max_malformed else None
+
+    @staticmethod
+    def _notes(answer: AssistantTurn, sampled: Sampled) -> Sequence[str]:
+        """What to tell the model about the calls that could not be read."""
+        if answer.malformed or answer.tool_calls or sampled.finish_reason != "length":
+            return answer.malformed
+        return (_CUT.format(tokens=len(sampled.ids)),)
+
+    async def _call_tools(self, calls: Sequence[ToolCall]) -> list[Message] | StopReason:
+        """Run the calls in order; the observations, or why the loop ends."""
+        observations: list[Message] = []
+        for call in calls:
+            if self.seconds_left <= 0:
+                return StopReason.TIME_LIMIT
+            started = self.agent.clock.monotonic()
+            timeout_s = min(self.limits.tool_timeout_s, self.seconds_left)
+            result = await self.environment.call(call, timeout_s=timeout_s)
+            self.ledger.tools_took(self.agent.clock.monotonic() - started)
+            if call.name == self.environment.finish_tool and result.ok:
+                return StopReason.FINISHED
+            observations.append(
+                {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": unicode(result.text)}
+            )
+        return observations
+
+    def _observe(self, sampled: Sampled, observations: Sequence[Message]) -> StopReason | None:
+        """Append the observations, unless they would leave no room for an answer: a message is never cut."""
+        ids = self.agent.renderer.bridge(sampled, observations)
+        if len(ids) >= self.room:
+            return StopReason.TOKEN_LIMIT
+        self.ledger.observed(ids)
+        self.context.extend(ids)
+        self.transcript.messages.extend(observations)
+        return None
+
+    def _assistant_message(self, answer: AssistantTurn, sampled: Sampled) -> Message:
+        if answer.malformed:  # what was sampled says more than what could be read of it
+            return {"role": "assistant", "content": unicode(self.agent.renderer.decode(sampled.ids))}
+        message: dict[str, Any] = {"role": "assistant", "content": unicode(answer.content)}
+        if answer.tool_calls:
+            message["tool_calls"] = [_openai_call(call) for call in answer.tool_calls]
+        return message
+
+
+def _openai_call(call: ToolCall) -> dict[str, Any]:
+    # ASCII escapes keep lone surrogates, which JSON can spell and UTF-8 cannot.
+    arguments = json.dumps(call.arguments)
+    return {
+        "id": unicode(call.id),
+        "type": "function",
+        "function": {"name": unicode(call.name), "arguments": arguments},
+    }
+
+
+def unicode(text: str) -> str:
+    """`text` with what UTF-8 cannot carry replaced: results travel as UTF-8, and the model is hostile."""
+    return text.encode("utf-8", "replace").decode("utf-8")

@@ -1,0 +1,221 @@
+"""Where groups and results are kept, behind the interface that a durable store will have too.
+
+The store knows what was asked for and what came of it. What happens in between (which stage, which
+attempt) is the service's, so a job costs two writes however many turns it takes.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from prorl_envs.errors import FailureKind
+from prorl_envs.rollout.errors import Conflict, CursorExpired, NotFound
+from prorl_envs.rollout.types import GroupRequest, JobState, Result, split_job_id
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What is remembered of a finished job as long as its group is."""
+
+    state: JobState
+    reward: float | None
+    failure: FailureKind | None
+    attempts: int
+    cursor: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredGroup:
+    """A group and what has come of it.
+
+    Args:
+        request: as it was submitted.
+        task_id: id of its task.
+        outcomes: one per sample, None where it is not finished.
+    """
+
+    request: GroupRequest
+    task_id: str
+    outcomes: tuple[Outcome | None, ...]
+
+    @property
+    def complete(self) -> bool:
+        return None not in self.outcomes
+
+
+@dataclass(frozen=True, slots=True)
+class NewGroup:
+    """A group as it is submitted, with the id of its validated task."""
+
+    request: GroupRequest
+    task_id: str
+
+
+class Store(Protocol):
+    """Groups by id, results by cursor. Calls may come from many tasks at once."""
+
+    async def submit(self, groups: Sequence[NewGroup]) -> list[bool]:
+        """Keep new groups, all or none of them.
+
+        Returns:
+            For each group whether it is new; False where the very same request is known already.
+
+        Raises:
+            Conflict: an id is known with another request, or twice in `groups` with different ones.
+        """
+        ...
+
+    async def group(self, group_id: str) -> StoredGroup:
+        """Raises: NotFound."""
+        ...
+
+    async def record(self, result: Result) -> Result:
+        """Keep the result of a job and give it its cursor. The first result of a job stays: recording
+        another returns the first.
+
+        Raises:
+            NotFound: its group is not known.
+        """
+        ...
+
+    async def results(self, after: int, limit: int) -> list[Result]:
+        """Results with a cursor greater than `after`, in order, at most `limit`. 0 is the oldest kept.
+
+        Raises:
+            CursorExpired: results between `after` and the oldest kept are gone.
+        """
+        ...
+
+    async def result(self, job_id: str) -> Result:
+        """Raises: NotFound: no such job, it is not finished, or its result is no longer kept."""
+        ...
+
+    async def unfinished(self) -> list[StoredGroup]:
+        """Groups that are not complete, oldest first: what a restarted service goes on with."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Entry:
+    group: NewGroup
+    outcomes: list[Outcome | None]
+    kept: int = 0  # results of this group still kept
+
+    @property
+    def complete(self) -> bool:
+        return None not in self.outcomes
+
+
+class MemoryStore:
+    """A store that lasts as long as the process.
+
+    Args:
+        max_results: results kept; the oldest go first, and a complete group goes with its last result.
+        max_tokens: tokens of all trajectories kept.
+    """
+
+    def __init__(self, *, max_results: int = 100_000, max_tokens: int = 50_000_000) -> None:
+        self._max_results = max_results
+        self._max_tokens = max_tokens
+        self._entries: dict[str, _Entry] = {}
+        self._results: OrderedDict[int, Result] = OrderedDict()
+        self._tokens = 0
+        self._cursor = 0
+        self._dropped = 0  # cursor of the newest result no longer kept
+
+    async def submit(self, groups: Sequence[NewGroup]) -> list[bool]:
+        new: dict[str, NewGroup] = {}
+        fresh = []
+        for group in groups:
+            entry = self._entries.get(group.request.id)
+            known = entry.group if entry else new.get(group.request.id)
+            if known is not None and known.request != group.request:
+                raise Conflict(
+                    f"group {group.request.id!r} is known with another request", hint="use a new id"
+                )
+            fresh.append(known is None)
+            new.setdefault(group.request.id, group)
+        for group_id, group in new.items():
+            if group_id not in self._entries:
+                self._entries[group_id] = _Entry(group, [None] * group.request.samples)
+        return fresh
+
+    async def group(self, group_id: str) -> StoredGroup:
+        return _view(self._entry(group_id))
+
+    async def record(self, result: Result) -> Result:
+        entry = self._entry(result.group_id)
+        known = entry.outcomes[result.sample]
+        if known is not None:
+            return self._results.get(known.cursor, result.model_copy(update={"cursor": known.cursor}))
+        self._cursor += 1
+        result = result.model_copy(update={"cursor": self._cursor})
+        entry.outcomes[result.sample] = Outcome(
+            result.state,
+            result.reward,
+            result.failure.kind if result.failure else None,
+            result.attempts,
+            result.cursor,
+        )
+        entry.kept += 1
+        self._results[result.cursor] = result
+        self._tokens += _tokens(result)
+        self._trim()
+        return result
+
+    async def results(self, after: int, limit: int) -> list[Result]:
+        if 0 < after < self._dropped:
+            raise CursorExpired(
+                f"results up to {self._dropped} are no longer kept, and {after} was asked for",
+                hint="read from 0, the oldest result kept, and read more often",
+            )
+        first = max(after, self._dropped) + 1
+        last = min(first + limit - 1, self._cursor)
+        return [self._results[cursor] for cursor in range(first, last + 1)]
+
+    async def result(self, job_id: str) -> Result:
+        group_id, sample = split_job_id(job_id)
+        entry = self._entries.get(group_id)
+        if entry is None or not 0 <= sample < len(entry.outcomes):
+            raise NotFound(f"no job {job_id!r}")
+        outcome = entry.outcomes[sample]
+        if outcome is None:
+            raise NotFound(f"job {job_id!r} is not finished", hint="ask again when it is")
+        if outcome.cursor not in self._results:
+            raise NotFound(f"the result of job {job_id!r} is no longer kept")
+        return self._results[outcome.cursor]
+
+    async def unfinished(self) -> list[StoredGroup]:
+        return [_view(entry) for entry in self._entries.values() if not entry.complete]
+
+    async def aclose(self) -> None:
+        """Nothing to end."""
+
+    def _entry(self, group_id: str) -> _Entry:
+        entry = self._entries.get(group_id)
+        if entry is None:
+            raise NotFound(f"no group {group_id!r}")
+        return entry
+
+    def _trim(self) -> None:
+        """Drop the oldest results over the bounds; the newest always stays."""
+        over = len(self._results) > self._max_results or self._tokens > self._max_tokens
+        while over and len(self._results) > 1:
+            self._dropped, oldest = self._results.popitem(last=False)
+            self._tokens -= _tokens(oldest)
+            entry = self._entries[oldest.group_id]
+            entry.kept -= 1
+            if entry.kept == 0 and entry.complete:
+                del self._entries[oldest.group_id]
+            over = len(self._results) > self._max_results or self._tokens > self._max_tokens
+
+
+def _view(entry: _Entry) -> StoredGroup:
+    return StoredGroup(entry.group.request, entry.group.task_id, tuple(entry.outcomes))
+
+
+def _tokens(result: Result) -> int:
+    return len(result.trajectory.ids) if result.trajectory else 0

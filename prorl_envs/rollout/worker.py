@@ -1,0 +1,115 @@
+"""Carries out stages, under their deadlines, and turns what fails into a typed `Failure`.
+
+This is the one place where an exception becomes data. A failure with a boundary's name is an ordinary
+outcome; anything else is a bug, reported with its traceback and as kind `internal`. Cancellation passes.
+"""
+
+import logging
+from collections.abc import Coroutine, Mapping
+
+from prorl_envs.clock import Clock
+from prorl_envs.env.node import Node
+from prorl_envs.errors import FailureKind, ProrlError, RolloutFailure
+from prorl_envs.rollout import stages
+from prorl_envs.rollout.agent import Agent, unicode
+from prorl_envs.rollout.episode import Episode
+from prorl_envs.rollout.types import Failure, Stage
+
+log = logging.getLogger(__name__)
+
+#: Longest message of a failure, in characters: drivers and graders quote other programs' output.
+MAX_MESSAGE = 4000
+
+
+class Worker:
+    """Runs stages of episodes on one node.
+
+    Args:
+        node: this machine's sandboxes.
+        families: environment classes by name.
+        agent: plays the RUN stage.
+        clock: measures the deadlines.
+        grace_s: seconds past its time limit after which a RUN stage is ended by force. The agent loop ends
+            by itself at the limit; this is for a tool that does not come back.
+        close_s: seconds a close may take.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        families: Mapping[str, stages.Family],
+        agent: Agent,
+        clock: Clock,
+        *,
+        grace_s: float,
+        close_s: float,
+    ) -> None:
+        self._node = node
+        self._families = families
+        self._agent = agent
+        self._clock = clock
+        self._grace_s = grace_s
+        self._close_s = close_s
+
+    async def perform(self, episode: Episode, stage: Stage) -> Failure | None:
+        """Carry out one stage; what failed, or None. Its time is added to the episode's."""
+        limits = episode.request.limits
+        started = self._clock.monotonic()
+        try:
+            match stage:
+                case Stage.INIT:
+                    work = stages.init(episode, self._node, self._families)
+                    return await self._guard(episode, stage, work, limits.init_s)
+                case Stage.RUN:
+                    work = stages.run(episode, self._agent)
+                    return await self._guard(episode, stage, work, limits.run_s + self._grace_s)
+                case Stage.EVAL:
+                    work = stages.evaluate(episode)
+                    return await self._guard(episode, stage, work, limits.eval_s)
+        finally:
+            episode.active_s[stage] += self._clock.monotonic() - started
+
+    async def close(self, episode: Episode) -> bool:
+        """Close the episode's environment. False where it could not be closed in order; the node's own
+        end takes what was left."""
+        failure = await self._guard(episode, Stage.EVAL, stages.close(episode), self._close_s)
+        if failure is not None:
+            log.error("job %s: its environment did not close: %s", episode.id, failure.message)
+        return failure is None
+
+    async def _guard(
+        self, episode: Episode, stage: Stage, work: Coroutine[None, None, None], seconds: float
+    ) -> Failure | None:
+        deadline = None
+        try:
+            async with self._clock.timeout(seconds) as deadline:
+                await work
+        except Exception as error:  # noqa: BLE001 - the one place where failures become data
+            if deadline is not None and deadline.expired():
+                return Failure(
+                    kind=FailureKind.TIMEOUT,
+                    stage=stage,
+                    message=f"{stage} used up its {seconds:g} s of active time",
+                    hint=f"raise limits.{stage}_s, or look at what it waited for",
+                )
+            return _failure(episode, stage, error)
+        return None
+
+
+def _failure(episode: Episode, stage: Stage, error: Exception) -> Failure:
+    if isinstance(error, RolloutFailure):
+        kind, retryable = error.kind, error.retryable
+    elif isinstance(error, ProrlError):
+        kind, retryable = FailureKind.ENVIRONMENT, False
+    else:
+        log.error("job %s: unexpected failure in %s", episode.id, stage, exc_info=error)
+        message = f"unexpected {type(error).__name__}"
+        hint = "this is a bug; the service's log has the traceback"
+        return Failure(kind=FailureKind.INTERNAL, stage=stage, message=message, hint=hint)
+    return Failure(
+        kind=kind,
+        stage=stage,
+        message=unicode(error.message[:MAX_MESSAGE]),
+        hint=unicode(error.hint[:MAX_MESSAGE]),
+        retryable=retryable,
+    )

@@ -1,0 +1,290 @@
+"""The driver for bubblewrap: namespaces without root, without a daemon, in a few milliseconds."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.command import DEFAULT_ENV, HOME, READY, SandboxFiles, bwrap_arguments, check
+from prorl_envs.sandbox.files import DriverDirectory, node_local_base, remove_tree
+from prorl_envs.sandbox.probe import explain, find_bwrap
+from prorl_envs.sandbox.processes import Process, readable, receive
+from prorl_envs.sandbox.system import write_etc, write_names
+from prorl_envs.sandbox.template import TEMPLATES, ForkRequest, Template, TemplateSpec, ToolServer
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 30.0
+CLOSE_TIMEOUT_S = 30.0
+
+
+class BubblewrapDriver:
+    """Starts sandboxes with bubblewrap.
+
+    Belongs to one event loop, and to the thread that runs it: the sandboxes end with that thread.
+
+    Args:
+        root: existing directory on a local disk under which the driver makes its own; None chooses
+            `$PRORL_RUN_DIR` or the temporary directory.
+        templates: what `Sandbox.spawn` can fork, by name.
+
+    Raises:
+        SandboxError: bubblewrap is missing or too old, or no directory can be made.
+    """
+
+    name = "bubblewrap"
+
+    def __init__(
+        self, root: Path | None = None, *, templates: Mapping[str, TemplateSpec] = TEMPLATES
+    ) -> None:
+        self._bwrap = find_bwrap()
+        self._directory = DriverDirectory(root.resolve() if root is not None else node_local_base())
+        self.templates = {name: Template(name, spec) for name, spec in templates.items()}
+        self._etc: dict[int, asyncio.Task[Path]] = {}
+        self._sandboxes: set[BubblewrapSandbox] = set()
+        self._started = 0
+        self._closed = False
+
+    async def start(self, spec: SandboxSpec) -> "BubblewrapSandbox":
+        """Start a sandbox and return it once its first process runs.
+
+        Raises:
+            SandboxError: with bubblewrap's own words and a remedy as hint.
+        """
+        if self._closed:
+            raise SandboxError("the driver is closed")
+        check(spec)
+        etc = await self._etc_for(spec.uid)
+        self._started += 1
+        sandbox_id = f"{self._directory.path.name.rpartition('-')[2]}-{self._started}"
+        files = SandboxFiles(self._directory.path / str(self._started), etc)
+        sandbox = BubblewrapSandbox(sandbox_id, spec, files, self)
+        self._sandboxes.add(sandbox)
+        try:
+            await sandbox.launch(self._bwrap)
+        except BaseException:
+            await sandbox.close()
+            raise
+        return sandbox
+
+    async def warm(self, *names: str) -> None:
+        """Start templates ahead of their first use; all of them where none is named.
+
+        Raises:
+            SandboxError: one does not start.
+        """
+        await asyncio.gather(*(self.templates[name].start() for name in names or self.templates))
+
+    async def aclose(self) -> None:
+        """Close every sandbox still open, end the templates, remove the driver's directory. Idempotent."""
+        self._closed = True
+        await asyncio.gather(*(sandbox.close() for sandbox in tuple(self._sandboxes)))
+        await asyncio.gather(*(template.aclose() for template in self.templates.values()))
+        await asyncio.to_thread(self._directory.remove)
+
+    def forget(self, sandbox: "BubblewrapSandbox") -> None:
+        """Called by a sandbox that has closed."""
+        self._sandboxes.discard(sandbox)
+
+    async def _etc_for(self, uid: int) -> Path:
+        """The /etc of that user, written at first use."""
+        if uid not in self._etc:
+            self._etc[uid] = asyncio.create_task(asyncio.to_thread(self._write_etc, uid))
+        return await asyncio.shield(self._etc[uid])
+
+    def _write_etc(self, uid: int) -> Path:
+        path = self._directory.path / f"etc{uid}"
+        write_etc(path, uid=uid, home=HOME)
+        return path
+
+
+class BubblewrapSandbox:
+    """A running sandbox: see `base.Sandbox`. Made by the driver.
+
+    On the host it is two processes (bubblewrap's, which waits, and the sandbox's first, which waits too) and
+    one socket, whose closing ends both even where this service is killed.
+    """
+
+    def __init__(
+        self, sandbox_id: str, spec: SandboxSpec, files: SandboxFiles, driver: BubblewrapDriver
+    ) -> None:
+        self._id = sandbox_id
+        self._spec = spec
+        self._files = files
+        self._driver = driver
+        self._lifetime: socket.socket | None = None
+        self._monitor: subprocess.Popen[bytes] | None = None
+        self._monitor_handle: Process | None = None
+        self._init: Process | None = None
+        self._servers: set[ToolServer] = set()
+        self._closing: asyncio.Task[None] | None = None
+
+    @property
+    def id(self) -> str:
+        return self._id
+
+    @property
+    def spec(self) -> SandboxSpec:
+        return self._spec
+
+    @property
+    def workspace(self) -> Path:
+        return self._files.work
+
+    @property
+    def alive(self) -> bool:
+        return self._closing is None and self._init is not None and self._init.alive
+
+    async def launch(self, bwrap: Path) -> None:
+        """Make the directories, run bubblewrap and wait for the first process. Called once, by the driver."""
+        self._prepare_files()
+        info, info_inside = os.pipe()
+        os.set_blocking(info, False)
+        try:
+            try:
+                self._run(bwrap, info_inside)
+            finally:
+                os.close(info_inside)
+            async with asyncio.timeout(START_TIMEOUT_S):
+                namespaces = await _read_info(info)
+                output = await self._read_until_ready()
+        except TimeoutError:
+            raise SandboxError(f"bubblewrap was not ready in {START_TIMEOUT_S} s") from None
+        finally:
+            os.close(info)
+        if not output.endswith(READY) or "child-pid" not in namespaces:
+            raise explain(output.decode(errors="replace"), self._spec)
+        self._init = _hold_init(namespaces)
+
+    async def spawn(self, entry: str, *, template: str = "base") -> socket.socket:
+        """Fork a process from a template into this sandbox and run `entry` there: see `base.Sandbox`.
+
+        The returned socket is non-blocking.
+        """
+        if not self.alive or self._init is None:
+            raise SandboxError(f"sandbox {self.id} has ended")
+        if template not in self._driver.templates:
+            raise SandboxError(
+                f"no template {template!r}", hint=f"there are: {', '.join(self._driver.templates)}"
+            )
+        request = ForkRequest(entry=entry, workdir=self._spec.workdir, env={**DEFAULT_ENV, **self._spec.env})
+        server, sock = await self._driver.templates[template].fork(self.id, self._init.pidfd, request)
+        if self._closing is not None:
+            server.process.kill()
+            server.close()
+            sock.close()
+            raise SandboxError(f"sandbox {self.id} has ended")
+        self._servers = {held for held in self._servers if held.process.alive} | {server}
+        return sock
+
+    async def close(self) -> None:
+        """End everything in the sandbox and remove its files.
+
+        Idempotent. Goes on where the caller is cancelled; the driver's `aclose` then waits for it.
+        """
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    def _prepare_files(self) -> None:
+        self._files.root.mkdir(mode=0o700)
+        for directory in self._files.directories(self._spec):
+            directory.mkdir(mode=0o700)
+        write_names(self._files.root, self._spec.hostname)
+
+    def _run(self, bwrap: Path, info_fd: int) -> None:
+        # A socket, not a pipe: from inside, a pipe could be opened again through /proc/1/fd and kept open.
+        self._lifetime, inside = socket.socketpair()
+        self._lifetime.setblocking(False)
+        with inside:
+            # In the loop's own thread: --die-with-parent follows the thread that forks, and starting takes
+            # 0.2 ms (it holds the interpreter lock anyway).
+            self._monitor = subprocess.Popen(
+                [str(bwrap), *bwrap_arguments(self._spec, self._files, info_fd)],
+                stdin=inside.fileno(),
+                stdout=inside.fileno(),
+                stderr=inside.fileno(),
+                pass_fds=[info_fd],
+                env={},
+                cwd="/",
+                start_new_session=True,
+            )
+        self._monitor_handle = Process.open(self._monitor.pid)
+
+    async def _read_until_ready(self) -> bytes:
+        """What bubblewrap and the first process say, up to READY or the end of both."""
+        assert self._lifetime is not None
+        output = b""
+        while not output.endswith(READY) and len(output) < 16384:
+            data, _ = await receive(self._lifetime, 4096)
+            if not data:
+                break
+            output += data
+        return output
+
+    async def _close(self) -> None:
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._end_processes()
+        except TimeoutError:
+            raise SandboxError(f"sandbox {self.id} did not end in {CLOSE_TIMEOUT_S} s") from None
+        await asyncio.to_thread(remove_tree, self._files.root)
+        self._driver.forget(self)
+
+    async def _end_processes(self) -> None:
+        # Tool servers first: a pid namespace ends only once the parents outside have reaped their children.
+        for server in self._servers:
+            server.process.kill()
+        if self._init is not None:
+            self._init.kill()
+        elif self._monitor_handle is not None:
+            self._monitor_handle.kill()
+        if self._lifetime is not None:
+            self._lifetime.close()
+        held = [server.process for server in self._servers]
+        held += [process for process in (self._init, self._monitor_handle) if process is not None]
+        for process in held:
+            await process.wait()
+            process.close()
+        for server in self._servers:
+            server.close()
+        if self._monitor is not None:
+            self._monitor.wait()  # it has ended: this only reaps
+
+
+async def _read_info(fd: int) -> dict[str, Any]:
+    """The JSON object bubblewrap writes once its namespaces are there; empty where it ended before."""
+    text = b""
+    while True:
+        await readable(fd)
+        data = os.read(fd, 4096)
+        if not data:
+            break
+        text += data
+    info: dict[str, Any] = json.loads(text) if text else {}
+    return info
+
+
+def _hold_init(info: dict[str, Any]) -> Process:
+    """The sandbox's first process, checked to be it.
+
+    Raises:
+        SandboxError: it ended already.
+    """
+    pid = info["child-pid"]
+    with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+        process = Process.open(pid)
+        # The pid may have passed to another process before it was opened; namespaces do not lie. The process
+        # is alive after the comparison, so it is the one that was compared.
+        if Path(f"/proc/{pid}/ns/pid").stat().st_ino == info["pid-namespace"] and process.alive:
+            return process
+        process.close()
+    raise SandboxError("the sandbox ended while starting")

@@ -1,0 +1,120 @@
+"""From a `SandboxSpec` to bubblewrap's command line. Pure: no process, no file is touched."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.base import Mount, SandboxSpec
+from prorl_envs.sandbox.system import system_arguments
+
+HOME = "/home/agent"
+DEFAULT_ENV = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "HOME": HOME,
+    "LANG": "C.UTF-8",
+    "TERM": "xterm-256color",
+}
+
+#: The first process: says that the mounts are done, then waits for the end of its standard input, which is
+#: a socket held by the host. SIGCHLD is ignored, so that the kernel reaps orphans. As pid 1 of its namespace
+#: no signal from inside reaches it.
+INIT = ("/bin/sh", "-c", "trap '' CHLD; echo ready; read _")
+READY = b"ready\n"
+
+_SHM_BYTES = 256 << 20
+_RUN_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxFiles:
+    """The host directories of one sandbox, below the driver's. `etc` is shared by the sandboxes of a uid."""
+
+    root: Path
+    etc: Path
+
+    @property
+    def work(self) -> Path:
+        return self.root / "work"
+
+    @property
+    def tmp(self) -> Path:
+        return self.root / "tmp"
+
+    @property
+    def home(self) -> Path:
+        return self.root / "home"
+
+    def overlay(self, index: int) -> tuple[Path, Path]:
+        """The upper and the work directory of the mount at `index`."""
+        return self.root / f"upper{index}", self.root / f"overlay{index}"
+
+    def directories(self, spec: SandboxSpec) -> Iterator[Path]:
+        """Every directory to make before the start."""
+        yield from (self.work, self.tmp, self.home)
+        for index, mount in enumerate(spec.mounts):
+            if mount.overlay:
+                yield from self.overlay(index)
+
+
+def check(spec: SandboxSpec) -> None:
+    """Raises SandboxError where `spec` asks for what no sandbox can be."""
+    targets = [spec.workdir, *spec.masks, *(mount.target for mount in spec.mounts)]
+    for target in targets:
+        path = PurePosixPath(target)
+        if not path.is_absolute() or ".." in path.parts or path == PurePosixPath("/") or "\0" in target:
+            raise SandboxError(f"not an absolute path inside the sandbox: {target!r}")
+    for mount in spec.mounts:
+        if mount.overlay and mount.writable:
+            raise SandboxError(
+                f"the mount at {mount.target} is both `overlay` and `writable`", hint="choose one of the two"
+            )
+    if not spec.hostname or len(spec.hostname) > 64 or not spec.hostname.isascii():
+        raise SandboxError(f"not a host name: {spec.hostname!r}")
+
+
+def bwrap_arguments(spec: SandboxSpec, files: SandboxFiles, info_fd: int) -> list[str]:
+    """Everything after the program's name."""
+    return [
+        *_isolation(spec),
+        *system_arguments(),
+        *("--ro-bind", str(files.etc), "/etc"),
+        *("--ro-bind", str(files.root / "hosts"), "/etc/hosts"),
+        *("--ro-bind", str(files.root / "hostname"), "/etc/hostname"),
+        # Read-only as a whole: to the kernel, the user of a sandbox that root runs owns all of /proc/sys.
+        *("--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"),
+        *("--perms", "1777", "--size", str(_SHM_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
+        *("--perms", "755", "--size", str(_RUN_BYTES), "--tmpfs", "/run"),
+        *("--bind", str(files.tmp), "/tmp", "--dir", "/var", "--symlink", "/tmp", "/var/tmp"),
+        *("--bind", str(files.home), HOME),
+        *("--bind", str(files.work), spec.workdir),
+        *(argument for index, mount in enumerate(spec.mounts) for argument in _mount(mount, files, index)),
+        *(argument for mask in spec.masks for argument in _mask(mask)),
+        *("--remount-ro", "/"),
+        *("--info-fd", str(info_fd)),
+        *INIT,
+    ]
+
+
+def _isolation(spec: SandboxSpec) -> Iterator[str]:
+    for namespace in ("user", "pid", "net", "ipc", "uts", "cgroup"):
+        yield f"--unshare-{namespace}"
+    # No further user namespaces inside: they give back every capability against the kernel's own code.
+    yield "--disable-userns"
+    yield from ("--new-session", "--die-with-parent", "--as-pid-1", "--clearenv")
+    yield from ("--uid", str(spec.uid), "--gid", str(spec.uid), "--hostname", spec.hostname)
+    # The first process keeps one capability, which is without power in a user namespace. It makes the
+    # process more privileged than all others inside, so that none can trace it and take its lifetime socket.
+    yield from ("--cap-drop", "ALL", "--cap-add", "CAP_SYS_PACCT")
+
+
+def _mount(mount: Mount, files: SandboxFiles, index: int) -> Iterator[str]:
+    if mount.overlay:
+        upper, work = files.overlay(index)
+        yield from ("--overlay-src", str(mount.source), "--overlay", str(upper), str(work), mount.target)
+    else:
+        yield from ("--bind" if mount.writable else "--ro-bind", str(mount.source), mount.target)
+
+
+def _mask(target: str) -> Iterator[str]:
+    yield from ("--perms", "555", "--size", "4096", "--tmpfs", target, "--remount-ro", target)

@@ -1,0 +1,149 @@
+"""Node-local directories: where a driver keeps its sandboxes' files, and how a hostile tree is removed.
+
+A driver's directory is locked for as long as the driver lives, so the next driver can tell what a killed
+service left behind and remove it.
+"""
+
+import fcntl
+import itertools
+import os
+import secrets
+import stat
+import tempfile
+from pathlib import Path
+
+from prorl_envs.errors import SandboxError
+
+_PREFIX = "prorl-sandboxes-"
+_ARMED = "locked"
+#: A Unix socket's path ends at 107 bytes; what tools put below a sandbox's directory needs the rest.
+_PATH_LIMIT = 60
+
+
+def node_local_base() -> Path:
+    """The directory under which a driver makes its own: `$PRORL_RUN_DIR`, else the temporary directory.
+
+    Not `$XDG_RUNTIME_DIR`: it is a small tmpfs, and workspaces hold whole source trees.
+    """
+    return Path(os.environ.get("PRORL_RUN_DIR") or tempfile.gettempdir()).resolve()
+
+
+class DriverDirectory:
+    """A private locked directory, made on construction.
+
+    Args:
+        base: existing directory to make it in, on a local disk.
+
+    Raises:
+        SandboxError: it cannot be made there, or its path is too long for sockets below it.
+    """
+
+    def __init__(self, base: Path) -> None:
+        sweep(base)
+        prefix = f"{_PREFIX}{os.geteuid()}-"
+        if len(os.fsencode(base)) > _PATH_LIMIT:
+            raise SandboxError(
+                f"the path of {base} is longer than {_PATH_LIMIT} bytes",
+                hint="set PRORL_RUN_DIR to a shorter one",
+            )
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            (self.path / _ARMED).touch()
+        except OSError as error:
+            raise SandboxError(
+                f"cannot make a directory for sandboxes: {error}",
+                hint="set PRORL_RUN_DIR to a writable directory on a local disk",
+            ) from error
+
+    def remove(self) -> None:
+        """Remove it with everything in it and give up the lock. Idempotent."""
+        if self._lock >= 0:
+            remove_tree(self.path)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def sweep(base: Path) -> list[Path]:
+    """Remove the directories that killed drivers of this user left in `base`. Returns what was removed."""
+    removed = []
+    for path in base.glob(f"{_PREFIX}{os.geteuid()}-*"):
+        if _is_abandoned(path):
+            remove_tree(path)
+            removed.append(path)
+    return removed
+
+
+def _is_abandoned(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return False  # another sweeper was faster, or it is not ours to look at
+    try:
+        if os.fstat(fd).st_uid != os.geteuid():
+            return False
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Without the mark, a driver is between making it and locking it.
+        return (path / _ARMED).exists()
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a tree that a sandbox wrote, once nothing runs in it any more. Missing is fine.
+
+    No link is followed. Directories are moved up to the top before they are emptied, so that neither depth
+    nor path length matters (an agent can nest deeper than a path can name), and unreadable ones are made
+    readable (overlayfs leaves one of mode 000).
+
+    Raises:
+        OSError: something cannot be removed.
+    """
+    try:
+        _make_accessible(path)
+        top = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return
+    try:
+        fresh_names = map(f"{secrets.token_hex(8)}-{{}}".format, itertools.count())
+        pending = [entry.name for entry in _directories_left(top)]
+        while pending:
+            name = pending.pop()
+            _make_accessible(name, top)
+            fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
+            try:
+                for entry in _directories_left(fd):
+                    _make_accessible(entry.name, fd)  # a directory can only be moved by who may write to it
+                    moved = next(fresh_names)
+                    os.rename(entry.name, moved, src_dir_fd=fd, dst_dir_fd=top)
+                    pending.append(moved)
+            finally:
+                os.close(fd)
+            os.rmdir(name, dir_fd=top)
+    finally:
+        os.close(top)
+    path.rmdir()
+
+
+def _directories_left(fd: int) -> list[os.DirEntry[str]]:
+    """Unlink everything in the directory but its directories, and return those."""
+    directories = []
+    with os.scandir(fd) as entries:
+        for entry in list(entries):
+            if entry.is_dir(follow_symlinks=False):
+                directories.append(entry)
+            else:
+                os.unlink(entry.name, dir_fd=fd)
+    return directories
+
+
+def _make_accessible(path: Path | str, dir_fd: int | None = None) -> None:
+    fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=dir_fd)
+    try:
+        if stat.S_IMODE(os.fstat(fd).st_mode) & 0o700 != 0o700:
+            Path(f"/proc/self/fd/{fd}").chmod(0o700)
+    finally:
+        os.close(fd)

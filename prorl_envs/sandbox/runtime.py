@@ -1,0 +1,68 @@
+"""Mounts that make this Python, with its installed packages, work inside a sandbox.
+
+A forked IPython imports lazily (parts of the standard library, numpy's submodules), so the files it was
+started from must lie at the same paths inside. What must not appear there are packages that hold tasks and
+their reference solutions.
+"""
+
+import site
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import prorl_envs
+from prorl_envs.sandbox.base import Mount
+from prorl_envs.sandbox.command import DEFAULT_ENV
+
+#: Installed packages that hold graders and reference solutions: ours and NeMo Gym's.
+HIDDEN_PACKAGES = ("prorl_envs", "resources_servers", "environments", "responses_api_agents")
+
+_PACKAGE_FOLDERS = ("site-packages", "dist-packages")
+_SYSTEM = Path("/usr")
+
+
+def python_runtime() -> tuple[tuple[Mount, ...], tuple[str, ...], dict[str, str]]:
+    """What a `SandboxSpec` needs so that this interpreter runs inside.
+
+    Never mounts a checkout: an editable installation's source stays invisible.
+
+    Returns:
+        Read-only mounts, masks that hide HIDDEN_PACKAGES, and environment variables.
+    """
+    paths = [Path(sys.base_prefix), *package_folders()]
+    if sys.prefix != sys.base_prefix:
+        paths += [Path(sys.prefix, "bin"), Path(sys.prefix, "pyvenv.cfg")]
+    mounts = tuple(Mount(source=path, target=str(path)) for path in _outermost(paths))
+    masks = tuple(mask for folder in package_folders() for mask in hidden_in(folder))
+    env = {"PATH": f"{Path(sys.prefix, 'bin')}:{DEFAULT_ENV['PATH']}"}
+    return mounts, masks, env
+
+
+def system_masks() -> tuple[str, ...]:
+    """Masks for the HIDDEN_PACKAGES that lie below /usr, which every sandbox sees."""
+    folders = [*_SYSTEM.glob("lib/python3*/*-packages"), *_SYSTEM.glob("local/lib/python3*/*-packages")]
+    return tuple(mask for folder in folders for mask in hidden_in(folder))
+
+
+def package_folders() -> tuple[Path, ...]:
+    """The folders of installed packages that this interpreter imports from."""
+    candidates = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()]
+    candidates += [str(Path(folder).parent) for folder in prorl_envs.__path__]
+    found = {Path(path): None for path in candidates if Path(path).name in _PACKAGE_FOLDERS}
+    return tuple(path for path in found if path.is_dir())
+
+
+def hidden_in(folder: Path) -> Iterator[str]:
+    """The masks for one folder of installed packages."""
+    for name in HIDDEN_PACKAGES:
+        if (folder / name).is_dir():
+            yield str(folder / name)
+
+
+def _outermost(paths: list[Path]) -> list[Path]:
+    """Those that exist, are not visible already below /usr, and lie in none of the others."""
+    wanted = [path for path in dict.fromkeys(paths) if path.exists() and not path.is_relative_to(_SYSTEM)]
+    return [
+        path for path in wanted if not any(path != other and path.is_relative_to(other) for other in wanted)
+    ]

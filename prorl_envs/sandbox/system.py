@@ -1,0 +1,78 @@
+"""The system a sandbox sees: the host's `/usr` read-only, and an `/etc` of our own.
+
+The host's `/etc` never appears: run by root, a sandbox would read `/etc/shadow` through it.
+"""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+#: Top-level directories that are links into /usr on most systems, and real on some.
+_ROOT_DIRECTORIES = ("bin", "sbin", "lib", "lib64", "lib32", "libx32")
+
+#: What programs need from the host's /etc, where it exists. No secrets, and no links out of it but to /usr.
+_COPIED = (
+    "alternatives",
+    "ld.so.cache",
+    "ld.so.conf",
+    "ld.so.conf.d",
+    "localtime",
+    "mime.types",
+    "os-release",
+    "pki/tls/certs",
+    "protocols",
+    "services",
+    "ssl/certs",
+    "ssl/openssl.cnf",
+)
+
+
+def system_arguments(host: Path = Path("/")) -> Iterator[str]:
+    """bubblewrap options that make the host's programs and libraries visible, read-only."""
+    yield from ("--ro-bind", str(host / "usr"), "/usr")
+    for name in _ROOT_DIRECTORIES:
+        path = host / name
+        if path.is_symlink():
+            yield from ("--symlink", str(path.readlink()), f"/{name}")
+        elif path.is_dir():
+            yield from ("--ro-bind", str(path), f"/{name}")
+
+
+def write_etc(target: Path, *, uid: int, home: str, host: Path = Path("/etc")) -> None:
+    """Write an `/etc` directory into `target`, a new directory.
+
+    Args:
+        target: made here.
+        uid: the user inside, entered in passwd and group beside root and nobody.
+        home: that user's home directory inside.
+        host: where the harmless files are copied from.
+    """
+    target.mkdir(parents=True)
+    for name in _COPIED:
+        _copy(host / name, target / name)
+    user = "" if uid == 0 else f"agent:x:{uid}:{uid}:agent:{home}:/bin/bash\n"
+    group = "" if uid == 0 else f"agent:x:{uid}:\n"
+    root_home = home if uid == 0 else "/root"
+    (target / "passwd").write_text(
+        f"root:x:0:0:root:{root_home}:/bin/bash\n{user}nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n"
+    )
+    (target / "group").write_text(f"root:x:0:\n{group}nogroup:x:65534:\n")
+    (target / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files dns\n")
+    (target / "hostname").touch()  # hostname and hosts differ by sandbox: each is bound over these
+    (target / "hosts").touch()
+    (target / "resolv.conf").touch()
+
+
+def write_names(directory: Path, hostname: str) -> None:
+    """Write the `hostname` and `hosts` files of one sandbox into `directory`."""
+    (directory / "hostname").write_text(f"{hostname}\n")
+    (directory / "hosts").write_text(f"127.0.0.1 localhost {hostname}\n::1 localhost\n")
+
+
+def _copy(source: Path, target: Path) -> None:
+    if source.is_dir() and not source.is_symlink():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(source, target, symlinks=True)
+    elif source.is_file():  # follows a link such as localtime
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)

@@ -1,0 +1,80 @@
+"""A clock that moves when told to."""
+
+import asyncio
+import heapq
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+
+class FakeClock:
+    """Monotonic time and sleeping, without waiting.
+
+    A `prorl_envs.clock.Clock`; where a component asks only for a part, pass `clock.monotonic` or `clock.sleep`.
+
+    Args:
+        start: seconds the clock shows at first.
+    """
+
+    def __init__(self, start: float = 0.0) -> None:
+        self._now = start
+        self._order = itertools.count()
+        self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._changed = asyncio.Event()
+
+    def monotonic(self) -> float:
+        """Seconds, as `time.monotonic`."""
+        return self._now
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait until the clock has been advanced by `seconds`; like `asyncio.sleep`, 0 only yields."""
+        if seconds <= 0:
+            await asyncio.sleep(0)
+            return
+        wake: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._sleepers, (self._now + seconds, next(self._order), wake))
+        self._changed.set()
+        await wake
+
+    @asynccontextmanager
+    async def timeout(self, seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
+        """As `asyncio.timeout`, in this clock's time."""
+        async with asyncio.timeout(None) as deadline:
+            if seconds is None:
+                yield deadline
+                return
+            loop = asyncio.get_running_loop()
+            wake: asyncio.Future[None] = loop.create_future()
+
+            def expire(_: asyncio.Future[None]) -> None:
+                deadline.reschedule(loop.time())
+
+            wake.add_done_callback(expire)
+            heapq.heappush(self._sleepers, (self._now + seconds, next(self._order), wake))
+            self._changed.set()
+            if seconds <= 0:
+                wake.set_result(None)
+            try:
+                yield deadline
+            finally:
+                wake.remove_done_callback(expire)
+                wake.cancel()
+
+    @property
+    def sleeping(self) -> tuple[float, ...]:
+        """Times at which the sleepers wake, soonest first."""
+        return tuple(when for when, _, wake in sorted(self._sleepers) if not wake.done())
+
+    def advance(self, seconds: float) -> None:
+        """Move on; everyone whose time has come wakes in order at the loop's next turn."""
+        self._now += seconds
+        while self._sleepers and self._sleepers[0][0] <= self._now:
+            wake = heapq.heappop(self._sleepers)[2]
+            if not wake.done():  # a cancelled sleeper
+                wake.set_result(None)
+
+    async def wait_for_sleepers(self, count: int = 1) -> None:
+        """Return once at least `count` tasks sleep on this clock."""
+        while len(self.sleeping) < count:
+            self._changed.clear()
+            await self._changed.wait()

@@ -1,0 +1,103 @@
+"""What this process holds of the operating system, and what it still holds later.
+
+For a fixture that wraps every test:
+
+    before = Holdings.now(run_dir)
+    ...
+    assert not leaks_since(before, run_dir)
+"""
+
+import contextlib
+import gc
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """A snapshot.
+
+    Args:
+        processes: pid with start time, and command, of the children of this process and of every process in
+            a mount namespace that shows something below the run directory: a sandbox's.
+        descriptors: number, and what it refers to, of this process's open descriptors.
+        mounts: the mounts of this process's namespace.
+        directories: what lies in the run directory, where drivers keep their files.
+    """
+
+    processes: dict[tuple[int, int], str]
+    descriptors: dict[tuple[int, str], str]
+    mounts: dict[str, str]
+    directories: dict[str, str]
+
+    @classmethod
+    def now(cls, run_dir: Path) -> Self:
+        """Look around. `run_dir` is where the drivers under test make their directories."""
+        return cls(
+            _processes(run_dir), _descriptors(), _mounts(), {str(p): str(p) for p in run_dir.iterdir()}
+        )
+
+
+def leaks_since(before: Holdings, run_dir: Path, *, patience_s: float = 5.0) -> list[str]:
+    """What is there now and was not `before`, one line each.
+
+    What is about to end (a killed process, a descriptor held by a garbage cycle) gets `patience_s` seconds.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        leaks = _difference(before, Holdings.now(run_dir))
+        if not leaks or time.monotonic() > deadline:
+            return leaks
+        gc.collect()
+        time.sleep(0.01)
+
+
+def _difference(before: Holdings, after: Holdings) -> list[str]:
+    kinds = (
+        ("process", before.processes, after.processes),
+        ("descriptor", before.descriptors, after.descriptors),
+        ("mount", before.mounts, after.mounts),
+        ("directory", before.directories, after.directories),
+    )
+    return [
+        f"{kind} {key}: {text}" for kind, old, new in kinds for key, text in new.items() if key not in old
+    ]
+
+
+def _processes(run_dir: Path) -> dict[tuple[int, int], str]:
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        # Such a one has ended, or is another user's.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            if _is_child_or_sandboxed(entry, run_dir):
+                name, _, rest = (entry / "stat").read_text().rpartition(")")
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                found[int(entry.name), int(rest.split()[19])] = f"{name}) {command[:200]}"
+    return found
+
+
+def _is_child_or_sandboxed(process: Path, run_dir: Path) -> bool:
+    stat = (process / "stat").read_text()
+    if int(stat.rpartition(")")[2].split()[1]) == os.getpid():
+        return True
+    if (process / "ns/mnt").readlink() == Path("/proc/self/ns/mnt").readlink():
+        return False
+    return str(run_dir) in (process / "mountinfo").read_text()
+
+
+def _descriptors() -> dict[tuple[int, str], str]:
+    found = {}
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the one that listed the directory
+            found[int(link.name), str(link.readlink())] = ""
+    return found
+
+
+def _mounts() -> dict[str, str]:
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    return {line.split()[0]: line for line in lines}

@@ -1,0 +1,242 @@
+"""A scripted model behind OpenAI's HTTP interfaces, for harnesses that speak those (NeMo Gym, among others).
+
+There is no model: a known task is recognised by its instruction in the prompt, and its reference tool calls
+are played, one per turn. The `model` field of a request says how to behave:
+
+    reference   play the reference calls, then say that the work is done
+    nothing     say so at once
+    malformed   first a call whose arguments are not JSON, then as `reference`
+    unknown     first a call of a tool that does not exist, then as `reference`
+    endless     repeat the first reference call for ever
+    error       answer HTTP 500
+
+The server is stateless: what to play next follows from the conversation in the request.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request
+
+from prorl_envs.env.base import Task
+from prorl_envs.errors import ModelError
+from prorl_envs.tools.types import JsonObject
+
+DONE_TEXT = "Done."
+MALFORMED_ARGUMENTS = '{"command": '
+UNKNOWN_TOOL = "no_such_tool"
+
+
+class Behaviour(StrEnum):
+    """What the scripted model does; see the module's description."""
+
+    REFERENCE = "reference"
+    NOTHING = "nothing"
+    MALFORMED = "malformed"
+    UNKNOWN = "unknown"
+    ENDLESS = "endless"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One scripted answer: a tool call, or, where `tool` is empty, a closing text."""
+
+    tool: str = ""
+    arguments: str = ""
+
+
+class Script:
+    """Decides what to answer; pure.
+
+    Args:
+        tasks: the known tasks, with their reference calls.
+    """
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        # Longest first, so that a task is not taken for one whose instruction begins the same.
+        self._tasks = sorted(tasks, key=lambda task: len(task.instruction), reverse=True)
+
+    def answer(self, prompt: str, calls_made: int, behaviour: Behaviour) -> Answer:
+        """The next answer.
+
+        Args:
+            prompt: all text the user has sent.
+            calls_made: tool results in the conversation so far.
+
+        Raises:
+            LookupError: the prompt holds no known task.
+        """
+        task = next((task for task in self._tasks if task.instruction.strip() in prompt), None)
+        if task is None:
+            raise LookupError("the prompt holds the instruction of no known task")
+        script = self._script(task, behaviour)
+        if behaviour is Behaviour.ENDLESS and script:
+            return script[0]
+        return script[calls_made] if calls_made < len(script) else Answer()
+
+    def _script(self, task: Task, behaviour: Behaviour) -> list[Answer]:
+        reference = [Answer(call.tool, json.dumps(call.arguments)) for call in task.reference]
+        match behaviour:
+            case Behaviour.NOTHING:
+                return []
+            case Behaviour.MALFORMED:
+                first = reference[0].tool if reference else UNKNOWN_TOOL
+                return [Answer(first, MALFORMED_ARGUMENTS), *reference]
+            case Behaviour.UNKNOWN:
+                return [Answer(UNKNOWN_TOOL, "{}"), *reference]
+            case _:
+                return reference
+
+
+def face(tasks: Sequence[Task]) -> FastAPI:
+    """The application: `POST /v1/responses`, `POST /v1/chat/completions`, `GET /v1/models`."""
+    app = FastAPI()
+    script = Script(tasks)
+
+    @app.get("/v1/models")
+    async def models() -> JsonObject:
+        return {"object": "list", "data": [{"id": str(one), "object": "model"} for one in Behaviour]}
+
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> JsonObject:
+        body = await _body(request)
+        given = body.get("input", [])
+        items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        made = sum(1 for item in items if item.get("type") == "function_call_output")
+        return _response(body, _decide(script, body, items, made), made)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> JsonObject:
+        body = await _body(request)
+        messages = body.get("messages", [])
+        made = sum(1 for message in messages if message.get("role") == "tool")
+        return _chat_completion(body, _decide(script, body, messages, made), made)
+
+    return app
+
+
+@contextmanager
+def scripted_openai(tasks: Sequence[Task], *, port: int = 0) -> Iterator[str]:
+    """Serve the face on the loopback interface while the block runs.
+
+    Args:
+        port: 0 takes a free one.
+
+    Yields:
+        The base URL, `http://127.0.0.1:<port>/v1`.
+
+    Raises:
+        ModelError: the server did not start.
+    """
+    config = uvicorn.Config(face(tasks), host="127.0.0.1", port=port, log_level="warning", lifespan="off")
+    sock = config.bind_socket()
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="scripted-openai")
+    thread.start()
+    try:
+        # The socket listens only once the server runs; a client that connects earlier would be refused.
+        while not server.started:
+            if not thread.is_alive():
+                raise ModelError("the scripted model server did not start")
+            time.sleep(0.005)
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}/v1"
+    finally:
+        server.should_exit = True
+        thread.join()
+        sock.close()
+
+
+async def _body(request: Request) -> JsonObject:
+    try:
+        body = await request.json()
+    except ValueError as error:
+        raise HTTPException(400, f"not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise HTTPException(400, "not a JSON object")
+    return body
+
+
+def _decide(
+    script: Script, body: Mapping[str, Any], items: Sequence[Mapping[str, Any]], calls_made: int
+) -> Answer:
+    try:
+        behaviour = Behaviour(body.get("model", ""))
+    except ValueError as error:
+        raise HTTPException(404, f"no such model: one of {', '.join(Behaviour)}") from error
+    if behaviour is Behaviour.ERROR:
+        raise HTTPException(500, "the scripted model fails, as it was asked to")
+    prompt = "\n".join(_text(item.get("content")) for item in items if item.get("role") == "user")
+    try:
+        return script.answer(prompt, calls_made, behaviour)
+    except LookupError as error:
+        raise HTTPException(400, str(error)) from error
+
+
+def _text(content: object) -> str:
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+
+
+def _response(body: JsonObject, answer: Answer, turn: int) -> JsonObject:
+    if answer.tool:
+        item: JsonObject = {
+            "type": "function_call",
+            "id": f"fc_{turn}",
+            "call_id": f"call_{turn}",
+            "name": answer.tool,
+            "arguments": answer.arguments,
+            "status": "completed",
+        }
+    else:
+        content = {"type": "output_text", "text": DONE_TEXT, "annotations": []}
+        item = {
+            "type": "message",
+            "id": f"msg_{turn}",
+            "role": "assistant",
+            "status": "completed",
+            "content": [content],
+        }
+    return {
+        "id": f"resp_{turn}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "completed",
+        "model": body["model"],
+        "output": [item],
+        "parallel_tool_calls": False,
+        "tool_choice": "auto",
+        "tools": body.get("tools") or [],
+        "usage": {
+            "input_tokens": 0,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": 0,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": 0,
+        },
+    }
+
+
+def _chat_completion(body: JsonObject, answer: Answer, turn: int) -> JsonObject:
+    message: JsonObject = {"role": "assistant", "content": None if answer.tool else DONE_TEXT}
+    if answer.tool:
+        function = {"name": answer.tool, "arguments": answer.arguments}
+        message["tool_calls"] = [{"id": f"call_{turn}", "type": "function", "function": function}]
+    reason = "tool_calls" if answer.tool else "stop"
+    return {
+        "id": f"chatcmpl-{turn}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": body["model"],
+        "choices": [{"index": 0, "finish_reason": reason, "message": message}],
+        "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
+    }

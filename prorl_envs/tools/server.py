@@ -1,0 +1,153 @@
+"""The tool server: one small process per sandbox that answers the host's requests.
+
+It runs inside the sandbox's namespaces but outside its pid namespace, forked warm from a template, so it may
+have children there and no threads. It ends when the host's end of its socket closes, and its children with it.
+"""
+
+import os
+import socket
+
+import msgspec
+
+from prorl_envs.tools.files import read_file, write_file
+from prorl_envs.tools.loop import Loop
+from prorl_envs.tools.process import FreshProcess
+from prorl_envs.tools.shell import ShellSession
+from prorl_envs.tools.wire import (
+    CONTENT_LIMIT,
+    AnyRequest,
+    Bash,
+    Cancel,
+    Content,
+    Done,
+    Edit,
+    Framer,
+    Python,
+    Read,
+    Refused,
+    Reply,
+    Run,
+    RunDone,
+    Setup,
+    Write,
+    decode_request,
+    encode,
+)
+
+#: Shell sessions of one sandbox.
+SESSION_LIMIT = 16
+_RECEIVE_SIZE = 262144
+
+
+def serve(sock: socket.socket) -> None:
+    """Answer requests until the other end closes. The entry point a template forks into.
+
+    Args:
+        sock: connected stream socket; its other end is the host's.
+
+    Raises:
+        WireError: the host broke the protocol.
+    """
+    sock.setblocking(True)
+    server = ToolServer(sock)
+    try:
+        server.run()
+    finally:
+        server.close()
+
+
+class ToolServer:
+    """Dispatches requests; each answers on its own time."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._loop = Loop()
+        self._framer = Framer()
+        self._setup = Setup(0, "/", {}, 32768, 2.0, False)
+        self._env = dict(os.environ)
+        self._shells: dict[str, ShellSession] = {}
+        self._processes: dict[int, FreshProcess] = {}
+
+    def run(self) -> None:
+        self._loop.watch(self._sock.fileno(), self._on_request)
+        self._loop.run()
+
+    def close(self) -> None:
+        for shell in self._shells.values():
+            shell.close()
+        for process in self._processes.values():
+            process.close()
+        self._loop.close()
+        self._sock.close()
+
+    def _on_request(self) -> None:
+        try:
+            data = self._sock.recv(_RECEIVE_SIZE)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            self._loop.stop()
+            return
+        for frame in self._framer.feed(data):
+            request = decode_request(frame)
+            try:
+                self._dispatch(request)
+            except OSError as error:
+                self._answer(Refused(request.id, error.errno or 0, error.strerror or str(error)))
+
+    def _answer(self, reply: Reply) -> None:
+        # Blocking: the host always reads, and while it does not, the commands' output waits with us.
+        try:
+            self._sock.sendall(encode(reply))
+        except (BrokenPipeError, ConnectionResetError):
+            self._loop.stop()
+
+    def _dispatch(self, request: AnyRequest) -> None:
+        match request:
+            case Bash():
+                self._shell(request.session).submit(request, self._answer)
+            case Python():
+                raise NotImplementedError
+            case Run():
+                self._run(request)
+            case Read():
+                data, size = read_file(request.path, min(request.limit, CONTENT_LIMIT))
+                self._answer(Content(request.id, data, size))
+            case Write():
+                write_file(request.path, request.data, mode=request.mode)
+                self._answer(Done(request.id))
+            case Edit():
+                raise NotImplementedError
+            case Cancel():
+                self._cancel(request.id)
+            case Setup():
+                self._setup = request
+                self._env.update(request.env)
+                self._answer(Done(request.id))
+
+    def _shell(self, name: str) -> ShellSession:
+        if name not in self._shells:
+            if len(self._shells) >= SESSION_LIMIT:
+                raise OSError(11, f"{SESSION_LIMIT} shell sessions are open already")
+            self._shells[name] = ShellSession(
+                self._loop,
+                workdir=self._setup.workdir,
+                env=self._env,
+                output_limit=self._setup.output_limit,
+                grace_s=self._setup.grace_s,
+            )
+        return self._shells[name]
+
+    def _run(self, request: Run) -> None:
+        def ended(reply: RunDone) -> None:
+            del self._processes[request.id]
+            self._answer(reply)
+
+        request = msgspec.structs.replace(request, cwd=request.cwd or self._setup.workdir)
+        self._processes[request.id] = FreshProcess(self._loop, request, env=self._env, answer=ended)
+
+    def _cancel(self, request_id: int) -> None:
+        for shell in self._shells.values():
+            shell.cancel(request_id)
+        if request_id in self._processes:
+            self._processes[request_id].cancel()

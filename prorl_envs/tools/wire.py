@@ -1,0 +1,217 @@
+"""What the host and a tool server say to each other: length-prefixed msgpack frames over one stream socket.
+
+Pure: bytes in, messages out. Both sides decode what they receive into typed structs, within a frame limit;
+the host treats the server as hostile.
+"""
+
+import struct
+from typing import Any
+
+import msgspec
+
+#: Bytes of the longest frame either side accepts.
+FRAME_LIMIT = 48 * 1024 * 1024
+#: Bytes of file content that fit into one frame with room for the rest of the message.
+CONTENT_LIMIT = FRAME_LIMIT - 64 * 1024
+
+_LENGTH = struct.Struct(">I")
+
+
+class WireError(ValueError):
+    """The other side broke the protocol."""
+
+
+class Request(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Base of what the host asks; every request is answered once, under its id."""
+
+    id: int
+
+
+class Setup(Request, tag=0):
+    """First request on a connection.
+
+    Args:
+        workdir: where shells and sessions start.
+        env: variables of every process, on top of the server's own environment.
+        output_limit: bytes of output kept of each command.
+        grace_s: seconds between an interrupt and the kill that follows if it had no effect.
+        python: start a Python session now.
+    """
+
+    workdir: str
+    env: dict[str, str]
+    output_limit: int
+    grace_s: float
+    python: bool
+
+
+class Bash(Request, tag=1):
+    session: str
+    command: str
+    timeout_s: float
+
+
+class Python(Request, tag=2):
+    code: str
+    timeout_s: float
+
+
+class Run(Request, tag=3):
+    argv: list[str]
+    cwd: str
+    env: dict[str, str]
+    stdin: bytes
+    timeout_s: float
+    output_limit: int
+
+
+class Write(Request, tag=4):
+    path: str
+    data: bytes
+    mode: int
+
+
+class Read(Request, tag=5):
+    path: str
+    limit: int
+
+
+class Edit(Request, tag=6):
+    """`arguments` are the model's own; the editor validates them."""
+
+    arguments: dict[str, Any]
+
+
+class Cancel(Request, tag=7):
+    """End the request with this id soon; it answers as usual, and this has no answer of its own."""
+
+
+class Reply(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Base of what the server answers."""
+
+    id: int
+
+
+class Done(Reply, tag=0):
+    """A request without a result has been carried out."""
+
+
+class BashDone(Reply, tag=1):
+    """The end of a shell command; `exit_code` is None where it was interrupted or its shell was lost."""
+
+    output: str
+    omitted: int
+    exit_code: int | None
+    cwd: str
+    timed_out: bool
+    notice: str
+
+
+class PythonDone(Reply, tag=2):
+    """The end of a cell; `error` names the exception's class, or is empty."""
+
+    output: str
+    omitted: int
+    error: str
+    timed_out: bool
+    notice: str
+    display: list[dict[str, str]]
+
+
+class RunDone(Reply, tag=3):
+    output: bytes
+    omitted: int
+    exit_code: int | None
+    timed_out: bool
+    duration_s: float
+
+
+class Content(Reply, tag=4):
+    """A file's first bytes and its whole size."""
+
+    data: bytes
+    size: int
+
+
+class Edited(Reply, tag=5):
+    text: str
+    ok: bool
+    omitted: int
+
+
+class Refused(Reply, tag=6):
+    """The operating system said no: raised on the host as the same OSError."""
+
+    errno: int
+    message: str
+
+
+type AnyRequest = Setup | Bash | Python | Run | Write | Read | Edit | Cancel
+type AnyReply = Done | BashDone | PythonDone | RunDone | Content | Edited | Refused
+
+_encoder = msgspec.msgpack.Encoder()
+_requests = msgspec.msgpack.Decoder(Setup | Bash | Python | Run | Write | Read | Edit | Cancel)
+_replies = msgspec.msgpack.Decoder(Done | BashDone | PythonDone | RunDone | Content | Edited | Refused)
+
+
+def encode(message: msgspec.Struct) -> bytearray:
+    """One frame: four bytes of length, then the message.
+
+    Raises:
+        WireError: the message is longer than a frame may be.
+    """
+    frame = bytearray(64)
+    _encoder.encode_into(message, frame, _LENGTH.size)
+    if len(frame) - _LENGTH.size > FRAME_LIMIT:
+        raise WireError(f"message of {len(frame)} bytes; a frame holds {FRAME_LIMIT}")
+    _LENGTH.pack_into(frame, 0, len(frame) - _LENGTH.size)
+    return frame
+
+
+def decode_request(frame: bytes) -> AnyRequest:
+    """Raises WireError where the frame is not a request."""
+    try:
+        return _requests.decode(frame)
+    except msgspec.DecodeError as error:
+        raise WireError(f"not a request: {error}") from error
+
+
+def decode_reply(frame: bytes) -> AnyReply:
+    """Raises WireError where the frame is not a reply."""
+    try:
+        return _replies.decode(frame)
+    except msgspec.DecodeError as error:
+        raise WireError(f"not a reply: {error}") from error
+
+
+class Framer:
+    """Cuts a byte stream into frames.
+
+    Args:
+        limit: bytes of the longest frame accepted.
+    """
+
+    def __init__(self, limit: int = FRAME_LIMIT) -> None:
+        self._limit = limit
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Take what arrived; return the frames it completes, in order.
+
+        Raises:
+            WireError: a frame announces more than the limit.
+        """
+        self._buffer += data
+        frames = []
+        start = 0
+        while len(self._buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer, start)
+            if length > self._limit:
+                raise WireError(f"frame of {length} bytes announced; the limit is {self._limit}")
+            end = start + _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            frames.append(bytes(self._buffer[start + _LENGTH.size : end]))
+            start = end
+        del self._buffer[:start]
+        return frames

@@ -1,0 +1,64 @@
+"""Fixtures every room's tests share: the event loop, the drivers, and the check that nothing is left."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.testing.leaks import Holdings, leaks_since
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def run_dir() -> Iterator[Path]:
+    """Where every driver of this test run makes its directory. Short: socket paths may lie below it."""
+    path = Path(tempfile.mkdtemp(prefix="prt-")).resolve()
+    before = os.environ.get("PRORL_RUN_DIR")
+    os.environ["PRORL_RUN_DIR"] = str(path)
+    yield path
+    if before is None:
+        del os.environ["PRORL_RUN_DIR"]
+    else:
+        os.environ["PRORL_RUN_DIR"] = before
+    shutil.rmtree(path)
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(run_dir: Path) -> Iterator[None]:
+    """Fails a test that leaves a process, descriptor, mount, socket or driver directory.
+
+    What module- and session-scoped fixtures hold is theirs: they are set up before this one. They must have
+    what they keep ready by then, so a shared driver starts its templates up front.
+    """
+    before = Holdings.now(run_dir)
+    yield
+    leaks = leaks_since(before, run_dir)
+    if leaks:
+        pytest.fail("left behind:\n" + "\n".join(leaks))
+
+
+@pytest.fixture
+async def driver(run_dir: Path) -> AsyncIterator[BubblewrapDriver]:
+    """A driver of the test's own. Real sandboxes: where the machine cannot, the error says what to do."""
+    driver = BubblewrapDriver()
+    yield driver
+    await driver.aclose()
+
+
+@pytest.fixture(scope="module")
+async def shared_driver(run_dir: Path) -> AsyncIterator[BubblewrapDriver]:
+    """One driver for a module's tests, its templates started up front. Each test closes its sandboxes."""
+    driver = BubblewrapDriver()
+    try:
+        await driver.warm()
+        yield driver
+    finally:
+        await driver.aclose()
