@@ -1,6 +1,5 @@
 # Two commands matter: `make demo` and `make test`. Each sets up what it needs first.
 VENV ?= .venv
-export PRORL_VENV := $(VENV)
 PYTHON := $(VENV)/bin/python
 
 .PHONY: demo test test-nemo lint format bench lock clean help
@@ -13,29 +12,29 @@ help:
 	@echo "make bench      the performance tables"
 
 demo:
-	@scripts/setup.sh demo
+	@scripts/setup.sh demo $(VENV)
 	@$(VENV)/bin/prorl-envs demo $(ARGS)
 
 test:
-	@scripts/setup.sh test
+	@scripts/setup.sh test $(VENV)
 	@$(PYTHON) -m pytest -m "not nemo" $(ARGS)
 
 test-nemo:
 	@scripts/test-nemo.sh $(ARGS)
 
 lint:
-	@scripts/setup.sh test
+	@scripts/setup.sh test $(VENV)
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/mypy
 
 format:
-	@scripts/setup.sh test
+	@scripts/setup.sh test $(VENV)
 	@$(VENV)/bin/ruff format .
 	@$(VENV)/bin/ruff check --fix .
 
 bench:
-	@scripts/setup.sh test
+	@scripts/setup.sh test $(VENV)
 	@$(PYTHON) -m bench.bash_action $(ARGS)
 
 lock:

@@ -27,7 +27,7 @@ as_user() {
         env -u XDG_RUNTIME_DIR -u PYENV_ROOT HOME="$home" USER="$user" TMPDIR=/tmp "$@"
 }
 
-python=${PRORL_PYTHON:-}
+python=${SETUP_PYTHON:-}
 if [ -z "$python" ] && ! as_user sh -c 'python3.12 -c "" || python3.13 -c ""' 2>/dev/null; then
     # A copy of root's interpreter, with its library found beside it wherever the copy lies.
     for prefix in "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[2-9]*; do
@@ -46,4 +46,4 @@ fi
 git clone --quiet "$checkout" "$home/prorl-envs"
 chown -R "$user:" "$home/prorl-envs"
 cd "$home/prorl-envs"
-as_user ${python:+PRORL_PYTHON="$python"} "$@"
+as_user ${python:+SETUP_PYTHON="$python"} "$@"

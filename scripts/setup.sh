@@ -1,10 +1,10 @@
 #!/bin/sh
 # Set up .venv for one of two purposes: `setup.sh demo` (light) or `setup.sh test` (with the developers' tools).
-# Finds a suitable Python by itself; PRORL_PYTHON names one. Does nothing when all is in place.
+# A second argument names another place than .venv. Finds a suitable Python; SETUP_PYTHON names one. Does nothing when all is in place.
 set -eu
 cd "$(dirname "$0")/.."
 purpose=${1:-demo}
-venv=${PRORL_VENV:-.venv}
+venv=${2:-.venv}
 
 say() { printf '%s\n' "$*" >&2; }
 fail() { say "error: $1"; say "hint: $2"; exit 1; }
@@ -12,10 +12,10 @@ fail() { say "error: $1"; say "hint: $2"; exit 1; }
 suitable() { "$1" -c 'import sys, ssl, sqlite3; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; }
 
 find_python() {
-    if [ -n "${PRORL_PYTHON:-}" ]; then
-        suitable "$PRORL_PYTHON" || fail "PRORL_PYTHON=$PRORL_PYTHON is not a working Python 3.12 or later" \
+    if [ -n "${SETUP_PYTHON:-}" ]; then
+        suitable "$SETUP_PYTHON" || fail "SETUP_PYTHON=$SETUP_PYTHON is not a working Python 3.12 or later" \
             "point it at another interpreter, or unset it"
-        printf '%s' "$PRORL_PYTHON"
+        printf '%s' "$SETUP_PYTHON"
         return
     fi
     for name in python3.12 python3.13 python3.14 python3 python; do
@@ -31,7 +31,7 @@ find_python() {
     fi
     if command -v uv >/dev/null && uv python install 3.12 >&2; then uv python find '>=3.12'; return; fi
     fail "no Python 3.12 or later was found" \
-        "install python3.12 with its venv module, or uv (which can fetch one), or set PRORL_PYTHON"
+        "install python3.12 with its venv module, or uv (which can fetch one), or set SETUP_PYTHON"
 }
 
 stamp="$venv/.prorl-$purpose"

@@ -131,13 +131,15 @@ class BashTask(Task):
 
     Args:
         files: what the workspace holds at first, by relative path: a text, or a `WorkspaceFile`.
+        requires: programs the task needs; where one is missing the episode fails to start, typed.
         setup: a bash script run in the workspace before the episode, as the agent's user.
         checks: what is graded, in a fresh sandbox with a copy of the workspace.
         scoring: `all` (default): 1 where every check passes, else 0; `weighted`: share of passed weights.
     """
 
     files: dict[WorkspacePath, Text | WorkspaceFile] = Field(default_factory=dict, max_length=1000)
-    setup: str = Field(default="", max_length=100_000)
+    requires: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.+-]*$", max_length=100)], ...] = ()
+    setup: Annotated[str, Field(max_length=100_000), AfterValidator(_encodable)] = ""
     checks: tuple[Check, ...] = Field(min_length=1, max_length=200)
     scoring: Scoring = Scoring.ALL
 

@@ -23,6 +23,15 @@ from prorl_envs.tools.types import JsonObject, ToolCall, ToolResult, ToolSpec
 type Message = dict[str, Any]
 
 
+class ReferenceCall(BaseModel):
+    """One tool call of a reference solution."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tool: str
+    arguments: dict[str, Any]
+
+
 class Task(BaseModel):
     """One task of a family; subclasses add fields. Unknown fields are refused.
 
@@ -37,16 +46,7 @@ class Task(BaseModel):
 
     id: str = Field(min_length=1, max_length=200)
     instruction: str = Field(min_length=1)
-    reference: tuple["ReferenceCall", ...] = ()
-
-
-class ReferenceCall(BaseModel):
-    """One tool call of a reference solution."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    tool: str
-    arguments: dict[str, Any]
+    reference: tuple[ReferenceCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

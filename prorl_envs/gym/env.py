@@ -62,7 +62,7 @@ class TaskEnv(gymnasium.Env[str, str]):
         InputError: there is no such family, or the data is wrong.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"]}  # type: ignore[misc]
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"]}
 
     def __init__(
         self,

@@ -1,17 +1,18 @@
-"""A folder in which NeMo Gym finds our environments, for checkouts and editable installs.
+"""A folder from which `gym` runs our environments on one prepared virtual environment.
 
 NeMo Gym finds a server by its folder `<root>/resources_servers/<name>`, where a root is the current directory
-or the folder it is installed in. A normal install of our wheel puts the folders there. Elsewhere this module
-makes a root:
+or the folder it is installed in; and it makes a virtual environment for each server, which takes minutes and
+a gigabyte, unless it is shown one. Hence:
 
+    ROOT/venvs/<kind>/<name>/.venv                                links to the prepared virtual environment
     ROOT/resources_servers/prorl_bash/{app.py,configs,data,...}   links into envs/bash
-    ROOT/venvs/<kind>/<name>/.venv                                links to one prepared virtual environment
 
-The second tree saves building one virtual environment per server (minutes and a gigabyte each run).
+The second tree is for a package that is not installed beside NeMo Gym but only importable. An installed one
+has its folders there already, and NeMo Gym refuses a name that it finds twice.
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,7 +66,8 @@ def gym_root(path: Path, *, venv: Path | None = None) -> GymRoot:
             )
     servers = {f"resources_servers/{server_name(folder.name)}": folder for folder in _families()}
     for name, folder in servers.items():
-        _link_entries(folder, path / name)
+        installed = any(venv.glob(f"lib/python3*/site-packages/{name}/app.py"))
+        _link_entries({} if installed else _entries(folder), path / name)
     for name in (*servers, *NEMO_SERVERS):
         _link(venv, path / "venvs" / name / ".venv")
     return GymRoot(path, ("+skip_venv_if_present=true", f"+uv_venv_dir={path / 'venvs'}"))
@@ -77,16 +79,21 @@ def _families() -> Iterable[Path]:
         yield from sorted(app.parent for app in Path(parent).resolve().glob("*/app.py"))
 
 
-def _link_entries(source: Path, target: Path) -> None:
-    """A real folder with a link per entry. A link to the folder would be resolved by NeMo Gym, which would
-    then meet the checkout's `pyproject.toml` above it."""
+def _entries(folder: Path) -> dict[str, Path]:
+    return {entry.name: entry for entry in folder.iterdir() if entry.name != "__pycache__"}
+
+
+def _link_entries(wanted: Mapping[str, Path], target: Path) -> None:
+    """A real folder with a link per entry, none if there are none. A link to the folder would be resolved by
+    NeMo Gym, which would then meet the checkout's `pyproject.toml` above it."""
     target.mkdir(parents=True, exist_ok=True)
-    wanted = {entry.name: entry for entry in source.iterdir() if entry.name != "__pycache__"}
     for stale in target.iterdir():
         if stale.is_symlink() and stale.name not in wanted:
             stale.unlink()
     for name, entry in wanted.items():
         _link(entry, target / name)
+    if not any(target.iterdir()):
+        target.rmdir()
 
 
 def _link(source: Path, link: Path) -> None:

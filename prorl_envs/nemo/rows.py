@@ -7,13 +7,17 @@ from typing import Any
 
 from prorl_envs.env.base import Environment
 from prorl_envs.env.node import Node
-from prorl_envs.env.registry import family, load_tasks
+from prorl_envs.env.registry import example_path, family, load_tasks
 from prorl_envs.errors import InputError, SandboxError
 from prorl_envs.sandbox.base import Sandbox, SandboxSpec
 from prorl_envs.tools.types import JsonObject, ToolSpec
 
 #: Folder under `resources_servers/`, first part of every instance name in the configs.
 PREFIX = "prorl_"
+
+
+#: The families that ship with a resources server.
+BUILT_IN = ("bash", "ipython", "swebench")
 
 
 def server_name(environment: str) -> str:
@@ -110,6 +114,13 @@ def write_rows(environment: str, source: Path, target: Path) -> int:
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text)
     return text.count("\n")
+
+
+def refresh_examples() -> None:
+    """Render `data/nemo_example.jsonl` of every built-in family again, after its examples changed."""
+    for environment in BUILT_IN:
+        source = example_path(environment)
+        write_rows(environment, source, source.with_name("nemo_example.jsonl"))
 
 
 class _NoDriver:

@@ -5,14 +5,15 @@ Cancelling `generate` closes the connection, and the server ends the generation.
 the same.
 """
 
-import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from urllib.parse import quote
 
 import httpx
 import msgspec
 
+from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.errors import InputError
 from prorl_envs.policy.protocol import (
     Expectation,
@@ -23,8 +24,6 @@ from prorl_envs.policy.protocol import (
     read_models,
 )
 from prorl_envs.policy.types import Sampled, Sampling
-
-type Sleep = Callable[[float], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +67,7 @@ class VllmClient:
         model: model name; None takes the first the server names.
         api_key: sent as a bearer token.
         limits: times and sizes.
-        sleep: seconds to wait, as `asyncio.sleep`.
+        clock: of timeouts and pauses; by default the machine's.
         jitter: source of a number in [0, 1), spreads retries out.
 
     Raises:
@@ -84,7 +83,7 @@ class VllmClient:
         model: str | None = None,
         api_key: str | None = None,
         limits: ClientLimits = ClientLimits(),
-        sleep: Sleep = asyncio.sleep,
+        clock: Clock | None = None,
         jitter: Callable[[], float] = random.random,
     ) -> None:
         self.url = base_url(url)
@@ -92,7 +91,7 @@ class VllmClient:
         self._vocab_size = vocab_size
         self._model = model
         self._limits = limits
-        self._sleep = sleep
+        self._clock = clock or SystemClock()
         self._jitter = jitter
         headers = {"accept-encoding": "identity", "content-type": "application/json"}
         if api_key:
@@ -113,7 +112,9 @@ class VllmClient:
         """
         model = await self.model_name()
         body = encode_request(model, prompt_ids, sampling, self._stop_ids)
-        answer = await self._request("POST", "/v1/completions", body, {"x-session-id": session})
+        answer = await self._request(
+            "POST", "/v1/completions", body, {"x-session-id": quote(session, safe="/:")}
+        )
         expected = Expectation(prompt_ids, sampling.max_tokens, self._vocab_size, self.url)
         return read_answer(answer, expected)
 
@@ -136,7 +137,7 @@ class VllmClient:
                 raise outcome.error
             grown = self._limits.backoff_s * 2 ** (attempt - 1) * (0.5 + self._jitter())
             asked = grown if outcome.pause_s is None else outcome.pause_s
-            await self._sleep(min(asked, self._limits.max_backoff_s))
+            await self._clock.sleep(min(asked, self._limits.max_backoff_s))
             attempt += 1
         return outcome
 
@@ -145,7 +146,7 @@ class VllmClient:
     ) -> bytes | _Failed:
         try:
             # httpx bounds each read; a server that drips one byte a minute is bounded here.
-            async with asyncio.timeout(self._limits.answer_s):
+            async with self._clock.timeout(self._limits.answer_s):
                 return await self._exchange(method, path, body, headers)
         except (TimeoutError, httpx.TimeoutException) as error:
             if isinstance(error, httpx.ConnectTimeout | httpx.PoolTimeout):

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prorl_envs.env.base import Environment, Grade, Prompt, Task
+from prorl_envs.errors import FailureKind
 from prorl_envs.policy.types import Sampling
 from prorl_envs.rollout.agent import Transcript
 from prorl_envs.rollout.types import (
@@ -74,6 +75,16 @@ class Episode:
         self._account()
         self.attempts += 1
         self.attempt = Attempt()
+
+    def cancelled(self) -> None:
+        """Somebody asked for the end of this job."""
+        attempt = self.attempt
+        stage = Stage.INIT if attempt.prompt is None else Stage.RUN
+        self.attempt.failure = Failure(
+            kind=FailureKind.CANCELLED,
+            stage=Stage.EVAL if attempt.stop_reason is not None else stage,
+            message="somebody asked for the end of this job",
+        )
 
     def result(self, state: JobState) -> Result:
         """What the job came to; `state` is final."""

@@ -1,6 +1,5 @@
 """What each stage does, and what it may hand on. Nothing here catches: a failure leaves as its error."""
 
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -10,6 +9,7 @@ from prorl_envs.env.node import Node
 from prorl_envs.errors import EnvironmentFault, GraderError
 from prorl_envs.rollout.agent import Agent
 from prorl_envs.rollout.episode import Episode
+from prorl_envs.rollout.types import json_problem
 
 type Family = type[Environment[Any]]
 
@@ -56,7 +56,7 @@ async def close(episode: Episode) -> None:
 
 def _check_prompt(prompt: Prompt) -> None:
     """A prompt is stored and sent as JSON; better to say so here than when somebody reads the result."""
-    if problem := _not_json([*prompt.messages, *(tool.to_openai() for tool in prompt.tools)]):
+    if problem := json_problem([*prompt.messages, *(tool.to_openai() for tool in prompt.tools)]):
         raise EnvironmentFault(f"the prompt is not JSON: {problem}")
 
 
@@ -67,14 +67,5 @@ def _check_grade(grade: Grade) -> None:
             raise GraderError(f"the grader gave {value!r} for {name}, which is not a finite number")
     if not isinstance(grade.evidence, dict):
         raise GraderError("the grader's evidence is not a JSON object")
-    if problem := _not_json(grade.evidence):
+    if problem := json_problem(grade.evidence):
         raise GraderError(f"the grader's evidence is not JSON: {problem}")
-
-
-def _not_json(value: object) -> str:
-    """Why `value` cannot travel as JSON in UTF-8, or nothing."""
-    try:
-        json.dumps(value, allow_nan=False, ensure_ascii=False).encode("utf-8")
-    except (TypeError, ValueError, RecursionError) as error:  # UnicodeEncodeError is a ValueError
-        return str(error)
-    return ""

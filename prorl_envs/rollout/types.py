@@ -4,10 +4,11 @@ A job is one episode; a group is n jobs of one task. These models are the wire f
 the line format of stored trajectories.
 """
 
+import json
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from prorl_envs.errors import FailureKind
 from prorl_envs.policy.types import Sampling
@@ -19,6 +20,15 @@ JobId = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9
 
 class _Wire(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def json_problem(value: object) -> str:
+    """Why `value` cannot travel as JSON in UTF-8 (NaN, a lone surrogate, an object), or nothing."""
+    try:
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode("utf-8")
+    except (TypeError, ValueError, RecursionError) as error:  # UnicodeEncodeError is a ValueError
+        return str(error)
+    return ""
 
 
 def job_id(group_id: str, sample: int) -> str:
@@ -105,6 +115,13 @@ class GroupRequest(_Wire):
     sampling: Sampling = Sampling()
     limits: AgentLimits = AgentLimits()
     metadata: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("task", "metadata")
+    @classmethod
+    def _is_json(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if json_problem(value):  # whose words may quote what UTF-8 cannot carry
+            raise ValueError("not JSON: a NaN, an infinity or a lone surrogate is in it")
+        return value
 
 
 class Failure(_Wire):

@@ -77,7 +77,8 @@ class Sandbox(Protocol):
 
         Args:
             entry: `package.module:function`, from the template's fixed list. It is called with one
-                connected stream socket, whose other end is returned.
+                connected stream socket, whose other end is returned. It is the leader of a session; what
+                it starts must get one of its own (signals to a process group pass through namespaces).
             template: which warm process to fork: `base`, or `ipython` (IPython already imported).
 
         Raises:

@@ -17,8 +17,10 @@ from prorl_envs.sandbox.command import DEFAULT_ENV, HOME, READY, SandboxFiles, b
 from prorl_envs.sandbox.files import DriverDirectory, node_local_base, remove_tree
 from prorl_envs.sandbox.probe import explain, find_bwrap
 from prorl_envs.sandbox.processes import Process, readable, receive
+from prorl_envs.sandbox.runtime import system_masks
 from prorl_envs.sandbox.system import write_etc, write_names
-from prorl_envs.sandbox.template import TEMPLATES, ForkRequest, Template, TemplateSpec, ToolServer
+from prorl_envs.sandbox.template import TEMPLATES, Template, TemplateSpec
+from prorl_envs.sandbox.template_process import ForkRequest, ToolServer
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ class BubblewrapDriver:
         self._bwrap = find_bwrap()
         self._directory = DriverDirectory(root.resolve() if root is not None else node_local_base())
         self.templates = {name: Template(name, spec) for name, spec in templates.items()}
+        self.system_masks = system_masks()
         self._etc: dict[int, asyncio.Task[Path]] = {}
         self._sandboxes: set[BubblewrapSandbox] = set()
         self._started = 0
@@ -161,8 +164,10 @@ class BubblewrapSandbox:
         finally:
             os.close(info)
         if not output.endswith(READY) or "child-pid" not in namespaces:
-            raise explain(output.decode(errors="replace"), self._spec)
+            raise explain(output.decode(errors="replace"))
         self._init = _hold_init(namespaces)
+        if self._spec.default_route:
+            await self._add_default_route(namespaces)
 
     async def spawn(self, entry: str, *, template: str = "base") -> socket.socket:
         """Fork a process from a template into this sandbox and run `entry` there: see `base.Sandbox`.
@@ -176,10 +181,14 @@ class BubblewrapSandbox:
                 f"no template {template!r}", hint=f"there are: {', '.join(self._driver.templates)}"
             )
         request = ForkRequest(entry=entry, workdir=self._spec.workdir, env={**DEFAULT_ENV, **self._spec.env})
-        server, sock = await self._driver.templates[template].fork(self.id, self._init.pidfd, request)
+        # A descriptor of our own: should the sandbox end meanwhile, its number may become another's.
+        pidfd = os.dup(self._init.pidfd)
+        try:
+            server, sock = await self._driver.templates[template].fork(self.id, pidfd, request)
+        finally:
+            os.close(pidfd)
         if self._closing is not None:
             server.process.kill()
-            server.close()
             sock.close()
             raise SandboxError(f"sandbox {self.id} has ended")
         self._servers = {held for held in self._servers if held.process.alive} | {server}
@@ -193,6 +202,15 @@ class BubblewrapSandbox:
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
+
+    async def _add_default_route(self, info: dict[str, Any]) -> None:
+        netns = os.open(f"/proc/{info['child-pid']}/ns/net", os.O_RDONLY)
+        try:
+            if os.fstat(netns).st_ino != info["net-namespace"]:
+                raise SandboxError("the sandbox ended while starting")
+            await next(iter(self._driver.templates.values())).route(self.id, netns)
+        finally:
+            os.close(netns)
 
     def _prepare_files(self) -> None:
         self._files.root.mkdir(mode=0o700)
@@ -208,7 +226,12 @@ class BubblewrapSandbox:
             # In the loop's own thread: --die-with-parent follows the thread that forks, and starting takes
             # 0.2 ms (it holds the interpreter lock anyway).
             self._monitor = subprocess.Popen(
-                [str(bwrap), *bwrap_arguments(self._spec, self._files, info_fd)],
+                [
+                    str(bwrap),
+                    *bwrap_arguments(
+                        self._spec, self._files, system_masks=self._driver.system_masks, info_fd=info_fd
+                    ),
+                ],
                 stdin=inside.fileno(),
                 stdout=inside.fileno(),
                 stderr=inside.fileno(),
@@ -240,22 +263,16 @@ class BubblewrapSandbox:
         self._driver.forget(self)
 
     async def _end_processes(self) -> None:
-        # Tool servers first: a pid namespace ends only once the parents outside have reaped their children.
-        for server in self._servers:
-            server.process.kill()
-        if self._init is not None:
-            self._init.kill()
-        elif self._monitor_handle is not None:
-            self._monitor_handle.kill()
-        if self._lifetime is not None:
-            self._lifetime.close()
+        first = self._init if self._init is not None else self._monitor_handle
         held = [server.process for server in self._servers]
         held += [process for process in (self._init, self._monitor_handle) if process is not None]
         for process in held:
+            if process is first or process is not self._monitor_handle:
+                process.kill()
+        if self._lifetime is not None:
+            self._lifetime.close()
+        for process in held:
             await process.wait()
-            process.close()
-        for server in self._servers:
-            server.close()
         if self._monitor is not None:
             self._monitor.wait()  # it has ended: this only reaps
 

@@ -73,8 +73,15 @@ def check(spec: SandboxSpec) -> None:
         raise SandboxError(f"not a host name: {spec.hostname!r}")
 
 
-def bwrap_arguments(spec: SandboxSpec, files: SandboxFiles, info_fd: int) -> list[str]:
-    """Everything after the program's name."""
+def bwrap_arguments(
+    spec: SandboxSpec, files: SandboxFiles, *, system_masks: tuple[str, ...] = (), info_fd: int
+) -> list[str]:
+    """Everything after the program's name.
+
+    Args:
+        system_masks: hidden beside the spec's own `masks`.
+        info_fd: where bubblewrap writes the first process's pid and namespaces.
+    """
     return [
         *_isolation(spec),
         *system_arguments(),
@@ -89,7 +96,7 @@ def bwrap_arguments(spec: SandboxSpec, files: SandboxFiles, info_fd: int) -> lis
         *("--bind", str(files.home), HOME),
         *("--bind", str(files.work), spec.workdir),
         *(argument for index, mount in enumerate(spec.mounts) for argument in _mount(mount, files, index)),
-        *(argument for mask in spec.masks for argument in _mask(mask)),
+        *(argument for mask in (*spec.masks, *system_masks) for argument in _mask(mask)),
         *("--remount-ro", "/"),
         *("--info-fd", str(info_fd)),
         *INIT,

@@ -17,7 +17,7 @@ from prorl_envs.errors import SandboxError
 _PREFIX = "prorl-sandboxes-"
 _ARMED = "locked"
 #: A Unix socket's path ends at 107 bytes; what tools put below a sandbox's directory needs the rest.
-_PATH_LIMIT = 60
+PATH_LIMIT = 60
 
 
 def node_local_base() -> Path:
@@ -41,9 +41,9 @@ class DriverDirectory:
     def __init__(self, base: Path) -> None:
         sweep(base)
         prefix = f"{_PREFIX}{os.geteuid()}-"
-        if len(os.fsencode(base)) > _PATH_LIMIT:
+        if len(os.fsencode(base)) > PATH_LIMIT:
             raise SandboxError(
-                f"the path of {base} is longer than {_PATH_LIMIT} bytes",
+                f"the path of {base} is longer than {PATH_LIMIT} bytes",
                 hint="set PRORL_RUN_DIR to a shorter one",
             )
         try:

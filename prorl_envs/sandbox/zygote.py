@@ -3,9 +3,11 @@
 Started by `template.py` with the control socket as descriptor 0, an empty environment and nothing else
 open. It is single-threaded and never runs anything a sandbox says; the fork does.
 
-    host  -> template   one Setup message, then one message per fork with three descriptors:
-                        the sandbox's first process, the tool server's socket, the status socket
-    template -> host    on the status socket: the child's pid with its pidfd
+    host -> template    once, what to import; then one message per fork, with descriptors. For a tool server:
+                        the sandbox's first process, the tool server's socket, the status socket. For a
+                        default route: the network namespace, the status socket.
+    template -> host    `ready` or the error on the control socket; for each fork, on its status socket, the
+                        child's pid with its pidfd
     child -> host       on the status socket: `ready` once it has joined, or the error; and later, should
                         the entry fail, its traceback
 """
@@ -21,9 +23,10 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
-from prorl_envs.sandbox.join import JoinRequest, join
+from prorl_envs.sandbox.join import join
+from prorl_envs.sandbox.route import add_default_route
 from prorl_envs.sandbox.syscalls import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 
 MESSAGE_LIMIT = 160 * 1024
@@ -104,43 +107,55 @@ def _fork(request: dict[str, Any], fds: list[int], entries: dict[str, Entry]) ->
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
-        _become_tool_server(request, fds, entries, parent)
+        _live(request, fds, entries, parent)
     pidfd = os.pidfd_open(pid)
-    with socket.socket(fileno=fds[2]) as status:
-        # Where the host gave up on it, the child sees the same and ends.
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            socket.send_fds(status, [json.dumps({"pid": pid}).encode()], [pidfd])
-    for fd in (pidfd, *fds[:2]):
+    *others, status_fd = fds
+    # Where the host gave up on it, the child sees the same and ends.
+    with (
+        socket.socket(fileno=status_fd) as status,
+        contextlib.suppress(BrokenPipeError, ConnectionResetError),
+    ):
+        socket.send_fds(status, [json.dumps({"pid": pid}).encode()], [pidfd])
+    for fd in (pidfd, *others):
         os.close(fd)
     return pid
 
 
-def _become_tool_server(
-    request: dict[str, Any], fds: list[int], entries: dict[str, Entry], parent: int
-) -> None:
+def _live(request: dict[str, Any], fds: list[int], entries: dict[str, Entry], parent: int) -> NoReturn:
     """The child's whole life. Leaves by `os._exit` alone, so that it never runs the template's code."""
     code = 1
-    report: socket.socket | None = None
+    status: socket.socket | None = None
     try:
         _close_all_but(fds)
-        report = socket.socket(fileno=fds[2])
+        status = socket.socket(fileno=fds[-1])
         _reset_signals()
-        entry = entries[request["entry"]]
-        join(
-            fds[0],
-            JoinRequest(
-                workdir=request["workdir"], env=request["env"], parent=parent, isolated=request["isolated"]
-            ),
-        )
-        os.close(fds[0])
-        _say(report, ready=True)
-        entry(socket.socket(fileno=fds[1]))
+        if "route" in request:
+            add_default_route(fds[0])
+            _say(status, ready=True)
+        else:
+            _serve_tools(request, fds, entries[request["entry"]], parent, status)
         code = 0
     finally:
         error = sys.exception()
-        if error is not None and report is not None:
-            _report(report, error)
+        if error is not None and status is not None:
+            _report(status, error)
         os._exit(code)
+
+
+def _serve_tools(
+    request: dict[str, Any], fds: list[int], entry: Entry, parent: int, status: socket.socket
+) -> None:
+    pidfd, tool_fd, _ = fds
+    join(
+        pidfd,
+        workdir=request["workdir"],
+        env=request["env"],
+        parent=parent,
+        isolated=request["isolated"],
+    )
+    os.close(pidfd)
+    _say(status, ready=True)
+    entry(socket.socket(fileno=tool_fd))
 
 
 def _close_all_but(keep: list[int]) -> None:

@@ -36,7 +36,8 @@ class Counts:
     """What the server counts.
 
     `violations` are prompts that do not begin with everything the session was sent and sampled before;
-    `restarts` are sessions that began anew, `repeats` requests sent a second time.
+    `restarts` are sessions that began anew, `repeats` requests sent a second time; `behaviours` counts
+    sessions.
     """
 
     requests: int = 0
@@ -70,11 +71,9 @@ class Audit:
     def check(self, session: str, prompt_ids: Sequence[int], turn: int) -> None:
         """Count what kind of request this is; a prompt that rewrites its history is a violation."""
         seen = self._seen.get(session)
-        if seen is None:
-            self._counts.sessions += 1
-        elif _digest(prompt_ids[: seen.whole_length]) == seen.whole:
+        if seen is None or _digest(prompt_ids[: seen.whole_length]) == seen.whole:
             return
-        elif len(prompt_ids) == seen.prompt_length and _digest(prompt_ids) == seen.prompt:
+        if len(prompt_ids) == seen.prompt_length and _digest(prompt_ids) == seen.prompt:
             self._counts.repeats += 1
         elif turn == 0:
             self._counts.restarts += 1
@@ -98,12 +97,14 @@ class Dealer:
 
     Args:
         mix: what a deck holds.
+        counts: where to count.
         seed: of the shuffles.
         max_sessions: sessions remembered; the longest idle are forgotten.
     """
 
-    def __init__(self, mix: Mix, *, seed: int = 0, max_sessions: int = 65_536) -> None:
+    def __init__(self, mix: Mix, counts: Counts, *, seed: int = 0, max_sessions: int = 65_536) -> None:
         self._mix = mix
+        self._counts = counts
         self._seed = seed
         self._max_sessions = max_sessions
         self._dealt: OrderedDict[str, Behaviour] = OrderedDict()
@@ -116,6 +117,8 @@ class Dealer:
         if behaviour is None:
             behaviour = self._draw(key)
             self._dealt[session] = behaviour
+            self._counts.sessions += 1
+            self._counts.behaviours[behaviour] = self._counts.behaviours.get(behaviour, 0) + 1
             if len(self._dealt) > self._max_sessions:
                 self._dealt.popitem(last=False)
         self._dealt.move_to_end(session)

@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager
 class FakeClock:
     """Monotonic time and sleeping, without waiting.
 
-    A `prorl_envs.clock.Clock`; where a component asks only for a part, pass `clock.monotonic` or `clock.sleep`.
+    A `prorl_envs.clock.Clock`. Where a component asks only for a part of one, pass `clock.monotonic` or
+    `clock.sleep`.
 
     Args:
         start: seconds the clock shows at first.

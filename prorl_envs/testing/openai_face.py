@@ -14,7 +14,6 @@ The server is stateless: what to play next follows from the conversation in the 
 """
 
 import json
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,11 +21,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 
 from prorl_envs.env.base import Task
-from prorl_envs.errors import ModelError
+from prorl_envs.testing.serving import served
 from prorl_envs.tools.types import JsonObject
 
 DONE_TEXT = "Done."
@@ -134,24 +132,10 @@ def scripted_openai(tasks: Sequence[Task], *, port: int = 0) -> Iterator[str]:
         The base URL, `http://127.0.0.1:<port>/v1`.
 
     Raises:
-        ModelError: the server did not start.
+        ProrlError: the server did not start.
     """
-    config = uvicorn.Config(face(tasks), host="127.0.0.1", port=port, log_level="warning", lifespan="off")
-    sock = config.bind_socket()
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="scripted-openai")
-    thread.start()
-    try:
-        # The socket listens only once the server runs; a client that connects earlier would be refused.
-        while not server.started:
-            if not thread.is_alive():
-                raise ModelError("the scripted model server did not start")
-            time.sleep(0.005)
-        yield f"http://127.0.0.1:{sock.getsockname()[1]}/v1"
-    finally:
-        server.should_exit = True
-        thread.join()
-        sock.close()
+    with served(face(tasks), port=port) as url:
+        yield f"{url}/v1"
 
 
 async def _body(request: Request) -> JsonObject:

@@ -1,12 +1,22 @@
-"""A minimal tool server: runs one shell script in the sandbox and answers with its output.
+"""A minimal tool server and its host side: runs shell scripts in a sandbox.
 
 For testing and measuring sandboxes without the tools room.
 """
 
+import asyncio
 import socket
 import subprocess
 
+from prorl_envs.sandbox.base import Sandbox
+from prorl_envs.sandbox.template import TemplateSpec
+
 OUTPUT_LIMIT = 1 << 20
+
+RUN_SCRIPTS = "prorl_envs.testing.sandbox_entry:run_scripts"
+FAIL = "prorl_envs.testing.sandbox_entry:fail"
+
+#: Templates whose forks run what is below.
+SCRIPT_TEMPLATES = {"base": TemplateSpec(entries=(RUN_SCRIPTS, FAIL))}
 
 
 def run_scripts(sock: socket.socket) -> None:
@@ -19,6 +29,7 @@ def run_scripts(sock: socket.socket) -> None:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 check=False,
+                start_new_session=True,  # or `kill 0` inside would end this process too
             )
             sock.sendall(done.stdout[:OUTPUT_LIMIT].replace(b"\0", b"?") + b"\0")
 
@@ -26,3 +37,29 @@ def run_scripts(sock: socket.socket) -> None:
 def fail(sock: socket.socket) -> None:
     """Fail at once, as a tool server with a fault does."""
     raise RuntimeError("the tool server has a fault")
+
+
+async def ask(sock: socket.socket, script: str) -> str:
+    """Have the tool server at the other end of `sock` run a script of one line.
+
+    Returns:
+        What it printed, standard error included.
+
+    Raises:
+        EOFError: the tool server ended first.
+    """
+    loop = asyncio.get_running_loop()
+    output = b""
+    await loop.sock_sendall(sock, script.encode() + b"\n")
+    while not output.endswith(b"\0"):
+        data = await loop.sock_recv(sock, 65536)
+        if not data:
+            raise EOFError(f"the tool server ended after {output!r}")
+        output += data
+    return output.removesuffix(b"\0").decode()
+
+
+async def run_script(sandbox: Sandbox, script: str) -> str:
+    """Run a script of one line in a tool server of its own; see `ask`."""
+    with await sandbox.spawn(RUN_SCRIPTS) as sock:
+        return await ask(sock, script)

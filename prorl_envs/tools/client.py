@@ -9,14 +9,18 @@ from typing import Self
 
 from prorl_envs.errors import InputError, SandboxError, ToolError
 from prorl_envs.sandbox.base import Sandbox
+from prorl_envs.tools.arguments import complaint, is_unicode
 from prorl_envs.tools.connection import Connection, ServerLost
-from prorl_envs.tools.types import ToolResult
+from prorl_envs.tools.schemas import BASH, EDITOR
+from prorl_envs.tools.types import JsonObject, ToolCall, ToolResult
 from prorl_envs.tools.wire import (
     CONTENT_LIMIT,
     Bash,
     BashDone,
     Content,
     Done,
+    Edit,
+    Edited,
     Read,
     Reply,
     Request,
@@ -27,8 +31,9 @@ from prorl_envs.tools.wire import (
 )
 
 ENTRY = "prorl_envs.tools.server:serve"
-#: Variables every tool's processes have: a pager would wait for a key that nobody presses.
-ENVIRONMENT = {"PAGER": "cat", "GIT_PAGER": "cat", "MANPAGER": "cat"}
+#: Variables of every tool's processes, unless the sandbox's own say otherwise: nobody presses a pager's key,
+#: and the model reads no colours.
+ENVIRONMENT = {"PAGER": "cat", "GIT_PAGER": "cat", "MANPAGER": "cat", "TERM": "dumb"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +129,7 @@ class _Link:
             return Setup(
                 request_id,
                 self._sandbox.spec.workdir,
-                ENVIRONMENT,
+                {**ENVIRONMENT, **self._sandbox.spec.env},
                 limits.output_bytes,
                 limits.grace_s,
                 self._python,
@@ -188,8 +193,8 @@ class Toolbox:
             SandboxError, ToolError: our infrastructure failed.
         """
         _check_timeout(timeout_s)
-        if "\0" in command:
-            return ToolResult(text="the command contains a NUL character, which bash cannot take", ok=False)
+        if "\0" in command or not is_unicode(command):
+            return ToolResult(text="the command holds a character that bash cannot take", ok=False)
         started = time.monotonic()
         shell = self._shells.setdefault(session, _Session())
         async with shell.lock:
@@ -208,6 +213,63 @@ class Toolbox:
         if done.notice and not self.sandbox.alive:
             raise SandboxError(f"sandbox {self.sandbox.id} ended during a command")
         return _bash_result(done, "shell" if lost else "", time.monotonic() - started)
+
+    async def edit(self, arguments: JsonObject) -> ToolResult:
+        """View or edit a file.
+
+        Args:
+            arguments: as `schemas.EDITOR` describes them; hostile.
+
+        Returns:
+            `ok=False` with a message for the model where the arguments are wrong or the edit does not apply.
+
+        Raises:
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        if wrong := complaint(EDITOR, arguments):
+            return ToolResult(text=wrong, ok=False)
+        started = time.monotonic()
+        connection = await self._tools.connection()
+        try:
+            edited = await self._ask(
+                connection, lambda id_: Edit(id_, **arguments), Edited, self.limits.transfer_s
+            )
+        except ServerLost as error:
+            return _server_lost(error, "editor", time.monotonic() - started)
+        return ToolResult(
+            text=edited.text,
+            ok=edited.ok,
+            duration_s=time.monotonic() - started,
+            truncated_bytes=edited.omitted,
+        )
+
+    async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
+        """Carry out a model's call of a built-in tool.
+
+        Args:
+            call: hostile in every part.
+            timeout_s: seconds it may take.
+
+        Returns:
+            `ok=False` with a message for the model where the tool or its arguments are wrong.
+
+        Raises:
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        match call.name:
+            case BASH.name:
+                wrong = complaint(BASH, call.arguments)
+                if not wrong:
+                    return await self.bash(call.arguments["command"], timeout_s=timeout_s)
+            case PYTHON.name if self._python is not None:
+                wrong = complaint(PYTHON, call.arguments)
+                if not wrong:
+                    return await self.python(call.arguments["code"], timeout_s=timeout_s)
+            case EDITOR.name:
+                return await self.edit(call.arguments)
+            case _:
+                wrong = f"there is no tool {call.name[:50]!r}"
+        return ToolResult(text=wrong, ok=False)
 
     async def run(
         self,
@@ -308,14 +370,14 @@ def _server_lost(error: ServerLost, what: str, duration_s: float) -> ToolResult:
 
 def _bash_result(done: BashDone, renewed: str, duration_s: float) -> ToolResult:
     lines = [f"[the tool server was lost; this is a new {renewed}]"] if renewed else []
-    if done.output:
-        lines.append(done.output.removesuffix("\n"))
+    if output := done.output.removesuffix("\n"):
+        lines.append(output)
     if done.exit_code:
         lines.append(f"[exit status {done.exit_code}]")
     if done.notice:
         lines.append(done.notice)
     return ToolResult(
-        text="\n".join(lines) + ("\n" if done.output.endswith("\n") and len(lines) == 1 else ""),
+        text=done.output if lines == [output] else "\n".join(lines),
         ok=done.exit_code is not None,
         data={"exit_code": done.exit_code, "cwd": done.cwd, "timed_out": done.timed_out},
         duration_s=duration_s,

@@ -9,6 +9,7 @@ import socket
 
 import msgspec
 
+from prorl_envs.tools.editor import EditError, Editor
 from prorl_envs.tools.files import read_file, write_file
 from prorl_envs.tools.loop import Loop
 from prorl_envs.tools.process import FreshProcess
@@ -21,6 +22,7 @@ from prorl_envs.tools.wire import (
     Content,
     Done,
     Edit,
+    Edited,
     Framer,
     Python,
     Read,
@@ -65,6 +67,7 @@ class ToolServer:
         self._framer = Framer()
         self._setup = Setup(0, "/", {}, 32768, 2.0, False)
         self._env = dict(os.environ)
+        self._editor = Editor(self._setup.output_limit)
         self._shells: dict[str, ShellSession] = {}
         self._processes: dict[int, FreshProcess] = {}
 
@@ -117,11 +120,12 @@ class ToolServer:
                 write_file(request.path, request.data, mode=request.mode)
                 self._answer(Done(request.id))
             case Edit():
-                raise NotImplementedError
+                self._edit(request)
             case Cancel():
                 self._cancel(request.id)
             case Setup():
                 self._setup = request
+                self._editor = Editor(request.output_limit)
                 self._env.update(request.env)
                 self._answer(Done(request.id))
 
@@ -145,6 +149,14 @@ class ToolServer:
 
         request = msgspec.structs.replace(request, cwd=request.cwd or self._setup.workdir)
         self._processes[request.id] = FreshProcess(self._loop, request, env=self._env, answer=ended)
+
+    def _edit(self, request: Edit) -> None:
+        try:
+            text, omitted = self._editor.edit(request)
+        except EditError as error:
+            self._answer(Edited(request.id, str(error), False, 0))
+        else:
+            self._answer(Edited(request.id, text, True, omitted))
 
     def _cancel(self, request_id: int) -> None:
         for shell in self._shells.values():

@@ -25,7 +25,7 @@ _TIOCSIG = 0x40045436
 _ROWS, _COLUMNS = 50, 160
 
 #: History off, so that no history file appears in the workspace; no prompt in the environment of children.
-_PREPARE = b"\\builtin set +o history +H; \\builtin unset HISTFILE; \\builtin export -n PS1 PS2\n"
+_PREPARE = b"\\builtin set +o history +H; \\builtin history -c; \\builtin unset HISTFILE; \\builtin export -n PS1 PS2\n"
 # The empty line first makes the shell note which background jobs have ended while job control is off: then
 # it says nothing about them. Job control is on for the command alone, so that it has a process group of its
 # own to be signalled. `errexit` and tracing last for the command that sets them: a shell that keeps errexit

@@ -5,7 +5,6 @@ the host treats the server as hostile.
 """
 
 import struct
-from typing import Any
 
 import msgspec
 
@@ -77,9 +76,15 @@ class Read(Request, tag=5):
 
 
 class Edit(Request, tag=6):
-    """`arguments` are the model's own; the editor validates them."""
+    """One command of the editor, with the arguments the model gave."""
 
-    arguments: dict[str, Any]
+    command: str
+    path: str
+    file_text: str | None = None
+    old_str: str | None = None
+    new_str: str | None = None
+    insert_line: int | None = None
+    view_range: list[int] | None = None
 
 
 class Cancel(Request, tag=7):

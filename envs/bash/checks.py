@@ -1,0 +1,119 @@
+"""Running a task's checks in the grading sandbox."""
+
+import json
+from collections.abc import Callable, Sequence
+
+from prorl_envs.env.sandboxed import Workplace
+from prorl_envs.env.scoring import CheckResult
+from prorl_envs.envs.bash.task import (
+    Check,
+    CommandCheck,
+    FileAbsent,
+    FileContains,
+    FileEquals,
+    FileJson,
+    FileMatches,
+)
+from prorl_envs.errors import GraderError
+from prorl_envs.tools.client import Completed
+from prorl_envs.tools.types import JsonObject
+
+#: Most bytes of a file that a check reads, and of a command's output that it compares.
+MAX_READ_BYTES = 4 * 2**20
+#: Most characters of what the agent made that go into the evidence.
+_EVIDENCE_CHARS = 2_000
+_FILE_TIMEOUT_S = 30.0
+
+type Outcome = tuple[bool, JsonObject]
+
+
+async def run_check(name: str, check: Check, grader: Workplace) -> CheckResult:
+    """Run one check.
+
+    Raises:
+        GraderError: the check itself cannot be run (its pattern is no pattern, its shell did not start).
+    """
+    passed, detail = await _run(check, grader)
+    return CheckResult(name=name, passed=passed, weight=check.weight, detail={"type": check.type, **detail})
+
+
+async def _run(check: Check, grader: Workplace) -> Outcome:
+    match check:
+        case CommandCheck():
+            return await _command(check, grader)
+        case FileMatches():
+            return await _matches(check, grader)
+        case FileAbsent():
+            return await _absent(check, grader)
+        case FileEquals():
+            expected = check.text.rstrip()
+            return await _content(check.path, grader, lambda text: text.rstrip() == expected)
+        case FileContains():
+            return await _content(check.path, grader, lambda text: all(part in text for part in check.texts))
+        case FileJson():
+            return await _content(check.path, grader, lambda text: _same_json(text, check.value))
+
+
+async def _command(check: CommandCheck, grader: Workplace) -> Outcome:
+    shell = ["/bin/bash", "--noprofile", "--norc", "-c", check.command]
+    # Where the output is compared, what goes to stderr is none of it.
+    quiet = ["/bin/sh", "-c", 'exec "$@" 2>/dev/null', "sh"] if check.stdout is not None else []
+    done = await _process(grader, [*quiet, *shell], check.timeout_s)
+    output = done.output.decode(errors="replace")
+    detail: JsonObject = {"exit_code": done.exit_code, "output": output[:_EVIDENCE_CHARS]}
+    if done.timed_out:
+        detail["timed_out"] = True
+    if done.exit_code in (126, 127) and not output and check.exit_code == 0:
+        detail["hint"] = "the command was not found or may not be run"
+    same = check.stdout is None or (output.rstrip() == check.stdout.rstrip() and not done.truncated_bytes)
+    return done.exit_code == check.exit_code and same, detail
+
+
+async def _content(path: str, grader: Workplace, judge: Callable[[str], bool]) -> Outcome:
+    """Read a file of the workspace and judge its text; a missing or over-long one fails."""
+    try:
+        content = await grader.tools.read(_absolute(path, grader), limit=MAX_READ_BYTES + 1)
+    except OSError as error:
+        return False, {"path": path, "problem": error.strerror}
+    if len(content) > MAX_READ_BYTES:
+        return False, {"path": path, "problem": f"longer than {MAX_READ_BYTES} bytes"}
+    text = content.decode(errors="replace")
+    return judge(text), {"path": path, "content": text[:_EVIDENCE_CHARS]}
+
+
+async def _matches(check: FileMatches, grader: Workplace) -> Outcome:
+    # By grep in the sandbox: no pattern can then be slow on the host, as Python's could.
+    argv = ["grep", "--extended-regexp", "--quiet", "--regexp", check.pattern]
+    plain = await _content(check.path, grader, lambda text: True)
+    if not plain[0]:
+        return plain
+    done = await _process(grader, [*argv, "--", _absolute(check.path, grader)], _FILE_TIMEOUT_S)
+    if done.exit_code not in (0, 1):
+        raise GraderError(f"grep on {check.path}: {done.output.decode(errors='replace')[:500]}")
+    return done.exit_code == 0, plain[1]
+
+
+async def _absent(check: FileAbsent, grader: Workplace) -> Outcome:
+    argv = ["/bin/sh", "-c", '[ ! -e "$1" ] && [ ! -L "$1" ]', "sh", _absolute(check.path, grader)]
+    done = await _process(grader, argv, _FILE_TIMEOUT_S)
+    if done.exit_code not in (0, 1):
+        raise GraderError(f"looking for {check.path} failed with exit status {done.exit_code}")
+    return done.exit_code == 0, {"path": check.path}
+
+
+async def _process(grader: Workplace, argv: Sequence[str], timeout_s: float) -> Completed:
+    try:
+        return await grader.tools.run(argv, timeout_s=timeout_s, output_limit=MAX_READ_BYTES)
+    except OSError as error:
+        raise GraderError(f"{argv[0]} cannot be started: {error}") from error
+
+
+def _same_json(text: str, value: object) -> bool:
+    try:
+        return bool(json.loads(text) == value)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _absolute(path: str, grader: Workplace) -> str:
+    return f"{grader.sandbox.spec.workdir}/{path}"

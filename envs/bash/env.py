@@ -1,0 +1,69 @@
+"""Shell tasks: a workspace, a persistent bash, and checks on what is left in the end."""
+
+from prorl_envs.env.base import Grade
+from prorl_envs.env.sandboxed import SandboxedEnvironment, Workplace, workplace
+from prorl_envs.env.scoring import CheckResult, score
+from prorl_envs.envs.bash.checks import run_check
+from prorl_envs.envs.bash.snapshot import copy_workspace, grading_spec
+from prorl_envs.envs.bash.task import BashTask
+from prorl_envs.errors import EnvironmentFault
+from prorl_envs.tools.schemas import BASH, EDITOR, FINISH
+
+SETUP_TIMEOUT_S = 300.0
+
+
+class BashEnvironment(SandboxedEnvironment[BashTask]):
+    """One shell task."""
+
+    name = "bash"
+    task_type = BashTask
+    sandbox_tools = (BASH, EDITOR)
+    finish_spec = FINISH
+    system_prompt = (
+        "You solve a task in a Linux sandbox, with a persistent bash shell and a file editor. The shell "
+        "keeps its working directory and variables between calls. Work in /workspace: only what is left "
+        "there is graded, after your shell and everything it started has ended. There is no network. When "
+        "you are done, call finish."
+    )
+
+    async def prepare(self, task: BashTask, place: Workplace) -> None:
+        for path, content, executable in task.contents():
+            target = f"{place.sandbox.spec.workdir}/{path}"
+            try:
+                await place.tools.write(target, content, mode=0o755 if executable else 0o644)
+            except OSError as error:
+                raise EnvironmentFault(f"{path} cannot be written: {error.strerror}") from error
+        if task.requires:
+            await self._run(place, _REQUIRE, "requires", *task.requires)
+        if task.setup:
+            await self._run(place, task.setup, "setup")
+
+    async def grade(self, task: BashTask, place: Workplace) -> Grade:
+        spec = grading_spec(place.sandbox.spec, place.sandbox.workspace)
+        async with workplace(self.node, spec) as grader:
+            refusal = await copy_workspace(grader)
+            await self.leave()
+            checks = task.named_checks()
+            if refusal:
+                failed = [CheckResult(name=name, passed=False, weight=check.weight) for name, check in checks]
+                grade = score(failed, task.scoring)
+                return Grade(
+                    reward=grade.reward,
+                    components=grade.components,
+                    evidence={**grade.evidence, "workspace": refusal},
+                )
+            results = [await run_check(name, check, grader) for name, check in checks]
+        return score(results, task.scoring)
+
+    async def _run(self, place: Workplace, script: str, *arguments: str) -> None:
+        shell = ["/bin/bash", "--noprofile", "--norc", "-c", script, *arguments]
+        done = await place.tools.run(shell, timeout_s=SETUP_TIMEOUT_S)
+        if done.exit_code != 0:
+            why = f"exit status {done.exit_code}" if not done.timed_out else f"over {SETUP_TIMEOUT_S} s"
+            raise EnvironmentFault(
+                f"{arguments[0]} failed ({why}): {done.output.decode(errors='replace')[-1000:]}",
+                hint="the sandbox sees the host's /usr: install what is missing, or mend the row's setup",
+            )
+
+
+_REQUIRE = 'for p in "$@"; do command -v "$p" >/dev/null || { echo "no $p here"; exit 1; }; done'

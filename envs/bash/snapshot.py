@@ -1,0 +1,77 @@
+"""A copy of the agent's workspace in a sandbox of its own, where the checks run.
+
+The agent's workspace is bound read-only into a fresh sandbox and copied by that sandbox's own tar: whatever
+the tree holds (links that lead out, named pipes, sparse giants, a file being replaced by a link right now)
+is met by a process that has no more rights than the agent had, and no path in it is opened on the host.
+"""
+
+from enum import IntEnum
+from pathlib import Path
+
+from prorl_envs.env.sandboxed import Workplace
+from prorl_envs.errors import GraderError
+from prorl_envs.sandbox.base import Mount, SandboxSpec
+
+#: Largest workspace that is graded, in bytes of its archive; each entry counts at least 512.
+MAX_BYTES = 256 * 2**20
+#: Seconds the copy may take.
+TIMEOUT_S = 120.0
+
+_SUBMISSION = "/submission"
+
+
+class _Exit(IntEnum):
+    COPIED = 0
+    TOO_LARGE = 3
+    UNREADABLE = 4
+
+
+# An unreadable directory would be copied empty, and what is in it would pass for removed: so it is refused.
+# tar's exit status 1 says that a file changed meanwhile, 141 that head had enough.
+_COPY = f"""
+cd {_SUBMISSION} || exit 1
+hidden=$(find . -type d \\( ! -readable -o ! -executable \\) -print -quit \\
+             -o -type f ! -readable -print -quit 2>/dev/null)
+if [ -n "$hidden" ]; then printf %s "$hidden"; exit {_Exit.UNREADABLE}; fi
+tar --create --file=- . | head --bytes=$(({MAX_BYTES} + 1)) > /tmp/snapshot
+case ${{PIPESTATUS[0]}} in 0|1|141) ;; *) exit 1 ;; esac
+[ "$(stat --format=%s /tmp/snapshot)" -le {MAX_BYTES} ] || exit {_Exit.TOO_LARGE}
+tar --extract --preserve-permissions --no-same-owner --file=/tmp/snapshot --directory="$1" || exit 1
+rm /tmp/snapshot
+"""
+
+
+def grading_spec(agent: SandboxSpec, workspace: Path) -> SandboxSpec:
+    """The grading sandbox: like the agent's, with the agent's workspace at hand.
+
+    Args:
+        agent: the agent's sandbox.
+        workspace: its workspace on the host.
+    """
+    return SandboxSpec(
+        workdir=agent.workdir,
+        env=agent.env,
+        mounts=(*agent.mounts, Mount(source=workspace, target=_SUBMISSION)),
+        masks=agent.masks,
+    )
+
+
+async def copy_workspace(grader: Workplace) -> str:
+    """Copy the submission into the grader's workspace.
+
+    Returns:
+        why the workspace cannot be graded, where the agent is to blame; empty where it was copied.
+
+    Raises:
+        GraderError: the copy failed for any other reason.
+    """
+    script = ["/bin/bash", "--noprofile", "--norc", "-c", _COPY, "copy", grader.sandbox.spec.workdir]
+    done = await grader.tools.run(script, cwd="/", timeout_s=TIMEOUT_S)
+    text = done.output.decode(errors="replace")[:500]
+    if done.exit_code == _Exit.COPIED:
+        return ""
+    if done.exit_code == _Exit.TOO_LARGE:
+        return f"the workspace is larger than {MAX_BYTES} bytes"
+    if done.exit_code == _Exit.UNREADABLE:
+        return f"the workspace holds something unreadable: {text}"
+    raise GraderError(f"the workspace cannot be copied: {'timed out' if done.timed_out else text}")

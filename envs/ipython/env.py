@@ -1,0 +1,69 @@
+"""Data and computation tasks: a Python session with numpy, pandas and sympy, and an answer to find."""
+
+from prorl_envs.env.base import Grade
+from prorl_envs.env.sandboxed import SandboxedEnvironment, Workplace
+from prorl_envs.env.scoring import score
+from prorl_envs.envs.ipython.grading import fetch_answer, judge
+from prorl_envs.envs.ipython.task import IPythonTask
+from prorl_envs.errors import EnvironmentFault
+from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.runtime import python_runtime
+from prorl_envs.tools.schemas import PYTHON
+from prorl_envs.tools.types import ToolSpec
+
+SETUP_TIMEOUT_S = 120.0
+
+#: Finish, with an answer.
+ANSWER = ToolSpec(
+    name="finish",
+    description="Hand in the answer and end the task.",
+    parameters={
+        "type": "object",
+        "properties": {
+            "answer": {
+                "type": "string",
+                "description": "The bare answer: a number, numbers separated by commas, an expression such "
+                "as x**2 + sin(x), or words, without units or explanation. Empty where the task asks for a "
+                "variable or a file instead.",
+            }
+        },
+        "required": ["answer"],
+    },
+)
+
+
+class IPythonEnvironment(SandboxedEnvironment[IPythonTask]):
+    """One task for a Python session."""
+
+    name = "ipython"
+    task_type = IPythonTask
+    python = True
+    sandbox_tools = (PYTHON,)
+    finish_spec = ANSWER
+    system_prompt = (
+        "You solve a task with a persistent IPython session in a Linux sandbox. Variables, imports and files "
+        "stay between calls; numpy, pandas and sympy are installed. Your working directory is /workspace. "
+        "There is no network. When you know the answer, call finish with it."
+    )
+
+    def sandbox_spec(self, task: IPythonTask) -> SandboxSpec:
+        mounts, masks, env = python_runtime()
+        return SandboxSpec(mounts=mounts, masks=masks, env=env)
+
+    async def prepare(self, task: IPythonTask, place: Workplace) -> None:
+        for name, text in task.files.items():
+            await place.tools.write(f"{place.sandbox.spec.workdir}/{name}", text.encode(errors="replace"))
+        if task.setup:
+            done = await place.tools.python(task.setup, timeout_s=SETUP_TIMEOUT_S)
+            if not done.ok or done.data.get("error"):
+                raise EnvironmentFault(
+                    f"setup failed: {done.text[-1000:]}",
+                    hint="numpy, pandas and sympy come with the extra prorl-envs[data]",
+                )
+
+    async def grade(self, task: IPythonTask, place: Workplace) -> Grade:
+        results = []
+        for name, check in task.named_checks():
+            answer = await fetch_answer(check.source, finish=self.answer, place=place)
+            results.append(judge(name, check, answer))
+        return score(results, task.scoring)

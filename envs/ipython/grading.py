@@ -1,0 +1,80 @@
+"""Fetching an answer from where it was left, and judging it.
+
+Fetching happens in the agent's own sandbox: an answer is whatever text the agent chose to leave, so nothing
+is lost if its session lies about it. Judging happens here, on the text alone, by pure bounded functions that
+evaluate none of it.
+"""
+
+from prorl_envs.env.answers import (
+    is_close,
+    parse_number,
+    parse_numbers,
+    same_expression,
+    same_numbers,
+    same_text,
+)
+from prorl_envs.env.sandboxed import MAX_ANSWER_CHARS, Workplace
+from prorl_envs.env.scoring import CheckResult
+from prorl_envs.envs.ipython.task import Check, ExpressionCheck, NumberCheck, NumbersCheck, TextCheck
+
+#: Seconds the session has to print a variable.
+VARIABLE_TIMEOUT_S = 30.0
+_EVIDENCE_CHARS = 2_000
+
+# numpy's and pandas' containers become plain lists; numbers print as numbers and not as np.float64(...).
+_PRINT = """
+def __show(value):
+    value = value.tolist() if hasattr(value, "tolist") else value
+    many = isinstance(value, (list, tuple, set, frozenset))
+    print(*value, sep=" ") if many else print(value)
+__show({name})
+"""
+
+
+async def fetch_answer(source: str, *, finish: str | None, place: Workplace) -> str | None:
+    """The text found at `source`, or None where nothing usable is there.
+
+    Raises:
+        SandboxError, ToolError: our infrastructure failed.
+    """
+    kind, _, where = source.partition(":")
+    if kind == "finish":
+        return finish
+    if kind == "variable":
+        result = await place.tools.python(_PRINT.format(name=where), timeout_s=VARIABLE_TIMEOUT_S)
+        usable = result.ok and not result.truncated_bytes and not result.data.get("error")
+        return result.text if usable else None
+    try:
+        content = await place.tools.read(
+            f"{place.sandbox.spec.workdir}/{where}", limit=4 * MAX_ANSWER_CHARS + 1
+        )
+    except OSError:
+        return None  # not there, or no file: the agent's doing
+    text = content.decode(errors="replace")
+    return text if len(text) <= MAX_ANSWER_CHARS else None
+
+
+def judge(name: str, check: Check, answer: str | None) -> CheckResult:
+    """One check's verdict on an answer. Pure and total."""
+    passed = answer is not None and _right(check, answer)
+    shown = None if answer is None else answer[:_EVIDENCE_CHARS]
+    detail = {"type": check.type, "source": check.source, "answer": shown}
+    return CheckResult(name=name, passed=passed, weight=check.weight, detail=detail)
+
+
+def _right(check: Check, answer: str) -> bool:
+    match check:
+        case NumberCheck():
+            value = parse_number(answer)
+            return value is not None and is_close(
+                value, check.value, rel_tol=check.rel_tol, abs_tol=check.abs_tol
+            )
+        case NumbersCheck():
+            values = parse_numbers(answer)
+            return values is not None and same_numbers(
+                values, check.values, ordered=check.ordered, rel_tol=check.rel_tol, abs_tol=check.abs_tol
+            )
+        case ExpressionCheck():
+            return same_expression(answer, check.value, variables=check.variables, domain=check.domain)
+        case TextCheck():
+            return same_text(answer, check.value, ignore_case=check.ignore_case)

@@ -1,0 +1,113 @@
+"""The rows of a Python data file."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from prorl_envs.env.answers import same_expression
+from prorl_envs.env.base import Task
+from prorl_envs.env.scoring import CheckModel, Scoring, check_names
+
+type Number = Annotated[float, Field(allow_inf_nan=False)]
+#: Where an answer is found: in the finish call, in a variable of the session, in a file of the workspace.
+type Source = Annotated[
+    str,
+    Field(pattern=r"^(finish|variable:[A-Za-z_][A-Za-z0-9_]{0,99}|file:[A-Za-z0-9_][A-Za-z0-9_./-]{0,199})$"),
+]
+
+
+class AnswerCheck(CheckModel):
+    """What all checks of an answer have in common.
+
+    Args:
+        source: `finish` (the argument of the finish call), `variable:NAME`, or `file:PATH`.
+    """
+
+    source: Source = "finish"
+
+
+class _Tolerance(AnswerCheck):
+    """
+    Args:
+        rel_tol, abs_tol: an answer is right within `abs_tol`, or within `rel_tol` of the right value's size.
+    """
+
+    rel_tol: float = Field(default=1e-6, ge=0, le=1)
+    abs_tol: float = Field(default=1e-9, ge=0, allow_inf_nan=False)
+
+
+class NumberCheck(_Tolerance):
+    """The answer is this number."""
+
+    type: Literal["number"]
+    value: Number
+
+
+class NumbersCheck(_Tolerance):
+    """The answer is these numbers, each as often; in this order where `ordered`."""
+
+    type: Literal["numbers"]
+    values: tuple[Number, ...] = Field(min_length=1, max_length=10_000)
+    ordered: bool = False
+
+
+class ExpressionCheck(AnswerCheck):
+    """The answer is this function of `variables`, in whatever form.
+
+    Args:
+        value: the right expression, in the notation of sympy's `str`.
+        variables: the names it may use.
+        domain: interval that every variable is drawn from; both expressions must be defined on it.
+    """
+
+    type: Literal["expression"]
+    value: str = Field(min_length=1, max_length=2_000)
+    variables: tuple[Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,30}$")], ...] = ()
+    domain: tuple[Number, Number] = (0.5, 2.0)
+
+    @model_validator(mode="after")
+    def _readable(self) -> "ExpressionCheck":
+        # An unreadable expected expression raises ExpressionError, a ValueError.
+        if not same_expression(self.value, self.value, variables=self.variables, domain=self.domain):
+            raise ValueError("the expression is not equal to itself on its domain")
+        return self
+
+
+class TextCheck(AnswerCheck):
+    """The answer is this text; runs of white space count as one space."""
+
+    type: Literal["text"]
+    value: str = Field(min_length=1, max_length=20_000)
+    ignore_case: bool = False
+
+
+type Check = Annotated[NumberCheck | NumbersCheck | ExpressionCheck | TextCheck, Field(discriminator="type")]
+
+
+class IPythonTask(Task):
+    """One task for a Python session.
+
+    Args:
+        files: what the workspace holds at first: text by file name.
+        setup: Python code run in the session before the episode. The names it defines stay.
+        checks: what is graded.
+        scoring: `all` (default): 1 where every check passes, else 0; `weighted`: share of passed weights.
+    """
+
+    files: dict[
+        Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}$")],
+        Annotated[str, Field(max_length=4_000_000)],
+    ] = Field(default_factory=dict, max_length=100)
+    setup: str = Field(default="", max_length=100_000)
+    checks: tuple[Check, ...] = Field(min_length=1, max_length=50)
+    scoring: Scoring = Scoring.ALL
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "IPythonTask":
+        self.named_checks()
+        return self
+
+    def named_checks(self) -> list[tuple[str, Check]]:
+        """The checks, each under a name of its own."""
+        names = check_names(self.checks, [check.type for check in self.checks])
+        return list(zip(names, self.checks, strict=True))

@@ -1,0 +1,1 @@
+"""SWE-bench instances rebuilt from source releases, without Docker."""

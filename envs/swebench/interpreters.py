@@ -1,0 +1,126 @@
+"""Which Python interpreters this machine has, by minor version."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from prorl_envs.errors import EnvironmentFault
+from prorl_envs.sandbox.base import Mount
+
+#: The pip that comes with the interpreter, as a wheel that Python can run as it is.
+_PROBE = """
+import glob, json, os, sys, sysconfig, ensurepip, venv
+bundled = glob.glob(os.path.join(os.path.dirname(ensurepip.__file__), "_bundled", "pip-*.whl"))
+shared = glob.glob("/usr/share/python-wheels/pip-*.whl")
+print(json.dumps({"version": "%d.%d.%d" % sys.version_info[:3], "prefix": os.path.realpath(sys.base_prefix),
+                  "platform": sysconfig.get_platform(), "pip": (bundled + shared)[0]}))
+"""
+_PROBE_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """A Python installation.
+
+    Args:
+        executable: below `prefix`.
+        version: as `3.12.1`.
+        prefix: the installation; nothing outside it and /usr is needed to run it.
+        platform: as `linux-x86_64`.
+        pip: a pip wheel that came with it.
+    """
+
+    executable: Path
+    version: str
+    prefix: Path
+    platform: str
+    pip: Path
+
+    @property
+    def minor(self) -> str:
+        return self.version.rpartition(".")[0]
+
+    @property
+    def mounts(self) -> tuple[Mount, ...]:
+        """What makes it run in a sandbox, under the path it has outside: a venv names its interpreter."""
+        if self.prefix.is_relative_to("/usr"):
+            return ()
+        return (Mount(source=self.prefix, target=str(self.prefix)),)
+
+
+async def choose(minors: Sequence[str]) -> Interpreter:
+    """The first of `minors` that this machine has.
+
+    Raises:
+        EnvironmentFault: it has none of them.
+    """
+    found = await asyncio.to_thread(interpreters)
+    for minor in minors:
+        if minor in found:
+            return found[minor]
+    raise EnvironmentFault(
+        f"this machine has no Python {' or '.join(minors)} (it has {', '.join(sorted(found)) or 'none'})",
+        hint=f"install one, for example with `uv python install {minors[0]}`, or choose another task",
+    )
+
+
+@cache
+def interpreters() -> Mapping[str, Interpreter]:
+    """The interpreters of this machine by minor version: this process's own first, then those on PATH, of uv
+    and of pyenv. Asks each once; the answer holds for the process. Blocks."""
+    found: dict[str, Interpreter] = {}
+    for executable in _candidates():
+        minor = executable.name.removeprefix("python")
+        if minor not in found and (interpreter := _ask(executable)) and interpreter.minor == minor:
+            found[minor] = interpreter
+    return found
+
+
+def _candidates() -> Iterator[Path]:
+    """Executables named `pythonX.Y`. Only such names: they cannot change what they mean later."""
+    home = Path.home()
+    uv = Path(os.environ.get("UV_PYTHON_INSTALL_DIR") or home / ".local/share/uv/python")
+    pyenv = Path(os.environ.get("PYENV_ROOT") or home / ".pyenv")
+    yield Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
+    folders = [Path(part) for part in os.environ.get("PATH", "").split(os.pathsep) if part]
+    for folder in folders:
+        # pyenv's shims are scripts that answer for whatever is chosen at the moment.
+        if folder != pyenv / "shims":
+            yield from _named(folder)
+    for pattern, root in (("cpython-3.*/bin", uv), ("versions/3.*/bin", pyenv)):
+        for folder in sorted(root.glob(pattern), reverse=True):
+            yield from _named(folder)
+
+
+def _named(folder: Path) -> Iterator[Path]:
+    try:
+        yield from sorted(path for path in folder.glob("python3.*") if path.name[8:].isdigit())
+    except OSError:  # a folder on PATH that cannot be read holds nothing for us
+        return
+
+
+def _ask(executable: Path) -> Interpreter | None:
+    """What the interpreter says of itself; None where it does not run or cannot make a venv with pip."""
+    try:
+        done = subprocess.run(
+            [executable, "-I", "-c", _PROBE],
+            capture_output=True,
+            timeout=_PROBE_TIMEOUT_S,
+            stdin=subprocess.DEVNULL,
+            check=True,
+        )
+        answer = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+    prefix = Path(answer["prefix"])
+    minor = answer["version"].rpartition(".")[0]
+    real = prefix / "bin" / f"python{minor}"
+    if not real.is_file():
+        return None
+    return Interpreter(real, answer["version"], prefix, answer["platform"], Path(answer["pip"]))

@@ -1,0 +1,65 @@
+"""From a source archive to a tree. Runs none of its code."""
+
+import re
+import tarfile
+from pathlib import Path
+
+from prorl_envs.errors import EnvironmentFault
+
+MAX_FILES = 50_000
+MAX_BYTES = 512 * 2**20
+
+
+def unpack_sdist(folder: Path, pin: str, tree: Path) -> None:
+    """Unpack the one source release in `folder` into `tree`.
+
+    Args:
+        folder: where it was fetched to.
+        pin: what was asked for, `name==version`.
+        tree: made here; gets the content of the archive's top directory.
+
+    Raises:
+        EnvironmentFault: it is not what was asked for, or no well-behaved archive.
+    """
+    name, _, version = pin.partition("==")
+    archives = sorted(folder.glob("*.tar.gz"))
+    if len(archives) != 1:
+        raise EnvironmentFault(f"{pin} has no source release as .tar.gz")
+    staging = tree.with_name(f"{tree.name}.unpacking")
+    try:
+        with tarfile.open(archives[0]) as archive:
+            _check_size(archive, pin)
+            archive.extractall(staging, filter="data")
+    except tarfile.TarError as error:
+        raise EnvironmentFault(f"the source release of {pin} cannot be unpacked: {error}") from error
+    tops = list(staging.iterdir())
+    if len(tops) != 1 or not tops[0].is_dir() or tops[0].is_symlink():
+        raise EnvironmentFault(f"the source release of {pin} does not hold one directory")
+    found = _metadata(tops[0] / "PKG-INFO")
+    if (_normal(found.get("Name", "")), found.get("Version")) != (_normal(name), version):
+        raise EnvironmentFault(f"asked for {pin}, got {found.get('Name')}=={found.get('Version')}")
+    tops[0].rename(tree)
+    staging.rmdir()
+
+
+def _check_size(archive: tarfile.TarFile, pin: str) -> None:
+    total = 0
+    for number, member in enumerate(archive, start=1):
+        total += member.size
+        if number > MAX_FILES or total > MAX_BYTES:
+            raise EnvironmentFault(
+                f"the source release of {pin} is larger than {MAX_FILES} files or {MAX_BYTES} bytes"
+            )
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    """The header of a PKG-INFO file."""
+    if path.is_symlink() or not path.is_file():
+        return {}
+    header = path.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
+    fields = (line.partition(":") for line in header.splitlines() if not line.startswith((" ", "\t")))
+    return {name: value.strip() for name, _, value in fields}
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -1,0 +1,169 @@
+"""Carries jobs through the stages: does what the scheduler decides and tells it what came of it.
+
+Everything happens in one event loop, so an event and the decisions that follow it are never interleaved
+with another event. The engine owns every task it starts; `settled` returns when none is left.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable
+from functools import partial
+from typing import Any
+
+from prorl_envs.clock import Clock
+from prorl_envs.env.base import Task
+from prorl_envs.errors import FailureKind
+from prorl_envs.rollout.episode import Episode
+from prorl_envs.rollout.scheduler import Close, Decision, Finish, Interrupt, Scheduler, Start
+from prorl_envs.rollout.store import Store
+from prorl_envs.rollout.types import Failure, GroupRequest, JobState, Result, Stage
+from prorl_envs.rollout.worker import Worker
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """The jobs that are not finished, and the tasks that work on them.
+
+    Args:
+        scheduler: decides.
+        worker: carries stages out.
+        store: keeps results.
+        clock: measures waiting.
+        announce: called after each result is kept.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        worker: Worker,
+        store: Store,
+        clock: Clock,
+        announce: Callable[[], None],
+    ) -> None:
+        self.scheduler = scheduler
+        self.finished: Counter[JobState] = Counter()
+        self.failures: Counter[FailureKind] = Counter()
+        self.retries = 0
+        self.close_failures = 0
+        self.internal_errors = 0
+        self._worker = worker
+        self._store = store
+        self._clock = clock
+        self._announce = announce
+        self._episodes: dict[str, Episode] = {}
+        self._stages: dict[str, asyncio.Task[Failure | None]] = {}
+        self._records: dict[str, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def admit(self, request: GroupRequest, task: Task, samples: Iterable[int]) -> None:
+        """Take jobs of a group in."""
+        now = self._clock.monotonic()
+        episodes = [Episode(request, sample, task, waiting_since=now) for sample in samples]
+        self._episodes.update((episode.id, episode) for episode in episodes)
+        self._apply(self.scheduler.submit((episode.id, request.id) for episode in episodes))
+
+    def attempts(self, job: str) -> int:
+        """How often an unfinished job was started."""
+        episode = self._episodes.get(job)
+        if episode is None:
+            return 0
+        waiting = self.scheduler.state(job) is JobState.QUEUED
+        return episode.attempts - 1 if waiting else episode.attempts
+
+    async def cancel(self, jobs: Iterable[str]) -> None:
+        """End jobs, and return once their results are kept. Their sandboxes are closed after that."""
+        jobs = list(jobs)
+        for job in jobs:
+            self._apply(self.scheduler.cancel(job))
+        if records := [self._records[job] for job in jobs if job in self._records]:
+            await asyncio.wait(records)
+
+    def cancel_all(self) -> None:
+        """End every job."""
+        for job in list(self._episodes):
+            self._apply(self.scheduler.cancel(job))
+
+    async def settled(self) -> None:
+        """Return once no job is left and nothing runs."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+            await asyncio.sleep(0)  # let the callbacks of what ended start what follows
+
+    def _apply(self, decisions: Iterable[Decision]) -> None:
+        for decision in decisions:
+            match decision:
+                case Start():
+                    self._start_stage(self._episodes[decision.job], decision.stage)
+                case Interrupt():
+                    self._stages[decision.job].cancel()
+                case Finish():
+                    self._finish(self._episodes[decision.job], decision.state)
+                case Close():
+                    self._spawn(self._close(self._episodes[decision.job]))
+
+    def _start_stage(self, episode: Episode, stage: Stage) -> None:
+        episode.queued_s += self._clock.monotonic() - episode.waiting_since
+        task = self._spawn(self._worker.perform(episode, stage))
+        self._stages[episode.id] = task
+        task.add_done_callback(partial(self._stage_ended, episode))
+
+    def _stage_ended(self, episode: Episode, task: asyncio.Task[Failure | None]) -> None:
+        """What a stage came to, as the scheduler's event."""
+        del self._stages[episode.id]
+        episode.waiting_since = self._clock.monotonic()
+        if task.cancelled():  # by us, or by the end of the event loop: then it counts as a cancellation
+            self._apply(self.scheduler.cancel(episode.id))
+            self._apply(self.scheduler.ended(episode.id))
+        elif failure := task.result():
+            episode.attempt.failure = failure
+            self.internal_errors += failure.kind is FailureKind.INTERNAL
+            self._apply(self.scheduler.failed(episode.id, retryable=failure.retryable))
+        else:
+            self._apply(self.scheduler.ended(episode.id))
+
+    def _finish(self, episode: Episode, state: JobState) -> None:
+        if state is JobState.CANCELLED:
+            episode.cancelled()
+        recording = self._record(episode, episode.result(state))
+        self._records[episode.id] = self._spawn(recording)
+
+    async def _record(self, episode: Episode, result: Result) -> None:
+        await self._store.record(result)
+        self.finished[result.state] += 1
+        if result.failure is not None:
+            self.failures[result.failure.kind] += 1
+        self._announce()
+        self._forget_if_gone(episode.id)
+
+    async def _close(self, episode: Episode) -> None:
+        """Close the attempt's environment, after its result is safe."""
+        if record := self._records.get(episode.id):
+            await asyncio.wait([record])
+        if not await self._worker.close(episode):
+            self.close_failures += 1
+        decisions = self.scheduler.closed(episode.id)
+        if episode.id in self.scheduler:  # another attempt
+            episode.new_attempt()
+            episode.waiting_since = self._clock.monotonic()
+            self.retries += 1
+        self._apply(decisions)
+        self._forget_if_gone(episode.id)
+
+    def _forget_if_gone(self, job: str) -> None:
+        if job not in self.scheduler:
+            self._episodes.pop(job, None)
+            self._records.pop(job, None)
+
+    def _spawn[T](self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_ended)
+        return task
+
+    def _task_ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.internal_errors += 1
+            log.critical("the service met a bug", exc_info=error)

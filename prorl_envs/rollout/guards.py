@@ -1,0 +1,125 @@
+"""What stands in front of every route: who may call, and how much may be sent.
+
+Plain ASGI, because both must act before a byte of the body is read.
+"""
+
+import hmac
+import ipaddress
+from http import HTTPStatus
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from prorl_envs.errors import InputError, ProrlError
+from prorl_envs.rollout.agent import unicode
+from prorl_envs.rollout.errors import Full, TooLarge, Unauthorized, Unavailable, to_wire
+from prorl_envs.rollout.views import ErrorBody, ErrorDetail
+
+#: Answered without a token, so that probes need none; they say nothing but yes or no.
+OPEN_PATHS = frozenset({"/health", "/ready"})
+
+_RETRY_AFTER_S = {Full: 1, Unavailable: 5}
+
+
+def error_response(error: ProrlError) -> JSONResponse:
+    """An error as every route answers it."""
+    wire = to_wire(error)
+    detail = ErrorDetail(type=wire.name, message=unicode(error.message), hint=unicode(error.hint))
+    headers = {}
+    if seconds := _RETRY_AFTER_S.get(wire.error):
+        headers["Retry-After"] = str(seconds)
+    if wire.status == HTTPStatus.UNAUTHORIZED:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(ErrorBody(error=detail).model_dump(), status_code=wire.status, headers=headers)
+
+
+class TokenGuard:
+    """Lets through who knows the token.
+
+    Without a token only loopback is bound. There, the Host header must be a loopback name, which a web
+    page that had its own name resolve to 127.0.0.1 cannot send.
+
+    Args:
+        app: what is guarded.
+        token: the bearer token, or None.
+    """
+
+    def __init__(self, app: ASGIApp, token: str | None) -> None:
+        self._app = app
+        self._token = token.encode() if token is not None else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._admits(Headers(scope=scope)):
+            await self._app(scope, receive, send)
+            return
+        hint = "send Authorization: Bearer <token>" if self._token else "call it by a loopback address"
+        await error_response(Unauthorized("not allowed", hint=hint))(scope, receive, send)
+
+    def _admits(self, headers: Headers) -> bool:
+        if self._token is None:
+            return _is_loopback(headers.get("host", ""))
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        # Compared in constant time, so that the answer's delay tells nothing of the token.
+        return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._token)
+
+
+class BodyLimit:
+    """Refuses bodies over a size, whether they announce it or not.
+
+    Args:
+        app: what is guarded.
+        max_bytes: largest body.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        announced = Headers(scope=scope).get("content-length", "0")
+        if announced.isascii() and announced.isdecimal() and int(announced[:20]) > self._max_bytes:
+            await error_response(self._too_large())(scope, receive, send)
+            return
+        started, total = False, 0
+
+        async def counted() -> Message:
+            nonlocal total
+            message = await receive()
+            total += len(message.get("body", b""))
+            if total > self._max_bytes:
+                raise _BodyTooLarge
+            return message
+
+        async def noted(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, counted, noted)
+        except _BodyTooLarge:
+            if started:
+                raise
+            await error_response(self._too_large())(scope, receive, send)
+
+    def _too_large(self) -> InputError:
+        return TooLarge(f"the body is larger than {self._max_bytes} bytes", hint="send fewer groups at once")
+
+
+class _BodyTooLarge(BaseException):
+    """Passes through the framework's `except Exception`, which would call it a malformed body."""
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether a Host header names this machine's loopback."""
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    if name.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

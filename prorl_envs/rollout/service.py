@@ -1,0 +1,349 @@
+"""The rollout service: takes groups, carries their jobs through the stages, keeps the results.
+
+The scheduler decides, the worker does, the engine connects the two, the store keeps; this is the face that
+callers see.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+
+from prorl_envs import __version__
+from prorl_envs.clock import Clock, SystemClock
+from prorl_envs.config import ServiceSettings
+from prorl_envs.env.base import Task
+from prorl_envs.env.node import Node
+from prorl_envs.errors import InputError
+from prorl_envs.policy.types import ModelClient, Renderer
+from prorl_envs.rollout.agent import Agent
+from prorl_envs.rollout.engine import Engine
+from prorl_envs.rollout.errors import Conflict, Full, NotFound, Unavailable
+from prorl_envs.rollout.models import ModelServers
+from prorl_envs.rollout.scheduler import Limits, Scheduler
+from prorl_envs.rollout.stages import Family
+from prorl_envs.rollout.statistics import group_statistics
+from prorl_envs.rollout.store import MemoryStore, NewGroup, Store, StoredGroup
+from prorl_envs.rollout.types import (
+    GroupRequest,
+    JobState,
+    Result,
+    Stage,
+    job_id,
+    split_job_id,
+)
+from prorl_envs.rollout.views import (
+    EnvironmentView,
+    GroupView,
+    JobView,
+    ModelServerView,
+    PoolView,
+    ResultPage,
+    StatusView,
+)
+from prorl_envs.rollout.worker import Worker
+
+log = logging.getLogger(__name__)
+
+#: Most tokens of one page of results: a token is some 25 bytes of JSON.
+PAGE_TOKENS = 500_000
+
+
+class ServiceState(StrEnum):
+    STARTING = "starting"
+    SERVING = "serving"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+
+
+class RolloutService:
+    """One machine's rollout service. Start it, use it from the same event loop, stop it.
+
+    Args:
+        node: this machine's sandboxes. The service closes each sandbox it starts, not the node.
+        environments: environment classes by name.
+        renderer: the model's tokenizer and chat template.
+        model: the model servers. The service does not close it.
+        settings: pool sizes and bounds.
+        store: where groups and results are kept; None keeps them in memory.
+        clock: measures deadlines and timings.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        environments: Mapping[str, Family],
+        renderer: Renderer,
+        model: ModelClient,
+        settings: ServiceSettings | None = None,
+        store: Store | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.settings = settings or ServiceSettings()
+        self.clock = clock or SystemClock()
+        self.environments = environments
+        self.model = model
+        self.store: Store = store or _memory_store(self.settings)
+        self.state = ServiceState.STARTING
+        self._engine = Engine(
+            Scheduler(_limits(self.settings)),
+            Worker(
+                node,
+                environments,
+                Agent(renderer, model, self.clock),
+                self.clock,
+                grace_s=self.settings.grace_s,
+                close_s=self.settings.close_s,
+            ),
+            self.store,
+            self.clock,
+            self._announce,
+        )
+        self._submitting = asyncio.Lock()
+        self._news = asyncio.Event()
+        self._started_at = self.clock.monotonic()
+
+    # Life.
+
+    async def start(self) -> None:
+        """Begin to serve; go on with what the store knows to be unfinished."""
+        self.state = ServiceState.SERVING
+        for group in await self.store.unfinished():
+            task = self._load(group.request)
+            missing = [sample for sample, outcome in enumerate(group.outcomes) if outcome is None]
+            self._engine.admit(group.request, task, missing)
+
+    async def stop(self, *, drain_s: float = 0.0) -> None:
+        """End. Nothing is accepted from here on; readers still read. Idempotent.
+
+        Args:
+            drain_s: seconds to let accepted jobs finish. What is left then is cancelled, and every sandbox
+                is closed before this returns.
+        """
+        if self.state is ServiceState.STOPPED:
+            return
+        self.state = ServiceState.DRAINING
+        try:
+            async with self.clock.timeout(drain_s):
+                await self._engine.settled()
+        except TimeoutError:
+            log.info("stopping: %d unfinished jobs are cancelled", len(self._engine.scheduler))
+        finally:  # also when the drain itself is interrupted
+            self._engine.cancel_all()
+            await asyncio.shield(self._end())
+
+    async def _end(self) -> None:
+        try:
+            async with self.clock.timeout(2 * self.settings.close_s):  # an interrupt, then a close
+                await self._engine.settled()
+        except TimeoutError:
+            log.error("%d jobs do not end; their sandboxes end with the node", len(self._engine.scheduler))
+        self.state = ServiceState.STOPPED
+        self._announce()
+
+    # What callers ask for.
+
+    async def submit(self, requests: Sequence[GroupRequest]) -> list[GroupView]:
+        """Accept groups, all or none. The same request under the same id is the same submission.
+
+        Raises:
+            InputError: an environment is not known, or a task row is wrong.
+            Conflict: an id is taken by another request.
+            Full: the queue has no room for all of them.
+            Unavailable: the service is not serving.
+        """
+        tasks = [self._load(request) for request in requests]
+        groups = [NewGroup(request, task.id) for request, task in zip(requests, tasks, strict=True)]
+        async with self._submitting:
+            if self.state is not ServiceState.SERVING:
+                raise Unavailable(f"the service is {self.state}", hint="submit to another, or later")
+            await self._check_room(requests)
+            fresh = await self.store.submit(groups)
+            for request, task, new in zip(requests, tasks, fresh, strict=True):
+                if new:
+                    self._engine.admit(request, task, range(request.samples))
+        return [await self.group(request.id) for request in requests]
+
+    async def group(self, group_id: str) -> GroupView:
+        """Raises: NotFound."""
+        return self._group_view(await self.store.group(group_id))
+
+    async def job(self, job: str) -> JobView:
+        """Raises: NotFound."""
+        group_id, sample = split_job_id(job)
+        group = await self.store.group(group_id) if group_id else None
+        if group is None or sample >= group.request.samples:
+            raise NotFound(f"no job {job!r}", hint="job ids are <group id>/<index>")
+        return self._job_view(group, sample)
+
+    async def cancel_job(self, job: str) -> JobView:
+        """End a job wherever it is. Returns once its result is recorded; its sandbox is closed after that.
+
+        Raises:
+            NotFound.
+        """
+        await self.job(job)
+        await self._engine.cancel([job])
+        return await self.job(job)
+
+    async def cancel_group(self, group_id: str) -> GroupView:
+        """End what is left of a group.
+
+        Raises:
+            NotFound.
+        """
+        group = await self.store.group(group_id)
+        await self._engine.cancel([job_id(group_id, sample) for sample in range(group.request.samples)])
+        return await self.group(group_id)
+
+    async def results(self, after: int, *, limit: int, wait_s: float = 0.0) -> ResultPage:
+        """Results after a cursor.
+
+        Args:
+            after: a cursor; 0 begins with the oldest result kept.
+            limit: most results.
+            wait_s: seconds to wait for the first one if there is none.
+
+        Raises:
+            CursorExpired: results in between are no longer kept.
+        """
+        news = self._news
+        found = await self.store.results(after, limit)
+        try:
+            async with self.clock.timeout(wait_s):
+                while not found and self.state is not ServiceState.STOPPED:
+                    await news.wait()
+                    news = self._news
+                    found = await self.store.results(after, limit)
+        except TimeoutError:
+            pass  # nothing came: an empty page says so
+        found = _cut(found)
+        return ResultPage(results=found, next=found[-1].cursor if found else after)
+
+    def status(self) -> StatusView:
+        """Pools, queues and counts, now."""
+        engine, scheduler = self._engine, self._engine.scheduler
+        limits, active, waiting = scheduler.limits, scheduler.active, scheduler.waiting
+        return StatusView(
+            version=__version__,
+            state=self.state,
+            uptime_s=self.clock.monotonic() - self._started_at,
+            pools={
+                stage.value: PoolView(limit=limits.of(stage), active=active[stage], waiting=waiting[stage])
+                for stage in Stage
+            },
+            live=scheduler.live,
+            live_limit=limits.live,
+            unfinished=len(scheduler),
+            queue_limit=self.settings.queue,
+            finished={state.value: engine.finished[state] for state in JobState if state.final},
+            failures={kind.value: count for kind, count in engine.failures.items()},
+            retries=engine.retries,
+            close_failures=engine.close_failures,
+            internal_errors=engine.internal_errors,
+            model_servers=self.model_servers(),
+        )
+
+    def families(self) -> list[EnvironmentView]:
+        """The environments on offer."""
+        return [
+            EnvironmentView(name=name, task_schema=self.environments[name].task_type.model_json_schema())
+            for name in sorted(self.environments)
+        ]
+
+    def model_servers(self) -> list[ModelServerView]:
+        return list(self.model.servers()) if isinstance(self.model, ModelServers) else []
+
+    async def add_model_server(self, url: str) -> list[ModelServerView]:
+        """Raises: InputError: not a URL, or this service's model is fixed."""
+        await self._model_servers().add_server(url)
+        return self.model_servers()
+
+    async def remove_model_server(self, url: str) -> list[ModelServerView]:
+        """Raises: NotFound; InputError: this service's model is fixed."""
+        if not await self._model_servers().remove_server(url):
+            raise NotFound(f"no model server {url!r}")
+        return self.model_servers()
+
+    # Jobs.
+
+    def _load(self, request: GroupRequest) -> Task:
+        if request.environment not in self.environments:
+            known = ", ".join(sorted(self.environments))
+            raise InputError(f"no environment is called {request.environment!r}", hint=f"known: {known}")
+        task: Task = self.environments[request.environment].load(request.task)
+        return task
+
+    async def _check_room(self, requests: Sequence[GroupRequest]) -> None:
+        room = self.settings.queue - len(self._engine.scheduler)
+        new = 0
+        for request in requests:
+            try:
+                await self.store.group(request.id)
+            except NotFound:
+                new += request.samples
+        if new > max(room, 0):
+            raise Full(f"the queue has room for {max(room, 0)} of {new} new jobs", hint="try again later")
+
+    def _announce(self) -> None:
+        """Wake everyone who waits for results."""
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def _group_view(self, group: StoredGroup) -> GroupView:
+        request = group.request
+        return GroupView(
+            id=request.id,
+            environment=request.environment,
+            task_id=group.task_id,
+            jobs=[self._job_view(group, sample) for sample in range(request.samples)],
+            complete=group.complete,
+            statistics=group_statistics(group),
+        )
+
+    def _job_view(self, group: StoredGroup, sample: int) -> JobView:
+        job, outcome = job_id(group.request.id, sample), group.outcomes[sample]
+        if outcome is not None:
+            return JobView(
+                id=job,
+                group_id=group.request.id,
+                sample=sample,
+                state=outcome.state,
+                attempts=outcome.attempts,
+                reward=outcome.reward,
+                failure=outcome.failure,
+                cursor=outcome.cursor,
+            )
+        return JobView(
+            id=job,
+            group_id=group.request.id,
+            sample=sample,
+            state=self._engine.scheduler.state(job) or JobState.QUEUED,
+            attempts=self._engine.attempts(job),
+        )
+
+    def _model_servers(self) -> ModelServers:
+        if not isinstance(self.model, ModelServers):
+            raise Conflict("the model of this service is fixed", hint="start it with model servers")
+        return self.model
+
+
+def _cut(results: list[Result]) -> list[Result]:
+    """The first results, as many as have `PAGE_TOKENS` together, and at least one."""
+    total = 0
+    for count, result in enumerate(results):
+        total += len(result.trajectory.ids) if result.trajectory else 0
+        if count and total > PAGE_TOKENS:
+            return results[:count]
+    return results
+
+
+def _limits(settings: ServiceSettings) -> Limits:
+    live = settings.live or settings.init + settings.run + settings.eval
+    return Limits(
+        init=settings.init, run=settings.run, eval=settings.eval, live=live, attempts=settings.attempts
+    )
+
+
+def _memory_store(settings: ServiceSettings) -> MemoryStore:
+    return MemoryStore(max_results=settings.keep_results, max_tokens=settings.keep_tokens)

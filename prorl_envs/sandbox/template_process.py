@@ -1,0 +1,223 @@
+"""One run of a template process, from its start to its end, and the forks it was asked for.
+
+The other side is `zygote.py`, whose docstring has the protocol.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import prorl_envs
+from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.processes import Process, receive, writable
+from prorl_envs.sandbox.zygote import MESSAGE_LIMIT, REPORT_LIMIT
+
+logger = logging.getLogger(__name__)
+
+FORK_TIMEOUT_S = 30.0
+
+#: Appends the package's own folder: `-I` leaves out the working directory, and the template must run the
+#: same code as its host even where that was imported from a path set at run time.
+_BOOT = """\
+import sys
+sys.path.extend(path for path in sys.argv[1:] if path not in sys.path)
+from prorl_envs.sandbox.zygote import main
+main()
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkRequest:
+    """A tool server to be: see `join.join` and `Sandbox.spawn`."""
+
+    entry: str
+    workdir: str
+    env: Mapping[str, str]
+    isolated: bool = True
+
+
+class ToolServer:
+    """A forked process, held until it has ended. Logs the traceback of one that fails."""
+
+    def __init__(self, sandbox_id: str, pid: int, pidfd: int, status: socket.socket) -> None:
+        self._sandbox_id = sandbox_id
+        self._status = status
+        self.process = Process(pid, pidfd, on_exit=self._ended)
+
+    def close(self) -> None:
+        """Let go of it. Idempotent."""
+        self.process.close()
+        self._status.close()
+
+    def _ended(self) -> None:
+        with contextlib.suppress(BlockingIOError, ConnectionResetError):
+            if report := self._status.recv(2 * REPORT_LIMIT):
+                error = json.loads(report)["error"]
+                logger.warning("tool server of sandbox %s failed: %s", self._sandbox_id, error)
+        self.close()
+
+
+class TemplateProcess:
+    """Starts on construction; `prepare` waits until it is ready."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._control, inside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.setblocking(False)
+        self._sending = asyncio.Lock()
+        with inside:
+            self._child = subprocess.Popen(
+                [sys.executable, "-I", "-c", _BOOT, *_code_paths()],
+                stdin=inside.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env=_environment(),
+                cwd="/",
+                # A Ctrl-C in the terminal is for the service, which then ends its templates in order.
+                start_new_session=True,
+            )
+        self._process = Process.open(self._child.pid)
+        assert self._child.stderr is not None
+        self._stderr = self._child.stderr
+        os.set_blocking(self._stderr.fileno(), False)
+        asyncio.get_running_loop().add_reader(self._stderr, self._log_stderr)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.alive
+
+    async def prepare(self, entries: tuple[str, ...], preload: tuple[str, ...], timeout_s: float) -> None:
+        """Have it import everything.
+
+        Raises:
+            SandboxError: an import failed, or it took longer than `timeout_s` seconds.
+        """
+        await self._send({"entries": entries, "preload": preload}, [])
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer, _ = await receive(self._control, MESSAGE_LIMIT)
+        except TimeoutError:
+            raise SandboxError(f"template {self._name!r} was not ready in {timeout_s} s") from None
+        message = json.loads(answer) if answer else {"error": "the process ended"}
+        if "error" in message:
+            raise SandboxError(f"template {self._name!r} did not start: {message['error'].strip()}")
+
+    async def fork(
+        self, sandbox_id: str, pidfd: int, request: ForkRequest
+    ) -> tuple[ToolServer, socket.socket]:
+        """See `Template.fork`."""
+        with contextlib.ExitStack() as undo:
+            ours, theirs = _pair(socket.SOCK_STREAM, undo)
+            server = await self._child_for(sandbox_id, asdict(request), [pidfd, theirs.fileno()])
+            theirs.close()
+            undo.pop_all()
+            return server, ours
+
+    async def route(self, sandbox_id: str, netns: int) -> None:
+        """See `Template.route`."""
+        server = await self._child_for(sandbox_id, {"route": True}, [netns])
+        await server.process.wait()
+
+    async def aclose(self) -> None:
+        """End it. Call once; must not be cancelled."""
+        self._control.close()
+        self._process.kill()
+        await self._process.wait()
+        self._process.close()
+        self._child.wait()  # it has ended: this only reaps
+        self._log_stderr()
+        asyncio.get_running_loop().remove_reader(self._stderr)
+        self._stderr.close()
+
+    async def _child_for(self, sandbox_id: str, message: dict[str, Any], fds: list[int]) -> ToolServer:
+        """Ask for a fork that gets `fds`, and wait until it has joined."""
+        with contextlib.ExitStack() as undo:
+            status, theirs = _pair(socket.SOCK_SEQPACKET, undo)
+            try:
+                async with asyncio.timeout(FORK_TIMEOUT_S):
+                    await self._send(message, [*fds, theirs.fileno()])
+                    theirs.close()
+                    server = await _birth(sandbox_id, status, undo)
+            except TimeoutError:
+                raise SandboxError(f"no process in the sandbox within {FORK_TIMEOUT_S} s") from None
+            undo.pop_all()
+            return server
+
+    async def _send(self, message: dict[str, Any], fds: list[int]) -> None:
+        data = json.dumps(message).encode()
+        if len(data) > MESSAGE_LIMIT:
+            raise SandboxError("the environment is too large", hint=f"keep it under {MESSAGE_LIMIT} bytes")
+        async with self._sending:
+            while True:
+                try:
+                    socket.send_fds(self._control, [data], fds)
+                except BlockingIOError:
+                    await writable(self._control.fileno())
+                except (BrokenPipeError, ConnectionResetError):
+                    raise SandboxError(f"template {self._name!r} has died") from None
+                else:
+                    return
+
+    def _log_stderr(self) -> None:
+        try:
+            text = os.read(self._stderr.fileno(), 4096)
+        except BlockingIOError:
+            return
+        if text:
+            logger.warning("template %s: %s", self._name, text.decode(errors="replace").rstrip())
+        else:
+            asyncio.get_running_loop().remove_reader(self._stderr)
+
+
+async def _birth(sandbox_id: str, status: socket.socket, undo: contextlib.ExitStack) -> ToolServer:
+    """Wait for the template's message (the process, with its pidfd) and the child's own (it has joined).
+
+    They come in either order.
+    """
+    server: ToolServer | None = None
+    joined = False
+    while server is None or not joined:
+        answer, fds = await receive(status, 2 * REPORT_LIMIT, descriptors=1)
+        message: dict[str, Any] = json.loads(answer) if answer else {"summary": "the process ended"}
+        if fds:
+            server = ToolServer(sandbox_id, message["pid"], fds[0], status)
+            undo.callback(server.close)
+            undo.callback(server.process.kill)
+        elif message.get("ready"):
+            joined = True
+        else:
+            raise SandboxError(
+                f"a process could not join the sandbox: {message['summary']}",
+                hint="the sandbox may have ended; `prorl-envs doctor` checks this machine",
+            )
+    return server
+
+
+def _pair(kind: socket.SocketKind, undo: contextlib.ExitStack) -> tuple[socket.socket, socket.socket]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
+    undo.enter_context(ours)
+    undo.enter_context(theirs)
+    ours.setblocking(False)
+    return ours, theirs
+
+
+def _code_paths() -> Iterator[str]:
+    for folder in prorl_envs.__path__:
+        yield str(Path(folder).resolve().parent)
+
+
+def _environment() -> dict[str, str]:
+    """Nothing of the service's own environment but where its interpreter's libraries lie."""
+    kept = {"LANG": "C.UTF-8"}
+    if library_path := os.environ.get("LD_LIBRARY_PATH"):
+        kept["LD_LIBRARY_PATH"] = library_path
+    return kept

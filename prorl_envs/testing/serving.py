@@ -1,0 +1,42 @@
+"""Serve an application over real HTTP, for tests and tools without an event loop of their own."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from fastapi import FastAPI
+
+from prorl_envs.errors import ProrlError
+
+
+@contextmanager
+def served(app: FastAPI, *, port: int = 0) -> Iterator[str]:
+    """Serve `app` on the loopback interface, in a thread, while the block runs.
+
+    Args:
+        port: 0 takes a free one.
+
+    Yields:
+        The base URL, `http://127.0.0.1:<port>`.
+
+    Raises:
+        ProrlError: the server did not start; its log says why.
+    """
+    config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning")
+    sock = config.bind_socket()
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="served")
+    thread.start()
+    try:
+        # The socket listens only once the server runs; a client that connects earlier would be refused.
+        while not server.started:
+            if not thread.is_alive():
+                raise ProrlError("the server did not start", hint="see its log above")
+            time.sleep(0.005)
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        sock.close()

@@ -1,0 +1,65 @@
+"""Checks a model's arguments against a tool's own schema. Pure."""
+
+from typing import Any
+
+from prorl_envs.tools.types import JsonObject, ToolSpec
+
+#: Characters of the longest text argument.
+TEXT_LIMIT = 4 * 1024 * 1024
+_LIST_LIMIT = 1000
+
+_TYPES: dict[str, type] = {"string": str, "integer": int, "boolean": bool, "array": list, "object": dict}
+_NAMES = {"string": "a string", "integer": "a whole number", "boolean": "true or false", "array": "a list"}
+
+
+def complaint(spec: ToolSpec, arguments: object) -> str:
+    """Say what is wrong with the arguments of a call, for the model to read.
+
+    Args:
+        spec: the tool; its schema may use type, properties, required, items, enum.
+        arguments: what the model sent; anything.
+
+    Returns:
+        One sentence, or the empty string where all is well.
+    """
+    if not isinstance(arguments, dict):
+        return f"{spec.name}: the arguments must be an object"
+    properties: JsonObject = spec.parameters["properties"]
+    if unknown := [name for name in arguments if name not in properties]:
+        known = ", ".join(properties)
+        return f"{spec.name}: unknown argument {str(unknown[0])[:50]!r}; it takes: {known or 'nothing'}"
+    if missing := [name for name in spec.parameters["required"] if name not in arguments]:
+        return f"{spec.name}: the argument {missing[0]!r} is missing"
+    for name, value in arguments.items():
+        if wrong := _wrong(properties[name], value):
+            return f"{spec.name}: the argument {name!r} {wrong}"
+    return ""
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text can be written down: JSON lets lone surrogates through."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _wrong(schema: JsonObject, value: Any) -> str:
+    kind = schema["type"]
+    if not isinstance(value, _TYPES[kind]) or (kind == "integer" and isinstance(value, bool)):
+        return f"must be {_NAMES.get(kind, kind)}"
+    if kind == "integer" and abs(value) > 2**53:
+        return "is too large"
+    if kind == "string":
+        if len(value) > TEXT_LIMIT:
+            return f"is longer than {TEXT_LIMIT} characters"
+        if not is_unicode(value):
+            return "holds half of a surrogate pair, which is no character"
+    if "enum" in schema and value not in schema["enum"]:
+        return f"must be one of: {', '.join(schema['enum'])}"
+    if kind == "array":
+        if len(value) > _LIST_LIMIT:
+            return f"has more than {_LIST_LIMIT} items"
+        return next((f"must hold items that each {wrong}" for item in value if (wrong := _wrong(schema["items"], item))), "")
+    return ""

@@ -1,0 +1,165 @@
+"""The Python session's own process: IPython, driven by its direct API, one cell after the other.
+
+Forked by the tool server (`kernel_session.py`) with `prepare` already done by the template. Output goes to
+descriptors 1 and 2 like that of any program; descriptor 3 brings the cells and takes back how they ended.
+The code of the cells runs in this very process, so the server believes nothing it says.
+"""
+
+import builtins
+import getpass
+import json
+import os
+import signal
+import socket
+import sys
+from typing import Any, NoReturn
+
+from IPython.core.displayhook import DisplayHook
+from IPython.core.displaypub import DisplayPublisher
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets import Type
+from traitlets.config import Config
+
+from prorl_envs.tools.wire import Cell, CellDone, Framer, decode_cell, encode
+
+CONTROL_FD = 3
+#: Rich representations handed on per cell, and bytes of all of them.
+DISPLAY_LIMIT = 16
+DISPLAY_BYTES = 1024 * 1024
+
+
+class Displays:
+    """What a cell displayed besides text, bounded."""
+
+    def __init__(self) -> None:
+        self._bundles: list[dict[str, str]] = []
+        self._bytes = 0
+
+    def show(self, bundle: dict[str, Any]) -> None:
+        """Print the text of a representation; keep the rest."""
+        if "text/plain" in bundle:
+            print(bundle["text/plain"])
+        rich = {
+            mime: value if isinstance(value, str) else json.dumps(value, default=repr)
+            for mime, value in bundle.items()
+            if mime != "text/plain"
+        }
+        if not rich:
+            return
+        size = sum(len(value) for value in rich.values())
+        if len(self._bundles) < DISPLAY_LIMIT and self._bytes + size <= DISPLAY_BYTES:
+            self._bundles.append(rich)
+            self._bytes += size
+        else:
+            print(f"[display data of {size} characters left out: {', '.join(rich)}]")
+
+    def take(self) -> list[dict[str, str]]:
+        """Return what was kept and start anew."""
+        bundles, self._bundles, self._bytes = self._bundles, [], 0
+        return bundles
+
+
+class _Hook(DisplayHook):  # type: ignore[misc]  # IPython's traits are untyped
+    """Shows the value of a last expression as it is, without a numbered prompt."""
+
+    def write_output_prompt(self) -> None:
+        pass
+
+    def write_format_data(self, format_dict: dict[str, Any], md_dict: dict[str, Any] | None = None) -> None:
+        self.shell.displays.show(format_dict)
+
+    def log_output(self, format_dict: dict[str, Any]) -> None:
+        pass  # IPython would keep every output for ever
+
+
+class _Publisher(DisplayPublisher):  # type: ignore[misc]
+    """Where `display()` goes."""
+
+    def publish(self, data: dict[str, Any], metadata: dict[str, Any] | None = None, **_: Any) -> None:
+        self.shell.displays.show(data)
+
+    def clear_output(self, wait: bool = False) -> None:
+        pass
+
+
+class CellShell(InteractiveShell):  # type: ignore[misc]
+    """IPython without a terminal, files of its own, history, colours or questions."""
+
+    displayhook_class = Type(_Hook)
+    display_pub_class = Type(_Publisher)
+
+    def __init__(self) -> None:
+        self.displays = Displays()
+        self.exiting = False
+        super().__init__(config=Config(HistoryManager={"enabled": False}), colors="nocolor")
+
+    def init_ipython_dir(self, ipython_dir: str | None) -> None:
+        self.ipython_dir = ""
+
+    def init_profile_dir(self, profile_dir: object) -> None:
+        pass  # the default would be made on disk
+
+    def init_virtualenv(self) -> None:
+        pass
+
+    def ask_exit(self) -> None:
+        """What `exit` and `quit` call."""
+        self.exiting = True
+
+
+def prepare() -> CellShell:
+    """Make the shell, once per process: a template does it before it forks."""
+    if not CellShell.initialized():
+        CellShell.instance()
+        # A first cell and a first traceback import another megabyte of modules.
+        sys.stdout, stdout = open(os.devnull, "w"), sys.stdout  # noqa: PTH123, SIM115
+        try:
+            CellShell.instance().run_cell("1 + 1")
+            CellShell.instance().run_cell("1 / 0")
+        finally:
+            sys.stdout.close()
+            sys.stdout = stdout
+        CellShell.instance().reset()
+    shell: CellShell = CellShell.instance()
+    return shell
+
+
+def main() -> None:
+    """Run cells until the control socket closes. The life of the forked process."""
+    shell = prepare()
+    for name, fd in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
+        mode = "r" if fd == 0 else "w"
+        buffering = -1 if fd == 0 else 1
+        stream = open(fd, mode, buffering, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: PTH123, SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    builtins.input = getpass.getpass = _no_input
+    sys.path.insert(0, "")
+    control = socket.socket(fileno=CONTROL_FD)
+    framer, pid = Framer(), os.getpid()
+    while data := control.recv(65536):
+        for frame in framer.feed(data):
+            reply = _run(shell, decode_cell(frame))
+            if os.getpid() != pid:  # the cell forked, and this is the child
+                os._exit(0)
+            control.sendall(encode(reply))
+            if shell.exiting:
+                return
+
+
+def _run(shell: CellShell, cell: Cell) -> CellDone:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        result = shell.run_cell(cell.code, store_history=True)
+        error = result.error_before_exec or result.error_in_exec
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except KeyboardInterrupt as interrupt:  # between IPython's own handlers
+        error = interrupt
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return CellDone(cell.id, type(error).__name__ if error is not None else "", shell.displays.take())
+
+
+def _no_input(*_: object, **__: object) -> NoReturn:
+    raise RuntimeError("input() is not available: nobody is there to answer")

@@ -1,0 +1,82 @@
+"""The built-in tools as a model is told of them."""
+
+from prorl_envs.tools.types import JsonObject, ToolSpec
+
+
+def _object(properties: JsonObject, *required: str) -> JsonObject:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+BASH = ToolSpec(
+    name="bash",
+    description=(
+        "Run a command in a bash shell that stays open: its directory, variables, functions and background "
+        "jobs are still there at the next call. Prints stdout and stderr as a terminal would. Long output is "
+        "cut in the middle. Nobody can type: a command that asks for input runs into its time limit."
+    ),
+    parameters=_object(
+        {"command": {"type": "string", "description": "One or more lines of bash."}},
+        "command",
+    ),
+)
+
+PYTHON = ToolSpec(
+    name="ipython",
+    description=(
+        "Run a cell in an IPython session that stays open: variables and imports are still there at the next "
+        "call. Shows what is printed, the value of a last expression, and tracebacks. `input()` is not "
+        "available."
+    ),
+    parameters=_object(
+        {"code": {"type": "string", "description": "The cell: Python, with IPython's magics."}},
+        "code",
+    ),
+)
+
+EDITOR = ToolSpec(
+    name="str_replace_editor",
+    description=(
+        "View, create and edit files. `view` numbers a file's lines, or lists a directory two levels deep. "
+        "`create` writes a new file and does not overwrite. `str_replace` replaces `old_str`, which must "
+        "occur exactly once, so include enough lines around it. `insert` puts `new_str` after line "
+        "`insert_line`. `undo_edit` takes back the last change of a file."
+    ),
+    parameters=_object(
+        {
+            "command": {
+                "type": "string",
+                "enum": ["view", "create", "str_replace", "insert", "undo_edit"],
+                "description": "What to do.",
+            },
+            "path": {"type": "string", "description": "Absolute path of the file or directory."},
+            "file_text": {"type": "string", "description": "For `create`: the content."},
+            "old_str": {"type": "string", "description": "For `str_replace`: the text to replace, exactly."},
+            "new_str": {
+                "type": "string",
+                "description": "For `str_replace`: what comes instead (nothing if left out). For `insert`: the text.",
+            },
+            "insert_line": {
+                "type": "integer",
+                "description": "For `insert`: the line after which to insert; 0 is the start of the file.",
+            },
+            "view_range": {
+                "type": "array",
+                "items": {"type": "integer"},
+                "description": "For `view` of a file: first and last line, counted from 1; -1 is the end.",
+            },
+        },
+        "command",
+        "path",
+    ),
+)
+
+FINISH = ToolSpec(
+    name="finish",
+    description="Declare that the task is done. Nothing can be run afterwards.",
+    parameters=_object({"answer": {"type": "string", "description": "The answer, where the task asks for one."}}),
+)

@@ -1,0 +1,65 @@
+"""What files were before they were edited, within bounds."""
+
+from collections import OrderedDict
+
+#: Versions kept of one file; files; bytes of all versions of all files.
+VERSIONS_LIMIT = 20
+FILES_LIMIT = 1000
+BYTES_LIMIT = 64 * 1024 * 1024
+
+
+class UndoHistory:
+    """Versions of files, newest last; the files edited longest ago are forgotten first. Pure.
+
+    Args:
+        versions_limit: versions kept of one file.
+        files_limit: files remembered.
+        bytes_limit: bytes of all versions together.
+    """
+
+    def __init__(
+        self,
+        versions_limit: int = VERSIONS_LIMIT,
+        files_limit: int = FILES_LIMIT,
+        bytes_limit: int = BYTES_LIMIT,
+    ) -> None:
+        self._versions_limit = versions_limit
+        self._files_limit = files_limit
+        self._bytes_limit = bytes_limit
+        self._bytes = 0
+        # A version is None where there was no file.
+        self._files: OrderedDict[str, list[bytes | None]] = OrderedDict()
+
+    def has(self, path: str) -> bool:
+        """Whether `pop` has something to give."""
+        return path in self._files
+
+    def push(self, path: str, version: bytes | None) -> None:
+        """Remember what `path` held before an edit."""
+        versions = self._files.setdefault(path, [])
+        self._files.move_to_end(path)
+        versions.append(version)
+        self._bytes += len(version or b"")
+        if len(versions) > self._versions_limit:
+            self._bytes -= len(versions.pop(0) or b"")
+        while self._bytes > self._bytes_limit or len(self._files) > self._files_limit:
+            self._forget_oldest()
+
+    def pop(self, path: str) -> bytes | None:
+        """Take back the newest version of `path`.
+
+        Raises:
+            KeyError: there is none.
+        """
+        versions = self._files[path]
+        version = versions.pop()
+        self._bytes -= len(version or b"")
+        if not versions:
+            del self._files[path]
+        return version
+
+    def _forget_oldest(self) -> None:
+        path, versions = next(iter(self._files.items()))
+        self._bytes -= len(versions.pop(0) or b"")
+        if not versions:
+            del self._files[path]

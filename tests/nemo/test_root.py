@@ -1,0 +1,83 @@
+"""The folder in which NeMo Gym finds the environments of a checkout."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from prorl_envs.errors import InputError
+from prorl_envs.nemo.root import gym_root
+
+FAMILIES = ("bash", "ipython", "swebench")
+
+
+@pytest.fixture
+def venv(tmp_path: Path) -> Path:
+    """A virtual environment into which nothing of ours is installed."""
+    path = tmp_path / "venv"
+    (path / "bin").mkdir(parents=True)
+    (path / "bin" / "python").symlink_to(sys.executable)
+    (path / "bin" / "activate").touch()
+    return path
+
+
+def test_every_family_is_found_under_its_server_name(tmp_path: Path, venv: Path) -> None:
+    root = gym_root(tmp_path / "root", venv=venv)
+    for name in FAMILIES:
+        server = root.path / "resources_servers" / f"prorl_{name}"
+        for part in ("app.py", "requirements.txt", f"configs/prorl_{name}.yaml", "data/nemo_example.jsonl"):
+            assert (server / part).is_file(), f"{server / part}"
+
+
+def test_no_project_file_lies_at_or_above_a_servers_folder(tmp_path: Path, venv: Path) -> None:
+    """NeMo Gym resolves links, and takes a folder with one two levels up for its own checkout."""
+    root = gym_root(tmp_path / "root", venv=venv)
+    for server in (root.path / "resources_servers").iterdir():
+        assert not (server.resolve() / "../../pyproject.toml").exists()
+
+
+def test_every_server_finds_the_prepared_virtual_environment(tmp_path: Path, venv: Path) -> None:
+    root = gym_root(tmp_path / "root", venv=venv)
+    (flag,) = (flag for flag in root.flags if flag.startswith("+uv_venv_dir="))
+    tree = Path(flag.partition("=")[2])
+    servers = ["responses_api_agents/simple_agent", "responses_api_models/openai_model"]
+    for server in [*servers, *(f"resources_servers/prorl_{name}" for name in FAMILIES)]:
+        assert (tree / server / ".venv" / "bin" / "activate").exists()
+
+
+def test_again_it_changes_nothing_and_drops_what_is_gone(tmp_path: Path, venv: Path) -> None:
+    first = gym_root(tmp_path / "root", venv=venv)
+    stale = first.path / "resources_servers" / "prorl_bash" / "gone.py"
+    stale.symlink_to(tmp_path / "gone.py")
+    assert gym_root(tmp_path / "root", venv=venv) == first
+    assert not stale.is_symlink()
+
+
+def test_where_the_package_is_installed_its_servers_are_not_found_twice(tmp_path: Path, venv: Path) -> None:
+    gym_root(tmp_path / "root", venv=venv)
+    installed = venv / "lib" / "python3.12" / "site-packages" / "resources_servers" / "prorl_bash"
+    installed.mkdir(parents=True)
+    (installed / "app.py").touch()
+    root = gym_root(tmp_path / "root", venv=venv)
+    assert not (root.path / "resources_servers" / "prorl_bash").exists()
+    assert (root.path / "venvs" / "resources_servers" / "prorl_bash" / ".venv").exists()
+
+
+def test_a_root_with_a_project_file_is_refused(tmp_path: Path, venv: Path) -> None:
+    (tmp_path / "pyproject.toml").touch()
+    with pytest.raises(InputError, match=r"pyproject\.toml"):
+        gym_root(tmp_path, venv=venv)
+
+
+def test_a_python_without_a_virtual_environment_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="not a virtual environment"):
+        gym_root(tmp_path / "root", venv=tmp_path)
+
+
+def test_a_file_in_the_way_is_named(tmp_path: Path, venv: Path) -> None:
+    taken = tmp_path / "root" / "resources_servers" / "prorl_bash" / "app.py"
+    taken.parent.mkdir(parents=True)
+    taken.write_text("mine")
+    with pytest.raises(InputError, match="in the way"):
+        gym_root(tmp_path / "root", venv=venv)
+    assert taken.read_text() == "mine"

@@ -1,0 +1,250 @@
+"""The bash family behind NeMo Gym's routes: a real server, real sandboxes, real HTTP."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("nemo_gym", reason="run by scripts/test-nemo.sh in an environment of its own")
+
+from nemo_gym.config_types import BaseServerConfig
+from nemo_gym.server_utils import ServerClient
+from omegaconf import OmegaConf
+
+from prorl_envs.nemo.rows import blank, nemo_row
+from prorl_envs.nemo.server import KNOWS_MASKS, EnvironmentServer, EnvironmentServerConfig
+from prorl_envs.testing.serving import served
+
+pytestmark = pytest.mark.nemo
+
+TASK = {
+    "id": "greet",
+    "instruction": "Write 'hello' into greeting.txt.",
+    "checks": [{"type": "file_equals", "path": "greeting.txt", "text": "hello"}],
+}
+EASY = TASK | {"id": "easy", "checks": [{"type": "file_absent", "path": "nothing"}]}
+SOLVE = "printf hello > greeting.txt"
+
+
+@contextmanager
+def serving(**settings: Any) -> Iterator[str]:
+    head = BaseServerConfig(host="127.0.0.1", port=0)
+    config = EnvironmentServerConfig(
+        name="prorl_bash",
+        host="127.0.0.1",
+        port=0,
+        entrypoint="app.py",
+        domain="agent",
+        environment="bash",
+        **settings,
+    )
+    client = ServerClient(head_server_config=head, global_config_dict=OmegaConf.create({}))
+    server = EnvironmentServer(config=config, server_client=client)
+    with served(server.setup_webserver()) as url:
+        yield url
+
+
+@contextmanager
+def client(**settings: Any) -> Iterator[httpx.Client]:
+    """An agent's side: it keeps the cookies."""
+    with serving(**settings) as url, httpx.Client(base_url=url, timeout=60) as agent:
+        yield agent
+
+
+def row(task: dict[str, Any]) -> dict[str, Any]:
+    return nemo_row(blank("bash"), task)
+
+
+def answer(*calls: tuple[str, str]) -> dict[str, Any]:
+    """A model's answer with tool calls of name and arguments; without any, a closing text."""
+    text = {"type": "output_text", "text": "Done.", "annotations": []}
+    message = {"type": "message", "id": "m", "role": "assistant", "status": "completed", "content": [text]}
+    items = [
+        {"type": "function_call", "id": f"f{n}", "call_id": f"c{n}", "name": name, "arguments": arguments}
+        for n, (name, arguments) in enumerate(calls)
+    ]
+    return {
+        "id": "r",
+        "object": "response",
+        "created_at": 0,
+        "model": "m",
+        "output": items or [message],
+        "parallel_tool_calls": False,
+        "tool_choice": "auto",
+        "tools": [],
+    }
+
+
+def bash(command: str) -> tuple[str, str]:
+    return "bash", json.dumps({"command": command})
+
+
+def verify(agent: httpx.Client, task: dict[str, Any] = TASK) -> httpx.Response:
+    return agent.post("/verify", json=row(task) | {"response": answer()})
+
+
+def seed(agent: httpx.Client, task: dict[str, Any] = TASK) -> httpx.Response:
+    return agent.post("/seed_session", json=row(task))
+
+
+def test_an_episode_runs_from_seed_to_reward() -> None:
+    with client() as agent:
+        assert seed(agent).status_code == 200
+        assert agent.post("/bash", json={"command": "x=1; echo one"}).text.strip() == "one"
+        assert agent.post("/bash", json={"command": "echo $x"}).text.strip() == "1"  # the shell stays
+        agent.post("/bash", json={"command": SOLVE})
+        verdict = verify(agent).json()
+        assert verdict["reward"] == 1.0
+        assert (verdict["task_id"], verdict["environment"]) == ("greet", "bash")
+        assert verdict["evidence"] and verdict["reward_components"]
+        assert verdict["mask_sample"] is False and verdict["failure_kind"] is None
+        assert verify(agent).json()["reward"] == 1.0  # NeMo Gym repeats a request whose connection broke
+
+
+def test_an_untouched_workspace_scores_nothing() -> None:
+    with client() as agent:
+        seed(agent)
+        assert verify(agent).json()["reward"] == 0.0
+
+
+def test_two_agents_do_not_meet() -> None:
+    with serving() as url, httpx.Client(base_url=url) as one, httpx.Client(base_url=url) as other:
+        seed(one)
+        seed(other)
+        one.post("/bash", json={"command": SOLVE})
+        assert (verify(one).json()["reward"], verify(other).json()["reward"]) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("tool", "content", "says"),
+    [
+        ("bash", b'{"command": ', "not valid JSON"),
+        ("bash", b'["ls"]', "must be a JSON object"),
+        ("bash", b"{}", "command"),
+        ("bash", b'{"command": 3}', "command"),
+        ("no_such_tool", b"{}", "no tool"),
+    ],
+)
+def test_what_the_model_got_wrong_is_told_to_the_model(tool: str, content: bytes, says: str) -> None:
+    with client() as agent:
+        seed(agent)
+        reply = agent.post(f"/{tool}", content=content)
+        assert (reply.status_code, says in reply.text) == (200, True), reply.text
+        agent.post("/bash", json={"command": SOLVE})
+        assert verify(agent).json()["reward"] == 1.0
+
+
+def test_a_model_that_posts_to_the_servers_own_routes_gains_nothing() -> None:
+    """An agent posts to whatever route the model names."""
+    with client() as agent:
+        seed(agent)
+        assert seed(agent, EASY).status_code == 422
+        assert agent.post("/reset", json=row(EASY)).status_code == 422
+        assert verify(agent, EASY).json()["reward"] == 0.0
+        assert agent.post("/bash", json={"command": SOLVE}).status_code == 422
+        assert verify(agent).json()["reward"] == 0.0
+
+
+def test_a_bad_row_is_the_callers_mistake_and_names_the_field() -> None:
+    with client() as agent:
+        reply = agent.post("/seed_session", json={})
+        assert reply.status_code == 422
+        assert "verifier_metadata.task" in reply.json()["error"]["message"]
+
+
+BROKEN = TASK | {"setup": "exit 3"}
+
+
+def test_a_failure_of_ours_is_an_http_error_where_it_cannot_be_masked() -> None:
+    with client(failures="error") as agent:
+        reply = seed(agent, BROKEN)
+        assert reply.status_code == 500
+        assert reply.json()["error"]["kind"] == "prorl:environment"
+        reply = verify(agent, BROKEN)
+        assert reply.status_code == 500 and "reward" not in reply.json()
+
+
+def test_a_failure_of_ours_is_masked_where_it_can_be() -> None:
+    with client(failures="mask") as agent:
+        assert seed(agent, BROKEN).status_code == 200
+        told = agent.post("/bash", json={"command": "ls"})
+        assert told.status_code >= 500 and "setup" not in told.text  # the model learns nothing of why
+        verdict = verify(agent, BROKEN).json()
+        assert (verdict["mask_sample"], verdict["failure_kind"]) == (True, "prorl:environment")
+        assert "setup failed" in verdict["failure_reason"]
+        assert KNOWS_MASKS or verdict["_ng_failure_class"] == "prorl:environment"
+
+
+def test_by_default_failures_are_masked_only_where_nemo_gym_knows_masks() -> None:
+    with client() as agent:
+        assert (seed(agent, BROKEN).status_code == 200) is KNOWS_MASKS
+
+
+def test_a_verdict_on_no_session_is_no_reward() -> None:
+    with client(failures="error") as agent:
+        reply = verify(agent)
+        assert (reply.status_code, reply.json()["error"]["kind"]) == (500, "session_lost")
+
+
+def test_masked_samples_stay_out_of_the_metrics() -> None:
+    with client() as agent:
+        base = {"_ng_task_index": 0, "mask_sample": False}
+        good = base | {"_ng_rollout_index": 0, "reward": 1.0}
+        masked = base | {"_ng_rollout_index": 1, "reward": 0.0, "mask_sample": True}
+        reply = agent.post("/aggregate_metrics", json={"verify_responses": [good, masked]})
+        assert reply.json()["agent_metrics"]["mean/reward"] == 1.0
+
+
+def step(agent: httpx.Client, *calls: tuple[str, str]) -> dict[str, Any]:
+    reply = agent.post("/step", json=row(TASK) | {"response": answer(*calls)})
+    reply.raise_for_status()
+    body = reply.json()
+    assert isinstance(body, dict)
+    return body
+
+
+def test_an_episode_can_be_stepped() -> None:
+    with client() as agent:
+        assert agent.post("/reset", json=row(TASK)).json() == {
+            "observation": None,
+            "info": {"task_id": "greet"},
+        }
+        first = step(agent, bash("echo one"), ("bash", "{"))
+        outputs = first["info"]["tool_outputs"]
+        assert [output["call_id"] for output in outputs] == ["c0", "c1"]
+        assert outputs[0]["output"].strip() == "one" and "not valid JSON" in outputs[1]["output"]
+        assert (first["reward"], first["terminated"], first["truncated"]) == (0.0, False, False)
+        step(agent, bash(SOLVE))
+        last = step(agent)
+        assert (last["reward"], last["terminated"], last["truncated"]) == (1.0, True, False)
+        assert last["info"]["evidence"]
+
+
+def test_the_finishing_tool_ends_a_stepped_episode() -> None:
+    with client() as agent:
+        agent.post("/reset", json=row(TASK))
+        last = step(agent, bash(SOLVE), ("finish", "{}"))
+        assert (last["reward"], last["terminated"]) == (1.0, True)
+
+
+def test_the_last_turn_is_graded_not_given_up() -> None:
+    with client(max_turns=2) as agent:
+        agent.post("/reset", json=row(TASK))
+        step(agent, bash("ls"))
+        last = step(agent, bash(SOLVE))
+        assert (last["reward"], last["terminated"], last["truncated"]) == (1.0, False, True)
+
+
+def test_episodes_left_open_end_with_the_server() -> None:
+    """The fixture that watches processes, mounts and directories holds the assertion."""
+    with client() as agent:
+        seed(agent)
+        agent.post("/bash", json={"command": "sleep 1000 & disown"})
+
+
+def test_more_than_one_worker_is_refused() -> None:
+    with pytest.raises(ValueError, match="one process"), serving(num_workers=2):
+        pass

@@ -1,0 +1,306 @@
+"""The promises of the sessions of a resources server, on an environment that keeps a note in a directory."""
+
+import asyncio
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prorl_envs.env.base import Environment, Grade, Prompt, Task
+from prorl_envs.env.node import Node
+from prorl_envs.env.rows import validate_row
+from prorl_envs.errors import (
+    Cancelled,
+    FailureKind,
+    GraderError,
+    InputError,
+    RolloutFailure,
+    SandboxError,
+    StageTimeout,
+)
+from prorl_envs.nemo.sessions import SessionExpired, SessionLimits, SessionLost, Sessions, SessionsFull
+from prorl_envs.sandbox.base import Sandbox, SandboxSpec
+from prorl_envs.tools.types import ToolCall, ToolResult, ToolSpec
+
+pytestmark = pytest.mark.anyio
+
+ROW = {"id": "t1", "instruction": "Write the note 'alpha'.", "expected": "alpha"}
+WRITE = ToolSpec("write", "Write the note.", {"type": "object", "properties": {"text": {"type": "string"}}})
+
+
+class NoteTask(Task):
+    """`fault` is where this task's infrastructure fails."""
+
+    expected: str
+    fault: str = ""
+
+
+class Note(Environment[NoteTask]):
+    name = "note"
+    task_type = NoteTask
+
+    def __init__(self, node: Node, root: Path, gate: asyncio.Event) -> None:
+        super().__init__(node)
+        self.root = root
+        self.gate = gate
+        self.path: Path | None = None
+
+    @classmethod
+    def load(cls, row: Mapping[str, Any]) -> NoteTask:
+        return validate_row(NoteTask, row)
+
+    @property
+    def tools(self) -> Sequence[ToolSpec]:
+        return [WRITE]
+
+    async def init(self, task: NoteTask) -> Prompt:
+        self.task = task
+        self.path = self.root / f"note-{id(self)}"
+        self.path.mkdir()
+        await self._may_fail("init")
+        return self.prompt(task)
+
+    async def call(self, call: ToolCall, *, timeout_s: float | None = None) -> ToolResult:
+        await self._may_fail("call")
+        assert self.path is not None
+        (self.path / "note").write_text(str(call.arguments.get("text")))
+        return ToolResult(text="written")
+
+    async def eval(self) -> Grade:
+        await self._may_fail("eval")
+        assert self.path is not None
+        note = self.path / "note"
+        exact = note.exists() and note.read_text() == self.task.expected
+        return Grade(reward=float("nan") if self.task.fault == "nan" else float(exact))
+
+    async def close(self) -> None:
+        if self.path is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    async def _may_fail(self, stage: str) -> None:
+        if self.task.fault == f"{stage}-hangs":
+            await self.gate.wait()
+        if self.task.fault == stage:
+            raise SandboxError(f"the sandbox ended during {stage}")
+        if self.task.fault == f"{stage}-bug":
+            raise ZeroDivisionError("a bug")
+
+
+class _NoSandboxes:
+    name = "none"
+
+    async def start(self, spec: SandboxSpec) -> Sandbox:
+        raise SandboxError("this driver starts nothing")
+
+    async def aclose(self) -> None:
+        pass
+
+
+class House:
+    """Sessions with a directory in which every open episode shows, and a clock of its own."""
+
+    def __init__(self, root: Path, **limits: Any) -> None:
+        self.root = root
+        self.gate = asyncio.Event()
+        self.now = 0.0
+        node = Node(_NoSandboxes(), root)
+        self.sessions = Sessions(
+            lambda: Note(node, root, self.gate), SessionLimits(**limits), clock=lambda: self.now
+        )
+
+    @property
+    def open_episodes(self) -> int:
+        return len(list(self.root.iterdir()))
+
+    async def write(self, session_id: str, text: str) -> ToolResult:
+        return await self.sessions.call(session_id, ToolCall("c", "write", {"text": text}))
+
+
+async def until(condition: Any) -> None:
+    """Let the other tasks run until `condition()`; the test's own time limit bounds it."""
+    while not condition():  # noqa: ASYNC110  (what is awaited is inside the code under test)
+        await asyncio.sleep(0)
+
+
+async def test_an_episode_is_seeded_used_and_graded_and_leaves_nothing(tmp_path: Path) -> None:
+    house = House(tmp_path)
+    prompt = await house.sessions.open("s", ROW)
+    assert prompt.messages[0]["content"] == ROW["instruction"]
+    assert (await house.write("s", "alpha")).text == "written"
+    assert house.open_episodes == 1
+    assert (await house.sessions.grade("s")).reward == 1.0
+    assert house.open_episodes == 0
+    ended = house.sessions.ended("s")
+    assert ended is not None and ended.task_id == "t1"
+
+
+async def test_a_grade_asked_for_again_is_the_same(tmp_path: Path) -> None:
+    house = House(tmp_path)
+    await house.sessions.open("s", ROW)
+    first, second = await asyncio.gather(house.sessions.grade("s"), house.sessions.grade("s"))
+    assert first is second is await house.sessions.grade("s")
+    assert first.reward == 0.0
+
+
+async def test_after_the_grade_nothing_more_can_be_done(tmp_path: Path) -> None:
+    house = House(tmp_path)
+    await house.sessions.open("s", ROW)
+    await house.sessions.grade("s")
+    with pytest.raises(InputError, match="is over"):
+        await house.write("s", "alpha")
+    with pytest.raises(InputError, match="has ended"):
+        await house.sessions.open("s", ROW)
+
+
+async def test_a_model_cannot_exchange_its_task_by_seeding_again(tmp_path: Path) -> None:
+    house = House(tmp_path)
+    await house.sessions.open("s", ROW)
+    with pytest.raises(InputError, match="another task"):
+        await house.sessions.open("s", ROW | {"expected": "easy"})
+    await house.write("s", "easy")
+    assert (await house.sessions.grade("s")).reward == 0.0
+
+
+async def test_the_same_seed_again_finds_the_same_episode(tmp_path: Path) -> None:
+    house = House(tmp_path)
+    await asyncio.gather(house.sessions.open("s", ROW), house.sessions.open("s", dict(ROW)))
+    assert (len(house.sessions), house.open_episodes) == (1, 1)
+    await house.sessions.aclose()
+
+
+async def test_a_wrong_row_names_its_field_and_opens_nothing(tmp_path: Path) -> None:
+    house = House(tmp_path)
+    with pytest.raises(InputError, match="expected"):
+        await house.sessions.open("s", {"id": "t1", "instruction": "x"})
+    assert (len(house.sessions), house.open_episodes) == (0, 0)
+    with pytest.raises(SessionLost):
+        await house.sessions.grade("s")
+
+
+@pytest.mark.parametrize("stage", ["init", "call", "eval"])
+async def test_a_failure_of_ours_ends_the_episode_and_is_never_a_reward(tmp_path: Path, stage: str) -> None:
+    house = House(tmp_path)
+    with pytest.raises(SandboxError, match=stage):
+        await house.sessions.open("s", ROW | {"fault": stage})
+        await house.write("s", "alpha")
+        await house.sessions.grade("s")
+    assert house.open_episodes == 0
+    for _ in range(2):
+        with pytest.raises(SandboxError, match=stage):
+            await house.sessions.grade("s")
+    with pytest.raises(SandboxError, match=stage):
+        await house.write("s", "alpha")
+
+
+async def test_a_bug_in_a_tool_is_loud_and_leaves_a_typed_failure(tmp_path: Path) -> None:
+    house = House(tmp_path)
+    await house.sessions.open("s", ROW | {"fault": "call-bug"})
+    with pytest.raises(ZeroDivisionError):
+        await house.write("s", "alpha")
+    with pytest.raises(RolloutFailure, match="ZeroDivisionError") as caught:
+        await house.sessions.grade("s")
+    assert caught.value.kind is FailureKind.INTERNAL
+    assert house.open_episodes == 0
+
+
+async def test_a_reward_that_is_no_number_is_a_graders_failure(tmp_path: Path) -> None:
+    house = House(tmp_path)
+    await house.sessions.open("s", ROW | {"fault": "nan"})
+    with pytest.raises(GraderError):
+        await house.sessions.grade("s")
+
+
+@pytest.mark.parametrize(("stage", "limit"), [("init", "init_s"), ("eval", "eval_s")])
+async def test_a_stage_that_hangs_is_ended(tmp_path: Path, stage: str, limit: str) -> None:
+    house = House(tmp_path, **{limit: 0.01})
+    with pytest.raises(StageTimeout):
+        await house.sessions.open("s", ROW | {"fault": f"{stage}-hangs"})
+        await house.sessions.grade("s")
+    assert house.open_episodes == 0
+
+
+async def test_idle_episodes_expire_and_busy_ones_do_not(tmp_path: Path) -> None:
+    house = House(tmp_path, idle_s=10)
+    await house.sessions.open("idle", ROW)
+    await house.sessions.open("busy", ROW | {"fault": "call-hangs"})
+    call = asyncio.create_task(house.write("busy", "alpha"))
+    await asyncio.sleep(0)
+    house.now = 11
+    assert await house.sessions.expire() == 1
+    with pytest.raises(SessionExpired):
+        await house.sessions.grade("idle")
+    house.gate.set()
+    await call
+    assert await house.sessions.expire() == 0
+    assert (await house.sessions.grade("busy")).reward == 1.0
+
+
+async def test_episodes_wait_for_a_place_in_order(tmp_path: Path) -> None:
+    house = House(tmp_path, open=1)
+    await house.sessions.open("first", ROW)
+    waiting = [asyncio.create_task(house.sessions.open(name, ROW)) for name in ("second", "third")]
+    await until(lambda: len(house.sessions) == 3)
+    assert house.open_episodes == 1
+    await house.sessions.grade("first")
+    await waiting[0]
+    assert house.open_episodes == 1 and not waiting[1].done()
+    await house.sessions.grade("second")
+    await waiting[1]
+    await house.sessions.aclose()
+    assert house.open_episodes == 0
+
+
+async def test_more_than_may_wait_are_refused_with_a_failure_worth_retrying(tmp_path: Path) -> None:
+    house = House(tmp_path, open=1, waiting=1)
+    await house.sessions.open("first", ROW)
+    second = asyncio.create_task(house.sessions.open("second", ROW))
+    await until(lambda: len(house.sessions) == 2)
+    with pytest.raises(SessionsFull) as caught:
+        await house.sessions.open("third", ROW)
+    assert caught.value.retryable
+    await house.sessions.grade("first")
+    await second
+    await house.sessions.aclose()
+
+
+async def test_a_failed_start_gives_its_place_back(tmp_path: Path) -> None:
+    house = House(tmp_path, open=1)
+    for number in range(3):
+        with pytest.raises(SandboxError):
+            await house.sessions.open(f"s{number}", ROW | {"fault": "init"})
+    await house.sessions.open("good", ROW)
+    await house.sessions.aclose()
+
+
+async def test_a_cancelled_start_leaves_nothing(tmp_path: Path) -> None:
+    house = House(tmp_path)
+    start = asyncio.create_task(house.sessions.open("s", ROW | {"fault": "init-hangs"}))
+    await until(lambda: house.open_episodes == 1)
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    assert house.open_episodes == 0
+    with pytest.raises(Cancelled):
+        await house.sessions.grade("s")
+
+
+async def test_closing_ends_every_episode_and_forgets_no_outcome(tmp_path: Path) -> None:
+    house = House(tmp_path)
+    for name in ("a", "b"):
+        await house.sessions.open(name, ROW)
+    await house.sessions.aclose()
+    assert (len(house.sessions), house.open_episodes) == (0, 0)
+    with pytest.raises(Cancelled):
+        await house.sessions.grade("a")
+
+
+async def test_remembered_outcomes_are_bounded(tmp_path: Path) -> None:
+    house = House(tmp_path, remembered=2)
+    for name in ("a", "b", "c"):
+        await house.sessions.open(name, ROW)
+        await house.sessions.grade(name)
+    assert (await house.sessions.grade("c")).reward == 0.0
+    with pytest.raises(SessionLost):
+        await house.sessions.grade("a")
