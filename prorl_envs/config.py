@@ -8,14 +8,16 @@ import difflib
 import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 from prorl_envs.errors import InputError
 
 PREFIX = "PRORL_"
+
+ExpandedPath = Annotated[Path, AfterValidator(Path.expanduser)]
 
 
 class _Section(BaseModel):
@@ -92,22 +94,25 @@ class ModelSettings(_Section):
 
     servers: tuple[str, ...] = ()
     name: str = ""
-    tokenizer: Path | None = None
+    tokenizer: ExpandedPath | None = None
 
 
 class Settings(_Section):
     """All settings.
 
     Args:
-        cache_dir: node-local directory for what is built once; survives the process.
-        run_dir: directory for results and logs of this run; None makes one for the process.
+        cache_dir: node-local directory for what is built once; survives the process. None takes the user's.
+        run_dir: directory on a local disk below which sandboxes keep their files while they run; None takes
+            the temporary directory.
+        bwrap: bubblewrap program; None takes the package's, else the system's.
     """
 
     service: ServiceSettings = ServiceSettings()
     server: ServerSettings = ServerSettings()
     model: ModelSettings = ModelSettings()
-    cache_dir: Path = Path("~/.cache/prorl-envs")
-    run_dir: Path | None = None
+    cache_dir: ExpandedPath | None = None
+    run_dir: ExpandedPath | None = None
+    bwrap: ExpandedPath | None = None
 
 
 def load_settings(path: Path | None = None, environ: Mapping[str, str] | None = None) -> Settings:
@@ -126,10 +131,9 @@ def load_settings(path: Path | None = None, environ: Mapping[str, str] | None = 
         if name.startswith(PREFIX):
             _override(values, name, text)
     try:
-        settings = Settings.model_validate(values)
+        return Settings.model_validate(values)
     except ValidationError as error:
         raise _explain(error) from error
-    return settings.model_copy(update={"cache_dir": settings.cache_dir.expanduser()})
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -163,7 +167,7 @@ def _is_text(location: tuple[str, ...]) -> bool:
     for part in location:
         field = getattr(annotation, "model_fields", {}).get(part)
         annotation = field.annotation if field else None
-    return annotation in (str, Path, Path | None, SecretStr | None)
+    return annotation in (str, ExpandedPath | None, SecretStr | None)
 
 
 def _yaml_value(name: str, text: str) -> Any:

@@ -12,7 +12,7 @@ import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from prorl_envs.envs.swebench.interpreters import Interpreter
+from prorl_envs.envs.swebench.interpreters import Interpreter, mounts_of
 from prorl_envs.envs.swebench.task import EnvironmentSpec
 from prorl_envs.errors import EnvironmentFault
 from prorl_envs.sandbox.probe import find_bwrap
@@ -27,7 +27,16 @@ SDIST = f"{CONDA}/sdist"
 TIMEOUT_S = 600.0
 _KEPT_OUTPUT = 20_000
 #: What tells pip where the packages are, and how to get there.
-_PASSED = ("PIP_", "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "SSL_CERT_")
+_PASSED = (
+    "PIP_",
+    "http_proxy",
+    "https_proxy",
+    "no_proxy",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "NO_PROXY",
+    "SSL_CERT_",
+)
 #: Name resolution and certificate authorities; no keys.
 _ETC = (
     *("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl/certs", "/etc/ssl/openssl.cnf"),
@@ -77,7 +86,10 @@ async def _drain(process: asyncio.subprocess.Process) -> bytes:
 
 
 def _fault(spec: EnvironmentSpec, output: str) -> EnvironmentFault:
-    if any(sign in output for sign in ("Failed to establish a new connection", "NewConnectionError", "Max retries")):
+    if any(
+        sign in output
+        for sign in ("Failed to establish a new connection", "NewConnectionError", "Max retries")
+    ):
         return EnvironmentFault(
             f"no package index can be reached to fetch {spec.sdist}",
             hint="the first build needs a network; PIP_INDEX_URL and HTTPS_PROXY are honoured",
@@ -94,7 +106,7 @@ def _jail(folder: Path, interpreter: Interpreter) -> Iterator[str]:
     for path in _ETC:
         yield from ("--ro-bind-try", str(Path(path).resolve()), path)
     yield from ("--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--dir", "/home/agent")
-    for mount in interpreter.mounts:
+    for mount in mounts_of(interpreter.prefix):
         yield from ("--ro-bind", str(mount.source), mount.target)
     environment = _environment(os.environ)
     for name in ("PIP_CERT", "SSL_CERT_FILE"):
@@ -122,7 +134,7 @@ def _script(spec: EnvironmentSpec, interpreter: Interpreter) -> str:
         (
             "set -euo pipefail",
             f"{shlex.quote(str(interpreter.executable))} -m venv --without-pip {VENV}",
-            f"bundled() {{ PYTHONPATH={shlex.quote(str(interpreter.pip))} {VENV}/bin/python -m pip \"$@\"; }}",
+            f'bundled() {{ PYTHONPATH={shlex.quote(str(interpreter.pip))} {VENV}/bin/python -m pip "$@"; }}',
             f"bundled wheel --quiet --no-deps --use-pep517 --wheel-dir {WHEELS} {pins}",
             f"bundled install --quiet --no-deps --no-index --find-links {WHEELS} {pins}",
             f"{VENV}/bin/python -m pip download --quiet --no-deps --no-build-isolation --no-binary :all: "

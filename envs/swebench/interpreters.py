@@ -46,12 +46,14 @@ class Interpreter:
     def minor(self) -> str:
         return self.version.rpartition(".")[0]
 
-    @property
-    def mounts(self) -> tuple[Mount, ...]:
-        """What makes it run in a sandbox, under the path it has outside: a venv names its interpreter."""
-        if self.prefix.is_relative_to("/usr"):
-            return ()
-        return (Mount(source=self.prefix, target=str(self.prefix)),)
+
+def mounts_of(prefix: Path) -> tuple[Mount, ...]:
+    """What makes an interpreter run in a sandbox, under the path it has outside: a venv names its interpreter.
+
+    Args:
+        prefix: its installation. What lies in /usr is visible in every sandbox.
+    """
+    return () if prefix.is_relative_to("/usr") else (Mount(source=prefix, target=str(prefix)),)
 
 
 async def choose(minors: Sequence[str]) -> Interpreter:

@@ -139,7 +139,9 @@ class Verdict:
         return self.fixed == len(self.fail_to_pass) and self.kept == len(self.pass_to_pass)
 
 
-def judge(fail_to_pass: Iterable[str], pass_to_pass: Iterable[str], statuses: Mapping[str, Status]) -> Verdict:
+def judge(
+    fail_to_pass: Iterable[str], pass_to_pass: Iterable[str], statuses: Mapping[str, Status]
+) -> Verdict:
     """Compare what was expected with what the log says."""
     return Verdict(
         {test: status_of(test, statuses) for test in fail_to_pass},

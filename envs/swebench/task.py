@@ -4,7 +4,15 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 from unidiff import PatchSet
 from unidiff.errors import UnidiffParseError
 
@@ -48,7 +56,9 @@ Text = Annotated[str, Field(min_length=1, max_length=2_000_000), AfterValidator(
 Patch = Annotated[str, Field(min_length=1, max_length=2_000_000), AfterValidator(_patch)]
 Command = Annotated[str, Field(min_length=1, max_length=10_000), AfterValidator(_encodable)]
 #: An exact version and nothing else: a row cannot smuggle in an option, an address or a path.
-Pin = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9][A-Za-z0-9.!+_]*$")]
+Pin = Annotated[
+    str, Field(max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9][A-Za-z0-9.!+_]*$")
+]
 Minor = Annotated[str, Field(pattern=r"^3\.\d{1,2}$")]
 Test = Annotated[str, Field(min_length=1, max_length=10_000)]
 Tests = Annotated[tuple[Test, ...], Field(max_length=100_000), BeforeValidator(_json_list)]
@@ -124,7 +134,9 @@ class SwebenchTask(Task):
     @model_validator(mode="after")
     def _gradable(self) -> "SwebenchTask":
         if self.log_parser not in PARSERS:
-            raise ValueError(f"log_parser: no parser {self.log_parser!r}; known: {', '.join(sorted(PARSERS))}")
+            raise ValueError(
+                f"log_parser: no parser {self.log_parser!r}; known: {', '.join(sorted(PARSERS))}"
+            )
         for marker in (START_MARKER, END_MARKER):
             if self.eval_script.count(marker) != 1:
                 raise ValueError(f"eval_script: {marker!r} must be in it exactly once")

@@ -4,15 +4,21 @@ Exit status: 0 done; 1 the command ran and its outcome is bad; 2 wrong input or 
 130 interrupted.
 """
 
+import asyncio
+import os
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from prorl_envs import __version__
 from prorl_envs.cli.console import out, report
 from prorl_envs.errors import InputError, ProrlError
+
+if TYPE_CHECKING:
+    from prorl_envs.config import Settings
 
 cli = typer.Typer(
     name="prorl-envs",
@@ -56,6 +62,174 @@ def show(
         what = "no result" if not chosen else f"{len(chosen)} results"
         raise InputError(f"{what} of {results} match {job!r}", hint=f"prorl-envs show {results} lists them")
     out.print(render(chosen[0]))
+
+
+LlmOption = Annotated[
+    list[str] | None,
+    typer.Option("--llm", help="Base URL of a vLLM server, such as http://host:8000/v1. May be repeated."),
+]
+TokenizerOption = Annotated[
+    str | None,
+    typer.Option(help="Folder or Hub name of the model's tokenizer; by default the served model's name."),
+]
+ModelOption = Annotated[str | None, typer.Option("--model", help="Model name, as the server knows it.")]
+ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML file with settings.")]
+
+
+def _settings(config: Path | None) -> "Settings":
+    from prorl_envs.config import load_settings
+
+    return load_settings(config, os.environ)
+
+
+@cli.command()
+def demo(
+    llm: LlmOption = None,
+    tokenizer: TokenizerOption = None,
+    model: ModelOption = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Episodes per task.")] = None,
+    tasks: Annotated[int | None, typer.Option(min=1, help="Most tasks per family.")] = None,
+    swebench: Annotated[int, typer.Option(min=0, help="SWE-bench instances; they are built first.")] = 3,
+    seed: Annotated[int, typer.Option(help="Seed of the script.")] = 0,
+    mix: Annotated[str | None, typer.Option(help="Scripted behaviours, such as solve=2,wrong=1.")] = None,
+    out_dir: Annotated[Path, typer.Option("--out", help="Where the trajectories go.")] = Path("runs/demo"),
+    config: ConfigOption = None,
+) -> None:
+    """Run real rollouts end to end on this machine; by default a scripted model plays known solutions."""
+    from prorl_envs.cli.compose import connect
+    from prorl_envs.cli.demo import FAMILIES, DemoOptions, demo
+    from prorl_envs.cli.running import run
+    from prorl_envs.testing.scripted import Mix
+
+    limits = {name: tasks for name in FAMILIES if tasks is not None} | {"swebench": swebench}
+    options = DemoOptions(samples=samples, tasks=limits, seed=seed)
+    if mix is not None:
+        options = replace(options, mix=Mix.parse(mix))
+
+    async def main() -> bool:
+        given = await connect(llm, tokenizer=tokenizer, name=model, api_key=_api_key()) if llm else None
+        return await demo(_settings(config), options, out_dir, given)
+
+    if not run(main()):
+        raise typer.Exit(1)
+
+
+@cli.command()
+def serve(
+    llm: LlmOption = None,
+    tokenizer: TokenizerOption = None,
+    model: ModelOption = None,
+    host: Annotated[str | None, typer.Option(help="Address to bind; off loopback a token is needed.")] = None,
+    port: Annotated[int | None, typer.Option(help="TCP port; 0 takes a free one.")] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Serve rollouts over HTTP until a signal."""
+    from prorl_envs.cli.compose import connect
+    from prorl_envs.cli.serving import serve
+
+    settings = _settings(config)
+    address = {key: value for key, value in (("host", host), ("port", port)) if value is not None}
+    settings = settings.model_copy(update={"server": settings.server.model_copy(update=address)})
+    servers = llm or list(settings.model.servers)
+    if not servers:
+        raise InputError(
+            "no model server is named", hint="--llm http://host:8000/v1, or model.servers in the file"
+        )
+    folder = tokenizer or (str(settings.model.tokenizer) if settings.model.tokenizer else None)
+
+    async def main() -> None:
+        behind = await connect(
+            servers, tokenizer=folder, name=model or settings.model.name or None, api_key=_api_key()
+        )
+        await serve(settings, behind)
+
+    asyncio.run(main())
+
+
+@cli.command()
+def run(
+    environment: Annotated[str, typer.Argument(help="Environment family.")],
+    llm: LlmOption = None,
+    tokenizer: TokenizerOption = None,
+    model: ModelOption = None,
+    data: Annotated[
+        Path | None, typer.Option(help="JSONL of task rows; by default the family's examples.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Episodes per task.")] = 1,
+    limit: Annotated[int | None, typer.Option(min=1, help="Most tasks.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
+    max_turns: Annotated[int, typer.Option(min=1, help="Most model calls per episode.")] = 30,
+    out_dir: Annotated[Path, typer.Option("--out", help="Where the trajectories go.")] = Path("runs/run"),
+    service: Annotated[str | None, typer.Option(help="URL of a running rollout service.")] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Run episodes of a family with your model, here or on a running service."""
+    from prorl_envs.cli import run as command
+    from prorl_envs.cli.running import run
+    from prorl_envs.policy.types import Sampling
+    from prorl_envs.rollout.types import AgentLimits
+
+    requests = command.requests(
+        environment,
+        data,
+        limit=limit,
+        samples=samples,
+        sampling=Sampling(temperature=temperature),
+        limits=AgentLimits(max_turns=max_turns),
+    )
+    if service is not None:
+        run(command.on_service(service, os.environ.get("PRORL_SERVER__TOKEN"), requests, out_dir))
+        return
+    if not llm:
+        raise InputError("no model server is named", hint="--llm http://host:8000/v1, or --service URL")
+    run(command.here(_settings(config), llm, tokenizer, model, _api_key(), requests, out_dir))
+
+
+@cli.command()
+def play(
+    environment: Annotated[str, typer.Argument(help="Environment family.")],
+    task: Annotated[str | None, typer.Argument(help="Task id; by default the first.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="JSONL of task rows; by default the family's examples.")
+    ] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Solve a task yourself: you are the model."""
+    from prorl_envs.cli.play import play
+    from prorl_envs.cli.running import run
+
+    run(play(_settings(config), environment, task, data))
+
+
+@cli.command()
+def validate(
+    environment: Annotated[str, typer.Argument(help="Environment family.")],
+    data: Annotated[
+        Path | None, typer.Argument(help="JSONL of task rows; by default the family's examples.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Episodes at a time.")] = 4,
+    config: ConfigOption = None,
+) -> None:
+    """Check a data file without a model: references score 1, untouched workspaces 0, twice the same."""
+    from prorl_envs.cli.running import run
+    from prorl_envs.cli.validate import validate_file
+
+    if not run(validate_file(_settings(config), environment, data, jobs)):
+        raise typer.Exit(1)
+
+
+@cli.command()
+def doctor() -> None:
+    """Say what this machine can do, and what is missing."""
+    from prorl_envs.cli.doctor import doctor
+    from prorl_envs.cli.running import run
+
+    if not run(doctor(_settings(None))):
+        raise typer.Exit(1)
+
+
+def _api_key() -> str | None:
+    return os.environ.get("OPENAI_API_KEY") or None
 
 
 def app() -> None:

@@ -97,6 +97,11 @@ class Environment[TaskT: Task](ABC):
             InputError: names the field that is wrong.
         """
 
+    @classmethod
+    def unavailable(cls, task: TaskT) -> str:
+        """Why this machine cannot run `task` (a missing interpreter, say), or "" where it can. May block."""
+        return ""
+
     @property
     @abstractmethod
     def tools(self) -> Sequence[ToolSpec]:

@@ -51,7 +51,7 @@ def read_tasks[TaskT: Task](load: Callable[[Mapping[str, Any]], TaskT], path: Pa
     """
     tasks: list[TaskT] = []
     line_of: dict[str, int] = {}
-    for number, row in _rows(path):
+    for number, row in rows(path):
         try:
             task = load(row)
         except InputError as error:
@@ -68,7 +68,12 @@ def read_tasks[TaskT: Task](load: Callable[[Mapping[str, Any]], TaskT], path: Pa
     return tasks
 
 
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a JSONL file with their line numbers.
+
+    Raises:
+        InputError: as `read_tasks`.
+    """
     try:
         with path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):

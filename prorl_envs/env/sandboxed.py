@@ -159,12 +159,16 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
 
     def _finish(self, call: ToolCall) -> ToolResult:
         answer = call.arguments.get("answer", "")
-        text = answer if isinstance(answer, str) else repr(answer)
-        if len(text) > MAX_ANSWER_CHARS:
+        # Models hand in 42 as readily as "42"; the bound keeps out what no number's text should be.
+        if isinstance(answer, int | float) and abs(answer) < 2**53:
+            answer = str(answer)
+        if not isinstance(answer, str) or call.arguments.keys() - {"answer"}:
+            return ToolResult(text="finish takes one argument, answer, a text.", ok=False)
+        if len(answer) > MAX_ANSWER_CHARS:
             return ToolResult(text=f"The answer is longer than {MAX_ANSWER_CHARS} characters.", ok=False)
-        self._answer = text
+        self._answer = answer
         self._phase = Phase.FINISHED
-        return ToolResult(text="Finished.", data={"answer": text})
+        return ToolResult(text="Finished.", data={"answer": answer})
 
     def _here(self, action: str) -> Workplace:
         if self._place is None:

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium
 from gymnasium.error import ResetNeeded
@@ -62,7 +62,7 @@ class TaskEnv(gymnasium.Env[str, str]):
         InputError: there is no such family, or the data is wrong.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"]}
+    metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 1}  # noqa: RUF012 - its base's shape
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class TaskEnv(gymnasium.Env[str, str]):
         except RolloutFailure as failure:
             return self._fail(failure)
 
-    def render(self) -> str | None:  # type: ignore[override]
+    def render(self) -> str | None:
         """The episode so far, where the render mode is `ansi`."""
         return "\n".join(self._transcript) if self.render_mode == "ansi" else None
 
@@ -196,9 +196,13 @@ class TaskEnv(gymnasium.Env[str, str]):
         return observation, float(grade.reward), finished, not finished, info
 
     def _fail(self, failure: RolloutFailure) -> Step:
-        self._end_episode()
+        info = self._info(**_error_info(failure))
+        try:
+            self._end_episode()
+        except RolloutFailure as second:
+            info["error"]["message"] += f"; then closing failed: {second.message}"
         observation = self._show("The environment failed. This episode is over.")
-        return observation, 0.0, False, True, self._info(**_error_info(failure))
+        return observation, 0.0, False, True, info
 
     def _end_episode(self) -> None:
         episode, self._episode = self._episode, None

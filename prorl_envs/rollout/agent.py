@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from prorl_envs.clock import Clock
 from prorl_envs.env.base import Message, Prompt
 from prorl_envs.errors import ModelError
+from prorl_envs.policy.pool import ModelPool
 from prorl_envs.policy.types import AssistantTurn, ModelClient, Renderer, Sampled, Sampling
 from prorl_envs.rollout.ledger import Ledger
 from prorl_envs.rollout.types import AgentLimits, StopReason
@@ -85,8 +86,12 @@ class Agent:
         """
         episode = _Episode(self, environment, prompt, transcript, limits, sampling, session)
         reason = None
-        while reason is None:
-            reason = await episode.turn()
+        try:
+            while reason is None:
+                reason = await episode.turn()
+        finally:
+            if isinstance(self.model, ModelPool):
+                self.model.forget(session)
         return reason
 
 

@@ -14,8 +14,9 @@ Three rules:
 - back-pressure is one number: at most `live` jobs exist between the start of INIT and the end of close.
   Only INIT is held back by it, so whatever stage is slow, work behind it goes on, and the sandboxes
   waiting in front of it are bounded;
-- within a queue, groups take turns, and jobs of one group go in order of arrival. A group of a thousand
-  therefore never delays a group of one by more than one job.
+- within a queue, groups are served in order of arrival, and at most `TURN` jobs of one group in a row. An
+  ordinary group is so completed before the next one begins, which is what a trainer waits for, and a group
+  of a thousand delays a group of one by one turn.
 """
 
 from collections import OrderedDict, deque
@@ -24,6 +25,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from prorl_envs.rollout.types import JobState, Stage
+
+#: Jobs of one group served in a row: the usual size of a group.
+TURN = 16
 
 _NEXT = {Stage.INIT: Stage.RUN, Stage.RUN: Stage.EVAL}
 
@@ -104,11 +108,18 @@ class _Job:
 
 
 class FairQueue:
-    """Jobs waiting for one stage: groups take turns, a group's jobs go in order of arrival."""
+    """Jobs waiting for one stage: groups in order of arrival, at most `turn` jobs of one in a row, and a
+    group's jobs in order of arrival.
 
-    def __init__(self) -> None:
+    Args:
+        turn: jobs of one group served before the next group's turn.
+    """
+
+    def __init__(self, turn: int = TURN) -> None:
+        self._turn = turn
         self._groups: OrderedDict[str, deque[str]] = OrderedDict()
         self._length = 0
+        self._served = 0  # jobs of the first group in this turn
 
     def __len__(self) -> int:
         return self._length
@@ -121,9 +132,12 @@ class FairQueue:
         group, jobs = next(iter(self._groups.items()))
         job = jobs.popleft()
         self._length -= 1
-        self._groups.move_to_end(group)
+        self._served += 1
         if not jobs:
-            del self._groups[group]
+            self._drop(group)
+        elif self._served >= self._turn:
+            self._groups.move_to_end(group)
+            self._served = 0
         return job
 
     def remove(self, job: str, group: str) -> None:
@@ -131,7 +145,12 @@ class FairQueue:
         jobs.remove(job)
         self._length -= 1
         if not jobs:
-            del self._groups[group]
+            self._drop(group)
+
+    def _drop(self, group: str) -> None:
+        if group == next(iter(self._groups)):
+            self._served = 0
+        del self._groups[group]
 
 
 class Scheduler:

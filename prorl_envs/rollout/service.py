@@ -15,11 +15,12 @@ from prorl_envs.config import ServiceSettings
 from prorl_envs.env.base import Task
 from prorl_envs.env.node import Node
 from prorl_envs.errors import InputError
+from prorl_envs.policy.pool import ModelPool
 from prorl_envs.policy.types import ModelClient, Renderer
+from prorl_envs.policy.vllm import base_url
 from prorl_envs.rollout.agent import Agent
 from prorl_envs.rollout.engine import Engine
 from prorl_envs.rollout.errors import Conflict, Full, NotFound, Unavailable
-from prorl_envs.rollout.models import ModelServers
 from prorl_envs.rollout.scheduler import Limits, Scheduler
 from prorl_envs.rollout.stages import Family
 from prorl_envs.rollout.statistics import group_statistics
@@ -252,17 +253,41 @@ class RolloutService:
         ]
 
     def model_servers(self) -> list[ModelServerView]:
-        return list(self.model.servers()) if isinstance(self.model, ModelServers) else []
+        """The model servers, where the model is a pool of them."""
+        if not isinstance(self.model, ModelPool):
+            return []
+        return [
+            ModelServerView(
+                url=server.url,
+                in_flight=server.in_flight,
+                sessions=server.sessions,
+                healthy=server.failures == 0,
+                draining=server.draining,
+            )
+            for server in self.model.servers
+        ]
 
     async def add_model_server(self, url: str) -> list[ModelServerView]:
-        """Raises: InputError: not a URL, or this service's model is fixed."""
-        await self._model_servers().add_server(url)
+        """Offer a further model server to new rollouts. Adding one again changes nothing.
+
+        Raises:
+            InputError: not a URL.
+            Conflict: this service's model is no pool.
+        """
+        self._pool().add(url)
         return self.model_servers()
 
     async def remove_model_server(self, url: str) -> list[ModelServerView]:
-        """Raises: NotFound; InputError: this service's model is fixed."""
-        if not await self._model_servers().remove_server(url):
+        """Give a model server no more turns; those in flight end.
+
+        Raises:
+            NotFound: it is not there.
+            InputError, Conflict: as for adding.
+        """
+        pool = self._pool()
+        if base_url(url) not in {server.url for server in pool.servers}:
             raise NotFound(f"no model server {url!r}")
+        await pool.remove(url)
         return self.model_servers()
 
     # Jobs.
@@ -322,8 +347,8 @@ class RolloutService:
             attempts=self._engine.attempts(job),
         )
 
-    def _model_servers(self) -> ModelServers:
-        if not isinstance(self.model, ModelServers):
+    def _pool(self) -> ModelPool:
+        if not isinstance(self.model, ModelPool):
             raise Conflict("the model of this service is fixed", hint="start it with model servers")
         return self.model
 

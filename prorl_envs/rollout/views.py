@@ -76,13 +76,17 @@ class ModelServerView(_View):
     """A model server.
 
     Args:
-        in_flight: calls being answered now; None where the client does not count them.
-        healthy: whether it answered last.
+        in_flight: calls it is answering now.
+        sessions: rollouts pinned to it.
+        healthy: it did not fail last.
+        draining: it gets nothing more.
     """
 
     url: str
-    in_flight: int | None = None
-    healthy: bool = True
+    in_flight: int
+    sessions: int
+    healthy: bool
+    draining: bool
 
 
 class ModelServerList(_View):

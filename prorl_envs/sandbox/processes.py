@@ -61,26 +61,25 @@ class Process:
     """A process held by its pidfd. It need not be a child of this one.
 
     Args:
-        pidfd: owned from here on.
-        on_exit: called in the loop once the process has ended.
+        pidfd: owned from here on, and closed when the process has ended.
     """
 
-    def __init__(self, pid: int, pidfd: int, *, on_exit: Callable[[], None] | None = None) -> None:
+    def __init__(self, pid: int, pidfd: int) -> None:
         self.pid = pid
         self.pidfd = pidfd
-        self._on_exit = on_exit
+        self._on_exit: Callable[[], None] | None = None
         self._ended = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(pidfd, self._exited)
 
     @classmethod
-    def open(cls, pid: int, *, on_exit: Callable[[], None] | None = None) -> "Process":
+    def open(cls, pid: int) -> "Process":
         """Hold `pid`, which the caller knows to be alive or unreaped.
 
         Raises:
             ProcessLookupError: there is no such process.
         """
-        return cls(pid, os.pidfd_open(pid), on_exit=on_exit)
+        return cls(pid, os.pidfd_open(pid))
 
     @property
     def alive(self) -> bool:
@@ -89,6 +88,12 @@ class Process:
         poll = select.poll()
         poll.register(self.pidfd, select.POLLIN)
         return not poll.poll(0)
+
+    def on_exit(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called in the loop once the process has ended; at once where it has."""
+        self._on_exit = callback
+        if self._ended.is_set():
+            callback()
 
     def kill(self) -> None:
         """Send SIGKILL; nothing happens to a process that has ended."""

@@ -51,7 +51,11 @@ class ToolServer:
     def __init__(self, sandbox_id: str, pid: int, pidfd: int, status: socket.socket) -> None:
         self._sandbox_id = sandbox_id
         self._status = status
-        self.process = Process(pid, pidfd, on_exit=self._ended)
+        self.process = Process(pid, pidfd)
+
+    def watch(self) -> None:
+        """Log its failure from now on. Until then, its status socket belongs to who waits for its birth."""
+        self.process.on_exit(self._ended)
 
     def close(self) -> None:
         """Let go of it. Idempotent."""
@@ -199,6 +203,7 @@ async def _birth(sandbox_id: str, status: socket.socket, undo: contextlib.ExitSt
                 f"a process could not join the sandbox: {message['summary']}",
                 hint="the sandbox may have ended; `prorl-envs doctor` checks this machine",
             )
+    server.watch()
     return server
 
 

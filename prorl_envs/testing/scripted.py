@@ -11,6 +11,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any, Literal
 
 from prorl_envs.errors import InputError
@@ -188,7 +189,7 @@ class PromptReader:
         """Total: a prompt without turns reads as an empty task."""
         starts = [at for at, number in enumerate(ids) if number == self._start]
         first_user, turns = "", 0
-        for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
+        for start, end in pairwise([*starts, len(ids)]):
             role = self._renderer.decode(ids[start + 1 : start + 13]).partition("\n")[0]
             if role == "assistant":
                 turns += 1

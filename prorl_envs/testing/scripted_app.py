@@ -3,6 +3,7 @@
 import asyncio
 import random
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
@@ -11,7 +12,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
-from prorl_envs.clock import Clock, SystemClock
+from prorl_envs.clock import Clock
 from prorl_envs.policy.rendering import TemplateRenderer
 from prorl_envs.testing.audit import Audit, Counts, Dealer, Exchange
 from prorl_envs.testing.scripted import (
@@ -22,7 +23,6 @@ from prorl_envs.testing.scripted import (
     ScriptedModel,
     ScriptedSample,
 )
-from prorl_envs.testing.tokenizer import builtin_renderer
 from prorl_envs.tools.types import JsonObject
 
 MODEL_ID = "scripted"
@@ -84,8 +84,15 @@ class _Disconnect(Response):
         await send({"type": "http.response.body", "body": b'{"choices": [', "more_body": True})
 
 
-class _Service:
-    """What the routes call."""
+class ScriptedService:
+    """What the routes call.
+
+    Args:
+        renderer: tokenizer and template of the model it plays.
+        book: the tasks it knows.
+        options: how it behaves.
+        clock: of the latency.
+    """
 
     def __init__(
         self, renderer: TemplateRenderer, book: ScriptBook, options: ScriptedOptions, clock: Clock
@@ -100,8 +107,28 @@ class _Service:
         self._model = ScriptedModel(renderer, book, seed=options.seed, noncanonical=options.noncanonical)
         self._dealer = Dealer(options.mix, self.counts, seed=options.seed)
         self._flaked: dict[str, int] = {}
+        self._changed = asyncio.Event()
+
+    async def until(self, holds: Callable[[Counts], bool]) -> None:
+        """Return once the counts are so."""
+        while not holds(self.counts):
+            await self._changed.wait()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def complete(self, asked: CompletionRequest, request: Request) -> Response:
+        """Answer one completion request, in the way its session is dealt."""
+        self.counts.running += 1
+        self._notify()
+        try:
+            return await self._complete(asked, request)
+        finally:
+            self.counts.running -= 1
+            self._notify()
+
+    async def _complete(self, asked: CompletionRequest, request: Request) -> Response:
         prompt = self._reader.read(asked.prompt)
         key = self._book.find(prompt.first_user)
         session = request.headers.get("x-session-id") or f"task:{key or ''}"
@@ -207,35 +234,22 @@ class _Service:
         }
 
 
-def scripted_app(
-    book: ScriptBook,
-    options: ScriptedOptions = ScriptedOptions(),
-    *,
-    renderer: TemplateRenderer | None = None,
-    clock: Clock | None = None,
-) -> FastAPI:
-    """The scripted model server as an ASGI application.
-
-    Args:
-        book: the tasks it knows.
-        options: how it behaves.
-        renderer: tokenizer and template of the model it plays; by default the built-in one.
-        clock: of the latency; by default the machine's.
-    """
-    service = _Service(renderer or builtin_renderer(), book, options, clock or SystemClock())
+def scripted_app(service: ScriptedService) -> FastAPI:
+    """The scripted model server as an ASGI application."""
     app = FastAPI(title="Scripted model server", docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.post("/v1/completions")
     async def completions(asked: CompletionRequest, request: Request) -> Response:
-        service.counts.running += 1
-        try:
-            return await service.complete(asked, request)
-        finally:
-            service.counts.running -= 1
+        return await service.complete(asked, request)
 
     @app.get("/v1/models")
     async def models() -> JsonObject:
-        model = {"id": MODEL_ID, "object": "model", "owned_by": OWNER, "max_model_len": options.max_model_len}
+        model = {
+            "id": MODEL_ID,
+            "object": "model",
+            "owned_by": OWNER,
+            "max_model_len": service.options.max_model_len,
+        }
         return {"object": "list", "data": [model]}
 
     @app.get("/health")

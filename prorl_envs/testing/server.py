@@ -11,17 +11,19 @@ Besides the protocol it serves `/scripted/stats` (counts, violations of the toke
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, Self
 
 import uvicorn
 from fastapi import FastAPI
 
-from prorl_envs.clock import Clock
+from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.errors import InputError
 from prorl_envs.policy.rendering import TemplateRenderer
+from prorl_envs.testing.audit import Counts, Exchange
 from prorl_envs.testing.scripted import ScriptBook
-from prorl_envs.testing.scripted_app import ScriptedOptions, scripted_app
+from prorl_envs.testing.scripted_app import ScriptedOptions, ScriptedService, scripted_app
+from prorl_envs.testing.tokenizer import builtin_renderer
 
 
 class ScriptedServer:
@@ -32,7 +34,8 @@ class ScriptedServer:
     Args:
         book: the tasks it knows, or None for a server that knows none.
         port: 0 takes a free one.
-        renderer, clock: see `scripted_app`.
+        renderer: tokenizer and template of the model it plays; by default the built-in one.
+        clock: of the latency; by default the machine's.
         options: the fields of `ScriptedOptions`.
     """
 
@@ -45,12 +48,29 @@ class ScriptedServer:
         clock: Clock | None = None,
         **options: Any,
     ) -> None:
-        self._app = scripted_app(
-            book or ScriptBook({}), ScriptedOptions(**options), renderer=renderer, clock=clock
+        self._service = ScriptedService(
+            renderer or builtin_renderer(),
+            book or ScriptBook({}),
+            ScriptedOptions(**options),
+            clock or SystemClock(),
         )
         self._port = port
         self._stack = contextlib.AsyncExitStack()
         self.url = ""
+
+    @property
+    def counts(self) -> Counts:
+        """What it has counted up to now."""
+        return self._service.counts
+
+    @property
+    def exchanges(self) -> Sequence[Exchange]:
+        """The last requests and answers, oldest first."""
+        return tuple(self._service.audit.exchanges)
+
+    async def until(self, holds: Callable[[Counts], bool]) -> None:
+        """Return once the counts are so: `await server.until(lambda counts: counts.running == 1)`."""
+        await self._service.until(holds)
 
     async def __aenter__(self) -> Self:
         # asyncio turns Nagle's algorithm off only where the protocol is named; else each answer takes 40 ms.
@@ -62,7 +82,7 @@ class ScriptedServer:
                 listener.bind(("127.0.0.1", self._port))
             except OSError as error:
                 raise InputError(f"port {self._port} cannot be used: {error.strerror}") from error
-            await stack.enter_async_context(_serving(self._app, listener))
+            await stack.enter_async_context(_serving(scripted_app(self._service), listener))
             self._stack = stack.pop_all()
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         return self

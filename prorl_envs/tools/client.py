@@ -5,13 +5,14 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Self
 
 from prorl_envs.errors import InputError, SandboxError, ToolError
 from prorl_envs.sandbox.base import Sandbox
 from prorl_envs.tools.arguments import complaint, is_unicode
 from prorl_envs.tools.connection import Connection, ServerLost
-from prorl_envs.tools.schemas import BASH, EDITOR
+from prorl_envs.tools.schemas import BASH, EDITOR, PYTHON
 from prorl_envs.tools.types import JsonObject, ToolCall, ToolResult
 from prorl_envs.tools.wire import (
     CONTENT_LIMIT,
@@ -21,6 +22,8 @@ from prorl_envs.tools.wire import (
     Done,
     Edit,
     Edited,
+    Python,
+    PythonDone,
     Read,
     Reply,
     Request,
@@ -34,6 +37,16 @@ ENTRY = "prorl_envs.tools.server:serve"
 #: Variables of every tool's processes, unless the sandbox's own say otherwise: nobody presses a pager's key,
 #: and the model reads no colours.
 ENVIRONMENT = {"PAGER": "cat", "GIT_PAGER": "cat", "MANPAGER": "cat", "TERM": "dumb"}
+
+
+class PythonEngine(StrEnum):
+    """What runs Python cells.
+
+    NONE: nothing does. FORKED: IPython in a process forked warm from the host's own interpreter.
+    """
+
+    NONE = "none"
+    FORKED = "forked"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,28 +163,36 @@ class Toolbox:
     Cancelling a call stops what it started and leaves the toolbox usable.
     """
 
-    def __init__(self, sandbox: Sandbox, limits: ToolLimits) -> None:
+    def __init__(self, sandbox: Sandbox, python: PythonEngine, limits: ToolLimits) -> None:
         self.sandbox = sandbox
         self.limits = limits
         self._tools = _Link(sandbox, "base", limits, python=False)
         self._shells: dict[str, _Session] = {}
+        # A server of its own: a session's memory is a copy of its server's, which must hold nothing else.
+        self._python = _Link(sandbox, "ipython", limits, python=True) if python is PythonEngine.FORKED else None
+        self._cells = _Session()
 
     @classmethod
-    async def open(cls, sandbox: Sandbox, *, python: bool = False, limits: ToolLimits | None = None) -> Self:
+    async def open(
+        cls, sandbox: Sandbox, *, python: PythonEngine | bool = False, limits: ToolLimits | None = None
+    ) -> Self:
         """Fork the tool servers into a running sandbox.
 
         Args:
             sandbox: stays its owner's.
-            python: whether there is a Python session too.
+            python: what runs Python cells; True takes the forked session.
             limits: bounds of outputs and times.
 
         Raises:
             SandboxError: the sandbox has ended or cannot be joined.
             ToolError: a server does not answer.
         """
-        toolbox = cls(sandbox, limits or ToolLimits())
+        engine = PythonEngine.FORKED if python is True else PythonEngine(python or PythonEngine.NONE)
+        toolbox = cls(sandbox, engine, limits or ToolLimits())
         try:
             await toolbox._tools.connection()
+            if toolbox._python is not None:
+                await toolbox._python.connection()
         except BaseException:
             await toolbox.aclose()
             raise
@@ -213,6 +234,45 @@ class Toolbox:
         if done.notice and not self.sandbox.alive:
             raise SandboxError(f"sandbox {self.sandbox.id} ended during a command")
         return _bash_result(done, "shell" if lost else "", time.monotonic() - started)
+
+    async def python(self, code: str, *, timeout_s: float) -> ToolResult:
+        """Run a cell in the persistent Python session.
+
+        Args:
+            code: Python, with IPython's magics.
+            timeout_s: seconds after which it is interrupted, then killed with the session.
+
+        Returns:
+            What the cell printed, the value of a last expression, the traceback, in order; then what happened
+            to the session. `data`: error (class name or None), timed_out, display (bundles of MIME type and
+            content, where there are any).
+
+        Raises:
+            InputError: this toolbox has no Python session.
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        _check_timeout(timeout_s)
+        if self._python is None:
+            raise InputError("this toolbox has no Python session", hint="open it with python=True")
+        if not is_unicode(code):
+            return ToolResult(text="the code holds a character that Python cannot take", ok=False)
+        started = time.monotonic()
+        async with self._cells.lock:
+            connection = await self._python.connection()
+            lost = self._cells.server is not None and self._cells.server is not connection
+            self._cells.server = connection
+            try:
+                done = await self._ask(
+                    connection, lambda id_: Python(id_, code, timeout_s), PythonDone, timeout_s
+                )
+            except ServerLost as error:
+                self._cells.server = None
+                return _server_lost(error, "Python session", time.monotonic() - started)
+            except OSError as error:
+                raise ToolError(f"no Python session could be started: {error}") from error
+        if done.notice and not self.sandbox.alive:
+            raise SandboxError(f"sandbox {self.sandbox.id} ended during a cell")
+        return _python_result(done, "Python session" if lost else "", time.monotonic() - started)
 
     async def edit(self, arguments: JsonObject) -> ToolResult:
         """View or edit a file.
@@ -261,7 +321,7 @@ class Toolbox:
                 wrong = complaint(BASH, call.arguments)
                 if not wrong:
                     return await self.bash(call.arguments["command"], timeout_s=timeout_s)
-            case PYTHON.name if self._python is not None:
+            case name if name == PYTHON.name and self._python is not None:
                 wrong = complaint(PYTHON, call.arguments)
                 if not wrong:
                     return await self.python(call.arguments["code"], timeout_s=timeout_s)
@@ -344,8 +404,10 @@ class Toolbox:
         return content.data
 
     async def aclose(self) -> None:
-        """End the tool servers, and with them the shells. Idempotent."""
+        """End the tool servers, and with them the shells and the Python session. Idempotent."""
         await self._tools.aclose()
+        if self._python is not None:
+            await self._python.aclose()
 
     async def _ask[R: Reply](
         self, connection: Connection, make: Callable[[int], Request], reply_type: type[R], timeout_s: float
@@ -369,17 +431,33 @@ def _server_lost(error: ServerLost, what: str, duration_s: float) -> ToolResult:
 
 
 def _bash_result(done: BashDone, renewed: str, duration_s: float) -> ToolResult:
-    lines = [f"[the tool server was lost; this is a new {renewed}]"] if renewed else []
-    if output := done.output.removesuffix("\n"):
-        lines.append(output)
-    if done.exit_code:
-        lines.append(f"[exit status {done.exit_code}]")
-    if done.notice:
-        lines.append(done.notice)
+    status = f"[exit status {done.exit_code}]" if done.exit_code else ""
     return ToolResult(
-        text=done.output if lines == [output] else "\n".join(lines),
+        text=_observation(renewed, done.output, status, done.notice),
         ok=done.exit_code is not None,
         data={"exit_code": done.exit_code, "cwd": done.cwd, "timed_out": done.timed_out},
         duration_s=duration_s,
         truncated_bytes=done.omitted,
     )
+
+
+def _python_result(done: PythonDone, renewed: str, duration_s: float) -> ToolResult:
+    data: JsonObject = {"error": done.error or None, "timed_out": done.timed_out}
+    if done.display:
+        data["display"] = done.display
+    return ToolResult(
+        text=_observation(renewed, done.output, done.notice),
+        # A traceback is an answer; a session that was stopped or ended is not.
+        ok=not done.notice,
+        data=data,
+        duration_s=duration_s,
+        truncated_bytes=done.omitted,
+    )
+
+
+def _observation(renewed: str, output: str, *remarks: str) -> str:
+    """The output as it is, or with remarks on lines of their own around it."""
+    before = f"[the tool server was lost; this is a new {renewed}]" if renewed else ""
+    if not before and not any(remarks):
+        return output
+    return "\n".join(filter(None, [before, output.removesuffix("\n"), *remarks]))

@@ -91,7 +91,7 @@ class CellShell(InteractiveShell):  # type: ignore[misc]
     def __init__(self) -> None:
         self.displays = Displays()
         self.exiting = False
-        super().__init__(config=Config(HistoryManager={"enabled": False}), colors="nocolor")
+        super().__init__(config=Config(HistoryManager={"enabled": False, "hist_file": ":memory:"}), colors="nocolor")
 
     def init_ipython_dir(self, ipython_dir: str | None) -> None:
         self.ipython_dir = ""
@@ -142,9 +142,9 @@ def main() -> None:
             reply = _run(shell, decode_cell(frame))
             if os.getpid() != pid:  # the cell forked, and this is the child
                 os._exit(0)
-            control.sendall(encode(reply))
-            if shell.exiting:
+            if shell.exiting:  # the end of this process is the answer
                 return
+            control.sendall(encode(reply))
 
 
 def _run(shell: CellShell, cell: Cell) -> CellDone:

@@ -1,121 +1,22 @@
 """The Python session of a sandbox, seen from its tool server: forks the kernel, feeds it, ends it.
 
 The kernel runs what the model wrote, so every word of it is hostile: frames are small, typed and matched to
-the cell that runs, and the kernel has none of the server's descriptors.
+the cell that runs.
 """
 
-import os
-import signal
-import socket
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-
+from prorl_envs.tools.fork import Kernel
 from prorl_envs.tools.loop import Loop, Timer
-from prorl_envs.tools.output import OutputBuffer
-from prorl_envs.tools.wire import (
-    Cell,
-    Framer,
-    Python,
-    PythonDone,
-    Refused,
-    WireError,
-    decode_cell_done,
-    encode,
-)
+from prorl_envs.tools.reader import OutputReader
+from prorl_envs.tools.session import Cause, Running, Session
+from prorl_envs.tools.wire import Cell, Framer, Python, PythonDone, WireError, decode_cell_done, encode
 
 #: Bytes of the longest frame a kernel may send: its display data and room for the rest.
-KERNEL_FRAME_LIMIT = 8 * 1024 * 1024
-QUEUE_LIMIT = 64
-_READ_SIZE = 65536
-_DRAIN_READS = 64  # a pipe holds 64 KiB unless asked for more, and then 1 MiB
-
-type Answer = Callable[[PythonDone | Refused], None]
+FRAME_LIMIT = 8 * 1024 * 1024
+_READ_SIZE = 262144
 
 
-class Kernel:
-    """A forked kernel process and the descriptors to it. Does the system calls; decides nothing.
-
-    Args:
-        workdir: its first directory.
-
-    Raises:
-        OSError: it cannot be forked.
-    """
-
-    def __init__(self, workdir: str) -> None:
-        self.control, inside = socket.socketpair()
-        self.output, output = os.pipe()
-        with inside:
-            try:
-                self.pid = os.fork()
-                if self.pid == 0:
-                    _become_kernel(workdir, inside.fileno(), output)
-            except OSError:
-                self.control.close()
-                os.close(self.output)
-                raise
-            finally:
-                os.close(output)
-        self.pidfd = os.pidfd_open(self.pid)
-        os.set_blocking(self.output, False)
-
-    def interrupt(self) -> None:
-        """Ctrl-C for the kernel and the processes its cell started."""
-        self._signal(signal.SIGINT)
-
-    def kill(self) -> None:
-        self._signal(signal.SIGKILL)
-
-    def reap(self) -> int:
-        """The exit status, negative for a signal; waits for it."""
-        _, status = os.waitpid(self.pid, 0)
-        return os.waitstatus_to_exitcode(status)
-
-    def close(self) -> None:
-        """Close all descriptors. The process must have been reaped."""
-        self.control.close()
-        os.close(self.output)
-        os.close(self.pidfd)
-
-    def _signal(self, number: signal.Signals) -> None:
-        try:
-            os.killpg(self.pid, number)
-        except ProcessLookupError:  # not yet the leader of its group
-            signal.pidfd_send_signal(self.pidfd, number)
-
-
-def _become_kernel(workdir: str, control: int, output: int) -> None:
-    """The forked child's whole life."""
-    try:
-        os.setsid()
-        null = os.open(os.devnull, os.O_RDONLY)
-        # Two steps, so that no target overwrites a source.
-        high = [os.dup(fd) + 0 for fd in (null, output, output, control)]
-        high = [_above(fd, 10) for fd in high]
-        for target, fd in enumerate(high):
-            os.dup2(fd, target, inheritable=target < 3)
-        os.closerange(4, os.sysconf("SC_OPEN_MAX"))
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):
-            signal.signal(number, signal.SIG_DFL)
-        os.chdir(workdir)
-        from prorl_envs.tools.kernel import main  # only here: a server without Python need not know IPython
-
-        main()
-    finally:
-        os._exit(0)
-
-
-@dataclass(slots=True)
-class _Running:
-    request: Python
-    answer: Answer
-    timer: Timer | None = None
-    cause: str = ""  # why it is being stopped: "timeout", "cancelled", or not at all
-
-
-class KernelSession:
-    """One Python session: its kernel, the cell that runs, and those that wait.
+class KernelSession(Session[Python]):
+    """One Python session.
 
     Args:
         loop: the server's loop.
@@ -125,25 +26,106 @@ class KernelSession:
     """
 
     def __init__(self, loop: Loop, *, workdir: str, output_limit: int, grace_s: float) -> None:
-        self._loop = loop
+        super().__init__(loop, output_limit=output_limit, grace_s=grace_s)
         self._workdir = workdir
-        self._grace_s = grace_s
-        self._output = OutputBuffer(output_limit)
-        self._framer = Framer(KERNEL_FRAME_LIMIT)
+        self._framer = Framer(FRAME_LIMIT)
         self._kernel: Kernel | None = None
+        self._reader: OutputReader | None = None
+        self._kill_timer: Timer | None = None
         self._notice = ""
-        self._running: _Running | None = None
-        self._waiting: deque[tuple[Python, Answer]] = deque()
+        self._breach = ""
 
     def start(self) -> Kernel:
-        """Fork a kernel now.
+        """Fork a kernel.
 
         Raises:
             OSError: it cannot be forked.
         """
         kernel = self._kernel = Kernel(self._workdir)
-        self._framer = Framer(KERNEL_FRAME_LIMIT)
-        self._loop.watch(kernel.output, self._on_output)
-        self._loop.watch(kernel.control.fileno(), self._on_control)
-        self._loop.watch(kernel.pidfd, self._on_exit)
+        self._framer = Framer(FRAME_LIMIT)
+        self._breach = ""
+        self._reader = OutputReader(self.loop, kernel.output, self.output)
+        self.loop.watch(kernel.control.fileno(), self._on_control)
+        self.loop.watch(kernel.pidfd, self._on_exit)
         return kernel
+
+    def close(self) -> None:
+        """End the kernel and what its cell started."""
+        if self._kernel is not None:
+            self._kernel.kill()
+            self._discard()
+
+    def _begin(self, request: Python) -> None:
+        kernel = self._kernel or self.start()
+        # The kernel reads nothing else, so a cell always goes out whole; one that has died is told by its exit.
+        kernel.send(encode(Cell(request.id, request.code)))
+
+    def _discard(self) -> int:
+        """Forget the ended kernel; return its exit status."""
+        kernel, self._kernel = self._kernel, None
+        assert kernel is not None
+        for fd in (kernel.output, kernel.control.fileno(), kernel.pidfd):
+            self.loop.forget(fd)
+        status = kernel.reap()
+        kernel.close()
+        return status
+
+    def _on_control(self) -> None:
+        assert self._kernel is not None and self._reader is not None
+        try:
+            data = self._kernel.control.recv(_READ_SIZE)
+        except ConnectionResetError:
+            data = b""
+        if not data:  # closed by a cell, or at its end
+            self.loop.unwatch(self._kernel.control.fileno())
+            self._kernel.kill()
+            return
+        try:
+            replies = [decode_cell_done(frame) for frame in self._framer.feed(data)]
+        except WireError:
+            self._breach = "wrote to the session's own channel and "
+            self._kernel.kill()
+            return
+        for done in replies:
+            if self.running is not None and done.id == self.running.request.id:
+                self._reader.drain()
+                self.finish(lambda running: self._reply(running, done.error, done.display))  # noqa: B023 - called at once
+
+    def _on_exit(self) -> None:
+        assert self._reader is not None
+        self._reader.drain()
+        status = self._discard()
+        ended = f"exited with status {status}" if status >= 0 else f"was killed by signal {-status}"
+        notice = f"the Python session {self._breach}{ended}; the next cell gets a new one, without its variables"
+        if self.running is None:
+            self._notice = f"[before this cell, {notice.replace('the next cell gets', 'this is')}]"
+        else:
+            self.finish(lambda running: self._reply(running, "SessionEnded", [], f"[{notice}]"))
+
+    def _reply(
+        self, running: Running[Python], error: str, display: list[dict[str, str]], notice: str = ""
+    ) -> PythonDone:
+        if self._kill_timer is not None:
+            self._kill_timer.cancel()
+        captured = self.output.take()
+        notices = [self._notice, f"[{running.stopped}]" if running.cause else "", notice]
+        self._notice = ""
+        return PythonDone(
+            running.request.id,
+            captured.text(),
+            captured.omitted,
+            error,
+            running.cause is Cause.TIMEOUT,
+            "\n".join(filter(None, notices)),
+            display,
+        )
+
+    def _interrupt(self, running: Running[Python]) -> None:
+        def kill() -> None:
+            running.killed = True
+            if self._kernel is not None:
+                self._kernel.kill()
+
+        assert self._kernel is not None
+        self._kernel.interrupt()
+        self._kill_timer = self.loop.call_later(self.grace_s, kill)

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping
 
 from prorl_envs.tools.loop import Loop
 from prorl_envs.tools.output import OutputBuffer
+from prorl_envs.tools.reader import OutputReader
 from prorl_envs.tools.wire import Run, RunDone
 
-_READ_SIZE = 65536
-_DRAIN_READS = 64  # a pipe holds at most 1 MiB; by default 64 KiB
+_WRITE_SIZE = 65536
 
 
 class FreshProcess:
@@ -47,8 +47,7 @@ class FreshProcess:
         assert self._process.stdout is not None
         self._stdout = self._process.stdout.fileno()
         self._pidfd = os.pidfd_open(self._process.pid)
-        os.set_blocking(self._stdout, False)
-        loop.watch(self._stdout, self._on_output)
+        self._reader = OutputReader(loop, self._stdout, self._output)
         loop.watch(self._pidfd, self._on_exit)
         if self._process.stdin is not None:
             os.set_blocking(self._process.stdin.fileno(), False)
@@ -65,24 +64,11 @@ class FreshProcess:
         self._process.wait()
         self._release()
 
-    def _on_output(self) -> None:
-        if not self._read():
-            self._loop.unwatch(self._stdout)
-
-    def _read(self) -> bool:
-        """Read once; False at the end of the output, or where nothing is there."""
-        try:
-            data = os.read(self._stdout, _READ_SIZE)
-        except BlockingIOError:
-            return False
-        self._output.feed(data)
-        return bool(data)
-
     def _on_stdin(self) -> None:
         assert self._process.stdin is not None
         fd = self._process.stdin.fileno()
         try:
-            written = os.write(fd, self._stdin[:_READ_SIZE])
+            written = os.write(fd, self._stdin[:_WRITE_SIZE])
         except BrokenPipeError:  # it does not want to read the rest
             written = len(self._stdin)
         self._stdin = self._stdin[written:]
@@ -98,9 +84,7 @@ class FreshProcess:
         # The group before the reaping: until then its id cannot be another's.
         self._kill()
         code = self._process.wait()
-        for _ in range(_DRAIN_READS):
-            if not self._read():
-                break
+        self._reader.drain()
         self._release()
         captured = self._output.take()
         self._answer(

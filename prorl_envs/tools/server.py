@@ -11,6 +11,7 @@ import msgspec
 
 from prorl_envs.tools.editor import EditError, Editor
 from prorl_envs.tools.files import read_file, write_file
+from prorl_envs.tools.kernel_session import KernelSession
 from prorl_envs.tools.loop import Loop
 from prorl_envs.tools.process import FreshProcess
 from prorl_envs.tools.shell import ShellSession
@@ -66,9 +67,9 @@ class ToolServer:
         self._loop = Loop()
         self._framer = Framer()
         self._setup = Setup(0, "/", {}, 32768, 2.0, False)
-        self._env = dict(os.environ)
         self._editor = Editor(self._setup.output_limit)
         self._shells: dict[str, ShellSession] = {}
+        self._kernel: KernelSession | None = None
         self._processes: dict[int, FreshProcess] = {}
 
     def run(self) -> None:
@@ -78,6 +79,8 @@ class ToolServer:
     def close(self) -> None:
         for shell in self._shells.values():
             shell.close()
+        if self._kernel is not None:
+            self._kernel.close()
         for process in self._processes.values():
             process.close()
         self._loop.close()
@@ -110,7 +113,7 @@ class ToolServer:
             case Bash():
                 self._shell(request.session).submit(request, self._answer)
             case Python():
-                raise NotImplementedError
+                self._python().submit(request, self._answer)
             case Run():
                 self._run(request)
             case Read():
@@ -126,7 +129,10 @@ class ToolServer:
             case Setup():
                 self._setup = request
                 self._editor = Editor(request.output_limit)
-                self._env.update(request.env)
+                # The environment of everything started from here on, the Python session's fork included.
+                os.environ.update(request.env)
+                if request.python:
+                    self._python().start()
                 self._answer(Done(request.id))
 
     def _shell(self, name: str) -> ShellSession:
@@ -136,11 +142,21 @@ class ToolServer:
             self._shells[name] = ShellSession(
                 self._loop,
                 workdir=self._setup.workdir,
-                env=self._env,
+                env=os.environ,
                 output_limit=self._setup.output_limit,
                 grace_s=self._setup.grace_s,
             )
         return self._shells[name]
+
+    def _python(self) -> KernelSession:
+        if self._kernel is None:
+            self._kernel = KernelSession(
+                self._loop,
+                workdir=self._setup.workdir,
+                output_limit=self._setup.output_limit,
+                grace_s=self._setup.grace_s,
+            )
+        return self._kernel
 
     def _run(self, request: Run) -> None:
         def ended(reply: RunDone) -> None:
@@ -148,7 +164,7 @@ class ToolServer:
             self._answer(reply)
 
         request = msgspec.structs.replace(request, cwd=request.cwd or self._setup.workdir)
-        self._processes[request.id] = FreshProcess(self._loop, request, env=self._env, answer=ended)
+        self._processes[request.id] = FreshProcess(self._loop, request, env=os.environ, answer=ended)
 
     def _edit(self, request: Edit) -> None:
         try:
@@ -161,5 +177,7 @@ class ToolServer:
     def _cancel(self, request_id: int) -> None:
         for shell in self._shells.values():
             shell.cancel(request_id)
+        if self._kernel is not None:
+            self._kernel.cancel(request_id)
         if request_id in self._processes:
             self._processes[request_id].cancel()

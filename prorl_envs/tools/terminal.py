@@ -65,7 +65,6 @@ class Terminal:
         self.pid: int = self._process.pid
         self.pidfd = os.pidfd_open(self.pid)
         self.fd: int = self._process.fd
-        os.set_blocking(self.fd, False)
         os.set_blocking(self.report, False)
         self._settings = termios.tcgetattr(self.fd)
         self._settings[1] &= ~termios.OPOST  # "\n" stays "\n"

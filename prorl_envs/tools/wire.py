@@ -151,12 +151,29 @@ class Refused(Reply, tag=6):
     message: str
 
 
+class Cell(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What the server hands to the Python session's own process."""
+
+    id: int
+    code: str
+
+
+class CellDone(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """How the cell ended: see `PythonDone`. From a process that runs hostile code."""
+
+    id: int
+    error: str
+    display: list[dict[str, str]]
+
+
 type AnyRequest = Setup | Bash | Python | Run | Write | Read | Edit | Cancel
 type AnyReply = Done | BashDone | PythonDone | RunDone | Content | Edited | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Setup | Bash | Python | Run | Write | Read | Edit | Cancel)
 _replies = msgspec.msgpack.Decoder(Done | BashDone | PythonDone | RunDone | Content | Edited | Refused)
+_cells = msgspec.msgpack.Decoder(Cell)
+_cells_done = msgspec.msgpack.Decoder(CellDone)
 
 
 def encode(message: msgspec.Struct) -> bytearray:
@@ -187,6 +204,22 @@ def decode_reply(frame: bytes) -> AnyReply:
         return _replies.decode(frame)
     except msgspec.DecodeError as error:
         raise WireError(f"not a reply: {error}") from error
+
+
+def decode_cell(frame: bytes) -> Cell:
+    """Raises WireError where the frame is not a cell."""
+    try:
+        return _cells.decode(frame)
+    except msgspec.DecodeError as error:
+        raise WireError(f"not a cell: {error}") from error
+
+
+def decode_cell_done(frame: bytes) -> CellDone:
+    """Raises WireError where the frame is not the end of a cell."""
+    try:
+        return _cells_done.decode(frame)
+    except msgspec.DecodeError as error:
+        raise WireError(f"not the end of a cell: {error}") from error
 
 
 class Framer:

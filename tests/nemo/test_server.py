@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("nemo_gym", reason="run by scripts/test-nemo.sh in an environment of its own")
 
+# mypy: disable-error-code="import-not-found,import-untyped"
+import uvloop
 from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.server_utils import ServerClient
 from omegaconf import OmegaConf
@@ -27,6 +29,16 @@ TASK = {
 }
 EASY = TASK | {"id": "easy", "checks": [{"type": "file_absent", "path": "nothing"}]}
 SOLVE = "printf hello > greeting.txt"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _loops_own_pipe() -> None:
+    """The loop that NeMo Gym's servers run on opens one pipe per process, at its first use."""
+
+    async def nothing() -> None:
+        pass
+
+    uvloop.run(nothing())
 
 
 @contextmanager

@@ -1,0 +1,66 @@
+"""Runs the record's script on a tree, and reads its log."""
+
+import re
+
+from prorl_envs.env.sandboxed import Workplace
+from prorl_envs.envs.swebench.logs import PARSERS, TestRun
+from prorl_envs.envs.swebench.task import END_MARKER, START_MARKER, SwebenchTask
+
+TIMEOUT_S = 600.0
+#: The end of a log that is read; test output is at the end.
+MAX_LOG_BYTES = 32 * 2**20
+_TAIL_CHARS = 4000
+_STATUS_MARKER = ">>>>> Test Exit Code:"
+
+
+def script_for(task: SwebenchTask, commit: str) -> str:
+    """The official script, with the commit's name replaced, and the test command's status printed.
+
+    The status is taken where the newest version of the official harness takes it: before the end marker, so
+    that it is the test command's, and printed after it, outside of what is parsed.
+    """
+    lines = task.eval_script.replace(task.base_commit, commit).split("\n")
+    end = next(number for number, line in enumerate(lines) if END_MARKER in line)
+    status = ("PRORL_TEST_STATUS=$?", lines[end], f'echo "{_STATUS_MARKER} $PRORL_TEST_STATUS"')
+    return "\n".join((*lines[:end], *status, *lines[end + 1 :]))
+
+
+async def run_tests(task: SwebenchTask, commit: str, grader: Workplace) -> TestRun:
+    """Run the script in the grading sandbox, on whatever its tree is.
+
+    Args:
+        task: holds the script and names the parser.
+        commit: the one commit of the repository at /testbed.
+        grader: a fresh sandbox, used for nothing else.
+
+    Raises:
+        SandboxError, ToolError: also where the tests end the sandbox or its tools.
+    """
+    tools = grader.tools
+    await tools.write("/tmp/eval.sh", script_for(task, commit).encode())
+    done = await tools.run(
+        ["/bin/bash", "-c", "/bin/bash /tmp/eval.sh > /tmp/eval.log 2>&1"], cwd="/testbed", timeout_s=TIMEOUT_S
+    )
+    end = await tools.run(
+        ["/usr/bin/tail", f"--bytes={MAX_LOG_BYTES}", "/tmp/eval.log"],
+        timeout_s=TIMEOUT_S,
+        output_limit=MAX_LOG_BYTES,
+    )
+    log = end.output.decode(errors="replace")
+    return read_log(task, log, timed_out=done.timed_out)
+
+
+def read_log(task: SwebenchTask, log: str, *, timed_out: bool = False) -> TestRun:
+    """What a log of `script_for` says. Pure.
+
+    Args:
+        task: names the parser.
+        log: may be cut off at its beginning, and lacks its end where the script did not come to it.
+        timed_out: whether the script was stopped.
+    """
+    # The last of each marker: the log is the tested code's to write, but the end of it is the script's.
+    before, _, after = log.rpartition(END_MARKER)
+    tested = before.rpartition(START_MARKER)[2]
+    status = re.search(rf"^{_STATUS_MARKER} (\d{{1,3}})$", after, re.MULTILINE)
+    exit_code = int(status[1]) if status and not timed_out else None
+    return TestRun(PARSERS[task.log_parser](tested), exit_code, log[-_TAIL_CHARS:])

@@ -1,0 +1,161 @@
+"""From the tree the agent left to a patch on the pristine one. No git of the agent's takes part.
+
+The agent's workspace lies read-only in a sandbox made for the comparison. There the pristine repository's own git compares
+it with the base commit: the agent's `.git`, with its hooks, filters, aliases and history, is never opened.
+"""
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from prorl_envs.env.sandboxed import Workplace
+from prorl_envs.envs.swebench.task import SwebenchTask, changed_paths
+from prorl_envs.errors import GraderError
+
+SUBMISSION = "/submission"
+
+#: Bounds of a tree that is graded at all. A fix is never near them.
+MAX_ENTRIES = 200_000
+MAX_FILE_BYTES = 64 * 2**20
+MAX_PATCH_BYTES = 32 * 2**20
+TIMEOUT_S = 120.0
+_MAX_NAMES_BYTES = 4 * 2**20
+
+#: Files that steer the test runner or run before it, wherever they are.
+_RUNNER_FILES = frozenset(
+    {
+        *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"),
+        *("pyproject.toml", ".coveragerc", "sitecustomize.py", "usercustomize.py"),
+    }
+)
+
+# A git that reads the pristine repository, the agent's tree, an index of its own, and no configuration. The
+# index starts without any file's size or time, so that every file is read.
+_GIT = f"""
+export GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1 GIT_LITERAL_PATHSPECS=1 GIT_OPTIONAL_LOCKS=0
+export GIT_DIR=/testbed/.git GIT_WORK_TREE={SUBMISSION} GIT_INDEX_FILE=/tmp/submission.index
+cd {SUBMISSION}
+"""
+_REFUSED = 3
+_LIST = f"""
+entries=$(find . -name .git -prune -o -printf x 2>/dev/null | head --bytes={MAX_ENTRIES + 1} | wc --bytes)
+[ "$entries" -le {MAX_ENTRIES} ] || {{ echo 'more than {MAX_ENTRIES} files'; exit {_REFUSED}; }}
+large=$(find . -name .git -prune -o -type f -size +{MAX_FILE_BYTES // 2**20}M -print -quit 2>/dev/null | head -c 500)
+[ -z "$large" ] || {{ echo "a file over {MAX_FILE_BYTES} bytes: $large"; exit {_REFUSED}; }}
+git read-tree HEAD || exit 1
+# Unreadable files keep their base version, and git says so with status 1.
+git add --all --ignore-errors . >/dev/null 2>&1
+git diff --cached --no-renames --name-only -z HEAD 2>/dev/null
+"""
+_DROP = "git reset --quiet HEAD --pathspec-from-file=- --pathspec-file-nul || exit 1\n"
+_DIFF = f"""
+git diff --cached --binary --full-index --no-renames --no-ext-diff --no-textconv HEAD > /tmp/submission.patch || exit 1
+[ "$(stat --format=%s /tmp/submission.patch)" -le {MAX_PATCH_BYTES} ] \
+    || {{ echo 'a patch over {MAX_PATCH_BYTES} bytes'; exit {_REFUSED}; }}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """What the agent changed.
+
+    Args:
+        patch: the diff that is graded; empty where nothing was changed.
+        dropped: changed paths that are left out of it.
+        refusal: why the tree is not graded, where the agent is to blame; else empty.
+    """
+
+    patch: bytes = b""
+    dropped: Sequence[str] = ()
+    refusal: str = ""
+
+
+async def take(task: SwebenchTask, comparer: Workplace) -> Submission:
+    """Compare what the agent left with the pristine tree.
+
+    Args:
+        task: says which paths are not the agent's to change.
+        comparer: a fresh sandbox with the pristine tree at /testbed and the agent's at /submission.
+
+    Raises:
+        GraderError: that failed, and not by the agent's doing.
+    """
+    status, output = await _run(comparer, _LIST)
+    if status == _REFUSED:
+        return Submission(refusal=output.decode(errors="replace").strip())
+    changed = [name.decode(errors="surrogateescape") for name in output.split(b"\0") if name]
+    dropped = [path for path in changed if is_protected(path, task)]
+    if dropped:  # without any path, git would reset all of them
+        await _run(comparer, _DROP, stdin="".join(f"{path}\0" for path in dropped))
+    status, output = await _run(comparer, _DIFF)
+    if status == _REFUSED:
+        return Submission(refusal=output.decode(errors="replace").strip())
+    patch = await comparer.tools.read("/tmp/submission.patch")
+    return Submission(patch=patch, dropped=[_printable(path) for path in dropped])
+
+
+async def apply(patch: bytes, grader: Workplace) -> None:
+    """Apply a submission's patch to the pristine tree of a fresh sandbox.
+
+    Raises:
+        GraderError: it does not apply, though it was made from the same tree.
+    """
+    if not patch:
+        return
+    await grader.tools.write("/tmp/submission.patch", patch)
+    command = ["/usr/bin/git", "apply", "--whitespace=nowarn", "/tmp/submission.patch"]
+    done = await grader.tools.run(command, cwd="/testbed", timeout_s=TIMEOUT_S)
+    if done.exit_code != 0:
+        raise GraderError(f"the patch does not apply: {done.output.decode(errors='replace')[-500:]}")
+
+
+async def _run(comparer: Workplace, script: str, *, stdin: str = "") -> tuple[int, bytes]:
+    """Run one step; its status is 0, or `_REFUSED`."""
+    done = await comparer.tools.run(
+        ["/bin/bash", "--noprofile", "--norc", "-c", _GIT + script],
+        cwd="/",
+        stdin=stdin.encode(errors="surrogateescape"),
+        timeout_s=TIMEOUT_S,
+        output_limit=_MAX_NAMES_BYTES,
+    )
+    if done.exit_code not in (0, _REFUSED):
+        why = "timed out" if done.timed_out else done.output.decode(errors="replace")[-500:].strip()
+        raise GraderError(f"the submission cannot be taken: {why}")
+    if done.truncated_bytes:
+        return _REFUSED, f"the names of the changed files are over {_MAX_NAMES_BYTES} bytes".encode()
+    return done.exit_code, done.output
+
+
+def _printable(path: str) -> str:
+    return path.encode(errors="surrogateescape").decode(errors="replace")
+
+
+def is_protected(path: str, task: SwebenchTask) -> bool:
+    """Whether a change of `path` is left out of the submission.
+
+    The tests' own files always are: the test patch brings them, and may fail to apply on others. So is what
+    configures the test runner, and a top-level module under the name of something the runner or pip
+    imports from the working directory, unless the reference fix changes that file too.
+    """
+    if path in changed_paths(task.test_patch):
+        return True
+    if path in changed_paths(task.patch):
+        return False
+    parts = PurePosixPath(path).parts
+    if parts[-1] in _RUNNER_FILES or path.endswith(".pth"):
+        return True
+    return parts[0].removesuffix(".py") in _imported(task.environment.pip) and not _own(parts[0], task)
+
+
+def _imported(pins: Iterable[str]) -> frozenset[str]:
+    distributions = {pin.partition("==")[0].lower().replace("-", "_").replace(".", "_") for pin in pins}
+    return frozenset(
+        {*sys.stdlib_module_names, *distributions, "_pytest", "pkg_resources", "_distutils_hack"}
+    )
+
+
+def _own(top: str, task: SwebenchTask) -> bool:
+    """Whether the project itself has that top-level module, as far as the record says."""
+    known = changed_paths(task.patch) | changed_paths(task.test_patch)
+    return any(PurePosixPath(path).parts[0] == top for path in known)

@@ -1,0 +1,86 @@
+"""Puts the parts together: node, environments, renderer, model servers, service. Nothing else does."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from prorl_envs.config import Settings
+from prorl_envs.env.node import Node, default_cache_dir
+from prorl_envs.env.registry import environments
+from prorl_envs.errors import InputError
+from prorl_envs.policy.loading import load_renderer
+from prorl_envs.policy.pool import ModelPool
+from prorl_envs.policy.probe import probe
+from prorl_envs.policy.rendering import TemplateRenderer
+from prorl_envs.policy.vllm import VllmClient
+from prorl_envs.rollout.service import RolloutService
+from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """The model behind the rollouts.
+
+    Args:
+        servers: base URLs, at least one.
+        renderer: its tokenizer and chat template.
+        name: as the servers know it; None takes the first they name.
+        api_key: bearer token of the servers.
+    """
+
+    servers: Sequence[str]
+    renderer: TemplateRenderer
+    name: str | None = None
+    api_key: str | None = None
+
+
+@asynccontextmanager
+async def node(settings: Settings) -> AsyncIterator[Node]:
+    """This machine's sandboxes; closed on leaving."""
+    async with Node(BubblewrapDriver(settings.run_dir), settings.cache_dir or default_cache_dir()) as opened:
+        yield opened
+
+
+@asynccontextmanager
+async def rollout_service(settings: Settings, model: Model) -> AsyncIterator[RolloutService]:
+    """A service, not started yet, with everything it needs; what it needs is closed on leaving."""
+    async with AsyncExitStack() as stack:
+        opened = await stack.enter_async_context(node(settings))
+        pool = ModelPool(
+            lambda url: VllmClient(
+                url,
+                stop_ids=model.renderer.stop_ids,
+                vocab_size=model.renderer.vocab_size,
+                model=model.name,
+                api_key=model.api_key,
+            )
+        )
+        stack.push_async_callback(pool.aclose)
+        for url in model.servers:
+            pool.add(url)
+        yield RolloutService(opened, environments(), model.renderer, pool, settings.service)
+
+
+async def connect(
+    servers: Sequence[str], *, tokenizer: str | None, name: str | None, api_key: str | None
+) -> Model:
+    """Look at the user's model servers before anything is sent to them.
+
+    Args:
+        servers: base URLs of servers of one model.
+        tokenizer: folder or Hub name of its tokenizer; None takes the name the first server gives.
+        name: model name; None takes the first the server names.
+        api_key: bearer token, if they want one.
+
+    Raises:
+        InputError: a server does not speak token-in/token-out, or the tokenizer is not to be had.
+    """
+    for url in servers:
+        report = await probe(url, model=name, api_key=api_key)
+        if not report.ok:
+            raise InputError(f"{report.url}: {report.problem}", hint=report.hint)
+        name = name or report.model
+    if tokenizer is None and not name:
+        raise InputError("the server names no model", hint="name its tokenizer: --tokenizer FOLDER")
+    renderer = load_renderer(tokenizer or str(name))
+    return Model(servers=servers, renderer=renderer, name=name, api_key=api_key)

@@ -1,0 +1,194 @@
+"""`prorl-envs demo`: real rollouts, end to end, on this machine.
+
+Without `--llm` a scripted model server plays the model: reference solutions, wrong ones and faults, in known
+proportions. So the rewards of every group are known in advance, and the demo checks them.
+"""
+
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prorl_envs.cli.compose import Model, rollout_service
+from prorl_envs.cli.console import err, out
+from prorl_envs.cli.rollouts import carry_out
+from prorl_envs.config import Settings
+from prorl_envs.env.base import Task
+from prorl_envs.env.registry import environments, example_path, load_tasks
+from prorl_envs.env.rows import rows
+from prorl_envs.errors import InputError
+from prorl_envs.policy.types import Sampling
+from prorl_envs.rollout.client import RolloutClient
+from prorl_envs.rollout.server import serving
+from prorl_envs.rollout.types import AgentLimits, GroupRequest, GroupStatistics
+from prorl_envs.testing.scripted import Behaviour, Mix, Script, ScriptBook
+from prorl_envs.testing.server import ScriptedServer
+from prorl_envs.testing.tokenizer import builtin_renderer
+
+FAMILIES = ("bash", "ipython", "swebench")
+MIX = "solve=2,wrong=1,malformed=1,loop=1,error500=1"
+LIMITS = AgentLimits(max_turns=12, max_tokens=65_536)
+
+_SOLVES = frozenset({Behaviour.SOLVE, Behaviour.FLAKY})
+_FAULTS = frozenset(
+    {
+        Behaviour.HANG,
+        Behaviour.ERROR500,
+        Behaviour.BAD_IDS,
+        Behaviour.SHORT_LOGPROBS,
+        Behaviour.DISCONNECT,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """What to run.
+
+    Args:
+        samples: episodes per task; None takes one for each card of the mix.
+        tasks: most tasks of each family; None takes all examples.
+        seed: of the script's decks and log-probabilities.
+        mix: proportions of the scripted behaviours.
+        families: which families.
+    """
+
+    samples: int | None = None
+    tasks: Mapping[str, int] = field(default_factory=dict)
+    seed: int = 0
+    mix: Mix = field(default_factory=lambda: Mix.parse(MIX))
+    families: Sequence[str] = FAMILIES
+
+    @property
+    def group_size(self) -> int:
+        return self.samples or sum(self.mix.counts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A task of the demo, with the row it came from."""
+
+    family: str
+    row: Mapping[str, object]
+    task: Task
+
+
+def choose(options: DemoOptions) -> list[Chosen]:
+    """The example tasks that this machine can run. Says which it cannot, and why."""
+    known = environments()
+    chosen = []
+    for name in options.families:
+        if name not in known:
+            raise InputError(f"no environment is called {name!r}", hint=f"known: {', '.join(sorted(known))}")
+        path = example_path(name)
+        found = []
+        for (_, row), task in zip(rows(path), load_tasks(name, path), strict=True):
+            if reason := known[name].unavailable(task):
+                err.print(f"left out: {name} {task.id}: {reason}")
+            else:
+                found.append(Chosen(name, row, task))
+        chosen += found[: options.tasks.get(name, len(found))]
+    return chosen
+
+
+def requests(chosen: Sequence[Chosen], options: DemoOptions) -> list[GroupRequest]:
+    """One group per task."""
+    return [
+        GroupRequest(
+            id=f"demo/{one.family}/{one.task.id}",
+            environment=one.family,
+            task=dict(one.row),
+            samples=options.group_size,
+            sampling=Sampling(max_tokens=8192),
+            limits=LIMITS,
+        )
+        for one in chosen
+    ]
+
+
+def script(chosen: Sequence[Chosen]) -> ScriptBook:
+    """What the scripted model knows: each task's reference solution, under the task's own words."""
+    return ScriptBook(
+        {
+            one.task.instruction: Script(
+                [[{"tool": call.tool, "arguments": call.arguments}] for call in one.task.reference]
+            )
+            for one in chosen
+        }
+    )
+
+
+def unexpected(groups: Sequence[GroupStatistics], options: DemoOptions) -> list[str]:
+    """Where the rewards are not those the script makes, one sentence each.
+
+    A group whose size is no multiple of the deck gets part of a deck, so nothing is known of it.
+    """
+    deck = sum(options.mix.counts.values())
+    if options.group_size % deck:
+        return []
+    rounds = options.group_size // deck
+    wanted: Counter[float | None] = Counter()
+    for behaviour, count in options.mix.counts.items():
+        reward = 1.0 if behaviour in _SOLVES else None if behaviour in _FAULTS else 0.0
+        wanted[reward] += count * rounds
+    problems = []
+    for group in groups:
+        got = Counter(group.rewards)
+        if got != +wanted:
+            problems.append(f"{group.group_id}: expected {_counts(+wanted)}, got {_counts(got)}")
+    return problems
+
+
+def _counts(rewards: Counter[float | None]) -> str:
+    parts = ("no reward" if r is None else f"reward {r:g}" for r in rewards)
+    return ", ".join(f"{part} x{n}" for part, n in zip(parts, rewards.values(), strict=True))
+
+
+@asynccontextmanager
+async def _scripted(chosen: Sequence[Chosen], options: DemoOptions) -> AsyncIterator[Model]:
+    server = ScriptedServer(script(chosen), mix=options.mix, seed=options.seed, noncanonical=0.05)
+    async with server:
+        err.print(f"model server:    {server.url}  (scripted: it plays known solutions, it is no model)")
+        yield Model(servers=[server.url], renderer=builtin_renderer(), name="scripted")
+
+
+@asynccontextmanager
+async def _given(model: Model) -> AsyncIterator[Model]:
+    for url in model.servers:
+        err.print(f"model server:    {url}")
+    yield model
+
+
+async def demo(settings: Settings, options: DemoOptions, folder: Path, model: Model | None = None) -> bool:
+    """Run the demo.
+
+    Args:
+        settings: of the service; a free port on loopback is taken in any case.
+        options: what to run.
+        folder: where the trajectories go.
+        model: the user's own; None plays the script.
+
+    Returns:
+        whether every group came out as the script says; True with a real model.
+    """
+    chosen = choose(options)
+    async with (
+        _given(model) if model else _scripted(chosen, options) as behind,
+        rollout_service(settings, behind) as service,
+        serving(service) as url,
+        RolloutClient(url) as client,
+    ):
+        err.print(f"rollout service: {url}  (documentation: {url}/docs)")
+        groups = requests(chosen, options)
+        err.print(f"submitting {len(groups)} groups of {options.group_size} over HTTP\n")
+        _, statistics = await carry_out(client, groups, folder, every_sample=False)
+    if model is not None:
+        return True
+    problems = unexpected(statistics, options)
+    for problem in problems:
+        err.print(f"not as scripted: {problem}", style="red")
+    if not problems:
+        out.print("every group came out as the script says")
+    out.print("your model:   prorl-envs demo --llm http://host:8000/v1")
+    return not problems

@@ -1,0 +1,78 @@
+"""`prorl-envs doctor`: what this machine can do, in a form one can paste into a bug report."""
+
+import asyncio
+import os
+import platform
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from rich.table import Table
+from rich.text import Text
+
+from prorl_envs import __version__
+from prorl_envs.cli.compose import node
+from prorl_envs.cli.console import out
+from prorl_envs.config import Settings
+from prorl_envs.env.registry import environments, example_path, load_tasks
+from prorl_envs.errors import InputError, SandboxError
+from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.probe import Check, checks
+
+
+def _machine() -> Iterator[tuple[str, str]]:
+    yield "prorl-envs", __version__
+    yield "Python", f"{platform.python_version()} on {platform.platform()}"
+    yield "user", f"uid {os.geteuid()}, {os.cpu_count()} cores"
+    yield "NeMo Gym", "installed" if find_spec("nemo_gym") else "not installed (the `nemo` extra)"
+
+
+async def _sandbox(settings: Settings) -> Check:
+    """Start a sandbox and have its shell answer: what all the other checks are about."""
+    remedy = "the checks above say what is missing"
+    try:
+        async with node(settings) as opened:
+            sandbox = await opened.sandbox(SandboxSpec())
+            tools = await opened.toolbox(sandbox)
+            answer = await tools.bash("echo $((6 * 7))", timeout_s=20.0)
+            await tools.aclose()
+            await sandbox.close()
+    except SandboxError as error:
+        return Check(name="sandbox", ok=False, found=error.message, remedy=error.hint or remedy)
+    ok = answer.text.strip() == "42"
+    return Check(name="sandbox", ok=ok, found="starts and answers" if ok else answer.text, remedy=remedy)
+
+
+def _families() -> Iterator[Check]:
+    for name in sorted(environments()):
+        try:
+            tasks = load_tasks(name, example_path(name))
+            missing = [r for r in (environments()[name].unavailable(task) for task in tasks) if r]
+        except InputError as error:
+            yield Check(name=name, ok=False, found=error.message, remedy=error.hint)
+            continue
+        found = f"{len(tasks) - len(missing)} of {len(tasks)} example tasks can run here"
+        if missing:
+            found += f" ({missing[0]})"
+        yield Check(name=name, ok=len(missing) < len(tasks), found=found, remedy="see the reason in brackets")
+
+
+async def doctor(settings: Settings) -> bool:
+    """Look at this machine and say what was found.
+
+    Returns:
+        whether rollouts can run here.
+    """
+    for name, value in _machine():
+        out.print(f"{name + ':':12} {value}")
+    found = await asyncio.to_thread(lambda: list(checks(settings.run_dir)))
+    found.append(await _sandbox(settings))
+    found += await asyncio.to_thread(lambda: list(_families()))
+    table = Table(show_edge=False)
+    table.add_column("check")
+    table.add_column("")
+    table.add_column("found", overflow="fold")
+    for check in found:
+        mark = Text("ok", style="green") if check.ok else Text("no", style="bold red")
+        table.add_row(check.name, mark, check.found if check.ok else f"{check.found}\nremedy: {check.remedy}")
+    out.print(table)
+    return all(check.ok for check in found)

@@ -1,0 +1,43 @@
+"""Submit groups, follow them, show and keep what came: shared by `run` and `demo`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from prorl_envs.cli.console import err, out
+from prorl_envs.cli.progress import follow
+from prorl_envs.cli.results import write_results
+from prorl_envs.cli.tables import groups_table, samples_table, tasks_table
+from prorl_envs.rollout.client import RolloutClient
+from prorl_envs.rollout.types import GroupRequest, GroupStatistics, Result
+
+
+async def carry_out(
+    client: RolloutClient, requests: Sequence[GroupRequest], folder: Path, *, every_sample: bool
+) -> tuple[list[Result], list[GroupStatistics]]:
+    """Run groups to their end, show the tables, keep the trajectories.
+
+    Args:
+        client: of the rollout service.
+        requests: the groups.
+        folder: where `results.jsonl` goes.
+        every_sample: show a row per sample too.
+
+    Returns:
+        the results by group and sample, and the statistics of each group.
+    """
+    await client.submit(requests)
+    names = [request.id for request in requests]
+    came, overlap = await follow(client, names, sum(request.samples for request in requests))
+    results = sorted(came, key=lambda r: (names.index(r.group_id), r.sample))
+    views = [await client.group(name) for name in names]
+    statistics = [view.statistics for view in views if view.statistics is not None]
+    path = folder / "results.jsonl"
+    write_results(path, results)
+    if every_sample:
+        out.print(samples_table(results))
+    out.print(tasks_table(results))
+    out.print(groups_table(statistics))
+    err.print(f"stages: {overlap}")
+    out.print(f"\ntrajectories: {path}")
+    out.print(f"show one:     prorl-envs show {path} {results[0].job_id}")
+    return results, statistics

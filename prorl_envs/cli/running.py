@@ -1,0 +1,46 @@
+"""Running a command's coroutine so that an interrupt at any moment leaves nothing behind."""
+
+import asyncio
+import signal
+from collections.abc import Coroutine
+from typing import Any
+
+import typer
+
+from prorl_envs.cli.console import err
+
+#: The shell's custom: 128 and the signal's number.
+INTERRUPTED = 130
+
+
+def run[T](main: Coroutine[Any, Any, T]) -> T:
+    """Run `main` to its end. The first SIGINT or SIGTERM cancels it, so that every context manager closes
+    what it holds; further ones change nothing, since nothing good comes of leaving that half done.
+
+    Raises:
+        typer.Exit: it was interrupted.
+    """
+    try:
+        return asyncio.run(_guarded(main))
+    except asyncio.CancelledError:
+        err.print("interrupted; everything that ran has been ended")
+        raise typer.Exit(INTERRUPTED) from None
+
+
+async def _guarded[T](main: Coroutine[Any, Any, T]) -> T:
+    task = asyncio.ensure_future(main)
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGINT, signal.SIGTERM)
+
+    def interrupt() -> None:
+        if not task.cancelling():
+            err.print("\ninterrupted: ending what runs ...")
+            task.cancel()
+
+    for number in signals:
+        loop.add_signal_handler(number, interrupt)
+    try:
+        return await task
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)

@@ -1,0 +1,23 @@
+"""`prorl-envs serve`: the rollout service in the foreground, until a signal."""
+
+from prorl_envs.cli.compose import Model, rollout_service
+from prorl_envs.cli.console import err
+from prorl_envs.config import Settings
+from prorl_envs.rollout.server import serve_until_signal
+
+
+async def serve(settings: Settings, model: Model) -> None:
+    """Serve until SIGINT or SIGTERM, then drain. A second signal hurries.
+
+    Raises:
+        InputError: the address cannot be bound, or needs a token.
+    """
+
+    def ready(url: str) -> None:
+        err.print(f"rollout service: {url}   (documentation: {url}/docs)")
+        for server in model.servers:
+            err.print(f"model server:    {server}")
+        err.print("Ctrl-C ends it")
+
+    async with rollout_service(settings, model) as service:
+        await serve_until_signal(service, settings.server, ready=ready)

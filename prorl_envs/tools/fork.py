@@ -1,0 +1,101 @@
+"""Forking a Python kernel from the tool server: warm, and without anything of the server's."""
+
+import ctypes
+import fcntl
+import os
+import signal
+import socket
+import sys
+import traceback
+
+#: Seconds a kernel may take to accept a cell; between cells it does nothing but read.
+SEND_TIMEOUT_S = 5.0
+_PR_SET_DUMPABLE = 4
+
+
+class Kernel:
+    """A forked kernel process and the descriptors to it. Does the system calls; decides nothing.
+
+    Args:
+        workdir: its first directory.
+
+    Raises:
+        OSError: it cannot be forked.
+    """
+
+    def __init__(self, workdir: str) -> None:
+        self.control, inside = socket.socketpair()
+        self.output, output = os.pipe()
+        try:
+            self.pid = os.fork()
+            if self.pid == 0:
+                _become_kernel(workdir, inside.fileno(), output)
+        except BaseException:
+            self.control.close()
+            os.close(self.output)
+            raise
+        finally:
+            inside.close()
+            os.close(output)
+        self.pidfd = os.pidfd_open(self.pid)
+        self.control.settimeout(SEND_TIMEOUT_S)
+
+    def send(self, frame: bytes | bytearray) -> None:
+        """Hand over a cell. A kernel that has gone is left to its exit; one that does not read is killed."""
+        try:
+            self.control.sendall(frame)
+        except TimeoutError:
+            self.kill()
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+
+    def interrupt(self) -> None:
+        """Ctrl-C for the kernel and the processes its cell started."""
+        self._signal(signal.SIGINT)
+
+    def kill(self) -> None:
+        """Kill the kernel and the processes of its group."""
+        self._signal(signal.SIGKILL)
+
+    def reap(self) -> int:
+        """The exit status, negative for a signal; waits for it."""
+        _, status = os.waitpid(self.pid, 0)
+        return os.waitstatus_to_exitcode(status)
+
+    def close(self) -> None:
+        """Close all descriptors. The process must have been reaped."""
+        self.control.close()
+        os.close(self.output)
+        os.close(self.pidfd)
+
+    def _signal(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self.pid, number)
+        except ProcessLookupError:  # just forked: not yet the leader of its group
+            signal.pidfd_send_signal(self.pidfd, number)
+
+
+def _become_kernel(workdir: str, control: int, output: int) -> None:
+    """The forked child's whole life: nothing of the server is left open."""
+    try:
+        os.setsid()
+        null = os.open(os.devnull, os.O_RDONLY)
+        # By way of high numbers, so that no target overwrites a source.
+        sources = [fcntl.fcntl(fd, fcntl.F_DUPFD, 16) for fd in (null, output, output, control)]
+        for target, fd in enumerate(sources):
+            os.dup2(fd, target, inheritable=target < 3)
+        os.closerange(4, os.sysconf("SC_OPEN_MAX"))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)
+        # The server is closed to the sandbox's processes; this one is the sandbox's own, like any other.
+        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1)
+        os.chdir(workdir)
+        from prorl_envs.tools.kernel import main  # only here: a server without Python need not know IPython
+
+        main()
+    finally:
+        error = sys.exception()
+        if error is not None:
+            os.write(2, "".join(traceback.format_exception(error)).encode("utf-8", "replace"))
+        os._exit(0 if error is None else 1)

@@ -1,0 +1,197 @@
+"""NeMo Gym's own command line on our environments: validate, start, evaluate, stop, and nothing is left."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+pytest.importorskip("nemo_gym", reason="run by scripts/test-nemo.sh in an environment of its own")
+
+from prorl_envs.env.registry import example_path, load_tasks
+from prorl_envs.nemo.root import GymRoot, gym_root
+from prorl_envs.nemo.rows import agent_name
+from prorl_envs.testing.openai_face import Behaviour, scripted_openai
+
+pytestmark = [pytest.mark.nemo, pytest.mark.timeout(900)]
+
+GYM = Path(sys.executable).with_name("gym")
+FAMILIES = ("bash", "ipython", "swebench")
+#: Rows of each example evaluated here; a SWE-bench row builds a repository at its first use.
+ROWS = {"bash": 100, "ipython": 100, "swebench": 1}
+READY = "servers ready!"
+
+
+@dataclass(frozen=True)
+class Gym:
+    """A running NeMo Gym.
+
+    Args:
+        root: where it runs, with the flags it was given.
+        flags: that tell another `gym` where it is.
+    """
+
+    root: GymRoot
+    flags: tuple[str, ...]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def gym(root: GymRoot, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(GYM), *arguments],
+        cwd=root.path,
+        env=environment(root),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def environment(root: GymRoot) -> dict[str, str]:
+    """What NeMo Gym's processes see. Ray's sockets need a short path of their own."""
+    quiet = {"PYTHONUNBUFFERED": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    return os.environ | quiet | {"RAY_TMPDIR": str(root.path / "r")}
+
+
+def session_members(session: int) -> list[str]:
+    """The living processes of a session: NeMo Gym, its servers and Ray."""
+    members = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = status.read_text().rpartition(")")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        state, _, _, owner = rest.split()[:4]
+        if int(owner) == session and state != "Z":
+            members.append(name + ")")
+    return members
+
+
+@contextmanager
+def started(root: GymRoot, log: IO[str], *arguments: str) -> Iterator[Gym]:
+    """`gym env start` in a session of its own, until the block ends; interrupted, as Ctrl-C does."""
+    head = ("++head_server.host=127.0.0.1", f"++head_server.port={free_port()}")
+    command = [str(GYM), "env", "start", *arguments, *root.flags, *head]
+    process = subprocess.Popen(
+        command,
+        cwd=root.path,
+        env=environment(root),
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        wait_until_ready(process, Path(log.name))
+        yield Gym(root, head)
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(120)
+            left = wait_until_gone(process.pid)
+        finally:
+            # Whatever is still in the session after an orderly end is a leak; it must not outlive the test.
+            for member in session_members(process.pid):
+                os.kill(int(member.split()[0]), signal.SIGKILL)
+            process.wait()
+    assert not left, f"left behind: {left}"
+
+
+def wait_until_ready(process: "subprocess.Popen[bytes]", log: Path) -> None:
+    deadline = time.monotonic() + 600
+    while READY not in log.read_text():
+        assert process.poll() is None, f"gym env start ended:\n{log.read_text()[-5000:]}"
+        assert time.monotonic() < deadline, f"not ready:\n{log.read_text()[-5000:]}"
+        time.sleep(0.2)
+
+
+def wait_until_gone(session: int) -> list[str]:
+    deadline = time.monotonic() + 20
+    while (left := session_members(session)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> GymRoot:
+    return gym_root(tmp_path_factory.mktemp("gym"))
+
+
+@pytest.fixture(scope="module")
+def model_url() -> Iterator[str]:
+    tasks = chain.from_iterable(load_tasks(name, example_path(name)) for name in FAMILIES)
+    with scripted_openai(list(tasks)) as url:
+        yield url
+
+
+def model_flags(url: str) -> list[str]:
+    return ["--model", str(Behaviour.REFERENCE), "--model-url", url, "--model-api-key", "none"]
+
+
+def config(name: str, flavour: str) -> Path:
+    """A family's YAML file, where the package is installed."""
+    return Path(example_path(name)).parents[1] / "configs" / f"{flavour}.yaml"
+
+
+@pytest.fixture(scope="module")
+def running(root: GymRoot, model_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gym]:
+    """All families at once, and the shell tasks once more for an agent that steps."""
+    configs = [config(name, f"prorl_{name}") for name in FAMILIES] + [config("bash", "gymnasium")]
+    selection = [flag for path in configs for flag in ("--config", str(path))]
+    with (tmp_path_factory.mktemp("log") / "gym.log").open("w") as log:
+        arguments = [*selection, "--model-type", "openai_model", *model_flags(model_url)]
+        with started(root, log, *arguments) as gym:
+            yield gym
+
+
+def evaluate(running: Gym, name: str, agent: str, output: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in nemo_example(name).read_text().splitlines()]
+    chosen = output.with_name("rows.jsonl")
+    chosen.write_text("".join(json.dumps(row | {"agent_ref": {"name": agent}}) + "\n" for row in rows))
+    flags = ["--agent", agent, "--input", str(chosen), "--output", str(output), "--limit", str(ROWS[name])]
+    done = gym(running.root, "eval", "run", "--no-serve", *flags, "--concurrency", "4", *running.flags)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    results = [json.loads(line) for line in output.read_text().splitlines()]
+    assert len(results) == min(len(rows), ROWS[name])
+    return results
+
+
+def nemo_example(name: str) -> Path:
+    return example_path(name).with_name("nemo_example.jsonl")
+
+
+@pytest.mark.parametrize("flavour", ["", "/gymnasium"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_configuration_is_valid(root: GymRoot, name: str, flavour: str) -> None:
+    selection = ["--resources-server", f"prorl_{name}{flavour}", "--model-type", "openai_model"]
+    done = gym(root, "env", "validate", *selection)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_reference_reaches_reward_1(running: Gym, name: str, tmp_path: Path) -> None:
+    results = evaluate(running, name, agent_name(name), tmp_path / "rollouts.jsonl")
+    assert {result["task_id"]: result["reward"] for result in results} == {
+        result["task_id"]: 1.0 for result in results
+    }
+    assert not any(result["mask_sample"] for result in results)
+
+
+def test_the_reference_reaches_reward_1_stepped(running: Gym, tmp_path: Path) -> None:
+    results = evaluate(running, "bash", "prorl_bash_gymnasium_agent", tmp_path / "rollouts.jsonl")
+    assert [result["reward"] for result in results] == [1.0] * len(results)
+    assert all(result["terminated"] for result in results)

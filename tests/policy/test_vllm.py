@@ -1,0 +1,234 @@
+"""The client against the scripted server, over real HTTP, with every way a server can misbehave."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from prorl_envs.errors import InputError, ModelError
+from prorl_envs.policy.probe import probe
+from prorl_envs.policy.protocol import ProtocolError, ServerUnavailable
+from prorl_envs.policy.types import Sampling
+from prorl_envs.policy.vllm import ClientLimits, VllmClient, base_url
+from prorl_envs.testing.clock import FakeClock
+from prorl_envs.testing.scripted import Mix, ScriptBook
+from prorl_envs.testing.scripted_app import Dialect
+from prorl_envs.testing.server import ScriptedServer
+from prorl_envs.testing.tokenizer import builtin_renderer
+
+pytestmark = pytest.mark.anyio
+
+RENDERER = builtin_renderer()
+BOOK = ScriptBook.from_tapes({"List the files.": [[{"tool": "bash", "arguments": {"command": "ls"}}]]})
+PROMPT = RENDERER.prompt([{"role": "user", "content": "List the files."}])
+
+
+@asynccontextmanager
+async def talking_to(url: str, **settings: Any) -> AsyncIterator[VllmClient]:
+    client = VllmClient(url, stop_ids=RENDERER.stop_ids, vocab_size=RENDERER.vocab_size, **settings)
+    try:
+        yield client
+    finally:
+        await client.aclose()
+
+
+@pytest.mark.parametrize("dialect", [Dialect.TOKEN_IDS, Dialect.TOKEN_STRINGS])
+async def test_ids_go_in_and_come_out_with_logprobs(dialect: Dialect) -> None:
+    async with ScriptedServer(BOOK, dialect=dialect) as server, talking_to(server.url + "/v1/") as client:
+        answer = await client.generate(PROMPT, Sampling(), session="s")
+        assert [call.arguments for call in RENDERER.parse(answer.ids).tool_calls] == [{"command": "ls"}]
+        assert len(answer.logprobs) == len(answer.ids)
+        assert all(value <= 0 for value in answer.logprobs)
+        assert answer.finish_reason == "stop"
+        assert answer.ids[-1] in RENDERER.stop_ids
+        assert answer.weight_version == "scripted-0"
+        assert answer.server == server.url
+        again = await client.generate(PROMPT, Sampling(), session="s")
+        assert again == answer
+        assert server.counts.repeats == 1
+
+
+async def test_max_tokens_truncates() -> None:
+    async with ScriptedServer(BOOK) as server, talking_to(server.url) as client:
+        answer = await client.generate(PROMPT, Sampling(max_tokens=5), session="s")
+        assert len(answer.ids) == 5
+        assert answer.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "error", "says"),
+    [
+        ("bad_ids", ProtocolError, "outside the vocabulary"),
+        ("short_logprobs", ProtocolError, "log-probabilities for"),
+        ("error500", ServerUnavailable, "500"),
+        ("disconnect", ServerUnavailable, "broke the connection"),
+    ],
+)
+async def test_misbehaving_servers_become_typed_errors(
+    behaviour: str, error: type[ModelError], says: str
+) -> None:
+    limits = ClientLimits(attempts=3, backoff_s=0)
+    async with (
+        ScriptedServer(BOOK, mix=Mix.parse(behaviour)) as server,
+        talking_to(server.url, limits=limits) as client,
+    ):
+        with pytest.raises(error, match=says) as caught:
+            await client.generate(PROMPT, Sampling(), session="s")
+        assert server.url in caught.value.message
+        assert server.counts.requests == (3 if error is ServerUnavailable else 1)
+
+
+async def test_an_overloaded_server_is_tried_again() -> None:
+    async with (
+        ScriptedServer(BOOK, mix=Mix.parse("flaky")) as server,
+        talking_to(server.url) as client,
+    ):
+        answer = await client.generate(PROMPT, Sampling(), session="s")
+        assert RENDERER.parse(answer.ids).tool_calls
+        assert server.counts.requests == 2
+
+
+class Pauses(FakeClock):
+    """Sleeps at once, and remembers how long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slept: list[float] = []
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.advance(seconds)
+
+
+async def test_pauses_grow_and_are_spread() -> None:
+    clock = Pauses()
+    limits = ClientLimits(attempts=4, backoff_s=1.0, max_backoff_s=3.0)
+    async with (
+        ScriptedServer(BOOK, mix=Mix.parse("error500")) as server,
+        talking_to(server.url, limits=limits, clock=clock, jitter=lambda: 0.5) as client,
+    ):
+        with pytest.raises(ServerUnavailable):
+            await client.generate(PROMPT, Sampling(), session="s")
+    assert clock.slept == [1.0, 2.0, 3.0]
+
+
+async def test_a_silent_server_times_out_by_the_clock() -> None:
+    clock = FakeClock()
+    async with (
+        ScriptedServer(BOOK, mix=Mix.parse("hang")) as server,
+        talking_to(server.url, clock=clock, model="scripted") as client,
+    ):
+        task = asyncio.ensure_future(client.generate(PROMPT, Sampling(), session="s"))
+        await server.until(lambda counts: counts.running == 1)
+        clock.advance(ClientLimits().answer_s)
+        with pytest.raises(ServerUnavailable, match="did not answer within 1800 s"):
+            await task
+        await server.until(lambda counts: counts.aborted == 1 and counts.running == 0)
+
+
+async def test_cancelling_ends_the_generation_on_the_server() -> None:
+    async with (
+        ScriptedServer(BOOK, latency_s=3600.0) as server,
+        talking_to(server.url) as client,
+    ):
+        task = asyncio.ensure_future(client.generate(PROMPT, Sampling(), session="s"))
+        await server.until(lambda counts: counts.running == 1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await server.until(lambda counts: counts.aborted == 1 and counts.running == 0)
+
+
+async def test_a_server_can_stop_while_it_is_hanging() -> None:
+    async with ScriptedServer(BOOK, mix=Mix.parse("hang")) as server:
+        client = VllmClient(server.url, stop_ids=(), limits=ClientLimits(attempts=1))
+        task = asyncio.ensure_future(client.generate(PROMPT, Sampling(), session="s"))
+        await server.until(lambda counts: counts.running == 1)
+    with pytest.raises(ServerUnavailable):
+        await task
+    await client.aclose()
+
+
+async def test_a_server_that_is_not_there() -> None:
+    async with ScriptedServer(BOOK) as server:
+        url = server.url
+    async with talking_to(url, limits=ClientLimits(attempts=2, backoff_s=0)) as client:
+        with pytest.raises(ServerUnavailable, match="cannot be reached"):
+            await client.generate(PROMPT, Sampling(), session="s")
+
+
+async def test_a_refused_request_says_why_and_is_not_repeated() -> None:
+    async with ScriptedServer(BOOK, max_model_len=100) as server, talking_to(server.url) as client:
+        with pytest.raises(ProtocolError, match="maximum context length") as caught:
+            await client.generate(PROMPT, Sampling(max_tokens=100), session="s")
+        assert "max_tokens" in caught.value.hint
+        assert server.counts.requests == 1
+
+
+async def test_an_answer_too_large_is_cut_off() -> None:
+    limits = ClientLimits(max_body_bytes=64)
+    async with ScriptedServer(BOOK) as server, talking_to(server.url, limits=limits, model="m") as client:
+        with pytest.raises(ProtocolError, match="more than 64 bytes"):
+            await client.generate(PROMPT, Sampling(), session="s")
+
+
+async def test_any_session_name_makes_a_header() -> None:
+    async with ScriptedServer(BOOK) as server, talking_to(server.url) as client:
+        for session in ("a/b:c", "größe\r\nx: y", " ", "\u2028"):
+            await client.generate(PROMPT, Sampling(), session=session)
+        assert server.counts.sessions == 4
+
+
+async def test_many_sessions_at_once() -> None:
+    async with ScriptedServer(BOOK, noncanonical=0.5) as server, talking_to(server.url) as client:
+        answers = await asyncio.gather(
+            *(client.generate(PROMPT, Sampling(), session=str(number)) for number in range(64))
+        )
+        texts = {RENDERER.decode(answer.ids) for answer in answers}
+        assert len(texts) == 1
+        assert len({answer.ids for answer in answers}) > 32
+
+
+@pytest.mark.parametrize(
+    ("given", "base"),
+    [
+        ("http://h:8000", "http://h:8000"),
+        ("http://h:8000/v1", "http://h:8000"),
+        ("https://h/a/v1/", "https://h/a"),
+    ],
+)
+def test_base_url(given: str, base: str) -> None:
+    assert base_url(given) == base
+
+
+@pytest.mark.parametrize("url", ["", "h:8000", "ftp://h", "http://", "http://h:port"])
+def test_what_is_no_url(url: str) -> None:
+    with pytest.raises(InputError):
+        base_url(url)
+
+
+async def test_probe_finds_a_fit_server() -> None:
+    async with ScriptedServer(BOOK) as server:
+        report = await probe(server.url, prompt_ids=PROMPT, vocab_size=RENDERER.vocab_size)
+    assert report.ok
+    assert report.model == "scripted"
+    assert report.weight_version == "scripted-0"
+
+
+async def test_probe_names_what_is_missing() -> None:
+    async with ScriptedServer(BOOK, dialect=Dialect.TEXT) as server:
+        report = await probe(server.url)
+    assert not report.ok
+    assert "token ids" in report.problem
+    assert "return_token_ids" in report.hint
+
+
+async def test_probe_says_where_nobody_answers() -> None:
+    async with ScriptedServer(BOOK) as server:
+        url = server.url
+    report = await probe(url)
+    assert "cannot be reached" in report.problem
+    assert json.dumps(report.hint)

@@ -1,0 +1,94 @@
+"""A service over toy environments, with everything a test may want to hold."""
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from prorl_envs.clock import Clock
+from prorl_envs.config import ServiceSettings
+from prorl_envs.policy.rendering import TemplateRenderer
+from prorl_envs.policy.types import ModelClient
+from prorl_envs.rollout.service import RolloutService
+from prorl_envs.rollout.types import GroupRequest, Result
+from prorl_envs.testing.tokenizer import builtin_renderer
+from prorl_envs.testing.toy import ToyModel, ToyWorld, empty_node
+
+
+@pytest.fixture(scope="session")
+def renderer() -> TemplateRenderer:
+    return builtin_renderer()
+
+
+@dataclass
+class Bench:
+    """A started service and its surroundings."""
+
+    service: RolloutService
+    world: ToyWorld
+    results: list[Result] = field(default_factory=list)
+
+    def group(self, name: str = "g", samples: int = 1, **fields: Any) -> GroupRequest:
+        """A group whose task may carry `faults` and a `reward`."""
+        task = {"id": name, "instruction": f"Do {name}."}
+        task |= {key: fields.pop(key) for key in ("faults", "reward") if key in fields}
+        return GroupRequest.model_validate(
+            {"id": name, "environment": "toy", "task": task, "samples": samples, **fields}
+        )
+
+    async def submit(self, *groups: GroupRequest) -> None:
+        await self.service.submit(list(groups))
+
+    async def finished(self, count: int) -> list[Result]:
+        """The first `count` results, in order."""
+        while len(self.results) < count:
+            after = self.results[-1].cursor if self.results else 0
+            page = await self.service.results(after, limit=count - len(self.results), wait_s=60)
+            self.results += page.results
+        return self.results
+
+    async def result(self, group: GroupRequest) -> Result:
+        """Submit a group of one and wait for its result."""
+        await self.submit(group)
+        while True:
+            for result in await self.finished(len(self.results) + 1):
+                if result.group_id == group.id:
+                    return result
+
+    async def idle(self) -> None:
+        """Return once every environment is closed."""
+        await self.world.until(lambda: self.world.open == 0)
+
+
+@pytest.fixture
+async def make_bench(renderer: TemplateRenderer) -> AsyncIterator[Callable[..., Any]]:
+    """Makes and starts services; each is stopped at the end, and must then have closed everything."""
+    benches: list[Bench] = []
+
+    async def make(*, model: ModelClient | None = None, clock: Clock | None = None, **settings: Any) -> Bench:
+        world = ToyWorld()
+        done: ModelClient = ToyModel(renderer, lambda *_: [{"tool": "finish", "arguments": {}}])
+        service = RolloutService(
+            empty_node(),
+            {"toy": world.family()},
+            renderer,
+            model or done,
+            ServiceSettings(**settings),
+            clock=clock,
+        )
+        await service.start()
+        benches.append(Bench(service, world))
+        return benches[-1]
+
+    yield make
+    for bench in benches:
+        await bench.service.stop()
+        if bench.service.status().close_failures == 0:
+            assert bench.world.open == 0, "an environment was not closed"
+
+
+@pytest.fixture
+async def bench(make_bench: Callable[..., Any]) -> Any:
+    """A service with the default settings."""
+    return await make_bench()

@@ -1,0 +1,267 @@
+"""The agent loop against a real tokenizer: what is sent, what is recorded, when it ends."""
+
+import asyncio
+import json
+
+import pytest
+
+from prorl_envs.errors import ModelError, SandboxError
+from prorl_envs.policy.rendering import TemplateRenderer
+from prorl_envs.policy.types import Sampled, Sampling
+from prorl_envs.rollout.agent import Agent, Transcript
+from prorl_envs.rollout.types import AgentLimits, StopReason, Trajectory
+from prorl_envs.testing.clock import FakeClock
+from prorl_envs.testing.scripted import Call
+from prorl_envs.testing.tokenizer import builtin_renderer
+from prorl_envs.testing.toy import Fault, Play, ToyModel, ToyTask, ToyWorld, empty_node
+
+pytestmark = pytest.mark.anyio
+
+FINISH: Call = {"tool": "finish", "arguments": {}}
+
+
+def say(text: str) -> Call:
+    return {"tool": "say", "arguments": {"text": text}}
+
+
+@pytest.fixture(scope="module")
+def renderer() -> TemplateRenderer:
+    return builtin_renderer()
+
+
+class Played:
+    """One run of the loop, with everything to look at afterwards."""
+
+    def __init__(self, renderer: TemplateRenderer, play: Play, **limits: float) -> None:
+        self.world = ToyWorld()
+        self.clock = FakeClock()
+        self.model = ToyModel(renderer, play)
+        self.transcript = Transcript()
+        self.limits = AgentLimits.model_validate(limits)
+        self.sampling = Sampling(max_tokens=400)
+        self.faults: dict[str, Fault] = {}
+        self._renderer = renderer
+
+    async def run(self) -> StopReason:
+        environment = self.world.family()(empty_node())
+        prompt = await environment.init(ToyTask(id="t", instruction="Say it.", faults=self.faults))
+        agent = Agent(self._renderer, self.model, self.clock)
+        try:
+            return await agent.play(
+                environment,
+                prompt,
+                self.transcript,
+                limits=self.limits,
+                sampling=self.sampling,
+                session="s",
+            )
+        finally:
+            await environment.close()
+
+    @property
+    def trajectory(self) -> Trajectory:
+        assert self.transcript.ledger is not None
+        return self.transcript.ledger.trajectory()
+
+    @property
+    def prompts(self) -> list[tuple[int, ...]]:
+        return self.model.prompts["s"]
+
+    def roles(self) -> list[str]:
+        return [message["role"] for message in self.transcript.messages]
+
+
+def check_truth(played: Played) -> None:
+    """What every trajectory must keep, whatever happened."""
+    trajectory = played.trajectory
+    assert trajectory.drift == 0
+    assert len(trajectory.ids) == len(trajectory.loss_mask) == len(trajectory.logprobs)
+    assert len(trajectory.ids) <= played.limits.max_tokens
+    sampled: set[int] = set()
+    for prompt, turn in zip(played.prompts, trajectory.turns, strict=False):
+        assert list(prompt) == trajectory.ids[: turn.start], "the prompt sent is not the ledger so far"
+        sampled.update(range(turn.start, turn.end))
+    assert [i for i, mask in enumerate(trajectory.loss_mask) if mask] == sorted(sampled)
+    assert all(trajectory.logprobs[i] == 0.0 for i in range(len(trajectory.ids)) if i not in sampled)
+
+
+async def test_the_context_grows_by_what_was_sampled_and_observed(renderer: TemplateRenderer) -> None:
+    turns = [[say("one")], [say("two"), say("three")], [FINISH]]
+    played = Played(renderer, lambda _, turn: turns[turn])
+    assert await played.run() is StopReason.FINISHED
+    check_truth(played)
+    for before, after in zip(played.prompts, played.prompts[1:], strict=False):
+        assert after[: len(before)] == before
+    text = renderer.decode(played.trajectory.ids)
+    assert [text.index(word) for word in ("one", "two", "three")] == sorted(
+        text.index(word) for word in ("one", "two", "three")
+    )
+    assert played.roles() == ["user", "assistant", "tool", "assistant", "tool", "tool", "assistant"]
+    assert [turn.weight_version for turn in played.trajectory.turns] == ["7", "7", "7"]
+
+
+async def test_logprobs_are_those_of_the_sampled_ids(renderer: TemplateRenderer) -> None:
+    played = Played(renderer, lambda _, turn: [say("x")] if turn == 0 else "done")
+    await played.run()
+    for turn in played.trajectory.turns:
+        ids = played.trajectory.ids[turn.start : turn.end]
+        assert played.trajectory.logprobs[turn.start : turn.end] == [-0.01 * (i % 100) for i in ids]
+
+
+async def test_text_without_a_call_ends_the_episode(renderer: TemplateRenderer) -> None:
+    played = Played(renderer, lambda *_: "I am done.")
+    assert await played.run() is StopReason.NO_TOOL_CALL
+    check_truth(played)
+
+
+async def test_a_refused_finish_goes_on(renderer: TemplateRenderer) -> None:
+    refused: Call = {"tool": "finish", "arguments": {"text": "refuse"}}
+    played = Played(renderer, lambda _, turn: [refused] if turn == 0 else [FINISH])
+    assert await played.run() is StopReason.FINISHED
+    assert played.trajectory.turns[1].start > played.trajectory.turns[0].end
+
+
+async def test_calls_after_finish_are_not_made(renderer: TemplateRenderer) -> None:
+    played = Played(renderer, lambda *_: [say("a"), FINISH, say("b")])
+    await played.run()
+    assert [step for _, step in played.world.log].count("call") == 2
+
+
+async def test_a_malformed_call_is_answered_with_what_is_wrong(renderer: TemplateRenderer) -> None:
+    def play(_: str, turn: int) -> list[Call] | str:
+        return '<tool_call>\n{"name": "say", "argu\n</tool_call>' if turn == 0 else [FINISH]
+
+    played = Played(renderer, play)
+    assert await played.run() is StopReason.FINISHED
+    check_truth(played)
+    assert played.roles() == ["user", "assistant", "user", "assistant"]
+    assert "argu" in played.transcript.messages[1]["content"]
+    assert played.transcript.messages[2]["content"]
+
+
+async def test_malformed_again_and_again_ends_the_episode(renderer: TemplateRenderer) -> None:
+    played = Played(renderer, lambda *_: "<tool_call>{", max_malformed=3)
+    assert await played.run() is StopReason.MALFORMED
+    assert len(played.trajectory.turns) == 3
+
+
+async def test_a_good_call_forgives_the_bad_ones_before(renderer: TemplateRenderer) -> None:
+    played = Played(
+        renderer,
+        lambda _, turn: [say("ok")] if turn % 2 else "<tool_call>{",
+        max_malformed=2,
+        max_turns=7,
+    )
+    assert await played.run() is StopReason.TURN_LIMIT
+    assert len(played.trajectory.turns) == 7
+
+
+async def test_a_cut_answer_is_explained(renderer: TemplateRenderer) -> None:
+    played = Played(renderer, lambda _, turn: "words " * 50 if turn == 0 else [FINISH])
+    played.sampling = Sampling(max_tokens=20)
+    played.limits = AgentLimits(max_malformed=3)
+    await played.run()
+    check_truth(played)
+    assert played.trajectory.turns[0].finish_reason == "length"
+    assert "cut off after 20 tokens" in played.transcript.messages[2]["content"]
+
+
+async def test_the_token_limit_shrinks_the_last_answer(renderer: TemplateRenderer) -> None:
+    played = Played(renderer, lambda *_: "word " * 500)
+    await asyncio.wait_for(_fill(played, extra=30), timeout=30)
+    assert played.model.samplings["s"][-1].max_tokens == 30
+    assert len(played.trajectory.ids) == played.limits.max_tokens
+
+
+async def _fill(played: Played, extra: int) -> None:
+    probe = Played(played._renderer, lambda *_: "x")
+    await probe.run()
+    played.limits = AgentLimits(max_tokens=len(probe.prompts[0]) + extra)
+    assert await played.run() is StopReason.TOKEN_LIMIT
+    check_truth(played)
+
+
+async def test_an_observation_that_does_not_fit_is_left_out_whole(renderer: TemplateRenderer) -> None:
+    played = Played(renderer, lambda *_: [say("long " * 300)], max_tokens=1200)
+    played.sampling = Sampling(max_tokens=1000)
+    assert await played.run() is StopReason.TOKEN_LIMIT
+    check_truth(played)
+    last = played.trajectory.turns[-1]
+    assert last.end == len(played.trajectory.ids), "the trajectory ends with what was sampled"
+    assert played.roles()[-1] == "assistant"
+
+
+async def test_a_prompt_over_the_limit_is_not_sent(renderer: TemplateRenderer) -> None:
+    played = Played(renderer, lambda *_: "x", max_tokens=16)
+    assert await played.run() is StopReason.TOKEN_LIMIT
+    assert played.model.prompts == {}
+
+
+async def test_the_turn_limit(renderer: TemplateRenderer) -> None:
+    played = Played(renderer, lambda *_: [say("again")], max_turns=4)
+    assert await played.run() is StopReason.TURN_LIMIT
+    assert len(played.prompts) == 4
+
+
+async def test_the_time_limit_ends_a_model_call(renderer: TemplateRenderer) -> None:
+    played = Played(renderer, lambda *_: [say("never")], run_s=10)
+    played.model = ToyModel(renderer, lambda *_: "x", gate=asyncio.Event())
+    running = asyncio.create_task(played.run())
+    await played.clock.wait_for_sleepers()
+    played.clock.advance(10)
+    assert await running is StopReason.TIME_LIMIT
+    assert played.trajectory.turns == []
+
+
+async def test_a_tool_call_gets_no_more_time_than_is_left(renderer: TemplateRenderer) -> None:
+    played = Played(renderer, lambda *_: [say("slow")], run_s=10)
+    gate = asyncio.Event()
+    played.world.gates["call"] = gate
+    running = asyncio.create_task(played.run())
+    await played.world.until(lambda: played.world.inside["call"] == 1)
+    played.clock.advance(11)
+    gate.set()
+    assert await running is StopReason.TIME_LIMIT
+    assert played.trajectory.turns[0].tools_s == 11
+    check_truth(played)
+
+
+async def test_text_that_utf8_cannot_carry_is_replaced(renderer: TemplateRenderer) -> None:
+    played = Played(renderer, lambda _, turn: [say("x")] if turn == 0 else [FINISH])
+    played.faults = {"call": Fault.SURROGATE}
+    await played.run()
+    check_truth(played)
+    json.dumps(played.transcript.messages, ensure_ascii=False).encode()
+
+
+async def test_a_failing_sandbox_leaves_as_its_error(renderer: TemplateRenderer) -> None:
+    played = Played(renderer, lambda *_: [say("x")])
+    played.faults = {"call": Fault.SANDBOX}
+    with pytest.raises(SandboxError):
+        await played.run()
+    assert len(played.trajectory.turns) == 1, "what happened before can still be seen"
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs", "reason", "message"),
+    [
+        ((1, 2), (0.0,), "stop", "log-probabilities"),
+        ((1,) * 500, (0.0,) * 500, "stop", "at most"),
+        ((1,), (0.0,), "abort", "aborted"),
+    ],
+)
+async def test_an_answer_that_breaks_the_protocol(
+    renderer: TemplateRenderer,
+    ids: tuple[int, ...],
+    logprobs: tuple[float, ...],
+    reason: str,
+    message: str,
+) -> None:
+    class Broken(ToyModel):
+        async def generate(self, prompt_ids: object, sampling: object, *, session: str) -> Sampled:
+            return Sampled(ids, logprobs, reason, "", "")  # type: ignore[arg-type]
+
+    played = Played(renderer, lambda *_: "x")
+    played.model = Broken(renderer, lambda *_: "x")
+    with pytest.raises(ModelError, match=message):
+        await played.run()

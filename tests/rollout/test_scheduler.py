@@ -1,0 +1,287 @@
+"""The scheduler alone: what may start, what must end, and that nothing is lost whatever happens when."""
+
+import random
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prorl_envs.rollout.scheduler import (
+    Close,
+    Decision,
+    FairQueue,
+    Finish,
+    Interrupt,
+    Limits,
+    Scheduler,
+    Start,
+)
+from prorl_envs.rollout.types import JobState, Stage
+
+WIDE = Limits(init=2, run=4, eval=2, live=8)
+
+
+def starts(decisions: list[Decision]) -> list[tuple[str, Stage]]:
+    return [(d.job, d.stage) for d in decisions if isinstance(d, Start)]
+
+
+def test_a_job_walks_through_its_stages_and_is_finished_before_it_is_closed() -> None:
+    scheduler = Scheduler(WIDE)
+    assert scheduler.submit([("a", "g")]) == [Start("a", Stage.INIT, 1)]
+    assert scheduler.ended("a") == [Start("a", Stage.RUN, 1)]
+    assert scheduler.ended("a") == [Start("a", Stage.EVAL, 1)]
+    assert scheduler.ended("a") == [Finish("a", JobState.DONE), Close("a")]
+    assert scheduler.live == 1
+    assert scheduler.closed("a") == []
+    assert len(scheduler) == 0
+    assert scheduler.live == 0
+
+
+def test_stages_overlap() -> None:
+    """One job is graded while the next acts and a third is prepared."""
+    scheduler = Scheduler(Limits(init=1, run=1, eval=1, live=3))
+    scheduler.submit([("a", "g"), ("b", "g"), ("c", "g")])
+    scheduler.ended("a")
+    scheduler.ended("b")
+    scheduler.ended("a")
+    assert scheduler.active == {Stage.INIT: 1, Stage.RUN: 1, Stage.EVAL: 1}
+    assert [scheduler.state(job) for job in "abc"] == [JobState.EVAL, JobState.RUN, JobState.INIT]
+
+
+def test_a_slow_eval_holds_no_run_slot() -> None:
+    scheduler = Scheduler(Limits(init=1, run=1, eval=1, live=10))
+    scheduler.submit([(str(i), "g") for i in range(5)])
+    for job in "0123":  # "0" stays in EVAL; the others pass through RUN behind it
+        scheduler.ended(job)
+        scheduler.ended(job)
+    assert scheduler.active[Stage.EVAL] == 1
+    assert scheduler.waiting[Stage.EVAL] == 3
+    assert scheduler.state("4") is JobState.INIT
+
+
+def test_initialised_jobs_do_not_pile_up_in_front_of_a_slow_run() -> None:
+    scheduler = Scheduler(Limits(init=4, run=1, eval=4, live=6))
+    decisions = scheduler.submit([(str(i), "g") for i in range(100)])
+    while pending := [job for job, stage in starts(decisions) if stage is Stage.INIT]:
+        decisions = [d for job in pending for d in scheduler.ended(job)]
+    assert scheduler.active == {Stage.INIT: 0, Stage.RUN: 1, Stage.EVAL: 0}
+    assert scheduler.waiting[Stage.RUN] == 5
+    assert scheduler.live == 6
+    assert scheduler.waiting[Stage.INIT] == 94
+
+
+def test_a_group_is_served_whole_and_a_large_one_lets_others_in() -> None:
+    queue = FairQueue(turn=4)
+    for i in range(10):
+        queue.push(f"large{i}", "large")
+    for group in ("b", "c"):
+        for i in range(3):
+            queue.push(f"{group}{i}", group)
+    order = [queue.pop() for _ in range(16)]
+    assert order == [
+        *(f"large{i}" for i in range(4)),
+        *("b0", "b1", "b2", "c0", "c1", "c2"),
+        *(f"large{i}" for i in range(4, 10)),
+    ]
+    assert len(queue) == 0
+
+
+def test_removing_the_group_in_turn_starts_a_new_turn() -> None:
+    queue = FairQueue(turn=2)
+    for job, group in (("a0", "a"), ("a1", "a"), ("b0", "b"), ("b1", "b"), ("c0", "c")):
+        queue.push(job, group)
+    assert queue.pop() == "a0"
+    queue.remove("a1", "a")
+    assert [queue.pop(), queue.pop(), queue.pop()] == ["b0", "b1", "c0"]
+
+
+def test_a_queued_job_is_cancelled_without_anything_to_close() -> None:
+    scheduler = Scheduler(Limits(init=1, run=1, eval=1, live=1))
+    scheduler.submit([("a", "g"), ("b", "g")])
+    assert scheduler.cancel("b") == [Finish("b", JobState.CANCELLED)]
+    assert "b" not in scheduler
+
+
+def test_a_running_job_is_finished_at_once_and_closed_when_its_stage_has_ended() -> None:
+    scheduler = Scheduler(WIDE)
+    scheduler.submit([("a", "g")])
+    assert scheduler.cancel("a") == [Finish("a", JobState.CANCELLED), Interrupt("a")]
+    assert scheduler.state("a") is None
+    assert scheduler.cancel("a") == []
+    assert scheduler.ended("a") == [Close("a")]
+    scheduler.closed("a")
+    assert len(scheduler) == 0
+
+
+def test_a_job_that_waits_between_stages_is_cancelled_and_closed() -> None:
+    scheduler = Scheduler(Limits(init=2, run=1, eval=1, live=3))
+    scheduler.submit([("a", "g"), ("b", "g")])
+    scheduler.ended("a")
+    scheduler.ended("b")
+    assert scheduler.cancel("b") == [Finish("b", JobState.CANCELLED), Close("b")]
+    assert scheduler.waiting[Stage.RUN] == 0
+
+
+def test_a_stage_that_ends_by_failing_after_its_cancellation_is_not_a_second_result() -> None:
+    scheduler = Scheduler(WIDE)
+    scheduler.submit([("a", "g")])
+    scheduler.cancel("a")
+    assert scheduler.failed("a", retryable=True) == [Close("a")]
+
+
+def test_a_retry_waits_for_the_old_sandbox_to_be_closed() -> None:
+    scheduler = Scheduler(WIDE)
+    scheduler.submit([("a", "g")])
+    assert scheduler.failed("a", retryable=True) == [Close("a")]
+    assert scheduler.closed("a") == [Start("a", Stage.INIT, 2)]
+    assert scheduler.failed("a", retryable=True) == [Finish("a", JobState.FAILED), Close("a")]
+
+
+def test_cancelled_between_two_attempts() -> None:
+    scheduler = Scheduler(WIDE)
+    scheduler.submit([("a", "g")])
+    scheduler.failed("a", retryable=True)
+    assert scheduler.cancel("a") == [Finish("a", JobState.CANCELLED)]
+    assert scheduler.closed("a") == []
+    assert len(scheduler) == 0
+
+
+def test_events_of_jobs_that_are_not_there_are_bugs() -> None:
+    scheduler = Scheduler(WIDE)
+    scheduler.submit([("a", "g")])
+    with pytest.raises(ValueError, match="already"):
+        scheduler.submit([("a", "g")])
+    with pytest.raises(ValueError, match="not closing"):
+        scheduler.closed("a")
+    scheduler.ended("a")
+    scheduler.ended("a")
+    scheduler.ended("a")
+    with pytest.raises(ValueError, match="not in a stage"):
+        scheduler.ended("a")
+
+
+def test_limits_are_positive() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        Limits(init=1, run=0, eval=1, live=1)
+
+
+@dataclass
+class World:
+    """Carries decisions out in random order and keeps its own books."""
+
+    limits: Limits
+    chance: random.Random
+    scheduler: Scheduler = field(init=False)
+    running: dict[str, Stage] = field(default_factory=dict)
+    closing: set[str] = field(default_factory=set)
+    finished: dict[str, JobState] = field(default_factory=dict)
+    stages: defaultdict[str, list[tuple[int, Stage]]] = field(default_factory=lambda: defaultdict(list))
+    most: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(self.limits)
+
+    def apply(self, decisions: list[Decision]) -> None:
+        for decision in decisions:
+            match decision:
+                case Start(job, stage, attempt):
+                    assert job not in self.running, "two stages at once"
+                    assert job not in self.finished, "started after its end"
+                    assert (attempt, stage) not in self.stages[job], "one stage twice"
+                    self.stages[job].append((attempt, stage))
+                    self.running[job] = stage
+                case Interrupt(job):
+                    assert job in self.running
+                case Finish(job, state):
+                    assert job not in self.finished, "finished twice"
+                    self.finished[job] = state
+                case Close(job):
+                    assert job not in self.running, "closed while a stage runs"
+                    assert job not in self.closing, "closed twice"
+                    self.closing.add(job)
+        self.check()
+
+    def check(self) -> None:
+        active = Counter(self.running.values())
+        for stage in Stage:
+            assert active[stage] <= self.limits.of(stage)
+            assert active[stage] == self.scheduler.active[stage]
+            self.most[stage] = max(self.most[stage], active[stage])
+        held = set(self.running) | self.closing
+        assert len(held) <= self.scheduler.live <= self.limits.live
+        waiting = self.scheduler.waiting
+        if waiting[Stage.RUN]:
+            assert active[Stage.RUN] == self.limits.run, "a free slot beside a waiting job"
+        if waiting[Stage.EVAL]:
+            assert active[Stage.EVAL] == self.limits.eval
+        if waiting[Stage.INIT]:
+            assert active[Stage.INIT] == self.limits.init or self.scheduler.live == self.limits.live
+
+    def step(self) -> None:
+        """Something of all that may happen happens."""
+        jobs = [*self.running, *self.closing]
+        job = self.chance.choice(jobs)
+        if job in self.closing:
+            self.closing.discard(job)
+            self.apply(self.scheduler.closed(job))
+            return
+        if self.chance.random() < 0.1:
+            self.apply(self.scheduler.cancel(job))
+            return
+        del self.running[job]
+        if self.chance.random() < 0.25:
+            self.apply(self.scheduler.failed(job, retryable=self.chance.random() < 0.5))
+        else:
+            self.apply(self.scheduler.ended(job))
+
+
+limits = st.builds(
+    Limits,
+    init=st.integers(1, 4),
+    run=st.integers(1, 4),
+    eval=st.integers(1, 4),
+    live=st.integers(1, 12),
+    attempts=st.integers(1, 3),
+)
+
+
+@given(limits, st.lists(st.integers(1, 20), min_size=1, max_size=8), st.integers(0, 2**32))
+def test_whatever_happens_nothing_is_lost_and_no_limit_is_passed(
+    limits: Limits, groups: list[int], seed: int
+) -> None:
+    chance = random.Random(seed)
+    world = World(limits, chance)
+    jobs = [(f"{g}/{i}", str(g)) for g, size in enumerate(groups) for i in range(size)]
+    for submitted in jobs:
+        world.apply(world.scheduler.submit([submitted]))
+        if world.running and chance.random() < 0.5:
+            world.step()
+        if chance.random() < 0.05:
+            world.apply(world.scheduler.cancel(chance.choice(jobs)[0]))
+    while world.running or world.closing:
+        world.step()
+    assert set(world.finished) == {job for job, _ in jobs}, "a job without an end"
+    assert len(world.scheduler) == 0
+    assert world.scheduler.live == 0
+    for job, state in world.finished.items():
+        if state is JobState.DONE:
+            last = max(attempt for attempt, _ in world.stages[job])
+            done = [stage for attempt, stage in world.stages[job] if attempt == last]
+            assert done == [Stage.INIT, Stage.RUN, Stage.EVAL]
+        assert all(attempt <= limits.attempts for attempt, _ in world.stages[job])
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=10), st.integers(1, 20))
+def test_no_group_waits_for_more_than_one_turn_of_each_other(sizes: list[int], turn: int) -> None:
+    queue = FairQueue(turn)
+    for group, size in enumerate(sizes):
+        for i in range(size):
+            queue.push(f"{group}/{i}", str(group))
+    order = [queue.pop() for _ in range(sum(sizes))]
+    assert sorted(order) == sorted(f"{g}/{i}" for g, size in enumerate(sizes) for i in range(size))
+    for group in range(len(sizes)):
+        assert order.index(f"{group}/0") <= group * turn
+        mine = [job for job in order if job.startswith(f"{group}/")]
+        assert mine == [f"{group}/{i}" for i in range(sizes[group])]

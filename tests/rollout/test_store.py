@@ -1,0 +1,148 @@
+"""What every store promises, written against the protocol. A further store joins by one line in `STORES`."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from prorl_envs.errors import FailureKind
+from prorl_envs.rollout.errors import Conflict, CursorExpired, NotFound
+from prorl_envs.rollout.store import MemoryStore, NewGroup, Store
+from prorl_envs.rollout.types import (
+    Failure,
+    GroupRequest,
+    JobState,
+    Result,
+    Stage,
+    StopReason,
+    Trajectory,
+    job_id,
+)
+
+STORES: dict[str, Callable[[], Store]] = {"memory": MemoryStore}
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(params=STORES)
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
+    store = STORES[request.param]()
+    yield store
+    await store.aclose()
+
+
+def group(name: str = "g", samples: int = 2, **fields: object) -> NewGroup:
+    request = GroupRequest.model_validate(
+        {"id": name, "environment": "toy", "task": {"id": "t"}, "samples": samples, **fields}
+    )
+    return NewGroup(request, "t")
+
+
+def result(group_id: str = "g", sample: int = 0, reward: float | None = 1.0, tokens: int = 0) -> Result:
+    failure = Failure(kind=FailureKind.GRADER, stage=Stage.EVAL, message="no") if reward is None else None
+    ids = list(range(tokens))
+    return Result(
+        job_id=job_id(group_id, sample),
+        group_id=group_id,
+        sample=sample,
+        environment="toy",
+        task_id="t",
+        state=JobState.DONE if failure is None else JobState.FAILED,
+        reward=reward,
+        mask_sample=failure is not None,
+        stop_reason=StopReason.FINISHED,
+        failure=failure,
+        trajectory=Trajectory(ids=ids, loss_mask=ids, logprobs=[0.0] * tokens, turns=[]) if tokens else None,
+    )
+
+
+async def test_submission_is_idempotent(store: Store) -> None:
+    assert await store.submit([group("a"), group("b")]) == [True, True]
+    assert await store.submit([group("b"), group("c"), group("c")]) == [False, True, False]
+
+
+async def test_an_id_with_other_content_is_a_conflict_and_nothing_of_the_batch_is_kept(store: Store) -> None:
+    await store.submit([group("a")])
+    with pytest.raises(Conflict, match="'a'"):
+        await store.submit([group("new"), group("a", samples=3)])
+    with pytest.raises(NotFound):
+        await store.group("new")
+    with pytest.raises(Conflict):
+        await store.submit([group("twice"), group("twice", metadata={"other": 1})])
+
+
+async def test_results_come_in_the_order_they_were_recorded(store: Store) -> None:
+    await store.submit([group("g", samples=5)])
+    cursors = [(await store.record(result(sample=i))).cursor for i in (3, 1, 4, 0, 2)]
+    assert cursors == sorted(cursors)
+    assert min(cursors) > 0
+    assert [r.sample for r in await store.results(0, 10)] == [3, 1, 4, 0, 2]
+    assert [r.sample for r in await store.results(cursors[1], 2)] == [4, 0]
+    assert await store.results(cursors[-1], 10) == []
+    assert await store.results(cursors[-1] + 100, 10) == []
+
+
+async def test_the_first_result_of_a_job_stays(store: Store) -> None:
+    await store.submit([group()])
+    first = await store.record(result(reward=0.25))
+    again = await store.record(result(reward=0.75))
+    assert again == first
+    assert [r.reward for r in await store.results(0, 10)] == [0.25]
+
+
+async def test_a_result_is_found_by_its_job(store: Store) -> None:
+    await store.submit([group("a/b")])
+    kept = await store.record(result("a/b", 1, None))
+    assert await store.result("a/b/1") == kept
+    for unknown in ("a/b/0", "a/b/2", "a/b/01", "a/b", "1", "", "/", "a/b/١"):
+        with pytest.raises(NotFound):
+            await store.result(unknown)
+
+
+async def test_a_group_knows_what_came_of_its_jobs(store: Store) -> None:
+    await store.submit([group()])
+    assert [g.request.id for g in await store.unfinished()] == ["g"]
+    await store.record(result(sample=1, reward=None))
+    stored = await store.group("g")
+    assert stored.outcomes[0] is None
+    assert stored.outcomes[1] is not None
+    assert stored.outcomes[1].failure is FailureKind.GRADER
+    assert not stored.complete
+    await store.record(result(sample=0))
+    assert (await store.group("g")).complete
+    assert await store.unfinished() == []
+
+
+async def test_a_result_of_an_unknown_group_is_refused(store: Store) -> None:
+    with pytest.raises(NotFound):
+        await store.record(result("nobody"))
+
+
+async def test_many_at_once_get_cursors_of_their_own(store: Store) -> None:
+    await store.submit([group(samples=50)])
+    recorded = await asyncio.gather(*(store.record(result(sample=i)) for i in range(50)))
+    assert len({r.cursor for r in recorded}) == 50
+
+
+async def test_memory_keeps_no_more_results_than_it_may() -> None:
+    store = MemoryStore(max_results=3)
+    await store.submit([group(name, samples=2) for name in ("a", "b", "c")])
+    cursors = [(await store.record(result(name, i))).cursor for name in "abc" for i in range(2)]
+    assert [r.job_id for r in await store.results(0, 10)] == ["b/1", "c/0", "c/1"]
+    assert await store.results(cursors[2], 10) == await store.results(0, 10)
+    with pytest.raises(CursorExpired, match="no longer kept"):
+        await store.results(cursors[0], 10)
+    with pytest.raises(NotFound, match="no group"):
+        await store.group("a")
+    with pytest.raises(NotFound, match="no longer kept"):
+        await store.result("b/0")
+    assert (await store.group("b")).complete
+
+
+async def test_memory_keeps_no_more_tokens_than_it_may_and_always_the_newest() -> None:
+    store = MemoryStore(max_tokens=100)
+    await store.submit([group(samples=4)])
+    for sample, tokens in enumerate((40, 60, 30, 500)):
+        await store.record(result(sample=sample, tokens=tokens))
+        kept = [r.sample for r in await store.results(0, 10)]
+        assert kept == [[0], [0, 1], [1, 2], [3]][sample]
