@@ -14,7 +14,7 @@ import termios
 import time
 from collections.abc import Awaitable, Callable
 
-from ptyprocess import PtyProcess
+from ptyprocess import PtyProcess  # type: ignore[import-untyped]
 
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver

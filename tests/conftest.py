@@ -7,9 +7,14 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
 from prorl_envs.testing.leaks import Holdings, leaks_since
+
+# Property tests have no deadline: a busy machine is no failure.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "tools": frozenset({"errors", "sandbox.base"}),
     "env": frozenset({"errors", "sandbox", "tools"}),
     "envs": frozenset({"errors", "sandbox", "tools", "env"}),
+    "apps": frozenset({"nemo"}),  # a family's NeMo Gym server
     "gym": frozenset({"errors", "sandbox", "tools", "env", "config"}),
     "nemo": frozenset({"errors", "sandbox", "tools", "env", "config"}),
     "policy": frozenset({"errors", "clock", "tools.types"}),
@@ -40,7 +41,7 @@ def modules() -> list[Path]:
 
 def room_of(path: Path) -> str:
     if not path.is_relative_to(PACKAGE):
-        return "envs"
+        return "apps" if path.name == "app.py" else "envs"
     first = path.relative_to(PACKAGE).parts[0]
     return first.removesuffix(".py")
 

@@ -1,5 +1,7 @@
 """Shell tasks: a workspace, a persistent bash, and checks on what is left in the end."""
 
+import shutil
+
 from prorl_envs.env.base import Grade
 from prorl_envs.env.sandboxed import SandboxedEnvironment, Workplace, workplace
 from prorl_envs.env.scoring import CheckResult, score
@@ -10,6 +12,9 @@ from prorl_envs.errors import EnvironmentFault
 from prorl_envs.tools.schemas import BASH, EDITOR, FINISH
 
 SETUP_TIMEOUT_S = 300.0
+#: Where sandboxes find programs: what is installed elsewhere on the host is not visible in them.
+_SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_REQUIRE = 'for p in "$@"; do command -v "$p" >/dev/null || { echo "no $p here"; exit 1; }; done'
 
 
 class BashEnvironment(SandboxedEnvironment[BashTask]):
@@ -21,10 +26,15 @@ class BashEnvironment(SandboxedEnvironment[BashTask]):
     finish_spec = FINISH
     system_prompt = (
         "You solve a task in a Linux sandbox, with a persistent bash shell and a file editor. The shell "
-        "keeps its working directory and variables between calls. Work in /workspace: only what is left "
-        "there is graded, after your shell and everything it started has ended. There is no network. When "
-        "you are done, call finish."
+        "keeps its working directory and variables between calls. Work in /workspace: only what lies there "
+        "when you finish is graded, in a copy where nothing you started runs any more. There is no network. "
+        "When you are done, call finish."
     )
+
+    @classmethod
+    def unavailable(cls, task: BashTask) -> str:
+        missing = [name for name in task.requires if shutil.which(name, path=_SYSTEM_PATH) is None]
+        return f"not installed below /usr: {', '.join(missing)}" if missing else ""
 
     async def prepare(self, task: BashTask, place: Workplace) -> None:
         for path, content, executable in task.contents():
@@ -64,6 +74,3 @@ class BashEnvironment(SandboxedEnvironment[BashTask]):
                 f"{arguments[0]} failed ({why}): {done.output.decode(errors='replace')[-1000:]}",
                 hint="the sandbox sees the host's /usr: install what is missing, or mend the row's setup",
             )
-
-
-_REQUIRE = 'for p in "$@"; do command -v "$p" >/dev/null || { echo "no $p here"; exit 1; }; done'

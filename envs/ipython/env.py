@@ -1,5 +1,7 @@
 """Data and computation tasks: a Python session with numpy, pandas and sympy, and an answer to find."""
 
+import importlib.util
+
 from prorl_envs.env.base import Grade
 from prorl_envs.env.sandboxed import SandboxedEnvironment, Workplace
 from prorl_envs.env.scoring import score
@@ -12,6 +14,8 @@ from prorl_envs.tools.schemas import PYTHON
 from prorl_envs.tools.types import ToolSpec
 
 SETUP_TIMEOUT_S = 120.0
+#: What the system prompt promises.
+_PACKAGES = ("numpy", "pandas", "sympy")
 
 #: Finish, with an answer.
 ANSWER = ToolSpec(
@@ -49,6 +53,11 @@ class IPythonEnvironment(SandboxedEnvironment[IPythonTask]):
     def sandbox_spec(self, task: IPythonTask) -> SandboxSpec:
         mounts, masks, env = python_runtime()
         return SandboxSpec(mounts=mounts, masks=masks, env=env)
+
+    @classmethod
+    def unavailable(cls, task: IPythonTask) -> str:
+        missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+        return f"not installed: {', '.join(missing)} (prorl-envs[data] brings them)" if missing else ""
 
     async def prepare(self, task: IPythonTask, place: Workplace) -> None:
         for name, text in task.files.items():

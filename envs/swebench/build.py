@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -133,6 +134,17 @@ def _sandbox_spec(
     )
 
 
+def missing(task: SwebenchTask) -> str:
+    """What this machine lacks to build `task`, in a sentence; empty where it lacks nothing. Blocks."""
+    if shutil.which("git") is None:
+        return "git is not installed"
+    try:
+        choose(task.environment.pythons)
+    except EnvironmentFault as fault:
+        return fault.message
+    return ""
+
+
 class Builder:
     """Builds instances on a node, or finds them built.
 
@@ -153,8 +165,10 @@ class Builder:
             EnvironmentFault: no interpreter, no network, a step that failed; the message says which.
             SandboxError, ToolError: the build's sandbox failed.
         """
+        if shutil.which("git") is None:
+            raise EnvironmentFault("git is not installed", hint="install it from the system's packages")
         spec = task.environment
-        interpreter = await choose(spec.pythons)
+        interpreter = await asyncio.to_thread(choose, spec.pythons)
         folder = self._cache / _key(spec, interpreter)
         try:
             if (built := await asyncio.to_thread(_load, folder)) is not None:
@@ -259,8 +273,9 @@ async def _exclusive(path: Path) -> AsyncIterator[None]:
     """Hold a lock file; released by the kernel even where this process is killed."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        # Asking again and again, because a blocking wait in a thread cannot be cancelled.
-        while not _locked(fd):
+        # Asking again and again: the holder may be another process, and a thread that waits in the kernel
+        # cannot be cancelled.
+        while not _locked(fd):  # noqa: ASYNC110
             await asyncio.sleep(_LOCK_POLL_S)
         yield
     finally:

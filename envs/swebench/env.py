@@ -5,9 +5,9 @@ from dataclasses import replace
 from prorl_envs.env.base import Grade, Message, Prompt
 from prorl_envs.env.node import Node
 from prorl_envs.env.sandboxed import SandboxedEnvironment, Workplace, workplace
-from prorl_envs.envs.swebench.build import TESTBED, Builder, BuiltRoot
+from prorl_envs.envs.swebench.build import TESTBED, Builder, BuiltRoot, missing
 from prorl_envs.envs.swebench.grade import run_tests
-from prorl_envs.envs.swebench.logs import TestRun, judge
+from prorl_envs.envs.swebench.logs import ScriptRun, judge
 from prorl_envs.envs.swebench.submission import SUBMISSION, Submission, apply, take
 from prorl_envs.envs.swebench.task import SwebenchTask
 from prorl_envs.errors import EnvironmentFault, GraderError, SandboxError, ToolError
@@ -41,13 +41,14 @@ class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
         super().__init__(node)
         self._root: BuiltRoot | None = None
 
+    @classmethod
+    def unavailable(cls, task: SwebenchTask) -> str:
+        return missing(task)
+
     def prompt(self, task: SwebenchTask) -> Prompt:
         messages: list[Message] = [
             {"role": "system", "content": self.system_prompt},
-            {
-                "role": "user",
-                "content": f"The repository at /testbed is {task.repo}. Fix this issue:\n\n{task.instruction}",
-            },
+            {"role": "user", "content": f"Fix this issue of {task.repo}:\n\n{task.instruction}"},
         ]
         return Prompt(messages=messages, tools=self.tools)
 
@@ -64,10 +65,11 @@ class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
     async def prepare(self, task: SwebenchTask, place: Workplace) -> None:
         # A copy, and not a view, because a workspace can be read from outside whatever becomes of the
         # sandbox's own processes: that is how the submission is taken.
-        copy = ["/bin/cp", "--archive", "--reflink=auto", f"{_PRISTINE}/.", TESTBED]
+        copy = ["cp", "--archive", "--reflink=auto", f"{_PRISTINE}/.", TESTBED]
         done = await place.tools.run(copy, cwd="/", timeout_s=PREPARE_TIMEOUT_S)
         if done.exit_code != 0:
-            raise EnvironmentFault(f"the tree cannot be copied: {done.output.decode(errors='replace')[-500:]}")
+            why = done.output.decode(errors="replace")[-500:]
+            raise EnvironmentFault(f"the tree cannot be copied: {why}")
 
     async def grade(self, task: SwebenchTask, place: Workplace) -> Grade:
         submitted = Mount(source=place.sandbox.workspace, target=SUBMISSION)
@@ -75,13 +77,13 @@ class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
             submission = await take(task, comparer)
         await self.leave()
         if submission.refusal:
-            return _grade(task, submission, TestRun({}, None, ""))
+            return _grade(task, submission, ScriptRun({}, None, ""))
         run = await self._test(task, submission)
         if run.problem:
             await self._check_grader(task, submission, run)
         return _grade(task, submission, run)
 
-    async def _test(self, task: SwebenchTask, submission: Submission) -> TestRun:
+    async def _test(self, task: SwebenchTask, submission: Submission) -> ScriptRun:
         """Test the patch in a sandbox that has seen nothing else of the agent's."""
         root = self._built()
         async with workplace(self.node, self._grading_spec(task)) as grader:
@@ -90,9 +92,9 @@ class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
                 return await run_tests(task, root.base_commit, grader)
             except (SandboxError, ToolError) as error:
                 # Tested code has the rights of the sandbox's user and can end what runs in it.
-                return TestRun({}, None, f"the grading sandbox was lost: {error}")
+                return ScriptRun({}, None, f"the grading sandbox was lost: {error}")
 
-    async def _check_grader(self, task: SwebenchTask, submission: Submission, run: TestRun) -> None:
+    async def _check_grader(self, task: SwebenchTask, submission: Submission, run: ScriptRun) -> None:
         """Find out whose fault a run without a verdict is: test the untouched tree.
 
         Raises:
@@ -102,7 +104,7 @@ class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
         if control.problem:
             raise GraderError(
                 f"{task.id}: {control.problem}, on the untouched tree: {control.tail[-1000:]}",
-                hint="the instance was built differently from what its row expects, or this machine is too slow",
+                hint="the instance was built differently from what its row expects, or this machine is slow",
             )
 
     def _grading_spec(self, task: SwebenchTask, *further: Mount) -> SandboxSpec:
@@ -118,7 +120,7 @@ class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
         return self._root
 
 
-def _grade(task: SwebenchTask, submission: Submission, run: TestRun) -> Grade:
+def _grade(task: SwebenchTask, submission: Submission, run: ScriptRun) -> Grade:
     problem = submission.refusal or run.problem
     verdict = judge(task.fail_to_pass, task.pass_to_pass, {} if problem else run.statuses)
     patch = submission.patch.decode(errors="replace")

@@ -1,8 +1,8 @@
 """The one step of a build that needs the network: pip fetches the environment and the source release.
 
-It runs in a jail with nothing of the host but its system, one interpreter and the folder being filled, because
-pip runs a source package's own code to learn its name and version. bubblewrap is called directly: it is one
-process that ends, so nothing has to join it, and the sandbox driver knows no sandbox with a network.
+It runs in a jail with nothing of the host but its system, one interpreter and the folder being filled,
+because pip runs a source package's own code to learn its name and version. bubblewrap is called directly: it
+is one process that ends, so nothing has to join it, and the sandbox driver knows no sandbox with a network.
 """
 
 import asyncio
@@ -110,8 +110,8 @@ def _jail(folder: Path, interpreter: Interpreter) -> Iterator[str]:
         yield from ("--ro-bind", str(mount.source), mount.target)
     environment = _environment(os.environ)
     for name in ("PIP_CERT", "SSL_CERT_FILE"):
-        if path := environment.get(name):
-            yield from ("--ro-bind-try", path, path)
+        if certificates := environment.get(name):
+            yield from ("--ro-bind-try", certificates, certificates)
     yield from ("--bind", str(folder), CONDA, "--chdir", CONDA)
     for name, value in environment.items():
         yield from ("--setenv", name, value)

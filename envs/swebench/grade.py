@@ -1,9 +1,10 @@
 """Runs the record's script on a tree, and reads its log."""
 
+import asyncio
 import re
 
 from prorl_envs.env.sandboxed import Workplace
-from prorl_envs.envs.swebench.logs import PARSERS, TestRun
+from prorl_envs.envs.swebench.logs import PARSERS, ScriptRun
 from prorl_envs.envs.swebench.task import END_MARKER, START_MARKER, SwebenchTask
 
 TIMEOUT_S = 600.0
@@ -25,7 +26,7 @@ def script_for(task: SwebenchTask, commit: str) -> str:
     return "\n".join((*lines[:end], *status, *lines[end + 1 :]))
 
 
-async def run_tests(task: SwebenchTask, commit: str, grader: Workplace) -> TestRun:
+async def run_tests(task: SwebenchTask, commit: str, grader: Workplace) -> ScriptRun:
     """Run the script in the grading sandbox, on whatever its tree is.
 
     Args:
@@ -38,19 +39,18 @@ async def run_tests(task: SwebenchTask, commit: str, grader: Workplace) -> TestR
     """
     tools = grader.tools
     await tools.write("/tmp/eval.sh", script_for(task, commit).encode())
-    done = await tools.run(
-        ["/bin/bash", "-c", "/bin/bash /tmp/eval.sh > /tmp/eval.log 2>&1"], cwd="/testbed", timeout_s=TIMEOUT_S
-    )
+    command = ["/bin/bash", "-c", "exec /bin/bash /tmp/eval.sh > /tmp/eval.log 2>&1"]
+    done = await tools.run(command, cwd="/testbed", timeout_s=TIMEOUT_S)
     end = await tools.run(
-        ["/usr/bin/tail", f"--bytes={MAX_LOG_BYTES}", "/tmp/eval.log"],
+        ["tail", f"--bytes={MAX_LOG_BYTES}", "/tmp/eval.log"],
         timeout_s=TIMEOUT_S,
         output_limit=MAX_LOG_BYTES,
     )
     log = end.output.decode(errors="replace")
-    return read_log(task, log, timed_out=done.timed_out)
+    return await asyncio.to_thread(read_log, task, log, timed_out=done.timed_out)
 
 
-def read_log(task: SwebenchTask, log: str, *, timed_out: bool = False) -> TestRun:
+def read_log(task: SwebenchTask, log: str, *, timed_out: bool = False) -> ScriptRun:
     """What a log of `script_for` says. Pure.
 
     Args:
@@ -63,4 +63,4 @@ def read_log(task: SwebenchTask, log: str, *, timed_out: bool = False) -> TestRu
     tested = before.rpartition(START_MARKER)[2]
     status = re.search(rf"^{_STATUS_MARKER} (\d{{1,3}})$", after, re.MULTILINE)
     exit_code = int(status[1]) if status and not timed_out else None
-    return TestRun(PARSERS[task.log_parser](tested), exit_code, log[-_TAIL_CHARS:])
+    return ScriptRun(PARSERS[task.log_parser](tested), exit_code, log[-_TAIL_CHARS:])

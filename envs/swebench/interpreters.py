@@ -1,6 +1,5 @@
 """Which Python interpreters this machine has, by minor version."""
 
-import asyncio
 import json
 import os
 import subprocess
@@ -48,7 +47,7 @@ class Interpreter:
 
 
 def mounts_of(prefix: Path) -> tuple[Mount, ...]:
-    """What makes an interpreter run in a sandbox, under the path it has outside: a venv names its interpreter.
+    """What makes an interpreter run in a sandbox, at the path it has outside: a venv names that path.
 
     Args:
         prefix: its installation. What lies in /usr is visible in every sandbox.
@@ -56,19 +55,19 @@ def mounts_of(prefix: Path) -> tuple[Mount, ...]:
     return () if prefix.is_relative_to("/usr") else (Mount(source=prefix, target=str(prefix)),)
 
 
-async def choose(minors: Sequence[str]) -> Interpreter:
-    """The first of `minors` that this machine has.
+def choose(minors: Sequence[str]) -> Interpreter:
+    """The first of `minors` that this machine has. Blocks.
 
     Raises:
         EnvironmentFault: it has none of them.
     """
-    found = await asyncio.to_thread(interpreters)
+    found = interpreters()
     for minor in minors:
         if minor in found:
             return found[minor]
     raise EnvironmentFault(
-        f"this machine has no Python {' or '.join(minors)} (it has {', '.join(sorted(found)) or 'none'})",
-        hint=f"install one, for example with `uv python install {minors[0]}`, or choose another task",
+        f"this machine has no Python {' or '.join(minors)}, only {', '.join(found) or 'none'}",
+        hint=f"install one, for example with `uv python install {minors[0]}`",
     )
 
 

@@ -106,8 +106,8 @@ PARSERS: Mapping[str, Parser] = {
 def status_of(test: str, statuses: Mapping[str, Status]) -> Status | None:
     """The status of an expected test; None where the log has none.
 
-    Hundreds of expected names are cut off within a parameter (`test_a[log(photon`). Such a name stands for the
-    tests that begin with it, where these agree on pass or fail.
+    Hundreds of expected names are cut off within a parameter (`test_a[log(photon`). Such a name stands for
+    the tests that begin with it, where these agree on pass or fail.
     """
     if test in statuses:
         return statuses[test]
@@ -150,7 +150,7 @@ def judge(
 
 
 @dataclass(frozen=True, slots=True)
-class TestRun:
+class ScriptRun:
     """One run of the script.
 
     Args:

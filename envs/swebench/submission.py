@@ -1,7 +1,8 @@
 """From the tree the agent left to a patch on the pristine one. No git of the agent's takes part.
 
-The agent's workspace lies read-only in a sandbox made for the comparison. There the pristine repository's own git compares
-it with the base commit: the agent's `.git`, with its hooks, filters, aliases and history, is never opened.
+The agent's workspace lies read-only in a sandbox made for the comparison. There git compares it with the
+pristine repository's base commit: the agent's `.git`, with its hooks, filters, aliases and history, is never
+opened.
 """
 
 import sys
@@ -41,8 +42,8 @@ _REFUSED = 3
 _LIST = f"""
 entries=$(find . -name .git -prune -o -printf x 2>/dev/null | head --bytes={MAX_ENTRIES + 1} | wc --bytes)
 [ "$entries" -le {MAX_ENTRIES} ] || {{ echo 'more than {MAX_ENTRIES} files'; exit {_REFUSED}; }}
-large=$(find . -name .git -prune -o -type f -size +{MAX_FILE_BYTES // 2**20}M -print -quit 2>/dev/null | head -c 500)
-[ -z "$large" ] || {{ echo "a file over {MAX_FILE_BYTES} bytes: $large"; exit {_REFUSED}; }}
+large=$(find . -name .git -prune -o -type f -size +{MAX_FILE_BYTES // 2**20}M -print -quit 2>/dev/null)
+[ -z "$large" ] || {{ echo "a file over {MAX_FILE_BYTES} bytes: ${{large:0:500}}"; exit {_REFUSED}; }}
 git read-tree HEAD || exit 1
 # Unreadable files keep their base version, and git says so with status 1.
 git add --all --ignore-errors . >/dev/null 2>&1
@@ -50,7 +51,8 @@ git diff --cached --no-renames --name-only -z HEAD 2>/dev/null
 """
 _DROP = "git reset --quiet HEAD --pathspec-from-file=- --pathspec-file-nul || exit 1\n"
 _DIFF = f"""
-git diff --cached --binary --full-index --no-renames --no-ext-diff --no-textconv HEAD > /tmp/submission.patch || exit 1
+git diff --cached --binary --full-index --no-renames --no-ext-diff --no-textconv HEAD \
+    > /tmp/submission.patch || exit 1
 [ "$(stat --format=%s /tmp/submission.patch)" -le {MAX_PATCH_BYTES} ] \
     || {{ echo 'a patch over {MAX_PATCH_BYTES} bytes'; exit {_REFUSED}; }}
 """
@@ -85,7 +87,7 @@ async def take(task: SwebenchTask, comparer: Workplace) -> Submission:
     if status == _REFUSED:
         return Submission(refusal=output.decode(errors="replace").strip())
     changed = [name.decode(errors="surrogateescape") for name in output.split(b"\0") if name]
-    dropped = [path for path in changed if is_protected(path, task)]
+    dropped = protected(changed, task)
     if dropped:  # without any path, git would reset all of them
         await _run(comparer, _DROP, stdin="".join(f"{path}\0" for path in dropped))
     status, output = await _run(comparer, _DIFF)
@@ -104,7 +106,7 @@ async def apply(patch: bytes, grader: Workplace) -> None:
     if not patch:
         return
     await grader.tools.write("/tmp/submission.patch", patch)
-    command = ["/usr/bin/git", "apply", "--whitespace=nowarn", "/tmp/submission.patch"]
+    command = ["git", "apply", "--whitespace=nowarn", "/tmp/submission.patch"]
     done = await grader.tools.run(command, cwd="/testbed", timeout_s=TIMEOUT_S)
     if done.exit_code != 0:
         raise GraderError(f"the patch does not apply: {done.output.decode(errors='replace')[-500:]}")
@@ -131,21 +133,24 @@ def _printable(path: str) -> str:
     return path.encode(errors="surrogateescape").decode(errors="replace")
 
 
-def is_protected(path: str, task: SwebenchTask) -> bool:
-    """Whether a change of `path` is left out of the submission.
+def protected(changed: Iterable[str], task: SwebenchTask) -> list[str]:
+    """Those of `changed` that are left out of a submission.
 
     The tests' own files always are: the test patch brings them, and may fail to apply on others. So is what
-    configures the test runner, and a top-level module under the name of something the runner or pip
-    imports from the working directory, unless the reference fix changes that file too.
+    configures the test runner, and a top-level module under the name of something the runner or pip imports
+    from the working directory, unless the reference fix changes that file too.
     """
-    if path in changed_paths(task.test_patch):
-        return True
-    if path in changed_paths(task.patch):
-        return False
-    parts = PurePosixPath(path).parts
-    if parts[-1] in _RUNNER_FILES or path.endswith(".pth"):
-        return True
-    return parts[0].removesuffix(".py") in _imported(task.environment.pip) and not _own(parts[0], task)
+    tests, fixed = changed_paths(task.test_patch), changed_paths(task.patch)
+    known = {PurePosixPath(path).parts[0] for path in tests | fixed}
+    shadowed = _imported(task.environment.pip)
+
+    def steers(path: str) -> bool:
+        parts = PurePosixPath(path).parts
+        if parts[-1] in _RUNNER_FILES or path.endswith(".pth"):
+            return True
+        return parts[0] not in known and parts[0].removesuffix(".py") in shadowed
+
+    return [path for path in changed if path in tests or (path not in fixed and steers(path))]
 
 
 def _imported(pins: Iterable[str]) -> frozenset[str]:
@@ -153,9 +158,3 @@ def _imported(pins: Iterable[str]) -> frozenset[str]:
     return frozenset(
         {*sys.stdlib_module_names, *distributions, "_pytest", "pkg_resources", "_distutils_hack"}
     )
-
-
-def _own(top: str, task: SwebenchTask) -> bool:
-    """Whether the project itself has that top-level module, as far as the record says."""
-    known = changed_paths(task.patch) | changed_paths(task.test_patch)
-    return any(PurePosixPath(path).parts[0] == top for path in known)

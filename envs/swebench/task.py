@@ -1,4 +1,4 @@
-"""The rows of a SWE-bench data file: the dataset's own columns, and how the tree and environment are rebuilt."""
+"""The rows of a SWE-bench data file: the dataset's own columns, and how the instance is rebuilt."""
 
 import re
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ from pydantic import (
     Field,
     model_validator,
 )
-from unidiff import PatchSet
 from unidiff.errors import UnidiffParseError
+from unidiff.patch import PatchSet
 
 from prorl_envs.env.base import ReferenceCall, Task
 from prorl_envs.envs.swebench.logs import PARSERS
@@ -25,8 +25,8 @@ END_MARKER = ">>>>> End Test Output"
 #: Columns of the dataset that neither the agent nor the grader needs. Hints come from the discussion that led
 #: to the fix, so an agent must not see them.
 _UNUSED = (
-    *("hints_text", "created_at", "environment_setup_commit", "difficulty", "image", "version", "problem"),
-    *("x_dataset",),
+    *("hints_text", "created_at", "environment_setup_commit", "difficulty", "image", "version"),
+    "x_dataset",
 )
 
 
@@ -60,8 +60,8 @@ Pin = Annotated[
     str, Field(max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9][A-Za-z0-9.!+_]*$")
 ]
 Minor = Annotated[str, Field(pattern=r"^3\.\d{1,2}$")]
-Test = Annotated[str, Field(min_length=1, max_length=10_000)]
-Tests = Annotated[tuple[Test, ...], Field(max_length=100_000), BeforeValidator(_json_list)]
+TestName = Annotated[str, Field(min_length=1, max_length=10_000)]
+Tests = Annotated[tuple[TestName, ...], Field(max_length=100_000), BeforeValidator(_json_list)]
 
 
 class EnvironmentSpec(BaseModel):

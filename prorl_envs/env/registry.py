@@ -29,7 +29,7 @@ _BUILT_IN = {
 type Family = type[Environment[Any]]
 
 
-class _Families(Mapping[str, Family]):
+class Families(Mapping[str, Family]):
     """Families by name, imported when asked for: listing them costs nothing."""
 
     def __init__(self, targets: Mapping[str, EntryPoint]) -> None:
@@ -60,7 +60,7 @@ def environments() -> Mapping[str, Family]:
     """Every family known on this machine. A built-in name cannot be taken by another package."""
     built_in = {name: EntryPoint(name, value, GROUP) for name, value in _BUILT_IN.items()}
     third_party = {point.name: point for point in entry_points(group=GROUP)}
-    return _Families(third_party | built_in)
+    return Families(third_party | built_in)
 
 
 def family(name: str) -> Family:

@@ -22,7 +22,8 @@ class Verdict:
         task_id: which task.
         reference: reward of the reference solution, per run; empty where the task has none.
         untouched: reward of the workspace as it was prepared; None where grading it failed.
-        problems: what is wrong with the task, one sentence each; empty means it discriminates.
+        problems: what is wrong with the task, one sentence each.
+        skipped: why this machine cannot run the task, or "".
         seconds: the whole validation, all runs.
     """
 
@@ -31,10 +32,12 @@ class Verdict:
     untouched: float | None
     problems: tuple[str, ...]
     seconds: float
+    skipped: str = ""
 
     @property
     def ok(self) -> bool:
-        return not self.problems
+        """Whether the task was shown to discriminate."""
+        return not (self.problems or self.skipped)
 
 
 async def play[TaskT: Task](
@@ -101,6 +104,10 @@ async def _validate_one[TaskT: Task](
     family: type[Environment[TaskT]], node: Node, task: TaskT, repeats: int, clock: Clock
 ) -> Verdict:
     start = clock()
+    if reason := await asyncio.to_thread(family.unavailable, task):
+        return Verdict(
+            task_id=task.id, reference=(), untouched=None, problems=(), seconds=0.0, skipped=reason
+        )
     problems: list[str] = []
     untouched: float | None = None
     grades: list[Grade] = []
@@ -114,7 +121,7 @@ async def _validate_one[TaskT: Task](
     except RolloutFailure as failure:
         problems.append(f"{failure.kind}: {failure}")
     else:
-        problems += _judge(untouched, grades)
+        problems += judge(untouched, grades)
     return Verdict(
         task_id=task.id,
         reference=tuple(grade.reward for grade in grades),
@@ -124,7 +131,7 @@ async def _validate_one[TaskT: Task](
     )
 
 
-def _judge(untouched: float, grades: Sequence[Grade]) -> list[str]:
+def judge(untouched: float, grades: Sequence[Grade]) -> list[str]:
     """What the rewards say about the task. Pure."""
     problems = []
     if untouched != 0.0:

@@ -27,7 +27,7 @@ type Step = tuple[str, float, bool, bool, Info]
 class TaskEnv(gymnasium.Env[str, str]):
     """Tasks of one family, an episode each.
 
-        env = gymnasium.make("prorl/Bash-v0", render_mode="ansi")
+        env = gymnasium.make("prorl_envs.gym:prorl/Bash-v0", render_mode="ansi")
         observation, info = env.reset(seed=7)
         done = False
         while not done:
@@ -53,7 +53,8 @@ class TaskEnv(gymnasium.Env[str, str]):
 
     Args:
         environment: name of the family.
-        tasks: path of a JSONL data file, or rows; None takes the family's example data.
+        tasks: path of a JSONL data file, or rows; None takes those of the family's example tasks that this
+            machine can run.
         max_turns: actions after which the episode is truncated.
         render_mode: None, or `ansi`: `render` returns the episode so far as text.
         runner: thread and node to use, shared with others and closed by whoever made it; None makes one.
@@ -147,8 +148,9 @@ class TaskEnv(gymnasium.Env[str, str]):
         self, environment: str, tasks: str | Path | Sequence[Mapping[str, Any]] | None
     ) -> Sequence[Task]:
         if tasks is None:
-            tasks = example_path(environment)
-        if isinstance(tasks, str | Path):
+            examples = load_tasks(environment, example_path(environment))
+            loaded = [task for task in examples if not self._family.unavailable(task)]
+        elif isinstance(tasks, str | Path):
             loaded = load_tasks(environment, tasks)
         else:
             loaded = [self._family.load(row) for row in tasks]

@@ -1,7 +1,4 @@
-"""The ids of the built-in families. Gymnasium calls `register` when it is imported, by its entry point.
-
-Imports nothing of this package: it runs inside `import gymnasium`.
-"""
+"""The gymnasium ids of the built-in families. Imports nothing of this package: it is free."""
 
 from gymnasium.envs.registration import register as register_id
 from gymnasium.envs.registration import registry

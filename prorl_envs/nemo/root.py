@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import prorl_envs.envs
+import prorl_envs
 from prorl_envs.errors import InputError
 from prorl_envs.nemo.rows import server_name
 
@@ -75,8 +75,8 @@ def gym_root(path: Path, *, venv: Path | None = None) -> GymRoot:
 
 def _families() -> Iterable[Path]:
     """The folders of the built-in families, where this package's code lies."""
-    for parent in prorl_envs.envs.__path__:
-        yield from sorted(app.parent for app in Path(parent).resolve().glob("*/app.py"))
+    envs = Path(prorl_envs.__file__).parent / "envs"
+    return sorted(app.parent for app in envs.resolve().glob("*/app.py"))
 
 
 def _entries(folder: Path) -> dict[str, Path]:

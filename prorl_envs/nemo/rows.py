@@ -35,8 +35,8 @@ def nemo_row(environment: Environment[Any], row: Mapping[str, Any]) -> JsonObjec
 
     Args:
         environment: an instance that has not been started.
-        row: the family's task row. Its `reference` is left out: rows are copied into results, and what an
-            agent's server is told is one careless template away from the agent.
+        row: the family's task row. Its `reference` is left out; other columns may tell the solution all the
+            same (a SWE-bench row its patch), so `verifier_metadata` is for servers, never for a template.
 
     Raises:
         InputError: the row is wrong.

@@ -13,7 +13,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any, ClassVar, Literal
 from uuid import uuid4
 
@@ -35,7 +35,6 @@ from prorl_envs.env.node import Node
 from prorl_envs.env.registry import family
 from prorl_envs.errors import InputError, ProrlError, RolloutFailure
 from prorl_envs.nemo.failures import TOOL_UNAVAILABLE, error_body, failure_kind, http_status
-from prorl_envs.nemo.node import open_node
 from prorl_envs.nemo.process import die_with_parent
 from prorl_envs.nemo.rows import blank, task_row
 from prorl_envs.nemo.sessions import SessionLimits, Sessions
@@ -181,7 +180,7 @@ class EnvironmentServer(SimpleResourcesServer):
             open=config.max_sessions, idle_s=config.idle_s, init_s=config.init_s, eval_s=config.eval_s
         )
         kind = family(config.environment)
-        async with self.open_node() as node:
+        async with Node.local() as node:  # NeMo Gym passes no arguments of ours: defaults and environment
             self._sessions = Sessions(lambda: kind(node), limits)
             async with asyncio.TaskGroup() as group:
                 expiring = group.create_task(self._sessions.keep_expiring())
@@ -190,10 +189,6 @@ class EnvironmentServer(SimpleResourcesServer):
                 finally:
                     expiring.cancel()
                     await self._sessions.aclose()
-
-    def open_node(self) -> AbstractAsyncContextManager[Node]:
-        """This machine's sandboxes."""
-        return open_node()
 
     async def seed_session(self, request: Request, body: SeedRequest) -> SeedResponse:
         """Start the episode.
@@ -261,7 +256,7 @@ class EnvironmentServer(SimpleResourcesServer):
         """
         row = task_row(body.model_dump())
         await self._sessions.open(_session_id(request), row)
-        return ResetResponse(info={"task_id": str(row.get("id", ""))})
+        return ResetResponse(info={"environment": self.config.environment})
 
     async def step(self, request: Request, body: StepRequest) -> StepResponse:
         """Run the tool calls of one answer. An answer without one, or with the finishing tool, ends the

@@ -89,8 +89,12 @@ class ChatTemplate:
             ) from error
 
 
-def normalise(message: Mapping[str, Any]) -> JsonObject:
+def normalise(message: Mapping[str, Any], *, arguments_as_text: bool = False) -> JsonObject:
     """One message in the shape templates are written for: text content, parsed tool-call arguments.
+
+    Args:
+        message: in OpenAI shape.
+        arguments_as_text: tool-call arguments as JSON text, for the templates that print them as they are.
 
     Raises:
         InputError: unknown role, or content that is not text.
@@ -101,7 +105,7 @@ def normalise(message: Mapping[str, Any]) -> JsonObject:
     plain = {**message, "content": _text(message.get("content"))}
     calls = message.get("tool_calls")
     if calls:
-        plain["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
+        plain["tool_calls"] = [_with_arguments(call, as_text=arguments_as_text) for call in calls]
     else:
         plain.pop("tool_calls", None)
     return plain
@@ -121,7 +125,7 @@ def _text(content: Any) -> str:
     raise InputError("message content is neither text nor text parts", hint="images and audio have no ids")
 
 
-def _with_parsed_arguments(call: Mapping[str, Any]) -> JsonObject:
+def _with_arguments(call: Mapping[str, Any], *, as_text: bool) -> JsonObject:
     """OpenAI carries arguments as a JSON string; templates print them with `tojson`, which would quote the
     string a second time."""
     function = call.get("function")
@@ -133,12 +137,22 @@ def _with_parsed_arguments(call: Mapping[str, Any]) -> JsonObject:
             arguments = json.loads(arguments)
         except ValueError as error:
             raise InputError(f"the arguments of a tool call are not JSON: {error}") from error
+    if as_text:
+        arguments = json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _tojson(value: Any, indent: int | None = None) -> str:
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """Jinja's own `tojson` escapes for HTML; templates mean plain JSON."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _refuse(message: str) -> NoReturn:

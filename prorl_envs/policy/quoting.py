@@ -18,7 +18,7 @@ A mark is never put next to leading or trailing white space, so a template that 
 
 import re
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 # Unicode noncharacters: they "should never be interchanged", so no honest text holds them.
@@ -30,6 +30,11 @@ def valid_unicode(text: str) -> str:
     if text.isascii():
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def in_ascii_json(mark: str) -> str:
+    """How `mark` looks behind a template's `tojson(ensure_ascii=true)`."""
+    return mark.encode("ascii", "backslashreplace").decode()
 
 
 class Quoter:
@@ -46,12 +51,13 @@ class Quoter:
         self._anywhere = re.compile("|".join(f"(?={re.escape(text)})" for text in self._literals) or r"(?!)")
 
     def choose_mark(self, value: Any) -> str:
-        """A string that occurs nowhere in `value` (a JSON-like tree)."""
+        """A string that occurs nowhere in `value` (a JSON-like tree), nor does its form in ASCII JSON."""
         texts = list(_strings(value))
-        number = 0
-        while any(f"{_OPEN}{number}{_CLOSE}" in text for text in texts):
-            number += 1
-        return f"{_OPEN}{number}{_CLOSE}"
+        for number in count():
+            mark = f"{_OPEN}{number}{_CLOSE}"
+            if not any(mark in text or in_ascii_json(mark) in text for text in texts):
+                return mark
+        raise AssertionError("an unbounded search ends only by finding")
 
     def quote(self, text: str, mark: str, *, leading: bool = False) -> str:
         """`text` with `mark` inside every literal that starts in it; removing the marks restores it.

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from prorl_envs.errors import InputError
 from prorl_envs.policy.chat_template import ChatTemplate, normalise
-from prorl_envs.policy.quoting import Quoter
+from prorl_envs.policy.quoting import Quoter, in_ascii_json
 from prorl_envs.policy.tool_calls import THINK_CLOSE, THINK_OPEN, read_turn
 from prorl_envs.policy.types import AssistantTurn, Sampled
 from prorl_envs.tools.types import JsonObject, ToolCall, ToolSpec
@@ -64,6 +64,8 @@ class TemplateRenderer:
         self._assistant = Quoter({*special, self._end_text})
         self._stop_ids = tuple(dict.fromkeys((self._end_id, *stop_ids)))
         self._check_pieces()
+        self._arguments_as_text = False
+        self._refusals = self._probe_observations()
         opening = template.render([_QUESTION], generation_prompt=True)
         self._thinking = opening.rfind(THINK_OPEN) > opening.rfind(THINK_CLOSE)
 
@@ -76,6 +78,11 @@ class TemplateRenderer:
     def vocab_size(self) -> int:
         """One more than the largest id the model can sample."""
         return self._vocab_size
+
+    @property
+    def observation_roles(self) -> tuple[str, ...]:
+        """The roles of observations this template can append: `tool`, `user` or both."""
+        return tuple(role for role in ("tool", "user") if role not in self._refusals)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -105,6 +112,9 @@ class TemplateRenderer:
         """
         if not observations or any(m.get("role") not in ("tool", "user") for m in observations):
             raise InputError("observations are one or more tool or user messages")
+        for role in {message["role"] for message in observations} & self._refusals.keys():
+            refusal = self._refusals[role]
+            raise InputError(refusal.message, hint=refusal.hint)
         text, mark = self._render(
             [_QUESTION, _stand_in(observations), *observations], (), generation_prompt=True
         )
@@ -123,8 +133,10 @@ class TemplateRenderer:
         after, mark = self._render([_QUESTION, message], (), generation_prompt=False)
         if not after.startswith(before):
             raise InputError("the template writes assistant turns differently from its generation prompt")
-        turn = after[len(before) :]
-        return self._encode(turn[: turn.rindex(self._end_text) + len(self._end_text)], mark)
+        turn, end, _ = after[len(before) :].rpartition(self._end_text)
+        if not end:
+            raise InputError(f"the template does not end this assistant turn with {self._end_text}")
+        return self._encode(turn + end, mark)
 
     def parse(self, ids: Sequence[int]) -> AssistantTurn:
         """Read a sampled answer. Total: every id sequence gives a turn.
@@ -155,12 +167,13 @@ class TemplateRenderer:
         generation_prompt: bool,
     ) -> tuple[str, str]:
         """The marked text of a conversation, and its mark."""
-        plain = [normalise(message) for message in messages]
+        plain = [normalise(message, arguments_as_text=self._arguments_as_text) for message in messages]
         offered = [tool.to_openai() for tool in tools]
         mark = self._outside.choose_mark([plain, offered])
         quoted = [self._quote_message(message, mark) for message in plain]
         offered = self._outside.quote_tree(offered, mark)
-        return self._template.render(quoted, offered, generation_prompt=generation_prompt), mark
+        text = self._template.render(quoted, offered, generation_prompt=generation_prompt)
+        return text.replace(in_ascii_json(mark), mark), mark
 
     def _quote_message(self, message: JsonObject, mark: str) -> JsonObject:
         assistant = message["role"] == "assistant"
@@ -207,6 +220,36 @@ class TemplateRenderer:
             raise InputError("the chat template drops the assistant turn before these observations")
         return text[end:]
 
+    def _probe_observations(self) -> dict[str, InputError]:
+        """Why this template cannot append tool or user messages, by role.
+
+        Most templates take tool-call arguments as an object; some (DeepSeek) only as text.
+        """
+        refusals: dict[str, InputError] = {}
+        for role, as_text in (("user", False), ("tool", False), ("tool", True)):
+            if as_text and "tool" not in refusals:
+                break
+            self._arguments_as_text = as_text
+            try:
+                self._probe_observation(role)
+                refusals.pop(role, None)
+            except InputError as error:
+                refusals.setdefault(role, error)
+        self._arguments_as_text = self._arguments_as_text and "tool" not in refusals
+        if len(refusals) == 2:
+            raise refusals["user"]
+        return refusals
+
+    def _probe_observation(self, role: str) -> None:
+        said = "TextOfTheObservation"
+        observation = {"role": role, "content": said, "tool_call_id": "abcdefgh1", "name": "tool"}
+        text, _ = self._render([_QUESTION, _stand_in([observation]), observation], (), generation_prompt=True)
+        if said not in self._from_end_of_turn(text):
+            raise InputError(
+                f"the chat template puts {role} messages inside the assistant's turn, or nowhere",
+                hint="such a template cannot be appended to; take another model family",
+            )
+
     def _check_pieces(self) -> None:
         """A bridge is encoded without what comes before it, which is right only if pieces do not interact."""
         parts = ["some text", self._end_text, "\n", "and more", " text"]
@@ -224,7 +267,7 @@ def _stand_in(observations: Sequence[Mapping[str, Any]]) -> JsonObject:
     in the content and in the arguments, because some templates drop the content beside a call."""
     calls = [
         {
-            "id": str(message.get("tool_call_id") or f"call{index:05}"),
+            "id": str(message.get("tool_call_id") or f"call{index:05}"),  # some want 9 characters
             "type": "function",
             "function": {"name": str(message.get("name") or "tool"), "arguments": {"value": _ANCHOR}},
         }

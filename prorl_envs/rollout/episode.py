@@ -59,8 +59,9 @@ class Episode:
 
     @property
     def session(self) -> str:
-        """What the model servers know this attempt as."""
-        return self.id if self.attempts == 1 else f"{self.id}:{self.attempts}"
+        """What the model servers know this job as. Another attempt is the same session: it begins with the
+        same prompt, which the server that answered before still has in its cache."""
+        return self.id
 
     @property
     def sampling(self) -> Sampling:

@@ -54,7 +54,7 @@ class BubblewrapDriver:
         self._etc: dict[int, asyncio.Task[Path]] = {}
         self._sandboxes: set[BubblewrapSandbox] = set()
         self._started = 0
-        self._closed = False
+        self._closing: asyncio.Task[None] | None = None
 
     async def start(self, spec: SandboxSpec) -> "BubblewrapSandbox":
         """Start a sandbox and return it once its first process runs.
@@ -62,7 +62,7 @@ class BubblewrapDriver:
         Raises:
             SandboxError: with bubblewrap's own words and a remedy as hint.
         """
-        if self._closed:
+        if self._closing is not None:
             raise SandboxError("the driver is closed")
         check(spec)
         etc = await self._etc_for(spec.uid)
@@ -78,6 +78,11 @@ class BubblewrapDriver:
             raise
         return sandbox
 
+    @property
+    def sandboxes(self) -> frozenset["BubblewrapSandbox"]:
+        """Those not yet closed."""
+        return frozenset(self._sandboxes)
+
     async def warm(self, *names: str) -> None:
         """Start templates ahead of their first use; all of them where none is named.
 
@@ -87,8 +92,17 @@ class BubblewrapDriver:
         await asyncio.gather(*(self.templates[name].start() for name in names or self.templates))
 
     async def aclose(self) -> None:
-        """Close every sandbox still open, end the templates, remove the driver's directory. Idempotent."""
-        self._closed = True
+        """Close every sandbox still open, end the templates, remove the driver's directory.
+
+        Idempotent. Goes on where the caller is cancelled.
+        """
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._aclose())
+        await asyncio.shield(self._closing)
+
+    async def _aclose(self) -> None:
+        # What still writes into the directory would keep it from being removed.
+        await asyncio.gather(*self._etc.values(), return_exceptions=True)
         await asyncio.gather(*(sandbox.close() for sandbox in tuple(self._sandboxes)))
         await asyncio.gather(*(template.aclose() for template in self.templates.values()))
         await asyncio.to_thread(self._directory.remove)
@@ -145,6 +159,22 @@ class BubblewrapSandbox:
     @property
     def alive(self) -> bool:
         return self._closing is None and self._init is not None and self._init.alive
+
+    @property
+    def pid(self) -> int:
+        """Of the sandbox's first process, on the host; for operators.
+
+        Raises:
+            SandboxError: it has not been started.
+        """
+        if self._init is None:
+            raise SandboxError(f"sandbox {self.id} was not started")
+        return self._init.pid
+
+    @property
+    def tool_servers(self) -> list[int]:
+        """The pids, on the host, of the tool servers that run; for operators."""
+        return [server.process.pid for server in self._servers if server.process.alive]
 
     async def launch(self, bwrap: Path) -> None:
         """Make the directories, run bubblewrap and wait for the first process. Called once, by the driver."""

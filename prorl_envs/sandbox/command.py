@@ -1,5 +1,6 @@
 """From a `SandboxSpec` to bubblewrap's command line. Pure: no process, no file is touched."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -16,12 +17,18 @@ DEFAULT_ENV = {
     "TERM": "xterm-256color",
 }
 
-#: The first process: says that the mounts are done, then waits for the end of its standard input, which is
-#: a socket held by the host. SIGCHLD is ignored, so that the kernel reaps orphans. As pid 1 of its namespace
-#: no signal from inside reaches it.
-INIT = ("/bin/sh", "-c", "trap '' CHLD; echo ready; read _")
+#: The first process: says that the mounts are done, then waits for the end of its standard input, a socket
+#: held by the host, and reaps orphans meanwhile. As pid 1 of its namespace no signal from inside ends it.
+#: Shells differ, and dash surprises: there an ignored SIGCHLD is not ignored but makes `read` fail. So it is
+#: trapped, a failed `read` counts as the end only where no child has died, and `jobs` does the reaping.
+INIT = (
+    "/bin/sh",
+    "-c",
+    "trap 'died=1' CHLD; echo ready; while died=; read _ || [ \"$died\" ]; do jobs; done",
+)
 READY = b"ready\n"
 
+_HOSTNAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,62}")
 _SHM_BYTES = 256 << 20
 _RUN_BYTES = 64 << 20
 
@@ -69,7 +76,7 @@ def check(spec: SandboxSpec) -> None:
             raise SandboxError(
                 f"the mount at {mount.target} is both `overlay` and `writable`", hint="choose one of the two"
             )
-    if not spec.hostname or len(spec.hostname) > 64 or not spec.hostname.isascii():
+    if not _HOSTNAME.fullmatch(spec.hostname):
         raise SandboxError(f"not a host name: {spec.hostname!r}")
 
 

@@ -17,7 +17,7 @@ from prorl_envs.errors import SandboxError
 _PREFIX = "prorl-sandboxes-"
 _ARMED = "locked"
 #: A Unix socket's path ends at 107 bytes; what tools put below a sandbox's directory needs the rest.
-PATH_LIMIT = 60
+PATH_LIMIT = 64
 
 
 def node_local_base() -> Path:

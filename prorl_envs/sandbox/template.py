@@ -35,7 +35,7 @@ class TemplateSpec:
 TEMPLATES: Mapping[str, TemplateSpec] = {
     "base": TemplateSpec(entries=("prorl_envs.tools.server:serve",)),
     "ipython": TemplateSpec(
-        entries=("prorl_envs.tools.server:serve",), preload=("IPython.core.interactiveshell",)
+        entries=("prorl_envs.tools.server:serve",), preload=("prorl_envs.tools.kernel:prepare",)
     ),
 }
 
@@ -53,6 +53,11 @@ class Template:
         self.spec = spec
         self._starting = asyncio.Lock()
         self._process: TemplateProcess | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the running process, for operators; None where none was started."""
+        return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
         """Start the process unless it runs.

@@ -96,6 +96,10 @@ class TemplateProcess:
         asyncio.get_running_loop().add_reader(self._stderr, self._log_stderr)
 
     @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
     def alive(self) -> bool:
         return self._process.alive
 

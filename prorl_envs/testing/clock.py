@@ -47,8 +47,11 @@ class FakeClock:
             loop = asyncio.get_running_loop()
             wake: asyncio.Future[None] = loop.create_future()
 
+            left = False
+
             def expire(_: asyncio.Future[None]) -> None:
-                deadline.reschedule(loop.time())
+                if not left:  # the loop calls this a turn later, and the block may have been left in between
+                    deadline.reschedule(loop.time())
 
             wake.add_done_callback(expire)
             heapq.heappush(self._sleepers, (self._now + seconds, next(self._order), wake))
@@ -58,7 +61,7 @@ class FakeClock:
             try:
                 yield deadline
             finally:
-                wake.remove_done_callback(expire)
+                left = True
                 wake.cancel()
 
     @property

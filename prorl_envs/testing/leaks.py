@@ -8,6 +8,7 @@ For a fixture that wraps every test:
 """
 
 import contextlib
+import errno
 import gc
 import os
 import time
@@ -87,7 +88,12 @@ def _is_child_or_sandboxed(process: Path, run_dir: Path) -> bool:
         return True
     if (process / "ns/mnt").readlink() == Path("/proc/self/ns/mnt").readlink():
         return False
-    return str(run_dir) in (process / "mountinfo").read_text()
+    try:
+        return str(run_dir) in (process / "mountinfo").read_text()
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # it is ending, and its mounts are gone already
+            return False
+        raise
 
 
 def _descriptors() -> dict[tuple[int, str], str]:

@@ -50,12 +50,15 @@ async def ask(sock: socket.socket, script: str) -> str:
     """
     loop = asyncio.get_running_loop()
     output = b""
-    await loop.sock_sendall(sock, script.encode() + b"\n")
-    while not output.endswith(b"\0"):
-        data = await loop.sock_recv(sock, 65536)
-        if not data:
-            raise EOFError(f"the tool server ended after {output!r}")
-        output += data
+    try:
+        await loop.sock_sendall(sock, script.encode() + b"\n")
+        while not output.endswith(b"\0"):
+            data = await loop.sock_recv(sock, 65536)
+            if not data:
+                raise EOFError(f"the tool server ended after {output!r}")
+            output += data
+    except ConnectionError as error:
+        raise EOFError("the tool server ended") from error
     return output.removesuffix(b"\0").decode()
 
 

@@ -6,9 +6,10 @@ from prorl_envs.tools.types import JsonObject, ToolSpec
 
 #: Characters of the longest text argument.
 TEXT_LIMIT = 4 * 1024 * 1024
-_LIST_LIMIT = 1000
+#: Items of the longest list, and the largest number.
+LIST_LIMIT = 1000
+INTEGER_LIMIT = 2**53
 
-_TYPES: dict[str, type] = {"string": str, "integer": int, "boolean": bool, "array": list, "object": dict}
 _NAMES = {"string": "a string", "integer": "a whole number", "boolean": "true or false", "array": "a list"}
 
 
@@ -46,20 +47,27 @@ def is_unicode(text: str) -> bool:
 
 
 def _wrong(schema: JsonObject, value: Any) -> str:
-    kind = schema["type"]
-    if not isinstance(value, _TYPES[kind]) or (kind == "integer" and isinstance(value, bool)):
-        return f"must be {_NAMES.get(kind, kind)}"
-    if kind == "integer" and abs(value) > 2**53:
-        return "is too large"
-    if kind == "string":
-        if len(value) > TEXT_LIMIT:
-            return f"is longer than {TEXT_LIMIT} characters"
-        if not is_unicode(value):
-            return "holds half of a surrogate pair, which is no character"
-    if "enum" in schema and value not in schema["enum"]:
+    match schema["type"], value:
+        case "string", str():
+            return _wrong_text(schema, value)
+        case "boolean", bool():
+            return ""
+        case "integer", int() if not isinstance(value, bool):
+            return "is too large" if abs(value) > INTEGER_LIMIT else ""
+        case "array", list():
+            if len(value) > LIST_LIMIT:
+                return f"has more than {LIST_LIMIT} items"
+            wrongs = (_wrong(schema["items"], item) for item in value)
+            return next((f"holds an item that {wrong}" for wrong in wrongs if wrong), "")
+        case kind, _:
+            return f"must be {_NAMES[kind]}"
+
+
+def _wrong_text(schema: JsonObject, text: str) -> str:
+    if len(text) > TEXT_LIMIT:
+        return f"is longer than {TEXT_LIMIT} characters"
+    if not is_unicode(text):
+        return "holds half of a surrogate pair, which is no character"
+    if "enum" in schema and text not in schema["enum"]:
         return f"must be one of: {', '.join(schema['enum'])}"
-    if kind == "array":
-        if len(value) > _LIST_LIMIT:
-            return f"has more than {_LIST_LIMIT} items"
-        return next((f"must hold items that each {wrong}" for item in value if (wrong := _wrong(schema["items"], item))), "")
     return ""

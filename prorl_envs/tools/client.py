@@ -87,7 +87,11 @@ class Completed:
 
 @dataclass(slots=True)
 class _Session:
-    """Order of the calls in one session, and which server it last spoke to (None: none, or its user knows)."""
+    """Keeps the calls of one session in order.
+
+    Args:
+        server: the connection it last used; None where there was none, or the model knows of its loss.
+    """
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     server: Connection | None = None
@@ -113,7 +117,7 @@ class _Link:
             ToolError: the toolbox is closed, or a new server cannot be set up.
         """
         connection = self._connection
-        if connection is not None and not connection.lost and self._sandbox.alive:
+        if connection is not None and not connection.lost:
             return connection
         if self._closed:
             raise ToolError("the toolbox is closed")
@@ -169,7 +173,9 @@ class Toolbox:
         self._tools = _Link(sandbox, "base", limits, python=False)
         self._shells: dict[str, _Session] = {}
         # A server of its own: a session's memory is a copy of its server's, which must hold nothing else.
-        self._python = _Link(sandbox, "ipython", limits, python=True) if python is PythonEngine.FORKED else None
+        self._python = (
+            _Link(sandbox, "ipython", limits, python=True) if python is PythonEngine.FORKED else None
+        )
         self._cells = _Session()
 
     @classmethod

@@ -7,7 +7,17 @@ from itertools import count
 from typing import Self, cast
 
 from prorl_envs.errors import ToolError
-from prorl_envs.tools.wire import AnyReply, Cancel, Framer, Refused, Reply, Request, WireError, decode_reply, encode
+from prorl_envs.tools.wire import (
+    AnyReply,
+    Cancel,
+    Framer,
+    Refused,
+    Reply,
+    Request,
+    WireError,
+    decode_reply,
+    encode,
+)
 
 #: Requests that may be under way at a time.
 IN_FLIGHT_LIMIT = 256

@@ -129,8 +129,9 @@ class Editor:
         lines = _lines(after)
         shown = _numbered(lines, max(1, line - _CONTEXT), min(len(lines), line + more + _CONTEXT))
         return (
-            f"The file {path} has been edited. Here's the result of running `cat -n` on a snippet of {path}:\n"
-            f"{shown}Review the changes and make sure they are as expected. Edit the file again if necessary.\n"
+            f"The file {path} has been edited. "
+            f"Here's the result of running `cat -n` on a snippet of {path}:\n{shown}"
+            "Review the changes and make sure they are as expected. Edit the file again if necessary.\n"
         )
 
     def _undo(self, path: str) -> str:
@@ -212,10 +213,14 @@ def _numbered(lines: list[str], first: int, last: int) -> str:
 
 def _listing(path: str) -> str:
     entries = list(islice(_walk(path, depth=2), LISTING_LIMIT + 1))
-    cut = f"[... more than {LISTING_LIMIT} entries; the rest is left out ...]\n" if len(entries) > LISTING_LIMIT else ""
-    listing = "".join(f"{entry}\n" for entry in [path, *entries[:LISTING_LIMIT]])
-    text = f"Here are the files and directories up to 2 levels deep in {path}, hidden ones left out:\n{listing}{cut}"
-    return text.encode("utf-8", "replace").decode()
+    lines = [
+        f"Here are the files and directories up to 2 levels deep in {path}, hidden ones left out:",
+        path,
+        *entries[:LISTING_LIMIT],
+    ]
+    if len(entries) > LISTING_LIMIT:
+        lines.append(f"[... more than {LISTING_LIMIT} entries; the rest is left out ...]")
+    return "".join(f"{line}\n" for line in lines).encode("utf-8", "replace").decode()
 
 
 def _walk(path: str, depth: int) -> Iterator[str]:

@@ -6,6 +6,11 @@ import secrets
 import stat
 
 
+def _check(path: str) -> None:
+    if not path.startswith("/") or "\0" in path:
+        raise OSError(errno.EINVAL, "is not an absolute path", path)
+
+
 def read_file(path: str, limit: int) -> tuple[bytes, int]:
     """Read a regular file.
 
@@ -19,6 +24,7 @@ def read_file(path: str, limit: int) -> tuple[bytes, int]:
     Raises:
         OSError: it cannot be read, or is no regular file.
     """
+    _check(path)
     # Non-blocking: opening a named pipe would wait for a writer.
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb", buffering=0) as file:  # noqa: PTH123 - a descriptor
@@ -46,6 +52,7 @@ def write_file(path: str, data: bytes, *, mode: int | None) -> None:
     Raises:
         OSError: it cannot be written.
     """
+    _check(path)
     target = os.path.realpath(path)
     if os.path.isdir(target):  # noqa: PTH112
         raise IsADirectoryError(errno.EISDIR, "is a directory", path)

@@ -22,9 +22,7 @@ def interpreter_mounts() -> tuple[Mount, ...]:
     For `SandboxSpec.mounts`, together with `interpreter_masks`.
     """
     roots = dict.fromkeys(Path(prefix).resolve() for prefix in (sys.base_prefix, sys.prefix))
-    return tuple(
-        Mount(source=root, target=str(root)) for root in roots if not root.is_relative_to(_SYSTEM)
-    )
+    return tuple(Mount(source=root, target=str(root)) for root in roots if not root.is_relative_to(_SYSTEM))
 
 
 def interpreter_masks() -> tuple[str, ...]:

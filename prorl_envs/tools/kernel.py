@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+from io import TextIOWrapper
 from typing import Any, NoReturn
 
 from IPython.core.displayhook import DisplayHook
@@ -38,7 +39,7 @@ class Displays:
     def show(self, bundle: dict[str, Any]) -> None:
         """Print the text of a representation; keep the rest."""
         if "text/plain" in bundle:
-            print(bundle["text/plain"])
+            sys.stdout.write(f"{bundle['text/plain']}\n")
         rich = {
             mime: value if isinstance(value, str) else json.dumps(value, default=repr)
             for mime, value in bundle.items()
@@ -51,7 +52,7 @@ class Displays:
             self._bundles.append(rich)
             self._bytes += size
         else:
-            print(f"[display data of {size} characters left out: {', '.join(rich)}]")
+            sys.stdout.write(f"[display data of {size} characters left out: {', '.join(rich)}]\n")
 
     def take(self) -> list[dict[str, str]]:
         """Return what was kept and start anew."""
@@ -59,30 +60,35 @@ class Displays:
         return bundles
 
 
-class _Hook(DisplayHook):  # type: ignore[misc]  # IPython's traits are untyped
+class _Hook(DisplayHook):
     """Shows the value of a last expression as it is, without a numbered prompt."""
 
     def write_output_prompt(self) -> None:
         pass
 
     def write_format_data(self, format_dict: dict[str, Any], md_dict: dict[str, Any] | None = None) -> None:
-        self.shell.displays.show(format_dict)
+        _displays(self).show(format_dict)
 
     def log_output(self, format_dict: dict[str, Any]) -> None:
         pass  # IPython would keep every output for ever
 
 
-class _Publisher(DisplayPublisher):  # type: ignore[misc]
+class _Publisher(DisplayPublisher):
     """Where `display()` goes."""
 
-    def publish(self, data: dict[str, Any], metadata: dict[str, Any] | None = None, **_: Any) -> None:
-        self.shell.displays.show(data)
+    def publish(self, data: Any, metadata: Any = None, source: Any = None, **_: Any) -> None:
+        _displays(self).show(data)
 
     def clear_output(self, wait: bool = False) -> None:
         pass
 
 
-class CellShell(InteractiveShell):  # type: ignore[misc]
+def _displays(part: DisplayHook | DisplayPublisher) -> Displays:
+    assert isinstance(part.shell, CellShell)
+    return part.shell.displays
+
+
+class CellShell(InteractiveShell):
     """IPython without a terminal, files of its own, history, colours or questions."""
 
     displayhook_class = Type(_Hook)
@@ -91,7 +97,9 @@ class CellShell(InteractiveShell):  # type: ignore[misc]
     def __init__(self) -> None:
         self.displays = Displays()
         self.exiting = False
-        super().__init__(config=Config(HistoryManager={"enabled": False, "hist_file": ":memory:"}), colors="nocolor")
+        super().__init__(  # type: ignore[no-untyped-call]
+            config=Config(HistoryManager={"enabled": False, "hist_file": ":memory:"}), colors="nocolor"
+        )
 
     def init_ipython_dir(self, ipython_dir: str | None) -> None:
         self.ipython_dir = ""
@@ -102,39 +110,47 @@ class CellShell(InteractiveShell):  # type: ignore[misc]
     def init_virtualenv(self) -> None:
         pass
 
+    def system(self, cmd: str) -> None:
+        """What `!` runs. IPython's own way takes a terminal, 0.1 s, and alters line ends."""
+        sys.stdout.flush()
+        self.system_raw(cmd)  # type: ignore[no-untyped-call]
+
     def ask_exit(self) -> None:
         """What `exit` and `quit` call."""
         self.exiting = True
 
 
-def prepare() -> CellShell:
-    """Make the shell, once per process: a template does it before it forks."""
-    if not CellShell.initialized():
-        CellShell.instance()
+def prepare() -> Any:
+    """Make the shell, once per process: a template does it before it forks.
+
+    Returns:
+        The process's `CellShell`; IPython is untyped.
+    """
+    warm = CellShell.initialized()
+    shell: Any = CellShell.instance()
+    if not warm:
         # A first cell and a first traceback import another megabyte of modules.
         sys.stdout, stdout = open(os.devnull, "w"), sys.stdout  # noqa: PTH123, SIM115
         try:
-            CellShell.instance().run_cell("1 + 1")
-            CellShell.instance().run_cell("1 / 0")
+            shell.run_cell("1 + 1")
+            shell.run_cell("1 / 0")
         finally:
             sys.stdout.close()
             sys.stdout = stdout
-        CellShell.instance().reset()
-    shell: CellShell = CellShell.instance()
+        shell.reset()
     return shell
 
 
 def main() -> None:
     """Run cells until the control socket closes. The life of the forked process."""
     shell = prepare()
-    for name, fd in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
-        mode = "r" if fd == 0 else "w"
-        buffering = -1 if fd == 0 else 1
-        stream = open(fd, mode, buffering, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: PTH123, SIM115
+    for name, fd, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        stream = _text_stream(fd, mode)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     builtins.input = getpass.getpass = _no_input
-    sys.path.insert(0, "")
+    # The session's own folder first; nothing that this sandbox cannot see.
+    sys.path[:] = ["", *filter(os.path.exists, sys.path)]
     control = socket.socket(fileno=CONTROL_FD)
     framer, pid = Framer(), os.getpid()
     while data := control.recv(65536):
@@ -147,7 +163,13 @@ def main() -> None:
             control.sendall(encode(reply))
 
 
-def _run(shell: CellShell, cell: Cell) -> CellDone:
+def _text_stream(fd: int, mode: str) -> TextIOWrapper:
+    # By lines, so that the two outputs keep their order.
+    raw = open(fd, f"{mode}b", closefd=False)  # noqa: SIM115
+    return TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+
+
+def _run(shell: Any, cell: Cell) -> CellDone:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         result = shell.run_cell(cell.code, store_history=True)
@@ -162,4 +184,5 @@ def _run(shell: CellShell, cell: Cell) -> CellDone:
 
 
 def _no_input(*_: object, **__: object) -> NoReturn:
+    __tracebackhide__ = True  # tells IPython to leave this frame out
     raise RuntimeError("input() is not available: nobody is there to answer")

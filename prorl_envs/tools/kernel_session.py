@@ -57,7 +57,6 @@ class KernelSession(Session[Python]):
 
     def _begin(self, request: Python) -> None:
         kernel = self._kernel or self.start()
-        # The kernel reads nothing else, so a cell always goes out whole; one that has died is told by its exit.
         kernel.send(encode(Cell(request.id, request.code)))
 
     def _discard(self) -> int:
@@ -77,7 +76,7 @@ class KernelSession(Session[Python]):
         except ConnectionResetError:
             data = b""
         if not data:  # closed by a cell, or at its end
-            self.loop.unwatch(self._kernel.control.fileno())
+            self.loop.forget(self._kernel.control.fileno())
             self._kernel.kill()
             return
         try:
@@ -96,7 +95,9 @@ class KernelSession(Session[Python]):
         self._reader.drain()
         status = self._discard()
         ended = f"exited with status {status}" if status >= 0 else f"was killed by signal {-status}"
-        notice = f"the Python session {self._breach}{ended}; the next cell gets a new one, without its variables"
+        notice = (
+            f"the Python session {self._breach}{ended}; the next cell gets a new one, without its variables"
+        )
         if self.running is None:
             self._notice = f"[before this cell, {notice.replace('the next cell gets', 'this is')}]"
         else:

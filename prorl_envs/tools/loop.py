@@ -1,10 +1,11 @@
 """The event loop of a tool server: descriptors and timers, one thread, no more.
 
 A tool server lives in another pid namespace than its children and may not start threads, and it answers in
-tens of microseconds; asyncio would add its own share to each of several events per command.
+tens of microseconds: asyncio, or even `selectors`, would add its own share to each of several events per
+command.
 """
 
-import selectors
+import select
 import time
 from collections.abc import Callable
 
@@ -23,6 +24,7 @@ class Timer:
         timers.add(self)
 
     def cancel(self) -> None:
+        """Forget it. Idempotent, also after it was due."""
         self._timers.discard(self)
 
 
@@ -30,22 +32,23 @@ class Loop:
     """Calls back when a descriptor is ready or a time has come."""
 
     def __init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
+        self._epoll = select.epoll()
+        self._callbacks: dict[int, Callback] = {}
+        self._forgotten: set[int] = set()
         # A handful at a time, nearly all cancelled before they are due: a heap would fill up with those.
         self._timers: set[Timer] = set()
         self._running = False
 
     def watch(self, fd: int, callback: Callback, *, write: bool = False) -> None:
-        """Call back whenever `fd` is readable (or writable), until `unwatch`."""
-        self._selector.register(fd, selectors.EVENT_WRITE if write else selectors.EVENT_READ, callback)
-
-    def unwatch(self, fd: int) -> None:
-        self._selector.unregister(fd)
+        """Call back whenever `fd` is readable (or writable) or hung up, until `forget`."""
+        self._epoll.register(fd, select.EPOLLOUT if write else select.EPOLLIN)
+        self._callbacks[fd] = callback
 
     def forget(self, fd: int) -> None:
-        """Unwatch a descriptor that may not be watched."""
-        if fd in self._selector.get_map():
-            self._selector.unregister(fd)
+        """Watch a descriptor no more, if it was watched. Must come before it is closed."""
+        if self._callbacks.pop(fd, None) is not None:
+            self._epoll.unregister(fd)
+            self._forgotten.add(fd)
 
     def call_later(self, delay_s: float, callback: Callback) -> Timer:
         """Call back once, `delay_s` seconds from now."""
@@ -55,17 +58,20 @@ class Loop:
         """Run until `stop`."""
         self._running = True
         while self._running:
-            for key, _ in self._selector.select(self._wait_s()):
-                # An earlier callback of this round may have closed this descriptor.
-                if self._selector.get_map().get(key.fd) is key:
-                    key.data()
-            self._fire()
+            self._forgotten.clear()
+            for fd, _ in self._epoll.poll(self._wait_s()):
+                # An earlier callback of this round may have closed it, and even opened another of its number.
+                if fd not in self._forgotten:
+                    self._callbacks[fd]()
+            if self._timers:
+                self._fire()
 
     def stop(self) -> None:
+        """Make `run` return after the callbacks of this round."""
         self._running = False
 
     def close(self) -> None:
-        self._selector.close()
+        self._epoll.close()
 
     def _wait_s(self) -> float | None:
         if not self._timers:
@@ -73,8 +79,6 @@ class Loop:
         return max(0.0, min(timer.due for timer in self._timers) - time.monotonic())
 
     def _fire(self) -> None:
-        if not self._timers:
-            return
         now = time.monotonic()
         for timer in [timer for timer in self._timers if timer.due <= now]:
             timer.cancel()

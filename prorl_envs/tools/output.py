@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 
-
 @dataclass(frozen=True, slots=True)
 class Captured:
     """What was kept of an output, and how many bytes between `head` and `tail` were not."""

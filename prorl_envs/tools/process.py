@@ -73,7 +73,7 @@ class FreshProcess:
             written = len(self._stdin)
         self._stdin = self._stdin[written:]
         if not self._stdin:
-            self._loop.unwatch(fd)
+            self._loop.forget(fd)
             self._process.stdin.close()
 
     def _on_deadline(self) -> None:

@@ -34,22 +34,26 @@ class OutputReader:
         what is still on its way.
         """
         for _ in range(_DRAIN_READS):
-            if not self._read():
+            try:
+                data = os.read(self._fd, _SIZE)
+            except OSError:  # would block; or a terminal that its last user has left
                 return
+            if not data:
+                return
+            self._buffer.feed(data)
 
     def stop(self) -> None:
         """Watch no more."""
         self._loop.forget(self._fd)
 
     def _on_readable(self) -> None:
-        if not self._read():
-            self.stop()
-
-    def _read(self) -> bool:
-        """Read once; False where nothing is there, or nobody is left to write."""
         try:
             data = os.read(self._fd, _SIZE)
-        except OSError:  # would block; or EIO, a terminal's way to say that its last user has gone
-            return False
-        self._buffer.feed(data)
-        return bool(data)
+        except BlockingIOError:  # a terminal may seem readable and yet have nothing
+            return
+        except OSError:  # EIO: a terminal that its last user has left
+            data = b""
+        if data:
+            self._buffer.feed(data)
+        else:
+            self.stop()

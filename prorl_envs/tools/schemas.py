@@ -58,7 +58,7 @@ EDITOR = ToolSpec(
             "old_str": {"type": "string", "description": "For `str_replace`: the text to replace, exactly."},
             "new_str": {
                 "type": "string",
-                "description": "For `str_replace`: what comes instead (nothing if left out). For `insert`: the text.",
+                "description": "For `str_replace`: what comes instead. For `insert`: the text.",
             },
             "insert_line": {
                 "type": "integer",
@@ -78,5 +78,7 @@ EDITOR = ToolSpec(
 FINISH = ToolSpec(
     name="finish",
     description="Declare that the task is done. Nothing can be run afterwards.",
-    parameters=_object({"answer": {"type": "string", "description": "The answer, where the task asks for one."}}),
+    parameters=_object(
+        {"answer": {"type": "string", "description": "The answer, where the task asks for one."}}
+    ),
 )

@@ -1,7 +1,7 @@
 """The tool server: one small process per sandbox that answers the host's requests.
 
-It runs inside the sandbox's namespaces but outside its pid namespace, forked warm from a template, so it may
-have children there and no threads. It ends when the host's end of its socket closes, and its children with it.
+It runs inside the sandbox's namespaces but outside its pid namespace, forked warm from a template: it may
+have children there, and no threads. When the host's end of its socket closes it ends, and ends its children.
 """
 
 import os
@@ -39,7 +39,7 @@ from prorl_envs.tools.wire import (
 
 #: Shell sessions of one sandbox.
 SESSION_LIMIT = 16
-_RECEIVE_SIZE = 262144
+_RECEIVE_SIZE = 32768
 
 
 def serve(sock: socket.socket) -> None:

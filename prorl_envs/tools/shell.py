@@ -1,10 +1,10 @@
 """Persistent shell sessions.
 
-    idle -> running -> idle                       the report arrived
-            running -> interrupted -> idle        the command gave up the terminal, and the report arrived
-                       interrupted -> killed      it did not, so its process group was killed
-                                      killed -> dead   that did not help either, so the shell was killed
-            any -> dead -> running                the shell ended; the next command starts another
+idle -> running -> idle                       the report arrived
+        running -> interrupted -> idle        the command gave up the terminal, and the report arrived
+                   interrupted -> killed      it did not, so its process group was killed
+                                  killed -> dead   that did not help either, so the shell was killed
+        any -> dead -> running                the shell ended; the next command starts another
 """
 
 import os
@@ -19,7 +19,7 @@ from prorl_envs.tools.wire import Bash, BashDone
 
 #: Seconds between looks at whether an interrupted command has given up the terminal: no event tells.
 _LOOK_S = 0.01
-_READ_SIZE = 65536
+_READ_SIZE = 8192
 
 
 class Reports:
@@ -83,7 +83,7 @@ class ShellSession(Session[Bash]):
     def _begin(self, request: Bash) -> None:
         terminal = self._terminal or self._open()
         self._nonce = secrets.token_hex(8)
-        terminal.evaluate(request.command.encode(), nonce=self._nonce, status=self._status)
+        terminal.evaluate(request.command, nonce=self._nonce, status=self._status)
 
     def _open(self) -> Terminal:
         if not os.path.isdir(self._cwd):  # noqa: PTH112 - pathlib would be this process's only use of it
@@ -110,7 +110,7 @@ class ShellSession(Session[Bash]):
         assert self._terminal is not None and self._reader is not None
         data = os.read(self._terminal.report, _READ_SIZE)
         if not data:  # the shell closed it or is gone: its exit, or the deadline, decides
-            self.loop.unwatch(self._terminal.report)
+            self.loop.forget(self._terminal.report)
             return
         report = self._reports.feed(data, self._nonce)
         if report is not None and self.running is not None:
@@ -131,8 +131,10 @@ class ShellSession(Session[Bash]):
 
     def _reply(self, running: Running[Bash], status: int | None, notice: str = "") -> BashDone:
         captured = self.output.take()
-        stopped = f"[{running.stopped}; nobody can answer a command that asks for input]" if running.cause else ""
-        notices = [self._notice, stopped, notice]
+        stopped = (
+            f"[{running.stopped}; nobody can answer a command that asks for input]" if running.cause else ""
+        )
+        notices = [self._notice, stopped if running.cause else "", notice]
         self._notice = ""
         return BashDone(
             running.request.id,
@@ -147,21 +149,27 @@ class ShellSession(Session[Bash]):
     def _interrupt(self, running: Running[Bash]) -> None:
         assert self._terminal is not None
         self._terminal.interrupt()
-        self._look(running, self.grace_s, asked=False)
+        self._look_again(running, self.grace_s, asked=False)
+
+    def _look_again(self, running: Running[Bash], left_s: float, *, asked: bool) -> None:
+        # Not at once, even at first: a builtin that waits for input must not read what is typed next.
+        self.loop.call_later(_LOOK_S, lambda: self._look(running, left_s - _LOOK_S, asked=asked))
 
     def _look(self, running: Running[Bash], left_s: float, *, asked: bool) -> None:
         """Once the shell has its terminal back, ask for the report; take the next step when time is up."""
         terminal = self._terminal
         if self.running is not running or terminal is None:
             return
-        if terminal.at_prompt and not asked:
-            terminal.ask_report(nonce=self._nonce)
-            asked = True
-        elif left_s <= 0 and running.killed:
+        if left_s <= 0 and running.killed:
             terminal.kill()
             return
-        elif left_s <= 0:
+        if left_s <= 0:
             running.killed, asked, left_s = True, False, self.grace_s
-            if not terminal.at_prompt:
+            if terminal.at_prompt:
+                terminal.interrupt()
+            else:
                 terminal.kill_foreground()
-        self.loop.call_later(_LOOK_S, lambda: self._look(running, left_s - _LOOK_S, asked=asked))
+        elif terminal.at_prompt and not asked:
+            terminal.ask_report(nonce=self._nonce)
+            asked = True
+        self._look_again(running, left_s, asked=asked)

@@ -20,7 +20,7 @@ class WireError(ValueError):
     """The other side broke the protocol."""
 
 
-class Request(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class Request(msgspec.Struct, array_like=True, gc=False):
     """Base of what the host asks; every request is answered once, under its id."""
 
     id: int
@@ -91,7 +91,7 @@ class Cancel(Request, tag=7):
     """End the request with this id soon; it answers as usual, and this has no answer of its own."""
 
 
-class Reply(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class Reply(msgspec.Struct, array_like=True, gc=False):
     """Base of what the server answers."""
 
     id: int
@@ -151,14 +151,14 @@ class Refused(Reply, tag=6):
     message: str
 
 
-class Cell(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class Cell(msgspec.Struct, array_like=True, gc=False):
     """What the server hands to the Python session's own process."""
 
     id: int
     code: str
 
 
-class CellDone(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class CellDone(msgspec.Struct, array_like=True, gc=False):
     """How the cell ended: see `PythonDone`. From a process that runs hostile code."""
 
     id: int
@@ -180,10 +180,13 @@ def encode(message: msgspec.Struct) -> bytearray:
     """One frame: four bytes of length, then the message.
 
     Raises:
-        WireError: the message is longer than a frame may be.
+        WireError: the message is longer than a frame may be, or holds text that is no Unicode.
     """
     frame = bytearray(64)
-    _encoder.encode_into(message, frame, _LENGTH.size)
+    try:
+        _encoder.encode_into(message, frame, _LENGTH.size)
+    except UnicodeEncodeError as error:
+        raise WireError(f"text that is no Unicode: {error}") from error
     if len(frame) - _LENGTH.size > FRAME_LIMIT:
         raise WireError(f"message of {len(frame)} bytes; a frame holds {FRAME_LIMIT}")
     _LENGTH.pack_into(frame, 0, len(frame) - _LENGTH.size)
@@ -193,17 +196,19 @@ def encode(message: msgspec.Struct) -> bytearray:
 def decode_request(frame: bytes) -> AnyRequest:
     """Raises WireError where the frame is not a request."""
     try:
-        return _requests.decode(frame)
+        request: AnyRequest = _requests.decode(frame)
     except msgspec.DecodeError as error:
         raise WireError(f"not a request: {error}") from error
+    return request
 
 
 def decode_reply(frame: bytes) -> AnyReply:
     """Raises WireError where the frame is not a reply."""
     try:
-        return _replies.decode(frame)
+        reply: AnyReply = _replies.decode(frame)
     except msgspec.DecodeError as error:
         raise WireError(f"not a reply: {error}") from error
+    return reply
 
 
 def decode_cell(frame: bytes) -> Cell:
@@ -233,7 +238,7 @@ class Framer:
         self._limit = limit
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> list[bytes]:
+    def feed(self, data: bytes | bytearray) -> list[bytes]:
         """Take what arrived; return the frames it completes, in order.
 
         Raises:

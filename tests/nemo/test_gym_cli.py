@@ -29,6 +29,8 @@ GYM = Path(sys.executable).with_name("gym")
 FAMILIES = ("bash", "ipython", "swebench")
 #: Rows of each example evaluated here; a SWE-bench row builds a repository at its first use.
 ROWS = {"bash": 100, "ipython": 100, "swebench": 1}
+#: NeMo Gym 0.4 knows no masks, so they are asked for.
+MASK = "++prorl_bash_resources_server.resources_servers.prorl_bash.failures=mask"
 READY = "servers ready!"
 
 
@@ -153,21 +155,27 @@ def running(root: GymRoot, model_url: str, tmp_path_factory: pytest.TempPathFact
     configs = [config(name, f"prorl_{name}") for name in FAMILIES] + [config("bash", "gymnasium")]
     selection = [flag for path in configs for flag in ("--config", str(path))]
     with (tmp_path_factory.mktemp("log") / "gym.log").open("w") as log:
-        arguments = [*selection, "--model-type", "openai_model", *model_flags(model_url)]
+        arguments = [*selection, "--model-type", "openai_model", *model_flags(model_url), MASK]
         with started(root, log, *arguments) as gym:
             yield gym
 
 
-def evaluate(running: Gym, name: str, agent: str, output: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in nemo_example(name).read_text().splitlines()]
+def evaluate(running: Gym, agent: str, rows: list[dict[str, Any]], output: Path) -> list[dict[str, Any]]:
+    """`gym eval run` on `rows`; what it wrote to `output`."""
     chosen = output.with_name("rows.jsonl")
     chosen.write_text("".join(json.dumps(row | {"agent_ref": {"name": agent}}) + "\n" for row in rows))
-    flags = ["--agent", agent, "--input", str(chosen), "--output", str(output), "--limit", str(ROWS[name])]
-    done = gym(running.root, "eval", "run", "--no-serve", *flags, "--concurrency", "4", *running.flags)
+    flags = ["--agent", agent, "--input", str(chosen), "--output", str(output), "--concurrency", "4"]
+    done = gym(running.root, "eval", "run", "--no-serve", *flags, *running.flags)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    results = [json.loads(line) for line in output.read_text().splitlines()]
-    assert len(results) == min(len(rows), ROWS[name])
-    return results
+    return read_jsonl(output)
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def example_rows(name: str) -> list[dict[str, Any]]:
+    return read_jsonl(nemo_example(name))[: ROWS[name]]
 
 
 def nemo_example(name: str) -> Path:
@@ -182,16 +190,40 @@ def test_the_configuration_is_valid(root: GymRoot, name: str, flavour: str) -> N
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_the_environments_are_listed_and_valid_by_name(root: GymRoot) -> None:
+    listed = gym(root, "list", "environments", "--json")
+    names = {environment["name"] for environment in json.loads(listed.stdout.splitlines()[-1])}
+    assert {f"prorl_{name}" for name in FAMILIES} <= names
+    done = gym(root, "env", "validate", "--environment", "prorl_bash", "--model-type", "openai_model")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_reference_reaches_reward_1(running: Gym, name: str, tmp_path: Path) -> None:
-    results = evaluate(running, name, agent_name(name), tmp_path / "rollouts.jsonl")
-    assert {result["task_id"]: result["reward"] for result in results} == {
-        result["task_id"]: 1.0 for result in results
-    }
+    rows = example_rows(name)
+    results = evaluate(running, agent_name(name), rows, tmp_path / "rollouts.jsonl")
+    rewards = {result["task_id"]: result["reward"] for result in results}
+    assert rewards == dict.fromkeys(rewards, 1.0) and len(rewards) == len(rows)
     assert not any(result["mask_sample"] for result in results)
 
 
 def test_the_reference_reaches_reward_1_stepped(running: Gym, tmp_path: Path) -> None:
-    results = evaluate(running, "bash", "prorl_bash_gymnasium_agent", tmp_path / "rollouts.jsonl")
-    assert [result["reward"] for result in results] == [1.0] * len(results)
+    rows = example_rows("bash")
+    results = evaluate(running, "prorl_bash_gymnasium_agent", rows, tmp_path / "rollouts.jsonl")
+    assert [result["reward"] for result in results] == [1.0] * len(rows)
     assert all(result["terminated"] for result in results)
+
+
+def test_a_failure_of_ours_is_no_reward_and_the_others_go_on(running: Gym, tmp_path: Path) -> None:
+    good, other = example_rows("bash")[:2]
+    broken = json.loads(json.dumps(other))
+    broken["verifier_metadata"]["task"]["setup"] = "exit 3"
+    output = tmp_path / "rollouts.jsonl"
+    results = evaluate(running, agent_name("bash"), [good, broken], output)
+    assert [result["reward"] for result in results if not result["mask_sample"]] == [1.0]
+    (masked,) = read_jsonl(output.with_name("rollouts_failures.jsonl")) or [
+        r for r in results if r["mask_sample"]
+    ]
+    assert masked["failure_kind"] == "prorl:environment" and "setup failed" in masked["failure_reason"]
+    (metrics,) = json.loads(output.with_name("rollouts_aggregate_metrics.json").read_text())
+    assert metrics["agent_metrics"]["mean/reward"] == 1.0

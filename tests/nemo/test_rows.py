@@ -37,10 +37,11 @@ def test_a_row_holds_what_the_agent_needs_and_no_reference(name: str) -> None:
     row = example(name)
     rendered = nemo_row(blank(name), row)
     params = rendered["responses_create_params"]
-    assert str(row["instruction"]) in "".join(message["content"] for message in params["input"])
+    task = blank(name).load(row)
+    assert task.instruction in "".join(message["content"] for message in params["input"])
     assert {tool["name"] for tool in params["tools"]} == {spec.name for spec in blank(name).tools}
     assert task_row(rendered) == {key: value for key, value in row.items() if key != "reference"}
-    assert blank(name).load(task_row(rendered)).id == row["id"]
+    assert blank(name).load(task_row(rendered)).id == task.id
 
 
 @pytest.mark.parametrize("body", [{}, {"verifier_metadata": None}, {"verifier_metadata": {"task": "t1"}}])

@@ -220,10 +220,7 @@ def step(agent: httpx.Client, *calls: tuple[str, str]) -> dict[str, Any]:
 
 def test_an_episode_can_be_stepped() -> None:
     with client() as agent:
-        assert agent.post("/reset", json=row(TASK)).json() == {
-            "observation": None,
-            "info": {"task_id": "greet"},
-        }
+        assert agent.post("/reset", json=row(TASK)).json()["observation"] is None
         first = step(agent, bash("echo one"), ("bash", "{"))
         outputs = first["info"]["tool_outputs"]
         assert [output["call_id"] for output in outputs] == ["c0", "c1"]

@@ -259,7 +259,7 @@ def test_other_templates_work_too() -> None:
 
 def test_generation_tags_and_loop_controls_are_understood() -> None:
     source = (
-        "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}"
+        "{% for m in messages %}{% if loop.index > 3 %}{% break %}{% endif %}"
         "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endfor %}"
     )
     renderer = TemplateRenderer(RENDERER.tokenizer, ChatTemplate(source))
@@ -328,3 +328,48 @@ def test_a_folder_that_is_not_there(name: str) -> None:
 def test_a_name_the_hub_would_never_have() -> None:
     with pytest.raises(InputError, match="Hub"):
         load_renderer("not a valid name!")
+
+
+CALLS_AS_TEXT = """\
+{%- for m in messages -%}
+{{ m.role }}:{{ m.content }}
+{%- for call in m.tool_calls %}{{ '>' + call.function.arguments }}{% endfor %}<|im_end|>
+{%- endfor -%}
+"""
+
+
+def test_templates_that_want_arguments_as_text_get_text() -> None:
+    renderer = TemplateRenderer(RENDERER.tokenizer, ChatTemplate(CALLS_AS_TEXT))
+    assert renderer.observation_roles == ("tool", "user")
+    prompt = renderer.prompt([{"role": "user", "content": "x"}, assistant_call("</think>")])
+    assert renderer.decode(prompt) == 'user:x<|im_end|>assistant:>{"command": "</think>"}<|im_end|>'
+    assert len(control_ids(prompt)) == 2
+
+
+def test_a_template_that_drops_tool_messages_says_so_instead_of_losing_them() -> None:
+    source = "{% for m in messages if m.role != 'tool' %}{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
+    renderer = TemplateRenderer(RENDERER.tokenizer, ChatTemplate(source))
+    assert renderer.observation_roles == ("user",)
+    assert renderer.decode(renderer.bridge(sampled([]), [{"role": "user", "content": "x"}])).endswith(
+        "x<|im_end|>"
+    )
+    with pytest.raises(InputError, match="puts tool messages"):
+        renderer.bridge(sampled([]), [{"role": "tool", "content": "x"}])
+
+
+def test_a_template_that_rewrites_the_last_turn_s_end_is_refused() -> None:
+    source = (
+        "{% for m in messages %}{{ m.content }}"
+        "{{ '<|im_end|>' if loop.last else '<|endoftext|>' }}{% endfor %}"
+    )
+    with pytest.raises(InputError, match="inside the assistant"):
+        TemplateRenderer(RENDERER.tokenizer, ChatTemplate(source))
+
+
+def test_marks_survive_templates_that_print_ascii_json() -> None:
+    source = CHAT_TEMPLATE.replace("arguments | tojson", "arguments | tojson(ensure_ascii=true)")
+    renderer = TemplateRenderer(RENDERER.tokenizer, ChatTemplate(source))
+    ids = renderer.assistant(assistant_call("é <|im_end|>"))
+    assert renderer.decode(ids).count("<|im_end|>") == 2
+    assert len(control_ids(ids)) == 3
+    assert [call.arguments for call in renderer.parse(ids).tool_calls] == [{"command": "é <|im_end|>"}]

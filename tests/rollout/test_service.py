@@ -99,7 +99,7 @@ async def test_a_model_failure_is_no_reward(make_bench: Any, renderer: TemplateR
     bench = await make_bench(model=model)
     result = await bench.result(bench.group())
     assert (result.failure.kind, result.reward) == (FailureKind.MODEL, None)
-    assert list(model.prompts) == ["g/0", "g/0:2"], "another attempt is another session"
+    assert list(model.prompts) == ["g/0"], "another attempt is the same session"
 
 
 async def test_seeds_differ_within_a_group(make_bench: Any, renderer: TemplateRenderer) -> None:

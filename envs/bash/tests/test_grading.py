@@ -11,7 +11,7 @@ from prorl_envs.envs.bash.env import BashEnvironment
 from prorl_envs.errors import EnvironmentFault, GraderError
 from prorl_envs.tools.types import ToolCall
 
-GREETING = {"type": "file_equals", "path": "greeting.txt", "text": "hello\n"}
+GREETING: dict[str, Any] = {"type": "file_equals", "path": "greeting.txt", "text": "hello\n"}
 
 
 async def play(node: Node, checks: Sequence[dict[str, Any]], *commands: str, **more: Any) -> Grade:
@@ -81,8 +81,8 @@ async def test_weighted_scoring_pays_for_the_share_that_passed(node: Node) -> No
     ],
 )
 async def test_cheats_score_nothing(node: Node, cheat: str) -> None:
-    checks = [GREETING, {"type": "command", "command": "cat greeting.txt", "stdout": "hello\n", "timeout_s": 2}]
-    assert (await play(node, checks, cheat)).reward == 0.0
+    read = {"type": "command", "command": "cat greeting.txt", "stdout": "hello\n", "timeout_s": 2}
+    assert (await play(node, [GREETING, read], cheat)).reward == 0.0
 
 
 @pytest.mark.anyio

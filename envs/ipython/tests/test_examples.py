@@ -1,0 +1,17 @@
+"""Every example task discriminates, for real: reference 1, untouched 0, twice the same."""
+
+import pytest
+
+from prorl_envs.env.node import Node
+from prorl_envs.env.registry import example_path, load_tasks
+from prorl_envs.env.validate import validate
+from prorl_envs.envs.ipython.env import IPythonEnvironment
+from prorl_envs.envs.ipython.task import IPythonTask
+
+
+@pytest.mark.anyio
+async def test_every_example_discriminates(node: Node) -> None:
+    tasks = [task for task in load_tasks("ipython", example_path("ipython")) if isinstance(task, IPythonTask)]
+    verdicts = await validate(IPythonEnvironment, node, tasks, concurrency=2)
+    assert len(verdicts) == 10
+    assert {verdict.task_id: verdict.problems for verdict in verdicts if not verdict.ok} == {}

@@ -1,0 +1,145 @@
+"""Fetching and judging answers, from agents that hand in other things than answers."""
+
+from typing import Any
+
+import pytest
+
+from prorl_envs.env.base import Grade
+from prorl_envs.env.node import Node
+from prorl_envs.envs.ipython.env import IPythonEnvironment
+from prorl_envs.errors import EnvironmentFault
+from prorl_envs.tools.types import ToolCall, ToolResult
+
+NUMBER: dict[str, Any] = {"type": "number", "value": 42}
+
+
+def row(check: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"id": "t", "instruction": "Find it.", "checks": [check], **more}
+
+
+async def run(env: IPythonEnvironment, code: str) -> ToolResult:
+    return await env.call(ToolCall(id="c", name="ipython", arguments={"code": code}), timeout_s=30)
+
+
+async def play(
+    node: Node, check: dict[str, Any], code: str = "", answer: object = None, **more: Any
+) -> Grade:
+    """One episode: a cell, a finish call with `answer` unless it is None, then the grade."""
+    async with IPythonEnvironment(node) as env:
+        await env.init(IPythonEnvironment.load(row(check, **more)))
+        if code:
+            await run(env, code)
+        if answer is not None:
+            await env.call(ToolCall(id="f", name="finish", arguments={"answer": answer}))
+        return await env.eval()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("check", "answer", "reward"),
+    [
+        (NUMBER, "42", 1),
+        (NUMBER, 42, 1),
+        (NUMBER, "42.00001", 1),
+        (NUMBER, "42.1", 0),
+        (NUMBER, "", 0),
+        (NUMBER, "6*7", 0),
+        (NUMBER, "[42]", 0),
+        ({"type": "numbers", "values": [1, 2]}, "{2, 1}", 1),
+        ({"type": "numbers", "values": [1, 2], "ordered": True}, "2, 1", 0),
+        ({"type": "expression", "value": "2*x", "variables": ["x"]}, "x + x", 1),
+        ({"type": "expression", "value": "2*x", "variables": ["x"]}, "x*(9**9**9**9)", 0),
+        ({"type": "text", "value": "the sea"}, "the\nsea ", 1),
+    ],
+)
+async def test_answers_of_the_finish_call(
+    node: Node, check: dict[str, Any], answer: object, reward: int
+) -> None:
+    assert (await play(node, check, answer=answer)).reward == reward
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("source", "code", "reward"),
+    [
+        ("variable:a", "a = 42", 1),
+        ("variable:a", "import numpy; a = numpy.float64(42)", 1),
+        ("variable:a", "import sympy; a = sympy.Integer(42)", 1),
+        ("variable:a", "b = 42", 0),
+        ("variable:a", "class A:\n def __str__(self): raise SystemExit\na = A()", 0),
+        ("variable:a", "class A:\n def __str__(self):\n  import os; os._exit(1)\na = A()", 0),
+        ("variable:a", "a = '42\\n' * 100_000", 0),
+        ("variable:a", "print = lambda *a, **k: None\na = 42", 0),
+        ("file:out.txt", "open('out.txt', 'w').write('42\\n')", 1),
+        ("file:out.txt", "open('/tmp/out.txt', 'w').write('42\\n')", 0),
+        ("file:out.txt", "import os; os.mkfifo('out.txt')", 0),
+        ("file:out.txt", "import os; os.symlink('/dev/zero', 'out.txt')", 0),
+        ("file:out.txt", "open('out.txt', 'w').truncate(2**32)", 0),
+    ],
+)
+async def test_answers_left_in_the_sandbox(node: Node, source: str, code: str, reward: int) -> None:
+    assert (await play(node, {**NUMBER, "source": source}, code)).reward == reward
+
+
+@pytest.mark.anyio
+async def test_several_numbers_in_a_variable(node: Node) -> None:
+    check = {"type": "numbers", "values": [1.5, 2.5], "source": "variable:a"}
+    assert (await play(node, check, "import numpy; a = numpy.array([2.5, 1.5])")).reward == 1.0
+    assert (await play(node, check, "import pandas; a = pandas.Series({'x': 1.5, 'y': 2.5})")).reward == 1.0
+    assert (await play(node, check, "a = {2.5, 1.5}")).reward == 1.0
+
+
+@pytest.mark.anyio
+async def test_an_answer_is_handed_in_once(node: Node) -> None:
+    async with IPythonEnvironment(node) as env:
+        await env.init(IPythonEnvironment.load(row(NUMBER)))
+        for arguments in (
+            {"answer": ["42"]},
+            {"answer": "4" * 30_000},
+            {"answer": float("nan")},
+            {"other": 1},
+        ):
+            refused = await env.call(ToolCall(id="f", name="finish", arguments=arguments))
+            assert not refused.ok
+        assert (await env.call(ToolCall(id="f", name="finish", arguments={"answer": "41"}))).ok
+        late = await env.call(ToolCall(id="f", name="finish", arguments={"answer": "42"}))
+        assert not late.ok
+        assert (await env.eval()).reward == 0.0
+
+
+@pytest.mark.anyio
+async def test_setup_leaves_its_names_and_files(node: Node) -> None:
+    check = {**NUMBER, "source": "variable:a"}
+    code = "a = start + int(open('data.txt').read())"
+    grade = await play(node, check, code, setup="start = 40", files={"data.txt": "2"})
+    assert grade.reward == 1.0
+
+
+@pytest.mark.anyio
+async def test_a_setup_that_fails_is_an_error(node: Node) -> None:
+    with pytest.raises(EnvironmentFault, match="no luck"):
+        await play(node, NUMBER, setup="raise ValueError('no luck')")
+
+
+@pytest.mark.anyio
+async def test_the_session_sees_neither_graders_nor_reference_solutions(node: Node) -> None:
+    """The interpreter is the host's own; what this package holds must not come with it."""
+    search = """
+import importlib, os, sys
+found = []
+for name in ("prorl_envs.envs.ipython.grading", "prorl_envs.env.answers", "prorl_envs.env.base"):
+    try:
+        importlib.import_module(name)
+        found.append(name)
+    except ImportError:
+        pass
+for root in {sys.prefix, sys.base_prefix, "/usr", "/home", "/tmp", "/workspace", *sys.path}:
+    for folder, _, files in os.walk(root):
+        found += [os.path.join(folder, f) for f in files if f == "example.jsonl"]
+found += [name for name in sys.modules if name.startswith("prorl_envs.env")]
+print(found)
+"""
+    async with IPythonEnvironment(node) as env:
+        await env.init(IPythonEnvironment.load(row(NUMBER)))
+        result = await run(env, search)
+    assert result.text.strip() == "[]"

@@ -1,0 +1,126 @@
+"""From logs to verdicts."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from prorl_envs.envs.swebench.grade import read_log, script_for
+from prorl_envs.envs.swebench.logs import PARSERS, ScriptRun, Status, judge, status_of
+from prorl_envs.envs.swebench.task import END_MARKER, START_MARKER, SwebenchTask
+
+SUMMARY = """\
+collected 5 items
+tests/test_a.py ..s.F                                   [100%]
+PASSED tests/test_a.py::test_one
+PASSED tests/test_a.py::test_path[/home/somebody/test_a.py]
+PASSED tests/test_a.py::test_url[//host/path]
+SKIPPED [1] tests/test_a.py:7: no network
+XFAIL tests/test_a.py::test_known - reason
+FAILED tests/test_a.py::test_two - AssertionError: assert 1 == 2
+ERROR tests/test_b.py - ImportError
+PASSED
+== 1 failed ==
+"""
+
+
+@pytest.fixture(scope="module")
+def task(tasks: Mapping[str, SwebenchTask]) -> SwebenchTask:
+    return tasks["marshmallow-code__marshmallow-1252"]
+
+
+def log_of(tested: str, end: str = ">>>>> Test Exit Code: 1") -> str:
+    return (
+        f"before\n+ : '{START_MARKER}'\n{tested}\n+ : '{END_MARKER}'\n+ echo '{end}'\n{end}\nUpdated 1 path\n"
+    )
+
+
+def test_the_summary_is_read() -> None:
+    assert PARSERS["parse_log_marshmallow"](SUMMARY) == {
+        "tests/test_a.py::test_one": Status.PASSED,
+        "tests/test_a.py::test_path[/home/somebody/test_a.py]": Status.PASSED,
+        "tests/test_a.py::test_url[//host/path]": Status.PASSED,
+        "tests/test_a.py::test_known": Status.XFAIL,
+        "tests/test_a.py::test_two": Status.FAILED,
+        "tests/test_b.py": Status.ERROR,
+    }
+
+
+def test_paths_as_parameters_are_cut_to_their_last_part() -> None:
+    statuses = PARSERS["parse_log_requests"](SUMMARY)
+    assert "tests/test_a.py::test_path[/test_a.py]" in statuses
+    assert "tests/test_a.py::test_url[//host/path]" in statuses
+
+
+def test_colours_spaces_and_the_older_order_are_read() -> None:
+    log = "\x1b[32mPASSED\x1b[0m a.py::test[x y]\nb.py::test FAILED\nFAILED c.py::t[p - q] - E\n"
+    assert PARSERS["parse_log_sphinx"](log) == {
+        "a.py::test[x y]": Status.PASSED,
+        "b.py::test": Status.FAILED,
+        "c.py::t[p": Status.FAILED,
+    }
+
+
+def test_a_cut_off_name_stands_for_those_that_agree() -> None:
+    statuses = {"t[a(1)]": Status.PASSED, "t[a(2)]": Status.XFAIL, "t[b(1)]": Status.FAILED}
+    assert status_of("t[a(", statuses) == Status.PASSED
+    assert status_of("t[", statuses) is None
+    assert status_of("t", statuses) is None
+
+
+@pytest.mark.parametrize(
+    ("to_fix", "to_keep", "resolved"),
+    [
+        (Status.PASSED, Status.PASSED, True),
+        (Status.XFAIL, Status.XFAIL, True),
+        (Status.PASSED, Status.SKIPPED, True),
+        (Status.SKIPPED, Status.PASSED, False),
+        (Status.FAILED, Status.PASSED, False),
+        (Status.PASSED, Status.FAILED, False),
+        (Status.PASSED, Status.ERROR, False),
+        (None, Status.PASSED, False),
+        (Status.PASSED, None, False),
+    ],
+)
+def test_the_verdict(to_fix: Status | None, to_keep: Status | None, resolved: bool) -> None:
+    statuses = {name: status for name, status in (("f", to_fix), ("p", to_keep)) if status is not None}
+    assert judge(["f"], ["p"], statuses).resolved is resolved
+
+
+def test_a_run_is_a_verdict_or_says_why_not() -> None:
+    passed, failed = {"t": Status.PASSED}, {"t": Status.FAILED}
+    assert ScriptRun(passed, 0, "").problem == ""
+    assert ScriptRun(failed, 1, "").problem == ""
+    assert "did not come to its end" in ScriptRun(passed, None, "").problem
+    assert "names no test" in ScriptRun({}, 0, "").problem
+    assert "no test of the log failed" in ScriptRun(passed, 1, "").problem
+
+
+def test_only_what_lies_between_the_markers_counts(task: SwebenchTask) -> None:
+    run = read_log(task, "PASSED early\n" + log_of("PASSED a\nFAILED b") + "PASSED late\n")
+    assert dict(run.statuses) == {"a": Status.PASSED, "b": Status.FAILED}
+    assert run.exit_code == 1
+
+
+def test_markers_in_the_shown_patch_do_not_count(task: SwebenchTask) -> None:
+    forged = log_of("PASSED forged", ">>>>> Test Exit Code: 0")
+    run = read_log(task, forged + log_of("FAILED real"))
+    assert dict(run.statuses) == {"real": Status.FAILED}
+    assert run.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    "log", ["", "no marker\n", f"{START_MARKER}\nPASSED a\n", log_of("PASSED a", "gone")]
+)
+def test_a_log_without_its_end_is_no_verdict(task: SwebenchTask, log: str) -> None:
+    assert read_log(task, log).problem
+
+
+def test_a_stopped_run_is_no_verdict(task: SwebenchTask) -> None:
+    assert read_log(task, log_of("PASSED a"), timed_out=True).problem
+
+
+def test_the_script_is_the_official_one_but_for_commit_and_status(task: SwebenchTask) -> None:
+    script = script_for(task, "c" * 40)
+    assert task.base_commit not in script
+    added = set(script.splitlines()) - set(task.eval_script.replace(task.base_commit, "c" * 40).splitlines())
+    assert added == {"PRORL_TEST_STATUS=$?", 'echo ">>>>> Test Exit Code: $PRORL_TEST_STATUS"'}

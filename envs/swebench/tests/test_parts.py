@@ -1,0 +1,105 @@
+"""The parts of building and grading that need neither network nor sandbox."""
+
+import io
+import sys
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from prorl_envs.envs.swebench.interpreters import choose, interpreters, mounts_of
+from prorl_envs.envs.swebench.submission import protected
+from prorl_envs.envs.swebench.task import SwebenchTask
+from prorl_envs.envs.swebench.unpack import unpack_sdist
+from prorl_envs.errors import EnvironmentFault
+
+PKG_INFO = b"Metadata-Version: 1.0\nName: Some.Thing\nVersion: 1.2\n\nName: other\n"
+
+
+def archive(folder: Path, *entries: tuple[str, bytes | str]) -> None:
+    """Write an sdist; a text entry is a link's target."""
+    with tarfile.open(folder / "some_thing-1.2.tar.gz", "w:gz") as tar:
+        for name, content in entries:
+            info = tarfile.TarInfo(name)
+            if isinstance(content, str):
+                info.type, info.linkname = tarfile.SYMTYPE, content
+                tar.addfile(info)
+            else:
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+
+
+def test_this_interpreter_is_found() -> None:
+    minor = f"{sys.version_info.major}.{sys.version_info.minor}"
+    found = interpreters()[minor]
+    assert found.executable.is_relative_to(found.prefix)
+    assert found.pip.name.startswith("pip-")
+    assert choose(["3.0", minor]) is found
+
+
+def test_no_interpreter_is_an_error_that_says_what_there_is() -> None:
+    with pytest.raises(EnvironmentFault, match=r"no Python 3\.0 or 3\.1, only .*3\.") as caught:
+        choose(["3.0", "3.1"])
+    assert "install" in caught.value.hint
+
+
+def test_a_system_interpreter_needs_no_mount() -> None:
+    assert mounts_of(Path("/usr")) == ()
+    (mount,) = mounts_of(Path("/opt/python"))
+    assert (mount.source, mount.target, mount.writable) == (Path("/opt/python"), "/opt/python", False)
+
+
+def test_a_release_is_unpacked(tmp_path: Path) -> None:
+    archive(tmp_path, ("some_thing-1.2/PKG-INFO", PKG_INFO), ("some_thing-1.2/a/b.py", b"x = 1\n"))
+    unpack_sdist(tmp_path, "some-thing==1.2", tmp_path / "tree")
+    assert (tmp_path / "tree/a/b.py").read_text() == "x = 1\n"
+
+
+@pytest.mark.parametrize(
+    ("entries", "why"),
+    [
+        ([("some_thing-1.2/PKG-INFO", PKG_INFO.replace(b"1.2", b"1.3"))], "got Some.Thing==1.3"),
+        ([("some_thing-1.2/PKG-INFO", PKG_INFO.replace(b"Some", b"No"))], "got No.Thing"),
+        ([("some_thing-1.2/setup.py", b"")], "got None"),
+        ([("a/PKG-INFO", PKG_INFO), ("b/PKG-INFO", PKG_INFO)], "one directory"),
+        ([("../outside", b"x")], "cannot be unpacked"),
+        ([("/tmp/outside", b"x"), ("../x", b"x")], "cannot be unpacked"),
+        ([("top/link", "/etc/passwd")], "cannot be unpacked"),
+        ([("top/PKG-INFO", "../../secret")], "cannot be unpacked"),
+    ],
+)
+def test_another_or_a_hostile_archive_is_refused(
+    tmp_path: Path, entries: list[tuple[str, bytes | str]], why: str
+) -> None:
+    archive(tmp_path, *entries)
+    with pytest.raises(EnvironmentFault, match=why):
+        unpack_sdist(tmp_path, "some-thing==1.2", tmp_path / "tree")
+    assert not (tmp_path / "tree").exists()
+
+
+def test_a_missing_or_broken_archive_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentFault, match="no source release"):
+        unpack_sdist(tmp_path, "some-thing==1.2", tmp_path / "tree")
+    (tmp_path / "some_thing-1.2.tar.gz").write_bytes(b"not a tar")
+    with pytest.raises(EnvironmentFault, match="cannot be unpacked"):
+        unpack_sdist(tmp_path, "some-thing==1.2", tmp_path / "tree")
+
+
+def test_tests_and_their_configuration_are_not_the_agents_to_change(
+    tasks: Mapping[str, SwebenchTask],
+) -> None:
+    kept = ["requests/utils.py", "requests/new.py", "setup.py", "docs/conf.py", "tests/helper.py", "types.md"]
+    dropped = [
+        *("tests/test_utils.py", "conftest.py", "tests/conftest.py", "setup.cfg", "tox.ini", "pytest.ini"),
+        *("pip.py", "pip/__main__.py", "pytest.py", "_pytest/x.py", "sitecustomize.py", "subprocess.py"),
+        "x.pth",
+    ]
+    assert protected([*kept, *dropped], tasks["psf__requests-6028"]) == dropped
+
+
+def test_what_the_reference_changes_may_be_changed(tasks: Mapping[str, SwebenchTask]) -> None:
+    task = tasks["psf__requests-6028"]
+    moved = task.patch.replace("requests/utils.py", "setup.cfg")
+    task = task.model_copy(update={"patch": moved})
+    assert protected(["setup.cfg", "tox.ini"], task) == ["tox.ini"]

@@ -1,0 +1,15 @@
+"""A node over the shared driver."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from prorl_envs.env.node import Node
+from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+
+
+@pytest.fixture(scope="module")
+async def node(shared_driver: BubblewrapDriver, run_dir: Path) -> AsyncIterator[Node]:
+    """The fixture of the driver closes it."""
+    yield Node(shared_driver, run_dir / "cache")

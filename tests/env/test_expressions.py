@@ -1,0 +1,98 @@
+"""Reading expressions: what sympy prints is understood, and nothing hostile is slow, deep or loud."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prorl_envs.env.expressions import MAX_CHARS, ExpressionError, parse_expression
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1 + 2 * 3", 7),
+        ("(1 + 2) * 3", 9),
+        ("2**3**2", 512),
+        ("2^3", 8),
+        ("-x**2", -4),
+        ("2**-1", 0.5),
+        ("1 - 2 - 3", -4),
+        ("8 / 4 / 2", 1),
+        ("x*(x + 1)/2", 3),
+        (".5e1 + 1.", 6),
+        ("exp(log(x))", 2),
+        ("log(8, 2)", 3),
+        ("sqrt(2)*cos(pi/4)", 1),
+        ("factorial(5)", 120),
+        ("Abs(-x)", 2),
+        ("E", math.e),
+    ],
+)
+def test_values(text: str, value: float) -> None:
+    result = parse_expression(text, ["x"])({"x": 2.0})
+    assert result is not None
+    assert abs(result - value) < 1e-12
+
+
+def test_a_variable_shadows_a_constant() -> None:
+    assert parse_expression("E", ["E"])({"E": 5.0}) == 5
+
+
+@pytest.mark.parametrize(
+    "text", ["1/0", "1/(x - 2)", "9**9**9**9", "exp(exp(exp(9)))", "log(0)", "(-1)**0.5/0"]
+)
+def test_what_has_no_value_is_none(text: str) -> None:
+    assert parse_expression(text, ["x"])({"x": 2.0}) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "1 +",
+        "x y",
+        "2x",
+        "__import__('os')",
+        "x.real",
+        "f(x)",
+        "sin",
+        "sin()",
+        "sin(1, 2)",
+        "x = 1",
+        "[1]",
+        "1; 2",
+        "lambda: 1",
+        "(" * 500 + "1" + ")" * 500,
+        "-" * 500 + "1",
+        "2**" * 300 + "1",
+        "1+" * MAX_CHARS + "1",
+    ],
+)
+def test_what_is_outside_the_grammar_is_refused(text: str) -> None:
+    with pytest.raises(ExpressionError):
+        parse_expression(text, ["x"])
+
+
+@given(st.text(alphabet="x19.+-*/^(), eEIsinlogqrtpabf", max_size=200))
+def test_reading_is_total(text: str) -> None:
+    try:
+        value = parse_expression(text, ["x"])({"x": 1.5})
+    except ExpressionError:
+        return
+    assert value is None or abs(value) < math.inf
+
+
+@given(
+    st.recursive(
+        st.sampled_from(["x", "2", "pi"]),
+        lambda inner: st.tuples(inner, inner).map(lambda pair: f"({pair[0]} + sin({pair[1]}))"),
+        max_leaves=20,
+    )
+)
+def test_what_the_grammar_makes_is_read(text: str) -> None:
+    scope = {"sin": math.sin, "pi": math.pi, "x": 0.7}
+    result = parse_expression(text, ["x"])({"x": 0.7})
+    assert result is not None
+    assert abs(result - eval(text, scope)) < 1e-9

@@ -1,0 +1,28 @@
+"""From checks to a reward."""
+
+import pytest
+
+from prorl_envs.env.scoring import CheckModel, CheckResult, Scoring, check_names, score
+
+HALF = [
+    CheckResult(name="a", passed=True, weight=1.0, detail={"saw": 1}),
+    CheckResult(name="b", passed=False, weight=3.0),
+]
+
+
+def test_all_or_nothing() -> None:
+    assert score(HALF, Scoring.ALL).reward == 0.0
+    assert score(HALF[:1], Scoring.ALL).reward == 1.0
+
+
+def test_weighted() -> None:
+    grade = score(HALF, Scoring.WEIGHTED)
+    assert grade.reward == 0.25
+    assert grade.components == {"a": 1.0, "b": 0.0}
+    assert grade.evidence["checks"][0] == {"name": "a", "passed": True, "weight": 1.0, "saw": 1}
+
+
+def test_names_are_unique() -> None:
+    assert check_names([CheckModel(), CheckModel(name="n")], ["x", "y"]) == ["1-x", "n"]
+    with pytest.raises(ValueError, match="same name"):
+        check_names([CheckModel(name="2-x"), CheckModel()], ["x", "x"])

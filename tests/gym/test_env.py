@@ -1,0 +1,229 @@
+"""Episodes through gymnasium, with real sandboxes."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import pytest
+from gymnasium.error import ResetNeeded
+from gymnasium.utils.env_checker import check_env
+
+from prorl_envs.env.node import Node
+from prorl_envs.env.registry import example_path, load_tasks
+from prorl_envs.errors import InputError, SandboxError
+from prorl_envs.gym.env import TaskEnv
+from prorl_envs.gym.runner import Runner
+from prorl_envs.sandbox.base import Sandbox, SandboxSpec
+from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+
+GREETING = {"task": "greeting"}
+SOLVE = json.dumps({"name": "bash", "arguments": {"command": "echo 'hello, world' > greeting.txt"}})
+FINISH = json.dumps({"name": "finish", "arguments": {}})
+
+
+class FaultyDriver:
+    """A real driver whose starts can be made to fail, and which remembers what it started."""
+
+    name = "faulty"
+
+    def __init__(self) -> None:
+        self.driver = BubblewrapDriver()
+        self.failing = False
+        self.started: list[Sandbox] = []
+
+    async def start(self, spec: SandboxSpec) -> Sandbox:
+        if self.failing:
+            raise SandboxError("no sandbox today", hint="try tomorrow")
+        self.started.append(await self.driver.start(spec))
+        return self.started[-1]
+
+    async def aclose(self) -> None:
+        await self.driver.aclose()
+
+
+@pytest.fixture
+def env() -> Iterator[TaskEnv]:
+    env = TaskEnv("bash", render_mode="ansi", max_turns=4)
+    yield env
+    env.close()
+
+
+@pytest.mark.parametrize("env_id", ["prorl_envs.gym:prorl/Bash-v0", "prorl_envs.gym:prorl/IPython-v0"])
+def test_gymnasiums_own_check(env_id: str) -> None:
+    env = gymnasium.make(env_id)
+    check_env(env.unwrapped)
+    env.close()
+
+
+@pytest.mark.parametrize("family", ["bash", "ipython"])
+def test_the_first_examples_reference_scores_one(family: str) -> None:
+    task = load_tasks(family, example_path(family))[0]
+    env = TaskEnv(family)
+    observation, info = env.reset(options={"task": task.id})
+    assert task.instruction in observation
+    assert info["messages"][-1]["content"] == task.instruction
+    rewards = []
+    for step in task.reference:
+        action = json.dumps({"name": step.tool, "arguments": step.arguments})
+        observation, reward, terminated, truncated, info = env.step(action)
+        rewards.append(reward)
+    assert rewards == [*[0.0] * (len(rewards) - 1), 1.0]
+    assert (terminated, truncated) == (True, False)
+    assert set(info["grade"]["components"].values()) == {1.0}
+    env.close()
+
+
+def test_finishing_without_solving_scores_nothing(env: TaskEnv) -> None:
+    env.reset(options=GREETING)
+    assert env.step(FINISH)[1:4] == (0.0, True, False)
+    with pytest.raises(ResetNeeded):
+        env.step(FINISH)
+
+
+def test_the_turn_limit_truncates_and_grades(env: TaskEnv) -> None:
+    env.reset(options=GREETING)
+    outcomes = [env.step(SOLVE)[1:4] for _ in range(4)]
+    assert outcomes == [*[(0.0, False, False)] * 3, (1.0, False, True)]
+
+
+def test_a_text_that_is_no_tool_call_takes_a_turn_and_says_so(env: TaskEnv) -> None:
+    env.reset(options=GREETING)
+    observation, _, terminated, truncated, info = env.step("I think I am done.")
+    assert "tool call" in observation
+    assert (terminated, truncated, info["tool_ok"], info["turn"]) == (False, False, False, 1)
+
+
+def test_seeds_choose_the_task() -> None:
+    env = TaskEnv("bash")
+    first = [env.reset(seed=seed)[1]["task_id"] for seed in range(8)]
+    assert [env.reset(seed=seed)[1]["task_id"] for seed in range(8)] == first
+    assert len(set(first)) > 2
+    env.close()
+
+
+def test_options_choose_the_task(env: TaskEnv) -> None:
+    row = {"id": "mine", "instruction": "Größe 🙂", "checks": [{"type": "file_absent", "path": "x"}]}
+    observation, info = env.reset(options={"task": row})
+    assert observation.endswith("Größe 🙂")
+    assert info["task_id"] == "mine"
+    for options in ({"task": "none such"}, {"tusk": "greeting"}, {"task": {"id": "x"}}, {"task": 3}):
+        with pytest.raises(InputError):
+            env.reset(options=options)
+
+
+def test_own_data(tmp_path: Path) -> None:
+    row = {"id": "a", "instruction": "x", "checks": [{"type": "file_absent", "path": "x"}]}
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(json.dumps(row))
+    for tasks in (path, str(path), [row]):
+        env = TaskEnv("bash", tasks=tasks)
+        assert env.reset(seed=0)[1]["task_id"] == "a"
+        env.close()
+    with pytest.raises(InputError, match="no tasks"):
+        TaskEnv("bash", tasks=[])
+
+
+@pytest.mark.parametrize("wrong", [{"environment": "chess"}, {"max_turns": 0}, {"render_mode": "human"}])
+def test_wrong_arguments(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InputError):
+        TaskEnv(**{"environment": "bash", **wrong})
+
+
+def test_rendering_shows_the_episode(env: TaskEnv) -> None:
+    env.reset(options=GREETING)
+    env.step(json.dumps({"name": "bash", "arguments": {"command": "echo $((6 * 7))"}}))
+    shown = env.render()
+    assert shown is not None
+    assert "exactly one line" in shown
+    assert shown.rstrip().endswith("42")
+
+
+def test_a_sandbox_that_dies_truncates_without_a_reward() -> None:
+    driver = FaultyDriver()
+    runner = Runner(lambda: Node(driver, Path()))
+    env = TaskEnv("bash", runner=runner)
+    env.reset(options=GREETING)
+    runner.run(lambda node: driver.started[-1].close())
+    _, reward, terminated, truncated, info = env.step(SOLVE)
+    assert (reward, terminated, truncated, info["mask_sample"]) == (0.0, False, True, True)
+    assert info["error"]["kind"] == "sandbox"
+    env.reset(options=GREETING)
+    env.step(SOLVE)
+    assert env.step(FINISH)[1] == 1.0
+    env.close()
+    runner.close()
+
+
+def test_a_grader_that_fails_truncates_without_a_reward(env: TaskEnv) -> None:
+    check = {"type": "file_matches", "path": "f", "pattern": "("}
+    row = {"id": "x", "instruction": "x", "files": {"f": "x"}, "checks": [check]}
+    env.reset(options={"task": row})
+    _, reward, terminated, truncated, info = env.step(FINISH)
+    assert (reward, terminated, truncated, info["mask_sample"]) == (0.0, False, True, True)
+    assert info["error"]["kind"] == "grader"
+
+
+def test_a_reset_that_fails_says_so_and_the_next_step_truncates() -> None:
+    driver = FaultyDriver()
+    runner = Runner(lambda: Node(driver, Path()))
+    env = TaskEnv("bash", runner=runner)
+    driver.failing = True
+    observation, info = env.reset(options=GREETING)
+    assert observation in env.observation_space
+    assert info["error"] == {
+        "kind": "sandbox",
+        "message": "no sandbox today",
+        "hint": "try tomorrow",
+        "retryable": True,
+    }
+    assert env.step(SOLVE)[1:4] == (0.0, False, True)
+    driver.failing = False
+    assert "error" not in env.reset(options=GREETING)[1]
+    env.close()
+    runner.close()
+
+
+def test_environments_may_share_a_runner() -> None:
+    runner = Runner()
+    envs = [TaskEnv("bash", runner=runner) for _ in range(3)]
+    for env in envs:
+        env.reset(options=GREETING)
+    assert [env.step(SOLVE)[3] for env in envs] == [False] * 3
+    assert [env.step(FINISH)[1] for env in envs] == [1.0] * 3
+    for env in envs:
+        env.close()
+    runner.close()
+
+
+def test_an_interrupt_of_a_step_leaves_an_environment_that_closes() -> None:
+    program = """if True:
+        import json, prorl_envs.gym.env
+        env = prorl_envs.gym.env.TaskEnv("bash")
+        env.reset(options={"task": "greeting"})
+        try:
+            print("stepping", flush=True)
+            env.step(json.dumps({"name": "bash", "arguments": {"command": "while :; do :; done"}}))
+        except KeyboardInterrupt:
+            env.close()
+            print("closed", flush=True)
+    """
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "stepping\n"
+        child.send_signal(signal.SIGINT)
+        assert child.stdout.readline() == "closed\n"
+    assert child.returncode == 0
+
+
+def test_closing_twice_and_resetting_after(env: TaskEnv) -> None:
+    env.close()
+    env.reset(options=GREETING)
+    env.close()
+    env.close()
+    env.reset(options=GREETING)
+    assert env.step(SOLVE)[0] == ""

@@ -1,0 +1,93 @@
+"""Vectors of environments, and the registration of the ids."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import gymnasium
+import pytest
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
+
+import prorl_envs.gym  # noqa: F401 - registers the ids
+from prorl_envs.gym.registration import IDS, register
+
+ROW = {
+    "id": "t",
+    "instruction": "Remove f.",
+    "files": {"f": "x"},
+    "checks": [{"type": "file_absent", "path": "f"}],
+}
+#: A row whose episodes cannot be graded: a member that fails beside one that works.
+BROKEN = {**ROW, "id": "broken", "checks": [{"type": "file_matches", "path": "f", "pattern": "("}]}
+REMOVE = json.dumps({"name": "bash", "arguments": {"command": "rm -f f"}})
+TRUE = json.dumps({"name": "bash", "arguments": {"command": "true"}})
+FINISH = json.dumps({"name": "finish", "arguments": {}})
+
+
+def make(row: dict[str, Any]) -> Any:
+    return lambda: gymnasium.make("prorl/Bash-v0", tasks=[row])
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_failing_member_does_not_end_the_vector(kind: str) -> None:
+    members = [make(ROW), make(BROKEN), make(ROW)]
+    envs = SyncVectorEnv(members) if kind == "sync" else AsyncVectorEnv(members, shared_memory=False)
+    observations, _ = envs.reset(seed=1)
+    assert all("Remove f." in text for text in observations)
+    envs.step((REMOVE, TRUE, TRUE))
+    _, rewards, terminated, truncated, infos = envs.step((FINISH,) * 3)
+    assert list(rewards) == [1.0, 0.0, 0.0]
+    assert list(terminated) == [True, False, True]
+    assert list(truncated) == [False, True, False]
+    assert list(infos["_error"]) == [False, True, False]
+    assert infos["error"]["kind"][1] == "grader"
+    observations, _, terminated, truncated, _ = envs.step((TRUE,) * 3)  # the step that resets
+    assert all("Remove f." in text for text in observations)
+    assert not any(terminated) and not any(truncated)
+    _, rewards, *_ = envs.step((REMOVE, REMOVE, REMOVE))
+    _, rewards, *_ = envs.step((FINISH,) * 3)
+    assert list(rewards) == [1.0, 0.0, 1.0]
+    envs.close()
+
+
+def test_make_vec() -> None:
+    envs = gymnasium.make_vec(
+        "prorl/Bash-v0", num_envs=2, vectorization_mode="async", vector_kwargs={"shared_memory": False}
+    )
+    observations, infos = envs.reset(seed=1)
+    assert len(observations) == 2
+    assert infos["task_id"].shape == (2,)
+    envs.close()
+
+
+def test_making_by_module_and_id_registers() -> None:
+    program = (
+        "import sys, gymnasium; assert not any(i.startswith('prorl/') for i in gymnasium.registry);"
+        "gymnasium.make('prorl_envs.gym:prorl/Bash-v0').close()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_registering_imports_no_family() -> None:
+    program = (
+        "import sys, prorl_envs.gym;"
+        "sys.exit(any(name.startswith(('prorl_envs.env', 'prorl_envs.tools')) for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-W", "error", "-c", program], check=False).returncode == 0
+
+
+def test_importing_registers_too_and_twice_is_once() -> None:
+    program = (
+        "import gymnasium; gymnasium.registry.clear(); import importlib, prorl_envs.gym as g;"
+        "importlib.reload(g); print(*sorted(gymnasium.registry))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == sorted(IDS)
+    register()
+    assert gymnasium.spec("prorl/Bash-v0").nondeterministic

@@ -1,0 +1,29 @@
+"""Ending with the process that started us."""
+
+import os
+import signal
+import subprocess
+import sys
+
+CHILD = """
+import os, signal
+from prorl_envs.nemo.process import die_with_parent
+die_with_parent()
+os.write(1, b"r")
+signal.pause()
+"""
+
+
+def test_a_server_ends_when_the_shell_around_it_is_killed() -> None:
+    """The child holds the write end of the pipe: reading to its end waits for the child's end."""
+    shell = subprocess.Popen(
+        # The second command keeps the shell from handing its place over to Python.
+        ["/bin/sh", "-c", f'"{sys.executable}" -c "$0"; true', CHILD],
+        stdout=subprocess.PIPE,
+    )
+    assert shell.stdout is not None
+    with shell.stdout as output:
+        assert output.read(1) == b"r"
+        os.kill(shell.pid, signal.SIGKILL)
+        shell.wait()
+        assert output.read() == b""

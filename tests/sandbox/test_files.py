@@ -1,0 +1,101 @@
+"""Driver directories, what is swept, and the removal of trees a sandbox made to be hard to remove."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.files import PATH_LIMIT, DriverDirectory, remove_tree, sweep
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    """A directory that must survive whatever is removed beside it."""
+    path = tmp_path / "outside"
+    path.mkdir()
+    (path / "kept").write_text("kept")
+    return path
+
+
+def test_links_are_removed_and_not_followed(tmp_path: Path, outside: Path) -> None:
+    tree = tmp_path / "tree"
+    (tree / "inner").mkdir(parents=True)
+    (tree / "link").symlink_to(outside)
+    (tree / "inner" / "link").symlink_to(outside / "kept")
+    (tree / "inner" / "loop").symlink_to(tree)
+    remove_tree(tree)
+    assert not tree.exists()
+    assert (outside / "kept").read_text() == "kept"
+
+
+def test_a_link_in_place_of_the_tree_is_refused(tmp_path: Path, outside: Path) -> None:
+    tree = tmp_path / "tree"
+    tree.symlink_to(outside)
+    with pytest.raises(OSError, match="tree"):
+        remove_tree(tree)
+    assert (outside / "kept").exists()
+
+
+def test_a_tree_deeper_than_any_path_and_than_the_stack(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    fd = os.open(tree, os.O_RDONLY)
+    for _ in range(3000):
+        os.mkdir("nested", dir_fd=fd)
+        os.close(os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=fd))
+        inner = os.open("nested", os.O_RDONLY, dir_fd=fd)
+        os.close(fd)
+        fd = inner
+    os.close(fd)
+    remove_tree(tree)
+    assert not tree.exists()
+
+
+def test_unreadable_directories_and_special_files(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    locked = tree / "a" / "locked"
+    (locked / "inside" / "deep").mkdir(parents=True)
+    os.mkfifo(tree / "fifo")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tree / "socket"))
+    (tree / b"not utf-8 \xff".decode(errors="surrogateescape")).touch()
+    (tree / "new\nline").mkdir()
+    locked.chmod(0)
+    (tree / "a").chmod(0o500)
+    remove_tree(tree)
+    assert not tree.exists()
+
+
+def test_what_is_not_there_is_fine(tmp_path: Path) -> None:
+    remove_tree(tmp_path / "absent")
+
+
+def test_a_driver_directory_is_private_and_goes(run_dir: Path) -> None:
+    directory = DriverDirectory(run_dir)
+    assert directory.path.stat().st_mode & 0o777 == 0o700
+    assert directory.path not in sweep(run_dir)  # it is in use
+    directory.remove()
+    directory.remove()
+    assert not directory.path.exists()
+
+
+def test_only_abandoned_directories_of_ours_are_swept(tmp_path: Path, outside: Path) -> None:
+    abandoned = tmp_path / f"prorl-sandboxes-{os.geteuid()}-abandoned"
+    abandoned.mkdir()
+    (abandoned / "locked").touch()
+    unfinished = tmp_path / f"prorl-sandboxes-{os.geteuid()}-unfinished"
+    unfinished.mkdir()
+    link = tmp_path / f"prorl-sandboxes-{os.geteuid()}-link"
+    link.symlink_to(outside)
+    assert sweep(tmp_path) == [abandoned]
+    assert unfinished.exists()
+    assert (outside / "kept").exists()
+
+
+@pytest.mark.parametrize("name", ["absent", "x" * PATH_LIMIT])
+def test_a_base_that_cannot_be_used_is_named_with_a_remedy(tmp_path: Path, name: str) -> None:
+    with pytest.raises(SandboxError, match=name) as caught:
+        DriverDirectory(tmp_path / name)
+    assert "PRORL_RUN_DIR" in caught.value.hint

@@ -1,0 +1,255 @@
+"""Starting, ending, and everything that can go wrong in between. The leak fixture watches each test."""
+
+import asyncio
+import itertools
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.base import Driver, Mount, Sandbox, SandboxSpec
+from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.testing.leaks import Holdings, leaks_since
+from prorl_envs.testing.sandbox_entry import FAIL, RUN_SCRIPTS, ask, run_script
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_the_driver_and_its_sandboxes_keep_the_contract(shell_driver: BubblewrapDriver) -> None:
+    assert isinstance(shell_driver, Driver)
+    sandbox = await shell_driver.start(SandboxSpec())
+    assert isinstance(sandbox, Sandbox)
+    assert sandbox.alive
+    await sandbox.close()
+    assert not sandbox.alive
+
+
+async def test_closing_is_idempotent_and_concurrent(shell_driver: BubblewrapDriver) -> None:
+    sandbox = await shell_driver.start(SandboxSpec())
+    await asyncio.gather(*(sandbox.close() for _ in range(5)))
+    await sandbox.close()
+    assert not sandbox.workspace.exists()
+
+
+async def test_closing_goes_on_when_the_caller_is_cancelled(shell_driver: BubblewrapDriver) -> None:
+    sandbox = await shell_driver.start(SandboxSpec())
+    closing = asyncio.create_task(sandbox.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    await sandbox.close()
+    assert not sandbox.workspace.exists()
+
+
+async def test_closing_ends_busy_and_detached_processes(shell_driver: BubblewrapDriver) -> None:
+    sandbox = await shell_driver.start(SandboxSpec())
+    with await sandbox.spawn(RUN_SCRIPTS) as sock:
+        await ask(sock, "(setsid sleep 600 > /dev/null 2>&1 &); (nohup sleep 600 > /dev/null 2>&1 &)")
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(sock, b"sleep 600\n")
+        await sandbox.close()
+        with pytest.raises(EOFError):
+            await ask(sock, "true")
+
+
+async def test_closing_the_driver_closes_everything(own_driver: BubblewrapDriver, run_dir: Path) -> None:
+    sandboxes = [await own_driver.start(SandboxSpec()) for _ in range(3)]
+    socks = [await sandbox.spawn(RUN_SCRIPTS) for sandbox in sandboxes]
+    await own_driver.aclose()
+    await own_driver.aclose()
+    assert not any(sandbox.alive for sandbox in sandboxes)
+    for sock in socks:
+        sock.close()
+    with pytest.raises(SandboxError, match="closed"):
+        await own_driver.start(SandboxSpec())
+
+
+async def test_many_sandboxes_at_once(shell_driver: BubblewrapDriver) -> None:
+    async def one(number: int) -> str:
+        sandbox = await shell_driver.start(SandboxSpec(env={"NUMBER": str(number)}))
+        try:
+            return await run_script(sandbox, "echo $NUMBER > file; cat file")
+        finally:
+            await sandbox.close()
+
+    assert await asyncio.gather(*map(one, range(24))) == [f"{number}\n" for number in range(24)]
+
+
+@pytest.mark.parametrize("delay_ms", [0, 1, 2, 4, 6, 8, 12])
+async def test_a_start_cancelled_at_any_moment_leaves_nothing(
+    shell_driver: BubblewrapDriver, delay_ms: int
+) -> None:
+    """Where it was quicker than the cancellation, the sandbox is there and is closed."""
+    before = set(shell_driver.sandboxes)
+    start = asyncio.create_task(shell_driver.start(SandboxSpec(default_route=True)))
+    await asyncio.wait([start], timeout=delay_ms / 1000)
+    start.cancel()
+    (outcome,) = await asyncio.gather(start, return_exceptions=True)
+    if not isinstance(outcome, asyncio.CancelledError):
+        assert not isinstance(outcome, BaseException)
+        await outcome.close()
+    assert set(shell_driver.sandboxes) == before
+
+
+@pytest.mark.parametrize("delay_ms", [0, 1, 2, 3, 5])
+async def test_a_spawn_cancelled_at_any_moment_leaves_nothing(
+    shell_driver: BubblewrapDriver, delay_ms: int
+) -> None:
+    sandbox = await shell_driver.start(SandboxSpec())
+    spawn = asyncio.create_task(sandbox.spawn(RUN_SCRIPTS))
+    await asyncio.wait([spawn], timeout=delay_ms / 1000)
+    spawn.cancel()
+    (outcome,) = await asyncio.gather(spawn, return_exceptions=True)
+    if not isinstance(outcome, BaseException):
+        outcome.close()
+    await sandbox.close()
+
+
+async def test_a_failed_start_leaves_nothing(own_driver: BubblewrapDriver, tmp_path: Path) -> None:
+    absent = SandboxSpec(mounts=(Mount(source=tmp_path / "absent", target="/x"),))
+    for _ in range(3):
+        with pytest.raises(SandboxError):
+            await own_driver.start(absent)
+    assert not own_driver.sandboxes
+
+
+async def test_a_sandbox_that_ends_by_itself_is_known_to_have_ended(shell_driver: BubblewrapDriver) -> None:
+    sandbox = await shell_driver.start(SandboxSpec())
+    with await sandbox.spawn(RUN_SCRIPTS) as sock:
+        os.kill(sandbox.pid, signal.SIGKILL)
+        with pytest.raises(EOFError):
+            for _ in itertools.count():  # the tool server outlives the namespace until it next forks
+                await ask(sock, "true")
+    assert not sandbox.alive
+    with pytest.raises(SandboxError, match="ended"):
+        await sandbox.spawn(RUN_SCRIPTS)
+    await sandbox.close()
+
+
+async def test_a_lost_tool_server_is_seen_and_another_can_be_forked(shell_driver: BubblewrapDriver) -> None:
+    sandbox = await shell_driver.start(SandboxSpec())
+    with await sandbox.spawn(RUN_SCRIPTS) as sock:
+        await ask(sock, "echo kept > file")
+        (server,) = sandbox.tool_servers
+        os.kill(server, signal.SIGKILL)
+        assert await asyncio.get_running_loop().sock_recv(sock, 1) == b""
+    assert await run_script(sandbox, "cat file") == "kept\n"
+    await sandbox.close()
+
+
+async def test_the_tool_server_can_be_inspected_by_no_process_of_the_same_user(
+    shell_driver: BubblewrapDriver,
+) -> None:
+    sandbox = await shell_driver.start(SandboxSpec())
+    with await sandbox.spawn(RUN_SCRIPTS):
+        (server,) = sandbox.tool_servers
+        process = Path("/proc", str(server))
+        assert (process / "environ").owner() == "root"  # not dumpable: its files are not this user's
+        status = (process / "status").read_text()
+        assert "NoNewPrivs:\t1" in status
+        assert "CapBnd:\t0000000000000000" in status
+    await sandbox.close()
+
+
+async def test_a_failing_entry_ends_the_socket_and_is_logged(
+    shell_driver: BubblewrapDriver, caplog: pytest.LogCaptureFixture
+) -> None:
+    sandbox = await shell_driver.start(SandboxSpec())
+    with caplog.at_level(logging.WARNING), await sandbox.spawn(FAIL) as sock:
+        assert await asyncio.get_running_loop().sock_recv(sock, 1) == b""
+        await sandbox.close()
+    assert "RuntimeError: the tool server has a fault" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("entry", "template", "word"),
+    [("os:abort", "base", "no entry"), (RUN_SCRIPTS, "absent", "no template")],
+)
+async def test_what_is_not_listed_cannot_be_spawned(
+    shell_driver: BubblewrapDriver, entry: str, template: str, word: str
+) -> None:
+    sandbox = await shell_driver.start(SandboxSpec())
+    with pytest.raises(SandboxError, match=word):
+        await sandbox.spawn(entry, template=template)
+    await sandbox.close()
+
+
+async def test_a_dead_template_is_replaced_and_sandboxes_live_on(own_driver: BubblewrapDriver) -> None:
+    sandbox = await own_driver.start(SandboxSpec())
+    with await sandbox.spawn(RUN_SCRIPTS) as sock:
+        template = own_driver.templates["base"].pid
+        assert template is not None
+        os.kill(template, signal.SIGKILL)
+        assert await asyncio.get_running_loop().sock_recv(sock, 1) == b""  # its forks end with it
+    assert sandbox.alive
+    assert await run_script(sandbox, "echo again") == "again\n"
+    assert own_driver.templates["base"].pid != template
+    await sandbox.close()
+
+
+async def test_concurrent_first_spawns_share_one_template(own_driver: BubblewrapDriver) -> None:
+    sandbox = await own_driver.start(SandboxSpec())
+    answers = await asyncio.gather(*(run_script(sandbox, "echo $PPID") for _ in range(4)))
+    assert answers == ["0\n"] * 4  # the parent is outside
+    await sandbox.close()
+
+
+SERVICE = """\
+import asyncio, sys
+from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.testing.sandbox_entry import RUN_SCRIPTS, SCRIPT_TEMPLATES, ask
+
+async def main():
+    driver = BubblewrapDriver(templates=SCRIPT_TEMPLATES)
+    try:
+        print("driver", flush=True)
+        sandbox = await driver.start(SandboxSpec(default_route=True))
+        print("sandbox", flush=True)
+        sock = await sandbox.spawn(RUN_SCRIPTS)
+        print("tool", flush=True)
+        await ask(sock, "(setsid sleep 600 > /dev/null 2>&1 &)")
+        print("busy", flush=True)
+        await ask(sock, "sleep 600")
+    finally:
+        await driver.aclose()
+
+asyncio.run(main())
+"""
+
+
+def interrupted_service(moment: str, number: signal.Signals) -> None:
+    """Start a service in a terminal's foreground group, as it were, and signal the group at `moment`."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVICE],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        process_group=0,
+    ) as service:
+        assert service.stdout is not None
+        for line in service.stdout:
+            if line.strip() == moment:
+                os.killpg(service.pid, number)
+                break
+        service.stdout.read()
+
+
+@pytest.mark.parametrize("moment", ["driver", "sandbox", "tool", "busy"])
+def test_an_interrupt_at_any_moment_leaves_nothing(moment: str) -> None:
+    interrupted_service(moment, signal.SIGINT)
+
+
+@pytest.mark.parametrize("moment", ["driver", "sandbox", "tool", "busy"])
+def test_a_killed_service_leaves_no_process_and_its_files_are_swept(moment: str, run_dir: Path) -> None:
+    before = Holdings.now(run_dir)
+    interrupted_service(moment, signal.SIGKILL)
+    leaks = leaks_since(before, run_dir, patience_s=0.5)
+    assert [leak.split()[0] for leak in leaks] == ["directory"]
+    asyncio.run(BubblewrapDriver().aclose())  # the next driver sweeps

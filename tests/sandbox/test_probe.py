@@ -1,0 +1,121 @@
+"""What is said on a machine that cannot, and what is found on this one."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.probe import blocking_settings, checks, explain, find_bwrap
+
+
+@pytest.fixture
+def chosen_bwrap(tmp_path: Path) -> Iterator[Path]:
+    """A program named by PRORL_BWRAP."""
+    path = tmp_path / "bwrap"
+    before = os.environ.get("PRORL_BWRAP")
+    os.environ["PRORL_BWRAP"] = str(path)
+    yield path
+    if before is None:
+        del os.environ["PRORL_BWRAP"]
+    else:
+        os.environ["PRORL_BWRAP"] = before
+
+
+@pytest.mark.parametrize(
+    ("said", "hint"),
+    [
+        ("bwrap: No permissions to create new namespace, likely because ...", "max_user_namespaces"),
+        ("bwrap: setting up uid map: Permission denied", "max_user_namespaces"),
+        ("bwrap: loopback: Failed RTM_NEWADDR: Operation not permitted", "max_user_namespaces"),
+        ("bwrap: Unknown option --overlay-src", "too old"),
+        ("bwrap: Can't make overlay mount on /newroot/x: Invalid argument", "local disk"),
+        ("bwrap: Can't find source path /x: No such file or directory", "must exist"),
+        ("", "doctor"),
+    ],
+)
+def test_each_refusal_has_its_remedy(said: str, hint: str) -> None:
+    error = explain(said)
+    assert hint in error.hint
+    assert said.removeprefix("bwrap: ") in error.message
+
+
+def test_settings_that_forbid_are_found(tmp_path: Path) -> None:
+    (tmp_path / "sys" / "user").mkdir(parents=True)
+    (tmp_path / "sys" / "kernel").mkdir()
+    (tmp_path / "sys" / "user" / "max_user_namespaces").write_text("0\n")
+    (tmp_path / "sys" / "kernel" / "unprivileged_userns_clone").write_text("1\n")
+    assert blocking_settings(tmp_path) == ["user.max_user_namespaces=0"]
+    assert "user.max_user_namespaces=0" in explain("creating namespace failed", proc=tmp_path).hint
+
+
+def test_this_machine_can() -> None:
+    """Where this fails, it says what to do."""
+    problems = [f"{check.name}: {check.found}; remedy: {check.remedy}" for check in checks() if not check.ok]
+    assert not problems
+
+
+def test_a_chosen_binary_that_is_none_is_refused(chosen_bwrap: Path) -> None:
+    with pytest.raises(SandboxError, match=str(chosen_bwrap)):
+        find_bwrap()
+    chosen_bwrap.touch(mode=0o755)
+    assert find_bwrap() == chosen_bwrap
+
+
+#: Starts a sandbox where no user namespace may be made.
+FORBIDDEN = """\
+echo 0 > /proc/sys/user/max_user_namespaces
+exec "$0" -c '
+import asyncio
+from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+
+async def main():
+    driver = BubblewrapDriver()
+    try:
+        await driver.start(SandboxSpec())
+    except SandboxError as error:
+        print(error)
+    finally:
+        await driver.aclose()
+
+asyncio.run(main())
+'
+"""
+
+
+def test_a_machine_without_user_namespaces_says_so() -> None:
+    done = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "sh", "-c", FORBIDDEN, sys.executable],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "the sandbox did not start" in done.stdout
+    assert "user.max_user_namespaces=0" in done.stdout
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_old_bubblewrap_says_so(chosen_bwrap: Path) -> None:
+    chosen_bwrap.write_text("#!/bin/sh\necho 'bwrap: Unknown option --disable-userns' >&2\nexit 1\n")
+    chosen_bwrap.chmod(0o755)
+    version = next(check for check in checks() if check.name == "bubblewrap")
+    assert not version.ok
+    with pytest.raises(SandboxError, match="Unknown option") as caught:
+        asyncio.run(start_one())
+    assert "too old" in caught.value.hint
+
+
+async def start_one() -> None:
+    driver = BubblewrapDriver()
+    try:
+        await driver.start(SandboxSpec())
+    finally:
+        await driver.aclose()

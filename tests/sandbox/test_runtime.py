@@ -1,0 +1,51 @@
+"""This interpreter inside a sandbox, without what must stay hidden."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+import prorl_envs
+from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.runtime import HIDDEN_PACKAGES, hidden_in, python_runtime
+from prorl_envs.testing.sandbox_entry import run_script
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_the_interpreter_and_its_packages_work_inside(shell_driver: BubblewrapDriver) -> None:
+    mounts, masks, env = python_runtime()
+    sandbox = await shell_driver.start(SandboxSpec(mounts=mounts, masks=masks, env=env))
+    script = "import colorsys, msgspec, sys; print(sys.prefix, msgspec.json.encode([1]).decode())"
+    output = await run_script(sandbox, f'{sys.executable} -c "{script}"')
+    assert output == f"{sys.prefix} [1]\n"
+    await sandbox.close()
+
+
+async def test_packages_with_solutions_and_the_checkout_are_not_there(shell_driver: BubblewrapDriver) -> None:
+    mounts, masks, env = python_runtime()
+    sandbox = await shell_driver.start(SandboxSpec(mounts=mounts, masks=masks, env=env))
+    source = Path(next(iter(prorl_envs.__path__)))
+    output = await run_script(
+        sandbox, f'{sys.executable} -c "import prorl_envs.errors"; ls -A {source} {source.parent}/envs'
+    )
+    assert "ModuleNotFoundError" in output
+    assert "bash" not in output.replace("prorl_envs", "")
+    await sandbox.close()
+
+
+def test_only_installed_packages_are_hidden(tmp_path: Path) -> None:
+    (tmp_path / "prorl_envs").mkdir()
+    (tmp_path / "numpy").mkdir()
+    assert list(hidden_in(tmp_path)) == [str(tmp_path / "prorl_envs")]
+
+
+def test_no_mount_shows_a_checkout() -> None:
+    mounts, _, _ = python_runtime()
+    for mount in mounts:
+        assert str(mount.source) == mount.target
+        assert not mount.writable
+        for name in HIDDEN_PACKAGES:
+            assert not (mount.source / name).exists() or os.fspath(mount.source).endswith("-packages")

@@ -1,0 +1,53 @@
+"""The /etc of a sandbox, and the options that show the host's programs."""
+
+from pathlib import Path
+
+import pytest
+
+from prorl_envs.sandbox.system import system_arguments, write_etc
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Path:
+    """A host's root with secrets in its /etc."""
+    etc = tmp_path / "host" / "etc"
+    (etc / "ssl" / "private").mkdir(parents=True)
+    (etc / "ssl" / "certs").mkdir()
+    (etc / "alternatives").mkdir()
+    (etc / "shadow").write_text("root:secret")
+    (etc / "passwd").write_text("alice:x:1000:1000::/home/alice:/bin/sh\n")
+    (etc / "ssl" / "private" / "key").write_text("secret")
+    (etc / "ssl" / "certs" / "authority.pem").write_text("certificate")
+    (etc / "alternatives" / "awk").symlink_to("/usr/bin/mawk")
+    (etc / "localtime").symlink_to(etc / "zone")
+    (etc / "zone").write_text("TZif")
+    (tmp_path / "host" / "lib64").symlink_to("usr/lib64")
+    (tmp_path / "host" / "bin").mkdir()
+    return tmp_path / "host"
+
+
+def test_no_secret_and_no_user_of_the_host_is_in_it(host: Path, tmp_path: Path) -> None:
+    target = tmp_path / "etc"
+    write_etc(target, uid=1000, home="/home/agent", host=host / "etc")
+    content = {path.relative_to(target).as_posix() for path in target.rglob("*")}
+    assert "ssl/certs/authority.pem" in content
+    assert not content & {"shadow", "ssl/private", "zone"}
+    assert (target / "passwd").read_text().splitlines() == [
+        "root:x:0:0:root:/root:/bin/bash",
+        "agent:x:1000:1000:agent:/home/agent:/bin/bash",
+        "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin",
+    ]
+
+
+def test_links_stay_links_where_they_lead_to_programs(host: Path, tmp_path: Path) -> None:
+    target = tmp_path / "etc"
+    write_etc(target, uid=0, home="/home/agent", host=host / "etc")
+    assert str((target / "alternatives" / "awk").readlink()) == "/usr/bin/mawk"
+    assert (target / "localtime").read_text() == "TZif"
+    assert (target / "passwd").read_text().startswith("root:x:0:0:root:/home/agent:")
+
+
+def test_top_level_directories_are_as_the_host_has_them(host: Path) -> None:
+    arguments = list(system_arguments(host))
+    assert arguments[:3] == ["--ro-bind", str(host / "usr"), "/usr"]
+    assert arguments[3:] == ["--ro-bind", str(host / "bin"), "/bin", "--symlink", "usr/lib64", "/lib64"]

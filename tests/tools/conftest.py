@@ -1,0 +1,34 @@
+"""Toolboxes on real sandboxes; a module's tests share one driver, and each has a sandbox of its own."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.tools.client import Toolbox, ToolLimits
+from prorl_envs.tools.interpreter import interpreter_masks, interpreter_mounts
+
+#: Short, for the tests of what comes after an ignored interrupt.
+LIMITS = ToolLimits(grace_s=0.2)
+
+
+@pytest.fixture
+async def box(shared_driver: BubblewrapDriver) -> AsyncIterator[Toolbox]:
+    """Shell, editor and files in a fresh sandbox."""
+    sandbox = await shared_driver.start(SandboxSpec())
+    toolbox = await Toolbox.open(sandbox, limits=LIMITS)
+    yield toolbox
+    await toolbox.aclose()
+    await sandbox.close()
+
+
+@pytest.fixture
+async def python_box(shared_driver: BubblewrapDriver) -> AsyncIterator[Toolbox]:
+    """The same with a Python session."""
+    spec = SandboxSpec(mounts=interpreter_mounts(), masks=interpreter_masks())
+    sandbox = await shared_driver.start(spec)
+    toolbox = await Toolbox.open(sandbox, python=True, limits=LIMITS)
+    yield toolbox
+    await toolbox.aclose()
+    await sandbox.close()

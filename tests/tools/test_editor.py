@@ -1,0 +1,176 @@
+"""The promises of the file editor, on real sandboxes."""
+
+from typing import Any
+
+import pytest
+
+from prorl_envs.tools.client import Toolbox
+from prorl_envs.tools.editor import FILE_LIMIT
+from prorl_envs.tools.types import ToolResult
+
+pytestmark = pytest.mark.anyio
+PATH = "/workspace/dir/file.txt"
+
+
+async def edit(box: Toolbox, command: str, path: str = PATH, **arguments: Any) -> ToolResult:
+    return await box.edit({"command": command, "path": path, **arguments})
+
+
+async def test_create_view_and_refusal_to_overwrite(box: Toolbox) -> None:
+    assert (
+        await edit(box, "create", file_text="one\ntwo\n")
+    ).text == f"File created successfully at: {PATH}\n"
+    result = await edit(box, "view")
+    assert result.text == f"Here's the result of running `cat -n` on {PATH}:\n     1\tone\n     2\ttwo\n"
+    again = await edit(box, "create", file_text="")
+    assert not again.ok
+    assert "already exists" in again.text
+
+
+@pytest.mark.parametrize(
+    ("view_range", "shown"),
+    [([2, 3], "2 3"), ([2, -1], "2 3 4"), ([4, 4], "4"), ([3, 99], "3 4")],
+)
+async def test_a_range_of_lines(box: Toolbox, view_range: list[int], shown: str) -> None:
+    await box.write(PATH, b"l1\nl2\nl3\nl4")
+    result = await edit(box, "view", view_range=view_range)
+    assert [line.split("\t")[1] for line in result.text.splitlines()[1:]] == [f"l{n}" for n in shown.split()]
+
+
+@pytest.mark.parametrize("view_range", [[0, 2], [5, 6], [3, 2], [1], [1, 2, 3], [-1, 2]])
+async def test_a_range_that_makes_no_sense(box: Toolbox, view_range: list[int]) -> None:
+    await box.write(PATH, b"l1\nl2\nl3\nl4")
+    result = await edit(box, "view", view_range=view_range)
+    assert not result.ok
+    assert "view_range" in result.text
+
+
+async def test_a_directory_two_levels_deep(box: Toolbox) -> None:
+    await box.run(["mkdir", "-p", "a/b/c", ".hidden", "z"], timeout_s=10)
+    await box.run(["touch", "a/b/f", "a/b/c/deep", "m"], timeout_s=10)
+    result = await edit(box, "view", "/workspace")
+    assert result.text.splitlines()[1:] == [
+        "/workspace",
+        "/workspace/a/",
+        "/workspace/a/b/",
+        "/workspace/m",
+        "/workspace/z/",
+    ]
+
+
+async def test_a_replacement_shows_its_surroundings(box: Toolbox) -> None:
+    await box.write(PATH, "".join(f"line {n}\n" for n in range(1, 21)).encode())
+    result = await edit(box, "str_replace", old_str="line 10\n", new_str="ten\nand a half\n")
+    numbers = [line.split("\t")[0].strip() for line in result.text.splitlines() if "\t" in line]
+    assert numbers == [str(n) for n in range(6, 17)]
+    assert b"line 9\nten\nand a half\nline 11\n" in await box.read(PATH)
+
+
+async def test_a_replacement_must_be_unique(box: Toolbox) -> None:
+    await box.write(PATH, b"a\nb\na\n")
+    result = await edit(box, "str_replace", old_str="a", new_str="c")
+    assert not result.ok
+    assert "on lines 1, 3" in result.text
+    missing = await edit(box, "str_replace", old_str="z", new_str="c")
+    assert "does not occur verbatim" in missing.text
+    assert await box.read(PATH) == b"a\nb\na\n"
+
+
+async def test_overlapping_matches_are_not_unique(box: Toolbox) -> None:
+    await box.write(PATH, b"aXaXa\n")
+    assert not (await edit(box, "str_replace", old_str="aXa", new_str="b")).ok
+
+
+async def test_leaving_out_the_new_text_deletes_the_old(box: Toolbox) -> None:
+    await box.write(PATH, b"keep drop keep\n")
+    assert (await edit(box, "str_replace", old_str=" drop")).ok
+    assert await box.read(PATH) == b"keep keep\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "line", "after"),
+    [
+        (b"a\nb\n", 0, b"new\na\nb\n"),
+        (b"a\nb\n", 1, b"a\nnew\nb\n"),
+        (b"a\nb\n", 2, b"a\nb\nnew\n"),
+        (b"a\nb", 2, b"a\nb\nnew"),
+        (b"", 0, b"new\n"),
+        (b"a\r\nb\r\n", 1, b"a\r\nnew\r\nb\r\n"),
+    ],
+)
+async def test_insert_goes_after_the_line(box: Toolbox, before: bytes, line: int, after: bytes) -> None:
+    await box.write(PATH, before)
+    assert (await edit(box, "insert", insert_line=line, new_str="new")).ok
+    assert await box.read(PATH) == after
+
+
+async def test_insert_out_of_range(box: Toolbox) -> None:
+    await box.write(PATH, b"a\n")
+    result = await edit(box, "insert", insert_line=2, new_str="x")
+    assert "must be between 0 and 1" in result.text
+
+
+async def test_undo_goes_back_step_by_step_to_nothing(box: Toolbox) -> None:
+    await edit(box, "create", file_text="1\n")
+    await edit(box, "str_replace", old_str="1", new_str="2")
+    await edit(box, "insert", insert_line=1, new_str="3")
+    assert (await edit(box, "undo_edit")).ok
+    assert await box.read(PATH) == b"2\n"
+    assert (await edit(box, "undo_edit")).ok
+    assert await box.read(PATH) == b"1\n"
+    assert "removed" in (await edit(box, "undo_edit")).text
+    with pytest.raises(FileNotFoundError):
+        await box.read(PATH)
+    assert not (await edit(box, "undo_edit")).ok
+
+
+async def test_modes_line_ends_links_and_odd_bytes_stay(box: Toolbox) -> None:
+    await box.write(PATH, b"a\r\nb \xff\r\n", mode=0o755)
+    await box.run(["ln", "-s", PATH, "link"], timeout_s=10)
+    assert (await edit(box, "str_replace", "/workspace/link", old_str="a\nb", new_str="c\nd")).ok
+    assert await box.read(PATH) == b"c\r\nd \xff\r\n"
+    listing = await box.run(["stat", "-c", "%a %F", PATH, "link"], timeout_s=10)
+    assert listing.output == b"755 regular file\n777 symbolic link\n"
+    assert (await edit(box, "view")).text.endswith("     2\td ?\n")
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("file.txt", "not absolute"),
+        ("/workspace/none", "no such file"),
+        ("/usr/bin/ls", "not a text file"),
+        ("/dev/zero", "not a regular file"),
+        ("/workspace/fifo", "not a regular file"),
+        ("/workspace/big", "use the shell"),
+        ("/a\0b", "NUL"),
+    ],
+)
+async def test_what_cannot_be_viewed_is_refused_kindly(box: Toolbox, path: str, said: str) -> None:
+    await box.run(["mkfifo", "fifo"], timeout_s=10)
+    await box.run(["truncate", "-s", str(FILE_LIMIT + 1), "big"], timeout_s=10)
+    result = await edit(box, "view", path)
+    assert not result.ok
+    assert said in result.text
+
+
+async def test_the_system_cannot_be_edited(box: Toolbox) -> None:
+    result = await edit(box, "create", "/usr/new", file_text="x")
+    assert not result.ok
+    assert "read-only" in result.text
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [("create", "file_text"), ("str_replace", "old_str"), ("insert", "insert_line")],
+)
+async def test_a_missing_argument_is_named(box: Toolbox, command: str, said: str) -> None:
+    assert f"needs the argument `{said}`" in (await edit(box, command)).text
+
+
+async def test_a_long_view_is_bounded(box: Toolbox) -> None:
+    await box.write(PATH, b"x" * 1_000_000 + b"\nend\n")
+    result = await edit(box, "view")
+    assert len(result.text) < box.limits.output_bytes + 200
+    assert result.truncated_bytes > 900_000
+    assert result.text.endswith("     2\tend\n")

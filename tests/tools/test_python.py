@@ -1,0 +1,169 @@
+"""The promises of the Python session, on real sandboxes."""
+
+import asyncio
+
+import pytest
+
+from prorl_envs.errors import InputError
+from prorl_envs.tools.client import Toolbox
+
+pytestmark = pytest.mark.anyio
+T = 30.0
+
+
+async def test_output_value_and_state(python_box: Toolbox) -> None:
+    result = await python_box.python("x = 20\nprint('out')\nx + 1", timeout_s=T)
+    assert result.text == "out\n21\n"
+    assert result.ok
+    assert result.data == {"error": None, "timed_out": False}
+    assert (await python_box.python("x * _", timeout_s=T)).text == "420\n"
+
+
+@pytest.mark.parametrize("code", ["x = 1", "None", "1;", "", "# nothing"])
+async def test_no_value_shows_nothing(python_box: Toolbox, code: str) -> None:
+    assert (await python_box.python(code, timeout_s=T)).text == ""
+
+
+async def test_both_streams_and_children_keep_their_order(python_box: Toolbox) -> None:
+    code = (
+        "import os, sys\nprint(1)\nprint(2, file=sys.stderr)\nos.system('echo 3')\n!echo 4\nprint(5, end='')"
+    )
+    assert (await python_box.python(code, timeout_s=T)).text == "1\n2\n3\n4\n5"
+
+
+async def test_a_traceback_is_plain_and_names_the_line(python_box: Toolbox) -> None:
+    result = await python_box.python("def f():\n    return {}['missing']\nf()", timeout_s=T)
+    assert result.ok
+    assert result.data["error"] == "KeyError"
+    assert "line 2, in f()" in result.text
+    assert result.text.rstrip().endswith("KeyError: 'missing'")
+    assert "\x1b" not in result.text
+
+
+async def test_a_syntax_error_is_an_answer(python_box: Toolbox) -> None:
+    result = await python_box.python("for", timeout_s=T)
+    assert result.data["error"] == "SyntaxError"
+    assert "invalid syntax" in result.text
+
+
+async def test_magics_and_await_work(python_box: Toolbox) -> None:
+    assert (await python_box.python("%pwd", timeout_s=T)).text == "'/workspace'\n"
+    code = "import asyncio\nawait asyncio.sleep(0, 'awaited')"
+    assert (await python_box.python(code, timeout_s=T)).text == "'awaited'\n"
+
+
+async def test_modules_of_the_workspace_and_of_the_interpreter_can_be_imported(python_box: Toolbox) -> None:
+    await python_box.write("/workspace/mine.py", b"value = 7\n")
+    code = "import mine, csv, sqlite3, xml.dom.minidom\nmine.value"
+    assert (await python_box.python(code, timeout_s=T)).text == "7\n"
+
+
+async def test_the_package_itself_is_out_of_reach(python_box: Toolbox) -> None:
+    code = "import os, sys\n[p for p in sys.path if os.path.exists(p + '/prorl_envs/envs')]"
+    assert (await python_box.python(code, timeout_s=T)).text == "[]\n"
+
+
+async def test_rich_displays_are_handed_on_beside_the_text(python_box: Toolbox) -> None:
+    code = "from IPython.display import HTML, display\ndisplay(HTML('<b>1</b>'))\nHTML('<b>2</b>')"
+    result = await python_box.python(code, timeout_s=T)
+    assert result.text.count("<IPython.core.display.HTML object>") == 2
+    assert result.data["display"] == [{"text/html": "<b>1</b>"}, {"text/html": "<b>2</b>"}]
+
+
+async def test_too_many_displays_are_left_out_and_said(python_box: Toolbox) -> None:
+    code = "from IPython.display import HTML, display\nfor i in range(20): display(HTML('x' * 100_000))"
+    result = await python_box.python(code, timeout_s=T)
+    assert len(result.data["display"]) == 10
+    assert result.text.count("display data of 100000 characters left out: text/html") == 10
+
+
+async def test_input_is_refused_clearly(python_box: Toolbox) -> None:
+    result = await python_box.python("input('name? ')", timeout_s=T)
+    assert result.data["error"] == "RuntimeError"
+    assert "input() is not available" in result.text
+
+
+@pytest.mark.parametrize("code", ["while True: pass", "import time\ntime.sleep(100)", "!sleep 100"])
+async def test_at_the_deadline_the_cell_is_interrupted_and_the_session_kept(
+    python_box: Toolbox, code: str
+) -> None:
+    await python_box.python("kept = 1", timeout_s=T)
+    result = await python_box.python(f"print('before')\n{code}", timeout_s=0.5)
+    assert not result.ok
+    assert result.data["timed_out"] is True
+    assert result.text.startswith("before\n")
+    assert "[timed out after 0.5 s: it was interrupted]" in result.text
+    assert (await python_box.python("kept", timeout_s=T)).text == "1\n"
+
+
+async def test_what_ignores_the_interrupt_is_killed_with_the_session(python_box: Toolbox) -> None:
+    code = (
+        "import signal\nlost = 1\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('on')\nwhile True: pass"
+    )
+    result = await python_box.python(code, timeout_s=0.3)
+    assert result.text.startswith("on\n[timed out after 0.3 s: it ignored the interrupt and was killed]\n")
+    assert result.data["timed_out"] is True
+    assert (await python_box.python("lost", timeout_s=T)).data["error"] == "NameError"
+
+
+@pytest.mark.parametrize("code", ["exit()", "import os\nos._exit(3)", "import os\nos.kill(os.getpid(), 9)"])
+async def test_a_session_that_ends_is_said_and_replaced(python_box: Toolbox, code: str) -> None:
+    await python_box.python("lost = 1", timeout_s=T)
+    result = await python_box.python(code, timeout_s=T)
+    assert not result.ok
+    assert "the next cell gets a new one" in result.text
+    assert (await python_box.python("lost", timeout_s=T)).data["error"] == "NameError"
+
+
+async def test_garbage_on_the_control_channel_ends_the_session_only(python_box: Toolbox) -> None:
+    result = await python_box.python("import os\nos.write(3, b'\\xff' * 100)\nwhile True: pass", timeout_s=T)
+    assert "wrote to the session's own channel" in result.text
+    assert (await python_box.python("1", timeout_s=T)).text == "1\n"
+
+
+async def test_a_closed_control_channel_ends_the_session_only(python_box: Toolbox) -> None:
+    assert not (await python_box.python("import os\nos.close(3)\nwhile True: pass", timeout_s=T)).ok
+    assert (await python_box.python("1", timeout_s=T)).text == "1\n"
+
+
+async def test_a_forked_child_of_a_cell_cannot_answer_for_it(python_box: Toolbox) -> None:
+    await python_box.python("import os\npid = os.fork()", timeout_s=T)
+    assert (await python_box.python("pid > 0", timeout_s=T)).text == "True\n"
+
+
+async def test_endless_output_is_bounded(python_box: Toolbox) -> None:
+    result = await python_box.python("print('x' * 10_000_000)\n'end'", timeout_s=T)
+    assert result.text.endswith("x\n'end'\n")
+    assert len(result.text) < python_box.limits.output_bytes + 200
+    assert result.truncated_bytes > 9_900_000
+
+
+async def test_threads_run_and_their_output_is_seen(python_box: Toolbox) -> None:
+    code = "import threading\nt = threading.Thread(target=print, args=('threaded',))\nt.start()\nt.join()"
+    assert (await python_box.python(code, timeout_s=T)).text == "threaded\n"
+
+
+async def test_the_session_has_nothing_of_the_servers(python_box: Toolbox) -> None:
+    code = "import os\nsorted(map(int, os.listdir('/proc/self/fd')))[:5], os.getppid()"
+    assert (await python_box.python(code, timeout_s=T)).text == "([0, 1, 2, 3, 4], 0)\n"  # 4 lists
+
+
+async def test_a_cancelled_cell_is_interrupted_and_the_session_stays(python_box: Toolbox) -> None:
+    await python_box.python("kept = 1", timeout_s=T)
+    code = "import time\nopen('begun', 'w').close()\ntime.sleep(100)"
+    call = asyncio.create_task(python_box.python(code, timeout_s=T))
+    await python_box.run(["sh", "-c", "until [ -e begun ]; do sleep 0.01; done"], timeout_s=T)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert (await python_box.python("kept", timeout_s=T)).text == "1\n"
+
+
+async def test_without_a_session_the_caller_is_told(box: Toolbox) -> None:
+    with pytest.raises(InputError, match="no Python session"):
+        await box.python("1", timeout_s=T)
+
+
+async def test_surrogates_are_shown_and_never_break_the_wire(python_box: Toolbox) -> None:
+    assert (await python_box.python(r"print('\ud800')", timeout_s=T)).text == "\\ud800\n"
+    assert not (await python_box.python("'\ud800'", timeout_s=T)).ok

@@ -1,0 +1,133 @@
+"""Fresh processes and whole files, on real sandboxes."""
+
+import asyncio
+
+import pytest
+
+from prorl_envs.errors import InputError
+from prorl_envs.tools.client import Toolbox
+from prorl_envs.tools.wire import CONTENT_LIMIT
+
+pytestmark = pytest.mark.anyio
+T = 20.0
+
+
+async def test_a_process_gets_arguments_input_directory_and_environment(box: Toolbox) -> None:
+    argv = ["bash", "-c", 'cat; echo "$1 $X"; pwd; echo err >&2; exit 5', "-", "a  b"]
+    done = await box.run(argv, cwd="/tmp", env={"X": "y"}, stdin=b"in\n", timeout_s=T)
+    assert done.output == b"in\na  b y\n/tmp\nerr\n"
+    assert done.exit_code == 5
+    assert not done.timed_out
+
+
+async def test_the_workspace_is_the_default_directory_and_input_is_empty(box: Toolbox) -> None:
+    assert (await box.run(["sh", "-c", "pwd; cat"], timeout_s=T)).output == b"/workspace\n"
+
+
+async def test_a_signal_is_a_negative_status(box: Toolbox) -> None:
+    assert (await box.run(["sh", "-c", "kill -9 $$"], timeout_s=T)).exit_code == -9
+
+
+async def test_at_the_deadline_the_whole_group_is_killed_and_the_output_kept(box: Toolbox) -> None:
+    done = await box.run(["sh", "-c", "sleep 100 & echo begun; sleep 100"], timeout_s=0.3)
+    assert done.timed_out
+    assert done.exit_code is None
+    assert done.output == b"begun\n"
+    assert (await box.run(["pgrep", "-c", "sleep"], timeout_s=T)).output == b"0\n"
+
+
+async def test_what_keeps_the_output_open_does_not_hold_the_call_and_is_ended(box: Toolbox) -> None:
+    done = await box.run(["sh", "-c", "sleep 100 & echo done"], timeout_s=T)
+    assert done.output == b"done\n"
+    assert done.duration_s < 10
+    assert (await box.run(["pgrep", "-c", "sleep"], timeout_s=T)).output == b"0\n"
+
+
+async def test_output_is_complete_and_bounded(box: Toolbox) -> None:
+    assert len((await box.run(["head", "-c", "900000", "/dev/zero"], timeout_s=T)).output) == 900_000
+    done = await box.run(["head", "-c", "900000", "/dev/zero"], timeout_s=T, output_limit=1000)
+    assert done.truncated_bytes == 899_000
+    assert b"[... 899000 bytes of output left out ...]" in done.output
+
+
+async def test_input_that_nobody_reads_does_no_harm(box: Toolbox) -> None:
+    assert (await box.run(["true"], stdin=b"x" * 5_000_000, timeout_s=T)).exit_code == 0
+    done = await box.run(["wc", "-c"], stdin=b"x" * 5_000_000, timeout_s=T)
+    assert done.output == b"5000000\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "cwd", "error"),
+    [
+        (["/no/such"], "", FileNotFoundError),
+        (["/etc/passwd"], "", PermissionError),
+        (["true"], "/no/such", FileNotFoundError),
+        ([], "", OSError),
+        (["echo", "\0"], "", OSError),
+    ],
+)
+async def test_what_cannot_start_raises_as_it_would_locally(
+    box: Toolbox, argv: list[str], cwd: str, error: type[OSError]
+) -> None:
+    with pytest.raises(error):
+        await box.run(argv, cwd=cwd, timeout_s=T)
+
+
+async def test_many_run_together(box: Toolbox) -> None:
+    runs = [box.run(["sh", "-c", f"sleep 0.1; echo {n}"], timeout_s=T) for n in range(20)]
+    assert [done.output for done in await asyncio.gather(*runs)] == [b"%d\n" % n for n in range(20)]
+
+
+async def test_a_cancelled_run_is_killed(box: Toolbox) -> None:
+    call = asyncio.create_task(box.run(["sh", "-c", "touch begun; sleep 100"], timeout_s=T))
+    await box.run(["sh", "-c", "until [ -e begun ]; do sleep 0.01; done"], timeout_s=T)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    gone = "while pgrep sleep; do :; done"
+    assert not (await box.run(["sh", "-c", gone], timeout_s=T)).timed_out
+
+
+async def test_files_go_in_and_out_unchanged(box: Toolbox) -> None:
+    data = bytes(range(256)) * 10_000
+    await box.write("/workspace/new/dir/file", data, mode=0o751)
+    assert await box.read("/workspace/new/dir/file") == data
+    assert await box.read("/workspace/new/dir/file", limit=3) == b"\0\1\2"
+    assert (await box.run(["stat", "-c", "%a", "new/dir/file"], timeout_s=T)).output == b"751\n"
+    assert (await box.run(["ls", "-A", "new/dir"], timeout_s=T)).output == b"file\n"
+
+
+async def test_files_of_unknown_size_can_be_read(box: Toolbox) -> None:
+    assert b"MemTotal" in await box.read("/proc/meminfo")
+
+
+@pytest.mark.parametrize(
+    ("path", "error"),
+    [
+        ("/workspace/none", FileNotFoundError),
+        ("/workspace", IsADirectoryError),
+        ("/dev/zero", OSError),
+        ("/workspace/fifo", OSError),
+        ("/a\0b", OSError),
+    ],
+)
+async def test_what_cannot_be_read_raises_as_it_would_locally(
+    box: Toolbox, path: str, error: type[OSError]
+) -> None:
+    await box.run(["mkfifo", "fifo"], timeout_s=T)
+    with pytest.raises(error):
+        await box.read(path)
+
+
+@pytest.mark.parametrize("path", ["/usr/x", "/workspace", "/proc/x", "/a\0b", "relative"])
+async def test_what_cannot_be_written_raises_and_leaves_nothing(box: Toolbox, path: str) -> None:
+    with pytest.raises(OSError):
+        await box.write(path, b"x")
+    assert (await box.run(["ls", "-A"], timeout_s=T)).output == b""
+
+
+async def test_more_than_a_frame_is_refused_before_it_is_sent(box: Toolbox) -> None:
+    with pytest.raises(InputError, match="more than one transfer"):
+        await box.write("/workspace/f", b"x" * (CONTENT_LIMIT + 1))
+    await box.write("/workspace/f", b"x" * CONTENT_LIMIT)
+    assert len(await box.read("/workspace/f")) == CONTENT_LIMIT

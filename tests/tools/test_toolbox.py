@@ -1,0 +1,185 @@
+"""Calls by name, and what happens when a server or its sandbox is lost, lies or says nothing."""
+
+import asyncio
+import socket
+import struct
+
+import pytest
+
+from prorl_envs.errors import SandboxError, ToolError
+from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.tools.client import PythonEngine, Toolbox, ToolLimits
+from prorl_envs.tools.connection import Connection, ServerLost
+from prorl_envs.tools.types import ToolCall
+from prorl_envs.tools.wire import Done, Read, RunDone, encode
+
+pytestmark = pytest.mark.anyio
+T = 20.0
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "ok", "said"),
+    [
+        ("bash", {"command": "echo hi"}, True, "hi\n"),
+        ("ipython", {"code": "1 + 1"}, True, "2\n"),
+        ("str_replace_editor", {"command": "view", "path": "/workspace"}, True, "/workspace\n"),
+        ("bash", {}, False, "'command' is missing"),
+        ("bash", {"command": ["ls"]}, False, "must be a string"),
+        ("ipython", {"code": 1}, False, "must be a string"),
+        ("str_replace_editor", {"command": "view"}, False, "'path' is missing"),
+        ("rm", {}, False, "there is no tool 'rm'"),
+        ("", {}, False, "there is no tool ''"),
+    ],
+)
+async def test_a_call_is_checked_and_carried_out(
+    python_box: Toolbox, name: str, arguments: dict[str, object], ok: bool, said: str
+) -> None:
+    result = await python_box.call(ToolCall("1", name, arguments), timeout_s=T)
+    assert result.ok is ok
+    assert said in result.text
+
+
+async def test_without_a_session_there_is_no_python_tool(box: Toolbox) -> None:
+    result = await box.call(ToolCall("1", "ipython", {"code": "1"}), timeout_s=T)
+    assert result.text == "there is no tool 'ipython'"
+
+
+async def test_a_server_lost_between_calls_is_replaced_and_said(box: Toolbox) -> None:
+    await box.bash("x=1; cd /tmp", timeout_s=T)
+    (await box._tools.connection()).give_up("the test took it away")
+    result = await box.bash("echo ${x-unset}; pwd", timeout_s=T)
+    assert result.text == "[the tool server was lost; this is a new shell]\nunset\n/workspace"
+    assert (await box.bash("echo again", timeout_s=T)).text == "again\n"
+
+
+async def test_a_server_lost_during_a_call_is_an_answer_and_is_replaced(box: Toolbox) -> None:
+    call = asyncio.create_task(box.bash("touch begun; sleep 100", timeout_s=T))
+    other = asyncio.create_task(box.run(["sleep", "100"], timeout_s=T))
+    await box.run(["sh", "-c", "until [ -e begun ]; do sleep 0.01; done"], timeout_s=T)
+    (await box._tools.connection()).give_up("the test took it away")
+    result = await call
+    assert not result.ok
+    assert "the test took it away; the next call gets a new shell" in result.text
+    with pytest.raises(ToolError, match="took it away"):
+        await other
+    assert (await box.bash("echo back", timeout_s=T)).text == "back\n"
+
+
+async def test_a_lost_server_takes_its_commands_with_it(box: Toolbox) -> None:
+    calls = [
+        asyncio.create_task(box.bash("touch one; sleep 100", timeout_s=T)),
+        asyncio.create_task(box.run(["sh", "-c", "touch two; sleep 100"], timeout_s=T)),
+    ]
+    wait = "until [ -e one -a -e two ]; do sleep 0.01; done"
+    await box.run(["sh", "-c", wait], timeout_s=T)
+    (await box._tools.connection()).give_up("the test took it away")
+    await asyncio.gather(*calls, return_exceptions=True)
+    done = await box.run(["sh", "-c", "while pgrep 'sleep|bash'; do :; done"], timeout_s=T)
+    assert not done.timed_out
+
+
+async def test_a_python_server_lost_is_replaced_and_said(python_box: Toolbox) -> None:
+    await python_box.python("x = 1", timeout_s=T)
+    assert python_box._python is not None
+    (await python_box._python.connection()).give_up("the test took it away")
+    result = await python_box.python("'x' in globals()", timeout_s=T)
+    assert result.text == "[the tool server was lost; this is a new Python session]\nFalse"
+
+
+async def test_the_agent_can_kill_all_it_sees_and_the_tools_go_on(python_box: Toolbox) -> None:
+    result = await python_box.bash("kill -9 -1; kill -9 $$", timeout_s=T)
+    assert "the shell was killed by signal 9" in result.text
+    assert (await python_box.bash("echo back", timeout_s=T)).text == "back\n"
+    result = await python_box.python("1", timeout_s=T)
+    assert result.text.startswith("1\n[before this cell, the Python session was killed by signal 9")
+
+
+async def test_without_its_sandbox_every_call_is_a_sandbox_error(shared_driver: BubblewrapDriver) -> None:
+    sandbox = await shared_driver.start(SandboxSpec())
+    toolbox = await Toolbox.open(sandbox)
+    call = asyncio.create_task(toolbox.bash("sleep 100", timeout_s=T))
+    await toolbox.bash("true", timeout_s=T, session="other")
+    await sandbox.close()
+    with pytest.raises(SandboxError):
+        await call
+    with pytest.raises(SandboxError):
+        await toolbox.bash("true", timeout_s=T)
+    with pytest.raises(SandboxError):
+        await toolbox.read("/etc/passwd")
+    await toolbox.aclose()
+    with pytest.raises(SandboxError):
+        await Toolbox.open(sandbox)
+
+
+async def test_a_closed_toolbox_says_so_and_closes_again(shared_driver: BubblewrapDriver) -> None:
+    sandbox = await shared_driver.start(SandboxSpec())
+    toolbox = await Toolbox.open(sandbox, python=PythonEngine.NONE)
+    await toolbox.aclose()
+    await toolbox.aclose()
+    with pytest.raises(ToolError, match="closed"):
+        await toolbox.bash("true", timeout_s=T)
+    await sandbox.close()
+
+
+async def test_two_toolboxes_of_one_sandbox_are_apart(box: Toolbox) -> None:
+    async def use(toolbox: Toolbox, value: int) -> str:
+        await toolbox.bash(f"x={value}", timeout_s=T)
+        return (await toolbox.bash("echo $x", timeout_s=T)).text
+
+    other = await Toolbox.open(box.sandbox, limits=ToolLimits(output_bytes=64))
+    first, second = await asyncio.gather(use(box, 1), use(other, 2))
+    assert (first, second) == ("1\n", "2\n")
+    await other.aclose()
+
+
+# A hostile or broken server, played by the test at the other end of a real socket.
+
+
+async def ask(answer: bytes) -> Done:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        connection = await Connection.open(ours)
+        try:
+            theirs.sendall(answer)
+            return await connection.request(lambda id_: Read(id_, "/", 1), Done, deadline_s=0.2)
+        finally:
+            await connection.aclose()
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"\xff\xff\xff\xff", "announced"),
+        (struct.pack(">I", 3) + b"\xc1\xc1\xc1", "not a reply"),
+        (bytes(encode(Done(99))), "a reply to no request"),
+        (bytes(encode(RunDone(1, b"", 0, 0, False, 0.0))), "answered RunDone, not Done"),
+        (b"", "did not answer within 0.2 s"),
+        (b"\0\0", "did not answer within 0.2 s"),
+    ],
+)
+async def test_a_server_that_breaks_the_protocol_is_given_up(answer: bytes, said: str) -> None:
+    with pytest.raises(ToolError, match=said):
+        await ask(answer)
+
+
+async def test_a_server_that_ends_fails_all_that_wait() -> None:
+    ours, theirs = socket.socketpair()
+    connection = await Connection.open(ours)
+    requests = [
+        asyncio.create_task(connection.request(lambda id_: Read(id_, "/", 1), Done, deadline_s=T))
+        for _ in range(3)
+    ]
+    await asyncio.sleep(0)
+    theirs.close()
+    results = await asyncio.gather(*requests, return_exceptions=True)
+    assert all(isinstance(result, ServerLost) for result in results)
+    with pytest.raises(ServerLost):
+        await connection.request(lambda id_: Read(id_, "/", 1), Done, deadline_s=T)
+    await connection.aclose()
+
+
+async def test_too_long_a_message_is_refused_and_the_connection_lives(box: Toolbox) -> None:
+    with pytest.raises(ToolError, match="a frame holds"):
+        await box.run(["true"], stdin=b"x" * 60_000_000, timeout_s=T)
+    assert (await box.bash("echo fine", timeout_s=T)).text == "fine\n"
