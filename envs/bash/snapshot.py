@@ -17,22 +17,29 @@ MAX_BYTES = 256 * 2**20
 #: Seconds the copy may take.
 TIMEOUT_S = 120.0
 
+#: Longest path in it, in characters; the system's own limit is 4,096 bytes with everything before it.
+_MAX_PATH = 1000
+
 _SUBMISSION = "/submission"
 
 
 class _Exit(IntEnum):
     COPIED = 0
     TOO_LARGE = 3
-    UNREADABLE = 4
+    REFUSED = 4
 
 
-# An unreadable directory would be copied empty, and what is in it would pass for removed: so it is refused.
-# tar's exit status 1 says that a file changed meanwhile, 141 that head had enough.
+# An unreadable directory would be copied empty, and what is in it would pass for removed; a path too long to
+# be named cannot be extracted. Both are refused. tar's exit status 1 says that a file changed meanwhile, 141
+# that head had enough.
 _COPY = f"""
+if [ ! -r {_SUBMISSION} ] || [ ! -x {_SUBMISSION} ]; then printf .; exit {_Exit.REFUSED}; fi
 cd {_SUBMISSION} || exit 1
-hidden=$(find . -type d \\( ! -readable -o ! -executable \\) -print -quit \\
-             -o -type f ! -readable -print -quit 2>/dev/null)
-if [ -n "$hidden" ]; then printf %s "$hidden"; exit {_Exit.UNREADABLE}; fi
+printf -v long '?%.0s' {{1..{_MAX_PATH}}}
+found=$(find . -path "$long*" -print -quit \
+            -o -type d \\( ! -readable -o ! -executable \\) -print -quit \
+            -o -type f ! -readable -print -quit 2>/dev/null | head --bytes=500)
+if [ -n "$found" ]; then printf %s "$found"; exit {_Exit.REFUSED}; fi
 tar --create --file=- . | head --bytes=$(({MAX_BYTES} + 1)) > /tmp/snapshot
 case ${{PIPESTATUS[0]}} in 0|1|141) ;; *) exit 1 ;; esac
 [ "$(stat --format=%s /tmp/snapshot)" -le {MAX_BYTES} ] || exit {_Exit.TOO_LARGE}
@@ -72,6 +79,6 @@ async def copy_workspace(grader: Workplace) -> str:
         return ""
     if done.exit_code == _Exit.TOO_LARGE:
         return f"the workspace is larger than {MAX_BYTES} bytes"
-    if done.exit_code == _Exit.UNREADABLE:
-        return f"the workspace holds something unreadable: {text}"
+    if done.exit_code == _Exit.REFUSED:
+        return f"the workspace holds something unreadable, or nested too deep: {text}"
     raise GraderError(f"the workspace cannot be copied: {'timed out' if done.timed_out else text}")

@@ -26,6 +26,8 @@ SDIST = f"{CONDA}/sdist"
 
 TIMEOUT_S = 600.0
 _KEPT_OUTPUT = 20_000
+#: How pip says that an index did not answer; the last where it was told not to try again.
+_UNREACHABLE = ("NewConnectionError", "ConnectTimeoutError", "NameResolutionError", "(from versions: none)")
 #: What tells pip where the packages are, and how to get there.
 _PASSED = (
     "PIP_",
@@ -86,12 +88,9 @@ async def _drain(process: asyncio.subprocess.Process) -> bytes:
 
 
 def _fault(spec: EnvironmentSpec, output: str) -> EnvironmentFault:
-    if any(
-        sign in output
-        for sign in ("Failed to establish a new connection", "NewConnectionError", "Max retries")
-    ):
+    if any(sign in output for sign in _UNREACHABLE):
         return EnvironmentFault(
-            f"no package index can be reached to fetch {spec.sdist}",
+            f"no package index can be reached to fetch {spec.sdist}: {output[-500:].strip()}",
             hint="the first build needs a network; PIP_INDEX_URL and HTTPS_PROXY are honoured",
         )
     return EnvironmentFault(f"fetching {spec.sdist} and its environment failed: {output[-1500:].strip()}")

@@ -11,6 +11,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    TypeAdapter,
     model_validator,
 )
 from unidiff.errors import UnidiffParseError
@@ -30,6 +31,9 @@ _UNUSED = (
 )
 
 
+_STRINGS = TypeAdapter(tuple[str, ...])
+
+
 def _encodable(text: str) -> str:
     if "\0" in text or re.search("[\ud800-\udfff]", text):
         raise ValueError("holds a NUL or a lone surrogate")
@@ -45,11 +49,7 @@ def _json_list(value: Any) -> Any:
     """The dataset holds lists of tests as JSON text; some of its relatives hold real lists."""
     if not isinstance(value, str):
         return value
-    return _JsonList.model_validate_json(f'{{"items": {value}}}').items
-
-
-class _JsonList(BaseModel):
-    items: tuple[str, ...]
+    return _STRINGS.validate_json(value)
 
 
 Text = Annotated[str, Field(min_length=1, max_length=2_000_000), AfterValidator(_encodable)]

@@ -1,14 +1,20 @@
 """The two consoles, and how an error looks."""
 
+import os
+import sys
+
 from rich.console import Console
 from rich.text import Text
 
 from prorl_envs.errors import ProrlError
 
+#: Columns where the output is a file or a pipe, which has no width of its own.
+_WIDTH = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120
+
 #: For what was asked for: tables, trajectories, JSON.
-out = Console(highlight=False)
+out = Console(highlight=False, width=_WIDTH)
 #: For everything else: progress, notes, errors.
-err = Console(stderr=True, highlight=False)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def report(error: ProrlError) -> None:

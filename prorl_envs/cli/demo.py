@@ -4,6 +4,7 @@ Without `--llm` a scripted model server plays the model: reference solutions, wr
 proportions. So the rewards of every group are known in advance, and the demo checks them.
 """
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -172,7 +173,7 @@ async def demo(settings: Settings, options: DemoOptions, folder: Path, model: Mo
     Returns:
         whether every group came out as the script says; True with a real model.
     """
-    chosen = choose(options)
+    chosen = await asyncio.to_thread(choose, options)
     async with (
         _given(model) if model else _scripted(chosen, options) as behind,
         rollout_service(settings, behind) as service,

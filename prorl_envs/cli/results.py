@@ -16,7 +16,7 @@ def read_results(path: Path) -> Iterator[Result]:
         InputError: no such file, or a line that is no result; names the line.
     """
     try:
-        lines = path.open(encoding="utf-8")
+        lines = path.open("rb")
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}", hint="name a results.jsonl") from error
     with lines:
@@ -25,9 +25,9 @@ def read_results(path: Path) -> Iterator[Result]:
                 continue
             try:
                 yield Result.model_validate_json(line)
-            except (ValidationError, UnicodeDecodeError) as error:
-                first = error.errors()[0] if isinstance(error, ValidationError) else {"msg": "not UTF-8"}
-                where = ".".join(str(part) for part in first.get("loc", ()))
+            except ValidationError as error:
+                first = error.errors()[0]
+                where = ".".join(str(part) for part in first["loc"]) or "line"
                 raise InputError(
                     f"{path}:{number}: not a rollout result: {where}: {first['msg']}",
                     hint="this command reads the results.jsonl that `run` and `demo` write",

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
@@ -28,7 +29,9 @@ def tokens_of(result: Result) -> tuple[int, int]:
 
 def samples_table(results: Iterable[Result]) -> Table:
     """One row per sample."""
-    table = Table(title="samples", title_justify="left")
+    table = Table(
+        title="samples", title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+    )
     for name in ("job", "reward", "stopped", "failure"):
         table.add_column(name, overflow="fold")
     for name in ("turns", "tokens", "sampled", "init s", "run s", "eval s", "drift"):
@@ -50,39 +53,59 @@ def samples_table(results: Iterable[Result]) -> Table:
 
 
 def _mean(values: Sequence[float]) -> str:
-    return f"{sum(values) / len(values):.2f}" if values else "-"
+    return f"{sum(values) / len(values):.1f}" if values else "-"
+
+
+def _rewards(samples: Iterable[Result]) -> Text:
+    """One mark per sample: its reward, or a cross where there is none."""
+    marks = [reward_cell(r) if r.reward is not None else Text("x", style="yellow") for r in samples]
+    return Text(" ").join(marks)
 
 
 def tasks_table(results: Iterable[Result]) -> Table:
     """One row per task: the reward of each sample, and means over the samples."""
-    table = Table(title="tasks", title_justify="left", caption="seconds are means of active time per sample")
+    caption = "x: no reward; turns and seconds (active) are means over the samples"
+    table = Table(
+        title="tasks",
+        title_justify="left",
+        caption=caption,
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
     table.add_column("task", overflow="fold")
-    table.add_column("reward per sample")
-    for name in ("turns", "tokens", "init s", "run s", "eval s", "drift"):
-        table.add_column(name, justify="right")
-    table.add_column("failures")
+    table.add_column("rewards", no_wrap=True)
+    for name in ("turns", "tokens", "init/run/eval s", "drift"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("failures", no_wrap=True)
     ordered = sorted(results, key=lambda r: (r.environment, r.task_id, r.group_id, r.sample))
+    family = ""
     for _, group in groupby(ordered, key=lambda r: (r.environment, r.group_id)):
         samples = list(group)
+        if samples[0].environment != family:
+            family = samples[0].environment
+            table.add_row(Text(family, style="bold"))
         times: list[Timings] = [r.timings for r in samples]
         kinds = Counter(r.failure.kind.value for r in samples if r.failure)
         table.add_row(
-            f"{samples[0].environment}: {samples[0].task_id}",
-            Text(" ").join(reward_cell(r) for r in samples),
+            samples[0].task_id,
+            _rewards(samples),
             _mean([len(r.trajectory.turns) for r in samples if r.trajectory]),
             str(sum(tokens_of(r)[0] for r in samples)),
-            _mean([t.init_s for t in times]),
-            _mean([t.run_s for t in times]),
-            _mean([t.eval_s for t in times]),
+            "/".join(
+                _mean(seconds)
+                for seconds in zip(*((t.init_s, t.run_s, t.eval_s) for t in times), strict=True)
+            ),
             str(sum(r.trajectory.drift for r in samples if r.trajectory)),
-            ", ".join(f"{kind} x{n}" for kind, n in kinds.items()),
+            ", ".join(f"{n} {kind}" for kind, n in kinds.items()),
         )
     return table
 
 
 def groups_table(groups: Iterable[GroupStatistics]) -> Table:
     """What a trainer sees of each group."""
-    table = Table(title="groups, as a trainer sees them", title_justify="left")
+    title = "groups, as a trainer sees them"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("group", overflow="fold")
     for name in ("samples", "with reward", "mean", "std"):
         table.add_column(name, justify="right")

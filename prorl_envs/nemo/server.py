@@ -14,122 +14,42 @@ import json
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 from uuid import uuid4
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
-from nemo_gym.base_resources_server import (
-    BaseResourcesServerConfig,
-    BaseVerifyRequest,
-    BaseVerifyResponse,
-    SimpleResourcesServer,
-)
+from nemo_gym.base_resources_server import SimpleResourcesServer
 from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest
-from nemo_gym.openai_utils import NeMoGymResponse
 from nemo_gym.server_utils import SESSION_ID_KEY
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
+from pydantic import PrivateAttr
 
-from prorl_envs.env.base import Grade
 from prorl_envs.env.node import Node
 from prorl_envs.env.registry import family
 from prorl_envs.errors import InputError, ProrlError, RolloutFailure
-from prorl_envs.nemo.failures import TOOL_UNAVAILABLE, error_body, failure_kind, http_status
+from prorl_envs.nemo.failures import TOOL_UNAVAILABLE, error_body, http_status
 from prorl_envs.nemo.process import die_with_parent
 from prorl_envs.nemo.rows import blank, task_row
 from prorl_envs.nemo.sessions import SessionLimits, Sessions
+from prorl_envs.nemo.wire import (
+    EnvironmentServerConfig,
+    ResetResponse,
+    SeedRequest,
+    SeedResponse,
+    StepRequest,
+    StepResponse,
+    VerifyRequest,
+    VerifyResponse,
+    details,
+    graded,
+    masked,
+)
 from prorl_envs.tools.types import JsonObject, ToolCall
 
 logger = logging.getLogger(__name__)
 
 #: Most bytes of one tool call's arguments.
 MAX_ARGUMENT_BYTES = 8 * 2**20
-
-#: Does this NeMo Gym leave masked samples out of its metrics by itself (0.5 and later)?
-KNOWS_MASKS = "mask_sample" in BaseVerifyResponse.model_fields
-
-
-class EnvironmentServerConfig(BaseResourcesServerConfig):
-    """The server's block in the YAML file.
-
-    Args:
-        environment: name of the family.
-        failures: what `/verify` answers where there is no reward: `error` an HTTP error, which fails the
-            rollout; `mask` a response with `mask_sample: true`, whose `reward: 0.0` is a placeholder; `auto`
-            masks where NeMo Gym knows masks, else errs.
-        max_sessions: sandboxes at one time; further episodes wait.
-        idle_s: seconds without a request after which an episode is ended.
-        init_s, eval_s: seconds the start and the grader may take.
-        max_turns: answers after which `/step` grades and truncates. Keep it at or below the agent's
-            `max_steps`: past those the agent gives up without a grade.
-    """
-
-    environment: str
-    failures: Literal["auto", "error", "mask"] = "auto"
-    max_sessions: int = Field(default=64, ge=1)
-    idle_s: float = Field(default=1800.0, gt=0)
-    init_s: float = Field(default=600.0, gt=0)
-    eval_s: float = Field(default=900.0, gt=0)
-    max_turns: int = Field(default=30, ge=1)
-
-    @field_validator("num_workers", check_fields=False)
-    @classmethod
-    def _one_worker(cls, value: int | None) -> int | None:
-        if value is not None and value > 1:
-            raise ValueError("episodes live in one process: leave num_workers at 1 and start more instances")
-        return value
-
-    @property
-    def masks(self) -> bool:
-        return self.failures == "mask" or (self.failures == "auto" and KNOWS_MASKS)
-
-
-class SeedRequest(BaseModel):
-    """A whole NeMo Gym row; only its task is read."""
-
-    model_config = ConfigDict(extra="allow")
-
-
-class SeedResponse(BaseModel):
-    """Nothing: the session travels in the cookie."""
-
-
-class VerifyRequest(BaseVerifyRequest):
-    model_config = ConfigDict(extra="allow")
-
-
-class VerifyResponse(BaseVerifyResponse):
-    """The verdict. `reward` means something only where `mask_sample` is false."""
-
-    model_config = ConfigDict(extra="allow")
-
-    environment: str
-    task_id: str = ""
-    reward_components: dict[str, float] = Field(default_factory=dict)
-    evidence: JsonObject = Field(default_factory=dict)
-    mask_sample: bool = False
-    failure_kind: str | None = None
-    failure_reason: str | None = None
-
-
-class ResetResponse(BaseModel):
-    observation: str | None = None
-    info: JsonObject = Field(default_factory=dict)
-
-
-class StepRequest(BaseModel):
-    """A whole row with the model's latest answer."""
-
-    model_config = ConfigDict(extra="allow")
-    response: NeMoGymResponse
-
-
-class StepResponse(BaseModel):
-    observation: str | None = None
-    reward: float = 0.0
-    terminated: bool = False
-    truncated: bool = False
-    info: JsonObject = Field(default_factory=dict)
 
 
 class EnvironmentServer(SimpleResourcesServer):
@@ -234,8 +154,8 @@ class EnvironmentServer(SimpleResourcesServer):
             _log(failure, "verify")
             if not self.config.masks:
                 raise
-            return self._response(session_id, body, _masked(failure))
-        return self._response(session_id, body, _graded(grade))
+            return self._response(session_id, body, masked(failure))
+        return self._response(session_id, body, graded(grade))
 
     def _response(self, session_id: str, body: VerifyRequest, verdict: JsonObject) -> VerifyResponse:
         ended = self._sessions.ended(session_id)
@@ -279,7 +199,7 @@ class EnvironmentServer(SimpleResourcesServer):
             return StepResponse(info=info)
         grade = await self._sessions.grade(session_id)
         return StepResponse(
-            reward=grade.reward, terminated=terminated, truncated=truncated, info=info | _details(grade)
+            reward=grade.reward, terminated=terminated, truncated=truncated, info=info | details(grade)
         )
 
     async def _step_call(self, session_id: str, item: Any) -> str:
@@ -313,25 +233,6 @@ async def _arguments(request: Request) -> JsonObject | str:
 
 def _session_id(request: Request) -> str:
     return str(request.session[SESSION_ID_KEY])
-
-
-def _details(grade: Grade) -> JsonObject:
-    return {"reward_components": dict(grade.components), "evidence": grade.evidence}
-
-
-def _graded(grade: Grade) -> JsonObject:
-    return {"reward": grade.reward} | _details(grade)
-
-
-def _masked(failure: RolloutFailure) -> JsonObject:
-    verdict: JsonObject = {
-        "reward": 0.0,
-        "mask_sample": True,
-        "failure_kind": failure_kind(failure),
-        "failure_reason": str(failure)[:2000],
-    }
-    # Without masks of its own, NeMo Gym keeps what carries this key out of the rollouts and in a file beside.
-    return verdict if KNOWS_MASKS else verdict | {"_ng_failure_class": failure_kind(failure)}
 
 
 async def _answer_error(request: Request, error: Exception) -> JSONResponse:

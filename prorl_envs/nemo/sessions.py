@@ -9,6 +9,7 @@ Knows nothing of NeMo Gym, so it is tested without it. Two properties matter mor
 """
 
 import asyncio
+import logging
 import math
 import time
 from collections import OrderedDict
@@ -22,10 +23,13 @@ from prorl_envs.errors import (
     EnvironmentFault,
     GraderError,
     InputError,
+    ProrlError,
     RolloutFailure,
     StageTimeout,
 )
 from prorl_envs.tools.types import ToolCall, ToolResult
+
+logger = logging.getLogger(__name__)
 
 type AnyEnvironment = Environment[Any]
 
@@ -262,6 +266,9 @@ class Sessions:
             self._ended.popitem(last=False)
         try:
             await session.environment.close()
+        except ProrlError as error:
+            # The outcome stands. The driver still holds what could not be closed, and ends it with the server.
+            logger.error("closing %s: %s", session.task.id, error)
         finally:
             if session.placed:
                 self._places.release()

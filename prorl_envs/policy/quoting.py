@@ -48,7 +48,14 @@ class Quoter:
     def __init__(self, literals: Iterable[str]) -> None:
         self._literals = tuple(sorted({text for text in literals if len(text) > 1 and text.strip()}))
         self._longest = max(map(len, self._literals), default=1)
-        self._anywhere = re.compile("|".join(f"(?={re.escape(text)})" for text in self._literals) or r"(?!)")
+        # One pattern per first character, which alone is consumed: literals may overlap, and a search skips
+        # quickly to the next such character.
+        rests: dict[str, list[str]] = {}
+        for text in self._literals:
+            rests.setdefault(text[0], []).append(re.escape(text[1:]))
+        self._anywhere = [
+            re.compile(f"{re.escape(first)}(?={'|'.join(after)})") for first, after in rests.items()
+        ]
 
     def choose_mark(self, value: Any) -> str:
         """A string that occurs nowhere in `value` (a JSON-like tree), nor does its form in ASCII JSON."""
@@ -68,7 +75,7 @@ class Quoter:
             leading: also look for the rest of a literal at the start. Right for prose; wrong for values that
                 a template compares (`type == "object"`).
         """
-        cuts = {match.start() + 1 for match in self._anywhere.finditer(text)}
+        cuts = {match.end() for pattern in self._anywhere for match in pattern.finditer(text)}
         cuts.update(self._begun_at_end(text))
         if leading and self._continues_a_literal(text):
             cuts.add(0)

@@ -17,8 +17,8 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.errors import ProrlError
-from prorl_envs.rollout.errors import Full, ServerFault, Unavailable, from_wire
-from prorl_envs.rollout.types import GroupRequest, Result
+from prorl_envs.rollout.errors import Full, NotFound, ServerFault, Unavailable, from_wire
+from prorl_envs.rollout.types import GroupRequest, Result, split_job_id
 from prorl_envs.rollout.views import (
     EnvironmentList,
     EnvironmentView,
@@ -147,7 +147,7 @@ class RolloutClient:
             after: a cursor from before their submission; 0 is always early enough.
 
         Raises:
-            NotFound: a group is not known.
+            NotFound: a group is not known, or a result of one is no longer kept.
             CursorExpired, Unavailable: as `results`.
         """
         missing = {job.id for name in group_ids for job in (await self.group(name)).jobs}
@@ -158,6 +158,14 @@ class RolloutClient:
                     missing.discard(result.job_id)
                     yield result
             after = page.next
+            if not page.results and missing:  # recorded, and gone before it was read?
+                await self._check_still_to_come(missing, after)
+
+    async def _check_still_to_come(self, jobs: Collection[str], after: int) -> None:
+        for group_id in {split_job_id(job)[0] for job in jobs}:
+            for job in (await self.group(group_id)).jobs:
+                if job.id in jobs and job.cursor is not None and job.cursor <= after:
+                    raise NotFound(f"the result of {job.id!r} is no longer kept", hint="read sooner")
 
     async def status(self) -> StatusView:
         return await self._call(StatusView, "GET", "/v1/status")

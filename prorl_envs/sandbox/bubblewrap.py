@@ -16,7 +16,7 @@ from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.command import DEFAULT_ENV, HOME, READY, SandboxFiles, bwrap_arguments, check
 from prorl_envs.sandbox.files import DriverDirectory, node_local_base, remove_tree
 from prorl_envs.sandbox.probe import explain, find_bwrap
-from prorl_envs.sandbox.processes import Process, readable, receive
+from prorl_envs.sandbox.processes import Process, not_in_forks, readable, receive
 from prorl_envs.sandbox.runtime import system_masks
 from prorl_envs.sandbox.system import write_etc, write_names
 from prorl_envs.sandbox.template import TEMPLATES, Template, TemplateSpec
@@ -31,7 +31,7 @@ CLOSE_TIMEOUT_S = 30.0
 class BubblewrapDriver:
     """Starts sandboxes with bubblewrap.
 
-    Belongs to one event loop, and to the thread that runs it: the sandboxes end with that thread.
+    Belongs to the event loop in which it is first used. Its sandboxes end with this process, however it ends.
 
     Args:
         root: existing directory on a local disk under which the driver makes its own; None chooses
@@ -66,6 +66,8 @@ class BubblewrapDriver:
             raise SandboxError("the driver is closed")
         check(spec)
         etc = await self._etc_for(spec.uid)
+        if self._closing is not None:  # meanwhile
+            raise SandboxError("the driver is closed")
         self._started += 1
         sandbox_id = f"{self._directory.path.name.rpartition('-')[2]}-{self._started}"
         files = SandboxFiles(self._directory.path / str(self._started), etc)
@@ -142,6 +144,7 @@ class BubblewrapSandbox:
         self._monitor_handle: Process | None = None
         self._init: Process | None = None
         self._servers: set[ToolServer] = set()
+        self._launching: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
 
     @property
@@ -178,6 +181,14 @@ class BubblewrapSandbox:
 
     async def launch(self, bwrap: Path) -> None:
         """Make the directories, run bubblewrap and wait for the first process. Called once, by the driver."""
+        self._launching = asyncio.create_task(self._launch(bwrap))
+        # Never cut short: bubblewrap killed between its fork and its first word leaves a process that waits
+        # for it forever.
+        await asyncio.shield(self._launching)
+        if self._closing is not None:
+            raise SandboxError(f"sandbox {self.id} was closed while it started")
+
+    async def _launch(self, bwrap: Path) -> None:
         self._prepare_files()
         info, info_inside = os.pipe()
         os.set_blocking(info, False)
@@ -252,9 +263,9 @@ class BubblewrapSandbox:
         # A socket, not a pipe: from inside, a pipe could be opened again through /proc/1/fd and kept open.
         self._lifetime, inside = socket.socketpair()
         self._lifetime.setblocking(False)
+        not_in_forks(self._lifetime)
         with inside:
-            # In the loop's own thread: --die-with-parent follows the thread that forks, and starting takes
-            # 0.2 ms (it holds the interpreter lock anyway).
+            # In the loop's own thread: it takes 0.2 ms, and holds the interpreter lock anyway.
             self._monitor = subprocess.Popen(
                 [
                     str(bwrap),
@@ -284,6 +295,10 @@ class BubblewrapSandbox:
         return output
 
     async def _close(self) -> None:
+        if self._lifetime is not None:
+            self._lifetime.shutdown(socket.SHUT_WR)  # a first process still on its way ends when it is there
+        if self._launching is not None:
+            await asyncio.gather(self._launching, return_exceptions=True)
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._end_processes()
@@ -293,18 +308,21 @@ class BubblewrapSandbox:
         self._driver.forget(self)
 
     async def _end_processes(self) -> None:
+        # Tool servers as well: a pid namespace ends only once parents outside it have reaped their children.
+        servers = [server.process for server in self._servers]
         first = self._init if self._init is not None else self._monitor_handle
-        held = [server.process for server in self._servers]
-        held += [process for process in (self._init, self._monitor_handle) if process is not None]
-        for process in held:
-            if process is first or process is not self._monitor_handle:
+        for process in (*servers, first):
+            if process is not None:
                 process.kill()
-        if self._lifetime is not None:
-            self._lifetime.close()
-        for process in held:
-            await process.wait()
+        for process in (*servers, self._init, self._monitor_handle):
+            if process is not None:
+                await process.wait()
         if self._monitor is not None:
             self._monitor.wait()  # it has ended: this only reaps
+        if self._lifetime is not None:
+            while (await receive(self._lifetime, 4096))[0]:  # until nothing holds the other end any more
+                pass
+            self._lifetime.close()
 
 
 async def _read_info(fd: int) -> dict[str, Any]:

@@ -115,7 +115,9 @@ def _isolation(spec: SandboxSpec) -> Iterator[str]:
         yield f"--unshare-{namespace}"
     # No further user namespaces inside: they give back every capability against the kernel's own code.
     yield "--disable-userns"
-    yield from ("--new-session", "--die-with-parent", "--as-pid-1", "--clearenv")
+    # Not --die-with-parent: it follows the thread that forked, and it can kill bubblewrap before its child is
+    # told to go on, which then waits forever. The first process's lifetime socket has neither fault.
+    yield from ("--new-session", "--as-pid-1", "--clearenv")
     yield from ("--uid", str(spec.uid), "--gid", str(spec.uid), "--hostname", spec.hostname)
     # The first process keeps one capability, which is without power in a user namespace. It makes the
     # process more privileged than all others inside, so that none can trace it and take its lifetime socket.

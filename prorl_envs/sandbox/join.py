@@ -9,6 +9,7 @@ import resource
 import signal
 from collections.abc import Mapping
 
+from prorl_envs.sandbox.seccomp import install_filter
 from prorl_envs.sandbox.syscalls import (
     PR_SET_DUMPABLE,
     PR_SET_NO_NEW_PRIVS,
@@ -60,6 +61,8 @@ def join(pidfd: int, *, workdir: str, env: Mapping[str, str], parent: int, isola
     if isolated:
         drop_capabilities()
     prctl(PR_SET_NO_NEW_PRIVS, 1)
+    if isolated:
+        install_filter()
     # Same-uid processes cannot trace or read it. After the capabilities: changing them resets this.
     prctl(PR_SET_DUMPABLE, 0)
     _end_with(parent)

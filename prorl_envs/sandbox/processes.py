@@ -10,7 +10,27 @@ import os
 import select
 import signal
 import socket
+import weakref
 from collections.abc import Callable
+
+#: Sockets whose closing ends something, so that they must not live on in a copy of this process.
+_held: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
+
+
+def not_in_forks(sock: socket.socket) -> None:
+    """Have `sock` closed in children that this process forks without exec, as multiprocessing does.
+
+    Such a child could outlive a killed service, and keep its sandboxes alive.
+    """
+    _held.add(sock)
+
+
+def _close_held() -> None:
+    for sock in _held:
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_close_held)
 
 
 async def readable(fd: int) -> None:

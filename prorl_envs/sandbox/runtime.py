@@ -5,6 +5,7 @@ started from must lie at the same paths inside. What must not appear there are p
 their reference solutions.
 """
 
+import os
 import site
 import sys
 import sysconfig
@@ -34,8 +35,12 @@ def python_runtime() -> tuple[tuple[Mount, ...], tuple[str, ...], dict[str, str]
     if sys.prefix != sys.base_prefix:
         paths += [Path(sys.prefix, "bin"), Path(sys.prefix, "pyvenv.cfg")]
     mounts = tuple(Mount(source=path, target=str(path)) for path in _outermost(paths))
-    masks = tuple(mask for folder in package_folders() for mask in hidden_in(folder))
+    # A virtual environment's base interpreter may have packages of its own.
+    base = Path(sysconfig.get_path("purelib", "posix_prefix", {"base": sys.base_prefix}))
+    masks = tuple(mask for folder in {base, *package_folders()} for mask in hidden_in(folder))
     env = {"PATH": f"{Path(sys.prefix, 'bin')}:{DEFAULT_ENV['PATH']}"}
+    if library_path := _visible_library_path(mounts):
+        env["LD_LIBRARY_PATH"] = library_path
     return mounts, masks, env
 
 
@@ -58,6 +63,14 @@ def hidden_in(folder: Path) -> Iterator[str]:
     for name in HIDDEN_PACKAGES:
         if (folder / name).is_dir():
             yield str(folder / name)
+
+
+def _visible_library_path(mounts: tuple[Mount, ...]) -> str:
+    """That part of LD_LIBRARY_PATH which is there inside: some interpreters find their own library by it."""
+    folders = filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":"))
+    return ":".join(
+        folder for folder in folders if any(Path(folder).is_relative_to(mount.source) for mount in mounts)
+    )
 
 
 def _outermost(paths: list[Path]) -> list[Path]:

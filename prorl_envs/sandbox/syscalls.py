@@ -25,6 +25,12 @@ def prctl(option: int, argument: int = 0) -> int:
     return _checked(_libc.prctl(ctypes.c_int(option), *arguments), f"prctl {option}")
 
 
+def syscall(number: int, *arguments: int) -> int:
+    """A system call by its number. Raises OSError where the kernel refuses."""
+    values = [ctypes.c_ulong(value) for value in arguments]
+    return _checked(_libc.syscall(ctypes.c_long(number), *values), f"system call {number}")
+
+
 def drop_capabilities() -> None:
     """Empty the ambient, bounding, inheritable, permitted and effective sets of this thread.
 

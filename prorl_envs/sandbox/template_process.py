@@ -18,7 +18,7 @@ from typing import Any
 
 import prorl_envs
 from prorl_envs.errors import SandboxError
-from prorl_envs.sandbox.processes import Process, receive, writable
+from prorl_envs.sandbox.processes import Process, not_in_forks, receive, writable
 from prorl_envs.sandbox.zygote import MESSAGE_LIMIT, REPORT_LIMIT
 
 logger = logging.getLogger(__name__)
@@ -77,6 +77,7 @@ class TemplateProcess:
         self._name = name
         self._control, inside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
+        not_in_forks(self._control)
         self._sending = asyncio.Lock()
         with inside:
             self._child = subprocess.Popen(

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 from prorl_envs.sandbox.join import join
 from prorl_envs.sandbox.route import add_default_route
-from prorl_envs.sandbox.syscalls import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
+from prorl_envs.sandbox.syscalls import PR_SET_CHILD_SUBREAPER, prctl
 
 MESSAGE_LIMIT = 160 * 1024
 REPORT_LIMIT = 16 * 1024
@@ -39,7 +39,6 @@ def main() -> None:
     """Serve forks until the control socket closes. Never returns in a child."""
     control = socket.socket(fileno=os.dup(0))
     _replace_with_null(0)
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # Adopts what a tool server leaves behind: a zombie that nobody reaps keeps its pid namespace from ending.
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:

@@ -26,6 +26,8 @@ from prorl_envs.testing.scripted import (
 from prorl_envs.tools.types import JsonObject
 
 MODEL_ID = "scripted"
+# Sessions whose first failure is remembered; the oldest are forgotten, and fail once more.
+_MAX_FLAKED = 65_536
 OWNER = "prorl-envs scripted model server (not a model)"
 
 
@@ -144,7 +146,8 @@ class ScriptedService:
         sample = self._model.sample(
             key, behaviour, prompt.assistant_turns, session=session, max_tokens=asked.max_tokens
         )
-        await self._take_time(sample, request)
+        if not await self._take_time(sample, request):
+            return _nobody_reads_it()
         self.counts.sampled_tokens += len(sample.ids)
         self.audit.record(
             Exchange(
@@ -172,26 +175,30 @@ class ScriptedService:
         match behaviour:
             case Behaviour.HANG:
                 await self._until_client_leaves(request)
-                return Response(status_code=499)  # nobody is there to read it
+                return _nobody_reads_it()
             case Behaviour.ERROR500:
                 return _error(500, "the scripted server fails, as its script says")
             case Behaviour.DISCONNECT:
                 return _Disconnect()
             case Behaviour.FLAKY if self._flaked.get(session, -1) < turn:
                 self._flaked[session] = turn
+                if len(self._flaked) > _MAX_FLAKED:
+                    del self._flaked[next(iter(self._flaked))]
                 return _error(503, "the scripted server is overloaded, as its script says", retry_after=0)
             case _:
                 return None
 
-    async def _take_time(self, sample: ScriptedSample, request: Request) -> None:
+    async def _take_time(self, sample: ScriptedSample, request: Request) -> bool:
+        """Take as long as sampling would; False where the client left before its end."""
         speed = self.options.tokens_per_s
         seconds = self.options.latency_s + (len(sample.ids) / speed if speed else 0.0)
         if seconds <= 0:
-            return
+            return True
         watcher = asyncio.ensure_future(self._until_client_leaves(request))
         sleeper = asyncio.ensure_future(self._clock.sleep(seconds))
         try:
             await asyncio.wait((watcher, sleeper), return_when=asyncio.FIRST_COMPLETED)
+            return sleeper.done()
         finally:
             for task in (watcher, sleeper):
                 task.cancel()
@@ -269,6 +276,10 @@ def scripted_app(service: ScriptedService) -> FastAPI:
         return [asdict(exchange) for exchange in service.audit.exchanges]
 
     return app
+
+
+def _nobody_reads_it() -> Response:
+    return Response(status_code=499)
 
 
 def _error(status: int, message: str, *, retry_after: int | None = None) -> Response:

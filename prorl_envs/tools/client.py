@@ -1,17 +1,17 @@
 """The host's side of a sandbox's tools."""
 
-import asyncio
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Self
 
 from prorl_envs.errors import InputError, SandboxError, ToolError
 from prorl_envs.sandbox.base import Sandbox
 from prorl_envs.tools.arguments import complaint, is_unicode
-from prorl_envs.tools.connection import Connection, ServerLost
+from prorl_envs.tools.connection import ServerLost
+from prorl_envs.tools.link import ServerLink, Session, ToolLimits, check_timeout
+from prorl_envs.tools.python import ForkedPython, PythonEngine, PythonTool
+from prorl_envs.tools.results import bash_result, server_lost
 from prorl_envs.tools.schemas import BASH, EDITOR, PYTHON
 from prorl_envs.tools.types import JsonObject, ToolCall, ToolResult
 from prorl_envs.tools.wire import (
@@ -22,48 +22,12 @@ from prorl_envs.tools.wire import (
     Done,
     Edit,
     Edited,
-    Python,
-    PythonDone,
+    EndProcesses,
     Read,
-    Reply,
-    Request,
     Run,
     RunDone,
-    Setup,
     Write,
 )
-
-ENTRY = "prorl_envs.tools.server:serve"
-#: Variables of every tool's processes, unless the sandbox's own say otherwise: nobody presses a pager's key,
-#: and the model reads no colours.
-ENVIRONMENT = {"PAGER": "cat", "GIT_PAGER": "cat", "MANPAGER": "cat", "TERM": "dumb"}
-
-
-class PythonEngine(StrEnum):
-    """What runs Python cells.
-
-    NONE: nothing does. FORKED: IPython in a process forked warm from the host's own interpreter.
-    """
-
-    NONE = "none"
-    FORKED = "forked"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolLimits:
-    """The bounds of one toolbox.
-
-    Args:
-        output_bytes: bytes of output kept of each tool call; half from its beginning, half from its end.
-        grace_s: seconds a command has to obey an interrupt before it is killed.
-        margin_s: seconds beyond a call's own timeout after which the tool server itself is given up.
-        transfer_s: seconds for moving a file.
-    """
-
-    output_bytes: int = 32 * 1024
-    grace_s: float = 2.0
-    margin_s: float = 15.0
-    transfer_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,81 +49,6 @@ class Completed:
     duration_s: float
 
 
-@dataclass(slots=True)
-class _Session:
-    """Keeps the calls of one session in order.
-
-    Args:
-        server: the connection it last used; None where there was none, or the model knows of its loss.
-    """
-
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    server: Connection | None = None
-
-
-class _Link:
-    """A tool server that is forked at first use and again whenever it is found lost."""
-
-    def __init__(self, sandbox: Sandbox, template: str, limits: ToolLimits, *, python: bool) -> None:
-        self._sandbox = sandbox
-        self._template = template
-        self._limits = limits
-        self._python = python
-        self._connection: Connection | None = None
-        self._starting = asyncio.Lock()
-        self._closed = False
-
-    async def connection(self) -> Connection:
-        """The live connection.
-
-        Raises:
-            SandboxError: the sandbox has ended.
-            ToolError: the toolbox is closed, or a new server cannot be set up.
-        """
-        connection = self._connection
-        if connection is not None and not connection.lost:
-            return connection
-        if self._closed:
-            raise ToolError("the toolbox is closed")
-        if not self._sandbox.alive:
-            raise SandboxError(f"sandbox {self._sandbox.id} has ended")
-        async with self._starting:
-            if self._connection is None or self._connection.lost:
-                self._connection = await self._start()
-            return self._connection
-
-    async def aclose(self) -> None:
-        self._closed = True
-        if self._connection is not None:
-            await self._connection.aclose()
-
-    async def _start(self) -> Connection:
-        sock = await self._sandbox.spawn(ENTRY, template=self._template)
-        try:
-            connection = await Connection.open(sock)
-        except BaseException:
-            sock.close()
-            raise
-        limits = self._limits
-
-        def setup(request_id: int) -> Setup:
-            return Setup(
-                request_id,
-                self._sandbox.spec.workdir,
-                {**ENVIRONMENT, **self._sandbox.spec.env},
-                limits.output_bytes,
-                limits.grace_s,
-                self._python,
-            )
-
-        try:
-            await connection.request(setup, Done, deadline_s=limits.margin_s)
-        except BaseException:
-            await connection.aclose()
-            raise
-        return connection
-
-
 class Toolbox:
     """The tools of one sandbox. Made by `open`; closed by whoever opened it, before the sandbox.
 
@@ -167,20 +56,30 @@ class Toolbox:
     Cancelling a call stops what it started and leaves the toolbox usable.
     """
 
-    def __init__(self, sandbox: Sandbox, python: PythonEngine, limits: ToolLimits) -> None:
+    def __init__(
+        self, sandbox: Sandbox, python: PythonEngine, limits: ToolLimits, interpreter: str = "python3"
+    ) -> None:
         self.sandbox = sandbox
         self.limits = limits
-        self._tools = _Link(sandbox, "base", limits, python=False)
-        self._shells: dict[str, _Session] = {}
-        # A server of its own: a session's memory is a copy of its server's, which must hold nothing else.
-        self._python = (
-            _Link(sandbox, "ipython", limits, python=True) if python is PythonEngine.FORKED else None
-        )
-        self._cells = _Session()
+        self._tools = ServerLink(sandbox, "base", limits, python=False)
+        self._shells: dict[str, Session] = {}
+        self._python: PythonTool | None = None
+        if python is PythonEngine.FORKED:
+            self._python = ForkedPython(sandbox, limits)
+        elif python is PythonEngine.KERNEL:
+            # Only here: the libraries behind it take 0.2 s to import.
+            from prorl_envs.tools.jupyter import JupyterPython
+
+            self._python = JupyterPython(sandbox, limits, interpreter=interpreter)
 
     @classmethod
     async def open(
-        cls, sandbox: Sandbox, *, python: PythonEngine | bool = False, limits: ToolLimits | None = None
+        cls,
+        sandbox: Sandbox,
+        *,
+        python: PythonEngine | bool = False,
+        limits: ToolLimits | None = None,
+        interpreter: str = "python3",
     ) -> Self:
         """Fork the tool servers into a running sandbox.
 
@@ -188,17 +87,18 @@ class Toolbox:
             sandbox: stays its owner's.
             python: what runs Python cells; True takes the forked session.
             limits: bounds of outputs and times.
+            interpreter: for a Jupyter kernel, the image's Python: a name in its PATH, or an absolute path.
 
         Raises:
             SandboxError: the sandbox has ended or cannot be joined.
             ToolError: a server does not answer.
         """
         engine = PythonEngine.FORKED if python is True else PythonEngine(python or PythonEngine.NONE)
-        toolbox = cls(sandbox, engine, limits or ToolLimits())
+        toolbox = cls(sandbox, engine, limits or ToolLimits(), interpreter)
         try:
             await toolbox._tools.connection()
             if toolbox._python is not None:
-                await toolbox._python.connection()
+                await toolbox._python.start()
         except BaseException:
             await toolbox.aclose()
             raise
@@ -219,27 +119,30 @@ class Toolbox:
         Raises:
             SandboxError, ToolError: our infrastructure failed.
         """
-        _check_timeout(timeout_s)
+        check_timeout(timeout_s)
         if "\0" in command or not is_unicode(command):
             return ToolResult(text="the command holds a character that bash cannot take", ok=False)
         started = time.monotonic()
-        shell = self._shells.setdefault(session, _Session())
+        shell = self._shells.setdefault(session, Session())
         async with shell.lock:
             connection = await self._tools.connection()
             lost = shell.server is not None and shell.server is not connection
             shell.server = connection
             try:
-                done = await self._ask(
-                    connection, lambda id_: Bash(id_, session, command, timeout_s), BashDone, timeout_s
+                done = await self._tools.ask(
+                    lambda id_: Bash(id_, session, command, timeout_s),
+                    BashDone,
+                    timeout_s=timeout_s,
+                    connection=connection,
                 )
             except ServerLost as error:
                 shell.server = None
-                return _server_lost(error, "shell", time.monotonic() - started)
+                return server_lost(error, "shell", time.monotonic() - started)
             except OSError as error:
                 raise ToolError(f"no shell could be started: {error}") from error
         if done.notice and not self.sandbox.alive:
             raise SandboxError(f"sandbox {self.sandbox.id} ended during a command")
-        return _bash_result(done, "shell" if lost else "", time.monotonic() - started)
+        return bash_result(done, "shell" if lost else "", time.monotonic() - started)
 
     async def python(self, code: str, *, timeout_s: float) -> ToolResult:
         """Run a cell in the persistent Python session.
@@ -257,28 +160,12 @@ class Toolbox:
             InputError: this toolbox has no Python session.
             SandboxError, ToolError: our infrastructure failed.
         """
-        _check_timeout(timeout_s)
+        check_timeout(timeout_s)
         if self._python is None:
             raise InputError("this toolbox has no Python session", hint="open it with python=True")
         if not is_unicode(code):
             return ToolResult(text="the code holds a character that Python cannot take", ok=False)
-        started = time.monotonic()
-        async with self._cells.lock:
-            connection = await self._python.connection()
-            lost = self._cells.server is not None and self._cells.server is not connection
-            self._cells.server = connection
-            try:
-                done = await self._ask(
-                    connection, lambda id_: Python(id_, code, timeout_s), PythonDone, timeout_s
-                )
-            except ServerLost as error:
-                self._cells.server = None
-                return _server_lost(error, "Python session", time.monotonic() - started)
-            except OSError as error:
-                raise ToolError(f"no Python session could be started: {error}") from error
-        if done.notice and not self.sandbox.alive:
-            raise SandboxError(f"sandbox {self.sandbox.id} ended during a cell")
-        return _python_result(done, "Python session" if lost else "", time.monotonic() - started)
+        return await self._python.run(code, timeout_s=timeout_s)
 
     async def edit(self, arguments: JsonObject) -> ToolResult:
         """View or edit a file.
@@ -295,13 +182,12 @@ class Toolbox:
         if wrong := complaint(EDITOR, arguments):
             return ToolResult(text=wrong, ok=False)
         started = time.monotonic()
-        connection = await self._tools.connection()
         try:
-            edited = await self._ask(
-                connection, lambda id_: Edit(id_, **arguments), Edited, self.limits.transfer_s
+            edited = await self._tools.ask(
+                lambda id_: Edit(id_, **arguments), Edited, timeout_s=self.limits.transfer_s
             )
         except ServerLost as error:
-            return _server_lost(error, "editor", time.monotonic() - started)
+            return server_lost(error, "editor", time.monotonic() - started)
         return ToolResult(
             text=edited.text,
             ok=edited.ok,
@@ -361,12 +247,12 @@ class Toolbox:
             OSError: as starting it locally would raise (no such program, no such directory).
             SandboxError, ToolError: our infrastructure failed.
         """
-        _check_timeout(timeout_s)
+        check_timeout(timeout_s)
 
         def make(id_: int) -> Run:
             return Run(id_, list(argv), cwd, dict(env or {}), stdin, timeout_s, output_limit)
 
-        done = await self._ask(await self._tools.connection(), make, RunDone, timeout_s)
+        done = await self._tools.ask(make, RunDone, timeout_s=timeout_s)
         return Completed(
             exit_code=done.exit_code,
             output=done.output,
@@ -387,11 +273,10 @@ class Toolbox:
             raise InputError(
                 f"{len(data)} bytes are more than one transfer takes", hint="split it, or use a mount"
             )
-        await self._ask(
-            await self._tools.connection(),
+        await self._tools.ask(
             lambda id_: Write(id_, path, data, mode),
             Done,
-            self.limits.transfer_s,
+            timeout_s=self.limits.transfer_s,
         )
 
     async def read(self, path: str, *, limit: int = CONTENT_LIMIT) -> bytes:
@@ -401,69 +286,28 @@ class Toolbox:
             OSError: as a local read would raise; also for what is no regular file.
             SandboxError, ToolError: our infrastructure failed.
         """
-        content = await self._ask(
-            await self._tools.connection(),
+        content = await self._tools.ask(
             lambda id_: Read(id_, path, limit),
             Content,
-            self.limits.transfer_s,
+            timeout_s=self.limits.transfer_s,
         )
         return content.data
+
+    async def end_processes(self) -> None:
+        """Kill every process in the sandbox, background jobs and daemons included; files and tools stay.
+
+        For a grader that goes on in the agent's own sandbox. The next call in each session gets a new one.
+
+        Raises:
+            SandboxError, ToolError: our infrastructure failed, or the processes cannot be ended.
+        """
+        try:
+            await self._tools.ask(EndProcesses, Done, timeout_s=self.limits.transfer_s)
+        except OSError as error:
+            raise ToolError(f"the sandbox's processes cannot be ended: {error}") from error
 
     async def aclose(self) -> None:
         """End the tool servers, and with them the shells and the Python session. Idempotent."""
         await self._tools.aclose()
         if self._python is not None:
             await self._python.aclose()
-
-    async def _ask[R: Reply](
-        self, connection: Connection, make: Callable[[int], Request], reply_type: type[R], timeout_s: float
-    ) -> R:
-        try:
-            return await connection.request(make, reply_type, deadline_s=timeout_s + self.limits.margin_s)
-        except (ServerLost, OSError) as error:
-            if not self.sandbox.alive:
-                raise SandboxError(f"sandbox {self.sandbox.id} has ended") from error
-            raise
-
-
-def _check_timeout(timeout_s: float) -> None:
-    if not (math.isfinite(timeout_s) and timeout_s > 0):
-        raise InputError(f"timeout_s is {timeout_s}; it must be a positive number of seconds")
-
-
-def _server_lost(error: ServerLost, what: str, duration_s: float) -> ToolResult:
-    text = f"[{error.message}; the next call gets a new {what}, and what this one held is lost]"
-    return ToolResult(text=text, ok=False, data={"tool_server_lost": True}, duration_s=duration_s)
-
-
-def _bash_result(done: BashDone, renewed: str, duration_s: float) -> ToolResult:
-    status = f"[exit status {done.exit_code}]" if done.exit_code else ""
-    return ToolResult(
-        text=_observation(renewed, done.output, status, done.notice),
-        ok=done.exit_code is not None,
-        data={"exit_code": done.exit_code, "cwd": done.cwd, "timed_out": done.timed_out},
-        duration_s=duration_s,
-        truncated_bytes=done.omitted,
-    )
-
-
-def _python_result(done: PythonDone, renewed: str, duration_s: float) -> ToolResult:
-    data: JsonObject = {"error": done.error or None, "timed_out": done.timed_out}
-    if done.display:
-        data["display"] = done.display
-    return ToolResult(
-        text=_observation(renewed, done.output, done.notice),
-        # A traceback is an answer; a session that was stopped or ended is not.
-        ok=not done.notice,
-        data=data,
-        duration_s=duration_s,
-        truncated_bytes=done.omitted,
-    )
-
-
-def _observation(renewed: str, output: str, *remarks: str) -> str:
-    """The output as it is, or with remarks on lines of their own around it."""
-    before = f"[the tool server was lost; this is a new {renewed}]" if renewed else ""
-    if not before and not any(remarks):
-        return output
-    return "\n".join(filter(None, [before, output.removesuffix("\n"), *remarks]))

@@ -1,6 +1,9 @@
-"""Forking a Python kernel from the tool server: warm, and without anything of the server's."""
+"""Children of a tool server that do not exec: the Python kernel, warm and without anything of the server's,
+and the one that ends all others."""
 
+import contextlib
 import ctypes
+import errno
 import fcntl
 import os
 import signal
@@ -11,6 +14,7 @@ import traceback
 #: Seconds a kernel may take to accept a cell; between cells it does nothing but read.
 SEND_TIMEOUT_S = 5.0
 _PR_SET_DUMPABLE = 4
+_KILL_ROUNDS = 1000
 
 
 class Kernel:
@@ -73,6 +77,39 @@ class Kernel:
             os.killpg(self.pid, number)
         except ProcessLookupError:  # just forked: not yet the leader of its group
             signal.pidfd_send_signal(self.pidfd, number)
+
+
+def end_processes() -> None:
+    """Kill every process in the sandbox but its first.
+
+    Done by a child, because only children live in the sandbox's pid namespace. It goes on until nothing is
+    left to be killed: a process may fork while the others die.
+
+    Raises:
+        OSError: the child cannot be forked, or new processes came faster than they could be killed.
+    """
+    if (pid := os.fork()) == 0:
+        try:
+            for _ in range(_KILL_ROUNDS):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(-1, signal.SIGKILL)
+                if not any(_lives(name) for name in os.listdir("/proc") if name.isdigit()):  # noqa: PTH208
+                    os._exit(0)
+        finally:
+            os._exit(1)
+    if os.waitpid(pid, 0)[1] != 0:
+        raise OSError(errno.EAGAIN, "the sandbox starts processes faster than they can be killed")
+
+
+def _lives(pid: str) -> bool:
+    """Whether this is a process other than the sandbox's first and the caller, and not merely unreaped."""
+    if int(pid) in (1, os.getpid()):
+        return False
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
+            return file.read().rpartition(b") ")[2][:1] not in (b"Z", b"X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def _become_kernel(workdir: str, control: int, output: int) -> None:

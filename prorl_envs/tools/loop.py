@@ -9,6 +9,9 @@ import select
 import time
 from collections.abc import Callable
 
+#: Seconds; epoll takes at most 2**31 milliseconds.
+_LONGEST_WAIT_S = 3600.0
+
 type Callback = Callable[[], None]
 
 
@@ -76,7 +79,8 @@ class Loop:
     def _wait_s(self) -> float | None:
         if not self._timers:
             return None
-        return max(0.0, min(timer.due for timer in self._timers) - time.monotonic())
+        due = min(timer.due for timer in self._timers)
+        return min(max(0.0, due - time.monotonic()), _LONGEST_WAIT_S)
 
     def _fire(self) -> None:
         now = time.monotonic()

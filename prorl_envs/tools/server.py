@@ -11,6 +11,7 @@ import msgspec
 
 from prorl_envs.tools.editor import EditError, Editor
 from prorl_envs.tools.files import read_file, write_file
+from prorl_envs.tools.fork import end_processes
 from prorl_envs.tools.kernel_session import KernelSession
 from prorl_envs.tools.loop import Loop
 from prorl_envs.tools.process import FreshProcess
@@ -24,6 +25,7 @@ from prorl_envs.tools.wire import (
     Done,
     Edit,
     Edited,
+    EndProcesses,
     Framer,
     Python,
     Read,
@@ -124,6 +126,9 @@ class ToolServer:
                 self._answer(Done(request.id))
             case Edit():
                 self._edit(request)
+            case EndProcesses():
+                end_processes()
+                self._answer(Done(request.id))
             case Cancel():
                 self._cancel(request.id)
             case Setup():

@@ -74,9 +74,8 @@ class ShellSession(Session[Bash]):
         self._notice = ""
 
     def close(self) -> None:
-        """End the shell and its command; background jobs are told that their terminal is gone."""
+        """End the shell and its command. Background jobs stay, without a terminal, until the sandbox ends."""
         if self._terminal is not None:
-            self._terminal.hang_up()
             self._terminal.kill()
             self._discard()
 

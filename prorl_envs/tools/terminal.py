@@ -122,10 +122,6 @@ class Terminal:
         self.kill_foreground()
         signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
-    def hang_up(self) -> None:
-        """Tell the shell that its terminal is gone; it tells its background jobs."""
-        signal.pidfd_send_signal(self.pidfd, signal.SIGHUP)
-
     def reap(self) -> int:
         """The exit status of the ended shell, negative for a signal; waits for it."""
         _, status = os.waitpid(self.pid, 0)

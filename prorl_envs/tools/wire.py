@@ -91,6 +91,10 @@ class Cancel(Request, tag=7):
     """End the request with this id soon; it answers as usual, and this has no answer of its own."""
 
 
+class EndProcesses(Request, tag=8):
+    """Kill every process of the sandbox but its first and the tool servers."""
+
+
 class Reply(msgspec.Struct, array_like=True, gc=False):
     """Base of what the server answers."""
 
@@ -166,11 +170,11 @@ class CellDone(msgspec.Struct, array_like=True, gc=False):
     display: list[dict[str, str]]
 
 
-type AnyRequest = Setup | Bash | Python | Run | Write | Read | Edit | Cancel
+type AnyRequest = Setup | Bash | Python | Run | Write | Read | Edit | Cancel | EndProcesses
 type AnyReply = Done | BashDone | PythonDone | RunDone | Content | Edited | Refused
 
 _encoder = msgspec.msgpack.Encoder()
-_requests = msgspec.msgpack.Decoder(Setup | Bash | Python | Run | Write | Read | Edit | Cancel)
+_requests = msgspec.msgpack.Decoder(Setup | Bash | Python | Run | Write | Read | Edit | Cancel | EndProcesses)
 _replies = msgspec.msgpack.Decoder(Done | BashDone | PythonDone | RunDone | Content | Edited | Refused)
 _cells = msgspec.msgpack.Decoder(Cell)
 _cells_done = msgspec.msgpack.Decoder(CellDone)

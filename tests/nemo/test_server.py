@@ -17,7 +17,8 @@ from nemo_gym.server_utils import ServerClient
 from omegaconf import OmegaConf
 
 from prorl_envs.nemo.rows import blank, nemo_row
-from prorl_envs.nemo.server import KNOWS_MASKS, EnvironmentServer, EnvironmentServerConfig
+from prorl_envs.nemo.server import EnvironmentServer
+from prorl_envs.nemo.wire import KNOWS_MASKS, EnvironmentServerConfig
 from prorl_envs.testing.serving import served
 
 pytestmark = pytest.mark.nemo

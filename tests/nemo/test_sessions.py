@@ -78,6 +78,7 @@ class Note(Environment[NoteTask]):
     async def close(self) -> None:
         if self.path is not None:
             shutil.rmtree(self.path, ignore_errors=True)
+            await self._may_fail("close")
 
     async def _may_fail(self, stage: str) -> None:
         if self.task.fault == f"{stage}-hangs":
@@ -271,6 +272,17 @@ async def test_a_failed_start_gives_its_place_back(tmp_path: Path) -> None:
         with pytest.raises(SandboxError):
             await house.sessions.open(f"s{number}", ROW | {"fault": "init"})
     await house.sessions.open("good", ROW)
+    await house.sessions.aclose()
+
+
+async def test_an_episode_that_does_not_close_keeps_its_grade_and_gives_its_place_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    house = House(tmp_path, open=1)
+    await house.sessions.open("s", ROW | {"fault": "close"})
+    assert (await house.sessions.grade("s")).reward == 0.0
+    assert "the sandbox ended during close" in caplog.text
+    await house.sessions.open("next", ROW)
     await house.sessions.aclose()
 
 

@@ -140,6 +140,8 @@ async def test_cancelling_ends_the_generation_on_the_server() -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         await server.until(lambda counts: counts.aborted == 1 and counts.running == 0)
+        assert server.counts.sampled_tokens == 0
+        assert not server.exchanges
 
 
 async def test_a_server_can_stop_while_it_is_hanging() -> None:

@@ -1,5 +1,6 @@
 """A service over toy environments, with everything a test may want to hold."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,6 +60,11 @@ class Bench:
     async def idle(self) -> None:
         """Return once every environment is closed."""
         await self.world.until(lambda: self.world.open == 0)
+
+    async def gone(self) -> None:
+        """Return once the service holds no job, finished and closed ones included."""
+        while self.service.status().unfinished:  # noqa: ASYNC110 - the service has no event for it
+            await asyncio.sleep(0)
 
 
 @pytest.fixture

@@ -107,7 +107,11 @@ async def test_seeds_differ_within_a_group(make_bench: Any, renderer: TemplateRe
     bench = await make_bench(model=model)
     await bench.submit(bench.group(samples=3, sampling={"seed": 10}))
     await bench.finished(3)
-    assert sorted(s.seed for samplings in model.samplings.values() for s in samplings) == [10, 11, 12]
+    assert {job: [s.seed for s in asked] for job, asked in model.samplings.items()} == {
+        "g/0": [10],
+        "g/1": [11],
+        "g/2": [12],
+    }
 
 
 @pytest.mark.parametrize(("step", "stage"), [("init", Stage.INIT), ("eval", Stage.EVAL)])
@@ -164,8 +168,7 @@ async def test_a_close_that_hangs_or_fails_holds_up_nobody(make_bench: Any) -> N
     assert {result.reward for result in results} == {1.0}, "the result does not wait for the close"
     await bench.world.until(lambda: bench.world.inside["close"] == 1)
     clock.advance(10)
-    while bench.service.status().unfinished:
-        await asyncio.sleep(0)
+    await bench.gone()
     assert bench.service.status().close_failures == 2
 
 
@@ -223,8 +226,7 @@ async def test_cancelling_at_random_moments_leaves_nothing(make_bench: Any, seed
     results = await bench.finished(len(jobs))
     assert sorted(result.job_id for result in results) == sorted(jobs), "one result for every job"
     await bench.idle()
-    while bench.service.status().unfinished:
-        await asyncio.sleep(0)
+    await bench.gone()
     status = bench.service.status()
     assert (status.live, status.close_failures) == (0, 0)
     assert {pool.active + pool.waiting for pool in status.pools.values()} == {0}
@@ -233,7 +235,7 @@ async def test_cancelling_at_random_moments_leaves_nothing(make_bench: Any, seed
 
 
 async def test_the_stages_overlap(make_bench: Any) -> None:
-    bench = await make_bench(init=1, run=1, eval=1)
+    bench = await make_bench(init=1, run=1, eval=1, live=10)
     for step in ("init", "call", "eval"):
         bench.world.gates[step] = asyncio.Event()
     await bench.submit(bench.group(samples=4))
@@ -297,8 +299,7 @@ async def test_a_full_queue_refuses_and_takes_again(make_bench: Any) -> None:
     await bench.submit(bench.group(samples=2), bench.group("i"))
     bench.world.gates["call"].set()
     await bench.finished(3)
-    while bench.service.status().unfinished:
-        await asyncio.sleep(0)
+    await bench.gone()
     await bench.submit(bench.group("h", samples=2))
     await bench.finished(5)
 

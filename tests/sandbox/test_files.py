@@ -42,7 +42,7 @@ def test_a_tree_deeper_than_any_path_and_than_the_stack(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     tree.mkdir()
     fd = os.open(tree, os.O_RDONLY)
-    for _ in range(3000):
+    for _ in range(1200):
         os.mkdir("nested", dir_fd=fd)
         os.close(os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=fd))
         inner = os.open("nested", os.O_RDONLY, dir_fd=fd)

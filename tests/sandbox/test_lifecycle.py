@@ -13,7 +13,7 @@ import pytest
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import Driver, Mount, Sandbox, SandboxSpec
-from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.bubblewrap import BubblewrapDriver, BubblewrapSandbox
 from prorl_envs.testing.leaks import Holdings, leaks_since
 from prorl_envs.testing.sandbox_entry import FAIL, RUN_SCRIPTS, ask, run_script
 
@@ -68,6 +68,17 @@ async def test_closing_the_driver_closes_everything(own_driver: BubblewrapDriver
         sock.close()
     with pytest.raises(SandboxError, match="closed"):
         await own_driver.start(SandboxSpec())
+
+
+async def test_closing_the_driver_ends_what_is_starting(own_driver: BubblewrapDriver) -> None:
+    starts = [asyncio.create_task(own_driver.start(SandboxSpec())) for _ in range(4)]
+    await own_driver.start(SandboxSpec())
+    await own_driver.aclose()
+    outcomes = await asyncio.gather(*starts, return_exceptions=True)
+    for outcome in outcomes:
+        assert isinstance(outcome, SandboxError) or (
+            isinstance(outcome, BubblewrapSandbox) and not outcome.alive
+        )
 
 
 async def test_many_sandboxes_at_once(shell_driver: BubblewrapDriver) -> None:
@@ -203,7 +214,7 @@ async def test_concurrent_first_spawns_share_one_template(own_driver: Bubblewrap
 SERVICE = """\
 import asyncio, sys
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.bubblewrap import BubblewrapDriver, BubblewrapSandbox
 from prorl_envs.testing.sandbox_entry import RUN_SCRIPTS, SCRIPT_TEMPLATES, ask
 
 async def main():

@@ -6,8 +6,9 @@ import pytest
 
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
-from prorl_envs.tools.client import Toolbox, ToolLimits
+from prorl_envs.tools.client import Toolbox
 from prorl_envs.tools.interpreter import interpreter_masks, interpreter_mounts
+from prorl_envs.tools.link import ToolLimits
 
 #: Short, for the tests of what comes after an ignored interrupt.
 LIMITS = ToolLimits(grace_s=0.2)

@@ -9,8 +9,10 @@ import pytest
 from prorl_envs.errors import SandboxError, ToolError
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
-from prorl_envs.tools.client import PythonEngine, Toolbox, ToolLimits
+from prorl_envs.tools.client import Toolbox
 from prorl_envs.tools.connection import Connection, ServerLost
+from prorl_envs.tools.link import ToolLimits
+from prorl_envs.tools.python import ForkedPython, PythonEngine
 from prorl_envs.tools.types import ToolCall
 from prorl_envs.tools.wire import Done, Read, RunDone, encode
 
@@ -81,8 +83,8 @@ async def test_a_lost_server_takes_its_commands_with_it(box: Toolbox) -> None:
 
 async def test_a_python_server_lost_is_replaced_and_said(python_box: Toolbox) -> None:
     await python_box.python("x = 1", timeout_s=T)
-    assert python_box._python is not None
-    (await python_box._python.connection()).give_up("the test took it away")
+    assert isinstance(python_box._python, ForkedPython)
+    (await python_box._python._link.connection()).give_up("the test took it away")
     result = await python_box.python("'x' in globals()", timeout_s=T)
     assert result.text == "[the tool server was lost; this is a new Python session]\nFalse"
 
@@ -93,6 +95,14 @@ async def test_the_agent_can_kill_all_it_sees_and_the_tools_go_on(python_box: To
     assert (await python_box.bash("echo back", timeout_s=T)).text == "back\n"
     result = await python_box.python("1", timeout_s=T)
     assert result.text.startswith("1\n[before this cell, the Python session was killed by signal 9")
+
+
+async def test_every_process_of_the_sandbox_can_be_ended(python_box: Toolbox) -> None:
+    await python_box.bash("setsid sleep 100 & (trap '' TERM HUP; sleep 100) &", timeout_s=T)
+    await python_box.end_processes()
+    assert (await python_box.run(["ps", "-eo", "comm="], timeout_s=T)).output.split() == [b"sh", b"ps"]
+    assert (await python_box.bash("echo back", timeout_s=T)).text.startswith("back\n[before this command")
+    assert (await python_box.python("1", timeout_s=T)).text.startswith("1\n[before this cell")
 
 
 async def test_without_its_sandbox_every_call_is_a_sandbox_error(shared_driver: BubblewrapDriver) -> None:

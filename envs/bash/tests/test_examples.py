@@ -10,6 +10,7 @@ from prorl_envs.envs.bash.task import BashTask
 
 
 @pytest.mark.anyio
+@pytest.mark.timeout(600)
 async def test_every_example_discriminates(node: Node) -> None:
     tasks = [task for task in load_tasks("bash", example_path("bash")) if isinstance(task, BashTask)]
     verdicts = await validate(BashEnvironment, node, tasks)

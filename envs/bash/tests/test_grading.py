@@ -74,6 +74,8 @@ async def test_weighted_scoring_pays_for_the_share_that_passed(node: Node) -> No
         # endless and oversized trees
         "echo hello > greeting.txt; truncate -s 100G sparse",
         "echo hello > greeting.txt; mkdir secret; chmod 000 secret",
+        "echo hello > greeting.txt; chmod 000 /workspace",
+        "echo hello > greeting.txt; mkdir -p $(printf 'd/%.0s' {1..600})",
         "ln -s . loop; ln -s / root; ln -s greeting.txt greeting.txt",
         # the shell and everything in reach killed
         "kill -9 $$",

@@ -10,6 +10,7 @@ from prorl_envs.envs.ipython.task import IPythonTask
 
 
 @pytest.mark.anyio
+@pytest.mark.timeout(600)
 async def test_every_example_discriminates(node: Node) -> None:
     tasks = [task for task in load_tasks("ipython", example_path("ipython")) if isinstance(task, IPythonTask)]
     verdicts = await validate(IPythonEnvironment, node, tasks, concurrency=2)

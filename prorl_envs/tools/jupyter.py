@@ -1,0 +1,348 @@
+"""A real Jupyter kernel in the sandbox, run by the image's own interpreter.
+
+It listens on Unix sockets in a folder of the workspace that is gone once they are connected. The folder's
+content is hostile: the host opens each socket through descriptors that follow no link, and connects to what
+it has opened.
+"""
+
+import asyncio
+import os
+import re
+import secrets
+import shutil
+import stat
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+from jupyter_client.asynchronous.client import AsyncKernelClient
+
+from prorl_envs.errors import SandboxError, ToolError
+from prorl_envs.sandbox.base import Sandbox
+from prorl_envs.tools.link import ServerLink, ToolLimits
+from prorl_envs.tools.output import OutputBuffer
+from prorl_envs.tools.results import python_result
+from prorl_envs.tools.types import ToolResult
+from prorl_envs.tools.wire import Done, PythonDone, Run, RunDone, Write
+
+#: Seconds a kernel may take to answer for the first time.
+START_TIMEOUT_S = 60.0
+#: Bytes of one message, and messages that may wait, of each channel. A kernel that sends a longer one is cut
+#: off, and its session ends at the cell's deadline.
+MESSAGE_LIMIT = 64 * 1024 * 1024
+MESSAGES_WAITING = 16
+DISPLAY_LIMIT = 16
+DISPLAY_BYTES = 1024 * 1024
+_LIFETIME_S = 30 * 86400.0
+_PORTS = {"shell_port": 1, "iopub_port": 2, "stdin_port": 3, "control_port": 4, "hb_port": 5}
+_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+class Stream(msgspec.Struct):
+    """Content of a `stream` message."""
+
+    text: str
+
+
+class Bundle(msgspec.Struct):
+    """Content of an `execute_result` or `display_data` message."""
+
+    data: dict[str, Any]
+
+
+class Failure(msgspec.Struct):
+    """Content of an `error` message."""
+
+    ename: str
+    traceback: list[str]
+
+
+class Status(msgspec.Struct):
+    """Content of a `status` message."""
+
+    execution_state: str
+
+
+class CellOutput:
+    """What a kernel publishes while a cell runs, bounded. Pure: messages in, a reply out.
+
+    Args:
+        output_limit: bytes of text kept.
+    """
+
+    def __init__(self, output_limit: int) -> None:
+        self._text = OutputBuffer(output_limit)
+        self._display: list[dict[str, str]] = []
+        self._display_bytes = 0
+        self._error = ""
+
+    def take(self, kind: str, content: Any) -> bool:
+        """Take one message's content; True where the cell has ended.
+
+        Raises:
+            msgspec.ValidationError: the content is not what its kind says.
+        """
+        match kind:
+            case "stream":
+                self._write(msgspec.convert(content, Stream).text)
+            case "execute_result" | "display_data":
+                self._show(msgspec.convert(content, Bundle).data)
+            case "error":
+                failure = msgspec.convert(content, Failure)
+                self._error = failure.ename[:200]
+                self._write(_COLOUR.sub("", "\n".join(failure.traceback)) + "\n")
+            case "status":
+                return msgspec.convert(content, Status).execution_state == "idle"
+        return False
+
+    def reply(self, *, timed_out: bool, notice: str, error: str = "") -> PythonDone:
+        """What the model is told."""
+        captured = self._text.take()
+        return PythonDone(
+            0, captured.text(), captured.omitted, error or self._error, timed_out, notice, self._display
+        )
+
+    def _write(self, text: str) -> None:
+        self._text.feed(text.encode("utf-8", "replace"))
+
+    def _show(self, bundle: dict[str, Any]) -> None:
+        rich = {mime: str(value) for mime, value in bundle.items() if mime != "text/plain"}
+        if "text/plain" in bundle:
+            self._write(f"{bundle['text/plain']}\n")
+        size = sum(map(len, rich.values()))
+        if not rich:
+            return
+        if len(self._display) < DISPLAY_LIMIT and self._display_bytes + size <= DISPLAY_BYTES:
+            self._display.append(rich)
+            self._display_bytes += size
+        else:
+            self._write(f"[display data of {size} characters left out]\n")
+
+
+class JupyterPython:
+    """A persistent session in a Jupyter kernel.
+
+    Args:
+        sandbox: where it runs.
+        limits: its bounds.
+        interpreter: the image's Python, which must have ipykernel.
+    """
+
+    def __init__(self, sandbox: Sandbox, limits: ToolLimits, *, interpreter: str = "python3") -> None:
+        self._sandbox = sandbox
+        self._limits = limits
+        self._interpreter = interpreter
+        self._link = ServerLink(sandbox, "base", limits, python=False)
+        self._kernel: _Kernel | None = None
+        self._lock = asyncio.Lock()
+        self._notice = ""
+
+    async def start(self) -> None:
+        self._kernel = await _Kernel.start(self._link, self._interpreter)
+
+    async def run(self, code: str, *, timeout_s: float) -> ToolResult:
+        started = time.monotonic()
+        async with self._lock:
+            if self._kernel is None:
+                await self.start()
+            assert self._kernel is not None
+            output = CellOutput(self._limits.output_bytes)
+            try:
+                done = await self._execute(self._kernel, code, output, timeout_s)
+            except asyncio.CancelledError:
+                # The kernel might still be busy: the next cell gets a new one.
+                await self._end()
+                raise
+        if done.notice and not self._sandbox.alive:
+            raise SandboxError(f"sandbox {self._sandbox.id} ended during a cell")
+        return python_result(done, "", time.monotonic() - started)
+
+    async def aclose(self) -> None:
+        await self._end()
+        await self._link.aclose()
+
+    async def _execute(
+        self, kernel: "_Kernel", code: str, output: CellOutput, timeout_s: float
+    ) -> PythonDone:
+        stopped = ""
+        try:
+            if not await kernel.execute(code, output, timeout_s):
+                stopped = f"[timed out after {timeout_s:g} s: it was interrupted]"
+                if not await kernel.interrupt(output, self._limits.grace_s):
+                    stopped = f"[timed out after {timeout_s:g} s: it ignored the interrupt and was killed]"
+                    raise _KernelEnded("was killed")
+        except _KernelEnded as ended:
+            await self._end()
+            notice = f"[the Python session {ended}; the next cell gets a new one, without its variables]"
+            notices = "\n".join(filter(None, [stopped, notice]))
+            return output.reply(timed_out=bool(stopped), notice=notices, error="SessionEnded")
+        return output.reply(timed_out=bool(stopped), notice=stopped)
+
+    async def _end(self) -> None:
+        kernel, self._kernel = self._kernel, None
+        if kernel is not None:
+            await kernel.aclose()
+
+
+class _KernelEnded(Exception):
+    """The kernel ended, or broke the protocol; the message goes on after "the Python session"."""
+
+
+class _Kernel:
+    """A kernel process and a client connected to it."""
+
+    def __init__(self, process: "asyncio.Task[RunDone]") -> None:
+        self._process = process
+        self._context = zmq.asyncio.Context()
+        # Defaults of the sockets made from it: the other side is hostile.
+        self._context.setsockopt(zmq.MAXMSGSIZE, MESSAGE_LIMIT)
+        self._context.setsockopt(zmq.RCVHWM, MESSAGES_WAITING)
+        self._context.setsockopt(zmq.LINGER, 0)
+        self._client = AsyncKernelClient(context=self._context)
+        self._cell = ""
+        self._ready = False
+
+    @classmethod
+    async def start(cls, link: ServerLink, interpreter: str) -> "_Kernel":
+        """Start the process in the sandbox and connect.
+
+        Raises:
+            ToolError: it does not start; with its own words.
+        """
+        name = f".kernel-{secrets.token_hex(6)}"
+        inside = f"{link.sandbox.spec.workdir}/{name}"
+        key = secrets.token_hex(32)
+        info = {
+            "transport": "ipc",
+            "signature_scheme": "hmac-sha256",
+            "key": key,
+            "kernel_name": "",
+            **_PORTS,
+        }
+        data = msgspec.json.encode({**info, "ip": f"{inside}/k"})
+        await link.ask(lambda id_: Write(id_, f"{inside}/info.json", data, 0o600), Done, timeout_s=30)
+        argv = [interpreter, "-m", "ipykernel_launcher", "-f", f"{inside}/info.json"]
+        process = asyncio.create_task(_run(link, argv, _LIFETIME_S))
+        kernel = cls(process)
+        try:
+            listening = "for n in 1 2 3 4 5; do until [ -S $0/k-$n ]; do sleep 0.02; done; done"
+            await kernel.while_alive(_run(link, ["sh", "-c", listening, inside], START_TIMEOUT_S))
+            await kernel._connect(link.sandbox.workspace, name, info)
+        except _KernelEnded as ended:
+            raise ToolError(f"the Jupyter kernel {ended}", hint="the image needs ipykernel") from None
+        except BaseException:
+            await kernel.aclose()
+            raise
+        finally:
+            await _run(link, ["rm", "-rf", inside], 30)
+        return kernel
+
+    async def execute(self, code: str, output: CellOutput, timeout_s: float) -> bool:
+        """Run a cell; False where it has not ended in time.
+
+        Raises:
+            _KernelEnded: the kernel ended instead.
+        """
+        self._cell = self._client.execute(code, store_history=True, allow_stdin=False)
+        return await self._follow(output, timeout_s)
+
+    async def interrupt(self, output: CellOutput, grace_s: float) -> bool:
+        """Interrupt the cell; False where it goes on."""
+        message = self._client.session.msg("interrupt_request", {})
+        self._client.control_channel.send(message)
+        return await self._follow(output, grace_s)
+
+    async def while_alive[T](self, work: "asyncio.Future[T] | Any") -> T:
+        """Await something as long as the kernel lives.
+
+        Raises:
+            _KernelEnded: it ended first.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task, self._process}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+        if task.cancelled():
+            done = self._process.result()
+            words = "" if self._ready else done.output.decode(errors="replace").strip()[-500:]
+            raise _KernelEnded(f"exited with status {done.exit_code}{f' ({words})' if words else ''}")
+        result: T = task.result()
+        return result
+
+    async def aclose(self) -> None:
+        """Kill the process and close every socket."""
+        self._process.cancel()
+        await asyncio.wait({self._process})
+        self._client.stop_channels()
+        self._context.destroy(linger=0)
+
+    async def _connect(self, workspace: Path, name: str, info: Any) -> None:
+        folder = Path(tempfile.mkdtemp(prefix="prk-"))
+        descriptors: list[int] = []
+        try:
+            for number in _PORTS.values():
+                fd = _open_socket(workspace, name, f"k-{number}")
+                descriptors.append(fd)
+                (folder / f"k-{number}").symlink_to(f"/proc/{os.getpid()}/fd/{fd}")
+            info["ip"] = str(folder / "k")
+            self._client.load_connection_info(info)
+            self._client.start_channels(stdin=False, hb=False, control=True)
+            await self.while_alive(self._client.wait_for_ready(timeout=START_TIMEOUT_S))
+            # The control channel too must be connected before the way to it goes.
+            self._client.control_channel.send(self._client.session.msg("kernel_info_request", {}))
+            await self.while_alive(self._client.get_control_msg(timeout=START_TIMEOUT_S))
+            self._ready = True
+        except OSError as error:
+            raise ToolError(f"the Jupyter kernel's sockets cannot be opened: {error}") from error
+        finally:
+            for fd in descriptors:
+                os.close(fd)
+            shutil.rmtree(folder)
+
+    async def _follow(self, output: CellOutput, timeout_s: float) -> bool:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not await self._next(output):
+                    pass
+                await self.while_alive(self._client.get_shell_msg())
+        except TimeoutError:
+            return False
+        except (ValueError, KeyError, TypeError, zmq.ZMQError) as error:  # what hostile messages lead to
+            raise _KernelEnded(f"broke the protocol ({type(error).__name__})") from error
+        return True
+
+    async def _next(self, output: CellOutput) -> bool:
+        message: dict[str, Any] = await self.while_alive(self._client.get_iopub_msg())
+        if message["parent_header"].get("msg_id") != self._cell:
+            return False
+        return output.take(message["msg_type"], message["content"])
+
+
+async def _run(link: ServerLink, argv: list[str], timeout_s: float) -> RunDone:
+    return await link.ask(
+        lambda id_: Run(id_, argv, "", {}, b"", timeout_s, 65536), RunDone, timeout_s=timeout_s
+    )
+
+
+def _open_socket(workspace: Path, folder: str, name: str) -> int:
+    """Open a socket's file, following no link below `workspace`. The caller closes it."""
+    root = os.open(workspace, os.O_PATH | os.O_DIRECTORY)
+    try:
+        parent = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=root)
+    finally:
+        os.close(root)
+    try:
+        fd = os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=parent)
+    finally:
+        os.close(parent)
+    if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(f"{name} is not a socket")
+    return fd

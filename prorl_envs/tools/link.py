@@ -1,0 +1,142 @@
+"""A sandbox's tool server as its users know it: there when it is needed, and again when it was lost."""
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from prorl_envs.errors import InputError, SandboxError, ToolError
+from prorl_envs.sandbox.base import Sandbox
+from prorl_envs.tools.connection import Connection, ServerLost
+from prorl_envs.tools.wire import Done, Reply, Request, Setup
+
+ENTRY = "prorl_envs.tools.server:serve"
+#: Variables of every tool's processes, unless the sandbox's own say otherwise: nobody presses a pager's key,
+#: and the model reads no colours.
+ENVIRONMENT = {"PAGER": "cat", "GIT_PAGER": "cat", "MANPAGER": "cat", "TERM": "dumb"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolLimits:
+    """The bounds of one toolbox.
+
+    Args:
+        output_bytes: bytes of output kept of each tool call; half from its beginning, half from its end.
+        grace_s: seconds a command has to obey an interrupt before it is killed.
+        margin_s: seconds beyond a call's own timeout after which the tool server itself is given up.
+        transfer_s: seconds for moving a file.
+    """
+
+    output_bytes: int = 32 * 1024
+    grace_s: float = 2.0
+    margin_s: float = 15.0
+    transfer_s: float = 60.0
+
+
+@dataclass(slots=True)
+class Session:
+    """Keeps the calls of one session in order.
+
+    Args:
+        server: the connection it last used; None where there was none, or the model knows of its loss.
+    """
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    server: Connection | None = None
+
+
+class ServerLink:
+    """A tool server that is forked at first use and again whenever it is found lost."""
+
+    def __init__(self, sandbox: Sandbox, template: str, limits: ToolLimits, *, python: bool) -> None:
+        self.sandbox = sandbox
+        self._template = template
+        self.limits = limits
+        self._python = python
+        self._connection: Connection | None = None
+        self._starting = asyncio.Lock()
+        self._closed = False
+
+    async def connection(self) -> Connection:
+        """The live connection.
+
+        Raises:
+            SandboxError: the sandbox has ended.
+            ToolError: the toolbox is closed, or a new server cannot be set up.
+        """
+        connection = self._connection
+        if connection is not None and not connection.lost:
+            return connection
+        if self._closed:
+            raise ToolError("the toolbox is closed")
+        if not self.sandbox.alive:
+            raise SandboxError(f"sandbox {self.sandbox.id} has ended")
+        async with self._starting:
+            if self._connection is None or self._connection.lost:
+                self._connection = await self._start()
+            return self._connection
+
+    async def ask[R: Reply](
+        self,
+        make: Callable[[int], Request],
+        reply_type: type[R],
+        *,
+        timeout_s: float,
+        connection: Connection | None = None,
+    ) -> R:
+        """Send a request and await its reply; see `Connection.request`.
+
+        Args:
+            timeout_s: seconds the request itself may take; the server gets `limits.margin_s` more.
+            connection: the one to use, where the caller must know which.
+
+        Raises:
+            OSError: the server refused the request with this error.
+            SandboxError: the sandbox has ended.
+            ToolError: the server was lost or broke the protocol.
+        """
+        connection = connection or await self.connection()
+        try:
+            return await connection.request(make, reply_type, deadline_s=timeout_s + self.limits.margin_s)
+        except (ServerLost, OSError) as error:
+            if not self.sandbox.alive:
+                raise SandboxError(f"sandbox {self.sandbox.id} has ended") from error
+            raise
+
+    async def aclose(self) -> None:
+        """Close the connection; the server ends itself and its commands. Idempotent."""
+        self._closed = True
+        if self._connection is not None:
+            await self._connection.aclose()
+
+    async def _start(self) -> Connection:
+        sock = await self.sandbox.spawn(ENTRY, template=self._template)
+        try:
+            connection = await Connection.open(sock)
+        except BaseException:
+            sock.close()
+            raise
+        limits = self.limits
+
+        def setup(request_id: int) -> Setup:
+            return Setup(
+                request_id,
+                self.sandbox.spec.workdir,
+                {**ENVIRONMENT, **self.sandbox.spec.env},
+                limits.output_bytes,
+                limits.grace_s,
+                self._python,
+            )
+
+        try:
+            await connection.request(setup, Done, deadline_s=limits.margin_s)
+        except BaseException:
+            await connection.aclose()
+            raise
+        return connection
+
+
+def check_timeout(timeout_s: float) -> None:
+    """Raises InputError where this is not a positive number of seconds."""
+    if not (math.isfinite(timeout_s) and timeout_s > 0):
+        raise InputError(f"timeout_s is {timeout_s}; it must be a positive number of seconds")

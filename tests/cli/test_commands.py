@@ -1,0 +1,139 @@
+"""The smaller commands, and how errors look."""
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from prorl_envs.cli.console import plain
+from prorl_envs.cli.play import parse_line
+from prorl_envs.cli.show import render
+from prorl_envs.errors import FailureKind, InputError
+from prorl_envs.rollout.types import Failure, JobState, Result, Stage, Timings, Trajectory, TurnRecord
+from prorl_envs.tools.schemas import BASH, EDITOR, FINISH
+from tests.cli.conftest import Cli
+
+
+def result(job: str = "g/0", **changes: object) -> Result:
+    turn = TurnRecord(
+        start=2, end=4, finish_reason="stop", weight_version="7", server="s", model_s=0.5, tools_s=0.25
+    )
+    function = {"name": "bash", "arguments": '{"command": "ls"}'}
+    call = {"id": "c", "type": "function", "function": function}
+    fields: dict[str, object] = {
+        "job_id": job, "group_id": "g", "sample": 0, "environment": "bash", "task_id": "t",
+        "state": JobState.DONE, "reward": 1.0, "mask_sample": False, "stop_reason": "finished",
+        "failure": None, "timings": Timings(init_s=0.1),
+        "trajectory": Trajectory(
+            ids=[1, 2, 3, 4], loss_mask=[0, 0, 1, 1], logprobs=[0, 0, -1, -2], turns=[turn]
+        ),
+        "messages": [
+            {"role": "user", "content": "List the files."},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "\x1b[31mred\x1b[0m [bold]not markup[/bold]", "tool_call_id": "c"},
+        ],
+        "evidence": {"checks": [{"name": "files", "passed": True}]},
+    }  # fmt: skip
+    return Result.model_validate(fields | changes)
+
+
+def written(path: Path, *results: Result) -> str:
+    path.write_text("".join(r.model_dump_json() + "\n" for r in results))
+    return str(path)
+
+
+def shown(one: Result) -> str:
+    console = Console(width=100, record=True, file=Path("/dev/null").open("w"))  # noqa: SIM115
+    with console.file:
+        console.print(render(one))
+    return console.export_text()
+
+
+def test_show_renders_a_conversation(cli: Cli, tmp_path: Path) -> None:
+    done = cli("show", written(tmp_path / "r.jsonl", result()))
+    assert done.returncode == 0, done.stderr
+    for part in ("List the files.", "call bash", "command: ls", "evidence", "drift 0", '"passed": true'):
+        assert part in done.stdout
+
+
+def test_show_neutralises_hostile_text() -> None:
+    text = shown(result())
+    assert "\x1b" not in text and "\\x1b[31mred" in text and "[bold]not markup[/bold]" in text
+
+
+def test_show_tells_a_failure() -> None:
+    failure = Failure(kind=FailureKind.GRADER, stage=Stage.EVAL, message="no verdict", hint="look there")
+    text = shown(result(state=JobState.FAILED, reward=None, mask_sample=True, failure=failure))
+    assert "grader in eval: no verdict" in text and "look there" in text
+
+
+def test_show_lists_and_picks(cli: Cli, tmp_path: Path) -> None:
+    path = written(tmp_path / "r.jsonl", result("g/0"), result("g/1", reward=0.0))
+    assert "g/1" in cli("show", path).stdout
+    assert "job      g/1" in cli("show", path, "/1").stdout
+    missing = cli("show", path, "g/7")
+    assert missing.returncode == 2 and "no result of" in missing.stderr and "hint:" in missing.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ("{}", "job_id"),
+        ("not json", "r.jsonl:1"),
+        (json.dumps({"version": 9}), "version"),
+        ("\udcff", "r.jsonl:1"),
+    ],
+)
+def test_a_bad_line_is_named(cli: Cli, tmp_path: Path, line: str, word: str) -> None:
+    (tmp_path / "r.jsonl").write_bytes(line.encode("utf-8", "surrogateescape") + b"\n")
+    done = cli("show", "r.jsonl")
+    assert done.returncode == 2 and word in done.stderr and "Traceback" not in done.stderr
+
+
+def test_doctor_finds_this_machine_fit(cli: Cli) -> None:
+    done = cli("doctor")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "starts and answers" in done.stdout
+
+
+def test_play_lets_a_person_solve_a_task(cli: Cli) -> None:
+    done = cli("play", "bash", "greeting", stdin="echo 'hello, world' > greeting.txt\n/nonsense\n/finish\n")
+    assert done.returncode == 0, done.stderr
+    assert "reward 1" in done.stdout and "no tool is called 'nonsense'" in done.stderr
+
+
+def test_play_ends_with_its_input(cli: Cli) -> None:
+    done = cli("play", "bash", "greeting", stdin="ls\n")
+    assert done.returncode == 0 and "reward" not in done.stdout
+
+
+def test_validate_says_what_discriminates(cli: Cli, tmp_path: Path) -> None:
+    row = {
+        "id": "trivial", "instruction": "Do nothing.",
+        "checks": [{"type": "command", "name": "c", "command": "true"}],
+        "reference": [{"tool": "finish", "arguments": {}}],
+    }  # fmt: skip
+    (tmp_path / "tasks.jsonl").write_text(json.dumps(row) + "\n")
+    done = cli("validate", "bash", "tasks.jsonl")
+    assert done.returncode == 1 and "the untouched workspace scores 1" in " ".join(done.stdout.split())
+
+
+def test_an_unknown_environment_is_a_clear_error(cli: Cli) -> None:
+    done = cli("run", "chess", "--llm", "http://127.0.0.1:9")
+    assert done.returncode == 2 and "chess" in done.stderr and "bash" in done.stderr
+
+
+def test_parse_line() -> None:
+    tools = [BASH, EDITOR, FINISH]
+    assert parse_line("ls -l", tools, 1).arguments == {"command": "ls -l"}
+    call = parse_line('/str_replace_editor {"command": "view", "path": "/x"}', tools, 2)
+    assert (call.name, call.arguments["path"]) == ("str_replace_editor", "/x")
+    with pytest.raises(InputError, match="no tool"):
+        parse_line("/rm x", tools, 3)
+    with pytest.raises(InputError, match="not JSON"):
+        parse_line("/bash {nope", tools, 4)
+
+
+def test_plain_keeps_lines_and_nothing_else() -> None:
+    assert plain("a\tb\nc\x07\x9b31m\u202e").plain == "a\tb\nc\\x07\\x9b31m\\x202e"

@@ -1,0 +1,75 @@
+"""The main job as a user runs it, at a small size: real service, real sandboxes, scripted model."""
+
+from pathlib import Path
+
+import pytest
+
+from prorl_envs.cli.demo import Chosen, DemoOptions, choose, script, unexpected
+from prorl_envs.cli.results import read_results
+from prorl_envs.errors import FailureKind
+from prorl_envs.rollout.types import GroupStatistics, JobState
+from prorl_envs.testing.scripted import Mix
+from tests.cli.conftest import Cli
+
+SMALL = ("demo", "--swebench", "0", "--tasks", "2", "--out", "runs")
+
+
+def test_every_group_comes_out_as_scripted(cli: Cli, tmp_path: Path) -> None:
+    done = cli(*SMALL)
+    assert done.returncode == 0, done.stderr
+    assert "every group came out as the script says" in done.stdout
+    assert "model server:    http://127.0.0.1:" in done.stderr
+    assert "rollout service: http://127.0.0.1:" in done.stderr
+    results = list(read_results(tmp_path / "runs" / "results.jsonl"))
+    assert len(results) == 4 * 6
+    for result in results:
+        assert (result.reward is None) == (result.failure is not None) == result.mask_sample
+        assert result.trajectory is not None and result.trajectory.drift == 0
+        assert len(result.trajectory.ids) == len(result.trajectory.loss_mask)
+        assert len(result.trajectory.ids) == len(result.trajectory.logprobs)
+    failed = [result for result in results if result.failure]
+    assert {r.failure.kind for r in failed if r.failure} == {FailureKind.MODEL}
+    assert all(r.state is JobState.FAILED and r.attempts == 2 for r in failed)
+
+
+def test_a_solver_alone_gives_uninformative_groups(cli: Cli) -> None:
+    done = cli(*SMALL, "--mix", "solve=1", "--samples", "2")
+    assert done.returncode == 0, done.stderr
+    assert "1.000" in done.stdout and " no" in done.stdout
+
+
+def test_a_wrong_mix_is_a_clear_error(cli: Cli) -> None:
+    done = cli(*SMALL, "--mix", "cheat=1")
+    assert done.returncode == 2
+    assert "'cheat=1' is not part of a mix" in done.stderr and "solve" in done.stderr
+
+
+def test_an_absent_model_server_is_a_clear_error(cli: Cli) -> None:
+    done = cli(*SMALL, "--llm", "http://127.0.0.1:9/v1")
+    assert done.returncode == 2
+    assert "127.0.0.1:9" in done.stderr and "hint:" in done.stderr
+
+
+def test_an_unexpected_reward_is_noticed() -> None:
+    options = DemoOptions(mix=Mix.parse("solve=1,wrong=1,error500=1"))
+
+    def group(*rewards: float | None) -> GroupStatistics:
+        return GroupStatistics(
+            group_id="g", task_id="t", environment="bash", rewards=list(rewards),
+            mean=None, std=None, informative=True, failures={},
+        )  # fmt: skip
+
+    assert unexpected([group(0.0, 1.0, None)], options) == []
+    assert len(unexpected([group(0.0, 1.0, 0.0), group(None, 1.0, 0.0)], options)) == 1
+
+
+@pytest.fixture(scope="module")
+def examples() -> list[Chosen]:
+    return choose(DemoOptions(families=("bash", "ipython")))
+
+
+def test_the_script_knows_every_task_by_its_own_words(examples: list[Chosen]) -> None:
+    book = script(examples)
+    for one in examples:
+        assert one.task.reference, f"{one.task.id} has no reference solution"
+        assert book.find(f"before\n{one.task.instruction}\nafter") == one.task.instruction

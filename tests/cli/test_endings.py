@@ -1,0 +1,73 @@
+"""However a command ends, nothing is left: the `no_leaks` fixture looks at processes, mounts and folders."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from prorl_envs.sandbox.files import sweep
+from tests.cli.conftest import SCRIPT
+
+
+@contextmanager
+def demo(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A demo in full swing: it has submitted its groups."""
+    process = subprocess.Popen(
+        [SCRIPT, "demo", "--swebench", "0", "--out", str(folder)],
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        assert process.stderr is not None
+        try:
+            for line in process.stderr:
+                if line.startswith("submitting"):
+                    break
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+def wait_for_sandboxes(run_dir: Path) -> None:
+    """Return once some sandbox has its files. The test's own timeout bounds this."""
+    while not any(run_dir.glob("prorl-sandboxes-*/*/work")):
+        os.sched_yield()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_nothing(tmp_path: Path, run_dir: Path, number: signal.Signals) -> None:
+    with demo(tmp_path) as process:
+        wait_for_sandboxes(run_dir)
+        os.killpg(process.pid, number)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "everything that ran has been ended" in said
+
+
+def test_impatience_changes_nothing(tmp_path: Path, run_dir: Path) -> None:
+    with demo(tmp_path) as process:
+        wait_for_sandboxes(run_dir)
+        for _ in range(5):
+            os.killpg(process.pid, signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode == 130
+
+
+def test_a_killed_service_leaves_files_alone_and_the_next_one_removes_them(
+    tmp_path: Path, run_dir: Path
+) -> None:
+    with demo(tmp_path) as process:
+        wait_for_sandboxes(run_dir)
+        process.kill()
+        process.communicate(timeout=60)
+    # Processes and mounts are the fixture's to find; directories outlive a process killed outright.
+    left = list(run_dir.glob("prorl-sandboxes-*"))
+    assert sweep(run_dir) == left and len(left) == 1

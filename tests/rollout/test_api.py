@@ -1,0 +1,299 @@
+"""The HTTP face: every answer typed, nothing over the limits, nobody without the token."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import SecretStr
+
+from prorl_envs.config import ServerSettings
+from prorl_envs.errors import InputError
+from prorl_envs.policy.pool import ModelPool
+from prorl_envs.policy.rendering import TemplateRenderer
+from prorl_envs.rollout.api import create_app
+from prorl_envs.rollout.errors import WIRE_ERRORS
+from prorl_envs.rollout.service import RolloutService
+from prorl_envs.rollout.types import Result
+from prorl_envs.testing.toy import ToyModel, ToyWorld, empty_node
+
+pytestmark = pytest.mark.anyio
+
+TOKEN = "a-token-of-some-length"
+TYPES = {wire.name for wire in WIRE_ERRORS}
+
+
+def http(service: RolloutService, **changes: Any) -> httpx.AsyncClient:
+    """A client straight into the application; a bug raises here."""
+    app = create_app(service, ServerSettings(**changes))
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1")
+
+
+@pytest.fixture
+async def client(bench: Any) -> AsyncIterator[httpx.AsyncClient]:
+    async with http(bench.service, max_body_bytes=20_000, max_wait_s=1, max_page=50) as client:
+        yield client
+
+
+def body(name: str = "g", **fields: Any) -> dict[str, Any]:
+    return {"id": name, "environment": "toy", "task": {"id": "t", "instruction": "do"}, **fields}
+
+
+def error_of(response: httpx.Response) -> dict[str, str]:
+    error: dict[str, str] = response.json()["error"]
+    assert set(response.json()) == {"error"}
+    assert set(error) == {"type", "message", "hint"}
+    assert error["type"] in TYPES
+    assert error["message"]
+    return error
+
+
+async def test_one_group_or_a_list_of_them(client: httpx.AsyncClient) -> None:
+    one = await client.post("/v1/groups", json=body("a"))
+    many = await client.post("/v1/groups", json=[body("a"), body("b", samples=2)])
+    assert [group["id"] for group in one.json()["groups"]] == ["a"]
+    assert [len(group["jobs"]) for group in many.json()["groups"]] == [1, 2]
+
+
+async def test_ids_with_slashes_and_dots_stay_what_they_are(client: httpx.AsyncClient) -> None:
+    name = "run-1/step.2/a:b"
+    await client.post("/v1/groups", json=body(name))
+    assert (await client.get(f"/v1/groups/{name}")).json()["id"] == name
+    assert (await client.get(f"/v1/jobs/{name}/0")).json()["id"] == f"{name}/0"
+    assert (await client.delete(f"/v1/jobs/{name}/0")).status_code == 200
+    assert (await client.get("/v1/groups/run-1%2Fstep.2%2Fa:b")).json()["complete"]
+    assert (await client.delete(f"/v1/groups/{name}")).status_code == 200
+    result = Result.model_validate_json((await client.get(f"/v1/jobs/{name}/0/result")).content)
+    assert result.group_id == name
+
+
+async def test_results_by_cursor(client: httpx.AsyncClient, bench: Any) -> None:
+    assert (await client.get("/v1/results")).json() == {"results": [], "next": 0}
+    await client.post("/v1/groups", json=body(samples=5))
+    await bench.finished(5)
+    first = (await client.get("/v1/results", params={"limit": 2})).json()
+    rest = (await client.get("/v1/results", params={"after": first["next"], "wait_s": 1})).json()
+    assert [len(first["results"]), len(rest["results"])] == [2, 3]
+    assert [r["cursor"] for r in first["results"] + rest["results"]] == [1, 2, 3, 4, 5]
+
+
+async def test_the_stream_gives_what_is_there_what_comes_and_ends_with_the_service(
+    client: httpx.AsyncClient, bench: Any
+) -> None:
+    await bench.result(bench.group("before"))
+    streaming = asyncio.create_task(client.get("/v1/results/stream", params={"after": 0}))
+    await bench.result(bench.group("after"))
+    await bench.service.stop()
+    response = await streaming
+    assert response.headers["content-type"].startswith("application/x-ndjson")
+    lines = [json.loads(line) for line in response.text.splitlines() if line]
+    assert [line["group_id"] for line in lines] == ["before", "after"]
+
+
+@pytest.mark.parametrize(
+    ("request_body", "status", "kind", "says"),
+    [
+        (body(samples=0), 422, "invalid_request", "samples"),
+        (body(surprise=1), 422, "invalid_request", "surprise"),
+        (body("../x"), 422, "invalid_request", "id"),
+        (body("/x"), 422, "invalid_request", "id"),
+        (body(environment="os:system"), 422, "invalid_request", "os:system"),
+        (body(task={"id": "t"}), 422, "invalid_request", "toy task"),
+        (body(limits={"run_s": -1}), 422, "invalid_request", "run_s"),
+        ([], 422, "invalid_request", "list"),
+        ([body("same"), body("same", samples=2)], 409, "conflict", "same"),
+        ("text", 422, "invalid_request", "body"),
+        (None, 422, "invalid_request", "body"),
+    ],
+)
+async def test_a_bad_submission_is_told_what_is_wrong(
+    client: httpx.AsyncClient, request_body: Any, status: int, kind: str, says: str
+) -> None:
+    response = await client.post("/v1/groups", json=request_body)
+    error = error_of(response)
+    assert (response.status_code, error["type"]) == (status, kind)
+    assert says in error["message"]
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"\xff\xfe", b"[" * 15_000, b'{"id": 1e999}'])
+async def test_what_is_no_json_is_a_typed_error(client: httpx.AsyncClient, raw: bytes) -> None:
+    response = await client.post("/v1/groups", content=raw, headers={"content-type": "application/json"})
+    assert error_of(response)["type"] == "invalid_request"
+
+
+async def test_json_that_could_not_be_given_back_is_refused(client: httpx.AsyncClient) -> None:
+    for metadata in ('{"x": NaN}', '{"x": "\\ud800"}', '{"\\udfff": 1}'):
+        raw = json.dumps(body()).replace('"task"', f'"metadata": {metadata}, "task"')
+        response = await client.post("/v1/groups", content=raw, headers={"content-type": "application/json"})
+        assert "metadata" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "kind"),
+    [
+        ("GET", "/v1/groups/none", 404, "not_found"),
+        ("DELETE", "/v1/groups/none", 404, "not_found"),
+        ("GET", "/v1/jobs/none/0", 404, "not_found"),
+        ("GET", "/v1/jobs/none/0/result", 404, "not_found"),
+        ("GET", "/v1/groups/%FF%00", 404, "not_found"),
+        ("GET", "/v2/anything", 404, "not_found"),
+        ("PUT", "/v1/groups", 405, "method_not_allowed"),
+        ("GET", "/v1/results?limit=51", 422, "invalid_request"),
+        ("GET", "/v1/results?wait_s=nan", 422, "invalid_request"),
+        ("GET", "/v1/results?after=-1", 422, "invalid_request"),
+        ("POST", "/v1/model_servers", 422, "invalid_request"),
+    ],
+)
+async def test_every_error_is_typed(
+    client: httpx.AsyncClient, method: str, path: str, status: int, kind: str
+) -> None:
+    response = await client.request(method, path)
+    assert (response.status_code, error_of(response)["type"]) == (status, kind)
+
+
+async def test_a_body_over_the_limit_announced_or_not(client: httpx.AsyncClient) -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(100):
+            yield b" " * 1000
+
+    announced = await client.post("/v1/groups", json=body(metadata={"x": "y" * 30_000}))
+    unannounced = await client.post(
+        "/v1/groups", content=chunks(), headers={"content-type": "application/json"}
+    )
+    for response in (announced, unannounced):
+        assert (response.status_code, error_of(response)["type"]) == (413, "too_large")
+
+
+async def test_full_says_when_to_come_back(make_bench: Any) -> None:
+    bench = await make_bench(queue=1)
+    async with http(bench.service) as client:
+        response = await client.post("/v1/groups", json=body(samples=2))
+    assert (response.status_code, error_of(response)["type"]) == (429, "full")
+    assert int(response.headers["retry-after"]) > 0
+
+
+async def test_ready_follows_the_service_and_health_the_process(
+    client: httpx.AsyncClient, bench: Any
+) -> None:
+    assert (await client.get("/ready")).status_code == 200
+    await bench.service.stop()
+    assert (await client.get("/ready")).status_code == 503
+    assert (await client.get("/health")).status_code == 200
+    refused = await client.post("/v1/groups", json=body())
+    assert error_of(refused)["type"] == "unavailable"
+    assert "retry-after" in refused.headers
+
+
+async def test_the_token_is_asked_of_everybody(bench: Any) -> None:
+    async with http(bench.service, token=SecretStr(TOKEN)) as client:
+        wrong = ["", "Bearer", f"Basic {TOKEN}", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", "Bearer é"]
+        for path in ("/v1/status", "/v1/results/stream", "/openapi.json", "/nowhere"):
+            for header in wrong:
+                response = await client.get(path, headers=[(b"authorization", header.encode())])
+                assert (response.status_code, error_of(response)["type"]) == (401, "unauthorized")
+                assert response.headers["www-authenticate"] == "Bearer"
+        for scheme in ("Bearer", "bearer"):
+            response = await client.get("/v1/status", headers={"authorization": f"{scheme} {TOKEN}"})
+            assert response.status_code == 200
+        assert (await client.get("/health")).status_code == 200
+
+
+async def test_without_a_token_only_loopback_and_only_by_its_name(bench: Any) -> None:
+    with pytest.raises(InputError, match="token"):
+        create_app(bench.service, ServerSettings(host="0.0.0.0"))
+    create_app(bench.service, ServerSettings(host="0.0.0.0", token=SecretStr(TOKEN)))
+    async with http(bench.service) as client:
+        for host, status in {
+            "127.0.0.1:8600": 200,
+            "localhost": 200,
+            "[::1]:80": 200,
+            "evil.test": 401,
+        }.items():
+            response = await client.get("/v1/status", headers={"host": host})
+            assert response.status_code == status, host
+
+
+async def test_the_environments_and_their_rows(client: httpx.AsyncClient) -> None:
+    [environment] = (await client.get("/v1/environments")).json()["environments"]
+    assert environment["name"] == "toy"
+    assert "faults" in environment["task_schema"]["properties"]
+
+
+async def test_model_servers_come_and_go(make_bench: Any, renderer: TemplateRenderer) -> None:
+    pool = ModelPool(lambda url: ToyModel(renderer, lambda *_: url))
+    bench = await make_bench(model=pool)
+    async with http(bench.service) as client:
+        added = await client.post("/v1/model_servers", json={"url": "http://127.0.0.1:1/v1"})
+        [server] = added.json()["servers"]
+        assert (await client.get("/v1/status")).json()["model_servers"] == [server]
+        for bad in ("file:///etc/passwd", "http://", "http://user@host", "x" * 3000, "http://a b"):
+            response = await client.post("/v1/model_servers", json={"url": bad})
+            assert error_of(response)["type"] == "invalid_request"
+        gone = await client.delete("/v1/model_servers", params={"url": server["url"]})
+        assert gone.json() == {"servers": []}
+        again = await client.delete("/v1/model_servers", params={"url": server["url"]})
+        assert error_of(again)["type"] == "not_found"
+    await pool.aclose()
+
+
+async def test_a_fixed_model_says_so(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/model_servers", json={"url": "http://127.0.0.1:1"})
+    assert error_of(response)["type"] == "conflict"
+
+
+async def test_the_document_names_every_route_and_error(client: httpx.AsyncClient) -> None:
+    document = (await client.get("/openapi.json")).json()
+    assert set(document["paths"]) == {
+        "/v1/groups",
+        "/v1/groups/{group_id}",
+        "/v1/jobs/{job_id}",
+        "/v1/jobs/{job_id}/result",
+        "/v1/results",
+        "/v1/results/stream",
+        "/v1/status",
+        "/v1/environments",
+        "/v1/model_servers",
+        "/health",
+        "/ready",
+    }
+    for path in document["paths"].values():
+        for operation in path.values():
+            assert operation["description"]
+            assert {str(wire.status) for wire in WIRE_ERRORS} <= set(operation["responses"])
+            assert operation["security"] == [{"HTTPBearer": []}]
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
+    max_leaves=12,
+)
+almost = st.fixed_dictionaries(
+    {"id": st.just("g") | anything, "environment": st.just("toy") | anything, "task": anything},
+    optional=dict.fromkeys(("samples", "sampling", "limits", "metadata", "x"), anything),
+)
+
+
+def test_no_body_whatever_makes_the_service_fail(renderer: TemplateRenderer) -> None:
+    world = ToyWorld()
+    model = ToyModel(renderer, lambda *_: "done")
+    service = RolloutService(empty_node(), {"toy": world.family()}, renderer, model)
+    client = http(service)
+    with asyncio.Runner() as runner:
+
+        @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        @given(st.one_of(anything, almost, st.lists(almost, max_size=3)))
+        def post(content: Any) -> None:
+            headers = {"content-type": "application/json"}
+            response = runner.run(client.post("/v1/groups", content=json.dumps(content), headers=headers))
+            if response.status_code != 200:
+                assert error_of(response)["type"] in ("invalid_request", "conflict", "full")
+
+        runner.run(service.start())
+        post()
+        runner.run(client.aclose())
+        runner.run(service.stop())

@@ -1,0 +1,69 @@
+"""The system call filter, in a sandbox and as a program."""
+
+import errno
+import platform
+import struct
+import sys
+
+import pytest
+
+from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.runtime import python_runtime
+from prorl_envs.sandbox.seccomp import ARCHITECTURES, filter_program
+from prorl_envs.testing.sandbox_entry import run_script
+
+CALL = (
+    "import ctypes, sys; libc = ctypes.CDLL(None, use_errno=True); "
+    "print([(libc.syscall(int(n), -1, 0, 0, 0, 0), ctypes.get_errno())[1] for n in sys.argv[1:]])"
+)
+
+
+@pytest.mark.anyio
+@pytest.mark.skipif(platform.machine() not in ARCHITECTURES, reason="no filter on this architecture")
+async def test_listed_calls_are_refused_inside(shell_driver: BubblewrapDriver) -> None:
+    architecture = ARCHITECTURES[platform.machine()]
+    mounts, masks, env = python_runtime()
+    sandbox = await shell_driver.start(SandboxSpec(mounts=mounts, masks=masks, env=env))
+    try:
+        for calls, code in ((architecture.refused, errno.EPERM), (architecture.absent, errno.ENOSYS)):
+            numbers = " ".join(map(str, calls.values()))
+            output = await run_script(sandbox, f"{sys.executable} -c '{CALL}' {numbers}")
+            assert output.strip() == str([code] * len(calls))
+        assert "Seccomp:\t2" in await run_script(sandbox, "cat /proc/self/status")
+    finally:
+        await sandbox.close()
+
+
+def run_program(program: bytes, number: int, audit: int) -> int:
+    """What the kernel would do: a classic BPF machine with the filter's four instructions."""
+    instructions = list(struct.iter_unpack("=HBBI", program))
+    data = {0: number, 4: audit}
+    accumulator, at = 0, 0
+    while True:
+        code, if_true, if_false, value = instructions[at]
+        at += 1
+        match code:
+            case 0x20:
+                accumulator = data[value]
+            case 0x15:
+                at += if_true if accumulator == value else if_false
+            case 0x35:
+                at += if_true if accumulator >= value else if_false
+            case _:
+                return int(value)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_program_decides_by_architecture_and_number(name: str) -> None:
+    architecture = ARCHITECTURES[name]
+    program = filter_program(architecture)
+    for number in range(512):
+        expected = 0x7FFF0000
+        if number in architecture.refused.values():
+            expected = 0x00050000 | errno.EPERM
+        if number in architecture.absent.values():
+            expected = 0x00050000 | errno.ENOSYS
+        assert run_program(program, number, architecture.audit) == expected
+        assert run_program(program, number, 0x40000003) == 0x00050000 | errno.ENOSYS
+        assert run_program(program, number | 0x40000000, architecture.audit) == 0x00050000 | errno.ENOSYS

@@ -1,0 +1,142 @@
+"""The Jupyter engine keeps the promises of the forked one."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prorl_envs.errors import ToolError
+from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.tools.client import Toolbox
+from prorl_envs.tools.interpreter import interpreter_masks, interpreter_mounts
+from prorl_envs.tools.jupyter import CellOutput
+from prorl_envs.tools.link import ToolLimits
+from prorl_envs.tools.python import PythonEngine
+
+T = 60.0
+
+
+@pytest.fixture
+async def kernel_box(shared_driver: BubblewrapDriver) -> AsyncIterator[Toolbox]:
+    """A toolbox whose cells run in a Jupyter kernel."""
+    spec = SandboxSpec(mounts=interpreter_mounts(), masks=interpreter_masks())
+    sandbox = await shared_driver.start(spec)
+    toolbox = await Toolbox.open(
+        sandbox,
+        python=PythonEngine.KERNEL,
+        limits=ToolLimits(grace_s=1.0),
+        interpreter=sys.executable,
+    )
+    yield toolbox
+    await toolbox.aclose()
+    await sandbox.close()
+
+
+@pytest.mark.anyio
+async def test_output_value_state_and_traceback(kernel_box: Toolbox) -> None:
+    result = await kernel_box.python("x = 20\nprint('out')\nx + 1", timeout_s=T)
+    assert result.text == "out\n21\n"
+    assert result.data == {"error": None, "timed_out": False}
+    result = await kernel_box.python("x / 0", timeout_s=T)
+    assert result.ok
+    assert result.data["error"] == "ZeroDivisionError"
+    assert result.text.endswith("ZeroDivisionError: division by zero\n")
+    assert "\x1b" not in result.text
+    assert (await kernel_box.bash("ls -A", timeout_s=T)).text == ""
+
+
+@pytest.mark.anyio
+async def test_rich_displays_and_refused_input(kernel_box: Toolbox) -> None:
+    result = await kernel_box.python("from IPython.display import HTML\nHTML('<b>1</b>')", timeout_s=T)
+    assert result.data["display"] == [{"text/html": "<b>1</b>"}]
+    assert (await kernel_box.python("input()", timeout_s=T)).data["error"] == "StdinNotImplementedError"
+
+
+@pytest.mark.anyio
+async def test_the_deadline_interrupts_and_keeps_the_session(kernel_box: Toolbox) -> None:
+    await kernel_box.python("kept = 1", timeout_s=T)
+    result = await kernel_box.python("print('before')\nwhile True: pass", timeout_s=1)
+    assert result.data["timed_out"] is True
+    assert result.text.startswith("before\n")
+    assert "it was interrupted" in result.text
+    assert (await kernel_box.python("kept", timeout_s=T)).text == "1\n"
+
+
+@pytest.mark.anyio
+async def test_a_kernel_that_ignores_the_interrupt_is_replaced(kernel_box: Toolbox) -> None:
+    code = "import signal\nlost = 1\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass"
+    result = await kernel_box.python(code, timeout_s=1)
+    assert "it ignored the interrupt and was killed" in result.text
+    assert (await kernel_box.python("lost", timeout_s=T)).data["error"] == "NameError"
+
+
+@pytest.mark.anyio
+async def test_a_kernel_that_ends_is_said_and_replaced(kernel_box: Toolbox) -> None:
+    result = await kernel_box.python("import os\nos._exit(3)", timeout_s=T)
+    assert not result.ok
+    assert result.text.endswith(
+        "[the Python session exited with status 3; the next cell gets a new one, without its variables]"
+    )
+    assert (await kernel_box.python("1", timeout_s=T)).text == "1\n"
+
+
+@pytest.mark.anyio
+async def test_a_cancelled_cell_leaves_the_toolbox_usable(kernel_box: Toolbox) -> None:
+    code = "import time\nopen('begun', 'w').close()\ntime.sleep(100)"
+    call = asyncio.create_task(kernel_box.python(code, timeout_s=T))
+    await kernel_box.run(["sh", "-c", "until [ -e begun ]; do sleep 0.01; done"], timeout_s=T)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert (await kernel_box.python("1", timeout_s=T)).text == "1\n"
+
+
+@pytest.mark.anyio
+async def test_an_image_without_ipykernel_is_told_apart(shared_driver: BubblewrapDriver) -> None:
+    sandbox = await shared_driver.start(SandboxSpec())
+    with pytest.raises(ToolError, match="exited with status 1"):
+        await Toolbox.open(sandbox, python=PythonEngine.KERNEL, interpreter="false")
+    await sandbox.close()
+
+
+# What a kernel publishes, as a pure function.
+
+
+def test_output_is_bounded_and_colours_are_removed() -> None:
+    output = CellOutput(100)
+    output.take("stream", {"name": "stdout", "text": "x" * 1000})
+    output.take("error", {"ename": "E", "evalue": "", "traceback": ["\x1b[31mred\x1b[0m"]})
+    assert output.take("status", {"execution_state": "idle"})
+    done = output.reply(timed_out=False, notice="")
+    assert done.omitted == 904
+    assert done.output.endswith("red\n")
+    assert done.error == "E"
+
+
+def test_displays_are_bounded() -> None:
+    output = CellOutput(1000)
+    for _ in range(20):
+        output.take("display_data", {"data": {"text/html": "x" * 100_000}})
+    done = output.reply(timed_out=False, notice="")
+    assert len(done.display) == 10
+    assert done.output.count("left out") == 10
+
+
+@given(
+    st.sampled_from(["stream", "error", "status", "display_data", "other"]),
+    st.recursive(
+        st.none() | st.integers() | st.text(),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+        max_leaves=6,
+    ),
+)
+def test_any_content_is_taken_or_refused(kind: str, content: object) -> None:
+    try:
+        CellOutput(100).take(kind, content)
+    except msgspec.ValidationError:
+        return
