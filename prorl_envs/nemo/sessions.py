@@ -267,7 +267,7 @@ class Sessions:
         try:
             await session.environment.close()
         except ProrlError as error:
-            # The outcome stands. The driver still holds what could not be closed, and ends it with the server.
+            # The outcome stands. The driver still holds what did not close, and ends it with the server.
             logger.error("closing %s: %s", session.task.id, error)
         finally:
             if session.placed:

@@ -7,8 +7,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from tokenizers import Tokenizer
 
 from prorl_envs.errors import InputError
@@ -60,6 +58,10 @@ def load_renderer(
 
 
 def _download(name: str, revision: str | None) -> Path:
+    # Here, not at the top: it takes half a second to import, and few callers ask the Hub.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
     if Path(name).is_absolute() or name.startswith(".") or name.count("/") > 1:
         raise InputError(f"there is no tokenizer folder {name}")
     try:

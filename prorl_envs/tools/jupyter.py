@@ -23,6 +23,7 @@ from jupyter_client.asynchronous.client import AsyncKernelClient
 
 from prorl_envs.errors import SandboxError, ToolError
 from prorl_envs.sandbox.base import Sandbox
+from prorl_envs.tools.connection import ServerLost
 from prorl_envs.tools.link import ServerLink, ToolLimits
 from prorl_envs.tools.output import OutputBuffer
 from prorl_envs.tools.results import python_result
@@ -153,8 +154,8 @@ class JupyterPython:
             output = CellOutput(self._limits.output_bytes)
             try:
                 done = await self._execute(self._kernel, code, output, timeout_s)
-            except asyncio.CancelledError:
-                # The kernel might still be busy: the next cell gets a new one.
+            except BaseException:
+                # Cancelled, or lost: it might still be busy, so the next cell gets a new one.
                 await self._end()
                 raise
         if done.notice and not self._sandbox.alive:
@@ -232,10 +233,10 @@ class _Kernel:
             listening = "for n in 1 2 3 4 5; do until [ -S $0/k-$n ]; do sleep 0.02; done; done"
             await kernel.while_alive(_run(link, ["sh", "-c", listening, inside], START_TIMEOUT_S))
             await kernel._connect(link.sandbox.workspace, name, info)
-        except _KernelEnded as ended:
-            raise ToolError(f"the Jupyter kernel {ended}", hint="the image needs ipykernel") from None
-        except BaseException:
+        except BaseException as error:
             await kernel.aclose()
+            if isinstance(error, _KernelEnded):
+                raise ToolError(f"the Jupyter kernel {error}", hint="the image needs ipykernel") from None
             raise
         finally:
             await _run(link, ["rm", "-rf", inside], 30)
@@ -270,7 +271,10 @@ class _Kernel:
                 task.cancel()
                 await asyncio.wait({task})
         if task.cancelled():
-            done = self._process.result()
+            try:
+                done = self._process.result()
+            except ServerLost as lost:
+                raise _KernelEnded(f"was lost ({lost.message})") from lost
             words = "" if self._ready else done.output.decode(errors="replace").strip()[-500:]
             raise _KernelEnded(f"exited with status {done.exit_code}{f' ({words})' if words else ''}")
         result: T = task.result()
@@ -279,7 +283,7 @@ class _Kernel:
     async def aclose(self) -> None:
         """Kill the process and close every socket."""
         self._process.cancel()
-        await asyncio.wait({self._process})
+        await asyncio.gather(self._process, return_exceptions=True)
         self._client.stop_channels()
         self._context.destroy(linger=0)
 

@@ -14,7 +14,7 @@ from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
 from prorl_envs.tools.client import Toolbox
 from prorl_envs.tools.interpreter import interpreter_masks, interpreter_mounts
-from prorl_envs.tools.jupyter import CellOutput
+from prorl_envs.tools.jupyter import CellOutput, JupyterPython
 from prorl_envs.tools.link import ToolLimits
 from prorl_envs.tools.python import PythonEngine
 
@@ -93,6 +93,17 @@ async def test_a_cancelled_cell_leaves_the_toolbox_usable(kernel_box: Toolbox) -
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
+    assert (await kernel_box.python("1", timeout_s=T)).text == "1\n"
+
+
+@pytest.mark.anyio
+async def test_a_lost_tool_server_is_said_and_replaced(kernel_box: Toolbox) -> None:
+    assert isinstance(kernel_box._python, JupyterPython)
+    link = kernel_box._python._link
+    call = asyncio.create_task(kernel_box.python("open('begun', 'w').close()\nwhile True: pass", timeout_s=T))
+    await kernel_box.run(["sh", "-c", "until [ -e begun ]; do sleep 0.01; done"], timeout_s=T)
+    (await link.connection()).give_up("the test took it away")
+    assert "was lost (the test took it away)" in (await call).text
     assert (await kernel_box.python("1", timeout_s=T)).text == "1\n"
 
 

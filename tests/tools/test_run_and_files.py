@@ -24,6 +24,11 @@ async def test_the_workspace_is_the_default_directory_and_input_is_empty(box: To
     assert (await box.run(["sh", "-c", "pwd; cat"], timeout_s=T)).output == b"/workspace\n"
 
 
+async def test_a_deadline_may_be_far_away(box: Toolbox) -> None:
+    assert (await box.run(["true"], timeout_s=1e12)).exit_code == 0
+    assert (await box.bash("true", timeout_s=1e12)).ok
+
+
 async def test_a_signal_is_a_negative_status(box: Toolbox) -> None:
     assert (await box.run(["sh", "-c", "kill -9 $$"], timeout_s=T)).exit_code == -9
 
