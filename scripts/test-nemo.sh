@@ -23,7 +23,7 @@ fi
     || "$uv" pip install --quiet --python "$venv/bin/python" "$nemo" \
     || fail "$nemo could not be installed" "it needs Python 3.12, from 0.5 on 3.13; see the messages above"
 "$uv" pip install --quiet --python "$venv/bin/python" --reinstall-package prorl-envs \
-    '.[data]' pytest pytest-timeout \
+    '.[data]' --group dev \
     || fail "this package could not be installed into $venv" "see the messages above"
 
 # Not `python -m pytest`: that would put the checkout before what was installed.

@@ -114,6 +114,7 @@ def _ask(executable: Path) -> Interpreter | None:
             capture_output=True,
             timeout=_PROBE_TIMEOUT_S,
             stdin=subprocess.DEVNULL,
+            env={},  # as in a sandbox: one that needs the host's LD_LIBRARY_PATH would not run there
             check=True,
         )
         answer = json.loads(done.stdout)

@@ -48,6 +48,9 @@ class Quoter:
     def __init__(self, literals: Iterable[str]) -> None:
         self._literals = tuple(sorted({text for text in literals if len(text) > 1 and text.strip()}))
         self._longest = max(map(len, self._literals), default=1)
+        # Sets, since every string of every message is looked up: a model has hundreds of literals.
+        self._beginnings = {text[:end] for text in self._literals for end in range(1, len(text))}
+        self._endings = {text[start:] for text in self._literals for start in range(1, len(text))}
         # One pattern per first character, which alone is consumed: literals may overlap, and a search skips
         # quickly to the next such character.
         rests: dict[str, list[str]] = {}
@@ -98,20 +101,14 @@ class Quoter:
         return value
 
     def _begun_at_end(self, text: str) -> Iterable[int]:
-        for start in range(max(0, len(text) - self._longest + 1), len(text)):
-            rest = text[start:]
-            if any(len(rest) < len(literal) and literal.startswith(rest) for literal in self._literals):
-                yield start + 1
+        first = max(0, len(text) - self._longest + 1)
+        return (start + 1 for start in range(first, len(text)) if text[start:] in self._beginnings)
 
     def _continues_a_literal(self, text: str) -> bool:
-        if not text:
-            return False
-        return any(
-            text.startswith(literal[start:]) or literal.startswith(text, start)
-            for literal in self._literals
-            for start in range(1, len(literal))
-            if literal[start] == text[0]
-        )
+        """Whether `text` begins with the end of a literal, or lies within one."""
+        if any(text[:end] in self._endings for end in range(1, min(len(text), self._longest) + 1)):
+            return True
+        return bool(text) and any(text in literal[1:] for literal in self._literals)
 
 
 def _strings(value: Any) -> Iterable[str]:

@@ -14,7 +14,7 @@ from typing import Any
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.command import DEFAULT_ENV, HOME, READY, SandboxFiles, bwrap_arguments, check
-from prorl_envs.sandbox.files import DriverDirectory, node_local_base, remove_tree
+from prorl_envs.sandbox.files import DriverDirectory, node_local_base, remove_tree, sweep
 from prorl_envs.sandbox.probe import explain, find_bwrap
 from prorl_envs.sandbox.processes import Process, not_in_forks, readable, receive
 from prorl_envs.sandbox.runtime import system_masks
@@ -53,6 +53,7 @@ class BubblewrapDriver:
         self.system_masks = system_masks()
         self._etc: dict[int, asyncio.Task[Path]] = {}
         self._sandboxes: set[BubblewrapSandbox] = set()
+        self._sweeping: asyncio.Task[list[Path]] | None = None
         self._started = 0
         self._closing: asyncio.Task[None] | None = None
 
@@ -65,6 +66,7 @@ class BubblewrapDriver:
         if self._closing is not None:
             raise SandboxError("the driver is closed")
         check(spec)
+        self._sweep()
         etc = await self._etc_for(spec.uid)
         if self._closing is not None:  # meanwhile
             raise SandboxError("the driver is closed")
@@ -103,6 +105,7 @@ class BubblewrapDriver:
         await asyncio.shield(self._closing)
 
     async def _aclose(self) -> None:
+        await self._sweep()
         # What still writes into the directory would keep it from being removed.
         await asyncio.gather(*self._etc.values(), return_exceptions=True)
         await asyncio.gather(*(sandbox.close() for sandbox in tuple(self._sandboxes)))
@@ -112,6 +115,12 @@ class BubblewrapDriver:
     def forget(self, sandbox: "BubblewrapSandbox") -> None:
         """Called by a sandbox that has closed."""
         self._sandboxes.discard(sandbox)
+
+    def _sweep(self) -> asyncio.Task[list[Path]]:
+        """Remove what killed services left, once, beside everything else: it may be much."""
+        if self._sweeping is None:
+            self._sweeping = asyncio.create_task(asyncio.to_thread(sweep, self._directory.base))
+        return self._sweeping
 
     async def _etc_for(self, uid: int) -> Path:
         """The /etc of that user, written at first use."""

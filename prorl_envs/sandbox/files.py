@@ -6,6 +6,7 @@ service left behind and remove it.
 
 import fcntl
 import itertools
+import logging
 import os
 import secrets
 import stat
@@ -13,6 +14,8 @@ import tempfile
 from pathlib import Path
 
 from prorl_envs.errors import SandboxError
+
+logger = logging.getLogger(__name__)
 
 _PREFIX = "prorl-sandboxes-"
 _ARMED = "locked"
@@ -39,7 +42,7 @@ class DriverDirectory:
     """
 
     def __init__(self, base: Path) -> None:
-        sweep(base)
+        self.base = base
         prefix = f"{_PREFIX}{os.geteuid()}-"
         if len(os.fsencode(base)) > PATH_LIMIT:
             raise SandboxError(
@@ -66,12 +69,19 @@ class DriverDirectory:
 
 
 def sweep(base: Path) -> list[Path]:
-    """Remove the directories that killed drivers of this user left in `base`. Returns what was removed."""
+    """Remove the directories that killed drivers of this user left in `base`. Returns what was removed.
+
+    What cannot be removed is logged and left: it is none of the caller's.
+    """
     removed = []
     for path in base.glob(f"{_PREFIX}{os.geteuid()}-*"):
         if _is_abandoned(path):
-            remove_tree(path)
-            removed.append(path)
+            try:
+                remove_tree(path)
+            except OSError as error:
+                logger.warning("cannot remove what a killed service left: %s", error)
+            else:
+                removed.append(path)
     return removed
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.command import DEFAULT_ENV, check
-from prorl_envs.sandbox.files import DriverDirectory, node_local_base, remove_tree
+from prorl_envs.sandbox.files import DriverDirectory, node_local_base, remove_tree, sweep
 from prorl_envs.sandbox.template import TEMPLATES, Template, TemplateSpec
 from prorl_envs.sandbox.template_process import ForkRequest, ToolServer
 
@@ -83,6 +83,7 @@ class LocalDriver:
     async def _aclose(self) -> None:
         await asyncio.gather(*(sandbox.close() for sandbox in tuple(self._sandboxes)))
         await asyncio.gather(*(template.aclose() for template in self.templates.values()))
+        await asyncio.to_thread(sweep, self._directory.base)
         await asyncio.to_thread(self._directory.remove)
 
     def forget(self, sandbox: "LocalSandbox") -> None:

@@ -22,8 +22,9 @@ class Holdings:
     """A snapshot.
 
     Args:
-        processes: pid with start time, and command, of the children of this process and of every process in
-            a mount namespace that shows something below the run directory: a sandbox's.
+        processes: pid with start time, and command, of the children of this process, of every process whose
+            command names the run directory (bubblewrap), and of every process in a mount namespace that
+            shows something below it (a sandbox's).
         descriptors: number, and what it refers to, of this process's open descriptors.
         mounts: the mounts of this process's namespace.
         directories: what lies in the run directory, where drivers keep their files.
@@ -85,6 +86,10 @@ def _processes(run_dir: Path) -> dict[tuple[int, int], str]:
 def _is_child_or_sandboxed(process: Path, run_dir: Path) -> bool:
     stat = (process / "stat").read_text()
     if int(stat.rpartition(")")[2].split()[1]) == os.getpid():
+        return True
+    if (
+        os.fsencode(run_dir) in (process / "cmdline").read_bytes()
+    ):  # bubblewrap, before it has mounted anything
         return True
     if (process / "ns/mnt").readlink() == Path("/proc/self/ns/mnt").readlink():
         return False

@@ -7,7 +7,6 @@ it has opened.
 
 import asyncio
 import os
-import re
 import secrets
 import shutil
 import stat
@@ -24,8 +23,8 @@ from jupyter_client.asynchronous.client import AsyncKernelClient
 from prorl_envs.errors import SandboxError, ToolError
 from prorl_envs.sandbox.base import Sandbox
 from prorl_envs.tools.connection import ServerLost
+from prorl_envs.tools.jupyter_output import CellOutput
 from prorl_envs.tools.link import ServerLink, ToolLimits
-from prorl_envs.tools.output import OutputBuffer
 from prorl_envs.tools.results import python_result
 from prorl_envs.tools.types import ToolResult
 from prorl_envs.tools.wire import Done, PythonDone, Run, RunDone, Write
@@ -34,94 +33,21 @@ from prorl_envs.tools.wire import Done, PythonDone, Run, RunDone, Write
 START_TIMEOUT_S = 60.0
 #: Bytes of one message, and messages that may wait, of each channel. A kernel that sends a longer one is cut
 #: off, and its session ends at the cell's deadline.
-MESSAGE_LIMIT = 64 * 1024 * 1024
+MESSAGE_LIMIT = 16 * 1024 * 1024
 MESSAGES_WAITING = 16
-DISPLAY_LIMIT = 16
-DISPLAY_BYTES = 1024 * 1024
+#: What messages that are not as they should be lead to, in the client's libraries or here.
+_BREACHES = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+    zmq.ZMQError,
+    msgspec.MsgspecError,
+)
 _LIFETIME_S = 30 * 86400.0
 _PORTS = {"shell_port": 1, "iopub_port": 2, "stdin_port": 3, "control_port": 4, "hb_port": 5}
-_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-
-
-class Stream(msgspec.Struct):
-    """Content of a `stream` message."""
-
-    text: str
-
-
-class Bundle(msgspec.Struct):
-    """Content of an `execute_result` or `display_data` message."""
-
-    data: dict[str, Any]
-
-
-class Failure(msgspec.Struct):
-    """Content of an `error` message."""
-
-    ename: str
-    traceback: list[str]
-
-
-class Status(msgspec.Struct):
-    """Content of a `status` message."""
-
-    execution_state: str
-
-
-class CellOutput:
-    """What a kernel publishes while a cell runs, bounded. Pure: messages in, a reply out.
-
-    Args:
-        output_limit: bytes of text kept.
-    """
-
-    def __init__(self, output_limit: int) -> None:
-        self._text = OutputBuffer(output_limit)
-        self._display: list[dict[str, str]] = []
-        self._display_bytes = 0
-        self._error = ""
-
-    def take(self, kind: str, content: Any) -> bool:
-        """Take one message's content; True where the cell has ended.
-
-        Raises:
-            msgspec.ValidationError: the content is not what its kind says.
-        """
-        match kind:
-            case "stream":
-                self._write(msgspec.convert(content, Stream).text)
-            case "execute_result" | "display_data":
-                self._show(msgspec.convert(content, Bundle).data)
-            case "error":
-                failure = msgspec.convert(content, Failure)
-                self._error = failure.ename[:200]
-                self._write(_COLOUR.sub("", "\n".join(failure.traceback)) + "\n")
-            case "status":
-                return msgspec.convert(content, Status).execution_state == "idle"
-        return False
-
-    def reply(self, *, timed_out: bool, notice: str, error: str = "") -> PythonDone:
-        """What the model is told."""
-        captured = self._text.take()
-        return PythonDone(
-            0, captured.text(), captured.omitted, error or self._error, timed_out, notice, self._display
-        )
-
-    def _write(self, text: str) -> None:
-        self._text.feed(text.encode("utf-8", "replace"))
-
-    def _show(self, bundle: dict[str, Any]) -> None:
-        rich = {mime: str(value) for mime, value in bundle.items() if mime != "text/plain"}
-        if "text/plain" in bundle:
-            self._write(f"{bundle['text/plain']}\n")
-        size = sum(map(len, rich.values()))
-        if not rich:
-            return
-        if len(self._display) < DISPLAY_LIMIT and self._display_bytes + size <= DISPLAY_BYTES:
-            self._display.append(rich)
-            self._display_bytes += size
-        else:
-            self._write(f"[display data of {size} characters left out]\n")
 
 
 class JupyterPython:
@@ -318,7 +244,7 @@ class _Kernel:
                 await self.while_alive(self._client.get_shell_msg())
         except TimeoutError:
             return False
-        except (ValueError, KeyError, TypeError, zmq.ZMQError) as error:  # what hostile messages lead to
+        except _BREACHES as error:
             raise _KernelEnded(f"broke the protocol ({type(error).__name__})") from error
         return True
 

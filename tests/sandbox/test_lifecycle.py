@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import logging
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -233,6 +234,41 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+FORKING = """\
+import asyncio, os, signal
+from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.testing.sandbox_entry import SCRIPT_TEMPLATES
+
+async def main():
+    driver = BubblewrapDriver(templates=SCRIPT_TEMPLATES)
+    await driver.warm()
+    sandbox = await driver.start(SandboxSpec())
+    worker = os.fork()
+    if worker == 0:
+        signal.pause()
+    print(worker, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+def test_a_forked_worker_does_not_keep_a_killed_services_sandboxes(run_dir: Path) -> None:
+    before = Holdings.now(run_dir)
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", FORKING], stdout=subprocess.PIPE, text=True
+    ) as service:
+        assert service.stdout is not None
+        worker = os.pidfd_open(int(service.stdout.readline()))
+    leaks = leaks_since(before, run_dir, patience_s=1)
+    signal.pidfd_send_signal(worker, signal.SIGKILL)  # an orphan by now, waiting for a signal
+    select.select([worker], [], [])
+    os.close(worker)
+    assert {leak.split()[0] for leak in leaks} == {"descriptor", "directory"}  # no process
+    asyncio.run(BubblewrapDriver().aclose())
 
 
 def interrupted_service(moment: str, number: signal.Signals) -> None:

@@ -14,7 +14,8 @@ from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
 from prorl_envs.tools.client import Toolbox
 from prorl_envs.tools.interpreter import interpreter_masks, interpreter_mounts
-from prorl_envs.tools.jupyter import CellOutput, JupyterPython
+from prorl_envs.tools.jupyter import JupyterPython
+from prorl_envs.tools.jupyter_output import CellOutput
 from prorl_envs.tools.link import ToolLimits
 from prorl_envs.tools.python import PythonEngine
 
@@ -151,3 +152,14 @@ def test_any_content_is_taken_or_refused(kind: str, content: object) -> None:
         CellOutput(100).take(kind, content)
     except msgspec.ValidationError:
         return
+
+
+@pytest.mark.anyio
+async def test_messages_that_break_the_protocol_end_the_session_only(kernel_box: Toolbox) -> None:
+    code = (
+        "kernel = get_ipython().kernel\n"
+        "kernel.session.send(kernel.iopub_socket, 'stream', {'text': 1}, parent=kernel.get_parent())"
+    )
+    result = await kernel_box.python(code, timeout_s=T)
+    assert "the Python session broke the protocol (ValidationError)" in result.text
+    assert (await kernel_box.python("1", timeout_s=T)).text == "1\n"

@@ -191,3 +191,15 @@ async def test_a_build_step_that_fails_is_named_and_leaves_nothing(
     with pytest.raises(EnvironmentFault, match=r"install failed \(exit status 3\): no such luck"):
         await Builder(Node(node.driver, tmp_path)).build(broken)
     assert [path.suffix for path in (tmp_path / "swebench").iterdir()] == [".lock"]
+
+
+async def test_a_cancelled_build_leaves_nothing(tmp_path: Path, node: Node, task: SwebenchTask) -> None:
+    building = asyncio.create_task(Builder(Node(node.driver, tmp_path)).build(task))
+    async with asyncio.timeout(60):
+        while not list(tmp_path.glob("swebench/*.building/miniconda3/envs")):  # noqa: ASYNC110
+            assert not building.done()
+            await asyncio.sleep(0.01)
+    building.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await building
+    assert [path.suffix for path in (tmp_path / "swebench").iterdir()] == [".lock"]
