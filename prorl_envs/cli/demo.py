@@ -27,8 +27,11 @@ from prorl_envs.testing.scripted import Behaviour, Mix, Script, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
 from prorl_envs.testing.tokenizer import builtin_renderer
 
-FAMILIES = ("bash", "ipython", "swebench")
+#: The slow ones first: their builds go on while the others run.
+FAMILIES = ("swebench", "bash", "ipython")
 MIX = "solve=2,wrong=1,malformed=1,loop=1,error500=1"
+#: Wide, since most of INIT is waiting here: for an instance that another sample has begun to build.
+INIT_POOL = 24
 LIMITS = AgentLimits(max_turns=12, max_tokens=65_536)
 
 _SOLVES = frozenset({Behaviour.SOLVE, Behaviour.FLAKY})
@@ -174,6 +177,8 @@ async def demo(settings: Settings, options: DemoOptions, folder: Path, model: Mo
         whether every group came out as the script says; True with a real model.
     """
     chosen = await asyncio.to_thread(choose, options)
+    pools = settings.service.model_copy(update={"init": max(INIT_POOL, settings.service.init)})
+    settings = settings.model_copy(update={"service": pools})
     async with (
         _given(model) if model else _scripted(chosen, options) as behind,
         rollout_service(settings, behind) as service,

@@ -1,0 +1,37 @@
+"""`prorl-envs nemo`: what NeMo Gym needs of us before it starts."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from prorl_envs.cli.console import err, out
+
+nemo = typer.Typer(help="Prepare what NeMo Gym needs of the environments.", no_args_is_help=True)
+
+
+@nemo.command()
+def rows(
+    environment: Annotated[str, typer.Argument(help="Name of the family.")],
+    source: Annotated[Path, typer.Argument(help="Task rows, JSONL.")],
+    target: Annotated[Path, typer.Argument(help="Where to write the NeMo Gym rows.")],
+) -> None:
+    """Convert a family's data file to NeMo Gym's row format."""
+    from prorl_envs.nemo.rows import write_rows
+
+    err.print(f"{write_rows(environment, source, target)} rows in {target}")
+
+
+@nemo.command("gym-root")
+def gym_root(
+    path: Annotated[Path, typer.Argument(help="Folder to make; run gym in it.")],
+    venv: Annotated[
+        Path | None, typer.Option(help="Virtual environment with NeMo Gym; default: the running one.")
+    ] = None,
+) -> None:
+    """Make a folder from which gym runs the environments on one virtual environment, and print the flags."""
+    from prorl_envs.nemo.root import gym_root
+
+    root = gym_root(path, venv=venv)
+    err.print(f"run gym in {root.path}, with:")
+    out.print(*root.flags, soft_wrap=True)
