@@ -39,7 +39,7 @@ class BubblewrapDriver:
         templates: what `Sandbox.spawn` can fork, by name.
 
     Raises:
-        SandboxError: bubblewrap is missing or too old, or no directory can be made.
+        SandboxError: there is no bubblewrap, or no directory can be made.
     """
 
     name = "bubblewrap"
@@ -108,9 +108,13 @@ class BubblewrapDriver:
         await self._sweep()
         # What still writes into the directory would keep it from being removed.
         await asyncio.gather(*self._etc.values(), return_exceptions=True)
-        await asyncio.gather(*(sandbox.close() for sandbox in tuple(self._sandboxes)))
+        closing = (sandbox.close() for sandbox in tuple(self._sandboxes))
+        outcomes = await asyncio.gather(*closing, return_exceptions=True)
         await asyncio.gather(*(template.aclose() for template in self.templates.values()))
         await asyncio.to_thread(self._directory.remove)
+        for outcome in outcomes:  # only now: one that does not close must not keep the rest
+            if outcome is not None:
+                raise outcome
 
     def forget(self, sandbox: "BubblewrapSandbox") -> None:
         """Called by a sandbox that has closed."""
@@ -198,7 +202,10 @@ class BubblewrapSandbox:
             raise SandboxError(f"sandbox {self.id} was closed while it started")
 
     async def _launch(self, bwrap: Path) -> None:
-        self._prepare_files()
+        try:
+            self._prepare_files()
+        except OSError as error:
+            raise SandboxError(f"cannot make a sandbox's directories: {error}") from error
         info, info_inside = os.pipe()
         os.set_blocking(info, False)
         try:
@@ -211,6 +218,8 @@ class BubblewrapSandbox:
                 output = await self._read_until_ready()
         except TimeoutError:
             raise SandboxError(f"bubblewrap was not ready in {START_TIMEOUT_S} s") from None
+        except OSError as error:
+            raise SandboxError(f"the sandbox did not start: {error}") from error
         finally:
             os.close(info)
         if not output.endswith(READY) or "child-pid" not in namespaces:

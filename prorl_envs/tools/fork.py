@@ -15,6 +15,7 @@ import traceback
 SEND_TIMEOUT_S = 5.0
 _PR_SET_DUMPABLE = 4
 _KILL_ROUNDS = 1000
+_NO_NAMESPACE = 2
 
 
 class Kernel:
@@ -86,10 +87,13 @@ def end_processes() -> None:
     left to be killed: a process may fork while the others die.
 
     Raises:
-        OSError: the child cannot be forked, or new processes came faster than they could be killed.
+        OSError: the child cannot be forked, new processes came faster than they could be killed, or this is
+            no pid namespace of the sandbox's own: then "all" would be everything this user runs.
     """
     if (pid := os.fork()) == 0:
         try:
+            if os.getppid() != 0:  # the kernel names a parent outside the pid namespace 0
+                os._exit(_NO_NAMESPACE)
             for _ in range(_KILL_ROUNDS):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(-1, signal.SIGKILL)
@@ -97,7 +101,10 @@ def end_processes() -> None:
                     os._exit(0)
         finally:
             os._exit(1)
-    if os.waitpid(pid, 0)[1] != 0:
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if status == _NO_NAMESPACE:
+        raise OSError(errno.EPERM, "the sandbox has no pid namespace of its own")
+    if status != 0:
         raise OSError(errno.EAGAIN, "the sandbox starts processes faster than they can be killed")
 
 
