@@ -1,6 +1,7 @@
 #!/bin/sh
 # Set up .venv for one of two purposes: `setup.sh demo` (light) or `setup.sh test` (with the developers' tools).
-# A second argument names another place than .venv. Finds a suitable Python; SETUP_PYTHON names one. Does nothing when all is in place.
+# A second argument names another place than .venv. Finds a suitable Python by itself; SETUP_PYTHON names one.
+# Does nothing when all is in place.
 set -eu
 cd "$(dirname "$0")/.."
 purpose=${1:-demo}
@@ -46,6 +47,7 @@ if [ ! -x "$venv/bin/python" ]; then
         "on Debian and Ubuntu: apt-get install python3-venv; or install uv and run: uv venv $venv"
 fi
 if command -v uv >/dev/null; then uv=uv; else
+    "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$venv/bin/python" -m ensurepip >/dev/null
     [ -x "$venv/bin/uv" ] || "$venv/bin/python" -m pip install --quiet uv \
         || fail "uv could not be installed from PyPI" "check the network, or the proxy and index settings of pip"
     uv=$venv/bin/uv

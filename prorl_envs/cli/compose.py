@@ -14,6 +14,7 @@ from prorl_envs.policy.probe import probe
 from prorl_envs.policy.rendering import TemplateRenderer
 from prorl_envs.policy.vllm import VllmClient
 from prorl_envs.rollout.service import RolloutService
+from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
 
 
@@ -36,8 +37,15 @@ class Model:
 
 @asynccontextmanager
 async def node(settings: Settings) -> AsyncIterator[Node]:
-    """This machine's sandboxes; closed on leaving."""
-    async with Node(BubblewrapDriver(settings.run_dir), settings.cache_dir or default_cache_dir()) as opened:
+    """This machine's sandboxes; closed on leaving.
+
+    Raises:
+        SandboxError: this machine cannot run them. Found out here, with one sandbox, instead of in every job.
+    """
+    async with Node(
+        BubblewrapDriver(settings.run_dir, bwrap=settings.bwrap), settings.cache_dir or default_cache_dir()
+    ) as opened:
+        await (await opened.sandbox(SandboxSpec())).close()
         yield opened
 
 

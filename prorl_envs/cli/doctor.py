@@ -64,7 +64,7 @@ async def doctor(settings: Settings) -> bool:
     """
     for name, value in _machine():
         out.print(f"{name + ':':12} {value}")
-    found = await asyncio.to_thread(lambda: list(checks(settings.run_dir)))
+    found = await asyncio.to_thread(lambda: list(checks(settings.run_dir, settings.bwrap)))
     found.append(await _sandbox(settings))
     found += await asyncio.to_thread(lambda: list(_families()))
     table = Table(show_edge=False)

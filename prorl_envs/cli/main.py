@@ -15,6 +15,7 @@ import typer
 
 from prorl_envs import __version__
 from prorl_envs.cli.console import out, report
+from prorl_envs.cli.nemo import nemo
 from prorl_envs.errors import InputError, ProrlError
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ def _version(wanted: bool) -> None:
     if wanted:
         out.print(f"prorl-envs {__version__}")
         raise typer.Exit
+
+
+cli.add_typer(nemo, name="nemo")
 
 
 @cli.callback()

@@ -36,6 +36,7 @@ class BubblewrapDriver:
     Args:
         root: existing directory on a local disk under which the driver makes its own; None chooses
             `$PRORL_RUN_DIR` or the temporary directory.
+        bwrap: the bubblewrap program; None chooses `$PRORL_BWRAP`, the package's or the system's.
         templates: what `Sandbox.spawn` can fork, by name.
 
     Raises:
@@ -45,9 +46,13 @@ class BubblewrapDriver:
     name = "bubblewrap"
 
     def __init__(
-        self, root: Path | None = None, *, templates: Mapping[str, TemplateSpec] = TEMPLATES
+        self,
+        root: Path | None = None,
+        *,
+        bwrap: Path | None = None,
+        templates: Mapping[str, TemplateSpec] = TEMPLATES,
     ) -> None:
-        self._bwrap = find_bwrap()
+        self._bwrap = find_bwrap(bwrap)
         self._directory = DriverDirectory(root.resolve() if root is not None else node_local_base())
         self.templates = {name: Template(name, spec) for name, spec in templates.items()}
         self.system_masks = system_masks()

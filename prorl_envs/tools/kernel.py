@@ -7,6 +7,7 @@ The code of the cells runs in this very process, so the server believes nothing 
 
 import builtins
 import getpass
+import importlib.util
 import json
 import os
 import signal
@@ -24,6 +25,8 @@ from traitlets.config import Config
 from prorl_envs.tools.wire import Cell, CellDone, Framer, decode_cell, encode
 
 CONTROL_FD = 3
+#: Imported ahead of every session, where they are installed. Cells still have to import them to name them.
+LIBRARIES = ("numpy", "pandas", "sympy")
 #: Rich representations handed on per cell, and bytes of all of them.
 DISPLAY_LIMIT = 16
 DISPLAY_BYTES = 1024 * 1024
@@ -129,6 +132,7 @@ def prepare() -> Any:
     warm = CellShell.initialized()
     shell: Any = CellShell.instance()
     if not warm:
+        _import_libraries()
         # A first cell and a first traceback import another megabyte of modules.
         sys.stdout, stdout = open(os.devnull, "w"), sys.stdout  # noqa: PTH123, SIM115
         try:
@@ -139,6 +143,15 @@ def prepare() -> Any:
             sys.stdout = stdout
         shell.reset()
     return shell
+
+
+def _import_libraries() -> None:
+    """Import what nearly every session imports, once for all of them: seconds of processor time each."""
+    # A forked process has no threads, so none may be started before the fork: OpenBLAS would.
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    for name in LIBRARIES:
+        if importlib.util.find_spec(name) is not None:
+            importlib.import_module(name)
 
 
 def main() -> None:
