@@ -19,12 +19,13 @@ finish() {
     [ -z "$left" ] || exit 1
 }
 trap finish EXIT
-chown "$user:" "$home"
+mkdir "$home/tmp"
+chown "$user:" "$home" "$home/tmp"
 chmod 711 "$home"
 
 as_user() {
     setpriv --reuid "$user" --regid "$user" --clear-groups \
-        env -u XDG_RUNTIME_DIR -u PYENV_ROOT HOME="$home" USER="$user" TMPDIR=/tmp "$@"
+        env -u XDG_RUNTIME_DIR -u PYENV_ROOT HOME="$home" USER="$user" TMPDIR="$home/tmp" "$@"
 }
 
 python=${SETUP_PYTHON:-}
