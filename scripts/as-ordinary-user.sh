@@ -12,7 +12,8 @@ home=$(mktemp -d "${TMPDIR:-/tmp}/prorl-home.XXXXXX")
 useradd --home-dir "$home" --no-create-home --shell /bin/bash "$user"
 finish() {
     # Whatever the user still runs would be a leak; show it, and end it by its uid.
-    left=$(ps -o pid=,args= -u "$user" || true)
+    # A zombie has ended; it waits for init to take note.
+    left=$(ps -o stat=,pid=,args= -u "$user" | awk '$1 !~ /^Z/' || true)
     [ -z "$left" ] || { echo "error: left running: $left" >&2; ps -o pid= -u "$user" | xargs -r kill -9; }
     rm -rf "$home"
     userdel "$user" 2>/dev/null || true
