@@ -5,7 +5,7 @@ the cell that runs.
 """
 
 from prorl_envs.tools.fork import Kernel
-from prorl_envs.tools.loop import Loop, Timer
+from prorl_envs.tools.loop import Loop, Timer, has_ended
 from prorl_envs.tools.reader import OutputReader
 from prorl_envs.tools.session import Cause, Running, Session
 from prorl_envs.tools.wire import Cell, Framer, Python, PythonDone, WireError, decode_cell_done, encode
@@ -54,6 +54,10 @@ class KernelSession(Session[Python]):
         if self._kernel is not None:
             self._kernel.kill()
             self._discard()
+
+    def _settle(self) -> None:
+        if self._kernel is not None and has_ended(self._kernel.pidfd):
+            self._on_exit()
 
     def _begin(self, request: Python) -> None:
         kernel = self._kernel or self.start()

@@ -87,3 +87,10 @@ class Loop:
         for timer in [timer for timer in self._timers if timer.due <= now]:
             timer.cancel()
             timer.callback()
+
+
+def has_ended(pidfd: int) -> bool:
+    """Whether the process has ended, at this moment. Costs a system call."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))

@@ -83,6 +83,11 @@ class Session[RequestT: Bash | Python](ABC):
         """End what runs, without an answer."""
 
     @abstractmethod
+    def _settle(self) -> None:
+        """Between two requests: take note if what runs them has ended, though no event has told of it yet.
+        Else the next request would be taken for the one that it ended in."""
+
+    @abstractmethod
     def _begin(self, request: RequestT) -> None:
         """Start running a request.
 
@@ -104,6 +109,7 @@ class Session[RequestT: Bash | Python](ABC):
 
     def _next(self) -> None:
         while self._waiting and self.running is None:
+            self._settle()
             running = self.running = self._waiting.popleft()
             request = running.request
             try:

@@ -11,7 +11,7 @@ import os
 import secrets
 from collections.abc import Mapping
 
-from prorl_envs.tools.loop import Loop
+from prorl_envs.tools.loop import Loop, has_ended
 from prorl_envs.tools.reader import OutputReader
 from prorl_envs.tools.session import Cause, Running, Session
 from prorl_envs.tools.terminal import Terminal
@@ -78,6 +78,10 @@ class ShellSession(Session[Bash]):
         if self._terminal is not None:
             self._terminal.kill()
             self._discard()
+
+    def _settle(self) -> None:
+        if self._terminal is not None and has_ended(self._terminal.pidfd):
+            self._on_exit()
 
     def _begin(self, request: Bash) -> None:
         terminal = self._terminal or self._open()
