@@ -36,7 +36,7 @@ own=/opt/apptainer-lib
 architecture=$(dpkg-architecture -qDEB_HOST_MULTIARCH 2>/dev/null || gcc -dumpmachine 2>/dev/null || echo x86_64-linux-gnu)
 libexec=/usr/lib/$architecture/apptainer
 mkdir -p "$own" "$libexec/bin" /var/lib/apptainer/mnt/session
-find "$scratch/files" -path "*$architecture/*" -maxdepth 5 -name '*.so*' -exec cp -L {} "$own/" \;
+find "$scratch/files" -path "*$architecture/*" -maxdepth 5 -name '*.so*' ! -path '*/gconv/*' -exec cp -L {} "$own/" \;
 loader=$(basename "$(find "$own" -name 'ld-linux*' | head -1)")
 cp -a "$scratch/files/etc/apptainer" /etc/
 cp "$scratch/files/usr/bin/apptainer" /usr/bin/

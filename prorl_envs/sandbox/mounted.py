@@ -9,6 +9,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -20,6 +21,8 @@ from pathlib import Path
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.sif import Partition, system_partition
+
+logger = logging.getLogger(__name__)
 
 _PREFIX = "prorl-images-"
 _TIMEOUT_S = 60.0
@@ -88,8 +91,8 @@ def mount(image: Path, base: Path) -> MountedImage:
     """
     partition = system_partition(image)
     for _ in range(_ATTEMPTS):
-        place = _own_directory(base) / identity(image)
         try:
+            place = _own_directory(base) / identity(image)
             place.mkdir(mode=0o700, exist_ok=True)
             lock = _lock_directory(place)
         except FileNotFoundError:
@@ -98,24 +101,39 @@ def mount(image: Path, base: Path) -> MountedImage:
             return _share(image, partition, place)
         finally:
             os.close(lock)
-    raise SandboxError(f"cannot make {place}: it keeps being removed")
+    raise SandboxError(f"cannot mount {image}: its directory keeps being removed")
 
 
 def sweep_mounts(base: Path) -> list[Path]:
-    """Unmount and remove what killed services of this user left below `base`. Returns what was removed."""
+    """Unmount and remove what killed services of this user left below `base`. Returns what was removed.
+
+    What cannot be removed is logged and left: it is none of the caller's.
+    """
+    directory = base / f"{_PREFIX}{os.geteuid()}"
+    try:
+        if not _is_own(directory):
+            return []
+    except FileNotFoundError:
+        return []
     removed = []
-    for place in (base / f"{_PREFIX}{os.geteuid()}").glob("*"):
+    for place in directory.glob("*"):
         try:
-            with _exclusive(place):
-                users = _open_users(place)
-                try:
-                    if _remove_unused(place, users):
-                        removed.append(place)
-                finally:
-                    os.close(users)
+            if _sweep(place):
+                removed.append(place)
         except FileNotFoundError:
             continue  # another sweeper was faster
+        except (OSError, SandboxError) as error:
+            logger.warning("cannot remove what a killed service left: %s", error)
     return removed
+
+
+def _sweep(place: Path) -> bool:
+    with _exclusive(place):
+        users = _open_users(place)
+        try:
+            return _remove_unused(place, users)
+        finally:
+            os.close(users)
 
 
 def _share(image: Path, partition: Partition, place: Path) -> MountedImage:
@@ -220,10 +238,15 @@ def _own_directory(base: Path) -> Path:
     path = base / f"{_PREFIX}{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    if not _is_own(path):
         raise SandboxError(f"{path} is not this user's own directory", hint="set PRORL_RUN_DIR to another")
     return path
+
+
+def _is_own(path: Path) -> bool:
+    """Whether it is a directory of this user's that nobody else can reach into."""
+    found = path.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
 
 
 def identity(image: Path) -> str:

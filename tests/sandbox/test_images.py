@@ -17,6 +17,7 @@ from prorl_envs.sandbox.base import Mount, SandboxSpec
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.images import Images
 from prorl_envs.sandbox.local import LocalDriver, NoIsolationWarning
+from prorl_envs.sandbox.mounted import mount, sweep_mounts
 from prorl_envs.sandbox.rootfs import resolve
 from prorl_envs.sandbox.runtime import python_runtime
 from prorl_envs.testing.leaks import Holdings, leaks_since
@@ -175,6 +176,16 @@ async def test_unused_images_are_unmounted_past_the_limit(sif: Path, run_dir: Pa
     again = await images.acquire(sif)
     assert fuse_mounts(run_dir) == [str(again.root)]
     await images.aclose()
+
+
+def test_a_directory_that_others_can_reach_is_neither_used_nor_swept(sif: Path, tmp_path: Path) -> None:
+    shared = tmp_path / f"prorl-images-{os.geteuid()}"
+    (shared / "planted").mkdir(parents=True)
+    shared.chmod(0o777)
+    assert sweep_mounts(tmp_path) == []
+    with pytest.raises(SandboxError, match="not this user's own"):
+        mount(sif, tmp_path)
+    assert (shared / "planted").exists()
 
 
 async def test_a_start_cancelled_while_mounting_leaves_nothing(driver: BubblewrapDriver, sif: Path) -> None:
