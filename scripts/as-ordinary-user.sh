@@ -12,19 +12,21 @@ home=$(mktemp -d "${TMPDIR:-/tmp}/prorl-home.XXXXXX")
 useradd --home-dir "$home" --no-create-home --shell /bin/bash "$user"
 finish() {
     # Whatever the user still runs would be a leak; show it, and end it by its uid.
-    left=$(ps -o pid=,args= -u "$user" || true)
+    # A zombie has ended; it waits for init to take note.
+    left=$(ps -o stat=,pid=,args= -u "$user" | awk '$1 !~ /^Z/' || true)
     [ -z "$left" ] || { echo "error: left running: $left" >&2; ps -o pid= -u "$user" | xargs -r kill -9; }
     rm -rf "$home"
     userdel "$user" 2>/dev/null || true
     [ -z "$left" ] || exit 1
 }
 trap finish EXIT
-chown "$user:" "$home"
+mkdir "$home/tmp"
+chown "$user:" "$home" "$home/tmp"
 chmod 711 "$home"
 
 as_user() {
     setpriv --reuid "$user" --regid "$user" --clear-groups \
-        env -u XDG_RUNTIME_DIR -u PYENV_ROOT HOME="$home" USER="$user" TMPDIR=/tmp "$@"
+        env -u XDG_RUNTIME_DIR -u PYENV_ROOT HOME="$home" USER="$user" TMPDIR="$home/tmp" "$@"
 }
 
 python=${SETUP_PYTHON:-}

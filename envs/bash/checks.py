@@ -59,6 +59,8 @@ async def _command(check: CommandCheck, grader: Workplace) -> Outcome:
     # Where the output is compared, what goes to stderr is none of it.
     quiet = ["/bin/sh", "-c", 'exec "$@" 2>/dev/null', "sh"] if check.stdout is not None else []
     done = await _process(grader, [*quiet, *shell], check.timeout_s)
+    # What it left running could write into the workspace, and into the output of the checks to come.
+    await grader.tools.end_processes()
     output = done.output.decode(errors="replace")
     detail: JsonObject = {"exit_code": done.exit_code, "output": output[:_EVIDENCE_CHARS]}
     if done.timed_out:

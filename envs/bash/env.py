@@ -51,6 +51,8 @@ class BashEnvironment(SandboxedEnvironment[BashTask]):
     async def grade(self, task: BashTask, place: Workplace) -> Grade:
         spec = grading_spec(place.sandbox.spec, place.sandbox.workspace)
         async with workplace(self.node, spec) as grader:
+            # What still writes into the workspace could make the copy fail at will, instead of the checks.
+            await place.tools.end_processes()
             refusal = await copy_workspace(grader)
             await self.leave()
             checks = task.named_checks()

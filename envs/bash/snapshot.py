@@ -73,7 +73,10 @@ async def copy_workspace(grader: Workplace) -> str:
         GraderError: the copy failed for any other reason.
     """
     script = ["/bin/bash", "--noprofile", "--norc", "-c", _COPY, "copy", grader.sandbox.spec.workdir]
-    done = await grader.tools.run(script, cwd="/", timeout_s=TIMEOUT_S)
+    try:
+        done = await grader.tools.run(script, cwd="/", timeout_s=TIMEOUT_S)
+    except OSError as error:
+        raise GraderError(f"the workspace cannot be copied: {error}") from error
     text = done.output.decode(errors="replace")[:500]
     if done.exit_code == _Exit.COPIED:
         return ""

@@ -72,6 +72,8 @@ class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
             raise EnvironmentFault(f"the tree cannot be copied: {why}")
 
     async def grade(self, task: SwebenchTask, place: Workplace) -> Grade:
+        # What still writes into the tree could make it grow while it is read.
+        await place.tools.end_processes()
         submitted = Mount(source=place.sandbox.workspace, target=SUBMISSION)
         async with workplace(self.node, self._grading_spec(task, submitted)) as comparer:
             submission = await take(task, comparer)
@@ -90,7 +92,7 @@ class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
             await apply(submission.patch, grader)
             try:
                 return await run_tests(task, root.base_commit, grader)
-            except (SandboxError, ToolError) as error:
+            except (OSError, SandboxError, ToolError) as error:
                 # Tested code has the rights of the sandbox's user and can end what runs in it.
                 return ScriptRun({}, None, f"the grading sandbox was lost: {error}")
 

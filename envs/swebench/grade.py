@@ -8,9 +8,10 @@ from prorl_envs.envs.swebench.logs import PARSERS, ScriptRun
 from prorl_envs.envs.swebench.task import END_MARKER, START_MARKER, SwebenchTask
 
 TIMEOUT_S = 600.0
-#: The end of a log that is read; test output is at the end.
-MAX_LOG_BYTES = 32 * 2**20
+#: The end of a log that is read; test output is at the end. It is hostile, and read in this process.
+MAX_LOG_BYTES = 8 * 2**20
 _TAIL_CHARS = 4000
+_TAIL_TIMEOUT_S = 60.0
 _STATUS_MARKER = ">>>>> Test Exit Code:"
 
 
@@ -35,15 +36,17 @@ async def run_tests(task: SwebenchTask, commit: str, grader: Workplace) -> Scrip
         grader: a fresh sandbox, used for nothing else.
 
     Raises:
-        SandboxError, ToolError: also where the tests end the sandbox or its tools.
+        OSError, SandboxError, ToolError: also where the tests end the sandbox or its tools, or leave it so
+            that nothing can be started in it.
     """
     tools = grader.tools
     await tools.write("/tmp/eval.sh", script_for(task, commit).encode())
     command = ["/bin/bash", "-c", "exec /bin/bash /tmp/eval.sh > /tmp/eval.log 2>&1"]
     done = await tools.run(command, cwd="/testbed", timeout_s=TIMEOUT_S)
     end = await tools.run(
-        ["tail", f"--bytes={MAX_LOG_BYTES}", "/tmp/eval.log"],
-        timeout_s=TIMEOUT_S,
+        ["/usr/bin/tail", f"--bytes={MAX_LOG_BYTES}", "/tmp/eval.log"],
+        cwd="/",
+        timeout_s=_TAIL_TIMEOUT_S,
         output_limit=MAX_LOG_BYTES,
     )
     log = end.output.decode(errors="replace")

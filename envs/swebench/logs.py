@@ -2,12 +2,16 @@
 
 The parsers answer to the names that the dataset's rows use and agree with those of the `swebench` package,
 version 5, quirks included: the lists of expected tests were made with them.
+
+A log is hostile: the tested code writes it. All here takes time in proportion to its length.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from io import StringIO
 
 
 class Status(StrEnum):
@@ -28,6 +32,15 @@ _PASSING = (Status.PASSED, Status.XFAIL)
 _FAILING = (Status.FAILED, Status.ERROR)
 
 
+#: Characters of a line that are read; no test's name is near it.
+_MAX_LINE = 64 * 1024
+
+
+def _lines(log: str) -> Iterator[str]:
+    """One at a time: a list of them would take many times the log's own memory."""
+    return (line.removesuffix("\n")[:_MAX_LINE] for line in StringIO(log, newline="\n"))
+
+
 def _summary_words(line: str) -> list[str] | None:
     """The words of a `STATUS test ...` line of pytest's short summary; None for every other line."""
     if not line.startswith(_WORDS):
@@ -45,7 +58,7 @@ def _summary_words(line: str) -> list[str] | None:
 def parse_pytest(log: str) -> Statuses:
     """pytest's short summary (`-rA`)."""
     statuses: Statuses = {}
-    for line in log.split("\n"):
+    for line in _lines(log):
         if words := _summary_words(line):
             statuses[words[1]] = Status(words[0])
     return statuses
@@ -57,10 +70,11 @@ def parse_pytest_options(log: str) -> Statuses:
 
 
 def _short_option(test: str) -> str:
-    match = re.search(r"(.*?)\[(.*)\]", test)
-    if match is None:
+    # Up to the last bracket. Not by a regular expression, which would take cubic time on brackets alone.
+    start, end = test.find("["), test.rfind("]")
+    if not 0 <= start < end:
         return test
-    name, option = match.groups()
+    name, option = test[:start], test[start + 1 : end]
     if option.startswith("/") and not option.startswith("//") and "*" not in option:
         option = "/" + option.rpartition("/")[2]
     return f"{name}[{option}]"
@@ -72,7 +86,7 @@ _CONTROL = dict.fromkeys(range(1, 32))
 def parse_pytest_v2(log: str) -> Statuses:
     """pytest's short summary with colours, names that hold spaces, and the older `test STATUS` lines."""
     statuses: Statuses = {}
-    for coloured in log.split("\n"):
+    for coloured in _lines(log):
         line = re.sub(r"\[(\d+)m", "", coloured).translate(_CONTROL)
         if line.startswith(_WORDS):
             if words := _summary_words(line.split(" - ", 1)[0] if line.startswith("FAILED") else line):
@@ -103,18 +117,35 @@ PARSERS: Mapping[str, Parser] = {
 }
 
 
-def status_of(test: str, statuses: Mapping[str, Status]) -> Status | None:
-    """The status of an expected test; None where the log has none.
+class Outcomes:
+    """What a log says, to be asked for each expected test."""
 
-    Hundreds of expected names are cut off within a parameter (`test_a[log(photon`). Such a name stands for
-    the tests that begin with it, where these agree on pass or fail.
-    """
-    if test in statuses:
-        return statuses[test]
-    if test.count("[") <= test.count("]"):
-        return None
-    found = [status for name, status in statuses.items() if name.startswith(test)]
-    return found[0] if len({status in _PASSING for status in found}) == 1 else None
+    def __init__(self, statuses: Mapping[str, Status]) -> None:
+        self._statuses = statuses
+        self._sorted: Sequence[tuple[str, int]] | None = None
+
+    def status_of(self, test: str) -> Status | None:
+        """The status of an expected test; None where the log has none.
+
+        Hundreds of expected names are cut off within a parameter (`test_a[log(photon`). Such a name stands
+        for the tests that begin with it, where these agree on pass or fail.
+        """
+        if test in self._statuses:
+            return self._statuses[test]
+        if test.count("[") <= test.count("]"):
+            return None
+        found = {place: self._statuses[name] for name, place in self._beginning_with(test)}
+        # Of those that agree, the first in the log.
+        return found[min(found)] if len({status in _PASSING for status in found.values()}) == 1 else None
+
+    def _beginning_with(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """The tests whose names begin so, each with its place in the log."""
+        if self._sorted is None:
+            self._sorted = sorted((name, place) for place, name in enumerate(self._statuses))
+        for index in range(bisect_left(self._sorted, (prefix, 0)), len(self._sorted)):
+            if not self._sorted[index][0].startswith(prefix):
+                return
+            yield self._sorted[index]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +174,10 @@ def judge(
     fail_to_pass: Iterable[str], pass_to_pass: Iterable[str], statuses: Mapping[str, Status]
 ) -> Verdict:
     """Compare what was expected with what the log says."""
+    outcomes = Outcomes(statuses)
     return Verdict(
-        {test: status_of(test, statuses) for test in fail_to_pass},
-        {test: status_of(test, statuses) for test in pass_to_pass},
+        {test: outcomes.status_of(test) for test in fail_to_pass},
+        {test: outcomes.status_of(test) for test in pass_to_pass},
     )
 
 

@@ -19,6 +19,7 @@ SUBMISSION = "/submission"
 #: Bounds of a tree that is graded at all. A fix is never near them.
 MAX_ENTRIES = 200_000
 MAX_FILE_BYTES = 64 * 2**20
+MAX_TREE_BYTES = 2**30
 MAX_PATCH_BYTES = 32 * 2**20
 TIMEOUT_S = 120.0
 _MAX_NAMES_BYTES = 4 * 2**20
@@ -36,7 +37,7 @@ _RUNNER_FILES = frozenset(
 _GIT = f"""
 export GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1 GIT_LITERAL_PATHSPECS=1 GIT_OPTIONAL_LOCKS=0
 export GIT_DIR=/testbed/.git GIT_WORK_TREE={SUBMISSION} GIT_INDEX_FILE=/tmp/submission.index
-cd {SUBMISSION}
+cd {SUBMISSION} 2>/dev/null || {{ echo 'the tree cannot be read'; exit 3; }}
 """
 _REFUSED = 3
 _LIST = f"""
@@ -44,6 +45,9 @@ entries=$(find . -name .git -prune -o -printf x 2>/dev/null | head --bytes={MAX_
 [ "$entries" -le {MAX_ENTRIES} ] || {{ echo 'more than {MAX_ENTRIES} files'; exit {_REFUSED}; }}
 large=$(find . -name .git -prune -o -type f -size +{MAX_FILE_BYTES // 2**20}M -print -quit 2>/dev/null)
 [ -z "$large" ] || {{ echo "a file over {MAX_FILE_BYTES} bytes: ${{large:0:500}}"; exit {_REFUSED}; }}
+# Sparse files and links to one file cost nothing to make, and git reads each of them.
+total=$(du --summarize --apparent-size --bytes --count-links --exclude=.git . 2>/dev/null | cut --fields=1)
+[ "$total" -le {MAX_TREE_BYTES} ] || {{ echo 'more than {MAX_TREE_BYTES} bytes'; exit {_REFUSED}; }}
 git read-tree HEAD || exit 1
 # Unreadable files keep their base version, and git says so with status 1.
 git add --all --ignore-errors . >/dev/null 2>&1
@@ -114,13 +118,16 @@ async def apply(patch: bytes, grader: Workplace) -> None:
 
 async def _run(comparer: Workplace, script: str, *, stdin: str = "") -> tuple[int, bytes]:
     """Run one step; its status is 0, or `_REFUSED`."""
-    done = await comparer.tools.run(
-        ["/bin/bash", "--noprofile", "--norc", "-c", _GIT + script],
-        cwd="/",
-        stdin=stdin.encode(errors="surrogateescape"),
-        timeout_s=TIMEOUT_S,
-        output_limit=_MAX_NAMES_BYTES,
-    )
+    try:
+        done = await comparer.tools.run(
+            ["/bin/bash", "--noprofile", "--norc", "-c", _GIT + script],
+            cwd="/",
+            stdin=stdin.encode(errors="surrogateescape"),
+            timeout_s=TIMEOUT_S,
+            output_limit=_MAX_NAMES_BYTES,
+        )
+    except OSError as error:
+        raise GraderError(f"the submission cannot be taken: {error}") from error
     if done.exit_code not in (0, _REFUSED):
         why = "timed out" if done.timed_out else done.output.decode(errors="replace")[-500:].strip()
         raise GraderError(f"the submission cannot be taken: {why}")

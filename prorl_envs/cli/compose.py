@@ -86,7 +86,7 @@ async def connect(
     for url in servers:
         report = await probe(url, model=name, api_key=api_key)
         if not report.ok:
-            raise InputError(f"{report.url}: {report.problem}", hint=report.hint)
+            raise InputError(report.problem, hint=report.hint)
         name = name or report.model
     if tokenizer is None and not name:
         raise InputError("the server names no model", hint="name its tokenizer: --tokenizer FOLDER")

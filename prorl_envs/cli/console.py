@@ -1,6 +1,7 @@
 """The two consoles, and how an error looks."""
 
 import os
+import shutil
 import sys
 
 from rich.console import Console
@@ -12,9 +13,9 @@ from prorl_envs.errors import ProrlError
 _WIDTH = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120
 
 #: For what was asked for: tables, trajectories, JSON.
-out = Console(highlight=False, width=_WIDTH)
+out = Console(highlight=False, markup=False, emoji=False, width=_WIDTH)
 #: For everything else: progress, notes, errors.
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def report(error: ProrlError) -> None:
@@ -22,6 +23,13 @@ def report(error: ProrlError) -> None:
     err.print(Text.assemble(("error: ", "bold red"), error.message))
     if error.hint:
         err.print(Text.assemble(("hint: ", "bold cyan"), error.hint))
+
+
+def program() -> str:
+    """This program as its user can type it: by name where the shell finds it, else by path."""
+    found = shutil.which("prorl-envs")
+    same = found is not None and os.path.realpath(found) == os.path.realpath(sys.argv[0])
+    return "prorl-envs" if same else sys.argv[0]
 
 
 def plain(text: str) -> Text:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from prorl_envs.cli.compose import Model, rollout_service
-from prorl_envs.cli.console import err, out
+from prorl_envs.cli.console import err, out, program
 from prorl_envs.cli.rollouts import carry_out
 from prorl_envs.config import Settings
 from prorl_envs.env.base import Task
@@ -85,6 +85,8 @@ def choose(options: DemoOptions) -> list[Chosen]:
     for name in options.families:
         if name not in known:
             raise InputError(f"no environment is called {name!r}", hint=f"known: {', '.join(sorted(known))}")
+        if options.tasks.get(name) == 0:
+            continue
         path = example_path(name)
         found = []
         for (_, row), task in zip(rows(path), load_tasks(name, path), strict=True):
@@ -196,5 +198,5 @@ async def demo(settings: Settings, options: DemoOptions, folder: Path, model: Mo
         err.print(f"not as scripted: {problem}", style="red")
     if not problems:
         out.print("every group came out as the script says")
-    out.print("your model:   prorl-envs demo --llm http://host:8000/v1")
+    out.print(f"your model:   {program()} demo --llm http://host:8000/v1")
     return not problems

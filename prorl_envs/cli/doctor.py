@@ -3,8 +3,10 @@
 import asyncio
 import os
 import platform
+import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 from rich.table import Table
 from rich.text import Text
@@ -13,6 +15,7 @@ from prorl_envs import __version__
 from prorl_envs.cli.compose import node
 from prorl_envs.cli.console import out
 from prorl_envs.config import Settings
+from prorl_envs.env.node import default_cache_dir
 from prorl_envs.env.registry import environments, example_path, load_tasks
 from prorl_envs.errors import InputError, SandboxError
 from prorl_envs.sandbox.base import SandboxSpec
@@ -42,6 +45,17 @@ async def _sandbox(settings: Settings) -> Check:
     return Check(name="sandbox", ok=ok, found="starts and answers" if ok else answer.text, remedy=remedy)
 
 
+def _cache(folder: Path) -> Check:
+    """What is built once must have a place."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return Check(name="cache", ok=True, found=str(folder), remedy="")
+    except OSError as error:
+        found = f"cannot write {folder}: {error.strerror}"
+        return Check(name="cache", ok=False, found=found, remedy="set PRORL_CACHE_DIR to another folder")
+
+
 def _families() -> Iterator[Check]:
     for name in sorted(environments()):
         try:
@@ -66,6 +80,7 @@ async def doctor(settings: Settings) -> bool:
         out.print(f"{name + ':':12} {value}")
     found = await asyncio.to_thread(lambda: list(checks(settings.run_dir, settings.bwrap)))
     found.append(await _sandbox(settings))
+    found.append(_cache(settings.cache_dir or default_cache_dir()))
     found += await asyncio.to_thread(lambda: list(_families()))
     table = Table(show_edge=False)
     table.add_column("check")

@@ -223,6 +223,25 @@ def validate(
 
 
 @cli.command()
+def scripted(
+    environment: Annotated[str, typer.Argument(help="Environment family.")],
+    data: Annotated[
+        Path | None, typer.Option(help="JSONL of task rows; by default the family's examples.")
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="TCP port; 0 takes a free one.")] = 0,
+    mix: Annotated[str, typer.Option(help="Behaviours, such as solve=2,wrong=1.")] = "solve=1",
+    seed: Annotated[int, typer.Option(help="Seed of the script.")] = 0,
+    config: ConfigOption = None,
+) -> None:
+    """Serve a scripted model that plays reference solutions, to try a service without a model."""
+    from prorl_envs.cli.scripted import ScriptedOptions, serve_script
+    from prorl_envs.testing.scripted import Mix
+
+    options = ScriptedOptions(port=port, mix=Mix.parse(mix), seed=seed)
+    asyncio.run(serve_script(_settings(config), environment, data, options))
+
+
+@cli.command()
 def doctor() -> None:
     """Say what this machine can do, and what is missing."""
     from prorl_envs.cli.doctor import doctor

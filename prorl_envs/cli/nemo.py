@@ -1,13 +1,24 @@
 """`prorl-envs nemo`: what NeMo Gym needs of us before it starts."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from prorl_envs.cli.console import err, out
+from prorl_envs.errors import InputError
 
 nemo = typer.Typer(help="Prepare what NeMo Gym needs of the environments.", no_args_is_help=True)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}", hint="choose another place") from error
 
 
 @nemo.command()
@@ -19,7 +30,8 @@ def rows(
     """Convert a family's data file to NeMo Gym's row format."""
     from prorl_envs.nemo.rows import write_rows
 
-    err.print(f"{write_rows(environment, source, target)} rows in {target}")
+    with _writing(target):
+        err.print(f"{write_rows(environment, source, target)} rows in {target}")
 
 
 @nemo.command("gym-root")
@@ -32,6 +44,7 @@ def gym_root(
     """Make a folder from which gym runs the environments on one virtual environment, and print the flags."""
     from prorl_envs.nemo.root import gym_root
 
-    root = gym_root(path, venv=venv)
+    with _writing(path):
+        root = gym_root(path, venv=venv)
     err.print(f"run gym in {root.path}, with:")
     out.print(*root.flags, soft_wrap=True)

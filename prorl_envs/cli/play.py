@@ -59,6 +59,8 @@ async def play(settings: Settings, environment: str, task_id: str | None, data: 
     chosen = family(environment)
     tasks = load_tasks(environment, data or example_path(environment))
     task = next((task for task in tasks if task_id in (None, task.id)), None)
+    if not tasks:
+        raise InputError(f"{data} holds no task")
     if task is None:
         raise InputError(f"no task {task_id!r}", hint=", ".join(task.id for task in tasks))
     async with node(settings) as opened, chosen(opened) as env:
@@ -88,11 +90,11 @@ async def _episode(env: Environment[Any], tools: list[ToolSpec]) -> None:
         try:
             call = parse_line(line, tools, number)
         except InputError as error:
-            err.print(f"{error}", style="yellow", markup=False)
+            err.print(f"{error}", style="yellow")
             continue
         result = await env.call(call)
         out.print(plain(result.text))
-        if call.name == env.finish_tool:
+        if call.name == env.finish_tool and result.ok:
             break
     grade = await env.eval()
     out.print(f"reward {grade.reward:g}")

@@ -1,5 +1,6 @@
 """Stored results: one JSON object a line, in the service's result format."""
 
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -7,6 +8,8 @@ from pydantic import ValidationError
 
 from prorl_envs.errors import InputError
 from prorl_envs.rollout.types import Result
+
+_ELSEWHERE = "choose another place: --out"
 
 
 def read_results(path: Path) -> Iterator[Result]:
@@ -34,9 +37,24 @@ def read_results(path: Path) -> Iterator[Result]:
                 ) from error
 
 
+def ready(path: Path) -> Path:
+    """The path, once it is certain that results can be written there: its folder is made, a file tried.
+
+    Raises:
+        InputError: they cannot.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise InputError(f"cannot write {path}: it is a folder", hint=_ELSEWHERE)
+        with tempfile.TemporaryFile(dir=path.parent):
+            return path
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}", hint=_ELSEWHERE) from error
+
+
 def write_results(path: Path, results: Iterable[Result]) -> None:
     """Write results as JSONL, replacing the file only once all are written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     with partial.open("w", encoding="utf-8") as lines:
         lines.writelines(result.model_dump_json() + "\n" for result in results)

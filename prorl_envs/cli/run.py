@@ -9,6 +9,7 @@ from prorl_envs.cli.rollouts import carry_out
 from prorl_envs.config import Settings
 from prorl_envs.env.registry import example_path, load_tasks
 from prorl_envs.env.rows import rows
+from prorl_envs.errors import InputError
 from prorl_envs.policy.types import Sampling
 from prorl_envs.rollout.client import RolloutClient
 from prorl_envs.rollout.server import serving
@@ -27,11 +28,13 @@ def requests(
     """One group for each task of a data file. Group ids carry the time, so a second run is a second run.
 
     Raises:
-        InputError: no such family, or a row is wrong.
+        InputError: no such family, a row is wrong, or there is none.
     """
     path = data or example_path(environment)
     run = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     pairs = list(zip(rows(path), load_tasks(environment, path), strict=True))
+    if not pairs:
+        raise InputError(f"{path} holds no task")
     return [
         GroupRequest(
             id=f"{run}/{environment}/{task.id}",

@@ -32,21 +32,20 @@ def samples_table(results: Iterable[Result]) -> Table:
     table = Table(
         title="samples", title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
     )
-    for name in ("job", "reward", "stopped", "failure"):
+    for name in ("job", "reward", "ended"):
         table.add_column(name, overflow="fold")
-    for name in ("turns", "tokens", "sampled", "init s", "run s", "eval s", "drift"):
-        table.add_column(name, justify="right")
+    for name in ("turns", "tokens", "sampled", "init/run/eval s", "drift"):
+        table.add_column(name, justify="right", no_wrap=True)
     for r in results:
         tokens, sampled = tokens_of(r)
         table.add_row(
             r.job_id,
             reward_cell(r),
-            r.stop_reason or "",
-            f"{r.failure.kind} in {r.failure.stage}" if r.failure else "",
+            f"failed in {r.failure.stage}" if r.failure else r.stop_reason or "",
             str(len(r.trajectory.turns) if r.trajectory else 0),
             str(tokens),
             str(sampled),
-            *(f"{s:.2f}" for s in (r.timings.init_s, r.timings.run_s, r.timings.eval_s)),
+            "/".join(f"{s:.1f}" for s in (r.timings.init_s, r.timings.run_s, r.timings.eval_s)),
             str(r.trajectory.drift if r.trajectory else 0),
         )
     return table

@@ -11,6 +11,7 @@ from prorl_envs.cli.console import err, out
 from prorl_envs.config import Settings
 from prorl_envs.env.registry import example_path, family, load_tasks
 from prorl_envs.env.validate import Verdict, validate
+from prorl_envs.errors import InputError
 
 
 def verdict_table(verdicts: list[Verdict]) -> Table:
@@ -36,6 +37,9 @@ async def validate_file(settings: Settings, environment: str, data: Path | None,
 
     Returns:
         whether every one of them discriminates.
+
+    Raises:
+        InputError: no such family, a row is wrong, or there is nothing to validate.
     """
     chosen = family(environment)
     tasks = []
@@ -44,8 +48,10 @@ async def validate_file(settings: Settings, environment: str, data: Path | None,
             err.print(f"left out: {task.id}: {reason}")
         else:
             tasks.append(task)
+    if not tasks:
+        raise InputError(f"there is no {environment} task that this machine can run")
     async with node(settings) as opened:
-        with Progress(console=err, transient=True) as bar:
+        with Progress(console=err, transient=True, disable=not err.is_terminal) as bar:
             row = bar.add_task(f"validating {environment}", total=len(tasks))
             verdicts = await validate(
                 chosen, opened, tasks, concurrency=jobs, progress=lambda _: bar.advance(row)

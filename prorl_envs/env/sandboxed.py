@@ -13,6 +13,7 @@ from prorl_envs.env.node import Node
 from prorl_envs.env.rows import validate_row
 from prorl_envs.errors import EnvironmentFault
 from prorl_envs.sandbox.base import Sandbox, SandboxSpec
+from prorl_envs.tools.arguments import is_unicode
 from prorl_envs.tools.client import Toolbox
 from prorl_envs.tools.types import ToolCall, ToolResult, ToolSpec
 
@@ -164,6 +165,8 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
             answer = str(answer)
         if not isinstance(answer, str) or call.arguments.keys() - {"answer"}:
             return ToolResult(text="finish takes one argument, answer, a text.", ok=False)
+        if not is_unicode(answer):
+            return ToolResult(text="The answer holds half a surrogate pair, which is no character.", ok=False)
         if len(answer) > MAX_ANSWER_CHARS:
             return ToolResult(text=f"The answer is longer than {MAX_ANSWER_CHARS} characters.", ok=False)
         self._answer = answer

@@ -1,4 +1,4 @@
-"""An action is a text: a tool call in JSON, or something else, which the agent is then told."""
+"""An action is a text: a tool call in JSON, something that was meant to be one, or an answer."""
 
 import json
 
@@ -11,16 +11,18 @@ class ActionError(ValueError):
     """The text is no tool call; the message is written for the agent."""
 
 
-def parse_action(text: str, call_id: str) -> ToolCall:
-    """Read `{"name": ..., "arguments": {...}}`.
+def parse_action(text: str, call_id: str) -> ToolCall | None:
+    """Read `{"name": ..., "arguments": {...}}`; None where the text is no attempt at it.
 
     Args:
         text: the action; hostile.
         call_id: id for the call.
 
     Raises:
-        ActionError: it is anything else.
+        ActionError: it begins like a call, and is none.
     """
+    if not text.lstrip().startswith("{"):
+        return None
     # ValueError covers bad JSON and over-long integers; RecursionError deep nesting.
     try:
         value = json.loads(text)

@@ -36,10 +36,12 @@ class TaskEnv(gymnasium.Env[str, str]):
             done = terminated or truncated
         env.close()
 
-    An action is a text: a tool call in JSON, or anything else, which is answered with how to call a tool.
-    Observations are texts: first the messages of the prompt, then what each call gives.
+    An action is a text: a tool call in JSON (one that cannot be read is answered with what is wrong), or an
+    answer without a call. Observations are texts: first the messages of the prompt, then what each call
+    gives.
 
-    - The episode **terminates** with the finish tool; the reward is then the grade, before it is 0.
+    - The episode **terminates** with the finish tool or, as in the rollout service, with an answer that calls
+      no tool; the reward is then the grade, before it is 0.
     - It is **truncated** after `max_turns` actions, and graded as well.
     - Where a sandbox or a grader fails it is truncated with reward 0, `info["error"]` saying what failed and
       `info["mask_sample"]` true: such a sample says nothing about the policy. No step raises for it, so that
@@ -47,7 +49,7 @@ class TaskEnv(gymnasium.Env[str, str]):
       and the next step truncates.
 
     `info` holds `task_id` and `turn`; after `reset` also `messages` and `tools` in OpenAI format; after a
-    step `tool_ok`; at the end `grade` with `components` and `evidence`.
+    step `tool_ok`, false where there was no call; at the end `grade` with `components` and `evidence`.
 
     In `AsyncVectorEnv` give `shared_memory=False`: texts have no fixed size.
 
@@ -181,13 +183,7 @@ class TaskEnv(gymnasium.Env[str, str]):
     async def _act(self, action: str) -> Step:
         episode = self._episode
         assert episode is not None
-        try:
-            call = parse_action(action, f"call-{self._turn}")
-        except ActionError as error:
-            finished, result = False, ToolResult(text=str(error), ok=False)
-        else:
-            result = await episode.call(call)
-            finished = call.name == episode.finish_tool and result.ok
+        result, finished = await self._carry_out(episode, action)
         observation, info = self._show(result.text), self._info(tool_ok=result.ok)
         if not finished and self._turn < self._max_turns:
             return observation, 0.0, False, False, info
@@ -196,6 +192,17 @@ class TaskEnv(gymnasium.Env[str, str]):
         self._running = False
         info["grade"] = {"components": dict(grade.components), "evidence": copy.deepcopy(grade.evidence)}
         return observation, float(grade.reward), finished, not finished, info
+
+    async def _carry_out(self, episode: Environment[Any], action: str) -> tuple[ToolResult, bool]:
+        """What an action gives, and whether the agent is done with it."""
+        try:
+            call = parse_action(action, f"call-{self._turn}")
+        except ActionError as error:
+            return ToolResult(text=str(error), ok=False), False
+        if call is None:
+            return ToolResult(text="An answer without a tool call ends the episode.", ok=False), True
+        result = await episode.call(call)
+        return result, call.name == episode.finish_tool and result.ok
 
     def _fail(self, failure: RolloutFailure) -> Step:
         info = self._info(**_error_info(failure))

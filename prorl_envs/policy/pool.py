@@ -86,7 +86,7 @@ class ModelPool:
                 self._router.end(url)
                 await self._close_drained(url)
         if not tried:
-            raise ModelError("there is no model server", hint="add one: --llm URL, or /add_llm_server")
+            raise ModelError("there is no model server", hint="add one: --llm URL, or POST /v1/model_servers")
         raise list(tried.values())[-1]
 
     async def aclose(self) -> None:

@@ -23,7 +23,7 @@ class Sampling(BaseModel):
         temperature: softmax temperature, >= 0.
         top_p: nucleus mass, in (0, 1].
         max_tokens: most tokens sampled in one turn.
-        seed: the server's sampling seed, or None.
+        seed: the server's sampling seed, or None; bounded so that a sample's index can be added in 64 bits.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -31,7 +31,7 @@ class Sampling(BaseModel):
     temperature: float = Field(default=1.0, ge=0.0, le=10.0)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     max_tokens: int = Field(default=2048, ge=1, le=1_000_000)
-    seed: int | None = None
+    seed: int | None = Field(default=None, ge=0, le=2**62)
 
 
 @dataclass(frozen=True, slots=True)

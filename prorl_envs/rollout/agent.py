@@ -150,7 +150,11 @@ class _Episode:
         return self._observe(sampled, observations)
 
     async def _sample(self) -> Sampled | None:
-        """Sample one turn; None where the time limit came first."""
+        """Sample one turn; None where the time limit came first.
+
+        Raises:
+            ModelError: it came before the first answer of the episode, or the answer is not to be believed.
+        """
         if self.seconds_left <= 0:
             return None
         tokens = min(self.sampling.max_tokens, self.room)
@@ -163,6 +167,11 @@ class _Episode:
         except TimeoutError:
             if not deadline.expired():
                 raise
+            if not self.ledger.turns:  # nothing of it is the policy's doing, so nothing is graded
+                raise ModelError(
+                    f"the model did not answer once in {self.limits.run_s:g} s",
+                    hint="are the model servers hung or overloaded? else raise limits.run_s",
+                ) from None
             return None
         self._check(sampled, tokens)
         self.ledger.sampled(sampled, self.agent.clock.monotonic() - started)

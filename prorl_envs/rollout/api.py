@@ -78,6 +78,7 @@ def create_app(service: RolloutService, settings: ServerSettings) -> FastAPI:
         version=__version__,
         docs_url=None,  # these pages load scripts from elsewhere
         redoc_url=None,
+        redirect_slashes=False,
         responses={wire.status: {"model": ErrorBody, "description": wire.name} for wire in WIRE_ERRORS},
         # Only declares the token; `TokenGuard` checks it, before the body is read.
         dependencies=[Depends(HTTPBearer(auto_error=False))],

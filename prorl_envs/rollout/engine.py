@@ -67,10 +67,7 @@ class Engine:
     def attempts(self, job: str) -> int:
         """How often an unfinished job was started."""
         episode = self._episodes.get(job)
-        if episode is None:
-            return 0
-        waiting = self.scheduler.state(job) is JobState.QUEUED
-        return episode.attempts - 1 if waiting else episode.attempts
+        return episode.attempts if episode else 0
 
     async def cancel(self, jobs: Iterable[str]) -> None:
         """End jobs, and return once their results are kept. Their sandboxes are closed after that."""
@@ -105,6 +102,7 @@ class Engine:
 
     def _start_stage(self, episode: Episode, stage: Stage) -> None:
         episode.queued_s += self._clock.monotonic() - episode.waiting_since
+        episode.attempts += stage is Stage.INIT
         task = self._spawn(self._worker.perform(episode, stage))
         self._stages[episode.id] = task
         task.add_done_callback(partial(self._stage_ended, episode))

@@ -40,13 +40,14 @@ class Episode:
         sample: its index in the group.
         task: the request's task, validated.
         waiting_since: clock time at which it last began to wait, seconds.
+        attempts: how often it was started.
     """
 
     request: GroupRequest
     sample: int
     task: Task
     waiting_since: float
-    attempts: int = 1
+    attempts: int = 0
     attempt: Attempt = field(default_factory=Attempt)
     queued_s: float = 0.0
     active_s: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
@@ -74,7 +75,6 @@ class Episode:
     def new_attempt(self) -> None:
         """Forget the last attempt, and keep the time it took."""
         self._account()
-        self.attempts += 1
         self.attempt = Attempt()
 
     def cancelled(self) -> None:

@@ -107,12 +107,12 @@ class RolloutService:
     # Life.
 
     async def start(self) -> None:
-        """Begin to serve; go on with what the store knows to be unfinished."""
-        self.state = ServiceState.SERVING
+        """Go on with what the store knows to be unfinished, and begin to serve."""
         for group in await self.store.unfinished():
             task = self._load(group.request)
             missing = [sample for sample, outcome in enumerate(group.outcomes) if outcome is None]
             self._engine.admit(group.request, task, missing)
+        self.state = ServiceState.SERVING  # only now: what is submitted is unfinished too
 
     async def stop(self, *, drain_s: float = 0.0) -> None:
         """End. Nothing is accepted from here on; readers still read. Idempotent.

@@ -213,6 +213,7 @@ class Result(_Wire):
         components, evidence: the grade in detail.
         messages: the conversation, readable; `trajectory` is the truth.
         tools: the tools on offer, in OpenAI function format.
+        attempts: how often the job was started; 0 where it was cancelled before.
     """
 
     version: Literal[1] = RESULT_VERSION

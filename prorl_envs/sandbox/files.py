@@ -119,16 +119,16 @@ def remove_tree(path: Path) -> None:
         return
     try:
         fresh_names = map(f"{secrets.token_hex(8)}-{{}}".format, itertools.count())
-        pending = [entry.name for entry in _directories_left(top)]
+        pending = _directories_left(top)
         while pending:
             name = pending.pop()
             _make_accessible(name, top)
             fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
             try:
-                for entry in _directories_left(fd):
-                    _make_accessible(entry.name, fd)  # a directory can only be moved by who may write to it
+                for child in _directories_left(fd):
+                    _make_accessible(child, fd)  # a directory can only be moved by who may write to it
                     moved = next(fresh_names)
-                    os.rename(entry.name, moved, src_dir_fd=fd, dst_dir_fd=top)
+                    os.rename(child, moved, src_dir_fd=fd, dst_dir_fd=top)
                     pending.append(moved)
             finally:
                 os.close(fd)
@@ -138,16 +138,20 @@ def remove_tree(path: Path) -> None:
     path.rmdir()
 
 
-def _directories_left(fd: int) -> list[os.DirEntry[str]]:
-    """Unlink everything in the directory but its directories, and return those."""
-    directories = []
-    with os.scandir(fd) as entries:
-        for entry in list(entries):
-            if entry.is_dir(follow_symlinks=False):
-                directories.append(entry)
-            else:
-                os.unlink(entry.name, dir_fd=fd)
-    return directories
+def _directories_left(fd: int) -> list[str]:
+    """Unlink everything in the directory but its directories, and return their names."""
+    while True:
+        directories, unlinked = [], False
+        # One entry at a time: a sandbox can make more files than their names would have room in memory.
+        with os.scandir(fd) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    directories.append(entry.name)
+                else:
+                    os.unlink(entry.name, dir_fd=fd)
+                    unlinked = True
+        if not unlinked:  # else look again: what was unlinked may have made the kernel skip something
+            return directories
 
 
 def _make_accessible(path: Path | str, dir_fd: int | None = None) -> None:

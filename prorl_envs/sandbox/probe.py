@@ -168,6 +168,15 @@ def _isolation(bwrap: Path) -> Check:
 
 
 def _overlay(bwrap: Path, base: Path) -> Check:
+    try:
+        problem = _try_overlay(bwrap, base)
+    except OSError as error:
+        problem = f"cannot be tried in {base}: {error.strerror}"
+    return Check(name="overlay", ok=not problem, found=problem or "works", remedy=_OVERLAY_REMEDY)
+
+
+def _try_overlay(bwrap: Path, base: Path) -> str:
+    """What stands in the way of an overlay below `base`."""
     with tempfile.TemporaryDirectory(dir=base if base.is_dir() else None) as scratch:
         upper, work = Path(scratch, "upper"), Path(scratch, "work")
         upper.mkdir()
@@ -178,8 +187,7 @@ def _overlay(bwrap: Path, base: Path) -> Check:
         )
         for left in work.iterdir():
             left.chmod(0o700)
-    found = "works" if done.returncode == 0 else done.stderr.strip()
-    return Check(name="overlay", ok=done.returncode == 0, found=found, remedy=_OVERLAY_REMEDY)
+    return "" if done.returncode == 0 else done.stderr.strip() or f"exit status {done.returncode}"
 
 
 _JOIN = """\

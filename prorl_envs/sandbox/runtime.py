@@ -44,10 +44,19 @@ def python_runtime() -> tuple[tuple[Mount, ...], tuple[str, ...], dict[str, str]
     return mounts, masks, env
 
 
-def system_masks() -> tuple[str, ...]:
-    """Masks for the HIDDEN_PACKAGES that lie below /usr, which every sandbox sees."""
-    folders = [*_SYSTEM.glob("lib/python3*/*-packages"), *_SYSTEM.glob("local/lib/python3*/*-packages")]
-    return tuple(mask for folder in folders for mask in hidden_in(folder))
+def system_masks(system: Path = _SYSTEM) -> tuple[str, ...]:
+    """Masks for the HIDDEN_PACKAGES that lie below `system`, which every sandbox sees.
+
+    Also where this package itself was installed, or checked out, in an unusual place below it.
+    """
+    patterns = ("lib*/python3*/*-packages", "local/lib*/python3*/*-packages")
+    folders = dict.fromkeys(folder for pattern in patterns for folder in system.glob(pattern))
+    own = [Path(path).resolve() for path in prorl_envs.__path__]
+    folders |= dict.fromkeys((*package_folders(), *(path.parent for path in own)))
+    masks = [Path(mask).resolve() for folder in folders for mask in hidden_in(folder)]
+    # A checkout's families lie beside the package, which holds a link to them.
+    masks += [families.resolve() for path in own if (families := path / "envs").is_symlink()]
+    return tuple(str(mask) for mask in dict.fromkeys(masks) if mask.is_relative_to(system))
 
 
 def package_folders() -> tuple[Path, ...]:

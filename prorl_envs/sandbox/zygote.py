@@ -87,7 +87,8 @@ def _serve(control: socket.socket, entries: dict[str, Entry]) -> None:
             message, fds, _, _ = socket.recv_fds(control, MESSAGE_LIMIT, 3, socket.MSG_CMSG_CLOEXEC)
             if not message:
                 break
-            children.add(_fork(json.loads(message), fds, entries))
+            if (pid := _fork(json.loads(message), fds, entries)) is not None:
+                children.add(pid)
     for pid in children:
         os.kill(pid, signal.SIGKILL)  # ours and not yet reaped, so the pid cannot be another's
 
@@ -103,9 +104,14 @@ def _reap(children: set[int]) -> None:
         children.discard(pid)
 
 
-def _fork(request: dict[str, Any], fds: list[int], entries: dict[str, Entry]) -> int:
+def _fork(request: dict[str, Any], fds: list[int], entries: dict[str, Entry]) -> int | None:
     parent = os.getpid()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError as error:
+        # A sandbox may have used up the user's processes: that must not end everybody's tool servers.
+        _refuse(fds, error)
+        return None
     if pid == 0:
         _live(request, fds, entries, parent)
     pidfd = os.pidfd_open(pid)
@@ -119,6 +125,14 @@ def _fork(request: dict[str, Any], fds: list[int], entries: dict[str, Entry]) ->
     for fd in (pidfd, *others):
         os.close(fd)
     return pid
+
+
+def _refuse(fds: list[int], error: OSError) -> None:
+    *others, status_fd = fds
+    with socket.socket(fileno=status_fd) as status:
+        _report(status, error)
+    for fd in others:
+        os.close(fd)
 
 
 def _live(request: dict[str, Any], fds: list[int], entries: dict[str, Entry], parent: int) -> NoReturn:
@@ -136,10 +150,12 @@ def _live(request: dict[str, Any], fds: list[int], entries: dict[str, Entry], pa
             _serve_tools(request, fds, entries[request["entry"]], parent, status)
         code = 0
     finally:
-        error = sys.exception()
-        if error is not None and status is not None:
-            _report(status, error)
-        os._exit(code)
+        try:
+            error = sys.exception()
+            if error is not None and status is not None:
+                _report(status, error)
+        finally:
+            os._exit(code)
 
 
 def _serve_tools(

@@ -26,7 +26,7 @@ class Holdings:
             command names the run directory (bubblewrap), and of every process in a mount namespace that
             shows something below it (a sandbox's).
         descriptors: number, and what it refers to, of this process's open descriptors.
-        mounts: the mounts of this process's namespace.
+        mounts: the mounts below the run directory, in this process's namespace.
         directories: what lies in the run directory, where drivers keep their files.
     """
 
@@ -39,7 +39,7 @@ class Holdings:
     def now(cls, run_dir: Path) -> Self:
         """Look around. `run_dir` is where the drivers under test make their directories."""
         return cls(
-            _processes(run_dir), _descriptors(), _mounts(), {str(p): str(p) for p in run_dir.iterdir()}
+            _processes(run_dir), _descriptors(), _mounts(run_dir), {str(p): str(p) for p in run_dir.iterdir()}
         )
 
 
@@ -109,6 +109,7 @@ def _descriptors() -> dict[tuple[int, str], str]:
     return found
 
 
-def _mounts() -> dict[str, str]:
+def _mounts(run_dir: Path) -> dict[str, str]:
+    """Those on the run directory or below it: others on this machine mount what they like meanwhile."""
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    return {line.split()[0]: line for line in lines}
+    return {line.split()[0]: line for line in lines if Path(line.split()[4]).is_relative_to(run_dir)}

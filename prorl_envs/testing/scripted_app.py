@@ -45,6 +45,7 @@ class ScriptedOptions:
 
     Args:
         mix: behaviours dealt to the sessions of each task.
+        unknown: behaviour where a prompt is of no known task, such as a probe; None deals it from the mix.
         seed: of the decks, the log-probabilities and everything else random.
         noncanonical: probability that a token is sampled as two of the same text.
         latency_s: seconds before each answer; tokens_per_s: sampling speed, None is instant.
@@ -54,6 +55,7 @@ class ScriptedOptions:
     """
 
     mix: Mix = Mix({Behaviour.SOLVE: 1})  # noqa: RUF009  (frozen)
+    unknown: Behaviour | None = None
     seed: int = 0
     noncanonical: float = 0.0
     latency_s: float = 0.0
@@ -134,7 +136,8 @@ class ScriptedService:
         prompt = self._reader.read(asked.prompt)
         key = self._book.find(prompt.first_user)
         session = request.headers.get("x-session-id") or f"task:{key or ''}"
-        behaviour = self._dealer.deal(session, key or "")
+        undealt = self.options.unknown if key is None else None
+        behaviour = undealt or self._dealer.deal(session, key or "")
         self.counts.requests += 1
         self.counts.prompt_tokens += len(asked.prompt)
         self.counts.unknown_tasks += key is None
@@ -163,7 +166,7 @@ class ScriptedService:
 
     def _refusal(self, asked: CompletionRequest) -> Response | None:
         if len(asked.prompt) + asked.max_tokens <= self.options.max_model_len:
-            if all(0 <= number < self._renderer.vocab_size for number in asked.prompt):
+            if min(asked.prompt) >= 0 and max(asked.prompt) < self._renderer.vocab_size:
                 return None
             return _error(400, "the prompt holds ids outside the vocabulary")
         limit = self.options.max_model_len

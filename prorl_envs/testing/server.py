@@ -8,18 +8,13 @@ Besides the protocol it serves `/scripted/stats` (counts, violations of the toke
 `/scripted/log` (the last exchanges, in full).
 """
 
-import asyncio
 import contextlib
-import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-import uvicorn
-from fastapi import FastAPI
-
 from prorl_envs.clock import Clock, SystemClock
-from prorl_envs.errors import InputError
 from prorl_envs.policy.rendering import TemplateRenderer
+from prorl_envs.rollout.server import answering
 from prorl_envs.testing.audit import Counts, Exchange
 from prorl_envs.testing.scripted import ScriptBook
 from prorl_envs.testing.scripted_app import ScriptedOptions, ScriptedService, scripted_app
@@ -73,50 +68,11 @@ class ScriptedServer:
         await self._service.until(holds)
 
     async def __aenter__(self) -> Self:
-        # asyncio turns Nagle's algorithm off only where the protocol is named; else each answer takes 40 ms.
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        async with contextlib.AsyncExitStack() as stack:
-            stack.callback(listener.close)
-            try:
-                listener.bind(("127.0.0.1", self._port))
-            except OSError as error:
-                raise InputError(f"port {self._port} cannot be used: {error.strerror}") from error
-            await stack.enter_async_context(_serving(scripted_app(self._service), listener))
-            self._stack = stack.pop_all()
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        app = scripted_app(self._service)
+        # Only what is critical: broken-off answers are in its script.
+        serving = answering(app, port=self._port, last_requests_s=1, log_level="critical")
+        self.url = await self._stack.enter_async_context(serving)
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self._stack.aclose()
-
-
-class _Server(uvicorn.Server):
-    """uvicorn inside somebody else's program: signals are that program's business."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.listening.set()
-
-
-@contextlib.asynccontextmanager
-async def _serving(app: FastAPI, listener: socket.socket) -> AsyncIterator[None]:
-    config = uvicorn.Config(
-        app, log_level="critical", access_log=False, lifespan="off", timeout_graceful_shutdown=1
-    )
-    server = _Server(config)
-    task = asyncio.create_task(server.serve([listener]), name="scripted model server")
-    try:
-        await server.listening.wait()
-        yield
-    finally:
-        server.should_exit = True
-        await task

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import select
 import signal
 import socket
 import sys
@@ -16,7 +17,8 @@ from importlib.machinery import PathFinder
 SEND_TIMEOUT_S = 5.0
 _PR_SET_DUMPABLE = 4
 _KILL_ROUNDS = 1000
-_NO_NAMESPACE = 2
+_KILL_ATTEMPTS = 20
+_KILL_TIMEOUT_MS = 1000
 
 
 class Kernel:
@@ -84,29 +86,64 @@ class Kernel:
 def end_processes() -> None:
     """Kill every process in the sandbox but its first.
 
-    Done by a child, because only children live in the sandbox's pid namespace. It goes on until nothing is
-    left to be killed: a process may fork while the others die.
+    Done by a child, because only children live in the sandbox's pid namespace, where one call kills all at
+    once. A process may fork while the others die, so it goes on until nothing is left to be killed; and one
+    may stop or kill each that is born, this child included, so what the child leaves is killed one by one
+    from here, out of its reach.
 
     Raises:
-        OSError: the child cannot be forked, new processes came faster than they could be killed, or this is
-            no pid namespace of the sandbox's own: then "all" would be everything this user runs.
+        OSError: new processes came faster than they could be killed, or this is no pid namespace of the
+            sandbox's own: then "all" would be everything this user runs.
     """
-    if (pid := os.fork()) == 0:
+    # In the /proc of a namespace that this process is in, it finds itself.
+    if os.path.exists("/proc/self"):  # noqa: PTH110
+        raise OSError(errno.EPERM, "the sandbox has no pid namespace of its own")
+    for _ in range(_KILL_ATTEMPTS):
+        if _killed_by_child():
+            return
+        _kill_one_by_one()
+    raise OSError(errno.EAGAIN, "the sandbox starts processes faster than they can be killed")
+
+
+def _killed_by_child() -> bool:
+    try:
+        pid = os.fork()
+    except BlockingIOError:  # the sandbox uses up its processes
+        return False
+    if pid == 0:
         try:
-            if os.getppid() != 0:  # the kernel names a parent outside the pid namespace 0
-                os._exit(_NO_NAMESPACE)
-            for _ in range(_KILL_ROUNDS):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(-1, signal.SIGKILL)
-                if not any(_lives(name) for name in os.listdir("/proc") if name.isdigit()):  # noqa: PTH208
-                    os._exit(0)
+            if os.getppid() == 0:  # the kernel names a parent outside the pid namespace 0
+                _kill_all_but_first()
         finally:
             os._exit(1)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if status == _NO_NAMESPACE:
-        raise OSError(errno.EPERM, "the sandbox has no pid namespace of its own")
-    if status != 0:
-        raise OSError(errno.EAGAIN, "the sandbox starts processes faster than they can be killed")
+    pidfd = os.pidfd_open(pid)
+    ended = select.poll()
+    ended.register(pidfd, select.POLLIN)
+    if not ended.poll(_KILL_TIMEOUT_MS):
+        os.kill(pid, signal.SIGKILL)
+    os.close(pidfd)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def _kill_all_but_first() -> None:
+    for _ in range(_KILL_ROUNDS):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+        if not any(_lives(name) for name in os.listdir("/proc") if name.isdigit()):  # noqa: PTH208
+            os._exit(0)
+
+
+def _kill_one_by_one() -> None:
+    for name in os.listdir("/proc"):  # noqa: PTH208
+        if not name.isdigit() or name == "1":
+            continue
+        # A process's folder serves as its pidfd. Its number here is none by which it could be killed.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            folder = os.open(f"/proc/{name}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                signal.pidfd_send_signal(folder, signal.SIGKILL)
+            finally:
+                os.close(folder)
 
 
 def _lives(pid: str) -> bool:

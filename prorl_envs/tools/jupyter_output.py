@@ -6,10 +6,9 @@ from typing import Any
 import msgspec
 
 from prorl_envs.tools.output import OutputBuffer
-from prorl_envs.tools.wire import PythonDone
+from prorl_envs.tools.wire import DISPLAY_LIMIT, ERROR_NAME_LIMIT, MIME_LIMIT, PythonDone
 
-#: Rich representations handed on per cell, and characters of all of them.
-DISPLAY_LIMIT = 16
+#: Characters of all rich representations handed on per cell.
 DISPLAY_CHARACTERS = 1024 * 1024
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
@@ -65,7 +64,7 @@ class CellOutput:
                 self._show(msgspec.convert(content, Bundle).data)
             case "error":
                 failure = msgspec.convert(content, Failure)
-                self._error = failure.ename[:200]
+                self._error = failure.ename[:ERROR_NAME_LIMIT]
                 self._write(_COLOUR.sub("", "\n".join(failure.traceback)) + "\n")
             case "status":
                 return msgspec.convert(content, Status).execution_state == "idle"
@@ -85,11 +84,13 @@ class CellOutput:
         rich = {mime: str(value) for mime, value in bundle.items() if mime != "text/plain"}
         if "text/plain" in bundle:
             self._write(f"{bundle['text/plain']}\n")
-        size = sum(map(len, rich.values()))
         if not rich:
             return
-        if len(self._display) < DISPLAY_LIMIT and self._display_characters + size <= DISPLAY_CHARACTERS:
+        size = sum(map(len, rich.values()))
+        total = self._display_characters + size + sum(map(len, rich))
+        few = len(self._display) < DISPLAY_LIMIT and len(rich) <= MIME_LIMIT
+        if few and total <= DISPLAY_CHARACTERS:
             self._display.append(rich)
-            self._display_characters += size
+            self._display_characters = total
         else:
             self._write(f"[display data of {size} characters left out]\n")

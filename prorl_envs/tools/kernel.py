@@ -22,14 +22,22 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets import Type
 from traitlets.config import Config
 
-from prorl_envs.tools.wire import Cell, CellDone, Framer, decode_cell, encode
+from prorl_envs.tools.wire import (
+    DISPLAY_LIMIT,
+    ERROR_NAME_LIMIT,
+    MIME_LIMIT,
+    Cell,
+    CellDone,
+    Framer,
+    decode_cell,
+    encode,
+)
 
 CONTROL_FD = 3
 #: Imported ahead of every session, where they are installed. Cells still have to import them to name them.
 LIBRARIES = ("numpy", "pandas", "sympy")
-#: Rich representations handed on per cell, and bytes of all of them.
-DISPLAY_LIMIT = 16
-DISPLAY_BYTES = 1024 * 1024
+#: Characters of all rich representations handed on per cell.
+DISPLAY_CHARACTERS = 1024 * 1024
 
 
 class Displays:
@@ -37,7 +45,7 @@ class Displays:
 
     def __init__(self) -> None:
         self._bundles: list[dict[str, str]] = []
-        self._bytes = 0
+        self._characters = 0
 
     def show(self, bundle: dict[str, Any]) -> None:
         """Print the text of a representation; keep the rest."""
@@ -50,16 +58,18 @@ class Displays:
         }
         if not rich:
             return
-        size = sum(len(value) for value in rich.values())
-        if len(self._bundles) < DISPLAY_LIMIT and self._bytes + size <= DISPLAY_BYTES:
+        size = sum(map(len, rich.values()))
+        total = self._characters + size + sum(map(len, rich))
+        few = len(self._bundles) < DISPLAY_LIMIT and len(rich) <= MIME_LIMIT
+        if few and total <= DISPLAY_CHARACTERS:
             self._bundles.append(rich)
-            self._bytes += size
+            self._characters = total
         else:
             sys.stdout.write(f"[display data of {size} characters left out: {', '.join(rich)}]\n")
 
     def take(self) -> list[dict[str, str]]:
         """Return what was kept and start anew."""
-        bundles, self._bundles, self._bytes = self._bundles, [], 0
+        bundles, self._bundles, self._characters = self._bundles, [], 0
         return bundles
 
 
@@ -193,7 +203,8 @@ def _run(shell: Any, cell: Cell) -> CellDone:
         error = interrupt
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return CellDone(cell.id, type(error).__name__ if error is not None else "", shell.displays.take())
+    name = type(error).__name__[:ERROR_NAME_LIMIT] if error is not None else ""
+    return CellDone(cell.id, name, shell.displays.take())
 
 
 def _no_input(*_: object, **__: object) -> NoReturn:

@@ -14,6 +14,7 @@ from prorl_envs.tools.files import read_file, write_file
 from prorl_envs.tools.fork import end_processes
 from prorl_envs.tools.kernel_session import KernelSession
 from prorl_envs.tools.loop import Loop
+from prorl_envs.tools.output import clip
 from prorl_envs.tools.process import FreshProcess
 from prorl_envs.tools.shell import ShellSession
 from prorl_envs.tools.wire import (
@@ -175,7 +176,9 @@ class ToolServer:
         try:
             text, omitted = self._editor.edit(request)
         except EditError as error:
-            self._answer(Edited(request.id, str(error), False, 0))
+            # The path in it is as long as the model made it.
+            text, omitted = clip(str(error), self._setup.output_limit)
+            self._answer(Edited(request.id, text, False, omitted))
         else:
             self._answer(Edited(request.id, text, True, omitted))
 

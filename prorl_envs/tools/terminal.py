@@ -14,6 +14,7 @@ import shutil
 import signal
 import termios
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from ptyprocess import PtyProcess  # type: ignore[import-untyped]
 
@@ -49,7 +50,7 @@ class Terminal:
     """One running bash. Does the system calls; decides nothing.
 
     Args:
-        cwd: where it starts.
+        cwd: where it starts; where that cannot be entered, in the server's own directory.
         env: its whole environment.
 
     Raises:
@@ -114,7 +115,7 @@ class Terminal:
     def kill_foreground(self) -> None:
         """Kill the process group of the running command; the shell itself is spared if it is not in it."""
         group = self._foreground()
-        if group > 0:
+        if group > 0 and self._is_ours(group):
             _signal_group(group, signal.SIGKILL)
 
     def kill(self) -> None:
@@ -134,6 +135,14 @@ class Terminal:
         # Its own close() sleeps, and signals a process that is gone.
         self._process.fileobj.close()
         self._process.closed = True
+
+    def _is_ours(self, group: int) -> bool:
+        # A terminal may name a group whose processes have all ended. The number can then be another's by now,
+        # even of a process outside the sandbox.
+        try:
+            return os.getsid(group) == self.pid
+        except ProcessLookupError:  # only the leader has ended, and keeps its number while the group lives
+            return True
 
     def _foreground(self) -> int:
         try:
@@ -157,10 +166,10 @@ def _spawn(cwd: str, env: Mapping[str, str], text: int, report: int) -> PtyProce
     try:
         return PtyProcess.spawn(
             argv,
-            cwd=cwd,
             env={**env, "PS1": "", "PS2": ""},
             echo=False,
-            preexec_fn=_default_signals,
+            # Not its own `cwd`: where that fails, the child goes on as a copy of this server.
+            preexec_fn=partial(_before_exec, cwd),
             dimensions=(_ROWS, _COLUMNS),
             pass_fds=(TEXT_FD, REPORT_FD),
         )
@@ -169,7 +178,10 @@ def _spawn(cwd: str, env: Mapping[str, str], text: int, report: int) -> PtyProce
         os.close(REPORT_FD)
 
 
-def _default_signals() -> None:
+def _before_exec(cwd: str) -> None:
+    # The directory is the sandbox's to remove or lock at any moment.
+    with contextlib.suppress(OSError):
+        os.chdir(cwd)
     # Python ignores these, and an ignored signal stays ignored across exec: `yes | head` would complain.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)

@@ -5,6 +5,7 @@ the host treats the server as hostile.
 """
 
 import struct
+from typing import Annotated
 
 import msgspec
 
@@ -13,11 +14,22 @@ FRAME_LIMIT = 48 * 1024 * 1024
 #: Bytes of file content that fit into one frame with room for the rest of the message.
 CONTENT_LIMIT = FRAME_LIMIT - 64 * 1024
 
+#: Rich representations handed on per cell, MIME types of one, and characters of an exception's name. A kernel
+#: that goes beyond breaks the protocol: a few megabytes of empty objects would become a gigabyte.
+DISPLAY_LIMIT = 16
+MIME_LIMIT = 64
+ERROR_NAME_LIMIT = 200
+
 _LENGTH = struct.Struct(">I")
 
 
 class WireError(ValueError):
     """The other side broke the protocol."""
+
+
+type ErrorName = Annotated[str, msgspec.Meta(max_length=ERROR_NAME_LIMIT)]
+type Bundle = Annotated[dict[str, str], msgspec.Meta(max_length=MIME_LIMIT)]
+type Bundles = Annotated[list[Bundle], msgspec.Meta(max_length=DISPLAY_LIMIT)]
 
 
 class Request(msgspec.Struct, array_like=True, gc=False):
@@ -121,10 +133,10 @@ class PythonDone(Reply, tag=2):
 
     output: str
     omitted: int
-    error: str
+    error: ErrorName
     timed_out: bool
     notice: str
-    display: list[dict[str, str]]
+    display: Bundles
 
 
 class RunDone(Reply, tag=3):
@@ -166,8 +178,8 @@ class CellDone(msgspec.Struct, array_like=True, gc=False):
     """How the cell ended: see `PythonDone`. From a process that runs hostile code."""
 
     id: int
-    error: str
-    display: list[dict[str, str]]
+    error: ErrorName
+    display: Bundles
 
 
 type AnyRequest = Setup | Bash | Python | Run | Write | Read | Edit | Cancel | EndProcesses

@@ -6,7 +6,7 @@ import pytest
 
 from prorl_envs.env.base import Grade, Task
 from prorl_envs.env.node import Node
-from prorl_envs.env.sandboxed import SandboxedEnvironment, Workplace
+from prorl_envs.env.sandboxed import MAX_ANSWER_CHARS, SandboxedEnvironment, Workplace
 from prorl_envs.errors import EnvironmentFault, GraderError, InputError, ProrlError, SandboxError
 from prorl_envs.tools.schemas import BASH, FINISH
 from prorl_envs.tools.types import ToolCall, ToolResult
@@ -99,6 +99,16 @@ async def test_wrong_calls_are_answered_and_not_raised(node: Node) -> None:
             assert not result.ok
             assert result.text
         assert (await bash(env, SOLVE)).ok
+
+
+@pytest.mark.anyio
+async def test_an_answer_that_cannot_be_written_down_is_refused(node: Node) -> None:
+    async with ToyEnvironment(node) as env:
+        await env.init(TASK)
+        for answer in ("\ud800", "x" * (MAX_ANSWER_CHARS + 1), ["42"]):
+            refused = await env.call(ToolCall(id="f", name="finish", arguments={"answer": answer}))
+            assert not refused.ok
+        assert env.answer is None
 
 
 @pytest.mark.anyio

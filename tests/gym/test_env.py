@@ -91,9 +91,17 @@ def test_the_turn_limit_truncates_and_grades(env: TaskEnv) -> None:
     assert outcomes == [*[(0.0, False, False)] * 3, (1.0, False, True)]
 
 
-def test_a_text_that_is_no_tool_call_takes_a_turn_and_says_so(env: TaskEnv) -> None:
+def test_an_answer_without_a_tool_call_ends_the_episode_and_is_graded(env: TaskEnv) -> None:
     env.reset(options=GREETING)
-    observation, _, terminated, truncated, info = env.step("I think I am done.")
+    env.step(SOLVE)
+    _, reward, terminated, truncated, info = env.step("I think I am done.")
+    assert (reward, terminated, truncated, info["tool_ok"], info["turn"]) == (1.0, True, False, False, 2)
+    assert "grade" in info
+
+
+def test_a_call_that_cannot_be_read_takes_a_turn_and_says_so(env: TaskEnv) -> None:
+    env.reset(options=GREETING)
+    observation, _, terminated, truncated, info = env.step('{"name": "bash"')
     assert "tool call" in observation
     assert (terminated, truncated, info["tool_ok"], info["turn"]) == (False, False, False, 1)
 

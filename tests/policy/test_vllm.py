@@ -7,15 +7,18 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from starlette.types import Receive, Scope, Send
 
+from prorl_envs.clock import SystemClock
 from prorl_envs.errors import InputError, ModelError
 from prorl_envs.policy.probe import probe
 from prorl_envs.policy.protocol import ProtocolError, ServerUnavailable
 from prorl_envs.policy.types import Sampling
 from prorl_envs.policy.vllm import ClientLimits, VllmClient, base_url
+from prorl_envs.rollout.server import answering
 from prorl_envs.testing.clock import FakeClock
 from prorl_envs.testing.scripted import Mix, ScriptBook
-from prorl_envs.testing.scripted_app import Dialect
+from prorl_envs.testing.scripted_app import Dialect, ScriptedOptions, ScriptedService, scripted_app
 from prorl_envs.testing.server import ScriptedServer
 from prorl_envs.testing.tokenizer import builtin_renderer
 
@@ -194,6 +197,31 @@ async def test_many_sessions_at_once() -> None:
         assert len({answer.ids for answer in answers}) > 32
 
 
+async def test_connections_are_used_again_and_bounded() -> None:
+    app = scripted_app(ScriptedService(RENDERER, BOOK, ScriptedOptions(), SystemClock()))
+    seen = set()
+
+    async def noting(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.add(scope["client"])
+        await app(scope, receive, send)
+
+    limits = ClientLimits(max_connections=3)
+    async with answering(noting) as url, talking_to(url, limits=limits) as client:
+        for _ in range(3):
+            await asyncio.gather(
+                *(client.generate(PROMPT, Sampling(), session=str(number)) for number in range(8))
+            )
+    assert len(seen) == 3
+
+
+async def test_a_closed_client_says_so() -> None:
+    async with ScriptedServer(BOOK) as server, talking_to(server.url) as client:
+        await client.generate(PROMPT, Sampling(), session="s")
+        await client.aclose()
+        with pytest.raises(ServerUnavailable, match="no longer in use"):
+            await client.generate(PROMPT, Sampling(), session="s")
+
+
 @pytest.mark.parametrize(
     ("given", "base"),
     [
@@ -206,7 +234,7 @@ def test_base_url(given: str, base: str) -> None:
     assert base_url(given) == base
 
 
-@pytest.mark.parametrize("url", ["", "h:8000", "ftp://h", "http://", "http://h:port"])
+@pytest.mark.parametrize("url", ["", "h:8000", "ftp://h", "http://", "http://h:port", "http://h:99999"])
 def test_what_is_no_url(url: str) -> None:
     with pytest.raises(InputError):
         base_url(url)

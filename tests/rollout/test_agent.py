@@ -205,11 +205,30 @@ async def test_the_turn_limit(renderer: TemplateRenderer) -> None:
 
 async def test_the_time_limit_ends_a_model_call(renderer: TemplateRenderer) -> None:
     played = Played(renderer, lambda *_: [say("never")], run_s=10)
+    gate = asyncio.Event()
+    gate.set()
+
+    def play(_: str, turn: int) -> list[Call]:
+        gate.clear()  # the next answer never comes
+        return [say("x")]
+
+    played.model = ToyModel(renderer, play, gate=gate)
+    running = asyncio.create_task(played.run())
+    await played.world.until(lambda: any("call" in step for step in played.world.log))
+    await played.clock.wait_for_sleepers()
+    played.clock.advance(10)
+    assert await running is StopReason.TIME_LIMIT
+    assert len(played.trajectory.turns) == 1
+
+
+async def test_a_model_that_never_answers_is_a_failure_and_not_graded(renderer: TemplateRenderer) -> None:
+    played = Played(renderer, lambda *_: [say("never")], run_s=10)
     played.model = ToyModel(renderer, lambda *_: "x", gate=asyncio.Event())
     running = asyncio.create_task(played.run())
     await played.clock.wait_for_sleepers()
     played.clock.advance(10)
-    assert await running is StopReason.TIME_LIMIT
+    with pytest.raises(ModelError, match="did not answer once"):
+        await running
     assert played.trajectory.turns == []
 
 

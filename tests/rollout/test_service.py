@@ -197,6 +197,7 @@ async def test_cancelling_a_group_keeps_what_is_finished(make_bench: Any) -> Non
     await bench.world.until(lambda: bench.world.inside["call"] == 1)
     view = await bench.service.cancel_group("h")
     assert view.complete
+    assert (view.jobs[0].attempts, view.jobs[-1].attempts) == (1, 0), "the last one was never started"
     assert {job.state for job in view.jobs} == {JobState.CANCELLED}
     assert (await bench.service.cancel_group("g")).jobs[0].state is JobState.DONE
     await bench.idle()

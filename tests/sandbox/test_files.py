@@ -2,6 +2,7 @@
 
 import os
 import socket
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,19 @@ def test_unreadable_directories_and_special_files(tmp_path: Path) -> None:
     (tree / "a").chmod(0o500)
     remove_tree(tree)
     assert not tree.exists()
+
+
+def test_many_files_go_without_being_listed_first(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    for number in range(20_000):
+        (tree / str(number)).touch()
+    tracemalloc.start()
+    remove_tree(tree)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert not tree.exists()
+    assert peak < 1 << 20
 
 
 def test_what_is_not_there_is_fine(tmp_path: Path) -> None:

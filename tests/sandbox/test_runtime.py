@@ -9,7 +9,7 @@ import pytest
 import prorl_envs
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
-from prorl_envs.sandbox.runtime import HIDDEN_PACKAGES, hidden_in, python_runtime
+from prorl_envs.sandbox.runtime import HIDDEN_PACKAGES, hidden_in, python_runtime, system_masks
 from prorl_envs.testing.sandbox_entry import run_script
 
 pytestmark = pytest.mark.anyio
@@ -40,6 +40,28 @@ def test_only_installed_packages_are_hidden(tmp_path: Path) -> None:
     (tmp_path / "prorl_envs").mkdir()
     (tmp_path / "numpy").mkdir()
     assert list(hidden_in(tmp_path)) == [str(tmp_path / "prorl_envs")]
+
+
+def test_packages_below_the_system_are_hidden_wherever_they_lie(tmp_path: Path) -> None:
+    hidden = [
+        tmp_path / folder / "prorl_envs"
+        for folder in (
+            "lib/python3/dist-packages",
+            "lib64/python3.12/site-packages",
+            "local/lib/python3.12/site-packages",
+        )
+    ]
+    for package in hidden:
+        package.mkdir(parents=True)
+    (tmp_path / "lib-link").symlink_to("lib")
+    assert sorted(system_masks(tmp_path)) == sorted(map(str, hidden))
+
+
+def test_this_package_is_hidden_where_it_lies_below_the_system() -> None:
+    package = Path(next(iter(prorl_envs.__path__))).resolve()
+    masks = [Path(mask) for mask in system_masks(package.parent)]
+    for secret in (package / "errors.py", (package / "envs/bash/data").resolve()):
+        assert any(secret.is_relative_to(mask) for mask in masks)
 
 
 def test_no_mount_shows_a_checkout() -> None:

@@ -123,6 +123,6 @@ async def test_latency_follows_the_clock() -> None:
 
 async def test_a_port_in_use_is_an_input_error() -> None:
     async with ScriptedServer(BOOK) as server:
-        with pytest.raises(InputError, match="cannot be used"):
+        with pytest.raises(InputError, match="cannot listen"):
             async with ScriptedServer(BOOK, port=int(server.url.rpartition(":")[2])):
                 pass

@@ -195,6 +195,13 @@ async def test_an_interactive_program_ends_at_the_deadline(box: Toolbox) -> None
     assert (await box.bash("echo back", timeout_s=T)).text == "back\n"
 
 
+async def test_a_new_shell_starts_though_the_last_directory_was_locked(box: Toolbox) -> None:
+    await box.bash("mkdir locked; cd locked; chmod 000 .", timeout_s=T)
+    await box.bash("exit", timeout_s=T)
+    result = await box.bash("pwd", timeout_s=T)
+    assert (result.text, result.data["exit_code"]) == ("/workspace\n", 0)
+
+
 async def test_a_forged_end_is_not_believed(box: Toolbox) -> None:
     forge = "printf 'x 0 /\\0deadbeefdeadbeef 0 /forged\\0' > /proc/$$/fd/991; for f in /proc/$$/fd/*; do"
     result = await box.bash(

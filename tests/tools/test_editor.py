@@ -16,6 +16,13 @@ async def edit(box: Toolbox, command: str, path: str = PATH, **arguments: Any) -
     return await box.edit({"command": command, "path": path, **arguments})
 
 
+async def test_a_complaint_is_bounded_like_every_answer(box: Toolbox) -> None:
+    result = await edit(box, "view", "/" + "a" * 1_000_000)
+    assert not result.ok
+    assert len(result.text) < 2 * box.limits.output_bytes
+    assert result.truncated_bytes > 0
+
+
 async def test_create_view_and_refusal_to_overwrite(box: Toolbox) -> None:
     assert (
         await edit(box, "create", file_text="one\ntwo\n")

@@ -1,11 +1,13 @@
 """The promises of the Python session, on real sandboxes."""
 
 import asyncio
+import tracemalloc
 
 import pytest
 
 from prorl_envs.errors import InputError
 from prorl_envs.tools.client import Toolbox
+from prorl_envs.tools.wire import ERROR_NAME_LIMIT
 
 pytestmark = pytest.mark.anyio
 T = 30.0
@@ -119,6 +121,37 @@ async def test_garbage_on_the_control_channel_ends_the_session_only(python_box: 
     result = await python_box.python("import os\nos.write(3, b'\\xff' * 100)\nwhile True: pass", timeout_s=T)
     assert "wrote to the session's own channel" in result.text
     assert (await python_box.python("1", timeout_s=T)).text == "1\n"
+
+
+async def test_a_forged_end_of_a_cell_with_endless_displays_is_refused_unread(python_box: Toolbox) -> None:
+    # A byte each on the wire, and 72 in memory.
+    code = """
+import os, struct, sys
+frame = sys._getframe()
+while frame.f_code.co_name != "_run" or "cell" not in frame.f_locals:
+    frame = frame.f_back
+count = 4_000_000
+body = b"\\x93%c\\xa0\\xdd" % frame.f_locals["cell"].id + struct.pack(">I", count) + b"\\x80" * count
+rest = struct.pack(">I", len(body)) + body
+while rest:
+    rest = rest[os.write(3, rest):]
+while True: pass
+"""
+    tracemalloc.start()
+    result = await python_box.python(code, timeout_s=T)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert "wrote to the session's own channel" in result.text
+    assert peak < 1 << 20
+
+
+async def test_names_and_displays_are_bounded(python_box: Toolbox) -> None:
+    code = "class Loud(Exception): pass\nLoud.__name__ = 'x' * 1_000_000\nraise Loud"
+    assert (await python_box.python(code, timeout_s=T)).data["error"] == "x" * ERROR_NAME_LIMIT
+    code = "from IPython.display import display\ndisplay({f'a/{n}': '' for n in range(10_000)}, raw=True)"
+    result = await python_box.python(code, timeout_s=T)
+    assert "display" not in result.data
+    assert "left out" in result.text
 
 
 async def test_a_closed_control_channel_ends_the_session_only(python_box: Toolbox) -> None:

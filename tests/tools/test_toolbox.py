@@ -107,6 +107,17 @@ async def test_every_process_of_the_sandbox_can_be_ended(python_box: Toolbox) ->
     assert (await python_box.python("1", timeout_s=T)).text.startswith("1\n[before this cell")
 
 
+@pytest.mark.parametrize("number", ["KILL", "STOP"])
+async def test_processes_that_fight_for_their_lives_are_ended(box: Toolbox, number: str) -> None:
+    fighter = f"touch begun; while :; do kill -{number} -1; done"
+    # Whoever starts it is its first victim.
+    await box.run(["/bin/bash", "-c", 'setsid /bin/bash -c "$0" & sleep 100', fighter], timeout_s=1)
+    await box.end_processes()
+    listed = (await box.run(["ps", "-eo", "stat=,comm="], timeout_s=T)).output.decode()
+    assert [line.split()[1] for line in listed.splitlines() if not line.startswith("Z")] == ["sh", "ps"]
+    assert await box.read("/workspace/begun") == b""
+
+
 async def test_without_its_sandbox_every_call_is_a_sandbox_error(shared_driver: BubblewrapDriver) -> None:
     sandbox = await shared_driver.start(SandboxSpec())
     toolbox = await Toolbox.open(sandbox)

@@ -134,6 +134,17 @@ async def test_a_program_that_kills_its_check_fails_it(node: Node) -> None:
 
 
 @pytest.mark.anyio
+async def test_what_a_check_leaves_running_is_ended_before_the_next(node: Node) -> None:
+    checks = [
+        {"type": "command", "command": "./program"},
+        {"type": "command", "command": "ps -eo args= | grep -c '[s]tays-behind'; true", "stdout": "0\n"},
+    ]
+    program = "#!/bin/sh\nsetsid sh -c ': stays-behind; while :; do :; done' >/dev/null 2>&1 &"
+    grade = await play(node, checks, f"cat > program <<'END'\n{program}\nEND\nchmod +x program")
+    assert grade.reward == 1.0, grade.evidence
+
+
+@pytest.mark.anyio
 async def test_a_check_that_hangs_fails_at_its_deadline(node: Node) -> None:
     check = {"type": "command", "command": "./program", "timeout_s": 0.5}
     grade = await play(

@@ -1,6 +1,6 @@
 """Real instances: built from their source releases, worked on and graded in real sandboxes.
 
-Two instances always; `PRORL_SWEBENCH_ALL=1` runs every example that this machine can build.
+Two instances always; `SWEBENCH_ALL=1` runs every example that this machine can build.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ PINS = ("pip==24.2", "setuptools==75.1.0", "wheel==0.44.0")
 
 
 def chosen() -> Sequence[str]:
-    if os.environ.get("PRORL_SWEBENCH_ALL") != "1":
+    if os.environ.get("SWEBENCH_ALL") != "1":
         return (REQUESTS, MARSHMALLOW)
     loaded = load_tasks("swebench", example_path("swebench"))
     tasks = [task for task in loaded if isinstance(task, SwebenchTask)]
@@ -118,7 +118,10 @@ CHEATS = {
     "code ends the sandbox": "echo 'import os; os.kill(-1, 9)' >> requests/__init__.py",
     "code leaves early": "echo 'import os; os._exit(0)' >> requests/utils.py",
     "code does not parse": "echo ')' >> requests/utils.py",
+    "code locks us out": "echo 'import os; os.chmod(\"/workspace\", 0); os._exit(1)' >> requests/api.py",
     "a giant file": "truncate --size=1T giant",
+    "a giant tree": "for n in $(seq 40); do truncate --size=60M sparse$n; done",
+    "a locked tree": "chmod 000 /testbed",
 }
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pytest
 
 from prorl_envs.envs.swebench.grade import read_log, script_for
-from prorl_envs.envs.swebench.logs import PARSERS, ScriptRun, Status, judge, status_of
+from prorl_envs.envs.swebench.logs import PARSERS, Outcomes, ScriptRun, Status, judge
 from prorl_envs.envs.swebench.task import END_MARKER, START_MARKER, SwebenchTask
 
 SUMMARY = """\
@@ -61,10 +61,26 @@ def test_colours_spaces_and_the_older_order_are_read() -> None:
 
 
 def test_a_cut_off_name_stands_for_those_that_agree() -> None:
-    statuses = {"t[a(1)]": Status.PASSED, "t[a(2)]": Status.XFAIL, "t[b(1)]": Status.FAILED}
-    assert status_of("t[a(", statuses) == Status.PASSED
-    assert status_of("t[", statuses) is None
-    assert status_of("t", statuses) is None
+    statuses = {"t[a(2)]": Status.XFAIL, "t[a(1)]": Status.PASSED, "t[b(1)]": Status.FAILED}
+    outcomes = Outcomes(statuses)
+    assert outcomes.status_of("t[a(") == Status.XFAIL
+    assert outcomes.status_of("t[b(") == Status.FAILED
+    assert outcomes.status_of("t[c(") is None
+    assert outcomes.status_of("t[") is None
+    assert outcomes.status_of("t") is None
+
+
+@pytest.mark.parametrize("parser", sorted(PARSERS))
+def test_no_log_takes_more_than_its_length_to_read(parser: str) -> None:
+    # What was cubic or quadratic in these would not end while anybody watches.
+    brackets = "PASSED t" + "[" * 1_000_000 + "\n" + "PASSED " + "]" * 1_000_000 + "[1" * 100_000
+    assert len(PARSERS[parser](brackets)) == 2
+
+
+def test_many_tests_and_many_cut_off_names_are_judged() -> None:
+    statuses = {f"t[{number}]": Status.PASSED for number in range(200_000)}
+    cut_off = [f"t[{number}" for number in range(100_000, 110_000)]
+    assert judge([*cut_off, "t[none"], ["t[7]"], statuses).fixed == len(cut_off)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,88 @@
+"""`prorl-envs scripted`: the scripted model server in the foreground, to try a service without a model."""
+
+import asyncio
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from prorl_envs.cli.console import err, out
+from prorl_envs.cli.demo import Chosen, script
+from prorl_envs.config import Settings
+from prorl_envs.env.node import default_cache_dir
+from prorl_envs.env.registry import example_path, load_tasks
+from prorl_envs.env.rows import rows
+from prorl_envs.errors import InputError
+from prorl_envs.testing.scripted import Behaviour, Mix, ScriptBook
+from prorl_envs.testing.server import ScriptedServer
+from prorl_envs.testing.tokenizer import tokenizer_folder
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedOptions:
+    """What to play, and where.
+
+    Args:
+        port: TCP port on loopback; 0 takes a free one.
+        mix: proportions of the behaviours, dealt to the episodes of each task.
+        seed: of the order in which they are dealt, and of the log-probabilities.
+    """
+
+    port: int = 0
+    mix: Mix = Mix({Behaviour.SOLVE: 1})  # noqa: RUF009  (frozen)
+    seed: int = 0
+
+
+def read_book(environment: str, data: Path | None) -> ScriptBook:
+    """The reference solutions of a data file.
+
+    Raises:
+        InputError: no such family, a row is wrong, or no row has a reference.
+    """
+    path = data or example_path(environment)
+    tasks = zip(rows(path), load_tasks(environment, path), strict=True)
+    chosen = [Chosen(environment, row, task) for (_, row), task in tasks if task.reference]
+    if not chosen:
+        raise InputError(f"{path}: no task has a reference", hint="there is nothing to play")
+    return script(chosen)
+
+
+def tokenizer(settings: Settings) -> Path:
+    """A folder with the tokenizer of the model that is played; written on first use.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    cache = settings.cache_dir or default_cache_dir()
+    try:
+        return tokenizer_folder(cache)
+    except OSError as error:
+        raise InputError(
+            f"the tokenizer cannot be written to {cache}: {error.strerror}",
+            hint="name another place: PRORL_CACHE_DIR",
+        ) from error
+
+
+async def serve_script(
+    settings: Settings, environment: str, data: Path | None, options: ScriptedOptions
+) -> None:
+    """Serve until SIGINT or SIGTERM, then say what was asked.
+
+    Raises:
+        InputError: the data has nothing to play, or the port is taken.
+    """
+    book, folder = read_book(environment, data), tokenizer(settings)
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    played = ScriptedServer(
+        book, port=options.port, mix=options.mix, seed=options.seed, unknown=Behaviour.SOLVE
+    )
+    async with played as server:
+        err.print(f"plays the references of {len(book.scripts)} {environment} tasks; it is no model")
+        err.print("Ctrl-C ends it. Use it as you would your own, with `run` or `serve`:")
+        out.print(f"--llm {server.url}/v1 --tokenizer {folder}", soft_wrap=True)
+        out.file.flush()  # into a pipe too, where somebody waits for this line
+        await ended.wait()
+    counts = server.counts
+    asked = f"{counts.requests} requests of {counts.sessions} sessions"
+    err.print(f"{asked}, {counts.violations} violations of the token ledger")

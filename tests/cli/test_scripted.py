@@ -1,0 +1,61 @@
+"""The scripted model server by hand, and a run against it as against one's own."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from prorl_envs.cli.results import read_results
+from prorl_envs.errors import FailureKind
+from tests.cli.conftest import SCRIPT, Cli
+
+
+@contextmanager
+def scripted(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
+    """The server, and the options it says to use it with."""
+    process = subprocess.Popen(
+        [SCRIPT, "scripted", *arguments],
+        cwd=folder,
+        env={**os.environ, "PRORL_CACHE_DIR": str(folder / "cache")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            assert process.stdout is not None
+            yield process, process.stdout.readline().split()
+        finally:
+            process.kill()
+
+
+def test_a_run_against_it_scores_as_scripted(cli: Cli, tmp_path: Path) -> None:
+    mix = "solve=1,wrong=1,error500=1"
+    with scripted(tmp_path, "bash", "--mix", mix) as (process, options):
+        assert options[0] == "--llm" and options[2] == "--tokenizer"
+        done = cli("run", "bash", *options, "--limit", "1", "--samples", "3", "--out", "runs")
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert done.returncode == 0, done.stderr
+    results = list(read_results(tmp_path / "runs" / "results.jsonl"))
+    assert sorted(r.reward for r in results if r.reward is not None) == [0.0, 1.0]
+    assert [r.failure.kind for r in results if r.failure] == [FailureKind.MODEL]
+    assert "model in run x1: " in done.stderr and "as its script says" in done.stderr
+    assert process.returncode == 0 and ", 0 violations of the token ledger" in said
+
+
+def test_a_port_in_use_is_a_clear_error(cli: Cli, tmp_path: Path) -> None:
+    with scripted(tmp_path, "ipython") as (_, options):
+        port = options[1].removesuffix("/v1").rpartition(":")[2]
+        done = cli("scripted", "ipython", "--port", port)
+    assert done.returncode == 2 and port in done.stderr and "Address already in use" in done.stderr
+
+
+def test_it_needs_references(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text(
+        '{"id": "a", "instruction": "b", "checks": [{"type": "number", "value": 1}]}'
+    )
+    done = cli("scripted", "ipython", "--data", "t.jsonl")
+    assert done.returncode == 2 and "t.jsonl: no task has a reference" in done.stderr

@@ -1,0 +1,45 @@
+"""The template process where forking fails."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import prorl_envs
+
+#: Serves without importing anything, as a user that may have no further process. Root is exempt from that
+#: limit, so it becomes somebody else first.
+_SERVE = """
+import os, resource, socket, sys
+sys.path.append(sys.argv[1])
+from prorl_envs.sandbox import zygote
+if os.geteuid() == 0:
+    os.setgroups([])
+    os.setresgid(65534, 65534, 65534)
+    os.setresuid(65534, 65534, 65534)
+resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+zygote._serve(socket.socket(fileno=0), {})
+"""
+
+
+def test_a_fork_that_fails_is_told_and_the_template_lives() -> None:
+    control, inside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    folder = Path(next(iter(prorl_envs.__path__))).parent
+    with inside:
+        template = subprocess.Popen(
+            [sys.executable, "-I", "-c", _SERVE, str(folder)], stdin=inside.fileno(), stderr=subprocess.PIPE
+        )
+    with control, template:
+        for _ in range(2):
+            status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with status, theirs:
+                request = json.dumps({"route": True}).encode()
+                socket.send_fds(control, [request], [control.fileno(), theirs.fileno()])
+                theirs.close()
+                assert "BlockingIOError" in json.loads(status.recv(65536))["summary"]
+                assert status.recv(1) == b""  # it holds nothing of what it could not serve
+        control.close()
+        assert template.wait() == 0
+        assert template.stderr is not None
+        assert template.stderr.read() == b""

@@ -1,0 +1,158 @@
+"""The documentation against the project: what a page names must exist."""
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from pydantic import BaseModel
+from typer.core import TyperGroup
+
+from prorl_envs.cli.main import cli
+from prorl_envs.config import Settings
+
+ROOT = Path(__file__).parent.parent
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+#: A command as it is typed: in a shell block, or between backticks.
+COMMAND = re.compile(r"(?<![\w/-])(?:\.venv/bin/)?prorl-envs((?: +[^\s`'#|;&()]+)+)")
+TARGET = re.compile(r"(?<![\w-])make ([a-z][a-z-]*)")
+COMMENT = re.compile(r"(?:^| )# .*$", re.MULTILINE)
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+ROW = re.compile(r"^\| `([a-z_.]+)` \| (.*?) ?\| .+ \|$", re.MULTILINE)
+
+
+def pages() -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", "*.md"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return [ROOT / name for name in sorted(set(listed.stdout.split("\0"))) if name and (ROOT / name).exists()]
+
+
+PAGES = pages()
+
+
+def each_page(found: list[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("page", found, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def code_of(text: str) -> Iterator[str]:
+    """Where commands are typed: fenced blocks without comments, and inline code. Prose is free."""
+    yield from (COMMENT.sub("", body) for _, body in FENCE.findall(text))
+    yield from (line[4:] for line in text.splitlines() if line.startswith("    "))
+    yield from re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
+
+
+def anchors(text: str) -> set[str]:
+    """The names that a page's headings get: lower case, no punctuation, hyphens for spaces."""
+    titles = HEADING.findall(FENCE.sub("", text))
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_there_are_pages() -> None:
+    assert ROOT / "README.md" in PAGES and ROOT / "docs" / "settings.md" in PAGES
+
+
+@each_page(PAGES)
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    for link in LINK.findall(FENCE.sub("", page.read_text())):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), f"{page.relative_to(ROOT)}: {link} leads nowhere"
+        assert target.resolve().is_relative_to(ROOT), f"{link} leads out of the project"
+        if anchor:
+            assert anchor in anchors(target.read_text()), f"{page.relative_to(ROOT)}: no heading {link}"
+
+
+def test_the_list_of_decisions_is_complete() -> None:
+    folder = ROOT / "docs" / "decisions"
+    listed = dict(re.findall(r"^- \[(.*)\]\((.*)\)$", (folder / "README.md").read_text(), re.MULTILINE))
+    found = {HEADING.findall(page.read_text())[0]: page.name for page in folder.glob("0*.md")}
+    assert listed == found
+
+
+def check_command(words: list[str]) -> None:
+    """Fails where a word that must be a command, or an option, is unknown to it."""
+    command: Any = typer.main.get_command(cli)
+    while isinstance(command, TyperGroup) and words and not words[0].startswith("-"):
+        assert words[0] in command.commands, f"prorl-envs has no command {words[0]!r}"
+        command, words = command.commands[words[0]], words[1:]
+    known = {name for parameter in command.params for name in parameter.opts} | {"--help"}
+    for word in words:
+        if word.startswith("--"):
+            assert word.partition("=")[0] in known, f"{command.name} has no option {word}"
+
+
+@each_page(PAGES)
+def test_commands_exist(page: Path) -> None:
+    for code in code_of(page.read_text()):
+        for rest in COMMAND.findall(code.replace("\\\n", " ")):
+            check_command(rest.split())
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+@each_page(PAGES)
+def test_make_targets_exist(page: Path) -> None:
+    for code in code_of(page.read_text()):
+        assert set(TARGET.findall(code)) <= make_targets(), f"no such target: {code}"
+
+
+def test_every_make_target_is_phony() -> None:
+    phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert phony is not None and set(phony[1].split()) == make_targets()
+
+
+def test_the_checks_themselves_notice() -> None:
+    with pytest.raises(AssertionError, match="no command 'rnu'"):
+        check_command(["rnu", "bash"])
+    with pytest.raises(AssertionError, match="no option --sample"):
+        check_command(["run", "bash", "--sample", "3"])
+    assert COMMAND.findall("x && .venv/bin/prorl-envs nemo rows a b  # c") == [" nemo rows a b"]
+    assert not COMMAND.findall("pip install 'prorl-envs[nemo]'")
+
+
+def settings(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Every setting with its default, sections joined by a dot."""
+    for name, field in model.model_fields.items():
+        if isinstance(field.default, BaseModel):
+            yield from settings(type(field.default), f"{prefix}{name}.")
+        else:
+            yield prefix + name, field.default
+
+
+def test_every_setting_is_described_with_its_default() -> None:
+    described = ROW.findall((ROOT / "docs" / "settings.md").read_text())
+    known = dict(settings(Settings))
+    assert sorted(name for name, _ in described) == sorted(known)
+    for name, cell in described:
+        default = known[name]
+        shown = yaml.safe_load(cell) if cell else None
+        assert (shown or None) == ((list(default) if isinstance(default, tuple) else default) or None), name
+
+
+def python_blocks(page: Path) -> list[str]:
+    return [body for language, body in FENCE.findall(page.read_text()) if language == "python"]
+
+
+@each_page([page for page in PAGES if python_blocks(page)])
+def test_python_blocks_compile_and_import_what_they_name(page: Path) -> None:
+    for block in python_blocks(page):
+        tree = ast.parse(block)
+        compile(tree, str(page), "exec")
+        if "prorl_envs.nemo.server" in block:  # needs NeMo Gym; the tests marked `nemo` run it
+            continue
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+        module = ast.Module(body=list[ast.stmt](imports), type_ignores=[])
+        exec(compile(module, str(page), "exec"), {})
