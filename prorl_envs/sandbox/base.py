@@ -32,6 +32,10 @@ class SandboxSpec:
     namespaces, the system read-only, no host environment, no network but loopback.
 
     Args:
+        image: the system inside: a directory with a root file system, or a SIF file. None is the host's own
+            system, read-only. An image is a private copy-on-write view: all of it can be changed where its
+            permissions allow, and the image never changes. It needs `/bin/sh` and nothing else. What belongs
+            to other users than this one on the host (root, in most images) belongs to nobody inside.
         workdir: absolute path of the private writable workspace inside; also the first working directory.
         env: the complete environment of processes inside, on top of PATH, HOME, LANG, TERM.
         mounts: further host paths that appear inside, in order.
@@ -42,6 +46,7 @@ class SandboxSpec:
             addresses outside time out as on a filtered network instead of failing at once.
     """
 
+    image: Path | None = None
     workdir: str = "/workspace"
     env: Mapping[str, str] = field(default_factory=dict)
     mounts: tuple[Mount, ...] = ()

@@ -15,8 +15,11 @@ from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.command import DEFAULT_ENV, HOME, READY, SandboxFiles, bwrap_arguments, check
 from prorl_envs.sandbox.files import DriverDirectory, node_local_base, remove_tree, sweep
+from prorl_envs.sandbox.images import Images, ImageUse
+from prorl_envs.sandbox.mounted import sweep_mounts
 from prorl_envs.sandbox.probe import explain, find_bwrap
 from prorl_envs.sandbox.processes import Process, not_in_forks, readable, receive
+from prorl_envs.sandbox.rootfs import resolve_targets, write_upper
 from prorl_envs.sandbox.runtime import system_masks
 from prorl_envs.sandbox.system import write_etc, write_names
 from prorl_envs.sandbox.template import TEMPLATES, Template, TemplateSpec
@@ -56,6 +59,7 @@ class BubblewrapDriver:
         self._directory = DriverDirectory(root.resolve() if root is not None else node_local_base())
         self.templates = {name: Template(name, spec) for name, spec in templates.items()}
         self.system_masks = system_masks()
+        self.images = Images(self._directory.base)
         self._etc: dict[int, asyncio.Task[Path]] = {}
         self._sandboxes: set[BubblewrapSandbox] = set()
         self._sweeping: asyncio.Task[list[Path]] | None = None
@@ -73,12 +77,14 @@ class BubblewrapDriver:
         check(spec)
         self._sweep()
         etc = await self._etc_for(spec.uid)
-        if self._closing is not None:  # meanwhile
+        image = await self.images.acquire(spec.image) if spec.image is not None else None
+        if self._closing is not None:  # meanwhile; the images are given back with the driver
             raise SandboxError("the driver is closed")
         self._started += 1
         sandbox_id = f"{self._directory.path.name.rpartition('-')[2]}-{self._started}"
-        files = SandboxFiles(self._directory.path / str(self._started), etc)
-        sandbox = BubblewrapSandbox(sandbox_id, spec, files, self)
+        root = self._directory.path / str(self._started)
+        files = SandboxFiles(root, etc, None if image is None else image.root)
+        sandbox = BubblewrapSandbox(sandbox_id, spec, files, self, image)
         self._sandboxes.add(sandbox)
         try:
             await sandbox.launch(self._bwrap)
@@ -116,6 +122,7 @@ class BubblewrapDriver:
         closing = (sandbox.close() for sandbox in tuple(self._sandboxes))
         outcomes = await asyncio.gather(*closing, return_exceptions=True)
         await asyncio.gather(*(template.aclose() for template in self.templates.values()))
+        await self.images.aclose()
         await asyncio.to_thread(self._directory.remove)
         for outcome in outcomes:  # only now: one that does not close must not keep the rest
             if outcome is not None:
@@ -128,7 +135,7 @@ class BubblewrapDriver:
     def _sweep(self) -> asyncio.Task[list[Path]]:
         """Remove what killed services left, once, beside everything else: it may be much."""
         if self._sweeping is None:
-            self._sweeping = asyncio.create_task(asyncio.to_thread(sweep, self._directory.base))
+            self._sweeping = asyncio.create_task(asyncio.to_thread(_sweep, self._directory.base))
         return self._sweeping
 
     async def _etc_for(self, uid: int) -> Path:
@@ -151,12 +158,19 @@ class BubblewrapSandbox:
     """
 
     def __init__(
-        self, sandbox_id: str, spec: SandboxSpec, files: SandboxFiles, driver: BubblewrapDriver
+        self,
+        sandbox_id: str,
+        spec: SandboxSpec,
+        files: SandboxFiles,
+        driver: BubblewrapDriver,
+        image: ImageUse | None = None,
     ) -> None:
         self._id = sandbox_id
         self._spec = spec
         self._files = files
         self._driver = driver
+        self._image = image
+        self._inside = spec  # as bubblewrap is told
         self._lifetime: socket.socket | None = None
         self._monitor: subprocess.Popen[bytes] | None = None
         self._monitor_handle: Process | None = None
@@ -281,20 +295,22 @@ class BubblewrapSandbox:
         for directory in self._files.directories(self._spec):
             directory.mkdir(mode=0o700)
         write_names(self._files.root, self._spec.hostname)
+        if self._files.image is not None:
+            self._inside = resolve_targets(self._files.image, self._spec)
+            write_upper(self._files.image, self._files.upper, self._inside)
 
     def _run(self, bwrap: Path, info_fd: int) -> None:
         # A socket, not a pipe: from inside, a pipe could be opened again through /proc/1/fd and kept open.
         self._lifetime, inside = socket.socketpair()
         self._lifetime.setblocking(False)
         not_in_forks(self._lifetime)
+        masks = self._driver.system_masks if self._image is None else ()
         with inside:
             # In the loop's own thread: it takes 0.2 ms, and holds the interpreter lock anyway.
             self._monitor = subprocess.Popen(
                 [
                     str(bwrap),
-                    *bwrap_arguments(
-                        self._spec, self._files, system_masks=self._driver.system_masks, info_fd=info_fd
-                    ),
+                    *bwrap_arguments(self._inside, self._files, system_masks=masks, info_fd=info_fd),
                 ],
                 stdin=inside.fileno(),
                 stdout=inside.fileno(),
@@ -328,6 +344,8 @@ class BubblewrapSandbox:
         except TimeoutError:
             raise SandboxError(f"sandbox {self.id} did not end in {CLOSE_TIMEOUT_S} s") from None
         await asyncio.to_thread(remove_tree, self._files.root)
+        if self._image is not None:
+            await self._driver.images.release(self._image)
         self._driver.forget(self)
 
     async def _end_processes(self) -> None:
@@ -346,6 +364,10 @@ class BubblewrapSandbox:
             while (await receive(self._lifetime, 4096))[0]:  # until nothing holds the other end any more
                 pass
             self._lifetime.close()
+
+
+def _sweep(base: Path) -> list[Path]:
+    return sweep(base) + sweep_mounts(base)
 
 
 async def _read_info(fd: int) -> dict[str, Any]:

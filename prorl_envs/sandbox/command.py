@@ -35,10 +35,27 @@ _RUN_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class SandboxFiles:
-    """The host directories of one sandbox, below the driver's. `etc` is shared by the sandboxes of a uid."""
+    """The host directories of one sandbox, below the driver's.
+
+    Args:
+        root: the sandbox's own.
+        etc: shared by the sandboxes of a uid.
+        image: the root file system of the spec's image.
+    """
 
     root: Path
     etc: Path
+    image: Path | None = None
+
+    @property
+    def upper(self) -> Path:
+        """What the sandbox changes in its image."""
+        return self.root / "upper"
+
+    @property
+    def overlay_work(self) -> Path:
+        """The kernel's, beside `upper`."""
+        return self.root / "overlay"
 
     @property
     def work(self) -> Path:
@@ -59,6 +76,8 @@ class SandboxFiles:
     def directories(self, spec: SandboxSpec) -> Iterator[Path]:
         """Every directory to make before the start."""
         yield from (self.work, self.tmp, self.home)
+        if self.image is not None:
+            yield from (self.upper, self.overlay_work)
         for index, mount in enumerate(spec.mounts):
             if mount.overlay:
                 yield from self.overlay(index)
@@ -91,23 +110,32 @@ def bwrap_arguments(
     """
     return [
         *_isolation(spec),
-        *system_arguments(),
-        *("--ro-bind", str(files.etc), "/etc"),
-        *("--ro-bind", str(files.root / "hosts"), "/etc/hosts"),
-        *("--ro-bind", str(files.root / "hostname"), "/etc/hostname"),
+        *(_host_system(files) if files.image is None else _image_system(files.image, files)),
         # Read-only as a whole: to the kernel, the user of a sandbox that root runs owns all of /proc/sys.
         *("--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"),
         *("--perms", "1777", "--size", str(_SHM_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
         *("--perms", "755", "--size", str(_RUN_BYTES), "--tmpfs", "/run"),
-        *("--bind", str(files.tmp), "/tmp", "--dir", "/var", "--symlink", "/tmp", "/var/tmp"),
+        *("--bind", str(files.tmp), "/tmp"),
+        *(() if files.image is not None else ("--dir", "/var", "--symlink", "/tmp", "/var/tmp")),
         *("--bind", str(files.home), HOME),
         *("--bind", str(files.work), spec.workdir),
         *(argument for index, mount in enumerate(spec.mounts) for argument in _mount(mount, files, index)),
         *(argument for mask in (*spec.masks, *system_masks) for argument in _mask(mask)),
-        *("--remount-ro", "/"),
+        *(() if files.image is not None else ("--remount-ro", "/")),
         *("--info-fd", str(info_fd)),
         *INIT,
     ]
+
+
+def _host_system(files: SandboxFiles) -> Iterator[str]:
+    yield from system_arguments()
+    yield from ("--ro-bind", str(files.etc), "/etc")
+    yield from ("--ro-bind", str(files.root / "hosts"), "/etc/hosts")
+    yield from ("--ro-bind", str(files.root / "hostname"), "/etc/hostname")
+
+
+def _image_system(image: Path, files: SandboxFiles) -> Iterator[str]:
+    yield from ("--overlay-src", str(image), "--overlay", str(files.upper), str(files.overlay_work), "/")
 
 
 def _isolation(spec: SandboxSpec) -> Iterator[str]:

@@ -169,6 +169,11 @@ class LocalSandbox:
 
 
 def _refuse_mounts(spec: SandboxSpec) -> None:
+    if spec.image is not None:
+        raise SandboxError(
+            f"the local driver cannot run the image {spec.image}",
+            hint="use the bubblewrap driver; `prorl-envs doctor` says what it lacks here",
+        )
     for mount in spec.mounts:
         if mount.overlay or str(mount.source) != mount.target:
             raise SandboxError(

@@ -87,6 +87,8 @@ def explain(output: str, *, proc: Path = Path("/proc")) -> SandboxError:
         hint = _NAMESPACES_REMEDY + (f" (found: {', '.join(blocking)})" if blocking else "")
     elif "overlay" in lower:
         hint = _OVERLAY_REMEDY
+    elif "execvp /bin/sh" in lower:
+        hint = "an image needs a `/bin/sh` for this machine's architecture, with the libraries it asks for"
     elif "source path" in lower:
         hint = "a mount's source must exist when the sandbox starts"
     elif "can't mkdir" in lower or "can't create" in lower or "read-only" in lower:

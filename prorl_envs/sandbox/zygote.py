@@ -23,6 +23,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from typing import Any, NoReturn
 
 from prorl_envs.sandbox.join import join
@@ -169,6 +170,9 @@ def _serve_tools(
         isolated=request["isolated"],
     )
     os.close(pidfd)
+    if request["isolated"]:
+        # What was not imported by now would come from the sandbox's files, and run outside its pid namespace.
+        sys.meta_path.remove(PathFinder)
     _say(status, ready=True)
     entry(socket.socket(fileno=tool_fd))
 

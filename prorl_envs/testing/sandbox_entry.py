@@ -4,6 +4,7 @@ For testing and measuring sandboxes without the tools room.
 """
 
 import asyncio
+import importlib
 import socket
 import subprocess
 
@@ -14,9 +15,10 @@ OUTPUT_LIMIT = 1 << 20
 
 RUN_SCRIPTS = "prorl_envs.testing.sandbox_entry:run_scripts"
 FAIL = "prorl_envs.testing.sandbox_entry:fail"
+IMPORT_LATE = "prorl_envs.testing.sandbox_entry:import_late"
 
 #: Templates whose forks run what is below.
-SCRIPT_TEMPLATES = {"base": TemplateSpec(entries=(RUN_SCRIPTS, FAIL))}
+SCRIPT_TEMPLATES = {"base": TemplateSpec(entries=(RUN_SCRIPTS, FAIL, IMPORT_LATE))}
 
 
 def run_scripts(sock: socket.socket) -> None:
@@ -37,6 +39,17 @@ def run_scripts(sock: socket.socket) -> None:
 def fail(sock: socket.socket) -> None:
     """Fail at once, as a tool server with a fault does."""
     raise RuntimeError("the tool server has a fault")
+
+
+def import_late(sock: socket.socket) -> None:
+    """Import the module named by the first line; answer how that went and a NUL byte."""
+    with sock, sock.makefile("rb") as requests:
+        try:
+            importlib.import_module(requests.readline().decode().strip())
+        except ModuleNotFoundError:
+            sock.sendall(b"not found\0")
+        else:
+            sock.sendall(b"imported\0")
 
 
 async def ask(sock: socket.socket, script: str) -> str:

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import traceback
+from importlib.machinery import PathFinder
 
 #: Seconds a kernel may take to accept a cell; between cells it does nothing but read.
 SEND_TIMEOUT_S = 5.0
@@ -172,6 +173,9 @@ def _become_kernel(workdir: str, control: int, output: int) -> None:
         # The server is closed to the sandbox's processes; this one is the sandbox's own, like any other.
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1)
         os.chdir(workdir)
+        # The server imports nothing from the sandbox's files; this process may, it is one of them.
+        if PathFinder not in sys.meta_path:
+            sys.meta_path.append(PathFinder)
         from prorl_envs.tools.kernel import main  # only here: a server without Python need not know IPython
 
         main()

@@ -1,0 +1,68 @@
+"""Where a Singularity image file (SIF) keeps its root file system.
+
+Read here and not asked of `apptainer sif list`, so that a SIF serves where no Apptainer is installed. The
+layout is that of the `sif` package of Sylabs and Apptainer, version 1 of the format: little-endian, unpadded.
+"""
+
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from prorl_envs.errors import SandboxError
+
+#: Launch line, magic, version, architecture, identity; then how many descriptors there are, and where.
+_HEADER = struct.Struct("<32s10s3s3s16s16x8xqqq16x")
+#: Data type, used, id, group, link, offset, size; then times, owner and name; then file system and part type.
+_DESCRIPTOR = struct.Struct("<i?4x4x4xqq8x16x16x128sii376x")
+_MAGIC = b"SIF_MAGIC\0"
+_PARTITION = 0x4004
+_SQUASHFS, _ENCRYPTED = 1, 4
+_PRIMARY_SYSTEM = 2
+_DESCRIPTOR_LIMIT = 1024
+
+_CONVERT = "unpack it with `apptainer build --sandbox DIRECTORY IMAGE` and give the directory as the image"
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A squashfs file system inside a file; offset and size in bytes."""
+
+    offset: int
+    size: int
+
+
+def system_partition(path: Path) -> Partition:
+    """The primary system partition of the SIF at `path`.
+
+    Raises:
+        SandboxError: it is no SIF, is cut short, or its system is not a plain squashfs.
+    """
+    try:
+        with path.open("rb") as file:
+            header = file.read(_HEADER.size)
+            if len(header) < _HEADER.size or header[32:42] != _MAGIC:
+                raise SandboxError(
+                    f"not an image: {path}", hint="an image is a SIF or a directory with a root file system"
+                )
+            *_, total, offset, _ = _HEADER.unpack(header)
+            file.seek(max(offset, 0))
+            table = file.read(min(max(total, 0), _DESCRIPTOR_LIMIT) * _DESCRIPTOR.size)
+            size = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise SandboxError(f"cannot read the image {path}: {error}") from error
+    return _primary_system(path, table, size)
+
+
+def _primary_system(path: Path, table: bytes, file_size: int) -> Partition:
+    whole = len(table) - len(table) % _DESCRIPTOR.size
+    for kind, used, offset, size, _, file_system, part in _DESCRIPTOR.iter_unpack(table[:whole]):
+        if not used or kind != _PARTITION or part != _PRIMARY_SYSTEM:
+            continue
+        if file_system != _SQUASHFS:
+            what = "encrypted" if file_system == _ENCRYPTED else "not a squashfs"
+            raise SandboxError(f"the system in {path} is {what}", hint=_CONVERT)
+        if offset < 0 or size <= 0 or offset + size > file_size:
+            raise SandboxError(f"the image {path} is cut short", hint="copy or build it again")
+        return Partition(offset, size)
+    raise SandboxError(f"the image {path} holds no root file system", hint=_CONVERT)

@@ -1,0 +1,59 @@
+"""Small images, made on the spot from this machine's own programs."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+PROGRAMS = ("sh", "bash", "cat", "id", "ls", "mkdir", "sleep", "setsid", "rm")
+_FOLDERS = ("etc", "tmp", "proc", "dev", "run", "home", "opt")
+
+
+def write_rootfs(root: Path, programs: tuple[str, ...] = PROGRAMS) -> Path:
+    """A root file system with a few programs, their libraries, and `/etc/image` to know it by."""
+    for folder in _FOLDERS:
+        (root / folder).mkdir(parents=True)
+    (root / "bin").mkdir()
+    for program in programs:
+        path = shutil.which(program)
+        assert path is not None
+        shutil.copy(path, root / "bin" / program)
+        for library in _libraries(path):
+            target = root / library.relative_to("/")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(library, target)
+    (root / "etc" / "image").write_text("from the image\n")
+    (root / "etc" / "passwd").write_text("root:x:0:0:root:/root:/bin/sh\n")
+    return root
+
+
+def write_busybox_rootfs(root: Path, busybox: str) -> Path:
+    """The least there is: a static busybox."""
+    write_rootfs(root, ())
+    shutil.copy(busybox, root / "bin" / "busybox")
+    for program in PROGRAMS:
+        if program != "bash":
+            (root / "bin" / program).symlink_to("busybox")
+    return root
+
+
+def build_sif(root: Path, sif: Path) -> Path:
+    """Have Apptainer make a SIF of a root file system."""
+    environment = {**os.environ, "APPTAINER_CACHEDIR": str(sif.parent), "APPTAINER_TMPDIR": str(sif.parent)}
+    subprocess.run(
+        ["apptainer", "build", str(sif), str(root)], check=True, capture_output=True, env=environment
+    )
+    return sif
+
+
+def missing_for_sif() -> str:
+    """Why this machine can make or mount no SIF; empty where it can."""
+    for program in ("apptainer", "squashfuse_ll", "fusermount3"):
+        if shutil.which(program) is None:
+            return f"{program} is not installed"
+    return "" if os.access("/dev/fuse", os.R_OK | os.W_OK) else "/dev/fuse is not accessible to this user"
+
+
+def _libraries(program: str) -> set[Path]:
+    listed = subprocess.run(["ldd", program], capture_output=True, text=True, check=False).stdout
+    return {Path(word) for word in listed.split() if word.startswith("/")}

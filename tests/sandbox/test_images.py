@@ -1,0 +1,353 @@
+"""Images as the system inside: directories and SIF files. The leak fixture watches each test."""
+
+import asyncio
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from prorl_envs.errors import SandboxError, ToolError
+from prorl_envs.sandbox.base import Mount, SandboxSpec
+from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.images import Images
+from prorl_envs.sandbox.local import LocalDriver, NoIsolationWarning
+from prorl_envs.sandbox.mounted import mount, sweep_mounts
+from prorl_envs.sandbox.rootfs import resolve
+from prorl_envs.sandbox.runtime import python_runtime
+from prorl_envs.testing.leaks import Holdings, leaks_since
+from prorl_envs.testing.sandbox_entry import IMPORT_LATE, RUN_SCRIPTS, SCRIPT_TEMPLATES, ask, run_script
+from prorl_envs.tools.client import Toolbox
+from tests.sandbox.rootfs import build_sif, missing_for_sif, write_busybox_rootfs, write_rootfs
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rootfs(tmp_path_factory.mktemp("image") / "root")
+
+
+@pytest.fixture(scope="module")
+def sif(directory: Path) -> Path:
+    if reason := missing_for_sif():
+        pytest.skip(reason)
+    return build_sif(directory, directory.parent / "image.sif")
+
+
+@pytest.fixture(params=["directory", "sif"])
+def image(request: pytest.FixtureRequest) -> Path:
+    """Either kind of image, with the same content."""
+    path: Path = request.getfixturevalue(request.param)
+    return path
+
+
+@pytest.fixture
+async def driver(run_dir: Path) -> AsyncIterator[BubblewrapDriver]:
+    """A driver of the test's own: what it mounts is unmounted at the end of the test."""
+    driver = BubblewrapDriver(templates=SCRIPT_TEMPLATES)
+    yield driver
+    await driver.aclose()
+
+
+def fuse_mounts(run_dir: Path) -> list[str]:
+    """The mount points of squashfuse below the run directory."""
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    return [line.split()[4] for line in lines if " fuse.squashfuse" in line and str(run_dir) in line]
+
+
+def squashfuse_pids(run_dir: Path) -> list[int]:
+    processes = Holdings.now(run_dir).processes
+    return [pid for (pid, _), text in processes.items() if "(squashfuse" in text]
+
+
+async def test_the_system_is_the_images_and_nothing_of_the_host_shows(
+    driver: BubblewrapDriver, image: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "host").touch()
+    sandbox = await driver.start(SandboxSpec(image=image, hostname="box"))
+    assert await run_script(sandbox, "cat /etc/image /etc/hostname; pwd; id -un") == (
+        "from the image\nbox\n/workspace\nagent\n"
+    )
+    assert "python" not in await run_script(sandbox, "ls /bin")
+    for path in (tmp_path, Path(sys.prefix), Path("/usr/bin"), Path("/etc/shadow")):
+        assert await run_script(sandbox, f"test -e {path} || echo absent") == "absent\n"
+    assert await run_script(sandbox, "set -- /proc/[0-9]*; test $# -le 4 && echo alone") == "alone\n"
+    await sandbox.close()
+
+
+async def test_a_bash_action_works(run_dir: Path, image: Path) -> None:
+    driver = BubblewrapDriver()
+    try:
+        sandbox = await driver.start(SandboxSpec(image=image))
+        toolbox = await Toolbox.open(sandbox)
+        await toolbox.bash("cd /opt && name=value", timeout_s=30)
+        result = await toolbox.bash('echo "$PWD $name"; cat /etc/image', timeout_s=30)
+        assert result.ok
+        assert result.text == "/opt value\nfrom the image\n"
+        await toolbox.aclose()
+    finally:
+        await driver.aclose()
+
+
+async def test_the_workspace_is_seen_on_the_host(driver: BubblewrapDriver, image: Path) -> None:
+    sandbox = await driver.start(SandboxSpec(image=image))
+    await run_script(sandbox, "echo kept > file")
+    assert (sandbox.workspace / "file").read_text() == "kept\n"
+    await sandbox.close()
+
+
+async def test_changes_are_a_sandboxs_own_and_never_the_images(
+    driver: BubblewrapDriver, image: Path, directory: Path
+) -> None:
+    first = await driver.start(SandboxSpec(image=image))
+    second = await driver.start(SandboxSpec(image=image))
+    script = "mkdir /made && echo own > /made/file && cat /made/file"
+    assert await run_script(first, script) == "own\n"
+    assert "made" not in await run_script(second, "ls /")
+    await first.close()
+    third = await driver.start(SandboxSpec(image=image))
+    assert "made" not in await run_script(third, "ls /")
+    assert not (directory / "made").exists()
+    await second.close()
+    await third.close()
+
+
+async def test_a_directorys_files_can_be_changed_and_the_image_is_not(
+    driver: BubblewrapDriver, directory: Path
+) -> None:
+    sandbox = await driver.start(SandboxSpec(image=directory))
+    script = "echo changed > /etc/image; rm /bin/id; cat /etc/image; ls /bin"
+    output = await run_script(sandbox, script)
+    assert output.startswith("changed\n")
+    assert "id" not in output.split()
+    assert (directory / "etc" / "image").read_text() == "from the image\n"
+    assert (directory / "bin" / "id").exists()
+    await sandbox.close()
+
+
+async def test_sandboxes_and_drivers_share_one_mount(
+    driver: BubblewrapDriver, sif: Path, run_dir: Path
+) -> None:
+    other = BubblewrapDriver(templates=SCRIPT_TEMPLATES)
+    try:
+        started = [driver.start(SandboxSpec(image=sif)) for _ in range(4)]
+        started += [other.start(SandboxSpec(image=sif)) for _ in range(4)]
+        sandboxes = await asyncio.gather(*started)
+        assert len(fuse_mounts(run_dir)) == 1
+        assert len(squashfuse_pids(run_dir)) == 1
+    finally:
+        await other.aclose()
+    assert len(fuse_mounts(run_dir)) == 1
+    assert await run_script(sandboxes[0], "cat /etc/image") == "from the image\n"
+    await driver.aclose()
+    assert fuse_mounts(run_dir) == []
+
+
+async def test_a_mount_whose_squashfuse_died_is_made_again(
+    driver: BubblewrapDriver, sif: Path, run_dir: Path
+) -> None:
+    await driver.start(SandboxSpec(image=sif))
+    (pid,) = squashfuse_pids(run_dir)
+    squashfuse = os.pidfd_open(pid)
+    signal.pidfd_send_signal(squashfuse, signal.SIGKILL)
+    select.select([squashfuse], [], [])
+    os.close(squashfuse)
+    other = BubblewrapDriver(templates=SCRIPT_TEMPLATES)
+    try:
+        sandbox = await other.start(SandboxSpec(image=sif))
+        assert await run_script(sandbox, "cat /etc/image") == "from the image\n"
+    finally:
+        await other.aclose()
+
+
+async def test_unused_images_are_unmounted_past_the_limit(sif: Path, run_dir: Path) -> None:
+    images = Images(run_dir, idle_limit=0)
+    first, second = await images.acquire(sif), await images.acquire(sif)
+    await images.release(first)
+    assert (second.root / "etc" / "image").read_text() == "from the image\n"
+    await images.release(second)
+    assert fuse_mounts(run_dir) == []
+    again = await images.acquire(sif)
+    assert fuse_mounts(run_dir) == [str(again.root)]
+    await images.aclose()
+
+
+def test_a_directory_that_others_can_reach_is_neither_used_nor_swept(sif: Path, tmp_path: Path) -> None:
+    shared = tmp_path / f"prorl-images-{os.geteuid()}"
+    (shared / "planted").mkdir(parents=True)
+    shared.chmod(0o777)
+    assert sweep_mounts(tmp_path) == []
+    with pytest.raises(SandboxError, match="not this user's own"):
+        mount(sif, tmp_path)
+    assert (shared / "planted").exists()
+
+
+async def test_a_start_cancelled_while_mounting_leaves_nothing(driver: BubblewrapDriver, sif: Path) -> None:
+    for delay_ms in (0, 5, 20, 40):
+        start = asyncio.create_task(driver.start(SandboxSpec(image=sif)))
+        await asyncio.wait([start], timeout=delay_ms / 1000)
+        start.cancel()
+        await asyncio.gather(start, return_exceptions=True)
+
+
+SERVICE = """\
+import asyncio, sys
+from pathlib import Path
+from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.testing.sandbox_entry import RUN_SCRIPTS, SCRIPT_TEMPLATES, ask
+
+async def main():
+    driver = BubblewrapDriver(templates=SCRIPT_TEMPLATES)
+    sandbox = await driver.start(SandboxSpec(image=Path(sys.argv[1])))
+    sock = await sandbox.spawn(RUN_SCRIPTS)
+    await ask(sock, "(setsid sleep 600 > /dev/null 2>&1 &)")
+    print("busy", flush=True)
+    await ask(sock, "sleep 600")
+
+asyncio.run(main())
+"""
+
+
+def test_a_killed_service_leaves_no_process_no_mount_and_its_files_are_swept(
+    image: Path, run_dir: Path
+) -> None:
+    before = Holdings.now(run_dir)
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVICE, str(image)], stdout=subprocess.PIPE, text=True
+    ) as service:
+        assert service.stdout is not None
+        assert service.stdout.readline() == "busy\n"
+        service.kill()
+    asyncio.run(BubblewrapDriver().aclose())  # the next driver sweeps
+    assert leaks_since(before, run_dir) == []
+    assert fuse_mounts(run_dir) == []
+
+
+async def test_what_is_below_a_mount_or_mask_is_found_through_the_images_links(
+    driver: BubblewrapDriver, tmp_path: Path
+) -> None:
+    root = write_rootfs(tmp_path / "root")
+    (root / "data").symlink_to("/opt")
+    (root / "opt" / "secret").mkdir()
+    (root / "opt" / "secret" / "solution").touch()
+    (tmp_path / "file").write_text("bound\n")
+    spec = SandboxSpec(
+        image=root,
+        workdir="/data/work",
+        mounts=(Mount(source=tmp_path / "file", target="/data/deep/file"),),
+        masks=("/data/secret",),
+    )
+    sandbox = await driver.start(spec)
+    assert await run_script(sandbox, "pwd; cat /opt/deep/file; ls /opt/secret; ls /opt") == (
+        "/opt/work\nbound\ndeep\nsecret\nwork\n"
+    )
+    assert sandbox.spec == spec
+    await sandbox.close()
+
+
+@pytest.mark.parametrize(
+    ("target", "means"),
+    [
+        ("/plain/x", "/plain/x"),
+        ("/absolute/x", "/etc/x"),
+        ("/climbing", "/etc"),
+        ("/chain/x", "/etc/x"),
+        ("/outside", "/oldroot/etc"),
+    ],
+)
+def test_links_are_followed_inside_the_image_alone(tmp_path: Path, target: str, means: str) -> None:
+    for name, aim in [
+        ("absolute", "/etc"),
+        ("climbing", "../../../etc"),
+        ("chain", "absolute"),
+        ("outside", "/oldroot/etc"),
+    ]:
+        (tmp_path / name).symlink_to(aim)
+    assert resolve(tmp_path, target) == means
+
+
+def test_links_in_circles_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(SandboxError, match="circles"):
+        resolve(tmp_path, "/a")
+
+
+async def test_an_image_whose_tmp_is_a_link_is_refused(driver: BubblewrapDriver, tmp_path: Path) -> None:
+    root = write_rootfs(tmp_path / "root")
+    (root / "tmp").rmdir()
+    (root / "tmp").symlink_to("/oldroot/tmp")
+    with pytest.raises(SandboxError, match="/tmp is not a directory"):
+        await driver.start(SandboxSpec(image=root))
+
+
+async def test_an_image_without_a_shell_is_refused_with_the_reason(
+    driver: BubblewrapDriver, tmp_path: Path
+) -> None:
+    with pytest.raises(SandboxError, match="/bin/sh") as caught:
+        await driver.start(SandboxSpec(image=write_rootfs(tmp_path / "root", ())))
+    assert "an image needs" in str(caught.value)
+
+
+async def test_what_is_no_image_is_refused(driver: BubblewrapDriver, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no image")
+    with pytest.raises(SandboxError, match="not an image"):
+        await driver.start(SandboxSpec(image=tmp_path / "file"))
+    with pytest.raises(SandboxError, match="cannot read"):
+        await driver.start(SandboxSpec(image=tmp_path / "absent"))
+
+
+async def test_a_sif_that_was_cut_short_is_refused(
+    driver: BubblewrapDriver, sif: Path, tmp_path: Path
+) -> None:
+    cut = tmp_path / "cut.sif"
+    shutil.copy(sif, cut)
+    os.truncate(cut, cut.stat().st_size - 4096)
+    with pytest.raises(SandboxError, match="cut short"):
+        await driver.start(SandboxSpec(image=cut))
+
+
+async def test_a_busybox_is_enough_and_a_missing_bash_is_said(run_dir: Path, tmp_path: Path) -> None:
+    busybox = shutil.which("busybox")
+    if busybox is None:
+        pytest.skip("busybox is not installed")
+    image = write_busybox_rootfs(tmp_path / "root", busybox)
+    driver = BubblewrapDriver(templates=SCRIPT_TEMPLATES)
+    tools = BubblewrapDriver()
+    try:
+        sandbox = await driver.start(SandboxSpec(image=image))
+        with await sandbox.spawn(RUN_SCRIPTS) as sock:
+            for _ in range(3):  # orphans, which the first process must reap and outlive
+                assert await ask(sock, "(setsid sleep 0.01 &); cat /etc/image") == "from the image\n"
+        assert sandbox.alive
+        toolbox = await Toolbox.open(await tools.start(SandboxSpec(image=image)))
+        with pytest.raises(ToolError, match="no bash"):
+            await toolbox.bash("true", timeout_s=30)
+        await toolbox.aclose()
+    finally:
+        await tools.aclose()
+        await driver.aclose()
+
+
+async def test_a_tool_server_imports_nothing_from_the_sandbox(driver: BubblewrapDriver) -> None:
+    """In an image's writable system an agent could lie in wait with a module of a known name."""
+    mounts, masks, env = python_runtime()
+    sandbox = await driver.start(SandboxSpec(mounts=mounts, masks=masks, env=env))
+    with await sandbox.spawn(IMPORT_LATE) as sock:
+        assert await ask(sock, "this") == "not found"
+    await sandbox.close()
+
+
+async def test_the_local_driver_refuses_images(run_dir: Path, directory: Path) -> None:
+    with pytest.warns(NoIsolationWarning):
+        driver = LocalDriver(templates=SCRIPT_TEMPLATES)
+    with pytest.raises(SandboxError, match="image"):
+        await driver.start(SandboxSpec(image=directory))
+    await driver.aclose()
