@@ -37,7 +37,9 @@ class ServiceSettings(_Section):
         keep_tokens: tokens of all trajectories kept for readers.
         grace_s: seconds a RUN stage may go over its time limit to end a tool call in order.
         close_s: seconds a sandbox may take to close.
-        drain_s: seconds a graceful stop waits for accepted jobs before it cancels them.
+        drain_s: seconds a graceful stop waits for accepted jobs before it ends them.
+        store: file that keeps groups and results, on a local disk, for a service that is served; what is
+            unfinished goes on at the next start. None keeps them in memory, for as long as the service runs.
     """
 
     init: int = Field(default=4, ge=1)
@@ -51,6 +53,7 @@ class ServiceSettings(_Section):
     grace_s: float = Field(default=30.0, gt=0)
     close_s: float = Field(default=60.0, gt=0)
     drain_s: float = Field(default=30.0, ge=0)
+    store: ExpandedPath | None = None
 
 
 class ServerSettings(_Section):

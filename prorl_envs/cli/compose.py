@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from prorl_envs.config import Settings
+from prorl_envs.config import ServiceSettings, Settings
 from prorl_envs.env.node import Node, default_cache_dir
 from prorl_envs.env.registry import environments
 from prorl_envs.errors import InputError
@@ -14,6 +14,7 @@ from prorl_envs.policy.probe import probe
 from prorl_envs.policy.rendering import TemplateRenderer
 from prorl_envs.policy.vllm import VllmClient
 from prorl_envs.rollout.service import RolloutService
+from prorl_envs.rollout.sqlite_store import SqliteStore
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
 
@@ -50,9 +51,23 @@ async def node(settings: Settings) -> AsyncIterator[Node]:
 
 
 @asynccontextmanager
-async def rollout_service(settings: Settings, model: Model) -> AsyncIterator[RolloutService]:
-    """A service, not started yet, with everything it needs; what it needs is closed on leaving."""
+async def rollout_service(
+    settings: Settings, model: Model, *, durable: bool = False
+) -> AsyncIterator[RolloutService]:
+    """A service, not started yet, with everything it needs; what it needs is closed on leaving.
+
+    Args:
+        settings: all of them.
+        model: the model behind it.
+        durable: keep groups and results in the file of `service.store`, where one is named.
+
+    Raises:
+        InputError: the file cannot be opened.
+    """
     async with AsyncExitStack() as stack:
+        store = _open_store(settings.service) if durable else None
+        if store is not None:
+            stack.push_async_callback(store.aclose)
         opened = await stack.enter_async_context(node(settings))
         pool = ModelPool(
             lambda url: VllmClient(
@@ -66,7 +81,13 @@ async def rollout_service(settings: Settings, model: Model) -> AsyncIterator[Rol
         stack.push_async_callback(pool.aclose)
         for url in model.servers:
             pool.add(url)
-        yield RolloutService(opened, environments(), model.renderer, pool, settings.service)
+        yield RolloutService(opened, environments(), model.renderer, pool, settings.service, store)
+
+
+def _open_store(settings: ServiceSettings) -> SqliteStore | None:
+    if settings.store is None:
+        return None
+    return SqliteStore(settings.store, max_results=settings.keep_results, max_tokens=settings.keep_tokens)
 
 
 async def connect(

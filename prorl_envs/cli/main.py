@@ -125,6 +125,9 @@ def serve(
     model: ModelOption = None,
     host: Annotated[str | None, typer.Option(help="Address to bind; off loopback a token is needed.")] = None,
     port: Annotated[int | None, typer.Option(help="TCP port; 0 takes a free one.")] = None,
+    store: Annotated[
+        Path | None, typer.Option(help="File that keeps jobs and results over a restart.")
+    ] = None,
     config: ConfigOption = None,
 ) -> None:
     """Serve rollouts over HTTP until a signal."""
@@ -134,6 +137,10 @@ def serve(
     settings = _settings(config)
     address = {key: value for key, value in (("host", host), ("port", port)) if value is not None}
     settings = settings.model_copy(update={"server": settings.server.model_copy(update=address)})
+    if store is not None:
+        settings = settings.model_copy(
+            update={"service": settings.service.model_copy(update={"store": store.expanduser()})}
+        )
     servers = llm or list(settings.model.servers)
     if not servers:
         raise InputError(

@@ -10,14 +10,16 @@ async def serve(settings: Settings, model: Model) -> None:
     """Serve until SIGINT or SIGTERM, then drain. A second signal hurries.
 
     Raises:
-        InputError: the address cannot be bound, or needs a token.
+        InputError: the address cannot be bound, or needs a token; or the store cannot be opened.
     """
 
     def ready(url: str) -> None:
         err.print(f"rollout service: {url}   (documentation: {url}/docs)")
         for server in model.servers:
             err.print(f"model server:    {server}")
+        if settings.service.store is not None:
+            err.print(f"store:           {settings.service.store}")
         err.print("Ctrl-C ends it")
 
-    async with rollout_service(settings, model) as service:
+    async with rollout_service(settings, model, durable=True) as service:
         await serve_until_signal(service, settings.server, ready=ready)

@@ -7,7 +7,7 @@ with another event. The engine owns every task it starts; `settled` returns when
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,12 +15,16 @@ from prorl_envs.clock import Clock
 from prorl_envs.env.base import Task
 from prorl_envs.errors import FailureKind
 from prorl_envs.rollout.episode import Episode
+from prorl_envs.rollout.errors import Unavailable
 from prorl_envs.rollout.scheduler import Close, Decision, Finish, Interrupt, Scheduler, Start
 from prorl_envs.rollout.store import Store
 from prorl_envs.rollout.types import Failure, GroupRequest, JobState, Result, Stage
 from prorl_envs.rollout.worker import Worker
 
 log = logging.getLogger(__name__)
+
+#: Seconds between two tries to write to a store that is unavailable.
+STORE_PAUSE_S = 1.0
 
 
 class Engine:
@@ -56,11 +60,15 @@ class Engine:
         self._stages: dict[str, asyncio.Task[Failure | None]] = {}
         self._records: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._leaving = False  # what is unfinished stays so, for the next start
 
-    def admit(self, request: GroupRequest, task: Task, samples: Iterable[int]) -> None:
-        """Take jobs of a group in."""
+    def admit(self, request: GroupRequest, task: Task, attempts: Mapping[int, int]) -> None:
+        """Take jobs of a group in: samples, and how often each was started before."""
         now = self._clock.monotonic()
-        episodes = [Episode(request, sample, task, waiting_since=now) for sample in samples]
+        episodes = [
+            Episode(request, sample, task, waiting_since=now, attempts=before)
+            for sample, before in attempts.items()
+        ]
         self._episodes.update((episode.id, episode) for episode in episodes)
         self._apply(self.scheduler.submit((episode.id, request.id) for episode in episodes))
 
@@ -78,7 +86,8 @@ class Engine:
             await asyncio.wait(records)
 
     def cancel_all(self) -> None:
-        """End every job."""
+        """End every job. Where the store is durable they are not cancelled, but left to the next start."""
+        self._leaving = self._store.durable
         for job in list(self._episodes):
             self._apply(self.scheduler.cancel(job))
 
@@ -103,9 +112,14 @@ class Engine:
     def _start_stage(self, episode: Episode, stage: Stage) -> None:
         episode.queued_s += self._clock.monotonic() - episode.waiting_since
         episode.attempts += stage is Stage.INIT
-        task = self._spawn(self._worker.perform(episode, stage))
+        task = self._spawn(self._perform(episode, stage))
         self._stages[episode.id] = task
         task.add_done_callback(partial(self._stage_ended, episode))
+
+    async def _perform(self, episode: Episode, stage: Stage) -> Failure | None:
+        if stage is Stage.INIT:
+            await self._persist(partial(self._store.started, episode.id))
+        return await self._worker.perform(episode, stage)
 
     def _stage_ended(self, episode: Episode, task: asyncio.Task[Failure | None]) -> None:
         """What a stage came to, as the scheduler's event."""
@@ -123,17 +137,42 @@ class Engine:
 
     def _finish(self, episode: Episode, state: JobState) -> None:
         if state is JobState.CANCELLED:
+            if self._leaving:
+                self._forget_if_gone(episode.id)
+                return
             episode.cancelled()
         recording = self._record(episode, episode.result(state))
         self._records[episode.id] = self._spawn(recording)
 
     async def _record(self, episode: Episode, result: Result) -> None:
-        await self._store.record(result)
+        try:
+            await self._persist(partial(self._store.record, result))
+        except Unavailable as error:
+            log.error("the result of %s is lost, and the next start does it again: %s", episode.id, error)
+            self._forget_if_gone(episode.id)
+            return
         self.finished[result.state] += 1
         if result.failure is not None:
             self.failures[result.failure.kind] += 1
         self._announce()
         self._forget_if_gone(episode.id)
+
+    async def _persist(self, write: Callable[[], Awaitable[object]]) -> None:
+        """Write, and try again until the disk takes it. Meanwhile the job holds its place, so a full disk
+        brings the service to a halt and loses nothing.
+
+        Raises:
+            Unavailable: still so when the service leaves.
+        """
+        while True:
+            try:
+                await write()
+                return
+            except Unavailable as error:
+                if self._leaving:
+                    raise
+                log.error("trying again in %g s: %s", STORE_PAUSE_S, error)
+            await self._clock.sleep(STORE_PAUSE_S)
 
     async def _close(self, episode: Episode) -> None:
         """Close the attempt's environment, after its result is safe."""

@@ -28,7 +28,6 @@ from prorl_envs.rollout.store import MemoryStore, NewGroup, Store, StoredGroup
 from prorl_envs.rollout.types import (
     GroupRequest,
     JobState,
-    Result,
     Stage,
     job_id,
     split_job_id,
@@ -45,9 +44,6 @@ from prorl_envs.rollout.views import (
 from prorl_envs.rollout.worker import Worker
 
 log = logging.getLogger(__name__)
-
-#: Most tokens of one page of results: a token is some 25 bytes of JSON.
-PAGE_TOKENS = 500_000
 
 
 class ServiceState(StrEnum):
@@ -107,10 +103,15 @@ class RolloutService:
     # Life.
 
     async def start(self) -> None:
-        """Go on with what the store knows to be unfinished, and begin to serve."""
-        for group in await self.store.unfinished():
-            task = self._load(group.request)
-            missing = [sample for sample, outcome in enumerate(group.outcomes) if outcome is None]
+        """Go on with what the store knows to be unfinished, each as a further attempt, and begin to serve.
+
+        Raises:
+            InputError: a stored task is not one of this service's environments.
+        """
+        unfinished = [(group, self._load(group.request)) for group in await self.store.unfinished()]
+        for group, task in unfinished:
+            jobs = zip(range(group.request.samples), group.outcomes, group.attempts, strict=True)
+            missing = {sample: attempts for sample, outcome, attempts in jobs if outcome is None}
             self._engine.admit(group.request, task, missing)
         self.state = ServiceState.SERVING  # only now: what is submitted is unfinished too
 
@@ -118,17 +119,18 @@ class RolloutService:
         """End. Nothing is accepted from here on; readers still read. Idempotent.
 
         Args:
-            drain_s: seconds to let accepted jobs finish. What is left then is cancelled, and every sandbox
-                is closed before this returns.
+            drain_s: seconds to let accepted jobs finish. What is left then is cancelled, or where the store
+                is durable left to the next start; every sandbox is closed before this returns.
         """
         if self.state is ServiceState.STOPPED:
             return
-        self.state = ServiceState.DRAINING
+        async with self._submitting:  # what is being accepted is admitted first
+            self.state = ServiceState.DRAINING
         try:
             async with self.clock.timeout(drain_s):
                 await self._engine.settled()
         except TimeoutError:
-            log.info("stopping: %d unfinished jobs are cancelled", len(self._engine.scheduler))
+            log.info("stopping: %d unfinished jobs are ended", len(self._engine.scheduler))
         finally:  # also when the drain itself is interrupted
             self._engine.cancel_all()
             await asyncio.shield(self._end())
@@ -154,6 +156,11 @@ class RolloutService:
             Unavailable: the service is not serving.
         """
         tasks = [self._load(request) for request in requests]
+        # A caller who goes away must not leave a group that is stored and never begun.
+        await asyncio.shield(asyncio.create_task(self._accept(requests, tasks)))
+        return [await self.group(request.id) for request in requests]
+
+    async def _accept(self, requests: Sequence[GroupRequest], tasks: Sequence[Task]) -> None:
         groups = [NewGroup(request, task.id) for request, task in zip(requests, tasks, strict=True)]
         async with self._submitting:
             if self.state is not ServiceState.SERVING:
@@ -162,8 +169,7 @@ class RolloutService:
             fresh = await self.store.submit(groups)
             for request, task, new in zip(requests, tasks, fresh, strict=True):
                 if new:
-                    self._engine.admit(request, task, range(request.samples))
-        return [await self.group(request.id) for request in requests]
+                    self._engine.admit(request, task, dict.fromkeys(range(request.samples), 0))
 
     async def group(self, group_id: str) -> GroupView:
         """Raises: NotFound."""
@@ -218,7 +224,6 @@ class RolloutService:
                     found = await self.store.results(after, limit)
         except TimeoutError:
             pass  # nothing came: an empty page says so
-        found = _cut(found)
         return ResultPage(results=found, next=found[-1].cursor if found else after)
 
     def status(self) -> StatusView:
@@ -351,16 +356,6 @@ class RolloutService:
         if not isinstance(self.model, ModelPool):
             raise Conflict("the model of this service is fixed", hint="start it with model servers")
         return self.model
-
-
-def _cut(results: list[Result]) -> list[Result]:
-    """The first results, as many as have `PAGE_TOKENS` together, and at least one."""
-    total = 0
-    for count, result in enumerate(results):
-        total += len(result.trajectory.ids) if result.trajectory else 0
-        if count and total > PAGE_TOKENS:
-            return results[:count]
-    return results
 
 
 def _limits(settings: ServiceSettings) -> Limits:

@@ -1,7 +1,7 @@
-"""Where groups and results are kept, behind the interface that a durable store will have too.
+"""Where groups and results are kept: the interface, and the store in memory.
 
-The store knows what was asked for and what came of it. What happens in between (which stage, which
-attempt) is the service's, so a job costs two writes however many turns it takes.
+The store knows what was asked for, how often each job was started, and what came of it. What happens in
+between is the service's, so a job costs three writes however many turns it takes.
 """
 
 from collections import OrderedDict
@@ -12,6 +12,9 @@ from typing import Protocol
 from prorl_envs.errors import FailureKind
 from prorl_envs.rollout.errors import Conflict, CursorExpired, NotFound
 from prorl_envs.rollout.types import GroupRequest, JobState, Result, split_job_id
+
+#: Most tokens of one page of results: a token is some 25 bytes of JSON.
+PAGE_TOKENS = 500_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +36,13 @@ class StoredGroup:
         request: as it was submitted.
         task_id: id of its task.
         outcomes: one per sample, None where it is not finished.
+        attempts: how often each sample was started.
     """
 
     request: GroupRequest
     task_id: str
     outcomes: tuple[Outcome | None, ...]
+    attempts: tuple[int, ...]
 
     @property
     def complete(self) -> bool:
@@ -53,7 +58,15 @@ class NewGroup:
 
 
 class Store(Protocol):
-    """Groups by id, results by cursor. Calls may come from many tasks at once."""
+    """Groups by id, results by cursor. Calls may come from many tasks at once.
+
+    A store on a disk raises `Unavailable` from any method when the disk fails it.
+    """
+
+    @property
+    def durable(self) -> bool:
+        """Whether what it keeps outlives the process."""
+        ...
 
     async def submit(self, groups: Sequence[NewGroup]) -> list[bool]:
         """Keep new groups, all or none of them.
@@ -70,6 +83,14 @@ class Store(Protocol):
         """Raises: NotFound."""
         ...
 
+    async def started(self, job_id: str) -> None:
+        """Count an attempt at a job.
+
+        Raises:
+            NotFound: no such job.
+        """
+        ...
+
     async def record(self, result: Result) -> Result:
         """Keep the result of a job and give it its cursor. The first result of a job stays: recording
         another returns the first.
@@ -79,8 +100,11 @@ class Store(Protocol):
         """
         ...
 
-    async def results(self, after: int, limit: int) -> list[Result]:
+    async def results(self, after: int, limit: int, *, max_tokens: int = PAGE_TOKENS) -> list[Result]:
         """Results with a cursor greater than `after`, in order, at most `limit`. 0 is the oldest kept.
+
+        Args:
+            max_tokens: tokens of all their trajectories; the first comes however many it has.
 
         Raises:
             CursorExpired: results between `after` and the oldest kept are gone.
@@ -102,6 +126,7 @@ class Store(Protocol):
 class _Entry:
     group: NewGroup
     outcomes: list[Outcome | None]
+    attempts: list[int]
     kept: int = 0  # results of this group still kept
 
     @property
@@ -116,6 +141,8 @@ class MemoryStore:
         max_results: results kept; the oldest go first, and a complete group goes with its last result.
         max_tokens: tokens of all trajectories kept.
     """
+
+    durable = False
 
     def __init__(self, *, max_results: int = 100_000, max_tokens: int = 50_000_000) -> None:
         self._max_results = max_results
@@ -133,18 +160,21 @@ class MemoryStore:
             entry = self._entries.get(group.request.id)
             known = entry.group if entry else new.get(group.request.id)
             if known is not None and known.request != group.request:
-                raise Conflict(
-                    f"group {group.request.id!r} is known with another request", hint="use a new id"
-                )
+                raise conflict(group.request.id)
             fresh.append(known is None)
             new.setdefault(group.request.id, group)
         for group_id, group in new.items():
             if group_id not in self._entries:
-                self._entries[group_id] = _Entry(group, [None] * group.request.samples)
+                samples = group.request.samples
+                self._entries[group_id] = _Entry(group, [None] * samples, [0] * samples)
         return fresh
 
     async def group(self, group_id: str) -> StoredGroup:
         return _view(self._entry(group_id))
+
+    async def started(self, job_id: str) -> None:
+        entry, sample = self._job(job_id)
+        entry.attempts[sample] += 1
 
     async def record(self, result: Result) -> Result:
         entry = self._entry(result.group_id)
@@ -160,27 +190,29 @@ class MemoryStore:
             result.attempts,
             result.cursor,
         )
+        entry.attempts[result.sample] = result.attempts
         entry.kept += 1
         self._results[result.cursor] = result
-        self._tokens += _tokens(result)
+        self._tokens += token_count(result)
         self._trim()
         return result
 
-    async def results(self, after: int, limit: int) -> list[Result]:
+    async def results(self, after: int, limit: int, *, max_tokens: int = PAGE_TOKENS) -> list[Result]:
         if 0 < after < self._dropped:
-            raise CursorExpired(
-                f"results up to {self._dropped} are no longer kept, and {after} was asked for",
-                hint="read from 0, the oldest result kept, and read more often",
-            )
+            raise expired(self._dropped, after)
         first = max(after, self._dropped) + 1
         last = min(first + limit - 1, self._cursor)
-        return [self._results[cursor] for cursor in range(first, last + 1)]
+        page: list[Result] = []
+        for cursor in range(first, last + 1):
+            result = self._results[cursor]
+            max_tokens -= token_count(result)
+            if page and max_tokens < 0:
+                break
+            page.append(result)
+        return page
 
     async def result(self, job_id: str) -> Result:
-        group_id, sample = split_job_id(job_id)
-        entry = self._entries.get(group_id)
-        if entry is None or not 0 <= sample < len(entry.outcomes):
-            raise NotFound(f"no job {job_id!r}")
+        entry, sample = self._job(job_id)
         outcome = entry.outcomes[sample]
         if outcome is None:
             raise NotFound(f"job {job_id!r} is not finished", hint="ask again when it is")
@@ -200,12 +232,19 @@ class MemoryStore:
             raise NotFound(f"no group {group_id!r}")
         return entry
 
+    def _job(self, job_id: str) -> tuple[_Entry, int]:
+        group_id, sample = split_job_id(job_id)
+        entry = self._entries.get(group_id)
+        if entry is None or not 0 <= sample < len(entry.outcomes):
+            raise NotFound(f"no job {job_id!r}")
+        return entry, sample
+
     def _trim(self) -> None:
         """Drop the oldest results over the bounds; the newest always stays."""
         over = len(self._results) > self._max_results or self._tokens > self._max_tokens
         while over and len(self._results) > 1:
             self._dropped, oldest = self._results.popitem(last=False)
-            self._tokens -= _tokens(oldest)
+            self._tokens -= token_count(oldest)
             entry = self._entries[oldest.group_id]
             entry.kept -= 1
             if entry.kept == 0 and entry.complete:
@@ -214,8 +253,22 @@ class MemoryStore:
 
 
 def _view(entry: _Entry) -> StoredGroup:
-    return StoredGroup(entry.group.request, entry.group.task_id, tuple(entry.outcomes))
+    return StoredGroup(entry.group.request, entry.group.task_id, tuple(entry.outcomes), tuple(entry.attempts))
 
 
-def _tokens(result: Result) -> int:
+def token_count(result: Result) -> int:
+    """Tokens of a result's trajectory."""
     return len(result.trajectory.ids) if result.trajectory else 0
+
+
+def conflict(group_id: str) -> Conflict:
+    """The id of a group is taken."""
+    return Conflict(f"group {group_id!r} is known with another request", hint="use a new id")
+
+
+def expired(dropped: int, after: int) -> CursorExpired:
+    """`after` was asked for, and the results up to `dropped` are gone."""
+    return CursorExpired(
+        f"results up to {dropped} are no longer kept, and {after} was asked for",
+        hint="read from 0, the oldest result kept, and read more often",
+    )

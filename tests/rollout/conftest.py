@@ -12,6 +12,7 @@ from prorl_envs.config import ServiceSettings
 from prorl_envs.policy.rendering import TemplateRenderer
 from prorl_envs.policy.types import ModelClient
 from prorl_envs.rollout.service import RolloutService
+from prorl_envs.rollout.store import Store
 from prorl_envs.rollout.types import GroupRequest, Result
 from prorl_envs.testing.tokenizer import builtin_renderer
 from prorl_envs.testing.toy import ToyModel, ToyWorld, empty_node
@@ -72,7 +73,13 @@ async def make_bench(renderer: TemplateRenderer) -> AsyncIterator[Callable[..., 
     """Makes and starts services; each is stopped at the end, and must then have closed everything."""
     benches: list[Bench] = []
 
-    async def make(*, model: ModelClient | None = None, clock: Clock | None = None, **settings: Any) -> Bench:
+    async def make(
+        *,
+        model: ModelClient | None = None,
+        clock: Clock | None = None,
+        kept_in: Store | None = None,
+        **settings: Any,
+    ) -> Bench:
         world = ToyWorld()
         done: ModelClient = ToyModel(renderer, lambda *_: [{"tool": "finish", "arguments": {}}])
         service = RolloutService(
@@ -81,7 +88,8 @@ async def make_bench(renderer: TemplateRenderer) -> AsyncIterator[Callable[..., 
             renderer,
             model or done,
             ServiceSettings(**settings),
-            clock=clock,
+            kept_in,
+            clock,
         )
         await service.start()
         benches.append(Bench(service, world))

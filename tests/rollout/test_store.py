@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import pytest
 
 from prorl_envs.errors import FailureKind
 from prorl_envs.rollout.errors import Conflict, CursorExpired, NotFound
+from prorl_envs.rollout.sqlite_store import SqliteStore
 from prorl_envs.rollout.store import MemoryStore, NewGroup, Store
 from prorl_envs.rollout.types import (
     Failure,
@@ -19,16 +21,34 @@ from prorl_envs.rollout.types import (
     job_id,
 )
 
-STORES: dict[str, Callable[[], Store]] = {"memory": MemoryStore}
+STORES: dict[str, Callable[..., Store]] = {
+    "memory": lambda _, **bounds: MemoryStore(**bounds),
+    "sqlite": lambda folder, **bounds: SqliteStore(folder / "store.db", **bounds),
+}
 
 pytestmark = pytest.mark.anyio
 
 
+type MakeStore = Callable[..., Store]
+
+
 @pytest.fixture(params=STORES)
-async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
-    store = STORES[request.param]()
-    yield store
-    await store.aclose()
+async def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[MakeStore]:
+    """Makes one store, with the bounds given."""
+    made: list[Store] = []
+
+    def make(**bounds: int) -> Store:
+        made.append(STORES[request.param](tmp_path, **bounds))
+        return made[-1]
+
+    yield make
+    for store in made:
+        await store.aclose()
+
+
+@pytest.fixture
+def store(make_store: MakeStore) -> Store:
+    return make_store()
 
 
 def group(name: str = "g", samples: int = 2, **fields: object) -> NewGroup:
@@ -124,8 +144,8 @@ async def test_many_at_once_get_cursors_of_their_own(store: Store) -> None:
     assert len({r.cursor for r in recorded}) == 50
 
 
-async def test_memory_keeps_no_more_results_than_it_may() -> None:
-    store = MemoryStore(max_results=3)
+async def test_a_store_keeps_no_more_results_than_it_may(make_store: MakeStore) -> None:
+    store = make_store(max_results=3)
     await store.submit([group(name, samples=2) for name in ("a", "b", "c")])
     cursors = [(await store.record(result(name, i))).cursor for name in "abc" for i in range(2)]
     assert [r.job_id for r in await store.results(0, 10)] == ["b/1", "c/0", "c/1"]
@@ -139,10 +159,52 @@ async def test_memory_keeps_no_more_results_than_it_may() -> None:
     assert (await store.group("b")).complete
 
 
-async def test_memory_keeps_no_more_tokens_than_it_may_and_always_the_newest() -> None:
-    store = MemoryStore(max_tokens=100)
+async def test_a_store_keeps_no_more_tokens_than_it_may_and_always_the_newest(make_store: MakeStore) -> None:
+    store = make_store(max_tokens=100)
     await store.submit([group(samples=4)])
     for sample, tokens in enumerate((40, 60, 30, 500)):
         await store.record(result(sample=sample, tokens=tokens))
         kept = [r.sample for r in await store.results(0, 10)]
         assert kept == [[0], [0, 1], [1, 2], [3]][sample]
+
+
+async def test_a_page_holds_no_more_tokens_than_it_may_and_at_least_one_result(store: Store) -> None:
+    await store.submit([group(samples=4)])
+    for sample, tokens in enumerate((500, 40, 60, 1)):
+        await store.record(result(sample=sample, tokens=tokens))
+    assert [r.sample for r in await store.results(0, 10, max_tokens=100)] == [0]
+    assert [r.sample for r in await store.results(1, 10, max_tokens=100)] == [1, 2]
+    assert [r.sample for r in await store.results(1, 10, max_tokens=101)] == [1, 2, 3]
+
+
+async def test_attempts_are_counted_until_there_is_a_result(store: Store) -> None:
+    await store.submit([group()])
+    for job in ("g/1", "g/1", "g/0"):
+        await store.started(job)
+    assert (await store.group("g")).attempts == (1, 2)
+    await store.record(result(sample=1).model_copy(update={"attempts": 2}))
+    [unfinished] = await store.unfinished()
+    assert unfinished.attempts == (1, 2)
+    for unknown in ("g/2", "h/0", "g"):
+        with pytest.raises(NotFound):
+            await store.started(unknown)
+
+
+async def test_requests_are_the_same_in_whatever_order_their_keys_come(store: Store) -> None:
+    await store.submit([group(metadata={"a": 1, "b": 2})])
+    assert await store.submit([group(metadata={"b": 2, "a": 1})]) == [False]
+
+
+async def test_a_refusal_leaves_what_was_written_beside_it(store: Store) -> None:
+    await store.submit([group("a")])
+    outcomes = await asyncio.gather(
+        store.submit([group("b")]),
+        store.submit([group("c"), group("a", samples=3)]),
+        store.record(result("nobody")),
+        store.record(result("a")),
+        return_exceptions=True,
+    )
+    assert outcomes[0] == [True]
+    assert isinstance(outcomes[1], Conflict) and isinstance(outcomes[2], NotFound)
+    assert [r.job_id for r in await store.results(0, 10)] == ["a/0"]
+    assert [g.request.id for g in await store.unfinished()] == ["a", "b"]

@@ -1,0 +1,142 @@
+"""What it costs to keep jobs and results in a file, against the memory and against bare flushes.
+
+python -m bench.durable_store --folder FOLDER     # on the disk in question
+"""
+
+import argparse
+import asyncio
+import os
+import random
+import tempfile
+import time
+from array import array
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+from prorl_envs.rollout.sqlite_store import SqliteStore
+from prorl_envs.rollout.store import MemoryStore, NewGroup, Store
+from prorl_envs.rollout.types import (
+    GroupRequest,
+    JobState,
+    Result,
+    StopReason,
+    Trajectory,
+    TurnRecord,
+    job_id,
+)
+
+SAMPLES = 8
+TURNS = 10
+VOCABULARY = 150_000
+
+
+def groups(count: int, prefix: str) -> list[NewGroup]:
+    """Groups of a task with 2 kB of instruction."""
+    task = {"id": "t", "instruction": "Do what has to be done. " * 80}
+    return [
+        NewGroup(GroupRequest(id=f"{prefix}{i}", environment="bash", task=task, samples=SAMPLES), "t")
+        for i in range(count)
+    ]
+
+
+def results(group: NewGroup, tokens: int, chance: random.Random) -> Iterator[Result]:
+    """A result for each sample: half of its tokens sampled, log-probabilities in single precision."""
+    span = tokens // (2 * TURNS)
+    mask = ([0] * span + [1] * span) * TURNS
+    for sample in range(SAMPLES):
+        turn = {"finish_reason": "stop", "weight_version": "7", "server": "http://model:8000"}
+        turns = [
+            TurnRecord(start=(2 * i + 1) * span, end=(2 * i + 2) * span, model_s=1.5, tools_s=0.1, **turn)
+            for i in range(TURNS)
+        ]
+        logprobs = array("f", (-chance.expovariate(3) * kind for kind in mask)).tolist()
+        ids = [min(int(chance.paretovariate(0.3)), VOCABULARY) for _ in mask]
+        yield Result(
+            job_id=job_id(group.request.id, sample),
+            group_id=group.request.id,
+            sample=sample,
+            environment="bash",
+            task_id="t",
+            state=JobState.DONE,
+            reward=1.0,
+            mask_sample=False,
+            stop_reason=StopReason.FINISHED,
+            failure=None,
+            trajectory=Trajectory(ids=ids, loss_mask=mask, logprobs=logprobs, turns=turns),
+        )
+
+
+async def rate[T](work: Callable[[T], Awaitable[object]], items: list[T], at_once: int) -> float:
+    """Items per second with so many callers at once."""
+    queue = iter(items)
+
+    async def caller() -> None:
+        for item in queue:
+            await work(item)
+
+    started = time.perf_counter()
+    await asyncio.gather(*(caller() for _ in range(at_once)))
+    return len(items) / (time.perf_counter() - started)
+
+
+async def measure(name: str, store: Store, tokens: int, count: int) -> None:
+    """Print one store's rates: submissions and results, one caller and 64."""
+    chance = random.Random(5)
+    cells = []
+    for at_once in (1, 64):
+        new = groups(count, f"{name}-{at_once}-")
+        cells.append(await rate(lambda group: store.submit([group]), new, at_once))
+        done = [result for group in new[: count // SAMPLES] for result in results(group, tokens, chance)]
+        cells.append(await rate(store.record, done, at_once))
+    print(f"{name:16}" + "".join(f"{cell:12,.0f}" for cell in cells))
+
+
+def flushes(folder: Path, count: int = 200) -> float:
+    """Bare appends of a page with a flush each, per second: the floor of a lone caller."""
+    with (folder / "floor").open("wb") as file:
+        started = time.perf_counter()
+        for _ in range(count):
+            file.write(bytes(4096))
+            file.flush()
+            os.fdatasync(file.fileno())
+        return count / (time.perf_counter() - started)
+
+
+async def restart(path: Path, jobs: int) -> None:
+    """Print how long a restarted service waits for its store, with so many unfinished jobs in it."""
+    store = SqliteStore(path)
+    await store.submit(groups(jobs // SAMPLES, "unfinished-"))
+    await store.aclose()
+    started = time.perf_counter()
+    store = SqliteStore(path)
+    unfinished = await store.unfinished()
+    took = time.perf_counter() - started
+    print(f"open and read {sum(group.outcomes.count(None) for group in unfinished):,} jobs: {took:.3f} s")
+    await store.aclose()
+
+
+async def bench(folder: Path, tokens: int, count: int) -> None:
+    print(f"{flushes(folder):,.0f} flushes/s; results of {tokens:,} tokens\n")
+    print(f"{'a second':16}{'submit, 1':>12}{'record, 1':>12}{'submit, 64':>12}{'record, 64':>12}")
+    path = folder / "store.db"
+    store = SqliteStore(path)
+    await measure("memory", MemoryStore(), tokens, count)
+    await measure("sqlite", store, tokens, count)
+    await store.aclose()
+    recorded = 2 * (count // SAMPLES) * SAMPLES
+    print(f"\n{path.stat().st_size / (recorded * tokens):.2f} bytes of file per token")
+    await restart(folder / "restart.db", 10_000)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The durable store against memory and bare flushes.")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where to measure")
+    parser.add_argument("--tokens", type=int, default=8000, help="tokens of a result")
+    parser.add_argument("--count", type=int, default=1000, help="groups submitted, and results recorded")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        asyncio.run(bench(Path(folder), options.tokens, options.count))
+
+
+if __name__ == "__main__":
+    main()

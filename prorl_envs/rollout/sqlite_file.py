@@ -1,0 +1,133 @@
+"""The file of a durable store: how it is opened, what is in it, how a result becomes a row."""
+
+import contextlib
+import fcntl
+import json
+import os
+import sqlite3
+import zlib
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from prorl_envs.errors import InputError
+from prorl_envs.rollout.types import Result
+
+SCHEMA_VERSION = 1
+#: In the file's header, so that a database of another program is not taken for one of ours.
+_APPLICATION_ID = 0x50524F4C
+
+# `results.total` is the sum of tokens up to and including the row, of all results there ever were: any
+# range's tokens are a difference of two rows.
+_SCHEMA = f"""
+BEGIN;
+CREATE TABLE groups (
+    number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, task_id TEXT NOT NULL, request BLOB NOT NULL,
+    missing INTEGER NOT NULL
+);
+CREATE INDEX unfinished ON groups (number) WHERE missing > 0;
+CREATE TABLE jobs (
+    number INTEGER, sample INTEGER, attempts INTEGER NOT NULL DEFAULT 0,
+    cursor INTEGER, state TEXT, reward REAL, failure TEXT,
+    PRIMARY KEY (number, sample)
+) WITHOUT ROWID;
+CREATE TABLE results (
+    cursor INTEGER PRIMARY KEY, number INTEGER NOT NULL, tokens INTEGER NOT NULL, total INTEGER NOT NULL,
+    body BLOB NOT NULL, ids BLOB, loss_mask BLOB, logprobs BLOB
+);
+PRAGMA application_id = {_APPLICATION_ID};
+PRAGMA user_version = {SCHEMA_VERSION};
+COMMIT;
+"""
+_ARRAYS = ("ids", "loss_mask", "logprobs")
+
+
+def lock(path: Path) -> int:
+    """A descriptor that holds the lock of a store; the kernel lets go of it however the process ends.
+
+    The lock is on a file beside the store: closing a further descriptor of the store itself would let go of
+    SQLite's own locks.
+    """
+    beside = path.with_name(path.name + "-lock")
+    try:
+        descriptor = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise InputError(f"the store {path} cannot be opened: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        hint = "each service needs a file of its own"
+        raise InputError(f"the store {path} is open in another service", hint=hint) from error
+    return descriptor
+
+
+def open_file(path: Path) -> sqlite3.Connection:
+    """A connection to the store at `path`, by whoever holds its lock. An empty file becomes a store."""
+    try:
+        path.touch(mode=0o600)
+        with contextlib.ExitStack() as stack:
+            db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            stack.callback(db.close)
+            _prepare(db)
+            stack.pop_all()
+            return db
+    except (OSError, sqlite3.Error) as error:
+        raise InputError(f"the store {path} cannot be opened: {error}") from error
+
+
+def _prepare(db: sqlite3.Connection) -> None:
+    def pragma(text: str) -> Any:
+        return db.execute(f"PRAGMA {text}").fetchone()[0]
+
+    empty = db.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0] == 0
+    if not empty and pragma("application_id") != _APPLICATION_ID:
+        raise InputError("the file is a database of another program", hint="name another file")
+    if not empty and (version := pragma("user_version")) != SCHEMA_VERSION:
+        hint = "open it with the version that wrote it, or begin a new file"
+        raise InputError(f"the store has format {version}; this is {SCHEMA_VERSION}", hint=hint)
+    if pragma("journal_mode = WAL") != "wal":
+        raise InputError("the file system of the store has no shared memory", hint="use a local disk")
+    db.execute("PRAGMA synchronous = FULL")
+    if empty:
+        db.executescript(_SCHEMA)
+
+
+def pack(result: Result) -> tuple[bytes | None, ...]:
+    """The columns from `body` on. The body is JSON without the token arrays."""
+    body = result.model_dump_json(exclude={"cursor": True, "trajectory": set(_ARRAYS)}).encode()
+    trajectory = result.trajectory
+    if trajectory is None:
+        return (zlib.compress(body, 1), None, None, None)
+    return (
+        zlib.compress(body, 1),
+        _numbers("BHIq", trajectory.ids),
+        _numbers("BHIq", trajectory.loss_mask),
+        _numbers("fd", trajectory.logprobs),
+    )
+
+
+def unpack(row: Sequence[Any]) -> Result:
+    """A result of a whole row of the table."""
+    cursor, _, _, _, body, *columns = row
+    fields = json.loads(zlib.decompress(body))
+    if fields["trajectory"] is not None:
+        fields["trajectory"] |= dict(zip(_ARRAYS, map(_list, columns), strict=True))
+    return Result.model_validate({**fields, "cursor": cursor})
+
+
+def _numbers(codes: str, values: Sequence[float]) -> bytes:
+    """Numbers in the first machine type that holds each of them exactly, compressed. A log-probability of
+    single precision stays four bytes."""
+    for code in codes:
+        with contextlib.suppress(OverflowError):  # the next one is wider
+            packed = array(code, values)
+            if code == codes[-1] or packed.tolist() == values:
+                return zlib.compress(code.encode() + packed.tobytes(), 1)
+    raise OverflowError("a number of more than 64 bits")
+
+
+def _list(packed: bytes) -> list[Any]:
+    content = zlib.decompress(packed)
+    return array(chr(content[0]), content[1:]).tolist()

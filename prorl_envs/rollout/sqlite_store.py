@@ -1,0 +1,323 @@
+"""A store that outlives the process: one SQLite file, written by one thread.
+
+What is acknowledged is on the disk. Writes that wait while another is under way go to it together, in one
+transaction, so the price of a flush is shared by everyone who waits for it. Reads have a connection and a
+thread of their own and never wait for a write. A result is written once; its token arrays are compressed
+machine numbers.
+
+The file belongs on a local disk and to one service at a time. `docs/decisions/0009-durable-store.md` says
+why it is so, and what happens when the disk is full.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import sqlite3
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from prorl_envs.errors import FailureKind, ProrlError
+from prorl_envs.rollout.errors import NotFound, Unavailable
+from prorl_envs.rollout.sqlite_file import lock, open_file, pack, unpack
+from prorl_envs.rollout.store import (
+    PAGE_TOKENS,
+    NewGroup,
+    Outcome,
+    StoredGroup,
+    conflict,
+    expired,
+    token_count,
+)
+from prorl_envs.rollout.types import GroupRequest, JobState, Result, split_job_id
+
+
+class SqliteStore:
+    """Groups and results in a file. Belongs to the event loop in which it is used; close it at the end.
+
+    Args:
+        path: the file; made, readable by its owner alone, where there is none. Its folder must exist.
+        max_results: results kept; the oldest go first, and a complete group goes with its last result.
+        max_tokens: tokens of all trajectories kept.
+
+    Raises:
+        InputError: it cannot be opened, is no store, is of a newer version, or another service has it open.
+
+    Every method raises `Unavailable` where the file cannot be read or written; a write that raises has
+    changed nothing.
+    """
+
+    durable = True
+
+    def __init__(self, path: Path, *, max_results: int = 100_000, max_tokens: int = 50_000_000) -> None:
+        self.path = path.resolve()
+        self._max_results = max_results
+        self._max_tokens = max_tokens
+        self._waiting: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
+        self._committing: asyncio.Task[None] | None = None
+        self._closed = False
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, lock(self.path))
+            self._db = stack.enter_context(contextlib.closing(open_file(self.path)))
+            self._view = stack.enter_context(contextlib.closing(open_file(self.path)))
+            self._held = stack.pop_all()
+        self._writer = ThreadPoolExecutor(1, "store-write")
+        self._reader = ThreadPoolExecutor(1, "store-read")
+
+    async def submit(self, groups: Sequence[NewGroup]) -> list[bool]:
+        return await self._write(partial(self._submit, groups))
+
+    async def started(self, job_id: str) -> None:
+        await self._write(partial(self._started, job_id))
+
+    async def record(self, result: Result) -> Result:
+        return await self._write(partial(self._record, result))
+
+    async def group(self, group_id: str) -> StoredGroup:
+        return await self._read(partial(self._group, group_id))
+
+    async def results(self, after: int, limit: int, *, max_tokens: int = PAGE_TOKENS) -> list[Result]:
+        return await self._read(partial(self._results, after, limit, max_tokens))
+
+    async def result(self, job_id: str) -> Result:
+        return await self._read(partial(self._result, job_id))
+
+    async def unfinished(self) -> list[StoredGroup]:
+        return await self._read(self._unfinished)
+
+    async def aclose(self) -> None:
+        """Finish what was asked for and let go of the file. Idempotent."""
+        self._closed = True
+        if self._committing is not None:
+            await asyncio.wait([self._committing])
+        for executor in (self._writer, self._reader):
+            await asyncio.to_thread(executor.shutdown)
+        await asyncio.to_thread(self._held.close)
+
+    # Between the event loop and the threads.
+
+    async def _write[T](self, work: Callable[[], T]) -> T:
+        """Have `work` done in the next transaction; return when that is on the disk. Who is cancelled while
+        waiting does not know whether it was."""
+        self._checkopen_file()
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._waiting.append((work, future))
+        if self._committing is None or self._committing.done():
+            self._committing = asyncio.create_task(self._commit())
+        return await future
+
+    async def _commit(self) -> None:
+        """Write until nothing waits."""
+        loop = asyncio.get_running_loop()
+        while self._waiting:
+            batch, self._waiting = self._waiting, []
+            done = loop.run_in_executor(self._writer, self._transaction, [work for work, _ in batch])
+            await asyncio.wait([done])
+            error = done.exception()
+            outcomes = done.result() if error is None else [error] * len(batch)
+            for (_, future), outcome in zip(batch, outcomes, strict=True):
+                if future.done():  # its caller was cancelled
+                    continue
+                if isinstance(outcome, sqlite3.Error):
+                    outcome = self._unavailable("written", outcome)
+                if isinstance(outcome, BaseException):
+                    future.set_exception(outcome)
+                else:
+                    future.set_result(outcome)
+
+    async def _read[T](self, work: Callable[[], T]) -> T:
+        self._checkopen_file()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._reader, work)
+        except sqlite3.Error as error:
+            raise self._unavailable("read", error) from error
+
+    def _checkopen_file(self) -> None:
+        if self._closed:
+            raise Unavailable("the store is closed")
+
+    def _unavailable(self, what: str, error: sqlite3.Error) -> Unavailable:
+        hint = "what was accepted is safe; is the disk full, or the file in use?"
+        return Unavailable(f"{self.path.name} cannot be {what}: {error}", hint=hint)
+
+    # In the writing thread. What refuses does so before it writes, so the others of its batch stand.
+
+    def _transaction(self, batch: Sequence[Callable[[], Any]]) -> list[Any]:
+        with self._db:  # commits, or rolls all of it back
+            self._db.execute("BEGIN IMMEDIATE")
+            return [_value_or_refusal(work) for work in batch]
+
+    def _submit(self, groups: Sequence[NewGroup]) -> list[bool]:
+        new: dict[str, tuple[NewGroup, bytes]] = {}
+        fresh = []
+        for group in groups:
+            request = group.request
+            text = request.model_dump_json().encode()
+            known = new[request.id][1] if request.id in new else self._request(request.id)
+            if known is not None and not _same(known, text):
+                raise conflict(request.id)
+            fresh.append(known is None)
+            if known is None:
+                new[request.id] = group, text
+        for group, text in new.values():
+            samples = group.request.samples
+            values = (group.request.id, group.task_id, zlib.compress(text, 1), samples)
+            row = self._db.execute(
+                "INSERT INTO groups (id, task_id, request, missing) VALUES (?, ?, ?, ?)", values
+            )
+            self._db.executemany(
+                "INSERT INTO jobs (number, sample) VALUES (?, ?)",
+                ((row.lastrowid, sample) for sample in range(samples)),
+            )
+        return fresh
+
+    def _request(self, group_id: str) -> bytes | None:
+        row = self._db.execute("SELECT request FROM groups WHERE id = ?", (group_id,)).fetchone()
+        return zlib.decompress(row[0]) if row else None
+
+    def _started(self, job_id: str) -> None:
+        group_id, sample = split_job_id(job_id)
+        changed = self._db.execute(
+            "UPDATE jobs SET attempts = attempts + 1"
+            " WHERE number = (SELECT number FROM groups WHERE id = ?) AND sample = ?",
+            (group_id, sample),
+        )
+        if changed.rowcount == 0:
+            raise NotFound(f"no job {job_id!r}")
+
+    def _record(self, result: Result) -> Result:
+        row = self._db.execute(
+            "SELECT number, cursor FROM jobs JOIN groups USING (number) WHERE id = ? AND sample = ?",
+            (result.group_id, result.sample),
+        ).fetchone()
+        if row is None:
+            raise NotFound(f"no group {result.group_id!r}")
+        number, known = row
+        if known is not None:
+            kept = self._db.execute("SELECT * FROM results WHERE cursor = ?", (known,)).fetchone()
+            return unpack(kept) if kept else result.model_copy(update={"cursor": known})
+        self._db.execute("UPDATE groups SET missing = missing - 1 WHERE number = ?", (number,))
+        return self._append(number, result)
+
+    def _append(self, number: int, result: Result) -> Result:
+        newest = self._db.execute("SELECT cursor, total FROM results ORDER BY cursor DESC LIMIT 1").fetchone()
+        last, total = newest or (0, 0)
+        result = result.model_copy(update={"cursor": last + 1})
+        kind = result.failure.kind if result.failure else None
+        self._db.execute(
+            "UPDATE jobs SET cursor = ?, state = ?, reward = ?, failure = ?, attempts = ?"
+            " WHERE number = ? AND sample = ?",
+            (result.cursor, result.state, result.reward, kind, result.attempts, number, result.sample),
+        )
+        tokens = token_count(result)
+        total += tokens
+        values = (result.cursor, number, tokens, total, *pack(result))
+        self._db.execute("INSERT INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
+        self._trim(result.cursor, total)
+        return result
+
+    def _trim(self, newest: int, total: int) -> None:
+        """Drop the oldest results over the bounds; the newest always stays."""
+        oldest = self._db.execute(
+            "SELECT cursor, number, total - tokens FROM results WHERE cursor < ? ORDER BY cursor", (newest,)
+        )
+        drop = []
+        for cursor, number, before in oldest:
+            if newest - cursor < self._max_results and total - before <= self._max_tokens:
+                break
+            drop.append((cursor, number))
+        oldest.close()
+        for cursor, number in drop:
+            self._db.execute("DELETE FROM results WHERE cursor = ?", (cursor,))
+            gone = self._db.execute(
+                "DELETE FROM groups WHERE number = ? AND missing = 0"
+                " AND NOT EXISTS (SELECT 1 FROM jobs WHERE jobs.number = groups.number AND cursor > ?)",
+                (number, cursor),
+            )
+            if gone.rowcount:
+                self._db.execute("DELETE FROM jobs WHERE number = ?", (number,))
+
+    # In the reading thread.
+
+    def _group(self, group_id: str) -> StoredGroup:
+        for group in self._groups("id = ?", group_id):
+            return group
+        raise NotFound(f"no group {group_id!r}")
+
+    def _unfinished(self) -> list[StoredGroup]:
+        return list(self._groups("missing > 0"))
+
+    def _groups(self, condition: str, *values: object) -> Iterator[StoredGroup]:
+        """Groups in the order of their submission. One query, so that each is of one moment."""
+        rows = self._view.execute(
+            "SELECT number, task_id, request, state, reward, failure, attempts, cursor"
+            f" FROM groups JOIN jobs USING (number) WHERE {condition} ORDER BY number, sample",
+            values,
+        ).fetchall()
+        for _, jobs in itertools.groupby(rows, key=lambda row: row[0]):
+            group = list(jobs)
+            _, task_id, request, *_ = group[0]
+            yield StoredGroup(
+                GroupRequest.model_validate_json(zlib.decompress(request)),
+                task_id,
+                tuple(_outcome(*row[3:]) for row in group),
+                tuple(row[6] for row in group),
+            )
+
+    def _results(self, after: int, limit: int, max_tokens: int) -> list[Result]:
+        with self._view:  # both queries see the same moment
+            self._view.execute("BEGIN")
+            first = self._view.execute("SELECT min(cursor) FROM results").fetchone()[0]
+            if first is not None and 0 < after < first - 1:
+                raise expired(first - 1, after)
+            rows = self._view.execute(
+                "SELECT * FROM results WHERE cursor > ? ORDER BY cursor LIMIT ?", (after, limit)
+            )
+            page: list[Result] = []
+            for row in rows:
+                max_tokens -= row[2]
+                if page and max_tokens < 0:
+                    break
+                page.append(unpack(row))
+            rows.close()
+        return page
+
+    def _result(self, job_id: str) -> Result:
+        group_id, sample = split_job_id(job_id)
+        job = self._view.execute(
+            "SELECT cursor FROM jobs JOIN groups USING (number) WHERE id = ? AND sample = ?",
+            (group_id, sample),
+        ).fetchone()
+        if job is None:
+            raise NotFound(f"no job {job_id!r}")
+        if job[0] is None:
+            raise NotFound(f"job {job_id!r} is not finished", hint="ask again when it is")
+        row = self._view.execute("SELECT * FROM results WHERE cursor = ?", job).fetchone()
+        if row is None:
+            raise NotFound(f"the result of job {job_id!r} is no longer kept")
+        return unpack(row)
+
+
+def _value_or_refusal(work: Callable[[], Any]) -> Any:
+    try:
+        return work()
+    except ProrlError as refusal:
+        return refusal
+
+
+def _same(known: bytes, text: bytes) -> bool:
+    """Whether two requests ask for the same, in whatever order."""
+    return known == text or json.loads(known) == json.loads(text)
+
+
+def _outcome(
+    state: str | None, reward: float | None, failure: str | None, attempts: int, cursor: int | None
+) -> Outcome | None:
+    if state is None or cursor is None:
+        return None
+    return Outcome(JobState(state), reward, FailureKind(failure) if failure else None, attempts, cursor)

@@ -1,0 +1,214 @@
+"""What a durable store promises beyond the rest: over restarts, on full disks, about its file."""
+
+import asyncio
+import resource
+import sqlite3
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prorl_envs.errors import InputError
+from prorl_envs.rollout.errors import CursorExpired, NotFound, Unavailable
+from prorl_envs.rollout.sqlite_store import SqliteStore
+from prorl_envs.rollout.types import JobState, Result, Trajectory, TurnRecord
+from prorl_envs.testing.clock import FakeClock
+from tests.rollout.test_store import group, result
+
+pytestmark = pytest.mark.anyio
+
+
+@asynccontextmanager
+async def opened(path: Path, **bounds: int) -> AsyncIterator[SqliteStore]:
+    store = SqliteStore(path, **bounds)
+    try:
+        yield store
+    finally:
+        await store.aclose()
+
+
+@contextmanager
+def full_disk(path: Path) -> Iterator[None]:
+    """No file of this process grows over what the store's journal has now: writing fails for real."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.with_name(path.name + "-wal").stat().st_size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def with_numbers(ids: list[int], logprobs: list[float]) -> Result:
+    turn = TurnRecord(
+        start=0, end=1, finish_reason="stop", weight_version="7", server="s", model_s=0.1, tools_s=0
+    )
+    trajectory = Trajectory(ids=ids, loss_mask=[1] * len(ids), logprobs=logprobs, turns=[turn])
+    whole = {"evidence": {"a": [1, 2.5, None]}, "messages": [{"role": "tool", "content": "ä\0"}]}
+    return result().model_copy(update={"trajectory": trajectory, "metadata": {"big": 2**80}, **whole})
+
+
+async def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    async with opened(path) as store:
+        await store.submit([group("a"), group("b")])
+        await store.started("b/1")
+        kept = [await store.record(result("a", i, tokens=9)) for i in range(2)]
+    async with opened(path) as store:
+        assert await store.submit([group("a")]) == [False]
+        assert await store.results(0, 10) == kept
+        assert (await store.group("a")).complete
+        [unfinished] = await store.unfinished()
+        assert (unfinished.request.id, unfinished.attempts) == ("b", (0, 1))
+        assert (await store.record(result("b"))).cursor > kept[-1].cursor
+
+
+async def test_bounds_hold_over_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    async with opened(path, max_tokens=100) as store:
+        await store.submit([group(samples=5)])
+        for sample in range(3):
+            await store.record(result(sample=sample, tokens=40))
+    async with opened(path, max_tokens=100) as store:
+        assert [r.sample for r in await store.results(0, 10)] == [1, 2]
+        await store.record(result(sample=3, tokens=40))
+        assert [r.cursor for r in await store.results(0, 10)] == [3, 4]
+        with pytest.raises(CursorExpired):
+            await store.results(1, 10)
+    async with opened(path, max_results=1) as store:
+        assert (await store.record(result(sample=4))).cursor == 5
+        assert [r.cursor for r in await store.results(0, 10)] == [5]
+        assert (await store.group("g")).complete
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs"),
+    [
+        ([0, 1, 255], [0.0, -0.5, -1.25]),
+        ([0, 151_643, 2**32], [-0.1, -1e-300, -1e300]),
+        ([-1, 2**63 - 1], [float("-inf"), 0.0]),
+        ([], []),
+    ],
+)
+async def test_numbers_come_back_as_they_were(tmp_path: Path, ids: list[int], logprobs: list[float]) -> None:
+    async with opened(tmp_path / "store.db") as store:
+        await store.submit([group()])
+        kept = await store.record(with_numbers(ids, logprobs))
+        assert (
+            await store.result("g/0") == kept == with_numbers(ids, logprobs).model_copy(update={"cursor": 1})
+        )
+
+
+async def test_a_file_has_one_service(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    (tmp_path / "link.db").symlink_to(path)
+    async with opened(path):
+        for other in (path, tmp_path / "link.db"):
+            with pytest.raises(InputError, match="open in another service"):
+                SqliteStore(other)
+    async with opened(path) as store:
+        assert await store.unfinished() == []
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+async def test_a_file_that_is_no_store_is_left_alone(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("no database " * 100)
+    other = tmp_path / "other.db"
+    db = sqlite3.connect(other)
+    db.execute("CREATE TABLE x (y)")
+    db.close()
+    before = other.read_bytes()
+    for path in (text, other, tmp_path, tmp_path / "none" / "store.db"):
+        with pytest.raises(InputError):
+            SqliteStore(path)
+    assert other.read_bytes() == before
+    assert text.read_text() == "no database " * 100
+
+
+async def test_a_store_of_another_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    async with opened(path):
+        pass
+    db = sqlite3.connect(path)
+    db.execute("PRAGMA user_version = 2")
+    db.close()
+    with pytest.raises(InputError, match="format 2"):
+        SqliteStore(path)
+
+
+async def test_a_full_disk_refuses_and_keeps_what_was_accepted(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    async with opened(path) as store:
+        await store.submit([group("a")])
+        kept = await store.record(result("a"))
+        with full_disk(path):
+            with pytest.raises(Unavailable, match="cannot be written"):
+                await store.submit([group("b")])
+            with pytest.raises(Unavailable, match="cannot be written"):
+                await store.record(result("a", 1))
+            assert await store.results(0, 10) == [kept]
+            with pytest.raises(NotFound):
+                await store.group("b")
+        assert await store.submit([group("b")]) == [True]
+        assert (await store.record(result("a", 1))).cursor == kept.cursor + 1
+
+
+async def test_a_closed_store_says_so(tmp_path: Path) -> None:
+    async with opened(tmp_path / "store.db") as store:
+        writing = asyncio.create_task(store.submit([group()]))
+        await asyncio.sleep(0)
+        await store.aclose()
+        assert await writing == [True], "what was asked for before is done"
+    with pytest.raises(Unavailable, match="closed"):
+        await store.submit([group()])
+
+
+# Under a service.
+
+
+async def test_a_stopped_service_leaves_the_unfinished_to_the_next(make_bench: Any, tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    async with opened(path) as store:
+        bench = await make_bench(kept_in=store, run=1, live=1)
+        bench.world.gates["call"] = asyncio.Event()
+        await bench.submit(bench.group("done", samples=2))
+        await bench.world.until(lambda: bench.world.inside["call"] == 1)
+        await bench.service.cancel_job("done/1")
+        await bench.submit(bench.group("waits"))
+        await bench.service.stop()
+        assert bench.world.open == 0
+        assert [r.job_id for r in await store.results(0, 10)] == ["done/1"]
+    async with opened(path) as store:
+        bench = await make_bench(kept_in=store)
+        results = {r.job_id: r for r in await bench.finished(3)}
+        states = {job: r.state for job, r in results.items()}
+        assert states == {
+            "done/0": JobState.DONE,
+            "done/1": JobState.CANCELLED,
+            "waits/0": JobState.DONE,
+        }
+        assert results["done/0"].attempts == 2, "the one that the stop interrupted counts"
+        assert results["waits/0"].attempts == 1
+        await bench.service.stop()
+
+
+async def test_a_service_on_a_full_disk_halts_and_goes_on(make_bench: Any, tmp_path: Path) -> None:
+    path, clock = tmp_path / "store.db", FakeClock()
+    async with opened(path) as store:
+        bench = await make_bench(kept_in=store, clock=clock)
+        bench.world.gates["eval"] = asyncio.Event()
+        await bench.submit(bench.group())
+        await bench.world.until(lambda: bench.world.inside["eval"] == 1)
+        with full_disk(path):
+            bench.world.gates["eval"].set()
+            while 1.0 not in clock.sleeping:  # noqa: ASYNC110 - until the write has failed and waits
+                await asyncio.sleep(0)
+            with pytest.raises(Unavailable):
+                await bench.submit(bench.group("refused"))
+            assert bench.world.open == 1, "the job holds its place"
+        clock.advance(1)
+        [kept] = await bench.finished(1)
+        assert (kept.job_id, kept.reward, kept.attempts) == ("g/0", 1.0, 1)
+        await bench.service.stop()
