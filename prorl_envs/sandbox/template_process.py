@@ -65,8 +65,7 @@ class ToolServer:
     def _ended(self) -> None:
         with contextlib.suppress(BlockingIOError, ConnectionResetError):
             if report := self._status.recv(2 * REPORT_LIMIT):
-                error = json.loads(report)["error"]
-                logger.warning("tool server of sandbox %s failed: %s", self._sandbox_id, error)
+                _log_failure(self._sandbox_id, json.loads(report))
         self.close()
 
 
@@ -203,6 +202,8 @@ async def _birth(sandbox_id: str, status: socket.socket, undo: contextlib.ExitSt
             undo.callback(server.process.kill)
         elif message.get("ready"):
             joined = True
+        elif joined and answer:  # it failed so soon that its report overtook the template's message
+            _log_failure(sandbox_id, message)
         else:
             raise SandboxError(
                 f"a process could not join the sandbox: {message['summary']}",
@@ -210,6 +211,10 @@ async def _birth(sandbox_id: str, status: socket.socket, undo: contextlib.ExitSt
             )
     server.watch()
     return server
+
+
+def _log_failure(sandbox_id: str, report: dict[str, Any]) -> None:
+    logger.warning("tool server of sandbox %s failed: %s", sandbox_id, report["error"])
 
 
 def _pair(kind: socket.SocketKind, undo: contextlib.ExitStack) -> tuple[socket.socket, socket.socket]:
