@@ -18,8 +18,8 @@ from ptyprocess import PtyProcess  # type: ignore[import-untyped]
 
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.runtime import python_runtime
 from prorl_envs.tools.client import Toolbox
-from prorl_envs.tools.interpreter import interpreter_masks, interpreter_mounts
 
 COMMAND = "echo hi"
 TIMEOUT_S = 30.0
@@ -96,7 +96,8 @@ async def bench(rounds: int, batch: int, sandboxes: int) -> None:
     driver = BubblewrapDriver()
     raw = RawPty()
     try:
-        spec = SandboxSpec(mounts=interpreter_mounts(), masks=interpreter_masks())
+        mounts, masks, _ = python_runtime()
+        spec = SandboxSpec(mounts=mounts, masks=masks)
         box = await Toolbox.open(await driver.start(spec), python=True)
         actions: dict[str, Action] = {
             "raw pty, no sandbox (floor)": raw.action,

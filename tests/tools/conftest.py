@@ -6,8 +6,8 @@ import pytest
 
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.runtime import python_runtime
 from prorl_envs.tools.client import Toolbox
-from prorl_envs.tools.interpreter import interpreter_masks, interpreter_mounts
 from prorl_envs.tools.link import ToolLimits
 
 #: Short, for the tests of what comes after an ignored interrupt.
@@ -27,7 +27,8 @@ async def box(shared_driver: BubblewrapDriver) -> AsyncIterator[Toolbox]:
 @pytest.fixture
 async def python_box(shared_driver: BubblewrapDriver) -> AsyncIterator[Toolbox]:
     """The same with a Python session."""
-    spec = SandboxSpec(mounts=interpreter_mounts(), masks=interpreter_masks())
+    mounts, masks, _ = python_runtime()
+    spec = SandboxSpec(mounts=mounts, masks=masks)
     sandbox = await shared_driver.start(spec)
     toolbox = await Toolbox.open(sandbox, python=True, limits=LIMITS)
     yield toolbox

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from prorl_envs.errors import ToolError
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.runtime import python_runtime
 from prorl_envs.tools.client import Toolbox
-from prorl_envs.tools.interpreter import interpreter_masks, interpreter_mounts
 from prorl_envs.tools.jupyter import JupyterPython
 from prorl_envs.tools.jupyter_output import CellOutput
 from prorl_envs.tools.link import ToolLimits
@@ -25,7 +25,8 @@ T = 60.0
 @pytest.fixture
 async def kernel_box(shared_driver: BubblewrapDriver) -> AsyncIterator[Toolbox]:
     """A toolbox whose cells run in a Jupyter kernel."""
-    spec = SandboxSpec(mounts=interpreter_mounts(), masks=interpreter_masks())
+    mounts, masks, _ = python_runtime()
+    spec = SandboxSpec(mounts=mounts, masks=masks)
     sandbox = await shared_driver.start(spec)
     toolbox = await Toolbox.open(
         sandbox,
