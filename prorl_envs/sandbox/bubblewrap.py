@@ -6,19 +6,20 @@ import json
 import os
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.command import DEFAULT_ENV, HOME, READY, SandboxFiles, bwrap_arguments
+from prorl_envs.sandbox.command import DEFAULT_ENV, HOME, READY, SandboxFiles, bwrap_arguments, mount_points
 from prorl_envs.sandbox.driver import NodeDriver, NodeSandbox
 from prorl_envs.sandbox.images import Images, ImageUse
 from prorl_envs.sandbox.probe import explain, find_bwrap
 from prorl_envs.sandbox.processes import Process, not_in_forks, readable, receive
 from prorl_envs.sandbox.rootfs import resolve_targets, write_upper
 from prorl_envs.sandbox.runtime import system_masks
+from prorl_envs.sandbox.snapshot import check_mount_points
 from prorl_envs.sandbox.system import write_etc, write_names
 from prorl_envs.sandbox.template import TEMPLATES, TemplateSpec
 from prorl_envs.sandbox.template_process import ForkRequest
@@ -169,14 +170,22 @@ class BubblewrapSandbox(NodeSandbox):
         finally:
             os.close(netns)
 
+    def _state(self) -> Iterator[str]:
+        return (path.name for path in self._files.state(self._spec))
+
     def _prepare_files(self) -> None:
-        self._files.root.mkdir(mode=0o700)
-        for directory in self._files.directories(self._spec):
+        self._files.root.mkdir(mode=0o700, exist_ok=self._restored)
+        made = () if self._restored else self._files.state(self._spec)
+        for directory in (*made, *self._files.scratch(self._spec)):
             directory.mkdir(mode=0o700)
         write_names(self._files.root, self._spec.hostname)
-        if self._files.image is not None:
-            self._inside = resolve_targets(self._files.image, self._spec)
-            write_upper(self._files.image, self._files.upper, self._inside)
+        image = self._files.image
+        if image is not None:
+            self._inside = resolve_targets(image, self._spec)
+        if self._restored:
+            check_mount_points(self._files.places(self._inside), mount_points(self._inside))
+        elif image is not None:
+            write_upper(image, self._files.upper, self._inside)
 
     def _run(self, info_fd: int) -> None:
         # A socket, not a pipe: from inside, a pipe could be opened again through /proc/1/fd and kept open.

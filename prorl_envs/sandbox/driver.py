@@ -6,8 +6,9 @@ A driver adds how a sandbox is made (`_make`), launched, reached by a tool serve
 import asyncio
 import os
 import socket
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.command import check
 from prorl_envs.sandbox.files import DriverDirectory, node_local_base, remove_tree, sweep
 from prorl_envs.sandbox.mounted import sweep_mounts
+from prorl_envs.sandbox.snapshot import Snapshot, copy_trees
 from prorl_envs.sandbox.template import TEMPLATES, Template, TemplateSpec
 from prorl_envs.sandbox.template_process import ForkRequest, ToolServer
 
@@ -41,22 +43,26 @@ class NodeDriver[S: "NodeSandbox"](ABC):
         self.templates = {name: Template(name, spec) for name, spec in templates.items()}
         self._sandboxes: set[S] = set()
         self._sweeping: asyncio.Task[list[Path]] | None = None
-        self._started = 0
+        self._started = self._snapshots = 0
         self._closing: asyncio.Task[None] | None = None
 
-    async def start(self, spec: SandboxSpec) -> S:
-        """Start a sandbox and return it once its first process runs.
+    async def start(self, spec: SandboxSpec, *, snapshot: Snapshot | None = None) -> S:
+        """Start a sandbox and return it once its first process runs: see `base.Driver`.
 
         Raises:
             SandboxError: with the runtime's own words and a remedy as hint.
         """
         self._check_open()
         check(spec)
+        if snapshot is not None:
+            snapshot.check(spec)
         self._sweep()
         sandbox = await self._make(spec)
         self._check_open()  # meanwhile; what was acquired for it is given back with the driver
         self._sandboxes.add(sandbox)
         try:
+            if snapshot is not None:
+                await sandbox.restore(snapshot)
             await sandbox.launch()
         except BaseException:
             await sandbox.close()
@@ -102,6 +108,11 @@ class NodeDriver[S: "NodeSandbox"](ABC):
         path = self.directory.path / str(self._started)
         return f"{self.directory.path.name.rpartition('-')[2]}-{self._started}", path
 
+    def snapshot_place(self) -> Path:
+        """The directory of the next snapshot, not made yet."""
+        self._snapshots += 1
+        return self.directory.path / f"snapshot{self._snapshots}"
+
     def _check_open(self) -> None:
         if self._closing is not None:
             raise SandboxError("the driver is closed")
@@ -141,6 +152,9 @@ class NodeSandbox(ABC):
         self._driver = driver
         self._servers: set[ToolServer] = set()
         self._closing: asyncio.Task[None] | None = None
+        self._copying = asyncio.Lock()
+        self._stop_copying = threading.Event()
+        self._restored = False
 
     @property
     def id(self) -> str:
@@ -192,6 +206,28 @@ class NodeSandbox(ABC):
         self._servers = {held for held in self._servers if held.process.alive} | {server}
         return sock
 
+    async def snapshot(self) -> Snapshot:
+        """Copy the files of the sandbox, which goes on: see `base.Sandbox`."""
+        async with self._copying:
+            self._check_alive()
+            path = self._driver.snapshot_place()
+            try:
+                copied = await copy_trees(self._root, path, self._state(), self._stop_copying)
+            except BaseException:
+                await asyncio.shield(asyncio.to_thread(remove_tree, path))
+                raise
+            return Snapshot(self._spec, path, copied)
+
+    async def restore(self, snapshot: Snapshot) -> None:
+        """Copy the files of a snapshot in, before the launch. Called by the driver.
+
+        Raises:
+            SandboxError: they cannot be copied.
+        """
+        async with self._copying:
+            await copy_trees(snapshot.path, self._root, self._state(), self._stop_copying)
+        self._restored = True
+
     async def close(self) -> None:
         """End everything in the sandbox and remove its files.
 
@@ -200,6 +236,10 @@ class NodeSandbox(ABC):
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
+
+    def _state(self) -> Iterator[str]:
+        """The names, below the sandbox's directory, of those that hold its files."""
+        yield from ("work", "home", "tmp")
 
     @abstractmethod
     def _open_place(self) -> int:
@@ -216,7 +256,9 @@ class NodeSandbox(ABC):
         """Give back what the sandbox used, once it has ended and its files are gone."""
 
     async def _close(self) -> None:
-        await self._end()
+        self._stop_copying.set()
+        async with self._copying:
+            await self._end()
         await asyncio.to_thread(remove_tree, self._root)
         await self._release()
         self._driver.forget(self)

@@ -63,8 +63,10 @@ class LocalSandbox(NodeSandbox):
 
     async def launch(self) -> None:
         """Make the directories; there is no first process."""
-        for directory in (self._root, self.workspace, self._root / "home", self._root / "tmp"):
-            directory.mkdir(mode=0o700)
+        if not self._restored:
+            self._root.mkdir(mode=0o700)
+            for name in self._state():
+                (self._root / name).mkdir(mode=0o700)
 
     def _open_place(self) -> int:
         return os.open(self.workspace, os.O_PATH | os.O_DIRECTORY)
