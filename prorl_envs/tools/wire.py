@@ -190,6 +190,8 @@ _requests = msgspec.msgpack.Decoder(Setup | Bash | Python | Run | Write | Read |
 _replies = msgspec.msgpack.Decoder(Done | BashDone | PythonDone | RunDone | Content | Edited | Refused)
 _cells = msgspec.msgpack.Decoder(Cell)
 _cells_done = msgspec.msgpack.Decoder(CellDone)
+#: What the decoders raise; text that is no UTF-8 has an error of its own.
+_UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError)
 
 
 def encode(message: msgspec.Struct) -> bytearray:
@@ -213,7 +215,7 @@ def decode_request(frame: bytes) -> AnyRequest:
     """Raises WireError where the frame is not a request."""
     try:
         request: AnyRequest = _requests.decode(frame)
-    except msgspec.DecodeError as error:
+    except _UNDECODABLE as error:
         raise WireError(f"not a request: {error}") from error
     return request
 
@@ -222,7 +224,7 @@ def decode_reply(frame: bytes) -> AnyReply:
     """Raises WireError where the frame is not a reply."""
     try:
         reply: AnyReply = _replies.decode(frame)
-    except msgspec.DecodeError as error:
+    except _UNDECODABLE as error:
         raise WireError(f"not a reply: {error}") from error
     return reply
 
@@ -231,7 +233,7 @@ def decode_cell(frame: bytes) -> Cell:
     """Raises WireError where the frame is not a cell."""
     try:
         return _cells.decode(frame)
-    except msgspec.DecodeError as error:
+    except _UNDECODABLE as error:
         raise WireError(f"not a cell: {error}") from error
 
 
@@ -239,7 +241,7 @@ def decode_cell_done(frame: bytes) -> CellDone:
     """Raises WireError where the frame is not the end of a cell."""
     try:
         return _cells_done.decode(frame)
-    except msgspec.DecodeError as error:
+    except _UNDECODABLE as error:
         raise WireError(f"not the end of a cell: {error}") from error
 
 
