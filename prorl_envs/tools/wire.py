@@ -68,12 +68,22 @@ class Python(Request, tag=2):
 
 
 class Run(Request, tag=3):
+    """Run a fresh process.
+
+    Args:
+        output_limit: bytes kept, of each of the two outputs where they are apart.
+        apart: keep stderr apart from stdout.
+        background: leave what it put into the background alive when it ends by itself.
+    """
+
     argv: list[str]
     cwd: str
     env: dict[str, str]
     stdin: bytes
     timeout_s: float
     output_limit: int
+    apart: bool = False
+    background: bool = False
 
 
 class Write(Request, tag=4):
@@ -140,11 +150,14 @@ class PythonDone(Reply, tag=2):
 
 
 class RunDone(Reply, tag=3):
+    """The end of a fresh process; `errors` is its stderr where that was to be kept apart."""
+
     output: bytes
     omitted: int
     exit_code: int | None
     timed_out: bool
     duration_s: float
+    errors: bytes = b""
 
 
 class Content(Reply, tag=4):
