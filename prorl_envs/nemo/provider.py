@@ -1,0 +1,165 @@
+"""Our sandboxes for every NeMo Gym harness: the class behind `{prorl: {}}`.
+
+Registered under the entry point group `nemo_gym.sandbox_providers`. The protocol is
+`nemo_gym.sandbox.providers.base` of nemo-gym 0.4 and 0.7, optional capabilities included.
+"""
+
+# mypy: allow-subclassing-any, no-warn-return-any, disable-error-code="import-not-found,import-untyped"
+# NeMo Gym is an optional extra and ships no types.
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_gym.sandbox.providers import base as nemo
+
+from prorl_envs.errors import InputError, ProrlError
+from prorl_envs.nemo.box import Box, check_user
+from prorl_envs.nemo.drivers import DriverChoice, SharedDriver
+from prorl_envs.nemo.plan import Plan, image_path, plan, provider_config
+
+logger = logging.getLogger(__name__)
+
+
+class ProrlSandboxProvider:
+    """A NeMo Gym sandbox provider. Belongs to the event loop in which it is first used.
+
+    Args:
+        config: see `plan.ProviderConfig`.
+
+    Raises:
+        InputError: a setting is unknown or wrong.
+    """
+
+    name = "prorl"
+
+    def __init__(self, **config: Any) -> None:
+        self._config = provider_config(config)
+        self._boxes: set[Box] = set()
+        self._acquiring = asyncio.Lock()
+        self._shared: SharedDriver | None = None
+
+    async def create(self, spec: Any) -> Any:
+        """Start a sandbox and return its handle once it takes commands.
+
+        Raises:
+            SandboxCreateError: it cannot be what `spec` asks, or did not start, or not in time.
+        """
+        try:
+            wanted = plan(spec, self._config)
+            for warning in wanted.warnings:
+                logger.warning("%s", warning)
+            async with asyncio.timeout(wanted.ready_s):
+                box = await self._start(wanted)
+        except TimeoutError:
+            raise nemo.SandboxCreateError(f"the sandbox was not ready in {wanted.ready_s:g} s") from None
+        except (ProrlError, OSError) as error:
+            raise nemo.SandboxCreateError(str(error)) from error
+        self._boxes.add(box)
+        return nemo.SandboxHandle(sandbox_id=box.sandbox.id, provider_name=self.name, raw=box)
+
+    async def exec(
+        self,
+        handle: Any,
+        command: str,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+        user: str | int | None = None,
+    ) -> Any:
+        """Run a command in a shell of its own.
+
+        Returns:
+            With `error_type` `timeout`, `sandbox` or `exec` where it has no exit status of its own; what it
+            wrote until then is there.
+
+        Raises:
+            ValueError: `user` is not the sandbox's.
+            InputError: `timeout_s` is no time.
+        """
+        box: Box = handle.raw
+        _check_user(user, box)
+        seconds = self._config.default_timeout_s if timeout_s is None else float(timeout_s)
+        done = await box.exec(command, cwd=cwd, env=env, timeout_s=seconds)
+        return nemo.SandboxExecResult(
+            stdout=done.stdout, stderr=done.stderr, return_code=done.return_code, error_type=done.error
+        )
+
+    async def exec_with_background_services(
+        self, handle: Any, command: str, *, cwd: str | None = None, timeout_s: float | None = None
+    ) -> Any:
+        """The same as `exec`, which leaves background processes alive anyway."""
+        return await self.exec(handle, command, cwd=cwd, timeout_s=timeout_s)
+
+    async def upload_file(self, handle: Any, source_path: Path, target_path: str) -> None:
+        """Copy a file into the sandbox; see `Box.upload`."""
+        await handle.raw.upload(Path(source_path), target_path)
+
+    async def download_file(self, handle: Any, source_path: str, target_path: Path) -> None:
+        """Copy a file out of the sandbox; see `Box.download`."""
+        await handle.raw.download(source_path, Path(target_path))
+
+    async def status(self, handle: Any) -> Any:
+        """`RUNNING`, `PAUSED` or `STOPPED`."""
+        box: Box = handle.raw
+        if not box.alive:
+            return nemo.SandboxStatus.STOPPED
+        return nemo.SandboxStatus.PAUSED if box.paused else nemo.SandboxStatus.RUNNING
+
+    async def pause(self, handle: Any) -> None:
+        """Stop every process in the sandbox; memory, files and connections stay.
+
+        Raises:
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        await handle.raw.pause()
+
+    async def resume(self, handle: Any) -> None:
+        """Let them go on.
+
+        Raises:
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        await handle.raw.resume()
+
+    async def close(self, handle: Any) -> None:
+        """End the sandbox and everything in it. Idempotent."""
+        await handle.raw.close()
+        self._boxes.discard(handle.raw)
+
+    async def aclose(self) -> None:
+        """End every sandbox of this provider, and the driver if no other provider uses it. Idempotent."""
+        boxes, self._boxes = self._boxes, set()
+        outcomes = await asyncio.gather(*(box.close() for box in boxes), return_exceptions=True)
+        shared, self._shared = self._shared, None
+        if shared is not None:
+            await shared.release()
+        for outcome in outcomes:
+            if outcome is not None:
+                raise outcome
+
+    async def _start(self, wanted: Plan) -> Box:
+        driver = (await self._driver()).driver
+        image = image_path(wanted.image)
+        sandbox = await driver.start(wanted.with_image(image))
+        return await Box.open(
+            sandbox, wanted, output_limit=self._config.output_limit, concurrency=self._config.concurrency
+        )
+
+    async def _driver(self) -> SharedDriver:
+        async with self._acquiring:
+            if self._shared is None:
+                choice = DriverChoice(self._config.driver, self._config.run_dir)
+                self._shared = await SharedDriver.acquire(choice)
+            return self._shared
+
+
+def _check_user(user: str | int | None, box: Box) -> None:
+    """NeMo Gym's callers know the error for a user that cannot be had as ValueError."""
+    try:
+        check_user(user, box.sandbox.spec.uid)
+    except InputError as error:
+        raise ValueError(str(error)) from error
