@@ -120,7 +120,7 @@ class Box:
         """
         if not is_unicode(command) or "\0" in command:
             return _failed("exec", "the command holds a character that no shell takes")
-        directory = self._path(cwd or "")
+        directory = self.path(cwd or "")
         async with self._places:
             if self.paused:
                 return _failed("sandbox", "the sandbox is paused")
@@ -146,7 +146,7 @@ class Box:
             OSError: as a local copy would raise.
             SandboxError, ToolError: our infrastructure failed.
         """
-        path = self._path(target)
+        path = self.path(target)
         with await asyncio.to_thread(source.open, "rb") as file:
             mode = os.fstat(file.fileno()).st_mode & 0o777
             await self.tools.write(path, await asyncio.to_thread(file.read, _CHUNK), mode=mode)
@@ -163,7 +163,7 @@ class Box:
             OSError: as a local copy would raise.
             SandboxError, ToolError: our infrastructure failed, or the file grew while it was read.
         """
-        path = self._path(source)
+        path = self.path(source)
         await asyncio.to_thread(target.parent.mkdir, parents=True, exist_ok=True)
         part = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
         try:
@@ -219,7 +219,7 @@ class Box:
             done = await self.tools.run(["mkdir", "-p", "--", plan.workdir], cwd="/", timeout_s=_SETUP_S)
             _check(done, f"cannot make the working directory {plan.workdir}")
         for path, text in plan.files.items():
-            await self.tools.write(self._path(path), text.encode())
+            await self.tools.write(self.path(path), text.encode())
         if plan.entrypoint:
             await self._start(plan.entrypoint)
         if plan.ttl_s is not None:
@@ -288,7 +288,8 @@ class Box:
         if done.exit_code not in (0, 1):  # 1: there was nobody
             raise SandboxError(f"cannot signal the processes of sandbox {self.sandbox.id}")
 
-    def _path(self, path: str) -> str:
+    def path(self, path: str) -> str:
+        """`path` as an absolute one; what is relative starts from the working directory."""
         return posixpath.join(self.workdir, path)
 
 

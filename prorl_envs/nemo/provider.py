@@ -19,6 +19,8 @@ from prorl_envs.errors import InputError, ProrlError
 from prorl_envs.nemo.box import Box, check_user
 from prorl_envs.nemo.drivers import DriverChoice, SharedDriver
 from prorl_envs.nemo.plan import Plan, image_path, plan, provider_config
+from prorl_envs.nemo.terminal import TerminalSession
+from prorl_envs.tools.terminal_wire import Open
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +126,24 @@ class ProrlSandboxProvider:
             SandboxError, ToolError: our infrastructure failed.
         """
         await handle.raw.resume()
+
+    async def create_pty(self, handle: Any, spec: Any) -> TerminalSession:
+        """Open an interactive session: a shell, or `spec.command` in one.
+
+        Raises:
+            ValueError: `spec.user` is not the sandbox's.
+            SandboxPtyError: it cannot be started.
+        """
+        box: Box = handle.raw
+        _check_user(spec.user, box)
+        argv = [box.shell] if spec.command is None else [box.shell, "-c", spec.command]
+        request = Open(
+            argv, box.path(spec.cwd or ""), dict(spec.env or {}), spec.pty, int(spec.rows), int(spec.cols)
+        )
+        try:
+            return await TerminalSession.open(box.sandbox, request, error=nemo.SandboxPtyError)
+        except ProrlError as error:
+            raise nemo.SandboxPtyError(str(error)) from error
 
     async def close(self, handle: Any) -> None:
         """End the sandbox and everything in it. Idempotent."""
