@@ -9,7 +9,7 @@ import logging
 import os
 import posixpath
 import secrets
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -73,6 +73,8 @@ class Box:
         self._entrypoint: asyncio.Task[Completed] | None = None
         self._expiry: asyncio.TimerHandle | None = None
         self._closing: asyncio.Task[None] | None = None
+        #: Awaited once the sandbox has ended.
+        self.on_close: Callable[[], Awaitable[None]] | None = None
 
     @classmethod
     async def open(cls, sandbox: Sandbox, plan: Plan, *, output_limit: int, concurrency: int) -> Self:
@@ -209,10 +211,14 @@ class Box:
     async def _close(self) -> None:
         if self._expiry is not None:
             self._expiry.cancel()
-        await self.tools.aclose()
-        if self._entrypoint is not None:
-            await asyncio.wait([self._entrypoint])
-        await self.sandbox.close()
+        try:
+            await self.tools.aclose()
+            if self._entrypoint is not None:
+                await asyncio.wait([self._entrypoint])
+            await self.sandbox.close()
+        finally:
+            if self.on_close is not None:
+                await self.on_close()
 
     async def _prepare(self, plan: Plan) -> None:
         if plan.make_workdir:

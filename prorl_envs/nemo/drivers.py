@@ -8,8 +8,10 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
 
+from prorl_envs.nemo.gate import Gate
 from prorl_envs.sandbox.base import Driver
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.files import node_local_base
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +21,18 @@ class DriverChoice:
     name: str = "bubblewrap"
     run_dir: Path | None = None
 
+    @property
+    def base(self) -> Path:
+        """Below which the driver makes its directory."""
+        return node_local_base() if self.run_dir is None else self.run_dir.resolve()
+
 
 class SharedDriver:
     """A driver and the number of its users. Made by `acquire`; every user calls `release` once."""
 
     def __init__(self, choice: DriverChoice, loop: asyncio.AbstractEventLoop) -> None:
         self.driver = _make(choice)
+        self.gate = Gate(choice.base)
         self._key = (loop, choice)
         self._users = 0
         self._lifetime = self._until_loop_ends()
@@ -59,6 +67,7 @@ class SharedDriver:
             yield
         finally:
             _shared.pop(self._key, None)
+            await self.gate.aclose()
             await self.driver.aclose()
 
 
@@ -67,4 +76,4 @@ _shared: dict[tuple[asyncio.AbstractEventLoop, DriverChoice], SharedDriver] = {}
 
 
 def _make(choice: DriverChoice) -> Driver:
-    return BubblewrapDriver(choice.run_dir)
+    return BubblewrapDriver(choice.base)

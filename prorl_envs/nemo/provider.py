@@ -9,6 +9,7 @@ Registered under the entry point group `nemo_gym.sandbox_providers`. The protoco
 
 import asyncio
 import logging
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from nemo_gym.sandbox.providers import base as nemo
 from prorl_envs.errors import InputError, ProrlError
 from prorl_envs.nemo.box import Box, check_user
 from prorl_envs.nemo.drivers import DriverChoice, SharedDriver
+from prorl_envs.nemo.gate import BorrowedSandbox
 from prorl_envs.nemo.plan import Plan, image_path, plan, provider_config
 from prorl_envs.nemo.terminal import TerminalSession
+from prorl_envs.tools.client import Toolbox
 from prorl_envs.tools.terminal_wire import Open
 
 logger = logging.getLogger(__name__)
@@ -39,7 +42,9 @@ class ProrlSandboxProvider:
 
     def __init__(self, **config: Any) -> None:
         self._config = provider_config(config)
+        self._choice = DriverChoice(self._config.driver, self._config.run_dir)
         self._boxes: set[Box] = set()
+        self._borrowed: dict[Box, BorrowedSandbox] = {}
         self._acquiring = asyncio.Lock()
         self._shared: SharedDriver | None = None
 
@@ -60,7 +65,7 @@ class ProrlSandboxProvider:
         except (ProrlError, OSError) as error:
             raise nemo.SandboxCreateError(str(error)) from error
         self._boxes.add(box)
-        return nemo.SandboxHandle(sandbox_id=box.sandbox.id, provider_name=self.name, raw=box)
+        return self._handle(box)
 
     async def exec(
         self,
@@ -145,13 +150,70 @@ class ProrlSandboxProvider:
         except ProrlError as error:
             raise nemo.SandboxPtyError(str(error)) from error
 
+    async def serialize_handle(self, handle: Any, *, scope: str | None = None) -> dict[str, Any]:
+        """What `connect` needs in another process of this user on this node.
+
+        Args:
+            scope: NeMo Gym's remote provider knows scopes; a borrower of ours may do everything.
+        """
+        box: Box = handle.raw
+        return {
+            "provider": self.name,
+            "sandbox_id": box.sandbox.id,
+            "workdir": box.workdir,
+            "hostname": socket.gethostname(),
+            "run_dir": str(self._choice.base),
+        }
+
+    async def connect(self, descriptor: Mapping[str, Any]) -> Any:
+        """Borrow a sandbox that another process owns. It ends with its owner.
+
+        Args:
+            descriptor: from `serialize_handle`; of it, `sandbox_id` is enough where both have the same
+                `run_dir`.
+
+        Raises:
+            InputError: the descriptor is another provider's or another node's.
+            SandboxError: its owner is gone, or does not have it any more.
+        """
+        here = socket.gethostname()
+        if descriptor.get("provider", self.name) != self.name or descriptor.get("hostname", here) != here:
+            raise InputError(
+                f"cannot borrow a sandbox of {descriptor.get('provider')} on {descriptor.get('hostname')}",
+                hint=f"this is {self.name} on {here}",
+            )
+        base = Path(descriptor.get("run_dir") or self._choice.base)
+        sandbox = await BorrowedSandbox.borrow(str(descriptor.get("sandbox_id")), base)
+        try:
+            box = Box(
+                sandbox,
+                await Toolbox.open(sandbox),
+                shell=sandbox.shell,
+                workdir=descriptor.get("workdir") or sandbox.workdir,
+                output_limit=self._config.output_limit,
+                concurrency=self._config.concurrency,
+            )
+        except BaseException:
+            sandbox.release()
+            raise
+        self._borrowed[box] = sandbox
+        return self._handle(box)
+
     async def close(self, handle: Any) -> None:
-        """End the sandbox and everything in it. Idempotent."""
+        """End the sandbox and everything in it, a borrowed one too. Idempotent."""
         await handle.raw.close()
         self._boxes.discard(handle.raw)
+        self._borrowed.pop(handle.raw, None)
 
     async def aclose(self) -> None:
-        """End every sandbox of this provider, and the driver if no other provider uses it. Idempotent."""
+        """End every sandbox of this provider, and the driver if no other provider uses it. Idempotent.
+
+        What is borrowed is given back, not ended.
+        """
+        borrowed, self._borrowed = self._borrowed, {}
+        for box, sandbox in borrowed.items():
+            await box.tools.aclose()
+            sandbox.release()
         boxes, self._boxes = self._boxes, set()
         outcomes = await asyncio.gather(*(box.close() for box in boxes), return_exceptions=True)
         shared, self._shared = self._shared, None
@@ -162,18 +224,26 @@ class ProrlSandboxProvider:
                 raise outcome
 
     async def _start(self, wanted: Plan) -> Box:
-        driver = (await self._driver()).driver
-        image = image_path(wanted.image)
-        sandbox = await driver.start(wanted.with_image(image))
-        return await Box.open(
+        shared = await self._driver()
+        sandbox = await shared.driver.start(wanted.with_image(image_path(wanted.image)))
+        box = await Box.open(
             sandbox, wanted, output_limit=self._config.output_limit, concurrency=self._config.concurrency
         )
+        try:
+            shared.gate.offer(box)
+        except BaseException:
+            await box.close()
+            raise
+        box.on_close = lambda: shared.gate.withdraw(box)
+        return box
+
+    def _handle(self, box: Box) -> Any:
+        return nemo.SandboxHandle(sandbox_id=box.sandbox.id, provider_name=self.name, raw=box)
 
     async def _driver(self) -> SharedDriver:
         async with self._acquiring:
             if self._shared is None:
-                choice = DriverChoice(self._config.driver, self._config.run_dir)
-                self._shared = await SharedDriver.acquire(choice)
+                self._shared = await SharedDriver.acquire(self._choice)
             return self._shared
 
 
