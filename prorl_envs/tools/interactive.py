@@ -15,6 +15,7 @@ import struct
 import subprocess
 import termios
 from collections.abc import Callable
+from functools import partial
 
 from prorl_envs.tools.loop import Loop
 from prorl_envs.tools.terminal_wire import (
@@ -131,9 +132,12 @@ class _Session:
     def _watch_outputs(self) -> None:
         assert self._program is not None
         for fd in self._program.outputs:
-            self._loop.watch(fd, lambda fd=fd: self._on_output(fd))
+            self._loop.watch(fd, partial(self._on_output, fd))
 
-    def _on_output(self, fd: int) -> bool:
+    def _on_output(self, fd: int) -> None:
+        self._forward(fd)
+
+    def _forward(self, fd: int) -> bool:
         """Hand on what can be read at once; returns whether there may be more."""
         assert self._program is not None
         try:
@@ -155,7 +159,7 @@ class _Session:
         for fd in tuple(self._program.outputs):
             self._loop.forget(fd)
             for _ in range(_DRAIN_READS):
-                if not self._on_output(fd):
+                if not self._forward(fd):
                     break
         self._loop.forget(self._program.pidfd)
         self._loop.forget(self._program.input)

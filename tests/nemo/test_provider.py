@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("nemo_gym", reason="run by scripts/test-nemo.sh in an environment of its own")
 
 # mypy: disable-error-code="import-not-found,import-untyped"
+import uvloop
 from nemo_gym.sandbox import AsyncSandbox, Sandbox, SandboxSpec
 from nemo_gym.sandbox.providers import create_provider, list_providers
 from nemo_gym.sandbox.providers.base import SandboxCreateError, SandboxStatus
@@ -25,6 +26,16 @@ from prorl_envs.testing.leaks import Holdings, leaks_since
 pytestmark = [pytest.mark.nemo, pytest.mark.anyio]
 
 PROVIDER: dict[str, Any] = {"prorl": {}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _loops_own_pipe() -> None:
+    """uvloop opens one pipe per process, at its first use."""
+
+    async def nothing() -> None:
+        pass
+
+    uvloop.run(nothing())
 
 
 @pytest.fixture(scope="module")
@@ -293,13 +304,15 @@ async def test_a_driver_is_shared_and_ends_with_its_last_provider(run_dir: Path)
     assert not leaks_since(before, run_dir)
 
 
-def test_what_nobody_closed_ends_with_the_loop(run_dir: Path) -> None:
-    before = Holdings.now(run_dir)
-
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])  # NeMo Gym's servers run on uvloop
+def test_what_nobody_closed_ends_with_the_loop(run: Any, run_dir: Path) -> None:
     async def forget() -> None:
-        await AsyncSandbox({"prorl": {"run_dir": str(run_dir)}}, SandboxSpec()).start()
+        box = await AsyncSandbox({"prorl": {"run_dir": str(run_dir)}}, SandboxSpec()).start()
+        done = await asyncio.gather(*(box.exec("echo hi; sleep 1000 &") for _ in range(5)))
+        assert [each.stdout for each in done] == ["hi\n"] * 5
 
-    asyncio.run(forget())
+    before = Holdings.now(run_dir)
+    run(forget())
     assert not leaks_since(before, run_dir)
 
 
