@@ -69,7 +69,7 @@ async def bench(image: Path, rounds: int) -> dict[str, dict[str, list[float]]]:
     async with AsyncExitStack() as exits:
         boxes = {}
         for name, config in PROVIDERS.items():
-            for turn in range(3):
+            for turn in range(6):
                 box = AsyncSandbox({name: config}, SandboxSpec(image=str(image)))
                 started = time.perf_counter()
                 await exits.enter_async_context(await box.start())
