@@ -167,7 +167,7 @@ class Box:
         """
         path = self.path(source)
         await asyncio.to_thread(target.parent.mkdir, parents=True, exist_ok=True)
-        part = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+        part = target.with_name(f".part-{secrets.token_hex(8)}")
         try:
             with await asyncio.to_thread(part.open, "wb") as file:
                 moved = 0
@@ -189,8 +189,12 @@ class Box:
             SandboxError, ToolError: our infrastructure failed.
         """
         if not self.paused:
-            await self._signal_all("STOP")
-            self.paused = True
+            self.paused = True  # from here on nothing new is started
+            try:
+                await self._signal_all("STOP")
+            except BaseException:
+                self.paused = False
+                raise
 
     async def resume(self) -> None:
         """Let every process inside go on, those too that had stopped by themselves. Idempotent.

@@ -66,7 +66,8 @@ async def test_the_two_outputs_can_be_kept_apart(box: Toolbox) -> None:
 
 async def test_a_background_process_goes_on_where_it_is_wanted(box: Toolbox) -> None:
     """It holds the output, writes to it after the call, and is not ended by that."""
-    command = "(until [ -e go ]; do sleep 0.01; done; seq 100000; seq 100000 >&2; touch done) & echo begun"
+    write = "n=0; while [ $n -lt 5000 ]; do n=$((n+1)); echo a line for nobody; echo another >&2; done"
+    command = f"(until [ -e go ]; do sleep 0.01; done; {write}; touch done) & echo begun"
     done = await box.run(["sh", "-c", command], background=True, apart=True, timeout_s=T)
     assert done.output == b"begun\n"
     wait = "touch go; until [ -e done ]; do sleep 0.01; done"
