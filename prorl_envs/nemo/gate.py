@@ -83,7 +83,7 @@ class Gate:
                 self._guests[guest] = request["sandbox"]
                 try:
                     answer, lent = await self._answer(request)
-                except ProrlError as error:
+                except (ProrlError, OSError) as error:
                     answer, lent = {"error": str(error)}, None
                 try:
                     descriptors = [] if lent is None else [lent.fileno()]

@@ -55,7 +55,7 @@ class ProrlSandboxProvider:
             SandboxCreateError: it cannot be what `spec` asks, or did not start, or not in time.
         """
         try:
-            wanted = plan(spec, self._config)
+            wanted = await asyncio.to_thread(plan, spec, self._config)  # it looks at the binds
             for warning in wanted.warnings:
                 logger.warning("%s", warning)
             async with asyncio.timeout(wanted.ready_s):
@@ -64,7 +64,6 @@ class ProrlSandboxProvider:
             raise nemo.SandboxCreateError(f"the sandbox was not ready in {wanted.ready_s:g} s") from None
         except (ProrlError, OSError) as error:
             raise nemo.SandboxCreateError(str(error)) from error
-        self._boxes.add(box)
         return self._handle(box)
 
     async def exec(
@@ -229,11 +228,8 @@ class ProrlSandboxProvider:
         box = await Box.open(
             sandbox, wanted, output_limit=self._config.output_limit, concurrency=self._config.concurrency
         )
-        try:
-            shared.gate.offer(box)
-        except BaseException:
-            await box.close()
-            raise
+        self._boxes.add(box)  # from here on `aclose` ends it, whatever becomes of this call
+        shared.gate.offer(box)
         box.on_close = lambda: shared.gate.withdraw(box)
         return box
 

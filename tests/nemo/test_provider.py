@@ -280,7 +280,7 @@ def image(tmp_path: Path) -> Path:
     for folder in ("bin", "tmp", "repo"):
         (tmp_path / folder).mkdir()
     shutil.copy(busybox, tmp_path / "bin/busybox")
-    for name in ("sh", "ls", "mkdir", "cat", "tail", "head"):
+    for name in ("sh", "ls", "mkdir", "cat", "tail", "head", "sleep"):
         (tmp_path / "bin" / name).symlink_to("busybox")
     (tmp_path / "repo/code").write_text("x")
     return tmp_path
@@ -320,6 +320,22 @@ def test_the_blocking_api_works_too() -> None:
     with Sandbox(PROVIDER, SandboxSpec()) as box:
         box.start()
         assert box.exec("echo hi").stdout == "hi\n"
+
+
+def test_a_harness_of_nemo_gyms_runs_on_it(image: Path) -> None:
+    from responses_api_agents.mini_swe_agent_2.sandbox_environment import MiniSWESandboxEnvironment
+
+    environment = MiniSWESandboxEnvironment(image=str(image), cwd="/repo", provider=PROVIDER)  # user="root"
+    try:
+        assert environment.execute("ls; echo x > new; exit 3") | {"exception_info": ""} == {
+            "output": "code\n",
+            "returncode": 3,
+            "exception_info": "",
+        }
+        assert environment.execute({"command": "cat new"})["output"] == "x\n"
+        assert environment.execute("echo part; sleep 1000", timeout=1)["output"].startswith("part\n")
+    finally:
+        environment.cleanup()
 
 
 KILLED = """
