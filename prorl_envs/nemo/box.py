@@ -9,6 +9,7 @@ import logging
 import os
 import posixpath
 import secrets
+import signal
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +74,7 @@ class Box:
         self._entrypoint: asyncio.Task[Completed] | None = None
         self._expiry: asyncio.TimerHandle | None = None
         self._closing: asyncio.Task[None] | None = None
-        #: Awaited once the sandbox has ended.
+        #: Awaited before the sandbox ends.
         self.on_close: Callable[[], Awaitable[None]] | None = None
 
     @classmethod
@@ -132,6 +133,8 @@ class Box:
                 return _failed("exec", f"cannot start a command in {directory}: {error.strerror}")
             except (SandboxError, ToolError) as error:
                 return _failed("sandbox", str(error))
+        if done.exit_code == -signal.SIGKILL and not self.alive:  # with everything in it
+            return _failed("sandbox", f"sandbox {self.sandbox.id} ended during the command")
         stdout, stderr = (data.decode("utf-8", "replace") for data in (done.output, done.errors))
         if done.exit_code is None:
             note = f"[the command was ended after {timeout_s:g} s]"
@@ -215,14 +218,12 @@ class Box:
     async def _close(self) -> None:
         if self._expiry is not None:
             self._expiry.cancel()
-        try:
-            await self.tools.aclose()
-            if self._entrypoint is not None:
-                await asyncio.wait([self._entrypoint])
-            await self.sandbox.close()
-        finally:
-            if self.on_close is not None:
-                await self.on_close()
+        if self.on_close is not None:
+            await self.on_close()
+        await self.tools.aclose()
+        if self._entrypoint is not None:
+            await asyncio.wait([self._entrypoint])
+        await self.sandbox.close()
 
     async def _prepare(self, plan: Plan) -> None:
         if plan.make_workdir:

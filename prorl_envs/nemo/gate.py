@@ -52,7 +52,7 @@ class Gate:
             self._listening = asyncio.create_task(self._listen(listener))
 
     async def withdraw(self, box: Box) -> None:
-        """Tell its borrowers that it has ended. Idempotent."""
+        """Tell its borrowers that it ends. Idempotent."""
         self._boxes.pop(box.sandbox.id, None)
         await _end(*(guest for guest, lent in self._guests.items() if lent == box.sandbox.id))
 
@@ -80,7 +80,8 @@ class Gate:
         with connection:
             while message := (await receive(connection, _MESSAGE_LIMIT))[0]:
                 request = json.loads(message)
-                self._guests[guest] = request["sandbox"]
+                # Who asks for the end waits for it; the others hear of it first.
+                self._guests[guest] = "" if request["do"] == "close" else request["sandbox"]
                 try:
                     answer, lent = await self._answer(request)
                 except (ProrlError, OSError) as error:
