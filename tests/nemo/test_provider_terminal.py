@@ -47,7 +47,7 @@ async def test_a_shell_keeps_its_state_on_a_terminal(box: Any) -> None:
     async with await box.pty.create(rows=30, cols=100, env={"PS1": "$ "}) as shell:
         assert shell.mode == "pty"
         assert (await box.pty.exec("x=1; cd /tmp", session=shell)).return_code == 0
-        done = await box.pty.exec("echo $x $PWD; stty size; false", session=shell)
+        done = await box.pty.exec("echo $x $PWD; stty size < /dev/tty; false", session=shell)
         assert "1 /tmp" in done.stdout and "30 100" in done.stdout  # beside prompts and echo
         assert done.return_code == 1
         await shell.resize(40, 120)
