@@ -186,6 +186,9 @@ class BorrowedSandbox:
         lent.setblocking(False)
         return lent
 
+    async def snapshot(self) -> NoReturn:
+        raise SandboxError("a borrowed sandbox's files are the owner's to copy")
+
     async def close(self) -> None:
         """Have the owner end the sandbox, and give it back. Idempotent."""
         if self.alive:
