@@ -108,6 +108,10 @@ class Settings(_Section):
         run_dir: directory on a local disk below which sandboxes keep their files while they run; None takes
             the temporary directory.
         bwrap: bubblewrap program; None takes the package's, else the system's.
+        image_cache: directory for images that were built or pulled; may lie on a shared file system. None
+            takes `images` in the cache directory.
+        image_build_s: seconds that building or pulling one image may take.
+        image_build_bytes: most bytes that a compressed archive may unpack to.
     """
 
     service: ServiceSettings = ServiceSettings()
@@ -116,6 +120,9 @@ class Settings(_Section):
     cache_dir: ExpandedPath | None = None
     run_dir: ExpandedPath | None = None
     bwrap: ExpandedPath | None = None
+    image_cache: ExpandedPath | None = None
+    image_build_s: float = Field(default=3600.0, gt=0)
+    image_build_bytes: int = Field(default=64 << 30, ge=1)
 
 
 def load_settings(path: Path | None = None, environ: Mapping[str, str] | None = None) -> Settings:
