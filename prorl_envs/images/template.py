@@ -122,6 +122,8 @@ def from_dockerfile(path: Path, text: str) -> str:
         InputError: it has an instruction whose meaning would be lost.
     """
     # It takes a moment to load.
+    from spython.logger import bot
+    from spython.logger.message import ERROR
     from spython.main.parse.parsers import DockerParser
     from spython.main.parse.writers import SingularityWriter
 
@@ -129,6 +131,7 @@ def from_dockerfile(path: Path, text: str) -> str:
         raise InputError(
             f"{path}: {lost[1].upper()} has no like in a definition", hint="write a definition file for it"
         )
+    bot.level = ERROR  # it warns of files that it looks for in the wrong folder
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
