@@ -43,6 +43,12 @@ def rootfs_tar(rootfs: Path) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def layer(rootfs_tar: Path) -> bytes:
+    """The root file system as a container's only layer."""
+    return rootfs_tar.read_bytes()
+
+
 @pytest.fixture
 def apptainer() -> str:
     found = shutil.which("apptainer") or shutil.which("singularity")

@@ -99,11 +99,14 @@ asyncio.run(main())
 """
 
 
+def held_elsewhere(path: Path) -> subprocess.Popen[bytes]:
+    arguments = [sys.executable, "-c", HOLD, str(path)]
+    return subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
 async def test_a_killed_owners_lock_is_taken_over(tmp_path: Path) -> None:
     path = tmp_path / "key.lock"
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as owner:
+    with held_elsewhere(path) as owner:
         assert owner.stdout is not None
         assert await asyncio.to_thread(owner.stdout.readline) == b"held\n"
         owner.send_signal(signal.SIGKILL)

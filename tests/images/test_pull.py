@@ -79,12 +79,12 @@ def environ(apptainer: str, home: Path, **more: str) -> dict[str, str]:
 
 
 async def test_an_image_is_pulled_once_with_the_users_credentials(
-    apptainer: str, store: ImageStore, scratch: Path, rootfs_tar: Path, tmp_path: Path
+    apptainer: str, store: ImageStore, scratch: Path, layer: bytes, tmp_path: Path
 ) -> None:
     credentials = {"APPTAINER_DOCKER_USERNAME": USER, "APPTAINER_DOCKER_PASSWORD": PASSWORD}
     credentials |= {name.replace("APPTAINER", "SINGULARITY"): text for name, text in credentials.items()}
     builder = ImageBuilder(store, scratch=scratch, environ=environ(apptainer, tmp_path, **credentials))
-    with registry(rootfs_tar.read_bytes()) as (host, served):
+    with registry(layer) as (host, served):
         first = await builder.resolve(f"docker://{host}/image:1")
         count = len(served)
         assert first is not None and count > 0
@@ -103,10 +103,10 @@ async def test_an_image_is_pulled_once_with_the_users_credentials(
 
 
 async def test_without_credentials_the_error_says_what_to_set(
-    apptainer: str, store: ImageStore, scratch: Path, rootfs_tar: Path, tmp_path: Path
+    apptainer: str, store: ImageStore, scratch: Path, layer: bytes, tmp_path: Path
 ) -> None:
     builder = ImageBuilder(store, scratch=scratch, environ=environ(apptainer, tmp_path))
-    with registry(rootfs_tar.read_bytes()) as (host, _), pytest.raises(SandboxError) as caught:
+    with registry(layer) as (host, _), pytest.raises(SandboxError) as caught:
         await builder.resolve(f"docker://{host}/image:1")
     assert "APPTAINER_DOCKER_PASSWORD" in caught.value.hint
 
