@@ -28,7 +28,7 @@ def test_build_list_inspect_prune(tmp_path: Path) -> None:
     write_busybox_rootfs(tmp_path / "root", busybox)
     definition = tmp_path / "task.def"
     definition.write_text("Bootstrap: localimage\nFrom: root\n\n%post\n    echo {{ word }} > /etc/said\n")
-    build = ["build", definition, "--set", "word=hello", "--version", "3"]
+    build: list[str | Path] = ["build", definition, "--set", "word=hello", "--version", "3"]
     first, second = run(tmp_path, *build), run(tmp_path, *build)
     assert first.returncode == 0, first.stderr
     assert first.stdout == second.stdout

@@ -1,6 +1,10 @@
 """Telling one kind of source from another. No builder is needed."""
 
+import bz2
+import gzip
+import lzma
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -63,31 +67,29 @@ def test_what_is_no_archive_is_refused(tmp_path: Path, content: bytes) -> None:
         parse_source(tmp_path / "file")
 
 
-@pytest.mark.parametrize("mode", ["w", "w:gz", "w:bz2", "w:xz"])
-def test_a_layer_is_the_tar_unpacked(rootfs: Path, tmp_path: Path, mode: str) -> None:
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, bz2.compress, lzma.compress])
+def test_a_layer_is_the_tar_unpacked(layer: bytes, tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
     path = tmp_path / "root.tar"
-    with tarfile.open(path, mode) as archive:
-        archive.add(rootfs / "etc", "etc")
+    path.write_bytes(pack(layer))
+    assert parse_source(path).kind is Kind.TAR
     write_layout(path, tmp_path / "layout", limit=1 << 30)
     blobs = list((tmp_path / "layout" / "blobs" / "sha256").iterdir())
-    (layer,) = [path for path in blobs if not path.read_bytes().startswith(b"{")]
-    with tarfile.open(layer, "r:") as archive:
-        assert "etc/image" in archive.getnames()
+    assert layer in [path.read_bytes() for path in blobs]
 
 
-@pytest.mark.parametrize("mode", ["w", "w:gz"])
-def test_a_tar_larger_than_the_limit_is_refused(rootfs: Path, tmp_path: Path, mode: str) -> None:
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_tar_larger_than_the_limit_is_refused(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
     path = tmp_path / "root.tar"
-    with tarfile.open(path, mode) as archive:
-        archive.add(rootfs / "bin" / "busybox", "busybox")
+    path.write_bytes(pack(bytes(1 << 20)))
     with pytest.raises(InputError, match="more than 100000 bytes"):
         write_layout(path, tmp_path / "layout", limit=100_000)
 
 
-def test_a_damaged_compressed_tar_is_refused(rootfs: Path, tmp_path: Path) -> None:
-    path = tmp_path / "root.tar.gz"
-    with tarfile.open(path, "w:gz") as archive:
-        archive.add(rootfs / "bin" / "busybox", "busybox")
-    path.write_bytes(path.read_bytes()[:-1000])
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress])
+def test_a_damaged_compressed_tar_is_refused(
+    layer: bytes, tmp_path: Path, pack: Callable[[bytes], bytes]
+) -> None:
+    path = tmp_path / "root.tar"
+    path.write_bytes(pack(layer)[:-1000])
     with pytest.raises(InputError, match="cannot unpack"):
         write_layout(path, tmp_path / "layout", limit=1 << 30)
