@@ -225,9 +225,12 @@ async def test_a_cancelled_build_leaves_nothing(
     apptainer: str, store: ImageStore, rootfs: Path, scratch: Path
 ) -> None:
     started = asyncio.Event()
-    builder = ImageBuilder(
-        store, scratch=scratch, progress=lambda line: "sleep 601" in line and started.set()
-    )
+
+    def progress(line: str) -> None:
+        if "sleep 601" in line:
+            started.set()
+
+    builder = ImageBuilder(store, scratch=scratch, progress=progress)
     template = ImageTemplate(name="t", version="1", definition=ENDLESS.format(rootfs=rootfs))
     building = asyncio.create_task(builder.resolve(template))
     await started.wait()
