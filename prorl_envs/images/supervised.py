@@ -14,6 +14,7 @@ from prorl_envs.errors import SandboxError
 
 _TAIL = 8192
 _LOOK_S = 1.0
+_LAST_WORDS_S = 5.0
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
@@ -83,13 +84,19 @@ async def run_supervised(
     """
     arguments = ["-I", "-m", "prorl_envs.images.supervisor", str(scratch)]
     arguments += ["identity" if identity else "same", *command]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, *arguments, cwd=scratch, env=env, start_new_session=True,
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-    )  # fmt: skip
-    assert process.stdin is not None and process.stdout is not None
     tail = Tail()
-    reading = asyncio.create_task(_read(process.stdout, tail, progress))
+    output, write_end = await _pipe()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *arguments, cwd=scratch, env=env, start_new_session=True,
+            stdin=asyncio.subprocess.PIPE, stdout=write_end, stderr=write_end,
+        )  # fmt: skip
+    except BaseException:
+        output.transport.close()
+        raise
+    finally:
+        os.close(write_end)
+    reading = asyncio.create_task(_read(output.stream, tail, progress))
     try:
         async with clock.timeout(limits.seconds):
             await _watch(reading, scratch, limits.free_bytes, clock)
@@ -99,8 +106,9 @@ async def run_supervised(
             hint="see what it waits for, or raise image_build_s",
         ) from None
     finally:
+        assert process.stdin is not None
         process.stdin.close()  # the leash: all that is left of the command ends now
-        await _settle(reading, process)
+        await _settle(reading, process, output)
     return Outcome(process.returncode or 0, tail.text)
 
 
@@ -130,9 +138,11 @@ async def _watch(reading: asyncio.Task[None], scratch: Path, free_bytes: int, cl
             look.cancel()
 
 
-async def _settle(reading: asyncio.Task[None], process: asyncio.subprocess.Process) -> None:
+async def _settle(
+    reading: asyncio.Task[None], process: asyncio.subprocess.Process, output: "_Output"
+) -> None:
     """Wait until the supervisor is gone; a cancellation in between does not cut this short."""
-    ending = asyncio.gather(reading, process.wait())
+    ending = asyncio.ensure_future(_end(reading, process, output))
     cancelled = None
     while not ending.done():
         try:
@@ -142,6 +152,33 @@ async def _settle(reading: asyncio.Task[None], process: asyncio.subprocess.Proce
     ending.result()
     if cancelled is not None:
         raise cancelled
+
+
+async def _end(reading: asyncio.Task[None], process: asyncio.subprocess.Process, output: "_Output") -> None:
+    await process.wait()
+    # Only where the supervisor itself was killed does anything still hold the other end.
+    await asyncio.wait([reading], timeout=_LAST_WORDS_S)
+    reading.cancel()
+    await asyncio.wait([reading])
+    output.transport.close()
+    if not reading.cancelled():
+        reading.result()
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    stream: asyncio.StreamReader
+    transport: asyncio.ReadTransport
+
+
+async def _pipe() -> tuple[_Output, int]:
+    """A pipe of our own: `wait` of a process with pipes of asyncio's waits for all who hold them."""
+    read_end, write_end = os.pipe()
+    stream = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(read_end, "rb", 0)
+    )
+    return _Output(stream, transport), write_end
 
 
 def environment(scratch: Path, host: Mapping[str, str], *, remote: bool) -> dict[str, str]:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -241,6 +242,25 @@ async def test_a_cancelled_build_leaves_nothing(
     assert names(store.root / "locks") == []
 
 
+async def test_a_build_whose_supervisor_was_killed_ends_with_an_error(
+    apptainer: str, store: ImageStore, rootfs: Path, scratch: Path
+) -> None:
+    killed: list[str] = []
+
+    def kill_supervisor(line: str) -> None:
+        if "sleep 2" in line and not killed:
+            (work,) = names(scratch)
+            found = [pid for pid in names(Path("/proc")) if pid.isdigit() and _supervises(int(pid), work)]
+            killed.extend(found)
+            os.kill(int(found[0]), signal.SIGKILL)
+
+    builder = ImageBuilder(store, scratch=scratch, progress=kill_supervisor)
+    definition = f"Bootstrap: localimage\nFrom: {rootfs}\n\n%post\n    sleep 2\n    exit 1\n"
+    with pytest.raises(SandboxError, match="status"):
+        await built(builder, ImageTemplate(name="t", version="1", definition=definition))
+    assert len(killed) == 1
+
+
 BUILD = """\
 import asyncio, sys
 from pathlib import Path
@@ -308,6 +328,14 @@ def _works_in(pid: int, folder: str) -> bool:
         return folder in Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:
         return False
+
+
+def _supervises(pid: int, folder: str) -> bool:
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return False
+    return "images.supervisor" in command and folder in command
 
 
 async def test_an_image_that_was_built_runs_in_a_sandbox(
