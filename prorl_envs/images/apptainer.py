@@ -1,8 +1,8 @@
 """Which Apptainer there is, what it may do here, and what its failures mean."""
 
 import contextlib
-import getpass
 import os
+import pwd
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,33 +10,41 @@ from pathlib import Path
 
 from prorl_envs.errors import SandboxError
 
-#: (what its output holds, what helps). The first that fits counts.
-_REMEDIES = (
-    (("no space left on device",), "free some disk, or set run_dir to a larger local one"),
+#: What an output holds, and what helps then. The first that fits counts.
+_FULL = (("no space left on device",), "free some disk, or set run_dir to a larger local one")
+_PULLING = (
+    _FULL,
     (
         ("no such host", "connection refused", "i/o timeout", "network is unreachable", "failure in name"),
         "this machine cannot reach the registry: pull the image where there is a network, and give the SIF",
     ),
     (
-        ("unauthorized", "authentication required", "denied", "401"),
+        ("unauthorized", "authentication required", "access denied", "access to the resource is denied"),
         "set APPTAINER_DOCKER_USERNAME and APPTAINER_DOCKER_PASSWORD, or run `apptainer registry login`",
     ),
     (
         ("has no library client",),
         "Apptainer knows no library by default: `apptainer remote add --no-login NAME cloud.sylabs.io`",
     ),
-    (("manifest unknown", "not found: manifest", "name unknown"), "look at the image's name and tag"),
+    (("manifest unknown", "name unknown", "404 not found"), "look at the image's name and tag"),
+)
+_BUILDING = (
+    _FULL,
     (
-        ("lchown", "change uid and gids", "invalid argument", "/etc/subuid"),
+        ("lchown", "change uid and gids", "operation not permitted: chown"),
         "files of other owners need subordinate ids: ask for `usermod --add-subuids 100000-165535 "
         "--add-subgids 100000-165535 USER`, or build where you have them",
     ),
     (
-        ("creating namespace", "clone: operation not permitted", "user namespace", "max_user_namespaces"),
+        ("creating namespace", "create user namespace", "clone: operation not permitted", "unshare: "),
         "this machine allows no user namespaces: build on another, and bring the SIF",
     ),
-    (("mksquashfs",), "install squashfs-tools"),
-)  # fmt: skip
+    (("mksquashfs not found", '"mksquashfs": executable file not found'), "install squashfs-tools"),
+    (
+        ("could not resolve", "temporary failure in name resolution", "temporary failure resolving"),
+        "the definition's commands need a network, and this machine has none",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +93,8 @@ def _is_listed(path: Path) -> bool:
     except OSError:
         return False
     known = {str(os.geteuid())}
-    with contextlib.suppress(KeyError, OSError):
-        known.add(getpass.getuser())
+    with contextlib.suppress(KeyError):
+        known.add(pwd.getpwuid(os.geteuid()).pw_name)
     return bool(names & known)
 
 
@@ -105,13 +113,18 @@ def find_program(environ: Mapping[str, str]) -> str:
     )
 
 
-def failure(what: str, status: int, output: str) -> SandboxError:
-    """The error for a builder's exit status, with the end of what it said and what helps."""
+def failure(what: str, status: int, output: str, *, remote: bool) -> SandboxError:
+    """The error for a builder's exit status, with the end of what it said and what helps.
+
+    Args:
+        remote: it was pulling, not building.
+    """
     lines = [line for line in output.splitlines() if line.strip()]
     fatal = next((line for line in reversed(lines) if line.startswith(("FATAL", "ERROR"))), "")
     said = "\n".join(lines[-25:])[-3000:]
     low = f"{fatal}\n{said}".lower()
-    hint = next((help for signs, help in _REMEDIES if any(sign in low for sign in signs)), "")
+    remedies = _PULLING if remote else _BUILDING
+    hint = next((help for signs, help in remedies if any(sign in low for sign in signs)), "")
     return SandboxError(
         f"{what} failed with status {status}; the last it said:\n{said}", hint=hint or "see its last lines"
     )

@@ -87,7 +87,7 @@ class ImageBuilder:
             SandboxError: this machine cannot build or pull it.
         """
         if isinstance(source, ImageTemplate):
-            return self.store.use(await self._template(source, mode))
+            return await in_thread(self.store.use, await self._template(source, mode))
         if not isinstance(source, Source):
             source = await in_thread(parse_source, source)
         match source.kind:
@@ -99,7 +99,7 @@ class ImageBuilder:
                 await in_thread(system_partition, source.path)
                 return source.path
             case _:
-                return self.store.use(await self._converted(source, mode))
+                return await in_thread(self.store.use, await self._converted(source, mode))
 
     async def _converted(self, source: Source, mode: Mode) -> Entry:
         """The image of an archive, a layout or an address."""
@@ -154,7 +154,7 @@ class ImageBuilder:
         content |= {"version": template.version, "architecture": platform.machine()}
         bases, digests = {}, {}
         for number, stage in enumerate(stages):
-            base = _base(template, stage)
+            base = await in_thread(_base, template, stage)
             if base is not None:
                 path = await self.resolve(base, mode)
                 assert path is not None
@@ -191,7 +191,7 @@ class ImageBuilder:
 
     async def _build(self, scratch: Path, locked: _Locked) -> Path:
         image, definition = scratch / "image.sif", scratch / "definition"
-        stages, may = locked.stages, rights()
+        stages, may = locked.stages, await in_thread(rights)
         for number, path in locked.bases.items():
             base = scratch / f"base-{number}"
             if may.unpack_base:
@@ -231,14 +231,14 @@ class ImageBuilder:
         command = [program, "build", *arguments]
         outcome = await self._run(scratch, command, identity=identity, remote=False)
         if outcome.status:
-            raise failure(f"{Path(program).name} build", outcome.status, outcome.output)
+            raise failure(f"{Path(program).name} build", outcome.status, outcome.output, remote=False)
 
     async def _pull(self, scratch: Path, address: str, image: Path) -> None:
         program = find_program(self._environ)
         command = [sys.executable, "-I", "-m", "prorl_envs.images.pull", program, address, str(image)]
         outcome = await self._run(scratch, command, identity=False, remote=True)
         if outcome.status or not await in_thread(image.is_file):
-            raise failure(f"pulling {address}", outcome.status, outcome.output)
+            raise failure(f"pulling {address}", outcome.status, outcome.output, remote=True)
 
     async def _run(self, scratch: Path, command: list[str], *, identity: bool, remote: bool) -> Outcome:
         env = environment(scratch, self._environ, remote=remote)
@@ -270,7 +270,7 @@ def _base(template: ImageTemplate, stage: Stage) -> Source | None:
     if bootstrap in _LOCAL:
         if not origin:
             raise InputError(f"Bootstrap: {bootstrap} needs a From: line")
-        path = template.folder / Path(origin).expanduser()
+        path = template.folder.absolute() / Path(origin).expanduser()
         return parse_source(path if bootstrap == "localimage" else f"{bootstrap}:{path}")
     return None
 
@@ -286,10 +286,13 @@ def _stage_files(scratch: Path, locked: _Locked) -> list[str]:
     assert isinstance(files, dict)
     for number, (target, source) in enumerate(sorted(locked.files.items())):
         copy = scratch / f"file-{number}"
-        if source.is_dir():
-            shutil.copytree(source, copy, symlinks=True)
-        else:
-            shutil.copy(source, copy)
+        try:
+            if source.is_dir():
+                shutil.copytree(source, copy, symlinks=True)
+            else:
+                shutil.copy(source, copy)
+        except OSError as error:
+            raise InputError(f"cannot copy {source} for the image: {str(error)[:500]}") from error
         if digest.of_path(copy) != files[target]:
             raise InputError(f"{source} changes while the image is built", hint="build again when it is done")
         lines.append(f"    {copy} {target}")

@@ -135,3 +135,13 @@ async def test_an_owner_that_was_taken_over_removes_nobody_elses_lock(tmp_path: 
         path.write_bytes(other)
     assert path.read_bytes() == other
     assert names(tmp_path) == ["key.lock"]
+
+
+async def test_where_the_file_system_has_no_links_one_makes_the_file(tmp_path: Path) -> None:
+    first, second = KeyLock(tmp_path / "key.lock"), KeyLock(tmp_path / "key.lock")
+    assert first._create()
+    assert not second._create()
+    await first.__aexit__(None, None, None)
+    assert second._create()
+    await second.__aexit__(None, None, None)
+    assert names(tmp_path) == []
