@@ -109,6 +109,10 @@ class Settings(_Section):
             the temporary directory.
         bwrap: bubblewrap program; None takes the package's, else the system's.
         warm: most sandboxes that stand ready before they are asked for, 3 MB each; 0 keeps none.
+        image_cache: directory for images that were built or pulled; may lie on a shared file system. None
+            takes `images` in the cache directory.
+        image_build_s: seconds that building or pulling one image may take.
+        image_build_bytes: most bytes that a compressed archive may unpack to.
     """
 
     service: ServiceSettings = ServiceSettings()
@@ -118,6 +122,9 @@ class Settings(_Section):
     run_dir: ExpandedPath | None = None
     bwrap: ExpandedPath | None = None
     warm: int = Field(default=8, ge=0)
+    image_cache: ExpandedPath | None = None
+    image_build_s: float = Field(default=3600.0, gt=0)
+    image_build_bytes: int = Field(default=64 << 30, ge=1)
 
 
 def load_settings(path: Path | None = None, environ: Mapping[str, str] | None = None) -> Settings:

@@ -18,6 +18,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "config": frozenset({"errors"}),
     "sandbox": frozenset({"errors"}),
     "tools": frozenset({"errors", "sandbox.base"}),
+    "images": frozenset({"errors", "clock", "sandbox.sif", "sandbox.files", "sandbox.syscalls"}),
     "env": frozenset({"errors", "sandbox", "tools"}),
     "envs": frozenset({"errors", "sandbox", "tools", "env"}),
     "apps": frozenset({"nemo"}),  # a family's NeMo Gym server

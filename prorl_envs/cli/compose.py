@@ -1,6 +1,6 @@
 """Puts the parts together: node, environments, renderer, model servers, service. Nothing else does."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -8,6 +8,9 @@ from prorl_envs.config import ServiceSettings, Settings
 from prorl_envs.env.node import Node, default_cache_dir
 from prorl_envs.env.registry import environments
 from prorl_envs.errors import InputError
+from prorl_envs.images.builder import ImageBuilder
+from prorl_envs.images.store import ImageStore
+from prorl_envs.images.supervised import Limits
 from prorl_envs.policy.loading import load_renderer
 from prorl_envs.policy.pool import ModelPool
 from prorl_envs.policy.probe import probe
@@ -50,6 +53,21 @@ async def node(settings: Settings) -> AsyncIterator[Node]:
     ) as opened:
         await (await opened.sandbox(SandboxSpec())).close()
         yield opened
+
+
+def image_store(settings: Settings) -> ImageStore:
+    """Where images are kept."""
+    return ImageStore(settings.image_cache or (settings.cache_dir or default_cache_dir()) / "images")
+
+
+def image_builder(settings: Settings, progress: Callable[[str], None]) -> ImageBuilder:
+    """What builds images into the store.
+
+    Args:
+        progress: called with a short line as the work goes on.
+    """
+    limits = Limits(seconds=settings.image_build_s, unpacked_bytes=settings.image_build_bytes)
+    return ImageBuilder(image_store(settings), scratch=settings.run_dir, limits=limits, progress=progress)
 
 
 @asynccontextmanager

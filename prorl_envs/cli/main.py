@@ -15,6 +15,7 @@ import typer
 
 from prorl_envs import __version__
 from prorl_envs.cli.console import out, report
+from prorl_envs.cli.image import image
 from prorl_envs.cli.nemo import nemo
 from prorl_envs.errors import InputError, ProrlError
 
@@ -36,6 +37,7 @@ def _version(wanted: bool) -> None:
 
 
 cli.add_typer(nemo, name="nemo")
+cli.add_typer(image, name="image")
 
 
 @cli.callback()

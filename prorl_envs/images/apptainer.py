@@ -1,0 +1,130 @@
+"""Which Apptainer there is, what it may do here, and what its failures mean."""
+
+import contextlib
+import os
+import pwd
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from prorl_envs.errors import SandboxError
+
+#: What an output holds, and what helps then. The first that fits counts.
+_FULL = (("no space left on device",), "free some disk, or set run_dir to a larger local one")
+_PULLING = (
+    _FULL,
+    (
+        ("no such host", "connection refused", "i/o timeout", "network is unreachable", "failure in name"),
+        "this machine cannot reach the registry: pull the image where there is a network, and give the SIF",
+    ),
+    (
+        ("unauthorized", "authentication required", "access denied", "access to the resource is denied"),
+        "set APPTAINER_DOCKER_USERNAME and APPTAINER_DOCKER_PASSWORD, or run `apptainer registry login`",
+    ),
+    (
+        ("has no library client",),
+        "Apptainer knows no library by default: `apptainer remote add --no-login NAME cloud.sylabs.io`",
+    ),
+    (("manifest unknown", "name unknown", "404 not found"), "look at the image's name and tag"),
+)
+_BUILDING = (
+    _FULL,
+    (
+        ("lchown", "change uid and gids", "operation not permitted: chown"),
+        "files of other owners need subordinate ids: ask for `usermod --add-subuids 100000-165535 "
+        "--add-subgids 100000-165535 USER`, or build where you have them",
+    ),
+    (
+        ("creating namespace", "create user namespace", "clone: operation not permitted", "unshare: "),
+        "this machine allows no user namespaces: build on another, and bring the SIF",
+    ),
+    (("mksquashfs not found", '"mksquashfs": executable file not found'), "install squashfs-tools"),
+    (
+        ("could not resolve", "temporary failure in name resolution", "temporary failure resolving"),
+        "the definition's commands need a network, and this machine has none",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rights:
+    """What this user may do as a builder.
+
+    Args:
+        root: it is root here, of the machine or of a container.
+        capable: it has every capability; a container's root often lacks some.
+        subordinate: it has subordinate ids, and the program that maps them.
+    """
+
+    root: bool
+    capable: bool
+    subordinate: bool
+
+    @property
+    def identity(self) -> bool:
+        """Apptainer asks for all capabilities to run a definition's commands. Root has them in a user
+        namespace of its own, which maps every number to itself so that files keep their owners."""
+        return self.root and not self.capable
+
+    @property
+    def unpack_base(self) -> bool:
+        """With one's own number as the only one mapped, files of other owners cannot be kept in a build.
+        Where no definition is built, Apptainer unpacks them as one's own."""
+        return not self.root and not self.subordinate
+
+
+def rights() -> Rights:
+    """Look at this process and this machine."""
+    status = Path("/proc/self/status").read_text()
+    permitted = int(next(line for line in status.splitlines() if line.startswith("CapPrm")).split()[1], 16)
+    last = int(Path("/proc/sys/kernel/cap_last_cap").read_text())
+    listed = _is_listed(Path("/etc/subuid")) and _is_listed(Path("/etc/subgid"))
+    return Rights(
+        root=os.geteuid() == 0,
+        capable=permitted == (1 << last + 1) - 1,
+        subordinate=listed and shutil.which("newuidmap") is not None,
+    )
+
+
+def _is_listed(path: Path) -> bool:
+    try:
+        names = {line.partition(":")[0] for line in path.read_text().splitlines()}
+    except OSError:
+        return False
+    known = {str(os.geteuid())}
+    with contextlib.suppress(KeyError):
+        known.add(pwd.getpwuid(os.geteuid()).pw_name)
+    return bool(names & known)
+
+
+def find_program(environ: Mapping[str, str]) -> str:
+    """The builder's program: Apptainer, or Singularity CE, whose commands are the same.
+
+    Raises:
+        SandboxError: there is none.
+    """
+    for name in ("apptainer", "singularity"):
+        if found := shutil.which(name, path=environ.get("PATH")):
+            return found
+    raise SandboxError(
+        "neither apptainer nor singularity is installed, and images are built and pulled by one of them",
+        hint="`module load apptainer` on many clusters; or build the image elsewhere, and give the SIF",
+    )
+
+
+def failure(what: str, status: int, output: str, *, remote: bool) -> SandboxError:
+    """The error for a builder's exit status, with the end of what it said and what helps.
+
+    Args:
+        remote: it was pulling, not building.
+    """
+    lines = [line for line in output.splitlines() if line.strip()]
+    fatal = next((line for line in reversed(lines) if line.startswith(("FATAL", "ERROR"))), "")
+    said = "\n".join(lines[-25:])[-3000:]
+    low = f"{fatal}\n{said}".lower()
+    remedies = _PULLING if remote else _BUILDING
+    hint = next((help for signs, help in remedies if any(sign in low for sign in signs)), "")
+    return SandboxError(
+        f"{what} failed with status {status}; the last it said:\n{said}", hint=hint or "see its last lines"
+    )

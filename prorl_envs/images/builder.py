@@ -1,0 +1,299 @@
+"""From a source of an image to a local path that `SandboxSpec.image` takes."""
+
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from prorl_envs.clock import Clock, SystemClock
+from prorl_envs.errors import InputError, SandboxError
+from prorl_envs.images import digest
+from prorl_envs.images.apptainer import failure, find_program, rights
+from prorl_envs.images.archive import write_layout
+from prorl_envs.images.definition import Stage, render
+from prorl_envs.images.lock import KeyLock, Owner
+from prorl_envs.images.modes import Mode
+from prorl_envs.images.scratch import make_scratch
+from prorl_envs.images.sources import REMOTE_SCHEMES, Kind, Source, parse_source
+from prorl_envs.images.store import Entry, ImageStore
+from prorl_envs.images.supervised import Limits, Outcome, environment, run_supervised
+from prorl_envs.images.supervisor import remove
+from prorl_envs.images.template import ImageTemplate
+from prorl_envs.images.threads import in_thread
+from prorl_envs.sandbox.sif import system_partition
+
+_FORMAT = 1
+_LOCAL = {"localimage", *Kind} - {Kind.HOST, Kind.REMOTE, Kind.SIF, Kind.DIRECTORY, Kind.TAR}
+
+
+@dataclass(frozen=True, slots=True)
+class _Locked:
+    """A template with all that it is made of known by content."""
+
+    template: ImageTemplate
+    stages: list[Stage]
+    files: Mapping[str, Path]
+    bases: Mapping[int, Path]
+    content: dict[str, object]
+    key: str
+
+
+class ImageBuilder:
+    """Builds images into a store, each once however many ask for it, on this node and others.
+
+    Args:
+        store: where they are kept.
+        scratch: directory on a local disk to build in; None takes the temporary directory.
+        limits: of one build.
+        progress: called with a short line as the work goes on.
+    """
+
+    def __init__(
+        self,
+        store: ImageStore,
+        *,
+        scratch: Path | None = None,
+        limits: Limits | None = None,
+        progress: Callable[[str], None] = lambda line: None,
+        clock: Clock | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self.store = store
+        self._scratch_base = scratch or Path(tempfile.gettempdir())
+        self._limits = limits or Limits()
+        self._progress = progress
+        self._clock = clock or SystemClock()
+        self._environ = os.environ if environ is None else environ
+
+    async def resolve(
+        self, source: Source | ImageTemplate | str | Path | None, mode: Mode = Mode.LOCK
+    ) -> Path | None:
+        """The directory or SIF that `source` stands for, built or pulled where there is none yet.
+
+        Args:
+            source: text and paths are read as `parse_source` does.
+            mode: of a remote address, LOCK and VERSION both take what was pulled before.
+
+        Returns:
+            a path that stays as it is, or None for the host's own system.
+
+        Raises:
+            InputError: the source is wrong.
+            SandboxError: this machine cannot build or pull it.
+        """
+        if isinstance(source, ImageTemplate):
+            return await in_thread(self.store.use, await self._template(source, mode))
+        if not isinstance(source, Source):
+            source = await in_thread(parse_source, source)
+        match source.kind:
+            case Kind.HOST:
+                return None
+            case Kind.DIRECTORY:
+                return source.path
+            case Kind.SIF:
+                await in_thread(system_partition, source.path)
+                return source.path
+            case _:
+                return await in_thread(self.store.use, await self._converted(source, mode))
+
+    async def _converted(self, source: Source, mode: Mode) -> Entry:
+        """The image of an archive, a layout or an address."""
+        content: dict[str, object] = {"format": _FORMAT, "kind": source.kind}
+        if source.kind is Kind.REMOTE:
+            content |= {"address": source.location, "architecture": platform.machine()}
+        else:
+            self._progress(f"reading {source.location}")
+            content["sha256"] = await in_thread(digest.of_path, source.path)
+        key = digest.of_value(content)
+        async with self._only_one(key, mode) as found:
+            if found is not None:
+                return found
+            async with self._scratch() as scratch:
+                image = scratch / "image.sif"
+                if source.kind is Kind.REMOTE:
+                    await self._pull(scratch, source.location, image)
+                else:
+                    await self._convert(scratch, source, image)
+                return await self._add(image, key, source.name, "", source.location, content)
+
+    async def _template(self, template: ImageTemplate, mode: Mode) -> Entry:
+        if mode is not Mode.VERSION:
+            return await self._locked_template(template, mode)
+        name = digest.of_value({"name": template.name, "version": template.version})
+        if found := await in_thread(self.store.find_version, template.name, template.version):
+            return found
+        async with KeyLock(
+            await in_thread(self.store.lock_path, f"v{name}"), on_wait=self._waiting, clock=self._clock
+        ):
+            if found := await in_thread(self.store.find_version, template.name, template.version):
+                return found
+            return await self._locked_template(template, Mode.LOCK)
+
+    async def _locked_template(self, template: ImageTemplate, mode: Mode) -> Entry:
+        locked = await self._lock(template, mode)
+        async with self._only_one(locked.key, mode) as found:
+            if found is not None:
+                return found
+            async with self._scratch() as scratch:
+                image = await self._build(scratch, locked)
+                source = f"template {template.name} {template.version}"
+                return await self._add(
+                    image, locked.key, template.name, template.version, source, locked.content
+                )
+
+    async def _lock(self, template: ImageTemplate, mode: Mode) -> _Locked:
+        """Find out all that a template's image is made of; what must be pulled for it, is."""
+        stages = template.stages()
+        files = await in_thread(template.copied, stages)
+        content: dict[str, object] = {"format": _FORMAT, "kind": "template", "name": template.name}
+        content |= {"version": template.version, "architecture": platform.machine()}
+        bases, digests = {}, {}
+        for number, stage in enumerate(stages):
+            base = await in_thread(_base, template, stage)
+            if base is not None:
+                path = await self.resolve(base, mode)
+                assert path is not None
+                bases[number] = path
+                digests[str(number)] = await in_thread(self._digest, path)
+                stage.header |= {"bootstrap": "localimage", "from": f"base-{number}"}
+        content |= {"definition": render(stages), "bases": digests}
+        content["files"] = {target: await in_thread(digest.of_path, path) for target, path in files.items()}
+        return _Locked(template, stages, files, bases, content, digest.of_value(content))
+
+    def _digest(self, image: Path) -> str:
+        for entry in self.store.entries():
+            if self.store.image(entry) == image:
+                return entry.digest
+        return digest.of_path(image)
+
+    @asynccontextmanager
+    async def _only_one(self, key: str, mode: Mode) -> AsyncIterator[Entry | None]:
+        """The image of that key; or None, to the one of all that should build it now."""
+        if mode is not Mode.REBUILD and (found := await in_thread(self.store.find, key)):
+            yield found
+            return
+        path = await in_thread(self.store.lock_path, key)
+        async with KeyLock(path, on_wait=self._waiting, clock=self._clock):
+            yield None if mode is Mode.REBUILD else await in_thread(self.store.find, key)
+
+    @asynccontextmanager
+    async def _scratch(self) -> AsyncIterator[Path]:
+        scratch = await in_thread(make_scratch, self._scratch_base)
+        try:
+            yield scratch
+        finally:
+            await in_thread(remove, scratch)
+
+    async def _build(self, scratch: Path, locked: _Locked) -> Path:
+        image, definition = scratch / "image.sif", scratch / "definition"
+        stages, may = locked.stages, await in_thread(rights)
+        for number, path in locked.bases.items():
+            base = scratch / f"base-{number}"
+            if may.unpack_base:
+                await self._apptainer(scratch, "--sandbox", str(base), str(path))
+            else:
+                base.symlink_to(path)
+            stages[number].header["from"] = str(base)
+        copies = await in_thread(_stage_files, scratch, locked)
+        if copies:
+            stages[-1].add("files", copies)
+        labels = {"template": locked.template.name, "version": locked.template.version, "lock": locked.key}
+        stages[-1].add("labels", [f"    prorl.{name} {value}" for name, value in labels.items()])
+        definition.write_text(render(stages))
+        arguments = (str(image), str(definition))
+        try:
+            await self._apptainer(scratch, *arguments, identity=may.identity)
+        except SandboxError as error:
+            # The `fakeroot` program of the host runs only in images with a C library like the host's.
+            if "--ignore-fakeroot-command" not in error.message:
+                raise
+            await self._apptainer(scratch, "--ignore-fakeroot-command", *arguments)
+        return image
+
+    async def _convert(self, scratch: Path, source: Source, image: Path) -> None:
+        # A colon in a path would begin a tag: the builder sees a link of a plain name.
+        plain = scratch / "source"
+        if source.kind is Kind.TAR:
+            kind = Kind.OCI_LAYOUT
+            await in_thread(write_layout, source.path, plain, limit=self._limits.unpacked_bytes)
+        else:
+            kind = source.kind
+            plain.symlink_to(source.path)
+        await self._apptainer(scratch, str(image), f"{kind}:{plain}")
+
+    async def _apptainer(self, scratch: Path, *arguments: str, identity: bool = False) -> None:
+        program = find_program(self._environ)
+        command = [program, "build", *arguments]
+        outcome = await self._run(scratch, command, identity=identity, remote=False)
+        if outcome.status:
+            raise failure(f"{Path(program).name} build", outcome.status, outcome.output, remote=False)
+
+    async def _pull(self, scratch: Path, address: str, image: Path) -> None:
+        program = find_program(self._environ)
+        command = [sys.executable, "-I", "-m", "prorl_envs.images.pull", program, address, str(image)]
+        outcome = await self._run(scratch, command, identity=False, remote=True)
+        if outcome.status or not await in_thread(image.is_file):
+            raise failure(f"pulling {address}", outcome.status, outcome.output, remote=True)
+
+    async def _run(self, scratch: Path, command: list[str], *, identity: bool, remote: bool) -> Outcome:
+        env = environment(scratch, self._environ, remote=remote)
+        return await run_supervised(
+            command, scratch=scratch, env=env, identity=identity, limits=self._limits, clock=self._clock,
+            progress=self._progress,
+        )  # fmt: skip
+
+    async def _add(
+        self, image: Path, key: str, name: str, version: str, source: str, content: dict[str, object]
+    ) -> Entry:
+        await in_thread(system_partition, image)
+        self._progress("putting the image into the cache")
+        return await in_thread(
+            self.store.add, image, key=key, name=name, version=version, source=source, content=content
+        )
+
+    def _waiting(self, owner: Owner | None) -> None:
+        who = f"process {owner.pid} on {owner.place.host}" if owner else "somebody"
+        self._progress(f"waiting for {who}, which builds the same image")
+
+
+def _base(template: ImageTemplate, stage: Stage) -> Source | None:
+    """What a stage begins with; None where it is made from nothing or by a package manager of the host."""
+    bootstrap, origin = stage.header.get("bootstrap", "").lower(), stage.header.get("from", "")
+    if bootstrap in REMOTE_SCHEMES:
+        parts = [stage.header.pop(key, "").strip("/") for key in ("registry", "namespace")]
+        return parse_source(f"{bootstrap}://{'/'.join([*filter(None, parts), origin])}")
+    if bootstrap in _LOCAL:
+        if not origin:
+            raise InputError(f"Bootstrap: {bootstrap} needs a From: line")
+        path = template.folder.absolute() / Path(origin).expanduser()
+        return parse_source(path if bootstrap == "localimage" else f"{bootstrap}:{path}")
+    return None
+
+
+def _stage_files(scratch: Path, locked: _Locked) -> list[str]:
+    """Copy what goes into the image beside the definition, under names that mean nothing to Apptainer.
+
+    Raises:
+        InputError: something changed since its content was read.
+    """
+    lines = []
+    files = locked.content["files"]
+    assert isinstance(files, dict)
+    for number, (target, source) in enumerate(sorted(locked.files.items())):
+        copy = scratch / f"file-{number}"
+        try:
+            if source.is_dir():
+                shutil.copytree(source, copy, symlinks=True)
+            else:
+                shutil.copy(source, copy)
+        except OSError as error:
+            raise InputError(f"cannot copy {source} for the image: {str(error)[:500]}") from error
+        if digest.of_path(copy) != files[target]:
+            raise InputError(f"{source} changes while the image is built", hint="build again when it is done")
+        lines.append(f"    {copy} {target}")
+    return lines

@@ -1,0 +1,80 @@
+"""Content as numbers: two things with the same digest are the same."""
+
+import hashlib
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from prorl_envs.errors import InputError
+
+_CHUNK = 1 << 20
+
+
+def of_value(value: Mapping[str, Any]) -> str:
+    """SHA-256 of a mapping of plain values, the same whatever the order of its keys."""
+    return hashlib.sha256(msgspec.json.encode(value, order="deterministic")).hexdigest()
+
+
+def of_stream(stream: BinaryIO, copy: BinaryIO | None = None, *, limit: int | None = None) -> tuple[str, int]:
+    """SHA-256 and size of the rest of a stream, copied to `copy` on the way.
+
+    Args:
+        limit: most bytes.
+
+    Raises:
+        InputError: there are more.
+    """
+    digest, size = hashlib.sha256(), 0
+    while chunk := stream.read(_CHUNK):
+        size += len(chunk)
+        if limit is not None and size > limit:
+            raise InputError(f"an image of more than {limit} bytes", hint="raise image_build_bytes")
+        digest.update(chunk)
+        if copy is not None:
+            copy.write(chunk)
+    return digest.hexdigest(), size
+
+
+def of_path(path: Path) -> str:
+    """SHA-256 of a file, or of a tree: names, kinds, permissions, links, contents; neither times nor owners.
+
+    Raises:
+        InputError: something cannot be read.
+    """
+    try:
+        if not path.is_dir():
+            with path.open("rb") as file:
+                return of_stream(file)[0]
+        digest = hashlib.sha256()
+        for line in _lines(os.fsencode(path.resolve()), b""):
+            digest.update(len(line).to_bytes(8, "big") + line)
+        return digest.hexdigest()
+    except OSError as error:
+        hint = "give a directory that you may read whole" if path.is_dir() else ""
+        raise InputError(f"cannot read {error.filename or path}: {error.strerror}", hint=hint) from error
+
+
+def _lines(root: bytes, below: bytes) -> "list[bytes]":
+    lines: list[bytes] = []
+    pending = [below]
+    while pending:
+        folder = pending.pop()
+        with os.scandir(os.path.join(root, folder)) as entries:  # noqa: PTH118
+            found = sorted(entries, key=lambda entry: entry.name)
+        for entry in found:
+            name = folder + b"/" + entry.name if folder else entry.name
+            mode = entry.stat(follow_symlinks=False).st_mode
+            content = b""
+            if stat.S_ISREG(mode):
+                with open(entry.path, "rb") as file:  # noqa: PTH123
+                    content = of_stream(file)[0].encode()
+            elif stat.S_ISLNK(mode):
+                content = os.fsencode(os.readlink(entry.path))  # noqa: PTH115
+            elif stat.S_ISDIR(mode):
+                pending.append(name)
+            lines.append(b"\0".join([name, oct(mode).encode(), content]))
+    return lines

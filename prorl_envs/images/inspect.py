@@ -1,0 +1,33 @@
+"""What an image says of itself."""
+
+from pathlib import Path
+
+import msgspec
+
+from prorl_envs.errors import InputError
+from prorl_envs.images.store import ImageStore
+from prorl_envs.sandbox.sif import labels, system_partition
+
+
+def inspect(store: ImageStore, source: str) -> str:
+    """JSON with the labels of an image, and what the cache knows of it. Nothing of the image is run.
+
+    Args:
+        source: id of an image in the store, or the path of a SIF.
+
+    Raises:
+        InputError: there is no such image.
+        SandboxError: it is no SIF.
+    """
+    entry = next((entry for entry in store.entries() if entry.id == source), None)
+    path = store.image(entry) if entry else Path(source).expanduser().absolute()
+    if not path.is_file():
+        raise InputError(f"no such image: {source}", hint="prorl-envs image list")
+    partition = system_partition(path)
+    found = {
+        "path": str(path),
+        "labels": labels(path),
+        "system": {"offset": partition.offset, "size": partition.size},
+        "entry": entry,
+    }
+    return msgspec.json.format(msgspec.json.encode(found), indent=2).decode()

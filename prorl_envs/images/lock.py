@@ -1,0 +1,209 @@
+"""A lock file that works between nodes, where `flock` may be absent or count on one node only.
+
+Taking it is a hard link (atomic on NFS and Lustre) to a file that names its owner; holding it is a heart-beat
+on the file's time. Nothing that the lock guards is wrong without it: what is built gets a name of its own and
+comes in by one rename. So where two owners think they hold it (one was stopped, and taken for dead), the same
+image is built twice, and no more. That is what makes taking over safe.
+"""
+
+import asyncio
+import contextlib
+import errno
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from prorl_envs.clock import Clock, SystemClock
+from prorl_envs.images.threads import in_thread
+
+BEAT_S = 15.0
+#: Without a beat for so long, an owner on another node counts as dead. NFS shows a file's time a minute late.
+STALE_S = 180.0
+_LOOK_S = 0.5
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where process numbers mean the same: a host, since its last start, and a pid namespace on it."""
+
+    host: str
+    boot: str
+    pids: str
+
+
+class Owner(msgspec.Struct, frozen=True):
+    """Who holds a lock.
+
+    Args:
+        started: clock ticks after the host's start at which the process began, which tells it from a later
+            one of the same number.
+        token: unique, also among the locks of one process.
+    """
+
+    place: Place
+    pid: int
+    started: str
+    token: str
+
+
+def here() -> Place:
+    """Where this process runs."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return Place(socket.gethostname(), boot, str(Path("/proc/self/ns/pid").readlink()))
+
+
+def abandoned(
+    owner: Owner | None, place: Place, started: Callable[[int], str], unchanged_s: float, stale_s: float
+) -> bool:
+    """Whether a lock's owner is gone.
+
+    Args:
+        owner: None where the file does not say.
+        place: where the caller runs.
+        started: when the process of a number here began; empty where there is none.
+        unchanged_s: how long the caller has watched the lock without a beat, on its own clock; the clocks of
+            two nodes are never compared.
+        stale_s: the longest that a living owner is silent.
+    """
+    if owner is not None and owner.place == place:
+        return started(owner.pid) != owner.started
+    return unchanged_s >= stale_s
+
+
+def process_started(pid: int) -> str:
+    """When a process began, in clock ticks after the host's start; empty for one that is dead or absent."""
+    try:
+        # The name in the second field may hold anything, brackets and spaces included.
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in ("Z", "X") else fields[19]
+
+
+class KeyLock:
+    """The lock at `path`, for one `async with`.
+
+    Args:
+        path: the lock file; its directory exists.
+        on_wait: called once with the owner when somebody else holds it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        on_wait: Callable[[Owner | None], None] = lambda owner: None,
+        clock: Clock | None = None,
+        stale_s: float = STALE_S,
+    ) -> None:
+        self._path = path
+        self._on_wait = on_wait
+        self._clock = clock or SystemClock()
+        self._stale_s = stale_s
+        self._owner = Owner(here(), os.getpid(), process_started(os.getpid()), secrets.token_hex(8))
+        self._beating: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._acquire()
+        except BaseException:
+            # A cancellation may come when the file is made already: it would name a living process for ever.
+            await in_thread(self._set_aside, self._owner)
+            raise
+        self._beating = asyncio.create_task(self._beat())
+        return self
+
+    async def _acquire(self) -> None:
+        waiting: tuple[Owner | None, int] | None = None
+        since = self._clock.monotonic()
+        while not await in_thread(self._take):
+            seen = await in_thread(read_lock, self._path)
+            if seen is None:
+                continue
+            now = self._clock.monotonic()
+            if waiting is None:
+                self._on_wait(seen[0])
+            if seen != waiting:
+                waiting, since = seen, now
+            if abandoned(seen[0], self._owner.place, process_started, now - since, self._stale_s):
+                await in_thread(self._set_aside, seen[0])
+            else:
+                await self._clock.sleep(_LOOK_S)
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._beating is not None:
+            self._beating.cancel()
+            await asyncio.wait([self._beating])
+        await in_thread(self._set_aside, self._owner)
+
+    async def _beat(self) -> None:
+        while True:
+            await self._clock.sleep(BEAT_S)
+            with contextlib.suppress(OSError):  # taken over, or the file server is away: see the top
+                await in_thread(os.utime, self._path)
+
+    def _take(self) -> bool:
+        draft = self._path.with_name(f"{self._path.name}.{self._owner.token}")
+        try:
+            draft.write_bytes(msgspec.json.encode(self._owner))
+            try:
+                self._path.hardlink_to(draft)
+            except FileExistsError:
+                # NFS may have lost the answer to a link that it made: the number of names tells.
+                return draft.stat().st_nlink == 2
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                return self._create()
+            return True
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def _create(self) -> bool:
+        """Where the file system has no links: others may see the file before it says whose it is."""
+        try:
+            with self._path.open("xb") as file:
+                file.write(msgspec.json.encode(self._owner))
+        except FileExistsError:
+            return False
+        return True
+
+    def _set_aside(self, owner: Owner | None) -> None:
+        """Remove the lock if it is still the one of `owner`."""
+        aside = self._path.with_name(f"{self._path.name}.{secrets.token_hex(8)}")
+        try:
+            self._path.rename(aside)
+        except FileNotFoundError:
+            return
+        try:
+            found = read_lock(aside)
+            if found is not None and found[0] != owner:
+                # Somebody else's by now: give it back, unless it was taken again in between.
+                with contextlib.suppress(OSError):
+                    self._path.hardlink_to(aside)
+        finally:
+            aside.unlink(missing_ok=True)
+
+
+def read_lock(path: Path) -> tuple[Owner | None, int] | None:
+    """Who holds a lock and when it last beat, in nanoseconds of the file server; None where nobody does."""
+    try:
+        with path.open("rb") as file:
+            text, beat = file.read(4096), os.fstat(file.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        return None
+    try:
+        return msgspec.json.decode(text, type=Owner), beat
+    except msgspec.DecodeError:
+        return None if not text and not path.exists() else (None, beat)

@@ -1,0 +1,34 @@
+"""Pulls one image through spython: `python -I -m prorl_envs.images.pull PROGRAM ADDRESS FILE`.
+
+A program of its own, under the supervisor: spython prints, exits where it does not know further, and takes
+the environment as it is. It calls the program `singularity`, so one of that name is put beside the image.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def main(arguments: list[str]) -> int:
+    """Pull; returns the exit status of the builder."""
+    program, address, image = arguments
+    folder = Path(image).parent / "bin"
+    folder.mkdir()
+    (folder / "singularity").symlink_to(program)
+    os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
+    # It takes a moment to load.
+    from spython.main import Client
+
+    _, lines = Client.pull(address, name=image, stream=True, quiet=True)
+    try:
+        for line in lines:
+            sys.stdout.write(line)
+            sys.stdout.flush()
+    except subprocess.CalledProcessError as error:
+        return int(error.returncode)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

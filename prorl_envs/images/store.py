@@ -1,0 +1,222 @@
+"""The images that were built: a directory, which may lie on NFS or Lustre and be shared by nodes.
+
+    entries/NAME-KEY-BUILD/{image.sif, entry.json, used}   comes and goes by a rename; never changes between
+    incoming/                                              on the way in and out
+    locks/                                                 one for each key that is being built
+
+Everything here blocks.
+"""
+
+import contextlib
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from prorl_envs.errors import SandboxError
+from prorl_envs.images.digest import of_stream
+from prorl_envs.sandbox.files import remove_tree
+from prorl_envs.sandbox.sif import labels
+
+_IMAGE, _ENTRY, _USED = "image.sif", "entry.json", "used"
+_DAY_S = 86_400.0
+_PATH_LIMIT = 3000
+_ENTRY_LIMIT = 1 << 20
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of an image that was built.
+
+    Args:
+        id: its directory's name, unique.
+        key: digest of what it was made of.
+        name, version: the template's; the version is empty for other sources.
+        source: what it was made of, for people.
+        made: seconds since 1970.
+        size: bytes.
+        digest: SHA-256 of the file.
+        content: what the key is the digest of.
+    """
+
+    id: str
+    key: str
+    name: str
+    version: str
+    source: str
+    made: float
+    size: int
+    digest: str
+    content: dict[str, object]
+
+
+class ImageStore:
+    """The cache below `root`, which is made when first needed."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.absolute()
+        if len(os.fsencode(self.root)) > _PATH_LIMIT:
+            raise SandboxError("the path of the image cache is too long", hint="set image_cache")
+        self._entries, self._incoming = self.root / "entries", self.root / "incoming"
+
+    def lock_path(self, key: str) -> Path:
+        """Where the lock of a key lies; its directory is made."""
+        return _made(self.root / "locks") / f"{key[:32]}.lock"
+
+    def image(self, entry: Entry) -> Path:
+        """The SIF of an entry."""
+        return self._entries / entry.id / _IMAGE
+
+    def entries(self) -> list[Entry]:
+        """What is there, oldest first. What is damaged is left out."""
+        return sorted(self._readable("*"), key=lambda entry: entry.made)
+
+    def find(self, key: str) -> Entry | None:
+        """The newest image of that key."""
+        return max(self._readable(f"*-{key[:16]}-*", key=key), key=lambda entry: entry.made, default=None)
+
+    def find_version(self, name: str, version: str) -> Entry | None:
+        """The newest image that carries that name and version in its own labels."""
+        found = [e for e in self._readable(f"{name}-*") if (e.name, e.version) == (name, version)]
+        for entry in sorted(found, key=lambda entry: -entry.made):
+            with contextlib.suppress(SandboxError):
+                said = labels(self.image(entry))
+                if (said.get("prorl.template"), said.get("prorl.version")) == (name, version):
+                    return entry
+        return None
+
+    def use(self, entry: Entry) -> Path:
+        """Note that an image is used, and return it. Where the cache cannot be written it is not noted."""
+        with contextlib.suppress(OSError):
+            (self._entries / entry.id / _USED).touch()
+        return self.image(entry)
+
+    def add(
+        self, built: Path, *, key: str, name: str, version: str, source: str, content: dict[str, object]
+    ) -> Entry:
+        """Take in an image.
+
+        Args:
+            built: the file, on any file system; it is copied.
+
+        Raises:
+            SandboxError: the cache cannot be written.
+        """
+        unique = f"{name}-{key[:16]}-{secrets.token_hex(4)}"
+        try:
+            incoming = _made(self._incoming) / unique
+            incoming.mkdir()
+            try:
+                with built.open("rb") as file, (incoming / _IMAGE).open("xb") as copy:
+                    digest, size = of_stream(file, copy)
+                    copy.flush()
+                    os.fsync(copy.fileno())
+                entry = Entry(
+                    id=unique, key=key, name=name, version=version, source=source, made=time.time(),
+                    size=size, digest=digest, content=content,
+                )  # fmt: skip
+                (incoming / _ENTRY).write_bytes(msgspec.json.encode(entry))
+                (incoming / _USED).touch()
+                incoming.rename(_made(self._entries) / unique)
+            except BaseException:
+                shutil.rmtree(incoming, ignore_errors=True)
+                raise
+        except OSError as error:
+            raise _unwritable(self.root, error) from error
+        return entry
+
+    def remove(self, entries: Iterable[Entry]) -> None:
+        """Remove images. Who has one mounted on this node keeps it; on another node of NFS it may lose it.
+
+        Raises:
+            SandboxError: the cache cannot be written.
+        """
+        try:
+            for entry in entries:
+                leaving = _made(self._incoming) / f"gone-{secrets.token_hex(8)}"
+                with contextlib.suppress(FileNotFoundError):
+                    (self._entries / entry.id).rename(leaving)
+                    remove_tree(leaving)
+        except OSError as error:
+            raise _unwritable(self.root, error) from error
+
+    def prune(self, limit_bytes: int, *, unused_s: float = _DAY_S) -> list[Entry]:
+        """Remove the images unused for longest until the rest fits, and what killed builders left.
+
+        Args:
+            limit_bytes: what the images may take together.
+            unused_s: an image used in the last so many seconds stays in any case.
+
+        Returns:
+            what was removed.
+
+        Raises:
+            SandboxError: the cache cannot be written.
+        """
+        if not self.root.is_dir():
+            return []
+        now = self._server_now()
+        used = [(self._used(entry), entry) for entry in self.entries()]
+        chosen = choose(used, limit_bytes, now - unused_s)
+        self.remove(chosen)
+        for folder in (self._incoming, self.root / "locks"):
+            for left in folder.glob("*"):
+                with contextlib.suppress(OSError):
+                    if now - left.stat().st_mtime > _DAY_S:
+                        remove_tree(left) if left.is_dir() else left.unlink()
+        return chosen
+
+    def _readable(self, pattern: str, *, key: str | None = None) -> Iterator[Entry]:
+        for folder in self._entries.glob(pattern):
+            try:
+                with (folder / _ENTRY).open("rb") as file:
+                    entry = msgspec.json.decode(file.read(_ENTRY_LIMIT), type=Entry)
+                size = (folder / _IMAGE).stat().st_size
+            except (OSError, msgspec.DecodeError):
+                continue
+            if entry.id == folder.name and entry.size == size and key in (None, entry.key):
+                yield entry
+
+    def _used(self, entry: Entry) -> float:
+        try:
+            return (self._entries / entry.id / _USED).stat().st_mtime
+        except OSError:
+            return entry.made
+
+    def _server_now(self) -> float:
+        """The file server's time, by which its files are dated."""
+        try:
+            mark = _made(self._incoming) / f"now-{secrets.token_hex(8)}"
+            mark.touch()
+            now = mark.stat().st_mtime
+            mark.unlink()
+        except OSError as error:
+            raise _unwritable(self.root, error) from error
+        return now
+
+
+def choose(used: Sequence[tuple[float, Entry]], limit_bytes: int, not_after: float) -> list[Entry]:
+    """Which images go: those unused for longest, until the rest fits; none used after `not_after`."""
+    total = sum(entry.size for _, entry in used)
+    chosen = []
+    for when, entry in sorted(used, key=lambda item: item[0]):
+        if total <= limit_bytes or when > not_after:
+            break
+        total -= entry.size
+        chosen.append(entry)
+    return chosen
+
+
+def _made(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    return folder
+
+
+def _unwritable(root: Path, error: OSError) -> SandboxError:
+    return SandboxError(f"cannot write the image cache {root}: {error.strerror}", hint="set image_cache")

@@ -1,0 +1,213 @@
+"""Runs a builder's command under a supervisor, with its output bounded and its disk watched."""
+
+import asyncio
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from prorl_envs.clock import Clock
+from prorl_envs.errors import SandboxError
+
+_TAIL = 8192
+_LOOK_S = 1.0
+_LAST_WORDS_S = 5.0
+_ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a build may use.
+
+    Args:
+        seconds: until it has ended.
+        free_bytes: what must stay free where it works; below, it is ended.
+        unpacked_bytes: most bytes that a compressed archive unpacks to.
+    """
+
+    seconds: float = 3600.0
+    free_bytes: int = 1 << 30
+    unpacked_bytes: int = 64 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a command ended: its exit status, and the end of what it said, made safe to print."""
+
+    status: int
+    output: str
+
+
+class Tail:
+    """The last bytes of a stream."""
+
+    def __init__(self) -> None:
+        self._kept = b""
+
+    def add(self, chunk: bytes) -> None:
+        self._kept = (self._kept + chunk)[-_TAIL:]
+
+    @property
+    def text(self) -> str:
+        """What was kept, without colours and control characters."""
+        text = _ESCAPE.sub("", self._kept.decode(errors="replace")).replace("\r", "\n")
+        return "".join(c for c in text if c in "\n\t" or c.isprintable()).strip()
+
+    @property
+    def line(self) -> str:
+        """The last line, cut to a hundred characters."""
+        return self.text.rpartition("\n")[2][:100]
+
+
+async def run_supervised(
+    command: Sequence[str],
+    *,
+    scratch: Path,
+    env: Mapping[str, str],
+    identity: bool,
+    limits: Limits,
+    clock: Clock,
+    progress: Callable[[str], None],
+) -> Outcome:
+    """Run `command` in `scratch`, which is removed with it if it is cut short.
+
+    Args:
+        env: its whole environment.
+        identity: see the supervisor.
+        progress: called with the last line of its output as it comes.
+
+    Raises:
+        SandboxError: it took too long, or the disk ran full.
+    """
+    arguments = ["-I", "-m", "prorl_envs.images.supervisor", str(scratch)]
+    arguments += ["identity" if identity else "same", *command]
+    tail = Tail()
+    output, write_end = await _pipe()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *arguments, cwd=scratch, env=env, start_new_session=True,
+            stdin=asyncio.subprocess.PIPE, stdout=write_end, stderr=write_end,
+        )  # fmt: skip
+    except BaseException:
+        output.transport.close()
+        raise
+    finally:
+        os.close(write_end)
+    reading = asyncio.create_task(_read(output.stream, tail, progress))
+    try:
+        async with clock.timeout(limits.seconds):
+            await _watch(reading, scratch, limits.free_bytes, clock)
+    except TimeoutError:
+        raise SandboxError(
+            f"building the image took more than {limits.seconds:.0f} s: {tail.line}",
+            hint="see what it waits for, or raise image_build_s",
+        ) from None
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()  # the leash: all that is left of the command ends now
+        await _settle(reading, process, output)
+    return Outcome(process.returncode or 0, tail.text)
+
+
+async def _read(stream: asyncio.StreamReader, tail: Tail, progress: Callable[[str], None]) -> None:
+    while chunk := await stream.read(1 << 16):
+        tail.add(chunk)
+        progress(tail.line)
+
+
+async def _watch(reading: asyncio.Task[None], scratch: Path, free_bytes: int, clock: Clock) -> None:
+    """Return when the command's output has ended.
+
+    Raises:
+        SandboxError: the disk is nearly full.
+    """
+    while not reading.done():
+        free = (await asyncio.to_thread(shutil.disk_usage, scratch)).free
+        if free < free_bytes:
+            raise SandboxError(
+                f"no room to build the image: {free >> 20} MiB are free in {scratch.parent}",
+                hint="set run_dir to a larger local disk",
+            )
+        look = asyncio.ensure_future(clock.sleep(_LOOK_S))
+        try:
+            await asyncio.wait([reading, look], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            look.cancel()
+
+
+async def _settle(
+    reading: asyncio.Task[None], process: asyncio.subprocess.Process, output: "_Output"
+) -> None:
+    """Wait until the supervisor is gone; a cancellation in between does not cut this short."""
+    ending = asyncio.ensure_future(_end(reading, process, output))
+    cancelled = None
+    while not ending.done():
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    ending.result()
+    if cancelled is not None:
+        raise cancelled
+
+
+async def _end(reading: asyncio.Task[None], process: asyncio.subprocess.Process, output: "_Output") -> None:
+    await process.wait()
+    # Only where the supervisor itself was killed does anything still hold the other end.
+    await asyncio.wait([reading], timeout=_LAST_WORDS_S)
+    reading.cancel()
+    await asyncio.wait([reading])
+    output.transport.close()
+    if not reading.cancelled():
+        reading.result()
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    stream: asyncio.StreamReader
+    transport: asyncio.ReadTransport
+
+
+async def _pipe() -> tuple[_Output, int]:
+    """A pipe of our own: `wait` of a process with pipes of asyncio's waits for all who hold them."""
+    read_end, write_end = os.pipe()
+    stream = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(read_end, "rb", 0)
+    )
+    return _Output(stream, transport), write_end
+
+
+def environment(scratch: Path, host: Mapping[str, str], *, remote: bool) -> dict[str, str]:
+    """What a builder sees of the environment: where to work, how to reach the network, nothing else.
+
+    Args:
+        host: this process's.
+        remote: True to pull from a registry: then also the registry's credentials, and the home directory
+            where Apptainer keeps them. A build that runs a definition's commands never gets them.
+    """
+    kept = {name: host[name] for name in (*_KEPT, *(_CREDENTIALS if remote else ())) if name in host}
+    home = host.get("HOME", str(scratch)) if remote else str(scratch)
+    path = host.get("PATH", "") or os.defpath
+    for prefix in ("APPTAINER_", "SINGULARITY_"):
+        kept |= {f"{prefix}TMPDIR": str(scratch / "tmp"), f"{prefix}CACHEDIR": str(scratch / "cache")}
+    return kept | {
+        "PATH": f"{path}:/usr/sbin:/sbin",
+        "HOME": home,
+        "TMPDIR": str(scratch / "tmp"),
+        "LANG": "C",
+    }
+
+
+_KEPT = (
+    "USER", "LOGNAME", "SSL_CERT_FILE", "SSL_CERT_DIR", "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY",
+    "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "APPTAINER_NOHTTPS", "SINGULARITY_NOHTTPS",
+)  # fmt: skip
+_CREDENTIALS = (
+    "APPTAINER_DOCKER_USERNAME", "APPTAINER_DOCKER_PASSWORD", "SINGULARITY_DOCKER_USERNAME",
+    "SINGULARITY_DOCKER_PASSWORD", "APPTAINER_AUTHFILE", "SINGULARITY_AUTHFILE", "DOCKER_CONFIG",
+    "REGISTRY_AUTH_FILE", "XDG_RUNTIME_DIR",
+)  # fmt: skip

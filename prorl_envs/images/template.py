@@ -1,0 +1,140 @@
+"""An image as a definition with variables, a version and files: what a family of tasks builds on."""
+
+import contextlib
+import io
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Self
+
+from prorl_envs.errors import InputError
+from prorl_envs.images.definition import TEXT_LIMIT, Stage, copied_files, parse, substitute
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,47}")
+#: Characters that mean something to Apptainer in a list of files.
+_PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
+_LOST = re.compile(r"^\s*(USER|ADD|SHELL|ONBUILD|HEALTHCHECK)\b", re.MULTILINE | re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageTemplate:
+    """A definition to build an image from.
+
+    Args:
+        name: short, lower case; with the version it names the image for reuse by version.
+        version: any short text; change it when the image should be built again.
+        definition: text in Apptainer's format, with `{{ name }}` for variables. No `%setup`.
+        variables: their values; each one line.
+        files: further files or trees that it copies: absolute path inside to path on the host.
+        folder: where relative paths lie; nothing above it can be copied in by a relative path or a link.
+    """
+
+    name: str
+    version: str
+    definition: str
+    variables: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, Path] = field(default_factory=dict)
+    folder: Path = Path()
+
+    def __post_init__(self) -> None:
+        for what, text in (("name", self.name), ("version", self.version)):
+            if not _NAME.fullmatch(text):
+                raise InputError(
+                    f"not a {what} of an image: {text[:100]!r}", hint="a-z 0-9 . _ -, 48 at most"
+                )
+
+    @classmethod
+    def read(
+        cls, path: Path, *, name: str = "", version: str = "1", variables: Mapping[str, str] | None = None
+    ) -> Self:
+        """A template from a definition file or a Dockerfile; relative paths in it begin at its folder.
+
+        Args:
+            name: by default the file's.
+
+        Raises:
+            InputError: it cannot be read, or says what cannot be had.
+        """
+        try:
+            with path.open(encoding="utf-8") as file:
+                text = file.read(TEXT_LIMIT + 1)
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"cannot read the definition {path}: {error}") from error
+        if path.name.lower().startswith("dockerfile"):
+            text = from_dockerfile(path, text)
+        name = name or re.sub(r"[^a-z0-9._-]+", "-", path.stem.lower()).strip("-._") or "image"
+        folder = path.absolute().parent
+        return cls(name=name, version=version, definition=text, variables=variables or {}, folder=folder)
+
+    def stages(self) -> list[Stage]:
+        """The definition's stages, its variables filled in.
+
+        Raises:
+            InputError: a variable or a line is wrong.
+        """
+        return parse(substitute(self.definition, self.variables))
+
+    def copied(self, stages: list[Stage]) -> dict[str, Path]:
+        """What is copied in, by destination. The `%files` sections that name the host's files are taken out.
+
+        Raises:
+            InputError: a path leads out of the template's folder, or is not plain.
+        """
+        found: dict[str, Path] = {}
+        for stage in stages:
+            for section in [s for s in stage.sections if s.name == "files" and not s.arguments]:
+                if stage is not stages[-1]:
+                    raise InputError("%files of an earlier stage is not supported", hint="use the last")
+                stage.sections.remove(section)
+                for source, target in copied_files(section):
+                    if target.endswith("/"):
+                        target += PurePosixPath(source).name
+                    found[target] = Path(source)
+        found |= self.files
+        return {_inside(target): self._on_host(source) for target, source in found.items()}
+
+    def _on_host(self, source: Path) -> Path:
+        path = self.folder / source
+        resolved = path.resolve()
+        if not source.is_absolute() and not resolved.is_relative_to(self.folder.resolve()):
+            raise InputError(
+                f"{source} leads out of the template's folder", hint="name it by an absolute path"
+            )
+        if not (resolved.is_file() or resolved.is_dir()):
+            raise InputError(f"no such file to copy into the image: {path}")
+        return resolved
+
+
+def _inside(target: str) -> str:
+    path = PurePosixPath(target)
+    if not path.is_absolute() or ".." in path.parts or not _PLAIN.fullmatch(target) or len(path.parts) < 2:
+        raise InputError(
+            f"not a place for a file in an image: {target[:100]!r}", hint="an absolute, plain path"
+        )
+    return str(path)
+
+
+def from_dockerfile(path: Path, text: str) -> str:
+    """The definition that does what a Dockerfile does, as far as spython can say it.
+
+    Raises:
+        InputError: it has an instruction whose meaning would be lost.
+    """
+    # It takes a moment to load.
+    from spython.logger import bot
+    from spython.logger.message import ERROR
+    from spython.main.parse.parsers import DockerParser
+    from spython.main.parse.writers import SingularityWriter
+
+    if lost := _LOST.search(text):
+        raise InputError(
+            f"{path}: {lost[1].upper()} has no like in a definition", hint="write a definition file for it"
+        )
+    bot.level = ERROR  # it warns of files that it looks for in the wrong folder
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            return str(SingularityWriter(DockerParser(str(path)).recipe).convert())
+    except SystemExit as error:
+        raise InputError(f"{path}: not a Dockerfile: {said.getvalue()[-500:].strip()}") from error
