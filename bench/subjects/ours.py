@@ -8,14 +8,17 @@ ipython         a Python session forked warm
 kernel          a Jupyter kernel in the sandbox
 """
 
+import asyncio
+import importlib
 import importlib.metadata
 import importlib.util
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from bench.subjects.protocol import bash_task, cell_task, serve
+from bench.subjects.protocol import Session, bash_task, cell_task, serve
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver, BubblewrapSandbox
 from prorl_envs.sandbox.runtime import python_runtime
@@ -24,7 +27,7 @@ from prorl_envs.tools.python import PythonEngine
 
 TIMEOUT_S = 60.0
 ENGINES = {"ipython": PythonEngine.FORKED, "kernel": PythonEngine.KERNEL}
-POOL = "prorl_envs.sandbox.pool"
+POOL = "prorl_envs.tools.pool"
 
 
 class Box:
@@ -47,6 +50,31 @@ class Box:
         await self.sandbox.close()
 
 
+class Pooled:
+    """A sandbox that stood ready; closing it waits until another does, so that each is measured alone."""
+
+    def __init__(self, pool: Any, place: Any) -> None:
+        self._pool = pool
+        self._place = place
+
+    async def act(self, text: str) -> str:
+        result = await self._place.tools.bash(text, timeout_s=TIMEOUT_S)
+        return str(result.text)
+
+    async def close(self) -> None:
+        await self._place.aclose()
+        await fill(self._pool)
+
+
+async def fill(pool: Any) -> None:
+    """Have at least one sandbox stand ready: the pool starts ahead only what is asked for at once."""
+    await pool.settled()
+    while not pool.ready:
+        places = await asyncio.gather(*(pool.take(SandboxSpec()) for _ in range(3)))
+        await asyncio.gather(*(place.aclose() for place in places))
+        await pool.settled()
+
+
 class Ours:
     blocking = False
 
@@ -56,6 +84,7 @@ class Ours:
         self._spec = SandboxSpec(image=image)
         self._boxes: list[Box] = []
         self._driver: BubblewrapDriver | None = None
+        self._pool: Any = None
 
     async def prepare(self) -> str:
         if self._kind == "pool" and importlib.util.find_spec(POOL) is None:
@@ -65,10 +94,15 @@ class Ours:
             self._spec = SandboxSpec(mounts=mounts, masks=masks, env=env)
         self._driver = BubblewrapDriver()
         await self._driver.warm("base", *(["ipython"] if self._kind == "ipython" else []))
+        if self._kind == "pool":
+            self._pool = importlib.import_module(POOL).WarmPool(self._driver, limit=4)
+            await fill(self._pool)
         return f"prorl-envs {importlib.metadata.version('prorl-envs')}"
 
-    async def open(self) -> Box:
+    async def open(self) -> Session:
         assert self._driver is not None
+        if self._pool is not None:
+            return Pooled(self._pool, await self._pool.take(self._spec))
         sandbox = await self._driver.start(self._spec)
         tools = await Toolbox.open(sandbox, python=ENGINES.get(self._kind, PythonEngine.NONE))
         box = Box(sandbox, tools, self._kind)
@@ -86,6 +120,8 @@ class Ours:
         return sorted(found | {pid for pid, namespace in _namespaces() if namespace in namespaces})
 
     async def close(self) -> None:
+        if self._pool is not None:
+            await self._pool.aclose()
         if self._driver is not None:
             await self._driver.aclose()
 
