@@ -5,11 +5,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bench import catalogue
 from bench.catalogue import Entry
 from bench.memory import Memory, pss
-from bench.process import PREPARE_TIMEOUT_S, SubjectError, SubjectProcess
+from bench.process import SubjectError, SubjectProcess
 from bench.results import Row
 from prorl_envs.testing.leaks import Holdings, leaks_since
 
@@ -66,13 +67,15 @@ class Bench:
     def bash(self) -> dict[str, Row]:
         """Figure 1: an action, and many sessions at once."""
         with self._running("bash", catalogue.BASH) as running:
-            self._turns(running, _open_one)
+            self._together(running, "open", count=1)
             self._latencies(running)
-            self._turns(running, _shut)
-            self._turns(running, _open_many(self.scale.sessions))
+            self._together(running, "shut")
+            self.say(f"bash: opening {self.scale.sessions} sessions each")
+            self._together(running, "open", count=self.scale.sessions)
+            self.say("bash: measuring")
             for _ in range(self.scale.rate_rounds):
                 self._turns(running, _rate(self.scale.rate_s))
-            self._turns(running, _shut)
+            self._together(running, "shut")
         return {row.entry.key: row for row in running.rows}
 
     def ready(self) -> dict[str, Row]:
@@ -84,9 +87,9 @@ class Bench:
     def cell(self) -> dict[str, Row]:
         """Figure 4: a Python cell, and a new session up to its first answer."""
         with self._running("cell", catalogue.CELL) as running:
-            self._turns(running, _open_one)
+            self._together(running, "open", count=1)
             self._latencies(running)
-            self._turns(running, _shut)
+            self._together(running, "shut")
             self._readiness(running)
         return {row.entry.key: row for row in running.rows}
 
@@ -113,6 +116,19 @@ class Bench:
         for number in range(self.scale.rounds + 1):
             self._turns(running, _ready(self.scale.starts, self.scale.turn_s, keep=number > 0))
 
+    def _together(
+        self, running: "_Running", operation: str, **arguments: int
+    ) -> list[tuple[Row, dict[str, Any]]]:
+        """What is not measured, in all subjects at once."""
+        answers = []
+
+        def answer(row: Row, process: SubjectProcess) -> None:
+            answers.append((row, process.answer(operation, timeout_s=OPEN_TIMEOUT_S)))
+
+        self._turns(running, lambda row, process: process.tell(operation, **arguments))
+        self._turns(running, answer)
+        return answers
+
     def _turns(self, running: "_Running", step: "Step") -> None:
         for row, process in running.alive():
             try:
@@ -130,10 +146,14 @@ class Bench:
             for entry in filter(self.chosen, entries):
                 running.rows.append(row := Row(entry))
                 running.processes.append(self._start(row))
-            self._turns(running, _prepare)
+            for row, answer in self._together(running, "prepare"):
+                row.version = answer["version"]
             self.say(f"{figure}: measuring")
             yield running
         finally:
+            for process in running.processes:
+                if process is not None:
+                    process.finish()
             for row, process in zip(running.rows, running.processes, strict=True):
                 if process is not None:
                     row.left += process.close()
@@ -160,25 +180,6 @@ class _Running:
 
 
 type Step = Callable[[Row, SubjectProcess], None]
-
-
-def _prepare(row: Row, process: SubjectProcess) -> None:
-    row.version = process.ask("prepare", timeout_s=PREPARE_TIMEOUT_S)["version"]
-
-
-def _open_one(row: Row, process: SubjectProcess) -> None:
-    process.ask("open", count=1, timeout_s=ANSWER_TIMEOUT_S)
-
-
-def _open_many(count: int) -> Step:
-    def step(row: Row, process: SubjectProcess) -> None:
-        process.ask("open", count=count, timeout_s=OPEN_TIMEOUT_S)
-
-    return step
-
-
-def _shut(row: Row, process: SubjectProcess) -> None:
-    process.ask("shut", timeout_s=OPEN_TIMEOUT_S)
 
 
 def _act(count: int, budget_s: float, *, keep: bool) -> Step:

@@ -16,7 +16,6 @@ from prorl_envs.sandbox.probe import find_bwrap
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENTS = ROOT / ".build" / "bench"
-PREPARE_TIMEOUT_S = 240.0
 CLOSE_TIMEOUT_S = 60.0
 #: In the environment of a subject and of all that it starts, so that what it leaves is known as its own.
 MARK = "PRORL_BENCH_SUBJECT"
@@ -63,13 +62,26 @@ class SubjectProcess:
         Raises:
             SubjectError: it ended, or did not answer in time.
         """
+        self.tell(operation, **arguments)
+        return self.answer(operation, timeout_s=timeout_s)
+
+    def tell(self, operation: str, **arguments: float) -> None:
+        """Have it begin, and go on meanwhile. Raises SubjectError where it has ended."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"op": operation, **arguments}).encode() + b"\n")
         except BrokenPipeError:
             raise SubjectError(self._last_words()) from None
+
+    def answer(self, operation: str, *, timeout_s: float) -> dict[str, Any]:
+        """The answer to what it was told last. Raises SubjectError as `ask` does."""
         answer: dict[str, Any] = json.loads(self._read_line(operation, time.monotonic() + timeout_s))
         return answer
+
+    def finish(self) -> None:
+        """Have it end, and go on meanwhile. Idempotent."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
 
     def close(self) -> list[str]:
         """End the subject and everything it started.
@@ -77,8 +89,8 @@ class SubjectProcess:
         Returns:
             What it left behind, which was then killed: process names.
         """
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
+        assert self._process.stdout is not None
+        self.finish()
         try:
             self._process.wait(CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
