@@ -225,9 +225,7 @@ def _idle(count: int) -> Step:
         row.memory["sessions"] = count
         row.memory["kernel"] = (after.kernel - before.kernel) / count
         row.memory["all"] = (before.available - after.available) / count
-        size, processes = _pss(process)
-        row.memory["pss"] = size / (count + 1)
-        row.memory["processes"] = processes / (count + 1)
+        _count_pss(row, process, "pss", count + 1)
         process.ask("shut", timeout_s=OPEN_TIMEOUT_S)
 
     return step
@@ -240,16 +238,14 @@ def _live(count: int) -> Step:
         row.memory["live_start_s"] = opened["seconds"]
         row.memory["live_all"] = before.available - Memory.now().available
         row.memory["live"] = process.ask("answer", timeout_s=OPEN_TIMEOUT_S)["answered"]
-        row.memory["live_pss"] = _pss(process)[0] / count
+        _count_pss(row, process, "live_pss", count)
         row.memory["live_close_s"] = process.ask("shut", timeout_s=OPEN_TIMEOUT_S)["seconds"]
 
     return step
 
 
-def _pss(process: SubjectProcess) -> tuple[int, int]:
-    """Bytes of what exists for the open sessions, and how many processes that is."""
+def _count_pss(row: Row, process: SubjectProcess, name: str, sessions: int) -> None:
     pids = process.ask("pids", timeout_s=ANSWER_TIMEOUT_S)["pids"]
-    try:
-        return pss(pids), len(pids)
-    except PermissionError:
-        raise SubjectError("only root may read the memory of tool servers") from None
+    row.memory["processes"] = len(pids) / sessions
+    with contextlib.suppress(PermissionError):  # only root may look at tool servers
+        row.memory[name] = pss(pids) / sessions

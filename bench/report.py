@@ -115,14 +115,14 @@ def _table(head: Iterable[str], body: Iterable[Iterable[str]]) -> Iterator[str]:
 
 
 def _remark(row: Row) -> str:
-    """The version, then how many answers it rests on, then what went wrong."""
+    """The version, then how many times the times rest on, then what went wrong."""
     parts = [row.version] if row.version else []
-    if row.answers:
-        parts.append(f"n={row.answers}")
+    if count := len(row.seconds) or len(row.ready):
+        parts.append(f"n={count}")
     if row.memory.get("sessions"):
         parts.append(f"n={row.memory['sessions']:.0f}")
     if row.wrong:
-        parts.append(f"**{row.wrong} wrong answers**")
+        parts.append(f"**{row.wrong} of {row.answers} answers wrong**")
     if row.left:
         parts.append(f"left behind: {', '.join(sorted(set(row.left)))[:200]}")
     if row.failed:
@@ -132,12 +132,12 @@ def _remark(row: Row) -> str:
 
 def _live(row: Row) -> Iterator[str]:
     memory = row.memory
-    if "live_pss" in memory:
+    if "live" in memory:
         closed = f" All closed in {memory['live_close_s']:.0f} s;" if "live_close_s" in memory else ""
         left = "something was left (see the table)." if row.left else "nothing was left."
         yield (
             f"{memory['live']:,.0f} sandboxes live at once, each answering: started in "
-            f"{memory['live_start_s']:.0f} s, {memory['live_pss'] / 1e6:.2f} MB of PSS each, "
+            f"{memory['live_start_s']:.0f} s, {_megabytes(memory.get('live_pss'))} MB of PSS each, "
             f"{memory['live_all'] / 1e9:.2f} GB of the machine's memory in all."
             f"{closed} {left}"
         )

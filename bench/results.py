@@ -138,7 +138,8 @@ def memory_claims(rows: Rows, live: int) -> list[Claim]:
         row = rows.get(entry.key)
         pss = row.memory.get("pss") if row else None
         measured = None if pss is None else pss / 1e6
-        claims.append(Claim(text, limit, True, "MB", measured, _why(rows, entry)))
+        why = _why(rows, entry) if row is None or row.failed else "only root may read it"
+        claims.append(Claim(text, limit, True, "MB", measured, why))
     row = rows.get(catalogue.OURS.key)
     measured = row.memory.get("live") if row else None
     claims.append(Claim("idle sandboxes live at once", live, False, "", measured, _why(rows, catalogue.OURS)))

@@ -41,9 +41,9 @@ def test_what_failed_is_told_and_counts_as_not_measured() -> None:
 
 
 def test_wrong_answers_and_leftovers_show() -> None:
-    found = rows(Row(catalogue.OH_PTY, seconds=[0.02] * 4, answers=4, wrong=3, left=["tmux", "tmux"]))
+    found = rows(Row(catalogue.OH_PTY, seconds=[0.02] * 4, answers=9, wrong=3, left=["tmux", "tmux"]))
     text = report.figure_1(found, bash_claims(found, 32), 32)
-    assert "n=4; **3 wrong answers**; left behind: tmux" in text
+    assert "n=4; **3 of 9 answers wrong**; left behind: tmux" in text
 
 
 def test_memory_and_cells() -> None:
