@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,7 @@ FIGURES = ("bash", "ready", "memory", "cell")
 
 def main() -> None:
     options = _options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of the clean-up
     scale = Scale(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Scale)})
     image, no_image = _image()
     print(machine(), "\n")
