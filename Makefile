@@ -9,7 +9,7 @@ help:
 	@echo "make test       set up, then run the tests"
 	@echo "make test-nemo  the tests against a real NeMo Gym (its own environment, several minutes)"
 	@echo "make lint       formatter, linter and type checker; make format mends what it can"
-	@echo "make bench      the performance tables"
+	@echo "make bench      the performance tables, beside peers from PyPI (ARGS='--only bash --rounds 5')"
 
 demo:
 	@scripts/setup.sh demo $(VENV)
@@ -35,7 +35,8 @@ format:
 
 bench:
 	@scripts/setup.sh test $(VENV)
-	@$(PYTHON) -m bench.bash_action $(ARGS)
+	@scripts/setup-bench.sh $(VENV)
+	@$(PYTHON) -m bench $(ARGS)
 
 lock:
 	@uv lock

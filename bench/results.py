@@ -1,0 +1,188 @@
+"""What a run found, and whether that is what was asked. Pure."""
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from bench import catalogue
+from bench.catalogue import Entry
+
+
+@dataclass(slots=True)
+class Row:
+    """One subject in one figure.
+
+    Args:
+        version: what the subject says it is.
+        seconds: of each action, in the order taken.
+        ready: seconds of each new session, from being asked for to its first right answer.
+        rates: actions a second of many sessions at once, one per round.
+        wrong: answers that were not what the command or cell prints.
+        answers: all answers.
+        memory: bytes, and numbers of sessions, by name.
+        failed: why there is nothing, or nothing more.
+        left: processes that it left behind.
+    """
+
+    entry: Entry
+    version: str = ""
+    seconds: list[float] = field(default_factory=list)
+    ready: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    wrong: int = 0
+    answers: int = 0
+    memory: dict[str, float] = field(default_factory=dict)
+    failed: str = ""
+    left: list[str] = field(default_factory=list)
+
+
+type Rows = Mapping[str, Row]
+type Measure = Callable[[float | None], float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One thing asked of us.
+
+    Args:
+        text: what, in words.
+        asked: the bound.
+        at_most: it is an upper bound, else a lower one.
+        unit: of `asked` and `measured`; empty for a ratio.
+        measured: None where it could not be.
+        reason: why not.
+    """
+
+    text: str
+    asked: float
+    at_most: bool
+    unit: str = ""
+    measured: float | None = None
+    reason: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        if self.measured is None:
+            return None
+        return self.measured <= self.asked if self.at_most else self.measured >= self.asked
+
+
+def median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def p99(values: list[float]) -> float | None:
+    if len(values) < 2:
+        return median(values)
+    return statistics.quantiles(values, n=100, method="inclusive")[98]
+
+
+def ratio(above: float | None, below: float | None) -> float | None:
+    return None if above is None or not below else above / below
+
+
+def bash_claims(rows: Rows, sessions: int) -> list[Claim]:
+    """Figure 1."""
+    ours = _seconds(rows, catalogue.OURS)
+    claims = [
+        _claim(rows, catalogue.PTY, "action, times the raw pty", 5, True, lambda floor: ratio(ours, floor))
+    ]
+    for entry, times in (
+        (catalogue.SWE_REX, 400),
+        (catalogue.SWE_REX_HTTP, 400),
+        (catalogue.INSTANCE, 300),
+        (catalogue.OH_OLD, 2000),
+    ):
+        text = f"times faster than {entry.label}"
+        claims.append(_claim(rows, entry, text, times, False, lambda theirs: ratio(theirs, ours)))
+    row = rows.get(catalogue.OURS.key)
+    rate = median(row.rates) if row else None
+    claims.append(
+        Claim(f"{sessions} sandboxes at once", 8000, False, "commands/s", rate, _why(rows, catalogue.OURS))
+    )
+    return claims
+
+
+def ready_claims(rows: Rows) -> list[Claim]:
+    """Figure 2."""
+    ours, pool, sif = (_ready(rows, entry) for entry in (catalogue.OURS, catalogue.POOL, catalogue.SIF))
+    bare, container = _ready(rows, catalogue.BWRAP), _ready(rows, catalogue.EXEC)
+    return [
+        Claim(
+            "sandbox ready, times bare bubblewrap",
+            3,
+            True,
+            "",
+            ratio(ours, bare),
+            _why(rows, catalogue.OURS, catalogue.BWRAP),
+        ),
+        Claim("from the warm pool", 2, True, "ms", _ms(pool), _why(rows, catalogue.POOL)),
+        Claim(
+            "a SIF's sandbox, times one `apptainer exec`",
+            0.5,
+            True,
+            "",
+            ratio(sif, container),
+            _why(rows, catalogue.SIF, catalogue.EXEC),
+        ),
+    ]
+
+
+def memory_claims(rows: Rows, live: int) -> list[Claim]:
+    """Figure 3."""
+    claims = []
+    for entry, limit, text in (
+        (catalogue.OURS, 3, "idle sandbox, PSS"),
+        (catalogue.IPYTHON, 10, "idle sandbox with IPython, PSS"),
+    ):
+        row = rows.get(entry.key)
+        pss = row.memory.get("pss") if row else None
+        measured = None if pss is None else pss / 1e6
+        why = _why(rows, entry) if row is None or row.failed else "only root may read it"
+        claims.append(Claim(text, limit, True, "MB", measured, why))
+    row = rows.get(catalogue.OURS.key)
+    measured = row.memory.get("live") if row else None
+    claims.append(Claim("idle sandboxes live at once", live, False, "", measured, _why(rows, catalogue.OURS)))
+    return claims
+
+
+def cell_claims(rows: Rows) -> list[Claim]:
+    """Figure 4. Against the faster of ipykernel's two transports."""
+    ours = _seconds(rows, catalogue.IPYTHON)
+    kernels = [_seconds(rows, entry) for entry in (catalogue.KERNEL, catalogue.KERNEL_IPC)]
+    best = min((seconds for seconds in kernels if seconds is not None), default=None)
+    why = _why(rows, catalogue.IPYTHON, catalogue.KERNEL)
+    ready = _ms(_ready(rows, catalogue.IPYTHON))
+    return [
+        Claim("cell, times faster than ipykernel", 10, False, "", ratio(best, ours), why),
+        Claim("sandbox with IPython ready", 100, True, "ms", ready, _why(rows, catalogue.IPYTHON)),
+    ]
+
+
+def _claim(rows: Rows, entry: Entry, text: str, asked: float, at_most: bool, measure: Measure) -> Claim:
+    measured = measure(_seconds(rows, entry))
+    return Claim(text, asked, at_most, "", measured, _why(rows, catalogue.OURS, entry))
+
+
+def _seconds(rows: Rows, entry: Entry) -> float | None:
+    row = rows.get(entry.key)
+    return median(row.seconds) if row else None
+
+
+def _ready(rows: Rows, entry: Entry) -> float | None:
+    row = rows.get(entry.key)
+    return median(row.ready) if row else None
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3
+
+
+def _why(rows: Rows, *entries: Entry) -> str:
+    for entry in entries:
+        row = rows.get(entry.key)
+        if row is None:
+            return f"{entry.label}: not run"
+        if row.failed:
+            return f"{entry.label}: {row.failed}"
+    return "not measured"

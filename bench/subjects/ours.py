@@ -1,0 +1,144 @@
+"""Our own sandboxes and tools.
+
+bash            a persistent shell in a sandbox
+process         a fresh `bash -c` per command in the same sandbox
+sif IMAGE       a persistent shell in a sandbox whose system is a SIF; IMAGE stays mounted between sandboxes
+pool            a sandbox from a warm pool
+ipython         a Python session forked warm
+kernel          a Jupyter kernel in the sandbox
+"""
+
+import asyncio
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.subjects.protocol import Session, bash_task, cell_task, serve
+from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.bubblewrap import BubblewrapDriver, BubblewrapSandbox
+from prorl_envs.sandbox.runtime import python_runtime
+from prorl_envs.tools.client import Toolbox
+from prorl_envs.tools.python import PythonEngine
+
+TIMEOUT_S = 60.0
+ENGINES = {"ipython": PythonEngine.FORKED, "kernel": PythonEngine.KERNEL}
+POOL = "prorl_envs.tools.pool"
+
+
+class Box:
+    """One sandbox with its tools."""
+
+    def __init__(self, sandbox: BubblewrapSandbox, tools: Toolbox, kind: str) -> None:
+        self.sandbox = sandbox
+        self._tools = tools
+        self._kind = kind
+
+    async def act(self, text: str) -> str:
+        if self._kind in ENGINES:
+            return (await self._tools.python(text, timeout_s=TIMEOUT_S)).text
+        if self._kind == "process":
+            return (await self._tools.run(["bash", "-c", text], timeout_s=TIMEOUT_S)).output.decode()
+        return (await self._tools.bash(text, timeout_s=TIMEOUT_S)).text
+
+    async def close(self) -> None:
+        await self._tools.aclose()
+        await self.sandbox.close()
+
+
+class Pooled:
+    """A sandbox that stood ready; closing it waits until another does, so that each is measured alone."""
+
+    def __init__(self, pool: Any, place: Any) -> None:
+        self._pool = pool
+        self._place = place
+
+    async def act(self, text: str) -> str:
+        result = await self._place.tools.bash(text, timeout_s=TIMEOUT_S)
+        return str(result.text)
+
+    async def close(self) -> None:
+        await self._place.aclose()
+        await fill(self._pool)
+
+
+async def fill(pool: Any) -> None:
+    """Have at least one sandbox stand ready: the pool starts ahead only what is asked for at once."""
+    await pool.settled()
+    while not pool.ready:
+        places = await asyncio.gather(*(pool.take(SandboxSpec()) for _ in range(3)))
+        await asyncio.gather(*(place.aclose() for place in places))
+        await pool.settled()
+
+
+class Ours:
+    blocking = False
+
+    def __init__(self, kind: str, image: Path | None = None) -> None:
+        self._kind = kind
+        self.task = cell_task if kind in ENGINES else bash_task
+        self._spec = SandboxSpec(image=image)
+        self._boxes: list[Box] = []
+        self._driver: BubblewrapDriver | None = None
+        self._pool: Any = None
+
+    async def prepare(self) -> str:
+        if self._kind == "pool" and importlib.util.find_spec(POOL) is None:
+            raise SystemExit(f"not built: there is no {POOL}")
+        if self._kind in ENGINES:
+            mounts, masks, env = python_runtime()
+            self._spec = SandboxSpec(mounts=mounts, masks=masks, env=env)
+        self._driver = BubblewrapDriver()
+        await self._driver.warm("base", *(["ipython"] if self._kind == "ipython" else []))
+        if self._kind == "pool":
+            self._pool = importlib.import_module(POOL).WarmPool(self._driver, limit=4)
+            await fill(self._pool)
+        return f"prorl-envs {importlib.metadata.version('prorl-envs')}"
+
+    async def open(self) -> Session:
+        assert self._driver is not None
+        if self._pool is not None:
+            return Pooled(self._pool, await self._pool.take(self._spec))
+        sandbox = await self._driver.start(self._spec)
+        tools = await Toolbox.open(sandbox, python=ENGINES.get(self._kind, PythonEngine.NONE))
+        box = Box(sandbox, tools, self._kind)
+        self._boxes.append(box)
+        return box
+
+    def pids(self) -> list[int]:
+        """bubblewrap's own, the tool servers, and everything in the sandboxes; not the templates."""
+        found: set[int] = set()
+        namespaces = set()
+        for box in self._boxes:
+            if box.sandbox.alive:
+                found |= {box.sandbox.pid, _parent(box.sandbox.pid), *box.sandbox.tool_servers}
+                namespaces.add(os.readlink(f"/proc/{box.sandbox.pid}/ns/pid"))  # noqa: PTH115
+        return sorted(found | {pid for pid, namespace in _namespaces() if namespace in namespaces})
+
+    async def close(self) -> None:
+        if self._pool is not None:
+            await self._pool.aclose()
+        if self._driver is not None:
+            await self._driver.aclose()
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def _namespaces() -> Iterator[tuple[int, str]]:
+    """Each process that may be looked at, with its pid namespace."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                yield int(entry.name), str((entry / "ns/pid").readlink())
+            except OSError:  # ended, or another user's
+                continue
+
+
+if __name__ == "__main__":
+    serve(Ours(sys.argv[1], *(Path(path) for path in sys.argv[2:])))

@@ -1,0 +1,248 @@
+"""How a subject is measured: the loop that its own interpreter runs, steered by the harness.
+
+A subject is a process, ours and the floors too, so that nothing in one can slow another. It reads one JSON
+object per line from its standard input (`op`, and that operation's arguments) and answers each with a line on
+its standard output. It takes the time in its own process, from one reading of the clock
+to another, host to host. The end of its input ends it; an exception ends it as well, and is in its log.
+
+Imports the standard library only: every peer's interpreter runs it.
+"""
+
+import asyncio
+import inspect
+import json
+import os
+import random
+import resource
+import secrets
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+type Maybe[T] = T | Awaitable[T]
+type Task = Callable[[], tuple[str, str]]
+
+#: Sessions that are opened at once where the subject can.
+OPEN_AT_ONCE = 8
+#: What every Python session has before its first measured cell.
+STATE = "numbers = list(range(1000))"
+
+
+class Session(Protocol):
+    """One agent's shell, or Python."""
+
+    def act(self, text: str) -> Maybe[str]:
+        """Run a command or a cell, and return what it printed."""
+        ...
+
+    def close(self) -> Maybe[None]: ...
+
+
+class Subject(Protocol):
+    """What is measured.
+
+    Args:
+        blocking: its sessions block the thread that uses them; many at once need a thread each.
+        task: makes a text to run and the output it must have.
+    """
+
+    blocking: bool
+    task: Task
+
+    def prepare(self) -> Maybe[str]:
+        """Start what all sessions share. Returns the name and version of what is measured."""
+        ...
+
+    def open(self) -> Maybe[Session]: ...
+
+    def pids(self) -> list[int]:
+        """The processes that exist for the open sessions, and would not without them."""
+        ...
+
+    def close(self) -> Maybe[None]: ...
+
+
+def bash_task() -> tuple[str, str]:
+    """A command whose output cannot be guessed."""
+    token = secrets.token_hex(8)
+    return f"echo {token}", token
+
+
+def cell_task() -> tuple[str, str]:
+    """A cell that needs the session's state."""
+    index, more = random.randrange(1000), random.randrange(1000)
+    return f"numbers[{index}] + {more}", str(index + more)
+
+
+async def settle[T](value: Maybe[T]) -> T:
+    """The result, of a function that blocks or of a coroutine."""
+    return await value if inspect.isawaitable(value) else value
+
+
+def run_cell_state(session: Session, task: Task) -> Maybe[str]:
+    """Give a new Python session its state; nothing in a shell."""
+    return session.act(STATE) if task is cell_task else ""
+
+
+class Runner:
+    """Carries out what the harness asks, on one subject."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._sessions: list[Session] = []
+
+    async def prepare(self) -> dict[str, Any]:
+        return {"version": await settle(self._subject.prepare())}
+
+    async def open(self, count: int) -> dict[str, Any]:
+        """Open sessions, and have each answer once. They stay open."""
+        gate = asyncio.Semaphore(1 if self._subject.blocking else OPEN_AT_ONCE)
+        started = time.perf_counter()
+
+        async def one() -> None:
+            async with gate:
+                session = await settle(self._subject.open())
+                self._sessions.append(session)
+                await settle(run_cell_state(session, self._subject.task))
+
+        await asyncio.gather(*(one() for _ in range(count)))
+        return {"seconds": time.perf_counter() - started, **await self.answer()}
+
+    async def answer(self) -> dict[str, Any]:
+        """Have each open session answer once."""
+        wrong = 0
+        for session in self._sessions:
+            text, expected = self._subject.task()
+            wrong += (await settle(session.act(text))).strip() != expected
+        return {"answered": len(self._sessions) - wrong}
+
+    async def pids(self) -> dict[str, Any]:
+        return {"pids": self._subject.pids()}
+
+    async def shut(self) -> dict[str, Any]:
+        """Close the open sessions."""
+        started = time.perf_counter()
+        sessions, self._sessions = self._sessions, []
+        if self._subject.blocking:
+            for session in sessions:
+                await settle(session.close())
+        else:
+            await asyncio.gather(*(settle(session.close()) for session in sessions))
+        return {"seconds": time.perf_counter() - started}
+
+    async def act(self, count: int, budget_s: float) -> dict[str, Any]:
+        """Up to `count` actions in the first open session, one after the other, within the budget."""
+        seconds: list[float] = []
+        wrong = 0
+        session = self._sessions[0]
+        deadline = time.perf_counter() + budget_s
+        while len(seconds) < count and (not seconds or time.perf_counter() < deadline):
+            text, expected = self._subject.task()
+            started = time.perf_counter()
+            right = (await settle(session.act(text))).strip() == expected
+            seconds.append(time.perf_counter() - started)
+            wrong += not right
+        return {"seconds": seconds, "wrong": wrong}
+
+    async def ready(self, count: int, budget_s: float) -> dict[str, Any]:
+        """Up to `count` new sessions, each from being asked for to its first answer."""
+        seconds: list[float] = []
+        wrong = 0
+        deadline = time.perf_counter() + budget_s
+        while len(seconds) < count and (not seconds or time.perf_counter() < deadline):
+            started = time.perf_counter()
+            session = await settle(self._subject.open())
+            await settle(run_cell_state(session, self._subject.task))
+            text, expected = self._subject.task()
+            right = (await settle(session.act(text))).strip() == expected
+            seconds.append(time.perf_counter() - started)
+            wrong += not right
+            await settle(session.close())
+        return {"seconds": seconds, "wrong": wrong}
+
+    async def rate(self, budget_s: float) -> dict[str, Any]:
+        """All open sessions at once, each running one command after the other until the budget is spent."""
+        started = time.perf_counter()
+        deadline = started + budget_s
+        if self._subject.blocking:
+            loop = asyncio.get_running_loop()
+            with ThreadPoolExecutor(len(self._sessions)) as threads:
+                waits = [
+                    loop.run_in_executor(threads, _until, s, self._subject.task, deadline)
+                    for s in self._sessions
+                ]
+                counts = await asyncio.gather(*waits)
+        else:
+            counts = await asyncio.gather(
+                *(_async_until(s, self._subject.task, deadline) for s in self._sessions)
+            )
+        elapsed = time.perf_counter() - started
+        answers = sum(done for done, _ in counts)
+        return {"rate": answers / elapsed, "answers": answers, "wrong": sum(wrong for _, wrong in counts)}
+
+    async def close(self) -> None:
+        await self.shut()
+        await settle(self._subject.close())
+
+
+def _until(session: Session, task: Task, deadline: float) -> tuple[int, int]:
+    done = wrong = 0
+    while not done or time.perf_counter() < deadline:
+        text, expected = task()
+        output = session.act(text)
+        assert isinstance(output, str)
+        wrong += output.strip() != expected
+        done += 1
+    return done, wrong
+
+
+async def _async_until(session: Session, task: Task, deadline: float) -> tuple[int, int]:
+    done = wrong = 0
+    while not done or time.perf_counter() < deadline:
+        text, expected = task()
+        wrong += (await settle(session.act(text))).strip() != expected
+        done += 1
+    return done, wrong
+
+
+def serve(subject: Subject) -> None:
+    """Measure `subject` as the harness asks, until the end of standard input."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what a peer prints goes to the log, not between the answers
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    asyncio.run(_serve(Runner(subject), answers.write))
+
+
+async def _serve(runner: Runner, answer: Callable[[str], object]) -> None:
+    operations = {
+        name: getattr(runner, name)
+        for name in ("prepare", "open", "answer", "pids", "shut", "act", "ready", "rate")
+    }
+    try:
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            request = json.loads(line)
+            operation = operations[request.pop("op")]
+            answer(json.dumps(await operation(**request)) + "\n")
+    finally:
+        await runner.close()
+
+
+def free_port() -> int:
+    """A TCP port on loopback that nothing listened on a moment ago; peers take a number, not a socket."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def attempts(seconds: float, pause_s: float = 0.05) -> Iterator[float]:
+    """Moments at which to look whether a server has come up, until so many seconds are over."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        yield deadline - time.monotonic()
+        time.sleep(pause_s)
+    raise TimeoutError(f"no answer within {seconds:.0f} s")
