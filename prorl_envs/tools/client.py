@@ -1,7 +1,7 @@
 """The host's side of a sandbox's tools."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -12,7 +12,7 @@ from prorl_envs.tools.connection import ServerLost
 from prorl_envs.tools.link import ServerLink, Session, ToolLimits, check_timeout
 from prorl_envs.tools.python import ForkedPython, PythonEngine, PythonTool
 from prorl_envs.tools.results import bash_result, server_lost
-from prorl_envs.tools.schemas import BASH, EDITOR, PYTHON
+from prorl_envs.tools.schemas import APPLY_PATCH, BASH, EDITOR, PYTHON
 from prorl_envs.tools.types import JsonObject, ToolCall, ToolResult
 from prorl_envs.tools.wire import (
     CONTENT_LIMIT,
@@ -23,7 +23,9 @@ from prorl_envs.tools.wire import (
     Edit,
     Edited,
     EndProcesses,
+    Patch,
     Read,
+    Request,
     Run,
     RunDone,
     Write,
@@ -181,19 +183,23 @@ class Toolbox:
         """
         if wrong := complaint(EDITOR, arguments):
             return ToolResult(text=wrong, ok=False)
-        started = time.monotonic()
-        try:
-            edited = await self._tools.ask(
-                lambda id_: Edit(id_, **arguments), Edited, timeout_s=self.limits.transfer_s
-            )
-        except ServerLost as error:
-            return server_lost(error, "editor", time.monotonic() - started)
-        return ToolResult(
-            text=edited.text,
-            ok=edited.ok,
-            duration_s=time.monotonic() - started,
-            truncated_bytes=edited.omitted,
-        )
+        return await self._edit(lambda id_: Edit(id_, **arguments))
+
+    async def patch(self, arguments: JsonObject) -> ToolResult:
+        """Apply a patch to files: all of it, or nothing.
+
+        Args:
+            arguments: as `schemas.APPLY_PATCH` describes them; hostile.
+
+        Returns:
+            `ok=False` with a message for the model where the patch does not apply.
+
+        Raises:
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        if wrong := complaint(APPLY_PATCH, arguments):
+            return ToolResult(text=wrong, ok=False)
+        return await self._edit(lambda id_: Patch(id_, arguments["input"]))
 
     async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
         """Carry out a model's call of a built-in tool.
@@ -219,6 +225,8 @@ class Toolbox:
                     return await self.python(call.arguments["code"], timeout_s=timeout_s)
             case EDITOR.name:
                 return await self.edit(call.arguments)
+            case APPLY_PATCH.name:
+                return await self.patch(call.arguments)
             case _:
                 wrong = f"there is no tool {call.name[:50]!r}"
         return ToolResult(text=wrong, ok=False)
@@ -311,3 +319,16 @@ class Toolbox:
         await self._tools.aclose()
         if self._python is not None:
             await self._python.aclose()
+
+    async def _edit(self, make: Callable[[int], Request]) -> ToolResult:
+        started = time.monotonic()
+        try:
+            edited = await self._tools.ask(make, Edited, timeout_s=self.limits.transfer_s)
+        except ServerLost as error:
+            return server_lost(error, "editor", time.monotonic() - started)
+        return ToolResult(
+            text=edited.text,
+            ok=edited.ok,
+            duration_s=time.monotonic() - started,
+            truncated_bytes=edited.omitted,
+        )
