@@ -3,16 +3,19 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 from prorl_envs.errors import InputError, SandboxError, ToolError
 from prorl_envs.sandbox.base import Sandbox
+from prorl_envs.tools import tree_client
 from prorl_envs.tools.arguments import complaint, is_unicode
 from prorl_envs.tools.connection import ServerLost
 from prorl_envs.tools.link import ServerLink, Session, ToolLimits, check_timeout
 from prorl_envs.tools.python import ForkedPython, PythonEngine, PythonTool
 from prorl_envs.tools.results import bash_result, server_lost
 from prorl_envs.tools.schemas import APPLY_PATCH, BASH, EDITOR, PYTHON
+from prorl_envs.tools.tree import Transferred, TreeLimits
 from prorl_envs.tools.types import JsonObject, ToolCall, ToolResult
 from prorl_envs.tools.wire import (
     CONTENT_LIMIT,
@@ -279,7 +282,7 @@ class Toolbox:
         """
         if len(data) > CONTENT_LIMIT:
             raise InputError(
-                f"{len(data)} bytes are more than one transfer takes", hint="split it, or use a mount"
+                f"{len(data)} bytes are more than one transfer takes", hint="upload a file, or use a mount"
             )
         await self._tools.ask(
             lambda id_: Write(id_, path, data, mode),
@@ -300,6 +303,61 @@ class Toolbox:
             timeout_s=self.limits.transfer_s,
         )
         return content.data
+
+    async def upload(
+        self, source: Path, target: str, *, timeout_s: float, limits: TreeLimits | None = None
+    ) -> Transferred:
+        """Copy a file or a tree of the host into the sandbox, with the sandbox's own rights.
+
+        A file is created or replaced. A tree is merged into what is there: its files and links are created or
+        replaced, each in one step; others stay. No link below `target` is followed. Where it fails, what was
+        copied until then stays. `tree.py` says what is carried.
+
+        Args:
+            source: path on the host.
+            target: absolute path inside; missing folders are made.
+            timeout_s: seconds it may take.
+            limits: the most that is carried.
+
+        Raises:
+            TransferRefused: the tree holds what is not carried, or too much.
+            OSError: as a local copy would raise.
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        check_timeout(timeout_s)
+        return await tree_client.upload(self.sandbox, source, target, limits or TreeLimits(), timeout_s)
+
+    async def download(
+        self,
+        source: str,
+        target: Path,
+        *,
+        timeout_s: float,
+        limits: TreeLimits | None = None,
+        leave_out: bool = False,
+    ) -> Transferred:
+        """Copy a file or a tree out of the sandbox: all of it, or nothing. Content is hostile.
+
+        What arrives holds no link that leads out of it, no device, pipe or socket, no set-id bit. Whatever
+        runs in the sandbox meanwhile may change the tree while it is read.
+
+        Args:
+            source: absolute path inside.
+            target: path on the host; must not exist, while its parent must.
+            timeout_s: seconds it may take.
+            limits: the most that is carried.
+            leave_out: whether to leave out, and name in the answer, what cannot be carried.
+
+        Raises:
+            InputError: `target` exists.
+            TransferRefused: the tree holds what is not carried, or too much.
+            OSError: as a local copy would raise.
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        check_timeout(timeout_s)
+        return await tree_client.download(
+            self.sandbox, source, target, limits or TreeLimits(), timeout_s, leave_out=leave_out
+        )
 
     async def end_processes(self) -> None:
         """Kill every process in the sandbox, background jobs and daemons included; files and tools stay.
