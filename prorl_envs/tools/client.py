@@ -172,6 +172,29 @@ class Toolbox:
             return ToolResult(text="the code holds a character that Python cannot take", ok=False)
         return await self._python.run(code, timeout_s=timeout_s)
 
+    async def restart_python(self) -> None:
+        """Give the Python session up for a new one; a cell under way ends, and says so.
+
+        Raises:
+            InputError: this toolbox has no Python session.
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        if self._python is None:
+            raise InputError("this toolbox has no Python session", hint="open it with python=True")
+        await self._python.restart()
+
+    def jupyter_connection_file(self) -> Path:
+        """The connection file of the Jupyter kernel, for a Jupyter client of this user to attach with.
+
+        It goes when the kernel goes. What the client is sent is as hostile as the cells that send it.
+
+        Raises:
+            InputError: this toolbox has no Jupyter kernel, or none runs.
+        """
+        if self._python is None or not (path := self._python.connection_file()):
+            raise InputError("this toolbox has no Jupyter kernel", hint="open it with PythonEngine.KERNEL")
+        return path
+
     async def edit(self, arguments: JsonObject) -> ToolResult:
         """View or edit a file.
 

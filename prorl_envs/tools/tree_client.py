@@ -10,8 +10,9 @@ from pathlib import Path
 
 from prorl_envs.errors import InputError, SandboxError, ToolError
 from prorl_envs.sandbox.base import Sandbox
-from prorl_envs.tools.tree import Transferred, TreeLimits, pack, unpack
+from prorl_envs.tools.tree import Transferred, TreeLimits, pack
 from prorl_envs.tools.tree_wire import Channel, Pack, Unpack, ended
+from prorl_envs.tools.unpack import unpack
 from prorl_envs.tools.wire import WireError
 
 ENTRY = "prorl_envs.tools.tree_server:serve"

@@ -8,8 +8,9 @@ import os
 import socket
 
 from prorl_envs.errors import TransferRefused
-from prorl_envs.tools.tree import Transferred, pack, unpack
+from prorl_envs.tools.tree import Transferred, pack
 from prorl_envs.tools.tree_wire import Channel, Failed, Message, Pack, Unpack
+from prorl_envs.tools.unpack import unpack
 from prorl_envs.tools.wire import WireError
 
 

@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prorl_envs.errors import TransferRefused
-from prorl_envs.tools.tree import Transferred, TreeLimits, pack, stays_inside, unpack
+from prorl_envs.tools.tree import Transferred, TreeLimits, pack, stays_inside
+from prorl_envs.tools.unpack import unpack
 
 LIMITS = TreeLimits(bytes=100_000, entries=50, depth=8)
 
