@@ -5,6 +5,7 @@
     └── RolloutFailure        an episode could not be carried through; becomes a typed Failure, never a reward
         ├── SandboxError      the sandbox did not start, or ended while in use
         ├── ToolError         the tool server is lost or broke its protocol
+        ├── TransferRefused   a tree of files holds what is not carried in or out of a sandbox
         ├── ModelError        the model server failed or answered what it must not
         ├── EnvironmentFault  the environment could not prepare its task
         ├── GraderError       the grader itself failed, so there is no reward
@@ -74,6 +75,16 @@ class ToolError(RolloutFailure):
 
     kind = FailureKind.TOOL
     retryable = True
+
+
+class TransferRefused(RolloutFailure):
+    """A tree of files holds what is not carried in or out of a sandbox, or more than was allowed.
+
+    Out of a sandbox, that is most likely what the agent made of it. A grader that downloads decides what it
+    means.
+    """
+
+    kind = FailureKind.TOOL
 
 
 class ModelError(RolloutFailure):

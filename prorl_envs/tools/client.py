@@ -1,18 +1,21 @@
 """The host's side of a sandbox's tools."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 from prorl_envs.errors import InputError, SandboxError, ToolError
 from prorl_envs.sandbox.base import Sandbox
+from prorl_envs.tools import tree_client
 from prorl_envs.tools.arguments import complaint, is_unicode
 from prorl_envs.tools.connection import ServerLost
 from prorl_envs.tools.link import ServerLink, Session, ToolLimits, check_timeout
 from prorl_envs.tools.python import ForkedPython, PythonEngine, PythonTool
 from prorl_envs.tools.results import bash_result, server_lost
-from prorl_envs.tools.schemas import BASH, EDITOR, PYTHON
+from prorl_envs.tools.schemas import APPLY_PATCH, BASH, EDITOR, PYTHON
+from prorl_envs.tools.tree import Transferred, TreeLimits
 from prorl_envs.tools.types import JsonObject, ToolCall, ToolResult
 from prorl_envs.tools.wire import (
     CONTENT_LIMIT,
@@ -23,7 +26,9 @@ from prorl_envs.tools.wire import (
     Edit,
     Edited,
     EndProcesses,
+    Patch,
     Read,
+    Request,
     Run,
     RunDone,
     Write,
@@ -169,6 +174,29 @@ class Toolbox:
             return ToolResult(text="the code holds a character that Python cannot take", ok=False)
         return await self._python.run(code, timeout_s=timeout_s)
 
+    async def restart_python(self) -> None:
+        """Give the Python session up for a new one; a cell under way ends, and says so.
+
+        Raises:
+            InputError: this toolbox has no Python session.
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        if self._python is None:
+            raise InputError("this toolbox has no Python session", hint="open it with python=True")
+        await self._python.restart()
+
+    def jupyter_connection_file(self) -> Path:
+        """The connection file of the Jupyter kernel, for a Jupyter client of this user to attach with.
+
+        It goes when the kernel goes. What the client is sent is as hostile as the cells that send it.
+
+        Raises:
+            InputError: this toolbox has no Jupyter kernel, or none runs.
+        """
+        if self._python is None or not (path := self._python.connection_file()):
+            raise InputError("this toolbox has no Jupyter kernel", hint="open it with PythonEngine.KERNEL")
+        return path
+
     async def edit(self, arguments: JsonObject) -> ToolResult:
         """View or edit a file.
 
@@ -183,19 +211,23 @@ class Toolbox:
         """
         if wrong := complaint(EDITOR, arguments):
             return ToolResult(text=wrong, ok=False)
-        started = time.monotonic()
-        try:
-            edited = await self._tools.ask(
-                lambda id_: Edit(id_, **arguments), Edited, timeout_s=self.limits.transfer_s
-            )
-        except ServerLost as error:
-            return server_lost(error, "editor", time.monotonic() - started)
-        return ToolResult(
-            text=edited.text,
-            ok=edited.ok,
-            duration_s=time.monotonic() - started,
-            truncated_bytes=edited.omitted,
-        )
+        return await self._edit(lambda id_: Edit(id_, **arguments))
+
+    async def patch(self, arguments: JsonObject) -> ToolResult:
+        """Apply a patch to files: all of it, or nothing.
+
+        Args:
+            arguments: as `schemas.APPLY_PATCH` describes them; hostile.
+
+        Returns:
+            `ok=False` with a message for the model where the patch does not apply.
+
+        Raises:
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        if wrong := complaint(APPLY_PATCH, arguments):
+            return ToolResult(text=wrong, ok=False)
+        return await self._edit(lambda id_: Patch(id_, arguments["input"]))
 
     async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
         """Carry out a model's call of a built-in tool.
@@ -221,6 +253,8 @@ class Toolbox:
                     return await self.python(call.arguments["code"], timeout_s=timeout_s)
             case EDITOR.name:
                 return await self.edit(call.arguments)
+            case APPLY_PATCH.name:
+                return await self.patch(call.arguments)
             case _:
                 wrong = f"there is no tool {call.name[:50]!r}"
         return ToolResult(text=wrong, ok=False)
@@ -281,7 +315,7 @@ class Toolbox:
         """
         if len(data) > CONTENT_LIMIT:
             raise InputError(
-                f"{len(data)} bytes are more than one transfer takes", hint="split it, or use a mount"
+                f"{len(data)} bytes are more than one transfer takes", hint="upload a file, or use a mount"
             )
         await self._tools.ask(
             lambda id_: Write(id_, path, data, mode),
@@ -303,6 +337,61 @@ class Toolbox:
         )
         return content.data
 
+    async def upload(
+        self, source: Path, target: str, *, timeout_s: float, limits: TreeLimits | None = None
+    ) -> Transferred:
+        """Copy a file or a tree of the host into the sandbox, with the sandbox's own rights.
+
+        A file is created or replaced. A tree is merged into what is there: its files and links are created or
+        replaced, each in one step; others stay. No link below `target` is followed. Where it fails, what was
+        copied until then stays. `tree.py` says what is carried.
+
+        Args:
+            source: path on the host.
+            target: absolute path inside; missing folders are made.
+            timeout_s: seconds it may take.
+            limits: the most that is carried.
+
+        Raises:
+            TransferRefused: the tree holds what is not carried, or too much.
+            OSError: as a local copy would raise.
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        check_timeout(timeout_s)
+        return await tree_client.upload(self.sandbox, source, target, limits or TreeLimits(), timeout_s)
+
+    async def download(
+        self,
+        source: str,
+        target: Path,
+        *,
+        timeout_s: float,
+        limits: TreeLimits | None = None,
+        leave_out: bool = False,
+    ) -> Transferred:
+        """Copy a file or a tree out of the sandbox: all of it, or nothing. Content is hostile.
+
+        What arrives holds no link that leads out of it, no device, pipe or socket, no set-id bit. Whatever
+        runs in the sandbox meanwhile may change the tree while it is read.
+
+        Args:
+            source: absolute path inside.
+            target: path on the host; must not exist, while its parent must.
+            timeout_s: seconds it may take.
+            limits: the most that is carried.
+            leave_out: whether to leave out, and name in the answer, what cannot be carried.
+
+        Raises:
+            InputError: `target` exists.
+            TransferRefused: the tree holds what is not carried, or too much.
+            OSError: as a local copy would raise.
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        check_timeout(timeout_s)
+        return await tree_client.download(
+            self.sandbox, source, target, limits or TreeLimits(), timeout_s, leave_out=leave_out
+        )
+
     async def end_processes(self) -> None:
         """Kill every process in the sandbox, background jobs and daemons included; files and tools stay.
 
@@ -321,3 +410,16 @@ class Toolbox:
         await self._tools.aclose()
         if self._python is not None:
             await self._python.aclose()
+
+    async def _edit(self, make: Callable[[int], Request]) -> ToolResult:
+        started = time.monotonic()
+        try:
+            edited = await self._tools.ask(make, Edited, timeout_s=self.limits.transfer_s)
+        except ServerLost as error:
+            return server_lost(error, "editor", time.monotonic() - started)
+        return ToolResult(
+            text=edited.text,
+            ok=edited.ok,
+            duration_s=time.monotonic() - started,
+            truncated_bytes=edited.omitted,
+        )

@@ -1,46 +1,40 @@
 """The file viewer and editor, with the commands and answers agents have been trained on.
 
-Runs in the sandbox's mount namespace with the sandbox's own rights. Line endings, permissions, bytes that are
-not UTF-8 and a missing newline at the end stay as they are; binary files are refused.
+Runs in the sandbox's mount namespace with the sandbox's own rights. A file keeps its permissions, and all of
+its text that an edit does not touch (see `text.py`); binary files are refused. A link is followed; a file is
+replaced in one step, so other hard links to it keep the old content.
 """
 
 import os
 from collections.abc import Iterator
 from itertools import islice
 
-from prorl_envs.tools.files import read_file, write_file
-from prorl_envs.tools.output import clip
-from prorl_envs.tools.undo import UndoHistory
+from prorl_envs.tools.files import write_file
+from prorl_envs.tools.text import EditError, Text, decode, load
+from prorl_envs.tools.undo import UndoHistory, Version
 from prorl_envs.tools.wire import Edit
 
-#: Bytes of the largest file that is viewed or edited.
-FILE_LIMIT = 16 * 1024 * 1024
 #: Entries of a directory listing.
 LISTING_LIMIT = 1000
 #: Lines shown before and after a change.
 _CONTEXT = 4
 
 
-class EditError(Exception):
-    """The command cannot be carried out; the message is for the model."""
-
-
 class Editor:
-    """The editor of one sandbox; remembers what it changed.
+    """The editor of one sandbox.
 
     Args:
-        output_limit: bytes of text in one answer.
+        history: where it remembers what it changed.
     """
 
-    def __init__(self, output_limit: int) -> None:
-        self._output_limit = output_limit
-        self._history = UndoHistory()
+    def __init__(self, history: UndoHistory) -> None:
+        self._history = history
 
-    def edit(self, request: Edit) -> tuple[str, int]:
+    def edit(self, request: Edit) -> str:
         """Carry out one command.
 
         Returns:
-            What the model sees, and how many bytes were left out of it.
+            What the model sees, at any length.
 
         Raises:
             EditError: with a message for the model.
@@ -50,7 +44,7 @@ class Editor:
         if "\0" in request.path:
             raise EditError("The path contains a NUL character.")
         try:
-            return clip(self._edit(request), self._output_limit)
+            return self._edit(request)
         except OSError as error:
             raise EditError(f"{request.path}: {(error.strerror or str(error)).lower()}.") from error
 
@@ -77,15 +71,15 @@ class Editor:
             if view_range is not None:
                 raise EditError("`view_range` is for files, and this is a directory.")
             return _listing(path)
-        lines = _lines(_load(path))
+        lines = _lines(load(path).content)
         first, last = _checked_range(view_range, len(lines))
         return f"Here's the result of running `cat -n` on {path}:\n{_numbered(lines, first, last)}"
 
     def _create(self, path: str, text: str) -> str:
         if os.path.lexists(path):
             raise EditError(f"A file already exists at {path}, and `create` does not overwrite.")
-        write_file(path, _encode(text), mode=None)
-        self._history.push(path, None)
+        write_file(path, text.encode(), mode=None)
+        self._history.push(os.path.realpath(path), None)
         return f"File created successfully at: {path}\n"
 
     def _replace(self, path: str, old: str, new: str) -> str:
@@ -93,7 +87,8 @@ class Editor:
             raise EditError("`old_str` is empty; `insert` adds text.")
         if old == new:
             raise EditError("`old_str` and `new_str` are the same, so nothing would change.")
-        before = _load(path)
+        text = load(path)
+        before, new = text.content, text.fitted(new)
         if old not in before and "\r\n" in before:
             # Models write "\n"; the file keeps its own line endings.
             old, new = _with_crlf(old), _with_crlf(new)
@@ -105,27 +100,26 @@ class Editor:
                 f"No replacement was made: `old_str` occurs more than once in {path}, on lines "
                 f"{', '.join(map(str, lines))}. Include more of the text around the one you mean."
             )
-        return self._store(path, before, before.replace(old, new), lines[0], new.count("\n"))
+        return self._store(path, text, before.replace(old, new), lines[0], new.count("\n"))
 
-    def _insert(self, path: str, line: int, text: str) -> str:
-        before = _load(path)
+    def _insert(self, path: str, line: int, added: str) -> str:
+        text = load(path)
+        before = text.content
         lines = [line + "\n" for line in _lines(before)]
         if lines and not before.endswith("\n"):
             lines[-1] = lines[-1].removesuffix("\n")
         if not 0 <= line <= len(lines):
             raise EditError(f"`insert_line` is {line}; it must be between 0 and {len(lines)}.")
-        added = text if text.endswith("\n") else text + "\n"
+        added = added if added.endswith("\n") else added + "\n"
         if line and not lines[line - 1].endswith("\n"):
             added = "\n" + added.removesuffix("\n")
-        if "\r\n" in before:
-            added = _with_crlf(added)
-        after = "".join([*lines[:line], added, *lines[line:]])
-        return self._store(path, before, after, line + 1, added.strip("\n").count("\n"))
+        after = "".join([*lines[:line], text.fitted(added), *lines[line:]])
+        return self._store(path, text, after, line + 1, added.strip("\n").count("\n"))
 
-    def _store(self, path: str, before: str, after: str, line: int, more: int) -> str:
+    def _store(self, path: str, text: Text, after: str, line: int, more: int) -> str:
         """Write the new content; show it from `line` on, with `more` lines after that changed too."""
-        write_file(path, _encode(after), mode=None)
-        self._history.push(path, _encode(before))
+        write_file(path, text.encode(after), mode=None)
+        self._history.push(os.path.realpath(path), Version(text.encode(text.content)))
         lines = _lines(after)
         shown = _numbered(lines, max(1, line - _CONTEXT), min(len(lines), line + more + _CONTEXT))
         return (
@@ -135,14 +129,19 @@ class Editor:
         )
 
     def _undo(self, path: str) -> str:
-        if not self._history.has(path):
+        key = os.path.realpath(path)  # whatever name it was edited under
+        if not self._history.has(key):
             raise EditError(f"No edit of {path} is left to undo.")
-        version = self._history.pop(path)
-        if version is None:
-            os.unlink(path)  # noqa: PTH108
-            return f"Last edit of {path} undone: the file, which it had created, is removed.\n"
-        write_file(path, version, mode=None)
-        lines = _lines(_decode(version))
+        version = self._history.pop(key)
+        try:
+            if version is None:
+                os.unlink(path)  # noqa: PTH108
+                return f"Last edit of {path} undone: the file, which it had created, is removed.\n"
+            write_file(path, version.data, mode=version.mode)
+        except OSError:
+            self._history.push(key, version)
+            raise
+        lines = _lines(decode(version.data).content)
         return f"Last edit of {path} undone. The file is now:\n{_numbered(lines, 1, len(lines))}"
 
 
@@ -150,24 +149,6 @@ def _needed[T](value: T | None, name: str, command: str) -> T:
     if value is None:
         raise EditError(f"`{command}` needs the argument `{name}`.")
     return value
-
-
-def _load(path: str) -> str:
-    data, size = read_file(path, FILE_LIMIT)
-    if size > FILE_LIMIT:
-        raise EditError(f"{path} has {size} bytes, and the editor takes {FILE_LIMIT}; use the shell.")
-    if b"\0" in data[:8192]:
-        raise EditError(f"{path} is not a text file.")
-    return _decode(data)
-
-
-def _decode(data: bytes) -> str:
-    # Bytes that are not UTF-8 come back as they were.
-    return data.decode("utf-8", "surrogateescape")
-
-
-def _encode(text: str) -> bytes:
-    return text.encode("utf-8", "surrogateescape")
 
 
 def _with_crlf(text: str) -> str:

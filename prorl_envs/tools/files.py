@@ -57,7 +57,10 @@ def write_file(path: str, data: bytes, *, mode: int | None) -> None:
     if os.path.isdir(target):  # noqa: PTH112
         raise IsADirectoryError(errno.EISDIR, "is a directory", path)
     folder = os.path.dirname(target)  # noqa: PTH120
-    os.makedirs(folder, exist_ok=True)  # noqa: PTH103
+    try:
+        os.makedirs(folder, exist_ok=True)  # noqa: PTH103
+    except FileExistsError as error:  # "file exists" would mislead whoever wanted to make one
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from error
     temporary = os.path.join(folder, f".{secrets.token_hex(8)}.tmp")  # noqa: PTH118
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

@@ -20,10 +20,11 @@ import zmq
 import zmq.asyncio
 from jupyter_client.asynchronous.client import AsyncKernelClient
 
-from prorl_envs.errors import SandboxError, ToolError
+from prorl_envs.errors import InputError, SandboxError, ToolError
 from prorl_envs.sandbox.base import Sandbox
 from prorl_envs.tools.connection import ServerLost
 from prorl_envs.tools.jupyter_output import CellOutput
+from prorl_envs.tools.jupyter_setup import SETUP
 from prorl_envs.tools.link import ServerLink, ToolLimits
 from prorl_envs.tools.results import python_result
 from prorl_envs.tools.types import ToolResult
@@ -46,6 +47,8 @@ _BREACHES = (
     zmq.ZMQError,
     msgspec.MsgspecError,
 )
+#: Seconds between the end of a kernel's sockets and that of its process.
+_END_S = 5.0
 _LIFETIME_S = 30 * 86400.0
 _PORTS = {"shell_port": 1, "iopub_port": 2, "stdin_port": 3, "control_port": 4, "hb_port": 5}
 
@@ -66,7 +69,6 @@ class JupyterPython:
         self._link = ServerLink(sandbox, "base", limits, python=False)
         self._kernel: _Kernel | None = None
         self._lock = asyncio.Lock()
-        self._notice = ""
 
     async def start(self) -> None:
         self._kernel = await _Kernel.start(self._link, self._interpreter)
@@ -74,6 +76,7 @@ class JupyterPython:
     async def run(self, code: str, *, timeout_s: float) -> ToolResult:
         started = time.monotonic()
         async with self._lock:
+            before = await self._take_note_of_an_end()
             if self._kernel is None:
                 await self.start()
             assert self._kernel is not None
@@ -86,11 +89,32 @@ class JupyterPython:
                 raise
         if done.notice and not self._sandbox.alive:
             raise SandboxError(f"sandbox {self._sandbox.id} ended during a cell")
+        done.notice = "\n".join(filter(None, [before, done.notice]))
         return python_result(done, "", time.monotonic() - started)
+
+    async def restart(self) -> None:
+        if self._kernel is not None:
+            self._kernel.give_up("was restarted")  # a cell under way ends, and with it the kernel
+        async with self._lock:
+            await self._end()
+            await self.start()
+
+    def connection_file(self) -> Path:
+        """See `Toolbox.jupyter_connection_file`."""
+        if self._kernel is None:
+            raise InputError("no kernel runs", hint="the next cell, or a restart, starts one")
+        return self._kernel.connection_file()
 
     async def aclose(self) -> None:
         await self._end()
         await self._link.aclose()
+
+    async def _take_note_of_an_end(self) -> str:
+        """What the model is told where the kernel has ended since the last cell."""
+        if self._kernel is None or not (ended := self._kernel.ended):
+            return ""
+        await self._end()
+        return f"[before this cell, the Python session {ended}; this is a new one, without its variables]"
 
     async def _execute(
         self, kernel: "_Kernel", code: str, output: CellOutput, timeout_s: float
@@ -122,14 +146,19 @@ class _KernelEnded(Exception):
 class _Kernel:
     """A kernel process and a client connected to it."""
 
-    def __init__(self, process: "asyncio.Task[RunDone]") -> None:
+    def __init__(self, process: "asyncio.Task[RunDone]", info: dict[str, Any]) -> None:
         self._process = process
+        self._info = info
+        self._why = ""
         self._context = zmq.asyncio.Context()
         # Defaults of the sockets made from it: the other side is hostile.
         self._context.setsockopt(zmq.MAXMSGSIZE, MESSAGE_LIMIT)
         self._context.setsockopt(zmq.RCVHWM, MESSAGES_WAITING)
         self._context.setsockopt(zmq.LINGER, 0)
         self._client = AsyncKernelClient(context=self._context)
+        self._cut_off: asyncio.Task[None] | None = None
+        self._sockets: dict[int, int] = {}
+        self._attachment: Path | None = None
         self._cell = ""
         self._ready = False
 
@@ -154,11 +183,11 @@ class _Kernel:
         await link.ask(lambda id_: Write(id_, f"{inside}/info.json", data, 0o600), Done, timeout_s=30)
         argv = [interpreter, "-m", "ipykernel_launcher", "-f", f"{inside}/info.json"]
         process = asyncio.create_task(_run(link, argv, _LIFETIME_S))
-        kernel = cls(process)
+        kernel = cls(process, info)
         try:
             listening = "for n in 1 2 3 4 5; do until [ -S $0/k-$n ]; do sleep 0.02; done; done"
             await kernel.while_alive(_run(link, ["sh", "-c", listening, inside], START_TIMEOUT_S))
-            await kernel._connect(link.sandbox.workspace, name, info)
+            await kernel._connect(link.sandbox.workspace, name)
         except BaseException as error:
             await kernel.aclose()
             if isinstance(error, _KernelEnded):
@@ -168,13 +197,13 @@ class _Kernel:
             await _run(link, ["rm", "-rf", inside], 30)
         return kernel
 
-    async def execute(self, code: str, output: CellOutput, timeout_s: float) -> bool:
+    async def execute(self, code: str, output: CellOutput, timeout_s: float, *, silent: bool = False) -> bool:
         """Run a cell; False where it has not ended in time.
 
         Raises:
             _KernelEnded: the kernel ended instead.
         """
-        self._cell = self._client.execute(code, store_history=True, allow_stdin=False)
+        self._cell = self._client.execute(code, silent=silent, store_history=not silent, allow_stdin=False)
         return await self._follow(output, timeout_s)
 
     async def interrupt(self, output: CellOutput, grace_s: float) -> bool:
@@ -190,63 +219,120 @@ class _Kernel:
             _KernelEnded: it ended first.
         """
         task = asyncio.ensure_future(work)
+        others = filter(None, (self._process, self._cut_off))
         try:
-            await asyncio.wait({task, self._process}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, *others}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             if not task.done():
                 task.cancel()
                 await asyncio.wait({task})
         if task.cancelled():
-            try:
-                done = self._process.result()
-            except ServerLost as lost:
-                raise _KernelEnded(f"was lost ({lost.message})") from lost
-            words = "" if self._ready else done.output.decode(errors="replace").strip()[-500:]
-            raise _KernelEnded(f"exited with status {done.exit_code}{f' ({words})' if words else ''}")
+            raise _KernelEnded(self.ended)
         result: T = task.result()
         return result
+
+    @property
+    def ended(self) -> str:
+        """How it ended, to go on after "the Python session"; empty while it lives."""
+        if self._process.cancelled():
+            return self._why or "was ended"
+        if not self._process.done():
+            cut_off = self._cut_off is not None and self._cut_off.done()
+            return f"sent a message of more than {MESSAGE_LIMIT} bytes, and was killed" if cut_off else ""
+        try:
+            done = self._process.result()
+        except ServerLost as lost:
+            return f"was lost ({lost.message})"
+        words = "" if self._ready else done.output.decode(errors="replace").strip()[-500:]
+        return f"exited with status {done.exit_code}{f' ({words})' if words else ''}"
+
+    def give_up(self, why: str) -> None:
+        """Kill the process; a cell under way ends with it."""
+        self._why = why
+        self._process.cancel()
+
+    def connection_file(self) -> Path:
+        """Write what a Jupyter client needs; it is gone when the kernel ends."""
+        if self._attachment is None:
+            folder = self._attachment = self._way_to_sockets()
+            path = folder / "kernel.json"
+            path.touch(mode=0o600)
+            path.write_bytes(msgspec.json.encode({**self._info, "ip": str(folder / "k")}))
+        return self._attachment / "kernel.json"
 
     async def aclose(self) -> None:
         """Kill the process and close every socket."""
         self._process.cancel()
-        await asyncio.gather(self._process, return_exceptions=True)
+        tasks = [task for task in (self._process, self._cut_off) if task is not None]
+        if self._cut_off is not None:
+            self._cut_off.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._client.stop_channels()
         self._context.destroy(linger=0)
+        if self._attachment is not None:
+            shutil.rmtree(self._attachment)
+        for fd in self._sockets.values():
+            os.close(fd)
+        self._sockets.clear()
 
-    async def _connect(self, workspace: Path, name: str, info: Any) -> None:
+    def _way_to_sockets(self) -> Path:
+        """A folder in which each socket has a short name that leads to what was opened, for this process's
+        life, whatever becomes of the sandbox's own folder."""
         folder = Path(tempfile.mkdtemp(prefix="prk-"))
-        descriptors: list[int] = []
+        for number, fd in self._sockets.items():
+            (folder / f"k-{number}").symlink_to(f"/proc/{os.getpid()}/fd/{fd}")
+        return folder
+
+    async def _connect(self, workspace: Path, name: str) -> None:
         try:
             for number in _PORTS.values():
-                fd = _open_socket(workspace, name, f"k-{number}")
-                descriptors.append(fd)
-                (folder / f"k-{number}").symlink_to(f"/proc/{os.getpid()}/fd/{fd}")
-            info["ip"] = str(folder / "k")
+                self._sockets[number] = _open_socket(workspace, name, f"k-{number}")
+        except OSError as error:
+            raise ToolError(f"the Jupyter kernel's sockets cannot be opened: {error}") from error
+        folder = self._way_to_sockets()
+        try:
+            info: Any = {**self._info, "ip": str(folder / "k")}
             self._client.load_connection_info(info)
             self._client.start_channels(stdin=False, hb=False, control=True)
             await self.while_alive(self._client.wait_for_ready(timeout=START_TIMEOUT_S))
             # The control channel too must be connected before the way to it goes.
             self._client.control_channel.send(self._client.session.msg("kernel_info_request", {}))
             await self.while_alive(self._client.get_control_msg(timeout=START_TIMEOUT_S))
+            self._cut_off = asyncio.create_task(self._until_cut_off())
+            await self.execute(SETUP, CellOutput(0), START_TIMEOUT_S, silent=True)
             self._ready = True
-        except OSError as error:
-            raise ToolError(f"the Jupyter kernel's sockets cannot be opened: {error}") from error
         finally:
-            for fd in descriptors:
-                os.close(fd)
             shutil.rmtree(folder)
+
+    async def _until_cut_off(self) -> None:
+        """Return when the kernel lives and its output comes no more: a message was too long."""
+        sock = self._client.iopub_channel.socket
+        monitor = sock.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        try:
+            await monitor.recv_multipart()
+        finally:
+            sock.disable_monitor()
+        # Where it has ended, that is soon known, and how.
+        await asyncio.wait({self._process}, timeout=_END_S)
 
     async def _follow(self, output: CellOutput, timeout_s: float) -> bool:
         try:
             async with asyncio.timeout(timeout_s):
                 while not await self._next(output):
                     pass
-                await self.while_alive(self._client.get_shell_msg())
+                while (reply := await self._reply())["parent_header"].get("msg_id") != self._cell:
+                    pass  # to a question asked while it started
+                if any(part["source"] == "ask_exit" for part in reply["content"].get("payload", ())):
+                    await self.while_alive(asyncio.Event().wait())  # exit(): it ends in a moment
         except TimeoutError:
             return False
         except _BREACHES as error:
             raise _KernelEnded(f"broke the protocol ({type(error).__name__})") from error
         return True
+
+    async def _reply(self) -> dict[str, Any]:
+        reply: dict[str, Any] = await self.while_alive(self._client.get_shell_msg())
+        return reply
 
     async def _next(self, output: CellOutput) -> bool:
         message: dict[str, Any] = await self.while_alive(self._client.get_iopub_msg())

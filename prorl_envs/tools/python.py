@@ -2,6 +2,7 @@
 
 import time
 from enum import StrEnum
+from pathlib import Path
 from typing import Protocol
 
 from prorl_envs.errors import SandboxError, ToolError
@@ -38,6 +39,14 @@ class PythonTool(Protocol):
 
     async def run(self, code: str, *, timeout_s: float) -> ToolResult:
         """Run a cell: see `Toolbox.python`."""
+        ...
+
+    async def restart(self) -> None:
+        """See `Toolbox.restart_python`."""
+        ...
+
+    def connection_file(self) -> Path | None:
+        """See `Toolbox.jupyter_connection_file`; None where no Jupyter client can attach."""
         ...
 
     async def aclose(self) -> None:
@@ -81,6 +90,14 @@ class ForkedPython:
         if done.notice and not self._sandbox.alive:
             raise SandboxError(f"sandbox {self._sandbox.id} ended during a cell")
         return python_result(done, "Python session" if lost else "", time.monotonic() - started)
+
+    async def restart(self) -> None:
+        (await self._link.connection()).give_up("the Python session was restarted")
+        self._session.server = None  # the caller knows that it is a new one
+        await self._link.connection()
+
+    def connection_file(self) -> None:
+        return None
 
     async def aclose(self) -> None:
         await self._link.aclose()

@@ -75,6 +75,28 @@ EDITOR = ToolSpec(
     ),
 )
 
+APPLY_PATCH = ToolSpec(
+    name="apply_patch",
+    description=(
+        "Change files by a patch: all of it is applied, or nothing. It begins with `*** Begin Patch` and "
+        "ends with `*** End Patch`; between them stand `*** Add File: PATH` with lines that begin with `+`, "
+        "`*** Delete File: PATH`, and `*** Update File: PATH`, perhaps with `*** Move to: PATH`, and hunks. "
+        "A hunk begins with `@@`, perhaps followed by a line that leads to it, such as a function's first; "
+        "its lines begin with a space (stays), `-` (goes) or `+` (comes). Show about three unchanged lines "
+        "around each change. `*** End of File` after a hunk says that it ends the file. A unified diff is "
+        "taken too."
+    ),
+    parameters=_object(
+        {
+            "input": {
+                "type": "string",
+                "description": "The patch. Paths are relative to the workspace, or absolute.",
+            }
+        },
+        "input",
+    ),
+)
+
 FINISH = ToolSpec(
     name="finish",
     description="Declare that the task is done. Nothing can be run afterwards.",

@@ -9,15 +9,18 @@ import socket
 
 import msgspec
 
-from prorl_envs.tools.editor import EditError, Editor
+from prorl_envs.tools.editor import Editor
 from prorl_envs.tools.files import read_file, write_file
 from prorl_envs.tools.fork import end_processes
 from prorl_envs.tools.kernel_session import KernelSession
 from prorl_envs.tools.loop import Loop
 from prorl_envs.tools.output import clip
+from prorl_envs.tools.patch_files import apply_patch
 from prorl_envs.tools.process import FreshProcess
 from prorl_envs.tools.reader import Leftovers
 from prorl_envs.tools.shell import ShellSession
+from prorl_envs.tools.text import EditError
+from prorl_envs.tools.undo import UndoHistory
 from prorl_envs.tools.wire import (
     CONTENT_LIMIT,
     AnyRequest,
@@ -29,6 +32,7 @@ from prorl_envs.tools.wire import (
     Edited,
     EndProcesses,
     Framer,
+    Patch,
     Python,
     Read,
     Refused,
@@ -71,7 +75,7 @@ class ToolServer:
         self._loop = Loop()
         self._framer = Framer()
         self._setup = Setup(0, "/", {}, 32768, 2.0, False)
-        self._editor = Editor(self._setup.output_limit)
+        self._history = UndoHistory()
         self._shells: dict[str, ShellSession] = {}
         self._kernel: KernelSession | None = None
         self._processes: dict[int, FreshProcess] = {}
@@ -128,7 +132,7 @@ class ToolServer:
             case Write():
                 write_file(request.path, request.data, mode=request.mode)
                 self._answer(Done(request.id))
-            case Edit():
+            case Edit() | Patch():
                 self._edit(request)
             case EndProcesses():
                 end_processes()
@@ -137,7 +141,6 @@ class ToolServer:
                 self._cancel(request.id)
             case Setup():
                 self._setup = request
-                self._editor = Editor(request.output_limit)
                 # The environment of everything started from here on, the Python session's fork included.
                 os.environ.update(request.env)
                 if request.python:
@@ -177,15 +180,17 @@ class ToolServer:
             self._loop, request, env=os.environ, leftovers=self._leftovers, answer=ended
         )
 
-    def _edit(self, request: Edit) -> None:
+    def _edit(self, request: Edit | Patch) -> None:
+        limit, ok = self._setup.output_limit, True
         try:
-            text, omitted = self._editor.edit(request)
+            if isinstance(request, Edit):
+                text = Editor(self._history).edit(request)
+            else:
+                text = apply_patch(request.patch, self._setup.workdir, self._history)
         except EditError as error:
-            # The path in it is as long as the model made it.
-            text, omitted = clip(str(error), self._setup.output_limit)
-            self._answer(Edited(request.id, text, False, omitted))
-        else:
-            self._answer(Edited(request.id, text, True, omitted))
+            text, ok = str(error), False
+        text, omitted = clip(text, limit)
+        self._answer(Edited(request.id, text, ok, omitted))
 
     def _cancel(self, request_id: int) -> None:
         for shell in self._shells.values():

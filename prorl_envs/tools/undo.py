@@ -1,11 +1,25 @@
 """What files were before they were edited, within bounds."""
 
 from collections import OrderedDict
+from dataclasses import dataclass
 
 #: Versions kept of one file; files; bytes of all versions of all files.
 VERSIONS_LIMIT = 20
 FILES_LIMIT = 1000
 BYTES_LIMIT = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """What a file was.
+
+    Args:
+        data: its content.
+        mode: the permissions it gets back with it; None leaves those it has.
+    """
+
+    data: bytes
+    mode: int | None = None
 
 
 class UndoHistory:
@@ -28,24 +42,24 @@ class UndoHistory:
         self._bytes_limit = bytes_limit
         self._bytes = 0
         # A version is None where there was no file.
-        self._files: OrderedDict[str, list[bytes | None]] = OrderedDict()
+        self._files: OrderedDict[str, list[Version | None]] = OrderedDict()
 
     def has(self, path: str) -> bool:
         """Whether `pop` has something to give."""
         return path in self._files
 
-    def push(self, path: str, version: bytes | None) -> None:
+    def push(self, path: str, version: Version | None) -> None:
         """Remember what `path` held before an edit."""
         versions = self._files.setdefault(path, [])
         self._files.move_to_end(path)
         versions.append(version)
-        self._bytes += len(version or b"")
+        self._bytes += _size(version)
         if len(versions) > self._versions_limit:
-            self._bytes -= len(versions.pop(0) or b"")
+            self._bytes -= _size(versions.pop(0))
         while self._bytes > self._bytes_limit or len(self._files) > self._files_limit:
             self._forget_oldest()
 
-    def pop(self, path: str) -> bytes | None:
+    def pop(self, path: str) -> Version | None:
         """Take back the newest version of `path`.
 
         Raises:
@@ -53,13 +67,17 @@ class UndoHistory:
         """
         versions = self._files[path]
         version = versions.pop()
-        self._bytes -= len(version or b"")
+        self._bytes -= _size(version)
         if not versions:
             del self._files[path]
         return version
 
     def _forget_oldest(self) -> None:
         path, versions = next(iter(self._files.items()))
-        self._bytes -= len(versions.pop(0) or b"")
+        self._bytes -= _size(versions.pop(0))
         if not versions:
             del self._files[path]
+
+
+def _size(version: Version | None) -> int:
+    return len(version.data) if version is not None else 0

@@ -117,6 +117,12 @@ class EndProcesses(Request, tag=8):
     """Kill every process of the sandbox but its first and the tool servers."""
 
 
+class Patch(Request, tag=20):
+    """A patch of files, as the model wrote it; answered with `Edited`."""
+
+    patch: str
+
+
 class Reply(msgspec.Struct, array_like=True, gc=False):
     """Base of what the server answers."""
 
@@ -195,11 +201,13 @@ class CellDone(msgspec.Struct, array_like=True, gc=False):
     display: Bundles
 
 
-type AnyRequest = Setup | Bash | Python | Run | Write | Read | Edit | Cancel | EndProcesses
+type AnyRequest = Setup | Bash | Python | Run | Write | Read | Edit | Cancel | EndProcesses | Patch
 type AnyReply = Done | BashDone | PythonDone | RunDone | Content | Edited | Refused
 
 _encoder = msgspec.msgpack.Encoder()
-_requests = msgspec.msgpack.Decoder(Setup | Bash | Python | Run | Write | Read | Edit | Cancel | EndProcesses)
+_requests = msgspec.msgpack.Decoder(
+    Setup | Bash | Python | Run | Write | Read | Edit | Cancel | EndProcesses | Patch
+)
 _replies = msgspec.msgpack.Decoder(Done | BashDone | PythonDone | RunDone | Content | Edited | Refused)
 _cells = msgspec.msgpack.Decoder(Cell)
 _cells_done = msgspec.msgpack.Decoder(CellDone)

@@ -1,11 +1,12 @@
 """The promises of the file editor, on real sandboxes."""
 
+import re
 from typing import Any
 
 import pytest
 
 from prorl_envs.tools.client import Toolbox
-from prorl_envs.tools.editor import FILE_LIMIT
+from prorl_envs.tools.text import FILE_LIMIT
 from prorl_envs.tools.types import ToolResult
 
 pytestmark = pytest.mark.anyio
@@ -181,3 +182,108 @@ async def test_a_long_view_is_bounded(box: Toolbox) -> None:
     assert len(result.text) < box.limits.output_bytes + 200
     assert result.truncated_bytes > 900_000
     assert result.text.endswith("     2\tend\n")
+
+
+async def test_an_edit_under_one_name_is_undone_under_another(box: Toolbox) -> None:
+    await box.write(PATH, b"a\n")
+    await box.run(["ln", "-s", PATH, "link"], timeout_s=10)
+    assert (await edit(box, "str_replace", "/workspace/link", old_str="a", new_str="b")).ok
+    assert (await edit(box, "undo_edit")).ok
+    assert await box.read(PATH) == b"a\n"
+
+
+async def test_an_undo_that_fails_can_be_tried_again(box: Toolbox) -> None:
+    await edit(box, "create", file_text="1\n")
+    await edit(box, "str_replace", old_str="1", new_str="2")
+    await box.run(["sh", "-c", "rm -r dir; touch dir"], timeout_s=10)
+    assert not (await edit(box, "undo_edit")).ok
+    await box.run(["rm", "dir"], timeout_s=10)
+    assert (await edit(box, "undo_edit")).ok
+    assert await box.read(PATH) == b"1\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "old", "new", "after"),
+    [
+        (b"\xef\xbb\xbfa\nb\n", "a", "c", b"\xef\xbb\xbfc\nb\n"),
+        (b"a\r\nb\r\n", "a", "c\nd", b"c\r\nd\r\nb\r\n"),  # one line becomes two
+        (b"a\r\nb\r\nc", "a\nb", "x\ny", b"x\r\ny\r\nc"),
+        (b"a\r\nb\nc\n", "b\nc", "x\ny", b"a\r\nx\ny\n"),  # mixed: as written
+        (b"a\nb", "b", "c", b"a\nc"),
+        (b"a\rb\x0cc\n", "b", "d", b"a\rd\x0cc\n"),
+        (b"caf\xe9 x\n", "x", "y", b"caf\xe9 y\n"),
+        ("é a\n".encode(), "a", "ü", "é ü\n".encode()),
+        (b"x" * 3_000_000 + b"a\n", "a", "b", b"x" * 3_000_000 + b"b\n"),
+    ],
+)
+async def test_what_an_edit_does_not_touch_stays(
+    box: Toolbox, before: bytes, old: str, new: str, after: bytes
+) -> None:
+    await box.write(PATH, before)
+    result = await edit(box, "str_replace", old_str=old, new_str=new)
+    assert result.ok, result.text
+    assert await box.read(PATH) == after
+    assert (await edit(box, "undo_edit")).ok
+    assert await box.read(PATH) == before
+
+
+async def test_a_byte_order_mark_stays_first_and_is_not_shown(box: Toolbox) -> None:
+    await box.write(PATH, b"\xef\xbb\xbfa\n")
+    assert (await edit(box, "view")).text.endswith("     1\ta\n")
+    assert (await edit(box, "insert", insert_line=0, new_str="first")).ok
+    assert await box.read(PATH) == b"\xef\xbb\xbffirst\na\n"
+
+
+async def test_encodings_are_never_mixed(box: Toolbox) -> None:
+    await box.write(PATH, b"caf\xe9\n")
+    for arguments in ({"old_str": "caf", "new_str": "th\u00e9"}, {"insert_line": 1, "new_str": "\u00e9"}):
+        result = await edit(box, "str_replace" if "old_str" in arguments else "insert", **arguments)
+        assert not result.ok
+        assert "only ASCII text" in result.text
+    await box.write(PATH, "text \u4e2d".encode("utf-16"))
+    for command in ("view", "str_replace"):
+        result = await edit(box, command, **({"old_str": "t", "new_str": "u"} if command != "view" else {}))
+        assert "is UTF-16" in result.text
+    assert await box.read(PATH) == "text \u4e2d".encode("utf-16")
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/proc/version", "exists|read-only|operation not permitted|permission denied|no such file"),
+        ("/proc/new", "no such file|operation not permitted|permission denied"),
+        ("/dev/null", "exists|not a regular file"),
+        ("/workspace/fifo", "exists|not a regular file"),
+        ("/workspace/loop", "exists|symbolic links"),
+        ("/workspace/locked/file", "permission denied"),
+        ("/workspace/file/below", "not a directory"),
+        ("/workspace/" + "n" * 256, "too long"),
+        ("~/file", "not absolute"),
+    ],
+)
+async def test_what_cannot_be_written_is_refused_kindly(box: Toolbox, path: str, said: str) -> None:
+    script = "mkfifo fifo; ln -s loop loop; touch file; mkdir -m 555 locked; "
+    await box.run(["sh", "-c", script], timeout_s=10)
+    for arguments in ({"file_text": "x"}, {"old_str": "Linux", "new_str": "x"}):
+        command = "create" if "file_text" in arguments else "str_replace"
+        if path == "/workspace/locked/file" and (await box.run(["touch", path], timeout_s=10)).exit_code == 0:
+            return  # this user may write anywhere
+        result = await edit(box, command, path, **arguments)
+        assert not result.ok
+        assert re.search(f"{said}|no such file|does not occur", result.text), result.text
+    assert ".tmp" not in (await box.run(["ls", "-AR"], timeout_s=10)).output.decode()
+
+
+async def test_a_directory_of_a_hundred_thousand_files_is_listed_in_part(box: Toolbox) -> None:
+    make = "seq -f 'file%06g' 100000 | xargs touch; mkdir -p .h; cd .h; seq 20000 | xargs touch"
+    await box.run(["sh", "-c", make], timeout_s=60)
+    result = await edit(box, "view", "/workspace")
+    assert result.ok
+    assert result.text.endswith("[... more than 1000 entries; the rest is left out ...]\n")
+    assert len(result.text) < 2 * box.limits.output_bytes
+
+
+async def test_names_and_lines_that_are_no_unicode_are_shown(box: Toolbox) -> None:
+    await box.run(["bash", "-c", r"touch $'bad\xff'; printf 'a\xffb\n' > f"], timeout_s=10)
+    assert "/workspace/bad?" in (await edit(box, "view", "/workspace")).text
+    assert "a?b" in (await edit(box, "view", "/workspace/f")).text

@@ -1,15 +1,18 @@
 """The Jupyter engine keeps the promises of the forked one."""
 
 import asyncio
+import stat
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jupyter_client.asynchronous.client import AsyncKernelClient
 
-from prorl_envs.errors import ToolError
+from prorl_envs.errors import InputError, ToolError
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.runtime import python_runtime
@@ -164,3 +167,62 @@ async def test_messages_that_break_the_protocol_end_the_session_only(kernel_box:
     result = await kernel_box.python(code, timeout_s=T)
     assert "the Python session broke the protocol (ValidationError)" in result.text
     assert (await kernel_box.python("1", timeout_s=T)).text == "1\n"
+
+
+@pytest.mark.anyio
+async def test_a_jupyter_client_can_attach(kernel_box: Toolbox) -> None:
+    await kernel_box.python("x = 41", timeout_s=T)
+    path = kernel_box.jupyter_connection_file()
+    assert stat.S_IMODE(path.lstat().st_mode) == 0o600
+    client = AsyncKernelClient()
+    client.load_connection_file(str(path))
+    client.start_channels()
+    try:
+        await client.wait_for_ready(timeout=T)
+        reply = await client.execute("x += 1", reply=True, timeout=T)
+        assert reply["content"]["status"] == "ok"
+    finally:
+        client.stop_channels()
+        client.context.destroy(linger=0)
+    assert (await kernel_box.python("x", timeout_s=T)).text == "42\n"
+    await kernel_box.restart_python()
+    other = kernel_box.jupyter_connection_file()
+    assert is_gone(path.parent)
+    assert other != path
+
+
+def is_gone(path: Path) -> bool:
+    return not path.exists()
+
+
+@pytest.mark.anyio
+async def test_other_toolboxes_have_nothing_to_attach_to(box: Toolbox, python_box: Toolbox) -> None:
+    for toolbox in (box, python_box):
+        with pytest.raises(InputError, match="no Jupyter kernel"):
+            toolbox.jupyter_connection_file()
+
+
+@pytest.mark.anyio
+async def test_a_message_that_is_too_long_is_told_at_once(kernel_box: Toolbox) -> None:
+    code = (
+        "kernel = get_ipython().kernel\n"
+        "kernel.session.send(kernel.iopub_socket, 'stream', {'name': 'stdout', 'text': 'x' * 20_000_000})"
+    )
+    result = await kernel_box.python(code + "\nwhile True: pass", timeout_s=T)
+    assert "sent a message of more than 16777216 bytes" in result.text
+    assert result.data["timed_out"] is False
+    assert (await kernel_box.python("1", timeout_s=T)).text == "1\n"
+
+
+@pytest.mark.anyio
+async def test_a_kernel_that_ended_between_cells_is_said_and_the_cell_runs(kernel_box: Toolbox) -> None:
+    await kernel_box.python("import os\npid = os.getpid()", timeout_s=T)
+    await kernel_box.bash("kill -9 -1", timeout_s=T)
+    assert isinstance(kernel_box._python, JupyterPython)
+    kernel = kernel_box._python._kernel
+    assert kernel is not None
+    await asyncio.wait({kernel._process})
+    result = await kernel_box.python("1 + 1", timeout_s=T)
+    assert result.text.startswith(
+        "2\n[before this cell, the Python session exited with status -9; this is a new"
+    )

@@ -1,0 +1,179 @@
+"""Archives that anybody may have written, made into files and trees without trusting a word of them.
+
+The archive is GNU tar as Python's `tarfile` writes and reads it. Of its extraction nothing is used: the
+`data` filter checks paths by name before they are opened, and links can lead it astray (CVE-2025-4517 and
+its siblings, mended in 3.12.11). Here every directory is opened from its parent, following no link.
+"""
+
+import contextlib
+import os
+import secrets
+import tarfile
+from collections.abc import Callable, Iterator
+from typing import IO, Any, Self
+
+from prorl_envs.errors import TransferRefused
+from prorl_envs.tools.tree import (
+    FOLDER,
+    LATEST,
+    PATH_LIMIT,
+    TOP,
+    Transferred,
+    TreeLimits,
+    is_utf8,
+    stays_inside,
+)
+
+_COPY_SIZE = 256 * 1024
+_LONG = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+_CARRIED = (tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE)
+
+
+class _Header(tarfile.TarInfo):
+    """A member's header; refuses what `pack` never writes before tarfile acts on it."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        info = super().frombuf(buf, encoding, errors)
+        # A long name is read whole, and extended headers are worse.
+        if info.type in _LONG and not 0 <= info.size <= PATH_LIMIT + 1:
+            raise TransferRefused("the archive holds a name that is too long")
+        if info.type not in (*_LONG, *_CARRIED):
+            raise TransferRefused(f"the archive holds a member of type {info.type!r}")
+        if info.size < 0:
+            raise TransferRefused("the archive holds a negative size")
+        return info
+
+
+def unpack(archive: Any, folder: int, name: str, limits: TreeLimits, *, merge: bool) -> Transferred:
+    """Make a file or tree from an archive that anybody may have written.
+
+    Args:
+        archive: has `read(size)`.
+        folder: descriptor of the directory it is made in; it is left open.
+        name: what it is called there.
+        merge: whether it may exist: then its directories are gone into, and files and links in them replaced,
+            each in one step.
+
+    Raises:
+        TransferRefused: it holds what `pack` never writes, or too much.
+        OSError: something cannot be written.
+    """
+    unpacker = _Unpacker(folder, name, limits, merge)
+    try:
+        with tarfile.open(
+            fileobj=archive, mode="r|", tarinfo=_Header, encoding="utf-8", errors="surrogateescape"
+        ) as opened:
+            while (info := opened.next()) is not None:
+                opened.members.clear()  # type: ignore[attr-defined]
+                unpacker.entry(opened, info)
+    except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:
+        raise TransferRefused(f"not an archive: {error}") from error
+    unpacker.finish()
+    return unpacker.done
+
+
+class _Unpacker:
+    def __init__(self, folder: int, name: str, limits: TreeLimits, merge: bool) -> None:
+        self._root = folder
+        self._name = name
+        self._limits = limits
+        self._merge = merge
+        self._seen: set[tuple[str, ...]] = set()
+        #: The directories of the tree; those it has made, with what they become in the end.
+        self._folders: dict[tuple[str, ...], tarfile.TarInfo | None] = {(): None}
+        self.done = Transferred()
+
+    def entry(self, archive: tarfile.TarFile, info: tarfile.TarInfo) -> None:
+        place = self._place(info)
+        self.done.add(info.size if info.isreg() else 0, self._limits)
+        with self._opened(place[:-1]) as folder:
+            if info.isdir():
+                self._make_folder(folder, place, info)
+            elif info.issym():
+                if not stays_inside(place, info.linkname) or not is_utf8(info.linkname):
+                    raise TransferRefused(f"{info.name[:PATH_LIMIT]} is a link that leads out of the tree")
+                self._replace(folder, place, lambda name: os.symlink(info.linkname, name, dir_fd=folder))
+            else:
+                content = archive.extractfile(info)
+                assert content is not None
+                self._replace(folder, place, lambda name: _write(folder, name, content, info))
+
+    def finish(self) -> None:
+        """Give the directories their permissions and times: last, for both would stand in the way."""
+        for place, info in reversed(self._folders.items()):
+            if info is not None:
+                with self._opened(place) as folder:
+                    os.fchmod(folder, info.mode | 0o700)
+                    os.utime(folder, (_time(info), _time(info)))
+
+    def _place(self, info: tarfile.TarInfo) -> tuple[str, ...]:
+        """Where a member goes; each must come after its directory, and once."""
+        place = tuple(info.name.split("/"))
+        good = place[0] == TOP and not {"", ".", ".."} & set(place) and "\0" not in info.name
+        if not good or not is_utf8(info.name) or len(info.name.encode()) > PATH_LIMIT:
+            raise TransferRefused(f"the archive holds the path {info.name[:PATH_LIMIT]!r}")
+        if len(place) > self._limits.depth:
+            raise TransferRefused(f"the tree is deeper than {self._limits.depth} levels")
+        if place in self._seen or place[:-1] not in self._folders:
+            raise TransferRefused(
+                f"the archive holds {info.name[:PATH_LIMIT]!r} twice, or before its directory"
+            )
+        if info.mode & ~0o777:
+            raise TransferRefused(f"{info.name[:PATH_LIMIT]} has set-id or sticky bits")
+        self._seen.add(place)
+        return place
+
+    @contextlib.contextmanager
+    def _opened(self, place: tuple[str, ...]) -> Iterator[int]:
+        """A descriptor of a directory in the tree, reached without following a link."""
+        folder = os.dup(self._root)
+        try:
+            for name in self._named(place):
+                inner = os.open(name, FOLDER, dir_fd=folder)
+                os.close(folder)
+                folder = inner
+            yield folder
+        finally:
+            os.close(folder)
+
+    def _named(self, place: tuple[str, ...]) -> tuple[str, ...]:
+        return (self._name, *place[1:]) if place else ()
+
+    def _make_folder(self, folder: int, place: tuple[str, ...], info: tarfile.TarInfo) -> None:
+        name = self._named(place)[-1]
+        try:
+            os.mkdir(name, 0o700, dir_fd=folder)
+        except FileExistsError:
+            # Going into it will show whether it is a directory.
+            if not self._merge:
+                raise
+            os.close(os.open(name, FOLDER, dir_fd=folder))
+            self._folders[place] = None
+        else:
+            self._folders[place] = info
+
+    def _replace(self, folder: int, place: tuple[str, ...], make: Callable[[str], None]) -> None:
+        temporary = f".{secrets.token_hex(8)}.tmp"
+        try:
+            make(temporary)
+            os.rename(temporary, self._named(place)[-1], src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary, dir_fd=folder)
+            raise
+
+
+def _write(folder: int, name: str, content: IO[bytes], info: tarfile.TarInfo) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(name, flags, 0o600, dir_fd=folder), "wb", buffering=0) as file:  # noqa: PTH123
+        while data := content.read(_COPY_SIZE):
+            view = memoryview(data)
+            while view:
+                view = view[file.write(view) :]
+        os.fchmod(file.fileno(), info.mode)
+        os.utime(file.fileno(), (_time(info), _time(info)))
+
+
+def _time(info: tarfile.TarInfo) -> int:
+    return min(max(0, int(info.mtime)), LATEST)

@@ -1,0 +1,230 @@
+"""What both engines of the Python session promise. Each test runs over each of them."""
+
+import asyncio
+import base64
+import sys
+from collections.abc import AsyncIterator
+
+import pytest
+
+from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.runtime import python_runtime
+from prorl_envs.tools.client import Toolbox
+from prorl_envs.tools.link import ToolLimits
+from prorl_envs.tools.python import PythonEngine
+
+pytestmark = pytest.mark.anyio
+T = 90.0
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+
+
+async def opened(driver: BubblewrapDriver, engine: PythonEngine) -> Toolbox:
+    mounts, masks, env = python_runtime()
+    sandbox = await driver.start(SandboxSpec(mounts=mounts, masks=masks, env=env))
+    limits = ToolLimits(grace_s=1.0)
+    return await Toolbox.open(sandbox, python=engine, limits=limits, interpreter=sys.executable)
+
+
+@pytest.fixture(scope="module", params=[PythonEngine.FORKED, PythonEngine.KERNEL])
+async def kept(shared_driver: BubblewrapDriver, request: pytest.FixtureRequest) -> AsyncIterator[Toolbox]:
+    """One session for all tests that leave it as it was: a kernel takes seconds to start."""
+    box = await opened(shared_driver, request.param)
+    yield box
+    await box.aclose()
+    await box.sandbox.close()
+
+
+@pytest.fixture(params=[PythonEngine.FORKED, PythonEngine.KERNEL])
+async def box(shared_driver: BubblewrapDriver, request: pytest.FixtureRequest) -> AsyncIterator[Toolbox]:
+    """A session to be lost."""
+    box = await opened(shared_driver, request.param)
+    yield box
+    await box.aclose()
+    await box.sandbox.close()
+
+
+async def test_state_output_and_value(kept: Toolbox) -> None:
+    result = await kept.python("x = 20\nprint('out')\nx + 1", timeout_s=T)
+    assert result.text == "out\n21\n"
+    assert result.ok
+    assert result.data == {"error": None, "timed_out": False}
+    assert (await kept.python("x * _", timeout_s=T)).text == "420\n"
+
+
+async def test_a_traceback_is_plain_and_names_the_line(kept: Toolbox) -> None:
+    result = await kept.python("def f():\n    return {}['missing']\nf()", timeout_s=T)
+    assert result.ok
+    assert result.data["error"] == "KeyError"
+    assert "line 2, in f()" in result.text
+    assert result.text.endswith("KeyError: 'missing'\n")
+    assert "\x1b" not in result.text
+
+
+async def test_images_and_html_are_handed_on_beside_the_text(kept: Toolbox) -> None:
+    code = (
+        "from IPython.display import HTML, Image, display\n"
+        f"display(Image(data={PNG!r}))\ndisplay(HTML('<b>1</b>'))\nHTML('<b>2</b>')"
+    )
+    result = await kept.python(code, timeout_s=T)
+    assert [sorted(bundle) for bundle in result.data["display"]] == [
+        ["image/png"],
+        ["text/html"],
+        ["text/html"],
+    ]
+    assert base64.b64decode(result.data["display"][0]["image/png"]) == PNG
+    assert result.data["display"][2] == {"text/html": "<b>2</b>"}
+    assert result.text.count("<IPython.core.display.") == 3
+
+
+@pytest.mark.parametrize("code", ["input('name? ')", "import getpass\ngetpass.getpass()"])
+async def test_input_is_refused_at_once_and_clearly(kept: Toolbox, code: str) -> None:
+    result = await kept.python(f"{code}\nprint('after')", timeout_s=T)
+    assert result.ok
+    assert result.data["error"]
+    assert "input" in result.text
+    assert "after" not in result.text.splitlines()
+    assert "not" in result.text.splitlines()[-1]
+
+
+async def test_the_deadline_keeps_what_was_printed_and_the_session(kept: Toolbox) -> None:
+    await kept.python("kept = 1", timeout_s=T)
+    result = await kept.python("import time\nprint('before')\ntime.sleep(100)", timeout_s=1.5)
+    assert not result.ok
+    assert result.data["timed_out"] is True
+    assert result.text.startswith("before\n")
+    assert "[timed out after 1.5 s: it was interrupted]" in result.text
+    assert (await kept.python("kept", timeout_s=T)).text == "1\n"
+
+
+async def test_commands_of_the_shell(kept: Toolbox) -> None:
+    assert (
+        await kept.python("!echo hi; echo err >&2; false\n_exit_code", timeout_s=T)
+    ).text == "hi\nerr\n1\n"
+    assert (await kept.python("x = !echo captured\nx[0]", timeout_s=T)).text == "'captured'\n"
+    assert (await kept.python("%%bash\necho one\necho two", timeout_s=T)).text == "one\ntwo\n"
+    result = await kept.python("%%bash\nexit 3", timeout_s=T)
+    assert result.data["error"] == "CalledProcessError"
+
+
+async def test_magics(kept: Toolbox) -> None:
+    assert (await kept.python("%pwd", timeout_s=T)).text == "'/workspace'\n"
+    assert (await kept.python("%nonsense", timeout_s=T)).text.startswith(
+        "UsageError: Line magic function `%n"
+    )
+    code = "%%writefile made.txt\nline\n"
+    assert "Writing made.txt" in (await kept.python(code, timeout_s=T)).text
+    assert "per loop" in (await kept.python("%timeit -n 1 -r 1 pass", timeout_s=T)).text
+
+
+async def test_pip_without_a_network_ends_and_says_so(kept: Toolbox) -> None:
+    result = await kept.python("%pip install --retries 0 --timeout 5 no-such-package", timeout_s=T)
+    assert not result.data["timed_out"]
+    assert "No matching distribution found" in result.text or "No module named pip" in result.text
+
+
+@pytest.mark.parametrize(
+    "code", ["import sys\nsys.exit()", "raise SystemExit(3)", "import sys\nsys.exit('bye')"]
+)
+async def test_sys_exit_ends_the_cell_and_keeps_the_session(kept: Toolbox, code: str) -> None:
+    await kept.python("kept = 2", timeout_s=T)
+    result = await kept.python(f"print('before')\n{code}", timeout_s=T)
+    assert result.text.startswith("before\n")
+    assert result.data["error"] == "SystemExit"
+    assert (await kept.python("kept", timeout_s=T)).text == "2\n"
+
+
+async def test_what_a_thread_prints_after_its_cell_does_no_harm(kept: Toolbox) -> None:
+    code = (
+        "import threading\ngo, done = threading.Event(), threading.Event()\n"
+        "def late():\n    go.wait()\n    print('late')\n    done.set()\n"
+        "threading.Thread(target=late, daemon=True).start()\nprint('cell')"
+    )
+    assert (await kept.python(code, timeout_s=T)).text == "cell\n"
+    result = await kept.python("go.set()\n_ = done.wait()\nprint('next')", timeout_s=T)
+    assert result.text in ("late\nnext\n", "next\n")  # a kernel counts it to the cell that began the thread
+    assert (await kept.python("1 + 1", timeout_s=T)).text == "2\n"
+
+
+@pytest.mark.parametrize("code", ["print('x' * 30_000_000)", "'x' * 30_000_000", "list(range(5_000_000))"])
+async def test_output_and_values_of_any_size_are_bounded(kept: Toolbox, code: str) -> None:
+    result = await kept.python(f"{code}\n", timeout_s=T)
+    assert result.ok, result.text[-500:]
+    assert len(result.text) < kept.limits.output_bytes + 200
+    assert "left out" in result.text or "..." in result.text
+    assert (await kept.python("1 + 1", timeout_s=T)).text == "2\n"
+
+
+async def test_a_repr_that_fails_is_a_traceback(kept: Toolbox) -> None:
+    code = "class Bad:\n    def __repr__(self):\n        raise ValueError('no repr')\nBad()"
+    result = await kept.python(code, timeout_s=T)
+    assert "ValueError: no repr" in result.text
+    assert "\x1b" not in result.text
+
+
+async def test_a_missing_library_is_named(kept: Toolbox) -> None:
+    result = await kept.python("import matplotlib.no_such", timeout_s=T)
+    assert result.data["error"] == "ModuleNotFoundError"
+    assert result.text.endswith("ModuleNotFoundError: No module named 'matplotlib'\n")
+    assert "No module named 'matplotlib'" in (await kept.python("%matplotlib inline", timeout_s=T)).text
+
+
+async def test_odd_text(kept: Toolbox) -> None:
+    assert (await kept.python("print('\\x00\\x1b[31m', 'é', '\\r')", timeout_s=T)).text.endswith(" é \r\n")
+    assert (await kept.python("'\\ud800'", timeout_s=T)).text == "'\\ud800'\n"
+
+
+async def test_await_at_the_top(kept: Toolbox) -> None:
+    code = "import asyncio\nawait asyncio.sleep(0, 'awaited')"
+    assert (await kept.python(code, timeout_s=T)).text == "'awaited'\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [("import os\nos._exit(3)", "status 3"), ("import os\nos.kill(os.getpid(), 9)", "was killed|status -9")],
+)
+async def test_a_session_that_ends_is_said_and_replaced(box: Toolbox, code: str, said: str) -> None:
+    await box.python("lost = 1", timeout_s=T)
+    result = await box.python(f"print('before', flush=True)\n{code}", timeout_s=T)
+    assert not result.ok
+    assert any(part in result.text for part in said.split("|")), result.text
+    assert "the next cell gets a new one" in result.text
+    assert (await box.python("lost", timeout_s=T)).data["error"] == "NameError"
+
+
+async def test_exit_ends_the_session(box: Toolbox) -> None:
+    await box.python("lost = 1", timeout_s=T)
+    result = await box.python("exit()", timeout_s=T)
+    assert "the next cell gets a new one" in result.text
+    assert (await box.python("lost", timeout_s=T)).data["error"] == "NameError"
+
+
+async def test_what_ignores_the_interrupt_is_killed_and_what_it_printed_kept(box: Toolbox) -> None:
+    code = (
+        "import signal\nlost = 1\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "print('on', flush=True)\nwhile True: pass"
+    )
+    result = await box.python(code, timeout_s=1.5)
+    assert result.text.startswith("on\n[timed out after 1.5 s: it ignored the interrupt and was killed]\n")
+    assert (await box.python("lost", timeout_s=T)).data["error"] == "NameError"
+
+
+async def test_a_restart_begins_anew(box: Toolbox) -> None:
+    await box.python("lost = 1", timeout_s=T)
+    await box.restart_python()
+    result = await box.python("lost", timeout_s=T)
+    assert result.data["error"] == "NameError"
+    assert "tool server was lost" not in result.text
+
+
+async def test_a_restart_ends_the_cell_under_way(box: Toolbox) -> None:
+    code = "open('begun', 'w').close()\nwhile True: pass"
+    call = asyncio.create_task(box.python(code, timeout_s=T))
+    await box.run(["sh", "-c", "until [ -e begun ]; do sleep 0.01; done"], timeout_s=T)
+    await box.restart_python()
+    result = await call
+    assert not result.ok
+    assert "was restarted" in result.text
+    assert (await box.python("1 + 1", timeout_s=T)).text == "2\n"

@@ -1,0 +1,197 @@
+"""Patches as pure functions: what is read, where hunks belong, what is refused."""
+
+import difflib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prorl_envs.tools import patching
+from prorl_envs.tools.patch import Add, Delete, Hunk, Update, parse
+from prorl_envs.tools.patching import patched
+from prorl_envs.tools.text import EditError, Text, decode
+
+LINES = st.lists(st.sampled_from(["a", "b", "", "  c", "--- x", "+y", "é"]), max_size=12)
+
+
+def envelope(*lines: str) -> str:
+    return "\n".join(["*** Begin Patch", *lines, "*** End Patch"])
+
+
+def update(content: str, *lines: str) -> str:
+    [change] = parse(envelope("*** Update File: f", *lines))
+    assert isinstance(change, Update)
+    return patched(Text(content), change.hunks)
+
+
+def text_of(lines: list[str]) -> str:
+    return "".join(f"{line}\n" for line in lines)
+
+
+def test_each_kind_of_change_is_read() -> None:
+    changes = parse(
+        envelope(
+            "*** Add File: a b/new.py",
+            "+one",
+            "+",
+            "*** Delete File: old",
+            "*** Update File: x",
+            "*** Move to: y",
+            "@@ class A:",
+            "@@     def f():",
+            " keep",
+            "-go",
+            "+come",
+            "*** End of File",
+        )
+    )
+    hunk = Hunk(["class A:", "def f():"], [(" ", "keep"), ("-", "go"), ("+", "come")], at_end=True)
+    assert changes == [Add("a b/new.py", "one\n\n"), Delete("old"), Update("x", "y", [hunk])]
+
+
+@given(LINES, LINES)
+def test_a_whole_file_hunk_makes_the_new_file(old: list[str], new: list[str]) -> None:
+    body = list(difflib.ndiff(old, new))
+    lines = [line[0] + line[2:] for line in body if line[0] != "?"]
+    if old == new or all(line[0] == " " for line in lines):
+        return
+    assert update(text_of(old), "@@", *lines, "*** End of File") == text_of(new)
+
+
+@given(LINES, LINES, st.integers(0, 3), st.booleans())
+def test_a_unified_diff_makes_the_new_file(
+    old: list[str], new: list[str], context: int, newline: bool
+) -> None:
+    before, after = text_of(old), text_of(new)
+    if not newline:
+        before, after = before.removesuffix("\n"), after.removesuffix("\n")
+    diff = difflib.unified_diff(
+        before.splitlines(keepends=True), after.splitlines(keepends=True), "a/f", "b/f", n=context
+    )
+    patch = "".join(
+        line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in diff
+    )
+    if not patch:
+        return
+    [change] = parse(patch)
+    assert isinstance(change, Update)
+    assert patched(Text(before), change.hunks) == after
+
+
+@given(st.text(alphabet="*@+- \\\nab", max_size=60), st.text(alphabet="ab \r\n", max_size=30))
+def test_any_text_is_applied_or_refused(patch: str, content: str) -> None:
+    for text in (patch, envelope("*** Update File: f", patch), f"--- a/f\n+++ b/f\n@@ -1 +1 @@\n{patch}"):
+        try:
+            for change in parse(text):
+                if isinstance(change, Update):
+                    patched(decode(content.encode()), change.hunks)
+        except EditError:
+            continue
+
+
+def test_hunks_go_down_the_file_and_anchors_lead_to_them() -> None:
+    content = "def f():\n    return 1\n\ndef g():\n    return 1\n"
+    assert update(content, "@@ def g():", "-    return 1", "+    return 2").endswith("g():\n    return 2\n")
+    both = update(content, "@@", "-    return 1", "+    return 2", "@@", "-    return 1", "+    return 3")
+    assert both == "def f():\n    return 2\n\ndef g():\n    return 3\n"
+
+
+def test_an_anchor_is_found_whatever_its_indentation() -> None:
+    content = "class A:\n    def f(self):\n        x = 1\n"
+    assert "x = 2" in update(content, "@@ class A:", "@@ def f(self):", "-        x = 1", "+        x = 2")
+
+
+def test_a_hunk_that_only_adds_goes_behind_its_anchor_or_to_the_end() -> None:
+    assert update("a\nb\n", "@@ a", "+new") == "a\nnew\nb\n"
+    assert update("a\nb\n", "@@", "+new") == "a\nb\nnew\n"
+    assert update("", "+new") == "new\n"
+
+
+def test_end_of_file_takes_the_last_place() -> None:
+    assert update("a\nb\na\n", "@@", "-a", "+z", "*** End of File") == "a\nb\nz\n"
+    with pytest.raises(EditError, match="does not end with its lines"):
+        update("a\nb\n", "@@", "-a", "+z", "*** End of File")
+
+
+def test_white_space_at_line_ends_is_forgiven_and_the_files_own_stays() -> None:
+    assert update("keep  \nold\t\nend\n", "@@", " keep", "-old", "+new", " end ") == "keep  \nnew\nend\n"
+    assert update("x\nx \n", "@@", "-x ", "+y") == "x\ny\n"  # an exact match goes before a forgiving one
+    with pytest.raises(EditError):
+        update("  x\n", "@@", "-x", "+y")
+
+
+def test_line_endings_and_a_missing_one_stay() -> None:
+    assert update("a\r\nb\r\n", "@@", " a", "-b", "+c", "+d") == "a\r\nc\r\nd\r\n"
+    assert update("a\nb", "@@", "-b", "+c") == "a\nc"
+
+
+def test_an_empty_line_is_context_whose_space_was_lost() -> None:
+    assert update("a\n\nb\n", "@@", " a", "", "-b", "+c", "", "") == "a\n\nc\n"
+
+
+def test_bytes_that_are_no_utf8_stay_and_nothing_is_mixed_with_them() -> None:
+    text = decode(b"caf\xe9\nold\n")
+    [change] = parse(envelope("*** Update File: f", "@@", "-old", "+new"))
+    assert isinstance(change, Update)
+    assert text.encode(patched(text, change.hunks)) == b"caf\xe9\nnew\n"
+    [change] = parse(envelope("*** Update File: f", "@@", "-old", "+né"))
+    assert isinstance(change, Update)
+    with pytest.raises(EditError, match="not UTF-8"):
+        patched(text, change.hunks)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (["@@", " a", "-z"], "hunk 1 of 1 does not apply"),
+        (["@@", " a", "-z"], "At line 1 its first 1 agree; then the hunk has\nz\nwhere the file has\nb"),
+        (["@@", "-a", "+x", "@@", "-q"], "hunk 2 of 2"),
+        (["@@", "-b", "+x", "@@", "-a", "+y"], "only before line 3"),
+        (["@@ nowhere", "-a"], "is its `@@ nowhere`"),
+    ],
+)
+def test_a_hunk_that_does_not_apply_is_named(lines: list[str], said: str) -> None:
+    with pytest.raises(EditError) as caught:
+        update("a\nb\nc\n", *lines)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("patch", "said"),
+    [
+        ("", "must begin with"),
+        ("hello", "must begin with"),
+        ("*** Begin Patch\n*** Delete File: a", "must end with"),
+        (envelope(), "names no file"),
+        (envelope("+x"), "Line 2 of the patch belongs to no file"),
+        (envelope("*** Add File:"), "Line 2 of the patch names no file"),
+        (envelope("*** Add File: a", "x"), "Line 3 of the patch: every line of a new file begins with `+`"),
+        (envelope("*** Delete File: a", "-x"), "nothing can follow"),
+        (envelope("*** Update File: a", "@@", " x"), "says no change"),
+        (envelope("*** Update File: a", "@@", "*x"), "Line 4 of the patch begins with '*'"),
+        ("diff --git a/x b/y\nrename from x\nrename to y\n--- a/x\n+++ b/y\n", "use the shell"),
+        ("--- a/x\n", "come first"),
+        ("--- a/x\n+++ b/x\nnonsense", "Line 3"),
+    ],
+)
+def test_what_is_no_patch_is_refused_with_its_line(patch: str, said: str) -> None:
+    with pytest.raises(EditError) as caught:
+        parse(patch)
+    assert said in str(caught.value)
+
+
+def test_git_diffs_of_new_and_removed_files_are_read() -> None:
+    patch = (
+        "diff --git a/new b/new\nnew file mode 100644\n--- /dev/null\n+++ b/new\n@@ -0,0 +1 @@\n+x\n"
+        "diff --git a/old b/old\ndeleted file mode 100644\n--- a/old\n+++ /dev/null\n@@ -1 +0,0 @@\n-x\n"
+    )
+    assert parse(patch) == [Add("new", "x\n"), Delete("old")]
+
+
+def test_files_made_to_take_for_ever_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patching, "_COMPARISONS", 1000)
+    with pytest.raises(EditError, match="repeat too often"):
+        update("\n" * 1000, "@@", *[" "] * 100, "-x")
+    monkeypatch.setattr(patching, "_LINES_LIMIT", 10)
+    with pytest.raises(EditError, match="more than 10 lines"):
+        update("\n" * 11, "@@", "-x")
