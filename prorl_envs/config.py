@@ -8,7 +8,7 @@ import difflib
 import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError
@@ -107,7 +107,10 @@ class Settings(_Section):
         cache_dir: node-local directory for what is built once; survives the process. None takes the user's.
         run_dir: directory on a local disk below which sandboxes keep their files while they run; None takes
             the temporary directory.
+        driver: what starts sandboxes: `bubblewrap`, `apptainer`, `local` (no isolation at all), or `auto`,
+            the first of bubblewrap and apptainer that works here.
         bwrap: bubblewrap program; None takes the package's, else the system's.
+        apptainer: Apptainer or SingularityCE program; None takes the first in PATH.
     """
 
     service: ServiceSettings = ServiceSettings()
@@ -115,7 +118,9 @@ class Settings(_Section):
     model: ModelSettings = ModelSettings()
     cache_dir: ExpandedPath | None = None
     run_dir: ExpandedPath | None = None
+    driver: Literal["auto", "bubblewrap", "apptainer", "local"] = "auto"
     bwrap: ExpandedPath | None = None
+    apptainer: ExpandedPath | None = None
 
 
 def load_settings(path: Path | None = None, environ: Mapping[str, str] | None = None) -> Settings:
