@@ -186,7 +186,7 @@ def _serves(root: Path) -> bool:
     if not _is_mounted(root):
         return False
     try:
-        root.stat()
+        os.statvfs(root)  # not stat, whose answer the kernel keeps for a while
     except OSError as error:
         if error.errno != errno.ENOTCONN:
             raise SandboxError(f"cannot use the image's mount: {error}") from error

@@ -136,7 +136,7 @@ class TemplateProcess:
                 answer, _ = await receive(self._control, MESSAGE_LIMIT)
         except TimeoutError:
             raise SandboxError(f"template {self._name!r} was not ready in {timeout_s} s") from None
-        message = json.loads(answer) if answer else {"error": "the process ended"}
+        message: dict[str, Any] = json.loads(answer) if answer else {"error": "the process ended"}
         self.own_pid = message.get("pid")
         if not answer and self._wrapper is not None:
             await self._process.wait()

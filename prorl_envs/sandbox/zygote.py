@@ -7,8 +7,8 @@ open. It is single-threaded and never runs anything a sandbox says; the fork doe
                         the sandbox's first process, the tool server's socket, the status socket. For a
                         default route: the network namespace, the status socket. For bubblewrap, where it
                         must run beside the template: its standard streams, its info pipe, the status socket.
-    template -> host    `ready` with its pid, or the error, on the control socket; for each fork, on its status
-                        socket, the child's pid with its pidfd
+    template -> host    `ready` with its pid, or the error, on the control socket; for each fork, on its
+                        status socket, the child's pid with its pidfd
     child -> host       on the status socket: `ready` once it has joined, or the error; and later, should
                         the entry fail, its traceback
 """
