@@ -59,6 +59,11 @@ class ApptainerDriver(BubblewrapDriver):
         self._door = _Door(self._door_spec)
         self._choosing = asyncio.Lock()
 
+    @property
+    def door_pid(self) -> int | None:
+        """Of the Apptainer that runs, for operators; None where none was started."""
+        return self._door.template.pid
+
     async def warm(self, *names: str) -> None:
         """Start Apptainer, and templates: see `NodeDriver`."""
         await asyncio.gather(self._door.template.start(), super().warm(*names))

@@ -68,7 +68,7 @@ def doorway_environment(doorway: Path, inside: Mapping[str, str]) -> Mapping[str
 
 def explain_doorway(output: str) -> SandboxError:
     """The error for a start that failed, from what Apptainer or bubblewrap said."""
-    if "bwrap: " in output:
+    if any(line.startswith("bwrap: ") for line in output.splitlines()):
         return explain(output)
     said = " ".join(output.split())[:_SAID_LIMIT] or "Apptainer ended without a word"
     lower = said.lower()

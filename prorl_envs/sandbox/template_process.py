@@ -130,7 +130,11 @@ class TemplateProcess:
         Raises:
             SandboxError: an import failed, or it took longer than `timeout_s` seconds.
         """
-        await self._send({"entries": entries, "preload": preload}, [])
+        try:
+            await self._send({"entries": entries, "preload": preload}, [])
+        except SandboxError:
+            if self._wrapper is None:
+                raise  # else it said why it ended, which is found out below
         try:
             async with asyncio.timeout(timeout_s):
                 answer, _ = await receive(self._control, MESSAGE_LIMIT)
