@@ -138,12 +138,13 @@ class TemplateProcess:
         try:
             async with asyncio.timeout(timeout_s):
                 answer, _ = await receive(self._control, MESSAGE_LIMIT)
+                if not answer and self._wrapper is not None:
+                    await self._process.wait()
         except TimeoutError:
             raise SandboxError(f"template {self._name!r} was not ready in {timeout_s} s") from None
         message: dict[str, Any] = json.loads(answer) if answer else {"error": "the process ended"}
         self.own_pid = message.get("pid")
         if not answer and self._wrapper is not None:
-            await self._process.wait()
             self._log_stderr()
             raise self._wrapper.explain(self._said)
         if "error" in message:

@@ -3,7 +3,6 @@
 Each test that uses one runs once per driver that isolates.
 """
 
-import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,15 +11,6 @@ import pytest
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.choice import make_driver
 from prorl_envs.testing.sandbox_entry import SCRIPT_TEMPLATES
-
-
-@pytest.fixture(scope="module", params=["bubblewrap", "apptainer"])
-def driver_name(request: pytest.FixtureRequest) -> str:
-    """Either of the drivers that isolate."""
-    name: str = request.param
-    if name == "apptainer" and not (shutil.which("apptainer") or shutil.which("singularity")):
-        pytest.skip("neither Apptainer nor Singularity is installed")
-    return name
 
 
 def scripted_driver(name: str) -> BubblewrapDriver:
