@@ -188,15 +188,17 @@ def _product(program: Path, installation: Installation) -> Check:
 
 def _output(program: Path, command: str) -> str:
     try:
-        done = subprocess.run(
-            [program, command],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
+        with tempfile.TemporaryDirectory() as notes:  # else it makes a directory in the user's home
+            done = subprocess.run(
+                [program, command],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                env=doorway_environment(Path(notes), {}),
+                timeout=_TIMEOUT_S,
+                check=False,
+            )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SandboxError(f"cannot run {program}: {error}", hint=_INSTALL_REMEDY) from error
     return done.stdout
