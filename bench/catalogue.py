@@ -45,6 +45,18 @@ PROCESS = Entry("ours", "process", "prorl-envs, fresh process", keeps="files", i
 POOL = Entry("ours", "pool", "**prorl-envs, warm pool**", isolates=ALL, peer=False)
 SIF_NEEDS = ("apptainer", "squashfuse_ll", "fusermount3")
 SIF = Entry("ours", "sif", "**prorl-envs, SIF**", isolates=ALL, peer=False, image=True, needs=SIF_NEEDS)
+INSIDE = Entry(
+    "ours", "apptainer", "prorl-envs inside Apptainer", isolates=ALL, peer=False, needs=("apptainer",)
+)
+INSIDE_SIF = Entry(
+    "ours",
+    "apptainer-sif",
+    "prorl-envs inside Apptainer, SIF",
+    isolates=ALL,
+    peer=False,
+    image=True,
+    needs=SIF_NEEDS,
+)
 SWE_REX = Entry("swe_rex", "local", "SWE-ReX, local")
 SWE_REX_HTTP = Entry("swe_rex", "http", "SWE-ReX, its HTTP server")
 OH_TMUX = Entry("openhands_tools", "tmux", "OpenHands terminal tool, tmux", needs=("tmux",))
@@ -85,6 +97,6 @@ BASH = (
     *(PTY, BWRAP, OURS, PROCESS, SWE_REX, SWE_REX_HTTP, OH_TMUX, OH_PTY, OH_SERVER, OH_OLD),
     *(MINI, MINI_BWRAP, INSTANCE),
 )
-READY = (BWRAP, OURS, POOL, SIF, EXEC, SWE_REX, OH_TMUX, OH_PTY, OH_OLD)
+READY = (BWRAP, OURS, POOL, SIF, INSIDE, INSIDE_SIF, EXEC, SWE_REX, OH_TMUX, OH_PTY, OH_OLD)
 CELL = (IPYTHON, OUR_KERNEL, KERNEL, KERNEL_IPC, GATEWAY)
 IDLE = (OURS, IPYTHON, OUR_KERNEL, KERNEL)

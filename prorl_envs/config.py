@@ -8,7 +8,7 @@ import difflib
 import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError
@@ -107,12 +107,15 @@ class Settings(_Section):
         cache_dir: node-local directory for what is built once; survives the process. None takes the user's.
         run_dir: directory on a local disk below which sandboxes keep their files while they run; None takes
             the temporary directory.
+        driver: what starts sandboxes: `bubblewrap`, `apptainer`, `local` (no isolation at all), or `auto`,
+            the first of bubblewrap and apptainer that works here.
         bwrap: bubblewrap program; None takes the package's, else the system's.
         warm: most sandboxes that stand ready before they are asked for, 3 MB each; 0 keeps none.
         image_cache: directory for images that were built or pulled; may lie on a shared file system. None
             takes `images` in the cache directory.
         image_build_s: seconds that building or pulling one image may take.
         image_build_bytes: most bytes that a compressed archive may unpack to.
+        apptainer: Apptainer or SingularityCE program; None takes the first in PATH.
     """
 
     service: ServiceSettings = ServiceSettings()
@@ -120,11 +123,13 @@ class Settings(_Section):
     model: ModelSettings = ModelSettings()
     cache_dir: ExpandedPath | None = None
     run_dir: ExpandedPath | None = None
+    driver: Literal["auto", "bubblewrap", "apptainer", "local"] = "auto"
     bwrap: ExpandedPath | None = None
     warm: int = Field(default=8, ge=0)
     image_cache: ExpandedPath | None = None
     image_build_s: float = Field(default=3600.0, gt=0)
     image_build_bytes: int = Field(default=64 << 30, ge=1)
+    apptainer: ExpandedPath | None = None
 
 
 def load_settings(path: Path | None = None, environ: Mapping[str, str] | None = None) -> Settings:

@@ -50,6 +50,15 @@ def no_leaks(run_dir: Path) -> Iterator[None]:
         pytest.fail("left behind:\n" + "\n".join(leaks))
 
 
+@pytest.fixture(scope="module", params=["bubblewrap", "apptainer"])
+def driver_name(request: pytest.FixtureRequest) -> str:
+    """Either of the drivers that isolate."""
+    name: str = request.param
+    if name == "apptainer" and not (shutil.which("apptainer") or shutil.which("singularity")):
+        pytest.skip("neither Apptainer nor Singularity is installed")
+    return name
+
+
 @pytest.fixture
 async def driver(run_dir: Path) -> AsyncIterator[BubblewrapDriver]:
     """A driver of the test's own. Real sandboxes: where the machine cannot, the error says what to do."""

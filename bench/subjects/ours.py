@@ -4,30 +4,31 @@ bash            a persistent shell in a sandbox
 process         a fresh `bash -c` per command in the same sandbox
 sif IMAGE       a persistent shell in a sandbox whose system is a SIF; IMAGE stays mounted between sandboxes
 pool            a sandbox from a warm pool
+apptainer       a persistent shell in a sandbox inside Apptainer
+apptainer-sif IMAGE   the same, of a SIF
 ipython         a Python session forked warm
 kernel          a Jupyter kernel in the sandbox
 """
 
 import asyncio
-import importlib
 import importlib.metadata
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from bench.subjects.protocol import Session, bash_task, cell_task, serve
+from prorl_envs.sandbox.apptainer import ApptainerDriver
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver, BubblewrapSandbox
 from prorl_envs.sandbox.runtime import python_runtime
 from prorl_envs.tools.client import Toolbox
+from prorl_envs.tools.pool import WarmPool
 from prorl_envs.tools.python import PythonEngine
+from prorl_envs.tools.workplace import Workplace
 
 TIMEOUT_S = 60.0
 ENGINES = {"ipython": PythonEngine.FORKED, "kernel": PythonEngine.KERNEL}
-POOL = "prorl_envs.tools.pool"
 
 
 class Box:
@@ -53,20 +54,19 @@ class Box:
 class Pooled:
     """A sandbox that stood ready; closing it waits until another does, so that each is measured alone."""
 
-    def __init__(self, pool: Any, place: Any) -> None:
+    def __init__(self, pool: WarmPool, place: Workplace) -> None:
         self._pool = pool
         self._place = place
 
     async def act(self, text: str) -> str:
-        result = await self._place.tools.bash(text, timeout_s=TIMEOUT_S)
-        return str(result.text)
+        return (await self._place.tools.bash(text, timeout_s=TIMEOUT_S)).text
 
     async def close(self) -> None:
         await self._place.aclose()
         await fill(self._pool)
 
 
-async def fill(pool: Any) -> None:
+async def fill(pool: WarmPool) -> None:
     """Have at least one sandbox stand ready: the pool starts ahead only what is asked for at once."""
     await pool.settled()
     while not pool.ready:
@@ -84,18 +84,16 @@ class Ours:
         self._spec = SandboxSpec(image=image)
         self._boxes: list[Box] = []
         self._driver: BubblewrapDriver | None = None
-        self._pool: Any = None
+        self._pool: WarmPool | None = None
 
     async def prepare(self) -> str:
-        if self._kind == "pool" and importlib.util.find_spec(POOL) is None:
-            raise SystemExit(f"not built: there is no {POOL}")
         if self._kind in ENGINES:
             mounts, masks, env = python_runtime()
             self._spec = SandboxSpec(mounts=mounts, masks=masks, env=env)
-        self._driver = BubblewrapDriver()
+        self._driver = ApptainerDriver() if self._kind.startswith("apptainer") else BubblewrapDriver()
         await self._driver.warm("base", *(["ipython"] if self._kind == "ipython" else []))
         if self._kind == "pool":
-            self._pool = importlib.import_module(POOL).WarmPool(self._driver, limit=4)
+            self._pool = WarmPool(self._driver, limit=4)
             await fill(self._pool)
         return f"prorl-envs {importlib.metadata.version('prorl-envs')}"
 

@@ -1,5 +1,6 @@
 """Puts the parts together: node, environments, renderer, model servers, service. Nothing else does."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from prorl_envs.policy.vllm import VllmClient
 from prorl_envs.rollout.service import RolloutService
 from prorl_envs.rollout.sqlite_store import SqliteStore
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.choice import choose_driver, make_driver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +47,11 @@ async def node(settings: Settings) -> AsyncIterator[Node]:
     Raises:
         SandboxError: this machine cannot run them. Found out here, with one sandbox, instead of in every job.
     """
-    async with Node(
-        BubblewrapDriver(settings.run_dir, bwrap=settings.bwrap),
-        settings.cache_dir or default_cache_dir(),
-        warm=settings.warm,
-    ) as opened:
+    programs = {"bwrap": settings.bwrap, "apptainer": settings.apptainer}
+    name = await asyncio.to_thread(choose_driver, settings.driver, settings.run_dir, **programs)
+    driver = make_driver(name, settings.run_dir, **programs)
+    cache_dir = settings.cache_dir or default_cache_dir()
+    async with Node(driver, cache_dir, warm=settings.warm) as opened:
         await (await opened.sandbox(SandboxSpec())).close()
         yield opened
 

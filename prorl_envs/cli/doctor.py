@@ -19,7 +19,9 @@ from prorl_envs.env.node import default_cache_dir
 from prorl_envs.env.registry import environments, example_path, load_tasks
 from prorl_envs.env.sandboxed import workplace
 from prorl_envs.errors import InputError, SandboxError
+from prorl_envs.sandbox.apptainer_probe import apptainer_checks, image_checks
 from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.choice import choose_driver
 from prorl_envs.sandbox.probe import Check, checks
 
 
@@ -67,6 +69,27 @@ def _families() -> Iterator[Check]:
         yield Check(name=name, ok=len(missing) < len(tasks), found=found, remedy="see the reason in brackets")
 
 
+def _drivers(settings: Settings) -> tuple[list[Check], list[Check]]:
+    """The checks of the driver that is used here, and those of what is not needed for it. Blocks."""
+    direct = list(checks(settings.run_dir, settings.bwrap))
+    indirect = list(apptainer_checks(settings.run_dir, settings.apptainer, settings.bwrap))
+    try:
+        name = choose_driver(
+            settings.driver, settings.run_dir, bwrap=settings.bwrap, apptainer=settings.apptainer
+        )
+    except SandboxError as error:
+        return [*direct, Check(name="driver", ok=False, found=error.message, remedy=error.hint)], indirect
+    chosen = Check(name="driver", ok=True, found=f"{name} ({settings.driver})")
+    if name == "bubblewrap":
+        return [*direct, chosen], indirect
+    if name == "apptainer":
+        return [*indirect, chosen], direct
+    isolates = Check(
+        name="driver", ok=True, found="local: NO ISOLATION, what a model writes runs as this user"
+    )
+    return [isolates], [*direct, *indirect]
+
+
 async def doctor(settings: Settings) -> bool:
     """Look at this machine and say what was found.
 
@@ -75,16 +98,25 @@ async def doctor(settings: Settings) -> bool:
     """
     for name, value in _machine():
         out.print(f"{name + ':':12} {value}")
-    found = await asyncio.to_thread(lambda: list(checks(settings.run_dir, settings.bwrap)))
-    found.append(await _sandbox(settings))
-    found.append(_cache(settings.cache_dir or default_cache_dir()))
-    found += await asyncio.to_thread(lambda: list(_families()))
+    needed, others = await asyncio.to_thread(_drivers, settings)
+    needed.append(await _sandbox(settings))
+    needed.append(_cache(settings.cache_dir or default_cache_dir()))
+    needed += await asyncio.to_thread(lambda: list(_families()))
+    others += await asyncio.to_thread(lambda: list(image_checks()))
     table = Table(show_edge=False)
     table.add_column("check")
     table.add_column("")
     table.add_column("found", overflow="fold")
-    for check in found:
-        mark = Text("ok", style="green") if check.ok else Text("no", style="bold red")
-        table.add_row(check.name, mark, check.found if check.ok else f"{check.found}\nremedy: {check.remedy}")
+    for check in needed:
+        _add_row(table, check, Text("no", style="bold red"))
+    table.add_section()
+    for check in others:
+        _add_row(table, check, Text("--", style="yellow"))
     out.print(table)
-    return all(check.ok for check in found)
+    out.print("-- is not needed here")
+    return all(check.ok for check in needed)
+
+
+def _add_row(table: Table, check: Check, bad: Text) -> None:
+    mark = Text("ok", style="green") if check.ok else bad
+    table.add_row(check.name, mark, check.found if check.ok else f"{check.found}\nremedy: {check.remedy}")

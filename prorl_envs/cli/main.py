@@ -43,8 +43,12 @@ cli.add_typer(image, name="image")
 @cli.callback()
 def _root(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
+    driver: Annotated[
+        str | None, typer.Option(help="What starts sandboxes: auto, bubblewrap, apptainer, local.")
+    ] = None,
 ) -> None:
-    pass
+    if driver is not None:
+        os.environ["PRORL_DRIVER"] = driver  # a setting for every command, read with the others
 
 
 @cli.command()

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Self
 
 from prorl_envs.sandbox.base import Driver, Sandbox, SandboxSpec
-from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.choice import choose_driver, make_driver
 from prorl_envs.tools.pool import WarmPool
 from prorl_envs.tools.workplace import Workplace
 
@@ -27,7 +27,9 @@ class Node:
 
     @classmethod
     def local(cls, *, cache_dir: Path | None = None) -> Self:
-        """This machine with its default driver. Call it in the event loop that will use it.
+        """This machine with its default driver: the one `$PRORL_DRIVER` names, else what works here.
+
+        Call it in the event loop that will use it. Blocks for some milliseconds.
 
         Args:
             cache_dir: None chooses `$PRORL_CACHE_DIR`, else `prorl-envs` in the user's cache directory.
@@ -35,7 +37,7 @@ class Node:
         Raises:
             SandboxError: the machine cannot run sandboxes.
         """
-        return cls(BubblewrapDriver(), cache_dir or default_cache_dir())
+        return cls(make_driver(choose_driver()), cache_dir or default_cache_dir())
 
     async def sandbox(self, spec: SandboxSpec) -> Sandbox:
         """Start a sandbox. The caller closes it."""

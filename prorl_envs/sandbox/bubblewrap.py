@@ -55,6 +55,29 @@ class BubblewrapDriver(NodeDriver["BubblewrapSandbox"]):
         self.images = Images(self.directory.base)
         self._etc: dict[int, asyncio.Task[Path]] = {}
 
+    async def run(
+        self, sandbox_id: str, options: list[str], streams: int, info: int, image: Path | None
+    ) -> tuple[Process, subprocess.Popen[bytes] | None]:
+        """Run bubblewrap.
+
+        Args:
+            sandbox_id: whose it is.
+            options: all but `--info-fd`.
+            streams: descriptor of its standard streams.
+            info: descriptor of its `--info-fd`.
+            image: the root file system of the sandbox's image, which bubblewrap must see.
+
+        Returns:
+            The process, and the handle to reap it by where it is this process's child.
+
+        Raises:
+            SandboxError, OSError: it cannot be run.
+        """
+        command = [str(self.program), "--info-fd", str(info), *options]
+        # In the loop's own thread: it takes 0.2 ms, and holds the interpreter lock anyway.
+        child = _run(command, streams, info)
+        return Process.open(child.pid), child
+
     async def _make(self, spec: SandboxSpec) -> "BubblewrapSandbox":
         etc = await self._etc_for(spec.uid)
         image = await self.images.acquire(spec.image) if spec.image is not None else None
@@ -136,7 +159,7 @@ class BubblewrapSandbox(NodeSandbox):
         os.set_blocking(info, False)
         try:
             try:
-                self._run(info_inside)
+                await self._run(info_inside)
             finally:
                 os.close(info_inside)
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -187,28 +210,17 @@ class BubblewrapSandbox(NodeSandbox):
         elif image is not None:
             write_upper(image, self._files.upper, self._inside)
 
-    def _run(self, info_fd: int) -> None:
+    async def _run(self, info_fd: int) -> None:
         # A socket, not a pipe: from inside, a pipe could be opened again through /proc/1/fd and kept open.
         self._lifetime, inside = socket.socketpair()
         self._lifetime.setblocking(False)
         not_in_forks(self._lifetime)
         masks = self._driver.system_masks if self._image is None else ()
+        options = bwrap_arguments(self._inside, self._files, system_masks=masks)
         with inside:
-            # In the loop's own thread: it takes 0.2 ms, and holds the interpreter lock anyway.
-            self._monitor = subprocess.Popen(
-                [
-                    str(self._driver.program),
-                    *bwrap_arguments(self._inside, self._files, system_masks=masks, info_fd=info_fd),
-                ],
-                stdin=inside.fileno(),
-                stdout=inside.fileno(),
-                stderr=inside.fileno(),
-                pass_fds=[info_fd],
-                env={},
-                cwd="/",
-                start_new_session=True,
+            self._monitor_handle, self._monitor = await self._driver.run(
+                self.id, options, inside.fileno(), info_fd, self._files.image
             )
-        self._monitor_handle = Process.open(self._monitor.pid)
 
     async def _read_until_ready(self) -> bytes:
         """What bubblewrap and the first process say, up to READY or the end of both."""
@@ -252,6 +264,19 @@ class BubblewrapSandbox(NodeSandbox):
             while (await receive(self._lifetime, 4096))[0]:  # until nothing holds the other end any more
                 pass
             self._lifetime.close()
+
+
+def _run(command: list[str], streams: int, info: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        stdin=streams,
+        stdout=streams,
+        stderr=streams,
+        pass_fds=[info],
+        env={},
+        cwd="/",
+        start_new_session=True,
+    )
 
 
 async def _read_info(fd: int) -> dict[str, Any]:

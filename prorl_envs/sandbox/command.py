@@ -122,13 +122,12 @@ def mount_points(spec: SandboxSpec) -> dict[str, bool]:
 
 
 def bwrap_arguments(
-    spec: SandboxSpec, files: SandboxFiles, *, system_masks: tuple[str, ...] = (), info_fd: int
+    spec: SandboxSpec, files: SandboxFiles, *, system_masks: tuple[str, ...] = ()
 ) -> list[str]:
-    """Everything after the program's name.
+    """Everything after the program's name but `--info-fd`.
 
     Args:
         system_masks: hidden beside the spec's own `masks`.
-        info_fd: where bubblewrap writes the first process's pid and namespaces.
     """
     return [
         *_isolation(spec),
@@ -144,7 +143,6 @@ def bwrap_arguments(
         *(argument for index, mount in enumerate(spec.mounts) for argument in _mount(mount, files, index)),
         *(argument for mask in (*spec.masks, *system_masks) for argument in _mask(mask)),
         *(() if files.image is not None else ("--remount-ro", "/")),
-        *("--info-fd", str(info_fd)),
         *INIT,
     ]
 

@@ -158,7 +158,7 @@ def _remove_unused(place: Path, users: int) -> bool:
         return False
     root = place / "root"
     if _is_mounted(root):
-        _run([_program("fusermount3", "fusermount"), "-u", "-z", str(root)])
+        _run([find_program("fusermount3", "fusermount"), "-u", "-z", str(root)])
     with contextlib.suppress(FileNotFoundError):
         root.rmdir()
     (place / "users").unlink()
@@ -186,29 +186,45 @@ def _serves(root: Path) -> bool:
     if not _is_mounted(root):
         return False
     try:
-        root.stat()
+        os.statvfs(root)  # not stat, whose answer the kernel keeps for a while
     except OSError as error:
         if error.errno != errno.ENOTCONN:
             raise SandboxError(f"cannot use the image's mount: {error}") from error
-        _run([_program("fusermount3", "fusermount"), "-u", "-z", str(root)])
+        _run([find_program("fusermount3", "fusermount"), "-u", "-z", str(root)])
         return False
     return True
 
 
 def _mount(image: Path, partition: Partition, root: Path) -> None:
     root.mkdir(mode=0o700, exist_ok=True)
-    squashfuse = _program("squashfuse_ll", "squashfuse")
+    squashfuse = find_program("squashfuse_ll", "squashfuse")
     _run([squashfuse, "-o", f"ro,nosuid,nodev,offset={partition.offset}", str(image.resolve()), str(root)])
 
 
 def _start_keeper(place: Path) -> None:
-    fusermount = _program("fusermount3", "fusermount")
-    _program("flock")
+    fusermount = find_program("fusermount3", "fusermount")
+    find_program("flock")
     # Not a child of this process: it may have to outlive it.
-    _run([_program("setsid"), "--fork", _program("sh"), "-c", _KEEPER, "keeper", str(place), fusermount])
+    _run(
+        [
+            find_program("setsid"),
+            "--fork",
+            find_program("sh"),
+            "-c",
+            _KEEPER,
+            "keeper",
+            str(place),
+            fusermount,
+        ]
+    )
 
 
-def _program(*names: str) -> str:
+def find_program(*names: str) -> str:
+    """The first of `names` that is installed.
+
+    Raises:
+        SandboxError: none is, with what to do as hint.
+    """
     for name in names:
         if found := shutil.which(name, path=_PROGRAMS):
             return found

@@ -17,7 +17,7 @@ from prorl_envs.sandbox.files import PATH_LIMIT, node_local_base
 MINIMUM_VERSION = (0, 11, 0)
 _TIMEOUT_S = 20.0
 
-_NAMESPACES_REMEDY = (
+NAMESPACES_REMEDY = (
     "allow unprivileged user namespaces: `sysctl user.max_user_namespaces=65536`, and where they exist "
     "`sysctl kernel.unprivileged_userns_clone=1` and `kernel.apparmor_restrict_unprivileged_userns=0`; "
     "in a container, start it with `--security-opt seccomp=unconfined --security-opt systempaths=unconfined`"
@@ -84,7 +84,7 @@ def explain(output: str, *, proc: Path = Path("/proc")) -> SandboxError:
     if "unknown option" in lower:
         hint = f"this bubblewrap is too old: {_BWRAP_REMEDY}"
     elif "namespace" in lower or "uid map" in lower or "loopback" in lower:
-        hint = _NAMESPACES_REMEDY + (f" (found: {', '.join(blocking)})" if blocking else "")
+        hint = NAMESPACES_REMEDY + (f" (found: {', '.join(blocking)})" if blocking else "")
     elif "overlay" in lower:
         hint = _OVERLAY_REMEDY
     elif "execvp /bin/sh" in lower:
@@ -123,7 +123,7 @@ def checks(base: Path | None = None, chosen: Path | None = None) -> Iterator[Che
         yield Check(name="bubblewrap", ok=False, found=error.message, remedy=error.hint)
         return
     yield _version(bwrap)
-    yield _isolation(bwrap)
+    yield isolation_check(bwrap)
     yield _overlay(bwrap, base or node_local_base())
     yield _joining(bwrap)
 
@@ -134,7 +134,7 @@ def _user_namespaces() -> Check:
         name="user namespaces",
         ok=not blocking or os.geteuid() == 0,
         found=", ".join(blocking) or "not restricted by the kernel's settings",
-        remedy=_NAMESPACES_REMEDY,
+        remedy=NAMESPACES_REMEDY,
     )
 
 
@@ -159,12 +159,18 @@ def _version(bwrap: Path) -> Check:
     return Check(name="bubblewrap", ok=ok, found=f"{digits or 'no version'} at {bwrap}", remedy=_BWRAP_REMEDY)
 
 
-def _isolation(bwrap: Path) -> Check:
+def isolation_command(bwrap: Path) -> list[str]:
+    """A command that succeeds where bubblewrap can make the namespaces of a sandbox."""
+    return _minimal(bwrap, "--disable-userns")
+
+
+def isolation_check(bwrap: Path) -> Check:
+    """Whether bubblewrap can make them, tried. Blocks for some 5 ms."""
     done = subprocess.run(
-        _minimal(bwrap, "--disable-userns"), capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        isolation_command(bwrap), capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
     )
     found = "works" if done.returncode == 0 else done.stderr.strip()
-    return Check(name="namespaces", ok=done.returncode == 0, found=found, remedy=_NAMESPACES_REMEDY)
+    return Check(name="namespaces", ok=done.returncode == 0, found=found, remedy=NAMESPACES_REMEDY)
 
 
 def _overlay(bwrap: Path, base: Path) -> Check:

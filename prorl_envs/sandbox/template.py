@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from prorl_envs.errors import SandboxError
-from prorl_envs.sandbox.template_process import ForkRequest, TemplateProcess, ToolServer
+from prorl_envs.sandbox.processes import Process
+from prorl_envs.sandbox.template_process import ForkRequest, TemplateProcess, ToolServer, Wrapper
 
 logger = logging.getLogger(__name__)
 
@@ -24,11 +25,13 @@ class TemplateSpec:
         entries: the only `package.module:function`s its forks may run; their modules are imported.
         preload: further modules to import, or `module:function`s to call once, in order.
         start_timeout_s: seconds it may take to get ready.
+        wrapper: the program it is run by; None for none.
     """
 
     entries: tuple[str, ...]
     preload: tuple[str, ...] = ()
     start_timeout_s: float = 60.0
+    wrapper: Wrapper | None = None
 
 
 #: The templates of a node, by the name `Sandbox.spawn` uses. Names only: this room imports no tools.
@@ -64,6 +67,11 @@ class Template:
     def pid(self) -> int | None:
         """Of the running process, for operators; None where none was started."""
         return None if self._process is None else self._process.pid
+
+    @property
+    def own_pid(self) -> int | None:
+        """Of the template itself, where another program runs it; None where it is not ready."""
+        return None if self._process is None else self._process.own_pid
 
     async def start(self) -> None:
         """Start the process unless it runs.
@@ -101,6 +109,20 @@ class Template:
         process = await self._ensure()
         await process.route(sandbox_id, netns)
 
+    async def bubblewrap(self, sandbox_id: str, command: list[str], streams: int, info: int) -> Process:
+        """Run bubblewrap where the template runs. It does not end with the template.
+
+        Args:
+            command: the program and its options, without `--info-fd`.
+            streams: descriptor that becomes its standard streams.
+            info: descriptor that becomes its `--info-fd`.
+
+        Raises:
+            SandboxError: the template does not start, or the process could not be made.
+        """
+        process = await self._ensure()
+        return await process.bubblewrap(sandbox_id, command, streams, info)
+
     async def aclose(self) -> None:
         """End the process. Its forks end with it. Idempotent."""
         async with self._starting:
@@ -119,7 +141,7 @@ class Template:
             return self._process
 
     async def _start(self) -> TemplateProcess:
-        process = TemplateProcess(self.name)
+        process = TemplateProcess(self.name, self.spec.wrapper)
         try:
             await process.prepare(self.spec.entries, self.spec.preload, self.spec.start_timeout_s)
         except BaseException:

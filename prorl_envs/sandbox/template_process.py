@@ -8,10 +8,11 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from prorl_envs.sandbox.zygote import MESSAGE_LIMIT, REPORT_LIMIT
 logger = logging.getLogger(__name__)
 
 FORK_TIMEOUT_S = 30.0
+_END_TIMEOUT_S = 5.0
+_SAID_LIMIT = 4096
 
 #: Appends the package's own folder: `-I` leaves out the working directory, and the template must run the
 #: same code as its host even where that was imported from a path set at run time.
@@ -43,6 +46,21 @@ class ForkRequest:
     workdir: str
     env: Mapping[str, str]
     isolated: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wrapper:
+    """A program that runs a template, in surroundings of its making.
+
+    Args:
+        command: what comes before the template's own command.
+        env: the program's environment; it decides what the template gets.
+        explain: makes an error of what it said where the template did not start.
+    """
+
+    command: tuple[str, ...]
+    env: Mapping[str, str]
+    explain: Callable[[str], SandboxError]
 
 
 class ToolServer:
@@ -72,19 +90,22 @@ class ToolServer:
 class TemplateProcess:
     """Starts on construction; `prepare` waits until it is ready."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, wrapper: Wrapper | None = None) -> None:
         self._name = name
+        self._wrapper = wrapper
+        self._said = ""
+        self.own_pid: int | None = None
         self._control, inside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
         not_in_forks(self._control)
         self._sending = asyncio.Lock()
         with inside:
             self._child = subprocess.Popen(
-                [sys.executable, "-I", "-c", _BOOT, *_code_paths()],
+                [*(wrapper.command if wrapper else ()), sys.executable, "-I", "-c", _BOOT, *_code_paths()],
                 stdin=inside.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                env=_environment(),
+                env=wrapper.env if wrapper else environment(),
                 cwd="/",
                 # A Ctrl-C in the terminal is for the service, which then ends its templates in order.
                 start_new_session=True,
@@ -109,13 +130,23 @@ class TemplateProcess:
         Raises:
             SandboxError: an import failed, or it took longer than `timeout_s` seconds.
         """
-        await self._send({"entries": entries, "preload": preload}, [])
+        try:
+            await self._send({"entries": entries, "preload": preload}, [])
+        except SandboxError:
+            if self._wrapper is None:
+                raise  # else it said why it ended, which is found out below
         try:
             async with asyncio.timeout(timeout_s):
                 answer, _ = await receive(self._control, MESSAGE_LIMIT)
+                if not answer and self._wrapper is not None:
+                    await self._process.wait()
         except TimeoutError:
             raise SandboxError(f"template {self._name!r} was not ready in {timeout_s} s") from None
-        message = json.loads(answer) if answer else {"error": "the process ended"}
+        message: dict[str, Any] = json.loads(answer) if answer else {"error": "the process ended"}
+        self.own_pid = message.get("pid")
+        if not answer and self._wrapper is not None:
+            self._log_stderr()
+            raise self._wrapper.explain(self._said)
         if "error" in message:
             raise SandboxError(f"template {self._name!r} did not start: {message['error'].strip()}")
 
@@ -135,16 +166,33 @@ class TemplateProcess:
         server = await self._child_for(sandbox_id, {"route": True}, [netns])
         await server.process.wait()
 
+    async def bubblewrap(self, sandbox_id: str, command: list[str], streams: int, info: int) -> Process:
+        """See `Template.bubblewrap`."""
+        server = await self._child_for(sandbox_id, {"bubblewrap": command}, [streams, info])
+        return server.process
+
     async def aclose(self) -> None:
         """End it. Call once; must not be cancelled."""
         self._control.close()
-        self._process.kill()
+        if self._wrapper is None:
+            self._process.kill()
+        else:
+            await self._end_wrapped()
         await self._process.wait()
         self._process.close()
         self._child.wait()  # it has ended: this only reaps
         self._log_stderr()
         asyncio.get_running_loop().remove_reader(self._stderr)
         self._stderr.close()
+
+    async def _end_wrapped(self) -> None:
+        """The template ends with its control socket, and the program around it with the template."""
+        try:
+            async with asyncio.timeout(_END_TIMEOUT_S):
+                await self._process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._child.pid, signal.SIGKILL)  # not reaped yet, so the group is still its own
 
     async def _child_for(self, sandbox_id: str, message: dict[str, Any], fds: list[int]) -> ToolServer:
         """Ask for a fork that gets `fds`, and wait until it has joined."""
@@ -180,7 +228,9 @@ class TemplateProcess:
             text = os.read(self._stderr.fileno(), 4096)
         except BlockingIOError:
             return
-        if text:
+        if text and self._wrapper is not None and self.own_pid is None:
+            self._said = (self._said + text.decode(errors="replace"))[-_SAID_LIMIT:]
+        elif text:
             logger.warning("template %s: %s", self._name, text.decode(errors="replace").rstrip())
         else:
             asyncio.get_running_loop().remove_reader(self._stderr)
@@ -230,7 +280,7 @@ def _code_paths() -> Iterator[str]:
         yield str(Path(folder).resolve().parent)
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Nothing of the service's own environment but where its interpreter's libraries lie."""
     kept = {"LANG": "C.UTF-8"}
     if library_path := os.environ.get("LD_LIBRARY_PATH"):

@@ -5,9 +5,10 @@ open. It is single-threaded and never runs anything a sandbox says; the fork doe
 
     host -> template    once, what to import; then one message per fork, with descriptors. For a tool server:
                         the sandbox's first process, the tool server's socket, the status socket. For a
-                        default route: the network namespace, the status socket.
-    template -> host    `ready` or the error on the control socket; for each fork, on its status socket, the
-                        child's pid with its pidfd
+                        default route: the network namespace, the status socket. For bubblewrap, where it
+                        must run beside the template: its standard streams, its info pipe, the status socket.
+    template -> host    `ready` with its pid, or the error, on the control socket; for each fork, on its
+                        status socket, the child's pid with its pidfd
     child -> host       on the status socket: `ready` once it has joined, or the error; and later, should
                         the entry fail, its traceback
 """
@@ -49,7 +50,7 @@ def main() -> None:
         return
     gc.collect()
     gc.freeze()
-    _say(control, ready=True)
+    _say(control, ready=True, pid=os.getpid())
     _serve(control, entries)
 
 
@@ -87,7 +88,9 @@ def _serve(control: socket.socket, entries: dict[str, Entry]) -> None:
             message, fds, _, _ = socket.recv_fds(control, MESSAGE_LIMIT, 3, socket.MSG_CMSG_CLOEXEC)
             if not message:
                 break
-            if (pid := _fork(json.loads(message), fds, entries)) is not None:
+            request = json.loads(message)
+            # A bubblewrap is not killed: at the wrong moment its child would wait for it forever.
+            if (pid := _fork(request, fds, entries)) is not None and "bubblewrap" not in request:
                 children.add(pid)
     for pid in children:
         os.kill(pid, signal.SIGKILL)  # ours and not yet reaped, so the pid cannot be another's
@@ -146,6 +149,9 @@ def _live(request: dict[str, Any], fds: list[int], entries: dict[str, Entry], pa
         if "route" in request:
             add_default_route(fds[0])
             _say(status, ready=True)
+        elif "bubblewrap" in request:
+            _say(status, ready=True)
+            _become_bubblewrap(request["bubblewrap"], fds[0], fds[1])
         else:
             _serve_tools(request, fds, entries[request["entry"]], parent, status)
         code = 0
@@ -156,6 +162,16 @@ def _live(request: dict[str, Any], fds: list[int], entries: dict[str, Entry], pa
                 _report(status, error)
         finally:
             os._exit(code)
+
+
+def _become_bubblewrap(command: list[str], streams: int, info: int) -> NoReturn:
+    os.setsid()
+    for fd in range(3):
+        os.dup2(streams, fd)
+    os.set_inheritable(info, True)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and a program would inherit that
+    program, *options = command
+    os.execve(program, [program, "--info-fd", str(info), *options], {})
 
 
 def _serve_tools(

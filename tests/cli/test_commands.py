@@ -97,6 +97,14 @@ def test_doctor_finds_this_machine_fit(cli: Cli) -> None:
     assert "starts and answers" in done.stdout
 
 
+def test_the_driver_can_be_named(cli: Cli) -> None:
+    done = cli("--driver", "local", "doctor")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "NO ISOLATION" in done.stdout and "isolates nothing" in done.stderr
+    done = cli("--driver", "docker", "doctor")
+    assert done.returncode == 2 and "setting driver" in done.stderr and "'apptainer'" in done.stderr
+
+
 def test_play_lets_a_person_solve_a_task(cli: Cli) -> None:
     done = cli("play", "bash", "greeting", stdin="echo 'hello, world' > greeting.txt\n/nonsense\n/finish\n")
     assert done.returncode == 0, done.stderr

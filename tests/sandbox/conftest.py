@@ -1,4 +1,7 @@
-"""Drivers whose templates fork the minimal tool server of `prorl_envs.testing.sandbox_entry`."""
+"""Drivers whose templates fork the minimal tool server of `prorl_envs.testing.sandbox_entry`.
+
+Each test that uses one runs once per driver that isolates.
+"""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -6,13 +9,20 @@ from pathlib import Path
 import pytest
 
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.choice import make_driver
 from prorl_envs.testing.sandbox_entry import SCRIPT_TEMPLATES
 
 
+def scripted_driver(name: str) -> BubblewrapDriver:
+    driver = make_driver(name, templates=SCRIPT_TEMPLATES)
+    assert isinstance(driver, BubblewrapDriver)
+    return driver
+
+
 @pytest.fixture(scope="module")
-async def shell_driver(run_dir: Path) -> AsyncIterator[BubblewrapDriver]:
+async def shell_driver(run_dir: Path, driver_name: str) -> AsyncIterator[BubblewrapDriver]:
     """A driver shared by a module's tests; its template is up."""
-    driver = BubblewrapDriver(templates=SCRIPT_TEMPLATES)
+    driver = scripted_driver(driver_name)
     try:
         await driver.warm()
         yield driver
@@ -21,8 +31,8 @@ async def shell_driver(run_dir: Path) -> AsyncIterator[BubblewrapDriver]:
 
 
 @pytest.fixture
-async def own_driver(run_dir: Path) -> AsyncIterator[BubblewrapDriver]:
+async def own_driver(run_dir: Path, driver_name: str) -> AsyncIterator[BubblewrapDriver]:
     """A driver of the test's own, to break or to close."""
-    driver = BubblewrapDriver(templates=SCRIPT_TEMPLATES)
+    driver = scripted_driver(driver_name)
     yield driver
     await driver.aclose()

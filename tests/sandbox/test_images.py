@@ -15,6 +15,7 @@ import pytest
 from prorl_envs.errors import SandboxError, ToolError
 from prorl_envs.sandbox.base import Mount, SandboxSpec
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.choice import make_driver
 from prorl_envs.sandbox.images import Images
 from prorl_envs.sandbox.local import LocalDriver, NoIsolationWarning
 from prorl_envs.sandbox.mounted import mount, sweep_mounts
@@ -23,6 +24,7 @@ from prorl_envs.sandbox.runtime import python_runtime
 from prorl_envs.testing.leaks import Holdings, leaks_since
 from prorl_envs.testing.sandbox_entry import IMPORT_LATE, RUN_SCRIPTS, SCRIPT_TEMPLATES, ask, run_script
 from prorl_envs.tools.client import Toolbox
+from tests.sandbox.conftest import scripted_driver
 from tests.sandbox.rootfs import build_sif, missing_for_sif, write_busybox_rootfs, write_rootfs
 
 pytestmark = pytest.mark.anyio
@@ -48,9 +50,9 @@ def image(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture
-async def driver(run_dir: Path) -> AsyncIterator[BubblewrapDriver]:
+async def driver(run_dir: Path, driver_name: str) -> AsyncIterator[BubblewrapDriver]:
     """A driver of the test's own: what it mounts is unmounted at the end of the test."""
-    driver = BubblewrapDriver(templates=SCRIPT_TEMPLATES)
+    driver = scripted_driver(driver_name)
     yield driver
     await driver.aclose()
 
@@ -81,8 +83,8 @@ async def test_the_system_is_the_images_and_nothing_of_the_host_shows(
     await sandbox.close()
 
 
-async def test_a_bash_action_works(run_dir: Path, image: Path) -> None:
-    driver = BubblewrapDriver()
+async def test_a_bash_action_works(run_dir: Path, driver_name: str, image: Path) -> None:
+    driver = make_driver(driver_name)
     try:
         sandbox = await driver.start(SandboxSpec(image=image))
         toolbox = await Toolbox.open(sandbox)
@@ -200,11 +202,11 @@ SERVICE = """\
 import asyncio, sys
 from pathlib import Path
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.choice import make_driver
 from prorl_envs.testing.sandbox_entry import RUN_SCRIPTS, SCRIPT_TEMPLATES, ask
 
 async def main():
-    driver = BubblewrapDriver(templates=SCRIPT_TEMPLATES)
+    driver = make_driver(sys.argv[2], templates=SCRIPT_TEMPLATES)
     sandbox = await driver.start(SandboxSpec(image=Path(sys.argv[1])))
     sock = await sandbox.spawn(RUN_SCRIPTS)
     await ask(sock, "(setsid sleep 600 > /dev/null 2>&1 &)")
@@ -216,11 +218,11 @@ asyncio.run(main())
 
 
 def test_a_killed_service_leaves_no_process_no_mount_and_its_files_are_swept(
-    image: Path, run_dir: Path
+    image: Path, run_dir: Path, driver_name: str
 ) -> None:
     before = Holdings.now(run_dir)
     with subprocess.Popen(
-        [sys.executable, "-c", SERVICE, str(image)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", SERVICE, str(image), driver_name], stdout=subprocess.PIPE, text=True
     ) as service:
         assert service.stdout is not None
         assert service.stdout.readline() == "busy\n"
@@ -314,13 +316,15 @@ async def test_a_sif_that_was_cut_short_is_refused(
         await driver.start(SandboxSpec(image=cut))
 
 
-async def test_a_busybox_is_enough_and_a_missing_bash_is_said(run_dir: Path, tmp_path: Path) -> None:
+async def test_a_busybox_is_enough_and_a_missing_bash_is_said(
+    run_dir: Path, driver_name: str, tmp_path: Path
+) -> None:
     busybox = shutil.which("busybox")
     if busybox is None:
         pytest.skip("busybox is not installed")
     image = write_busybox_rootfs(tmp_path / "root", busybox)
-    driver = BubblewrapDriver(templates=SCRIPT_TEMPLATES)
-    tools = BubblewrapDriver()
+    driver = scripted_driver(driver_name)
+    tools = make_driver(driver_name)
     try:
         sandbox = await driver.start(SandboxSpec(image=image))
         with await sandbox.spawn(RUN_SCRIPTS) as sock:

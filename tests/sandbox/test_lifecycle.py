@@ -91,10 +91,10 @@ async def test_many_sandboxes_at_once(shell_driver: BubblewrapDriver) -> None:
         finally:
             await sandbox.close()
 
-    assert await asyncio.gather(*map(one, range(24))) == [f"{number}\n" for number in range(24)]
+    assert await asyncio.gather(*map(one, range(32))) == [f"{number}\n" for number in range(32)]
 
 
-@pytest.mark.parametrize("delay_ms", [0, 1, 2, 4, 6, 8, 12])
+@pytest.mark.parametrize("delay_ms", [0, 1, 2, 4, 6, 8, 12, 30, 60, 90])
 async def test_a_start_cancelled_at_any_moment_leaves_nothing(
     shell_driver: BubblewrapDriver, delay_ms: int
 ) -> None:
@@ -216,11 +216,11 @@ async def test_concurrent_first_spawns_share_one_template(own_driver: Bubblewrap
 SERVICE = """\
 import asyncio, sys
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.bubblewrap import BubblewrapDriver, BubblewrapSandbox
+from prorl_envs.sandbox.choice import make_driver
 from prorl_envs.testing.sandbox_entry import RUN_SCRIPTS, SCRIPT_TEMPLATES, ask
 
 async def main():
-    driver = BubblewrapDriver(templates=SCRIPT_TEMPLATES)
+    driver = make_driver(sys.argv[1], templates=SCRIPT_TEMPLATES)
     try:
         print("driver", flush=True)
         sandbox = await driver.start(SandboxSpec(default_route=True))
@@ -238,13 +238,13 @@ asyncio.run(main())
 
 
 FORKING = """\
-import asyncio, os, signal
+import asyncio, os, signal, sys
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.choice import make_driver
 from prorl_envs.testing.sandbox_entry import SCRIPT_TEMPLATES
 
 async def main():
-    driver = BubblewrapDriver(templates=SCRIPT_TEMPLATES)
+    driver = make_driver(sys.argv[1], templates=SCRIPT_TEMPLATES)
     await driver.warm()
     sandbox = await driver.start(SandboxSpec())
     worker = os.fork()
@@ -267,10 +267,10 @@ def wait_for_processes(before: Holdings, run_dir: Path) -> set[tuple[int, int]]:
     return set()
 
 
-def test_a_forked_worker_does_not_keep_a_killed_services_sandboxes(run_dir: Path) -> None:
+def test_a_forked_worker_does_not_keep_a_killed_services_sandboxes(run_dir: Path, driver_name: str) -> None:
     before = Holdings.now(run_dir)
     with subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", FORKING], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-W", "ignore", "-c", FORKING, driver_name], stdout=subprocess.PIPE, text=True
     ) as service:
         assert service.stdout is not None
         worker = os.pidfd_open(int(service.stdout.readline()))
@@ -285,10 +285,10 @@ def test_a_forked_worker_does_not_keep_a_killed_services_sandboxes(run_dir: Path
     asyncio.run(BubblewrapDriver().aclose())
 
 
-def interrupted_service(moment: str, number: signal.Signals) -> None:
+def interrupted_service(driver_name: str, moment: str, number: signal.Signals) -> None:
     """Start a service in a terminal's foreground group, as it were, and signal the group at `moment`."""
     with subprocess.Popen(
-        [sys.executable, "-c", SERVICE],
+        [sys.executable, "-c", SERVICE, driver_name],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -303,14 +303,16 @@ def interrupted_service(moment: str, number: signal.Signals) -> None:
 
 
 @pytest.mark.parametrize("moment", ["driver", "sandbox", "tool", "busy"])
-def test_an_interrupt_at_any_moment_leaves_nothing(moment: str) -> None:
-    interrupted_service(moment, signal.SIGINT)
+def test_an_interrupt_at_any_moment_leaves_nothing(driver_name: str, moment: str) -> None:
+    interrupted_service(driver_name, moment, signal.SIGINT)
 
 
 @pytest.mark.parametrize("moment", ["driver", "sandbox", "tool", "busy"])
-def test_a_killed_service_leaves_no_process_and_its_files_are_swept(moment: str, run_dir: Path) -> None:
+def test_a_killed_service_leaves_no_process_and_its_files_are_swept(
+    driver_name: str, moment: str, run_dir: Path
+) -> None:
     before = Holdings.now(run_dir)
-    interrupted_service(moment, signal.SIGKILL)
+    interrupted_service(driver_name, moment, signal.SIGKILL)
     assert set(run_dir.iterdir()) - set(map(Path, before.directories))
     asyncio.run(BubblewrapDriver().aclose())  # the next driver sweeps
     assert leaks_since(before, run_dir) == []

@@ -3,12 +3,16 @@
 import asyncio
 import socket
 import struct
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from prorl_envs.errors import SandboxError, ToolError
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.choice import make_driver
+from prorl_envs.sandbox.driver import NodeDriver
 from prorl_envs.tools.client import Toolbox
 from prorl_envs.tools.connection import Connection, ServerLost
 from prorl_envs.tools.link import ToolLimits
@@ -18,6 +22,17 @@ from prorl_envs.tools.wire import Done, Read, RunDone, encode
 
 pytestmark = pytest.mark.anyio
 T = 20.0
+
+
+@pytest.fixture(scope="module")
+async def shared_driver(run_dir: Path, driver_name: str) -> AsyncIterator[NodeDriver[Any]]:
+    """Toolboxes are the same whichever driver isolates: these tests run over each."""
+    driver = make_driver(driver_name)
+    try:
+        await driver.warm()
+        yield driver
+    finally:
+        await driver.aclose()
 
 
 @pytest.mark.parametrize(
@@ -121,7 +136,7 @@ async def test_processes_that_fight_for_their_lives_are_ended(box: Toolbox, numb
     assert await box.read("/workspace/begun") == b""
 
 
-async def test_without_its_sandbox_every_call_is_a_sandbox_error(shared_driver: BubblewrapDriver) -> None:
+async def test_without_its_sandbox_every_call_is_a_sandbox_error(shared_driver: NodeDriver[Any]) -> None:
     sandbox = await shared_driver.start(SandboxSpec())
     toolbox = await Toolbox.open(sandbox)
     call = asyncio.create_task(toolbox.bash("sleep 100", timeout_s=T))
@@ -138,7 +153,7 @@ async def test_without_its_sandbox_every_call_is_a_sandbox_error(shared_driver: 
         await Toolbox.open(sandbox)
 
 
-async def test_a_closed_toolbox_says_so_and_closes_again(shared_driver: BubblewrapDriver) -> None:
+async def test_a_closed_toolbox_says_so_and_closes_again(shared_driver: NodeDriver[Any]) -> None:
     sandbox = await shared_driver.start(SandboxSpec())
     toolbox = await Toolbox.open(sandbox, python=PythonEngine.NONE)
     await toolbox.aclose()

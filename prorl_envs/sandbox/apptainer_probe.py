@@ -1,0 +1,248 @@
+"""Which Apptainer or SingularityCE there is, how it is installed and set, and what images need beside it."""
+
+import os
+import pwd
+import re
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.doorway import doorway_command, doorway_environment, explain_doorway, write_doorway
+from prorl_envs.sandbox.files import node_local_base
+from prorl_envs.sandbox.mounted import find_program
+from prorl_envs.sandbox.probe import Check, find_bwrap, isolation_command
+
+_NAMES = ("apptainer", "singularity")
+_TIMEOUT_S = 30.0
+_INSTALL_REMEDY = (
+    "on a cluster, load its module (`module load apptainer`); else install Apptainer 1.2 or later, or name "
+    "the program in PRORL_APPTAINER"
+)
+
+#: The oldest versions whose options are as we use them, by the word that `--version` begins with.
+_MINIMUM = {"apptainer": (1, 2), "singularity-ce": (3, 11)}
+_PRODUCTS = {"apptainer": "Apptainer", "singularity-ce": "SingularityCE", "singularity": "Singularity"}
+_VERSION = re.compile(r"(apptainer|singularity-ce|singularity)(?:-ce)? version (\d+(?:\.\d+)+)")
+
+#: Settings without which sandboxes cannot start. Apptainer's default is `yes` for each.
+_NEEDED = ("allow user ns", "allow container dir", "user bind control")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installation:
+    """What a program says about itself.
+
+    Args:
+        product: the first word of its version, such as `apptainer`; empty where it was not understood.
+        version: its numbers.
+        setuid: whether its setuid program is there. Sandboxes never use it.
+        forbidden: settings of its configuration that stand in the way, as they should read.
+    """
+
+    product: str
+    version: tuple[int, ...]
+    setuid: bool
+    forbidden: tuple[str, ...]
+
+    @property
+    def supported(self) -> bool:
+        """Whether it is a product and version that can start sandboxes."""
+        return self.product in _MINIMUM and self.version >= _MINIMUM[self.product]
+
+
+def find_apptainer(chosen: Path | None = None) -> Path:
+    """The program: the one chosen, `$PRORL_APPTAINER`, else `apptainer` or `singularity` in PATH.
+
+    Raises:
+        SandboxError: there is none.
+    """
+    named = chosen or os.environ.get("PRORL_APPTAINER")
+    if named:
+        if not os.access(named, os.X_OK):
+            raise SandboxError(f"PRORL_APPTAINER is not a program: {named}", hint=_INSTALL_REMEDY)
+        return Path(named)
+    for name in _NAMES:
+        if found := shutil.which(name):
+            return Path(found)
+    raise SandboxError("neither Apptainer nor Singularity is installed", hint=_INSTALL_REMEDY)
+
+
+def read_installation(program: Path) -> Installation:
+    """Ask the program about itself.
+
+    Raises:
+        SandboxError: it cannot be run.
+    """
+    found = _VERSION.search(_output(program, "--version"))
+    product, numbers = (found[1], found[2]) if found else ("", "0")
+    built = _build_settings(_output(program, "buildcfg"))
+    return Installation(
+        product=product,
+        version=tuple(map(int, numbers.split("."))),
+        setuid=_has_setuid(built),
+        forbidden=_forbidden(built),
+    )
+
+
+def apptainer_checks(
+    base: Path | None = None, chosen: Path | None = None, bwrap: Path | None = None
+) -> Iterator[Check]:
+    """What was found about Apptainer; the last is whether it starts a sandbox. Blocks.
+
+    Args:
+        base, bwrap: see `probe.checks`.
+        chosen: the program drivers would use; None for the default one.
+    """
+    try:
+        program = find_apptainer(chosen)
+        installation = read_installation(program)
+    except SandboxError as error:
+        yield Check(name="apptainer", ok=False, found=error.message, remedy=error.hint)
+        return
+    yield _product(program, installation)
+    if installation.forbidden:
+        yield Check(
+            name="apptainer settings",
+            ok=False,
+            found=f"not set: {', '.join(installation.forbidden)}",
+            remedy="the administrator must set them in Apptainer's configuration",
+        )
+    yield start_check(program, base or node_local_base(), bwrap)
+
+
+def image_checks() -> Iterator[Check]:
+    """What SIF images need, whichever driver starts them."""
+    problems = []
+    try:
+        for names in (("squashfuse_ll", "squashfuse"), ("fusermount3", "fusermount"), ("flock",)):
+            find_program(*names)
+    except SandboxError as error:
+        problems.append(error.message)
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        problems.append("/dev/fuse is not accessible to this user")
+    yield Check(
+        name="SIF images",
+        ok=not problems,
+        found="; ".join(problems) or "can be mounted",
+        remedy="install squashfuse, fuse3 and util-linux and make /dev/fuse accessible to this user; image "
+        "directories (`apptainer build --sandbox DIRECTORY IMAGE`) work without",
+    )
+    user = pwd.getpwuid(os.geteuid()).pw_name if _has_name() else ""
+    entered = [name for name in ("subuid", "subgid") if _is_entered(Path("/etc", name), user)]
+    yield Check(
+        name="image builds",
+        ok=os.geteuid() == 0 or len(entered) == 2,
+        found="as root"
+        if os.geteuid() == 0
+        else f"{len(entered)} of 2 entries in /etc/subuid and /etc/subgid",
+        remedy="no sandbox needs them; `apptainer build` may, for packages that make users",
+    )
+
+
+def start_check(program: Path, base: Path, bwrap: Path | None = None) -> Check:
+    """Whether Apptainer starts a sandbox below `base`, tried."""
+    try:
+        problem = _try_start(program, base, find_bwrap(bwrap))
+    except SandboxError as error:
+        problem = error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        problem = SandboxError(f"cannot be tried in {base}: {error}")
+    if problem is None:
+        return Check(name="apptainer start", ok=True, found="works")
+    return Check(name="apptainer start", ok=False, found=problem.message, remedy=problem.hint)
+
+
+def _try_start(program: Path, base: Path, bwrap: Path) -> SandboxError | None:
+    with tempfile.TemporaryDirectory(dir=base) as scratch:
+        doorway = Path(scratch, "apptainer")
+        write_doorway(doorway)
+        done = subprocess.run(
+            [*doorway_command(program, doorway), *isolation_command(bwrap)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            env=doorway_environment(doorway, {}),
+            cwd="/",
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+    return explain_doorway(done.stdout + done.stderr) if done.returncode else None
+
+
+def _product(program: Path, installation: Installation) -> Check:
+    name = _PRODUCTS.get(installation.product, "an unknown product")
+    version = ".".join(map(str, installation.version))
+    how = "with a setuid program, which is not used" if installation.setuid else "without setuid"
+    return Check(
+        name="apptainer",
+        ok=installation.supported,
+        found=f"{name} {version} at {program}, {how}",
+        remedy="Apptainer 1.2 or later, or SingularityCE 3.11 or later",
+    )
+
+
+def _output(program: Path, command: str) -> str:
+    try:
+        with tempfile.TemporaryDirectory() as notes:  # else it makes a directory in the user's home
+            done = subprocess.run(
+                [program, command],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                env=doorway_environment(Path(notes), {}),
+                timeout=_TIMEOUT_S,
+                check=False,
+            )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SandboxError(f"cannot run {program}: {error}", hint=_INSTALL_REMEDY) from error
+    return done.stdout
+
+
+def _build_settings(text: str) -> dict[str, str]:
+    """By the names they have in both products: APPTAINER_CONF_FILE and SINGULARITY_CONF_FILE are one."""
+    pairs = (line.partition("=") for line in text.splitlines())
+    return {re.sub("^(APPTAINER|SINGULARITY)_", "", key): value for key, _, value in pairs}
+
+
+def _has_setuid(built: dict[str, str]) -> bool:
+    for name in _NAMES:
+        starter = Path(built.get("LIBEXECDIR", "/nonexistent"), name, "bin", "starter-suid")
+        try:
+            found = starter.stat()
+        except OSError:
+            continue
+        if found.st_uid == 0 and found.st_mode & stat.S_ISUID:
+            return True
+    return False
+
+
+def _forbidden(built: dict[str, str]) -> tuple[str, ...]:
+    try:
+        text = Path(built.get("CONF_FILE", "/nonexistent")).read_text(errors="replace")
+    except OSError:
+        return ()  # not to be read by this user: the start says what stands in its way
+    pairs = (line.partition("=") for line in text.splitlines() if not line.startswith("#"))
+    values = {key.strip(): value.strip() for key, _, value in pairs}
+    return tuple(f"{name} = yes" for name in _NEEDED if values.get(name, "yes") == "no")
+
+
+def _has_name() -> bool:
+    try:
+        pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    return True
+
+
+def _is_entered(path: Path, user: str) -> bool:
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return False
+    return any(line.split(":")[0] in (user, str(os.geteuid())) for line in lines if line)

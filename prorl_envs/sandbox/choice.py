@@ -1,0 +1,95 @@
+"""Which driver starts the sandboxes of this machine."""
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.apptainer import ApptainerDriver
+from prorl_envs.sandbox.apptainer_probe import find_apptainer, start_check
+from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.driver import NodeDriver
+from prorl_envs.sandbox.files import node_local_base
+from prorl_envs.sandbox.local import LocalDriver
+from prorl_envs.sandbox.probe import Check, find_bwrap, isolation_check
+
+#: What can be asked for by name. `auto` is the first that works of those that isolate.
+DRIVERS = ("auto", "bubblewrap", "apptainer", "local")
+
+
+def choose_driver(
+    wanted: str | None = None,
+    root: Path | None = None,
+    *,
+    bwrap: Path | None = None,
+    apptainer: Path | None = None,
+) -> str:
+    """The name of the driver to use. Blocks: for some 5 ms where bubblewrap works, some 200 ms otherwise.
+
+    Args:
+        wanted: one of DRIVERS; None takes `$PRORL_DRIVER`, else `auto`. One that is named is not tried.
+        root: see `NodeDriver`.
+        bwrap: see `BubblewrapDriver`.
+        apptainer: see `ApptainerDriver`.
+
+    Raises:
+        SandboxError: there is no such driver; or `auto`, and none works, with the reasons.
+    """
+    name = wanted or os.environ.get("PRORL_DRIVER") or "auto"
+    if name not in DRIVERS:
+        raise SandboxError(f"there is no driver {name!r}", hint=f"there are: {', '.join(DRIVERS)}")
+    if name != "auto":
+        return name
+    direct = _try_bubblewrap(bwrap)
+    if direct.ok:
+        return "bubblewrap"
+    indirect = _try_apptainer(root, bwrap, apptainer)
+    if indirect.ok:
+        return "apptainer"
+    raise SandboxError(
+        f"no driver works on this machine: bubblewrap: {direct.found}; apptainer: {indirect.found}",
+        hint=f"bubblewrap: {direct.remedy}; apptainer: {indirect.remedy}; `prorl-envs doctor` says more. "
+        "For code you trust, `PRORL_DRIVER=local` runs it without any isolation",
+    )
+
+
+def make_driver(
+    name: str,
+    root: Path | None = None,
+    *,
+    bwrap: Path | None = None,
+    apptainer: Path | None = None,
+    **options: Any,
+) -> NodeDriver[Any]:
+    """The driver of that name, as `choose_driver` returned it.
+
+    Args:
+        options: passed on to the driver.
+
+    Raises:
+        SandboxError: its program is missing, or no directory can be made.
+    """
+    if name == "bubblewrap":
+        return BubblewrapDriver(root, bwrap=bwrap, **options)
+    if name == "apptainer":
+        return ApptainerDriver(root, apptainer=apptainer, bwrap=bwrap, **options)
+    return LocalDriver(root, **options)
+
+
+def _try_bubblewrap(bwrap: Path | None) -> Check:
+    try:
+        return isolation_check(find_bwrap(bwrap))
+    except SandboxError as error:
+        return Check(name="bubblewrap", ok=False, found=error.message, remedy=error.hint)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Check(
+            name="bubblewrap", ok=False, found=str(error), remedy="name another binary in PRORL_BWRAP"
+        )
+
+
+def _try_apptainer(root: Path | None, bwrap: Path | None, apptainer: Path | None) -> Check:
+    try:
+        return start_check(find_apptainer(apptainer), root or node_local_base(), bwrap)
+    except SandboxError as error:
+        return Check(name="apptainer", ok=False, found=error.message, remedy=error.hint)
