@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prorl_envs.tools.shell import Reports
+from prorl_envs.tools.reports import Reports
 
 NONCE = "00112233445566ff"
 
