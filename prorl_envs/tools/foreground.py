@@ -1,9 +1,11 @@
 """What the foreground of a terminal is doing, read from /proc. Whether it waits to be typed at, above all.
 
-A process waits for input if it is blocked in a read of the terminal, or in a poll of whatever kind while the
-terminal hands over single keys (as line editors and full-screen programs have it). Not seen: a program that
-polls a terminal that hands over whole lines; one whose /proc entry is closed to its own user; a kernel that
-keeps /proc/PID/syscall closed (Yama's ptrace_scope 2 and 3). Those run until their time is up.
+A process waits for input if it is blocked in a read of the terminal; or in a poll, select or epoll of the
+terminal alone; or of the terminal and more, while the terminal hands over single keys, as line editors and
+full-screen programs have it (in line mode that is a program like ssh, which waits for the other end). Not
+seen: what reads the terminal now and then without waiting; a process whose /proc entries are closed to its
+own user; anything where the kernel keeps them closed (Yama's ptrace_scope 2 and 3). Those run until their
+time is up.
 """
 
 import contextlib
@@ -23,9 +25,37 @@ _SLAVE_MAJOR = 136
 _THREAD_LIMIT = 512
 _PROCESS_LIMIT = 8192
 
-#: Numbers of the calls that read, and of those that wait for one of several descriptors.
-_READS = {"x86_64": {0, 19}, "aarch64": {63, 65}}
-_POLLS = {"x86_64": {7, 23, 232, 270, 271, 281, 441}, "aarch64": {22, 72, 73, 441}}
+#: Descriptors of the longest poll looked into, and bytes of an epoll's description.
+_POLL_LIMIT = 64
+_EPOLL_LIMIT = 4096
+
+_POLL_ENTRY = struct.Struct("=ihh")
+
+
+class Kind(StrEnum):
+    """How a call waits for its descriptors."""
+
+    READ = "read"
+    POLL = "poll"
+    SELECT = "select"
+    EPOLL = "epoll"
+
+
+#: The calls that wait for input, by machine and number.
+CALLS = {
+    "x86_64": {
+        **dict.fromkeys((0, 19), Kind.READ),
+        **dict.fromkeys((7, 271), Kind.POLL),
+        **dict.fromkeys((23, 270), Kind.SELECT),
+        **dict.fromkeys((232, 281, 441), Kind.EPOLL),
+    },
+    "aarch64": {
+        **dict.fromkeys((63, 65), Kind.READ),
+        73: Kind.POLL,
+        72: Kind.SELECT,
+        **dict.fromkeys((22, 441), Kind.EPOLL),
+    },
+}
 
 
 class Situation(StrEnum):
@@ -45,8 +75,8 @@ class Process:
         shell: whether it is the session's shell itself.
         stopped: by a signal.
         running: at least one of its threads is not blocked.
-        reads: a thread is blocked in a read of the terminal.
-        polls: a thread is blocked in a poll.
+        reads: a thread waits for the terminal and nothing else.
+        polls: a thread waits for the terminal or something else.
         reports: the descriptor for reports is open, as the shell's is while it evaluates no command.
     """
 
@@ -72,12 +102,31 @@ def judge(processes: list[Process], *, by_line: bool) -> Situation:
     return Situation.WAITING
 
 
-def parse_call(text: str) -> tuple[int, int] | None:
-    """Number and first argument of the call that /proc/PID/syscall shows; None where it runs."""
-    number, _, rest = text.partition(" ")
-    if not number.isdigit():  # "running", or -1 for one that is blocked outside any call
+def parse_call(text: str) -> tuple[int, int, int] | None:
+    """Number and first arguments of the call that /proc/PID/syscall shows; None where it shows none."""
+    number, *arguments = text.split(" ", 3)
+    if not number.isdigit() or len(arguments) < 2:  # "running", or -1 for one blocked outside any call
         return None
-    return int(number), int(rest.split(" ", 1)[0], 16)
+    return int(number), int(arguments[0], 16), int(arguments[1], 16)
+
+
+def polled(entries: bytes) -> set[int]:
+    """The descriptors that a `struct pollfd` array asks to read from."""
+    whole = len(entries) // _POLL_ENTRY.size * _POLL_ENTRY.size
+    return {
+        fd for fd, events, _ in _POLL_ENTRY.iter_unpack(entries[:whole]) if fd >= 0 and events & select.POLLIN
+    }
+
+
+def selected(bits: bytes) -> set[int]:
+    """The descriptors in a select's bit array."""
+    return {8 * place + bit for place, byte in enumerate(bits) for bit in range(8) if byte >> bit & 1}
+
+
+def watched(description: str) -> set[int]:
+    """The descriptors that an epoll's /proc/PID/fdinfo lists."""
+    fields = (line.split() for line in description.splitlines() if line.startswith("tfd:"))
+    return {int(words[1]) for words in fields if len(words) > 1 and words[1].isdigit()}
 
 
 def by_line(master: int) -> bool:
@@ -96,7 +145,6 @@ def look(master: int, *, report_fd: int, shell: int) -> Situation:
     # First: a read that has input is not one that waits, but its process may not have woken up yet.
     if _has_unread_input(master):
         return Situation.BUSY
-    machine = os.uname().machine
     number = struct.unpack("I", fcntl.ioctl(master, _TIOCGPTN, b"\0" * 4))[0]
     device = (number & 0xFF) | _SLAVE_MAJOR << 8 | (number & ~0xFF) << 12
     # Numbers in the sandbox's /proc are none of ours, except where both are in one pid namespace; there, a
@@ -104,8 +152,7 @@ def look(master: int, *, report_fd: int, shell: int) -> Situation:
     session = shell if os.path.exists("/proc/self") else None  # noqa: PTH110
     looked = _Look(
         names={f"/dev/pts/{number}", "/dev/tty"},
-        reads=_READS.get(machine, set()),
-        polls=_POLLS.get(machine, set()),
+        calls=CALLS.get(os.uname().machine, {}),
         report_fd=report_fd,
     )
     processes = [looked.process(pid, state, leads) for pid, state, leads in _foreground(device, session)]
@@ -145,15 +192,13 @@ class _Look:
 
     Args:
         names: paths under which the terminal is open.
-        reads: numbers of reading calls on this machine.
-        polls: numbers of polling calls.
+        calls: those of this machine.
         report_fd: as for `look`.
         threads: how many have been looked at.
     """
 
     names: set[str]
-    reads: set[int]
-    polls: set[int]
+    calls: dict[int, Kind]
     report_fd: int
     threads: int = 0
 
@@ -164,10 +209,10 @@ class _Look:
             call = parse_call(text)
             if call is None:
                 running = running or text.startswith("running")
-            elif call[0] in self.reads:
-                reads = reads or self._is_terminal(pid, call[1])
-            elif call[0] in self.polls:
-                polls = True
+            elif call[0] in self.calls:
+                fds = _descriptors(pid, self.calls[call[0]], call[1], call[2])
+                if any(self._is_terminal(pid, fd) for fd in fds):
+                    reads, polls = reads or len(fds) == 1, True
         reports = leads and os.path.lexists(f"/proc/{pid}/fd/{self.report_fd}")
         return Process(leads, state in "Tt", running and state not in "TtZX", reads, polls, reports)
 
@@ -186,9 +231,30 @@ class _Look:
         return False
 
 
-def _read(path: str) -> str:
+def _descriptors(pid: str, kind: Kind, first: int, second: int) -> set[int]:
+    """What a thread blocked in a call with these arguments waits for; nothing where that cannot be told."""
+    match kind:
+        case Kind.READ:
+            return {first & 0xFFFFFFFF}
+        case Kind.POLL if second <= _POLL_LIMIT:
+            return polled(_memory(pid, first, second * _POLL_ENTRY.size))
+        case Kind.SELECT if first <= _POLL_LIMIT:
+            return {fd for fd in selected(_memory(pid, second, 8)) if fd < first}
+        case Kind.EPOLL:
+            return watched(_read(f"/proc/{pid}/fdinfo/{first & 0xFFFFFFFF}", _EPOLL_LIMIT))
+    return set()
+
+
+def _memory(pid: str, address: int, size: int) -> bytes:
+    # OverflowError: an address that is none, which the call has not noticed yet.
+    with contextlib.suppress(OSError, OverflowError), open(f"/proc/{pid}/mem", "rb", 0) as file:  # noqa: PTH123
+        return os.pread(file.fileno(), size, address)
+    return b""
+
+
+def _read(path: str, limit: int = 4096) -> str:
     try:
         with open(path, "rb") as file:  # noqa: PTH123
-            return file.read().decode("ascii", "replace")
+            return file.read(limit).decode("ascii", "replace")
     except OSError:  # it has ended, or is closed to us
         return ""

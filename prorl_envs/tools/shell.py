@@ -66,6 +66,7 @@ class ShellSession(Session[Bash]):
         self._nonce = ""
         self._status = 0
         self._notices: list[str] = []
+        self._told = False
         self._waits = False
         #: Status of a command that waited and then ended by itself.
         self._ended: int | None = None
@@ -146,7 +147,8 @@ class ShellSession(Session[Bash]):
         self._reports = Reports()
         self._status = 0
         self._deaf = False
-        if terminal.dialect is SH:
+        if terminal.dialect is SH and not self._told:
+            self._told = True
             self._notices.append(_NO_BASH)
         self.loop.watch(terminal.report, self._on_report)
         self.loop.watch(terminal.pidfd, self._on_exit)
