@@ -84,7 +84,7 @@ BASH = Dialect(
     evaluate="\n%s\\builtin set -m; %s\\builtin eval %s 60<&- 61>&-; ",
     read="IFS= \\builtin read -rd '' -u 60 __command; ",
     report=(
-        "{ \\builtin printf '%%s %%s %%s\\0' %s \"$?\" \"${PWD-}\"; \\builtin set +exvm; "
+        '{ \\builtin printf \'%%s %%s %%s\\0\' %s "$?" "${PWD-}"; \\builtin set +exvm; '
         "[[ -t 0 ]] || \\exec 0</dev/tty; PS1= PS2= PROMPT_COMMAND=; } >&61 2>&1\n"
     ),
     # Functions hide builtins, but not the special ones where the rules of POSIX hold.
@@ -105,9 +105,7 @@ SH = Dialect(
     prepare="exec 1<&0 2<&0\n",
     evaluate="\n%s\\set -m; %s\\command eval %s 8<&- 9>&-; ",
     read="\\. /proc/self/fd/8; ",
-    report=(
-        "{ \\command printf '%%s %%s %%s\\0' %s \"$?\" \"${PWD-}\"; \\set +exvm; PS1= PS2=; } >&9 2>&1\n"
-    ),
+    report=('{ \\command printf \'%%s %%s %%s\\0\' %s "$?" "${PWD-}"; \\set +exvm; PS1= PS2=; } >&9 2>&1\n'),
     repair="\\unset -f command\n\\command unalias { } 2>&9\n",
 )
 

@@ -44,13 +44,19 @@ def to_type(text: str) -> str:
     return text if not text or text.endswith("\n") else text + "\n"
 
 
-def next_piece(text: str, *, by_line: bool) -> tuple[bytes, str]:
+def next_piece(text: str, *, by_line: bool, first: bool) -> tuple[bytes, str]:
     """What to type next of `text`, and the rest.
 
     Args:
-        by_line: whether the program gets whole lines; else Enter is a key of its own, and sends what it sends.
+        by_line: whether the program gets whole lines. Else Enter is a key of its own, which sends what that
+            key sends, and so is the first of all: many a program wants no more than that.
+        first: whether nothing has been typed yet.
     """
     line, end, rest = text.partition("\n")
     if by_line:
         return (line + end).encode(), rest
-    return (line.encode(), end + rest) if line else (b"\r", rest)
+    if not line:
+        return b"\r", rest
+    if first and not line.startswith("\x1b"):  # as one key's code may
+        return line[0].encode(), line[1:] + end + rest
+    return line.encode(), end + rest

@@ -29,8 +29,8 @@ BASH = ToolSpec(
             "is_input": {
                 "type": "boolean",
                 "description": (
-                    "True types `command` and an Enter into the command that waits for input. `C-c`, `C-d` and "
-                    "other control keys are typed alone; an empty text waits for more output."
+                    "True types `command` and an Enter into the command that waits for input. `C-c`, `C-d` "
+                    "and other control keys are typed alone; an empty text waits for more output."
                 ),
             },
             "session": {

@@ -70,7 +70,8 @@ class ShellSession(Session[Bash]):
         self._waits = False
         #: Status of a command that waited and then ended by itself.
         self._ended: int | None = None
-        self._input = ""
+        #: What is still to be typed, and whether nothing of it has been.
+        self._input, self._untyped = "", True
         #: Bytes of output at the last look.
         self._seen: int | None = None
         self._timer: Timer | None = None
@@ -120,7 +121,7 @@ class ShellSession(Session[Bash]):
             self._input = to_type(request.command)
         except ValueError as error:
             return self._refuse(request, f"[nothing was typed: {error}]")
-        self._waits = False
+        self._waits, self._untyped = False, True
         self._seen = self.output.size
         self._watch(0.0)
         return None
@@ -246,7 +247,8 @@ class ShellSession(Session[Bash]):
     def _feed(self, terminal: Terminal) -> None:
         """The command waits: give it the next piece of input, or answer the call."""
         if self._input:
-            piece, self._input = next_piece(self._input, by_line=terminal.by_line)
+            piece, self._input = next_piece(self._input, by_line=terminal.by_line, first=self._untyped)
+            self._untyped = False
             terminal.answer(piece)
             self._watch(_TYPED_LOOK_S)
             return
@@ -259,8 +261,8 @@ class ShellSession(Session[Bash]):
         return done
 
     def _recover(self, terminal: Terminal) -> None:
-        """The shell reads its next line and has not reported: an interrupt did away with the rest of its line,
-        or the command made the shell misunderstand it."""
+        """The shell reads its next line and has not reported: an interrupt did away with the rest of its
+        line, or the command made the shell misunderstand it."""
         running = self.running
         self._on_report()
         if self.running is not running:

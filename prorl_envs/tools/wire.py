@@ -123,8 +123,8 @@ class Done(Reply, tag=0):
 
 
 class BashDone(Reply, tag=1):
-    """The end of a shell command; `exit_code` is None where it was interrupted or its shell was lost, where it
-    is `waiting` for input and goes on, and where the request was `refused`, which `notice` explains."""
+    """The end of a shell command; `exit_code` is None where it was interrupted or its shell was lost, where
+    it is `waiting` for input and goes on, and where the request was `refused`, which `notice` explains."""
 
     output: str
     omitted: int
