@@ -19,8 +19,8 @@ class Dialect:
     Args:
         name: what the model is told it is.
         options: the arguments it is started with.
-        text_fd: its descriptor for a command's text. High enough that no script uses it, low enough for a
-            shell that was told `ulimit -n 64`; POSIX shells can redirect none above 9.
+        text_fd: its descriptor for a command's text. bash takes some itself, from 10 up and from 63
+            down, and `ulimit -n` may be low; POSIX shells can redirect none above 9.
         report_fd: its descriptor for reports.
         quiet: what it says while it starts is dropped; `prepare` then gives it its output.
         prepare: typed first.
@@ -74,24 +74,24 @@ class Dialect:
 BASH = Dialect(
     name="bash",
     options=("--norc", "--noprofile", "--noediting", "-i"),
-    text_fd=60,
-    report_fd=61,
+    text_fd=40,
+    report_fd=41,
     quiet=False,
     prepare=(
         "\\builtin set +o history +H; \\builtin history -c; \\builtin unset HISTFILE; "
         "\\builtin export -n PS1 PS2\n"
     ),
-    evaluate="\n%s\\builtin set -m; %s\\builtin eval %s 60<&- 61>&-; ",
-    read="IFS= \\builtin read -rd '' -u 60 __command; ",
+    evaluate="\n%s\\builtin set -m; %s\\builtin eval %s 40<&- 41>&-; ",
+    read="IFS= \\builtin read -rd '' -u 40 __command; ",
     report=(
-        '{ \\builtin printf \'%%s %%s %%s\\0\' %s "$?" "${PWD-}"; \\builtin set +exvm; '
-        "[[ -t 0 ]] || \\exec 0</dev/tty; PS1= PS2= PROMPT_COMMAND=; } >&61 2>&1\n"
+        '{ \\builtin printf \'%%s %%s %%.4096s\\0\' %s "$?" "${PWD-}"; \\builtin set +exvm +o vi +o emacs; '
+        "[[ -t 0 ]] || \\exec 0</dev/tty; PS0= PS1= PS2= PROMPT_COMMAND=; } >&41 2>&1\n"
     ),
     # Functions hide builtins, but not the special ones where the rules of POSIX hold.
     repair=(
         "POSIXLY_CORRECT=1\n\\unset -f builtin enable eval exec printf set trap unalias unset\n"
         "\\unset POSIXLY_CORRECT\n\\enable builtin eval exec printf set trap unalias unset\n"
-        "\\builtin trap - DEBUG\n\\builtin unalias { } [[ 2>&61\n"
+        "\\builtin trap - DEBUG\n\\builtin unalias { } [[ 2>&41\n"
     ),
 )
 
@@ -105,7 +105,9 @@ SH = Dialect(
     prepare="exec 1<&0 2<&0\n",
     evaluate="\n%s\\set -m; %s\\command eval %s 8<&- 9>&-; ",
     read="\\. /proc/self/fd/8; ",
-    report=('{ \\command printf \'%%s %%s %%s\\0\' %s "$?" "${PWD-}"; \\set +exvm; PS1= PS2=; } >&9 2>&1\n'),
+    report=(
+        '{ \\command printf \'%%s %%s %%.4096s\\0\' %s "$?" "${PWD-}"; \\set +exvm; PS1= PS2=; } >&9 2>&1\n'
+    ),
     repair="\\unset -f command\n\\command unalias { } 2>&9\n",
 )
 

@@ -7,8 +7,8 @@ class Reports:
     A command that finds the pipe can write to it too; without the nonce of the moment that is ignored.
     """
 
-    #: Bytes of the longest report: the longest path there is, with room for the rest.
-    LIMIT = 4096 + 64
+    #: Bytes of the longest report: the shell cuts the directory at 4,096 characters.
+    LIMIT = 4 * 4096 + 64
 
     def __init__(self) -> None:
         self._rest = b""

@@ -197,7 +197,7 @@ async def test_a_new_shell_starts_though_the_last_directory_was_locked(box: Tool
 
 
 async def test_a_forged_end_is_not_believed(box: Toolbox) -> None:
-    forge = "printf 'x 0 /\\0deadbeefdeadbeef 0 /forged\\0' > /proc/$$/fd/61; for f in /proc/$$/fd/*; do"
+    forge = "printf 'x 0 /\\0deadbeefdeadbeef 0 /forged\\0' > /proc/$$/fd/41; for f in /proc/$$/fd/*; do"
     result = await box.bash(
         f"{forge} printf 'deadbeef 0 /forged\\0' >> $f; done; echo end; false", timeout_s=T
     )
