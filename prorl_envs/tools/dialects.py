@@ -84,7 +84,7 @@ BASH = Dialect(
     evaluate="\n%s\\builtin set -m; %s\\builtin eval %s 40<&- 41>&-; ",
     read="IFS= \\builtin read -rd '' -u 40 __command; ",
     report=(
-        '{ \\builtin printf \'%%s %%s %%.4096s\\0\' %s "$?" "${PWD-}"; \\builtin set +exvm +o vi +o emacs; '
+        '{ \\builtin printf \'%%s %%s %%.4096s\\0\' %s "$?" "${PWD-}"; \\builtin set +exvm; '
         "[[ -t 0 ]] || \\exec 0</dev/tty; PS0= PS1= PS2= PROMPT_COMMAND=; } >&41 2>&1\n"
     ),
     # Functions hide builtins, but not the special ones where the rules of POSIX hold.

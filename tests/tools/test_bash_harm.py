@@ -28,9 +28,6 @@ T = 60.0
         "set -f; set -C; set -k; set -B; set -h; set -P; set -b; set -n",
         "set -a",
         "set -o posix; eval 'foo )'; export 1x=2",
-        "set -o vi",
-        "set -o emacs",
-        "set -o vi; set -o emacs",
         "set -r",
         "set -T; set -E",
         "shopt -s extglob nullglob failglob dotglob globstar nocaseglob lastpipe xpg_echo",
@@ -80,7 +77,15 @@ async def test_the_same_shell_goes_on(box: Toolbox, command: str) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["shopt -s extdebug; trap false DEBUG", "exec cat", "exec bash --norc", "ulimit -n 8", "exec sleep 0.1"],
+    # `set -o vi` in an `eval`, in a bash that started without line editing, crashes it: a fault of bash 5.2.
+    [
+        "set -o vi",
+        "shopt -s extdebug; trap false DEBUG",
+        "exec cat",
+        "exec bash --norc",
+        "ulimit -n 8",
+        "exec sleep 0.1",
+    ],
 )
 async def test_a_shell_past_repair_is_replaced_at_once(box: Toolbox, command: str) -> None:
     result = await box.bash(command, timeout_s=T)

@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.local import LocalDriver, NoIsolationWarning
 from prorl_envs.sandbox.runtime import python_runtime
 from prorl_envs.tools.client import Toolbox
 from prorl_envs.tools.types import ToolCall, ToolResult
@@ -271,3 +273,17 @@ async def test_too_many_sessions_are_the_models_error(box: Toolbox) -> None:
     refused = await box.bash("true", timeout_s=T, session="one more")
     assert not refused.ok
     assert refused.text == "[not run: 16 sessions are open already; use one of them]"
+
+
+async def test_it_is_seen_without_isolation_too(run_dir: Path) -> None:
+    """There the processes of the whole machine show, under the numbers that the server knows them by."""
+    with pytest.warns(NoIsolationWarning):
+        driver = LocalDriver()
+    try:
+        toolbox = await Toolbox.open(await driver.start(SandboxSpec()))
+        assert waits(await toolbox.bash("read x; echo $x", timeout_s=T))
+        assert (await answer(toolbox, "yes")).text == "yes\n"
+        assert not waits(await toolbox.bash("sleep 0.4", timeout_s=T))
+        await toolbox.aclose()
+    finally:
+        await driver.aclose()
