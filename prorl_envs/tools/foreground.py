@@ -253,8 +253,14 @@ def _memory(pid: str, address: int, size: int) -> bytes:
 
 
 def _read(path: str, limit: int = 4096) -> str:
+    # Not `open`, which takes half as long again.
     try:
-        with open(path, "rb") as file:  # noqa: PTH123
-            return file.read(limit).decode("ascii", "replace")
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:  # it has ended, or is closed to us
         return ""
+    try:
+        return os.read(fd, limit).decode("ascii", "replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(fd)
