@@ -54,10 +54,6 @@ class Terminal:
         self.fd: int = self._process.fd
         os.set_blocking(self.report, False)
         self._settings = termios.tcgetattr(self.fd)
-        self._settings[1] &= ~termios.OPOST  # "\n" stays "\n"
-        self._settings[3] &= ~termios.ECHO
-        termios.tcsetattr(self.fd, termios.TCSANOW, self._settings)
-        self._settings = termios.tcgetattr(self.fd)  # in the kernel's own words, to compare with
         self._unread = False
         self._type(self.dialect.prepare.encode())
 
@@ -191,6 +187,11 @@ def _before_exec(cwd: str, dialect: Dialect) -> None:
     # Python ignores these, and an ignored signal stays ignored across exec: `yes | head` would complain.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
+    # Before the shell sees them: it goes back to what it found when a command is killed.
+    settings = termios.tcgetattr(0)
+    settings[1] &= ~termios.OPOST  # "\n" stays "\n"
+    settings[3] &= ~termios.ECHO
+    termios.tcsetattr(0, termios.TCSANOW, settings)
     for fd, target in ((_TEXT_FD, dialect.text_fd), (_REPORT_FD, dialect.report_fd)):
         if fd != target:
             os.dup2(fd, target)

@@ -111,6 +111,13 @@ async def test_prompts_and_terminal_settings_do_no_harm(box: Toolbox) -> None:
         assert (await box.bash("echo clean\necho twice", timeout_s=T)).text == "clean\ntwice\n"
 
 
+async def test_a_killed_command_leaves_the_terminal_as_it_was(box: Toolbox) -> None:
+    for _ in range(3):
+        result = await box.bash("sh -c 'kill -9 $$'; stty -a | grep -o -e -opost; echo b", timeout_s=T)
+        assert result.text.endswith("\n-opost\nb\n")
+        assert "\r" not in result.text
+
+
 async def test_no_history_is_kept(box: Toolbox) -> None:
     await box.bash("echo secret; exit", timeout_s=T)
     assert (await box.bash("history; ls -A ~ .", timeout_s=T)).text.split() == [".:", "/home/agent:"]
