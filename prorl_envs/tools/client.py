@@ -34,6 +34,9 @@ from prorl_envs.tools.wire import (
     Write,
 )
 
+#: Characters of the longest name of a shell session.
+SESSION_NAME_LIMIT = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completed:
@@ -111,17 +114,31 @@ class Toolbox:
             raise
         return toolbox
 
-    async def bash(self, command: str, *, timeout_s: float, session: str = "main") -> ToolResult:
-        """Run a command in a persistent shell.
+    async def bash(
+        self,
+        command: str,
+        *,
+        timeout_s: float,
+        session: str = "main",
+        is_input: bool = False,
+        restart: bool = False,
+    ) -> ToolResult:
+        """Run a command in a persistent shell; or, if one waits there for input, type into it.
 
         Args:
-            command: any text bash can evaluate.
+            command: any text bash can evaluate. Where it is input, it is typed with an Enter at its end;
+                names of keys (`C-c`, `C-d`, others in `keys.KEYS`) are typed without, and an empty one waits
+                for more output.
             timeout_s: seconds after which it is interrupted, then killed.
             session: which shell; made at first use.
+            is_input: whether the text is for a command that waits.
+            restart: end the session's shell, and all in it but background jobs, first.
 
         Returns:
-            The output, then the exit status where it is not 0, then what happened to the command or shell.
-            `data`: exit_code (None if stopped), cwd, timed_out.
+            The output, then the exit status where it is not 0, then what happened to the command or shell. It
+            comes early, with `waiting` true, where the command waits for input; `tools/foreground.py` says
+            what is taken for waiting.
+            `data`: exit_code (None if stopped or waiting), cwd, timed_out, waiting.
 
         Raises:
             SandboxError, ToolError: our infrastructure failed.
@@ -129,6 +146,8 @@ class Toolbox:
         check_timeout(timeout_s)
         if "\0" in command or not is_unicode(command):
             return ToolResult(text="the command holds a character that bash cannot take", ok=False)
+        if len(session) > SESSION_NAME_LIMIT or not is_unicode(session):
+            return ToolResult(text=f"a session's name has at most {SESSION_NAME_LIMIT} characters", ok=False)
         started = time.monotonic()
         shell = self._shells.setdefault(session, Session())
         async with shell.lock:
@@ -137,7 +156,7 @@ class Toolbox:
             shell.server = connection
             try:
                 done = await self._tools.ask(
-                    lambda id_: Bash(id_, session, command, timeout_s),
+                    lambda id_: Bash(id_, session, command, timeout_s, is_input, restart),
                     BashDone,
                     timeout_s=timeout_s,
                     connection=connection,
@@ -246,7 +265,7 @@ class Toolbox:
             case BASH.name:
                 wrong = complaint(BASH, call.arguments)
                 if not wrong:
-                    return await self.bash(call.arguments["command"], timeout_s=timeout_s)
+                    return await self.bash(**call.arguments, timeout_s=timeout_s)
             case name if name == PYTHON.name and self._python is not None:
                 wrong = complaint(PYTHON, call.arguments)
                 if not wrong:

@@ -55,6 +55,11 @@ class OutputBuffer:
         if len(self._tail) > 2 * self._tail_limit:
             self._trim()
 
+    @property
+    def size(self) -> int:
+        """Bytes fed since the last `take`."""
+        return len(self._head) + len(self._tail) + self._omitted
+
     def take(self) -> Captured:
         """Return what was collected and start anew."""
         self._trim()

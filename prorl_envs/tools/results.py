@@ -16,8 +16,13 @@ def bash_result(done: BashDone, renewed: str, duration_s: float) -> ToolResult:
     status = f"[exit status {done.exit_code}]" if done.exit_code else ""
     return ToolResult(
         text=observation(renewed, done.output, status, done.notice),
-        ok=done.exit_code is not None,
-        data={"exit_code": done.exit_code, "cwd": done.cwd, "timed_out": done.timed_out},
+        ok=done.exit_code is not None or (done.waiting and not done.refused),
+        data={
+            "exit_code": done.exit_code,
+            "cwd": done.cwd,
+            "timed_out": done.timed_out,
+            "waiting": done.waiting,
+        },
         duration_s=duration_s,
         truncated_bytes=done.omitted,
     )

@@ -17,10 +17,31 @@ BASH = ToolSpec(
     description=(
         "Run a command in a bash shell that stays open: its directory, variables, functions and background "
         "jobs are still there at the next call. Prints stdout and stderr as a terminal would. Long output is "
-        "cut in the middle. Nobody can type: a command that asks for input runs into its time limit."
+        "cut in the middle. The call also returns when the command waits for input; it can then be answered "
+        "by a call with `is_input`, or interrupted."
     ),
     parameters=_object(
-        {"command": {"type": "string", "description": "One or more lines of bash."}},
+        {
+            "command": {
+                "type": "string",
+                "description": "One or more lines of bash; or, with `is_input`, what to type.",
+            },
+            "is_input": {
+                "type": "boolean",
+                "description": (
+                    "True types `command` and an Enter into the command that waits for input. `C-c`, `C-d` "
+                    "and other control keys are typed alone; an empty text waits for more output."
+                ),
+            },
+            "session": {
+                "type": "string",
+                "description": "Name of another shell, which is opened at first use. Usually left out.",
+            },
+            "restart": {
+                "type": "boolean",
+                "description": "True starts the session's shell anew before `command`, which may be empty.",
+            },
+        },
         "command",
     ),
 )

@@ -25,6 +25,7 @@ from prorl_envs.tools.wire import (
     CONTENT_LIMIT,
     AnyRequest,
     Bash,
+    BashDone,
     Cancel,
     Content,
     Done,
@@ -121,7 +122,7 @@ class ToolServer:
     def _dispatch(self, request: AnyRequest) -> None:
         match request:
             case Bash():
-                self._shell(request.session).submit(request, self._answer)
+                self._bash(request)
             case Python():
                 self._python().submit(request, self._answer)
             case Run():
@@ -147,10 +148,13 @@ class ToolServer:
                     self._python().start()
                 self._answer(Done(request.id))
 
-    def _shell(self, name: str) -> ShellSession:
+    def _bash(self, request: Bash) -> None:
+        name = request.session
         if name not in self._shells:
             if len(self._shells) >= SESSION_LIMIT:
-                raise OSError(11, f"{SESSION_LIMIT} shell sessions are open already")
+                why = f"[not run: {SESSION_LIMIT} sessions are open already; use one of them]"
+                self._answer(BashDone(request.id, "", 0, None, "", False, why, False, True))
+                return
             self._shells[name] = ShellSession(
                 self._loop,
                 workdir=self._setup.workdir,
@@ -158,7 +162,7 @@ class ToolServer:
                 output_limit=self._setup.output_limit,
                 grace_s=self._setup.grace_s,
             )
-        return self._shells[name]
+        self._shells[name].submit(request, self._answer)
 
     def _python(self) -> KernelSession:
         if self._kernel is None:

@@ -88,8 +88,8 @@ class Session[RequestT: Bash | Python](ABC):
         Else the next request would be taken for the one that it ended in."""
 
     @abstractmethod
-    def _begin(self, request: RequestT) -> None:
-        """Start running a request.
+    def _begin(self, request: RequestT) -> Reply | None:
+        """Start running a request, or answer it at once.
 
         Raises:
             OSError: what would run it cannot be started.
@@ -113,10 +113,14 @@ class Session[RequestT: Bash | Python](ABC):
             running = self.running = self._waiting.popleft()
             request = running.request
             try:
-                self._begin(request)
+                reply = self._begin(request)
             except OSError as error:
                 self.running = None
                 running.answer(Refused(request.id, error.errno or 0, error.strerror or str(error)))
+                continue
+            if reply is not None:
+                self.running = None
+                running.answer(reply)
             else:
                 running.deadline = self.loop.call_later(request.timeout_s, lambda: self._stop(Cause.TIMEOUT))
 

@@ -1,6 +1,9 @@
 """Persistent shell sessions.
 
 idle -> running -> idle                       the report arrived
+        running -> waiting                    the command waits for input: the call is answered
+                   waiting -> running         the next call types into it
+                   waiting -> idle            it ended by itself; the next call says so
         running -> interrupted -> idle        the command gave up the terminal, and the report arrived
                    interrupted -> killed      it did not, so its process group was killed
                                   killed -> dead   that did not help either, so the shell was killed
@@ -9,44 +12,35 @@ idle -> running -> idle                       the report arrived
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from prorl_envs.tools.loop import Loop, has_ended
+from prorl_envs.tools.dialects import SH
+from prorl_envs.tools.foreground import Situation
+from prorl_envs.tools.keys import names_key, next_piece, to_type
+from prorl_envs.tools.loop import Loop, Timer, has_ended
 from prorl_envs.tools.reader import OutputReader
+from prorl_envs.tools.reports import Reports
 from prorl_envs.tools.session import Cause, Running, Session
 from prorl_envs.tools.terminal import Terminal
-from prorl_envs.tools.wire import Bash, BashDone
+from prorl_envs.tools.wire import Bash, BashDone, Reply
 
 #: Seconds between looks at whether an interrupted command has given up the terminal: no event tells.
 _LOOK_S = 0.01
+#: Seconds until the first look at whether a command waits for input, and at most between two; after input.
+_FIRST_LOOK_S, _LAST_LOOK_S, _TYPED_LOOK_S = 0.05, 1.0, 0.005
 _READ_SIZE = 8192
+#: How often a lost report is asked for, the last time with a repair.
+_REPAIRS = 2
 
-
-class Reports:
-    """Reads `nonce status directory NUL` from the pipe on which a shell reports. Pure.
-
-    A command that finds the pipe can write to it too; without the nonce of the moment that is ignored.
-    """
-
-    #: Bytes of the longest report: the longest path there is, with room for the rest.
-    LIMIT = 4096 + 64
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, data: bytes, nonce: str) -> tuple[int, str] | None:
-        """Take what arrived; return status and directory once the report with `nonce` is complete."""
-        *reports, rest = (self._rest + data).split(b"\0")
-        self._rest = rest[-self.LIMIT :]
-        prefix = nonce.encode() + b" "
-        for report in reports:
-            # Garbage without a NUL may stand before it.
-            start = report.rfind(prefix)
-            if start >= 0:
-                status, _, directory = report[start + len(prefix) :].partition(b" ")
-                if status.isdigit() and len(status) <= 3:
-                    return int(status), directory[: self.LIMIT].decode("utf-8", "replace")
-        return None
+_WAITS = "[the command waits for input: call again with is_input to type into it, C-c interrupts it]"
+_BUSY = (
+    "[not run: the command before still waits for input in this session. Type into it with is_input, "
+    "interrupt it with C-c, use another session, or restart this one]"
+)
+_NOTHING_WAITS = "[nothing was typed: no command waits for input in this session]"
+_NOT_ALL_READ = "[the command did not read all of the input]"
+_NO_BASH = "[this system has no bash: the shell is sh]"
+_NEW = "[this is a new shell]"
 
 
 class ShellSession(Session[Bash]):
@@ -71,7 +65,19 @@ class ShellSession(Session[Bash]):
         self._reports = Reports()
         self._nonce = ""
         self._status = 0
-        self._notice = ""
+        self._notices: list[str] = []
+        self._told = False
+        self._waits = False
+        #: Status of a command that waited and then ended by itself.
+        self._ended: int | None = None
+        #: What is still to be typed, and whether nothing of it has been.
+        self._input, self._untyped = "", True
+        #: Bytes of output at the last look.
+        self._seen: int | None = None
+        self._timer: Timer | None = None
+        #: How often the report of the command has been asked for; whether none can come any more.
+        self._asked = 0
+        self._deaf = False
 
     def close(self) -> None:
         """End the shell and its command. Background jobs stay, without a terminal, until the sandbox ends."""
@@ -83,10 +89,56 @@ class ShellSession(Session[Bash]):
         if self._terminal is not None and has_ended(self._terminal.pidfd):
             self._on_exit()
 
-    def _begin(self, request: Bash) -> None:
+    def finish(self, make_reply: Callable[[Running[Bash]], Reply]) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        super().finish(make_reply)
+
+    def _begin(self, request: Bash) -> Reply | None:
+        if request.restart:
+            self._restart()
+        elif request.is_input or (self._waits and names_key(request.command)):
+            return self._continue(request)
+        elif self._waits:
+            return self._refuse(request, _BUSY)
         terminal = self._terminal or self._open()
+        self._begin_ended()
         self._nonce = secrets.token_hex(8)
+        self._asked = 0
         terminal.evaluate(request.command, nonce=self._nonce, status=self._status)
+        self._seen = None
+        self._watch(_FIRST_LOOK_S)
+        return None
+
+    def _continue(self, request: Bash) -> Reply | None:
+        """Go on with the command that waits."""
+        if self._ended is not None:
+            status, self._ended = self._ended, None
+            return self._answer(request, status, _NOT_ALL_READ if request.command else "")
+        if not self._waits:
+            return self._refuse(request, _NOTHING_WAITS)
+        try:
+            self._input = to_type(request.command)
+        except ValueError as error:
+            return self._refuse(request, f"[nothing was typed: {error}]")
+        self._waits, self._untyped = False, True
+        self._seen = self.output.size
+        self._watch(0.0)
+        return None
+
+    def _begin_ended(self) -> None:
+        if self._ended is not None:
+            self._notices.append(
+                f"[before this command, the one that waited ended with exit status {self._ended}]"
+            )
+            self._ended = None
+
+    def _restart(self) -> None:
+        self.close()
+        self.output.take()
+        self._cwd = self._workdir
+        self._waits, self._ended, self._input = False, None, ""
+        self._notices = [_NEW]
 
     def _open(self) -> Terminal:
         if not os.path.isdir(self._cwd):  # noqa: PTH112 - pathlib would be this process's only use of it
@@ -95,6 +147,10 @@ class ShellSession(Session[Bash]):
         self._reader = OutputReader(self.loop, terminal.fd, self.output)
         self._reports = Reports()
         self._status = 0
+        self._deaf = False
+        if terminal.dialect is SH and not self._told:
+            self._told = True
+            self._notices.append(_NO_BASH)
         self.loop.watch(terminal.report, self._on_report)
         self.loop.watch(terminal.pidfd, self._on_exit)
         return terminal
@@ -111,43 +167,114 @@ class ShellSession(Session[Bash]):
 
     def _on_report(self) -> None:
         assert self._terminal is not None and self._reader is not None
-        data = os.read(self._terminal.report, _READ_SIZE)
-        if not data:  # the shell closed it or is gone: its exit, or the deadline, decides
+        try:
+            data = os.read(self._terminal.report, _READ_SIZE)
+        except BlockingIOError:
+            return
+        if not data:  # the shell closed it or is gone: its exit, a look, or the deadline decides
             self.loop.forget(self._terminal.report)
+            self._deaf = True
             return
         report = self._reports.feed(data, self._nonce)
-        if report is not None and self.running is not None:
-            self._status, self._cwd = report
-            self._reader.drain()
+        if report is None or not (self.running is not None or self._waits):
+            return
+        self._status, self._cwd = report
+        self._reader.drain()
+        if self.running is not None:
             self.finish(lambda running: self._reply(running, self._status))
+        else:
+            self._waits, self._ended = False, self._status
 
     def _on_exit(self) -> None:
         assert self._reader is not None
         self._reader.drain()
         status = self._discard()
+        self._waits = False
         ended = f"exited with status {status}" if status >= 0 else f"was killed by signal {-status}"
+        if self._asked > _REPAIRS:
+            ended = "could not report any more (was it replaced by `exec`?) and was ended"
         notice = f"the shell {ended}; the next command gets a new one, without its variables and functions"
         if self.running is None:
-            self._notice = f"[before this command, {notice.replace('the next command gets', 'this is')}]"
+            notice = notice.replace("the next command gets", "this is")
+            self._notices.append(f"[before this command, {notice}]")
         else:
             self.finish(lambda running: self._reply(running, status if status >= 0 else None, f"[{notice}]"))
 
     def _reply(self, running: Running[Bash], status: int | None, notice: str = "") -> BashDone:
+        stopped = f"[{running.stopped}]" if running.cause else ""
+        unread = _NOT_ALL_READ if self._input.strip("\n") else ""
+        self._input = ""
+        notice = "\n".join(filter(None, [stopped, unread, notice]))
+        done = self._answer(running.request, None if running.cause else status, notice)
+        done.timed_out = running.cause is Cause.TIMEOUT
+        return done
+
+    def _answer(self, request: Bash, status: int | None, notice: str) -> BashDone:
         captured = self.output.take()
-        stopped = (
-            f"[{running.stopped}; nobody can answer a command that asks for input]" if running.cause else ""
-        )
-        notices = [self._notice, stopped if running.cause else "", notice]
-        self._notice = ""
-        return BashDone(
-            running.request.id,
-            captured.text(),
-            captured.omitted,
-            None if running.cause else status,
-            self._cwd,
-            running.cause is Cause.TIMEOUT,
-            "\n".join(filter(None, notices)),
-        )
+        notices, self._notices = [*self._notices, notice], []
+        text = "\n".join(filter(None, notices))
+        return BashDone(request.id, captured.text(), captured.omitted, status, self._cwd, False, text)
+
+    def _refuse(self, request: Bash, why: str) -> BashDone:
+        return BashDone(request.id, "", 0, None, self._cwd, False, why, self._waits, True)
+
+    # While a command runs: does it wait for input?
+
+    def _watch(self, delay_s: float) -> None:
+        self._timer = self.loop.call_later(delay_s, lambda: self._observe(delay_s))
+
+    def _observe(self, waited_s: float) -> None:
+        running, terminal, reader = self.running, self._terminal, self._reader
+        if running is None or running.cause is not None or terminal is None or reader is None:
+            return
+        reader.drain()
+        quiet = self._seen in (None, self.output.size)
+        self._seen = self.output.size
+        if not quiet:
+            self._watch(_TYPED_LOOK_S if waited_s <= _TYPED_LOOK_S else _FIRST_LOOK_S)
+            return
+        match terminal.look():
+            case Situation.BUSY:
+                self._watch(min(max(2 * waited_s, _TYPED_LOOK_S), _LAST_LOOK_S))
+            case Situation.STOPPED:  # nobody else would wake it
+                terminal.resume()
+                self._watch(_FIRST_LOOK_S)
+            case Situation.WAITING if not self._deaf:
+                self._feed(terminal)
+            case _:
+                self._recover(terminal)
+
+    def _feed(self, terminal: Terminal) -> None:
+        """The command waits: give it the next piece of input, or answer the call."""
+        if self._input:
+            piece, self._input = next_piece(self._input, by_line=terminal.by_line, first=self._untyped)
+            self._untyped = False
+            terminal.answer(piece)
+            self._watch(_TYPED_LOOK_S)
+            return
+        self._waits = True
+        self.finish(self._reply_waiting)
+
+    def _reply_waiting(self, running: Running[Bash]) -> BashDone:
+        done = self._answer(running.request, None, _WAITS)
+        done.waiting = True
+        return done
+
+    def _recover(self, terminal: Terminal) -> None:
+        """The shell reads its next line and has not reported: an interrupt did away with the rest of its
+        line, or the command made the shell misunderstand it."""
+        running = self.running
+        self._on_report()
+        if self.running is not running:
+            return
+        self._asked = _REPAIRS + 1 if self._deaf else self._asked + 1
+        if self._asked > _REPAIRS:
+            terminal.kill()
+            return
+        terminal.ask_report(nonce=self._nonce, repair=self._asked == _REPAIRS)
+        self._watch(_TYPED_LOOK_S)
+
+    # Once it is being stopped.
 
     def _interrupt(self, running: Running[Bash]) -> None:
         assert self._terminal is not None

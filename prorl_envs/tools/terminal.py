@@ -1,10 +1,8 @@
-"""A bash on a pseudo-terminal, and the descriptors through which it is driven.
+"""A shell on a pseudo-terminal, and the descriptors through which it is driven.
 
 The shell is interactive, so that an interrupt ends the command and not the shell. Its terminal carries only
-the commands' input and output. A line typed into it makes the shell evaluate the command's text, which is
-quoted in that line or, if long, lies in a memory file at `TEXT_FD`: a syntax error or an unclosed quote ends
-with the text. The end of the command, its status and its directory come back over a pipe at `REPORT_FD`. Both
-descriptors are closed for the command itself.
+the commands' input and output. Lines are typed into it (`dialects.py`); the end of the command, its status
+and its directory come back over a pipe.
 """
 
 import contextlib
@@ -13,55 +11,38 @@ import os
 import shutil
 import signal
 import termios
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 
 from ptyprocess import PtyProcess  # type: ignore[import-untyped]
 
-# High enough that no script uses them, low enough for the customary limit of 1,024 descriptors.
-TEXT_FD, REPORT_FD = 990, 991
+from prorl_envs.tools.dialects import BASH, SH, Dialect
+from prorl_envs.tools.foreground import Situation, by_line, look
 
 # From <asm-generic/ioctls.h>: signal the foreground process group of a pty, whatever its `stty isig` says.
 _TIOCSIG = 0x40045436
 _ROWS, _COLUMNS = 50, 160
-
-#: History off, so that no history file appears in the workspace; no prompt in the environment of children.
-_PREPARE = (
-    b"\\builtin set +o history +H; \\builtin history -c; \\builtin unset HISTFILE; "
-    b"\\builtin export -n PS1 PS2\n"
-)
-# The empty line first makes the shell note which background jobs have ended while job control is off: then
-# it says nothing about them. Job control is on for the command alone, so that it has a process group of its
-# own to be signalled.
-_EVALUATE = f"\n%s\\builtin set -m; %s\\builtin eval %s {TEXT_FD}<&- {REPORT_FD}>&-; "
-_READ = f"IFS= \\builtin read -rd '' -u {TEXT_FD} __command; "
-# `errexit` and tracing last for the command that sets them: a shell that keeps errexit would end at the next
-# failing command. What tracing says of these lines themselves goes into the report, before the nonce.
-_REPORT = (
-    '{ __status=$?; \\builtin set +exvm; \\builtin printf \'%%s %%s %%s\\0\' %s "$__status" "$PWD"; } '
-    f">&{REPORT_FD} 2>&1; PS1= PS2= PROMPT_COMMAND=\n"
-)
-#: Characters of the longest command typed into the terminal itself, whose lines hold 4,095 bytes: the way
-#: through the file costs 25 microseconds more.
-_TYPED_LIMIT = 500
+#: Where a shell's descriptors are on the way to it: numbers that nothing of this process has.
+_TEXT_FD, _REPORT_FD = 990, 991
 
 
 class Terminal:
-    """One running bash. Does the system calls; decides nothing.
+    """One running shell, bash or else `sh`. Does the system calls; decides nothing.
 
     Args:
         cwd: where it starts; where that cannot be entered, in the server's own directory.
         env: its whole environment.
 
     Raises:
-        OSError: there is no bash, or no pseudo-terminal.
+        OSError: there is no shell, or no pseudo-terminal.
     """
 
     def __init__(self, cwd: str, env: Mapping[str, str]) -> None:
+        path, self.dialect = _find_shell(env)
         self._text = os.memfd_create("command", os.MFD_CLOEXEC)
         self.report, report_write = os.pipe()
         try:
-            self._process = _spawn(cwd, env, self._text, report_write)
+            self._process = _spawn(path, self.dialect, cwd, env, self._text, report_write)
         except BaseException:
             os.close(self._text)
             os.close(self.report)
@@ -73,34 +54,45 @@ class Terminal:
         self.fd: int = self._process.fd
         os.set_blocking(self.report, False)
         self._settings = termios.tcgetattr(self.fd)
-        self._settings[1] &= ~termios.OPOST  # "\n" stays "\n"
-        self._settings[3] &= ~termios.ECHO
-        termios.tcsetattr(self.fd, termios.TCSANOW, self._settings)
-        self._settings = termios.tcgetattr(self.fd)  # in the kernel's own words, to compare with
-        self._type(_PREPARE)
+        self._unread = False
+        self._type(self.dialect.prepare.encode())
 
     def evaluate(self, text: str, *, nonce: str, status: int) -> None:
         """Have the shell evaluate `text`, with `$?` as it was, and report under `nonce`."""
         self._restore_settings()
-        restore = f"(exit {status}); " if status else ""
-        if len(text) <= _TYPED_LIMIT and text.isprintable():
-            quoted = "'" + text.replace("'", "'\\''") + "'"
-            line = _EVALUATE % ("", restore, quoted)
-        else:
+        line, content = self.dialect.line(text, nonce=nonce, status=status)
+        if content is not None:
             os.ftruncate(self._text, 0)
-            os.pwrite(self._text, text.encode() + b"\0", 0)
+            os.pwrite(self._text, content, 0)
             os.lseek(self._text, 0, os.SEEK_SET)
-            line = _EVALUATE % (_READ, restore, '"$__command"')
-        self._type((line + _REPORT % nonce).encode())
+        self._type(line)
 
-    def ask_report(self, *, nonce: str) -> None:
-        """Have the shell report once it reads its terminal again."""
+    def ask_report(self, *, nonce: str, repair: bool = False) -> None:
+        """Have the shell report once it reads its terminal again; `repair` it before."""
         self._restore_settings()
-        self._type((_REPORT % nonce).encode())
+        self._type(self.dialect.ask_repaired(nonce) if repair else self.dialect.ask(nonce))
+
+    def answer(self, keys: bytes) -> None:
+        """Type into the program in the foreground."""
+        self._unread = True
+        self._type(keys)
+
+    def look(self) -> Situation:
+        """What the foreground is doing."""
+        return look(self.fd, report_fd=self.dialect.report_fd, shell=self.pid)
+
+    @property
+    def by_line(self) -> bool:
+        """Whether the program in the foreground gets whole lines, not single keys."""
+        return by_line(self.fd)
 
     def _restore_settings(self) -> None:
         # Whatever the last command did to the terminal. Asking is four times faster than setting.
-        if termios.tcgetattr(self.fd) != self._settings:
+        if self._unread:
+            self._unread = False
+            # Drops what was typed and never read.
+            termios.tcsetattr(self.fd, termios.TCSAFLUSH, self._settings)
+        elif termios.tcgetattr(self.fd) != self._settings:
             termios.tcsetattr(self.fd, termios.TCSANOW, self._settings)
 
     def interrupt(self) -> None:
@@ -111,6 +103,10 @@ class Terminal:
     def at_prompt(self) -> bool:
         """Whether the shell itself is in the foreground."""
         return self._foreground() == self.pid
+
+    def resume(self) -> None:
+        """Let a stopped shell go on."""
+        signal.pidfd_send_signal(self.pidfd, signal.SIGCONT)
 
     def kill_foreground(self) -> None:
         """Kill the process group of the running command; the shell itself is spared if it is not in it."""
@@ -156,35 +152,54 @@ class Terminal:
             os.write(self.fd, line)
 
 
-def _spawn(cwd: str, env: Mapping[str, str], text: int, report: int) -> PtyProcess:
-    path = shutil.which("bash", path=env.get("PATH"))
-    if path is None:
-        raise FileNotFoundError(2, "no bash in the sandbox's PATH")
-    argv: Sequence[str] = [path, "--norc", "--noprofile", "--noediting", "-i"]
-    os.dup2(text, TEXT_FD, inheritable=True)
-    os.dup2(report, REPORT_FD, inheritable=True)
+def _find_shell(env: Mapping[str, str]) -> tuple[str, Dialect]:
+    for dialect in (BASH, SH):
+        path = shutil.which(dialect.name, path=env.get("PATH"))
+        if path is not None:
+            return path, dialect
+    raise FileNotFoundError(2, "no bash and no sh in the sandbox's PATH")
+
+
+def _spawn(
+    path: str, dialect: Dialect, cwd: str, env: Mapping[str, str], text: int, report: int
+) -> PtyProcess:
+    os.dup2(text, _TEXT_FD, inheritable=True)
+    os.dup2(report, _REPORT_FD, inheritable=True)
     try:
         return PtyProcess.spawn(
-            argv,
+            [path, *dialect.options],
             env={**env, "PS1": "", "PS2": ""},
             echo=False,
             # Not its own `cwd`: where that fails, the child goes on as a copy of this server.
-            preexec_fn=partial(_before_exec, cwd),
+            preexec_fn=partial(_before_exec, cwd, dialect),
             dimensions=(_ROWS, _COLUMNS),
-            pass_fds=(TEXT_FD, REPORT_FD),
+            pass_fds=(_TEXT_FD, _REPORT_FD),
         )
     finally:
-        os.close(TEXT_FD)
-        os.close(REPORT_FD)
+        os.close(_TEXT_FD)
+        os.close(_REPORT_FD)
 
 
-def _before_exec(cwd: str) -> None:
+def _before_exec(cwd: str, dialect: Dialect) -> None:
     # The directory is the sandbox's to remove or lock at any moment.
     with contextlib.suppress(OSError):
         os.chdir(cwd)
     # Python ignores these, and an ignored signal stays ignored across exec: `yes | head` would complain.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
+    # Before the shell sees them: it goes back to what it found when a command is killed.
+    settings = termios.tcgetattr(0)
+    settings[1] &= ~termios.OPOST  # "\n" stays "\n"
+    settings[3] &= ~termios.ECHO
+    termios.tcsetattr(0, termios.TCSANOW, settings)
+    for fd, target in ((_TEXT_FD, dialect.text_fd), (_REPORT_FD, dialect.report_fd)):
+        if fd != target:
+            os.dup2(fd, target)
+            os.close(fd)
+    if dialect.quiet:
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in (1, 2):
+            os.dup2(null, fd)
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:

@@ -57,9 +57,14 @@ class Setup(Request, tag=0):
 
 
 class Bash(Request, tag=1):
+    """A command for a shell; with `is_input`, what to type into the one that waits there. `restart` ends the
+    session's shell first."""
+
     session: str
     command: str
     timeout_s: float
+    is_input: bool = False
+    restart: bool = False
 
 
 class Python(Request, tag=2):
@@ -134,7 +139,8 @@ class Done(Reply, tag=0):
 
 
 class BashDone(Reply, tag=1):
-    """The end of a shell command; `exit_code` is None where it was interrupted or its shell was lost."""
+    """The end of a shell command; `exit_code` is None where it was interrupted or its shell was lost, where
+    it is `waiting` for input and goes on, and where the request was `refused`, which `notice` explains."""
 
     output: str
     omitted: int
@@ -142,6 +148,8 @@ class BashDone(Reply, tag=1):
     cwd: str
     timed_out: bool
     notice: str
+    waiting: bool = False
+    refused: bool = False
 
 
 class PythonDone(Reply, tag=2):

@@ -1,7 +1,9 @@
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prorl_envs.tools.shell import Reports
+from prorl_envs.tools.reports import Reports
 
 NONCE = "00112233445566ff"
 
@@ -39,3 +41,52 @@ def test_a_flood_is_forgotten_and_the_report_behind_it_found() -> None:
 
 def test_a_status_that_is_no_number_is_no_report() -> None:
     assert Reports().feed(f"{NONCE} soon /\0".encode(), NONCE) is None
+
+
+#: What hostile commands might write: pieces of reports, real ones under other nonces, noise.
+PIECES = st.one_of(
+    st.binary(max_size=40),
+    st.sampled_from(
+        [b"\0", b" ", b"0 /\0", b"7 /etc\0", NONCE[:-1].encode() + b" 0 /\0", NONCE[1:].encode()]
+    ),
+    st.from_regex(rb"[0-9a-f]{16} [0-9]{1,3} /[a-z]{0,5}\0", fullmatch=True),
+    st.integers(0, 3 * Reports.LIMIT).map(lambda size: b"x" * size),
+)
+STREAMS = st.lists(PIECES, max_size=12).map(b"".join)
+
+
+def first_report(stream: bytes, cuts: list[int]) -> tuple[int, str] | None:
+    places = [0, *sorted(min(cut, len(stream)) for cut in cuts), len(stream)]
+    reports = Reports()
+    for start, end in pairwise(places):
+        if report := reports.feed(stream[start:end], NONCE):
+            return report
+    return None
+
+
+@given(STREAMS.filter(lambda stream: NONCE.encode() not in stream), st.lists(st.integers(0, 60_000)))
+def test_nothing_without_the_nonce_is_believed(stream: bytes, cuts: list[int]) -> None:
+    assert first_report(stream, cuts) is None
+
+
+@given(
+    STREAMS,
+    st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=4096),
+    STREAMS,
+    st.lists(st.integers(0, 100_000)),
+)
+def test_the_report_is_the_same_however_the_stream_is_cut(
+    before: bytes, directory: str, after: bytes, cuts: list[int]
+) -> None:
+    stream = before + f"{NONCE} 7 /{directory}\0".encode() + after
+    whole = first_report(stream, [])
+    assert whole is not None
+    assert first_report(stream, cuts) == whole
+    if NONCE.encode() not in before + directory.encode():
+        assert whole == (7, f"/{directory}")
+
+
+@given(st.binary(max_size=30).filter(lambda status: not (status.isdigit() and len(status) <= 3)))
+def test_a_status_is_a_small_number(status: bytes) -> None:
+    if b" " not in status and b"\0" not in status:
+        assert Reports().feed(NONCE.encode() + b" " + status + b" /\0", NONCE) is None
