@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import Mount, SandboxSpec
-from prorl_envs.sandbox.system import system_arguments
+from prorl_envs.sandbox.system import kernel_masks, system_arguments
 
 HOME = "/home/agent"
 DEFAULT_ENV = {
@@ -112,7 +112,7 @@ def bwrap_arguments(
         *_isolation(spec),
         *(_host_system(files) if files.image is None else _image_system(files.image, files)),
         # Read-only as a whole: to the kernel, the user of a sandbox that root runs owns all of /proc/sys.
-        *("--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"),
+        *("--proc", "/proc", *kernel_masks(), "--remount-ro", "/proc", "--dev", "/dev"),
         *("--perms", "1777", "--size", str(_SHM_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
         *("--perms", "755", "--size", str(_RUN_BYTES), "--tmpfs", "/run"),
         *("--bind", str(files.tmp), "/tmp"),

@@ -26,6 +26,43 @@ _COPIED = (
     "ssl/openssl.cnf",
 )
 
+#: What /proc tells of the whole kernel and not of a process: timers and keys of all users, addresses, a
+#: trigger. Readable by all, or by the host's user whose sandbox this is, where that is root.
+_KERNEL_FILES = (
+    "kallsyms",
+    "kcore",
+    "key-users",
+    "keys",
+    "kmsg",
+    "kpagecgroup",
+    "kpagecount",
+    "kpageflags",
+    "latency_stats",
+    "pagetypeinfo",
+    "sched_debug",
+    "slabinfo",
+    "sysrq-trigger",
+    "timer_list",
+    "timer_stats",
+    "vmallocinfo",
+)
+_KERNEL_DIRECTORIES = ("acpi", "asound", "scsi")
+
+
+def kernel_masks(proc: Path = Path("/proc")) -> Iterator[str]:
+    """bubblewrap options that hide, in a new /proc, what it would tell of the kernel.
+
+    Args:
+        proc: the host's, which has the same files.
+    """
+    for name in _KERNEL_FILES:
+        if (proc / name).exists():  # a device on a mount without devices: it cannot even be opened
+            yield from ("--ro-bind", "/dev/null", f"/proc/{name}")
+    for name in _KERNEL_DIRECTORIES:
+        if (proc / name).is_dir():
+            target = f"/proc/{name}"
+            yield from ("--perms", "555", "--size", "4096", "--tmpfs", target, "--remount-ro", target)
+
 
 def system_arguments(host: Path = Path("/")) -> Iterator[str]:
     """bubblewrap options that make the host's programs and libraries visible, read-only."""
