@@ -20,11 +20,13 @@ DEFAULT_ENV = {
 #: The first process: says that the mounts are done, then waits for the end of its standard input, a socket
 #: held by the host, and reaps orphans meanwhile. As pid 1 of its namespace no signal from inside ends it.
 #: Shells differ, and dash surprises: there an ignored SIGCHLD is not ignored but makes `read` fail. So it is
-#: trapped, a failed `read` counts as the end only where no child has died, and `jobs` does the reaping.
+#: trapped, a failed `read` counts as the end only where no child has died, and `jobs` does the reaping. dash
+#: handles an interrupt of its own accord, and so could be ended by one: what can be ignored is.
 INIT = (
     "/bin/sh",
     "-c",
-    "trap 'died=1' CHLD; echo ready; while died=; read _ || [ \"$died\" ]; do jobs; done",
+    "trap '' HUP INT QUIT ALRM TERM USR1 USR2 TSTP TTIN TTOU; trap 'died=1' CHLD; "
+    'echo ready; while died=; read _ || [ "$died" ]; do jobs; done',
 )
 READY = b"ready\n"
 
