@@ -133,7 +133,8 @@ class ToolServer:
             case Cancel():
                 self._cancel(request.id)
             case Setup():
-                self._setup = request
+                # Where it was started: the local driver has no directory of the name that is asked for.
+                self._setup = msgspec.structs.replace(request, workdir=os.getcwd())  # noqa: PTH109
                 self._editor = Editor(request.output_limit)
                 # The environment of everything started from here on, the Python session's fork included.
                 os.environ.update(request.env)
