@@ -39,7 +39,7 @@ _READ = f"IFS= \\builtin read -rd '' -u {TEXT_FD} __command; "
 # failing command. What tracing says of these lines themselves goes into the report, before the nonce.
 _REPORT = (
     '{ __status=$?; \\builtin set +exvm; \\builtin printf \'%%s %%s %%s\\0\' %s "$__status" "$PWD"; } '
-    f">&{REPORT_FD} 2>&1; PS1= PS2= PROMPT_COMMAND=\n"
+    f">&{REPORT_FD} 2>&1; PS0= PS1= PS2= PROMPT_COMMAND=\n"
 )
 #: Characters of the longest command typed into the terminal itself, whose lines hold 4,095 bytes: the way
 #: through the file costs 25 microseconds more.
