@@ -18,6 +18,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "config": frozenset({"errors"}),
     "sandbox": frozenset({"errors"}),
     "tools": frozenset({"errors", "sandbox.base"}),
+    "conformance": frozenset({"errors", "sandbox", "tools"}),
     "env": frozenset({"errors", "sandbox", "tools"}),
     "envs": frozenset({"errors", "sandbox", "tools", "env"}),
     "apps": frozenset({"nemo"}),  # a family's NeMo Gym server
