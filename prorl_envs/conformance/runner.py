@@ -98,4 +98,9 @@ async def _keep(world: World, promise: Promise) -> str:
     if late or trial.cancelled():
         return f"was not over after {_DEADLINE_S:g} s"
     error = trial.exception()
-    return "" if error is None else f"{type(error).__name__}: {error}"[:1000]
+    # What a sandbox said may be in it.
+    return "" if error is None else _printable(f"{type(error).__name__}: {error}")[:1000]
+
+
+def _printable(text: str) -> str:
+    return "".join(character if character.isprintable() else " " for character in text)

@@ -274,7 +274,10 @@ async def mask(world: World) -> None:
 
 
 @promises.add(
-    "FS-019", "A mask cannot be written, moved or removed.", exempt=NOT_LOCAL, needs=("mv", "rmdir", "mkdir")
+    "FS-019",
+    "A mask cannot be written, moved or removed.",
+    exempt=NOT_LOCAL,
+    needs=("mv", "rmdir", "mkdir", "chmod"),
 )
 async def mask_stays(world: World) -> None:
     mounts = (Mount(source=tree(world), target="/opt/tree", overlay=True),)
@@ -282,7 +285,7 @@ async def mask_stays(world: World) -> None:
         await box.nothing(f"""
 {WRITE}
 cd /opt/tree
-w folder/secret/x; mkdir folder/secret/y && echo made; rmdir folder/secret && echo removed
+chmod 777 folder/secret; w folder/secret/x; mkdir folder/secret/y && echo made; rmdir folder/secret && echo removed
 mv folder/secret elsewhere && echo moved; mv folder other && echo moved above
 for p in folder/secret/solution other/secret/solution elsewhere/solution; do [ -e $p ] && echo $p; done
 """)
