@@ -285,7 +285,8 @@ async def mask_stays(world: World) -> None:
         await box.nothing(f"""
 {WRITE}
 cd /opt/tree
-chmod 777 folder/secret; w folder/secret/x; mkdir folder/secret/y && echo made; rmdir folder/secret && echo removed
+chmod 777 folder/secret; w folder/secret/x; mkdir folder/secret/y && echo made
+rmdir folder/secret && echo removed
 mv folder/secret elsewhere && echo moved; mv folder other && echo moved above
 for p in folder/secret/solution other/secret/solution elsewhere/solution; do [ -e $p ] && echo $p; done
 """)

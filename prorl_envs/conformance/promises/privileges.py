@@ -282,12 +282,12 @@ async def sysfs(world: World) -> None:
 async def kernel_files(world: World) -> None:
     await world.box.nothing(f"""
 {WRITE}
-for name in kcore kmsg keys key-users timer_list timer_stats sched_debug latency_stats kallsyms vmallocinfo \
+for name in kcore kmsg keys key-users timer_list timer_stats sched_debug latency_stats vmallocinfo \
     slabinfo pagetypeinfo kpagecount kpageflags kpagecgroup sysrq-trigger; do
     ( read -r line < /proc/$name && [ "$line" ] ) && echo "$name can be read"
     w /proc/$name
 done
-for name in acpi asound scsi; do for entry in /proc/$name/*; do [ -e $entry ] && echo $entry; done; done
+read -r address rest < /proc/kallsyms; case $address in *[1-9a-f]*) echo "addresses show: $address";; esac
 for p in /proc/irq/*/* /proc/bus/*/* /proc/mtrr /proc/fs/*/*; do [ -f $p ] && w $p; done
 """)
 
