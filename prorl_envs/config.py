@@ -108,6 +108,7 @@ class Settings(_Section):
         run_dir: directory on a local disk below which sandboxes keep their files while they run; None takes
             the temporary directory.
         bwrap: bubblewrap program; None takes the package's, else the system's.
+        warm: most sandboxes that stand ready before they are asked for, 3 MB each; 0 keeps none.
     """
 
     service: ServiceSettings = ServiceSettings()
@@ -116,6 +117,7 @@ class Settings(_Section):
     cache_dir: ExpandedPath | None = None
     run_dir: ExpandedPath | None = None
     bwrap: ExpandedPath | None = None
+    warm: int = Field(default=8, ge=0)
 
 
 def load_settings(path: Path | None = None, environ: Mapping[str, str] | None = None) -> Settings:

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Sequence
 
-from prorl_envs.env.sandboxed import Workplace
 from prorl_envs.env.scoring import CheckResult
 from prorl_envs.envs.bash.task import (
     Check,
@@ -17,6 +16,7 @@ from prorl_envs.envs.bash.task import (
 from prorl_envs.errors import GraderError
 from prorl_envs.tools.client import Completed
 from prorl_envs.tools.types import JsonObject
+from prorl_envs.tools.workplace import Workplace
 
 #: Most bytes of a file that a check reads, and of a command's output that it compares.
 MAX_READ_BYTES = 4 * 2**20

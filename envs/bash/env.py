@@ -3,13 +3,14 @@
 import shutil
 
 from prorl_envs.env.base import Grade
-from prorl_envs.env.sandboxed import SandboxedEnvironment, Workplace, workplace
+from prorl_envs.env.sandboxed import SandboxedEnvironment, workplace
 from prorl_envs.env.scoring import CheckResult, score
 from prorl_envs.envs.bash.checks import run_check
 from prorl_envs.envs.bash.snapshot import copy_workspace, grading_spec
 from prorl_envs.envs.bash.task import BashTask
 from prorl_envs.errors import EnvironmentFault
 from prorl_envs.tools.schemas import BASH, EDITOR, FINISH
+from prorl_envs.tools.workplace import Workplace
 
 SETUP_TIMEOUT_S = 300.0
 #: Where sandboxes find programs: what is installed elsewhere on the host is not visible in them.

@@ -8,9 +8,9 @@ is met by a process that has no more rights than the agent had, and no path in i
 from enum import IntEnum
 from pathlib import Path
 
-from prorl_envs.env.sandboxed import Workplace
 from prorl_envs.errors import GraderError
 from prorl_envs.sandbox.base import Mount, SandboxSpec
+from prorl_envs.tools.workplace import Workplace
 
 #: Largest workspace that is graded, in bytes of its archive; each entry counts at least 512.
 MAX_BYTES = 256 * 2**20

@@ -3,7 +3,7 @@
 import importlib.util
 
 from prorl_envs.env.base import Grade
-from prorl_envs.env.sandboxed import SandboxedEnvironment, Workplace
+from prorl_envs.env.sandboxed import SandboxedEnvironment
 from prorl_envs.env.scoring import score
 from prorl_envs.envs.ipython.grading import fetch_answer, judge
 from prorl_envs.envs.ipython.task import IPythonTask
@@ -12,6 +12,7 @@ from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.runtime import python_runtime
 from prorl_envs.tools.schemas import PYTHON
 from prorl_envs.tools.types import ToolSpec
+from prorl_envs.tools.workplace import Workplace
 
 SETUP_TIMEOUT_S = 120.0
 #: What the system prompt promises.

@@ -13,9 +13,10 @@ from prorl_envs.env.answers import (
     same_numbers,
     same_text,
 )
-from prorl_envs.env.sandboxed import MAX_ANSWER_CHARS, Workplace
+from prorl_envs.env.sandboxed import MAX_ANSWER_CHARS
 from prorl_envs.env.scoring import CheckResult
 from prorl_envs.envs.ipython.task import Check, ExpressionCheck, NumberCheck, NumbersCheck, TextCheck
+from prorl_envs.tools.workplace import Workplace
 
 #: Seconds the session has to print a variable.
 VARIABLE_TIMEOUT_S = 30.0

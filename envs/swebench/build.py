@@ -23,7 +23,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from prorl_envs.env.node import Node
-from prorl_envs.env.sandboxed import Workplace, workplace
+from prorl_envs.env.sandboxed import workplace
 from prorl_envs.envs.swebench.fetch import CONDA, SDIST, VENV, WHEELS, fetch
 from prorl_envs.envs.swebench.interpreters import Interpreter, choose, mounts_of
 from prorl_envs.envs.swebench.task import EnvironmentSpec, SwebenchTask
@@ -33,6 +33,7 @@ from prorl_envs.sandbox.base import Mount, SandboxSpec
 from prorl_envs.sandbox.command import DEFAULT_ENV
 from prorl_envs.sandbox.files import remove_tree
 from prorl_envs.sandbox.runtime import system_masks
+from prorl_envs.tools.workplace import Workplace
 
 TESTBED = "/testbed"
 STEP_TIMEOUT_S = 600.0

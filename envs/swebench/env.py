@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from prorl_envs.env.base import Grade, Message, Prompt
 from prorl_envs.env.node import Node
-from prorl_envs.env.sandboxed import SandboxedEnvironment, Workplace, workplace
+from prorl_envs.env.sandboxed import SandboxedEnvironment, workplace
 from prorl_envs.envs.swebench.build import TESTBED, Builder, BuiltRoot, missing
 from prorl_envs.envs.swebench.grade import run_tests
 from prorl_envs.envs.swebench.logs import ScriptRun, judge
@@ -14,6 +14,7 @@ from prorl_envs.errors import EnvironmentFault, GraderError, SandboxError, ToolE
 from prorl_envs.sandbox.base import Mount, SandboxSpec
 from prorl_envs.tools.schemas import BASH, EDITOR, FINISH
 from prorl_envs.tools.types import JsonObject
+from prorl_envs.tools.workplace import Workplace
 
 PREPARE_TIMEOUT_S = 120.0
 #: Most characters of the patch that a grade keeps as evidence.

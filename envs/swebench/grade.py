@@ -3,9 +3,9 @@
 import asyncio
 import re
 
-from prorl_envs.env.sandboxed import Workplace
 from prorl_envs.envs.swebench.logs import PARSERS, ScriptRun
 from prorl_envs.envs.swebench.task import END_MARKER, START_MARKER, SwebenchTask
+from prorl_envs.tools.workplace import Workplace
 
 TIMEOUT_S = 600.0
 #: The end of a log that is read; test output is at the end. It is hostile, and read in this process.

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from prorl_envs.env.sandboxed import Workplace
 from prorl_envs.envs.swebench.task import SwebenchTask, changed_paths
 from prorl_envs.errors import GraderError
+from prorl_envs.tools.workplace import Workplace
 
 SUBMISSION = "/submission"
 

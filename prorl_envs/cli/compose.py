@@ -44,7 +44,9 @@ async def node(settings: Settings) -> AsyncIterator[Node]:
         SandboxError: this machine cannot run them. Found out here, with one sandbox, instead of in every job.
     """
     async with Node(
-        BubblewrapDriver(settings.run_dir, bwrap=settings.bwrap), settings.cache_dir or default_cache_dir()
+        BubblewrapDriver(settings.run_dir, bwrap=settings.bwrap),
+        settings.cache_dir or default_cache_dir(),
+        warm=settings.warm,
     ) as opened:
         await (await opened.sandbox(SandboxSpec())).close()
         yield opened

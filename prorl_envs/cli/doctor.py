@@ -17,6 +17,7 @@ from prorl_envs.cli.console import out
 from prorl_envs.config import Settings
 from prorl_envs.env.node import default_cache_dir
 from prorl_envs.env.registry import environments, example_path, load_tasks
+from prorl_envs.env.sandboxed import workplace
 from prorl_envs.errors import InputError, SandboxError
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.probe import Check, checks
@@ -33,12 +34,8 @@ async def _sandbox(settings: Settings) -> Check:
     """Start a sandbox and have its shell answer: what all the other checks are about."""
     remedy = "the checks above say what is missing"
     try:
-        async with node(settings) as opened:
-            sandbox = await opened.sandbox(SandboxSpec())
-            tools = await opened.toolbox(sandbox)
-            answer = await tools.bash("echo $((6 * 7))", timeout_s=20.0)
-            await tools.aclose()
-            await sandbox.close()
+        async with node(settings) as opened, workplace(opened, SandboxSpec()) as place:
+            answer = await place.tools.bash("echo $((6 * 7))", timeout_s=20.0)
     except SandboxError as error:
         return Check(name="sandbox", ok=False, found=error.message, remedy=error.hint or remedy)
     ok = answer.text.strip() == "42"

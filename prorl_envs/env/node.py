@@ -7,7 +7,8 @@ from typing import Self
 
 from prorl_envs.sandbox.base import Driver, Sandbox, SandboxSpec
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
-from prorl_envs.tools.client import Toolbox
+from prorl_envs.tools.pool import WarmPool
+from prorl_envs.tools.workplace import Workplace
 
 
 class Node:
@@ -16,11 +17,13 @@ class Node:
     Args:
         driver: the sandbox driver of this machine. The node closes it.
         cache_dir: node-local directory for built trees and environments; survives the process.
+        warm: most sandboxes that stand ready before they are asked for; see `WarmPool`.
     """
 
-    def __init__(self, driver: Driver, cache_dir: Path) -> None:
+    def __init__(self, driver: Driver, cache_dir: Path, *, warm: int = 0) -> None:
         self.driver = driver
         self.cache_dir = cache_dir
+        self._pool = WarmPool(driver, limit=warm)
 
     @classmethod
     def local(cls, *, cache_dir: Path | None = None) -> Self:
@@ -38,11 +41,12 @@ class Node:
         """Start a sandbox. The caller closes it."""
         return await self.driver.start(spec)
 
-    async def toolbox(self, sandbox: Sandbox, *, python: bool = False) -> Toolbox:
-        """Fork a tool server into `sandbox`. The caller closes it before the sandbox."""
-        return await Toolbox.open(sandbox, python=python)
+    async def workplace(self, spec: SandboxSpec, *, python: bool = False) -> Workplace:
+        """A sandbox with its tools. The caller closes it."""
+        return await self._pool.take(spec, python=python)
 
     async def aclose(self) -> None:
+        await self._pool.aclose()
         await self.driver.aclose()
 
     async def __aenter__(self) -> Self:

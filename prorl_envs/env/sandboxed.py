@@ -4,7 +4,6 @@ task model, how the workspace is prepared, which tools are on offer, and how the
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar
 
@@ -12,10 +11,10 @@ from prorl_envs.env.base import Environment, Grade, Message, Prompt, Task
 from prorl_envs.env.node import Node
 from prorl_envs.env.rows import validate_row
 from prorl_envs.errors import EnvironmentFault
-from prorl_envs.sandbox.base import Sandbox, SandboxSpec
+from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.tools.arguments import is_unicode
-from prorl_envs.tools.client import Toolbox
 from prorl_envs.tools.types import ToolCall, ToolResult, ToolSpec
+from prorl_envs.tools.workplace import Workplace
 
 #: Longest answer a finish call may hand in, in characters; what is longer is refused, not cut.
 MAX_ANSWER_CHARS = 20_000
@@ -32,14 +31,6 @@ class Phase(StrEnum):
     CLOSED = "closed"
 
 
-@dataclass(frozen=True, slots=True)
-class Workplace:
-    """A running sandbox and its tools."""
-
-    sandbox: Sandbox
-    tools: Toolbox
-
-
 @asynccontextmanager
 async def workplace(node: Node, spec: SandboxSpec, *, python: bool = False) -> AsyncIterator[Workplace]:
     """Start a sandbox and equip it; both end with the block.
@@ -47,12 +38,11 @@ async def workplace(node: Node, spec: SandboxSpec, *, python: bool = False) -> A
     Raises:
         SandboxError, ToolError.
     """
-    async with AsyncExitStack() as exits:
-        sandbox = await node.sandbox(spec)
-        exits.push_async_callback(sandbox.close)
-        tools = await node.toolbox(sandbox, python=python)
-        exits.push_async_callback(tools.aclose)
-        yield Workplace(sandbox, tools)
+    place = await node.workplace(spec, python=python)
+    try:
+        yield place
+    finally:
+        await place.aclose()
 
 
 class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):

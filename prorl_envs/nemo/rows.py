@@ -10,6 +10,7 @@ from prorl_envs.env.node import Node
 from prorl_envs.env.registry import example_path, family, load_tasks
 from prorl_envs.errors import InputError, SandboxError
 from prorl_envs.sandbox.base import Sandbox, SandboxSpec
+from prorl_envs.sandbox.snapshot import Snapshot
 from prorl_envs.tools.types import JsonObject, ToolSpec
 
 #: Folder under `resources_servers/`, first part of every instance name in the configs.
@@ -128,7 +129,7 @@ class _NoDriver:
 
     name = "none"
 
-    async def start(self, spec: SandboxSpec) -> Sandbox:
+    async def start(self, spec: SandboxSpec, *, snapshot: Snapshot | None = None) -> Sandbox:
         raise SandboxError("rendering rows starts no sandbox")
 
     async def aclose(self) -> None:

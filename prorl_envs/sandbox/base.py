@@ -4,7 +4,10 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from prorl_envs.sandbox.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +94,14 @@ class Sandbox(Protocol):
         """
         ...
 
+    async def snapshot(self) -> "Snapshot":
+        """Copy the files of the sandbox, which goes on; see `snapshot.Snapshot` for what is captured.
+
+        Raises:
+            SandboxError: the sandbox has ended, or its files cannot be copied.
+        """
+        ...
+
     async def close(self) -> None:
         """End everything in the sandbox and remove its files. Idempotent; safe under cancellation."""
         ...
@@ -103,8 +114,12 @@ class Driver(Protocol):
     @property
     def name(self) -> str: ...
 
-    async def start(self, spec: SandboxSpec) -> Sandbox:
+    async def start(self, spec: SandboxSpec, *, snapshot: "Snapshot | None" = None) -> Sandbox:
         """Start a sandbox and return it once its first process runs.
+
+        Args:
+            spec: what it should look like.
+            snapshot: what its files are copied from; None starts with empty directories.
 
         Raises:
             SandboxError: with the driver's own words and a remedy as hint.

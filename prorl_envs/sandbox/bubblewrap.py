@@ -3,44 +3,38 @@
 import asyncio
 import contextlib
 import json
-import logging
 import os
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.command import DEFAULT_ENV, HOME, READY, SandboxFiles, bwrap_arguments, check
-from prorl_envs.sandbox.files import DriverDirectory, node_local_base, remove_tree, sweep
+from prorl_envs.sandbox.command import DEFAULT_ENV, HOME, READY, SandboxFiles, bwrap_arguments, mount_points
+from prorl_envs.sandbox.driver import NodeDriver, NodeSandbox
 from prorl_envs.sandbox.images import Images, ImageUse
-from prorl_envs.sandbox.mounted import sweep_mounts
 from prorl_envs.sandbox.probe import explain, find_bwrap
 from prorl_envs.sandbox.processes import Process, not_in_forks, readable, receive
 from prorl_envs.sandbox.rootfs import resolve_targets, write_upper
 from prorl_envs.sandbox.runtime import system_masks
+from prorl_envs.sandbox.snapshot import check_mount_points
 from prorl_envs.sandbox.system import write_etc, write_names
-from prorl_envs.sandbox.template import TEMPLATES, Template, TemplateSpec
-from prorl_envs.sandbox.template_process import ForkRequest, ToolServer
-
-logger = logging.getLogger(__name__)
+from prorl_envs.sandbox.template import TEMPLATES, TemplateSpec
+from prorl_envs.sandbox.template_process import ForkRequest
 
 START_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 30.0
 
 
-class BubblewrapDriver:
-    """Starts sandboxes with bubblewrap.
-
-    Belongs to the event loop in which it is first used. Its sandboxes end with this process, however it ends.
+class BubblewrapDriver(NodeDriver["BubblewrapSandbox"]):
+    """Starts sandboxes with bubblewrap. They end with this process, however it ends.
 
     Args:
-        root: existing directory on a local disk under which the driver makes its own; None chooses
-            `$PRORL_RUN_DIR` or the temporary directory.
+        root: see `NodeDriver`.
         bwrap: the bubblewrap program; None chooses `$PRORL_BWRAP`, the package's or the system's.
-        templates: what `Sandbox.spawn` can fork, by name.
+        templates: see `NodeDriver`.
 
     Raises:
         SandboxError: there is no bubblewrap, or no directory can be made.
@@ -55,88 +49,23 @@ class BubblewrapDriver:
         bwrap: Path | None = None,
         templates: Mapping[str, TemplateSpec] = TEMPLATES,
     ) -> None:
-        self._bwrap = find_bwrap(bwrap)
-        self._directory = DriverDirectory(root.resolve() if root is not None else node_local_base())
-        self.templates = {name: Template(name, spec) for name, spec in templates.items()}
+        self.program = find_bwrap(bwrap)
+        super().__init__(root, templates=templates)
         self.system_masks = system_masks()
-        self.images = Images(self._directory.base)
+        self.images = Images(self.directory.base)
         self._etc: dict[int, asyncio.Task[Path]] = {}
-        self._sandboxes: set[BubblewrapSandbox] = set()
-        self._sweeping: asyncio.Task[list[Path]] | None = None
-        self._started = 0
-        self._closing: asyncio.Task[None] | None = None
 
-    async def start(self, spec: SandboxSpec) -> "BubblewrapSandbox":
-        """Start a sandbox and return it once its first process runs.
-
-        Raises:
-            SandboxError: with bubblewrap's own words and a remedy as hint.
-        """
-        if self._closing is not None:
-            raise SandboxError("the driver is closed")
-        check(spec)
-        self._sweep()
+    async def _make(self, spec: SandboxSpec) -> "BubblewrapSandbox":
         etc = await self._etc_for(spec.uid)
         image = await self.images.acquire(spec.image) if spec.image is not None else None
-        if self._closing is not None:  # meanwhile; the images are given back with the driver
-            raise SandboxError("the driver is closed")
-        self._started += 1
-        sandbox_id = f"{self._directory.path.name.rpartition('-')[2]}-{self._started}"
-        root = self._directory.path / str(self._started)
+        sandbox_id, root = self._place()
         files = SandboxFiles(root, etc, None if image is None else image.root)
-        sandbox = BubblewrapSandbox(sandbox_id, spec, files, self, image)
-        self._sandboxes.add(sandbox)
-        try:
-            await sandbox.launch(self._bwrap)
-        except BaseException:
-            await sandbox.close()
-            raise
-        return sandbox
+        return BubblewrapSandbox(sandbox_id, spec, files, self, image)
 
-    @property
-    def sandboxes(self) -> frozenset["BubblewrapSandbox"]:
-        """Those not yet closed."""
-        return frozenset(self._sandboxes)
-
-    async def warm(self, *names: str) -> None:
-        """Start templates ahead of their first use; all of them where none is named.
-
-        Raises:
-            SandboxError: one does not start.
-        """
-        await asyncio.gather(*(self.templates[name].start() for name in names or self.templates))
-
-    async def aclose(self) -> None:
-        """Close every sandbox still open, end the templates, remove the driver's directory.
-
-        Idempotent. Goes on where the caller is cancelled.
-        """
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._aclose())
-        await asyncio.shield(self._closing)
-
-    async def _aclose(self) -> None:
-        await self._sweep()
+    async def _release(self) -> None:
         # What still writes into the directory would keep it from being removed.
         await asyncio.gather(*self._etc.values(), return_exceptions=True)
-        closing = (sandbox.close() for sandbox in tuple(self._sandboxes))
-        outcomes = await asyncio.gather(*closing, return_exceptions=True)
-        await asyncio.gather(*(template.aclose() for template in self.templates.values()))
         await self.images.aclose()
-        await asyncio.to_thread(self._directory.remove)
-        for outcome in outcomes:  # only now: one that does not close must not keep the rest
-            if outcome is not None:
-                raise outcome
-
-    def forget(self, sandbox: "BubblewrapSandbox") -> None:
-        """Called by a sandbox that has closed."""
-        self._sandboxes.discard(sandbox)
-
-    def _sweep(self) -> asyncio.Task[list[Path]]:
-        """Remove what killed services left, once, beside everything else: it may be much."""
-        if self._sweeping is None:
-            self._sweeping = asyncio.create_task(asyncio.to_thread(_sweep, self._directory.base))
-        return self._sweeping
 
     async def _etc_for(self, uid: int) -> Path:
         """The /etc of that user, written at first use."""
@@ -145,16 +74,14 @@ class BubblewrapDriver:
         return await asyncio.shield(self._etc[uid])
 
     def _write_etc(self, uid: int) -> Path:
-        path = self._directory.path / f"etc{uid}"
+        path = self.directory.path / f"etc{uid}"
         write_etc(path, uid=uid, home=HOME)
         return path
 
 
-class BubblewrapSandbox:
-    """A running sandbox: see `base.Sandbox`. Made by the driver.
-
-    On the host it is two processes (bubblewrap's, which waits, and the sandbox's first, which waits too) and
-    one socket, whose closing ends both even where this service is killed.
+class BubblewrapSandbox(NodeSandbox):
+    """A running sandbox. On the host it is two processes (bubblewrap's, which waits, and the sandbox's first,
+    which waits too) and one socket, whose closing ends both even where this service is killed.
     """
 
     def __init__(
@@ -165,35 +92,20 @@ class BubblewrapSandbox:
         driver: BubblewrapDriver,
         image: ImageUse | None = None,
     ) -> None:
-        self._id = sandbox_id
-        self._spec = spec
+        super().__init__(sandbox_id, spec, files.root, driver)
+        self._driver: BubblewrapDriver = driver
         self._files = files
-        self._driver = driver
         self._image = image
         self._inside = spec  # as bubblewrap is told
         self._lifetime: socket.socket | None = None
         self._monitor: subprocess.Popen[bytes] | None = None
         self._monitor_handle: Process | None = None
         self._init: Process | None = None
-        self._servers: set[ToolServer] = set()
         self._launching: asyncio.Task[None] | None = None
-        self._closing: asyncio.Task[None] | None = None
-
-    @property
-    def id(self) -> str:
-        return self._id
-
-    @property
-    def spec(self) -> SandboxSpec:
-        return self._spec
-
-    @property
-    def workspace(self) -> Path:
-        return self._files.work
 
     @property
     def alive(self) -> bool:
-        return self._closing is None and self._init is not None and self._init.alive
+        return super().alive and self._init is not None and self._init.alive
 
     @property
     def pid(self) -> int:
@@ -206,21 +118,16 @@ class BubblewrapSandbox:
             raise SandboxError(f"sandbox {self.id} was not started")
         return self._init.pid
 
-    @property
-    def tool_servers(self) -> list[int]:
-        """The pids, on the host, of the tool servers that run; for operators."""
-        return [server.process.pid for server in self._servers if server.process.alive]
-
-    async def launch(self, bwrap: Path) -> None:
-        """Make the directories, run bubblewrap and wait for the first process. Called once, by the driver."""
-        self._launching = asyncio.create_task(self._launch(bwrap))
+    async def launch(self) -> None:
+        """Make the directories, run bubblewrap and wait for the first process."""
+        self._launching = asyncio.create_task(self._launch())
         # Never cut short: bubblewrap killed between its fork and its first word leaves a process that waits
         # for it forever.
         await asyncio.shield(self._launching)
         if self._closing is not None:
             raise SandboxError(f"sandbox {self.id} was closed while it started")
 
-    async def _launch(self, bwrap: Path) -> None:
+    async def _launch(self) -> None:
         try:
             self._prepare_files()
         except OSError as error:
@@ -229,7 +136,7 @@ class BubblewrapSandbox:
         os.set_blocking(info, False)
         try:
             try:
-                self._run(bwrap, info_inside)
+                self._run(info_inside)
             finally:
                 os.close(info_inside)
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -247,39 +154,12 @@ class BubblewrapSandbox:
         if self._spec.default_route:
             await self._add_default_route(namespaces)
 
-    async def spawn(self, entry: str, *, template: str = "base") -> socket.socket:
-        """Fork a process from a template into this sandbox and run `entry` there: see `base.Sandbox`.
+    def _open_place(self) -> int:
+        assert self._init is not None
+        return os.dup(self._init.pidfd)
 
-        The returned socket is non-blocking.
-        """
-        if not self.alive or self._init is None:
-            raise SandboxError(f"sandbox {self.id} has ended")
-        if template not in self._driver.templates:
-            raise SandboxError(
-                f"no template {template!r}", hint=f"there are: {', '.join(self._driver.templates)}"
-            )
-        request = ForkRequest(entry=entry, workdir=self._spec.workdir, env={**DEFAULT_ENV, **self._spec.env})
-        # A descriptor of our own: should the sandbox end meanwhile, its number may become another's.
-        pidfd = os.dup(self._init.pidfd)
-        try:
-            server, sock = await self._driver.templates[template].fork(self.id, pidfd, request)
-        finally:
-            os.close(pidfd)
-        if self._closing is not None:
-            server.process.kill()
-            sock.close()
-            raise SandboxError(f"sandbox {self.id} has ended")
-        self._servers = {held for held in self._servers if held.process.alive} | {server}
-        return sock
-
-    async def close(self) -> None:
-        """End everything in the sandbox and remove its files.
-
-        Idempotent. Goes on where the caller is cancelled; the driver's `aclose` then waits for it.
-        """
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._close())
-        await asyncio.shield(self._closing)
+    def _request(self, entry: str) -> ForkRequest:
+        return ForkRequest(entry=entry, workdir=self._spec.workdir, env={**DEFAULT_ENV, **self._spec.env})
 
     async def _add_default_route(self, info: dict[str, Any]) -> None:
         netns = os.open(f"/proc/{info['child-pid']}/ns/net", os.O_RDONLY)
@@ -290,16 +170,24 @@ class BubblewrapSandbox:
         finally:
             os.close(netns)
 
+    def _state(self) -> Iterator[str]:
+        return (path.name for path in self._files.state(self._spec))
+
     def _prepare_files(self) -> None:
-        self._files.root.mkdir(mode=0o700)
-        for directory in self._files.directories(self._spec):
+        self._files.root.mkdir(mode=0o700, exist_ok=self._restored)
+        made = () if self._restored else self._files.state(self._spec)
+        for directory in (*made, *self._files.scratch(self._spec)):
             directory.mkdir(mode=0o700)
         write_names(self._files.root, self._spec.hostname)
-        if self._files.image is not None:
-            self._inside = resolve_targets(self._files.image, self._spec)
-            write_upper(self._files.image, self._files.upper, self._inside)
+        image = self._files.image
+        if image is not None:
+            self._inside = resolve_targets(image, self._spec)
+        if self._restored:
+            check_mount_points(self._files.places(self._inside), mount_points(self._inside))
+        elif image is not None:
+            write_upper(image, self._files.upper, self._inside)
 
-    def _run(self, bwrap: Path, info_fd: int) -> None:
+    def _run(self, info_fd: int) -> None:
         # A socket, not a pipe: from inside, a pipe could be opened again through /proc/1/fd and kept open.
         self._lifetime, inside = socket.socketpair()
         self._lifetime.setblocking(False)
@@ -309,7 +197,7 @@ class BubblewrapSandbox:
             # In the loop's own thread: it takes 0.2 ms, and holds the interpreter lock anyway.
             self._monitor = subprocess.Popen(
                 [
-                    str(bwrap),
+                    str(self._driver.program),
                     *bwrap_arguments(self._inside, self._files, system_masks=masks, info_fd=info_fd),
                 ],
                 stdin=inside.fileno(),
@@ -333,7 +221,7 @@ class BubblewrapSandbox:
             output += data
         return output
 
-    async def _close(self) -> None:
+    async def _end(self) -> None:
         if self._lifetime is not None:
             self._lifetime.shutdown(socket.SHUT_WR)  # a first process still on its way ends when it is there
         if self._launching is not None:
@@ -343,10 +231,10 @@ class BubblewrapSandbox:
                 await self._end_processes()
         except TimeoutError:
             raise SandboxError(f"sandbox {self.id} did not end in {CLOSE_TIMEOUT_S} s") from None
-        await asyncio.to_thread(remove_tree, self._files.root)
+
+    async def _release(self) -> None:
         if self._image is not None:
             await self._driver.images.release(self._image)
-        self._driver.forget(self)
 
     async def _end_processes(self) -> None:
         # Tool servers as well: a pid namespace ends only once parents outside it have reaped their children.
@@ -364,10 +252,6 @@ class BubblewrapSandbox:
             while (await receive(self._lifetime, 4096))[0]:  # until nothing holds the other end any more
                 pass
             self._lifetime.close()
-
-
-def _sweep(base: Path) -> list[Path]:
-    return sweep(base) + sweep_mounts(base)
 
 
 async def _read_info(fd: int) -> dict[str, Any]:

@@ -29,6 +29,8 @@ INIT = (
     'echo ready; while died=; read _ || [ "$died" ]; do jobs; done',
 )
 READY = b"ready\n"
+#: Directories of every sandbox that are mounted over an image's.
+COVERED = ("/proc", "/dev", "/run", "/tmp", HOME)
 
 _HOSTNAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,62}")
 _SHM_BYTES = 256 << 20
@@ -75,14 +77,28 @@ class SandboxFiles:
         """The upper and the work directory of the mount at `index`."""
         return self.root / f"upper{index}", self.root / f"overlay{index}"
 
-    def directories(self, spec: SandboxSpec) -> Iterator[Path]:
-        """Every directory to make before the start."""
+    def state(self, spec: SandboxSpec) -> Iterator[Path]:
+        """The directories that hold what the sandbox wrote."""
         yield from (self.work, self.tmp, self.home)
         if self.image is not None:
-            yield from (self.upper, self.overlay_work)
-        for index, mount in enumerate(spec.mounts):
-            if mount.overlay:
-                yield from self.overlay(index)
+            yield self.upper
+        yield from (self.overlay(index)[0] for index in _overlays(spec))
+
+    def scratch(self, spec: SandboxSpec) -> Iterator[Path]:
+        """The directories that belong to the kernel, one for each overlay."""
+        if self.image is not None:
+            yield self.overlay_work
+        yield from (self.overlay(index)[1] for index in _overlays(spec))
+
+    def places(self, spec: SandboxSpec) -> dict[str, Path]:
+        """The directories of `state` by their paths inside."""
+        system = {} if self.image is None else {"/": self.upper}
+        overlays = {spec.mounts[index].target: self.overlay(index)[0] for index in _overlays(spec)}
+        return {**system, "/tmp": self.tmp, HOME: self.home, spec.workdir: self.work, **overlays}
+
+
+def _overlays(spec: SandboxSpec) -> Iterator[int]:
+    return (index for index, mount in enumerate(spec.mounts) if mount.overlay)
 
 
 def check(spec: SandboxSpec) -> None:
@@ -99,6 +115,12 @@ def check(spec: SandboxSpec) -> None:
             )
     if not _HOSTNAME.fullmatch(spec.hostname):
         raise SandboxError(f"not a host name: {spec.hostname!r}")
+
+
+def mount_points(spec: SandboxSpec) -> dict[str, bool]:
+    """The paths inside at which something is mounted, and whether each is a directory."""
+    directories = dict.fromkeys((*COVERED, spec.workdir, *spec.masks), True)
+    return directories | {mount.target: mount.source.is_dir() for mount in spec.mounts}
 
 
 def bwrap_arguments(

@@ -8,11 +8,9 @@ from pathlib import Path, PurePosixPath
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.command import HOME
+from prorl_envs.sandbox.command import COVERED, HOME, mount_points
 from prorl_envs.sandbox.system import write_names
 
-#: Directories of every sandbox that are mounted over the image's.
-_COVERED = ("/proc", "/dev", "/run", "/tmp", HOME)
 _ACCOUNTS_LIMIT = 1 << 20
 _LINK_LIMIT = 40
 
@@ -51,7 +49,7 @@ def resolve_targets(root: Path, spec: SandboxSpec) -> SandboxSpec:
     Raises:
         SandboxError: a directory that every sandbox has is a link or a file in the image.
     """
-    for path in _COVERED:
+    for path in COVERED:
         if resolve(root, path) != path or not _is_directory_if_any(root / path[1:]):
             raise SandboxError(f"the image's {path} is not a directory", hint="make it one and build again")
     return dataclasses.replace(
@@ -71,11 +69,8 @@ def write_upper(root: Path, upper: Path, spec: SandboxSpec) -> None:
         spec: with its paths resolved.
     """
     upper.chmod(0o755)
-    for directory in (*_COVERED, spec.workdir, *spec.masks):
-        _make_directories(upper, directory)
-    for mount in spec.mounts:
-        target = PurePosixPath(mount.target)
-        _make_directories(upper, str(target if mount.source.is_dir() else target.parent))
+    for target, is_directory in mount_points(spec).items():
+        _make_directories(upper, target if is_directory else str(PurePosixPath(target).parent))
     if resolve(root, "/etc") == "/etc" and _is_directory_if_any(root / "etc"):
         _make_directories(upper, "/etc")
         write_names(upper / "etc", spec.hostname)

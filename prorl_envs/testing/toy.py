@@ -19,6 +19,7 @@ from prorl_envs.errors import EnvironmentFault, GraderError, InputError, Sandbox
 from prorl_envs.policy.rendering import TemplateRenderer
 from prorl_envs.policy.types import Sampled, Sampling
 from prorl_envs.sandbox.base import Sandbox, SandboxSpec
+from prorl_envs.sandbox.snapshot import Snapshot
 from prorl_envs.testing.scripted import Call, as_message
 from prorl_envs.tools.types import ToolCall, ToolResult, ToolSpec
 
@@ -179,7 +180,7 @@ class NoDriver:
 
     name = "none"
 
-    async def start(self, spec: SandboxSpec) -> Sandbox:
+    async def start(self, spec: SandboxSpec, *, snapshot: Snapshot | None = None) -> Sandbox:
         raise SandboxError("this node has no sandboxes")
 
     async def aclose(self) -> None:

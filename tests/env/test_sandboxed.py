@@ -6,10 +6,11 @@ import pytest
 
 from prorl_envs.env.base import Grade, Task
 from prorl_envs.env.node import Node
-from prorl_envs.env.sandboxed import MAX_ANSWER_CHARS, SandboxedEnvironment, Workplace
+from prorl_envs.env.sandboxed import MAX_ANSWER_CHARS, SandboxedEnvironment
 from prorl_envs.errors import EnvironmentFault, GraderError, InputError, ProrlError, SandboxError
 from prorl_envs.tools.schemas import BASH, FINISH
 from prorl_envs.tools.types import ToolCall, ToolResult
+from prorl_envs.tools.workplace import Workplace
 
 
 class ToyTask(Task):

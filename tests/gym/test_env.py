@@ -20,6 +20,7 @@ from prorl_envs.gym.env import TaskEnv
 from prorl_envs.gym.runner import Runner
 from prorl_envs.sandbox.base import Sandbox, SandboxSpec
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.snapshot import Snapshot
 
 GREETING = {"task": "greeting"}
 SOLVE = json.dumps({"name": "bash", "arguments": {"command": "echo 'hello, world' > greeting.txt"}})
@@ -36,10 +37,10 @@ class FaultyDriver:
         self.failing = False
         self.started: list[Sandbox] = []
 
-    async def start(self, spec: SandboxSpec) -> Sandbox:
+    async def start(self, spec: SandboxSpec, *, snapshot: Snapshot | None = None) -> Sandbox:
         if self.failing:
             raise SandboxError("no sandbox today", hint="try tomorrow")
-        self.started.append(await self.driver.start(spec))
+        self.started.append(await self.driver.start(spec, snapshot=snapshot))
         return self.started[-1]
 
     async def aclose(self) -> None:

@@ -22,6 +22,7 @@ from prorl_envs.errors import (
 )
 from prorl_envs.nemo.sessions import SessionExpired, SessionLimits, SessionLost, Sessions, SessionsFull
 from prorl_envs.sandbox.base import Sandbox, SandboxSpec
+from prorl_envs.sandbox.snapshot import Snapshot
 from prorl_envs.tools.types import ToolCall, ToolResult, ToolSpec
 
 pytestmark = pytest.mark.anyio
@@ -92,7 +93,7 @@ class Note(Environment[NoteTask]):
 class _NoSandboxes:
     name = "none"
 
-    async def start(self, spec: SandboxSpec) -> Sandbox:
+    async def start(self, spec: SandboxSpec, *, snapshot: Snapshot | None = None) -> Sandbox:
         raise SandboxError("this driver starts nothing")
 
     async def aclose(self) -> None:

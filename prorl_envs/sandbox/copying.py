@@ -1,0 +1,230 @@
+"""Copies trees that a sandbox wrote, while it may still write to them: what snapshots are made of.
+
+No link is followed, on either side. By reflink where the file system can (the blocks are shared until one
+side changes them), else by the kernel's own copy; holes stay holes. Kept are contents, kinds, modes, times,
+hard links, and the `user.` attributes in which an overlay notes what it deleted. Everything blocks.
+"""
+
+import errno
+import fcntl
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prorl_envs.errors import SandboxError
+
+#: Directories within each other.
+DEPTH_LIMIT = 1000
+_FICLONE = 0x40049409  # from <linux/fs.h>: _IOW(0x94, 9, int)
+_CHUNK = 16 << 20
+_NO_REFLINK = {errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.EXDEV, errno.ENOSYS}
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+type Names = tuple[str, ...]
+
+
+class CopyStopped(Exception):
+    """`stop` was set while a copy ran."""
+
+
+@dataclass(slots=True)
+class Copied:
+    """What was copied.
+
+    Args:
+        entries: files, directories, links and all else.
+        size_bytes: sizes of the files, holes not counted.
+    """
+
+    entries: int = 0
+    size_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Copier:
+    source: Path
+    target: Path
+    stop: threading.Event
+    done: Copied = field(default_factory=Copied)
+    reflinks: bool = True
+    links: dict[tuple[int, int], Names] = field(default_factory=dict)
+    #: Directories in the order they were made, with the mode and times they get in the end.
+    made: list[tuple[Names, os.stat_result]] = field(default_factory=list)
+
+
+def copy_tree(source: Path, target: Path, stop: threading.Event) -> Copied:
+    """Copy a tree; what vanishes meanwhile is left out.
+
+    Args:
+        source: a directory on the host whose content is hostile.
+        target: made here.
+        stop: set it to have the copy end early.
+
+    Raises:
+        CopyStopped: `stop` was set; a part may be there.
+        OSError: something cannot be read or written.
+        SandboxError: the tree is deeper than DEPTH_LIMIT.
+    """
+    copier = _Copier(source, target, stop)
+    target.mkdir(mode=0o700)
+    pending: list[Names] = [()]
+    while pending:
+        names = pending.pop()
+        if len(names) > DEPTH_LIMIT:
+            raise SandboxError(
+                f"the sandbox's files lie in more than {DEPTH_LIMIT} directories in each other"
+            )
+        try:
+            with _opened(source, names) as read, _opened(target, names) as write:
+                pending += [(*names, name) for name in _copy_directory(copier, names, read, write)]
+        except FileNotFoundError:
+            if not names:  # the tree itself
+                raise
+    for names, status in reversed(copier.made):
+        with _opened(target, names) as fd:
+            _finish(fd, status)
+    return copier.done
+
+
+def _copy_directory(copier: _Copier, names: Names, source: int, target: int) -> list[str]:
+    """Copy what one directory holds; return the directories in it, made but still empty."""
+    status = os.fstat(source)
+    _copy_attributes(source, target)
+    copier.made.append((names, status))
+    directories = []
+    with os.scandir(source) as entries:
+        for entry in entries:
+            if copier.stop.is_set():
+                raise CopyStopped
+            try:
+                found = entry.stat(follow_symlinks=False)
+                if stat.S_ISDIR(found.st_mode):
+                    os.mkdir(entry.name, 0o700, dir_fd=target)
+                    directories.append(entry.name)
+                else:
+                    _copy_entry(copier, (*names, entry.name), found, source, target)
+            except FileNotFoundError:
+                continue
+            copier.done.entries += 1
+    return directories
+
+
+def _copy_entry(copier: _Copier, names: Names, found: os.stat_result, source: int, target: int) -> None:
+    name = names[-1]
+    if found.st_nlink > 1 and (first := copier.links.get((found.st_dev, found.st_ino))):
+        with _opened(copier.target, first[:-1]) as fd:
+            os.link(first[-1], name, src_dir_fd=fd, dst_dir_fd=target, follow_symlinks=False)
+        return
+    if stat.S_ISLNK(found.st_mode):
+        os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=target)
+    elif stat.S_ISREG(found.st_mode):
+        _copy_file(copier, name, source, target)
+    else:
+        # Sockets, pipes, and the device without number by which an overlay marks what was deleted.
+        os.mknod(name, stat.S_IFMT(found.st_mode) | 0o600, os.makedev(0, 0), dir_fd=target)
+    if found.st_nlink > 1:
+        copier.links[found.st_dev, found.st_ino] = names
+
+
+def _copy_file(copier: _Copier, name: str, source: int, target: int) -> None:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    read = _open_readable(name, flags, source, needed=0o400)
+    try:
+        status = os.fstat(read)
+        if not stat.S_ISREG(status.st_mode):
+            raise FileNotFoundError(errno.ENOENT, "replaced meanwhile", name)
+        write = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=target)
+        try:
+            if not (copier.reflinks and _cloned(copier, read, write)):
+                _copy_content(copier, read, write, status.st_size)
+            copier.done.size_bytes += min(status.st_size, status.st_blocks * 512)
+            _copy_attributes(read, write)
+            _finish(write, status)
+        finally:
+            os.close(write)
+    finally:
+        os.close(read)
+
+
+def _cloned(copier: _Copier, read: int, write: int) -> bool:
+    try:
+        fcntl.ioctl(write, _FICLONE, read)
+    except OSError as error:
+        if error.errno not in _NO_REFLINK:
+            raise
+        copier.reflinks = False
+        return False
+    return True
+
+
+def _copy_content(copier: _Copier, read: int, write: int, size: int) -> None:
+    """The data up to `size`, which the file had when it was opened: it may grow all the time."""
+    os.ftruncate(write, size)
+    offset = 0
+    while offset < size:
+        try:
+            start = os.lseek(read, offset, os.SEEK_DATA)
+            end = min(os.lseek(read, start, os.SEEK_HOLE), size)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # nothing but a hole up to the end
+                return
+            raise
+        while start < end:
+            if copier.stop.is_set():
+                raise CopyStopped
+            copied = os.copy_file_range(read, write, min(end - start, _CHUNK), start, start)
+            if not copied:  # cut short meanwhile
+                return
+            start += copied
+        offset = max(start, end)
+
+
+def _copy_attributes(read: int, write: int) -> None:
+    for name in os.listxattr(read):
+        if name.startswith("user."):
+            os.setxattr(write, name, os.getxattr(read, name))
+
+
+def _finish(fd: int, status: os.stat_result) -> None:
+    os.fchmod(fd, stat.S_IMODE(status.st_mode))
+    os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@contextmanager
+def _opened(root: Path, names: Names) -> Iterator[int]:
+    """The directory at `names` below `root`, by way of directories alone."""
+    fd = os.open(root, _DIRECTORY)
+    try:
+        for name in names:
+            below = _open_readable(name, _DIRECTORY, fd, needed=0o500)
+            os.close(fd)
+            fd = below
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _open_readable(name: str, flags: int, dir_fd: int, *, needed: int) -> int:
+    """Open what may be closed even to its owner, by giving the owner the right for a moment."""
+    try:
+        return os.open(name, flags, dir_fd=dir_fd)
+    except PermissionError:
+        return _with_mode(name, dir_fd, needed, lambda: os.open(name, flags, dir_fd=dir_fd))
+
+
+def _with_mode(name: str, dir_fd: int, needed: int, action: Callable[[], int]) -> int:
+    fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
+    try:
+        itself = Path(f"/proc/self/fd/{fd}")
+        mode = stat.S_IMODE(os.fstat(fd).st_mode)
+        itself.chmod(mode | needed)
+        try:
+            return action()
+        finally:
+            itself.chmod(mode)
+    finally:
+        os.close(fd)
