@@ -16,6 +16,7 @@ from prorl_envs.conformance.promises import (
     python,
     server,
     shell,
+    snapshot,
     start,
 )
 from prorl_envs.errors import InputError
@@ -33,6 +34,7 @@ THEMES: tuple[Promises, ...] = (
     files.promises,
     shell.promises,
     python.promises,
+    snapshot.promises,
     limits.promises,
 )
 
