@@ -20,6 +20,10 @@ class Broken(Exception):
     """A promise was not kept; the message says what was seen instead."""
 
 
+class Untried(Exception):
+    """A promise cannot be tried on this machine; the message says why."""
+
+
 def expect(kept: bool, otherwise: str) -> None:
     """Raises Broken, saying `otherwise`, where something promised is not so."""
     if not kept:

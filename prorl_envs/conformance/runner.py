@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from prorl_envs.conformance.promise import Promise
+from prorl_envs.conformance.promise import Promise, Untried
 from prorl_envs.conformance.subject import Subject
 from prorl_envs.conformance.world import World, open_world
 
@@ -80,14 +80,13 @@ async def _try(world: World, promise: Promise) -> Outcome:
     elif promise.harmful and not world.walls:
         state, reason = State.BROKEN, f"shares the host's namespaces {', '.join(world.shared)}; not tried"
     else:
-        reason = await _keep(world, promise)
-        state = State.BROKEN if reason else State.KEPT
+        state, reason = await _keep(world, promise)
     seconds = time.monotonic() - started
     return Outcome(id=promise.id, promise=promise.text, state=state, reason=reason, seconds=seconds)
 
 
-async def _keep(world: World, promise: Promise) -> str:
-    """Try it in a task of its own. Whatever it raises is the reason why it is broken."""
+async def _keep(world: World, promise: Promise) -> tuple[State, str]:
+    """Try it in a task of its own. Whatever it raises, but `Untried`, is the reason why it is broken."""
     trial = asyncio.ensure_future(promise.keep(world))
     try:
         await asyncio.wait([trial], timeout=_DEADLINE_S)
@@ -96,10 +95,14 @@ async def _keep(world: World, promise: Promise) -> str:
         trial.cancel()
         await asyncio.gather(trial, return_exceptions=True)
     if late or trial.cancelled():
-        return f"was not over after {_DEADLINE_S:g} s"
+        return State.BROKEN, f"was not over after {_DEADLINE_S:g} s"
     error = trial.exception()
+    if error is None:
+        return State.KEPT, ""
+    if isinstance(error, Untried):
+        return State.NOT_APPLICABLE, f"on this machine: {error}"
     # What a sandbox said may be in it.
-    return "" if error is None else _printable(f"{type(error).__name__}: {error}")[:1000]
+    return State.BROKEN, _printable(f"{type(error).__name__}: {error}")[:1000]
 
 
 def _printable(text: str) -> str:

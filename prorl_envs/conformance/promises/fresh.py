@@ -59,7 +59,7 @@ async def absent(world: World) -> None:
     "RUN-007", "At its deadline it is killed with its group; what it printed is kept.", needs=("sleep",)
 )
 async def deadline(world: World) -> None:
-    done = await world.box.tools.run(["/bin/sh", "-c", "echo before; sleep 600; :"], timeout_s=0.3)
+    done = await world.box.tools.run(["/bin/sh", "-c", "echo before; sleep 600; :"], timeout_s=1.0)
     same((done.output, done.timed_out, done.exit_code), (b"before\n", True, None))
 
 

@@ -207,7 +207,7 @@ async def few(world: World) -> None:
     needs=("sleep",),
 )
 async def stopped(world: World) -> None:
-    done = await world.box.tools.run(["/bin/sh", "-c", "kill -STOP $$; echo on"], timeout_s=0.5)
+    done = await world.box.tools.run(["/bin/sh", "-c", "kill -STOP $$; echo on"], timeout_s=1.0)
     expect(done.timed_out, "a stopped process answered")
 
 

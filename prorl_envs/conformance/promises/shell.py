@@ -149,7 +149,7 @@ async def replaced(world: World) -> None:
 async def deadline(world: World) -> None:
     async with world.shell() as box:
         await box.bash("x=kept")
-        result = await box.bash("echo before; sleep 600; echo ending", timeout_s=0.4)
+        result = await box.bash("echo before; sleep 600; echo ending", timeout_s=1.0)
         same((result.ok, result.data["timed_out"], result.data["exit_code"]), (False, True, None))
         expect(
             result.text.startswith("before\n") and "ending" not in result.text, f"it printed {result.text!r}"
@@ -166,7 +166,7 @@ async def stubborn(world: World) -> None:
     async with world.shell() as box:
         await box.bash("x=kept")
         command = "bash -c 'trap \"\" INT; echo before; while :; do sleep 1; done'"
-        result = await box.bash(command, timeout_s=0.4)
+        result = await box.bash(command, timeout_s=1.0)
         expect(result.text.startswith("before\n") and result.data["timed_out"], f"it gave {result.text!r}")
         same((await box.bash("echo $x")).text, "kept\n")
 
@@ -174,7 +174,7 @@ async def stubborn(world: World) -> None:
 @promises.add("BASH-018", "A shell that cannot be interrupted is killed, and a new one follows.", needs=_BASH)
 async def hopeless(world: World) -> None:
     async with world.shell() as box:
-        result = await box.bash("trap '' INT; while :; do :; done", timeout_s=0.4)
+        result = await box.bash("trap '' INT; while :; do :; done", timeout_s=1.0)
         expect(result.data["timed_out"], f"it gave {result.text!r}")
         same((await box.bash("echo back")).text, "back\n")
 
@@ -186,7 +186,7 @@ async def hopeless(world: World) -> None:
 )
 async def waits(world: World) -> None:
     async with world.shell() as box:
-        result = await box.bash("read -p 'name? ' name", timeout_s=0.4)
+        result = await box.bash("read -p 'name? ' name", timeout_s=1.0)
         expect(result.text.startswith("name?") and result.data["timed_out"], f"it gave {result.text!r}")
         same((await box.bash("echo ${name:-empty}")).text, "empty\n")
 
