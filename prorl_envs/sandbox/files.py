@@ -68,6 +68,11 @@ class DriverDirectory:
             self._lock = -1
 
 
+def driver_directory(base: Path, sandbox_id: str) -> Path:
+    """The directory of the driver that made a sandbox, on this node and for this user. It may be gone."""
+    return base / f"{_PREFIX}{os.geteuid()}-{sandbox_id.rpartition('-')[0]}"
+
+
 def sweep(base: Path) -> list[Path]:
     """Remove the directories that killed drivers of this user left in `base`. Returns what was removed.
 

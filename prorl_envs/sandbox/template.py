@@ -33,7 +33,7 @@ class TemplateSpec:
 
 #: The templates of a node, by the name `Sandbox.spawn` uses. Names only: this room imports no tools.
 TEMPLATES: Mapping[str, TemplateSpec] = {
-    "base": TemplateSpec(entries=("prorl_envs.tools.server:serve",)),
+    "base": TemplateSpec(entries=("prorl_envs.tools.server:serve", "prorl_envs.tools.interactive:serve")),
     "ipython": TemplateSpec(
         entries=("prorl_envs.tools.server:serve",), preload=("prorl_envs.tools.kernel:prepare",)
     ),

@@ -36,10 +36,11 @@ class Completed:
 
     Args:
         exit_code: its status, negative for a signal; None where it ran past its deadline.
-        output: stdout and stderr as they came, bounded.
+        output: stdout and stderr as they came, or stdout alone where they were to be apart; bounded.
         timed_out: whether the deadline ended it.
-        truncated_bytes: how much is missing from the middle of `output`.
+        truncated_bytes: how much is missing from the middle of `output` and `errors`.
         duration_s: seconds it ran, measured beside it.
+        errors: stderr where it was to be apart; bounded.
     """
 
     exit_code: int | None
@@ -47,6 +48,7 @@ class Completed:
     timed_out: bool
     truncated_bytes: int
     duration_s: float
+    errors: bytes = b""
 
 
 class Toolbox:
@@ -232,6 +234,8 @@ class Toolbox:
         stdin: bytes = b"",
         timeout_s: float,
         output_limit: int = 1024 * 1024,
+        apart: bool = False,
+        background: bool = False,
     ) -> Completed:
         """Run a fresh process; its process group is killed when it ends or at the deadline.
 
@@ -241,7 +245,10 @@ class Toolbox:
             env: variables on top of the sandbox's own.
             stdin: what it reads; empty means the null device.
             timeout_s: seconds after which it is killed.
-            output_limit: bytes of output kept.
+            output_limit: bytes kept of the output, or of each of the two where they are apart.
+            apart: keep stderr apart from stdout.
+            background: what it put into the background goes on after it ended by itself, and what that
+                writes is lost.
 
         Raises:
             OSError: as starting it locally would raise (no such program, no such directory).
@@ -250,7 +257,9 @@ class Toolbox:
         check_timeout(timeout_s)
 
         def make(id_: int) -> Run:
-            return Run(id_, list(argv), cwd, dict(env or {}), stdin, timeout_s, output_limit)
+            return Run(
+                id_, list(argv), cwd, dict(env or {}), stdin, timeout_s, output_limit, apart, background
+            )
 
         done = await self._tools.ask(make, RunDone, timeout_s=timeout_s)
         if done.exit_code is not None and done.exit_code < 0 and not self.sandbox.alive:
@@ -262,6 +271,7 @@ class Toolbox:
             timed_out=done.timed_out,
             truncated_bytes=done.omitted,
             duration_s=done.duration_s,
+            errors=done.errors,
         )
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:

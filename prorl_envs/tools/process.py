@@ -1,7 +1,7 @@
-"""A fresh process for one command: what graders and set-up steps use. Nothing of it outlives the call.
+"""A fresh process for one command: what graders and set-up steps use.
 
-Its output is complete when it ends, whatever its own children still hold open, and its whole process group
-is killed then.
+Its output is complete when it ends, whatever its own children still hold open. Its whole process group is
+killed then, unless the caller wants what it put into the background to go on.
 """
 
 import contextlib
@@ -11,10 +11,11 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from typing import IO
 
 from prorl_envs.tools.loop import Loop
 from prorl_envs.tools.output import OutputBuffer
-from prorl_envs.tools.reader import OutputReader
+from prorl_envs.tools.reader import Leftovers, OutputReader
 from prorl_envs.tools.wire import Run, RunDone
 
 _WRITE_SIZE = 65536
@@ -27,6 +28,7 @@ class FreshProcess:
         loop: the server's loop.
         request: what to run.
         env: its environment, before the request's own variables.
+        leftovers: gets the outputs that background processes still hold.
         answer: called once with the outcome.
 
     Raises:
@@ -34,20 +36,28 @@ class FreshProcess:
     """
 
     def __init__(
-        self, loop: Loop, request: Run, *, env: Mapping[str, str], answer: Callable[[RunDone], None]
+        self,
+        loop: Loop,
+        request: Run,
+        *,
+        env: Mapping[str, str],
+        leftovers: Leftovers,
+        answer: Callable[[RunDone], None],
     ) -> None:
         self._loop = loop
         self._id = request.id
         self._answer = answer
-        self._output = OutputBuffer(request.output_limit)
+        self._leftovers = leftovers if request.background else None
         self._stdin = memoryview(request.stdin)
         self._timed_out = self._ended = False
         self._started = time.monotonic()
         self._process = _popen(request, env)
-        assert self._process.stdout is not None
-        self._stdout = self._process.stdout.fileno()
         self._pidfd = os.pidfd_open(self._process.pid)
-        self._reader = OutputReader(loop, self._stdout, self._output)
+        self._outputs = [
+            _Output(loop, pipe, request.output_limit)
+            for pipe in (self._process.stdout, self._process.stderr)
+            if pipe is not None
+        ]
         loop.watch(self._pidfd, self._on_exit)
         if self._process.stdin is not None:
             os.set_blocking(self._process.stdin.fileno(), False)
@@ -56,10 +66,12 @@ class FreshProcess:
 
     def cancel(self) -> None:
         """End it now; it answers as if it had been killed."""
+        self._leftovers = None
         self._kill()
 
     def close(self) -> None:
         """Kill it without an answer."""
+        self._leftovers = None
         self._kill()
         self._process.wait()
         self._release()
@@ -78,23 +90,27 @@ class FreshProcess:
 
     def _on_deadline(self) -> None:
         self._timed_out = True
+        self._leftovers = None
         self._kill()
 
     def _on_exit(self) -> None:
-        # The group before the reaping: until then its id cannot be another's.
-        self._kill()
+        if self._leftovers is None:
+            # The group before the reaping: until then its id cannot be another's.
+            self._kill()
         code = self._process.wait()
-        self._reader.drain()
+        for output in self._outputs:
+            output.finish(self._leftovers)
         self._release()
-        captured = self._output.take()
+        captured = [output.buffer.take() for output in self._outputs]
         self._answer(
             RunDone(
                 self._id,
-                captured.data(),
-                captured.omitted,
+                captured[0].data(),
+                sum(each.omitted for each in captured),
                 None if self._timed_out else code,
                 self._timed_out,
                 time.monotonic() - self._started,
+                b"".join(each.data() for each in captured[1:]),
             )
         )
 
@@ -104,14 +120,33 @@ class FreshProcess:
 
     def _release(self) -> None:
         self._deadline.cancel()
-        for fd in (self._stdout, self._pidfd):
-            self._loop.forget(fd)
+        self._loop.forget(self._pidfd)
         if self._process.stdin is not None and not self._process.stdin.closed:
             self._loop.forget(self._process.stdin.fileno())
             self._process.stdin.close()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        for output in self._outputs:
+            output.close()
         os.close(self._pidfd)
+
+
+class _Output:
+    """One of the two outputs: its pipe, and what was kept of it."""
+
+    def __init__(self, loop: Loop, pipe: IO[bytes], limit: int) -> None:
+        self.buffer = OutputBuffer(limit)
+        self._pipe = pipe
+        self._reader = OutputReader(loop, pipe.fileno(), self.buffer)
+
+    def finish(self, leftovers: Leftovers | None) -> None:
+        """Read what is there; what others still write goes to `leftovers`, if those are wanted."""
+        ended = self._reader.drain()
+        self._reader.stop()
+        if leftovers is not None and not ended:
+            leftovers.adopt(os.dup(self._pipe.fileno()))
+
+    def close(self) -> None:
+        self._reader.stop()
+        self._pipe.close()
 
 
 def _popen(request: Run, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -123,7 +158,7 @@ def _popen(request: Run, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
             env={**env, **request.env},
             stdin=subprocess.PIPE if request.stdin else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=subprocess.PIPE if request.apart else subprocess.STDOUT,
             start_new_session=True,
         )
     except (ValueError, IndexError, subprocess.SubprocessError) as error:  # a NUL byte, no argv

@@ -16,6 +16,7 @@ from prorl_envs.tools.kernel_session import KernelSession
 from prorl_envs.tools.loop import Loop
 from prorl_envs.tools.output import clip
 from prorl_envs.tools.process import FreshProcess
+from prorl_envs.tools.reader import Leftovers
 from prorl_envs.tools.shell import ShellSession
 from prorl_envs.tools.wire import (
     CONTENT_LIMIT,
@@ -74,6 +75,7 @@ class ToolServer:
         self._shells: dict[str, ShellSession] = {}
         self._kernel: KernelSession | None = None
         self._processes: dict[int, FreshProcess] = {}
+        self._leftovers = Leftovers(self._loop)
 
     def run(self) -> None:
         self._loop.watch(self._sock.fileno(), self._on_request)
@@ -86,6 +88,7 @@ class ToolServer:
             self._kernel.close()
         for process in self._processes.values():
             process.close()
+        self._leftovers.close()
         self._loop.close()
         self._sock.close()
 
@@ -171,7 +174,9 @@ class ToolServer:
             self._answer(reply)
 
         request = msgspec.structs.replace(request, cwd=request.cwd or self._setup.workdir)
-        self._processes[request.id] = FreshProcess(self._loop, request, env=os.environ, answer=ended)
+        self._processes[request.id] = FreshProcess(
+            self._loop, request, env=os.environ, leftovers=self._leftovers, answer=ended
+        )
 
     def _edit(self, request: Edit) -> None:
         try:

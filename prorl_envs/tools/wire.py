@@ -68,12 +68,22 @@ class Python(Request, tag=2):
 
 
 class Run(Request, tag=3):
+    """Run a fresh process.
+
+    Args:
+        output_limit: bytes kept, of each of the two outputs where they are apart.
+        apart: keep stderr apart from stdout.
+        background: leave what it put into the background alive when it ends by itself.
+    """
+
     argv: list[str]
     cwd: str
     env: dict[str, str]
     stdin: bytes
     timeout_s: float
     output_limit: int
+    apart: bool = False
+    background: bool = False
 
 
 class Write(Request, tag=4):
@@ -140,11 +150,14 @@ class PythonDone(Reply, tag=2):
 
 
 class RunDone(Reply, tag=3):
+    """The end of a fresh process; `errors` is its stderr where that was to be kept apart."""
+
     output: bytes
     omitted: int
     exit_code: int | None
     timed_out: bool
     duration_s: float
+    errors: bytes = b""
 
 
 class Content(Reply, tag=4):
@@ -190,6 +203,8 @@ _requests = msgspec.msgpack.Decoder(Setup | Bash | Python | Run | Write | Read |
 _replies = msgspec.msgpack.Decoder(Done | BashDone | PythonDone | RunDone | Content | Edited | Refused)
 _cells = msgspec.msgpack.Decoder(Cell)
 _cells_done = msgspec.msgpack.Decoder(CellDone)
+#: What the decoders raise; text that is no UTF-8 has an error of its own.
+_UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError)
 
 
 def encode(message: msgspec.Struct) -> bytearray:
@@ -213,7 +228,7 @@ def decode_request(frame: bytes) -> AnyRequest:
     """Raises WireError where the frame is not a request."""
     try:
         request: AnyRequest = _requests.decode(frame)
-    except msgspec.DecodeError as error:
+    except _UNDECODABLE as error:
         raise WireError(f"not a request: {error}") from error
     return request
 
@@ -222,7 +237,7 @@ def decode_reply(frame: bytes) -> AnyReply:
     """Raises WireError where the frame is not a reply."""
     try:
         reply: AnyReply = _replies.decode(frame)
-    except msgspec.DecodeError as error:
+    except _UNDECODABLE as error:
         raise WireError(f"not a reply: {error}") from error
     return reply
 
@@ -231,7 +246,7 @@ def decode_cell(frame: bytes) -> Cell:
     """Raises WireError where the frame is not a cell."""
     try:
         return _cells.decode(frame)
-    except msgspec.DecodeError as error:
+    except _UNDECODABLE as error:
         raise WireError(f"not a cell: {error}") from error
 
 
@@ -239,7 +254,7 @@ def decode_cell_done(frame: bytes) -> CellDone:
     """Raises WireError where the frame is not the end of a cell."""
     try:
         return _cells_done.decode(frame)
-    except msgspec.DecodeError as error:
+    except _UNDECODABLE as error:
         raise WireError(f"not the end of a cell: {error}") from error
 
 

@@ -54,6 +54,40 @@ async def test_what_keeps_the_output_open_does_not_hold_the_call_and_is_ended(bo
     await wait_until_gone(box, "sleep")
 
 
+async def test_the_two_outputs_can_be_kept_apart(box: Toolbox) -> None:
+    done = await box.run(["sh", "-c", "echo out; echo err >&2; echo more"], apart=True, timeout_s=T)
+    assert (done.output, done.errors) == (b"out\nmore\n", b"err\n")
+    done = await box.run(
+        ["sh", "-c", "printf 123456; printf abcdef >&2; sleep 100"], apart=True, output_limit=4, timeout_s=0.3
+    )
+    assert done.timed_out and done.truncated_bytes == 4
+    assert done.output.startswith(b"12\n[... 2 bytes") and done.errors.endswith(b"\nef")
+
+
+async def test_a_background_process_goes_on_where_it_is_wanted(box: Toolbox) -> None:
+    """It holds the output, writes to it after the call, and is not ended by that."""
+    write = "n=0; while [ $n -lt 5000 ]; do n=$((n+1)); echo a line for nobody; echo another >&2; done"
+    command = f"(until [ -e go ]; do sleep 0.01; done; {write}; touch done) & echo begun"
+    done = await box.run(["sh", "-c", command], background=True, apart=True, timeout_s=T)
+    assert done.output == b"begun\n"
+    wait = "touch go; until [ -e done ]; do sleep 0.01; done"
+    assert (await box.run(["sh", "-c", wait], timeout_s=T)).exit_code == 0
+
+
+async def test_past_the_deadline_nothing_of_the_group_goes_on(box: Toolbox) -> None:
+    done = await box.run(["sh", "-c", "sleep 100 & sleep 100"], background=True, timeout_s=0.3)
+    assert done.timed_out
+    await wait_until_gone(box, "sleep")
+
+
+async def test_any_number_of_background_processes_may_hold_their_outputs(box: Toolbox) -> None:
+    runs = [
+        box.run(["sh", "-c", "sleep 100 &"], background=True, apart=True, timeout_s=T) for _ in range(100)
+    ]
+    assert all(done.exit_code == 0 for done in await asyncio.gather(*runs))
+    assert (await box.run(["pgrep", "-cx", "sleep"], timeout_s=T)).output == b"100\n"
+
+
 async def test_output_is_complete_and_bounded(box: Toolbox) -> None:
     assert len((await box.run(["head", "-c", "900000", "/dev/zero"], timeout_s=T)).output) == 900_000
     done = await box.run(["head", "-c", "900000", "/dev/zero"], timeout_s=T, output_limit=1000)

@@ -1,0 +1,349 @@
+"""A sandbox as NeMo Gym uses it: commands in fresh processes, files in and out, an end at a given time.
+
+Imports nothing of NeMo Gym.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import posixpath
+import secrets
+import signal
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from prorl_envs.errors import InputError, SandboxError, ToolError
+from prorl_envs.nemo.plan import Plan
+from prorl_envs.sandbox.base import Sandbox
+from prorl_envs.tools.arguments import is_unicode
+from prorl_envs.tools.client import Completed, Toolbox
+
+logger = logging.getLogger(__name__)
+
+#: What NeMo Gym's own providers answer where no process gave an exit status.
+NO_STATUS = 125
+#: Bytes of a command that one argument surely holds (Linux takes 128 KiB).
+_ARGUMENT_LIMIT = 100_000
+#: Bytes moved at a time, and at most, from a sandbox to the host.
+_CHUNK = 8 * 1024 * 1024
+_DOWNLOAD_LIMIT = 16 * 1024**3
+_SETUP_S = 60.0
+_FOREVER_S = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a command ended.
+
+    Args:
+        stdout, stderr: what it wrote, bounded.
+        return_code: its exit status, 128 and more for a signal; NO_STATUS with an `error`.
+        error: `timeout`; `sandbox`, where the sandbox failed; `exec`, where the command could not be
+            started; None where the command ran to its end.
+    """
+
+    stdout: str
+    stderr: str
+    return_code: int
+    error: str | None = None
+
+
+class Box:
+    """A running sandbox with its tools. Made by `open`, or around a sandbox of another process."""
+
+    def __init__(
+        self,
+        sandbox: Sandbox,
+        tools: Toolbox,
+        *,
+        shell: str,
+        workdir: str,
+        output_limit: int,
+        concurrency: int,
+    ) -> None:
+        self.sandbox = sandbox
+        self.tools = tools
+        self.shell = shell
+        self.workdir = workdir
+        self.paused = False
+        self._output_limit = output_limit
+        self._places = asyncio.Semaphore(concurrency)
+        self._entrypoint: asyncio.Task[Completed] | None = None
+        self._expiry: asyncio.TimerHandle | None = None
+        self._closing: asyncio.Task[None] | None = None
+        #: Awaited before the sandbox ends.
+        self.on_close: Callable[[], Awaitable[None]] | None = None
+
+    @classmethod
+    async def open(cls, sandbox: Sandbox, plan: Plan, *, output_limit: int, concurrency: int) -> Self:
+        """Equip a sandbox that was just started, and take it over: it is closed where this fails.
+
+        Raises:
+            SandboxError, ToolError, OSError: it has no shell, or the plan's directory, files or entry point
+                cannot be.
+        """
+        try:
+            tools = await Toolbox.open(sandbox)
+            try:
+                box = cls(
+                    sandbox,
+                    tools,
+                    shell=await find_shell(tools),
+                    workdir=plan.workdir,
+                    output_limit=output_limit,
+                    concurrency=concurrency,
+                )
+                await box._prepare(plan)
+            except BaseException:
+                await tools.aclose()
+                raise
+        except BaseException:
+            await sandbox.close()
+            raise
+        return box
+
+    @property
+    def alive(self) -> bool:
+        return self._closing is None and self.sandbox.alive
+
+    async def exec(
+        self, command: str, *, cwd: str | None, env: Mapping[str, str] | None, timeout_s: float
+    ) -> Outcome:
+        """Run a command in a shell of its own; what it puts into the background goes on.
+
+        Args:
+            cwd: directory; None and relative ones start from the working directory.
+            timeout_s: seconds after which it is killed with what it started. Waiting for a place is free.
+
+        Raises:
+            InputError: `timeout_s` is no time.
+        """
+        if not is_unicode(command) or "\0" in command:
+            return _failed("exec", "the command holds a character that no shell takes")
+        directory = self.path(cwd or "")
+        async with self._places:
+            if self.paused:
+                return _failed("sandbox", "the sandbox is paused")
+            try:
+                done = await self._run(command, directory, env or {}, timeout_s)
+            except OSError as error:
+                return _failed("exec", f"cannot start a command in {directory}: {error.strerror}")
+            except (SandboxError, ToolError) as error:
+                return _failed("sandbox", str(error))
+        if done.exit_code == -signal.SIGKILL and not self.alive:  # with everything in it
+            return _failed("sandbox", f"sandbox {self.sandbox.id} ended during the command")
+        stdout, stderr = (data.decode("utf-8", "replace") for data in (done.output, done.errors))
+        if done.exit_code is None:
+            note = f"[the command was ended after {timeout_s:g} s]"
+            return Outcome(
+                stdout=stdout, stderr=_with_note(stderr, note), return_code=NO_STATUS, error="timeout"
+            )
+        status = done.exit_code if done.exit_code >= 0 else 128 - done.exit_code
+        return Outcome(stdout=stdout, stderr=stderr, return_code=status)
+
+    async def upload(self, source: Path, target: str) -> None:
+        """Copy a file of the host into the sandbox, with its permissions; missing folders are made.
+
+        Raises:
+            OSError: as a local copy would raise.
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        path = self.path(target)
+        with await asyncio.to_thread(source.open, "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode & 0o777
+            await self.tools.write(path, await asyncio.to_thread(file.read, _CHUNK), mode=mode)
+            while chunk := await asyncio.to_thread(file.read, _CHUNK):
+                done = await self.tools.run(
+                    ["sh", "-c", 'cat >> "$1"', "sh", path], stdin=chunk, cwd="/", timeout_s=_SETUP_S
+                )
+                _check(done, f"cannot write {target}")
+
+    async def download(self, source: str, target: Path) -> None:
+        """Copy a file out of the sandbox; `target` appears whole or not at all.
+
+        Raises:
+            OSError: as a local copy would raise.
+            SandboxError, ToolError: our infrastructure failed, or the file grew while it was read.
+        """
+        path = self.path(source)
+        await asyncio.to_thread(target.parent.mkdir, parents=True, exist_ok=True)
+        part = target.with_name(f".part-{secrets.token_hex(8)}")
+        try:
+            with await asyncio.to_thread(part.open, "wb") as file:
+                moved = 0
+                while chunk := await self._read(path, moved):
+                    await asyncio.to_thread(file.write, chunk)
+                    moved += len(chunk)
+                    if moved > _DOWNLOAD_LIMIT:
+                        raise ToolError(f"{source} has more than {_DOWNLOAD_LIMIT} bytes")
+                    if len(chunk) < _CHUNK:
+                        break
+            await asyncio.to_thread(part.replace, target)
+        finally:
+            await asyncio.to_thread(part.unlink, missing_ok=True)
+
+    async def pause(self) -> None:
+        """Stop every process inside, at once. Idempotent.
+
+        Raises:
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        if not self.paused:
+            self.paused = True  # from here on nothing new is started
+            try:
+                await self._signal_all("STOP")
+            except BaseException:
+                self.paused = False
+                raise
+
+    async def resume(self) -> None:
+        """Let every process inside go on, those too that had stopped by themselves. Idempotent.
+
+        Raises:
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        if self.paused:
+            await self._signal_all("CONT")
+            self.paused = False
+
+    async def close(self) -> None:
+        """End the sandbox with everything in it. Idempotent; goes on where the caller is cancelled."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
+        if self.on_close is not None:
+            await self.on_close()
+        await self.tools.aclose()
+        if self._entrypoint is not None:
+            await asyncio.wait([self._entrypoint])
+        await self.sandbox.close()
+
+    async def _prepare(self, plan: Plan) -> None:
+        if plan.make_workdir:
+            done = await self.tools.run(["mkdir", "-p", "--", plan.workdir], cwd="/", timeout_s=_SETUP_S)
+            _check(done, f"cannot make the working directory {plan.workdir}")
+        for path, text in plan.files.items():
+            await self.tools.write(self.path(path), text.encode())
+        if plan.entrypoint:
+            await self._start(plan.entrypoint)
+        if plan.ttl_s is not None:
+            self._expiry = asyncio.get_running_loop().call_later(plan.ttl_s, self._expire, plan.ttl_s)
+
+    async def _start(self, entrypoint: tuple[str, ...]) -> None:
+        """Start what runs beside the commands.
+
+        Raises:
+            OSError: there is no such program.
+        """
+        self._entrypoint = asyncio.create_task(
+            self.tools.run(entrypoint, cwd=self.workdir, timeout_s=_FOREVER_S, output_limit=4096)
+        )
+        self._entrypoint.add_done_callback(_report_end)
+        # The server starts processes in the order of the requests: once this one ran, that one was started.
+        await self.tools.run([self.shell, "-c", ":"], cwd="/", timeout_s=_SETUP_S)
+        if self._entrypoint.done() and isinstance(error := self._entrypoint.exception(), OSError):
+            raise SandboxError(f"cannot start the entry point {entrypoint[0]!r}: {error.strerror}")
+
+    def _expire(self, ttl_s: float) -> None:
+        logger.warning("sandbox %s is ended: its %g s are over", self.sandbox.id, ttl_s)
+        self._closing = self._closing or asyncio.create_task(self._close())
+
+    async def _run(self, command: str, directory: str, env: Mapping[str, str], timeout_s: float) -> Completed:
+        if len(command.encode()) <= _ARGUMENT_LIMIT:
+            return await self._run_argv([self.shell, "-c", command], directory, env, timeout_s)
+        script = f"/tmp/.command-{secrets.token_hex(8)}"
+        await self.tools.write(script, command.encode(), mode=0o600)
+        try:
+            return await self._run_argv([self.shell, script], directory, env, timeout_s)
+        finally:
+            with contextlib.suppress(OSError, SandboxError, ToolError):  # it goes with the sandbox anyway
+                await self.tools.run(["rm", "-f", script], cwd="/", timeout_s=_SETUP_S)
+
+    async def _run_argv(
+        self, argv: list[str], directory: str, env: Mapping[str, str], timeout_s: float
+    ) -> Completed:
+        return await self.tools.run(
+            argv,
+            cwd=directory,
+            env=env,
+            timeout_s=timeout_s,
+            output_limit=self._output_limit,
+            apart=True,
+            background=True,
+        )
+
+    async def _read(self, path: str, offset: int) -> bytes:
+        if offset == 0:
+            return await self.tools.read(path, limit=_CHUNK)
+        script = 'tail -c "+$2" -- "$1" | head -c "$3"'
+        done = await self.tools.run(
+            ["sh", "-c", script, "sh", path, str(offset + 1), str(_CHUNK)],
+            cwd="/",
+            timeout_s=_SETUP_S,
+            output_limit=2 * _CHUNK,
+            apart=True,
+        )
+        _check(done, f"cannot read {path}")
+        return done.output
+
+    async def _signal_all(self, name: str) -> None:
+        # The kernel signals all but the sender and the sandbox's first, in one step.
+        done = await self.tools.run(["sh", "-c", f"kill -{name} -1"], cwd="/", timeout_s=_SETUP_S)
+        if done.exit_code not in (0, 1):  # 1: there was nobody
+            raise SandboxError(f"cannot signal the processes of sandbox {self.sandbox.id}")
+
+    def path(self, path: str) -> str:
+        """`path` as an absolute one; what is relative starts from the working directory."""
+        return posixpath.join(self.workdir, path)
+
+
+async def find_shell(tools: Toolbox) -> str:
+    """`bash` where the sandbox has it, else `sh`.
+
+    Raises:
+        SandboxError: it has neither.
+    """
+    for shell in ("bash", "sh"):
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            await tools.run([shell, "-c", ":"], cwd="/", timeout_s=_SETUP_S)
+            return shell
+    raise SandboxError("the image has no shell")
+
+
+def check_user(user: str | int | None, uid: int) -> None:
+    """Raises InputError where `user` is not the one all of a sandbox's processes run as."""
+    if user not in (None, uid, str(uid)) and not (uid == 0 and user == "root"):
+        raise InputError(
+            f"commands run as user {uid} in this sandbox, not as {user!r}",
+            hint="a sandbox has one user: choose it with provider_options `uid`",
+        )
+
+
+def _check(done: Completed, what: str) -> None:
+    if done.exit_code != 0:
+        said = (done.errors or done.output)[-500:].decode("utf-8", "replace").strip()
+        raise SandboxError(f"{what}: {said or 'it took too long'}")
+
+
+def _failed(kind: str, why: str) -> Outcome:
+    return Outcome(stdout="", stderr=why, return_code=NO_STATUS, error=kind)
+
+
+def _with_note(text: str, note: str) -> str:
+    return f"{text}{'' if not text or text.endswith(chr(10)) else chr(10)}{note}"
+
+
+def _report_end(entrypoint: asyncio.Task[Completed]) -> None:
+    if entrypoint.cancelled() or entrypoint.exception() is not None:
+        return  # with the sandbox
+    done = entrypoint.result()
+    logger.warning(
+        "an entry point ended with status %s: %s", done.exit_code, done.output.decode("utf-8", "replace")
+    )

@@ -1,0 +1,251 @@
+"""Our sandboxes for every NeMo Gym harness: the class behind `{prorl: {}}`.
+
+Registered under the entry point group `nemo_gym.sandbox_providers`. The protocol is
+`nemo_gym.sandbox.providers.base` of nemo-gym 0.4 and 0.7, optional capabilities included.
+"""
+
+# mypy: allow-subclassing-any, no-warn-return-any, disable-error-code="import-not-found,import-untyped"
+# NeMo Gym is an optional extra and ships no types.
+
+import asyncio
+import logging
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_gym.sandbox.providers import base as nemo
+
+from prorl_envs.errors import InputError, ProrlError
+from prorl_envs.nemo.box import Box, check_user
+from prorl_envs.nemo.drivers import DriverChoice, SharedDriver
+from prorl_envs.nemo.gate import BorrowedSandbox
+from prorl_envs.nemo.plan import Plan, image_path, plan, provider_config
+from prorl_envs.nemo.terminal import TerminalSession
+from prorl_envs.tools.client import Toolbox
+from prorl_envs.tools.terminal_wire import Open
+
+logger = logging.getLogger(__name__)
+
+
+class ProrlSandboxProvider:
+    """A NeMo Gym sandbox provider. Belongs to the event loop in which it is first used.
+
+    Args:
+        config: see `plan.ProviderConfig`.
+
+    Raises:
+        InputError: a setting is unknown or wrong.
+    """
+
+    name = "prorl"
+
+    def __init__(self, **config: Any) -> None:
+        self._config = provider_config(config)
+        self._choice = DriverChoice(self._config.driver, self._config.run_dir)
+        self._boxes: set[Box] = set()
+        self._borrowed: dict[Box, BorrowedSandbox] = {}
+        self._acquiring = asyncio.Lock()
+        self._shared: SharedDriver | None = None
+
+    async def create(self, spec: Any) -> Any:
+        """Start a sandbox and return its handle once it takes commands.
+
+        Raises:
+            SandboxCreateError: it cannot be what `spec` asks, or did not start, or not in time.
+        """
+        try:
+            wanted = await asyncio.to_thread(plan, spec, self._config)  # it looks at the binds
+            for warning in wanted.warnings:
+                logger.warning("%s", warning)
+            async with asyncio.timeout(wanted.ready_s):
+                box = await self._start(wanted)
+        except TimeoutError:
+            raise nemo.SandboxCreateError(f"the sandbox was not ready in {wanted.ready_s:g} s") from None
+        except (ProrlError, OSError) as error:
+            raise nemo.SandboxCreateError(str(error)) from error
+        return self._handle(box)
+
+    async def exec(
+        self,
+        handle: Any,
+        command: str,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
+        user: str | int | None = None,
+    ) -> Any:
+        """Run a command in a shell of its own.
+
+        Returns:
+            With `error_type` `timeout`, `sandbox` or `exec` where it has no exit status of its own; what it
+            wrote until then is there.
+
+        Raises:
+            ValueError: `user` is not the sandbox's.
+            InputError: `timeout_s` is no time.
+        """
+        box: Box = handle.raw
+        _check_user(user, box)
+        seconds = self._config.default_timeout_s if timeout_s is None else float(timeout_s)
+        done = await box.exec(command, cwd=cwd, env=env, timeout_s=seconds)
+        return nemo.SandboxExecResult(
+            stdout=done.stdout, stderr=done.stderr, return_code=done.return_code, error_type=done.error
+        )
+
+    async def exec_with_background_services(
+        self, handle: Any, command: str, *, cwd: str | None = None, timeout_s: float | None = None
+    ) -> Any:
+        """The same as `exec`, which leaves background processes alive anyway."""
+        return await self.exec(handle, command, cwd=cwd, timeout_s=timeout_s)
+
+    async def upload_file(self, handle: Any, source_path: Path, target_path: str) -> None:
+        """Copy a file into the sandbox; see `Box.upload`."""
+        await handle.raw.upload(Path(source_path), target_path)
+
+    async def download_file(self, handle: Any, source_path: str, target_path: Path) -> None:
+        """Copy a file out of the sandbox; see `Box.download`."""
+        await handle.raw.download(source_path, Path(target_path))
+
+    async def status(self, handle: Any) -> Any:
+        """`RUNNING`, `PAUSED` or `STOPPED`."""
+        box: Box = handle.raw
+        if not box.alive:
+            return nemo.SandboxStatus.STOPPED
+        return nemo.SandboxStatus.PAUSED if box.paused else nemo.SandboxStatus.RUNNING
+
+    async def pause(self, handle: Any) -> None:
+        """Stop every process in the sandbox; memory, files and connections stay.
+
+        Raises:
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        await handle.raw.pause()
+
+    async def resume(self, handle: Any) -> None:
+        """Let them go on.
+
+        Raises:
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        await handle.raw.resume()
+
+    async def create_pty(self, handle: Any, spec: Any) -> TerminalSession:
+        """Open an interactive session: a shell, or `spec.command` in one.
+
+        Raises:
+            ValueError: `spec.user` is not the sandbox's.
+            SandboxPtyError: it cannot be started.
+        """
+        box: Box = handle.raw
+        _check_user(spec.user, box)
+        argv = [box.shell] if spec.command is None else [box.shell, "-c", spec.command]
+        request = Open(
+            argv, box.path(spec.cwd or ""), dict(spec.env or {}), spec.pty, int(spec.rows), int(spec.cols)
+        )
+        try:
+            return await TerminalSession.open(box.sandbox, request, error=nemo.SandboxPtyError)
+        except ProrlError as error:
+            raise nemo.SandboxPtyError(str(error)) from error
+
+    async def serialize_handle(self, handle: Any, *, scope: str | None = None) -> dict[str, Any]:
+        """What `connect` needs in another process of this user on this node.
+
+        Args:
+            scope: NeMo Gym's remote provider knows scopes; a borrower of ours may do everything.
+        """
+        box: Box = handle.raw
+        return {
+            "provider": self.name,
+            "sandbox_id": box.sandbox.id,
+            "workdir": box.workdir,
+            "hostname": socket.gethostname(),
+            "run_dir": str(self._choice.base),
+        }
+
+    async def connect(self, descriptor: Mapping[str, Any]) -> Any:
+        """Borrow a sandbox that another process owns. It ends with its owner.
+
+        Args:
+            descriptor: from `serialize_handle`; of it, `sandbox_id` is enough where both have the same
+                `run_dir`.
+
+        Raises:
+            InputError: the descriptor is another provider's or another node's.
+            SandboxError: its owner is gone, or does not have it any more.
+        """
+        here = socket.gethostname()
+        if descriptor.get("provider", self.name) != self.name or descriptor.get("hostname", here) != here:
+            raise InputError(
+                f"cannot borrow a sandbox of {descriptor.get('provider')} on {descriptor.get('hostname')}",
+                hint=f"this is {self.name} on {here}",
+            )
+        base = Path(descriptor.get("run_dir") or self._choice.base)
+        sandbox = await BorrowedSandbox.borrow(str(descriptor.get("sandbox_id")), base)
+        try:
+            box = Box(
+                sandbox,
+                await Toolbox.open(sandbox),
+                shell=sandbox.shell,
+                workdir=descriptor.get("workdir") or sandbox.workdir,
+                output_limit=self._config.output_limit,
+                concurrency=self._config.concurrency,
+            )
+        except BaseException:
+            sandbox.release()
+            raise
+        self._borrowed[box] = sandbox
+        return self._handle(box)
+
+    async def close(self, handle: Any) -> None:
+        """End the sandbox and everything in it, a borrowed one too. Idempotent."""
+        await handle.raw.close()
+        self._boxes.discard(handle.raw)
+        self._borrowed.pop(handle.raw, None)
+
+    async def aclose(self) -> None:
+        """End every sandbox of this provider, and the driver if no other provider uses it. Idempotent.
+
+        What is borrowed is given back, not ended.
+        """
+        borrowed, self._borrowed = self._borrowed, {}
+        for box, sandbox in borrowed.items():
+            await box.tools.aclose()
+            sandbox.release()
+        boxes, self._boxes = self._boxes, set()
+        outcomes = await asyncio.gather(*(box.close() for box in boxes), return_exceptions=True)
+        shared, self._shared = self._shared, None
+        if shared is not None:
+            await shared.release()
+        for outcome in outcomes:
+            if outcome is not None:
+                raise outcome
+
+    async def _start(self, wanted: Plan) -> Box:
+        shared = await self._driver()
+        sandbox = await shared.driver.start(wanted.with_image(image_path(wanted.image)))
+        box = await Box.open(
+            sandbox, wanted, output_limit=self._config.output_limit, concurrency=self._config.concurrency
+        )
+        self._boxes.add(box)  # from here on `aclose` ends it, whatever becomes of this call
+        shared.gate.offer(box)
+        box.on_close = lambda: shared.gate.withdraw(box)
+        return box
+
+    def _handle(self, box: Box) -> Any:
+        return nemo.SandboxHandle(sandbox_id=box.sandbox.id, provider_name=self.name, raw=box)
+
+    async def _driver(self) -> SharedDriver:
+        async with self._acquiring:
+            if self._shared is None:
+                self._shared = await SharedDriver.acquire(self._choice)
+            return self._shared
+
+
+def _check_user(user: str | int | None, box: Box) -> None:
+    """NeMo Gym's callers know the error for a user that cannot be had as ValueError."""
+    try:
+        check_user(user, box.sandbox.spec.uid)
+    except InputError as error:
+        raise ValueError(str(error)) from error

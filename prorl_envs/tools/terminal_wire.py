@@ -1,0 +1,98 @@
+"""What the host and the process behind an interactive session say to each other, in the frames of `wire`.
+
+Pure. Host to session: one `Open`, then the others in any order. Session to host: output as it comes, and one
+`Exited` as the last word.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from prorl_envs.tools.wire import FRAME_LIMIT, WireError
+
+#: Bytes of output in one frame.
+OUTPUT_SIZE = 32 * 1024
+#: Bytes of the longest frame the session sends, with room for the rest of it.
+SESSION_FRAME_LIMIT = OUTPUT_SIZE + 64
+
+type Signal = Literal["SIGINT", "SIGTERM", "SIGKILL", "SIGQUIT", "SIGHUP"]
+
+
+class Open(msgspec.Struct, array_like=True, tag=0, gc=False):
+    """Start the program.
+
+    Args:
+        argv: program and arguments.
+        cwd: absolute directory.
+        env: variables on top of the sandbox's own.
+        terminal: on a pseudo-terminal; otherwise with pipes, and stderr apart.
+        rows, columns: the terminal's size.
+    """
+
+    argv: list[str]
+    cwd: str
+    env: dict[str, str]
+    terminal: bool
+    rows: int
+    columns: int
+
+
+class Input(msgspec.Struct, array_like=True, tag=1, gc=False):
+    data: bytes
+
+
+class Resize(msgspec.Struct, array_like=True, tag=2, gc=False):
+    rows: int
+    columns: int
+
+
+class SendSignal(msgspec.Struct, array_like=True, tag=3, gc=False):
+    """Signal the program's process group; on a terminal, the group in the foreground too."""
+
+    name: Signal
+
+
+class Output(msgspec.Struct, array_like=True, tag=0, gc=False):
+    """What the program wrote; `errors` tells stderr, where that is apart."""
+
+    data: bytes
+    errors: bool
+
+
+class Exited(msgspec.Struct, array_like=True, tag=1, gc=False):
+    """The program's end: its status, negative for a signal; or why it could not be started."""
+
+    status: int
+    failure: str
+
+
+type ToSession = Open | Input | Resize | SendSignal
+type FromSession = Output | Exited
+
+_to_session = msgspec.msgpack.Decoder(Open | Input | Resize | SendSignal)
+_from_session = msgspec.msgpack.Decoder(Output | Exited)
+_UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError)
+
+
+def decode_to_session(frame: bytes) -> ToSession:
+    """Raises WireError where the frame is none for a session."""
+    try:
+        message: ToSession = _to_session.decode(frame)
+    except _UNDECODABLE as error:
+        raise WireError(f"not for a session: {error}") from error
+    return message
+
+
+def decode_from_session(frame: bytes) -> FromSession:
+    """Raises WireError where the frame is none of a session's."""
+    try:
+        message: FromSession = _from_session.decode(frame)
+    except _UNDECODABLE as error:
+        raise WireError(f"not from a session: {error}") from error
+    return message
+
+
+def input_frames(data: bytes) -> list[Input]:
+    """Cut input into what frames hold."""
+    size = FRAME_LIMIT // 2
+    return [Input(data[start : start + size]) for start in range(0, len(data), size)]

@@ -1,0 +1,98 @@
+"""Interactive sessions without NeMo Gym, on real sandboxes. Through NeMo Gym: `test_provider_terminal.py`."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from prorl_envs.nemo.terminal import ENTRY, TerminalSession
+from prorl_envs.sandbox.base import Sandbox, SandboxSpec
+from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.tools.terminal_wire import Open
+from prorl_envs.tools.wire import encode
+
+pytestmark = pytest.mark.anyio
+T = 20.0
+
+
+class Over(Exception):
+    """What a session raises where it failed."""
+
+
+@pytest.fixture
+async def sandbox(shared_driver: BubblewrapDriver) -> AsyncIterator[Sandbox]:
+    sandbox = await shared_driver.start(SandboxSpec())
+    yield sandbox
+    await sandbox.close()
+
+
+async def session(sandbox: Sandbox, *argv: str, terminal: bool = True) -> TerminalSession:
+    request = Open([*argv], "/workspace", {"A": "b"}, terminal, 30, 100)
+    return await TerminalSession.open(sandbox, request, error=Over)
+
+
+async def everything(session: TerminalSession) -> bytes:
+    return b"".join([chunk async for chunk in session])
+
+
+async def test_a_program_has_a_terminal_of_its_own(sandbox: Sandbox) -> None:
+    command = "tty; stty size; echo $A $TERM; pwd; ps -o tpgid= -p $$ | tr -d ' '; echo $$; exit 3"
+    async with await session(sandbox, "bash", "-c", command) as one:
+        lines = (await everything(one)).decode().split("\r\n")
+        assert lines[0].startswith("/dev/pts/")
+        assert lines[1:4] == ["30 100", "b xterm-256color", "/workspace"]
+        assert lines[4] == lines[5]  # it is in the foreground
+        assert await one.wait_exit(timeout_s=T) == 3
+
+
+async def test_the_two_outputs_are_apart_on_pipes(sandbox: Sandbox) -> None:
+    async with await session(
+        sandbox, "sh", "-c", "echo out; echo err >&2; kill -15 $$", terminal=False
+    ) as one:
+        assert (await everything(one), await one.read_stderr()) == (b"out\n", b"err\n")
+        assert await one.wait_exit() == 143
+
+
+async def test_what_stays_in_the_background_does_not_keep_a_session_open(sandbox: Sandbox) -> None:
+    async with await session(sandbox, "sh", "-c", "sleep 1000 & echo done") as one:
+        assert await everything(one) == b"done\r\n"
+
+
+async def test_a_hang_up_ends_a_program_that_reads_nothing_and_writes_on(sandbox: Sandbox) -> None:
+    one = await session(sandbox, "sh", "-c", "trap '' HUP INT TERM; yes", terminal=False)
+    await one.read(timeout_s=T)
+    await one.write(b"x" * 1_000_000)
+    await one.close()
+    async with await session(sandbox, "sh", "-c", "while pgrep -x yes; do :; done; echo gone") as two:
+        assert (await everything(two)).endswith(b"gone\r\n")
+
+
+async def test_the_end_of_the_sandbox_ends_a_session(sandbox: Sandbox) -> None:
+    one = await session(sandbox, "sleep", "1000")
+    reading = asyncio.create_task(one.read())
+    await sandbox.close()
+    with pytest.raises(Over):
+        await reading
+    assert one.closed
+    await one.close()
+
+
+async def test_a_program_that_is_not_there_is_told(sandbox: Sandbox) -> None:
+    async with await session(sandbox, "/no/such") as one:
+        with pytest.raises(Over, match="No such file"):
+            await one.wait_exit(timeout_s=T)
+
+
+async def test_a_host_that_breaks_the_protocol_loses_only_that_session(sandbox: Sandbox) -> None:
+    sock = await sandbox.spawn(ENTRY)
+    sock.send(b"\0\0\0\1x")
+    sock.close()
+    async with await session(sandbox, "echo", "fine") as one:
+        assert await everything(one) == b"fine\r\n"
+
+
+async def test_a_session_that_breaks_the_protocol_is_given_up() -> None:
+    one = TerminalSession("s", "pty", Over)
+    one.data_received(bytes(encode(Open(["x"], "/", {}, True, 1, 1))))
+    with pytest.raises(Over, match="broke the protocol"):
+        await one.read()
