@@ -19,6 +19,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "sandbox": frozenset({"errors"}),
     "tools": frozenset({"errors", "sandbox.base"}),
     "images": frozenset({"errors", "clock", "sandbox.sif", "sandbox.files", "sandbox.syscalls"}),
+    "conformance": frozenset({"errors", "sandbox", "tools"}),
     "env": frozenset({"errors", "sandbox", "tools"}),
     "envs": frozenset({"errors", "sandbox", "tools", "env"}),
     "apps": frozenset({"nemo"}),  # a family's NeMo Gym server

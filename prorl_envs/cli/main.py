@@ -264,6 +264,28 @@ def doctor() -> None:
         raise typer.Exit(1)
 
 
+@cli.command()
+def conformance(
+    driver: Annotated[str, typer.Option(help="Sandbox driver, such as bubblewrap.")] = "bubblewrap",
+    image: Annotated[
+        Path | None, typer.Option(exists=True, help="Image of the sandboxes; by default the host's system.")
+    ] = None,
+    only: Annotated[
+        str, typer.Option(help="Ids of promises, or their beginnings, with commas: PROC,FS-017.")
+    ] = "",
+    report: Annotated[Path | None, typer.Option("--json", help="File for the outcomes as JSON.")] = None,
+) -> None:
+    """Try every promise that a sandbox makes, and say which are kept on this machine."""
+    from prorl_envs.cli.conformance import conformance, subject
+    from prorl_envs.cli.running import run
+    from prorl_envs.conformance.suite import chosen
+
+    promises = chosen(filter(None, only.split(",")))
+    against = subject(driver, image.resolve() if image is not None else None)
+    if not run(conformance(against, promises, report)):
+        raise typer.Exit(1)
+
+
 def _api_key() -> str | None:
     return os.environ.get("OPENAI_API_KEY") or None
 

@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import Mount, SandboxSpec
-from prorl_envs.sandbox.system import system_arguments
+from prorl_envs.sandbox.system import kernel_masks, system_arguments
 
 HOME = "/home/agent"
 DEFAULT_ENV = {
@@ -20,11 +20,13 @@ DEFAULT_ENV = {
 #: The first process: says that the mounts are done, then waits for the end of its standard input, a socket
 #: held by the host, and reaps orphans meanwhile. As pid 1 of its namespace no signal from inside ends it.
 #: Shells differ, and dash surprises: there an ignored SIGCHLD is not ignored but makes `read` fail. So it is
-#: trapped, a failed `read` counts as the end only where no child has died, and `jobs` does the reaping.
+#: trapped, a failed `read` counts as the end only where no child has died, and `jobs` does the reaping. dash
+#: handles an interrupt of its own accord, and so could be ended by one: what can be ignored is.
 INIT = (
     "/bin/sh",
     "-c",
-    "trap 'died=1' CHLD; echo ready; while died=; read _ || [ \"$died\" ]; do jobs; done",
+    "trap '' HUP INT QUIT ALRM TERM USR1 USR2 TSTP TTIN TTOU; trap 'died=1' CHLD; "
+    'echo ready; while died=; read _ || [ "$died" ]; do jobs; done',
 )
 READY = b"ready\n"
 #: Directories of every sandbox that are mounted over an image's.
@@ -133,7 +135,7 @@ def bwrap_arguments(
         *_isolation(spec),
         *(_host_system(files) if files.image is None else _image_system(files.image, files)),
         # Read-only as a whole: to the kernel, the user of a sandbox that root runs owns all of /proc/sys.
-        *("--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"),
+        *("--proc", "/proc", *kernel_masks(), "--remount-ro", "/proc", "--dev", "/dev"),
         *("--perms", "1777", "--size", str(_SHM_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
         *("--perms", "755", "--size", str(_RUN_BYTES), "--tmpfs", "/run"),
         *("--bind", str(files.tmp), "/tmp"),

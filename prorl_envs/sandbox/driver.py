@@ -214,6 +214,8 @@ class NodeSandbox(ABC):
             try:
                 copied = await copy_trees(self._root, path, self._state(), self._stop_copying)
             except BaseException:
+                if self._closing is None:  # a caller that was cancelled stopped this copy, and not the next
+                    self._stop_copying.clear()
                 await asyncio.shield(asyncio.to_thread(remove_tree, path))
                 raise
             return Snapshot(self._spec, path, copied)

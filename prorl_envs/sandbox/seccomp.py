@@ -23,16 +23,58 @@ class Architecture:
         seccomp: number of the seccomp call.
         refused: numbers of calls refused with EPERM.
         absent: numbers of calls refused with ENOSYS, upon which programs fall back to others.
+        by_argument: numbers of calls that `BY_ARGUMENT` refuses in part.
     """
 
     audit: int
     seccomp: int
     refused: dict[str, int]
     absent: dict[str, int]
+    by_argument: dict[str, int]
 
 
-# io_uring has the same numbers everywhere.
-_IO_URING = {"io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427}
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Refuses a call by one of its arguments.
+
+    Args:
+        argument: its index.
+        code: the error.
+        bits: refused where the argument has one of these bits.
+        values: refused where it is one of these.
+        others: refused where it is none of these.
+    """
+
+    argument: int
+    code: int
+    bits: int = 0
+    values: tuple[int, ...] = ()
+    others: tuple[int, ...] = ()
+
+
+_CLONE_NEWUSER = 0x10000000
+_TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
+_AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK, _AF_PACKET = 1, 2, 10, 16, 17
+
+#: A user namespace gives back every capability against the kernel's own code, and not every driver can
+#: forbid it otherwise. Typing into a terminal is how a command gets out of one. Of the address families, the
+#: rare ones have a long record of faults; vsock leads to the hypervisor and knows no network namespace.
+BY_ARGUMENT = {
+    "clone": Rule(0, errno.EPERM, bits=_CLONE_NEWUSER),
+    "unshare": Rule(0, errno.EPERM, bits=_CLONE_NEWUSER),
+    "ioctl": Rule(1, errno.EPERM, values=(_TIOCSTI, _TIOCLINUX)),
+    "socket": Rule(0, errno.EAFNOSUPPORT, others=(_AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK, _AF_PACKET)),
+}
+
+
+# The same numbers everywhere.
+_ABSENT = {
+    "io_uring_setup": 425,
+    "io_uring_enter": 426,
+    "io_uring_register": 427,
+    # Its flags lie in memory, where no filter can look; every libc falls back to `clone`.
+    "clone3": 435,
+}
 
 ARCHITECTURES = {
     "x86_64": Architecture(
@@ -50,8 +92,11 @@ ARCHITECTURES = {
             "perf_event_open": 298,
             "bpf": 321,
             "userfaultfd": 323,
+            "syslog": 103,
+            "open_by_handle_at": 304,
         },
-        absent=_IO_URING,
+        absent=_ABSENT,
+        by_argument={"clone": 56, "unshare": 272, "ioctl": 16, "socket": 41},
     ),
     "aarch64": Architecture(
         audit=0xC00000B7,
@@ -68,8 +113,11 @@ ARCHITECTURES = {
             "perf_event_open": 241,
             "bpf": 280,
             "userfaultfd": 282,
+            "syslog": 116,
+            "open_by_handle_at": 265,
         },
-        absent=_IO_URING,
+        absent=_ABSENT,
+        by_argument={"clone": 220, "unshare": 97, "ioctl": 29, "socket": 198},
     ),
 }
 
@@ -78,8 +126,8 @@ _SECCOMP_SET_MODE_FILTER = 1
 # matters to programs with their own sandbox inside one process.
 _SECCOMP_FILTER_FLAG_SPEC_ALLOW = 4
 
-_LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
-_NUMBER_OFFSET, _ARCHITECTURE_OFFSET = 0, 4
+_LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_IF_ANY, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_NUMBER_OFFSET, _ARCHITECTURE_OFFSET, _ARGUMENTS_OFFSET = 0, 4, 16
 _ALLOW, _FAIL_WITH = 0x7FFF0000, 0x00050000
 _X32_BIT = 0x40000000
 _INSTRUCTION = struct.Struct("=HBBI")
@@ -107,7 +155,24 @@ def filter_program(architecture: Architecture) -> bytes:
     for calls, code in ((architecture.refused, errno.EPERM), (architecture.absent, errno.ENOSYS)):
         for number in calls.values():
             program += [_INSTRUCTION.pack(_JUMP_EQUAL, 0, 1, number), _return(_FAIL_WITH | code)]
+    for name, number in architecture.by_argument.items():
+        check = _check(BY_ARGUMENT[name])
+        program += [_INSTRUCTION.pack(_JUMP_EQUAL, 0, len(check), number), *check]
     return b"".join([*program, _return(_ALLOW)])
+
+
+def _check(rule: Rule) -> list[bytes]:
+    """Instructions for one call, ending in a decision. Only the lower half of an argument is looked at: all
+    that counts in these is there, and both machines store it first."""
+    refuse, allow = _return(_FAIL_WITH | rule.code), _return(_ALLOW)
+    program = [_load(_ARGUMENTS_OFFSET + 8 * rule.argument)]
+    if rule.bits:
+        program += [_INSTRUCTION.pack(_JUMP_IF_ANY, 0, 1, rule.bits), refuse]
+    for value in rule.values:
+        program += [_INSTRUCTION.pack(_JUMP_EQUAL, 0, 1, value), refuse]
+    for value in rule.others:
+        program += [_INSTRUCTION.pack(_JUMP_EQUAL, 0, 1, value), allow]
+    return [*program, refuse if rule.others else allow]
 
 
 def install_filter() -> None:

@@ -3,6 +3,7 @@
 The host's `/etc` never appears: run by root, a sandbox would read `/etc/shadow` through it.
 """
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,38 @@ _COPIED = (
     "ssl/certs",
     "ssl/openssl.cnf",
 )
+
+#: What /proc tells of the whole kernel and not of a process: keys and timers of all users, memory, addresses.
+#: Some can be read by all, most by the host's root alone, who may be this sandbox's user. Others need a
+#: capability besides (kcore, kmsg), or are harmless where /proc is read-only (sysrq-trigger).
+_KERNEL_FILES = (
+    "key-users",
+    "keys",
+    "kpagecgroup",
+    "kpagecount",
+    "kpageflags",
+    "latency_stats",
+    "pagetypeinfo",
+    "sched_debug",
+    "slabinfo",
+    "timer_list",
+    "timer_stats",
+    "vmallocinfo",
+)
+
+
+def kernel_masks(proc: Path = Path("/proc")) -> Iterator[str]:
+    """bubblewrap options that hide, in a new /proc, what it would tell of the kernel.
+
+    Only what this user can read: each is a mount more.
+
+    Args:
+        proc: the host's, which has the same files.
+    """
+    for name in _KERNEL_FILES:
+        if os.access(proc / name, os.R_OK):
+            # A device on a mount without devices: it cannot even be opened.
+            yield from ("--ro-bind", "/dev/null", f"/proc/{name}")
 
 
 def system_arguments(host: Path = Path("/")) -> Iterator[str]:

@@ -315,6 +315,9 @@ class Toolbox:
             )
 
         done = await self._tools.ask(make, RunDone, timeout_s=timeout_s)
+        if done.exit_code is not None and done.exit_code < 0 and not self.sandbox.alive:
+            # Its end can reach us before that of its server: it was the sandbox that killed it.
+            raise SandboxError(f"sandbox {self.sandbox.id} ended during a command")
         return Completed(
             exit_code=done.exit_code,
             output=done.output,

@@ -85,7 +85,7 @@ BASH = Dialect(
     read="IFS= \\builtin read -rd '' -u 40 __command; ",
     report=(
         '{ \\builtin printf \'%%s %%s %%.4096s\\0\' %s "$?" "${PWD-}"; \\builtin set +exvm; '
-        "[[ -t 0 ]] || \\exec 0</dev/tty; PS0= PS1= PS2= PROMPT_COMMAND=; } >&41 2>&1\n"
+        "[[ -t 0 ]] || \\exec 0</dev/tty; PS0= PS0= PS1= PS2= PROMPT_COMMAND=; } >&41 2>&1\n"
     ),
     # Functions hide builtins, but not the special ones where the rules of POSIX hold.
     repair=(

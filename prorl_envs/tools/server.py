@@ -141,7 +141,8 @@ class ToolServer:
             case Cancel():
                 self._cancel(request.id)
             case Setup():
-                self._setup = request
+                # Where it was started: the local driver has no directory of the name that is asked for.
+                self._setup = msgspec.structs.replace(request, workdir=os.getcwd())  # noqa: PTH109
                 # The environment of everything started from here on, the Python session's fork included.
                 os.environ.update(request.env)
                 if request.python:

@@ -40,6 +40,8 @@ async def test_killing_everything_inside_reaches_neither_the_first_process_nor_t
 ) -> None:
     with await sandbox.spawn(RUN_SCRIPTS) as sock:
         assert (await ask(sock, "kill -9 -1; kill -9 1; echo done")).endswith("done\n")
+        signals = "for s in STOP TERM HUP INT QUIT ALRM USR1 USR2 CHLD PIPE SEGV WINCH; do kill -$s 1; done"
+        assert await ask(sock, f"{signals}; sleep 0.1") == ""
         assert await ask(sock, "echo again") == "again\n"
     assert sandbox.alive
 

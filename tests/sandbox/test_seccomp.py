@@ -35,10 +35,10 @@ async def test_listed_calls_are_refused_inside(shell_driver: BubblewrapDriver) -
         await sandbox.close()
 
 
-def run_program(program: bytes, number: int, audit: int) -> int:
-    """What the kernel would do: a classic BPF machine with the filter's four instructions."""
+def run_program(program: bytes, number: int, audit: int, arguments: tuple[int, int] = (0, 0)) -> int:
+    """What the kernel would do: a classic BPF machine with the filter's five instructions."""
     instructions = list(struct.iter_unpack("=HBBI", program))
-    data = {0: number, 4: audit}
+    data = {0: number, 4: audit, 16: arguments[0], 24: arguments[1]}
     accumulator, at = 0, 0
     while True:
         code, if_true, if_false, value = instructions[at]
@@ -50,6 +50,8 @@ def run_program(program: bytes, number: int, audit: int) -> int:
                 at += if_true if accumulator == value else if_false
             case 0x35:
                 at += if_true if accumulator >= value else if_false
+            case 0x45:
+                at += if_true if accumulator & value else if_false
             case _:
                 return int(value)
 
@@ -59,6 +61,8 @@ def test_the_program_decides_by_architecture_and_number(name: str) -> None:
     architecture = ARCHITECTURES[name]
     program = filter_program(architecture)
     for number in range(512):
+        if number in architecture.by_argument.values():
+            continue
         expected = 0x7FFF0000
         if number in architecture.refused.values():
             expected = 0x00050000 | errno.EPERM
@@ -67,3 +71,33 @@ def test_the_program_decides_by_architecture_and_number(name: str) -> None:
         assert run_program(program, number, architecture.audit) == expected
         assert run_program(program, number, 0x40000003) == 0x00050000 | errno.ENOSYS
         assert run_program(program, number | 0x40000000, architecture.audit) == 0x00050000 | errno.ENOSYS
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("call", "arguments", "code"),
+    [
+        ("clone", (0x01200011, 0), 0),
+        ("clone", (0x10000011, 0), errno.EPERM),
+        ("unshare", (0x00000200, 0), 0),
+        ("unshare", (0x10020000, 0), errno.EPERM),
+        ("ioctl", (0, 0x5401), 0),
+        ("ioctl", (0, 0x5412), errno.EPERM),
+        ("ioctl", (0, 0x541C), errno.EPERM),
+        ("socket", (1, 0), 0),
+        ("socket", (2, 0), 0),
+        ("socket", (10, 0), 0),
+        ("socket", (16, 0), 0),
+        ("socket", (0, 0), errno.EAFNOSUPPORT),
+        ("socket", (38, 0), errno.EAFNOSUPPORT),
+        ("socket", (40, 0), errno.EAFNOSUPPORT),
+    ],
+)
+def test_some_calls_are_refused_by_their_arguments(
+    name: str, call: str, arguments: tuple[int, int], code: int
+) -> None:
+    architecture = ARCHITECTURES[name]
+    outcome = run_program(
+        filter_program(architecture), architecture.by_argument[call], architecture.audit, arguments
+    )
+    assert outcome == (0x00050000 | code if code else 0x7FFF0000)

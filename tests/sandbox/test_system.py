@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from prorl_envs.sandbox.system import system_arguments, write_etc
+from prorl_envs.sandbox.system import kernel_masks, system_arguments, write_etc
 
 
 @pytest.fixture
@@ -51,3 +51,11 @@ def test_top_level_directories_are_as_the_host_has_them(host: Path) -> None:
     arguments = list(system_arguments(host))
     assert arguments[:3] == ["--ro-bind", str(host / "usr"), "/usr"]
     assert arguments[3:] == ["--ro-bind", str(host / "bin"), "/bin", "--symlink", "usr/lib64", "/lib64"]
+
+
+def test_of_the_kernels_files_those_that_can_be_read_are_hidden(tmp_path: Path) -> None:
+    for name in ("keys", "slabinfo", "cpuinfo"):
+        (tmp_path / name).touch()
+    assert list(kernel_masks(tmp_path)) == [
+        argument for name in ("keys", "slabinfo") for argument in ("--ro-bind", "/dev/null", f"/proc/{name}")
+    ]

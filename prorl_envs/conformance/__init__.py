@@ -1,0 +1,1 @@
+"""Promises that every sandbox driver keeps, as a suite to be run against any of them."""

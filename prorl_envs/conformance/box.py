@@ -1,0 +1,84 @@
+"""One sandbox with its tools, and how it is asked about itself."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from prorl_envs.conformance.promise import Broken
+from prorl_envs.sandbox.base import Sandbox
+from prorl_envs.tools.client import Completed, Toolbox
+from prorl_envs.tools.types import ToolResult
+
+#: Seconds a probe may take; far more than any needs.
+TIMEOUT_S = 40.0
+
+#: What probes in Python share. `c` is the C library; `refused` runs a call and reports one that succeeded.
+_PRELUDE = """\
+import ctypes, errno, os, sys
+c = ctypes.CDLL(None, use_errno=True)
+def attempt(call, *arguments):
+    ctypes.set_errno(0)
+    return call(*arguments), ctypes.get_errno()
+def refused(name, *arguments):
+    result, error = attempt(getattr(c, name), *arguments)
+    if result != -1:
+        print(name, arguments, "succeeded with", result)
+    return error
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A sandbox and a toolbox on it.
+
+    Args:
+        python: path inside of a working Python, or empty.
+    """
+
+    sandbox: Sandbox
+    tools: Toolbox
+    python: str = ""
+
+    async def run(
+        self, script: str, *, env: Mapping[str, str] | None = None, stdin: bytes = b""
+    ) -> Completed:
+        """Run a script of `/bin/sh` in a fresh process."""
+        return await self.tools.run(["/bin/sh", "-c", script], env=env, stdin=stdin, timeout_s=TIMEOUT_S)
+
+    async def sh(self, script: str) -> str:
+        """What a script prints, standard error included, without the last line's end."""
+        done = await self.run(f"LC_ALL=C\n{script}")
+        return done.output.decode(errors="replace").removesuffix("\n")
+
+    async def path(self, name: str) -> str:
+        """The absolute path, inside, of `name` in the working directory."""
+        return f"{await self.sh('pwd')}/{name}"
+
+    async def bash(self, command: str, *, timeout_s: float = TIMEOUT_S, session: str = "main") -> ToolResult:
+        """Run a command in a persistent shell."""
+        return await self.tools.bash(command, timeout_s=timeout_s, session=session)
+
+    async def nothing(self, script: str) -> None:
+        """Run a script that prints what it should not have been able to.
+
+        It comes over standard input, so that no command line holds what it looks for.
+
+        Raises:
+            Broken: it printed something, or did not reach its end.
+        """
+        text = f"{{\n{script}\n}} 2>/dev/null </dev/null\necho end\n"
+        done = await self.tools.run(["/bin/sh"], stdin=text.encode(), timeout_s=TIMEOUT_S)
+        _expect_only_end(done)
+
+    async def nothing_in_python(self, code: str, *arguments: str) -> None:
+        """The same in Python, with `_PRELUDE` before it."""
+        text = f"{_PRELUDE}{code}\nprint('end')\n"
+        argv = [self.python, "-I", "-c", text, *arguments]
+        _expect_only_end(await self.tools.run(argv, timeout_s=TIMEOUT_S))
+
+
+def _expect_only_end(done: Completed) -> None:
+    *found, last = done.output.decode(errors="replace").splitlines() or [""]
+    if last != "end":
+        raise Broken(f"the probe did not reach its end (status {done.exit_code}): {done.output[-500:]!r}")
+    if found:
+        raise Broken("; ".join(found)[:500])

@@ -1,0 +1,239 @@
+"""How sandboxes end, and that nothing survives."""
+
+import asyncio
+import json
+import os
+import secrets
+import subprocess
+import sys
+from pathlib import Path
+
+from prorl_envs.conformance.host import SECRET, eventually, marked, showing
+from prorl_envs.conformance.promise import Broken, Promises, expect, same
+from prorl_envs.conformance.world import World
+from prorl_envs.errors import SandboxError, ToolError
+from prorl_envs.tools.link import ENTRY
+
+promises = Promises("end")
+
+_NO_PID_NAMESPACE = {"local": "has no pid namespace that ends with the service"}
+
+
+@promises.add("END-001", "Closing is idempotent, also many times at once.")
+async def idempotent(world: World) -> None:
+    sandbox = await world.driver.start(world.spec())
+    await asyncio.gather(*(sandbox.close() for _ in range(5)))
+    await sandbox.close()
+
+
+@promises.add(
+    "END-002", "A closed sandbox is not alive, its files are gone, and nothing can be spawned in it."
+)
+async def closed(world: World) -> None:
+    sandbox = await world.driver.start(world.spec())
+    await sandbox.close()
+    expect(not sandbox.alive, "it says that it is alive")
+    expect(not sandbox.workspace.exists(), "its workspace is there")
+    try:
+        sock = await sandbox.spawn(ENTRY)
+    except SandboxError:
+        return
+    sock.close()
+    raise Broken("a process was spawned in it")
+
+
+@promises.add("END-003", "Closing goes on where its caller is cancelled.")
+async def cancelled_close(world: World) -> None:
+    sandbox = await world.driver.start(world.spec())
+    closing = asyncio.ensure_future(sandbox.close())
+    await asyncio.wait([closing], timeout=0)
+    closing.cancel()
+    await asyncio.gather(closing, return_exceptions=True)
+    gone = await eventually(lambda: not sandbox.workspace.exists())
+    expect(gone and not sandbox.alive, "it was not closed")
+
+
+@promises.add("END-004", "A call under way when the sandbox is closed ends with an error.", needs=("sleep",))
+async def call_under_way(world: World) -> None:
+    async with world.fresh() as box:
+        call = asyncio.ensure_future(box.run("sleep 600"))
+        await asyncio.wait([call], timeout=0.2)
+        await box.sandbox.close()
+        (outcome,) = await asyncio.gather(call, return_exceptions=True)
+        expect(isinstance(outcome, SandboxError | ToolError), f"it ended with {outcome!r}")
+
+
+@promises.add("END-005", "A call on a closed sandbox raises SandboxError.")
+async def call_after(world: World) -> None:
+    async with world.fresh() as box:
+        await box.sandbox.close()
+        try:
+            await box.run("true")
+        except SandboxError:
+            return
+        raise Broken("a command ran")
+
+
+async def survives(world: World, script: str, count: int) -> None:
+    """Start a script's processes, close the sandbox, and look for them on the host at once."""
+    async with world.fresh() as box, world.lingering(box, script, count=count) as mark:
+        await box.sandbox.close()
+        left = marked(mark)
+        expect(not left, f"{len(left)} processes survived")
+
+
+_TRICKS = (
+    ("END-006", "A process in the foreground", "sleep 600; :", 1, ("sleep",)),
+    ("END-007", "A process in the background", "sleep 600 & sleep 600 & wait", 2, ("sleep",)),
+    ("END-008", "A process in a session of its own", "setsid sleep 600 & wait", 2, ("sleep", "setsid")),
+    (
+        "END-009",
+        "A daemon that forked twice",
+        "(setsid sh -c 'sleep 600 & sleep 600' &) ; sleep 600",
+        3,
+        ("sleep", "setsid"),
+    ),
+    ("END-010", "A process under nohup", "nohup sleep 600 & wait", 2, ("sleep", "nohup")),
+    (
+        "END-011",
+        "A process that ignores every signal it can",
+        "trap '' HUP INT QUIT TERM USR1 USR2 TSTP TTIN TTOU; sleep 600; sleep 600",
+        1,
+        ("sleep",),
+    ),
+    ("END-012", "A stopped process", "sleep 600 & kill -STOP $!; sleep 600; :", 2, ("sleep",)),
+    (
+        "END-013",
+        "A process that starts itself again and again",
+        "while :; do (sleep 0.01); done",
+        1,
+        ("sleep",),
+    ),
+    (
+        "END-014",
+        "A process whose directory is gone",
+        "mkdir d; cd d; rmdir ../d; sleep 600; :",
+        1,
+        ("sleep", "mkdir", "rmdir"),
+    ),
+    (
+        "END-015",
+        "Two hundred processes",
+        "for i in 1 2 3 4 5 6 7 8 9 10; do for j in 1 2 3 4 5 6 7 8 9 10 "
+        "11 12 13 14 15 16 17 18 19 20; do sleep 600 & done; done; wait",
+        200,
+        ("sleep",),
+    ),
+)
+
+
+def _add_trick(id_: str, what: str, script: str, count: int, needs: tuple[str, ...]) -> None:
+    async def keep(world: World) -> None:
+        await survives(world, script, count)
+
+    promises.add(id_, f"{what} does not survive the close.", needs=needs)(keep)
+
+
+for _trick in _TRICKS:
+    _add_trick(*_trick)
+
+
+@promises.add("END-016", "Closing removes links of the workspace, and not what they name.", needs=("ln",))
+async def links(world: World) -> None:
+    kept = world.path / f"kept-{secrets.token_hex(4)}"
+    kept.mkdir()
+    (kept / "file").write_text("kept")
+    async with world.fresh() as box:
+        await box.sh(f"ln -s {kept} directory; ln -s {kept}/file file; ln -s / root")
+    same((kept / "file").read_text(), "kept")
+
+
+@promises.add(
+    "END-017", "A tree that is deep, unreadable and full of odd names is removed.", needs=("mkdir", "chmod")
+)
+async def odd_tree(world: World) -> None:
+    script = (
+        "d=dddddddddddddddddddd; i=0; while [ $i -lt 300 ]; do mkdir $d && cd $d; i=$((i+1)); done; "
+        "cd \"$HOME\"; mkdir shut; : > 'shut/a\nb'; : > \"shut/$(printf '\\377')\"; chmod 0 shut"
+    )
+    async with world.fresh() as box:
+        await box.sh(script)
+        workspace = box.sandbox.workspace
+    expect(not workspace.exists(), "the workspace is there")
+
+
+class Victim:
+    """A service in a process of its own, with one sandbox, to be killed."""
+
+    def __init__(self, world: World, root: Path, *, look: str = "", linger: str) -> None:
+        self.mark = secrets.token_hex(8)
+        told = {
+            "driver": world.subject.driver,
+            "image": str(world.subject.image or ""),
+            "root": str(root),
+            "look": look,
+            "linger": linger,
+            "mark": self.mark,
+        }
+        self._told = json.dumps(told).encode() + b"\n"
+
+    async def run_until_killed(self, count: int) -> str:
+        """Start it, wait for its sandbox's processes, kill it. Returns what its look-around printed."""
+        service = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "prorl_envs.conformance.victim",
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, SECRET: os.environ[SECRET]},
+        )
+        try:
+            assert service.stdin is not None and service.stdout is not None
+            service.stdin.write(self._told)
+            line = await service.stdout.readline()
+            expect(bool(line), "the service ended before its time")
+            expect(await eventually(lambda: len(marked(self.mark)) >= count), "its processes did not start")
+        finally:
+            if service.returncode is None:
+                service.kill()
+            await service.communicate()
+        seen: str = json.loads(line)
+        return seen
+
+
+@promises.add(
+    "END-018",
+    "Nothing survives a kill -9 of the service, and the next driver removes its files.",
+    needs=("sleep", "setsid"),
+    exempt=_NO_PID_NAMESPACE,
+)
+async def killed_service(world: World) -> None:
+    async with world.own_driver() as (driver, root):
+        victim = Victim(world, root, linger="setsid sh -c 'trap \"\" TERM HUP; sleep 600' & sleep 600")
+        await victim.run_until_killed(3)
+        expect(
+            await eventually(lambda: not marked(victim.mark)), f"{len(marked(victim.mark))} processes live on"
+        )
+        await (await driver.start(world.spec())).close()  # sweeps; looked at by `own_driver`
+
+
+@promises.add(
+    "END-019",
+    "A service killed while a sandbox starts leaves no process.",
+    exempt=_NO_PID_NAMESPACE,
+)
+async def killed_early(world: World) -> None:
+    for delay_ms in (150, 300, 450, 600):
+        root = world.path / secrets.token_hex(4)
+        root.mkdir()
+        victim = Victim(world, root, linger=":")
+        running = asyncio.ensure_future(victim.run_until_killed(1000))
+        await asyncio.wait([running], timeout=delay_ms / 1000)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        expect(await gone(root.name), f"left: {showing(root.name)}")
+
+
+async def gone(name: str) -> bool:
+    """Whether all processes that show the directory `name` end soon."""
+    return await eventually(lambda: not showing(name))

@@ -1,0 +1,176 @@
+"""What a sandbox knows: its own environment and names, and none of the service's."""
+
+import os
+
+from prorl_envs.conformance.host import SECRET, marked
+from prorl_envs.conformance.promise import NOT_LOCAL, PYTHON, SESSION, Promises, expect, same
+from prorl_envs.conformance.promises.end import Victim
+from prorl_envs.conformance.promises.processes import SEARCH, halves
+from prorl_envs.conformance.world import World
+
+promises = Promises("environment")
+
+#: What every process has besides the spec's own: the sandbox's, the tools', the shell's.
+_CUSTOMARY = {"PATH", "HOME", "LANG", "TERM", "PAGER", "GIT_PAGER", "MANPAGER", "PWD", "OLDPWD", "SHLVL", "_"}
+_EXPORTED = (
+    "export -p | while IFS= read -r line; do "
+    "n=${line#* }; case $n in -x*) n=${n#-x };; esac; echo ${n%%=*}; done"
+)
+
+
+@promises.add(
+    "ENV-001",
+    "The environment is the spec's on top of the customary names, and nothing else.",
+    exempt={"local": "marks its processes by variables"},
+)
+async def exact(world: World) -> None:
+    async with world.fresh(env={"GIVEN": "1"}) as box:
+        same(set((await box.sh(_EXPORTED)).split()) - _CUSTOMARY, {"GIVEN"})
+
+
+@promises.add("ENV-002", "Values of any text arrive as they are.")
+async def any_text(world: World) -> None:
+    value = "a b\n'\"$(x)`y`\\ \t☃ * \u00e9" + "x" * 20_000
+    async with world.fresh(env={"VALUE": value, "EMPTY": ""}) as box:
+        done = await box.run('printf "%s|%s" "$VALUE" "${EMPTY-unset}"')
+        same(done.output.decode(), f"{value}|")
+
+
+@promises.add("ENV-003", "The spec's variables win over the defaults.")
+async def defaults(world: World) -> None:
+    async with world.fresh(env={"HOME": "/tmp", "TERM": "vt100", "PAGER": "less"}) as box:
+        same(await box.sh("echo $HOME $TERM $PAGER"), "/tmp vt100 less")
+
+
+@promises.add("ENV-004", "A call's own variables last for that call.")
+async def one_call(world: World) -> None:
+    same((await world.box.run('echo "$ONCE"', env={"ONCE": "here"})).output, b"here\n")
+    same((await world.box.run('echo "$ONCE"')).output, b"\n")
+
+
+@promises.add("ENV-005", "The service's environment shows in that of no process inside.", exempt=NOT_LOCAL)
+async def secret_in_environments(world: World) -> None:
+    look = (
+        f"{SEARCH}\nsearch environ {halves(world.planted.secret)}\nsearch cmdline {halves(SECRET)}\necho end"
+    )
+    async with world.own_driver() as (_, root):
+        seen = await Victim(world, root, look=look, linger="while :; do :; done").run_until_killed(1)
+    found = [line for line in seen.splitlines() if line.startswith("found")]
+    same((found, seen.splitlines()[-1:]), ([], ["end"]))
+
+
+#: Looks for two halves in a row in all memory it can read; a buffer of its own may hold a copy of each.
+_MEMORY = """
+import sys
+def search(first, second, own):
+    found = set()
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or (int(name) == os.getpid()) != own:
+            continue
+        try:
+            maps = open("/proc/%s/maps" % name).read().splitlines()
+            memory = open("/proc/%s/mem" % name, "rb", 0)
+        except OSError:
+            continue
+        for line in maps:
+            area, modes = line.split()[:2]
+            low, high = (int(part, 16) for part in area.split("-"))
+            if modes[0] != "r" or "[v" in line:
+                continue
+            try:
+                for at in range(low, high, 1 << 20):
+                    memory.seek(at)
+                    data = memory.read(min(high - at, (1 << 20) + 64))
+                    place = data.find(first)
+                    while place >= 0:
+                        if data[place + len(first):place + len(first) + len(second)] == second:
+                            found.add("process %s %s" % (name, line))
+                        place = data.find(first, place + 1)
+            except (OSError, ValueError, OverflowError):
+                pass
+    return found
+"""
+
+
+@promises.add(
+    "ENV-006",
+    "The service's secrets are in no memory that a process inside can read.",
+    needs=(PYTHON,),
+    exempt=NOT_LOCAL,
+)
+async def secret_in_memory(world: World) -> None:
+    first, second = halves(world.planted.secret).split()
+    code = f"{_MEMORY}\nfor text in search(sys.argv[1].encode(), sys.argv[2].encode(), False): print(text)"
+    await world.python_box.nothing_in_python(code, first, second)
+
+
+@promises.add(
+    "ENV-007",
+    "A Python session, forked from the host's own, holds none of the service's secrets.",
+    needs=(SESSION,),
+)
+async def secret_in_session(world: World) -> None:
+    first, second = halves(world.planted.secret).split()
+    code = f"import os\n{_MEMORY}\nsorted(search(b'{first}', b'{second}', True))"
+    async with world.session() as tools:
+        same((await tools.python(code, timeout_s=60)).text, "[]\n")
+
+
+@promises.add(
+    "ENV-008", "No process inside holds a descriptor of the service's, seen from the host.", needs=("sleep",)
+)
+async def descriptors(world: World) -> None:
+    async with world.fresh() as box, world.lingering(box, "sleep 600 & sleep 600; :", count=3) as mark:
+        for pid in marked(mark):
+            targets = [os.readlink(f"/proc/{pid}/fd/{number}") for number in os.listdir(f"/proc/{pid}/fd")]  # noqa: PTH115, PTH208
+            expect(not any(SECRET in target for target in targets), f"the planted descriptor is in {targets}")
+            expect(not any(target.startswith("socket:") for target in targets), f"a socket is in {targets}")
+
+
+@promises.add("ENV-009", "The host name is the spec's, in the kernel and in /etc.", exempt=NOT_LOCAL)
+async def hostname(world: World) -> None:
+    async with world.fresh(hostname="node7.test") as box:
+        script = 'read a < /proc/sys/kernel/hostname; read b < /etc/hostname; echo "$a $b"'
+        same(await box.sh(script), "node7.test node7.test")
+        expect(
+            "node7.test" in await box.sh("while read -r line; do echo $line; done < /etc/hosts"),
+            "not in /etc/hosts",
+        )
+
+
+@promises.add("ENV-010", "The user id is the spec's.", exempt=NOT_LOCAL)
+async def uid(world: World) -> None:
+    script = (
+        "while read -r name rest; do case $name in Uid:|Gid:) echo $rest;; esac; done < /proc/self/status"
+    )
+    for number in (1234, 0):
+        async with world.fresh(uid=number) as box:
+            same((await box.sh(script)).split(), [str(number)] * 8)
+
+
+@promises.add(
+    "ENV-011",
+    "The user has an entry in /etc/passwd and a home of its own that it can write.",
+    exempt=NOT_LOCAL,
+)
+async def user(world: World) -> None:
+    script = 'while IFS=: read -r a b n rest; do [ "$n" = 1234 ] && echo found; done < /etc/passwd'
+    async with world.fresh(uid=1234) as box:
+        same(
+            await box.sh(f'{script}; echo x > "$HOME/file" && [ -s "$HOME/file" ] && echo written'),
+            "found\nwritten",
+        )
+
+
+@promises.add("ENV-012", "The host's name and user are nowhere in /etc or the environment.", exempt=NOT_LOCAL)
+async def host_names(world: World) -> None:
+    name = os.uname().nodename
+    async with world.fresh(hostname="elsewhere") as box:
+        await box.nothing(f"read -r line < /proc/sys/kernel/hostname; [ \"$line\" = '{name}' ] && echo $line")
+        found = await box.sh(f"export -p; echo {SECRET[:-1]}")
+        expect(SECRET not in found, "the service's variable is there")
+
+
+@promises.add("ENV-013", "The mask for new files is 022.")
+async def umask(world: World) -> None:
+    expect((await world.box.sh("umask")) in ("0022", "022"), "it is not")

@@ -1,0 +1,194 @@
+"""Files moved in and out whole, and the editor."""
+
+import asyncio
+from collections.abc import Awaitable
+
+from prorl_envs.conformance.box import Box
+from prorl_envs.conformance.promise import NO_IMAGE, NOT_LOCAL, Broken, Promises, expect, same
+from prorl_envs.conformance.world import World
+from prorl_envs.errors import InputError
+from prorl_envs.tools.types import ToolResult
+from prorl_envs.tools.wire import CONTENT_LIMIT
+
+promises = Promises("files")
+
+_ANY_BYTES = bytes(range(256)) * 5 + "☃".encode()
+
+
+async def fails(call: Awaitable[object]) -> OSError:
+    """The OSError with which a call fails. Raises Broken where it does not."""
+    try:
+        result = await call
+    except OSError as error:
+        return error
+    raise Broken(f"it gave {result!r}"[:200])
+
+
+async def edit(box: Box, command: str, path: str, **more: object) -> ToolResult:
+    """One command of the editor."""
+    return await box.tools.edit({"command": command, "path": path, **more})
+
+
+@promises.add("FILE-001", "Bytes written are the bytes read, none and many included.")
+async def round_trip(world: World) -> None:
+    async with world.fresh() as box:
+        path = await box.path("file")
+        for data in (_ANY_BYTES, b"", bytes(8_000_000)):
+            await box.tools.write(path, data)
+            expect(await box.tools.read(path) == data, f"{len(data)} bytes came back changed")
+
+
+@promises.add("FILE-002", "Missing folders are made.")
+async def folders(world: World) -> None:
+    async with world.fresh() as box:
+        await box.tools.write(await box.path("a/b/c"), b"x")
+        same(await box.sh("read -r x < a/b/c; echo $x"), "x")
+
+
+@promises.add("FILE-003", "A file has the mode asked for.", needs=("ls",))
+async def mode(world: World) -> None:
+    async with world.fresh() as box:
+        await box.tools.write(await box.path("tool"), b"#!/bin/sh\necho ran\n", mode=0o750)
+        expect((await box.sh("ls -l tool")).startswith("-rwxr-x---"), "it has another")
+        same(await box.sh("./tool"), "ran")
+
+
+@promises.add("FILE-004", "A reader sees the old content or the new, never a part.")
+async def atomic(world: World) -> None:
+    async with world.fresh() as box, world.tools_on(box) as reader:
+        path = await box.path("file")
+        versions = [bytes([65 + number]) * 300_000 for number in range(4)]
+        await box.tools.write(path, versions[0])
+
+        async def write() -> None:
+            for number in range(24):
+                await box.tools.write(path, versions[number % 4])
+
+        writing = asyncio.ensure_future(write())
+        while not writing.done():
+            expect(await reader.read(path) in versions, "a part was seen")
+        await writing
+
+
+@promises.add(
+    "FILE-005", "Writing through a link replaces what it names, and keeps the link.", needs=("ln", "ls")
+)
+async def links(world: World) -> None:
+    async with world.fresh() as box:
+        await box.sh("echo old > real; ln -s real link")
+        await box.tools.write(await box.path("link"), b"new\n")
+        same(await box.sh("read -r x < real; echo $x; [ -L link ] && echo link"), "new\nlink")
+
+
+@promises.add(
+    "FILE-006", "A write that fails leaves neither a part nor a temporary file.", needs=("mkdir", "ls")
+)
+async def failed_write(world: World) -> None:
+    async with world.fresh() as box:
+        await box.sh("mkdir folder")
+        await fails(box.tools.write(await box.path("folder"), b"x"))
+        await box.sh(": > plain")
+        await fails(box.tools.write(await box.path("plain/x"), b"x"))
+        same((await box.sh("ls -A; ls -A folder")).split(), ["folder", "plain"])
+
+
+@promises.add(
+    "FILE-007", "Directories, devices and pipes are not read as files, and hold no call.", needs=("mkfifo",)
+)
+async def no_files(world: World) -> None:
+    async with world.fresh() as box:
+        await box.sh("mkfifo pipe")
+        for path in ("/tmp", "/dev/zero", await box.path("pipe"), "/absent", "relative", "/a\0b"):
+            await fails(box.tools.read(path))
+
+
+@promises.add("FILE-008", "No more is read than asked for, whatever a file says of its size.")
+async def limit(world: World) -> None:
+    async with world.fresh() as box:
+        await box.tools.write(await box.path("file"), b"0123456789")
+        same(await box.tools.read(await box.path("file"), limit=4), b"0123")
+        expect(b"MemTotal" in await box.tools.read("/proc/meminfo"), "a file of /proc is empty")
+
+
+@promises.add("FILE-009", "More than one transfer takes is refused before it is sent.")
+async def too_much(world: World) -> None:
+    try:
+        await world.box.tools.write("/tmp/much", bytes(CONTENT_LIMIT + 1))
+    except InputError:
+        return
+    raise Broken("it was taken")
+
+
+@promises.add(
+    "FILE-010",
+    "What may not be written is not: the system, and files without permission.",
+    harmful=True,
+    needs=(NO_IMAGE,),
+    exempt=NOT_LOCAL,
+)
+async def not_writable(world: World) -> None:
+    for path in ("/usr/bin/env", "/etc/passwd", "/proc/self/comm-x", "/x"):
+        await fails(world.box.tools.write(path, b"x"))
+
+
+@promises.add("FILE-011", "The editor creates, shows, replaces, inserts and undoes.")
+async def editor(world: World) -> None:
+    async with world.fresh() as box:
+        path = await box.path("file.txt")
+        expect((await edit(box, "create", path, file_text="one\ntwo\n")).ok, "create failed")
+        expect((await edit(box, "str_replace", path, old_str="two", new_str="2")).ok, "str_replace failed")
+        expect((await edit(box, "insert", path, insert_line=0, new_str="zero")).ok, "insert failed")
+        same(await box.tools.read(path), b"zero\none\n2\n")
+        shown = await edit(box, "view", path, view_range=[2, 3])
+        expect("one" in shown.text and "zero" not in shown.text, f"it showed {shown.text!r}")
+        for left in (b"one\n2\n", b"one\ntwo\n"):
+            expect((await edit(box, "undo_edit", path)).ok, "undo failed")
+            same(await box.tools.read(path), left)
+
+
+@promises.add("FILE-012", "An edit that does not fit exactly one place changes nothing, and says why.")
+async def ambiguous(world: World) -> None:
+    async with world.fresh() as box:
+        path = await box.path("file.txt")
+        await box.tools.write(path, b"a\nb\na\n")
+        for old in ("a", "absent", ""):
+            result = await edit(box, "str_replace", path, old_str=old, new_str="x")
+            expect(not result.ok and bool(result.text), f"{old!r} gave {result.text!r}")
+        expect(not (await edit(box, "create", path, file_text="x")).ok, "create overwrote a file")
+        same(await box.tools.read(path), b"a\nb\na\n")
+
+
+@promises.add(
+    "FILE-013", "Line ends, odd bytes, a missing last line end and the mode survive an edit.", needs=("ls",)
+)
+async def kept(world: World) -> None:
+    async with world.fresh() as box:
+        path = await box.path("file.txt")
+        await box.tools.write(path, b"a1\r\n\xff b\r\nlast", mode=0o755)
+        expect((await edit(box, "str_replace", path, old_str="a1", new_str="A")).ok, "the edit failed")
+        same(await box.tools.read(path), b"A\r\n\xff b\r\nlast")
+        expect((await box.sh("ls -l file.txt")).startswith("-rwxr-xr-x"), "the mode changed")
+
+
+@promises.add("FILE-014", "Binary, huge and special files are refused in words.", needs=("mkfifo",))
+async def no_text(world: World) -> None:
+    async with world.fresh() as box:
+        await box.tools.write(await box.path("binary"), bytes(100))
+        await box.tools.write(await box.path("huge"), b"x" * 17_000_000)
+        await box.sh("mkfifo pipe")
+        for name in ("binary", "huge", "pipe", "absent"):
+            result = await edit(box, "view", await box.path(name))
+            expect(not result.ok and len(result.text) < 1000, f"{name} gave {result.text[:100]!r}")
+
+
+@promises.add("FILE-015", "A directory is listed, and a long answer is bounded.")
+async def listing(world: World) -> None:
+    async with world.fresh() as box:
+        await box.sh(": > here; i=0; while [ $i -lt 3000 ]; do : > many-$i; i=$((i+1)); done")
+        result = await edit(box, "view", await box.path("."))
+        expect(result.ok and len(result.text) < 200_000, f"{len(result.text)} characters")
+        await box.tools.write(await box.path("long"), b"x" * 1_000_000)
+        shown = await edit(box, "view", await box.path("long"))
+        expect(
+            len(shown.text) < box.tools.limits.output_bytes + 500 and shown.truncated_bytes > 0, "not bounded"
+        )

@@ -1,0 +1,242 @@
+"""What processes inside see of, and can do to, other processes."""
+
+import os
+import secrets
+
+from prorl_envs.conformance.host import bystander, eventually, marked, shared_namespaces
+from prorl_envs.conformance.promise import NOT_LOCAL, PYTHON, Promises, expect, same
+from prorl_envs.conformance.world import World
+
+promises = Promises("processes")
+
+#: Prints the processes whose files of the name $1 hold the text made of the two halves $2 and $3.
+SEARCH = """
+search() {
+    for file in /proc/[0-9]*/$1; do
+        IFS= read -r line < "$file" || :
+        case $line in *"$2$3"*) echo "found in $file";; esac
+        line=
+    done
+}
+"""
+
+
+def halves(text: str) -> str:
+    """A text as two words of a shell, so that whoever looks for it does not find it with himself."""
+    return f"{text[: len(text) // 2]} {text[len(text) // 2 :]}"
+
+
+@promises.add("PROC-001", "No process of the host is visible.", exempt=NOT_LOCAL)
+async def invisible(world: World) -> None:
+    token = secrets.token_hex(16)
+    with bystander(token):
+        await world.box.nothing(f"{SEARCH}\nsearch cmdline {halves(token)}")
+
+
+@promises.add("PROC-002", "Processes are in a pid namespace of their own.", exempt=NOT_LOCAL)
+async def pid_namespace(world: World) -> None:
+    expect("pid" not in world.shared, "they share the host's")
+
+
+@promises.add("PROC-003", "No process of another sandbox is visible.", exempt=NOT_LOCAL, needs=("sleep",))
+async def other_sandbox(world: World) -> None:
+    token = secrets.token_hex(16)
+    async with world.fresh() as box, world.lingering(box, f": {token}; sleep 600; :"):
+        await world.box.nothing(f"{SEARCH}\nsearch cmdline {halves(token)}")
+
+
+@promises.add(
+    "PROC-004", "A process of the host cannot be signalled by its number.", exempt=NOT_LOCAL, harmful=True
+)
+async def signal_host(world: World) -> None:
+    with bystander() as target:
+        async with world.fresh() as box:
+            await box.sh(f"kill -9 {target.pid}; kill -9 -{target.pid}")
+        same(target.poll(), None)
+
+
+@promises.add(
+    "PROC-005",
+    "`kill -9 -1` reaches nothing of the host, and neither sandbox nor tools are lost for good.",
+    exempt=NOT_LOCAL,
+    harmful=True,
+    needs=("sleep",),
+)
+async def kill_all(world: World) -> None:
+    with bystander() as target:
+        async with world.fresh() as box, world.lingering(box, "sleep 600; :") as mark:
+            await box.sh("kill -9 -1")
+            expect(await eventually(lambda: not marked(mark)), "the sandbox's own processes live on")
+            same(target.poll(), None)
+            same(await box.sh("echo on"), "on")
+            expect(box.sandbox.alive, "the sandbox ended")
+
+
+@promises.add(
+    "PROC-006", "The first process can be neither killed nor stopped.", exempt=NOT_LOCAL, harmful=True
+)
+async def kill_first(world: World) -> None:
+    async with world.fresh() as box:
+        await box.sh("n=1; while [ $n -lt 65 ]; do kill -$n 1; n=$((n+1)); done")
+        same(await box.sh("echo on"), "on")
+        await box.nothing("read -r line < /proc/1/stat; case $line in *') T '*|*') t '*) echo stopped;; esac")
+        expect(box.sandbox.alive, "the sandbox ended")
+
+
+@promises.add(
+    "PROC-007",
+    "The first process shows neither environment, memory, descriptors nor directories.",
+    exempt=NOT_LOCAL,
+)
+async def inspect_first(world: World) -> None:
+    await world.box.nothing("""
+for file in environ mem maps auxv fd/0 fd/1; do ( : < /proc/1/$file ) && echo $file; done
+for file in environ auxv syscall stack io smaps; do ( read -r line < /proc/1/$file ) && echo $file; done
+for folder in root cwd fd; do ( cd /proc/1/$folder && for entry in [0-9]* etc; do
+    [ -e "$entry" ] && echo "$folder shows $entry"; done ); done
+""")
+
+
+_TRACE = """
+PTRACE_ATTACH, PTRACE_SEIZE, PTRACE_DETACH = 16, 0x4206, 17
+c.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+for name in os.listdir("/proc"):
+    if name.isdigit() and int(name) != os.getpid():
+        for request in (PTRACE_SEIZE, PTRACE_ATTACH):
+            result, error = attempt(c.ptrace, request, int(name), None, None)
+            if result == 0:
+                print("traced", name, open("/proc/%s/cmdline" % name).read())
+"""
+
+
+@promises.add(
+    "PROC-008",
+    "Neither the first process nor a tool server can be traced.",
+    needs=(PYTHON,),
+    exempt=NOT_LOCAL,
+    harmful=True,
+)
+async def trace(world: World) -> None:
+    async with world.fresh(python=True) as box:
+        await box.nothing_in_python(_TRACE)
+
+
+_STEAL = """
+class Vector(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
+buffer = ctypes.create_string_buffer(64)
+local = Vector(ctypes.cast(buffer, ctypes.c_void_p), 64)
+for name in os.listdir("/proc"):
+    if not name.isdigit() or int(name) == os.getpid():
+        continue
+    remote = Vector(0x400000, 64)
+    for call in ("process_vm_readv", "process_vm_writev"):
+        result, error = attempt(
+            getattr(c, call), int(name), ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
+        if error not in (errno.EPERM, errno.ESRCH, errno.ENOSYS):
+            print(call, name, result, errno.errorcode.get(error))
+    try:
+        pidfd = os.pidfd_open(int(name)) if hasattr(os, "pidfd_open") else -1
+    except OSError:
+        continue
+    for number in range(32):
+        if pidfd >= 0 and attempt(c.syscall, 438, pidfd, number, 0)[0] >= 0:
+            print("took descriptor", number, "of", name)
+"""
+
+
+@promises.add(
+    "PROC-009",
+    "Their memory cannot be read or written, and their descriptors cannot be taken.",
+    needs=(PYTHON,),
+    exempt=NOT_LOCAL,
+    harmful=True,
+)
+async def steal(world: World) -> None:
+    async with world.fresh(python=True) as box:
+        await box.nothing_in_python(_STEAL)
+
+
+@promises.add("PROC-010", "A command has no descriptors but its three.")
+async def descriptors(world: World) -> None:
+    # Not by `nothing`, whose redirections a shell keeps descriptors for.
+    script = "n=0; while [ $n -lt 300 ]; do [ -e /proc/self/fd/$n ] && echo $n; n=$((n+1)); done"
+    same((await world.box.sh(script)).split(), ["0", "1", "2"])
+
+
+@promises.add("PROC-011", "A signal to a command's own group ends the command and not the tools.")
+async def own_group(world: World) -> None:
+    async with world.fresh() as box:
+        done = await box.run("kill -9 0")
+        same(done.exit_code, -9)
+        same(await box.sh("echo on"), "on")
+
+
+@promises.add("PROC-012", "Orphans are reaped, and their end does not end the sandbox.", exempt=NOT_LOCAL)
+async def orphans(world: World) -> None:
+    zombies = """
+for round in 1 2 3 4 5 6 7 8 9 10; do (sh -c 'sh -c :' & sh -c : &); done
+rounds=0
+while [ $rounds -lt 2000 ]; do
+    found=
+    for file in /proc/[0-9]*/stat; do read -r line < $file; case $line in *') Z '*) found=$line;; esac; done
+    [ "$found" ] || break
+    rounds=$((rounds+1))
+done
+[ "$found" ] && echo "$found"
+"""
+    async with world.fresh() as box:
+        await box.nothing(zombies)
+        expect(box.sandbox.alive, "the sandbox ended")
+
+
+@promises.add(
+    "PROC-013",
+    "Nothing that a fresh sandbox runs was started by the host's user before it.",
+    exempt=NOT_LOCAL,
+)
+async def few(world: World) -> None:
+    async with world.fresh() as box:
+        count = await box.sh("set -- /proc/[0-9]*; echo $#")
+        expect(int(count) <= 4, f"{count} processes are visible in a fresh sandbox")
+
+
+@promises.add(
+    "PROC-015",
+    "A program that stops itself can be continued and ended, and holds no call for ever.",
+    needs=("sleep",),
+)
+async def stopped(world: World) -> None:
+    done = await world.box.tools.run(["/bin/sh", "-c", "kill -STOP $$; echo on"], timeout_s=1.0)
+    expect(done.timed_out, "a stopped process answered")
+
+
+@promises.add(
+    "PROC-016",
+    "Processes are in mount, network, ipc and uts namespaces other than the host's.",
+    exempt=NOT_LOCAL,
+)
+async def namespaces(world: World) -> None:
+    same(set(world.shared) & {"mnt", "net", "ipc", "uts"}, set())
+
+
+@promises.add("PROC-017", "Two sandboxes share no namespace.", exempt=NOT_LOCAL)
+async def between(world: World) -> None:
+    busy = "while :; do :; done"
+    async with (
+        world.fresh() as box,
+        world.lingering(box, busy) as one,
+        world.lingering(world.box, busy) as two,
+    ):
+        first, second = marked(one)[0], marked(two)[0]
+        names = [
+            name
+            for name in ("mnt", "pid", "net", "ipc", "uts")
+            if _inode(first, name) == _inode(second, name)
+        ]
+        same(names, [])
+        same(shared_namespaces(first), world.shared)
+
+
+def _inode(pid: int, namespace: str) -> int:
+    return os.stat(f"/proc/{pid}/ns/{namespace}").st_ino  # noqa: PTH116 - one call

@@ -1,0 +1,170 @@
+"""The persistent Python session."""
+
+import asyncio
+
+from prorl_envs.conformance.promise import NOT_LOCAL, SESSION, Promises, expect, same
+from prorl_envs.conformance.world import World
+
+promises = Promises("python")
+
+_SESSION = (SESSION,)
+_T = 60.0
+
+
+def cells(id_: str, text: str, *steps: tuple[str, str]) -> None:
+    """Promise that cells, one after the other in a session, print this."""
+
+    async def keep(world: World) -> None:
+        async with world.session() as tools:
+            for code, printed in steps:
+                same((await tools.python(code, timeout_s=_T)).text, printed)
+
+    promises.add(id_, text, needs=_SESSION)(keep)
+
+
+cells(
+    "PY-001",
+    "Names, imports and the directory last.",
+    ("import os, math\nx = 5\nos.chdir('/tmp')", ""),
+    ("print(x, math.floor(2.5), os.getcwd())", "5 2 /tmp\n"),
+)
+cells(
+    "PY-002",
+    "What is printed comes first, then the value of a last expression.",
+    ("print('a')\n6 * 7", "a\n42\n"),
+    ("6 * 7;", ""),
+    ("None", ""),
+)
+cells(
+    "PY-003", "Text of any language passes unharmed.", ("print('héllo ☃')\n'☃'", "héllo ☃\n'☃'\n"), ("", "")
+)
+cells(
+    "PY-004",
+    "What programs started by a cell print is part of its output.",
+    ("import os\nprint('a', flush=True)\n_ = os.system('echo b; echo c >&2')\nprint('d')", "a\nb\nc\nd\n"),
+)
+
+
+@promises.add("PY-005", "An error is a trace-back without colours, and the session is kept.", needs=_SESSION)
+async def errors(world: World) -> None:
+    async with world.session() as tools:
+        await tools.python("x = 1", timeout_s=_T)
+        result = await tools.python("1 / 0", timeout_s=_T)
+        same((result.ok, result.data["error"]), (True, "ZeroDivisionError"))
+        expect("Traceback" in result.text and "\x1b" not in result.text, f"it gave {result.text!r}")
+        same((await tools.python("def (", timeout_s=_T)).data["error"], "SyntaxError")
+        same((await tools.python("x", timeout_s=_T)).text, "1\n")
+
+
+@promises.add(
+    "PY-006", "At its deadline a cell is interrupted; its output and the session are kept.", needs=_SESSION
+)
+async def deadline(world: World) -> None:
+    async with world.session() as tools:
+        await tools.python("x = 'kept'", timeout_s=_T)
+        result = await tools.python("import time\nprint('before')\ntime.sleep(600)", timeout_s=1.0)
+        expect(result.data["timed_out"] and "before" in result.text, f"it gave {result.text!r}")
+        same((await tools.python("x", timeout_s=_T)).text, "'kept'\n")
+
+
+@promises.add(
+    "PY-007", "A cell that ignores the interrupt is killed with its session, which is told.", needs=_SESSION
+)
+async def stubborn(world: World) -> None:
+    code = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass"
+    async with world.session() as tools:
+        result = await tools.python(code, timeout_s=1.0)
+        expect(result.data["timed_out"] and not result.ok, f"it gave {result.text!r}")
+        same((await tools.python("1 + 1", timeout_s=_T)).text, "2\n")
+
+
+@promises.add("PY-008", "A session that ends itself is told, and a new one follows.", needs=_SESSION)
+async def ends(world: World) -> None:
+    async with world.session() as tools:
+        for code in ("exit()", "import os; os._exit(3)", "import os; os.kill(os.getpid(), 9)"):
+            result = await tools.python(code, timeout_s=_T)
+            expect(not result.ok and bool(result.text), f"{code} gave {result.text!r}")
+            same((await tools.python("1 + 1", timeout_s=_T)).text, "2\n")
+
+
+@promises.add("PY-009", "A hundred million characters of output are bounded and counted.", needs=_SESSION)
+async def flood(world: World) -> None:
+    code = "import sys\nprint('first')\nfor _ in range(100): sys.stdout.write('x' * 10**6)\nprint('last')"
+    async with world.session() as tools:
+        result = await tools.python(code, timeout_s=_T)
+        expect(result.text.startswith("first\nxx") and result.text.endswith("last\n"), "an end is missing")
+        expect(
+            len(result.text) < tools.limits.output_bytes + 200 and result.truncated_bytes > 9 * 10**7,
+            "not bounded",
+        )
+
+
+@promises.add("PY-010", "A cell that asks for input is told at once that nobody is there.", needs=_SESSION)
+async def asks(world: World) -> None:
+    async with world.session() as tools:
+        result = await tools.python("input('name? ')", timeout_s=_T)
+        expect(result.data["error"] is not None and not result.data["timed_out"], f"it gave {result.text!r}")
+
+
+@promises.add("PY-011", "What a cell displays is kept as structured output, bounded.", needs=_SESSION)
+async def displays(world: World) -> None:
+    code = "from IPython.display import HTML, display\ndisplay(HTML('<b>x</b>'))"
+    async with world.session() as tools:
+        result = await tools.python(code, timeout_s=_T)
+        same(result.data["display"], [{"text/html": "<b>x</b>"}])
+        result = await tools.python("display(HTML('x' * 10**8))", timeout_s=_T)
+        expect("display" not in result.data and result.ok, "a hundred million characters were passed on")
+
+
+@promises.add(
+    "PY-012", "A cell that forges its session's own messages spoils nothing but its session.", needs=_SESSION
+)
+async def forged(world: World) -> None:
+    code = (
+        "import os\nfor fd in range(3, 32):\n"
+        "    try: os.write(fd, b'\\0\\0\\0\\x05\\x91\\xa4Done' * 9)\n    except OSError: pass"
+    )
+    async with world.session() as tools:
+        await tools.python(code, timeout_s=_T)
+        same((await tools.python("6 * 7", timeout_s=_T)).text.splitlines()[-1], "42")
+        same((await tools.run(["/bin/sh", "-c", "echo on"], timeout_s=_T)).output, b"on\n")
+
+
+@promises.add("PY-013", "A cancelled cell is stopped, and the session is kept.", needs=_SESSION)
+async def cancelled(world: World) -> None:
+    async with world.session() as tools:
+        await tools.python("x = 'kept'", timeout_s=_T)
+        call = asyncio.ensure_future(tools.python("import time; time.sleep(600)", timeout_s=_T))
+        await asyncio.wait([call], timeout=0.3)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        same((await tools.python("x", timeout_s=_T)).text, "'kept'\n")
+
+
+@promises.add(
+    "PY-014",
+    "A session has no capability and the same filter as every other process.",
+    needs=_SESSION,
+    exempt=NOT_LOCAL,
+)
+async def bare(world: World) -> None:
+    code = (
+        "for line in open('/proc/self/status'):\n"
+        "    if line.startswith(('CapEff', 'CapBnd', 'NoNew', 'Seccomp:')): print(*line.split())"
+    )
+    async with world.session() as tools:
+        found = (await tools.python(code, timeout_s=_T)).text
+        none = "0" * 16
+        same(found, f"CapEff: {none}\nCapBnd: {none}\nNoNewPrivs: 1\nSeccomp: 2\n")
+
+
+@promises.add(
+    "PY-015", "Packages that hold graders and reference solutions cannot be imported.", needs=_SESSION
+)
+async def hidden(world: World) -> None:
+    code = (
+        "import importlib.util, os, sys\n"
+        "[p for p in sys.path if os.path.isdir(p + '/prorl_envs') and os.listdir(p + '/prorl_envs')]"
+    )
+    async with world.session() as tools:
+        same((await tools.python(code, timeout_s=_T)).text if world.walls else "[]\n", "[]\n")

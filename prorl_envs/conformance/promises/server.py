@@ -1,0 +1,149 @@
+"""That the tool server stays out of reach, and what its users get when something is lost."""
+
+from prorl_envs.conformance.box import Box
+from prorl_envs.conformance.host import eventually, marked
+from prorl_envs.conformance.promise import Broken, Promises, expect, same
+from prorl_envs.conformance.world import World
+from prorl_envs.errors import InputError, SandboxError, ToolError
+from prorl_envs.tools.types import JsonObject, ToolCall
+
+promises = Promises("tool server")
+
+#: Ill-formed calls that a model might make.
+_HOSTILE: tuple[tuple[str, JsonObject], ...] = (
+    ("bash", {}),
+    ("bash", {"command": 1}),
+    ("bash", {"command": "x", "more": 1}),
+    ("bash", {"command": "\ud800"}),
+    ("bash", {"command": "a\0b"}),
+    ("no such tool", {}),
+    ("", {}),
+    ("bash", {"command": ["ls"]}),
+    ("str_replace_editor", {"command": "view"}),
+    ("str_replace_editor", {"command": "delete", "path": "/x"}),
+    ("str_replace_editor", {"command": "view", "path": "relative"}),
+    ("str_replace_editor", {"command": "view", "path": "/x", "view_range": [2**70, -1]}),
+)
+
+
+@promises.add("SRV-001", "A model's ill-formed calls are answered, and never an error of ours.")
+async def hostile_calls(world: World) -> None:
+    for name, arguments in _HOSTILE:
+        result = await world.box.tools.call(ToolCall("1", name, arguments), timeout_s=10)
+        expect(not result.ok and bool(result.text), f"{name} {arguments} gave {result.text!r}")
+
+
+@promises.add("SRV-002", "A closed toolbox raises ToolError, and another can be opened on the same sandbox.")
+async def reopened(world: World) -> None:
+    async with world.fresh() as box:
+        await box.sh("echo kept > file")
+        await box.tools.aclose()
+        await box.tools.aclose()
+        try:
+            await box.run("true")
+        except ToolError:
+            tools = await world.tools(box.sandbox)
+            same(await Box(box.sandbox, tools).sh("read -r x < file; echo $x"), "kept")
+            await tools.aclose()
+            return
+        raise Broken("a closed toolbox answered")
+
+
+@promises.add("SRV-003", "Closing a toolbox ends its shells and its commands.", needs=("bash", "sleep"))
+async def close_ends(world: World) -> None:
+    async with world.fresh() as box:
+        async with world.lingering(box, "sleep 600; :") as mark:
+            await box.tools.aclose()
+            expect(await eventually(lambda: not marked(mark)), "a command lives on")
+        expect(box.sandbox.alive, "the sandbox ended with it")
+
+
+@promises.add("SRV-004", "Two toolboxes on a sandbox work side by side and see the same files.")
+async def two(world: World) -> None:
+    async with world.shell() as one, world.shell() as two_:
+        await one.sh('echo one > "$HOME/two"')
+        same(await two_.sh('read -r x < "$HOME/two"; echo $x'), "one")
+
+
+@promises.add(
+    "SRV-005",
+    "`end_processes` ends every process of the sandbox, and files and tools stay.",
+    exempt={"local": "has no pid namespace; it refuses"},
+    needs=("sleep",),
+    harmful=True,
+)
+async def end_processes(world: World) -> None:
+    async with world.fresh() as box, world.lingering(box, "sleep 600 & sleep 600; :", count=3) as mark:
+        await box.sh("echo kept > file")
+        await box.tools.end_processes()
+        expect(not marked(mark), "some live on")
+        same(await box.sh("read -r x < file; echo $x"), "kept")
+
+
+@promises.add("SRV-006", "Output in the form of the server's own messages is output.", needs=("bash",))
+async def forged_frames(world: World) -> None:
+    async with world.shell() as box:
+        for text in (r"\x00\x00\x00\x05\x91\xa4Done", r"\x1b]0;x\x07\x1b[6n\x05", r"0:0:/\x00", r"\xff\xfe"):
+            await box.bash(f"printf '{text}'; printf '{text}' >&2")
+            result = await box.bash("echo on; false")
+            same((result.text, result.data["exit_code"]), ("on\n[exit status 1]", 1))
+
+
+@promises.add(
+    "SRV-007", "No descriptor of a shell's commands leads to the tool server.", needs=("bash", "ls")
+)
+async def shell_descriptors(world: World) -> None:
+    async with world.shell() as box:
+        text = (await box.bash("ls -l /proc/self/fd")).text
+        same([word for word in text.split() if word.startswith(("socket:", "pipe:", "anon_inode:"))], [])
+
+
+@promises.add("SRV-008", "Writing to every descriptor there is harms no later call.", needs=("bash",))
+async def spoiled_descriptors(world: World) -> None:
+    async with world.shell() as box:
+        n = "n=3; while [ $n -lt 64 ]; do (echo 0 / garbage >&$n) 2>/dev/null; n=$((n+1)); done; echo wrote"
+        same((await box.bash(n)).text, "wrote\n")
+        same((await box.bash("(exit 3)")).data["exit_code"], 3)
+
+
+@promises.add("SRV-009", "A tool server imports nothing from the sandbox's files.")
+async def imports(world: World) -> None:
+    async with world.fresh() as box:
+        names = "json msgspec os errno encodings codecs subprocess pty re stat fcntl termios unicodedata"
+        lie = f"open('{await box.path('imported')}', 'w').write(__name__)"
+        await box.sh(f'for n in {names}; do echo "{lie}" > $n.py; done')
+        tools = await world.tools(box.sandbox)
+        await tools.write(await box.path("x"), "é".encode())
+        await tools.edit({"command": "view", "path": "/nowhere"})
+        await tools.aclose()
+        same(await box.sh("[ -e imported ] || echo absent"), "absent")
+
+
+@promises.add("SRV-010", "Times that are no times are refused.")
+async def bad_timeouts(world: World) -> None:
+    for timeout_s in (0.0, -1.0, float("nan"), float("inf")):
+        try:
+            await world.box.tools.run(["/bin/sh", "-c", ":"], timeout_s=timeout_s)
+        except InputError:
+            continue
+        raise Broken(f"{timeout_s} s was taken")
+
+
+@promises.add("SRV-011", "A toolbox without a Python session says so.")
+async def no_session(world: World) -> None:
+    try:
+        await world.box.tools.python("1", timeout_s=5)
+    except InputError:
+        return
+    raise Broken("it ran a cell")
+
+
+@promises.add("SRV-012", "Where the image has no bash, the bash tool still gives an answer or a typed error.")
+async def bash_or_error(world: World) -> None:
+    async with world.shell() as box:
+        try:
+            result = await box.bash("echo $((6 * 7))")
+        except (ToolError, SandboxError) as error:
+            expect("bash" in str(error), f"it says {error}")
+        else:
+            expect(result.text.startswith("42\n"), f"it answered {result.text!r}")

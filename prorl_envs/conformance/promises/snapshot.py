@@ -1,0 +1,184 @@
+"""Snapshots: a sandbox's files at one moment, to start others from."""
+
+import asyncio
+import dataclasses
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from prorl_envs.conformance.box import Box
+from prorl_envs.conformance.promise import IMAGE, NOT_LOCAL, Broken, Promises, expect, same
+from prorl_envs.conformance.promises.filesystems import tree
+from prorl_envs.conformance.world import World
+from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.base import Mount, SandboxSpec
+from prorl_envs.sandbox.snapshot import Snapshot
+
+promises = Promises("snapshots")
+
+
+@asynccontextmanager
+async def started(world: World, snapshot: Snapshot, spec: SandboxSpec | None = None) -> AsyncIterator[Box]:
+    """A sandbox from a snapshot, with tools."""
+    sandbox = await world.driver.start(spec or snapshot.spec, snapshot=snapshot)
+    try:
+        tools = await world.tools(sandbox)
+        try:
+            yield Box(sandbox, tools)
+        finally:
+            await tools.aclose()
+    finally:
+        await sandbox.close()
+
+
+@promises.add(
+    "SNAP-001",
+    "A sandbox started from a snapshot has its files, with their modes and links.",
+    needs=("ln", "ls", "chmod", "mkdir"),
+)
+async def files(world: World) -> None:
+    script = "mkdir -p a/b; echo deep > a/b/c; echo x > tool; chmod 751 tool; ln -s tool link; ln tool hard"
+    async with world.fresh() as box:
+        await box.sh(f'{script}; echo home > "$HOME/at-home"')
+        snapshot = await box.sandbox.snapshot()
+    try:
+        async with started(world, snapshot) as fork:
+            same(await fork.sh('read -r x < a/b/c; read -r y < "$HOME/at-home"; echo $x $y'), "deep home")
+            expect((await fork.sh("ls -l tool")).startswith("-rwxr-x--x"), "the mode is another")
+            same(await fork.sh("[ -L link ] && read -r x < link && echo $x"), "x")
+    finally:
+        await snapshot.remove()
+
+
+@promises.add(
+    "SNAP-002",
+    "What was changed in the image and in overlays is in a snapshot.",
+    needs=(IMAGE, "rm", "mkdir"),
+    exempt=NOT_LOCAL,
+)
+async def layers(world: World) -> None:
+    mounts = (Mount(source=tree(world), target="/opt/tree", overlay=True),)
+    async with world.fresh(mounts=mounts) as box:
+        await box.sh(
+            "mkdir /made; echo x > /made/file; echo changed > /opt/tree/file; rm -r /opt/tree/folder"
+        )
+        snapshot = await box.sandbox.snapshot()
+    try:
+        async with started(world, snapshot) as fork:
+            same(
+                await fork.sh("read -r x < /opt/tree/file; cd /opt/tree; echo $x * /made/*"),
+                "changed file /made/file",
+            )
+    finally:
+        await snapshot.remove()
+
+
+@promises.add("SNAP-003", "A snapshot, its sandbox and all that start from it change apart from each other.")
+async def apart(world: World) -> None:
+    read = "read -r x < file; echo $x"
+    async with world.fresh() as box:
+        await box.sh("echo first > file")
+        snapshot = await box.sandbox.snapshot()
+        await box.sh("echo later > file")
+        async with started(world, snapshot) as one, started(world, snapshot) as two:
+            await one.sh("echo one > file")
+            same([await each.sh(read) for each in (box, one, two)], ["later", "one", "first"])
+        await snapshot.remove()
+
+
+@promises.add(
+    "SNAP-004", "A snapshot lives on when its sandbox is closed, and a fork when its snapshot is removed."
+)
+async def lives_on(world: World) -> None:
+    async with world.fresh() as box:
+        await box.sh("echo kept > file")
+        snapshot = await box.sandbox.snapshot()
+    async with started(world, snapshot) as fork:
+        await snapshot.remove()
+        await snapshot.remove()
+        same(await fork.sh("read -r x < file; echo $x"), "kept")
+
+
+@promises.add(
+    "SNAP-005", "Links are copied as links: nothing of the host comes into a snapshot by one.", needs=("ln",)
+)
+async def links(world: World) -> None:
+    target = world.path / secrets.token_hex(4)
+    target.mkdir()
+    (target / "file").write_text("the host's")
+    async with world.fresh() as box:
+        await box.sh(f"ln -s {target}/file one; ln -s {target} folder; ln -s / root")
+        snapshot = await box.sandbox.snapshot()
+    try:
+        expect((snapshot.workspace / "one").is_symlink(), "a link was followed")
+        expect((snapshot.workspace / "folder").is_symlink(), "a link to a folder was followed")
+    finally:
+        await snapshot.remove()
+
+
+@promises.add(
+    "SNAP-006", "Pipes, sockets and holes in files neither hold nor swell a snapshot.", needs=("mkfifo",)
+)
+async def odd_files(world: World) -> None:
+    async with world.fresh() as box:
+        await box.sh("mkfifo pipe; echo x > plain")
+        with (box.sandbox.workspace / "hole").open("wb") as file:
+            file.truncate(1 << 36)
+        snapshot = await box.sandbox.snapshot()
+    blocks = (snapshot.workspace / "hole").stat().st_blocks if (snapshot.workspace / "hole").exists() else 0
+    await snapshot.remove()
+    expect(blocks < 1 << 15, f"a hole became {blocks} blocks")
+
+
+@promises.add("SNAP-007", "A spec with other places is refused; another environment is not.")
+async def other_spec(world: World) -> None:
+    async with world.fresh() as box:
+        snapshot = await box.sandbox.snapshot()
+    try:
+        async with started(world, snapshot, dataclasses.replace(snapshot.spec, env={"A": "b"})) as fork:
+            same(await fork.sh("echo $A"), "b")
+        try:
+            sandbox = await world.driver.start(dataclasses.replace(snapshot.spec, uid=77), snapshot=snapshot)
+        except SandboxError:
+            return
+        await sandbox.close()
+        raise Broken("another user's was started")
+    finally:
+        await snapshot.remove()
+
+
+@promises.add("SNAP-008", "A closed sandbox has no snapshot.")
+async def closed(world: World) -> None:
+    sandbox = await world.driver.start(world.spec())
+    await sandbox.close()
+    try:
+        await (await sandbox.snapshot()).remove()
+    except SandboxError:
+        return
+    raise Broken("it was copied")
+
+
+@promises.add("SNAP-009", "A snapshot cancelled at any moment leaves nothing, and the sandbox goes on.")
+async def cancelled(world: World) -> None:
+    async with world.own_driver() as (driver, _):
+        sandbox = await driver.start(world.spec())
+        (sandbox.workspace / "much").write_bytes(bytes(30_000_000))
+        for delay_ms in (0, 1, 3, 10):
+            copying = asyncio.ensure_future(sandbox.snapshot())
+            await asyncio.wait([copying], timeout=delay_ms / 1000)
+            copying.cancel()
+            (outcome,) = await asyncio.gather(copying, return_exceptions=True)
+            if isinstance(outcome, Snapshot):
+                await outcome.remove()
+        expect(sandbox.alive, "the sandbox ended")
+        await (await sandbox.snapshot()).remove()
+
+
+@promises.add("SNAP-010", "What runs goes on, and is in no snapshot.", needs=("sleep",), exempt=NOT_LOCAL)
+async def processes(world: World) -> None:
+    async with world.fresh() as box, world.lingering(box, "sleep 600; :"):
+        snapshot = await box.sandbox.snapshot()
+        async with started(world, snapshot) as fork:
+            count = await fork.sh("set -- /proc/[0-9]*; echo $#")
+            expect(int(count) <= 4, f"{count} processes are in the fork")
+        await snapshot.remove()

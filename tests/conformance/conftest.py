@@ -1,0 +1,56 @@
+"""The whole suite, run once for each driver and kind of image."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from prorl_envs.conformance.runner import Outcome, run_suite
+from prorl_envs.conformance.subject import DRIVERS, Subject
+from prorl_envs.conformance.suite import PROMISES
+from tests.conformance.images import write_image
+from tests.sandbox.rootfs import build_sif, missing_for_sif
+
+type Outcomes = Callable[[str], list[Outcome]]
+
+#: Every driver with every kind of image: its name, and which image. A new driver is a line here.
+SUBJECTS = {
+    "bubblewrap": ("bubblewrap", ""),
+    "bubblewrap-directory": ("bubblewrap", "directory"),
+    "bubblewrap-sif": ("bubblewrap", "sif"),
+    "apptainer-sif": ("apptainer", "sif"),
+    "local": ("local", ""),
+}
+
+
+@pytest.fixture(scope="session")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path | None]:
+    """The image of a kind, made at first use."""
+    made: dict[str, Path] = {}
+
+    def get(kind: str) -> Path | None:
+        if kind == "sif" and (reason := missing_for_sif()):
+            pytest.skip(reason)
+        if kind and "directory" not in made:
+            made["directory"] = write_image(tmp_path_factory.mktemp("conformance") / "root")
+        if kind == "sif" and "sif" not in made:
+            made["sif"] = build_sif(made["directory"], made["directory"].parent / "image.sif")
+        return made[kind] if kind else None
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def outcomes(image: Callable[[str], Path | None], run_dir: Path) -> Outcomes:
+    """What came of all promises for one of `SUBJECTS`."""
+    known: dict[str, list[Outcome]] = {}
+
+    def get(name: str) -> list[Outcome]:
+        if name not in known:
+            driver, kind = SUBJECTS[name]
+            subject = Subject(driver=driver, make=DRIVERS[driver], image=image(kind))
+            known[name] = asyncio.run(run_suite(subject, PROMISES))
+        return known[name]
+
+    return get
