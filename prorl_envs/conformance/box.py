@@ -53,9 +53,11 @@ class Box:
         """The absolute path, inside, of `name` in the working directory."""
         return f"{await self.sh('pwd')}/{name}"
 
-    async def bash(self, command: str, *, timeout_s: float = TIMEOUT_S, session: str = "main") -> ToolResult:
-        """Run a command in a persistent shell."""
-        return await self.tools.bash(command, timeout_s=timeout_s, session=session)
+    async def bash(
+        self, command: str, *, timeout_s: float = TIMEOUT_S, session: str = "main", is_input: bool = False
+    ) -> ToolResult:
+        """Run a command in a persistent shell, or type into one that waits."""
+        return await self.tools.bash(command, timeout_s=timeout_s, session=session, is_input=is_input)
 
     async def nothing(self, script: str) -> None:
         """Run a script that prints what it should not have been able to.

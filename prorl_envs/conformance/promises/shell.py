@@ -181,14 +181,17 @@ async def hopeless(world: World) -> None:
 
 @promises.add(
     "BASH-019",
-    "A command that waits for input ends at its deadline, and reads nothing of the next.",
+    "A command that waits for input is told at once, and takes what is typed into it.",
     needs=_BASH,
 )
 async def waits(world: World) -> None:
     async with world.shell() as box:
-        result = await box.bash("read -p 'name? ' name", timeout_s=1.0)
-        expect(result.text.startswith("name?") and result.data["timed_out"], f"it gave {result.text!r}")
-        same((await box.bash("echo ${name:-empty}")).text, "empty\n")
+        result = await box.bash("read -p 'name? ' name", timeout_s=30.0)
+        expect(result.text.startswith("name?") and result.data["waiting"], f"it gave {result.text!r}")
+        refused = await box.bash("echo ${name:-empty}")
+        expect(not refused.ok and "still waits" in refused.text, f"meanwhile it gave {refused.text!r}")
+        await box.bash("Ada", is_input=True)
+        same((await box.bash("echo $name")).text, "Ada\n")
 
 
 @promises.add("BASH-020", "A background job does not hold the call, and lives on.", needs=("bash", "sleep"))
@@ -300,3 +303,15 @@ async def no_text(world: World) -> None:
             result = await box.bash(text)
             expect(not result.ok and bool(result.text), f"it gave {result}")
         same((await box.bash("echo on")).text, "on\n")
+
+
+@promises.add(
+    "BASH-031",
+    "A waiting command can be interrupted, and reads nothing of the next.",
+    needs=_BASH,
+)
+async def interrupted_while_waiting(world: World) -> None:
+    async with world.shell() as box:
+        await box.bash("read -p 'name? ' name", timeout_s=30.0)
+        await box.bash("C-c", is_input=True)
+        same((await box.bash("echo ${name:-empty}")).text, "empty\n")
