@@ -5,7 +5,8 @@ open. It is single-threaded and never runs anything a sandbox says; the fork doe
 
     host -> template    once, what to import; then one message per fork, with descriptors. For a tool server:
                         the sandbox's first process, the tool server's socket, the status socket. For a
-                        default route: the network namespace, the status socket.
+                        default route: the network namespace, the status socket. For the size of a tree: its
+                        directory, the sandbox's first process where there is one, the status socket.
     template -> host    `ready` or the error on the control socket; for each fork, on its status socket, the
                         child's pid with its pidfd
     child -> host       on the status socket: `ready` once it has joined, or the error; and later, should
@@ -26,6 +27,7 @@ from collections.abc import Callable
 from importlib.machinery import PathFinder
 from typing import Any, NoReturn
 
+from prorl_envs.sandbox.disk import measure
 from prorl_envs.sandbox.join import join
 from prorl_envs.sandbox.route import add_default_route
 from prorl_envs.sandbox.syscalls import PR_SET_CHILD_SUBREAPER, prctl
@@ -146,6 +148,10 @@ def _live(request: dict[str, Any], fds: list[int], entries: dict[str, Entry], pa
         if "route" in request:
             add_default_route(fds[0])
             _say(status, ready=True)
+        elif "measure" in request:
+            root, *pidfd, _ = fds
+            use = measure(root, pidfd[0] if pidfd else None, **request["measure"])
+            _say(status, ready=True, size=use.size, files=use.files)
         else:
             _serve_tools(request, fds, entries[request["entry"]], parent, status)
         code = 0
@@ -168,6 +174,8 @@ def _serve_tools(
         env=request["env"],
         parent=parent,
         isolated=request["isolated"],
+        groups=request["groups"],
+        rlimits=request["rlimits"],
     )
     os.close(pidfd)
     if request["isolated"]:

@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from prorl_envs.errors import InputError, SandboxError, ToolError
+from prorl_envs.errors import InputError, ToolError
 from prorl_envs.sandbox.base import Sandbox
 from prorl_envs.tools.arguments import complaint, is_unicode
 from prorl_envs.tools.connection import ServerLost
 from prorl_envs.tools.link import ServerLink, Session, ToolLimits, check_timeout
 from prorl_envs.tools.python import ForkedPython, PythonEngine, PythonTool
-from prorl_envs.tools.results import bash_result, server_lost
+from prorl_envs.tools.results import bash_result, server_lost, with_notices
 from prorl_envs.tools.schemas import BASH, EDITOR, PYTHON
 from prorl_envs.tools.types import JsonObject, ToolCall, ToolResult
 from prorl_envs.tools.wire import (
@@ -137,12 +137,12 @@ class Toolbox:
                 )
             except ServerLost as error:
                 shell.server = None
-                return server_lost(error, "shell", time.monotonic() - started)
+                return self._noted(server_lost(error, "shell", time.monotonic() - started))
             except OSError as error:
                 raise ToolError(f"no shell could be started: {error}") from error
         if done.notice and not self.sandbox.alive:
-            raise SandboxError(f"sandbox {self.sandbox.id} ended during a command")
-        return bash_result(done, "shell" if lost else "", time.monotonic() - started)
+            raise self.sandbox.ended()
+        return self._noted(bash_result(done, "shell" if lost else "", time.monotonic() - started))
 
     async def python(self, code: str, *, timeout_s: float) -> ToolResult:
         """Run a cell in the persistent Python session.
@@ -165,7 +165,7 @@ class Toolbox:
             raise InputError("this toolbox has no Python session", hint="open it with python=True")
         if not is_unicode(code):
             return ToolResult(text="the code holds a character that Python cannot take", ok=False)
-        return await self._python.run(code, timeout_s=timeout_s)
+        return self._noted(await self._python.run(code, timeout_s=timeout_s))
 
     async def edit(self, arguments: JsonObject) -> ToolResult:
         """View or edit a file.
@@ -187,12 +187,14 @@ class Toolbox:
                 lambda id_: Edit(id_, **arguments), Edited, timeout_s=self.limits.transfer_s
             )
         except ServerLost as error:
-            return server_lost(error, "editor", time.monotonic() - started)
-        return ToolResult(
-            text=edited.text,
-            ok=edited.ok,
-            duration_s=time.monotonic() - started,
-            truncated_bytes=edited.omitted,
+            return self._noted(server_lost(error, "editor", time.monotonic() - started))
+        return self._noted(
+            ToolResult(
+                text=edited.text,
+                ok=edited.ok,
+                duration_s=time.monotonic() - started,
+                truncated_bytes=edited.omitted,
+            )
         )
 
     async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
@@ -305,6 +307,9 @@ class Toolbox:
             await self._tools.ask(EndProcesses, Done, timeout_s=self.limits.transfer_s)
         except OSError as error:
             raise ToolError(f"the sandbox's processes cannot be ended: {error}") from error
+
+    def _noted(self, result: ToolResult) -> ToolResult:
+        return with_notices(result, self.sandbox.take_notices())
 
     async def aclose(self) -> None:
         """End the tool servers, and with them the shells and the Python session. Idempotent."""

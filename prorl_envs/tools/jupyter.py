@@ -20,7 +20,7 @@ import zmq
 import zmq.asyncio
 from jupyter_client.asynchronous.client import AsyncKernelClient
 
-from prorl_envs.errors import SandboxError, ToolError
+from prorl_envs.errors import ToolError
 from prorl_envs.sandbox.base import Sandbox
 from prorl_envs.tools.connection import ServerLost
 from prorl_envs.tools.jupyter_output import CellOutput
@@ -85,7 +85,7 @@ class JupyterPython:
                 await self._end()
                 raise
         if done.notice and not self._sandbox.alive:
-            raise SandboxError(f"sandbox {self._sandbox.id} ended during a cell")
+            raise self._sandbox.ended()
         return python_result(done, "", time.monotonic() - started)
 
     async def aclose(self) -> None:
