@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from prorl_envs.config import ServiceSettings, Settings
+from prorl_envs.config import LimitSettings, ServiceSettings, Settings
 from prorl_envs.env.node import Node, default_cache_dir
 from prorl_envs.env.registry import environments
 from prorl_envs.errors import InputError
@@ -15,8 +15,10 @@ from prorl_envs.policy.rendering import TemplateRenderer
 from prorl_envs.policy.vllm import VllmClient
 from prorl_envs.rollout.service import RolloutService
 from prorl_envs.rollout.sqlite_store import SqliteStore
-from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.base import Limits, SandboxSpec
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.cgroups import Mechanism
+from prorl_envs.sandbox.containment import NodeLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +45,17 @@ async def node(settings: Settings) -> AsyncIterator[Node]:
     Raises:
         SandboxError: this machine cannot run them. Found out here, with one sandbox, instead of in every job.
     """
-    async with Node(
-        BubblewrapDriver(settings.run_dir, bwrap=settings.bwrap), settings.cache_dir or default_cache_dir()
-    ) as opened:
+    driver = BubblewrapDriver(settings.run_dir, bwrap=settings.bwrap, limits=node_limits(settings.limits))
+    async with Node(driver, settings.cache_dir or default_cache_dir()) as opened:
         await (await opened.sandbox(SandboxSpec())).close()
         yield opened
+
+
+def node_limits(settings: LimitSettings) -> NodeLimits:
+    """The limits of this machine's sandboxes, as a driver takes them."""
+    values = settings.model_dump(exclude={"reserve_bytes", "mechanism"})
+    mechanism = Mechanism(settings.mechanism)
+    return NodeLimits(each=Limits(**values), reserve_bytes=settings.reserve_bytes, mechanism=mechanism)
 
 
 @asynccontextmanager

@@ -12,7 +12,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
@@ -41,14 +40,6 @@ class Mechanism(StrEnum):
     CGROUP2 = "cgroup2"
     CGROUP1 = "cgroup1"
     WATCHDOG = "watchdog"
-
-
-@dataclass(frozen=True, slots=True)
-class Events:
-    """How often the kernel kept a limit: processes it killed for memory, forks it refused."""
-
-    killed: int = 0
-    refused: int = 0
 
 
 class Group:
@@ -94,12 +85,10 @@ class Group:
         for folder in self.folders:
             Path(folder, "cgroup.procs").write_text(str(pid))
 
-    def events(self) -> Events:
-        """What the kernel did so far. Costs some microseconds."""
+    def killed(self) -> int:
+        """How many processes the kernel killed so far, for their memory. Costs some microseconds."""
         name = "memory.events" if self._unified else "memory.oom_control"
-        memory = _numbers(self._folders.get("memory"), name)
-        pids = _numbers(self._folders.get("pids"), "pids.events")
-        return Events(memory.get("oom_kill", 0), pids.get("max", 0))
+        return _numbers(self._folders["memory"], name).get("oom_kill", 0)
 
     def remove(self, *, patience_s: float = _REMOVE_S) -> None:
         """Kill what is left in it and remove it. Blocks. Missing is fine; what stays is logged."""
@@ -330,9 +319,7 @@ def _kill_all(folder: Path) -> None:
                     os.close(pidfd)
 
 
-def _numbers(folder: Path | None, name: str) -> dict[str, int]:
-    if folder is None:
-        return {}
+def _numbers(folder: Path, name: str) -> dict[str, int]:
     try:
         lines = (folder / name).read_text().splitlines()
     except OSError:  # the group is gone

@@ -32,11 +32,9 @@ def open_proc(first: int) -> int:
 
 def processes(proc: int) -> list[ProcessUse]:
     """Every living process, with the resident memory the kernel counts for it."""
-    found = []
-    for name in os.listdir(proc):
-        if name.isdigit() and (process := parse_stat(_read(proc, f"{name}/stat"))) is not None:
-            found.append(process)
-    return found
+    names = [name for name in os.listdir(proc) if name.isdigit()]
+    found = (parse_stat(_read(proc, f"{name}/stat")) for name in names)
+    return [process for process in found if process is not None]
 
 
 def parse_stat(text: bytes) -> ProcessUse | None:

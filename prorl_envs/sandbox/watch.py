@@ -15,7 +15,7 @@ from typing import Protocol
 from prorl_envs.errors import SandboxLimit
 from prorl_envs.sandbox import usage
 from prorl_envs.sandbox.base import Limits
-from prorl_envs.sandbox.cgroups import Events, Group
+from prorl_envs.sandbox.cgroups import Group
 from prorl_envs.sandbox.disk import DiskUse
 from prorl_envs.sandbox.verdict import (
     ProcessUse,
@@ -90,7 +90,6 @@ class Watch:
     over: int = 0
     at_limit: float | None = None
     dying: set[tuple[int, int]] = field(default_factory=set)
-    refused: int = 0
     killed: int = 0
     lock: Lock = field(default_factory=Lock)
     why: str = ""
@@ -118,17 +117,17 @@ class Watch:
     def take(self) -> list[str]:
         """The notices since the last call."""
         if self.group is not None:
-            self.note_killed(self.group.events())
+            self.note_killed(self.group.killed())
         taken = []
         with contextlib.suppress(IndexError):
             while True:
                 taken.append(self.notices.popleft())
         return taken
 
-    def note_killed(self, events: Events) -> None:
-        """Tell of what the kernel killed for memory since the last call."""
+    def note_killed(self, count: int) -> None:
+        """Tell of what the kernel killed for memory since the last call, given all that it did."""
         with self.lock:  # the loop asks, and the thread looks
-            killed, self.killed = events.killed - self.killed, events.killed
+            killed, self.killed = count - self.killed, max(count, self.killed)
         if killed > 0:
             what = "a process was" if killed == 1 else f"{killed} processes were"
             self.tell(f"{_memory_limit(self.limits)} was reached: {what} killed")
@@ -140,6 +139,8 @@ def look_at(watch: Watch, first: int, proc: int, shared: int) -> tuple[int | Non
     watch.dying &= (
         {(process.pid, process.start) for process in usage.processes(proc)} if watch.dying else set()
     )
+    if watch.group is not None:
+        watch.note_killed(watch.group.killed())
     limits = watch.limits
     processes_left = memory_left = None
     if limits.processes is not None:
@@ -152,7 +153,8 @@ def look_at(watch: Watch, first: int, proc: int, shared: int) -> tuple[int | Non
 def _judge_processes(watch: Watch, proc: int, found: list[ProcessUse], limit: int) -> int:
     count = len(found)
     now = time.monotonic()
-    if _is_at_limit(watch, found, limit):
+    # Threads count, where it is the kernel that refuses more.
+    if sum(process.threads for process in found) >= limit - _UNSEEN:
         watch.at_limit = watch.at_limit or now
     else:
         watch.at_limit = None
@@ -163,16 +165,6 @@ def _judge_processes(watch: Watch, proc: int, found: list[ProcessUse], limit: in
         if not _kill_all(proc):
             watch.why = "it starts processes faster than they can be killed"
     return max(0, limit - count)
-
-
-def _is_at_limit(watch: Watch, found: list[ProcessUse], limit: int) -> bool:
-    """Whether the kernel refuses it further processes. Threads count there."""
-    if watch.group is None:
-        return sum(process.threads for process in found) >= limit - _UNSEEN
-    events = watch.group.events()
-    watch.note_killed(events)
-    before, watch.refused = watch.refused, events.refused
-    return events.refused > before
 
 
 def _judge_memory(
@@ -279,5 +271,6 @@ def _decide_on_disk(watch: Watch, unlinked: int, proc: int | None) -> None:
 
 
 def _memory_limit(limits: Limits) -> str:
-    assert limits.memory_bytes is not None
+    if limits.memory_bytes is None:
+        return "the machine's memory limit"
     return f"the sandbox's memory limit of {size_words(limits.memory_bytes)}"
