@@ -163,10 +163,9 @@ def find_groups(mechanism: Mechanism, proc: Path = Path("/proc")) -> Groups | No
         return _find_legacy(proc)
     place, problem = delegated(proc)
     if place is not None:
-        problem = _occupy(place)
+        controllers, problem = _occupy(place)
         if not problem:
-            handed_on = (place / "cgroup.subtree_control").read_text().split()
-            return Groups(dict.fromkeys(handed_on, place), unified=True)
+            return Groups(dict.fromkeys(controllers, place), unified=True)
     if mechanism is Mechanism.CGROUP2:
         raise SandboxError(
             f"no control groups of version 2: {problem}",
@@ -207,23 +206,27 @@ def _is_marked(place: Path) -> bool:
     return False
 
 
-def _occupy(place: Path) -> str:
-    """Clear `place` of this process and have it hand on its controllers. Returns what stands in the way."""
+def _occupy(place: Path) -> tuple[list[str], str]:
+    """Clear `place` of this process and have it hand on its controllers.
+
+    Returns:
+        The controllers, and what stands in the way, empty where nothing does.
+    """
     service = place / _SERVICE
     try:
         service.mkdir(exist_ok=True)
         others = {int(line) for line in (place / "cgroup.procs").read_text().split()} - {os.getpid()}
         if not all(_is_descendant(pid) for pid in others):
-            return f"other processes run in {place}"
+            return [], f"other processes run in {place}"
         for pid in (os.getpid(), *others):
             with contextlib.suppress(ProcessLookupError):
                 (service / "cgroup.procs").write_text(str(pid))
         present = (place / "cgroup.controllers").read_text().split()
-        wanted = [f"+{name}" for name in ("memory", "pids", "cpu") if name in present]
-        (place / "cgroup.subtree_control").write_text(" ".join(wanted))
+        wanted = [name for name in ("memory", "pids", "cpu") if name in present]
+        (place / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in wanted))
     except OSError as error:
-        return f"{place}: {error.strerror}"
-    return ""
+        return [], f"{place}: {error.strerror}"
+    return wanted, ""
 
 
 def _is_descendant(pid: int) -> bool:

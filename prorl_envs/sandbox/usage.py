@@ -49,6 +49,7 @@ def parse_stat(text: bytes) -> ProcessUse | None:
         parent=int(fields[1]),
         start=int(fields[19]),
         threads=int(fields[17]),
+        ticks=sum(map(int, fields[11:15])),
         memory=int(fields[21]) * _PAGE,
         name=name.decode(errors="replace"),
     )
@@ -70,14 +71,18 @@ def private_and_shared(proc: int, process: ProcessUse) -> tuple[int, int]:
     return (process.memory, 0) if private < 0 or shared < 0 else (private, shared)
 
 
-def unlinked(proc: int, found: Iterable[ProcessUse], in_memory: Collection[int] = ()) -> tuple[int, int]:
-    """Bytes of files that have no name any more and are kept by descriptors: in memory, and on disk.
+def unlinked(
+    proc: int, found: Iterable[ProcessUse], in_memory: Collection[int] = ()
+) -> tuple[dict[int, int], int]:
+    """Bytes of files that have no name any more and are kept by descriptors: in memory, for the first process
+    that keeps them, and on disk.
 
     Args:
         in_memory: device numbers of file systems that count for themselves.
     """
     seen: set[tuple[int, int]] = set()
-    memory = on_disk = 0
+    memory: dict[int, int] = {}
+    on_disk = 0
     for process in found:
         with contextlib.suppress(OSError):
             folder = os.open(f"{process.pid}/fd", os.O_RDONLY | os.O_DIRECTORY, dir_fd=proc)
@@ -87,7 +92,7 @@ def unlinked(proc: int, found: Iterable[ProcessUse], in_memory: Collection[int] 
                         seen.add((status.st_dev, status.st_ino))
                         size = status.st_blocks * 512
                         if status.st_dev == _memory_device():
-                            memory += size
+                            memory[process.pid] = memory.get(process.pid, 0) + size
                         elif status.st_dev not in in_memory:
                             on_disk += size
             finally:

@@ -22,6 +22,7 @@ class ProcessUse:
         parent: its parent's number there: 0 where that is outside, as it is for what a tool server started.
         start: when it started, in the kernel's ticks; tells it from a later one of the same number.
         threads: that it consists of.
+        ticks: of processor time, its ended children's included.
         memory: bytes, as far as they were measured.
         name: as it calls itself: hostile.
     """
@@ -30,6 +31,7 @@ class ProcessUse:
     parent: int
     start: int
     threads: int
+    ticks: int
     memory: int
     name: str
 

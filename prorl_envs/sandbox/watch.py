@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Protocol
 
@@ -38,7 +38,9 @@ AT_LIMIT_S = 1.0
 _UNSEEN = 8
 #: Seconds between two full looks, for memory that no process maps.
 _CLOSE_LOOK_S = 30.0
-_KILL_ROUNDS = 200
+#: Seconds in which a sandbox's processes must be killed, and between two looks at whether they are gone.
+_KILL_S = 5.0
+_DYING_S = 0.005
 _NOTICES = 16
 
 
@@ -73,7 +75,10 @@ class Watch:
         sandbox: whose.
         limits: its.
         group: its control group; None where the watchdog keeps the limits itself.
-        held: bytes and files on the file system when its tree was last measured.
+        activity: processor time and processes at the last look; what has not changed has written nothing.
+        measured: when its tree was last measured, and how long that took.
+        held: bytes and files on the file system then.
+        active: its `activity` then.
         use: what was in its tree then.
         judged: what was too much at the last verdict.
     """
@@ -94,7 +99,10 @@ class Watch:
     lock: Lock = field(default_factory=Lock)
     why: str = ""
     held: DiskUse = field(default_factory=lambda: DiskUse(0, 0))
+    activity: tuple[int, int] = (0, 0)
+    active: tuple[int, int] = (0, 0)
     measured: float = field(default_factory=time.monotonic)
+    measuring_s: float = 0.0
     use: DiskUse = field(default_factory=lambda: DiskUse(0, 0))
     judged: int = 0
     offences: int = 0
@@ -143,14 +151,18 @@ def look_at(watch: Watch, first: int, proc: int, shared: int) -> tuple[int | Non
         watch.note_killed(watch.group.killed())
     limits = watch.limits
     processes_left = memory_left = None
+    watch.activity = (sum(process.ticks for process in found), len(found))
     if limits.processes is not None:
-        processes_left = _judge_processes(watch, proc, found, limits.processes)
+        processes_left = limits.processes - len(found)
+        if _judge_processes(watch, proc, found, limits.processes):
+            return 0, 0  # what was seen is no more: look again
     if limits.memory_bytes is not None and watch.group is None:
         memory_left = _judge_memory(watch, first, proc, found, limits.memory_bytes, shared)
     return memory_left, processes_left
 
 
-def _judge_processes(watch: Watch, proc: int, found: list[ProcessUse], limit: int) -> int:
+def _judge_processes(watch: Watch, proc: int, found: list[ProcessUse], limit: int) -> bool:
+    """Returns whether they were too many, and have been killed."""
     count = len(found)
     now = time.monotonic()
     # Threads count, where it is the kernel that refuses more.
@@ -164,7 +176,8 @@ def _judge_processes(watch: Watch, proc: int, found: list[ProcessUse], limit: in
         watch.tell(f"the sandbox's limit of {limit} processes was reached: all but its shells were killed")
         if not _kill_all(proc):
             watch.why = "it starts processes faster than they can be killed"
-    return max(0, limit - count)
+        return True
+    return False
 
 
 def _judge_memory(
@@ -197,19 +210,15 @@ def _judge_memory(
 
 def _exact(watch: Watch, proc: int, found: list[ProcessUse]) -> tuple[list[ProcessUse], int, int]:
     """The processes with what each holds, the sandbox's memory, and what of that no process's end frees."""
+    unlinked, _ = usage.unlinked(proc, found)
     exact, private, mapped = [], 0, 0
     for process in found:
         own, shared = usage.private_and_shared(proc, process)
         private, mapped = private + own, mapped + shared
-        exact.append(
-            ProcessUse(
-                process.pid, process.parent, process.start, process.threads, own + shared, process.name
-            )
-        )
+        exact.append(replace(process, memory=own + max(shared, unlinked.get(process.pid, 0))))
     in_files = watch.files.used() if watch.files is not None else 0
-    unlinked, _ = usage.unlinked(proc, found)
     # What is mapped is mostly also found as a file: the larger of the two.
-    return exact, private + max(mapped, in_files + unlinked), in_files
+    return exact, private + max(mapped, in_files + sum(unlinked.values())), in_files
 
 
 def _kill_all(proc: int, *, shells: bool = False) -> bool:
@@ -218,14 +227,20 @@ def _kill_all(proc: int, *, shells: bool = False) -> bool:
     Returns:
         False where more and more came.
     """
-    for _ in range(_KILL_ROUNDS):
+    deadline = time.monotonic() + _KILL_S
+    killed: set[tuple[int, int]] = set()
+    while time.monotonic() < deadline:
         found = usage.processes(proc)
         tops = {1} if shells else spared(found)
         others = [process for process in found if process.pid not in tops]
         if not others:
             return True
-        for process in others:
+        fresh = without(others, killed)
+        for process in fresh:
             usage.kill(proc, process)
+        killed |= {(process.pid, process.start) for process in fresh}
+        if not fresh:
+            time.sleep(_DYING_S)  # they are on their way out, and give back what they held
     return False
 
 

@@ -26,10 +26,12 @@ from prorl_envs.sandbox.watch import Watch, Watched, judge_disk, look_at
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two looks at the disk as a whole, and after which a tree is measured where anything was
-#: written at all: others may have removed meanwhile as much as this one wrote.
+#: Seconds between two looks at the disk as a whole.
 DISK_S = 0.25
-REMEASURE_S = 60.0
+#: Seconds after which the tree of a sandbox that was active is measured in any case: others may have removed
+#: meanwhile as much as it wrote. And how much longer than the measuring itself that has to be.
+REMEASURE_S = 2.0
+REMEASURE_FACTOR = 50
 #: A sandbox that holds less is not ended to make room on a full disk: it was full before.
 GUILTY_BYTES = 64 << 20
 #: Seconds between two attempts to make room on a disk that is nearly full.
@@ -166,6 +168,7 @@ class Watchdog:
         limits = watch.limits
         size = limits.disk_bytes if limits.disk_bytes is not None else 1 << 62
         files = limits.disk_files if limits.disk_files is not None else 1 << 62
+        started, activity = time.monotonic(), watch.activity
         try:
             # Twice as far as it may go, so that what is far beyond is known to be.
             watch.use = await watch.sandbox.measure_disk(size=2 * size, files=2 * files)
@@ -174,7 +177,8 @@ class Watchdog:
                 logger.warning("sandbox %s: its files cannot be measured: %s", watch.sandbox.id, error)
             return False
         finally:
-            watch.held, watch.measured = held, time.monotonic()
+            watch.held, watch.active, watch.measured = held, activity, time.monotonic()
+            watch.measuring_s = watch.measured - started
         return watch.sandbox.alive
 
     async def _make_room(self, held: DiskUse) -> None:
@@ -202,7 +206,9 @@ def _suspicious(watch: Watch, held: DiskUse, now: float) -> bool:
     )
     # From half of the way on: what it writes meanwhile must not carry it far beyond.
     near = any(new > 0 and limit is not None and new >= (limit - use) / 2 for new, limit, use in pairs)
-    return near or (held != watch.held and now >= watch.measured + REMEASURE_S)
+    was_active = not watch.looked_at or watch.activity != watch.active
+    pause_s = max(REMEASURE_S, REMEASURE_FACTOR * watch.measuring_s)
+    return near or (was_active and now >= watch.measured + pause_s)
 
 
 def _held(status: os.statvfs_result) -> DiskUse:
