@@ -151,7 +151,9 @@ def look_at(watch: Watch, first: int, proc: int, shared: int) -> tuple[int | Non
         watch.note_killed(watch.group.killed())
     limits = watch.limits
     processes_left = memory_left = None
-    watch.activity = (sum(process.ticks for process in found), len(found))
+    before, watch.activity = watch.activity, (sum(process.ticks for process in found), len(found))
+    if before == (0, 0):
+        watch.active = watch.activity  # nothing was told to run in it yet
     if limits.processes is not None:
         processes_left = limits.processes - len(found)
         if _judge_processes(watch, proc, found, limits.processes):
@@ -233,6 +235,9 @@ def _kill_all(proc: int, *, shells: bool = False) -> bool:
         found = usage.processes(proc)
         tops = {1} if shells else spared(found)
         others = [process for process in found if process.pid not in tops]
+        if killed:  # what a shell starts after the first round is its next command, and none of the guilty
+            began = [process for process in others if process.parent in tops - {1}]
+            others = [process for process in others if process not in without(began, killed)]
         if not others:
             return True
         fresh = without(others, killed)
