@@ -222,7 +222,7 @@ def _occupy(place: Path) -> tuple[list[str], str]:
             with contextlib.suppress(ProcessLookupError):
                 (service / "cgroup.procs").write_text(str(pid))
         present = (place / "cgroup.controllers").read_text().split()
-        wanted = [name for name in ("memory", "pids", "cpu") if name in present]
+        wanted: list[str] = [name for name in ("memory", "pids", "cpu") if name in present]
         (place / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in wanted))
     except OSError as error:
         return [], f"{place}: {error.strerror}"

@@ -10,7 +10,8 @@ from prorl_envs.sandbox.base import Limits, SandboxSpec
 from prorl_envs.sandbox.cgroups import Group, Groups, Mechanism, find_groups
 from prorl_envs.sandbox.files import DriverDirectory
 from prorl_envs.sandbox.template_process import ForkRequest
-from prorl_envs.sandbox.watchdog import Watch, Watchdog, Watched
+from prorl_envs.sandbox.watch import Watch, Watched
+from prorl_envs.sandbox.watchdog import Watchdog
 
 _SOFT_OPEN_FILES = 4096
 #: Where processes cannot be told from the user's others, as many as a user needs.

@@ -10,6 +10,7 @@ import os
 import signal
 import stat
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from prorl_envs.sandbox.verdict import ProcessUse
@@ -147,12 +148,27 @@ class MemoryFiles:
         return total
 
 
-def node_shared_memory() -> int:
-    """Bytes of shared memory and files in memory of the whole machine."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("Shmem:"):
-            return int(line.split()[1]) * 1024
-    return 0
+@dataclass(frozen=True, slots=True)
+class NodeUse:
+    """What the whole machine uses.
+
+    Args:
+        memory: bytes that are not available.
+        shared: bytes of shared memory and files in memory.
+        tasks: processes and threads.
+    """
+
+    memory: int
+    shared: int
+    tasks: int
+
+
+def node_use() -> NodeUse:
+    """What the whole machine uses now. Costs some tens of microseconds."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    known = {fields[0]: int(fields[1]) * 1024 for fields in lines}
+    tasks = Path("/proc/loadavg").read_text().split()[3].partition("/")[2]
+    return NodeUse(known["MemTotal:"] - known["MemAvailable:"], known["Shmem:"], int(tasks))
 
 
 def kill(proc: int, process: ProcessUse) -> bool:

@@ -75,6 +75,8 @@ class Watch:
         sandbox: whose.
         limits: its.
         group: its control group; None where the watchdog keeps the limits itself.
+        due: when to look next; earlier where `wake` is reached.
+        wake: what the machine would use if this one, idle until now, could be half of the way to a limit.
         activity: processor time and processes at the last look; what has not changed has written nothing.
         measured: when its tree was last measured, and how long that took.
         held: bytes and files on the file system then.
@@ -89,6 +91,7 @@ class Watch:
     notices: deque[str] = field(default_factory=lambda: deque(maxlen=_NOTICES))
     started: float = field(default_factory=time.monotonic)
     due: float = 0.0
+    wake: usage.NodeUse | None = None
     files: usage.MemoryFiles | None = None
     closely: float = 0.0
     shared_before: int = 0
@@ -100,6 +103,7 @@ class Watch:
     why: str = ""
     held: DiskUse = field(default_factory=lambda: DiskUse(0, 0))
     activity: tuple[int, int] = (0, 0)
+    idle: bool = False
     active: tuple[int, int] = (0, 0)
     measured: float = field(default_factory=time.monotonic)
     measuring_s: float = 0.0
@@ -152,6 +156,7 @@ def look_at(watch: Watch, first: int, proc: int, shared: int) -> tuple[int | Non
     limits = watch.limits
     processes_left = memory_left = None
     before, watch.activity = watch.activity, (sum(process.ticks for process in found), len(found))
+    watch.idle = before == watch.activity
     if before == (0, 0):
         watch.active = watch.activity  # nothing was told to run in it yet
     if limits.processes is not None:

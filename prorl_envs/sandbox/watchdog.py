@@ -32,6 +32,8 @@ DISK_S = 0.25
 #: meanwhile as much as it wrote. And how much longer than the measuring itself that has to be.
 REMEASURE_S = 2.0
 REMEASURE_FACTOR = 50
+#: Seconds between two looks at a sandbox that used no processor, unless the machine's use grows meanwhile.
+IDLE_S = 10.0
 #: A sandbox that holds less is not ended to make room on a full disk: it was full before.
 GUILTY_BYTES = 64 << 20
 #: Seconds between two attempts to make room on a disk that is nearly full.
@@ -86,10 +88,11 @@ class Watchdog:
         while True:
             now = time.monotonic()
             self._end_the_old(now)
-            due = [watch for watch in self._watches.values() if watch.looked_at and watch.due <= now]
+            node = usage.node_use()
+            due = [watch for watch in self._watches.values() if watch.looked_at and _is_due(watch, node, now)]
             if due:
                 assert self._thread is not None
-                await loop.run_in_executor(self._thread, self._look, due)
+                await loop.run_in_executor(self._thread, self._look, due, node)
                 self._end_the_guilty(due)
             if now >= self._disk_due:
                 self._disk_due = time.monotonic() + DISK_S
@@ -107,7 +110,8 @@ class Watchdog:
             for watch in self._watches.values()
             if watch.limits.wall_s is not None
         ]
-        if self._watches and (self._reserve or any(watch.on_disk for watch in self._watches.values())):
+        watches = self._watches.values()
+        if watches and (self._reserve or any(watch.on_disk or watch.wake is not None for watch in watches)):
             times.append(self._disk_due)
         return max(0.0, min(times) - time.monotonic()) if times else None
 
@@ -130,8 +134,7 @@ class Watchdog:
 
     # In the thread.
 
-    def _look(self, watches: Iterable[Watch]) -> None:
-        shared = usage.node_shared_memory()
+    def _look(self, watches: Iterable[Watch], node: usage.NodeUse) -> None:
         for watch in watches:
             started = time.monotonic()
             left: tuple[int | None, int | None] = (None, None)
@@ -140,13 +143,15 @@ class Watchdog:
                 with contextlib.suppress(OSError):  # it is ending
                     proc = usage.open_proc(first)
                     try:
-                        left = look_at(watch, first, proc, shared)
+                        left = look_at(watch, first, proc, node.shared)
                     finally:
                         os.close(proc)
             took = time.monotonic() - started
             self.looking_s += took
             now = time.monotonic()
-            watch.due = _together(now + next_look_s(*left, took_s=took), now)
+            pause_s = next_look_s(*left, took_s=took)
+            watch.wake = _wake(node, *left) if watch.idle and pause_s > DISK_S else None
+            watch.due = _together(now + (pause_s if watch.wake is None else IDLE_S), now)
 
     # Back in the loop.
 
@@ -194,6 +199,19 @@ class Watchdog:
         elif not self._warned:
             self._warned = True
             logger.warning("less than %s are free in %s", size_words(self._reserve), self._directory)
+
+
+def _is_due(watch: Watch, node: usage.NodeUse, now: float) -> bool:
+    wake = watch.wake
+    woken = wake is not None and (node.memory >= wake.memory or node.tasks >= wake.tasks)
+    return woken or watch.due <= now
+
+
+def _wake(node: usage.NodeUse, memory_left: int | None, processes_left: int | None) -> usage.NodeUse:
+    """What the machine would use if a sandbox had gone half of its way to a limit from now."""
+    memory = 1 << 62 if memory_left is None else memory_left // 2
+    tasks = 1 << 62 if processes_left is None else processes_left // 2
+    return usage.NodeUse(node.memory + memory, node.shared, node.tasks + tasks)
 
 
 def _together(due: float, now: float) -> float:
