@@ -238,9 +238,11 @@ def _kill_all(proc: int, *, shells: bool = False) -> bool:
     killed: set[tuple[int, int]] = set()
     while time.monotonic() < deadline:
         found = usage.processes(proc)
-        tops = {1} if shells else spared(found)
+        # After the first round, a shell is a new one, and what a shell starts is its next command: neither is
+        # one of the guilty.
+        tops = {1} if shells and not killed else spared(found)
         others = [process for process in found if process.pid not in tops]
-        if killed:  # what a shell starts after the first round is its next command, and none of the guilty
+        if killed:
             began = [process for process in others if process.parent in tops - {1}]
             others = [process for process in others if process not in without(began, killed)]
         if not others:
