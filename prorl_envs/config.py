@@ -100,6 +100,33 @@ class ModelSettings(_Section):
     tokenizer: ExpandedPath | None = None
 
 
+class LimitSettings(_Section):
+    """What a sandbox may use, where its task family asks for nothing else; None is no bound.
+
+    Args:
+        memory_bytes: of all its processes together.
+        processes: that live at a time.
+        open_files: of each process.
+        cpus: processors' worth of time; kept by control groups alone.
+        disk_bytes, disk_files: of what it writes.
+        file_bytes: of one file; None takes `disk_bytes`.
+        wall_s: seconds after which it is closed.
+        reserve_bytes: of the disk below `run_dir`, kept free: below it the sandbox that holds most is ended.
+        mechanism: auto, cgroup2, cgroup1 or watchdog.
+    """
+
+    memory_bytes: int | None = Field(default=8 << 30, ge=32 << 20)
+    processes: int | None = Field(default=2048, ge=24)
+    open_files: int = Field(default=65_536, ge=1024)
+    cpus: float | None = Field(default=None, ge=0.01)
+    disk_bytes: int | None = Field(default=16 << 30, ge=1 << 20)
+    disk_files: int | None = Field(default=1_000_000, ge=100)
+    file_bytes: int | None = Field(default=None, ge=1 << 20)
+    wall_s: float | None = Field(default=None, ge=0.1)
+    reserve_bytes: int = Field(default=1 << 30, ge=0)
+    mechanism: Literal["auto", "cgroup2", "cgroup1", "watchdog"] = "auto"
+
+
 class Settings(_Section):
     """All settings.
 
@@ -121,6 +148,7 @@ class Settings(_Section):
     service: ServiceSettings = ServiceSettings()
     server: ServerSettings = ServerSettings()
     model: ModelSettings = ModelSettings()
+    limits: LimitSettings = LimitSettings()
     cache_dir: ExpandedPath | None = None
     run_dir: ExpandedPath | None = None
     driver: Literal["auto", "bubblewrap", "apptainer", "local"] = "auto"

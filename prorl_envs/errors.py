@@ -4,6 +4,7 @@
     ├── InputError            the caller sent something wrong (bad task row, bad config, bad request)
     └── RolloutFailure        an episode could not be carried through; becomes a typed Failure, never a reward
         ├── SandboxError      the sandbox did not start, or ended while in use
+        │   └── SandboxLimit  it was ended because it went beyond one of its limits
         ├── ToolError         the tool server is lost or broke its protocol
         ├── TransferRefused   a tree of files holds what is not carried in or out of a sandbox
         ├── ModelError        the model server failed or answered what it must not
@@ -68,6 +69,12 @@ class SandboxError(RolloutFailure):
 
     kind = FailureKind.SANDBOX
     retryable = True
+
+
+class SandboxLimit(SandboxError):
+    """The sandbox was ended because it went beyond one of its limits; a fresh one would end the same way."""
+
+    retryable = False
 
 
 class ToolError(RolloutFailure):

@@ -60,6 +60,7 @@ def grading_spec(agent: SandboxSpec, workspace: Path) -> SandboxSpec:
         env=agent.env,
         mounts=(*agent.mounts, Mount(source=workspace, target=_SUBMISSION)),
         masks=agent.masks,
+        limits=agent.limits,
     )
 
 

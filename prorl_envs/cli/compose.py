@@ -5,13 +5,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from prorl_envs.config import ServiceSettings, Settings
+from prorl_envs.config import LimitSettings, ServiceSettings, Settings
 from prorl_envs.env.node import Node, default_cache_dir
 from prorl_envs.env.registry import environments
 from prorl_envs.errors import InputError
 from prorl_envs.images.builder import ImageBuilder
 from prorl_envs.images.store import ImageStore
-from prorl_envs.images.supervised import Limits
+from prorl_envs.images.supervised import Limits as BuildLimits
 from prorl_envs.policy.loading import load_renderer
 from prorl_envs.policy.pool import ModelPool
 from prorl_envs.policy.probe import probe
@@ -19,8 +19,10 @@ from prorl_envs.policy.rendering import TemplateRenderer
 from prorl_envs.policy.vllm import VllmClient
 from prorl_envs.rollout.service import RolloutService
 from prorl_envs.rollout.sqlite_store import SqliteStore
-from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.base import Limits, SandboxSpec
+from prorl_envs.sandbox.cgroups import Mechanism
 from prorl_envs.sandbox.choice import choose_driver, make_driver
+from prorl_envs.sandbox.containment import NodeLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +51,7 @@ async def node(settings: Settings) -> AsyncIterator[Node]:
     """
     programs = {"bwrap": settings.bwrap, "apptainer": settings.apptainer}
     name = await asyncio.to_thread(choose_driver, settings.driver, settings.run_dir, **programs)
-    driver = make_driver(name, settings.run_dir, **programs)
+    driver = make_driver(name, settings.run_dir, limits=node_limits(settings.limits), **programs)
     cache_dir = settings.cache_dir or default_cache_dir()
     async with Node(driver, cache_dir, warm=settings.warm) as opened:
         await (await opened.sandbox(SandboxSpec())).close()
@@ -67,8 +69,15 @@ def image_builder(settings: Settings, progress: Callable[[str], None]) -> ImageB
     Args:
         progress: called with a short line as the work goes on.
     """
-    limits = Limits(seconds=settings.image_build_s, unpacked_bytes=settings.image_build_bytes)
+    limits = BuildLimits(seconds=settings.image_build_s, unpacked_bytes=settings.image_build_bytes)
     return ImageBuilder(image_store(settings), scratch=settings.run_dir, limits=limits, progress=progress)
+
+
+def node_limits(settings: LimitSettings) -> NodeLimits:
+    """The limits of this machine's sandboxes, as a driver takes them."""
+    values = settings.model_dump(exclude={"reserve_bytes", "mechanism"})
+    mechanism = Mechanism(settings.mechanism)
+    return NodeLimits(each=Limits(**values), reserve_bytes=settings.reserve_bytes, mechanism=mechanism)
 
 
 @asynccontextmanager

@@ -21,6 +21,7 @@ from prorl_envs.env.sandboxed import workplace
 from prorl_envs.errors import InputError, SandboxError
 from prorl_envs.sandbox.apptainer_probe import apptainer_checks, image_checks
 from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.cgroups import Mechanism, delegated, find_groups
 from prorl_envs.sandbox.choice import choose_driver
 from prorl_envs.sandbox.probe import Check, checks
 
@@ -42,6 +43,25 @@ async def _sandbox(settings: Settings) -> Check:
         return Check(name="sandbox", ok=False, found=error.message, remedy=error.hint or remedy)
     ok = answer.text.strip() == "42"
     return Check(name="sandbox", ok=ok, found="starts and answers" if ok else answer.text, remedy=remedy)
+
+
+def _limits(settings: Settings) -> Check:
+    """What keeps the limits of sandboxes. The watchdog does everywhere, but later than the kernel would."""
+    asked = settings.limits.mechanism
+    place, problem = delegated()
+    if place is not None and asked in ("auto", "cgroup2"):
+        return Check(name="limits", ok=True, found=f"cgroup v2 delegated: {place}")
+    if asked == "cgroup2":
+        remedy = "`systemd-run --user --scope -p Delegate=yes prorl-envs serve`, or limits.mechanism watchdog"
+        return Check(name="limits", ok=False, found=f"no cgroup v2: {problem}", remedy=remedy)
+    if asked == "cgroup1":
+        try:
+            find_groups(Mechanism.CGROUP1)
+        except SandboxError as error:
+            return Check(name="limits", ok=False, found=error.message, remedy=error.hint)
+        return Check(name="limits", ok=True, found="cgroup v1")
+    why = "" if asked == "watchdog" else f" (no cgroup v2: {problem})"
+    return Check(name="limits", ok=True, found=f"watchdog{why}")
 
 
 def _cache(folder: Path) -> Check:
@@ -99,6 +119,7 @@ async def doctor(settings: Settings) -> bool:
     for name, value in _machine():
         out.print(f"{name + ':':12} {value}")
     needed, others = await asyncio.to_thread(_drivers, settings)
+    needed.append(_limits(settings))
     needed.append(await _sandbox(settings))
     needed.append(_cache(settings.cache_dir or default_cache_dir()))
     needed += await asyncio.to_thread(lambda: list(_families()))

@@ -186,6 +186,14 @@ class BorrowedSandbox:
         lent.setblocking(False)
         return lent
 
+    def ended(self) -> SandboxError:
+        """See `sandbox.base.Sandbox`; the owner may know more."""
+        return SandboxError(f"sandbox {self._id} has ended")
+
+    def take_notices(self) -> list[str]:
+        """What was done to keep its limits, the owner is told."""
+        return []
+
     async def snapshot(self) -> NoReturn:
         raise SandboxError("a borrowed sandbox's files are the owner's to copy")
 
@@ -212,10 +220,10 @@ class BorrowedSandbox:
                 self._connection.send(json.dumps(request).encode())
                 message, descriptors = await receive(self._connection, _MESSAGE_LIMIT, descriptors=1)
             except (OSError, ValueError) as error:  # closed, here or there
-                raise SandboxError(f"sandbox {self._id} has ended") from error
+                raise self.ended() from error
         lent = socket.socket(fileno=descriptors[0]) if descriptors else None
         if not message:
-            raise SandboxError(f"sandbox {self._id} has ended")
+            raise self.ended()
         answer: dict[str, Any] = json.loads(message)
         if "error" in answer:
             raise SandboxError(answer["error"])

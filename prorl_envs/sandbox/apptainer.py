@@ -13,6 +13,7 @@ from pathlib import Path
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.apptainer_probe import find_apptainer
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.containment import DEFAULT_LIMITS, NodeLimits
 from prorl_envs.sandbox.doorway import doorway_command, doorway_environment, explain_doorway, write_doorway
 from prorl_envs.sandbox.processes import Process
 from prorl_envs.sandbox.template import TEMPLATES, Template, TemplateSpec
@@ -27,6 +28,7 @@ class ApptainerDriver(BubblewrapDriver):
         apptainer: the program; None chooses `$PRORL_APPTAINER`, else `apptainer` or `singularity` in PATH.
         bwrap: see `BubblewrapDriver`.
         templates: see `NodeDriver`.
+        limits: see `NodeDriver`.
 
     Raises:
         SandboxError: there is no Apptainer or no bubblewrap, or no directory can be made.
@@ -41,9 +43,10 @@ class ApptainerDriver(BubblewrapDriver):
         apptainer: Path | None = None,
         bwrap: Path | None = None,
         templates: Mapping[str, TemplateSpec] = TEMPLATES,
+        limits: NodeLimits = DEFAULT_LIMITS,
     ) -> None:
         program = find_apptainer(apptainer)
-        super().__init__(root, bwrap=bwrap, templates=templates)
+        super().__init__(root, bwrap=bwrap, templates=templates, limits=limits)
         doorway = self.directory.path / "apptainer"
         try:
             write_doorway(doorway)

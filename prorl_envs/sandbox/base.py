@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from prorl_envs.sandbox.snapshot import Snapshot
 
+from prorl_envs.errors import SandboxError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mount:
@@ -30,6 +32,31 @@ class Mount:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a sandbox may use; None is no bound. How each is kept depends on the machine: see decision 0017.
+
+    Args:
+        memory_bytes: of all its processes together, shared memory and files in memory included.
+        processes: that live at a time, threads counted where the kernel itself keeps the limit; 32 or more.
+        open_files: of each process; 1,024 or more, for the tools use high numbers.
+        cpus: processors' worth of time; kept by cgroups alone.
+        disk_bytes: of all files it wrote; writable mounts of the host's own directories do not count.
+        disk_files: files and directories it made.
+        file_bytes: of one file; where it is None, `disk_bytes`.
+        wall_s: seconds from its start, after which it is closed.
+    """
+
+    memory_bytes: int | None = 8 << 30
+    processes: int | None = 2048
+    open_files: int = 65536
+    cpus: float | None = None
+    disk_bytes: int | None = 16 << 30
+    disk_files: int | None = 1_000_000
+    file_bytes: int | None = None
+    wall_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
     """What a sandbox should look like. Isolated by default: own user, mount, pid, net, ipc, uts and cgroup
     namespaces, the system read-only, no host environment, no network but loopback.
@@ -47,6 +74,7 @@ class SandboxSpec:
         uid: user id inside (0 looks like root and still has no capability).
         default_route: True gives the loopback interface a default route, so that connections to
             addresses outside time out as on a filtered network instead of failing at once.
+        limits: what it may use; None takes the driver's.
     """
 
     image: Path | None = None
@@ -57,6 +85,7 @@ class SandboxSpec:
     hostname: str = "sandbox"
     uid: int = 1000
     default_route: bool = False
+    limits: Limits | None = None
 
 
 @runtime_checkable
@@ -79,6 +108,17 @@ class Sandbox(Protocol):
 
     @property
     def alive(self) -> bool: ...
+
+    def ended(self) -> SandboxError:
+        """The error for whoever uses it after its end: `SandboxLimit` where the driver ended it for one."""
+        ...
+
+    def take_notices(self) -> list[str]:
+        """What was done to keep its limits since the last call, for the model to read: one sentence each.
+
+        Cheap, and never waits: a few microseconds where nothing happened.
+        """
+        ...
 
     async def spawn(self, entry: str, *, template: str = "base") -> socket.socket:
         """Fork a process from a template into this sandbox and run `entry` there.

@@ -13,6 +13,7 @@ from typing import Any
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.command import DEFAULT_ENV, HOME, READY, SandboxFiles, bwrap_arguments, mount_points
+from prorl_envs.sandbox.containment import DEFAULT_LIMITS, NodeLimits
 from prorl_envs.sandbox.driver import NodeDriver, NodeSandbox
 from prorl_envs.sandbox.images import Images, ImageUse
 from prorl_envs.sandbox.probe import explain, find_bwrap
@@ -34,7 +35,7 @@ class BubblewrapDriver(NodeDriver["BubblewrapSandbox"]):
     Args:
         root: see `NodeDriver`.
         bwrap: the bubblewrap program; None chooses `$PRORL_BWRAP`, the package's or the system's.
-        templates: see `NodeDriver`.
+        templates, limits: see `NodeDriver`.
 
     Raises:
         SandboxError: there is no bubblewrap, or no directory can be made.
@@ -48,9 +49,10 @@ class BubblewrapDriver(NodeDriver["BubblewrapSandbox"]):
         *,
         bwrap: Path | None = None,
         templates: Mapping[str, TemplateSpec] = TEMPLATES,
+        limits: NodeLimits = DEFAULT_LIMITS,
     ) -> None:
         self.program = find_bwrap(bwrap)
-        super().__init__(root, templates=templates)
+        super().__init__(root, templates=templates, limits=limits)
         self.system_masks = system_masks()
         self.images = Images(self.directory.base)
         self._etc: dict[int, asyncio.Task[Path]] = {}
@@ -140,6 +142,10 @@ class BubblewrapSandbox(NodeSandbox):
         if self._init is None:
             raise SandboxError(f"sandbox {self.id} was not started")
         return self._init.pid
+
+    @property
+    def first_pid(self) -> int | None:
+        return None if self._init is None else self._init.pid
 
     async def launch(self) -> None:
         """Make the directories, run bubblewrap and wait for the first process."""

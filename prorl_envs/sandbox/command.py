@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from prorl_envs.errors import SandboxError
-from prorl_envs.sandbox.base import Mount, SandboxSpec
+from prorl_envs.sandbox.base import Limits, Mount, SandboxSpec
 from prorl_envs.sandbox.system import kernel_masks, system_arguments
 
 HOME = "/home/agent"
@@ -113,6 +113,8 @@ def check(spec: SandboxSpec) -> None:
             raise SandboxError(
                 f"the mount at {mount.target} is both `overlay` and `writable`", hint="choose one of the two"
             )
+    if spec.limits is not None and (wrong := _unusable(spec.limits)):
+        raise SandboxError(f"not a usable limit: {wrong}")
     if not _HOSTNAME.fullmatch(spec.hostname):
         raise SandboxError(f"not a host name: {spec.hostname!r}")
 
@@ -123,6 +125,25 @@ def mount_points(spec: SandboxSpec) -> dict[str, bool]:
     return directories | {mount.target: mount.source.is_dir() for mount in spec.mounts}
 
 
+def _unusable(limits: Limits) -> str:
+    """Which limit leaves no room for the sandbox itself; empty where none does."""
+    smallest = {
+        "memory_bytes": 32 << 20,
+        "processes": 24,
+        "open_files": 1024,
+        "cpus": 0.01,
+        "disk_bytes": 1 << 20,
+        "disk_files": 100,
+        "file_bytes": 1 << 20,
+        "wall_s": 0.1,
+    }
+    for name, least in smallest.items():
+        value = getattr(limits, name)
+        if value is not None and value < least:
+            return f"{name} is {value}, the least is {least}"
+    return ""
+
+
 def bwrap_arguments(
     spec: SandboxSpec, files: SandboxFiles, *, system_masks: tuple[str, ...] = ()
 ) -> list[str]:
@@ -131,13 +152,16 @@ def bwrap_arguments(
     Args:
         system_masks: hidden beside the spec's own `masks`.
     """
+    # What is in them is memory, which the end of no process gives back: never all that the sandbox may have.
+    memory = spec.limits.memory_bytes if spec.limits is not None else None
+    shm, run = (size if memory is None else min(size, memory // 4) for size in (_SHM_BYTES, _RUN_BYTES))
     return [
         *_isolation(spec),
         *(_host_system(files) if files.image is None else _image_system(files.image, files)),
         # Read-only as a whole: to the kernel, the user of a sandbox that root runs owns all of /proc/sys.
         *("--proc", "/proc", *kernel_masks(), "--remount-ro", "/proc", "--dev", "/dev"),
-        *("--perms", "1777", "--size", str(_SHM_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
-        *("--perms", "755", "--size", str(_RUN_BYTES), "--tmpfs", "/run"),
+        *("--perms", "1777", "--size", str(shm), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
+        *("--perms", "755", "--size", str(run), "--tmpfs", "/run"),
         *("--bind", str(files.tmp), "/tmp"),
         *(() if files.image is not None else ("--dir", "/var", "--symlink", "/tmp", "/var/tmp")),
         *("--bind", str(files.home), HOME),

@@ -4,6 +4,7 @@ A driver adds how a sandbox is made (`_make`), launched, reached by a tool serve
 """
 
 import asyncio
+import contextlib
 import os
 import socket
 import threading
@@ -12,9 +13,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from prorl_envs.errors import SandboxError
+from prorl_envs.errors import SandboxError, SandboxLimit
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.command import check
+from prorl_envs.sandbox.containment import DEFAULT_LIMITS, Contained, Containment, NodeLimits
+from prorl_envs.sandbox.disk import DiskUse
 from prorl_envs.sandbox.files import DriverDirectory, node_local_base, remove_tree, sweep
 from prorl_envs.sandbox.mounted import sweep_mounts
 from prorl_envs.sandbox.snapshot import Snapshot, copy_trees
@@ -29,6 +32,7 @@ class NodeDriver[S: "NodeSandbox"](ABC):
         root: existing directory on a local disk under which the driver makes its own; None chooses
             `$PRORL_RUN_DIR` or the temporary directory.
         templates: what `Sandbox.spawn` can fork, by name.
+        limits: of sandboxes that ask for none of their own, and how they are kept.
 
     Raises:
         SandboxError: no directory can be made.
@@ -37,10 +41,15 @@ class NodeDriver[S: "NodeSandbox"](ABC):
     name: str
 
     def __init__(
-        self, root: Path | None = None, *, templates: Mapping[str, TemplateSpec] = TEMPLATES
+        self,
+        root: Path | None = None,
+        *,
+        templates: Mapping[str, TemplateSpec] = TEMPLATES,
+        limits: NodeLimits = DEFAULT_LIMITS,
     ) -> None:
         self.directory = DriverDirectory(root.resolve() if root is not None else node_local_base())
         self.templates = {name: Template(name, spec) for name, spec in templates.items()}
+        self.containment = Containment(limits, self.directory)
         self._sandboxes: set[S] = set()
         self._sweeping: asyncio.Task[list[Path]] | None = None
         self._started = self._snapshots = 0
@@ -53,6 +62,7 @@ class NodeDriver[S: "NodeSandbox"](ABC):
             SandboxError: with the runtime's own words and a remedy as hint.
         """
         self._check_open()
+        spec = self.containment.complete(spec)
         check(spec)
         if snapshot is not None:
             snapshot.check(spec)
@@ -63,7 +73,9 @@ class NodeDriver[S: "NodeSandbox"](ABC):
         try:
             if snapshot is not None:
                 await sandbox.restore(snapshot)
+            await self.containment.prepare(sandbox)
             await sandbox.launch()
+            self.containment.watch(sandbox)
         except BaseException:
             await sandbox.close()
             raise
@@ -93,6 +105,7 @@ class NodeDriver[S: "NodeSandbox"](ABC):
 
     def forget(self, sandbox: S) -> None:
         """Called by a sandbox that has closed."""
+        self.containment.forget(sandbox)
         self._sandboxes.discard(sandbox)
 
     @abstractmethod
@@ -106,7 +119,7 @@ class NodeDriver[S: "NodeSandbox"](ABC):
         """The id of the next sandbox, unique on this node, and its directory, not made yet."""
         self._started += 1
         path = self.directory.path / str(self._started)
-        return f"{self.directory.path.name.rpartition('-')[2]}-{self._started}", path
+        return f"{self.directory.id}-{self._started}", path
 
     def snapshot_place(self) -> Path:
         """The directory of the next snapshot, not made yet."""
@@ -127,6 +140,7 @@ class NodeDriver[S: "NodeSandbox"](ABC):
         await self._sweep()
         closing = (sandbox.close() for sandbox in tuple(self._sandboxes))
         outcomes = await asyncio.gather(*closing, return_exceptions=True)
+        await self.containment.aclose()
         await asyncio.gather(*(template.aclose() for template in self.templates.values()))
         await self._release()
         await asyncio.to_thread(self.directory.remove)
@@ -151,6 +165,9 @@ class NodeSandbox(ABC):
         self._root = root
         self._driver = driver
         self._servers: set[ToolServer] = set()
+        self._why: SandboxLimit | None = None
+        #: What keeps its limits; set by the driver's containment before the launch.
+        self.contained = Contained()
         self._closing: asyncio.Task[None] | None = None
         self._copying = asyncio.Lock()
         self._stop_copying = threading.Event()
@@ -171,6 +188,37 @@ class NodeSandbox(ABC):
     @property
     def alive(self) -> bool:
         return self._closing is None
+
+    @property
+    def first_pid(self) -> int | None:
+        """Its first process on the host; None where it has no pid namespace, or has not begun."""
+        return None
+
+    def ended(self) -> SandboxError:
+        """See `base.Sandbox`."""
+        return self._why or SandboxError(f"sandbox {self.id} has ended")
+
+    def take_notices(self) -> list[str]:
+        """See `base.Sandbox`."""
+        return self.contained.take_notices()
+
+    def end(self, why: SandboxLimit) -> None:
+        """Have it closed, for a reason that whoever uses it is told. Called by the watchdog."""
+        self._why = why
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+
+    async def measure_disk(self, *, size: int, files: int) -> DiskUse:
+        """What it has on disk: see `Template.measure`."""
+        self._check_alive()
+        with contextlib.ExitStack() as opened:
+            fds = [os.open(self._root, os.O_RDONLY | os.O_DIRECTORY)]
+            opened.callback(os.close, fds[0])
+            if self.first_pid is not None:
+                fds.append(self._open_place())
+                opened.callback(os.close, fds[1])
+            template = next(iter(self._driver.templates.values()))
+            return await template.measure(self.id, fds, size=size, files=files)
 
     @property
     def tool_servers(self) -> list[int]:
@@ -194,7 +242,8 @@ class NodeSandbox(ABC):
         # A descriptor of our own: should the sandbox end meanwhile, its number may become another's.
         place = self._open_place()
         try:
-            server, sock = await self._driver.templates[template].fork(self.id, place, self._request(entry))
+            request = self.contained.apply(self._request(entry))
+            server, sock = await self._driver.templates[template].fork(self.id, place, request)
         finally:
             os.close(place)
         try:
@@ -261,13 +310,14 @@ class NodeSandbox(ABC):
         self._stop_copying.set()
         async with self._copying:
             await self._end()
+        await self.contained.release()
         await asyncio.to_thread(remove_tree, self._root)
         await self._release()
         self._driver.forget(self)
 
     def _check_alive(self) -> None:
         if not self.alive:
-            raise SandboxError(f"sandbox {self.id} has ended")
+            raise self.ended()
 
 
 def _sweep(base: Path) -> list[Path]:

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.cgroups import sweep_groups
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,11 @@ class DriverDirectory:
                 hint="set PRORL_RUN_DIR to a writable directory on a local disk",
             ) from error
 
+    @property
+    def id(self) -> str:
+        """Its own part of its name, unique on this node."""
+        return self.path.name.rpartition("-")[2]
+
     def remove(self) -> None:
         """Remove it with everything in it and give up the lock. Idempotent."""
         if self._lock >= 0:
@@ -81,6 +87,7 @@ def sweep(base: Path) -> list[Path]:
     removed = []
     for path in base.glob(f"{_PREFIX}{os.geteuid()}-*"):
         if _is_abandoned(path):
+            sweep_groups(path)  # first: the directory says where they are
             try:
                 remove_tree(path)
             except OSError as error:

@@ -4,10 +4,11 @@ The process joins every namespace of the sandbox but stays outside its pid names
 children are born there. So the sandbox can neither see, signal nor trace it.
 """
 
+import contextlib
 import os
 import resource
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from prorl_envs.sandbox.seccomp import install_filter
 from prorl_envs.sandbox.syscalls import (
@@ -28,16 +29,20 @@ NAMESPACES = (
     | os.CLONE_NEWCGROUP
 )
 
-#: Soft and hard bounds, lowered further where the service's own are lower.
-LIMITS = {
-    resource.RLIMIT_CORE: (0, 0),
-    resource.RLIMIT_NOFILE: (4096, 65536),
-    # Counted per user namespace since Linux 5.14, so per sandbox; before that, per user. Root is exempt.
-    resource.RLIMIT_NPROC: (8192, 8192),
-}
+#: How much rather than others the kernel kills a sandbox's process where the machine's memory runs out.
+_OOM_SCORE = "500"
 
 
-def join(pidfd: int, *, workdir: str, env: Mapping[str, str], parent: int, isolated: bool) -> None:
+def join(
+    pidfd: int,
+    *,
+    workdir: str,
+    env: Mapping[str, str],
+    parent: int,
+    isolated: bool,
+    groups: Sequence[str] = (),
+    rlimits: Sequence[Sequence[int]] = (),
+) -> None:
     """Enter the sandbox whose first process is `pidfd` and give up every privilege.
 
     Args:
@@ -45,6 +50,8 @@ def join(pidfd: int, *, workdir: str, env: Mapping[str, str], parent: int, isola
         env: its complete environment from now on.
         parent: pid of the template; this process ends with it.
         isolated: False joins nothing and does only the rest (for the driver that does not isolate).
+        groups: folders of the control groups to enter, so that all that starts here is born in them.
+        rlimits: kind, soft and hard bound of each resource; where the service's own are lower, those.
 
     Raises:
         OSError: the sandbox has ended, or the kernel refused a step; the process must end.
@@ -52,11 +59,12 @@ def join(pidfd: int, *, workdir: str, env: Mapping[str, str], parent: int, isola
     # A signal to one's own process group passes through pid namespaces: without a session of its own, a
     # child that says kill(0, ...) would reach the template and every other tool server.
     os.setsid()
+    _enter(groups)
     if isolated:
         os.setns(pidfd, NAMESPACES)
     os.chdir(workdir)
     os.umask(0o022)
-    for kind, (soft, hard) in LIMITS.items():
+    for kind, soft, hard in rlimits:
         _lower_limit(kind, soft, hard)
     if isolated:
         drop_capabilities()
@@ -68,6 +76,16 @@ def join(pidfd: int, *, workdir: str, env: Mapping[str, str], parent: int, isola
     _end_with(parent)
     os.environ.clear()
     os.environ.update(env)
+
+
+def _enter(groups: Sequence[str]) -> None:
+    """First of all, while this is still an ordinary process of the host that does nothing yet."""
+    for group in groups:
+        with open(f"{group}/cgroup.procs", "w") as file:  # noqa: PTH123 - the template imports no pathlib
+            file.write("0")
+    # Refused where the service's own is higher already.
+    with contextlib.suppress(PermissionError), open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123
+        file.write(_OOM_SCORE)
 
 
 def _lower_limit(kind: int, soft: int, hard: int) -> None:

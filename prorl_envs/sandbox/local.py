@@ -14,6 +14,7 @@ from pathlib import Path
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.command import DEFAULT_ENV
+from prorl_envs.sandbox.containment import DEFAULT_LIMITS, NodeLimits
 from prorl_envs.sandbox.driver import NodeDriver, NodeSandbox
 from prorl_envs.sandbox.template import TEMPLATES, TemplateSpec
 from prorl_envs.sandbox.template_process import ForkRequest
@@ -32,6 +33,7 @@ class LocalDriver(NodeDriver["LocalSandbox"]):
     Args:
         root: see `NodeDriver`.
         templates: see `NodeDriver`.
+        limits: likewise; kept are only those of single processes, of the disk and of wall time.
 
     Raises:
         SandboxError: no directory can be made.
@@ -40,14 +42,18 @@ class LocalDriver(NodeDriver["LocalSandbox"]):
     name = "local"
 
     def __init__(
-        self, root: Path | None = None, *, templates: Mapping[str, TemplateSpec] = TEMPLATES
+        self,
+        root: Path | None = None,
+        *,
+        templates: Mapping[str, TemplateSpec] = TEMPLATES,
+        limits: NodeLimits = DEFAULT_LIMITS,
     ) -> None:
         warnings.warn(
             "LocalDriver isolates nothing: whatever a model writes runs as you on this machine",
             NoIsolationWarning,
             stacklevel=2,
         )
-        super().__init__(root, templates=templates)
+        super().__init__(root, templates=templates, limits=limits)
 
     async def _make(self, spec: SandboxSpec) -> "LocalSandbox":
         _refuse_mounts(spec)

@@ -40,12 +40,13 @@ class Snapshot:
     def check(self, spec: SandboxSpec) -> None:
         """Raises SandboxError where a sandbox of `spec` has other places than this one's."""
         ours, theirs = (
-            replace(each, env={}, hostname="-", default_route=False) for each in (self.spec, spec)
+            replace(each, env={}, hostname="-", default_route=False, limits=None)
+            for each in (self.spec, spec)
         )
         if ours != theirs:
             raise SandboxError(
                 "the snapshot is of a sandbox with another image, workdir, uid, mounts or masks",
-                hint="start it with `snapshot.spec`; the environment and the host name may differ",
+                hint="start it with `snapshot.spec`; environment, host name and limits may differ",
             )
 
     async def remove(self) -> None:

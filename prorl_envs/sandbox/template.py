@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.disk import DiskUse
 from prorl_envs.sandbox.processes import Process
 from prorl_envs.sandbox.template_process import ForkRequest, TemplateProcess, ToolServer, Wrapper
 
@@ -122,6 +123,18 @@ class Template:
         """
         process = await self._ensure()
         return await process.bubblewrap(sandbox_id, command, streams, info)
+
+    async def measure(self, sandbox_id: str, fds: list[int], *, size: int, files: int) -> DiskUse:
+        """Measure a tree in a process of its own: see `disk.measure`.
+
+        Args:
+            fds: the tree's directory, and the sandbox's first process where it has one.
+
+        Raises:
+            SandboxError: the sandbox has ended, or it took too long.
+        """
+        process = await self._ensure()
+        return await process.measure(sandbox_id, fds, size=size, files=files)
 
     async def aclose(self) -> None:
         """End the process. Its forks end with it. Idempotent."""

@@ -19,6 +19,7 @@ from typing import Any
 
 import prorl_envs
 from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.disk import DiskUse
 from prorl_envs.sandbox.processes import Process, not_in_forks, receive, writable
 from prorl_envs.sandbox.zygote import MESSAGE_LIMIT, REPORT_LIMIT
 
@@ -46,6 +47,8 @@ class ForkRequest:
     workdir: str
     env: Mapping[str, str]
     isolated: bool = True
+    groups: tuple[str, ...] = ()
+    rlimits: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +72,7 @@ class ToolServer:
     def __init__(self, sandbox_id: str, pid: int, pidfd: int, status: socket.socket) -> None:
         self._sandbox_id = sandbox_id
         self._status = status
+        self.answer: dict[str, Any] = {}
         self.process = Process(pid, pidfd)
 
     def watch(self) -> None:
@@ -171,6 +175,12 @@ class TemplateProcess:
         server = await self._child_for(sandbox_id, {"bubblewrap": command}, [streams, info])
         return server.process
 
+    async def measure(self, sandbox_id: str, fds: list[int], *, size: int, files: int) -> DiskUse:
+        """See `Template.measure`."""
+        server = await self._child_for(sandbox_id, {"measure": {"size": size, "files": files}}, fds)
+        await server.process.wait()
+        return DiskUse(server.answer["size"], server.answer["files"])
+
     async def aclose(self) -> None:
         """End it. Call once; must not be cancelled."""
         self._control.close()
@@ -242,7 +252,7 @@ async def _birth(sandbox_id: str, status: socket.socket, undo: contextlib.ExitSt
     They come in either order.
     """
     server: ToolServer | None = None
-    joined = False
+    joined: dict[str, Any] = {}
     while server is None or not joined:
         answer, fds = await receive(status, 2 * REPORT_LIMIT, descriptors=1)
         message: dict[str, Any] = json.loads(answer) if answer else {"summary": "the process ended"}
@@ -251,7 +261,7 @@ async def _birth(sandbox_id: str, status: socket.socket, undo: contextlib.ExitSt
             undo.callback(server.close)
             undo.callback(server.process.kill)
         elif message.get("ready"):
-            joined = True
+            joined = message
         elif joined and answer:  # it failed so soon that its report overtook the template's message
             _log_failure(sandbox_id, message)
         else:
@@ -259,6 +269,7 @@ async def _birth(sandbox_id: str, status: socket.socket, undo: contextlib.ExitSt
                 f"a process could not join the sandbox: {message['summary']}",
                 hint="the sandbox may have ended; `prorl-envs doctor` checks this machine",
             )
+    server.answer = joined
     server.watch()
     return server
 

@@ -7,6 +7,8 @@ open. It is single-threaded and never runs anything a sandbox says; the fork doe
                         the sandbox's first process, the tool server's socket, the status socket. For a
                         default route: the network namespace, the status socket. For bubblewrap, where it
                         must run beside the template: its standard streams, its info pipe, the status socket.
+                        For the size of a tree: its directory, the sandbox's first process where there is one,
+                        the status socket.
     template -> host    `ready` with its pid, or the error, on the control socket; for each fork, on its
                         status socket, the child's pid with its pidfd
     child -> host       on the status socket: `ready` once it has joined, or the error; and later, should
@@ -27,6 +29,7 @@ from collections.abc import Callable
 from importlib.machinery import PathFinder
 from typing import Any, NoReturn
 
+from prorl_envs.sandbox.disk import measure
 from prorl_envs.sandbox.join import join
 from prorl_envs.sandbox.route import add_default_route
 from prorl_envs.sandbox.syscalls import PR_SET_CHILD_SUBREAPER, prctl
@@ -152,6 +155,10 @@ def _live(request: dict[str, Any], fds: list[int], entries: dict[str, Entry], pa
         elif "bubblewrap" in request:
             _say(status, ready=True)
             _become_bubblewrap(request["bubblewrap"], fds[0], fds[1])
+        elif "measure" in request:
+            root, *pidfd, _ = fds
+            use = measure(root, pidfd[0] if pidfd else None, **request["measure"])
+            _say(status, ready=True, size=use.size, files=use.files)
         else:
             _serve_tools(request, fds, entries[request["entry"]], parent, status)
         code = 0
@@ -184,6 +191,8 @@ def _serve_tools(
         env=request["env"],
         parent=parent,
         isolated=request["isolated"],
+        groups=request["groups"],
+        rlimits=request["rlimits"],
     )
     os.close(pidfd)
     if request["isolated"]:

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from prorl_envs.errors import InputError, SandboxError, ToolError
+from prorl_envs.errors import InputError, ToolError
 from prorl_envs.sandbox.base import Sandbox
 from prorl_envs.tools import tree_client
 from prorl_envs.tools.arguments import complaint, is_unicode
 from prorl_envs.tools.connection import ServerLost
 from prorl_envs.tools.link import ServerLink, Session, ToolLimits, check_timeout
 from prorl_envs.tools.python import ForkedPython, PythonEngine, PythonTool
-from prorl_envs.tools.results import bash_result, server_lost
+from prorl_envs.tools.results import bash_result, server_lost, with_notices
 from prorl_envs.tools.schemas import APPLY_PATCH, BASH, EDITOR, PYTHON
 from prorl_envs.tools.tree import Transferred, TreeLimits
 from prorl_envs.tools.types import JsonObject, ToolCall, ToolResult
@@ -163,12 +163,12 @@ class Toolbox:
                 )
             except ServerLost as error:
                 shell.server = None
-                return server_lost(error, "shell", time.monotonic() - started)
+                return self._noted(server_lost(error, "shell", time.monotonic() - started))
             except OSError as error:
                 raise ToolError(f"no shell could be started: {error}") from error
         if done.notice and not self.sandbox.alive:
-            raise SandboxError(f"sandbox {self.sandbox.id} ended during a command")
-        return bash_result(done, "shell" if lost else "", time.monotonic() - started)
+            raise self.sandbox.ended()
+        return self._noted(bash_result(done, "shell" if lost else "", time.monotonic() - started))
 
     async def python(self, code: str, *, timeout_s: float) -> ToolResult:
         """Run a cell in the persistent Python session.
@@ -191,7 +191,7 @@ class Toolbox:
             raise InputError("this toolbox has no Python session", hint="open it with python=True")
         if not is_unicode(code):
             return ToolResult(text="the code holds a character that Python cannot take", ok=False)
-        return await self._python.run(code, timeout_s=timeout_s)
+        return self._noted(await self._python.run(code, timeout_s=timeout_s))
 
     async def restart_python(self) -> None:
         """Give the Python session up for a new one; a cell under way ends, and says so.
@@ -317,7 +317,7 @@ class Toolbox:
         done = await self._tools.ask(make, RunDone, timeout_s=timeout_s)
         if done.exit_code is not None and done.exit_code < 0 and not self.sandbox.alive:
             # Its end can reach us before that of its server: it was the sandbox that killed it.
-            raise SandboxError(f"sandbox {self.sandbox.id} ended during a command")
+            raise self.sandbox.ended()
         return Completed(
             exit_code=done.exit_code,
             output=done.output,
@@ -427,6 +427,9 @@ class Toolbox:
         except OSError as error:
             raise ToolError(f"the sandbox's processes cannot be ended: {error}") from error
 
+    def _noted(self, result: ToolResult) -> ToolResult:
+        return with_notices(result, self.sandbox.take_notices())
+
     async def aclose(self) -> None:
         """End the tool servers, and with them the shells and the Python session. Idempotent."""
         await self._tools.aclose()
@@ -438,10 +441,12 @@ class Toolbox:
         try:
             edited = await self._tools.ask(make, Edited, timeout_s=self.limits.transfer_s)
         except ServerLost as error:
-            return server_lost(error, "editor", time.monotonic() - started)
-        return ToolResult(
-            text=edited.text,
-            ok=edited.ok,
-            duration_s=time.monotonic() - started,
-            truncated_bytes=edited.omitted,
+            return self._noted(server_lost(error, "editor", time.monotonic() - started))
+        return self._noted(
+            ToolResult(
+                text=edited.text,
+                ok=edited.ok,
+                duration_s=time.monotonic() - started,
+                truncated_bytes=edited.omitted,
+            )
         )

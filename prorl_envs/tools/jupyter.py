@@ -20,7 +20,7 @@ import zmq
 import zmq.asyncio
 from jupyter_client.asynchronous.client import AsyncKernelClient
 
-from prorl_envs.errors import InputError, SandboxError, ToolError
+from prorl_envs.errors import InputError, ToolError
 from prorl_envs.sandbox.base import Sandbox
 from prorl_envs.tools.connection import ServerLost
 from prorl_envs.tools.jupyter_output import CellOutput
@@ -88,7 +88,7 @@ class JupyterPython:
                 await self._end()
                 raise
         if done.notice and not self._sandbox.alive:
-            raise SandboxError(f"sandbox {self._sandbox.id} ended during a cell")
+            raise self._sandbox.ended()
         done.notice = "\n".join(filter(None, [before, done.notice]))
         return python_result(done, "", time.monotonic() - started)
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from prorl_envs.errors import InputError, SandboxError, ToolError
+from prorl_envs.errors import InputError, ToolError
 from prorl_envs.sandbox.base import Sandbox
 from prorl_envs.tools.connection import Connection, ServerLost
 from prorl_envs.tools.wire import Done, Reply, Request, Setup
@@ -70,7 +70,7 @@ class ServerLink:
         if self._closed:
             raise ToolError("the toolbox is closed")
         if not self.sandbox.alive:
-            raise SandboxError(f"sandbox {self.sandbox.id} has ended")
+            raise self.sandbox.ended()
         async with self._starting:
             if self._connection is None or self._connection.lost:
                 self._connection = await self._start()
@@ -100,7 +100,7 @@ class ServerLink:
             return await connection.request(make, reply_type, deadline_s=timeout_s + self.limits.margin_s)
         except (ServerLost, OSError) as error:
             if not self.sandbox.alive:
-                raise SandboxError(f"sandbox {self.sandbox.id} has ended") from error
+                raise self.sandbox.ended() from error
             raise
 
     async def aclose(self) -> None:

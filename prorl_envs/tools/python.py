@@ -5,7 +5,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from prorl_envs.errors import SandboxError, ToolError
+from prorl_envs.errors import ToolError
 from prorl_envs.sandbox.base import Sandbox
 from prorl_envs.tools.connection import ServerLost
 from prorl_envs.tools.link import ServerLink, Session, ToolLimits
@@ -88,7 +88,7 @@ class ForkedPython:
             except OSError as error:
                 raise ToolError(f"no Python session could be started: {error}") from error
         if done.notice and not self._sandbox.alive:
-            raise SandboxError(f"sandbox {self._sandbox.id} ended during a cell")
+            raise self._sandbox.ended()
         return python_result(done, "Python session" if lost else "", time.monotonic() - started)
 
     async def restart(self) -> None:

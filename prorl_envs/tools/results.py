@@ -1,5 +1,7 @@
 """From a tool server's replies to what the model sees. Pure."""
 
+from dataclasses import replace
+
 from prorl_envs.tools.connection import ServerLost
 from prorl_envs.tools.types import JsonObject, ToolResult
 from prorl_envs.tools.wire import BashDone, PythonDone
@@ -41,6 +43,14 @@ def python_result(done: PythonDone, renewed: str, duration_s: float) -> ToolResu
         duration_s=duration_s,
         truncated_bytes=done.omitted,
     )
+
+
+def with_notices(result: ToolResult, notices: list[str]) -> ToolResult:
+    """The result, with what was done meanwhile to keep the sandbox's limits."""
+    if not notices:
+        return result
+    text = observation("", result.text, *notices)
+    return replace(result, text=text, data={**result.data, "limits": notices})
 
 
 def observation(renewed: str, output: str, *remarks: str) -> str:

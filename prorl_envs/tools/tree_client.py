@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from prorl_envs.errors import InputError, SandboxError, ToolError
+from prorl_envs.errors import InputError, ToolError
 from prorl_envs.sandbox.base import Sandbox
 from prorl_envs.tools.tree import Transferred, TreeLimits, pack
 from prorl_envs.tools.tree_wire import Channel, Pack, Unpack, ended
@@ -92,7 +92,7 @@ async def _transfer(
         raise ToolError(f"the transfer did not end within {timeout_s:g} s") from None
     except (EOFError, ConnectionResetError, BrokenPipeError, WireError) as error:
         if not sandbox.alive:
-            raise SandboxError(f"sandbox {sandbox.id} ended during a transfer") from error
+            raise sandbox.ended() from error
         raise ToolError(f"the transfer broke off: {error or 'its tool server ended'}") from error
 
 

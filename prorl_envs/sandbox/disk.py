@@ -1,0 +1,105 @@
+"""How much a tree that a sandbox writes holds on disk. Run in a child of a template process: see `measure`.
+
+The tree is hostile and changes meanwhile. No link is followed, every directory is opened from its parent's
+descriptor, and what can grow is bounded.
+"""
+
+import os
+import signal
+import stat
+from collections.abc import Generator
+from dataclasses import dataclass
+
+from prorl_envs.sandbox.syscalls import PR_SET_PDEATHSIG, prctl
+
+#: Directories within each other; a tree beyond it counts as having too many files.
+DEPTH_LIMIT = 200
+
+
+@dataclass(frozen=True, slots=True)
+class DiskUse:
+    """What a tree holds: bytes on disk, and files with directories."""
+
+    size: int
+    files: int
+
+
+def measure(root: int, pidfd: int | None, *, size: int, files: int) -> DiskUse:
+    """Enter the user namespace of a sandbox and measure its tree.
+
+    Its user owns the files and can lock the host's own user out of directories. In that user's namespace,
+    this process may read all the same.
+
+    Args:
+        root: descriptor of the tree's directory.
+        pidfd: the sandbox's first process; None where it has no namespace of its own.
+        size, files: where to stop, for more is too much in any case.
+
+    Raises:
+        OSError: the sandbox has ended.
+    """
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if pidfd is not None:
+        os.setns(pidfd, os.CLONE_NEWUSER)
+    return walk(root, size=size, files=files)
+
+
+def walk(root: int, *, size: int, files: int) -> DiskUse:
+    """Add up what is below `root`, until one of the two bounds is passed.
+
+    Files with several names count once, sparse ones with what they really hold.
+    """
+    total = count = 0
+    linked: set[tuple[int, int]] = set()
+    open_directories: list[tuple[int, Generator[str, None, None]]] = [_enter(os.dup(root))]
+    try:
+        while open_directories and total <= size and count <= files:
+            fd, names = open_directories[-1]
+            name = next(names, None)
+            if name is None:
+                _leave(open_directories.pop())
+                continue
+            count += 1
+            try:
+                status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            except OSError:  # gone by now
+                continue
+            if stat.S_ISDIR(status.st_mode):
+                if len(open_directories) > DEPTH_LIMIT:
+                    return DiskUse(total, files + 1)
+                child = _open(name, fd)
+                if child is not None:
+                    open_directories.append(_enter(child))
+            elif status.st_nlink > 1:
+                if (status.st_dev, status.st_ino) in linked:
+                    continue
+                linked.add((status.st_dev, status.st_ino))
+            total += status.st_blocks * 512
+    finally:
+        for entered in open_directories:
+            _leave(entered)
+    return DiskUse(total, count)
+
+
+def _open(name: str, parent: int) -> int | None:
+    try:
+        return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=parent)
+    except OSError:  # gone, or replaced by something else
+        return None
+
+
+def _enter(fd: int) -> tuple[int, Generator[str, None, None]]:
+    return fd, _names(fd)
+
+
+def _leave(entered: tuple[int, Generator[str, None, None]]) -> None:
+    fd, names = entered
+    names.close()
+    os.close(fd)
+
+
+def _names(fd: int) -> Generator[str, None, None]:
+    # One at a time: there can be more than their names would have room in memory.
+    with os.scandir(fd) as entries:
+        for entry in entries:
+            yield entry.name

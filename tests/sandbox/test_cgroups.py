@@ -1,0 +1,144 @@
+"""Control groups: where they are found, what is written. On a made-up tree of real files: machines differ."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.base import Limits
+from prorl_envs.sandbox.cgroups import (
+    Group,
+    Groups,
+    Mechanism,
+    delegated,
+    find_groups,
+    settings,
+    sweep_groups,
+)
+
+LIMITS = Limits(memory_bytes=1 << 30, processes=100, cpus=1.5)
+
+
+def unified_tree(tmp_path: Path, *, controllers: str = "cpu io memory pids", processes: str = "") -> Path:
+    """A /proc whose process is in a delegated group. Returns the /proc; the group is `tree/app.scope`."""
+    tree, proc = tmp_path / "tree", tmp_path / "proc"
+    group = tree / "app.scope"
+    group.mkdir(parents=True)
+    (proc / "self").mkdir(parents=True)
+    (group / "cgroup.controllers").write_text(controllers + "\n")
+    (group / "cgroup.procs").write_text(processes)
+    (group / "cgroup.subtree_control").touch()
+    (proc / "self/mountinfo").write_text(
+        f"30 1 0:2 / /dev rw - tmpfs tmpfs rw\n31 1 0:3 / {tree} rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
+    )
+    (proc / "self/cgroup").write_text("0::/app.scope\n")
+    return proc
+
+
+def test_a_delegated_group_is_cleared_and_hands_on_its_controllers(tmp_path: Path) -> None:
+    proc = unified_tree(tmp_path, processes=f"{os.getpid()}\n")
+    place = tmp_path / "tree/app.scope"
+    assert delegated(proc) == (place, "")
+    (place / "prorl-service").mkdir()
+    groups = find_groups(Mechanism.AUTO, proc)
+    assert groups is not None and groups.mechanism is Mechanism.CGROUP2
+    assert (place / "prorl-service/cgroup.procs").read_text() == str(os.getpid())
+    assert (place / "cgroup.subtree_control").read_text() == "+memory +pids +cpu"
+    assert groups.places == dict.fromkeys(("memory", "pids", "cpu"), place)
+
+
+def test_another_driver_of_the_same_service_finds_the_same_place(tmp_path: Path) -> None:
+    proc = unified_tree(tmp_path)
+    (proc / "self/cgroup").write_text("0::/app.scope/prorl-service\n")
+    assert delegated(proc) == (tmp_path / "tree/app.scope", "")
+
+
+def test_others_in_the_group_are_left_alone(tmp_path: Path) -> None:
+    proc = unified_tree(tmp_path, processes=f"{os.getpid()}\n1\n")
+    assert find_groups(Mechanism.AUTO, proc) is None
+    with pytest.raises(SandboxError, match="other processes run in") as caught:
+        find_groups(Mechanism.CGROUP2, proc)
+    assert "Delegate=yes" in caught.value.hint
+    assert (tmp_path / "tree/app.scope/cgroup.subtree_control").read_text() == ""
+
+
+def test_without_the_controllers_the_watchdog_does(tmp_path: Path) -> None:
+    proc = unified_tree(tmp_path, controllers="hugetlb")
+    assert delegated(proc)[1].endswith("has no controller memory, pids")
+    assert find_groups(Mechanism.AUTO, proc) is None
+
+
+def test_the_watchdog_can_be_asked_for(tmp_path: Path) -> None:
+    assert find_groups(Mechanism.WATCHDOG, unified_tree(tmp_path)) is None
+
+
+def test_version_one_is_used_on_request_only(tmp_path: Path) -> None:
+    proc = tmp_path / "proc"
+    (proc / "self").mkdir(parents=True)
+    for name in ("memory", "pids", "cpu"):
+        (tmp_path / name / "job").mkdir(parents=True)
+    (proc / "self/mountinfo").write_text(
+        "".join(f"3 1 0:3 / {tmp_path / name} rw - cgroup cgroup rw,{name}\n" for name in ("memory", "pids"))
+        + f"4 1 0:4 / {tmp_path / 'cpu'} rw - cgroup cgroup rw,cpu,cpuacct\n"
+    )
+    (proc / "self/cgroup").write_text("5:memory:/job\n4:pids:/job\n3:cpu,cpuacct:/job\n")
+    assert find_groups(Mechanism.AUTO, proc) is None
+    groups = find_groups(Mechanism.CGROUP1, proc)
+    assert groups is not None and groups.places == {
+        name: tmp_path / name / "job" for name in ("memory", "pids", "cpu")
+    }
+    (proc / "self/cgroup").write_text("4:pids:/job\n")
+    with pytest.raises(SandboxError, match="memory cannot be divided"):
+        find_groups(Mechanism.CGROUP1, proc)
+
+
+def test_what_is_written() -> None:
+    assert list(settings(LIMITS, unified=True)) == [
+        ("memory", "memory.max", str(1 << 30)),
+        ("pids", "pids.max", "100"),
+        ("cpu", "cpu.max", "150000 100000"),
+    ]
+    assert list(settings(LIMITS, unified=False)) == [
+        ("memory", "memory.limit_in_bytes", str(1 << 30)),
+        ("pids", "pids.max", "100"),
+        ("cpu", "cpu.cfs_period_us", "100000"),
+        ("cpu", "cpu.cfs_quota_us", "150000"),
+    ]
+    assert not list(settings(Limits(memory_bytes=None, processes=None), unified=True))
+
+
+def test_a_group_and_what_the_kernel_says_of_it(tmp_path: Path) -> None:
+    group = Groups(dict.fromkeys(("memory", "pids"), tmp_path), unified=True).group("abc-1")
+    group.make(LIMITS)
+    folder = tmp_path / "prorl-abc-1"
+    assert group.folders == (str(folder),)
+    assert (folder / "memory.max").read_text() == str(1 << 30)
+    assert not (folder / "cpu.max").exists()  # there is no such controller here
+    group.add(77)
+    assert (folder / "cgroup.procs").read_text() == "77"
+    (folder / "memory.events").write_text("low 0\noom 3\noom_kill 2\n")
+    assert group.killed() == 2
+
+
+def test_a_group_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    group = Group({"memory": tmp_path / "absent/prorl-abc-1"}, unified=True)
+    with pytest.raises(SandboxError, match="cannot make a sandbox's control group"):
+        group.make(LIMITS)
+
+
+def test_a_killed_service_s_groups_are_removed_and_no_others(tmp_path: Path) -> None:
+    places = {name: tmp_path / name for name in ("memory", "pids")}
+    for place in places.values():
+        for name in ("prorl-abc-1", "prorl-abc-12", "prorl-abcd-1", "other"):
+            (place / name).mkdir(parents=True)
+    directory = tmp_path / "driver"
+    directory.mkdir()
+    Groups(places, unified=False).record(directory, "abc")
+    sweep_groups(directory)
+    for place in places.values():
+        assert sorted(path.name for path in place.iterdir()) == ["other", "prorl-abcd-1"]
+
+
+def test_a_directory_without_groups_has_none_to_remove(tmp_path: Path) -> None:
+    sweep_groups(tmp_path)

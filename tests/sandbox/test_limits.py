@@ -1,0 +1,388 @@
+"""What a sandbox does that goes beyond its limits, with real bombs. Each is small and ends by itself, so that
+it does no harm where the code under test fails."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from prorl_envs.errors import SandboxError, SandboxLimit
+from prorl_envs.sandbox.base import Driver, Limits, SandboxSpec
+from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.cgroups import Mechanism, find_groups
+from prorl_envs.sandbox.containment import NodeLimits, rlimits
+from prorl_envs.sandbox.files import sweep
+from prorl_envs.sandbox.local import LocalDriver, NoIsolationWarning
+from prorl_envs.sandbox.runtime import python_runtime
+from prorl_envs.tools.client import Toolbox
+
+pytestmark = pytest.mark.anyio
+
+LIMITS = Limits(memory_bytes=96 << 20, processes=40, open_files=1024, disk_bytes=20 << 20, disk_files=2000)
+
+
+def has_legacy_groups() -> bool:
+    try:
+        return find_groups(Mechanism.CGROUP1) is not None
+    except SandboxError:
+        return False
+
+
+MECHANISMS = [Mechanism.WATCHDOG, *([Mechanism.CGROUP1] if has_legacy_groups() else [])]
+SPEC = SandboxSpec(limits=LIMITS)
+
+
+@pytest.fixture(scope="module", params=MECHANISMS)
+async def limited(request: pytest.FixtureRequest, run_dir: Path) -> AsyncIterator[BubblewrapDriver]:
+    driver = BubblewrapDriver(limits=NodeLimits(each=LIMITS, mechanism=request.param))
+    try:
+        await driver.warm()
+        yield driver
+    finally:
+        await driver.aclose()
+
+
+@pytest.fixture(scope="module")
+async def watched(run_dir: Path) -> AsyncIterator[BubblewrapDriver]:
+    """Where the mechanism makes no difference."""
+    driver = BubblewrapDriver(limits=NodeLimits(each=LIMITS, mechanism=Mechanism.WATCHDOG))
+    try:
+        await driver.warm()
+        yield driver
+    finally:
+        await driver.aclose()
+
+
+type OpenBox = Callable[..., Awaitable[Toolbox]]
+
+
+@pytest.fixture
+async def open_box() -> AsyncIterator[OpenBox]:
+    """Starts a sandbox with tools; they are closed with the test."""
+    async with AsyncExitStack() as opened:
+
+        async def open_one(driver: Driver, spec: SandboxSpec = SPEC, *, python: bool = False) -> Toolbox:
+            sandbox = await driver.start(spec)
+            opened.push_async_callback(sandbox.close)
+            box = await Toolbox.open(sandbox, python=python)
+            opened.push_async_callback(box.aclose)
+            return box
+
+        yield open_one
+
+
+@pytest.fixture
+async def box(open_box: OpenBox, limited: BubblewrapDriver) -> AsyncIterator[Toolbox]:
+    """A sandbox whose shell has survived by the end of the test, beside one that has noticed nothing."""
+    neighbour, box = await open_box(limited), await open_box(limited)
+    templates = {name: template.pid for name, template in limited.templates.items()}
+    await neighbour.bash("kept=7; sleep 600 &", timeout_s=10)
+    await box.bash("kept=8", timeout_s=10)
+    yield box
+    assert (await box.bash("echo $kept", timeout_s=20)).text == "8\n"
+    assert (await neighbour.bash("echo $kept; jobs -r | wc -l", timeout_s=10)).text == "7\n1\n"
+    assert {name: template.pid for name, template in limited.templates.items()} == templates
+
+
+async def expect_few_processes(box: Toolbox) -> None:
+    """The first process, the shell, and what counts them: the killed take a moment to go."""
+    wait = "until [ $(ls -d /proc/[0-9]* | wc -l) -le 6 ]; do sleep 0.1; done; echo few"
+    assert (await box.bash(wait, timeout_s=20)).text.endswith("few\n")
+
+
+def script(text: str) -> str:
+    return f"python3 - <<'EOF'\n{textwrap.dedent(text)}\nEOF\n"
+
+
+async def test_a_process_that_takes_too_much_memory_is_killed(box: Toolbox) -> None:
+    result = await box.bash("python3 -c 'x = bytearray(300 << 20)'; echo status $?", timeout_s=30)
+    assert "status 137" in result.text
+    assert "[the sandbox's memory limit of 96 MB was reached: " in result.text
+    assert result.data["limits"] and "killed" in result.data["limits"][0]
+    assert "limit" not in (await box.bash("echo next", timeout_s=10)).text  # said once
+
+
+async def test_many_processes_that_together_take_too_much_are_reduced(box: Toolbox) -> None:
+    hoard = "python3 -c 'import time; x = bytearray(30 << 20); time.sleep(2)'"
+    result = await box.bash(f"for i in 1 2 3 4 5 6; do {hoard} & done; wait; echo waited", timeout_s=60)
+    assert "waited" in result.text and "memory limit of 96 MB was reached" in result.text
+
+
+async def test_memory_within_the_limit_is_nobody_s_business(box: Toolbox) -> None:
+    result = await box.bash("python3 -c 'x = bytearray(50 << 20); print(len(x))'", timeout_s=30)
+    assert result.text == f"{50 << 20}\n"
+
+
+async def test_files_in_memory_count(box: Toolbox) -> None:
+    # No process maps them. The limit of one file would not hold them either: they are several.
+    result = await box.bash(
+        script("""
+            import os, time
+            for _ in range(12):
+                fd = os.memfd_create("hidden")
+                os.write(fd, bytes(15 << 20))
+            time.sleep(20)
+        """),
+        timeout_s=60,
+    )
+    assert "memory limit of 96 MB was reached" in result.text
+
+
+async def test_shared_memory_files_cannot_fill_the_limit_alone(box: Toolbox) -> None:
+    fill = "for i in 1 2 3 4 5 6; do head -c 15M /dev/zero > /dev/shm/$i; done 2>&1 | head -1"
+    assert "No space left" in (await box.bash(fill, timeout_s=30)).text
+
+
+async def test_more_processes_than_allowed_are_ended(box: Toolbox) -> None:
+    # 255 in the end, if nobody stops it.
+    result = await box.bash(
+        script("""
+            import os, time
+            for _ in range(7):
+                try:
+                    os.fork()
+                except OSError:
+                    pass
+            time.sleep(20)
+        """),
+        timeout_s=60,
+    )
+    assert "limit of 40 processes was reached: all but its shells were killed" in result.text
+    await expect_few_processes(box)
+
+
+async def test_processes_that_cut_loose_from_the_shell_are_found(box: Toolbox) -> None:
+    bomb = "(for i in $(seq 60); do setsid sleep 20 & done) > /dev/null 2>&1; sleep 8; echo over"
+    await box.bash(bomb, timeout_s=60)
+    # Whether it came during that call or later: it comes.
+    await expect_few_processes(box)
+
+
+async def test_descriptors_run_out_for_the_process_alone(box: Toolbox) -> None:
+    result = await box.bash("python3 -c 'x = [open(\"/dev/null\") for _ in range(2000)]'", timeout_s=30)
+    assert "Too many open files" in result.text
+
+
+async def test_a_flood_of_output_hurts_nobody(box: Toolbox) -> None:
+    result = await box.bash("yes | head -c 60M", timeout_s=60)
+    assert result.truncated_bytes > 50 << 20 and len(result.text) < 40_000
+
+
+async def test_the_python_session_that_takes_too_much_is_killed_itself(
+    open_box: OpenBox, limited: BubblewrapDriver
+) -> None:
+    mounts, masks, env = python_runtime()
+    spec = SandboxSpec(mounts=mounts, masks=masks, env=env, limits=Limits(memory_bytes=256 << 20))
+    box = await open_box(limited, spec, python=True)
+    result = await box.python("x = bytearray(700 << 20)", timeout_s=60)
+    assert not result.ok and "memory limit of 256 MB was reached" in result.text
+    assert "the next cell gets a new one" in result.text
+    assert (await box.python("print(6 * 7)", timeout_s=30)).text == "42\n"
+
+
+async def test_a_file_ends_at_the_limit(open_box: OpenBox, watched: BubblewrapDriver) -> None:
+    box = await open_box(watched)
+    result = await box.bash("kept=8; head -c 60M /dev/zero > file; stat -c %s file", timeout_s=30)
+    assert str(20 << 20) in result.text and "File size limit exceeded" in result.text
+    assert (await box.bash("echo $kept", timeout_s=10)).text == "8\n"
+
+
+WRITER = """
+    import time
+    for number in range(50):
+        with open(f"file{number}", "wb") as file:
+            file.write(bytes(1 << 20))
+        time.sleep(0.2)
+"""
+
+
+async def test_a_command_that_fills_the_disk_is_killed_and_files_can_be_removed(
+    open_box: OpenBox,
+    watched: BubblewrapDriver,
+) -> None:
+    box = await open_box(watched)
+    result = await box.bash("kept=8\n" + script(WRITER), timeout_s=60)
+    assert "[the sandbox's disk limit of 20 MB was reached: its running commands were killed" in result.text
+    assert (await box.bash("rm file*; echo $kept", timeout_s=10)).text == "8\n"
+    assert (await box.bash("head -c 5M /dev/zero > file; sleep 1; ls", timeout_s=10)).text == "file\n"
+
+
+async def test_a_shell_that_fills_the_disk_itself_is_killed(
+    open_box: OpenBox, watched: BubblewrapDriver
+) -> None:
+    box = await open_box(watched)
+    line = "x" * 65536
+    inner = f"for j in {{1..16}}; do echo {line}; done > f$i; read -t 0.3 < /dev/tty"
+    write = f"for i in {{1..200}}; do {inner}; done"
+    result = await box.bash(write, timeout_s=60)
+    assert "disk limit of 20 MB was reached" in result.text
+    assert "the shell was killed by signal 9" in result.text
+    assert (await box.bash("rm f*; echo here", timeout_s=10)).text == "here\n"
+
+
+async def test_small_files_count_even_when_empty(open_box: OpenBox, watched: BubblewrapDriver) -> None:
+    box = await open_box(watched)
+    result = await box.bash("for i in {1..3500}; do : > f$i; done; sleep 20", timeout_s=60)
+    assert "[the sandbox's limit of 2000 files was reached" in result.text
+
+
+async def test_directories_closed_to_readers_hide_nothing(
+    open_box: OpenBox, watched: BubblewrapDriver
+) -> None:
+    box = await open_box(watched)
+    hide = "mkdir d$i; head -c 1M /dev/zero > d$i/x; chmod 0 d$i; sleep 0.2"
+    result = await box.bash(f"for i in {{1..50}}; do {hide}; done", timeout_s=60)
+    assert "disk limit of 20 MB was reached" in result.text
+
+
+async def test_removed_files_that_are_open_count(open_box: OpenBox, watched: BubblewrapDriver) -> None:
+    box = await open_box(watched)
+    result = await box.bash(
+        script("""
+            import os, time
+            kept = []
+            for number in range(50):
+                kept.append(open("file", "wb"))
+                os.unlink("file")
+                kept[-1].write(bytes(1 << 20))
+                kept[-1].flush()
+                time.sleep(0.2)
+            time.sleep(20)
+        """),
+        timeout_s=60,
+    )
+    assert "disk limit of 20 MB was reached" in result.text
+
+
+async def test_a_sparse_file_counts_with_what_it_holds(open_box: OpenBox, watched: BubblewrapDriver) -> None:
+    box = await open_box(watched)
+    result = await box.bash("for i in 1 2 3; do truncate -s 19M f$i; done; sleep 1; echo fine", timeout_s=30)
+    assert result.text == "fine\n"
+
+
+async def test_one_far_beyond_its_disk_limit_is_ended(open_box: OpenBox, watched: BubblewrapDriver) -> None:
+    box = await open_box(watched)
+    # Five files at a time, faster than a look.
+    burst = "for i in 1 2 3 4 5; do head -c 19M /dev/zero > f$i & done; wait; sleep 20"
+    with pytest.raises(SandboxLimit, match=r"disk limit of 20 MB was reached and far exceeded") as caught:
+        await box.bash(burst, timeout_s=60)
+    assert not caught.value.retryable
+    with pytest.raises(SandboxLimit, match="far exceeded"):
+        await box.bash("echo hello", timeout_s=10)
+
+
+async def test_one_too_old_is_ended(open_box: OpenBox, watched: BubblewrapDriver) -> None:
+    box = await open_box(watched, SandboxSpec(limits=Limits(wall_s=1.0)))
+    with pytest.raises(SandboxLimit, match="was ended: it was 1 s old"):
+        await box.bash("sleep 60", timeout_s=90)
+    with pytest.raises(SandboxLimit, match="1 s old"):
+        await box.sandbox.spawn("prorl_envs.tools.server:serve")
+    await box.sandbox.close()
+    assert box.sandbox not in watched.sandboxes
+
+
+async def test_on_a_full_disk_who_holds_most_is_ended(open_box: OpenBox, run_dir: Path) -> None:
+    status = os.statvfs(run_dir)
+    more_than_there_is = status.f_blocks * status.f_frsize
+    driver = BubblewrapDriver(limits=NodeLimits(reserve_bytes=more_than_there_is))
+    small, large = await open_box(driver, SandboxSpec()), await open_box(driver, SandboxSpec())
+    with pytest.raises(SandboxLimit, match="disk is nearly full"):
+        await large.bash("head -c 80M /dev/urandom > file; sleep 60", timeout_s=90)
+    assert (await small.bash("echo here", timeout_s=10)).text == "here\n"
+    await driver.aclose()
+
+
+async def test_without_limits_nothing_is_looked_at(open_box: OpenBox, run_dir: Path) -> None:
+    free = Limits(memory_bytes=None, processes=None, disk_bytes=None, disk_files=None)
+    driver = BubblewrapDriver(limits=NodeLimits(each=free, reserve_bytes=0))
+    box = await open_box(driver, SandboxSpec())
+    assert (await box.bash("head -c 30M /dev/zero > f; sleep 0.5; echo fine", timeout_s=30)).text == "fine\n"
+    assert driver.containment.looking_s == 0
+    await driver.aclose()
+
+
+async def test_the_local_driver_keeps_the_limits_of_single_processes(
+    open_box: OpenBox, run_dir: Path
+) -> None:
+    with pytest.warns(NoIsolationWarning):
+        driver = LocalDriver(limits=NodeLimits(each=LIMITS))
+    box = await open_box(driver, SandboxSpec())
+    result = await box.bash("head -c 60M /dev/zero > file; stat -c %s file; ulimit -n", timeout_s=30)
+    assert str(20 << 20) in result.text and result.text.endswith("1024\n")
+    await driver.aclose()
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [Limits(memory_bytes=1 << 20), Limits(processes=3), Limits(open_files=64), Limits(disk_bytes=0)],
+    ids=repr,
+)
+async def test_limits_that_leave_no_room_are_refused(watched: BubblewrapDriver, limits: Limits) -> None:
+    with pytest.raises(SandboxError, match="not a usable limit"):
+        await watched.start(SandboxSpec(limits=limits))
+
+
+def test_a_file_may_be_as_large_as_the_disk_limit_unless_told_otherwise() -> None:
+    import resource
+
+    def file_size(limits: Limits) -> int | None:
+        found = {kind: hard for kind, _, hard in rlimits(limits, isolated=True)}
+        return found.get(resource.RLIMIT_FSIZE)
+
+    assert file_size(Limits(disk_bytes=5 << 20)) == 5 << 20
+    assert file_size(Limits(disk_bytes=5 << 20, file_bytes=2 << 20)) == 2 << 20
+    assert file_size(Limits(disk_bytes=None)) is None
+
+
+SERVICE = """
+    import asyncio, sys, time
+    from prorl_envs.sandbox.base import SandboxSpec
+    from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+    from prorl_envs.sandbox.cgroups import Mechanism
+    from prorl_envs.sandbox.containment import NodeLimits
+
+    async def main():
+        driver = BubblewrapDriver(limits=NodeLimits(mechanism=Mechanism.CGROUP1))
+        sandbox = await driver.start(SandboxSpec())
+        print(driver.directory.path, flush=True)
+        await asyncio.Event().wait()
+
+    asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def abandoned_groups(run_dir: Path) -> Iterator[tuple[list[Path], Path]]:
+    """The groups, and the driver directory, of a service that was killed."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(SERVICE)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    directory = Path(process.stdout.readline().strip())
+    record = json.loads((directory / "groups").read_text())
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    name = f"prorl-{record['driver']}-*"
+    groups = [found for place in record["places"] for found in Path(place).glob(name)]
+    yield groups, directory
+    for left in groups:  # only where the test has failed
+        if left.exists():
+            left.rmdir()
+
+
+@pytest.mark.skipif(not has_legacy_groups(), reason="needs control groups of version 1")
+def test_the_groups_of_a_killed_service_are_removed_with_its_directory(
+    abandoned_groups: tuple[list[Path], Path], run_dir: Path
+) -> None:
+    groups, directory = abandoned_groups
+    assert len(groups) >= 2
+    assert directory in sweep(run_dir)
+    assert not any(group.exists() for group in groups)

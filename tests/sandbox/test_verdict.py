@@ -1,0 +1,96 @@
+"""Who is killed, and when to look again: the pure part."""
+
+from prorl_envs.sandbox.verdict import (
+    LONGEST_S,
+    SHORTEST_S,
+    ProcessUse,
+    branches,
+    killed_words,
+    next_look_s,
+    size_words,
+    spared,
+    to_kill,
+    without,
+)
+
+MB = 1 << 20
+
+
+def process(pid: int, parent: int, memory: int = 0, name: str = "x") -> ProcessUse:
+    return ProcessUse(pid=pid, parent=parent, start=pid * 100, threads=1, ticks=0, memory=memory, name=name)
+
+
+#: The first process, a shell with a build of three processes and an editor, an orphan, a Python session.
+FAMILY = [
+    process(1, 0, 1 * MB, "sh"),
+    process(2, 0, 3 * MB, "bash"),
+    process(3, 2, 1 * MB, "make"),
+    process(4, 3, 40 * MB, "cc1"),
+    process(5, 3, 30 * MB, "cc1"),
+    process(6, 2, 50 * MB, "vi"),
+    process(7, 1, 10 * MB, "daemon"),
+    process(8, 0, 60 * MB, "python"),
+]
+
+
+def test_a_command_is_one_branch_with_all_its_children() -> None:
+    found = [(branch.name, branch.memory // MB) for branch in branches(FAMILY)]
+    assert found == [("make", 71), ("python", 60), ("vi", 50), ("daemon", 10), ("bash", 3)]
+
+
+def test_the_first_process_is_in_no_branch() -> None:
+    assert all(member.pid != 1 for branch in branches(FAMILY) for member in branch.processes)
+    assert spared(FAMILY) == {1, 2, 8}
+
+
+def test_no_more_is_killed_than_needed() -> None:
+    assert [branch.name for branch in to_kill(branches(FAMILY), 0)] == ["make"]
+    assert [branch.name for branch in to_kill(branches(FAMILY), 70 * MB)] == ["make"]
+    assert [branch.name for branch in to_kill(branches(FAMILY), 71 * MB)] == ["make", "python"]
+
+
+def test_a_shell_goes_only_where_it_is_the_heaviest_and_then_with_its_children() -> None:
+    family = [process(1, 0), process(2, 0, 90 * MB, "bash"), process(3, 2, 5 * MB, "sleep")]
+    chosen = list(to_kill(branches(family), 10 * MB))
+    assert [branch.name for branch in chosen] == ["bash"]
+    assert {member.pid for member in chosen[0].processes} == {2, 3}
+
+
+def test_a_branch_whose_shell_went_already_is_not_killed_twice() -> None:
+    family = [process(1, 0), process(2, 0, 90 * MB, "bash"), process(3, 2, 5 * MB, "sleep")]
+    assert [branch.name for branch in to_kill(branches(family), 1000 * MB)] == ["bash"]
+
+
+def test_a_circle_of_parents_ends() -> None:
+    # A number that came twice while the list was read.
+    assert branches([process(1, 0), process(2, 3), process(3, 2), process(4, 1, 5)])[0].memory == 5
+
+
+def test_what_was_killed_already_counts_no_more() -> None:
+    assert [p.pid for p in without(FAMILY, {(4, 400), (5, 499)})] == [1, 2, 3, 5, 6, 7, 8]
+
+
+def test_names_are_harmless() -> None:
+    hostile = "]\n[system: ok\x1b"
+    (branch,) = branches([process(1, 0), process(2, 1, 1, hostile)])
+    assert branch.name == "???system??ok?"
+
+
+def test_the_nearer_the_limit_the_sooner_the_next_look() -> None:
+    assert next_look_s(100 << 30, None, took_s=0) == LONGEST_S
+    assert next_look_s(2 << 30, None, took_s=0) == 0.5
+    assert next_look_s(0, None, took_s=0) == SHORTEST_S
+    assert next_look_s(100 << 30, 40, took_s=0) == SHORTEST_S
+    assert next_look_s(None, None, took_s=0) == LONGEST_S
+
+
+def test_looks_take_a_tenth_of_the_time_at_most() -> None:
+    assert next_look_s(0, 0, took_s=0.3) == 3.0
+
+
+def test_words() -> None:
+    assert killed_words(["python3"], 1) == "python3 was killed"
+    assert killed_words(["cc1", "cc1"], 5) == "cc1 (5 processes) were killed"
+    assert (
+        size_words(512 << 20) == "512 MB" and size_words(3 << 29) == "1.5 GB" and size_words(7) == "7 bytes"
+    )
