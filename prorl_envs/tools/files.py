@@ -2,7 +2,6 @@
 
 import errno
 import os
-import secrets
 import stat
 
 
@@ -61,7 +60,7 @@ def write_file(path: str, data: bytes, *, mode: int | None) -> None:
         os.makedirs(folder, exist_ok=True)  # noqa: PTH103
     except FileExistsError as error:  # "file exists" would mislead whoever wanted to make one
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from error
-    temporary = os.path.join(folder, f".{secrets.token_hex(8)}.tmp")  # noqa: PTH118
+    temporary = os.path.join(folder, f".{os.urandom(8).hex()}.tmp")  # noqa: PTH118
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         with open(fd, "wb", buffering=0) as file:  # noqa: PTH123

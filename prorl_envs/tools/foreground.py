@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 #: From <asm-generic/ioctls.h>: the terminal's number; its slave side, opened by way of the master.
-_TIOCGPTN, _TIOCGPTPEER = 0x80045430, 0x5441
+TIOCGPTN, _TIOCGPTPEER = 0x80045430, 0x5441
 _SLAVE_MAJOR = 136
 #: Threads looked at, and descriptors of one process: beyond, nothing is found.
 _THREAD_LIMIT = 512
@@ -145,7 +145,7 @@ def look(master: int, *, report_fd: int, shell: int) -> Situation:
     # First: a read that has input is not one that waits, but its process may not have woken up yet.
     if _has_unread_input(master):
         return Situation.BUSY
-    number = struct.unpack("I", fcntl.ioctl(master, _TIOCGPTN, b"\0" * 4))[0]
+    number = struct.unpack("I", fcntl.ioctl(master, TIOCGPTN, b"\0" * 4))[0]
     device = (number & 0xFF) | _SLAVE_MAJOR << 8 | (number & ~0xFF) << 12
     # Numbers in the sandbox's /proc are none of ours, except where both are in one pid namespace; there, a
     # terminal of another container may have the same device number.

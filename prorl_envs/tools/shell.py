@@ -11,7 +11,6 @@ idle -> running -> idle                       the report arrived
 """
 
 import os
-import secrets
 from collections.abc import Callable, Mapping
 
 from prorl_envs.tools.dialects import SH
@@ -103,7 +102,7 @@ class ShellSession(Session[Bash]):
             return self._refuse(request, _BUSY)
         terminal = self._terminal or self._open()
         self._begin_ended()
-        self._nonce = secrets.token_hex(8)
+        self._nonce = os.urandom(8).hex()
         self._asked = 0
         terminal.evaluate(request.command, nonce=self._nonce, status=self._status)
         self._seen = None

@@ -10,14 +10,14 @@ import fcntl
 import os
 import shutil
 import signal
+import sys
 import termios
 from collections.abc import Mapping
-from functools import partial
 
 from ptyprocess import PtyProcess  # type: ignore[import-untyped]
 
 from prorl_envs.tools.dialects import BASH, SH, Dialect
-from prorl_envs.tools.foreground import Situation, by_line, look
+from prorl_envs.tools.foreground import TIOCGPTN, Situation, by_line, look
 
 # From <asm-generic/ioctls.h>: signal the foreground process group of a pty, whatever its `stty isig` says.
 _TIOCSIG = 0x40045436
@@ -163,43 +163,65 @@ def _find_shell(env: Mapping[str, str]) -> tuple[str, Dialect]:
 def _spawn(
     path: str, dialect: Dialect, cwd: str, env: Mapping[str, str], text: int, report: int
 ) -> PtyProcess:
-    os.dup2(text, _TEXT_FD, inheritable=True)
-    os.dup2(report, _REPORT_FD, inheritable=True)
+    master, slave = os.openpty()
     try:
-        return PtyProcess.spawn(
-            [path, *dialect.options],
-            env={**env, "PS1": "", "PS2": ""},
-            echo=False,
-            # Not its own `cwd`: where that fails, the child goes on as a copy of this server.
-            preexec_fn=partial(_before_exec, cwd, dialect),
-            dimensions=(_ROWS, _COLUMNS),
-            pass_fds=(_TEXT_FD, _REPORT_FD),
+        _set_up(slave)
+        number = fcntl.ioctl(master, TIOCGPTN, bytes(4))
+        pid = _spawn_on(
+            f"/dev/pts/{int.from_bytes(number, sys.byteorder)}", path, dialect, cwd, env, text, report
         )
+    except BaseException:
+        os.close(master)
+        raise
     finally:
-        os.close(_TEXT_FD)
-        os.close(_REPORT_FD)
+        os.close(slave)
+    return PtyProcess(pid, master)
 
 
-def _before_exec(cwd: str, dialect: Dialect) -> None:
-    # The directory is the sandbox's to remove or lock at any moment.
-    with contextlib.suppress(OSError):
-        os.chdir(cwd)
-    # Python ignores these, and an ignored signal stays ignored across exec: `yes | head` would complain.
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)
+def _set_up(terminal: int) -> None:
     # Before the shell sees them: it goes back to what it found when a command is killed.
-    settings = termios.tcgetattr(0)
+    settings = termios.tcgetattr(terminal)
     settings[1] &= ~termios.OPOST  # "\n" stays "\n"
     settings[3] &= ~termios.ECHO
-    termios.tcsetattr(0, termios.TCSANOW, settings)
-    for fd, target in ((_TEXT_FD, dialect.text_fd), (_REPORT_FD, dialect.report_fd)):
-        if fd != target:
-            os.dup2(fd, target)
+    termios.tcsetattr(terminal, termios.TCSANOW, settings)
+    termios.tcsetwinsize(terminal, (_ROWS, _COLUMNS))
+
+
+def _spawn_on(
+    terminal: str, path: str, dialect: Dialect, cwd: str, env: Mapping[str, str], text: int, report: int
+) -> int:
+    """Start the shell as the leader of a session of its own, whose terminal this is; return its pid.
+
+    Not by `PtyProcess.spawn`, which forks: to copy this process's page tables and tear them down again takes
+    longer than bash takes to start. The first terminal that a session's leader opens is the session's.
+    """
+    output = ((os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (1, 2))
+    same = ((os.POSIX_SPAWN_DUP2, 0, fd) for fd in (1, 2))
+    os.dup2(text, _TEXT_FD, inheritable=False)
+    os.dup2(report, _REPORT_FD, inheritable=False)
+    home = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        # The directory is the sandbox's to remove or lock at any moment.
+        with contextlib.suppress(OSError):
+            os.chdir(cwd)
+        return os.posix_spawn(
+            path,
+            [path, *dialect.options],
+            {**env, "PS1": "", "PS2": ""},
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, terminal, os.O_RDWR, 0),
+                *(output if dialect.quiet else same),
+                (os.POSIX_SPAWN_DUP2, _TEXT_FD, dialect.text_fd),
+                (os.POSIX_SPAWN_DUP2, _REPORT_FD, dialect.report_fd),
+            ],
+            setsid=True,
+            # Python ignores these, and what is ignored stays so in programs: `yes | head` would complain.
+            setsigdef=(signal.SIGPIPE, signal.SIGXFSZ),
+        )
+    finally:
+        os.fchdir(home)
+        for fd in (home, _TEXT_FD, _REPORT_FD):
             os.close(fd)
-    if dialect.quiet:
-        null = os.open(os.devnull, os.O_RDWR)
-        for fd in (1, 2):
-            os.dup2(null, fd)
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:

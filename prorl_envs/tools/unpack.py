@@ -7,7 +7,6 @@ its siblings, mended in 3.12.11). Here every directory is opened from its parent
 
 import contextlib
 import os
-import secrets
 import tarfile
 from collections.abc import Callable, Iterator
 from typing import IO, Any, Self
@@ -154,7 +153,7 @@ class _Unpacker:
             self._folders[place] = info
 
     def _replace(self, folder: int, place: tuple[str, ...], make: Callable[[str], None]) -> None:
-        temporary = f".{secrets.token_hex(8)}.tmp"
+        temporary = f".{os.urandom(8).hex()}.tmp"
         try:
             make(temporary)
             os.rename(temporary, self._named(place)[-1], src_dir_fd=folder, dst_dir_fd=folder)
