@@ -91,7 +91,7 @@ class Toolbox:
         limits: ToolLimits | None = None,
         interpreter: str = "python3",
     ) -> Self:
-        """Fork the tool servers into a running sandbox.
+        """Fork a tool server into a running sandbox: that of the Python session where there is to be one.
 
         Args:
             sandbox: stays its owner's.
@@ -106,9 +106,11 @@ class Toolbox:
         engine = PythonEngine.FORKED if python is True else PythonEngine(python or PythonEngine.NONE)
         toolbox = cls(sandbox, engine, limits or ToolLimits(), interpreter)
         try:
-            await toolbox._tools.connection()
+            # One server at first: the other tools' comes with their first call, and many episodes have none.
             if toolbox._python is not None:
                 await toolbox._python.start()
+            else:
+                await toolbox._tools.connection()
         except BaseException:
             await toolbox.aclose()
             raise
