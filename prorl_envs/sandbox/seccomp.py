@@ -7,6 +7,7 @@ from the kernel's tables, for the two architectures bubblewrap's wheel is built 
 
 import ctypes
 import errno
+import functools
 import os
 import struct
 from dataclasses import dataclass
@@ -175,6 +176,14 @@ def _check(rule: Rule) -> list[bytes]:
     return [*program, refuse if rule.others else allow]
 
 
+@functools.cache
+def own_program() -> bytes | None:
+    """The filter for this machine; None where its architecture is not listed. A template calls it once, for
+    all its forks."""
+    architecture = ARCHITECTURES.get(os.uname().machine)
+    return None if architecture is None else filter_program(architecture)
+
+
 def install_filter() -> None:
     """Filter this process and all that it starts, for good. Needs no-new-privileges to be set.
 
@@ -184,9 +193,9 @@ def install_filter() -> None:
         OSError: the kernel refused.
     """
     architecture = ARCHITECTURES.get(os.uname().machine)
-    if architecture is None:
+    code = own_program()
+    if architecture is None or code is None:
         return
-    code = filter_program(architecture)
     instructions = ctypes.create_string_buffer(code, len(code))
     program = _Program(len(code) // _INSTRUCTION.size, ctypes.addressof(instructions))
     syscall(

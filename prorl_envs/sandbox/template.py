@@ -42,7 +42,8 @@ TEMPLATES: Mapping[str, TemplateSpec] = {
             "prorl_envs.tools.server:serve",
             "prorl_envs.tools.interactive:serve",
             "prorl_envs.tools.tree_server:serve",
-        )
+        ),
+        preload=("prorl_envs.tools.server:rehearse",),
     ),
     "ipython": TemplateSpec(
         entries=("prorl_envs.tools.server:serve",), preload=("prorl_envs.tools.kernel:prepare",)

@@ -32,6 +32,7 @@ from typing import Any, NoReturn
 from prorl_envs.sandbox.disk import measure
 from prorl_envs.sandbox.join import join
 from prorl_envs.sandbox.route import add_default_route
+from prorl_envs.sandbox.seccomp import own_program
 from prorl_envs.sandbox.syscalls import PR_SET_CHILD_SUBREAPER, prctl
 
 MESSAGE_LIMIT = 160 * 1024
@@ -58,6 +59,7 @@ def main() -> None:
 
 
 def _prepare(setup: dict[str, Any]) -> dict[str, Entry]:
+    own_program()
     for name in setup["preload"]:
         module, _, function = name.partition(":")
         loaded = importlib.import_module(module)

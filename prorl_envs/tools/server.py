@@ -49,6 +49,7 @@ from prorl_envs.tools.wire import (
 #: Shell sessions of one sandbox.
 SESSION_LIMIT = 16
 _RECEIVE_SIZE = 32768
+_REHEARSAL_S = 10.0
 
 
 def serve(sock: socket.socket) -> None:
@@ -65,6 +66,25 @@ def serve(sock: socket.socket) -> None:
     try:
         server.run()
     finally:
+        server.close()
+
+
+def rehearse() -> None:
+    """Serve a few requests in the template itself, before it forks.
+
+    The interpreter writes into code as it runs for the first times (it specialises it). Done here once, that is
+    shared by all forks, which start faster and hold a tenth less.
+    """
+    sock, ours = socket.socketpair()
+    with ours:
+        server = ToolServer(sock)
+        requests = [
+            Setup(1, "/", {}, 32768, 2.0, False),
+            *(Bash(number, "main", ":", _REHEARSAL_S) for number in range(2, 6)),
+        ]
+        for request in requests:
+            ours.sendall(encode(request))
+        server.run_until(ours, replies=len(requests))
         server.close()
 
 
@@ -85,6 +105,19 @@ class ToolServer:
     def run(self) -> None:
         self._loop.watch(self._sock.fileno(), self._on_request)
         self._loop.run()
+
+    def run_until(self, host: socket.socket, *, replies: int) -> None:
+        """Run until so many replies can be read at the host's end."""
+        framer, left = Framer(), replies
+
+        def on_reply() -> None:
+            nonlocal left
+            left -= len(framer.feed(host.recv(_RECEIVE_SIZE)))
+            if left <= 0:
+                self._loop.stop()
+
+        self._loop.watch(host.fileno(), on_reply)
+        self.run()
 
     def close(self) -> None:
         for shell in self._shells.values():
