@@ -13,6 +13,8 @@ import socket
 import weakref
 from collections.abc import Callable
 
+from prorl_envs.sandbox.descriptors import receive_descriptors
+
 #: Sockets whose closing ends something, so that they must not live on in a copy of this process.
 _held: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
 
@@ -63,13 +65,11 @@ async def receive(sock: socket.socket, size: int, *, descriptors: int = 0) -> tu
     """
     while True:
         try:
-            data, fds, _, _ = socket.recv_fds(sock, size, descriptors, socket.MSG_CMSG_CLOEXEC)
+            return receive_descriptors(sock, size, descriptors)
         except BlockingIOError:
             await readable(sock.fileno())
         except ConnectionResetError:
             return b"", []
-        else:
-            return data, fds
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

@@ -29,6 +29,7 @@ from collections.abc import Callable
 from importlib.machinery import PathFinder
 from typing import Any, NoReturn
 
+from prorl_envs.sandbox.descriptors import receive_descriptors
 from prorl_envs.sandbox.disk import measure
 from prorl_envs.sandbox.join import join
 from prorl_envs.sandbox.route import add_default_route
@@ -90,7 +91,7 @@ def _serve(control: socket.socket, entries: dict[str, Entry]) -> None:
             wakeup.recv(4096)
             _reap(children)
         if control.fileno() in ready:
-            message, fds, _, _ = socket.recv_fds(control, MESSAGE_LIMIT, 3, socket.MSG_CMSG_CLOEXEC)
+            message, fds = receive_descriptors(control, MESSAGE_LIMIT, 3)
             if not message:
                 break
             request = json.loads(message)

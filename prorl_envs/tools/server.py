@@ -72,7 +72,7 @@ def serve(sock: socket.socket) -> None:
 def rehearse() -> None:
     """Serve a few requests in the template itself, before it forks.
 
-    The interpreter writes into code as it runs for the first times (it specialises it). Done here once, that is
+    The interpreter writes into code as it runs for the first times (it specialises it). Done here once, it is
     shared by all forks, which start faster and hold a tenth less.
     """
     sock, ours = socket.socketpair()
