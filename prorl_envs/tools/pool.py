@@ -133,6 +133,8 @@ class WarmPool:
             kind = self._short(time.monotonic())
             if kind is not None and self.ready < self._limit and await self._fill(kind):
                 continue
+            if self._closed:
+                break
             self._asked.clear()
             self._settled.set()
             with contextlib.suppress(TimeoutError):

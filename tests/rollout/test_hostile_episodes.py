@@ -25,7 +25,8 @@ pytestmark = pytest.mark.anyio
 #: What the agent of each task types before it finishes.
 AGENTS = {
     "solver": "echo yes >answer",
-    "hung": "echo begun; cat",
+    "hung": "echo begun; sleep 600",
+    "asker": "echo begun; cat",
     "deaf": "trap '' INT TERM; echo begun; while :; do sleep 1; done",
     "killer": "echo yes >answer; kill -9 -1; kill -9 $$",
     "leaver": "echo yes >answer; exit 3",
@@ -88,6 +89,7 @@ async def test_each_gets_what_it_left_behind(
     assert {result.reward for name, result in came.items() if name not in scores} == {0}
 
     assert "begun" in observation(came["hung"]) and "timed out" in observation(came["hung"])
+    assert "begun" in observation(came["asker"]) and "waits for input" in observation(came["asker"])
     assert "begun" in observation(came["deaf"]) and "killed" in observation(came["deaf"])
     assert "killed by signal 9" in observation(came["killer"])
     assert "exited with status 3" in observation(came["leaver"])
