@@ -1,6 +1,8 @@
 # Two commands matter: `make demo` and `make test`. Each sets up what it needs first.
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
+# Tests that wait leave room for one more at a time than there are cores. WORKERS=0 runs them in order.
+WORKERS ?= $(shell expr $$(nproc) + 1)
 
 .PHONY: demo test test-nemo lint format bench lock clean help
 
@@ -17,7 +19,7 @@ demo:
 
 test:
 	@scripts/setup.sh test $(VENV)
-	@$(PYTHON) -m pytest -m "not nemo" $(ARGS)
+	@$(PYTHON) -m pytest -m "not nemo" -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-nemo:
 	@scripts/test-nemo.sh $(ARGS)
