@@ -20,7 +20,7 @@ _SIZE_LIMIT = 256 * 1024
 _LINE = re.compile(r'export ([A-Za-z_][A-Za-z0-9_]*)="(?:\$\{\1:-(?:"(.*)")?\}|(.*))"')
 #: Go's escapes, and what else may stand in its quotes.
 _QUOTED = re.compile(
-    r'\\(?:([abfnrtv\\"])|x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))|([^\\"]+)', re.DOTALL
+    r'\\(?:([abfnrtv\\"])|x([0-9a-f]{2})|u([0-9a-f]{4})|U(00[01][0-9a-f]{5}))|([^\\"]+)', re.DOTALL
 )
 _CONTROLS = dict(zip('abfnrtv\\"', '\a\b\f\n\r\t\v\\"', strict=True))
 #: One character, or one that the shell would take for more and was escaped for it.

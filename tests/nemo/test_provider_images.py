@@ -47,6 +47,11 @@ def archive(tmp_path: Path) -> Path:
     return write_oci_archive(tmp_path / "image.tar", (tmp_path / "layer").read_bytes(), ENV)
 
 
+def the_one_in(cache: Path) -> Path:
+    (built,) = cache.glob("entries/*/*.sif")
+    return built
+
+
 def sandbox(image: object, **spec: Any) -> Any:
     return AsyncSandbox({"prorl": {}}, SandboxSpec(image=str(image), **spec))
 
@@ -56,8 +61,7 @@ async def test_an_archive_becomes_an_image_with_its_own_variables(cache: Path, a
         await box.start()
         assert (await box.exec("cat /etc/image; conda")).stdout == "from the image\nconda\n"
         assert (await box.exec('echo "$GREETING, $KEPT, $OVER"')).stdout == "two $words, image, asked\n"
-    (built,) = cache.glob("entries/*/*.sif")
-    async with sandbox(built, entrypoint=["sh", "-c", "conda > /tmp/said; sleep 1000"]) as box:
+    async with sandbox(the_one_in(cache), entrypoint=["sh", "-c", "conda > /tmp/said; sleep 1000"]) as box:
         await box.start()
         done = await box.exec("until [ -s /tmp/said ]; do sleep 0.01; done; cat /tmp/said")
         assert done.stdout == "conda\n"

@@ -1,4 +1,4 @@
-"""The variables of an image, from the script that Apptainer writes for them. What is no plain text is left out."""
+"""The variables of an image, from the script that Apptainer writes for them; only plain text counts."""
 
 import os
 from pathlib import Path
