@@ -42,6 +42,7 @@ class Box:
         *,
         shell: str,
         workdir: str,
+        isolated: bool,
         output_limit: int,
         concurrency: int,
     ) -> None:
@@ -49,6 +50,8 @@ class Box:
         self.tools = tools
         self.shell = shell
         self.workdir = workdir
+        #: Whether its processes are told from this user's others.
+        self.isolated = isolated
         self.paused = False
         self._output_limit = output_limit
         self._places = asyncio.Semaphore(concurrency)
@@ -60,7 +63,9 @@ class Box:
         self.on_close: Callable[[], Awaitable[None]] | None = None
 
     @classmethod
-    async def open(cls, sandbox: Sandbox, plan: Plan, *, output_limit: int, concurrency: int) -> Self:
+    async def open(
+        cls, sandbox: Sandbox, plan: Plan, *, isolated: bool, output_limit: int, concurrency: int
+    ) -> Self:
         """Equip a sandbox that was just started, and take it over: it is closed where this fails.
 
         Raises:
@@ -75,6 +80,7 @@ class Box:
                     tools,
                     shell=await find_shell(tools),
                     workdir=plan.workdir,
+                    isolated=isolated,
                     output_limit=output_limit,
                     concurrency=concurrency,
                 )
@@ -167,6 +173,8 @@ class Box:
         Raises:
             SandboxError, ToolError: our infrastructure failed.
         """
+        if not self.isolated:
+            raise SandboxError("the local driver cannot pause a sandbox", hint="use another driver")
         if not self.paused:
             self.paused = True  # from here on nothing new is started
             try:

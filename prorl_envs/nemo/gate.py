@@ -108,7 +108,7 @@ class Gate:
             case _:
                 spec = box.sandbox.spec
                 seen = {"place": spec.workdir, "uid": spec.uid, "shell": box.shell, "workdir": box.workdir}
-                return seen, None
+                return {**seen, "isolated": box.isolated}, None
 
 
 class BorrowedSandbox:
@@ -121,6 +121,7 @@ class BorrowedSandbox:
         self._spec = SandboxSpec()
         self.shell = "sh"
         self.workdir = "/"
+        self.isolated = False
 
     @classmethod
     async def borrow(cls, sandbox_id: str, base: Path) -> "BorrowedSandbox":
@@ -151,6 +152,7 @@ class BorrowedSandbox:
             raise
         sandbox._spec = SandboxSpec(workdir=seen["place"], uid=seen["uid"])
         sandbox.shell, sandbox.workdir = seen["shell"], seen["workdir"]
+        sandbox.isolated = seen["isolated"]
         return sandbox
 
     @property

@@ -8,6 +8,7 @@ Registered under the entry point group `nemo_gym.sandbox_providers`. The protoco
 # NeMo Gym is an optional extra and ships no types.
 
 import asyncio
+import dataclasses
 import logging
 import os
 import socket
@@ -196,6 +197,7 @@ class ProrlSandboxProvider:
                 await Toolbox.open(sandbox),
                 shell=sandbox.shell,
                 workdir=descriptor.get("workdir") or sandbox.workdir,
+                isolated=sandbox.isolated,
                 output_limit=self._config.output_limit,
                 concurrency=self._config.concurrency,
             )
@@ -235,8 +237,15 @@ class ProrlSandboxProvider:
             logger.warning("%s", warning)
         env = {} if image is None else await shared.driver.image_env(image)
         sandbox = await shared.driver.start(wanted.with_image(image, env))
+        isolated = shared.driver.name != "local"
+        if not isolated and wanted.workdir == wanted.spec.workdir:  # a path that only others have
+            wanted = dataclasses.replace(wanted, workdir=str(sandbox.workspace))
         box = await Box.open(
-            sandbox, wanted, output_limit=self._config.output_limit, concurrency=self._config.concurrency
+            sandbox,
+            wanted,
+            isolated=isolated,
+            output_limit=self._config.output_limit,
+            concurrency=self._config.concurrency,
         )
         self._boxes.add(box)  # from here on `aclose` ends it, whatever becomes of this call
         shared.gate.offer(box)

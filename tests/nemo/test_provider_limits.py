@@ -10,7 +10,11 @@ pytest.importorskip("nemo_gym", reason="run by scripts/test-nemo.sh in an enviro
 
 # mypy: disable-error-code="import-not-found,import-untyped"
 from nemo_gym.sandbox import AsyncSandbox, SandboxSpec
+from nemo_gym.sandbox.providers import create_provider
 from nemo_gym.sandbox.providers.base import SandboxCreateError, SandboxStatus
+
+from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.local import NoIsolationWarning
 
 pytestmark = [pytest.mark.nemo, pytest.mark.anyio]
 
@@ -94,3 +98,17 @@ async def test_a_driver_is_taken_by_its_name(driver: str, monkeypatch: pytest.Mo
     async with sandbox() as box:
         await box.start()
         assert (await box.exec("id -u")).stdout == "0\n"
+
+
+async def test_the_local_driver_serves_where_it_was_chosen(caplog: pytest.LogCaptureFixture) -> None:
+    provider = create_provider({"prorl": {"driver": "local"}})
+    with pytest.warns(NoIsolationWarning), caplog.at_level(logging.WARNING, logger="prorl_envs.nemo"):
+        handle = await provider.create(SandboxSpec(resources=SMALL))
+    assert caplog.messages == ["a limit of 96 MiB of memory is not kept here"]
+    assert (await provider.exec(handle, "echo x > file; cat file")).stdout == "x\n"
+    # Every process of this user would be stopped, this one too.
+    with pytest.raises(SandboxError, match="pause"):
+        await provider.pause(handle)
+    with pytest.raises(SandboxCreateError, match="local driver cannot run the image"):
+        await provider.create(SandboxSpec(image="/usr"))
+    await provider.aclose()
