@@ -97,8 +97,10 @@ class Gate:
 
     async def _answer(self, request: dict[str, Any]) -> tuple[dict[str, Any], socket.socket | None]:
         box = self._boxes.get(request["sandbox"])
-        if box is None or not box.alive:
+        if box is None:
             raise SandboxError(f"sandbox {request['sandbox']} has ended")
+        if not box.alive:
+            raise box.sandbox.ended()
         match request["do"]:
             case "spawn":
                 return {}, await box.sandbox.spawn(request["entry"], template=request["template"])

@@ -41,13 +41,13 @@ class Notices:
 
     @contextmanager
     def listen(self) -> Iterator[Callable[[], list[str]]]:
-        """For the time of one command; what it is given answers with the sentences so far."""
+        """For the time of one command; what it is given answers with the sentences so far, each once."""
         heard: deque[str] = deque(maxlen=_NOTICES)
         self._listening.append(heard)
 
         def so_far() -> list[str]:
             self._take()
-            return list(heard)
+            return list(dict.fromkeys(heard))
 
         try:
             yield so_far
