@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "envs": frozenset({"errors", "sandbox", "tools", "env"}),
     "apps": frozenset({"nemo"}),  # a family's NeMo Gym server
     "gym": frozenset({"errors", "sandbox", "tools", "env", "config"}),
-    "nemo": frozenset({"errors", "sandbox", "tools", "env", "config"}),
+    "nemo": frozenset({"errors", "sandbox", "images", "tools", "env", "config"}),
     "policy": frozenset({"errors", "clock", "tools.types"}),
     "rollout": frozenset({"errors", "clock", "config", "env", "tools.types", "policy"}),
     "testing": frozenset({"errors", "clock", "tools.types", "policy", "env", "sandbox", "rollout"}),

@@ -19,8 +19,7 @@ from prorl_envs.policy.rendering import TemplateRenderer
 from prorl_envs.policy.vllm import VllmClient
 from prorl_envs.rollout.service import RolloutService
 from prorl_envs.rollout.sqlite_store import SqliteStore
-from prorl_envs.sandbox.base import Limits, SandboxSpec
-from prorl_envs.sandbox.cgroups import Mechanism
+from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.choice import choose_driver, make_driver
 from prorl_envs.sandbox.containment import NodeLimits
 
@@ -75,9 +74,7 @@ def image_builder(settings: Settings, progress: Callable[[str], None]) -> ImageB
 
 def node_limits(settings: LimitSettings) -> NodeLimits:
     """The limits of this machine's sandboxes, as a driver takes them."""
-    values = settings.model_dump(exclude={"reserve_bytes", "mechanism"})
-    mechanism = Mechanism(settings.mechanism)
-    return NodeLimits(each=Limits(**values), reserve_bytes=settings.reserve_bytes, mechanism=mechanism)
+    return NodeLimits.of(settings.model_dump())
 
 
 @asynccontextmanager

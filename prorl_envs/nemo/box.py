@@ -11,11 +11,11 @@ import posixpath
 import secrets
 import signal
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from prorl_envs.errors import InputError, SandboxError, ToolError
+from prorl_envs.nemo.outcome import Notices, Outcome, failed, outcome, with_notes
 from prorl_envs.nemo.plan import Plan
 from prorl_envs.sandbox.base import Sandbox
 from prorl_envs.tools.arguments import is_unicode
@@ -23,8 +23,6 @@ from prorl_envs.tools.client import Completed, Toolbox
 
 logger = logging.getLogger(__name__)
 
-#: What NeMo Gym's own providers answer where no process gave an exit status.
-NO_STATUS = 125
 #: Bytes of a command that one argument surely holds (Linux takes 128 KiB).
 _ARGUMENT_LIMIT = 100_000
 #: Bytes moved at a time, and at most, from a sandbox to the host.
@@ -32,23 +30,6 @@ _CHUNK = 8 * 1024 * 1024
 _DOWNLOAD_LIMIT = 16 * 1024**3
 _SETUP_S = 60.0
 _FOREVER_S = 1e9
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """How a command ended.
-
-    Args:
-        stdout, stderr: what it wrote, bounded.
-        return_code: its exit status, 128 and more for a signal; NO_STATUS with an `error`.
-        error: `timeout`; `sandbox`, where the sandbox failed; `exec`, where the command could not be
-            started; None where the command ran to its end.
-    """
-
-    stdout: str
-    stderr: str
-    return_code: int
-    error: str | None = None
 
 
 class Box:
@@ -61,6 +42,7 @@ class Box:
         *,
         shell: str,
         workdir: str,
+        isolated: bool,
         output_limit: int,
         concurrency: int,
     ) -> None:
@@ -68,9 +50,12 @@ class Box:
         self.tools = tools
         self.shell = shell
         self.workdir = workdir
+        #: Whether its processes are told from this user's others.
+        self.isolated = isolated
         self.paused = False
         self._output_limit = output_limit
         self._places = asyncio.Semaphore(concurrency)
+        self._notices = Notices(sandbox)
         self._entrypoint: asyncio.Task[Completed] | None = None
         self._expiry: asyncio.TimerHandle | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -78,7 +63,9 @@ class Box:
         self.on_close: Callable[[], Awaitable[None]] | None = None
 
     @classmethod
-    async def open(cls, sandbox: Sandbox, plan: Plan, *, output_limit: int, concurrency: int) -> Self:
+    async def open(
+        cls, sandbox: Sandbox, plan: Plan, *, isolated: bool, output_limit: int, concurrency: int
+    ) -> Self:
         """Equip a sandbox that was just started, and take it over: it is closed where this fails.
 
         Raises:
@@ -93,6 +80,7 @@ class Box:
                     tools,
                     shell=await find_shell(tools),
                     workdir=plan.workdir,
+                    isolated=isolated,
                     output_limit=output_limit,
                     concurrency=concurrency,
                 )
@@ -122,27 +110,21 @@ class Box:
             InputError: `timeout_s` is no time.
         """
         if not is_unicode(command) or "\0" in command:
-            return _failed("exec", "the command holds a character that no shell takes")
+            return failed("exec", "the command holds a character that no shell takes")
         directory = self.path(cwd or "")
         async with self._places:
             if self.paused:
-                return _failed("sandbox", "the sandbox is paused")
-            try:
-                done = await self._run(command, directory, env or {}, timeout_s)
-            except OSError as error:
-                return _failed("exec", f"cannot start a command in {directory}: {error.strerror}")
-            except (SandboxError, ToolError) as error:
-                return _failed("sandbox", str(error))
-        if done.exit_code == -signal.SIGKILL and not self.alive:  # with everything in it
-            return _failed("sandbox", f"sandbox {self.sandbox.id} ended during the command")
-        stdout, stderr = (data.decode("utf-8", "replace") for data in (done.output, done.errors))
-        if done.exit_code is None:
-            note = f"[the command was ended after {timeout_s:g} s]"
-            return Outcome(
-                stdout=stdout, stderr=_with_note(stderr, note), return_code=NO_STATUS, error="timeout"
-            )
-        status = done.exit_code if done.exit_code >= 0 else 128 - done.exit_code
-        return Outcome(stdout=stdout, stderr=stderr, return_code=status)
+                return failed("sandbox", "the sandbox is paused")
+            with self._notices.listen() as notices:
+                try:
+                    done = await self._run(command, directory, env or {}, timeout_s)
+                except OSError as error:
+                    return failed("exec", f"cannot start a command in {directory}: {error.strerror}")
+                except (SandboxError, ToolError) as error:
+                    return failed("sandbox", with_notes(str(error), notices()))
+                if done.exit_code == -signal.SIGKILL and not self.alive:  # with everything in it
+                    return failed("sandbox", with_notes(str(self.sandbox.ended()), notices()))
+                return outcome(done, timeout_s, notices())
 
     async def upload(self, source: Path, target: str) -> None:
         """Copy a file of the host into the sandbox, with its permissions; missing folders are made.
@@ -191,6 +173,8 @@ class Box:
         Raises:
             SandboxError, ToolError: our infrastructure failed.
         """
+        if not self.isolated:
+            raise SandboxError("the local driver cannot pause a sandbox", hint="use another driver")
         if not self.paused:
             self.paused = True  # from here on nothing new is started
             try:
@@ -330,14 +314,6 @@ def _check(done: Completed, what: str) -> None:
     if done.exit_code != 0:
         said = (done.errors or done.output)[-500:].decode("utf-8", "replace").strip()
         raise SandboxError(f"{what}: {said or 'it took too long'}")
-
-
-def _failed(kind: str, why: str) -> Outcome:
-    return Outcome(stdout="", stderr=why, return_code=NO_STATUS, error=kind)
-
-
-def _with_note(text: str, note: str) -> str:
-    return f"{text}{'' if not text or text.endswith(chr(10)) else chr(10)}{note}"
 
 
 def _report_end(entrypoint: asyncio.Task[Completed]) -> None:

@@ -7,19 +7,44 @@ import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
+from prorl_envs.config import Settings
 from prorl_envs.nemo.gate import Gate
-from prorl_envs.sandbox.base import Driver
-from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.nemo.plan import ProviderConfig
+from prorl_envs.sandbox.choice import choose_driver, make_driver
+from prorl_envs.sandbox.containment import DEFAULT_LIMITS, NodeLimits
+from prorl_envs.sandbox.driver import NodeDriver
 from prorl_envs.sandbox.files import node_local_base
 
 
 @dataclass(frozen=True, slots=True)
 class DriverChoice:
-    """Which driver: its name, and where its sandboxes keep their files (None for the default)."""
+    """Which driver.
 
-    name: str = "bubblewrap"
+    Args:
+        name: one of `choice.DRIVERS`.
+        run_dir: where its sandboxes keep their files; None for the default.
+        limits: the machine's.
+        bwrap, apptainer: the programs; None for the default.
+    """
+
+    name: str = "auto"
     run_dir: Path | None = None
+    limits: NodeLimits = DEFAULT_LIMITS
+    bwrap: Path | None = None
+    apptainer: Path | None = None
+
+    @classmethod
+    def of(cls, config: ProviderConfig, settings: Settings) -> Self:
+        """What a provider asks for, over the settings."""
+        return cls(
+            name=config.driver or settings.driver,
+            run_dir=config.run_dir or settings.run_dir,
+            limits=NodeLimits.of(settings.limits.model_dump()),
+            bwrap=settings.bwrap,
+            apptainer=settings.apptainer,
+        )
 
     @property
     def base(self) -> Path:
@@ -30,8 +55,10 @@ class DriverChoice:
 class SharedDriver:
     """A driver and the number of its users. Made by `acquire`; every user calls `release` once."""
 
-    def __init__(self, choice: DriverChoice, loop: asyncio.AbstractEventLoop) -> None:
-        self.driver = _make(choice)
+    def __init__(self, choice: DriverChoice, loop: asyncio.AbstractEventLoop, name: str) -> None:
+        self.driver: NodeDriver[Any] = make_driver(
+            name, choice.base, bwrap=choice.bwrap, apptainer=choice.apptainer, limits=choice.limits
+        )
         self.gate = Gate(choice.base)
         self._key = (loop, choice)
         self._users = 0
@@ -47,9 +74,13 @@ class SharedDriver:
         loop = asyncio.get_running_loop()
         for key in [key for key in _shared if key[0].is_closed()]:
             del _shared[key]  # its processes ended with its sockets
-        shared = _shared.get((loop, choice))
+        if (loop, choice) not in _shared:
+            name = await asyncio.to_thread(
+                choose_driver, choice.name, choice.base, bwrap=choice.bwrap, apptainer=choice.apptainer
+            )
+        shared = _shared.get((loop, choice))  # meanwhile another may have been faster
         if shared is None:
-            shared = _shared[loop, choice] = cls(choice, loop)
+            shared = _shared[loop, choice] = cls(choice, loop, name)
             await anext(shared._lifetime)
         shared._users += 1
         return shared
@@ -73,7 +104,3 @@ class SharedDriver:
 
 #: Only here, because NeMo Gym makes providers from names and mappings and hands them nothing else.
 _shared: dict[tuple[asyncio.AbstractEventLoop, DriverChoice], SharedDriver] = {}
-
-
-def _make(choice: DriverChoice) -> Driver:
-    return BubblewrapDriver(choice.base)

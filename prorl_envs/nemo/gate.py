@@ -97,8 +97,10 @@ class Gate:
 
     async def _answer(self, request: dict[str, Any]) -> tuple[dict[str, Any], socket.socket | None]:
         box = self._boxes.get(request["sandbox"])
-        if box is None or not box.alive:
+        if box is None:
             raise SandboxError(f"sandbox {request['sandbox']} has ended")
+        if not box.alive:
+            raise box.sandbox.ended()
         match request["do"]:
             case "spawn":
                 return {}, await box.sandbox.spawn(request["entry"], template=request["template"])
@@ -108,7 +110,7 @@ class Gate:
             case _:
                 spec = box.sandbox.spec
                 seen = {"place": spec.workdir, "uid": spec.uid, "shell": box.shell, "workdir": box.workdir}
-                return seen, None
+                return {**seen, "isolated": box.isolated}, None
 
 
 class BorrowedSandbox:
@@ -121,6 +123,7 @@ class BorrowedSandbox:
         self._spec = SandboxSpec()
         self.shell = "sh"
         self.workdir = "/"
+        self.isolated = False
 
     @classmethod
     async def borrow(cls, sandbox_id: str, base: Path) -> "BorrowedSandbox":
@@ -151,6 +154,7 @@ class BorrowedSandbox:
             raise
         sandbox._spec = SandboxSpec(workdir=seen["place"], uid=seen["uid"])
         sandbox.shell, sandbox.workdir = seen["shell"], seen["workdir"]
+        sandbox.isolated = seen["isolated"]
         return sandbox
 
     @property

@@ -1,7 +1,7 @@
-"""From what NeMo Gym asks of a sandbox to what ours can be. Pure; imports nothing of NeMo Gym."""
+"""From what NeMo Gym asks of a sandbox to what ours can be. Imports nothing of NeMo Gym."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
@@ -9,14 +9,22 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from prorl_envs.errors import InputError
-from prorl_envs.sandbox.base import Mount, SandboxSpec
+from prorl_envs.images.sources import Kind, Source
+from prorl_envs.images.template import ImageTemplate
+from prorl_envs.nemo.images import image_source
+from prorl_envs.sandbox.base import Limits, Mount, SandboxSpec
 from prorl_envs.sandbox.command import HOME
 from prorl_envs.sandbox.runtime import python_runtime
 
 #: Where a sandbox has its private empty directory when the commands run elsewhere.
 PRIVATE = "/sandbox"
-_HOST_IMAGES = (None, "", "host")
 _READY_S = 120.0
+#: Of NeMo Gym's resources: the name, ours, the unit, and how many of ours make one.
+_RESOURCES = (
+    ("cpu", "cpus", "CPUs", 1),
+    ("memory_mib", "memory_bytes", "MiB of memory", 1 << 20),
+    ("disk_gib", "disk_bytes", "GiB of disk", 1 << 30),
+)
 
 
 class _Strict(BaseModel):
@@ -31,6 +39,7 @@ class Options(_Strict):
     """`provider_options` of one sandbox; the provider's own `options` are the defaults.
 
     Args:
+        image_variables: values for `{{ NAME }}`, where the image is a definition.
         uid: user id inside. 0 looks like root and still has no capability.
         binds: host paths that appear inside, `SOURCE:TARGET[:MODE]`; MODE is `ro` (the default), `rw`
             (the host's path itself) or `overlay` (a private copy-on-write view of a directory).
@@ -39,6 +48,7 @@ class Options(_Strict):
         host_python: this process's Python with its packages, at the same paths, read-only.
     """
 
+    image_variables: dict[str, str] = {}
     uid: int = Field(default=0, ge=0, le=65_533)
     binds: Annotated[tuple[str, ...], BeforeValidator(_as_list)] = ()
     hostname: str = "sandbox"
@@ -50,17 +60,17 @@ class ProviderConfig(_Strict):
     """The provider's block in a configuration: `{prorl: {...}}`.
 
     Args:
-        driver: what makes the sandboxes.
-        run_dir: directory on a local disk below which sandboxes keep their files; None takes
-            `$PRORL_RUN_DIR`, else the temporary directory.
+        driver: what makes the sandboxes; None takes the setting `driver`.
+        run_dir: directory on a local disk below which sandboxes keep their files; None takes the setting
+            `run_dir`.
         default_timeout_s: seconds a command may take where the caller names no time.
         output_limit: bytes kept of stdout and of stderr of each command; the middle of more is cut.
         concurrency: commands under way in one sandbox; further ones wait.
-        unenforced: what happens where a sandbox asks for limits that are not enforced: `warn` or `error`.
+        unenforced: what happens where a sandbox asks for limits that are not kept here: `warn` or `error`.
         options: see `Options`.
     """
 
-    driver: Literal["bubblewrap"] = "bubblewrap"
+    driver: Literal["auto", "bubblewrap", "apptainer", "local"] | None = None
     run_dir: Path | None = None
     default_timeout_s: float = Field(default=180.0, gt=0, allow_inf_nan=False)
     output_limit: int = Field(default=4 * 1024 * 1024, ge=1024, le=16 * 1024 * 1024)
@@ -75,29 +85,29 @@ class Plan:
 
     Args:
         spec: what the driver starts, but for the image.
-        image: as NeMo Gym named it; see `image_path`.
+        image: where it comes from, for `ImageBuilder.resolve`.
+        asked: the limits that were asked for, in words, by their names in `Limits`.
         workdir: where commands start.
         make_workdir: whether it must be made once the sandbox runs.
         files: text by path, put there before the entry point starts.
         entrypoint: runs beside the commands for as long as the sandbox; empty for none.
         ttl_s: seconds after which the sandbox ends.
-        ready_s: seconds its start may take.
-        warnings: what was asked for and will not be.
+        ready_s: seconds its start may take, once its image is there.
     """
 
     spec: SandboxSpec
-    image: str | None
+    image: ImageTemplate | Source
+    asked: Mapping[str, str]
     workdir: str
     make_workdir: bool
     files: Mapping[str, str]
     entrypoint: tuple[str, ...]
     ttl_s: float | None
     ready_s: float
-    warnings: tuple[str, ...]
 
-    def with_image(self, image: Path | None) -> SandboxSpec:
-        """What the driver starts, once it is known where the image lies."""
-        return dataclasses.replace(self.spec, image=image)
+    def with_image(self, image: Path | None, env: Mapping[str, str]) -> SandboxSpec:
+        """What the driver starts, once it is known where the image lies, and what variables it sets."""
+        return dataclasses.replace(self.spec, image=image, env={**env, **self.spec.env})
 
 
 def provider_config(values: Mapping[str, Any]) -> ProviderConfig:
@@ -105,12 +115,13 @@ def provider_config(values: Mapping[str, Any]) -> ProviderConfig:
     return _checked(ProviderConfig, values, "sandbox provider prorl")
 
 
-def plan(asked: Any, config: ProviderConfig) -> Plan:
-    """Translate a request.
+def plan(asked: Any, config: ProviderConfig, limits: Limits) -> Plan:
+    """Translate a request. Looks at the image and the binds.
 
     Args:
         asked: a `nemo_gym.sandbox.SandboxSpec`, of 0.4 or later.
         config: the provider's.
+        limits: of a sandbox that asks for no others.
 
     Raises:
         InputError: it asks for what these sandboxes cannot be, or is wrong in itself.
@@ -122,54 +133,51 @@ def plan(asked: Any, config: ProviderConfig) -> Plan:
             f"ports {list(asked.ports)} were asked for, and a sandbox has no network but its own loopback",
             hint="run the client of that service in the sandbox too",
         )
-    warnings = unenforced(asked.resources)
-    if warnings and config.unenforced == "error":
-        raise InputError("; ".join(warnings), hint="leave them out, or set `unenforced: warn`")
-    place, workdir, make_workdir = _places(asked.workdir, host=asked.image in _HOST_IMAGES)
+    image = image_source(asked.image, options.image_variables)
+    host = isinstance(image, Source) and image.kind is Kind.HOST
+    place, workdir, make_workdir = _places(asked.workdir, host=host)
+    bounds, words = _limits(asked.resources, limits)
     return Plan(
-        spec=_spec(place, _environment(asked.env or {}), options),
-        image=asked.image,
+        spec=dataclasses.replace(_spec(place, _environment(asked.env or {}), options), limits=bounds),
+        image=image,
+        asked=words,
         workdir=workdir,
         make_workdir=make_workdir,
         files={str(path): str(text) for path, text in (asked.files or {}).items()},
         entrypoint=tuple(map(str, asked.entrypoint or ())),
         ttl_s=_seconds("ttl_s", asked.ttl_s),
         ready_s=_seconds("ready_timeout_s", asked.ready_timeout_s) or _READY_S,
-        warnings=warnings,
     )
 
 
-def unenforced(resources: Any) -> tuple[str, ...]:
-    """The limits of a `SandboxResources` that nothing enforces, in words. The one place that maps limits.
+def unenforced(asked: Mapping[str, str], kept: Collection[str], config: ProviderConfig) -> tuple[str, ...]:
+    """What to warn of: the limits that were asked for and are not kept.
+
+    Args:
+        asked: see `Plan`.
+        kept: what the driver keeps, by the names in `Limits`.
 
     Raises:
-        InputError: a GPU is asked for, without which the commands would fail.
+        InputError: there are such limits, and the provider is not to start without.
     """
+    lost = tuple(f"a limit of {words} is not kept here" for name, words in asked.items() if name not in kept)
+    if lost and config.unenforced == "error":
+        raise InputError("; ".join(lost), hint="leave them out, or set `unenforced: warn`")
+    return lost
+
+
+def _limits(resources: Any, limits: Limits) -> tuple[Limits, dict[str, str]]:
+    """A `SandboxResources` over the limits of those that ask for none, and what it asks for in words."""
     if resources.gpu:
         raise InputError("a GPU was asked for", hint="these sandboxes have no devices: leave `gpu` out")
-    named = (("cpu", "CPUs"), ("memory_mib", "MiB of memory"), ("disk_gib", "GiB of disk"))
-    asked = [(getattr(resources, key), unit) for key, unit in named]
-    return tuple(f"a limit of {value:g} {unit} is not enforced" for value, unit in asked if value is not None)
-
-
-def image_path(image: str | None) -> Path | None:
-    """The directory or SIF file that `image` names; None is the host's own system, read-only.
-
-    The seam for images from elsewhere.
-
-    Raises:
-        InputError: it names something else.
-    """
-    if image in _HOST_IMAGES or image is None:
-        return None
-    name = image.removeprefix("file://")
-    if "://" not in name and (name.startswith(("/", "./", "../", "~")) or name.endswith(".sif")):
-        return Path(name).expanduser()
-    raise InputError(
-        f"the image {image!r} is neither `host` nor the path of a directory or a SIF file",
-        hint=f"build one (apptainer build image.sif {name if '://' in name else 'docker://' + name}) "
-        "and name that file",
-    )
+    bounds: dict[str, Any] = {}
+    words: dict[str, str] = {}
+    for key, name, unit, factor in _RESOURCES:
+        value = getattr(resources, key)
+        if value is not None:
+            bounds[name] = value * factor
+            words[name] = f"{value:g} {unit}"
+    return dataclasses.replace(limits, **bounds), words
 
 
 def _checked[M: BaseModel](model: type[M], values: Mapping[str, Any], what: str) -> M:

@@ -8,7 +8,9 @@ Registered under the entry point group `nemo_gym.sandbox_providers`. The protoco
 # NeMo Gym is an optional extra and ships no types.
 
 import asyncio
+import dataclasses
 import logging
+import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,11 +18,13 @@ from typing import Any
 
 from nemo_gym.sandbox.providers import base as nemo
 
+from prorl_envs.config import load_settings
 from prorl_envs.errors import InputError, ProrlError
 from prorl_envs.nemo.box import Box, check_user
 from prorl_envs.nemo.drivers import DriverChoice, SharedDriver
 from prorl_envs.nemo.gate import BorrowedSandbox
-from prorl_envs.nemo.plan import Plan, image_path, plan, provider_config
+from prorl_envs.nemo.images import image_builder
+from prorl_envs.nemo.plan import Plan, plan, provider_config, unenforced
 from prorl_envs.nemo.terminal import TerminalSession
 from prorl_envs.tools.client import Toolbox
 from prorl_envs.tools.terminal_wire import Open
@@ -32,7 +36,7 @@ class ProrlSandboxProvider:
     """A NeMo Gym sandbox provider. Belongs to the event loop in which it is first used.
 
     Args:
-        config: see `plan.ProviderConfig`.
+        config: see `plan.ProviderConfig`. Everything else comes from the settings in the environment.
 
     Raises:
         InputError: a setting is unknown or wrong.
@@ -42,7 +46,9 @@ class ProrlSandboxProvider:
 
     def __init__(self, **config: Any) -> None:
         self._config = provider_config(config)
-        self._choice = DriverChoice(self._config.driver, self._config.run_dir)
+        settings = load_settings(environ=os.environ)
+        self._choice = DriverChoice.of(self._config, settings)
+        self._images = image_builder(settings)
         self._boxes: set[Box] = set()
         self._borrowed: dict[Box, BorrowedSandbox] = {}
         self._acquiring = asyncio.Lock()
@@ -51,15 +57,17 @@ class ProrlSandboxProvider:
     async def create(self, spec: Any) -> Any:
         """Start a sandbox and return its handle once it takes commands.
 
+        An image that is not there yet is built or pulled first, which counts for the setting `image_build_s`
+        and not for `ready_timeout_s`.
+
         Raises:
             SandboxCreateError: it cannot be what `spec` asks, or did not start, or not in time.
         """
         try:
-            wanted = await asyncio.to_thread(plan, spec, self._config)  # it looks at the binds
-            for warning in wanted.warnings:
-                logger.warning("%s", warning)
+            wanted = await asyncio.to_thread(plan, spec, self._config, self._choice.limits.each)
+            image = await self._images.resolve(wanted.image)  # with a time limit of its own
             async with asyncio.timeout(wanted.ready_s):
-                box = await self._start(wanted)
+                box = await self._start(wanted, image)
         except TimeoutError:
             raise nemo.SandboxCreateError(f"the sandbox was not ready in {wanted.ready_s:g} s") from None
         except (ProrlError, OSError) as error:
@@ -189,6 +197,7 @@ class ProrlSandboxProvider:
                 await Toolbox.open(sandbox),
                 shell=sandbox.shell,
                 workdir=descriptor.get("workdir") or sandbox.workdir,
+                isolated=sandbox.isolated,
                 output_limit=self._config.output_limit,
                 concurrency=self._config.concurrency,
             )
@@ -222,11 +231,21 @@ class ProrlSandboxProvider:
             if outcome is not None:
                 raise outcome
 
-    async def _start(self, wanted: Plan) -> Box:
+    async def _start(self, wanted: Plan, image: Path | None) -> Box:
         shared = await self._driver()
-        sandbox = await shared.driver.start(wanted.with_image(image_path(wanted.image)))
+        for warning in unenforced(wanted.asked, shared.driver.kept, self._config):
+            logger.warning("%s", warning)
+        env = {} if image is None else await shared.driver.image_env(image)
+        sandbox = await shared.driver.start(wanted.with_image(image, env))
+        isolated = shared.driver.name != "local"
+        if not isolated and wanted.workdir == wanted.spec.workdir:  # a path that only others have
+            wanted = dataclasses.replace(wanted, workdir=str(sandbox.workspace))
         box = await Box.open(
-            sandbox, wanted, output_limit=self._config.output_limit, concurrency=self._config.concurrency
+            sandbox,
+            wanted,
+            isolated=isolated,
+            output_limit=self._config.output_limit,
+            concurrency=self._config.concurrency,
         )
         self._boxes.add(box)  # from here on `aclose` ends it, whatever becomes of this call
         shared.gate.offer(box)

@@ -15,6 +15,7 @@ from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.command import DEFAULT_ENV, HOME, READY, SandboxFiles, bwrap_arguments, mount_points
 from prorl_envs.sandbox.containment import DEFAULT_LIMITS, NodeLimits
 from prorl_envs.sandbox.driver import NodeDriver, NodeSandbox
+from prorl_envs.sandbox.image_env import read_image_env
 from prorl_envs.sandbox.images import Images, ImageUse
 from prorl_envs.sandbox.probe import explain, find_bwrap
 from prorl_envs.sandbox.processes import Process, not_in_forks, readable, receive
@@ -79,6 +80,14 @@ class BubblewrapDriver(NodeDriver["BubblewrapSandbox"]):
         # In the loop's own thread: it takes 0.2 ms, and holds the interpreter lock anyway.
         child = _run(command, streams, info)
         return Process.open(child.pid), child
+
+    async def image_env(self, image: Path) -> dict[str, str]:
+        """The variables that an image sets: see `NodeDriver`. A SIF stays mounted for its sandbox."""
+        use = await self.images.acquire(image)
+        try:
+            return await asyncio.to_thread(read_image_env, use.root)
+        finally:
+            await self.images.release(use)
 
     async def _make(self, spec: SandboxSpec) -> "BubblewrapSandbox":
         etc = await self._etc_for(spec.uid)

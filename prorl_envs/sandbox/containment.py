@@ -3,8 +3,9 @@ sandbox what it needs of either."""
 
 import asyncio
 import resource
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol, Self
 
 from prorl_envs.sandbox.base import Limits, SandboxSpec
 from prorl_envs.sandbox.cgroups import Group, Groups, Mechanism, find_groups
@@ -31,6 +32,15 @@ class NodeLimits:
     each: Limits = field(default_factory=Limits)
     reserve_bytes: int = 1 << 30
     mechanism: Mechanism = Mechanism.AUTO
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Self:
+        """From the values of `config.LimitSettings`."""
+        own = {"reserve_bytes", "mechanism"}
+        each = Limits(**{name: value for name, value in settings.items() if name not in own})
+        return cls(
+            each=each, reserve_bytes=settings["reserve_bytes"], mechanism=Mechanism(settings["mechanism"])
+        )
 
 
 DEFAULT_LIMITS = NodeLimits()
@@ -102,6 +112,16 @@ class Containment:
         """
         groups = self._find()
         return Mechanism.WATCHDOG if groups is None else groups.mechanism
+
+    @property
+    def keeps_cpus(self) -> bool:
+        """Whether a limit of processor time is kept.
+
+        Raises:
+            SandboxError: the mechanism asked for cannot be had.
+        """
+        groups = self._find()
+        return groups is not None and "cpu" in groups.places
 
     @property
     def looking_s(self) -> float:

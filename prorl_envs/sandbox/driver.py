@@ -5,6 +5,7 @@ A driver adds how a sandbox is made (`_make`), launched, reached by a tool serve
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import socket
 import threading
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from prorl_envs.errors import SandboxError, SandboxLimit
-from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.base import Limits, SandboxSpec
 from prorl_envs.sandbox.command import check
 from prorl_envs.sandbox.containment import DEFAULT_LIMITS, Contained, Containment, NodeLimits
 from prorl_envs.sandbox.disk import DiskUse
@@ -80,6 +81,27 @@ class NodeDriver[S: "NodeSandbox"](ABC):
             await sandbox.close()
             raise
         return sandbox
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """The fields of `Limits` that are kept here.
+
+        Raises:
+            SandboxError: the mechanism asked for cannot be had.
+        """
+        known = {field.name for field in dataclasses.fields(Limits)}
+        return frozenset(known if self.containment.keeps_cpus else known - {"cpus"})
+
+    async def image_env(self, image: Path) -> dict[str, str]:
+        """The variables that an image sets for itself, for `SandboxSpec.env`: see `image_env`.
+
+        Args:
+            image: as in `SandboxSpec.image`.
+
+        Raises:
+            SandboxError: there is no such image, or it cannot be read.
+        """
+        return {}
 
     @property
     def sandboxes(self) -> frozenset[S]:

@@ -55,6 +55,11 @@ class LocalDriver(NodeDriver["LocalSandbox"]):
         )
         super().__init__(root, templates=templates, limits=limits)
 
+    @property
+    def kept(self) -> frozenset[str]:
+        """What has to be told from this user's other processes is not."""
+        return super().kept - {"cpus", "memory_bytes", "processes"}
+
     async def _make(self, spec: SandboxSpec) -> "LocalSandbox":
         _refuse_mounts(spec)
         sandbox_id, root = self._place()

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -84,14 +84,14 @@ def blob(data: bytes, kind: str) -> dict[str, object]:
     return {"mediaType": kind, "digest": f"sha256:{hashlib.sha256(data).hexdigest()}", "size": len(data)}
 
 
-def container(layer: bytes) -> tuple[bytes, bytes, bytes]:
-    """The configuration, the manifest and the index of a container of one plain layer."""
+def container(layer: bytes, env: Sequence[str] = ()) -> tuple[bytes, bytes, bytes]:
+    """The configuration, the manifest and the index of a container of one plain layer and some variables."""
     digest = f"sha256:{hashlib.sha256(layer).hexdigest()}"
     config = json.dumps(
         {
             "architecture": {"x86_64": "amd64", "aarch64": "arm64"}[os.uname().machine],
             "os": "linux",
-            "config": {},
+            "config": {"Env": list(env)},
             "rootfs": {"type": "layers", "diff_ids": [digest]},
         }
     ).encode()
@@ -107,8 +107,8 @@ def container(layer: bytes) -> tuple[bytes, bytes, bytes]:
     return config, manifest, json.dumps({"schemaVersion": 2, "manifests": [blob(manifest, kind)]}).encode()
 
 
-def write_oci_archive(path: Path, layer: bytes) -> Path:
-    config, manifest, index = container(layer)
+def write_oci_archive(path: Path, layer: bytes, env: Sequence[str] = ()) -> Path:
+    config, manifest, index = container(layer, env)
     files = {f"blobs/sha256/{hashlib.sha256(data).hexdigest()}": data for data in (layer, config, manifest)}
     return _write_tar(path, files | {"index.json": index, "oci-layout": b'{"imageLayoutVersion": "1.0.0"}'})
 

@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 
 from prorl_envs.errors import InputError
-from prorl_envs.nemo.plan import PRIVATE, ProviderConfig, image_path, plan, provider_config
-from prorl_envs.sandbox.base import Mount
+from prorl_envs.images.sources import Kind, Source
+from prorl_envs.images.template import ImageTemplate
+from prorl_envs.nemo.images import image_source
+from prorl_envs.nemo.plan import PRIVATE, Plan, ProviderConfig, provider_config, unenforced
+from prorl_envs.nemo.plan import plan as plan_within
+from prorl_envs.sandbox.base import Limits, Mount
 
 NONE = {"cpu": None, "memory_mib": None, "disk_gib": None, "gpu": None, "gpu_type": None}
 
@@ -20,10 +24,15 @@ def asked(resources: dict[str, Any] | None = None, **given: Any) -> Any:
     return SimpleNamespace(**{**empty, **given}, resources=SimpleNamespace(**{**NONE, **(resources or {})}))
 
 
+def plan(asked: Any, config: ProviderConfig, limits: Limits | None = None) -> Plan:
+    return plan_within(asked, config, limits or Limits())
+
+
 def test_nothing_asked_for_is_the_hosts_system_and_an_empty_workspace() -> None:
     made = plan(asked(), ProviderConfig())
     assert (made.spec.workdir, made.workdir, made.make_workdir) == ("/workspace", "/workspace", False)
-    assert (made.spec.uid, made.spec.mounts, made.ttl_s, made.warnings) == (0, (), None, ())
+    assert (made.spec.uid, made.spec.mounts, made.ttl_s, made.asked) == (0, (), None, {})
+    assert made.spec.limits == Limits()
 
 
 @pytest.mark.parametrize(
@@ -33,9 +42,9 @@ def test_nothing_asked_for_is_the_hosts_system_and_an_empty_workspace() -> None:
         (None, "/", "/workspace", False),
         (None, "/tmp/x", "/workspace", True),
         (None, "/home/agent", "/workspace", True),
-        ("x.sif", "/testbed", PRIVATE, True),
-        ("x.sif", "/", PRIVATE, False),
-        ("x.sif", None, PRIVATE, False),
+        ("x:1", "/testbed", PRIVATE, True),
+        ("x:1", "/", PRIVATE, False),
+        ("x:1", None, PRIVATE, False),
     ],
 )
 def test_an_images_own_directory_is_never_covered(
@@ -52,38 +61,69 @@ def test_options_of_the_sandbox_go_over_those_of_the_provider(tmp_path: Path) ->
     assert made.mounts == (Mount(source=tmp_path, target="/a"),)
 
 
-def test_limits_become_warnings_or_errors() -> None:
-    request = asked({"cpu": 1.5, "disk_gib": 3})
-    made = plan(request, ProviderConfig())
-    assert made.warnings == (
-        "a limit of 1.5 CPUs is not enforced",
-        "a limit of 3 GiB of disk is not enforced",
+def test_resources_become_limits_over_those_of_the_machine() -> None:
+    machine = Limits(memory_bytes=1 << 30, processes=77)
+    made = plan(asked({"cpu": 1.5, "memory_mib": 512, "disk_gib": 3}), ProviderConfig(), machine)
+    assert made.spec.limits == Limits(memory_bytes=512 << 20, processes=77, cpus=1.5, disk_bytes=3 << 30)
+    assert made.asked == {
+        "cpus": "1.5 CPUs",
+        "memory_bytes": "512 MiB of memory",
+        "disk_bytes": "3 GiB of disk",
+    }
+
+
+def test_limits_that_are_not_kept_become_warnings_or_errors() -> None:
+    made = plan(asked({"cpu": 1.5, "memory_mib": 512}), ProviderConfig())
+    assert unenforced(made.asked, {"memory_bytes"}, ProviderConfig()) == (
+        "a limit of 1.5 CPUs is not kept here",
     )
-    with pytest.raises(InputError, match=r"1\.5 CPUs.*3 GiB"):
-        plan(request, ProviderConfig(unenforced="error"))
+    assert unenforced(made.asked, {"memory_bytes", "cpus"}, ProviderConfig(unenforced="error")) == ()
+    with pytest.raises(InputError, match=r"1\.5 CPUs"):
+        unenforced(made.asked, {"memory_bytes"}, ProviderConfig(unenforced="error"))
 
 
 @pytest.mark.parametrize(
-    ("image", "path"),
+    ("image", "address"),
     [
-        (None, None),
-        ("host", None),
-        ("/images/a", Path("/images/a")),
-        ("./a", Path("a")),
-        ("a.sif", Path("a.sif")),
-        ("file:///images/a", Path("/images/a")),
+        ("python:3.12", "docker://python:3.12"),
+        ("org/name", "docker://org/name"),
+        ("host.example:5000/a/b:c", "docker://host.example:5000/a/b:c"),
+        ("tar", "docker://tar"),
+        ("docker://ubuntu", "docker://ubuntu"),
+        ("oras://x/y.sif", "oras://x/y.sif"),
+        ("library://a", "library://a"),
     ],
 )
-def test_an_image_is_the_host_a_directory_or_a_file(image: str | None, path: Path | None) -> None:
-    assert image_path(image) == path
+def test_a_name_is_one_of_a_registry(image: str, address: str) -> None:
+    assert image_source(image, {}) == Source(Kind.REMOTE, address)
 
 
-@pytest.mark.parametrize(
-    "image", ["ubuntu", "org/name:tag", "docker://ubuntu", "oras://x/y.sif", "library://a"]
-)
-def test_other_images_are_refused_with_a_way(image: str) -> None:
-    with pytest.raises(InputError, match="apptainer build"):
-        image_path(image)
+def test_an_image_is_the_host_or_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Source(Kind.DIRECTORY, str(tmp_path))
+    for name in (None, "", "host"):
+        assert image_source(name, {}) == Source(Kind.HOST)
+    for name in (str(tmp_path), f"file://{tmp_path}", f"dir:{tmp_path}"):
+        assert image_source(name, {}) == folder
+    monkeypatch.chdir(tmp_path.parent)
+    assert image_source(f"./{tmp_path.name}", {}) == folder
+
+
+def test_a_definition_takes_its_variables(tmp_path: Path) -> None:
+    path = tmp_path / "task.def"
+    path.write_text("Bootstrap: docker\nFrom: {{ base }}\n")
+    made = plan(
+        asked(image=str(path), provider_options={"image_variables": {"base": "x"}}), ProviderConfig()
+    ).image
+    assert isinstance(made, ImageTemplate)
+    assert (made.name, dict(made.variables), made.folder) == ("task", {"base": "x"}, tmp_path)
+
+
+@pytest.mark.parametrize("image", ["a.sif", "./no/such", "/no/such.def", "x://y", "docker://a b", "a b"])
+def test_an_image_that_cannot_be_is_refused(image: str) -> None:
+    with pytest.raises(InputError):
+        image_source(image, {})
+    with pytest.raises(InputError, match="image_variables"):
+        image_source("ubuntu", {"a": "b"})
 
 
 @pytest.mark.parametrize("bind", ["", "/x", "/x:", ":/x", "/:/x:rwx", "/no/such/place:/x"])

@@ -386,3 +386,12 @@ def test_the_groups_of_a_killed_service_are_removed_with_its_directory(
     assert len(groups) >= 2
     assert directory in sweep(run_dir)
     assert not any(group.exists() for group in groups)
+
+
+async def test_a_driver_says_which_limits_it_keeps(run_dir: Path, watched: BubblewrapDriver) -> None:
+    assert watched.kept >= {"memory_bytes", "processes", "disk_bytes", "disk_files", "wall_s"}
+    assert "cpus" not in watched.kept
+    with pytest.warns(NoIsolationWarning):
+        local = LocalDriver()
+    assert "disk_bytes" in local.kept and not local.kept & {"memory_bytes", "processes", "cpus"}
+    await local.aclose()

@@ -1,0 +1,59 @@
+"""From the name that NeMo Gym has for an image to where ours come from. Imports nothing of NeMo Gym."""
+
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from prorl_envs.config import Settings
+from prorl_envs.env.node import default_cache_dir
+from prorl_envs.errors import InputError
+from prorl_envs.images.builder import ImageBuilder
+from prorl_envs.images.sources import Source, parse_source
+from prorl_envs.images.store import ImageStore
+from prorl_envs.images.supervised import Limits
+from prorl_envs.images.template import ImageTemplate
+
+logger = logging.getLogger(__name__)
+
+#: A path, as opposed to a name in a registry; `KIND:PATH` is one too.
+_PATH = re.compile(r"([a-z-]+:)?[/.~].*", re.DOTALL)
+_FILE = re.compile(r".*\.(sif|def|tar|tar\.gz|tgz|tar\.bz2|tar\.xz)", re.DOTALL)
+
+
+def image_source(name: str | None, variables: Mapping[str, str]) -> Source | ImageTemplate:
+    """Where an image comes from. Looks at the file that is named.
+
+    A name that is neither an address nor a path is one of Docker's, as for NeMo Gym's own providers.
+
+    Args:
+        name: as in a `SandboxSpec`; nothing and `host` are the host's own system.
+        variables: values for a definition.
+
+    Raises:
+        InputError: it names nothing, or no image.
+    """
+    if not name or name == "host":
+        return parse_source(None)
+    text = name.removeprefix("file://")
+    path = Path(text).expanduser()
+    if path.suffix == ".def" or (_PATH.fullmatch(text) and path.name.lower().startswith("dockerfile")):
+        return ImageTemplate.read(path, variables=variables)
+    if variables:
+        raise InputError(f"image_variables are for definitions, and {name!r} is none")
+    if "://" in text:
+        return parse_source(text)
+    return parse_source(text if _PATH.fullmatch(text) or _FILE.fullmatch(text) else f"docker://{text}")
+
+
+def image_builder(settings: Settings) -> ImageBuilder:
+    """What builds and pulls images: into the same cache as `prorl-envs image`.
+
+    Raises:
+        SandboxError: that cannot be.
+    """
+    store = ImageStore(settings.image_cache or (settings.cache_dir or default_cache_dir()) / "images")
+    limits = Limits(seconds=settings.image_build_s, unpacked_bytes=settings.image_build_bytes)
+    return ImageBuilder(
+        store, scratch=settings.run_dir, limits=limits, progress=lambda line: logger.debug("image: %s", line)
+    )
