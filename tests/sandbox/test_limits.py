@@ -219,8 +219,8 @@ async def test_a_shell_that_fills_the_disk_itself_is_killed(
 ) -> None:
     box = await open_box(watched)
     line = "x" * 65536
-    inner = f"for j in {{1..16}}; do echo {line}; done > f$i; read -t 0.3 < /dev/tty"
-    write = f"for i in {{1..200}}; do {inner}; done"
+    inner = f"for j in {{1..16}}; do echo {line}; done > f$i; read -t 0.3 -u 9"
+    write = f"mkfifo never; exec 9<>never; for i in {{1..200}}; do {inner}; done"
     result = await box.bash(write, timeout_s=60)
     assert "disk limit of 20 MB was reached" in result.text
     assert "the shell was killed by signal 9" in result.text
