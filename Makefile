@@ -2,13 +2,14 @@
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
 
-.PHONY: demo test test-nemo lint format bench lock clean help
+.PHONY: demo test test-nemo lint format bench fuzz lock clean help
 
 help:
 	@echo "make demo       set up, then run real rollouts end to end (ARGS='--help' shows the options)"
 	@echo "make test       set up, then run the tests"
 	@echo "make test-nemo  the tests against a real NeMo Gym (its own environment, several minutes)"
 	@echo "make lint       formatter, linter and type checker; make format mends what it can"
+	@echo "make fuzz       every parser of hostile input under a fuzzer (ARGS='--seconds 300 frames reports')"
 	@echo "make bench      the performance tables, beside peers from PyPI (ARGS='--only bash --rounds 5')"
 
 demo:
@@ -37,6 +38,11 @@ bench:
 	@scripts/setup.sh test $(VENV)
 	@scripts/setup-bench.sh $(VENV)
 	@$(PYTHON) -m bench $(ARGS)
+
+fuzz:
+	@scripts/setup.sh test $(VENV)
+	@VIRTUAL_ENV=$(VENV) $$(command -v uv || echo $(VENV)/bin/uv) pip install --quiet -e '.[fuzz]'
+	@$(PYTHON) -m fuzz $(ARGS)
 
 lock:
 	@uv lock
