@@ -20,9 +20,9 @@ err = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap
 
 def report(error: ProrlError) -> None:
     """Show an error and, where there is one, what to do about it."""
-    err.print(Text.assemble(("error: ", "bold red"), error.message))
+    err.print(Text.assemble(("error: ", "bold red"), plain(error.message)))
     if error.hint:
-        err.print(Text.assemble(("hint: ", "bold cyan"), error.hint))
+        err.print(Text.assemble(("hint: ", "bold cyan"), plain(error.hint)))
 
 
 def program() -> str:
