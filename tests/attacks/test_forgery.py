@@ -154,7 +154,7 @@ async def test_a_cell_that_breaks_the_protocol(python_box: Toolbox, forged: str)
         # a frame that never ends, byte by byte
         'os.write(3, struct.pack(">I", 1000))\nimport time\nwhile True: os.write(3, b"x"); time.sleep(0.3)',
         # the ends of other cells, long gone or not yet there
-        'for number in range(100000, 103000): send(b"\\x93\\xce" + struct.pack(">I", number) + b"\\xa0\\x90")\n'
+        'for n in range(100000, 103000): send(b"\\x93\\xce" + struct.pack(">I", n) + b"\\xa0\\x90")\n'
         "while True: pass",
     ],
     ids=["slow", "wrong ids"],

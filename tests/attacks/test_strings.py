@@ -67,7 +67,7 @@ CELLS = [
     "from IPython.display import display\ndisplay({'application/json': {'a': float('nan')}}, raw=True)",
     "from IPython.display import HTML\nHTML('<b>\\ud83d</b>')",
     "class R:\n    def _repr_html_(self): return '\\ud800'\n    def __repr__(self): return '\\ud800'\nR()",
-    "import os\nos.write(1, b'\\xff\\xfe\\x00'); os.chdir('/')\nos.mkdir(b'/workspace/\\xff'); open(b'/\\xff')",
+    "import os\nos.write(1, b'\\xff\\xfe\\x00'); os.chdir('/')\nos.mkdir(b'w\\xff'); open(b'/\\xff')",
     "exec(compile('\\n1/0', '\\udcff\\x1b', 'exec'))",
 ]
 
