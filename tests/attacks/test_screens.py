@@ -23,7 +23,8 @@ def result(failed: bool) -> Result:
     return Result(
         job_id=EVIL, group_id=EVIL, sample=0, environment=EVIL, task_id=EVIL, trajectory=None,
         state=JobState.FAILED if failed else JobState.DONE, reward=None if failed else 1.0,
-        mask_sample=failed, stop_reason=StopReason.FINISHED, failure=failure if failed else None, timings=Timings(),
+        mask_sample=failed, stop_reason=StopReason.FINISHED, timings=Timings(),
+        failure=failure if failed else None,
         messages=messages, evidence={EVIL: EVIL},
     )  # fmt: skip
 
