@@ -10,7 +10,6 @@ from prorl_envs.sandbox.base import Limits, SandboxSpec
 from prorl_envs.sandbox.cgroups import Mechanism
 from prorl_envs.sandbox.choice import make_driver
 from prorl_envs.sandbox.containment import NodeLimits
-from prorl_envs.sandbox.driver import NodeDriver
 from prorl_envs.sandbox.runtime import python_runtime
 from prorl_envs.tools.client import Toolbox
 from prorl_envs.tools.link import ToolLimits
@@ -31,7 +30,7 @@ async def attacked(run_dir: Path, driver_name: str) -> AsyncIterator[Driver]:
 
 
 @pytest.fixture
-async def open_box(attacked: NodeDriver[Driver]) -> AsyncIterator[OpenBox]:
+async def open_box(attacked: Driver) -> AsyncIterator[OpenBox]:
     """Starts a sandbox with tools; they are closed with the test."""
     async with AsyncExitStack() as opened:
 
