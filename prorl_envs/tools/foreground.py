@@ -129,7 +129,7 @@ def selected(bits: bytes) -> set[int]:
 def watched(description: str) -> set[int]:
     """The descriptors that an epoll's /proc/PID/fdinfo lists."""
     fields = (line.split() for line in description.splitlines() if line.startswith("tfd:"))
-    return {int(words[1]) for words in fields if len(words) > 1 and words[1].isdigit()}
+    return {int(words[1]) for words in fields if len(words) > 1 and words[1].isascii() and words[1].isdigit()}
 
 
 def by_line(master: int) -> bool:
