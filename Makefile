@@ -4,13 +4,14 @@ PYTHON := $(VENV)/bin/python
 # Tests that wait leave room for one more at a time than there are cores. WORKERS=0 runs them in order.
 WORKERS ?= $(shell expr $$(nproc) + 1)
 
-.PHONY: demo test test-nemo lint format bench lock clean help
+.PHONY: demo test test-nemo lint format bench fuzz lock clean help
 
 help:
 	@echo "make demo       set up, then run real rollouts end to end (ARGS='--help' shows the options)"
 	@echo "make test       set up, then run the tests"
 	@echo "make test-nemo  the tests against a real NeMo Gym (its own environment, several minutes)"
 	@echo "make lint       formatter, linter and type checker; make format mends what it can"
+	@echo "make fuzz       every parser of hostile input under a fuzzer (ARGS='--seconds 300 frames reports')"
 	@echo "make bench      the performance tables, beside peers from PyPI (ARGS='--only bash --rounds 5')"
 
 demo:
@@ -39,6 +40,11 @@ bench:
 	@scripts/setup.sh test $(VENV)
 	@scripts/setup-bench.sh $(VENV)
 	@$(PYTHON) -m bench $(ARGS)
+
+fuzz:
+	@scripts/setup.sh test $(VENV)
+	@VIRTUAL_ENV=$(VENV) $$(command -v uv || echo $(VENV)/bin/uv) pip install --quiet -e '.[fuzz]'
+	@$(PYTHON) -m fuzz $(ARGS)
 
 lock:
 	@uv lock

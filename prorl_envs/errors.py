@@ -35,6 +35,11 @@ class FailureKind(StrEnum):
     INTERNAL = "internal"
 
 
+def printable(text: str) -> str:
+    """Text that may come from a sandbox, its control characters spelled out: no terminal acts on it."""
+    return "".join(c if c in "\n\t" or c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+
+
 class ProrlError(Exception):
     """Base of every error this package raises on purpose.
 
@@ -49,7 +54,8 @@ class ProrlError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        return f"{self.message} (hint: {self.hint})" if self.hint else self.message
+        # For logs and terminals, which a sandbox whose words are in the message must not steer.
+        return printable(f"{self.message} (hint: {self.hint})" if self.hint else self.message)
 
 
 class InputError(ProrlError):

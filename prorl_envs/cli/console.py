@@ -7,7 +7,7 @@ import sys
 from rich.console import Console
 from rich.text import Text
 
-from prorl_envs.errors import ProrlError
+from prorl_envs.errors import ProrlError, printable
 
 #: Columns where the output is a file or a pipe, which has no width of its own.
 _WIDTH = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120
@@ -20,9 +20,9 @@ err = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap
 
 def report(error: ProrlError) -> None:
     """Show an error and, where there is one, what to do about it."""
-    err.print(Text.assemble(("error: ", "bold red"), error.message))
+    err.print(Text.assemble(("error: ", "bold red"), plain(error.message)))
     if error.hint:
-        err.print(Text.assemble(("hint: ", "bold cyan"), error.hint))
+        err.print(Text.assemble(("hint: ", "bold cyan"), plain(error.hint)))
 
 
 def program() -> str:
@@ -34,4 +34,4 @@ def program() -> str:
 
 def plain(text: str) -> Text:
     """Hostile text made safe for a terminal: no markup, no escape sequences, no other control characters."""
-    return Text("".join(c if c in "\n\t" or c.isprintable() else f"\\x{ord(c):02x}" for c in text))
+    return Text(printable(text))

@@ -90,7 +90,7 @@ async def _episode(env: Environment[Any], tools: list[ToolSpec]) -> None:
         try:
             call = parse_line(line, tools, number)
         except InputError as error:
-            err.print(f"{error}", style="yellow")
+            err.print(plain(str(error)), style="yellow")
             continue
         result = await env.call(call)
         out.print(plain(result.text))

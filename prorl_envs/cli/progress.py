@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from prorl_envs.cli.console import err
+from prorl_envs.cli.console import err, plain
 from prorl_envs.cli.tables import reward_cell
 from prorl_envs.rollout.client import RolloutClient
 from prorl_envs.rollout.types import Result, Stage
@@ -73,7 +73,7 @@ class Picture:
         if not self.results:
             return Text("")
         last = self.results[-1]
-        return Text.assemble(("last: ", "dim"), last.job_id, " ", reward_cell(last))
+        return Text.assemble(("last: ", "dim"), plain(last.job_id), " ", reward_cell(last))
 
 
 async def follow(

@@ -62,15 +62,16 @@ def summary(result: Result) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
     grid.add_column()
-    grid.add_row("job", result.job_id)
-    grid.add_row("task", f"{result.environment}: {result.task_id}")
+    grid.add_row("job", plain(result.job_id))
+    grid.add_row("task", plain(f"{result.environment}: {result.task_id}"))
     grid.add_row("reward", reward_cell(result))
     if result.stop_reason:
         grid.add_row("stopped", result.stop_reason)
     if result.failure:
-        grid.add_row("failure", f"{result.failure.kind} in {result.failure.stage}: {result.failure.message}")
+        failure = result.failure
+        grid.add_row("failure", plain(f"{failure.kind} in {failure.stage}: {failure.message}"))
         if result.failure.hint:
-            grid.add_row("hint", result.failure.hint)
+            grid.add_row("hint", plain(result.failure.hint))
     if result.trajectory:
         spans = len(result.trajectory.turns)
         grid.add_row(

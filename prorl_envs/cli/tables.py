@@ -8,6 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from prorl_envs.cli.console import plain
 from prorl_envs.rollout.types import GroupStatistics, Result, Timings
 
 
@@ -39,7 +40,7 @@ def samples_table(results: Iterable[Result]) -> Table:
     for r in results:
         tokens, sampled = tokens_of(r)
         table.add_row(
-            r.job_id,
+            plain(r.job_id),
             reward_cell(r),
             f"failed in {r.failure.stage}" if r.failure else r.stop_reason or "",
             str(len(r.trajectory.turns) if r.trajectory else 0),
@@ -83,11 +84,11 @@ def tasks_table(results: Iterable[Result]) -> Table:
         samples = list(group)
         if samples[0].environment != family:
             family = samples[0].environment
-            table.add_row(Text(family, style="bold"))
+            table.add_row(Text(plain(family).plain, style="bold"))
         times: list[Timings] = [r.timings for r in samples]
         kinds = Counter(r.failure.kind.value for r in samples if r.failure)
         table.add_row(
-            samples[0].task_id,
+            plain(samples[0].task_id),
             _rewards(samples),
             _mean([len(r.trajectory.turns) for r in samples if r.trajectory]),
             str(sum(tokens_of(r)[0] for r in samples)),
@@ -112,7 +113,7 @@ def groups_table(groups: Iterable[GroupStatistics]) -> Table:
     for g in groups:
         scored = [r for r in g.rewards if r is not None]
         table.add_row(
-            g.group_id,
+            plain(g.group_id),
             str(len(g.rewards)),
             str(len(scored)),
             "-" if g.mean is None else f"{g.mean:.3f}",

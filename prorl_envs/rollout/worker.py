@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Mapping
 
 from prorl_envs.clock import Clock
 from prorl_envs.env.node import Node
-from prorl_envs.errors import FailureKind, ProrlError, RolloutFailure
+from prorl_envs.errors import FailureKind, ProrlError, RolloutFailure, printable
 from prorl_envs.rollout import stages
 from prorl_envs.rollout.agent import Agent, unicode
 from prorl_envs.rollout.episode import Episode
@@ -74,7 +74,7 @@ class Worker:
         end takes what was left."""
         failure = await self._guard(episode, Stage.EVAL, stages.close(episode), self._close_s)
         if failure is not None:
-            log.error("job %s: its environment did not close: %s", episode.id, failure.message)
+            log.error("job %s: its environment did not close: %s", episode.id, printable(failure.message))
         return failure is None
 
     async def _guard(

@@ -136,8 +136,9 @@ class Containment:
         """Before its launch.
 
         Raises:
-            SandboxError: there is no control group to be had for it.
+            SandboxError: there is no control group to be had for it, or limits are no longer kept.
         """
+        self._watchdog.check()
         limits = sandbox.spec.limits
         assert limits is not None
         sandbox.contained.limits = limits

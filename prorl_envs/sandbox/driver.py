@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from prorl_envs.errors import SandboxError, SandboxLimit
+from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import Limits, SandboxSpec
 from prorl_envs.sandbox.command import check
 from prorl_envs.sandbox.containment import DEFAULT_LIMITS, Contained, Containment, NodeLimits
@@ -187,7 +187,7 @@ class NodeSandbox(ABC):
         self._root = root
         self._driver = driver
         self._servers: set[ToolServer] = set()
-        self._why: SandboxLimit | None = None
+        self._why: SandboxError | None = None
         #: What keeps its limits; set by the driver's containment before the launch.
         self.contained = Contained()
         self._closing: asyncio.Task[None] | None = None
@@ -224,7 +224,7 @@ class NodeSandbox(ABC):
         """See `base.Sandbox`."""
         return self.contained.take_notices()
 
-    def end(self, why: SandboxLimit) -> None:
+    def end(self, why: SandboxError) -> None:
         """Have it closed, for a reason that whoever uses it is told. Called by the watchdog."""
         self._why = why
         if self._closing is None:

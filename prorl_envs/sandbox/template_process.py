@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import prorl_envs
-from prorl_envs.errors import SandboxError
+from prorl_envs.errors import SandboxError, printable
 from prorl_envs.sandbox.disk import DiskUse
 from prorl_envs.sandbox.processes import Process, not_in_forks, receive, writable
 from prorl_envs.sandbox.zygote import MESSAGE_LIMIT, REPORT_LIMIT
@@ -241,7 +241,7 @@ class TemplateProcess:
         if text and self._wrapper is not None and self.own_pid is None:
             self._said = (self._said + text.decode(errors="replace"))[-_SAID_LIMIT:]
         elif text:
-            logger.warning("template %s: %s", self._name, text.decode(errors="replace").rstrip())
+            logger.warning("template %s: %s", self._name, printable(text.decode(errors="replace").rstrip()))
         else:
             asyncio.get_running_loop().remove_reader(self._stderr)
 
@@ -275,7 +275,7 @@ async def _birth(sandbox_id: str, status: socket.socket, undo: contextlib.ExitSt
 
 
 def _log_failure(sandbox_id: str, report: dict[str, Any]) -> None:
-    logger.warning("tool server of sandbox %s failed: %s", sandbox_id, report["error"])
+    logger.warning("tool server of sandbox %s failed: %s", sandbox_id, printable(str(report["error"])))
 
 
 def _pair(kind: socket.SocketKind, undo: contextlib.ExitStack) -> tuple[socket.socket, socket.socket]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Protocol
 
-from prorl_envs.errors import SandboxLimit
+from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox import usage
 from prorl_envs.sandbox.base import Limits
 from prorl_envs.sandbox.cgroups import Group
@@ -62,7 +62,7 @@ class Watched(Protocol):
         """See `disk.measure`."""
         ...
 
-    def end(self, why: SandboxLimit) -> None:
+    def end(self, why: SandboxError) -> None:
         """Close it, and give `why` as the reason to whoever uses it."""
         ...
 

@@ -38,10 +38,16 @@ IDLE_S = 10.0
 GUILTY_BYTES = 64 << 20
 #: Seconds between two attempts to make room on a disk that is nearly full.
 _ROOM_S = 2.0
+#: Faults of our own, met while looking at single sandboxes, after which the watch is given up.
+FAULTS_LIMIT = 8
 
 
 class Watchdog:
     """Started by the first sandbox that needs it.
+
+    Where looking at a sandbox fails as it never should, that sandbox ends and the watch goes on. Where that
+    comes again and again, or the watch fails elsewhere, no limit is kept any more: all sandboxes end, and
+    `check` refuses new ones.
 
     Args:
         directory: where sandboxes keep their files.
@@ -57,7 +63,19 @@ class Watchdog:
         self._changed = asyncio.Event()
         self._disk_due = 0.0
         self._warned = False
+        #: Which sandbox is being looked at.
+        self._subject: Watch | None = None
+        self._faults = 0
+        self._given_up = self._closed = False
         self.looking_s = 0.0
+
+    def check(self) -> None:
+        """Raises SandboxError where limits are no longer kept."""
+        if self._given_up:
+            raise SandboxError(
+                "no sandbox is started: the watchdog, which keeps their limits, has failed",
+                hint="the log says why; a new driver has a new watchdog",
+            )
 
     def add(self, sandbox: Watched, limits: Limits, group: Group | None) -> Watch:
         """Look after a sandbox from now on."""
@@ -66,9 +84,10 @@ class Watchdog:
         self._watches[sandbox] = watch
         if self._task is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="watchdog")
-            self._task = asyncio.create_task(self._run())
-            self._task.add_done_callback(_log_failure)
+            self._begin()
         self._changed.set()
+        if self._given_up:  # since `check`
+            self._end_unwatched(watch)
         return watch
 
     def remove(self, sandbox: Watched) -> None:
@@ -77,11 +96,40 @@ class Watchdog:
 
     async def aclose(self) -> None:
         """End the task and the thread. Idempotent."""
+        self._closed = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         if self._thread is not None:
             await asyncio.to_thread(self._thread.shutdown)
+
+    def _begin(self) -> None:
+        self._task = asyncio.create_task(self._run())
+        self._task.add_done_callback(self._stopped)
+
+    def _stopped(self, task: asyncio.Task[None]) -> None:
+        """The watch has ended: where that is by a fault, see the class."""
+        if self._closed or task.cancelled() or (error := task.exception()) is None:
+            return
+        subject, self._subject = self._subject, None
+        self._faults += 1
+        if subject is not None and self._faults < FAULTS_LIMIT:
+            logger.critical("the watchdog failed at sandbox %s", subject.sandbox.id, exc_info=error)
+            self._end_unwatched(subject)
+            self._begin()
+            return
+        logger.critical("the watchdog has failed: no sandbox runs without its limits", exc_info=error)
+        self._given_up = True
+        for watch in tuple(self._watches.values()):
+            self._end_unwatched(watch)
+
+    def _end_unwatched(self, watch: Watch) -> None:
+        # Not a `SandboxLimit`: the fault is ours.
+        self._watches.pop(watch.sandbox, None)
+        if watch.sandbox.alive:
+            watch.sandbox.end(
+                SandboxError(f"sandbox {watch.sandbox.id} was ended: its limits can no longer be kept")
+            )
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -136,6 +184,7 @@ class Watchdog:
 
     def _look(self, watches: Iterable[Watch], node: usage.NodeUse) -> None:
         for watch in watches:
+            self._subject = watch
             started = time.monotonic()
             left: tuple[int | None, int | None] = (None, None)
             first = watch.sandbox.first_pid
@@ -152,6 +201,7 @@ class Watchdog:
             pause_s = next_look_s(*left, took_s=took)
             watch.wake = _wake(node, *left) if watch.idle and pause_s > DISK_S else None
             watch.due = _together(now + (pause_s if watch.wake is None else IDLE_S), now)
+        self._subject = None
 
     # Back in the loop.
 
@@ -161,9 +211,11 @@ class Watchdog:
         now = time.monotonic()
         suspects = [watch for watch in tuple(self._watches.values()) if _suspicious(watch, held, now)]
         for watch in suspects:
+            self._subject = watch
             if await self._measure(watch, held):
                 assert self._thread is not None
                 await asyncio.get_running_loop().run_in_executor(self._thread, judge_disk, watch)
+        self._subject = None
         self._end_the_guilty(suspects)
         if status.f_bavail * status.f_frsize < self._reserve:
             await self._make_room(held)
@@ -191,7 +243,9 @@ class Watchdog:
         """The disk itself is nearly full: end the sandbox that holds most of it."""
         watches = [watch for watch in tuple(self._watches.values()) if watch.sandbox.alive]
         for watch in watches:
+            self._subject = watch
             await self._measure(watch, held)
+        self._subject = None
         largest = max(watches, key=lambda watch: watch.use.size, default=None)
         if largest is not None and largest.use.size >= GUILTY_BYTES:
             held_words = size_words(largest.use.size)
@@ -241,8 +295,3 @@ def _suspicious(watch: Watch, held: DiskUse, now: float) -> bool:
 def _held(status: os.statvfs_result) -> DiskUse:
     """What is on a file system; one that does not count files has none."""
     return DiskUse((status.f_blocks - status.f_bfree) * status.f_frsize, status.f_files - status.f_ffree)
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.critical("the watchdog has failed: limits are no longer kept", exc_info=error)

@@ -107,7 +107,10 @@ def parse_call(text: str) -> tuple[int, int, int] | None:
     number, *arguments = text.split(" ", 3)
     if not number.isdigit() or len(arguments) < 2:  # "running", or -1 for one blocked outside any call
         return None
-    return int(number), int(arguments[0], 16), int(arguments[1], 16)
+    try:
+        return int(number), int(arguments[0], 16), int(arguments[1], 16)
+    except ValueError:  # nothing that a kernel writes
+        return None
 
 
 def polled(entries: bytes) -> set[int]:
@@ -126,7 +129,7 @@ def selected(bits: bytes) -> set[int]:
 def watched(description: str) -> set[int]:
     """The descriptors that an epoll's /proc/PID/fdinfo lists."""
     fields = (line.split() for line in description.splitlines() if line.startswith("tfd:"))
-    return {int(words[1]) for words in fields if len(words) > 1 and words[1].isdigit()}
+    return {int(words[1]) for words in fields if len(words) > 1 and words[1].isascii() and words[1].isdigit()}
 
 
 def by_line(master: int) -> bool:

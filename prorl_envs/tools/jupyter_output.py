@@ -64,7 +64,7 @@ class CellOutput:
                 self._show(msgspec.convert(content, Bundle).data)
             case "error":
                 failure = msgspec.convert(content, Failure)
-                self._error = failure.ename[:ERROR_NAME_LIMIT]
+                self._error = _whole(failure.ename[:ERROR_NAME_LIMIT])
                 self._write(_COLOUR.sub("", "\n".join(failure.traceback)) + "\n")
             case "status":
                 return msgspec.convert(content, Status).execution_state == "idle"
@@ -81,7 +81,7 @@ class CellOutput:
         self._text.feed(text.encode("utf-8", "replace"))
 
     def _show(self, bundle: dict[str, Any]) -> None:
-        rich = {mime: str(value) for mime, value in bundle.items() if mime != "text/plain"}
+        rich = {_whole(mime): _whole(str(value)) for mime, value in bundle.items() if mime != "text/plain"}
         if "text/plain" in bundle:
             self._write(f"{bundle['text/plain']}\n")
         if not rich:
@@ -94,3 +94,8 @@ class CellOutput:
             self._display_characters = total
         else:
             self._write(f"[display data of {size} characters left out]\n")
+
+
+def _whole(text: str) -> str:
+    """The text without lone surrogates: JSON can spell them, and no answer can carry them."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()

@@ -17,6 +17,8 @@ from prorl_envs.errors import TransferRefused
 TOP = "top"
 #: Bytes of a path in an archive, and of a link's target.
 PATH_LIMIT = 4096
+#: Bytes of all paths of a tree: whoever unpacks it keeps them in mind, and no file need be behind them.
+NAMES_LIMIT = 32 * 1024 * 1024
 #: How many of the things left out are named.
 NAMED_LIMIT = 100
 #: The latest time of a file, in seconds since 1970.

@@ -105,7 +105,7 @@ class Channel:
             self._arrived += self._framer.feed(data)
         try:
             message: Message = _messages.decode(self._arrived.popleft())
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise WireError(f"not a message of a transfer: {error}") from error
         return message
 
@@ -123,7 +123,7 @@ class Channel:
             EOFError, WireError: as `receive`.
             OSError, TransferRefused: the packer failed so.
         """
-        if not self._rest and self._end is None:
+        while not self._rest and self._end is None:  # a piece may be empty, and does not end an archive
             match self.receive():
                 case Chunk(data):
                     self._rest = memoryview(data)

@@ -15,6 +15,7 @@ from prorl_envs.errors import TransferRefused
 from prorl_envs.tools.tree import (
     FOLDER,
     LATEST,
+    NAMES_LIMIT,
     PATH_LIMIT,
     TOP,
     Transferred,
@@ -78,9 +79,11 @@ class _Unpacker:
         self._name = name
         self._limits = limits
         self._merge = merge
-        self._seen: set[tuple[str, ...]] = set()
-        #: The directories of the tree; those it has made, with what they become in the end.
-        self._folders: dict[tuple[str, ...], tarfile.TarInfo | None] = {(): None}
+        #: Paths, as text: taken apart they would be many times as large.
+        self._seen: set[str] = set()
+        self._names_size = 0
+        #: The directories of the tree; those it has made, with the mode and time they have in the end.
+        self._folders: dict[str, tuple[int, int] | None] = {"": None}
         self.done = Transferred()
 
     def entry(self, archive: tarfile.TarFile, info: tarfile.TarInfo) -> None:
@@ -100,11 +103,12 @@ class _Unpacker:
 
     def finish(self) -> None:
         """Give the directories their permissions and times: last, for both would stand in the way."""
-        for place, info in reversed(self._folders.items()):
-            if info is not None:
-                with self._opened(place) as folder:
-                    os.fchmod(folder, info.mode | 0o700)
-                    os.utime(folder, (_time(info), _time(info)))
+        for path, last in reversed(self._folders.items()):
+            if last is not None:
+                mode, time = last
+                with self._opened(tuple(path.split("/"))) as folder:
+                    os.fchmod(folder, mode | 0o700)
+                    os.utime(folder, (time, time))
 
     def _place(self, info: tarfile.TarInfo) -> tuple[str, ...]:
         """Where a member goes; each must come after its directory, and once."""
@@ -114,13 +118,16 @@ class _Unpacker:
             raise TransferRefused(f"the archive holds the path {info.name[:PATH_LIMIT]!r}")
         if len(place) > self._limits.depth:
             raise TransferRefused(f"the tree is deeper than {self._limits.depth} levels")
-        if place in self._seen or place[:-1] not in self._folders:
+        if info.name in self._seen or info.name.rpartition("/")[0] not in self._folders:
             raise TransferRefused(
                 f"the archive holds {info.name[:PATH_LIMIT]!r} twice, or before its directory"
             )
         if info.mode & ~0o777:
             raise TransferRefused(f"{info.name[:PATH_LIMIT]} has set-id or sticky bits")
-        self._seen.add(place)
+        self._names_size += len(info.name.encode())
+        if self._names_size > NAMES_LIMIT:
+            raise TransferRefused(f"the paths of the tree are longer than {NAMES_LIMIT} bytes in all")
+        self._seen.add(info.name)
         return place
 
     @contextlib.contextmanager
@@ -148,9 +155,9 @@ class _Unpacker:
             if not self._merge:
                 raise
             os.close(os.open(name, FOLDER, dir_fd=folder))
-            self._folders[place] = None
+            self._folders[info.name] = None
         else:
-            self._folders[place] = info
+            self._folders[info.name] = info.mode, _time(info)
 
     def _replace(self, folder: int, place: tuple[str, ...], make: Callable[[str], None]) -> None:
         temporary = f".{os.urandom(8).hex()}.tmp"

@@ -1,12 +1,14 @@
 """What a sandbox does that goes beyond its limits, with real bombs. Each is small and ends by itself, so that
 it does no harm where the code under test fails."""
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -18,9 +20,11 @@ from prorl_envs.sandbox.base import Driver, Limits, SandboxSpec
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.cgroups import Mechanism, find_groups
 from prorl_envs.sandbox.containment import NodeLimits, rlimits
+from prorl_envs.sandbox.disk import DiskUse
 from prorl_envs.sandbox.files import sweep
 from prorl_envs.sandbox.local import LocalDriver, NoIsolationWarning
 from prorl_envs.sandbox.runtime import python_runtime
+from prorl_envs.sandbox.watchdog import FAULTS_LIMIT, Watchdog
 from prorl_envs.tools.client import Toolbox
 
 pytestmark = pytest.mark.anyio
@@ -395,3 +399,61 @@ async def test_a_driver_says_which_limits_it_keeps(run_dir: Path, watched: Bubbl
         local = LocalDriver()
     assert "disk_bytes" in local.kept and not local.kept & {"memory_bytes", "processes", "cpus"}
     await local.aclose()
+
+
+class Impossible:
+    """A sandbox at which looking fails as it never should."""
+
+    id = "impossible"
+    alive = True
+
+    def __init__(self) -> None:
+        self.why: SandboxError | None = None
+        self.ended = asyncio.Event()
+
+    @property
+    def first_pid(self) -> int:
+        if threading.current_thread() is not threading.main_thread():
+            raise ZeroDivisionError("a fault of ours")
+        return 1
+
+    async def measure_disk(self, *, size: int, files: int) -> DiskUse:
+        return DiskUse(0, 0)
+
+    def end(self, why: SandboxError) -> None:
+        self.why, self.alive = why, False
+        self.ended.set()
+
+
+async def test_a_watchdog_that_fails_at_a_sandbox_ends_it_and_watches_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    watchdog = Watchdog(tmp_path, 0)
+    try:
+        one, other = Impossible(), Impossible()
+        for sandbox in (one, other):
+            watchdog.add(sandbox, LIMITS, None)
+            await sandbox.ended.wait()
+            assert "can no longer be kept" in str(sandbox.why) and not isinstance(sandbox.why, SandboxLimit)
+        watchdog.check()
+    finally:
+        await watchdog.aclose()
+    assert [record.levelname for record in caplog.records].count("CRITICAL") == 2
+
+
+async def test_no_sandbox_runs_where_limits_are_no_longer_kept(open_box: OpenBox, run_dir: Path) -> None:
+    driver = BubblewrapDriver(limits=NodeLimits(each=LIMITS, mechanism=Mechanism.WATCHDOG))
+    try:
+        box = await open_box(driver)
+        for _ in range(FAULTS_LIMIT):
+            driver.containment._watchdog.add(impossible := Impossible(), LIMITS, None)
+            await impossible.ended.wait()
+        with pytest.raises(SandboxError, match="limits can no longer be kept") as caught:
+            await box.bash("echo hello", timeout_s=10)
+        assert not isinstance(caught.value, SandboxLimit)
+        with pytest.raises(SandboxError, match="the watchdog, which keeps their limits, has failed"):
+            await driver.start(SPEC)
+        await box.sandbox.close()
+        assert not driver.sandboxes
+    finally:
+        await driver.aclose()

@@ -246,6 +246,14 @@ def listing(root: Path) -> list[tuple[str, int, bytes | str]]:
     return found
 
 
+def test_names_are_bounded_where_no_file_is(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever unpacks has to remember them: a hundred thousand of the longest took 700 MB."""
+    monkeypatch.setattr("prorl_envs.tools.unpack.NAMES_LIMIT", 2000)
+    names = [member("top/" + "x" * 200 + str(number)) for number in range(11)]
+    with pytest.raises(TransferRefused, match="longer than 2000 bytes in all"):
+        unpacked(archive(TOP, *names), here)
+
+
 def test_a_single_file(here: Path) -> None:
     (here / "f").write_bytes(b"data")
     data, _ = packed(here / "f")

@@ -72,7 +72,7 @@ async def test_weighted_scoring_pays_for_the_share_that_passed(node: Node) -> No
         "mkdir greeting.txt; echo hello > greeting.txt/greeting.txt",
         "rm -rf /workspace /workspace/* /workspace/.*",
         # endless and oversized trees
-        "echo hello > greeting.txt; truncate -s 10G sparse",
+        "echo hello > greeting.txt; truncate -s 8G sparse",
         "echo hello > greeting.txt; mkdir secret; chmod 000 secret",
         "echo hello > greeting.txt; chmod 000 /workspace",
         "echo hello > greeting.txt; mkdir -p $(printf 'd/%.0s' {1..600})",

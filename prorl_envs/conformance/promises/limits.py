@@ -1,9 +1,14 @@
 """What a sandbox cannot use up."""
 
-from prorl_envs.conformance.promise import NOT_LOCAL, Promises, expect, same
+from prorl_envs.conformance.promise import NOT_LOCAL, Broken, Promises, expect, same
 from prorl_envs.conformance.world import World
+from prorl_envs.errors import SandboxLimit
+from prorl_envs.sandbox.base import Limits
 
 promises = Promises("limits")
+
+_NOT_LOCAL = {"local": "has no pid namespace, and keeps the limits of single processes alone"}
+_SMALL = Limits(memory_bytes=96 << 20, processes=40, disk_bytes=20 << 20)
 
 
 @promises.add(
@@ -34,3 +39,65 @@ async def sessions(world: World) -> None:
         results = [await box.bash(f"x={number}", session=str(number)) for number in range(20)]
         expect(not results[-1].ok and bool(results[-1].text), "twenty sessions could be opened")
         same((await box.bash("echo $x", session="0")).text, "0\n")
+
+
+async def _exceeds(world: World, command: str, said: str) -> None:
+    """A command of a shell goes beyond a limit: it is told so, and the shell is kept."""
+    async with world.fresh(limits=_SMALL) as box:
+        await box.bash("kept=8")
+        notices = " ".join((await box.bash(command)).data.get("limits", ()))
+        if not notices:  # it came after the command had ended
+            notices = " ".join((await box.bash("sleep 3")).data.get("limits", ()))
+        expect(said in notices, f"it was told {notices!r}")
+        same((await box.bash("echo $kept")).text, "8\n")
+
+
+@promises.add(
+    "LIM-004",
+    "What takes more memory than allowed is killed, which is told, and the shell is kept.",
+    needs=("bash", "head", "tail", "sleep"),
+    exempt=_NOT_LOCAL,
+    harmful=True,
+)
+async def memory(world: World) -> None:
+    # Which of a file without an end `tail` keeps as much as it is asked for.
+    bomb = "head -c 300000000 /dev/zero | tail -c 300000000 > /dev/null"
+    await _exceeds(world, bomb, "memory limit of 96 MB was reached")
+
+
+@promises.add(
+    "LIM-005",
+    "More processes than allowed are ended, which is told, and the shell is kept.",
+    needs=("bash", "sleep"),
+    exempt=_NOT_LOCAL,
+    harmful=True,
+)
+async def processes(world: World) -> None:
+    bomb = "(for i in {1..60}; do (trap '' TERM; sleep 20) & done) > /dev/null 2>&1; sleep 5"
+    await _exceeds(world, bomb, "limit of 40 processes was reached")
+
+
+@promises.add(
+    "LIM-006",
+    "A command that fills the disk is ended, which is told, and the shell is kept.",
+    needs=("bash", "head", "sleep"),
+    exempt=_NOT_LOCAL,
+    harmful=True,
+)
+async def disk(world: World) -> None:
+    # Not a loop of the shell itself: where that writes on, it goes too.
+    bomb = "for i in {1..30}; do head -c 1000000 /dev/zero > file$i; sleep 0.1; done; sleep 5"
+    await _exceeds(world, f"bash -c '{bomb}'", "disk limit of 20 MB was reached")
+
+
+@promises.add(
+    "LIM-007", "A sandbox that is too old is ended, and whoever uses it is told why.", needs=("sleep",)
+)
+async def age(world: World) -> None:
+    async with world.fresh(limits=Limits(wall_s=1.0)) as box:
+        try:
+            await box.run("sleep 20")
+        except SandboxLimit as ended:
+            expect("1 s old" in str(ended), f"it is told {ended}")
+            return
+        raise Broken("it lived on")

@@ -1,0 +1,157 @@
+"""Attempts to use up what a sandbox shares with others. The simpler ones are in tests/sandbox."""
+
+import asyncio
+
+import pytest
+
+from prorl_envs.errors import SandboxError, SandboxLimit
+from prorl_envs.tools.client import Toolbox
+from tests.attacks.attempts import Driver, OpenBox, T, python, usable
+
+pytestmark = pytest.mark.anyio
+
+TOO_MANY = "limit of 40 processes was reached: all but its shells were killed"
+
+
+async def test_a_bomb_that_is_never_the_same_process_twice(box: Toolbox) -> None:
+    """Each of its processes forks and ends, so that whoever kills by number comes too late."""
+    result = None
+    try:
+        result = await box.bash(
+            python("""
+                import os
+                for _ in range(6):
+                    os.fork()
+                signal.alarm(20)
+                for _ in range(3000):
+                    try:
+                        if os.fork():
+                            os._exit(0)
+                        signal.alarm(20)
+                    except OSError:
+                        pass
+                signal.pause()
+            """),
+            timeout_s=T,
+        )
+        said = result.text + (await box.bash("sleep 3; echo later", timeout_s=T)).text
+        assert TOO_MANY in said
+    except SandboxLimit as ended:
+        assert "faster than they can be killed" in str(ended)  # either is a fair end
+    else:
+        await usable(box)
+
+
+async def test_no_room_for_the_tool_server_to_start_anything(box: Toolbox) -> None:
+    """At the limit, below what ends a bomb: a call is answered or refused, and there is a way out of it."""
+    fill = "(trap '' TERM INT HUP; for i in {1..30}; do sleep 60 & done; wait) > /dev/null 2>&1 & echo filled"
+    assert (await box.bash(fill, timeout_s=T)).text.endswith("filled\n")
+    calls = (box.run(["sleep", "0.2"], timeout_s=T) for _ in range(20))
+    for outcome in await asyncio.gather(*calls, return_exceptions=True):
+        assert not isinstance(outcome, BaseException) or isinstance(outcome, OSError | SandboxError)
+    await box.end_processes()
+    assert (await box.run(["echo", "room"], timeout_s=T)).output == b"room\n"
+    await usable(box)
+
+
+@pytest.mark.parametrize("place", ["/tmp", '"$HOME"', "/var/tmp"])
+async def test_the_disk_filled_elsewhere_than_in_the_workspace(box: Toolbox, place: str) -> None:
+    write = "for i in {1..40}; do head -c 1M /dev/zero > $RANDOM.$i; sleep 0.1; done; echo wrote all"
+    result = await box.bash(f"cd {place}; {write}", timeout_s=T)
+    # /var/tmp is /tmp, or in memory and small.
+    full = "disk limit of 20 MB was reached" in result.text or "No space left" in result.text
+    assert full, result.text
+    await usable(box)
+
+
+async def test_a_tree_deeper_than_any_walker(box: Toolbox) -> None:
+    nest = """
+        import os
+        for _ in range(1500):
+            os.mkdir("d")
+            os.chdir("d")
+        while True:
+            pass
+    """
+    with pytest.raises(SandboxLimit, match="limit of 2000 files was reached and far exceeded"):
+        await box.bash(python(nest), timeout_s=T)
+
+
+async def test_descriptors_that_pass_each_other_around(box: Toolbox) -> None:
+    """Descriptors in flight on sockets count for no process."""
+    result = await box.bash(
+        python("""
+            import array, os, socket
+            held = []
+            fds = array.array("i", [os.open("/dev/null", os.O_RDONLY) for _ in range(100)])
+            try:
+                for _ in range(150):
+                    one, other = socket.socketpair()
+                    for _ in range(200):
+                        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)]
+                        one.sendmsg([b"x"], rights, socket.MSG_DONTWAIT)
+                    held.append((one, other))
+            except OSError as error:
+                print("refused:", type(error).__name__, error.errno)
+            else:
+                print("no end")
+        """),
+        timeout_s=T,
+    )
+    assert result.text.startswith("refused:")
+    assert (await box.run(["echo", "still"], timeout_s=T)).output == b"still\n"
+
+
+async def test_a_bomb_under_way_while_its_sandbox_is_closed(open_box: OpenBox, neighbour: Toolbox) -> None:
+    """The fixtures look for whatever is left."""
+    boxes = [await open_box() for _ in range(3)]
+    bomb = python("""
+        import os
+        for _ in range(5):
+            os.fork()
+        os.setsid()
+        signal.alarm(20)
+        kept = [os.memfd_create("x") for _ in range(50)]
+        while True:
+            if os.fork():
+                os._exit(0)
+            signal.alarm(20)
+            open(f"f{os.getpid() % 50}", "wb").write(bytes(10000))
+    """)
+    calls = [asyncio.create_task(box.bash(f"echo begun > begun; {bomb}", timeout_s=T)) for box in boxes]
+    for box in boxes:
+        await box.run(["sh", "-c", "until [ -s begun ]; do sleep 0.01; done"], timeout_s=T)
+        await box.sandbox.close()
+    for outcome in await asyncio.gather(*calls, return_exceptions=True):
+        assert not isinstance(outcome, BaseException) or isinstance(outcome, SandboxError)
+
+
+async def test_a_flood_that_never_ends_behind_every_later_command(box: Toolbox) -> None:
+    flood = "(trap '' HUP INT TERM; yes | head -c 400M > /dev/tty) & echo on"
+    assert "on" in (await box.bash(flood, timeout_s=T)).text
+    for number in range(5):
+        result = await box.bash(f"echo number-$(({number} + 1))", timeout_s=T)
+        assert len(result.text) < 60_000
+    await usable(box)
+
+
+async def test_what_outlives_its_deadline_in_every_way_it_knows(box: Toolbox) -> None:
+    daemons = """
+        (trap '' HUP INT TERM QUIT; setsid sh -c 'sleep 50; echo late > /workspace/late' & )
+        (trap '' HUP INT TERM QUIT TSTP; kill -STOP $BASHPID; sleep 50) &
+        setsid setsid sh -c 'exec 3<>/dev/pts/0; while :; do sleep 0.2; echo noise >&3; done' &
+        trap '' INT TERM HUP; kill -STOP $$; while :; do sleep 1; done
+    """
+    result = await box.bash(daemons, timeout_s=0.5)
+    assert result.data["timed_out"] is True and "timed out after 0.5 s" in result.text
+    await usable(box)
+    await box.end_processes()
+    listed = await box.bash("cat /proc/[0-9]*/comm | sort | uniq -c", timeout_s=T)
+    assert "sleep" not in listed.text
+
+
+async def test_the_driver_lives_and_starts_others(attacked: Driver, open_box: OpenBox) -> None:
+    """After all of this module."""
+    box = await open_box()
+    await usable(box)
+    attacked.containment._watchdog.check()

@@ -1,0 +1,117 @@
+"""Files planted where a program might run them for somebody else: a later shell, session, tool or host."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from prorl_envs.errors import ToolError, TransferRefused
+from prorl_envs.tools.client import Toolbox
+from prorl_envs.tools.tree import TreeLimits
+from tests.attacks.attempts import T
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.parametrize("driver_name", ["bubblewrap"], indirect=True, scope="module"),
+]
+
+#: Each leaves the file `ran` where it is run.
+STARTUP = r"""
+mine='touch /workspace/ran'
+for f in .bashrc .bash_profile .bash_login .profile .bash_logout .shrc .inputrc; do
+    echo "$mine" > ~/$f; echo "$mine" > /workspace/$f
+done
+export BASH_ENV=~/.bashrc ENV=~/.bashrc PROMPT_COMMAND="$mine" PS1='$('"$mine"')' PS0='$('"$mine"')'
+rm -f /workspace/ran
+"""
+PYTHON_STARTUP = r"""
+site=$(python3 -c 'import site; print(site.getusersitepackages())')
+mkdir -p "$site" .ipython/profile_default/startup ~/.ipython/profile_default/startup
+evil='open("/workspace/ran", "w")'
+echo "import os; $evil" > "$site/evil.pth"
+for f in sitecustomize usercustomize json re signal IPython msgspec; do
+    echo "$evil" > $f.py; echo "$evil" > "$site/$f.py"
+done
+echo "$evil" > ~/.ipython/profile_default/startup/00.py
+echo "c = get_config(); c.InteractiveShellApp.exec_lines = ['$evil']" | tee ~/.ipython/profile_default/ipython_config.py > ipython_config.py
+echo "$evil" > ~/.pythonrc
+export PYTHONSTARTUP=~/.pythonrc PYTHONPATH=/workspace PYTHONINSPECT=1
+"""  # noqa: E501
+
+
+async def absent(box: Toolbox, name: str) -> bool:
+    try:
+        await box.read(f"/workspace/{name}")
+    except FileNotFoundError:
+        return True
+    return False
+
+
+async def test_startup_files_reach_no_later_shell_and_no_other_process(box: Toolbox) -> None:
+    await box.bash(STARTUP, timeout_s=T)
+    await box.bash("exit", timeout_s=T)  # the shell they were exported in
+    await box.run(["rm", "-f", "/workspace/ran"], timeout_s=T)
+    assert (await box.bash("echo new", timeout_s=T)).text.startswith("new\n")
+    assert (await box.bash("echo other", session="other", timeout_s=T)).text == "other\n"
+    assert (await box.bash("echo anew", timeout_s=T, restart=True)).text.startswith("anew\n")
+    assert (await box.run(["bash", "-c", "echo ${BASH_ENV-none}"], timeout_s=T)).output == b"none\n"
+    assert await absent(box, "ran")
+
+
+async def test_programs_first_in_the_path_and_libraries_loaded_first(box: Toolbox) -> None:
+    plant = """
+        mkdir bin
+        for p in bash sh env tar cat ls; do printf '#!/bin/sh\\n: > /workspace/ran\\n' > bin/$p; done
+        chmod +x bin/*; cp bin/* .; echo garbage > evil.so
+        export PATH=/workspace/bin:/workspace:$PATH LD_PRELOAD=/workspace/evil.so LD_LIBRARY_PATH=/workspace
+    """
+    await box.bash(plant, timeout_s=T)
+    assert (await box.bash("echo on", session="other", timeout_s=T)).text == "on\n"
+    done = await box.run(["bash", "-c", "echo ${LD_PRELOAD-none}; cat /dev/null"], timeout_s=T)
+    assert done.output == b"none\n"
+    await box.bash("exit", timeout_s=T)
+    assert (await box.bash("echo on", timeout_s=T)).text.startswith("on\n")
+    assert await absent(box, "ran")
+
+
+async def test_startup_files_of_python_reach_no_later_session(python_box: Toolbox) -> None:
+    await python_box.bash(PYTHON_STARTUP, timeout_s=T)
+    await python_box.run(["rm", "-f", "/workspace/ran"], timeout_s=T)
+    await python_box.python("exit()", timeout_s=T)
+    code = "import sys\n[name for name in ('evil', 'sitecustomize', 'usercustomize') if name in sys.modules]"
+    assert (await python_box.python(code, timeout_s=T)).text == "[]\n"
+    assert await absent(python_box, "ran")
+
+
+def held(tree: Path) -> int:
+    """Bytes on disk below a directory."""
+    paths = (Path(folder, name) for folder, folders, files in os.walk(tree) for name in (*folders, *files))
+    return sum(512 * path.lstat().st_blocks for path in paths)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        "ln -s / tree/root",
+        "ln -s ../../../../etc/passwd tree/passwd",
+        "ln -s /proc/self/environ tree/environ; ln -s /proc/1/root tree/host",
+        "mkfifo tree/pipe",
+        "python3 -c 'import socket; socket.socket(socket.AF_UNIX).bind(\"tree/sock\")'",
+        "rm -r tree; ln -s /proc/self/root tree",
+        "mkdir -p tree/$(printf 'd/%.0s' {1..100})",
+        "truncate -s 1T tree/giant || truncate -s 19M tree/giant",
+        "for i in {1..600}; do : > tree/$i; done",
+        "touch tree/$'\\xff\\xfe'",
+    ],
+)
+async def test_what_a_host_side_reader_would_follow(box: Toolbox, plant: str, tmp_path: Path) -> None:
+    await box.bash(f"mkdir tree; {plant}", timeout_s=T)
+    limits = TreeLimits(bytes=1 << 20, entries=500, depth=64)
+    with pytest.raises((TransferRefused, ToolError, OSError)):
+        await box.download("/workspace/tree", tmp_path / "got", limits=limits, timeout_s=T)
+    assert os.listdir(tmp_path) == []  # noqa: PTH208
+    snapshot = await box.sandbox.snapshot()
+    try:
+        assert held(snapshot.path) < 1 << 20  # no link was followed, and holes stay holes
+    finally:
+        await snapshot.remove()

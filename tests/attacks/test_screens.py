@@ -1,0 +1,77 @@
+"""Text from inside on the screens of those who run the service: it must not steer their terminals."""
+
+import logging
+from pathlib import Path
+
+import pytest
+from rich.console import Console, RenderableType
+
+from prorl_envs.cli import console, progress, show, tables
+from prorl_envs.errors import FailureKind, GraderError, InputError, printable
+from prorl_envs.rollout.types import Failure, GroupStatistics, JobState, Result, Stage, StopReason, Timings
+
+#: Window titles, the clipboard, an answer typed back, another direction of writing, a bell, an 8-bit escape.
+EVIL = "\x1b]0;x\x07\x1b]52;c;YQ==\x07\x1b[6n\x1b[2J\u202e\x07\x08\r\x9b31m\ud800\u2066"
+HARMFUL = {c for c in EVIL if not c.isprintable()}
+
+
+def result(failed: bool) -> Result:
+    failure = Failure(kind=FailureKind.GRADER, stage=Stage.EVAL, message=EVIL, hint=EVIL)
+    messages = [
+        {"role": EVIL, "content": EVIL, "tool_calls": [{"function": {"name": EVIL, "arguments": EVIL}}]}
+    ]
+    return Result(
+        job_id=EVIL, group_id=EVIL, sample=0, environment=EVIL, task_id=EVIL, trajectory=None,
+        state=JobState.FAILED if failed else JobState.DONE, reward=None if failed else 1.0,
+        mask_sample=failed, stop_reason=StopReason.FINISHED, timings=Timings(),
+        failure=failure if failed else None,
+        messages=messages, evidence={EVIL: EVIL},
+    )  # fmt: skip
+
+
+def group() -> GroupStatistics:
+    return GroupStatistics(
+        group_id=EVIL, task_id=EVIL, environment=EVIL, rewards=[1.0], mean=1.0, std=0.0, informative=False,
+        failures={},
+    )  # fmt: skip
+
+
+def followed() -> progress.Picture:
+    picture = progress.Picture(1)
+    picture.results.append(result(failed=False))
+    return picture
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        show.render(result(failed=True)),
+        show.render(result(failed=False)),
+        tables.samples_table([result(failed=True), result(failed=False)]),
+        tables.tasks_table([result(failed=True)]),
+        tables.groups_table([group()]),
+        followed(),
+        console.plain(EVIL),
+    ],
+    ids=["failure", "episode", "samples", "tasks", "groups", "progress", "plain"],
+)
+def test_what_the_commands_show_is_harmless(shown: RenderableType, tmp_path: Path) -> None:
+    with (tmp_path / "screen").open("w", encoding="utf-8") as file:  # where a lone surrogate is an error
+        Console(width=200, file=file, color_system=None).print(shown)
+    text = (tmp_path / "screen").read_bytes().decode()
+    assert "\\x1b]0;x" in text
+    assert not HARMFUL & set(text) - {"\n"}
+
+
+def test_errors_are_shown_and_logged_harmless(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    console.report(InputError(EVIL, hint=EVIL))
+    logging.getLogger("attacks").warning("it failed: %s", GraderError(EVIL, hint=EVIL))
+    for text in (capsys.readouterr().err, caplog.text):
+        assert "\\x1b[2J" in text
+        assert not HARMFUL & set(text) - {"\n"}
+
+
+def test_text_itself_stays() -> None:
+    assert printable("naïve ☃\tone\ntwo") == "naïve ☃\tone\ntwo"
