@@ -23,7 +23,7 @@ from prorl_envs.testing.scripted import Mix
 from prorl_envs.testing.server import ScriptedServer
 from tests.rollout.test_end_to_end import BOOK, TASK
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 
 #: `prorl-envs serve --llm MODEL --port PORT --store FILE`, with the built-in tokenizer.
 SERVE = """
@@ -108,7 +108,7 @@ async def test_a_killed_service_loses_nothing_and_gives_nothing_twice(
     chance, port = random.Random(11), free_port()
     async with (
         ScriptedServer(BOOK, mix=Mix.parse("solve=2,wrong=1,loop=1"), renderer=renderer) as model,
-        RolloutClient(f"http://127.0.0.1:{port}", attempts=9) as client,
+        RolloutClient(f"http://127.0.0.1:{port}", attempts=14) as client,
     ):
         before = Holdings.now(run_dir).processes.keys()
         callers = asyncio.gather(submit_all(client), read_all(client), follow_two(client))
