@@ -2,6 +2,8 @@
 
 import asyncio
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
@@ -74,6 +76,45 @@ async def test_a_name_that_leads_to_the_host_is_refused() -> None:
         assert answer.startswith(b"HTTP/1.1 403")
         assert b"not public" in answer
     assert (gateway.counts.connections, gateway.counts.refused) == (1, 1)
+
+
+#: Run in a network namespace of its own, in which 8.8.8.8 is this machine.
+_PUBLIC_AND_OWN = """
+import asyncio, fcntl, os, socket, struct
+from prorl_envs.sandbox.proxy import Gateway
+
+SIOCSIFFLAGS, SIOCSIFADDR, UP_AND_RUNNING = 0x8914, 0x8916, 0x41
+os.unshare(os.CLONE_NEWUSER | os.CLONE_NEWNET)
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+    address = struct.pack("=16sHH4s8x", b"lo", socket.AF_INET, 0, socket.inet_aton("8.8.8.8"))
+    fcntl.ioctl(control, SIOCSIFADDR, address)
+    fcntl.ioctl(control, SIOCSIFFLAGS, struct.pack("=16sH14x", b"lo", UP_AND_RUNNING))
+
+async def look_up(name):
+    return ["8.8.8.8"]
+
+async def main():
+    gateway = Gateway(resolve=look_up)
+    listener = socket.create_server(("8.8.8.8", 0))
+    proxy = gateway.serve("test", listener, ["a.example.com"])
+    with socket.create_server(("8.8.8.8", 80)):
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        writer.write(b"CONNECT a.example.com:80 HTTP/1.1\\r\\n\\r\\n")
+        print((await reader.readline()).decode())
+        writer.close()
+    await proxy.aclose()
+    await gateway.aclose()
+
+asyncio.run(main())
+"""
+
+
+async def test_a_name_that_leads_to_a_public_address_of_the_machine_is_refused() -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", _PUBLIC_AND_OWN, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    output, _ = await process.communicate()
+    assert b" 403 " in output and b"not public" in output, output.decode()
 
 
 async def test_one_bad_address_among_good_ones_is_enough() -> None:
