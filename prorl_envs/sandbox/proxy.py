@@ -7,6 +7,7 @@ does not read makes its own server wait.
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import logging
 import resource
@@ -29,6 +30,7 @@ _CHUNK = 64 * 1024
 _LINGER_BYTES, _LINGER_S = 256 * 1024, 2.0
 _RETRY_S = 0.2
 _ADDRESSES = 8
+_MOST_CONNECTIONS = 1 << 16
 _LOGGED_REFUSALS = 50
 
 
@@ -85,7 +87,9 @@ class Gateway:
         self.counts = ProxyCounts()
         self._resolve = resolve or self._ask_host
         # Two descriptors a connection, and at most a quarter of them all.
-        self.free = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8, limits.connections)
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        unlimited = descriptors == resource.RLIM_INFINITY
+        self.free = _MOST_CONNECTIONS if unlimited else max(descriptors // 8, limits.connections)
         # Its own: lookups that hang must not keep the service's other threads.
         self._threads = ThreadPoolExecutor(8, thread_name_prefix="prorl-lookup")
         self._looking: set[asyncio.Task[list[Address]]] = set()
@@ -155,7 +159,7 @@ class Proxy:
             self._gateway.counts.connections += 1
             task = asyncio.create_task(self._serve(client))
             self._serving.add(task)
-            task.add_done_callback(self._served)
+            task.add_done_callback(functools.partial(self._served, client))
 
     async def _next_client(self) -> socket.socket:
         while True:
@@ -168,27 +172,27 @@ class Proxy:
                 logger.warning("the proxy of sandbox %s cannot accept: %s", self._sandbox_id, error)
                 await asyncio.sleep(_RETRY_S)
 
-    def _served(self, task: asyncio.Task[None]) -> None:
+    def _served(self, client: socket.socket, task: asyncio.Task[None]) -> None:
+        client.close()  # here, for a task cancelled before its first step never runs
         self._serving.discard(task)
         self._slots.release()
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("the proxy of sandbox %s failed", self._sandbox_id, exc_info=error)
 
     async def _serve(self, client: socket.socket) -> None:
-        with client:
-            if self._gateway.free <= 0:
-                await self._answer(client, Refused(503, "too many connections of all sandboxes"))
-                return
-            self._gateway.free -= 1
-            try:
-                await self._handle(client)
-            except Refused as refused:
-                self._note(refused)
-                await self._answer(client, refused)
-            except OSError:  # either side went away, or nothing moved for too long
-                pass
-            finally:
-                self._gateway.free += 1
+        if self._gateway.free <= 0:
+            await self._answer(client, Refused(503, "too many connections of all sandboxes"))
+            return
+        self._gateway.free -= 1
+        try:
+            await self._handle(client)
+        except Refused as refused:
+            self._note(refused)
+            await self._answer(client, refused)
+        except OSError:  # either side went away, or nothing moved for too long
+            pass
+        finally:
+            self._gateway.free += 1
 
     async def _handle(self, client: socket.socket) -> None:
         try:
@@ -225,8 +229,10 @@ class Proxy:
             if reason := self._policy.address_refusal(target, address, own=_is_own(address)):
                 raise Refused(403, reason)
         for address in addresses:
+            # One that does not answer must leave time for the next.
             with contextlib.suppress(OSError):
-                return await _connect(address, target.port)
+                async with asyncio.timeout(self._limits.connect_s / 3):
+                    return await _connect(address, target.port)
         raise Refused(502, f"{target} cannot be reached")
 
     async def _addresses(self, target: Target) -> list[Address]:

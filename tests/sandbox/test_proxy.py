@@ -256,3 +256,17 @@ async def test_the_end_of_the_proxy_ends_its_connections() -> None:
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection("127.0.0.1", port)
         await serving.aclose()
+
+
+async def test_a_connection_that_was_just_accepted_ends_as_well() -> None:
+    """Its task is cancelled before its first step."""
+    async with proxy("a.example.com") as (port, gateway, serving):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(100):
+            if gateway.counts.connections:
+                break
+            await asyncio.sleep(0)
+        assert gateway.counts.connections == 1
+        await serving.aclose()
+        assert await reader.read() == b""
+        writer.close()
