@@ -1,8 +1,6 @@
 """Sandboxes that may reach something: an allowlist through the proxy, and the host's network."""
 
 import asyncio
-import gc
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -141,8 +139,8 @@ async def test_the_proxy_ends_with_the_sandbox_and_its_connections(own_driver: B
 
 
 async def test_a_start_that_is_cancelled_leaves_nothing(own_driver: BubblewrapDriver) -> None:
+    """Neither a descriptor nor a process: what every test is checked for."""
     await own_driver.warm()
-    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     for steps in range(0, 60, 3):
         start = asyncio.create_task(own_driver.start(SandboxSpec(network=Network(allow=("example.com",)))))
         for _ in range(steps):
@@ -151,10 +149,6 @@ async def test_a_start_that_is_cancelled_leaves_nothing(own_driver: BubblewrapDr
         outcome = (await asyncio.gather(start, return_exceptions=True))[0]
         if not isinstance(outcome, BaseException):
             await outcome.close()
-    while own_driver.sandboxes:
-        await asyncio.gather(*(sandbox.close() for sandbox in own_driver.sandboxes))
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
 
 
 async def test_an_open_network_is_the_hosts(
