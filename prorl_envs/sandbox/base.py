@@ -56,10 +56,32 @@ class Limits:
     wall_s: float | None = None
 
 
+#: Where, on a sandbox's loopback, the proxy of one with `Network.allow` listens.
+PROXY_PORT = 3128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """What a sandbox can connect to beside its own loopback; by default nothing.
+
+    Args:
+        allow: hosts that are reached through an HTTP proxy at 127.0.0.1, port `PROXY_PORT`, which the usual
+            environment variables name: `host`, `host:port`, `*.host` (what is below, and not itself) or
+            `*.host:port`. Without a port, 80 and 443. Names that lead to addresses which are not public are
+            refused unless that address is listed as well. There is still no other way out: programs that
+            know no proxy reach nothing, and there is no name service.
+        open: True gives it the host's network itself, the services on the host's loopback and its abstract
+            sockets included.
+    """
+
+    allow: tuple[str, ...] = ()
+    open: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
     """What a sandbox should look like. Isolated by default: own user, mount, pid, net, ipc, uts and cgroup
-    namespaces, the system read-only, no host environment, no network but loopback.
+    namespaces, the system read-only, no host environment, no network but loopback unless `network` asks.
 
     Args:
         image: the system inside: a directory with a root file system, or a SIF file. None is the host's own
@@ -75,6 +97,7 @@ class SandboxSpec:
         default_route: True gives the loopback interface a default route, so that connections to
             addresses outside time out as on a filtered network instead of failing at once.
         limits: what it may use; None takes the driver's.
+        network: what it can connect to.
     """
 
     image: Path | None = None
@@ -86,6 +109,7 @@ class SandboxSpec:
     uid: int = 1000
     default_route: bool = False
     limits: Limits | None = None
+    network: Network = field(default_factory=Network)
 
 
 @runtime_checkable

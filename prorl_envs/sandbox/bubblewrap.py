@@ -3,28 +3,40 @@
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from prorl_envs.errors import SandboxError
-from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.command import DEFAULT_ENV, HOME, READY, SandboxFiles, bwrap_arguments, mount_points
+from prorl_envs.sandbox.base import PROXY_PORT, Mount, SandboxSpec
+from prorl_envs.sandbox.command import (
+    HOME,
+    READY,
+    SandboxFiles,
+    bwrap_arguments,
+    default_environment,
+    mount_points,
+)
 from prorl_envs.sandbox.containment import DEFAULT_LIMITS, NodeLimits
 from prorl_envs.sandbox.driver import NodeDriver, NodeSandbox
 from prorl_envs.sandbox.image_env import read_image_env
 from prorl_envs.sandbox.images import Images, ImageUse
 from prorl_envs.sandbox.probe import explain, find_bwrap
 from prorl_envs.sandbox.processes import Process, not_in_forks, readable, receive
+from prorl_envs.sandbox.proxy import Gateway, Proxy
 from prorl_envs.sandbox.rootfs import resolve_targets, write_upper
 from prorl_envs.sandbox.runtime import system_masks
 from prorl_envs.sandbox.snapshot import check_mount_points
 from prorl_envs.sandbox.system import write_etc, write_names
 from prorl_envs.sandbox.template import TEMPLATES, TemplateSpec
 from prorl_envs.sandbox.template_process import ForkRequest
+
+logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 30.0
@@ -56,7 +68,10 @@ class BubblewrapDriver(NodeDriver["BubblewrapSandbox"]):
         super().__init__(root, templates=templates, limits=limits)
         self.system_masks = system_masks()
         self.images = Images(self.directory.base)
+        #: Serves the sandboxes with an allowlist, and counts for operators.
+        self.gateway = Gateway()
         self._etc: dict[int, asyncio.Task[Path]] = {}
+        self._warned = False
 
     async def run(
         self, sandbox_id: str, options: list[str], streams: int, info: int, image: Path | None
@@ -90,6 +105,9 @@ class BubblewrapDriver(NodeDriver["BubblewrapSandbox"]):
             await self.images.release(use)
 
     async def _make(self, spec: SandboxSpec) -> "BubblewrapSandbox":
+        if spec.network.open and not self._warned:
+            self._warned = True
+            logger.warning("a sandbox was asked for that has the host's network, all of it")
         etc = await self._etc_for(spec.uid)
         image = await self.images.acquire(spec.image) if spec.image is not None else None
         sandbox_id, root = self._place()
@@ -100,6 +118,7 @@ class BubblewrapDriver(NodeDriver["BubblewrapSandbox"]):
         # What still writes into the directory would keep it from being removed.
         await asyncio.gather(*self._etc.values(), return_exceptions=True)
         await self.images.aclose()
+        await self.gateway.aclose()
 
     async def _etc_for(self, uid: int) -> Path:
         """The /etc of that user, written at first use."""
@@ -130,7 +149,8 @@ class BubblewrapSandbox(NodeSandbox):
         self._driver: BubblewrapDriver = driver
         self._files = files
         self._image = image
-        self._inside = spec  # as bubblewrap is told
+        self._inside = _with_name_service(spec)  # as bubblewrap is told
+        self._proxy: Proxy | None = None
         self._lifetime: socket.socket | None = None
         self._monitor: subprocess.Popen[bytes] | None = None
         self._monitor_handle: Process | None = None
@@ -189,22 +209,32 @@ class BubblewrapSandbox(NodeSandbox):
         if not output.endswith(READY) or "child-pid" not in namespaces:
             raise explain(output.decode(errors="replace"))
         self._init = _hold_init(namespaces)
-        if self._spec.default_route:
-            await self._add_default_route(namespaces)
+        if self._spec.default_route or self._spec.network.allow:
+            await self._set_up_network(namespaces)
 
     def _open_place(self) -> int:
         assert self._init is not None
         return os.dup(self._init.pidfd)
 
     def _request(self, entry: str) -> ForkRequest:
-        return ForkRequest(entry=entry, workdir=self._spec.workdir, env={**DEFAULT_ENV, **self._spec.env})
+        return ForkRequest(
+            entry=entry,
+            workdir=self._spec.workdir,
+            env={**default_environment(self._spec), **self._spec.env},
+            host_network=self._spec.network.open,
+        )
 
-    async def _add_default_route(self, info: dict[str, Any]) -> None:
+    async def _set_up_network(self, info: dict[str, Any]) -> None:
         netns = os.open(f"/proc/{info['child-pid']}/ns/net", os.O_RDONLY)
         try:
             if os.fstat(netns).st_ino != info["net-namespace"]:
                 raise SandboxError("the sandbox ended while starting")
-            await next(iter(self._driver.templates.values())).route(self.id, netns)
+            template = next(iter(self._driver.templates.values()))
+            if self._spec.default_route:
+                await template.route(self.id, netns)
+            if allow := self._spec.network.allow:
+                listener = await template.listen(self.id, netns, PROXY_PORT)
+                self._proxy = self._driver.gateway.serve(self.id, listener, allow)
         finally:
             os.close(netns)
 
@@ -219,7 +249,7 @@ class BubblewrapSandbox(NodeSandbox):
         write_names(self._files.root, self._spec.hostname)
         image = self._files.image
         if image is not None:
-            self._inside = resolve_targets(image, self._spec)
+            self._inside = resolve_targets(image, self._inside)
         if self._restored:
             check_mount_points(self._files.places(self._inside), mount_points(self._inside))
         elif image is not None:
@@ -253,6 +283,8 @@ class BubblewrapSandbox(NodeSandbox):
             self._lifetime.shutdown(socket.SHUT_WR)  # a first process still on its way ends when it is there
         if self._launching is not None:
             await asyncio.gather(self._launching, return_exceptions=True)
+        if self._proxy is not None:
+            await self._proxy.aclose()
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._end_processes()
@@ -279,6 +311,14 @@ class BubblewrapSandbox(NodeSandbox):
             while (await receive(self._lifetime, 4096))[0]:  # until nothing holds the other end any more
                 pass
             self._lifetime.close()
+
+
+def _with_name_service(spec: SandboxSpec) -> SandboxSpec:
+    """With the host's way to look up names, where it has the host's network."""
+    source = Path("/etc/resolv.conf")
+    if not spec.network.open or not source.is_file():
+        return spec
+    return replace(spec, mounts=(*spec.mounts, Mount(source=source.resolve(), target=str(source))))
 
 
 def _run(command: list[str], streams: int, info: int) -> subprocess.Popen[bytes]:

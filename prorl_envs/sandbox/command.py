@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from prorl_envs.errors import SandboxError
-from prorl_envs.sandbox.base import Limits, Mount, SandboxSpec
+from prorl_envs.sandbox.base import PROXY_PORT, Limits, Mount, SandboxSpec
+from prorl_envs.sandbox.network_policy import Policy
 from prorl_envs.sandbox.system import kernel_masks, system_arguments
 
 HOME = "/home/agent"
@@ -115,8 +116,26 @@ def check(spec: SandboxSpec) -> None:
             )
     if spec.limits is not None and (wrong := _unusable(spec.limits)):
         raise SandboxError(f"not a usable limit: {wrong}")
+    _check_network(spec)
     if not _HOSTNAME.fullmatch(spec.hostname):
         raise SandboxError(f"not a host name: {spec.hostname!r}")
+
+
+def _check_network(spec: SandboxSpec) -> None:
+    Policy(spec.network.allow)
+    if spec.network.open and (spec.network.allow or spec.default_route):
+        other = "allow" if spec.network.allow else "default_route"
+        raise SandboxError(f"`{other}` makes no sense with an open network", hint="choose one of the two")
+
+
+def default_environment(spec: SandboxSpec) -> dict[str, str]:
+    """What the spec's own environment is put on top of."""
+    if not spec.network.allow:
+        return DEFAULT_ENV
+    proxy = f"http://127.0.0.1:{PROXY_PORT}"
+    names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
+    local = dict.fromkeys(("no_proxy", "NO_PROXY"), "localhost,127.0.0.1,::1")
+    return {**DEFAULT_ENV, **dict.fromkeys(names, proxy), **local}
 
 
 def mount_points(spec: SandboxSpec) -> dict[str, bool]:
@@ -186,7 +205,8 @@ def _image_system(image: Path, files: SandboxFiles) -> Iterator[str]:
 
 def _isolation(spec: SandboxSpec) -> Iterator[str]:
     for namespace in ("user", "pid", "net", "ipc", "uts", "cgroup"):
-        yield f"--unshare-{namespace}"
+        if namespace != "net" or not spec.network.open:
+            yield f"--unshare-{namespace}"
     # No further user namespaces inside: they give back every capability against the kernel's own code.
     yield "--disable-userns"
     # Not --die-with-parent: it follows the thread that forked, and it can kill bubblewrap before its child is

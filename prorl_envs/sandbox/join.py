@@ -40,6 +40,7 @@ def join(
     env: Mapping[str, str],
     parent: int,
     isolated: bool,
+    host_network: bool = False,
     groups: Sequence[str] = (),
     rlimits: Sequence[Sequence[int]] = (),
 ) -> None:
@@ -50,6 +51,7 @@ def join(
         env: its complete environment from now on.
         parent: pid of the template; this process ends with it.
         isolated: False joins nothing and does only the rest (for the driver that does not isolate).
+        host_network: True where the sandbox has the host's, which cannot be joined and need not be.
         groups: folders of the control groups to enter, so that all that starts here is born in them.
         rlimits: kind, soft and hard bound of each resource; where the service's own are lower, those.
 
@@ -61,7 +63,7 @@ def join(
     os.setsid()
     _enter(groups)
     if isolated:
-        os.setns(pidfd, NAMESPACES)
+        os.setns(pidfd, NAMESPACES & ~os.CLONE_NEWNET if host_network else NAMESPACES)
     os.chdir(workdir)
     os.umask(0o022)
     for kind, soft, hard in rlimits:

@@ -62,6 +62,7 @@ class LocalDriver(NodeDriver["LocalSandbox"]):
 
     async def _make(self, spec: SandboxSpec) -> "LocalSandbox":
         _refuse_mounts(spec)
+        _refuse_allowlist(spec)
         sandbox_id, root = self._place()
         return LocalSandbox(sandbox_id, spec, root, self)
 
@@ -113,6 +114,14 @@ def _refuse_mounts(spec: SandboxSpec) -> None:
                 f"the local driver cannot mount {mount.source} at {mount.target}",
                 hint="use the bubblewrap driver; `prorl-envs doctor` says what it lacks here",
             )
+
+
+def _refuse_allowlist(spec: SandboxSpec) -> None:
+    if spec.network.allow:
+        raise SandboxError(
+            "the local driver cannot keep an allowlist: what runs in it has the host's network",
+            hint="use the bubblewrap driver; `prorl-envs doctor` says what it lacks here",
+        )
 
 
 def _own_processes() -> Iterator[int]:

@@ -1,4 +1,5 @@
-"""A default route on a sandbox's loopback interface, by netlink.
+"""What is done to a sandbox's network from outside: a listening socket made in it, and a default route on its
+loopback interface, by netlink.
 
 Without a route, a connection to an outside address fails at once ("network is unreachable"); with this one
 it times out, as on a network whose firewall drops it. Some test suites behave only under the latter.
@@ -34,9 +35,7 @@ def add_default_route(netns: int) -> None:
     Raises:
         OSError: the kernel refused.
     """
-    owner = fcntl.ioctl(netns, _NS_GET_USERNS)
-    os.setns(owner, os.CLONE_NEWUSER)
-    os.setns(netns, os.CLONE_NEWNET)
+    _enter(netns)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as netlink:
         loopback = socket.if_nametoindex("lo")
         _request(netlink, _new_route(socket.AF_INET, loopback))
@@ -45,6 +44,24 @@ def add_default_route(netns: int) -> None:
         except OSError as error:
             if error.errno not in (errno.EAFNOSUPPORT, errno.EOPNOTSUPP, errno.EACCES):
                 raise  # anything but a host without IPv6
+
+
+def listen_inside(netns: int, port: int) -> socket.socket:
+    """Enter the network namespace `netns` (a descriptor) and listen on its loopback interface.
+
+    The socket stays in that namespace, whoever accepts on it. For a process as in `add_default_route`.
+
+    Raises:
+        OSError: the kernel refused.
+    """
+    _enter(netns)
+    return socket.create_server(("127.0.0.1", port))
+
+
+def _enter(netns: int) -> None:
+    owner = fcntl.ioctl(netns, _NS_GET_USERNS)
+    os.setns(owner, os.CLONE_NEWUSER)
+    os.setns(netns, os.CLONE_NEWNET)
 
 
 def _new_route(family: int, interface: int) -> bytes:

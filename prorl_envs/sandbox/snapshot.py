@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from prorl_envs.errors import SandboxError
-from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.base import Network, SandboxSpec
 from prorl_envs.sandbox.copying import Copied, CopyStopped, copy_tree
 from prorl_envs.sandbox.files import remove_tree
 
@@ -40,13 +40,13 @@ class Snapshot:
     def check(self, spec: SandboxSpec) -> None:
         """Raises SandboxError where a sandbox of `spec` has other places than this one's."""
         ours, theirs = (
-            replace(each, env={}, hostname="-", default_route=False, limits=None)
+            replace(each, env={}, hostname="-", default_route=False, limits=None, network=Network())
             for each in (self.spec, spec)
         )
         if ours != theirs:
             raise SandboxError(
                 "the snapshot is of a sandbox with another image, workdir, uid, mounts or masks",
-                hint="start it with `snapshot.spec`; environment, host name and limits may differ",
+                hint="start it with `snapshot.spec`; environment, host name, limits and network may differ",
             )
 
     async def remove(self) -> None:

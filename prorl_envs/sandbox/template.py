@@ -111,6 +111,18 @@ class Template:
         process = await self._ensure()
         await process.route(sandbox_id, netns)
 
+    async def listen(self, sandbox_id: str, netns: int, port: int) -> socket.socket:
+        """A socket that listens on the loopback interface of the network namespace `netns` (a descriptor).
+
+        Returns:
+            The socket, which the caller owns. It belongs to that namespace.
+
+        Raises:
+            SandboxError: the kernel refused.
+        """
+        process = await self._ensure()
+        return await process.listen(sandbox_id, netns, port)
+
     async def bubblewrap(self, sandbox_id: str, command: list[str], streams: int, info: int) -> Process:
         """Run bubblewrap where the template runs. It does not end with the template.
 

@@ -47,6 +47,7 @@ class ForkRequest:
     workdir: str
     env: Mapping[str, str]
     isolated: bool = True
+    host_network: bool = False
     groups: tuple[str, ...] = ()
     rlimits: tuple[tuple[int, int, int], ...] = ()
 
@@ -73,6 +74,7 @@ class ToolServer:
         self._sandbox_id = sandbox_id
         self._status = status
         self.answer: dict[str, Any] = {}
+        self.passed: socket.socket | None = None
         self.process = Process(pid, pidfd)
 
     def watch(self) -> None:
@@ -170,6 +172,17 @@ class TemplateProcess:
         server = await self._child_for(sandbox_id, {"route": True}, [netns])
         await server.process.wait()
 
+    async def listen(self, sandbox_id: str, netns: int, port: int) -> socket.socket:
+        """See `Template.listen`."""
+        server = await self._child_for(sandbox_id, {"listen": port}, [netns])
+        assert server.passed is not None
+        try:
+            await server.process.wait()
+        except BaseException:
+            server.passed.close()
+            raise
+        return server.passed
+
     async def bubblewrap(self, sandbox_id: str, command: list[str], streams: int, info: int) -> Process:
         """See `Template.bubblewrap`."""
         server = await self._child_for(sandbox_id, {"bubblewrap": command}, [streams, info])
@@ -253,15 +266,18 @@ async def _birth(sandbox_id: str, status: socket.socket, undo: contextlib.ExitSt
     """
     server: ToolServer | None = None
     joined: dict[str, Any] = {}
+    passed: socket.socket | None = None
     while server is None or not joined:
         answer, fds = await receive(status, 2 * REPORT_LIMIT, descriptors=1)
         message: dict[str, Any] = json.loads(answer) if answer else {"summary": "the process ended"}
-        if fds:
+        if "pid" in message:
             server = ToolServer(sandbox_id, message["pid"], fds[0], status)
             undo.callback(server.close)
             undo.callback(server.process.kill)
         elif message.get("ready"):
             joined = message
+            if fds:
+                passed = undo.enter_context(socket.socket(fileno=fds[0]))
         elif joined and answer:  # it failed so soon that its report overtook the template's message
             _log_failure(sandbox_id, message)
         else:
@@ -270,6 +286,7 @@ async def _birth(sandbox_id: str, status: socket.socket, undo: contextlib.ExitSt
                 hint="the sandbox may have ended; `prorl-envs doctor` checks this machine",
             )
     server.answer = joined
+    server.passed = passed
     server.watch()
     return server
 

@@ -5,13 +5,15 @@ open. It is single-threaded and never runs anything a sandbox says; the fork doe
 
     host -> template    once, what to import; then one message per fork, with descriptors. For a tool server:
                         the sandbox's first process, the tool server's socket, the status socket. For a
-                        default route: the network namespace, the status socket. For bubblewrap, where it
+                        default route or a listening socket: the network namespace, the status socket.
+                        For bubblewrap, where it
                         must run beside the template: its standard streams, its info pipe, the status socket.
                         For the size of a tree: its directory, the sandbox's first process where there is one,
                         the status socket.
     template -> host    `ready` with its pid, or the error, on the control socket; for each fork, on its
                         status socket, the child's pid with its pidfd
-    child -> host       on the status socket: `ready` once it has joined, or the error; and later, should
+    child -> host       on the status socket: `ready` once it has joined, with the listening socket where one
+                        was asked for, or the error; and later, should
                         the entry fail, its traceback
 """
 
@@ -32,7 +34,7 @@ from typing import Any, NoReturn
 from prorl_envs.sandbox.descriptors import receive_descriptors
 from prorl_envs.sandbox.disk import measure
 from prorl_envs.sandbox.join import join
-from prorl_envs.sandbox.route import add_default_route
+from prorl_envs.sandbox.route import add_default_route, listen_inside
 from prorl_envs.sandbox.seccomp import own_program
 from prorl_envs.sandbox.syscalls import PR_SET_CHILD_SUBREAPER, prctl
 
@@ -155,6 +157,9 @@ def _live(request: dict[str, Any], fds: list[int], entries: dict[str, Entry], pa
         if "route" in request:
             add_default_route(fds[0])
             _say(status, ready=True)
+        elif "listen" in request:
+            with listen_inside(fds[0], request["listen"]) as listener:
+                socket.send_fds(status, [b'{"ready": true}'], [listener.fileno()])
         elif "bubblewrap" in request:
             _say(status, ready=True)
             _become_bubblewrap(request["bubblewrap"], fds[0], fds[1])
@@ -194,6 +199,7 @@ def _serve_tools(
         env=request["env"],
         parent=parent,
         isolated=request["isolated"],
+        host_network=request["host_network"],
         groups=request["groups"],
         rlimits=request["rlimits"],
     )

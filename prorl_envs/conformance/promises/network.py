@@ -1,12 +1,16 @@
 """What a sandbox can reach over sockets: itself, and nothing else."""
 
+import asyncio
 import secrets
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from prorl_envs.conformance import host
 from prorl_envs.conformance.host import marked
 from prorl_envs.conformance.promise import NOT_LOCAL, PYTHON, Promises, expect, same
 from prorl_envs.conformance.world import World
+from prorl_envs.sandbox.base import PROXY_PORT, Network
 
 promises = Promises("network")
 
@@ -247,3 +251,107 @@ with socket.socket() as s:
     except socket.timeout:
         pass
 """)
+
+
+#: Asks the proxy for each target; prints the status of its answer, or of the server's behind it.
+_ASK_PROXY = f"""
+import socket
+def ask(first, then=b""):
+    with socket.create_connection(("127.0.0.1", {PROXY_PORT}), 20) as s:
+        s.sendall(first.encode() + b"\\r\\n\\r\\n" + then)
+        data = b""
+        while more := s.recv(65536):
+            data += more
+        return data
+"""
+
+
+@asynccontextmanager
+async def _web() -> AsyncIterator[int]:
+    """A web server on the host's loopback; yields its port."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nfrom outside")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        yield server.sockets[0].getsockname()[1]
+
+
+@promises.add(
+    "NET-013",
+    "A host on the sandbox's allowlist is reached through the proxy, by request and by tunnel.",
+    needs=(PYTHON,),
+    exempt=NOT_LOCAL,
+)
+async def listed(world: World) -> None:
+    async with (
+        _web() as port,
+        world.fresh(python=True, network=Network(allow=(f"127.0.0.1:{port}",))) as box,
+    ):
+        await box.nothing_in_python(f"""{_ASK_PROXY}
+get = b"GET / HTTP/1.1\\r\\n\\r\\n"
+for answer in (ask("GET http://127.0.0.1:{port}/ HTTP/1.1"), ask("CONNECT 127.0.0.1:{port} HTTP/1.1", get)):
+    if not answer.endswith(b"from outside"):
+        print(answer)
+""")
+
+
+@promises.add(
+    "NET-014",
+    "The proxy refuses a host that is not on the allowlist with status 403.",
+    needs=(PYTHON,),
+    exempt=NOT_LOCAL,
+)
+async def unlisted(world: World) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        async with world.fresh(python=True, network=Network(allow=("example.com", "127.0.0.1:1"))) as box:
+            await box.nothing_in_python(f"""{_ASK_PROXY}
+for host in ("127.0.0.1", "127.1", "localhost", "example.com.", "[::1]", "[::ffff:127.0.0.1]", "u@a.org"):
+    for first in (f"GET http://{{host}}:{port}/ HTTP/1.1", f"CONNECT {{host}}:{port} HTTP/1.1"):
+        answer = ask(first)
+        if b" 403 " not in answer[:20]:
+            print(first, answer)
+""")
+        expect(nobody_came(server), "somebody connected")
+
+
+@promises.add(
+    "NET-015",
+    "An allowed name that leads to an address of the host's is refused.",
+    needs=(PYTHON,),
+    exempt=NOT_LOCAL,
+)
+async def rebound(world: World) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        async with world.fresh(python=True, network=Network(allow=(f"localhost:{port}",))) as box:
+            await box.nothing_in_python(f"""{_ASK_PROXY}
+answer = ask("CONNECT localhost:{port} HTTP/1.1")
+if b" 403 " not in answer[:20]:
+    print(answer)
+""")
+        expect(nobody_came(server), "somebody connected")
+
+
+@promises.add(
+    "NET-016",
+    "With an allowlist too, the proxy is the only way out, and no other sandbox's.",
+    needs=(PYTHON,),
+    exempt=NOT_LOCAL,
+)
+async def only_way(world: World) -> None:
+    async with (
+        _web() as port,
+        world.fresh(python=True, network=Network(allow=(f"127.0.0.1:{port}", "192.0.2.1"))) as box,
+    ):
+        await box.nothing_in_python(
+            f"{_CONNECT}\nconnect(socket.AF_INET, ('127.0.0.1', {port}))\n"
+            "connect(socket.AF_INET, ('192.0.2.1', 80))"
+        )
+        await world.python_box.nothing_in_python(
+            f"{_CONNECT}\nconnect(socket.AF_INET, ('127.0.0.1', {PROXY_PORT}))"
+        )
