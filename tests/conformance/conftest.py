@@ -17,7 +17,6 @@ type Outcomes = Callable[[str], list[Outcome]]
 #: Every driver with every kind of image: its name, and which image. A new driver is a line here.
 SUBJECTS = {
     "bubblewrap": ("bubblewrap", ""),
-    "bubblewrap-directory": ("bubblewrap", "directory"),
     "bubblewrap-sif": ("bubblewrap", "sif"),
     "apptainer-sif": ("apptainer", "sif"),
     "local": ("local", ""),
