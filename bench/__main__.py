@@ -1,4 +1,4 @@
-"""Figures 1 to 4 beside their floors and peers: the tables of docs/performance.md.
+"""Figures 1 to 4 beside their floors and peers.
 
 python -m bench                                   # all; some minutes
 python -m bench --only bash --rounds 5 --subjects ours,floor

@@ -14,8 +14,7 @@ from prorl_envs.envs.bash.task import (
     FileMatches,
 )
 from prorl_envs.errors import GraderError
-from prorl_envs.tools.client import Completed
-from prorl_envs.tools.types import JsonObject
+from prorl_envs.tools.types import Completed, JsonObject
 from prorl_envs.tools.workplace import Workplace
 
 #: Most bytes of a file that a check reads, and of a command's output that it compares.

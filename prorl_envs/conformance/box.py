@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from prorl_envs.conformance.promise import Broken
 from prorl_envs.sandbox.base import Sandbox
-from prorl_envs.tools.client import Completed, Toolbox
-from prorl_envs.tools.types import ToolResult
+from prorl_envs.tools.client import Toolbox
+from prorl_envs.tools.types import Completed, ToolResult
 
 #: Seconds a probe may take; far more than any needs.
 TIMEOUT_S = 40.0

@@ -19,7 +19,8 @@ from prorl_envs.nemo.outcome import Notices, Outcome, failed, outcome, with_note
 from prorl_envs.nemo.plan import Plan
 from prorl_envs.sandbox.base import Sandbox
 from prorl_envs.tools.arguments import is_unicode
-from prorl_envs.tools.client import Completed, Toolbox
+from prorl_envs.tools.client import Toolbox
+from prorl_envs.tools.types import Completed
 
 logger = logging.getLogger(__name__)
 

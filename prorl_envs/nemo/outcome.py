@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from prorl_envs.sandbox.base import Sandbox
-from prorl_envs.tools.client import Completed
+from prorl_envs.tools.types import Completed
 
 #: What NeMo Gym's own providers answer where no process gave an exit status.
 NO_STATUS = 125

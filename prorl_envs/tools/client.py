@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -16,7 +15,7 @@ from prorl_envs.tools.python import ForkedPython, PythonEngine, PythonTool
 from prorl_envs.tools.results import bash_result, server_lost, with_notices
 from prorl_envs.tools.schemas import APPLY_PATCH, BASH, EDITOR, PYTHON
 from prorl_envs.tools.tree import Transferred, TreeLimits
-from prorl_envs.tools.types import JsonObject, ToolCall, ToolResult
+from prorl_envs.tools.types import Completed, JsonObject, ToolCall, ToolResult
 from prorl_envs.tools.wire import (
     CONTENT_LIMIT,
     Bash,
@@ -36,27 +35,6 @@ from prorl_envs.tools.wire import (
 
 #: Characters of the longest name of a shell session.
 SESSION_NAME_LIMIT = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completed:
-    """A fresh process that has ended.
-
-    Args:
-        exit_code: its status, negative for a signal; None where it ran past its deadline.
-        output: stdout and stderr as they came, or stdout alone where they were to be apart; bounded.
-        timed_out: whether the deadline ended it.
-        truncated_bytes: how much is missing from the middle of `output` and `errors`.
-        duration_s: seconds it ran, measured beside it.
-        errors: stderr where it was to be apart; bounded.
-    """
-
-    exit_code: int | None
-    output: bytes
-    timed_out: bool
-    truncated_bytes: int
-    duration_s: float
-    errors: bytes = b""
 
 
 class Toolbox:

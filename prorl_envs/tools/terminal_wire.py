@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from prorl_envs.tools.wire import FRAME_LIMIT, WireError
+from prorl_envs.tools.wire import FRAME_LIMIT, decode
 
 #: Bytes of output in one frame.
 OUTPUT_SIZE = 32 * 1024
@@ -69,27 +69,18 @@ class Exited(msgspec.Struct, array_like=True, tag=1, gc=False):
 type ToSession = Open | Input | Resize | SendSignal
 type FromSession = Output | Exited
 
-_to_session = msgspec.msgpack.Decoder(Open | Input | Resize | SendSignal)
-_from_session = msgspec.msgpack.Decoder(Output | Exited)
-_UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError)
+_to_session: msgspec.msgpack.Decoder[ToSession] = msgspec.msgpack.Decoder(Open | Input | Resize | SendSignal)
+_from_session: msgspec.msgpack.Decoder[FromSession] = msgspec.msgpack.Decoder(Output | Exited)
 
 
 def decode_to_session(frame: bytes) -> ToSession:
     """Raises WireError where the frame is none for a session."""
-    try:
-        message: ToSession = _to_session.decode(frame)
-    except _UNDECODABLE as error:
-        raise WireError(f"not for a session: {error}") from error
-    return message
+    return decode(_to_session, frame, "for a session")
 
 
 def decode_from_session(frame: bytes) -> FromSession:
     """Raises WireError where the frame is none of a session's."""
-    try:
-        message: FromSession = _from_session.decode(frame)
-    except _UNDECODABLE as error:
-        raise WireError(f"not from a session: {error}") from error
-    return message
+    return decode(_from_session, frame, "from a session")
 
 
 def input_frames(data: bytes) -> list[Input]:

@@ -55,3 +55,24 @@ class ToolResult:
     data: JsonObject = field(default_factory=dict)
     duration_s: float = 0.0
     truncated_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completed:
+    """A fresh process that has ended.
+
+    Args:
+        exit_code: its status, negative for a signal; None where it ran past its deadline.
+        output: stdout and stderr as they came, or stdout alone where they were to be apart; bounded.
+        timed_out: whether the deadline ended it.
+        truncated_bytes: how much is missing from the middle of `output` and `errors`.
+        duration_s: seconds it ran, measured beside it.
+        errors: stderr where it was to be apart; bounded.
+    """
+
+    exit_code: int | None
+    output: bytes
+    timed_out: bool
+    truncated_bytes: int
+    duration_s: float
+    errors: bytes = b""

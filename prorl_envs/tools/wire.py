@@ -213,14 +213,14 @@ type AnyRequest = Setup | Bash | Python | Run | Write | Read | Edit | Cancel | E
 type AnyReply = Done | BashDone | PythonDone | RunDone | Content | Edited | Refused
 
 _encoder = msgspec.msgpack.Encoder()
-_requests = msgspec.msgpack.Decoder(
+_requests: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(
     Setup | Bash | Python | Run | Write | Read | Edit | Cancel | EndProcesses | Patch
 )
-_replies = msgspec.msgpack.Decoder(Done | BashDone | PythonDone | RunDone | Content | Edited | Refused)
+_replies: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(
+    Done | BashDone | PythonDone | RunDone | Content | Edited | Refused
+)
 _cells = msgspec.msgpack.Decoder(Cell)
 _cells_done = msgspec.msgpack.Decoder(CellDone)
-#: What the decoders raise; text that is no UTF-8 has an error of its own.
-_UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError)
 
 
 def encode(message: msgspec.Struct) -> bytearray:
@@ -240,38 +240,32 @@ def encode(message: msgspec.Struct) -> bytearray:
     return frame
 
 
+def decode[T](decoder: msgspec.msgpack.Decoder[T], frame: bytes, what: str) -> T:
+    """The message in `frame`. Raises WireError where it is not `what`."""
+    try:
+        return decoder.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # the latter for text that is no UTF-8
+        raise WireError(f"not {what}: {error}") from error
+
+
 def decode_request(frame: bytes) -> AnyRequest:
     """Raises WireError where the frame is not a request."""
-    try:
-        request: AnyRequest = _requests.decode(frame)
-    except _UNDECODABLE as error:
-        raise WireError(f"not a request: {error}") from error
-    return request
+    return decode(_requests, frame, "a request")
 
 
 def decode_reply(frame: bytes) -> AnyReply:
     """Raises WireError where the frame is not a reply."""
-    try:
-        reply: AnyReply = _replies.decode(frame)
-    except _UNDECODABLE as error:
-        raise WireError(f"not a reply: {error}") from error
-    return reply
+    return decode(_replies, frame, "a reply")
 
 
 def decode_cell(frame: bytes) -> Cell:
     """Raises WireError where the frame is not a cell."""
-    try:
-        return _cells.decode(frame)
-    except _UNDECODABLE as error:
-        raise WireError(f"not a cell: {error}") from error
+    return decode(_cells, frame, "a cell")
 
 
 def decode_cell_done(frame: bytes) -> CellDone:
     """Raises WireError where the frame is not the end of a cell."""
-    try:
-        return _cells_done.decode(frame)
-    except _UNDECODABLE as error:
-        raise WireError(f"not the end of a cell: {error}") from error
+    return decode(_cells_done, frame, "the end of a cell")
 
 
 class Framer:
