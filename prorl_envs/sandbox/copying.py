@@ -10,8 +10,8 @@ import fcntl
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -71,16 +71,17 @@ def copy_tree(source: Path, target: Path, stop: threading.Event) -> Copied:
     """
     copier = _Copier(source, target, stop)
     target.mkdir(mode=0o700)
-    pending: list[Names] = [()]
+    pending: list[tuple[Names, os.stat_result]] = [((), source.lstat())]
     while pending:
-        names = pending.pop()
+        names, status = pending.pop()
         if len(names) > DEPTH_LIMIT:
             raise SandboxError(
                 f"the sandbox's files lie in more than {DEPTH_LIMIT} directories in each other"
             )
         try:
             with _opened(source, names) as read, _opened(target, names) as write:
-                pending += [(*names, name) for name in _copy_directory(copier, names, read, write)]
+                copier.made.append((names, status))
+                pending += _copy_directory(copier, names, read, write)
         except FileNotFoundError:
             if not names:  # the tree itself
                 raise
@@ -90,11 +91,11 @@ def copy_tree(source: Path, target: Path, stop: threading.Event) -> Copied:
     return copier.done
 
 
-def _copy_directory(copier: _Copier, names: Names, source: int, target: int) -> list[str]:
+def _copy_directory(
+    copier: _Copier, names: Names, source: int, target: int
+) -> list[tuple[Names, os.stat_result]]:
     """Copy what one directory holds; return the directories in it, made but still empty."""
-    status = os.fstat(source)
     _copy_attributes(source, target)
-    copier.made.append((names, status))
     directories = []
     with os.scandir(source) as entries:
         for entry in entries:
@@ -104,7 +105,7 @@ def _copy_directory(copier: _Copier, names: Names, source: int, target: int) -> 
                 found = entry.stat(follow_symlinks=False)
                 if stat.S_ISDIR(found.st_mode):
                     os.mkdir(entry.name, 0o700, dir_fd=target)
-                    directories.append(entry.name)
+                    directories.append(((*names, entry.name), found))
                 else:
                     _copy_entry(copier, (*names, entry.name), found, source, target)
             except FileNotFoundError:
@@ -122,7 +123,7 @@ def _copy_entry(copier: _Copier, names: Names, found: os.stat_result, source: in
     if stat.S_ISLNK(found.st_mode):
         os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=target)
     elif stat.S_ISREG(found.st_mode):
-        _copy_file(copier, name, source, target)
+        _copy_file(copier, name, found, source, target)
     else:
         # Sockets, pipes, and the device without number by which an overlay marks what was deleted.
         os.mknod(name, stat.S_IFMT(found.st_mode) | 0o600, os.makedev(0, 0), dir_fd=target)
@@ -130,24 +131,19 @@ def _copy_entry(copier: _Copier, names: Names, found: os.stat_result, source: in
         copier.links[found.st_dev, found.st_ino] = names
 
 
-def _copy_file(copier: _Copier, name: str, source: int, target: int) -> None:
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    read = _open_readable(name, flags, source, needed=0o400)
-    try:
+def _copy_file(copier: _Copier, name: str, found: os.stat_result, source: int, target: int) -> None:
+    with ExitStack() as held:
+        read = _open_file(name, source, held)
         status = os.fstat(read)
         if not stat.S_ISREG(status.st_mode):
             raise FileNotFoundError(errno.ENOENT, "replaced meanwhile", name)
         write = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=target)
-        try:
-            if not (copier.reflinks and _cloned(copier, read, write)):
-                _copy_content(copier, read, write, status.st_size)
-            copier.done.size_bytes += min(status.st_size, status.st_blocks * 512)
-            _copy_attributes(read, write)
-            _finish(write, status)
-        finally:
-            os.close(write)
-    finally:
-        os.close(read)
+        held.callback(os.close, write)
+        if not (copier.reflinks and _cloned(copier, read, write)):
+            _copy_content(copier, read, write, status.st_size)
+        copier.done.size_bytes += min(status.st_size, status.st_blocks * 512)
+        _copy_attributes(read, write)
+        _finish(write, found)
 
 
 def _cloned(copier: _Copier, read: int, write: int) -> bool:
@@ -196,35 +192,53 @@ def _finish(fd: int, status: os.stat_result) -> None:
 
 @contextmanager
 def _opened(root: Path, names: Names) -> Iterator[int]:
-    """The directory at `names` below `root`, by way of directories alone."""
-    fd = os.open(root, _DIRECTORY)
-    try:
-        for name in names:
-            below = _open_readable(name, _DIRECTORY, fd, needed=0o500)
-            os.close(fd)
-            fd = below
-        yield fd
-    finally:
-        os.close(fd)
+    """The directory at `names` below `root`, by way of directories alone.
 
-
-def _open_readable(name: str, flags: int, dir_fd: int, *, needed: int) -> int:
-    """Open what may be closed even to its owner, by giving the owner the right for a moment."""
-    try:
-        return os.open(name, flags, dir_fd=dir_fd)
-    except PermissionError:
-        return _with_mode(name, dir_fd, needed, lambda: os.open(name, flags, dir_fd=dir_fd))
-
-
-def _with_mode(name: str, dir_fd: int, needed: int, action: Callable[[], int]) -> int:
-    fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
-    try:
-        itself = Path(f"/proc/self/fd/{fd}")
-        mode = stat.S_IMODE(os.fstat(fd).st_mode)
-        itself.chmod(mode | needed)
+    What is closed even to its owner is open to it meanwhile, on the way there too.
+    """
+    with ExitStack() as held:
+        fd = _open_directory(str(root), None, held)
         try:
-            return action()
+            for name in names:
+                below = _open_directory(name, fd, held)
+                os.close(fd)
+                fd = below
+            yield fd
         finally:
-            itself.chmod(mode)
-    finally:
-        os.close(fd)
+            os.close(fd)
+
+
+def _open_directory(name: str, dir_fd: int | None, held: ExitStack) -> int:
+    with ExitStack() as opened:
+        itself = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
+        opened.callback(os.close, itself)
+        if _lend(itself, 0o500, opened):
+            held.push(opened.pop_all())
+        return os.open(f"/proc/self/fd/{itself}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def _open_file(name: str, dir_fd: int, held: ExitStack) -> int:
+    """A file to read, that may be anything by now."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = os.open(name, flags, dir_fd=dir_fd)
+    except PermissionError:
+        itself = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
+        held.callback(os.close, itself)
+        if not stat.S_ISREG(os.fstat(itself).st_mode):
+            raise FileNotFoundError(errno.ENOENT, "replaced meanwhile", name) from None
+        _lend(itself, 0o400, held)
+        fd = os.open(f"/proc/self/fd/{itself}", os.O_RDONLY | os.O_CLOEXEC)
+    held.callback(os.close, fd)
+    return fd
+
+
+def _lend(fd: int, needed: int, held: ExitStack) -> bool:
+    """Give the owner rights that it lacks, until `held` ends. Returns whether any were."""
+    mode = stat.S_IMODE(os.fstat(fd).st_mode)
+    if mode & needed == needed:
+        return False
+    itself = Path(f"/proc/self/fd/{fd}")
+    itself.chmod(mode | needed)
+    held.callback(itself.chmod, mode)
+    return True

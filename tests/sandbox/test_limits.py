@@ -185,7 +185,8 @@ async def test_the_python_session_that_takes_too_much_is_killed_itself(
     mounts, masks, env = python_runtime()
     spec = SandboxSpec(mounts=mounts, masks=masks, env=env, limits=Limits(memory_bytes=256 << 20))
     box = await open_box(limited, spec, python=True)
-    result = await box.python("x = bytearray(700 << 20)", timeout_s=60)
+    hold = "import time; x = bytearray(700 << 20); time.sleep(30)"  # or it could end between two looks
+    result = await box.python(hold, timeout_s=60)
     assert not result.ok and "memory limit of 256 MB was reached" in result.text
     assert "the next cell gets a new one" in result.text
     assert (await box.python("print(6 * 7)", timeout_s=30)).text == "42\n"
