@@ -19,6 +19,8 @@ from prorl_envs.errors import SandboxError
 
 #: Directories within each other.
 DEPTH_LIMIT = 1000
+#: Of those, that are closed to their own user.
+CLOSED_LIMIT = 64
 _FICLONE = 0x40049409  # from <linux/fs.h>: _IOW(0x94, 9, int)
 _CHUNK = 16 << 20
 _NO_REFLINK = {errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.EXDEV, errno.ENOSYS}
@@ -197,10 +199,11 @@ def _opened(root: Path, names: Names) -> Iterator[int]:
     What is closed even to its owner is open to it meanwhile, on the way there too.
     """
     with ExitStack() as held:
-        fd = _open_directory(str(root), None, held)
+        closed: list[int] = []
+        fd = _open_directory(str(root), None, held, closed)
         try:
             for name in names:
-                below = _open_directory(name, fd, held)
+                below = _open_directory(name, fd, held, closed)
                 os.close(fd)
                 fd = below
             yield fd
@@ -208,12 +211,16 @@ def _opened(root: Path, names: Names) -> Iterator[int]:
             os.close(fd)
 
 
-def _open_directory(name: str, dir_fd: int | None, held: ExitStack) -> int:
+def _open_directory(name: str, dir_fd: int | None, held: ExitStack, closed: list[int]) -> int:
+    """Open one; if it is closed to its owner, its descriptor is held and noted in `closed`."""
+    if len(closed) > CLOSED_LIMIT:  # each takes a descriptor of the service's
+        raise SandboxError(f"more than {CLOSED_LIMIT} directories in each other are closed to their own user")
     with ExitStack() as opened:
         itself = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
         opened.callback(os.close, itself)
         if _lend(itself, 0o500, opened):
             held.push(opened.pop_all())
+            closed.append(itself)
         return os.open(f"/proc/self/fd/{itself}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
