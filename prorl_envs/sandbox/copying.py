@@ -48,7 +48,6 @@ class Copied:
 
 @dataclass(slots=True)
 class _Copier:
-    source: Path
     target: Path
     stop: threading.Event
     done: Copied = field(default_factory=Copied)
@@ -71,7 +70,7 @@ def copy_tree(source: Path, target: Path, stop: threading.Event) -> Copied:
         OSError: something cannot be read or written.
         SandboxError: the tree is deeper than DEPTH_LIMIT.
     """
-    copier = _Copier(source, target, stop)
+    copier = _Copier(target, stop)
     target.mkdir(mode=0o700)
     pending: list[tuple[Names, os.stat_result]] = [((), source.lstat())]
     while pending:
