@@ -27,7 +27,7 @@ from prorl_envs.sandbox.driver import NodeDriver, NodeSandbox
 from prorl_envs.sandbox.image_env import read_image_env
 from prorl_envs.sandbox.images import Images, ImageUse
 from prorl_envs.sandbox.probe import explain, find_bwrap
-from prorl_envs.sandbox.processes import Process, not_in_forks, readable, receive
+from prorl_envs.sandbox.processes import Process, not_in_forks, receive
 from prorl_envs.sandbox.proxy import Gateway, Proxy
 from prorl_envs.sandbox.rootfs import resolve_targets, write_upper
 from prorl_envs.sandbox.runtime import system_masks
@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 30.0
+#: More than bubblewrap says of the namespaces it made.
+_INFO_BYTES = 4096
 
 
 class BubblewrapDriver(NodeDriver["BubblewrapSandbox"]):
@@ -190,24 +192,23 @@ class BubblewrapSandbox(NodeSandbox):
             self._prepare_files()
         except OSError as error:
             raise SandboxError(f"cannot make a sandbox's directories: {error}") from error
-        info, info_inside = os.pipe()
-        os.set_blocking(info, False)
+        # A file, not a pipe: should this service be killed, bubblewrap must not die of having no reader, for
+        # its child would then wait for its word to go on, forever.
+        info = os.memfd_create("namespaces")
         try:
-            try:
-                await self._run(info_inside)
-            finally:
-                os.close(info_inside)
+            await self._run(info)
             async with asyncio.timeout(START_TIMEOUT_S):
-                namespaces = await _read_info(info)
                 output = await self._read_until_ready()
+            said = os.pread(info, _INFO_BYTES, 0)
         except TimeoutError:
             raise SandboxError(f"bubblewrap was not ready in {START_TIMEOUT_S} s") from None
         except OSError as error:
             raise SandboxError(f"the sandbox did not start: {error}") from error
         finally:
             os.close(info)
-        if not output.endswith(READY) or "child-pid" not in namespaces:
+        if not output.endswith(READY):
             raise explain(output.decode(errors="replace"))
+        namespaces: dict[str, Any] = json.loads(said)  # whole: it is written before the first process runs
         self._init = _hold_init(namespaces)
         if self._spec.default_route or self._spec.network.allow:
             await self._set_up_network(namespaces)
@@ -332,19 +333,6 @@ def _run(command: list[str], streams: int, info: int) -> subprocess.Popen[bytes]
         cwd="/",
         start_new_session=True,
     )
-
-
-async def _read_info(fd: int) -> dict[str, Any]:
-    """The JSON object bubblewrap writes once its namespaces are there; empty where it ended before."""
-    text = b""
-    while True:
-        await readable(fd)
-        data = os.read(fd, 4096)
-        if not data:
-            break
-        text += data
-    info: dict[str, Any] = json.loads(text) if text else {}
-    return info
 
 
 def _hold_init(info: dict[str, Any]) -> Process:

@@ -21,6 +21,7 @@ from prorl_envs.sandbox.template_process import ForkRequest
 
 #: Marks every process of a sandbox, for there is no pid namespace to end them by.
 MARK = "PRORL_LOCAL_SANDBOX"
+_KERNEL_THREAD = 0x0020_0000
 
 
 class NoIsolationWarning(UserWarning):
@@ -97,7 +98,9 @@ class LocalSandbox(NodeSandbox):
         await asyncio.to_thread(self._kill_marked)
 
     def _kill_marked(self) -> None:
-        """Kill until a look around finds none: what is killed may have just forked."""
+        """Kill until a look around finds none: what is killed may have just forked, and what begins another
+        program shows no environment for a moment.
+        """
         while sum(_kill(pid, self.id) for pid in _own_processes()):
             pass
 
@@ -133,14 +136,28 @@ def _own_processes() -> Iterator[int]:
 
 
 def _kill(pid: int, sandbox_id: str) -> bool:
-    """Kill `pid` if it carries the mark. Held by pidfd, so that it is the process that was looked at."""
+    """Kill `pid` if it carries the mark. Held by pidfd, so that it is the process that was looked at.
+
+    Returns:
+        Whether it was killed, or has to be looked at again.
+    """
     with contextlib.suppress(ProcessLookupError, FileNotFoundError, PermissionError):
         pidfd = os.pidfd_open(pid)
         try:
-            environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            if f"{MARK}={sandbox_id}".encode() in environ:
+            environ = Path(f"/proc/{pid}/environ").read_bytes()
+            if f"{MARK}={sandbox_id}".encode() in environ.split(b"\0"):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
                 return True
+            return not environ and _begins(pid)
         finally:
             os.close(pidfd)
     return False
+
+
+def _begins(pid: int) -> bool:
+    """Whether a process is in the middle of `execve`, where the kernel knows of no environment yet.
+
+    See proc_pid_stat(5) for the fields: the state, the kernel's flags, the end of the environment.
+    """
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
+    return fields[0] not in (b"Z", b"X") and not int(fields[6]) & _KERNEL_THREAD and int(fields[48]) == 0

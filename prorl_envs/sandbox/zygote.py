@@ -7,7 +7,7 @@ open. It is single-threaded and never runs anything a sandbox says; the fork doe
                         the sandbox's first process, the tool server's socket, the status socket. For a
                         default route or a listening socket: the network namespace, the status socket.
                         For bubblewrap, where it
-                        must run beside the template: its standard streams, its info pipe, the status socket.
+                        must run beside the template: its standard streams, its info file, the status socket.
                         For the size of a tree: its directory, the sandbox's first process where there is one,
                         the status socket.
     template -> host    `ready` with its pid, or the error, on the control socket; for each fork, on its

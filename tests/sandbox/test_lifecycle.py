@@ -16,6 +16,7 @@ import pytest
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import Driver, Mount, Sandbox, SandboxSpec
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver, BubblewrapSandbox
+from prorl_envs.sandbox.probe import find_bwrap
 from prorl_envs.testing.leaks import Holdings, leaks_since
 from prorl_envs.testing.sandbox_entry import FAIL, RUN_SCRIPTS, ask, run_script
 
@@ -315,4 +316,27 @@ def test_a_killed_service_leaves_no_process_and_its_files_are_swept(
     interrupted_service(driver_name, moment, signal.SIGKILL)
     assert set(run_dir.iterdir()) - set(map(Path, before.directories))
     asyncio.run(BubblewrapDriver().aclose())  # the next driver sweeps
+    assert leaks_since(before, run_dir) == []
+
+
+STARTING = """\
+import asyncio, sys
+from pathlib import Path
+from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+
+asyncio.run(BubblewrapDriver(bwrap=Path(sys.argv[1])).start(SandboxSpec()))
+"""
+
+
+def test_a_service_killed_while_bubblewrap_begins_leaves_no_process(run_dir: Path, tmp_path: Path) -> None:
+    before = Holdings.now(run_dir)
+    program = tmp_path / "bwrap"
+    # What it then tells of the namespaces has no reader any more.
+    program.write_text(f'#!/bin/sh\nkill -KILL $PPID; sleep 0.3; exec {find_bwrap(None)} "$@"\n')
+    program.chmod(0o755)
+    service = subprocess.run([sys.executable, "-c", STARTING, program], check=False)
+    assert service.returncode == -signal.SIGKILL
+    assert not wait_for_processes(before, run_dir)
+    asyncio.run(BubblewrapDriver().aclose())
     assert leaks_since(before, run_dir) == []

@@ -34,11 +34,12 @@ async def test_it_runs_in_its_own_directory_with_its_own_environment(local_drive
 
 
 async def test_closing_ends_detached_processes(local_driver: LocalDriver) -> None:
-    sandbox = await local_driver.start(SandboxSpec())
-    with await sandbox.spawn(RUN_SCRIPTS) as sock:
-        pid = (await ask(sock, "setsid sleep 600 > /dev/null 2>&1 & echo $!")).strip()
-        await sandbox.close()
-    assert state_of(pid) in ("gone", "Z")
+    for _ in range(10):  # some are met as they begin another program
+        sandbox = await local_driver.start(SandboxSpec())
+        with await sandbox.spawn(RUN_SCRIPTS) as sock:
+            pid = (await ask(sock, "setsid sleep 600 > /dev/null 2>&1 & echo $!")).strip()
+            await sandbox.close()
+        assert state_of(pid) in ("gone", "Z")
 
 
 def state_of(pid: str) -> str:
