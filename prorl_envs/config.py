@@ -127,6 +127,18 @@ class LimitSettings(_Section):
     mechanism: Literal["auto", "cgroup2", "cgroup1", "watchdog"] = "auto"
 
 
+class LogSettings(_Section):
+    """What a service logs, on its standard error.
+
+    Args:
+        level: least level that is logged.
+        format: `text` for people, `json` for machines: one object a line, with the job and the trace.
+    """
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["text", "json"] = "text"
+
+
 class Settings(_Section):
     """All settings.
 
@@ -149,6 +161,7 @@ class Settings(_Section):
     server: ServerSettings = ServerSettings()
     model: ModelSettings = ModelSettings()
     limits: LimitSettings = LimitSettings()
+    log: LogSettings = LogSettings()
     cache_dir: ExpandedPath | None = None
     run_dir: ExpandedPath | None = None
     driver: Literal["auto", "bubblewrap", "apptainer", "local"] = "auto"

@@ -2,6 +2,7 @@
 
 from prorl_envs.cli.compose import Model, rollout_service
 from prorl_envs.cli.console import err
+from prorl_envs.cli.logs import exporting_traces, set_up_logging
 from prorl_envs.config import Settings
 from prorl_envs.rollout.server import serve_until_signal
 
@@ -21,5 +22,7 @@ async def serve(settings: Settings, model: Model) -> None:
             err.print(f"store:           {settings.service.store}")
         err.print("Ctrl-C ends it")
 
-    async with rollout_service(settings, model, durable=True) as service:
-        await serve_until_signal(service, settings.server, ready=ready)
+    set_up_logging(settings.log)
+    with exporting_traces():
+        async with rollout_service(settings, model, durable=True) as service:
+            await serve_until_signal(service, settings.server, ready=ready)

@@ -1,6 +1,8 @@
 """This machine's shared resources: one driver, its templates, a cache directory."""
 
 import os
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -9,6 +11,27 @@ from prorl_envs.sandbox.base import Driver, Sandbox, SandboxSpec
 from prorl_envs.sandbox.choice import choose_driver, make_driver
 from prorl_envs.tools.pool import WarmPool
 from prorl_envs.tools.workplace import Workplace
+
+
+@dataclass(frozen=True, slots=True)
+class NodeUse:
+    """What a node does at one moment, and what it has done.
+
+    Args:
+        open: sandboxes that are not closed, those that stand ready included.
+        warm: of these, those that stand ready.
+        given: sandboxes that were asked for and given out with their tools.
+        seconds: from asking to having, of all of them.
+        from_pool: of these, those that stood ready.
+        failed: those that could not be had.
+    """
+
+    open: int
+    warm: int
+    given: int
+    seconds: float
+    from_pool: int
+    failed: int
 
 
 class Node:
@@ -24,6 +47,8 @@ class Node:
         self.driver = driver
         self.cache_dir = cache_dir
         self._pool = WarmPool(driver, limit=warm)
+        self._given = self._failed = 0
+        self._seconds = 0.0
 
     @classmethod
     def local(cls, *, cache_dir: Path | None = None) -> Self:
@@ -45,7 +70,27 @@ class Node:
 
     async def workplace(self, spec: SandboxSpec, *, python: bool = False) -> Workplace:
         """A sandbox with its tools. The caller closes it."""
-        return await self._pool.take(spec, python=python)
+        asked = time.monotonic()
+        try:
+            place = await self._pool.take(spec, python=python)
+        except Exception:
+            self._failed += 1
+            raise
+        self._given += 1
+        self._seconds += time.monotonic() - asked
+        return place
+
+    @property
+    def use(self) -> NodeUse:
+        """What it does now, and what it has done, for operators."""
+        return NodeUse(
+            open=len(self.driver.sandboxes),
+            warm=self._pool.ready,
+            given=self._given,
+            seconds=self._seconds,
+            from_pool=self._pool.hits,
+            failed=self._failed,
+        )
 
     async def aclose(self) -> None:
         await self._pool.aclose()

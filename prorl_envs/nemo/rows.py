@@ -1,7 +1,7 @@
 """Task rows as NeMo Gym rows: `responses_create_params` for the agent, the task for the grader."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +128,7 @@ class _NoDriver:
     """Rows are rendered from data alone; nothing is started for it."""
 
     name = "none"
+    sandboxes: Collection[Sandbox] = ()
 
     async def start(self, spec: SandboxSpec, *, snapshot: Snapshot | None = None) -> Sandbox:
         raise SandboxError("rendering rows starts no sandbox")

@@ -15,6 +15,7 @@ from prorl_envs.env.base import Message, Prompt
 from prorl_envs.errors import ModelError
 from prorl_envs.policy.pool import ModelPool
 from prorl_envs.policy.types import AssistantTurn, ModelClient, Renderer, Sampled, Sampling
+from prorl_envs.rollout import tracing
 from prorl_envs.rollout.ledger import Ledger
 from prorl_envs.rollout.types import AgentLimits, StopReason
 from prorl_envs.tools.types import ToolCall, ToolResult
@@ -115,6 +116,7 @@ class _Episode:
         self.session = session
         self.ends_at = agent.clock.monotonic() + limits.run_s
         self.malformed = 0
+        self.tools = frozenset(tool.name for tool in prompt.tools)
         self.context = list(agent.renderer.prompt(prompt.messages, prompt.tools))
         self.ledger = Ledger(self.context)
         self.transcript = transcript
@@ -162,8 +164,10 @@ class _Episode:
         self.ledger.sent(self.context)
         started = self.agent.clock.monotonic()
         try:
-            async with self.agent.clock.timeout(self.seconds_left) as deadline:
-                sampled = await self.agent.model.generate(self.context, sampling, session=self.session)
+            with tracing.model_call(len(self.context)) as span:
+                async with self.agent.clock.timeout(self.seconds_left) as deadline:
+                    sampled = await self.agent.model.generate(self.context, sampling, session=self.session)
+                tracing.note_sampled(span, sampled)
         except TimeoutError:
             if not deadline.expired():
                 raise
@@ -216,7 +220,9 @@ class _Episode:
                 return StopReason.TIME_LIMIT
             started = self.agent.clock.monotonic()
             timeout_s = min(self.limits.tool_timeout_s, self.seconds_left)
-            result = await self.environment.call(call, timeout_s=timeout_s)
+            with tracing.tool_call(call, known=call.name in self.tools) as span:
+                result = await self.environment.call(call, timeout_s=timeout_s)
+                tracing.note_tool(span, result)
             self.ledger.tools_took(self.agent.clock.monotonic() - started)
             if call.name == self.environment.finish_tool and result.ok:
                 return StopReason.FINISHED

@@ -26,6 +26,7 @@ from prorl_envs.rollout.errors import (
     WrongMethod,
 )
 from prorl_envs.rollout.guards import BodyLimit, TokenGuard, error_response
+from prorl_envs.rollout.metrics import CONTENT_TYPE
 from prorl_envs.rollout.service import RolloutService, ServiceState
 from prorl_envs.rollout.types import GroupRequest, Result
 from prorl_envs.rollout.views import (
@@ -191,6 +192,15 @@ def _add_operation(app: FastAPI, service: RolloutService) -> None:
     async def remove_model_server(url: Annotated[str, Query(max_length=2000)]) -> ModelServerList:
         """Take a model server away."""
         return ModelServerList(servers=await service.remove_model_server(url))
+
+    @app.get(
+        "/metrics",
+        response_class=Response,
+        responses={200: {"content": {CONTENT_TYPE: {}}, "description": "Prometheus' text format."}},
+    )
+    async def get_metrics() -> Response:
+        """Metrics for Prometheus."""
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
     @app.get("/health")
     async def get_health() -> Health:

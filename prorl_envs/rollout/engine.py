@@ -14,6 +14,7 @@ from typing import Any
 from prorl_envs.clock import Clock
 from prorl_envs.env.base import Task
 from prorl_envs.errors import FailureKind
+from prorl_envs.rollout import tracing
 from prorl_envs.rollout.episode import Episode
 from prorl_envs.rollout.errors import Unavailable
 from prorl_envs.rollout.scheduler import Close, Decision, Finish, Interrupt, Scheduler, Start
@@ -35,7 +36,7 @@ class Engine:
         worker: carries stages out.
         store: keeps results.
         clock: measures waiting.
-        announce: called after each result is kept.
+        announce: called with each result once it is kept.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Engine:
         worker: Worker,
         store: Store,
         clock: Clock,
-        announce: Callable[[], None],
+        announce: Callable[[Result], None],
     ) -> None:
         self.scheduler = scheduler
         self.finished: Counter[JobState] = Counter()
@@ -69,6 +70,8 @@ class Engine:
             Episode(request, sample, task, waiting_since=now, attempts=before)
             for sample, before in attempts.items()
         ]
+        for episode in episodes:
+            episode.span = tracing.begin_job(episode.id, request.environment, task.id)
         self._episodes.update((episode.id, episode) for episode in episodes)
         self._apply(self.scheduler.submit((episode.id, request.id) for episode in episodes))
 
@@ -117,9 +120,13 @@ class Engine:
         task.add_done_callback(partial(self._stage_ended, episode))
 
     async def _perform(self, episode: Episode, stage: Stage) -> Failure | None:
-        if stage is Stage.INIT:
-            await self._persist(partial(self._store.started, episode.id))
-        return await self._worker.perform(episode, stage)
+        with tracing.in_stage(episode.id, episode.span, stage, episode.attempts) as span:
+            if stage is Stage.INIT:
+                await self._persist(partial(self._store.started, episode.id))
+            failure = await self._worker.perform(episode, stage)
+            if failure is not None:
+                tracing.note_failure(span, failure)
+            return failure
 
     def _stage_ended(self, episode: Episode, task: asyncio.Task[Failure | None]) -> None:
         """What a stage came to, as the scheduler's event."""
@@ -138,10 +145,13 @@ class Engine:
     def _finish(self, episode: Episode, state: JobState) -> None:
         if state is JobState.CANCELLED:
             if self._leaving:
+                tracing.end_job(episode.span, state, None, episode.attempts)
                 self._forget_if_gone(episode.id)
                 return
             episode.cancelled()
-        recording = self._record(episode, episode.result(state))
+        result = episode.result(state)
+        tracing.end_job(episode.span, state, result.reward, result.attempts)
+        recording = self._record(episode, result)
         self._records[episode.id] = self._spawn(recording)
 
     async def _record(self, episode: Episode, result: Result) -> None:
@@ -154,7 +164,7 @@ class Engine:
         self.finished[result.state] += 1
         if result.failure is not None:
             self.failures[result.failure.kind] += 1
-        self._announce()
+        self._announce(result)
         self._forget_if_gone(episode.id)
 
     async def _persist(self, write: Callable[[], Awaitable[object]]) -> None:

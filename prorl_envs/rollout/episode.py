@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from opentelemetry.trace import INVALID_SPAN, Span
+
 from prorl_envs.env.base import Environment, Grade, Prompt, Task
 from prorl_envs.errors import FailureKind
 from prorl_envs.policy.types import Sampling
@@ -41,6 +43,7 @@ class Episode:
         task: the request's task, validated.
         waiting_since: clock time at which it last began to wait, seconds.
         attempts: how often it was started.
+        span: its trace.
     """
 
     request: GroupRequest
@@ -53,6 +56,7 @@ class Episode:
     active_s: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
     model_s: float = 0.0
     tools_s: float = 0.0
+    span: Span = INVALID_SPAN
 
     @property
     def id(self) -> str:

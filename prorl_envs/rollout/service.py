@@ -21,6 +21,7 @@ from prorl_envs.policy.vllm import base_url
 from prorl_envs.rollout.agent import Agent
 from prorl_envs.rollout.engine import Engine
 from prorl_envs.rollout.errors import Conflict, Full, NotFound, Unavailable
+from prorl_envs.rollout.metrics import Metrics
 from prorl_envs.rollout.scheduler import Limits, Scheduler
 from prorl_envs.rollout.stages import Family
 from prorl_envs.rollout.statistics import group_statistics
@@ -28,6 +29,7 @@ from prorl_envs.rollout.store import MemoryStore, NewGroup, Store, StoredGroup
 from prorl_envs.rollout.types import (
     GroupRequest,
     JobState,
+    Result,
     Stage,
     job_id,
     split_job_id,
@@ -94,8 +96,10 @@ class RolloutService:
             ),
             self.store,
             self.clock,
-            self._announce,
+            self._recorded,
         )
+        #: What `/metrics` shows.
+        self.metrics = Metrics(self.status, lambda: node.use)
         self._submitting = asyncio.Lock()
         self._news = asyncio.Event()
         self._started_at = self.clock.monotonic()
@@ -314,6 +318,10 @@ class RolloutService:
                 new += request.samples
         if new > max(room, 0):
             raise Full(f"the queue has room for {max(room, 0)} of {new} new jobs", hint="try again later")
+
+    def _recorded(self, result: Result) -> None:
+        self.metrics.observe(result)
+        self._announce()
 
     def _announce(self) -> None:
         """Wake everyone who waits for results."""

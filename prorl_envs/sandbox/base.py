@@ -1,7 +1,7 @@
 """The contract every sandbox driver keeps. Knows nothing of tools, tasks or models."""
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -177,6 +177,11 @@ class Driver(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def sandboxes(self) -> Collection[Sandbox]:
+        """Those not yet closed."""
+        ...
 
     async def start(self, spec: SandboxSpec, *, snapshot: "Snapshot | None" = None) -> Sandbox:
         """Start a sandbox and return it once its first process runs.

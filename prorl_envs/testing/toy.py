@@ -6,7 +6,7 @@ exactly what happens and see everything that happened.
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar
@@ -179,6 +179,7 @@ class NoDriver:
     """The driver of a node on which no sandbox is started."""
 
     name = "none"
+    sandboxes: Collection[Sandbox] = ()
 
     async def start(self, spec: SandboxSpec, *, snapshot: Snapshot | None = None) -> Sandbox:
         raise SandboxError("this node has no sandboxes")

@@ -62,6 +62,8 @@ class WarmPool:
         self._settled = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
         self._closed = False
+        #: How often one that stood ready was handed out.
+        self.hits = 0
 
     @property
     def ready(self) -> int:
@@ -83,6 +85,7 @@ class WarmPool:
         while stock.ready:
             _, place = stock.ready.popleft()
             if place.sandbox.alive:
+                self.hits += 1
                 return place
             await place.aclose()
         return await self._open(kind)

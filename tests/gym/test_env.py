@@ -4,7 +4,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,10 @@ class FaultyDriver:
         self.driver = BubblewrapDriver()
         self.failing = False
         self.started: list[Sandbox] = []
+
+    @property
+    def sandboxes(self) -> Collection[Sandbox]:
+        return self.driver.sandboxes
 
     async def start(self, spec: SandboxSpec, *, snapshot: Snapshot | None = None) -> Sandbox:
         if self.failing:

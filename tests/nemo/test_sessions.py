@@ -2,7 +2,7 @@
 
 import asyncio
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,7 @@ class Note(Environment[NoteTask]):
 
 class _NoSandboxes:
     name = "none"
+    sandboxes: Collection[Sandbox] = ()
 
     async def start(self, spec: SandboxSpec, *, snapshot: Snapshot | None = None) -> Sandbox:
         raise SandboxError("this driver starts nothing")

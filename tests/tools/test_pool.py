@@ -1,7 +1,7 @@
 """Sandboxes that stand ready. The leak fixture watches each test."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 
 import pytest
@@ -30,6 +30,10 @@ class CountingDriver:
         self.started: list[Sandbox] = []
         self.failing = False
         self.changed = asyncio.Event()
+
+    @property
+    def sandboxes(self) -> Collection[Sandbox]:
+        return self._driver.sandboxes
 
     async def start(self, spec: SandboxSpec, *, snapshot: Snapshot | None = None) -> Sandbox:
         try:

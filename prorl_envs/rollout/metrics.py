@@ -1,0 +1,197 @@
+"""Prometheus metrics of one service. Gauges are read when they are asked for; what a job took is counted
+once, from its result, so that a job costs the same however often somebody looks.
+
+Names and types follow https://prometheus.io/docs/practices/naming/.
+"""
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import (
+    CONTENT_TYPE_PLAIN_0_0_4,
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    Summary,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.registry import Collector
+
+from prorl_envs.env.node import NodeUse
+from prorl_envs.rollout.types import Result, Stage
+from prorl_envs.rollout.views import StatusView
+
+#: What `Metrics.text` is.
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+
+#: Upper bounds in seconds, from a tool call to a build.
+_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
+_TURNS = (1, 2, 3, 5, 8, 13, 20, 30, 50, 100, 200)
+_TOKENS = (256, 1024, 4096, 8192, 16_384, 32_768, 65_536, 131_072, 262_144)
+
+
+class Metrics:
+    """What `/metrics` shows.
+
+    Args:
+        status: the service now.
+        node: what it uses of its machine now.
+    """
+
+    def __init__(self, status: Callable[[], StatusView], node: Callable[[], NodeUse]) -> None:
+        self._registry = registry = CollectorRegistry()
+        family = ["environment"]
+        self._results = Counter(
+            "prorl_results", "Jobs that came to a result.", [*family, "state"], registry=registry
+        )
+        self._failures = Counter(
+            "prorl_failures",
+            "Results without a reward, by the boundary that failed and the stage.",
+            [*family, "kind", "stage"],
+            registry=registry,
+        )
+        self._stops = Counter(
+            "prorl_agent_stops", "Why the agent loop ended.", [*family, "reason"], registry=registry
+        )
+        self._rewards = Summary("prorl_reward", "Rewards that graders gave.", family, registry=registry)
+        self._queued = _seconds("prorl_job_queued_seconds", "Waiting for stages.", family, registry)
+        self._stages = _seconds(
+            "prorl_job_stage_seconds", "Active time in a stage.", [*family, "stage"], registry
+        )
+        self._calls = _seconds(
+            "prorl_model_call_seconds", "One call of a model server.", ["server"], registry
+        )
+        self._tools = _seconds("prorl_turn_tools_seconds", "The tool calls of one turn.", family, registry)
+        self._turns = Histogram(
+            "prorl_job_turns", "Model calls of a job.", family, buckets=_TURNS, registry=registry
+        )
+        self._length = Histogram(
+            "prorl_job_tokens", "Tokens of a trajectory.", family, buckets=_TOKENS, registry=registry
+        )
+        self._tokens = Counter(
+            "prorl_trajectory_tokens",
+            "Tokens in results, sampled by the model or observed by it.",
+            [*family, "origin"],
+            registry=registry,
+        )
+        self._drift = Counter(
+            "prorl_drift_tokens", "Prompt tokens that differed from what was recorded.", registry=registry
+        )
+        registry.register(_Now(status, node))
+        ProcessCollector(registry=registry)
+
+    def observe(self, result: Result) -> None:
+        """Count a result, once."""
+        family = result.environment
+        self._results.labels(family, result.state).inc()
+        if result.failure is not None:
+            self._failures.labels(family, result.failure.kind, result.failure.stage).inc()
+        if result.stop_reason is not None:
+            self._stops.labels(family, result.stop_reason).inc()
+        if result.reward is not None:
+            self._rewards.labels(family).observe(result.reward)
+        timings = result.timings
+        self._queued.labels(family).observe(timings.queued_s)
+        for stage in Stage:
+            if seconds := getattr(timings, f"{stage}_s"):
+                self._stages.labels(family, stage).observe(seconds)
+        if result.trajectory is not None:
+            self._observe_trajectory(result)
+
+    def text(self) -> bytes:
+        """All of them in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def _observe_trajectory(self, result: Result) -> None:
+        family, trajectory = result.environment, result.trajectory
+        assert trajectory is not None
+        self._turns.labels(family).observe(len(trajectory.turns))
+        self._length.labels(family).observe(len(trajectory.ids))
+        sampled = sum(turn.end - turn.start for turn in trajectory.turns)
+        self._tokens.labels(family, "sampled").inc(sampled)
+        self._tokens.labels(family, "observed").inc(len(trajectory.ids) - sampled)
+        self._drift.inc(trajectory.drift)
+        for turn in trajectory.turns:
+            self._calls.labels(turn.server).observe(turn.model_s)
+            self._tools.labels(family).observe(turn.tools_s)
+
+
+def _seconds(name: str, what: str, labels: list[str], registry: CollectorRegistry) -> Histogram:
+    return Histogram(name, f"Seconds: {what}", labels, buckets=_SECONDS, registry=registry)
+
+
+class _Now(Collector):
+    """What is known at the moment of asking."""
+
+    def __init__(self, status: Callable[[], StatusView], node: Callable[[], NodeUse]) -> None:
+        self._status = status
+        self._node = node
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._status()
+        yield from _service(status)
+        yield from _model_servers(status)
+        yield from _sandboxes(self._node())
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())  # else it would be collected once, before there is a service
+
+
+def _service(status: StatusView) -> Iterator[Metric]:
+    yield _gauge("prorl_up_seconds", "Since the service's start.", status.uptime_s)
+    state = GaugeMetricFamily(
+        "prorl_service_state", "1 for the state that the service is in.", labels=["state"]
+    )
+    state.add_metric([status.state], 1)
+    yield state
+    for what in ("active", "waiting", "limit"):
+        pool = GaugeMetricFamily(f"prorl_pool_{what}", _POOL[what], labels=["stage"])
+        for stage, view in status.pools.items():
+            pool.add_metric([stage], getattr(view, what))
+        yield pool
+    yield _gauge("prorl_live_jobs", "Jobs that hold a sandbox.", status.live)
+    yield _gauge("prorl_live_jobs_limit", "Most of them.", status.live_limit)
+    yield _gauge("prorl_unfinished_jobs", "Jobs accepted and not gone.", status.unfinished)
+    yield _gauge("prorl_queue_limit", "Most of them.", status.queue_limit)
+    yield _counter("prorl_retries", "Attempts beyond the first.", status.retries)
+    yield _counter("prorl_close_failures", "Sandboxes that did not close in order.", status.close_failures)
+    yield _counter("prorl_internal_errors", "Bugs met.", status.internal_errors)
+
+
+_POOL = {
+    "active": "Jobs in the stage.",
+    "waiting": "Jobs that wait for it.",
+    "limit": "Most jobs in it at once.",
+}
+
+
+def _model_servers(status: StatusView) -> Iterator[Metric]:
+    views = {
+        "in_flight": "Calls that the server is answering.",
+        "sessions": "Rollouts pinned to the server.",
+        "healthy": "Whether the server did not fail last.",
+        "draining": "Whether the server gets nothing more.",
+    }
+    for name, what in views.items():
+        family = GaugeMetricFamily(f"prorl_model_server_{name}", what, labels=["server"])
+        for server in status.model_servers:
+            family.add_metric([server.url], float(getattr(server, name)))
+        yield family
+
+
+def _sandboxes(use: NodeUse) -> Iterator[Metric]:
+    yield _gauge("prorl_sandboxes_open", "Sandboxes that are not closed.", use.open)
+    yield _gauge("prorl_sandboxes_warm", "Of these, those that stand ready.", use.warm)
+    yield _counter("prorl_sandboxes_from_pool", "Sandboxes that stood ready when asked for.", use.from_pool)
+    yield _counter("prorl_sandbox_failures", "Sandboxes that did not start.", use.failed)
+    what = "Seconds from asking for a sandbox to having it."
+    yield SummaryMetricFamily("prorl_sandbox_ready_seconds", what, use.given, use.seconds)
+
+
+def _gauge(name: str, what: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, what, value)
+
+
+def _counter(name: str, what: str, value: float) -> Metric:
+    return CounterMetricFamily(name, what, value)

@@ -1,0 +1,90 @@
+"""OpenTelemetry traces: a job, its stages, and in RUN every model call and tool call.
+
+Without an OpenTelemetry SDK all of this does nothing, at some microseconds a span. Names of attributes follow
+https://opentelemetry.io/docs/specs/semconv/gen-ai/ where they fit. No prompt, output or task text goes into
+a span: traces travel to other systems than results do.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, Status, StatusCode
+
+from prorl_envs import __version__
+from prorl_envs.policy.types import Sampled
+from prorl_envs.rollout.types import Failure, JobState, Stage
+from prorl_envs.tools.types import ToolCall, ToolResult
+
+_tracer = trace.get_tracer("prorl_envs", __version__)
+
+#: The job that the running task works for, for log lines; "" outside of one.
+current_job: ContextVar[str] = ContextVar("current_job", default="")
+
+
+def begin_job(job: str, environment: str, task: str) -> Span:
+    """The span of a job, from its admission; ended by `end_job`."""
+    attributes = {"prorl.job": job, "prorl.environment": environment, "prorl.task": task}
+    return _tracer.start_span("rollout", context=Context(), attributes=attributes)
+
+
+def end_job(span: Span, state: JobState, reward: float | None, attempts: int) -> None:
+    """The job has come to its end."""
+    span.set_attribute("prorl.state", state)
+    span.set_attribute("prorl.attempts", attempts)
+    if reward is not None:
+        span.set_attribute("prorl.reward", reward)
+    if state is JobState.FAILED:
+        span.set_status(Status(StatusCode.ERROR))
+    span.end()
+
+
+@contextmanager
+def in_stage(job: str, span: Span, stage: Stage, attempt: int) -> Iterator[Span]:
+    """While one stage of a job runs in this task."""
+    token = current_job.set(job)
+    try:
+        with trace.use_span(span), _tracer.start_as_current_span(stage) as of_stage:
+            of_stage.set_attributes({"prorl.job": job, "prorl.attempt": attempt})
+            yield of_stage
+    finally:
+        current_job.reset(token)
+
+
+def note_failure(span: Span, failure: Failure) -> None:
+    """The stage failed."""
+    span.set_attribute("error.type", failure.kind)
+    span.set_status(Status(StatusCode.ERROR))
+
+
+@contextmanager
+def model_call(prompt_tokens: int) -> Iterator[Span]:
+    """While a model server samples one turn."""
+    with _tracer.start_as_current_span("model_call") as span:
+        span.set_attribute("gen_ai.operation.name", "text_completion")
+        span.set_attribute("gen_ai.usage.input_tokens", prompt_tokens)
+        yield span
+
+
+def note_sampled(span: Span, sampled: Sampled) -> None:
+    """What came of a model call."""
+    span.set_attribute("gen_ai.usage.output_tokens", len(sampled.ids))
+    span.set_attribute("gen_ai.response.finish_reasons", [sampled.finish_reason])
+    span.set_attribute("server.address", sampled.server)
+    span.set_attribute("prorl.weight_version", sampled.weight_version)
+
+
+@contextmanager
+def tool_call(call: ToolCall, known: bool) -> Iterator[Span]:
+    """While a tool runs. A name that the model made up is not passed on."""
+    with _tracer.start_as_current_span("tool_call") as span:
+        span.set_attribute("gen_ai.operation.name", "execute_tool")
+        span.set_attribute("gen_ai.tool.name", call.name if known else "unknown")
+        yield span
+
+
+def note_tool(span: Span, result: ToolResult) -> None:
+    """What came of a tool call."""
+    span.set_attribute("prorl.tool_ok", result.ok)

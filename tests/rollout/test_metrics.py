@@ -1,0 +1,102 @@
+"""What operators see: every number that is promised, and that it is right."""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from prorl_envs.config import ServerSettings
+from prorl_envs.rollout.api import create_app
+from prorl_envs.rollout.metrics import CONTENT_TYPE
+
+pytestmark = pytest.mark.anyio
+
+DOCS = Path(__file__).parents[2] / "docs"
+SUFFIXES = ("_total", "_sum", "_count", "_bucket")
+
+
+@pytest.fixture
+async def client(bench: Any) -> AsyncIterator[httpx.AsyncClient]:
+    app = create_app(bench.service, ServerSettings())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+        yield client
+
+
+type Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+async def scrape(client: httpx.AsyncClient) -> Samples:
+    answer = await client.get("/metrics")
+    assert answer.headers["content-type"] == CONTENT_TYPE
+    families = text_string_to_metric_families(answer.text)
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def value(samples: Samples, name: str, **labels: str) -> float:
+    return samples[name, tuple(sorted(labels.items()))]
+
+
+async def test_results_are_counted_by_what_they_came_to(bench: Any, client: httpx.AsyncClient) -> None:
+    await bench.submit(bench.group("good", samples=2, reward=0.75))
+    await bench.submit(bench.group("bad", faults={"eval": "grader"}))
+    results = await bench.finished(3)
+    await bench.gone()
+    seen = await scrape(client)
+    assert value(seen, "prorl_results_total", environment="toy", state="done") == 2
+    assert value(seen, "prorl_results_total", environment="toy", state="failed") == 1
+    failed = next(result for result in results if result.failure)
+    assert value(seen, "prorl_failures_total", environment="toy", kind=failed.failure.kind, stage="eval") == 1
+    assert value(seen, "prorl_reward_sum", environment="toy") == 1.5
+    assert value(seen, "prorl_reward_count", environment="toy") == 2
+    turns = sum(len(result.trajectory.turns) for result in results)
+    assert value(seen, "prorl_job_turns_sum", environment="toy") == turns
+    origins = ("sampled", "observed")
+    name = "prorl_trajectory_tokens_total"
+    tokens = [value(seen, name, environment="toy", origin=origin) for origin in origins]
+    assert tokens[0] == sum(sum(result.trajectory.loss_mask) for result in results) > 0
+    assert sum(tokens) == sum(len(result.trajectory.ids) for result in results)
+    assert value(seen, "prorl_drift_tokens_total") == 0
+
+
+async def test_the_moment_is_seen(bench: Any, client: httpx.AsyncClient) -> None:
+    bench.world.gates["eval"] = asyncio.Event()
+    await bench.submit(bench.group("held"))
+    await bench.world.until(lambda: bench.world.inside["eval"] == 1)
+    seen = await scrape(client)
+    assert value(seen, "prorl_pool_active", stage="eval") == 1
+    assert value(seen, "prorl_unfinished_jobs") == value(seen, "prorl_live_jobs") == 1
+    assert value(seen, "prorl_service_state", state="serving") == 1
+    bench.world.gates["eval"].set()
+
+
+def documented() -> set[str]:
+    rows = re.findall(r"^\| (`prorl_.*?) \|", (DOCS / "operating.md").read_text(), re.M)
+    return {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+
+
+def base(name: str) -> str:
+    for suffix in ("_created", *SUFFIXES[1:]):
+        name = name.removesuffix(suffix)
+    return name
+
+
+async def test_every_metric_is_documented_and_every_panel_shows_one(client: httpx.AsyncClient) -> None:
+    text = (await client.get("/metrics")).text
+    families = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE prorl_")}
+    families = {name for name in families if not name.endswith("_created")}
+    assert families == documented()
+    dashboard = json.loads((DOCS / "operating" / "grafana.json").read_text())
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    shown = {base(name) for expression in expressions for name in re.findall(r"\bprorl_\w+", expression)}
+    assert shown <= families
+    assert len(expressions) >= 20
