@@ -259,6 +259,7 @@ async def test_the_document_names_every_route_and_error(client: httpx.AsyncClien
         "/v1/status",
         "/v1/environments",
         "/v1/model_servers",
+        "/metrics",
         "/health",
         "/ready",
     }
