@@ -204,23 +204,22 @@ os.setns(fd, os.CLONE_NEWUSER | os.CLONE_NEWNS | os.CLONE_NEWPID | os.CLONE_NEWN
 
 
 def _joining(bwrap: Path) -> Check:
-    reader, writer = os.pipe()
-    with (
-        os.fdopen(reader, "rb") as info,
-        subprocess.Popen(
-            _minimal(bwrap, "--info-fd", str(writer), command=("/bin/sh", "-c", "echo ready; read _")),
+    info = os.memfd_create("namespaces")  # no pipe: see `BubblewrapSandbox`
+    try:
+        with subprocess.Popen(
+            _minimal(bwrap, "--info-fd", str(info), command=("/bin/sh", "-c", "echo ready; read _")),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            pass_fds=[writer],
-        ) as sandbox,
-    ):
-        os.close(writer)
-        text = info.read()
-        assert sandbox.stdout is not None
-        ready = sandbox.stdout.readline() == b"ready\n"
-        problem = _join(json.loads(text)["child-pid"]) if ready else "there is no sandbox to join"
-        sandbox.kill()
+            pass_fds=[info],
+        ) as sandbox:
+            assert sandbox.stdout is not None
+            ready = sandbox.stdout.readline() == b"ready\n"
+            child = json.loads(os.pread(info, 4096, 0))["child-pid"] if ready else 0
+            problem = _join(child) if ready else "there is no sandbox to join"
+            sandbox.kill()
+    finally:
+        os.close(info)
     return Check(
         name="joining",
         ok=not problem,
