@@ -24,7 +24,11 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "envs": frozenset({"errors", "sandbox", "tools", "env"}),
     "apps": frozenset({"nemo"}),  # a family's NeMo Gym server
     "gym": frozenset({"errors", "sandbox", "tools", "env", "config"}),
-    "nemo": frozenset({"errors", "sandbox", "images", "tools", "env", "config"}),
+    "nemo": frozenset(
+        # Its agent is a client of the rollout service.
+        {"errors", "sandbox", "images", "tools", "env", "config", "policy.types"}
+        | {f"rollout.{module}" for module in ("client", "errors", "types")}
+    ),
     "policy": frozenset({"errors", "clock", "tools.types"}),
     "rollout": frozenset({"errors", "clock", "config", "env", "tools.types", "policy"}),
     "testing": frozenset({"errors", "clock", "tools.types", "policy", "env", "sandbox", "rollout"}),

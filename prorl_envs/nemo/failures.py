@@ -2,6 +2,8 @@
 
 from prorl_envs.errors import FailureKind, InputError, ProrlError, RolloutFailure
 from prorl_envs.nemo.sessions import SessionExpired, SessionLost
+from prorl_envs.rollout.errors import Full, Unavailable
+from prorl_envs.rollout.types import Failure
 from prorl_envs.tools.types import JsonObject
 
 #: What an agent passes on to the model when a tool call met a failure of ours. The model learns that the
@@ -25,10 +27,19 @@ def failure_kind(failure: RolloutFailure) -> str:
     return _SHARED_KINDS.get(failure.kind, f"prorl:{failure.kind}")
 
 
+def as_error(failure: Failure) -> RolloutFailure:
+    """What a rollout service says of a job that has no reward, as the error that it was there."""
+    fields = {"kind": failure.kind, "retryable": failure.retryable}
+    error: RolloutFailure = type("JobFailed", (RolloutFailure,), fields)(failure.message, hint=failure.hint)
+    return error
+
+
 def http_status(error: ProrlError) -> int:
     """422 for the caller's mistakes, 503 where another attempt may do well, else 500."""
     if isinstance(error, InputError):
         return 422
+    if isinstance(error, Full | Unavailable):
+        return 503
     return 503 if isinstance(error, RolloutFailure) and error.retryable else 500
 
 

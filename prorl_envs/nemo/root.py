@@ -20,10 +20,14 @@ import prorl_envs
 from prorl_envs.errors import InputError
 from prorl_envs.nemo.rows import server_name
 
-#: NeMo Gym's own servers that our configs name, and those users put beside them.
+#: The folder of our agent, in a checkout.
+AGENT = Path(prorl_envs.__file__).resolve().parents[1] / "agents" / "prorl_agent"
+
+#: The servers, beside our families', that our configs name, and those users put beside them.
 NEMO_SERVERS = (
     "responses_api_agents/simple_agent",
     "responses_api_agents/gymnasium_agent",
+    "responses_api_agents/prorl_agent",
     "responses_api_models/openai_model",
     "responses_api_models/vllm_model",
     "environment_servers/legacy_agent",
@@ -65,6 +69,8 @@ def gym_root(path: Path, *, venv: Path | None = None) -> GymRoot:
                 hint="run this with the Python of the environment in which NeMo Gym is installed",
             )
     servers = {f"resources_servers/{server_name(folder.name)}": folder for folder in _families()}
+    if AGENT.is_dir():  # in a checkout
+        servers[f"responses_api_agents/{AGENT.name}"] = AGENT
     for name, folder in servers.items():
         installed = any(venv.glob(f"lib/python3*/site-packages/{name}/app.py"))
         _link_entries({} if installed else _entries(folder), path / name)

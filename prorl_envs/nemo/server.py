@@ -73,7 +73,7 @@ class EnvironmentServer(SimpleResourcesServer):
         for tool in blank(self.config.environment).tools:
             self._add_tool(app, tool.name)
         app.post("/{tool}")(self.call_tool)  # a name the model made up: the environment says so
-        app.add_exception_handler(ProrlError, _answer_error)
+        app.add_exception_handler(ProrlError, answer_error)
         self._add_lifespan(app)
         return app
 
@@ -235,7 +235,8 @@ def _session_id(request: Request) -> str:
     return str(request.session[SESSION_ID_KEY])
 
 
-async def _answer_error(request: Request, error: Exception) -> JSONResponse:
+async def answer_error(_: Request, error: Exception) -> JSONResponse:
+    """A `ProrlError` as the answer to a request."""
     assert isinstance(error, ProrlError)  # what it is registered for
     return JSONResponse(error_body(error), status_code=http_status(error))
 

@@ -21,6 +21,14 @@ from prorl_envs.tools.types import JsonObject
 #: Does this NeMo Gym leave masked samples out of its metrics by itself (0.5 and later)?
 KNOWS_MASKS = "mask_sample" in BaseVerifyResponse.model_fields
 
+#: What to answer where there is no reward; see `masks`.
+FailureMode = Literal["auto", "error", "mask"]
+
+
+def masks(mode: FailureMode) -> bool:
+    """Whether a failure is answered with a masked sample, and not with an error."""
+    return mode == "mask" or (mode == "auto" and KNOWS_MASKS)
+
 
 class EnvironmentServerConfig(BaseResourcesServerConfig):
     """The server's block in the YAML file.
@@ -38,7 +46,7 @@ class EnvironmentServerConfig(BaseResourcesServerConfig):
     """
 
     environment: str
-    failures: Literal["auto", "error", "mask"] = "auto"
+    failures: FailureMode = "auto"
     max_sessions: int = Field(default=64, ge=1)
     idle_s: float = Field(default=1800.0, gt=0)
     init_s: float = Field(default=600.0, gt=0)
@@ -54,7 +62,7 @@ class EnvironmentServerConfig(BaseResourcesServerConfig):
 
     @property
     def masks(self) -> bool:
-        return self.failures == "mask" or (self.failures == "auto" and KNOWS_MASKS)
+        return masks(self.failures)
 
 
 class SeedRequest(BaseModel):

@@ -156,7 +156,7 @@ class Engine:
 
     async def _record(self, episode: Episode, result: Result) -> None:
         try:
-            await self._persist(partial(self._store.record, result))
+            result = await self._persist(partial(self._store.record, result))
         except Unavailable as error:
             log.error("the result of %s is lost, and the next start does it again: %s", episode.id, error)
             self._forget_if_gone(episode.id)
@@ -167,7 +167,7 @@ class Engine:
         self._announce(result)
         self._forget_if_gone(episode.id)
 
-    async def _persist(self, write: Callable[[], Awaitable[object]]) -> None:
+    async def _persist[T](self, write: Callable[[], Awaitable[T]]) -> T:
         """Write, and try again until the disk takes it. Meanwhile the job holds its place, so a full disk
         brings the service to a halt and loses nothing.
 
@@ -176,8 +176,7 @@ class Engine:
         """
         while True:
             try:
-                await write()
-                return
+                return await write()
             except Unavailable as error:
                 if self._leaving:
                     raise

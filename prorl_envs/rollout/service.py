@@ -102,6 +102,7 @@ class RolloutService:
         self.metrics = Metrics(self.status, lambda: node.use)
         self._submitting = asyncio.Lock()
         self._news = asyncio.Event()
+        self._newest = 0
         self._started_at = self.clock.monotonic()
 
     # Life.
@@ -112,6 +113,7 @@ class RolloutService:
         Raises:
             InputError: a stored task is not one of this service's environments.
         """
+        self._newest = await self.store.newest()
         unfinished = [(group, self._load(group.request)) for group in await self.store.unfinished()]
         for group, task in unfinished:
             jobs = zip(range(group.request.samples), group.outcomes, group.attempts, strict=True)
@@ -251,6 +253,7 @@ class RolloutService:
             retries=engine.retries,
             close_failures=engine.close_failures,
             internal_errors=engine.internal_errors,
+            newest=self._newest,
             model_servers=self.model_servers(),
         )
 
@@ -320,6 +323,7 @@ class RolloutService:
             raise Full(f"the queue has room for {max(room, 0)} of {new} new jobs", hint="try again later")
 
     def _recorded(self, result: Result) -> None:
+        self._newest = max(self._newest, result.cursor)
         self.metrics.observe(result)
         self._announce()
 

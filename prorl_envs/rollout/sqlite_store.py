@@ -87,6 +87,9 @@ class SqliteStore:
     async def result(self, job_id: str) -> Result:
         return await self._read(partial(self._result, job_id))
 
+    async def newest(self) -> int:
+        return await self._read(self._newest)
+
     async def unfinished(self) -> list[StoredGroup]:
         return await self._read(self._unfinished)
 
@@ -248,6 +251,10 @@ class SqliteStore:
         for group in self._groups("id = ?", group_id):
             return group
         raise NotFound(f"no group {group_id!r}")
+
+    def _newest(self) -> int:
+        newest: int = self._view.execute("SELECT coalesce(max(cursor), 0) FROM results").fetchone()[0]
+        return newest
 
     def _unfinished(self) -> list[StoredGroup]:
         return list(self._groups("missing > 0"))

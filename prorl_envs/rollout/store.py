@@ -115,6 +115,10 @@ class Store(Protocol):
         """Raises: NotFound: no such job, it is not finished, or its result is no longer kept."""
         ...
 
+    async def newest(self) -> int:
+        """Cursor of the newest result there ever was; 0 where there is none."""
+        ...
+
     async def unfinished(self) -> list[StoredGroup]:
         """Groups that are not complete, oldest first: what a restarted service goes on with."""
         ...
@@ -219,6 +223,9 @@ class MemoryStore:
         if outcome.cursor not in self._results:
             raise NotFound(f"the result of job {job_id!r} is no longer kept")
         return self._results[outcome.cursor]
+
+    async def newest(self) -> int:
+        return self._cursor
 
     async def unfinished(self) -> list[StoredGroup]:
         return [_view(entry) for entry in self._entries.values() if not entry.complete]

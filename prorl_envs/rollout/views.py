@@ -117,6 +117,7 @@ class StatusView(_View):
         retries: attempts beyond the first.
         close_failures: sandboxes that did not close in order.
         internal_errors: bugs met; the log has them.
+        newest: cursor of the newest result; 0 where there is none.
     """
 
     version: str
@@ -132,6 +133,7 @@ class StatusView(_View):
     retries: int
     close_failures: int
     internal_errors: int
+    newest: int
     model_servers: list[ModelServerView]
 
 

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,9 +20,11 @@ import pytest
 pytest.importorskip("nemo_gym", reason="run by scripts/test-nemo.sh in an environment of its own")
 
 from prorl_envs.env.registry import example_path, load_tasks
+from prorl_envs.nemo.responses import check_contiguous
 from prorl_envs.nemo.root import GymRoot, gym_root
 from prorl_envs.nemo.rows import agent_name
 from prorl_envs.testing.openai_face import Behaviour, scripted_openai
+from tests.nemo.conftest import SERVICE_TOKEN
 
 pytestmark = [pytest.mark.nemo, pytest.mark.timeout(900)]
 
@@ -32,6 +35,8 @@ ROWS = {"bash": 100, "ipython": 100, "swebench": 1}
 #: NeMo Gym 0.4 knows no masks, so they are asked for.
 MASK = "++prorl_bash_resources_server.resources_servers.prorl_bash.failures=mask"
 READY = "servers ready!"
+#: The YAML file of our agent, where it is installed.
+AGENT = Path(sysconfig.get_path("purelib")) / "responses_api_agents/prorl_agent/configs/prorl_agent.yaml"
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,8 @@ def gym(root: GymRoot, *arguments: str) -> subprocess.CompletedProcess[str]:
 def environment(root: GymRoot) -> dict[str, str]:
     """What NeMo Gym's processes see. Ray's sockets need a short path of their own."""
     quiet = {"PYTHONUNBUFFERED": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-    return os.environ | quiet | {"RAY_TMPDIR": str(root.path / "r")}
+    own = {"RAY_TMPDIR": str(root.path / "r"), "PRORL_SERVER__TOKEN": SERVICE_TOKEN}
+    return os.environ | quiet | own
 
 
 def session_members(session: int) -> list[str]:
@@ -150,12 +156,15 @@ def config(name: str, flavour: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def running(root: GymRoot, model_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gym]:
-    """All families at once, and the shell tasks once more for an agent that steps."""
-    configs = [config(name, f"prorl_{name}") for name in FAMILIES] + [config("bash", "gymnasium")]
+def running(
+    root: GymRoot, model_url: str, service: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Gym]:
+    """All families, the shell tasks once more for an agent that steps, and the rollout service's agent."""
+    configs = [config(name, f"prorl_{name}") for name in FAMILIES] + [config("bash", "gymnasium"), AGENT]
     selection = [flag for path in configs for flag in ("--config", str(path))]
     with (tmp_path_factory.mktemp("log") / "gym.log").open("w") as log:
-        arguments = [*selection, "--model-type", "openai_model", *model_flags(model_url), MASK]
+        to_service = f"++prorl_agent.responses_api_agents.prorl_agent.service={service}"
+        arguments = [*selection, "--model-type", "openai_model", *model_flags(model_url), MASK, to_service]
         with started(root, log, *arguments) as gym:
             yield gym
 
@@ -212,6 +221,15 @@ def test_the_reference_reaches_reward_1_stepped(running: Gym, tmp_path: Path) ->
     results = evaluate(running, "prorl_bash_gymnasium_agent", rows, tmp_path / "rollouts.jsonl")
     assert [result["reward"] for result in results] == [1.0] * len(rows)
     assert all(result["terminated"] for result in results)
+
+
+def test_a_row_is_a_rollout_of_the_service(running: Gym, tmp_path: Path) -> None:
+    rows = example_rows("bash")[:4]
+    results = evaluate(running, "prorl_agent", rows, tmp_path / "rollouts.jsonl")
+    assert [result["reward"] for result in results] == [1.0] * len(rows)
+    for result in results:
+        check_contiguous(result["response"]["output"])
+        assert any("generation_token_ids" in item for item in result["response"]["output"])
 
 
 def test_a_failure_of_ours_is_no_reward_and_the_others_go_on(running: Gym, tmp_path: Path) -> None:

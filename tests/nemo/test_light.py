@@ -1,4 +1,4 @@
-"""With NeMo Gym installed, still only the server itself imports it."""
+"""With NeMo Gym installed, still only its servers and the provider import it."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ PROGRAM = """
 import importlib, pkgutil, sys
 import prorl_envs
 for module in pkgutil.walk_packages(prorl_envs.__path__, "prorl_envs."):
-    if not module.name.endswith((".nemo.server", ".nemo.wire", ".nemo.provider", ".app")):
+    if not module.name.endswith((".nemo.agent", ".nemo.server", ".nemo.wire", ".nemo.provider", ".app")):
         importlib.import_module(module.name)
 heavy = {"nemo_gym", "ray", "torch", "transformers"} & {name.partition(".")[0] for name in sys.modules}
 sys.exit(f"imported: {heavy}" if heavy else 0)

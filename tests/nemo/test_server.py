@@ -11,7 +11,6 @@ import pytest
 pytest.importorskip("nemo_gym", reason="run by scripts/test-nemo.sh in an environment of its own")
 
 # mypy: disable-error-code="import-not-found,import-untyped"
-import uvloop
 from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.server_utils import ServerClient
 from omegaconf import OmegaConf
@@ -21,7 +20,7 @@ from prorl_envs.nemo.server import EnvironmentServer
 from prorl_envs.nemo.wire import KNOWS_MASKS, EnvironmentServerConfig
 from prorl_envs.testing.serving import served
 
-pytestmark = pytest.mark.nemo
+pytestmark = [pytest.mark.nemo, pytest.mark.usefixtures("loops_own_pipe")]
 
 TASK = {
     "id": "greet",
@@ -30,16 +29,6 @@ TASK = {
 }
 EASY = TASK | {"id": "easy", "checks": [{"type": "file_absent", "path": "nothing"}]}
 SOLVE = "printf hello > greeting.txt"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _loops_own_pipe() -> None:
-    """The loop that NeMo Gym's servers run on opens one pipe per process, at its first use."""
-
-    async def nothing() -> None:
-        pass
-
-    uvloop.run(nothing())
 
 
 @contextmanager

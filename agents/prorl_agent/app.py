@@ -1,0 +1,6 @@
+"""The agent whose rollouts are the rollout service's; its YAML block names the service."""
+
+from prorl_envs.nemo.agent import RolloutAgent
+
+if __name__ == "__main__":
+    RolloutAgent.run_webserver()

@@ -1,0 +1,232 @@
+"""NeMo Gym's agent server whose `/run` is a rollout of the rollout service.
+
+NeMo Gym and what trains through it ask this agent for a rollout of a row and get the graded episode, with the
+token ids, masks and log-probabilities of the service's ledger. The model is the service's, not NeMo Gym's.
+"""
+
+# mypy: allow-subclassing-any, no-warn-return-any, disable-error-code="import-not-found,import-untyped"
+# NeMo Gym is an optional extra and ships no types.
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, ClassVar
+from uuid import uuid4
+
+from fastapi import FastAPI, Request
+from nemo_gym.base_resources_server import BaseRunRequest
+from nemo_gym.base_responses_api_agent import BaseResponsesAPIAgentConfig, SimpleResponsesAPIAgent
+from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest
+from nemo_gym.openai_utils import NeMoGymResponse
+from pydantic import ConfigDict, Field, PrivateAttr, ValidationError
+
+from prorl_envs.env.base import Grade
+from prorl_envs.errors import InputError, ProrlError
+from prorl_envs.nemo.failures import as_error
+from prorl_envs.nemo.inbox import Inbox
+from prorl_envs.nemo.process import die_with_parent
+from prorl_envs.nemo.responses import output_items, usage
+from prorl_envs.nemo.rows import task_row
+from prorl_envs.nemo.server import answer_error
+from prorl_envs.nemo.wire import FailureMode, VerifyResponse, graded, masked, masks
+from prorl_envs.policy.types import Sampling
+from prorl_envs.rollout.client import RolloutClient
+from prorl_envs.rollout.errors import Unavailable
+from prorl_envs.rollout.types import AgentLimits, GroupRequest, Result, job_id
+from prorl_envs.tools.types import JsonObject
+
+logger = logging.getLogger(__name__)
+
+#: Bearer token of the rollout service: an environment variable, so that it is in no YAML file or log.
+TOKEN = "PRORL_SERVER__TOKEN"
+#: Seconds in which a service that is there answers.
+AWAY_S = 30.0
+
+
+class RolloutAgentConfig(BaseResponsesAPIAgentConfig):
+    """The agent's block in the YAML file.
+
+    Args:
+        service: base URL of the rollout service. Its bearer token is read from `$PRORL_SERVER__TOKEN`.
+        environment: environment of the service that the rows are tasks of.
+        limits: of the agent loop, as in the service's API.
+        failures: what `/run` answers where there is no reward, as for the resources servers.
+        timeout_s: seconds after which a rollout is cancelled, waiting in the service's queue included.
+    """
+
+    service: str
+    environment: str
+    limits: AgentLimits = AgentLimits()
+    failures: FailureMode = "auto"
+    timeout_s: float = Field(default=86_400.0, gt=0)
+
+
+class RunRequest(BaseRunRequest):
+    """A whole NeMo Gym row; its task and its sampling parameters are read."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class RolloutAgent(SimpleResponsesAPIAgent):
+    """Has rollouts done by the service named in its configuration."""
+
+    ray_enabled: ClassVar[bool] = False
+    config: RolloutAgentConfig
+    _client: RolloutClient = PrivateAttr()
+    _inbox: Inbox = PrivateAttr()
+
+    @classmethod
+    def run_webserver(cls) -> FastAPI | None:
+        die_with_parent()
+        app: FastAPI | None = super().run_webserver()
+        return app
+
+    def setup_webserver(self) -> FastAPI:
+        app: FastAPI = super().setup_webserver()
+        app.add_exception_handler(ProrlError, answer_error)
+        inner = app.router.lifespan_context
+
+        @asynccontextmanager
+        async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
+            async with inner(app) as state, self._serving():
+                yield state
+
+        app.router.lifespan_context = lifespan
+        return app
+
+    @asynccontextmanager
+    async def _serving(self) -> AsyncIterator[None]:
+        async with RolloutClient(self.config.service, token=os.environ.get(TOKEN)) as self._client:
+            self._inbox = Inbox(self._client)
+            reading = asyncio.create_task(self._inbox.keep_reading())
+            try:
+                yield
+            finally:
+                reading.cancel()
+                await asyncio.wait([reading])
+
+    async def responses(self, body: JsonObject) -> NeMoGymResponse:
+        """A single answer is not to be had: the model is the service's.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError("this agent answers whole rollouts", hint="post the row to /run")
+
+    async def run(self, request: Request, body: RunRequest) -> VerifyResponse:
+        """One rollout of a row, graded. Where the caller goes away, it is cancelled.
+
+        Raises:
+            InputError: the row carries no valid task, or the service refuses it.
+            RolloutFailure: there is no reward, and failures are errors here.
+            NotContiguous: the service's tokens are no single row.
+            ProrlError: the service is away or full, and stays so.
+        """
+        group = self._group(body.model_dump())
+        await self._ready()
+        waiting = asyncio.create_task(self._inbox.result(job_id(group.id, 0)))
+        gone = asyncio.create_task(_gone(request))
+        try:
+            await self._client.submit([group])
+            await asyncio.wait(
+                {waiting, gone}, timeout=self.config.timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not waiting.done():
+                await self._give_up(group.id)
+                await asyncio.wait({waiting}, timeout=AWAY_S)
+            if not waiting.done():
+                raise self._away()
+            return self._response(body, waiting.result())
+        finally:
+            waiting.cancel()
+            gone.cancel()
+            await asyncio.wait({waiting, gone})
+
+    async def aggregate_metrics(self, body: AggregateMetricsRequest) -> AggregateMetrics:
+        """Metrics over the samples that have a reward."""
+        scored = [answer for answer in body.verify_responses if not answer.get("mask_sample")]
+        return await super().aggregate_metrics(body.model_copy(update={"verify_responses": scored}))
+
+    def _group(self, row: JsonObject) -> GroupRequest:
+        """What the service is asked for.
+
+        Raises:
+            InputError: the row is wrong.
+        """
+        params = row["responses_create_params"]
+        asked = {"temperature": "temperature", "top_p": "top_p", "max_output_tokens": "max_tokens"}
+        given = {name: params[key] for key, name in asked.items() if params.get(key) is not None}
+        try:
+            return GroupRequest(
+                id=f"nemo-{uuid4().hex}",
+                environment=self.config.environment,
+                task=dict(task_row(row)),
+                sampling=Sampling(**given),
+                limits=self.config.limits,
+            )
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise InputError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+
+    async def _ready(self) -> None:
+        try:
+            async with asyncio.timeout(AWAY_S):
+                await self._inbox.ready()
+        except TimeoutError:
+            raise self._away() from None
+
+    def _away(self) -> Unavailable:
+        where = self.config.service
+        return Unavailable(f"the rollout service at {where} does not answer", hint="is it running there?")
+
+    async def _give_up(self, group_id: str) -> None:
+        """The caller is gone, or it took too long: the result is then that of a cancelled job."""
+        with contextlib.suppress(ProrlError):
+            await self._client.cancel_group(group_id)
+
+    def _response(self, body: RunRequest, result: Result) -> VerifyResponse:
+        if result.failure is not None:
+            failure = as_error(result.failure)
+            logger.warning("%s has no reward: %s", result.job_id, failure)
+            if not masks(self.config.failures):
+                raise failure
+            verdict = masked(failure)
+        else:
+            assert result.reward is not None  # a result has one of the two
+            verdict = graded(
+                Grade(reward=result.reward, components=result.components, evidence=result.evidence)
+            )
+        params = body.responses_create_params
+        response = {
+            "id": f"resp-{result.job_id}",
+            "created_at": int(time.time()),
+            "model": params.model or "policy",
+            "object": "response",
+            "output": output_items(result),
+            "parallel_tool_calls": True,
+            "tool_choice": "auto",
+            "tools": [_flat(tool) for tool in result.tools],
+            "usage": usage(result.trajectory),
+        }
+        return VerifyResponse(
+            responses_create_params=params,
+            response=NeMoGymResponse.model_validate(response),
+            environment=result.environment,
+            task_id=result.task_id,
+            **verdict,
+        )
+
+
+def _flat(tool: JsonObject) -> JsonObject:
+    """A tool of the Chat Completions API in the Responses API's flat format."""
+    return {"type": "function", "strict": False, **tool["function"]}
+
+
+async def _gone(request: Request) -> None:
+    """Return once the caller has closed the connection. The body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

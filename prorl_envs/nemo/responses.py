@@ -1,0 +1,149 @@
+"""A result of the rollout service as the Responses items that trainers read from NeMo Gym. Pure; imports
+nothing of NeMo Gym.
+
+The last item of each model call carries `prompt_token_ids`, `generation_token_ids` and
+`generation_log_probs`. NeMo RL joins them to one row, and demands that each prompt begins with every token
+before it. So it is here, by construction: prompts are beginnings of one ledger. It is checked all the same,
+before anybody trains on it.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from prorl_envs.errors import ProrlError
+from prorl_envs.rollout.types import Result, Trajectory, TurnRecord
+from prorl_envs.tools.types import JsonObject
+
+
+class NotContiguous(ProrlError):
+    """The tokens of model calls do not continue each other: they are no single row."""
+
+
+def output_items(result: Result) -> list[JsonObject]:
+    """What the model said and was told, as Responses output items, with the tokens of each model call.
+
+    Args:
+        result: of a job with a trajectory; without one there is nothing to say.
+
+    Raises:
+        NotContiguous: the trajectory is not what its own turns say.
+    """
+    trajectory = result.trajectory
+    if trajectory is None or not trajectory.turns:
+        return []
+    check_trajectory(trajectory)
+    said = _since_first_answer(result.messages, len(trajectory.turns))
+    turns = iter(trajectory.turns)
+    items: list[JsonObject] = []
+    for number, message in enumerate(said):
+        if message["role"] == "assistant":
+            answer = list(_answer(message, f"{result.job_id}-{number}"))
+            answer[-1] |= _tokens(trajectory, next(turns))
+            items += answer
+        elif message["role"] == "tool":
+            items.append(
+                {
+                    "type": "function_call_output",
+                    "call_id": message["tool_call_id"],
+                    "output": message["content"],
+                }
+            )
+        else:
+            items.append({"type": "message", "role": message["role"], "content": message["content"]})
+    check_contiguous(items)
+    return items
+
+
+def check_contiguous(items: Iterable[Mapping[str, Any]]) -> None:
+    """What NeMo RL asserts of a row: each prompt begins with all tokens seen before.
+
+    Raises:
+        NotContiguous: one does not, and where.
+    """
+    seen: list[int] = []
+    for call, item in enumerate(item for item in items if "generation_token_ids" in item):
+        prompt, generated = item["prompt_token_ids"], item["generation_token_ids"]
+        if prompt[: len(seen)] != seen:
+            same = next(
+                (i for i, (a, b) in enumerate(zip(prompt, seen, strict=False)) if a != b), len(prompt)
+            )
+            raise NotContiguous(
+                f"the prompt of model call {call} leaves what came before at token {same} of {len(seen)}",
+                hint="the history was rewritten or tokenised again; such a rollout is several rows",
+            )
+        if len(generated) != len(item["generation_log_probs"]):
+            raise NotContiguous(f"model call {call} has another number of log-probabilities than of tokens")
+        seen = [*prompt, *generated]
+
+
+def check_trajectory(trajectory: Trajectory) -> None:
+    """That the turns are spans of the tokens, in order, and are what the mask says was sampled.
+
+    Raises:
+        NotContiguous: they are not.
+    """
+    length = len(trajectory.ids)
+    if not length == len(trajectory.loss_mask) == len(trajectory.logprobs):
+        raise NotContiguous("ids, loss mask and log-probabilities differ in length")
+    mask, end = [0] * length, 0
+    for number, turn in enumerate(trajectory.turns):
+        if not end <= turn.start <= turn.end <= length:
+            raise NotContiguous(
+                f"turn {number} spans [{turn.start}, {turn.end}) of {length} tokens, after {end}"
+            )
+        mask[turn.start : turn.end] = [1] * (turn.end - turn.start)
+        end = turn.end
+    if mask != trajectory.loss_mask:
+        raise NotContiguous("the loss mask is not what the turns sampled")
+
+
+def usage(trajectory: Trajectory | None) -> JsonObject:
+    """Tokens that went into the model and came out of it, over all calls."""
+    turns = trajectory.turns if trajectory else []
+    read, wrote = sum(turn.start for turn in turns), sum(turn.end - turn.start for turn in turns)
+    return {
+        "input_tokens": read,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": wrote,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": read + wrote,
+    }
+
+
+def _since_first_answer(messages: Sequence[Mapping[str, Any]], turns: int) -> Sequence[Mapping[str, Any]]:
+    """The conversation from the first sampled answer on. The prompt may hold answers too: examples."""
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if len(answers) < turns:
+        raise NotContiguous(f"{turns} model calls, and {len(answers)} answers in the conversation")
+    return messages[answers[-turns] :]
+
+
+def _answer(message: Mapping[str, Any], item_id: str) -> Iterator[JsonObject]:
+    """The items of one answer, at least one."""
+    calls = message.get("tool_calls") or ()
+    if message["content"] or not calls:
+        text = {"type": "output_text", "text": message["content"], "annotations": []}
+        yield {
+            "type": "message",
+            "id": f"msg-{item_id}",
+            "role": "assistant",
+            "status": "completed",
+            "content": [text],
+        }
+    for call in calls:
+        yield {
+            "type": "function_call",
+            "id": f"fc-{item_id}",
+            "call_id": call["id"],
+            "name": call["function"]["name"],
+            "arguments": call["function"]["arguments"],
+            "status": "completed",
+        }
+
+
+def _tokens(trajectory: Trajectory, turn: TurnRecord) -> JsonObject:
+    return {
+        "prompt_token_ids": trajectory.ids[: turn.start],
+        "generation_token_ids": trajectory.ids[turn.start : turn.end],
+        "generation_log_probs": trajectory.logprobs[turn.start : turn.end],
+    }

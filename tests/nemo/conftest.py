@@ -1,0 +1,72 @@
+"""What the tests of NeMo Gym's servers share."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+COMMAND = Path(sys.executable).with_name("prorl-envs")
+SERVICE_TOKEN = "a-token-of-sixteen-characters"
+
+
+@contextmanager
+def command(ready: str, *arguments: str, **environ: str) -> Iterator[str]:
+    """`prorl-envs` in the background; the first line that holds `ready`."""
+    process = subprocess.Popen(
+        [COMMAND, *arguments],
+        env={**os.environ, **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    with process:
+        try:
+            assert process.stdout is not None
+            said = []
+            for line in process.stdout:
+                said.append(line)
+                if ready in line:
+                    break
+            else:
+                pytest.fail("".join(said))
+            drain = threading.Thread(target=process.stdout.read)
+            drain.start()
+            yield line
+        finally:
+            process.send_signal(signal.SIGINT)
+            drain.join()
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a rollout service over a scripted model, with a token."""
+    environ = {"PRORL_RUN_DIR": str(tmp_path_factory.mktemp("run")), "PRORL_SERVER__TOKEN": SERVICE_TOKEN}
+    with command("--llm", "scripted", "bash", "--mix", "solve=1") as options:
+        port = free_port()
+        arguments = ["serve", *options.split(), "--port", port]
+        with command("Ctrl-C ends it", *arguments, **environ):
+            yield f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture(scope="module")
+def loops_own_pipe() -> None:
+    """The loop that NeMo Gym's servers run on opens one pipe per process, at its first use: not a leak."""
+    import uvloop  # type: ignore[import-not-found, unused-ignore]  # comes with NeMo Gym
+
+    async def nothing() -> None:
+        pass
+
+    uvloop.run(nothing())

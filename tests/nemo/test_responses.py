@@ -1,0 +1,136 @@
+"""Results as the rows that NeMo RL reads: the tokens of each call, and no row that does not continue."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prorl_envs.nemo.responses import NotContiguous, check_contiguous, check_trajectory, output_items, usage
+from prorl_envs.rollout.types import JobState, Result, Trajectory, TurnRecord
+
+
+def turn(start: int, end: int) -> TurnRecord:
+    return TurnRecord(
+        start=start, end=end, finish_reason="stop", weight_version="1", server="s", model_s=0.1, tools_s=0.1
+    )
+
+
+def trajectory(*turns: tuple[int, int], length: int) -> Trajectory:
+    mask = [int(any(start <= i < end for start, end in turns)) for i in range(length)]
+    return Trajectory(
+        ids=list(range(100, 100 + length)),
+        loss_mask=mask,
+        logprobs=[-0.5 * bit for bit in mask],
+        turns=[turn(*span) for span in turns],
+    )
+
+
+def result(messages: list[dict[str, Any]], of: Trajectory | None) -> Result:
+    return Result(
+        job_id="g/0",
+        group_id="g",
+        sample=0,
+        environment="toy",
+        task_id="t",
+        state=JobState.DONE,
+        reward=1.0,
+        mask_sample=False,
+        stop_reason=None,
+        failure=None,
+        messages=messages,
+        trajectory=of,
+    )
+
+
+def said(content: str, *calls: str) -> dict[str, Any]:
+    tool_calls = [
+        {"id": f"c-{name}", "type": "function", "function": {"name": name, "arguments": "{}"}}
+        for name in calls
+    ]
+    return {"role": "assistant", "content": content} | ({"tool_calls": tool_calls} if calls else {})
+
+
+def told(name: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": f"c-{name}", "name": name, "content": f"{name} done"}
+
+
+PROMPT: list[dict[str, Any]] = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": "example"},
+    said("an example answer"),
+    {"role": "user", "content": "do it"},
+]
+
+
+def test_each_model_call_carries_its_tokens_on_its_last_item() -> None:
+    conversation = [
+        said("Now.", "ls", "cat"),
+        told("ls"),
+        told("cat"),
+        {"role": "user", "content": "note"},
+        said(""),
+    ]
+    items = output_items(result(PROMPT + conversation, trajectory((4, 7), (9, 10), length=10)))
+    kinds = [item["type"] for item in items]
+    outputs = ["function_call_output"] * 2
+    assert kinds == ["message", "function_call", "function_call", *outputs, "message", "message"]
+    assert [number for number, item in enumerate(items) if "generation_token_ids" in item] == [2, 6]
+    assert items[2]["prompt_token_ids"] == [100, 101, 102, 103]
+    assert items[2]["generation_token_ids"] == [104, 105, 106]
+    assert items[2]["generation_log_probs"] == [-0.5] * 3
+    assert items[6]["prompt_token_ids"] == list(range(100, 109))
+    assert items[3] == {"type": "function_call_output", "call_id": "c-ls", "output": "ls done"}
+    assert items[5]["content"] == "note"
+
+
+def test_a_job_without_a_model_call_says_nothing() -> None:
+    assert output_items(result(PROMPT, None)) == []
+    assert output_items(result(PROMPT, trajectory(length=4))) == []
+    assert usage(None)["total_tokens"] == 0
+
+
+def test_usage_counts_what_each_call_read() -> None:
+    counted = usage(trajectory((4, 7), (9, 10), length=10))
+    assert (counted["input_tokens"], counted["output_tokens"], counted["total_tokens"]) == (13, 4, 17)
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), min_size=1, max_size=6))
+def test_any_trajectory_of_the_ledger_is_one_row(steps: list[tuple[int, int]]) -> None:
+    spans, length = [], 0
+    for observed, sampled in steps:
+        spans.append((length + observed, length + observed + sampled))
+        length = spans[-1][1]
+    items = output_items(result([*PROMPT, *(said("x") for _ in steps)], trajectory(*spans, length=length)))
+    row = [*items[-1]["prompt_token_ids"], *items[-1]["generation_token_ids"]]
+    assert row == list(range(100, 100 + length))
+    check_contiguous(items)
+
+
+def test_a_history_that_was_tokenised_again_is_refused_and_the_place_named() -> None:
+    items = output_items(result([*PROMPT, said("a"), said("b")], trajectory((4, 7), (9, 10), length=10)))
+    items[1]["prompt_token_ids"][5] += 1
+    with pytest.raises(NotContiguous, match=r"model call 1 leaves what came before at token 5 of 7"):
+        check_contiguous(items)
+    items[1]["prompt_token_ids"] = [100, 101]
+    with pytest.raises(NotContiguous, match=r"at token 2 of 7"):
+        check_contiguous(items)
+
+
+@pytest.mark.parametrize(
+    ("broken", "why"),
+    [
+        (trajectory((4, 7), (6, 9), length=10), "after 7"),
+        (trajectory((4, 7), (9, 12), length=10), "of 10 tokens"),
+        (trajectory((4, 7), length=10).model_copy(update={"loss_mask": [0] * 10}), "loss mask"),
+        (trajectory((4, 7), length=10).model_copy(update={"logprobs": [0.0]}), "differ in length"),
+    ],
+)
+def test_a_trajectory_that_contradicts_itself_is_refused(broken: Trajectory, why: str) -> None:
+    with pytest.raises(NotContiguous, match=why):
+        check_trajectory(broken)
+
+
+def test_answers_that_are_missing_from_the_conversation_are_noticed() -> None:
+    with pytest.raises(NotContiguous, match="2 model calls, and 1 answers"):
+        output_items(result(PROMPT, trajectory((4, 7), (9, 10), length=10)))
