@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.errors import ModelError
+from prorl_envs.policy.link import base_url
 from prorl_envs.policy.protocol import ServerUnavailable
 from prorl_envs.policy.routing import Router, ServerState
 from prorl_envs.policy.types import ModelClient, Sampled, Sampling
-from prorl_envs.policy.vllm import base_url
 
 
 class ModelPool:

@@ -15,9 +15,9 @@ from prorl_envs.config import ServiceSettings
 from prorl_envs.env.base import Task
 from prorl_envs.env.node import Node
 from prorl_envs.errors import InputError
+from prorl_envs.policy.link import base_url
 from prorl_envs.policy.pool import ModelPool
 from prorl_envs.policy.types import ModelClient, Renderer
-from prorl_envs.policy.vllm import base_url
 from prorl_envs.rollout.agent import Agent
 from prorl_envs.rollout.engine import Engine
 from prorl_envs.rollout.errors import Conflict, Full, NotFound, Unavailable

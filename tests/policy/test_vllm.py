@@ -11,10 +11,11 @@ from starlette.types import Receive, Scope, Send
 
 from prorl_envs.clock import SystemClock
 from prorl_envs.errors import InputError, ModelError
+from prorl_envs.policy.link import ClientLimits, base_url
 from prorl_envs.policy.probe import probe
 from prorl_envs.policy.protocol import ProtocolError, ServerUnavailable
 from prorl_envs.policy.types import Sampling
-from prorl_envs.policy.vllm import ClientLimits, VllmClient, base_url
+from prorl_envs.policy.vllm import VllmClient
 from prorl_envs.rollout.server import answering
 from prorl_envs.testing.clock import FakeClock
 from prorl_envs.testing.scripted import Mix, ScriptBook
