@@ -2,9 +2,9 @@
 
 python -m bench.router
 
-Nothing is measured here but decisions: servers, caches and time are simulated from a seed, and ours is the very
-`Router` that the service uses. A server works on all its requests at once, the slower the more they are; what a
-request must prefill is what its server's cache (least recently used goes first) does not hold.
+Nothing is measured here but decisions: servers, caches and time are simulated from a seed, and ours is the
+very `Router` that the service uses. A server works on all its requests at once, the slower the more they are;
+what a request must prefill is what its server's cache (least recently used goes first) does not hold.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Protocol
 
-from prorl_envs.policy.routing import Balance, Router
+from prorl_envs.policy.routing import Router
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,8 +258,8 @@ class PerfectAffinity(_Known):
 class Ours:
     """The service's router."""
 
-    def __init__(self, balance: Balance = Balance()) -> None:
-        self.router = Router(balance=balance)
+    def __init__(self) -> None:
+        self.router = Router()
 
     def add(self, url: str) -> None:
         self.router.add(url)

@@ -160,7 +160,7 @@ def read_answer(body: bytes, server: str) -> tuple[dict[str, Any], FinishReason]
     content, calls = choice.message.content or "", choice.message.tool_calls or []
     if len(calls) > MAX_CALLS:
         raise ProtocolError(f"{server} answered with {len(calls)} tool calls")
-    tool_calls = []
+    tool_calls: list[dict[str, Any]] = []
     for call in calls:
         arguments = _arguments(call.function.arguments)
         if arguments is None:  # the model's mistake, kept as the model would have written it

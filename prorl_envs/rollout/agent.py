@@ -13,8 +13,9 @@ from typing import Any, Protocol
 from prorl_envs.clock import Clock
 from prorl_envs.env.base import Message, Prompt
 from prorl_envs.errors import ModelError
+from prorl_envs.policy.gate import HeldTime, active_timeout
 from prorl_envs.policy.pool import ModelPool
-from prorl_envs.policy.types import AssistantTurn, ModelClient, Renderer, Sampled, Sampling
+from prorl_envs.policy.types import AssistantTurn, Conversation, ModelClient, Renderer, Sampled, Sampling
 from prorl_envs.rollout.ledger import Ledger
 from prorl_envs.rollout.types import AgentLimits, StopReason
 from prorl_envs.tools.types import ToolCall, ToolResult
@@ -41,10 +42,12 @@ class Transcript:
     Args:
         messages: the conversation, readable.
         ledger: the same as tokens; None before the prompt is rendered.
+        held: time for which its turns were held while weights changed. Deadlines do not count it.
     """
 
     messages: list[Message] = field(default_factory=list)
     ledger: Ledger | None = None
+    held: HeldTime = field(default_factory=HeldTime)
 
 
 @dataclass(slots=True)
@@ -115,6 +118,7 @@ class _Episode:
         self.session = session
         self.ends_at = agent.clock.monotonic() + limits.run_s
         self.malformed = 0
+        self.tools = prompt.tools
         self.context = list(agent.renderer.prompt(prompt.messages, prompt.tools))
         self.ledger = Ledger(self.context)
         self.transcript = transcript
@@ -128,7 +132,7 @@ class _Episode:
 
     @property
     def seconds_left(self) -> float:
-        return self.ends_at - self.agent.clock.monotonic()
+        return self.ends_at + self.transcript.held.seconds() - self.agent.clock.monotonic()
 
     async def turn(self) -> StopReason | None:
         """One model call and the tool calls it asks for; why the loop ends, or None to go on."""
@@ -160,10 +164,11 @@ class _Episode:
         tokens = min(self.sampling.max_tokens, self.room)
         sampling = self.sampling.model_copy(update={"max_tokens": tokens})
         self.ledger.sent(self.context)
-        started = self.agent.clock.monotonic()
+        clock, held = self.agent.clock, self.transcript.held
+        started, held_before = clock.monotonic(), held.seconds()
         try:
-            async with self.agent.clock.timeout(self.seconds_left) as deadline:
-                sampled = await self.agent.model.generate(self.context, sampling, session=self.session)
+            async with active_timeout(clock, self.seconds_left, held.seconds) as deadline:
+                sampled = await self._generate(sampling)
         except TimeoutError:
             if not deadline.expired():
                 raise
@@ -174,9 +179,19 @@ class _Episode:
                 ) from None
             return None
         self._check(sampled, tokens)
-        self.ledger.sampled(sampled, self.agent.clock.monotonic() - started)
+        self.ledger.sampled(sampled, clock.monotonic() - started - (held.seconds() - held_before))
         self.context.extend(sampled.ids)
         return sampled
+
+    async def _generate(self, sampling: Sampling) -> Sampled:
+        model = self.agent.model
+        if not isinstance(model, ModelPool):
+            return await model.generate(self.context, sampling, session=self.session)
+        conversation = Conversation(self.transcript.messages, self.tools)
+        with self.transcript.held.counting(model.paused_s):
+            return await model.generate(
+                self.context, sampling, session=self.session, conversation=conversation
+            )
 
     @staticmethod
     def _check(sampled: Sampled, tokens: int) -> None:

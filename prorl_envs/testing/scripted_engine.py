@@ -7,7 +7,7 @@ sampled when something happened.
 import asyncio
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from prorl_envs.clock import Clock
 
@@ -117,14 +117,14 @@ class ScriptedEngine:
     async def _either(self, leaving: asyncio.Future[None], seconds: float | None) -> bool:
         """Wait for the time, or for a change; False where the client left."""
         changed = asyncio.ensure_future(self._changed.wait())
-        waits: set[asyncio.Future[object]] = {leaving, changed}  # type: ignore[arg-type]
+        waits: set[asyncio.Future[Any]] = {leaving, changed}
         if seconds is not None:
-            waits.add(asyncio.ensure_future(self._clock.sleep(seconds)))  # type: ignore[arg-type]
+            waits.add(asyncio.ensure_future(self._clock.sleep(seconds)))
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             return not leaving.done()
         finally:
-            for wait in waits - {leaving}:  # type: ignore[comparison-overlap]
+            for wait in waits - {leaving}:
                 wait.cancel()
 
     def _notify(self) -> None:
