@@ -292,8 +292,8 @@ class Outcome:
         prompt, hit: tokens sent, tokens found in caches.
         spread: seconds-weighted mean of max/mean in flight while there is more to begin; `worst`: 95th
             percentile.
-        late: share of the added servers in all work in flight, over their fair share, in the minute after
-            the first one.
+        late: share of an added server in the work in flight over its fair share, 15 to 60 seconds after it
+            was added; `late_peak`: the most from the first second on.
         makespan: seconds to the end of everything.
     """
 
@@ -304,7 +304,6 @@ class Outcome:
     late_seen: list[tuple[float, float]] = field(default_factory=list)
     late_peak: float = 0.0
     makespan: float = 0.0
-    in_flight: float = 0.0
 
     @property
     def hit_rate(self) -> float:
