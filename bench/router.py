@@ -29,6 +29,7 @@ class Settings:
         servers: at the start; `late` are added at `late_at` and `dead` die at `dead_at` (seconds).
         groups, samples: how much there is to do.
         live: episodes at once.
+        prompt, turns: the median of prompts, in tokens, and of turns.
         cache: tokens a server's prefix cache holds.
         seed: of everything random.
     """
@@ -37,6 +38,8 @@ class Settings:
     groups: int = 1200
     samples: int = 8
     live: int = 1600
+    prompt: int = 1340
+    turns: int = 10
     cache: int = 2_500_000
     late: int = 2
     late_at: float = 400.0
@@ -71,8 +74,8 @@ def episodes(settings: Settings) -> Iterator[Episode]:
     """The work, in the order it begins. Lengths, turns and tool times have heavy tails."""
     chance = random.Random(settings.seed)
     for group in range(settings.groups):
-        prompt = 400 + min(int(chance.lognormvariate(7.2, 0.6)), 16_000)
-        hard = chance.lognormvariate(2.3, 0.5)  # turns that this task takes, about
+        prompt = 400 + min(int(settings.prompt * chance.lognormvariate(0.0, 0.6)), 32_000)
+        hard = settings.turns * chance.lognormvariate(0.0, 0.5)  # turns that this task takes, about
         for sample in range(settings.samples):
             count = max(1, min(int(hard * chance.lognormvariate(0.0, 0.4)), 80))
             turns = [
@@ -482,7 +485,7 @@ def table(settings: Settings) -> str:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    for name in ("servers", "groups", "samples", "live", "cache", "late", "dead", "seed"):
+    for name in ("servers", "groups", "samples", "live", "prompt", "turns", "cache", "late", "dead", "seed"):
         parser.add_argument(f"--{name}", type=int, default=getattr(Settings(), name))
     given = parser.parse_args()
     print(table(Settings(**vars(given))))

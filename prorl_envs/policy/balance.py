@@ -5,7 +5,9 @@ prompt, and both give way where a server would have clearly more in flight than 
 """
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from prorl_envs.policy.window import Window
 
 
 @dataclass(slots=True)
@@ -21,7 +23,8 @@ class ServerState:
         draining: gets no new sessions and none back.
         joining: came late or came back, and has not had its share of the work yet.
         weight_version: of its weights, as it was last heard; "" where it is not known.
-        turns: requests it answered.
+        turns: requests it was given.
+        window: how much it may have in flight.
     """
 
     url: str
@@ -33,6 +36,12 @@ class ServerState:
     joining: bool = False
     weight_version: str = ""
     turns: int = 0
+    window: Window = field(default_factory=Window)
+
+    @property
+    def full(self) -> bool:
+        """It may not have more in flight than it has."""
+        return self.window.full(self.in_flight)
 
     def ready(self, now: float) -> bool:
         """Healthy, or due for the single request that shows whether it recovered."""
@@ -78,8 +87,8 @@ def decide(
     not overloaded. A new one goes where its group's prompt is cached, if that server has room. Otherwise it
     goes to the ready server with the least work in flight, and among equals the fewest sessions; so a server
     that is added is never given more than the others have. To one that has not had its share yet, sessions of
-    fuller servers move as their turns come. With none ready, the one due soonest is tried: a late answer is
-    better than none.
+    fuller servers move as their turns come. One that is full gets nothing while another is not. With none
+    ready, the one due soonest is tried: a late answer is better than none.
 
     Args:
         servers: all servers, in the order they were added.
@@ -94,6 +103,7 @@ def decide(
     ready = [server for server in usable if server.ready(now)]
     if not ready:
         return min(usable, key=lambda server: server.retry_at).url if usable else None
+    ready = [server for server in ready if not server.full] or ready
     mean = (sum(server.in_flight for server in ready) + 1) / len(ready)
     least = min(ready, key=lambda server: (server.in_flight, server.sessions))
     home = next((server for server in ready if server.url == pinned), None)

@@ -109,6 +109,11 @@ class OpenAIChatClient:
             exact=False,
         )
 
+    @property
+    def complaints(self) -> int:
+        """See `Steerable.complaints`."""
+        return self._link.complaints
+
     async def look(self) -> ServerNews:
         """See `Steerable.look`."""
         return ServerNews(first_model(await self._link.ask("GET", "/v1/models"), self.url).id)

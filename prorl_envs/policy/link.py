@@ -18,7 +18,7 @@ import msgspec
 
 from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.errors import InputError
-from prorl_envs.policy.protocol import ProtocolError, Refusal, ServerUnavailable
+from prorl_envs.policy.protocol import Overloaded, ProtocolError, Refusal, ServerUnavailable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +87,8 @@ class ServerLink:
         jitter: Callable[[], float] = random.random,
     ) -> None:
         self.url = base_url(url)
+        #: How often the server said that it has too much to do.
+        self.complaints = 0
         self._limits = limits
         self._clock = clock or SystemClock()
         self._jitter = jitter
@@ -171,7 +173,10 @@ class ServerLink:
             if status == httpx.codes.OK:
                 return content
             message = f"{self.url} answered {status}: {_server_message(content)}"
-            if status == httpx.codes.TOO_MANY_REQUESTS or status >= 500:
+            if status in (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE):
+                self.complaints += 1
+                return _Failed(Overloaded(message), _retry_after(response))
+            if status >= 500:
                 return _Failed(ServerUnavailable(message), _retry_after(response))
             raise Refusal(message, hint=_hint(status), status=status)
 

@@ -1,6 +1,7 @@
 """Several model servers as one: added, watched, paused and removed while rollouts run."""
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -8,7 +9,7 @@ from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.errors import ModelError
 from prorl_envs.policy.balance import ServerState
 from prorl_envs.policy.gate import Gate
-from prorl_envs.policy.protocol import ServerUnavailable, continued
+from prorl_envs.policy.protocol import Overloaded, ServerUnavailable, continued
 from prorl_envs.policy.routing import Router, RouterSnapshot
 from prorl_envs.policy.servers import split_protocol
 from prorl_envs.policy.types import (
@@ -65,11 +66,13 @@ class ModelPool:
         self._calls: dict[asyncio.Task[Sampled], str] = {}
         self._resample = False
         self._weight_version = ""
+        self._complaints: dict[str, int] = {}
+        self._queue: deque[asyncio.Future[None]] = deque()  # turns for which every server is full
 
     @property
     def servers(self) -> tuple[ServerState, ...]:
         """The servers as they are now (copies), in the order they were added."""
-        return tuple(replace(server) for server in self._router.servers)
+        return self._router.snapshot().servers
 
     @property
     def in_flight(self) -> int:
@@ -234,6 +237,9 @@ class ModelPool:
         for server in self.servers:
             self._router.drain(server.url)
         self._gate.open()
+        for room in self._queue:
+            if not room.done():
+                room.set_result(None)
         while self._clients:
             _, client = self._clients.popitem()
             await client.aclose()
@@ -246,9 +252,11 @@ class ModelPool:
             try:
                 return await self._on(url, prompt_ids, sampling, session, conversation)
             except ServerUnavailable as error:
-                self._router.failed(url, self._clock.monotonic())
+                if not isinstance(error, Overloaded):  # else it is well, and its window is smaller now
+                    self._router.failed(url, self._clock.monotonic())
                 tried[url] = error
             finally:
+                self._heed(url)
                 self._router.end(url)
                 self._notify()
                 await self._close_drained(url)
@@ -257,8 +265,38 @@ class ModelPool:
         raise list(tried.values())[-1]
 
     async def _start(self, session: str, tried: dict[str, ServerUnavailable], tokens: int) -> str | None:
-        await self._gate.passed()  # also where a server failed in a pause: the next one is paused too
+        while True:
+            await self._gate.passed()  # also where a server failed in a pause: the next one is paused too
+            if not self._router.saturated(self._clock.monotonic(), tried):
+                break
+            await self._wait_for_room()
         return self._router.start(session, self._clock.monotonic(), tried, tokens=tokens)
+
+    async def _wait_for_room(self) -> None:
+        """Return once a call has ended, first come first served."""
+        room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.append(room)
+        try:
+            await room
+        except asyncio.CancelledError:
+            if room.done() and not room.cancelled():
+                self._call_next()  # the room was ours, and we do not want it any more
+            raise
+
+    def _call_next(self) -> None:
+        while self._queue:
+            room = self._queue.popleft()
+            if not room.done():
+                room.set_result(None)
+                return
+
+    def _heed(self, url: str) -> None:
+        """Take what the server complained of since the last call into account."""
+        client = self._clients.get(url)
+        complaints = client.complaints if isinstance(client, Steerable) else 0
+        if complaints > self._complaints.get(url, 0):
+            self._router.complained(url, self._clock.monotonic())
+        self._complaints[url] = complaints
 
     async def _on(
         self,
@@ -314,11 +352,15 @@ class ModelPool:
         return holds()
 
     def _notify(self) -> None:
+        self._call_next()
+        if not self._router.saturated(self._clock.monotonic()):
+            self._call_next()  # a window has grown
         self._idle.set()
         self._idle = asyncio.Event()
 
     async def _close_drained(self, url: str) -> None:
         if url in self._clients and all(server.url != url for server in self._router.servers):
+            self._complaints.pop(url, None)
             await self._clients.pop(url).aclose()
             self._notify()
 

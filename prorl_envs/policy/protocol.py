@@ -26,6 +26,10 @@ class ServerUnavailable(ModelError):
     """The server cannot be reached, is overloaded or is failing; another server may do."""
 
 
+class Overloaded(ServerUnavailable):
+    """The server has too much to do: it answered 429 or 503 to the last attempt."""
+
+
 class ProtocolError(ModelError):
     """The server answered, and its answer breaks the token protocol or refuses the request."""
 

@@ -98,7 +98,9 @@ class Router:
         mean = sum(loads) / len(loads) if loads else 0.0
         counts = self._counts
         return RouterSnapshot(
-            servers=tuple(replace(server) for server in self._servers.values()),
+            servers=tuple(
+                replace(server, window=replace(server.window)) for server in self._servers.values()
+            ),
             turns=counts.turns,
             prompt_tokens=counts.prompt_tokens,
             expected_hits=counts.expected_hits,
@@ -158,6 +160,17 @@ class Router:
             server.joining = server.in_flight < sum(ready) / max(len(ready), 1)
         return url
 
+    def saturated(self, now: float, excluded: Collection[str] = ()) -> bool:
+        """Every server that is ready has as much in flight as it may have."""
+        usable = [s for s in self._servers.values() if not s.draining and s.url not in excluded]
+        ready = [server for server in usable if server.ready(now)]
+        return bool(ready) and all(server.full for server in ready)
+
+    def complained(self, url: str, now: float) -> None:
+        """A server said that it has too much to do."""
+        server = self._servers[url]
+        server.window.complained(server.in_flight, now)
+
     def end(self, url: str) -> None:
         """A request has ended, in whatever way."""
         server = self._servers[url]
@@ -174,6 +187,7 @@ class Router:
         """
         server = self._servers[url]
         server.failures = 0
+        server.window.answered(server.in_flight)
         server.weight_version = version or server.weight_version
         if cached is not None:
             self._counts.told_prompt_tokens += tokens

@@ -163,6 +163,11 @@ class AutoClient:
         """See `ModelClient.generate`."""
         return await (await self._found()).generate(prompt_ids, sampling, session=session)
 
+    @property
+    def complaints(self) -> int:
+        """See `Steerable.complaints`."""
+        return self._client.complaints if isinstance(self._client, Steerable) else 0
+
     async def look(self) -> ServerNews:
         """See `Steerable.look`."""
         client = await self._found()

@@ -105,6 +105,11 @@ class SglangClient:
         expected = Expectation(prompt_ids, sampling.max_tokens, self._vocab_size, self.url)
         return read_answer(answer, expected)
 
+    @property
+    def complaints(self) -> int:
+        """See `Steerable.complaints`."""
+        return self._link.complaints
+
     async def look(self) -> ServerNews:
         """See `Steerable.look`."""
         return read_info(await self._link.ask("GET", "/get_model_info"), self.url)

@@ -163,6 +163,11 @@ class Steerable(Protocol):
         """What it speaks; "" before that is known."""
         ...
 
+    @property
+    def complaints(self) -> int:
+        """How often it said that it has too much to do."""
+        ...
+
     async def look(self) -> ServerNews:
         """Ask how it is, once and soon.
 

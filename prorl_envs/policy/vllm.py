@@ -83,6 +83,11 @@ class VllmClient:
             self._model = first_model(await self._link.request("GET", "/v1/models"), self.url).id
         return self._model
 
+    @property
+    def complaints(self) -> int:
+        """See `Steerable.complaints`."""
+        return self._link.complaints
+
     async def look(self) -> ServerNews:
         """See `Steerable.look`."""
         served = first_model(await self._link.ask("GET", "/v1/models"), self.url)

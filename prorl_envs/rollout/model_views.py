@@ -1,5 +1,6 @@
 """What callers see of the model servers, and what they may do with them."""
 
+import math
 from collections.abc import Iterable
 
 from prorl_envs.policy.pool import ModelPool, Told
@@ -94,6 +95,7 @@ def server_views(pool: ModelPool) -> list[ModelServerView]:
             protocol=pool.protocol(server.url),
             weight_version=server.weight_version,
             turns=server.turns,
+            limit=None if math.isinf(server.window.limit) else int(server.window.limit),
         )
         for server in pool.servers
     ]

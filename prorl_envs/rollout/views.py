@@ -83,6 +83,7 @@ class ModelServerView(_View):
         protocol: what it speaks: vllm, sglang or openai; "" before that is found out.
         weight_version: of its weights, as it was last heard; "" where it is not known.
         turns: calls it was given.
+        limit: calls it may have in flight, learnt from its complaints; None where there is no bound.
     """
 
     url: str
@@ -93,6 +94,7 @@ class ModelServerView(_View):
     protocol: str = ""
     weight_version: str = ""
     turns: int = 0
+    limit: int | None = None
 
 
 class ModelServerList(_View):

@@ -54,6 +54,7 @@ class ScriptedOptions:
         weight_version: named in every answer.
         dialect: where answers carry the sampled ids.
         protocol: whose interface it has, vLLM's or SGLang's.
+        most: requests it works on at once; more are refused with 503. None refuses none.
         steerable: it has the routes that pause it and name its weights.
     """
 
@@ -67,6 +68,7 @@ class ScriptedOptions:
     weight_version: str = "scripted-0"
     dialect: Dialect = Dialect.TOKEN_IDS
     protocol: Literal["vllm", "sglang"] = "vllm"
+    most: int | None = None
     steerable: bool = True
 
 
@@ -208,6 +210,9 @@ class ScriptedService:
         self.audit.check(session, prompt_ids, prompt.assistant_turns)
         if (refusal := self._refusal(prompt_ids, max_tokens)) is not None:
             return refusal
+        if self.options.most is not None and self.counts.running > self.options.most:
+            self.counts.refused += 1
+            return _error(503, "the scripted server has too much to do", retry_after=0)
         if (fault := await self._fault(behaviour, session, prompt.assistant_turns, request)) is not None:
             return fault
         length, begun = self._begun.pop(session, (0, 0))
