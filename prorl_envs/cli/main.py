@@ -76,7 +76,10 @@ def show(
 
 LlmOption = Annotated[
     list[str] | None,
-    typer.Option("--llm", help="Base URL of a vLLM server, such as http://host:8000/v1. May be repeated."),
+    typer.Option(
+        "--llm",
+        help="Base URL of a model server (vLLM or SGLang), such as http://host:8000/v1. May be repeated.",
+    ),
 ]
 TokenizerOption = Annotated[
     str | None,

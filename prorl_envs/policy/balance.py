@@ -64,7 +64,7 @@ class Balance:
     room: int = 8
     stay: float = 1.1
     spread: float = 1.2
-    begin: float = 1.0
+    begin: float = 1.1
 
 
 #: What was found best in `bench/router.py`.

@@ -22,13 +22,13 @@ from prorl_envs.rollout.service import RolloutService
 from prorl_envs.rollout.types import JobState, Result, StopReason, Trajectory
 from prorl_envs.testing.clock import FakeClock
 from prorl_envs.testing.openai_face import scripted_openai
-from prorl_envs.testing.scripted import ScriptBook
+from prorl_envs.testing.scripted import Call, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
 
 pytestmark = pytest.mark.anyio
 
-SAY = {"tool": "say", "arguments": {"text": "one"}}
-FINISH = {"tool": "finish", "arguments": {}}
+SAY: Call = {"tool": "say", "arguments": {"text": "one"}}
+FINISH: Call = {"tool": "finish", "arguments": {}}
 BOOK = ScriptBook.from_tapes({"Do ": [[SAY], [SAY], [FINISH]]})
 
 
