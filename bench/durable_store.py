@@ -12,6 +12,7 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from prorl_envs.rollout.sqlite_store import SqliteStore
 from prorl_envs.rollout.store import MemoryStore, NewGroup, Store
@@ -44,7 +45,7 @@ def results(group: NewGroup, tokens: int, chance: random.Random) -> Iterator[Res
     span = tokens // (2 * TURNS)
     mask = ([0] * span + [1] * span) * TURNS
     for sample in range(SAMPLES):
-        turn = {"finish_reason": "stop", "weight_version": "7", "server": "http://model:8000"}
+        turn: dict[str, Any] = {"finish_reason": "stop", "weight_version": "7", "server": "http://model:8000"}
         turns = [
             TurnRecord(start=(2 * i + 1) * span, end=(2 * i + 2) * span, model_s=1.5, tools_s=0.1, **turn)
             for i in range(TURNS)

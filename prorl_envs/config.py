@@ -90,12 +90,16 @@ class ModelSettings(_Section):
     """The model servers.
 
     Args:
-        servers: base URLs to start with; more can be added while the service runs.
+        servers: base URLs to start with; more can be added while the service runs. One may name its protocol:
+            `sglang+http://host:30000`.
+        protocol: what servers speak whose URL does not say: `vllm`, `sglang`, `auto` (finds out which of the
+            two), or `openai`, a chat server without token ids, whose trajectories are not for training.
         name: model name the servers know, where they ask for one.
         tokenizer: directory with `tokenizer.json` and the chat template.
     """
 
     servers: tuple[str, ...] = ()
+    protocol: Literal["auto", "vllm", "sglang", "openai"] = "auto"
     name: str = ""
     tokenizer: ExpandedPath | None = None
 

@@ -12,11 +12,12 @@ from prorl_envs.errors import InputError
 from prorl_envs.images.builder import ImageBuilder
 from prorl_envs.images.store import ImageStore
 from prorl_envs.images.supervised import Limits as BuildLimits
+from prorl_envs.policy.health import watching
 from prorl_envs.policy.loading import load_renderer
 from prorl_envs.policy.pool import ModelPool
 from prorl_envs.policy.probe import probe
 from prorl_envs.policy.rendering import TemplateRenderer
-from prorl_envs.policy.vllm import VllmClient
+from prorl_envs.policy.servers import Protocol, Servers
 from prorl_envs.rollout.service import RolloutService
 from prorl_envs.rollout.sqlite_store import SqliteStore
 from prorl_envs.sandbox.base import SandboxSpec
@@ -33,12 +34,14 @@ class Model:
         renderer: its tokenizer and chat template.
         name: as the servers know it; None takes the first they name.
         api_key: bearer token of the servers.
+        protocol: what servers speak whose URL does not say.
     """
 
     servers: Sequence[str]
     renderer: TemplateRenderer
     name: str | None = None
     api_key: str | None = None
+    protocol: Protocol = "auto"
 
 
 @asynccontextmanager
@@ -96,18 +99,12 @@ async def rollout_service(
         if store is not None:
             stack.push_async_callback(store.aclose)
         opened = await stack.enter_async_context(node(settings))
-        pool = ModelPool(
-            lambda url: VllmClient(
-                url,
-                stop_ids=model.renderer.stop_ids,
-                vocab_size=model.renderer.vocab_size,
-                model=model.name,
-                api_key=model.api_key,
-            )
-        )
+        servers = Servers.of(model.renderer, protocol=model.protocol, model=model.name, api_key=model.api_key)
+        pool = ModelPool(servers.connect)
         stack.push_async_callback(pool.aclose)
         for url in model.servers:
             pool.add(url)
+        await stack.enter_async_context(watching(pool))
         yield RolloutService(opened, environments(), model.renderer, pool, settings.service, store)
 
 
@@ -118,7 +115,12 @@ def _open_store(settings: ServiceSettings) -> SqliteStore | None:
 
 
 async def connect(
-    servers: Sequence[str], *, tokenizer: str | None, name: str | None, api_key: str | None
+    servers: Sequence[str],
+    *,
+    tokenizer: str | None,
+    name: str | None,
+    api_key: str | None,
+    protocol: Protocol = "auto",
 ) -> Model:
     """Look at the user's model servers before anything is sent to them.
 
@@ -127,16 +129,17 @@ async def connect(
         tokenizer: folder or Hub name of its tokenizer; None takes the name the first server gives.
         name: model name; None takes the first the server names.
         api_key: bearer token, if they want one.
+        protocol: what servers speak whose URL does not say.
 
     Raises:
         InputError: a server does not speak token-in/token-out, or the tokenizer is not to be had.
     """
     for url in servers:
-        report = await probe(url, model=name, api_key=api_key)
+        report = await probe(url, protocol=protocol, model=name, api_key=api_key)
         if not report.ok:
             raise InputError(report.problem, hint=report.hint)
         name = name or report.model
     if tokenizer is None and not name:
         raise InputError("the server names no model", hint="name its tokenizer: --tokenizer FOLDER")
     renderer = load_renderer(tokenizer or str(name))
-    return Model(servers=servers, renderer=renderer, name=name, api_key=api_key)
+    return Model(servers=servers, renderer=renderer, name=name, api_key=api_key, protocol=protocol)

@@ -76,7 +76,10 @@ def show(
 
 LlmOption = Annotated[
     list[str] | None,
-    typer.Option("--llm", help="Base URL of a vLLM server, such as http://host:8000/v1. May be repeated."),
+    typer.Option(
+        "--llm",
+        help="Base URL of a model server (vLLM or SGLang), such as http://host:8000/v1. May be repeated.",
+    ),
 ]
 TokenizerOption = Annotated[
     str | None,
@@ -117,8 +120,13 @@ def demo(
         options = replace(options, mix=Mix.parse(mix))
 
     async def main() -> bool:
-        given = await connect(llm, tokenizer=tokenizer, name=model, api_key=_api_key()) if llm else None
-        return await demo(_settings(config), options, out_dir, given)
+        settings = _settings(config)
+        given = None
+        if llm:
+            given = await connect(
+                llm, tokenizer=tokenizer, name=model, api_key=_api_key(), protocol=settings.model.protocol
+            )
+        return await demo(settings, options, out_dir, given)
 
     if not run(main()):
         raise typer.Exit(1)
@@ -156,7 +164,11 @@ def serve(
 
     async def main() -> None:
         behind = await connect(
-            servers, tokenizer=folder, name=model or settings.model.name or None, api_key=_api_key()
+            servers,
+            tokenizer=folder,
+            name=model or settings.model.name or None,
+            api_key=_api_key(),
+            protocol=settings.model.protocol,
         )
         await serve(settings, behind)
 

@@ -69,7 +69,9 @@ async def here(
     folder: Path,
 ) -> None:
     """Run groups on a service started for them alone."""
-    model = await connect(llm, tokenizer=tokenizer, name=name, api_key=api_key)
+    model = await connect(
+        llm, tokenizer=tokenizer, name=name, api_key=api_key, protocol=settings.model.protocol
+    )
     async with (
         rollout_service(settings, model) as service,
         serving(service) as url,

@@ -1,21 +1,51 @@
-"""Several model servers as one: added and removed while rollouts run."""
+"""Several model servers as one: added, watched, paused and removed while rollouts run."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 
 from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.errors import ModelError
-from prorl_envs.policy.protocol import ServerUnavailable
-from prorl_envs.policy.routing import Router, ServerState
-from prorl_envs.policy.types import ModelClient, Sampled, Sampling
-from prorl_envs.policy.vllm import base_url
+from prorl_envs.policy.balance import ServerState
+from prorl_envs.policy.gate import Gate
+from prorl_envs.policy.protocol import Overloaded, ServerUnavailable, continued
+from prorl_envs.policy.routing import Router, RouterSnapshot
+from prorl_envs.policy.servers import split_protocol
+from prorl_envs.policy.types import (
+    ChatClient,
+    Conversation,
+    InFlight,
+    ModelClient,
+    Sampled,
+    Sampling,
+    Steerable,
+)
+
+#: How often one turn may be broken off and go on before it counts as failed.
+MAX_PARTS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What came of telling a server to pause or to go on.
+
+    Args:
+        url: of the server.
+        supported: it has a way to be told.
+        problem: why it did not work, or "".
+    """
+
+    url: str
+    supported: bool
+    problem: str = ""
 
 
 class ModelPool:
-    """Spreads sessions over servers. Implements `policy.types.ModelClient`; `routing.decide` has the rules.
+    """Spreads sessions over servers. Implements `policy.types.ModelClient`; `balance.decide` has the rules.
 
     Args:
-        connect: makes the client of a server from its URL.
+        connect: makes the client of a server from its URL, which may name a protocol (`Servers.connect`).
         router: the state of servers and sessions.
         clock: by default the machine's.
     """
@@ -31,11 +61,46 @@ class ModelPool:
         self._router = router or Router()
         self._clock = clock or SystemClock()
         self._clients: dict[str, ModelClient] = {}
+        self._gate = Gate(self._clock)
+        self._idle = asyncio.Event()  # replaced whenever a request ends
+        self._calls: dict[asyncio.Task[Sampled], str] = {}
+        self._resample = False
+        self._weight_version = ""
+        self._complaints: dict[str, int] = {}
+        self._queue: deque[asyncio.Future[None]] = deque()  # turns for which every server is full
 
     @property
     def servers(self) -> tuple[ServerState, ...]:
         """The servers as they are now (copies), in the order they were added."""
-        return tuple(replace(server) for server in self._router.servers)
+        return self._router.snapshot().servers
+
+    @property
+    def in_flight(self) -> int:
+        """Turns that are being sampled."""
+        return sum(server.in_flight for server in self._router.servers)
+
+    @property
+    def paused(self) -> bool:
+        """Weights are changing: no turn begins."""
+        return self._gate.closed
+
+    @property
+    def weight_version(self) -> str:
+        """What the last resume named."""
+        return self._weight_version
+
+    def paused_s(self) -> float:
+        """Seconds for which turns were held, all in all, up to now."""
+        return self._gate.closed_s()
+
+    def snapshot(self) -> RouterSnapshot:
+        """What the router did, for status and metrics."""
+        return self._router.snapshot()
+
+    def protocol(self, url: str) -> str:
+        """What a server speaks; "" where that is not known (yet)."""
+        client = self._clients.get(url)
+        return client.protocol if isinstance(client, Steerable) else ""
 
     def add(self, url: str) -> str:
         """Take a server in, at once. Adding one twice changes nothing.
@@ -46,17 +111,25 @@ class ModelPool:
         Raises:
             InputError: not a URL.
         """
-        url = base_url(url)
-        if url not in self._clients:
-            self._clients[url] = self._connect(url)
-        self._router.add(url)
-        return url
+        _, base = split_protocol(url)
+        if base not in self._clients:
+            self._clients[base] = self._connect(url)
+        self._router.add(base, version=self._weight_version)
+        return base
 
-    async def remove(self, url: str) -> None:
-        """Give a server no more turns. Those in flight end in their own time; sessions move elsewhere."""
-        url = base_url(url)
-        self._router.drain(url)
-        await self._close_drained(url)
+    async def remove(self, url: str, *, wait_s: float = 0.0) -> bool:
+        """Give a server no more turns. Those in flight end in their own time; sessions move elsewhere.
+
+        Args:
+            wait_s: seconds to wait until they have ended.
+
+        Returns:
+            whether they have, and the server is gone.
+        """
+        _, base = split_protocol(url)
+        self._router.drain(base)
+        await self._close_drained(base)
+        return await self._until(lambda: base not in self._clients, wait_s)
 
     async def clear(self) -> None:
         """Remove every server."""
@@ -67,36 +140,238 @@ class ModelPool:
         """A session has ended; its pin is given up."""
         self._router.forget(session)
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str) -> Sampled:
-        """See `ModelClient.generate`. Where a server is unavailable the turn is sampled on another one.
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str,
+        conversation: Conversation | None = None,
+    ) -> Sampled:
+        """See `ModelClient.generate`. Where a server is unavailable the turn is sampled on another one. A
+        turn that was broken off goes on where it was (0027 in docs/decisions), under the weights of then.
+
+        Args:
+            conversation: the prompt as messages, for servers that take no ids.
 
         Raises:
             ModelError: there is no server, each one is unavailable, or an answer breaks the protocol.
         """
-        tried: dict[str, ServerUnavailable] = {}
-        while (url := self._router.start(session, self._clock.monotonic(), tried)) is not None:
-            try:
-                sampled = await self._clients[url].generate(prompt_ids, sampling, session=session)
-                self._router.succeeded(url)
-                return sampled
-            except ServerUnavailable as error:
+        whole: Sampled | None = None
+        for _ in range(MAX_PARTS):
+            begun = whole.ids if whole else ()
+            left = sampling.model_copy(update={"max_tokens": sampling.max_tokens - len(begun)})
+            part = await self._routed([*prompt_ids, *begun], left, session, conversation)
+            whole = continued(whole, part) if whole else part
+            if part.finish_reason != "abort":
+                return whole
+            if len(whole.ids) >= sampling.max_tokens:
+                return replace(whole, finish_reason="length")
+            if self._resample or not whole.exact:
+                whole = None
+        raise ModelError(f"the model servers broke one turn off {MAX_PARTS} times")
+
+    async def pause(self, mode: InFlight, *, resample: bool = False, wait_s: float = 0.0) -> list[Told]:
+        """Begin no turn any more, and treat those in flight as `mode` says; returns once the servers are told
+        and, but for `keep`, the turns in flight have ended.
+
+        Args:
+            mode: `finish` lets them end; `abort` ends them, and what they sampled is kept; `keep` freezes
+                them in the server. A server that cannot be told to abort is hung up on; one that cannot
+                freeze goes on.
+            resample: throw away what aborted turns had sampled instead of going on from it.
+            wait_s: seconds to wait for turns in flight.
+        """
+        self._gate.close()
+        self._resample = resample
+        told: list[Told] = []
+        if mode != "finish":
+            told = await self._tell(lambda client: client.pause(mode))
+        if mode == "abort":
+            deaf = {answer.url for answer in told if not answer.supported or answer.problem}
+            for call, url in list(self._calls.items()):
+                if url in deaf:
+                    call.cancel()
+        if mode != "keep":
+            await self._until(lambda: self.in_flight == 0, wait_s)
+        return told
+
+    async def resume(self, weight_version: str = "") -> list[Told]:
+        """Tell the servers to go on, then let turns begin.
+
+        Args:
+            weight_version: of the weights from now on; "" leaves it to the servers to say.
+        """
+        told = await self._tell(lambda client: client.resume(weight_version))
+        if weight_version:
+            self._weight_version = weight_version
+            self._router.forget_prefixes()
+            for server in self._router.servers:
+                server.weight_version = weight_version
+        self._gate.open()
+        return told
+
+    async def look(self, url: str) -> bool:
+        """Ask a server how it is, and act on it: one that answers gets turns again, one that fails none.
+
+        Returns:
+            whether it is well; True also for one that cannot be asked.
+        """
+        client = self._clients.get(url)
+        if not isinstance(client, Steerable):
+            return True
+        try:
+            news = await client.look()
+        except ServerUnavailable:
+            if url in self._clients:
                 self._router.failed(url, self._clock.monotonic())
-                tried[url] = error
-            finally:
-                self._router.end(url)
-                await self._close_drained(url)
-        if not tried:
-            raise ModelError("there is no model server", hint="add one: --llm URL, or POST /v1/model_servers")
-        raise list(tried.values())[-1]
+            return False
+        except ModelError:
+            return False  # it answers, only not to this
+        if url in self._clients:
+            self._router.succeeded(url, version=news.weight_version)
+        return True
 
     async def aclose(self) -> None:
         """Close every client, those of draining servers included; generations in flight end."""
         for server in self.servers:
             self._router.drain(server.url)
+        self._gate.open()
+        for room in self._queue:
+            if not room.done():
+                room.set_result(None)
         while self._clients:
             _, client = self._clients.popitem()
             await client.aclose()
 
+    async def _routed(
+        self, prompt_ids: Sequence[int], sampling: Sampling, session: str, conversation: Conversation | None
+    ) -> Sampled:
+        tried: dict[str, ServerUnavailable] = {}
+        while (url := await self._start(session, tried, len(prompt_ids))) is not None:
+            try:
+                return await self._on(url, prompt_ids, sampling, session, conversation)
+            except ServerUnavailable as error:
+                if not isinstance(error, Overloaded):  # else it is well, and its window is smaller now
+                    self._router.failed(url, self._clock.monotonic())
+                tried[url] = error
+            finally:
+                self._heed(url)
+                self._router.end(url)
+                self._notify()
+                await self._close_drained(url)
+        if not tried:
+            raise ModelError("there is no model server", hint="add one: --llm URL, or POST /v1/model_servers")
+        raise list(tried.values())[-1]
+
+    async def _start(self, session: str, tried: dict[str, ServerUnavailable], tokens: int) -> str | None:
+        while True:
+            await self._gate.passed()  # also where a server failed in a pause: the next one is paused too
+            if not self._router.saturated(self._clock.monotonic(), tried):
+                break
+            await self._wait_for_room()
+        return self._router.start(session, self._clock.monotonic(), tried, tokens=tokens)
+
+    async def _wait_for_room(self) -> None:
+        """Return once a call has ended, first come first served."""
+        room: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.append(room)
+        try:
+            await room
+        except asyncio.CancelledError:
+            if room.done() and not room.cancelled():
+                self._call_next()  # the room was ours, and we do not want it any more
+            raise
+
+    def _call_next(self) -> None:
+        while self._queue:
+            room = self._queue.popleft()
+            if not room.done():
+                room.set_result(None)
+                return
+
+    def _heed(self, url: str) -> None:
+        """Take what the server complained of since the last call into account."""
+        client = self._clients.get(url)
+        complaints = client.complaints if isinstance(client, Steerable) else 0
+        if complaints > self._complaints.get(url, 0):
+            self._router.complained(url, self._clock.monotonic())
+        self._complaints[url] = complaints
+
+    async def _on(
+        self,
+        url: str,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        session: str,
+        conversation: Conversation | None,
+    ) -> Sampled:
+        """Sample on one server. A call that a pause hangs up on counts as aborted with nothing sampled."""
+        known = next((s.weight_version for s in self._router.servers if s.url == url), "")
+        call = asyncio.create_task(
+            _sample(self._clients[url], prompt_ids, sampling, session, conversation), name=f"model {session}"
+        )
+        self._calls[call] = url
+        try:
+            await asyncio.wait({call})
+        finally:
+            del self._calls[call]
+            if not call.done():
+                call.cancel()
+                await asyncio.wait({call})
+        if call.cancelled():
+            return Sampled((), (), "abort", known, url)
+        sampled = call.result()
+        self._router.succeeded(
+            url,
+            tokens=len(prompt_ids),
+            cached=sampled.cached_tokens,
+            version=(sampled.version_spans[-1].version if sampled.version_spans else sampled.weight_version),
+        )
+        return sampled if sampled.weight_version else replace(sampled, weight_version=known)
+
+    async def _tell(self, what: Callable[[Steerable], Awaitable[bool]]) -> list[Told]:
+        async def one(url: str, client: ModelClient) -> Told:
+            if not isinstance(client, Steerable):
+                return Told(url, supported=False)
+            try:
+                return Told(url, supported=await what(client))
+            except ModelError as error:
+                return Told(url, supported=True, problem=error.message)
+
+        return list(await asyncio.gather(*(one(url, client) for url, client in self._clients.items())))
+
+    async def _until(self, holds: Callable[[], bool], seconds: float) -> bool:
+        """Wait until it is so; whether it is."""
+        try:
+            async with self._clock.timeout(seconds):
+                while not holds():
+                    await self._idle.wait()
+        except TimeoutError:
+            pass
+        return holds()
+
+    def _notify(self) -> None:
+        self._call_next()
+        if not self._router.saturated(self._clock.monotonic()):
+            self._call_next()  # a window has grown
+        self._idle.set()
+        self._idle = asyncio.Event()
+
     async def _close_drained(self, url: str) -> None:
         if url in self._clients and all(server.url != url for server in self._router.servers):
+            self._complaints.pop(url, None)
             await self._clients.pop(url).aclose()
+            self._notify()
+
+
+async def _sample(
+    client: ModelClient,
+    prompt_ids: Sequence[int],
+    sampling: Sampling,
+    session: str,
+    conversation: Conversation | None,
+) -> Sampled:
+    if conversation is not None and isinstance(client, ChatClient):
+        return await client.chat(conversation, sampling, session=session)
+    return await client.generate(prompt_ids, sampling, session=session)

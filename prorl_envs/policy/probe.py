@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prorl_envs.errors import ModelError
-from prorl_envs.policy.types import Sampling
-from prorl_envs.policy.vllm import ClientLimits, VllmClient
+from prorl_envs.policy.link import ClientLimits
+from prorl_envs.policy.servers import Protocol, Servers, split_protocol
+from prorl_envs.policy.types import ChatClient, Conversation, Sampling, ServerNews, Steerable
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class ServerReport:
 async def probe(
     url: str,
     *,
+    protocol: Protocol = "auto",
     model: str | None = None,
     api_key: str | None = None,
     prompt_ids: Sequence[int] = (1, 2, 3),
@@ -43,24 +45,39 @@ async def probe(
     """Ask a server for its models and for one token, and check the answer as a rollout would.
 
     Args:
-        url: base URL, with or without `/v1`.
+        url: base URL, with or without `/v1`; it may name its protocol.
+        protocol: where the URL names none.
         model: model name; None takes the first the server names.
         api_key: bearer token, if it wants one.
         prompt_ids: a prompt of ids, better from the renderer in use.
         vocab_size: of that renderer; None does not check.
-        timeout_s: seconds for each of the two requests.
+        timeout_s: seconds for each of the requests.
 
     Raises:
         InputError: the URL is not one.
     """
-    limits = ClientLimits(connect_s=min(5.0, timeout_s), answer_s=timeout_s, attempts=1)
-    client = VllmClient(url, stop_ids=(), vocab_size=vocab_size, model=model, api_key=api_key, limits=limits)
-    name = ""
+    limits = ClientLimits(connect_s=min(5.0, timeout_s), answer_s=timeout_s, control_s=timeout_s, attempts=1)
+    servers = Servers(
+        vocab_size=vocab_size,
+        encode=lambda _: [0],
+        protocol=protocol,
+        model=model,
+        options={"api_key": api_key, "limits": limits},
+    )
+    client, base = servers.connect(url), split_protocol(url)[1]
+    news = ServerNews()
+    one = Sampling(max_tokens=1)
     try:
-        name = await client.model_name()
-        sampled = await client.generate(prompt_ids, Sampling(max_tokens=1), session="probe")
+        news = await client.look() if isinstance(client, Steerable) else news
+        if isinstance(client, ChatClient):
+            said = Conversation([{"role": "user", "content": "Hello."}], ())
+            sampled = await client.chat(said, one, session="probe")
+        else:
+            sampled = await client.generate(prompt_ids, one, session="probe")
     except ModelError as error:
-        return ServerReport(client.url, name, error.message, error.hint)
+        return ServerReport(base, model or news.model, error.message, error.hint)
     finally:
         await client.aclose()
-    return ServerReport(client.url, name, weight_version=sampled.weight_version)
+    return ServerReport(
+        base, model or news.model, weight_version=sampled.weight_version or news.weight_version
+    )

@@ -1,33 +1,55 @@
-"""The completions token protocol of vLLM: what is sent, and what an answer must hold to be believed.
+"""What every answer in token ids is held against, and the errors of what does not hold.
 
-Protocol: `POST /v1/completions` with token ids as the prompt and `return_token_ids`
-(https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html). Servers differ in where they put ids
-and log-probabilities; every shape seen is read here, and everything is checked: an answer that is wrong in
-one number would train the policy on something it never sampled.
+An answer that is wrong in one number would train the policy on something it never sampled, so everything is
+checked. How a kind of server spells its answers is in that server's own module.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from prorl_envs.errors import ModelError
-from prorl_envs.policy.types import FinishReason, Sampled, Sampling
+from prorl_envs.policy.types import FinishReason, Sampled, Sampling, VersionSpan
 
 # A log-probability computed in low precision may come out slightly above 0.
 _LOGPROB_SLACK = 1e-2
-_TOKEN_ID = "token_id:"
-_IDS_HINT = "the server must support return_token_ids (vLLM 0.10.2 or later)"
-_LOGPROBS_HINT = "the server must return one log-probability for each sampled token"
+#: Most stretches of versions in one answer.
+MAX_SPANS = 64
+MAX_VERSION = 200
+LOGPROBS_HINT = "the server must return one log-probability for each sampled token"
 
 
 class ServerUnavailable(ModelError):
     """The server cannot be reached, is overloaded or is failing; another server may do."""
 
 
+class Overloaded(ServerUnavailable):
+    """The server has too much to do: it answered 429 or 503 to the last attempt."""
+
+
 class ProtocolError(ModelError):
     """The server answered, and its answer breaks the token protocol or refuses the request."""
+
+
+class Refusal(ProtocolError):
+    """The server refuses a request.
+
+    Args:
+        message, hint: as of every error.
+        status: of its HTTP answer.
+    """
+
+    def __init__(self, message: str, *, hint: str = "", status: int) -> None:
+        super().__init__(message, hint=hint)
+        self.status = status
+
+    @property
+    def unknown_route(self) -> bool:
+        """The server has nothing at this path."""
+        return self.status in (404, 405)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,56 +69,21 @@ class Expectation:
     server: str
 
 
-class _ContentItem(msgspec.Struct):
-    logprob: float | None = None
-    token: str = ""
-    token_id: int | None = None
+class WireSpan(msgspec.Struct):
+    """A stretch of versions, as vLLM and SGLang write it."""
+
+    version: str | int
+    start: int
+    end: int
 
 
-class _Logprobs(msgspec.Struct):
-    tokens: list[str] | None = None
-    token_logprobs: list[float | None] | None = None
-    content: list[_ContentItem] | None = None
+def neutral_sampling(sampling: Sampling) -> dict[str, Any]:
+    """The settings both vLLM and SGLang know by these names.
 
-
-class _Choice(msgspec.Struct):
-    finish_reason: str | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-    logprobs: _Logprobs | None = None
-    weight_version: str | int | None = None
-
-
-class _Meta(msgspec.Struct):
-    weight_version: str | int | None = None
-
-
-class _Answer(msgspec.Struct):
-    choices: list[_Choice]
-    weight_version: str | int | None = None
-    meta_info: _Meta | None = None
-
-
-class _Model(msgspec.Struct):
-    id: str
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model]
-
-
-def encode_request(
-    model: str, prompt_ids: Sequence[int], sampling: Sampling, stop_ids: Sequence[int]
-) -> bytes:
-    """The body of one completion request.
-
-    The settings a model's generation_config.json would change behind our back (top_k, min_p, penalties) are
+    Those which a model's generation_config.json would change behind our back (top_k, min_p, penalties) are
     sent with neutral values: otherwise the server samples from another policy than the trainer computes.
     """
-    body: dict[str, object] = {
-        "model": model,
-        "prompt": list(prompt_ids),
-        "max_tokens": sampling.max_tokens,
+    return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": -1,
@@ -105,74 +92,15 @@ def encode_request(
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "n": 1,
-        "stream": False,
-        "logprobs": 1,
-        "stop_token_ids": list(stop_ids),
-        "skip_special_tokens": False,
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
     }
-    if sampling.seed is not None:
-        body["seed"] = sampling.seed
-    return msgspec.json.encode(body)
 
 
-def read_models(body: bytes, server: str) -> str:
-    """The first model a server names in `/v1/models`.
+def check_ids(ids: Sequence[int], expected: Expectation) -> tuple[int, ...]:
+    """Sampled ids that can be.
 
     Raises:
-        ProtocolError: it names none.
+        ProtocolError: too many of them, or one outside the vocabulary.
     """
-    try:
-        models = msgspec.json.decode(body, type=_Models).data
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"{server}/v1/models is not a list of models: {error}") from error
-    if not models:
-        raise ProtocolError(f"{server} serves no model", hint="is a model still being loaded?")
-    return models[0].id
-
-
-def read_answer(body: bytes, expected: Expectation) -> Sampled:
-    """Read and check one completion.
-
-    Raises:
-        ProtocolError: anything in it is missing, of the wrong type, or impossible.
-    """
-    try:
-        answer = msgspec.json.decode(body, type=_Answer)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"{expected.server} did not answer with a completion: {error}") from error
-    if len(answer.choices) != 1:
-        raise ProtocolError(f"{expected.server} answered with {len(answer.choices)} choices instead of one")
-    choice = answer.choices[0]
-    _check_prompt(choice, expected)
-    ids = _sampled_ids(choice, expected)
-    logprobs = _sampled_logprobs(choice, len(ids), expected)
-    return Sampled(
-        ids=ids,
-        logprobs=logprobs,
-        finish_reason=_finish_reason(choice, len(ids), expected),
-        weight_version=_weight_version(answer, choice),
-        server=expected.server,
-    )
-
-
-def _check_prompt(choice: _Choice, expected: Expectation) -> None:
-    echoed = choice.prompt_token_ids
-    if echoed is not None and echoed != list(expected.prompt_ids):
-        raise ProtocolError(
-            f"{expected.server} read another prompt than it was sent"
-            f" ({len(echoed)} ids instead of {len(expected.prompt_ids)})",
-            hint="does it add special tokens, or truncate prompts?",
-        )
-
-
-def _sampled_ids(choice: _Choice, expected: Expectation) -> tuple[int, ...]:
-    ids = choice.token_ids
-    if ids is None:
-        ids = _ids_in_tokens(choice.logprobs)
-    if ids is None:
-        raise ProtocolError(f"{expected.server} did not return the sampled token ids", hint=_IDS_HINT)
     if len(ids) > expected.max_tokens:
         raise ProtocolError(f"{expected.server} returned {len(ids)} ids, {expected.max_tokens} were asked")
     limit = expected.vocab_size
@@ -185,42 +113,34 @@ def _sampled_ids(choice: _Choice, expected: Expectation) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _ids_in_tokens(logprobs: _Logprobs | None) -> list[int] | None:
-    """Ids from tokens written as `token_id:123`, the older way of returning them."""
-    if logprobs is None:
-        return None
-    if logprobs.content and all(item.token_id is not None for item in logprobs.content):
-        return [item.token_id for item in logprobs.content if item.token_id is not None]
-    tokens = logprobs.tokens if logprobs.tokens is not None else [i.token for i in logprobs.content or ()]
-    numbers = [token.removeprefix(_TOKEN_ID) for token in tokens if token.startswith(_TOKEN_ID)]
-    if not tokens or len(numbers) != len(tokens):
-        return None
-    if not all(number.isascii() and number.isdigit() and len(number) < 12 for number in numbers):
-        return None
-    return [int(number) for number in numbers]
+def check_logprobs(
+    values: Sequence[float | None] | None, count: int, expected: Expectation
+) -> tuple[float, ...]:
+    """One possible log-probability for each of `count` ids.
 
-
-def _sampled_logprobs(choice: _Choice, count: int, expected: Expectation) -> tuple[float, ...]:
-    values: Sequence[float | None] | None = None
-    if choice.logprobs is not None:
-        values = choice.logprobs.token_logprobs
-        if values is None and choice.logprobs.content is not None:
-            values = [item.logprob for item in choice.logprobs.content]
+    Raises:
+        ProtocolError: another number of them, or one that is missing, infinite, no number or positive.
+    """
     if values is None and count == 0:
         return ()
     if values is None or len(values) != count:
         found = "no" if values is None else str(len(values))
         raise ProtocolError(
-            f"{expected.server} returned {found} log-probabilities for {count} ids", hint=_LOGPROBS_HINT
+            f"{expected.server} returned {found} log-probabilities for {count} ids", hint=LOGPROBS_HINT
         )
     numbers = [value for value in values if value is not None and math.isfinite(value)]
     if len(numbers) != count or any(value > _LOGPROB_SLACK for value in numbers):
-        raise ProtocolError(f"{expected.server} returned an impossible log-probability", hint=_LOGPROBS_HINT)
+        raise ProtocolError(f"{expected.server} returned an impossible log-probability", hint=LOGPROBS_HINT)
     return tuple(min(value, 0.0) for value in numbers)
 
 
-def _finish_reason(choice: _Choice, count: int, expected: Expectation) -> FinishReason:
-    match choice.finish_reason:
+def check_finish(reason: str | None, count: int, expected: Expectation) -> FinishReason:
+    """Why sampling ended.
+
+    Raises:
+        ProtocolError: a reason that is not known, or nothing was sampled and it ended in order.
+    """
+    match reason:
         case "stop" if count > 0:
             return "stop"
         case "length" if count > 0:
@@ -233,7 +153,58 @@ def _finish_reason(choice: _Choice, count: int, expected: Expectation) -> Finish
             raise ProtocolError(f"{expected.server} ended a turn for an unknown reason: {str(other)[:40]!r}")
 
 
-def _weight_version(answer: _Answer, choice: _Choice) -> str:
-    meta = answer.meta_info.weight_version if answer.meta_info else None
-    named = (choice.weight_version, answer.weight_version, meta)
-    return next((str(version) for version in named if version is not None), "")
+def check_spans(spans: Sequence[WireSpan], count: int, expected: Expectation) -> tuple[VersionSpan, ...]:
+    """Stretches of versions that cover all ids without a gap; none where one version sampled everything.
+
+    Raises:
+        ProtocolError: they do not, or there are too many.
+    """
+    edges = [0, *(span.end for span in spans)]
+    whole = all(span.start == edge and span.end >= edge for span, edge in zip(spans, edges[:-1], strict=True))
+    if not whole or edges[-1] != count or len(spans) > MAX_SPANS:
+        raise ProtocolError(f"{expected.server} returned weight versions that do not cover the answer")
+    filled = [span for span in spans if span.end > span.start]
+    return joined_spans(
+        [VersionSpan(version=version_name(s.version), start=s.start, end=s.end) for s in filled]
+    )
+
+
+def joined_spans(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
+    """Neighbours of one version become one stretch; a single stretch says nothing and becomes none."""
+    joined: list[VersionSpan] = []
+    for span in spans:
+        if joined and joined[-1].version == span.version:
+            joined[-1] = joined[-1].model_copy(update={"end": span.end})
+        else:
+            joined.append(span)
+    return tuple(joined) if len(joined) > 1 else ()
+
+
+def version_name(version: str | int | None) -> str:
+    """A version as text, of bounded length."""
+    return "" if version is None else str(version)[:MAX_VERSION]
+
+
+def continued(first: Sampled, second: Sampled) -> Sampled:
+    """One turn out of two answers: the second went on where the first had been broken off."""
+    at = len(first.ids)
+    spans = [*_spans(first, 0), *_spans(second, at)]
+    return Sampled(
+        ids=first.ids + second.ids,
+        logprobs=first.logprobs + second.logprobs,
+        finish_reason=second.finish_reason,
+        weight_version=first.weight_version if at else second.weight_version,
+        server=second.server,
+        version_spans=joined_spans(spans),
+        cached_tokens=first.cached_tokens if at else second.cached_tokens,
+        exact=first.exact and second.exact,
+    )
+
+
+def _spans(sampled: Sampled, at: int) -> list[VersionSpan]:
+    whole = VersionSpan(version=sampled.weight_version, start=0, end=len(sampled.ids))
+    return [
+        VersionSpan(version=span.version, start=at + span.start, end=at + span.end)
+        for span in sampled.version_spans or (whole,)
+        if span.end > span.start
+    ]

@@ -1,86 +1,125 @@
-"""Which server answers which session: decided without I/O, so that every race is a synchronous test."""
+"""What is known of servers, sessions and groups, without I/O, so that every race is a synchronous test."""
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+
+from prorl_envs.policy.balance import DEFAULT, Balance, ServerState, decide
 
 
 @dataclass(slots=True)
-class ServerState:
-    """What the router knows of one server.
-
-    Args:
-        url: its base URL.
-        in_flight: requests it is working on now.
-        sessions: sessions pinned to it.
-        failures: consecutive windows in which it failed; 0 is healthy.
-        retry_at: monotonic seconds from which a failing server may be tried again.
-        draining: gets no new sessions and none back.
-    """
+class _Pin:
+    """Where a session is: `tokens` of it are cached there, as far as is known here."""
 
     url: str
-    in_flight: int = 0
-    sessions: int = 0
-    failures: int = 0
-    retry_at: float = 0.0
-    draining: bool = False
-
-    def ready(self, now: float) -> bool:
-        """Healthy, or due for the single request that shows whether it recovered."""
-        return self.failures == 0 or (self.retry_at <= now and self.in_flight == 0)
+    tokens: int = 0
 
 
-def decide(
-    servers: Iterable[ServerState], *, pinned: str | None, now: float, excluded: Collection[str] = ()
-) -> str | None:
-    """The server for a session's next turn.
-
-    A session stays where it is pinned (the server holds its prefix in cache) while that server is ready.
-    Otherwise it goes to the ready server with the least work in flight, and among equals the fewest
-    sessions; so a server that is added catches up with the others, and is never given more than they have.
-    With none ready, the one due soonest is tried: a late answer is better than none.
+@dataclass(frozen=True, slots=True)
+class RouterSnapshot:
+    """What the router has done, at one moment.
 
     Args:
-        servers: all servers, in the order they were added.
-        pinned: URL the session is pinned to, or None.
-        now: monotonic seconds.
-        excluded: URLs this request failed on already.
+        servers: copies of the servers' states.
+        turns: requests that were routed.
+        prompt_tokens: tokens of their prompts.
+        expected_hits: those of them which the chosen server should have had in its cache, by our own books.
+        told_prompt_tokens, told_hits: the same where servers tell what they found.
+        moved: sessions that left a server for balance; `lost`: because it failed or was drained.
+        spread: most in flight over the mean in flight, of the servers that get work; 1.0 where nothing is.
     """
-    usable = [server for server in servers if not server.draining and server.url not in excluded]
-    ready = [server for server in usable if server.ready(now)]
-    if any(server.url == pinned for server in ready):
-        return pinned
-    if ready:
-        return min(ready, key=lambda server: (server.in_flight, server.sessions)).url
-    return min(usable, key=lambda server: server.retry_at).url if usable else None
+
+    servers: tuple[ServerState, ...]
+    turns: int
+    prompt_tokens: int
+    expected_hits: int
+    told_prompt_tokens: int
+    told_hits: int
+    moved: int
+    lost: int
+    spread: float
+
+
+@dataclass(slots=True)
+class _Counts:
+    turns: int = 0
+    prompt_tokens: int = 0
+    expected_hits: int = 0
+    told_prompt_tokens: int = 0
+    told_hits: int = 0
+    moved: int = 0
+    lost: int = 0
+
+
+@dataclass(slots=True)
+class _Group:
+    """The prompt of a group: its tokens, and the servers that have read it."""
+
+    tokens: int
+    urls: set[str] = field(default_factory=set)
 
 
 class Router:
     """The state `decide` works on.
 
     Args:
-        max_sessions: pins remembered; the longest idle sessions are forgotten first.
+        max_sessions: pins remembered, and groups; the longest idle are forgotten first.
         cooldown_s: seconds a failed server is left alone; doubles with each failure after that.
         max_cooldown_s: longest such time.
+        balance: bounds of affinity.
     """
 
     def __init__(
-        self, *, max_sessions: int = 65_536, cooldown_s: float = 2.0, max_cooldown_s: float = 60.0
+        self,
+        *,
+        max_sessions: int = 65_536,
+        cooldown_s: float = 2.0,
+        max_cooldown_s: float = 60.0,
+        balance: Balance = DEFAULT,
     ) -> None:
         self._max_sessions = max_sessions
         self._cooldown_s = cooldown_s
         self._max_cooldown_s = max_cooldown_s
+        self._balance = balance
         self._servers: dict[str, ServerState] = {}
-        self._pins: OrderedDict[str, str] = OrderedDict()
+        self._pins: OrderedDict[str, _Pin] = OrderedDict()
+        self._groups: OrderedDict[str, _Group] = OrderedDict()
+        self._counts = _Counts()
+        self._usual = 0.0  # tokens of a turn's prompt, lately
 
     @property
     def servers(self) -> tuple[ServerState, ...]:
         """All servers, draining ones included, in the order they were added."""
         return tuple(self._servers.values())
 
-    def add(self, url: str) -> None:
-        """Take a server in; one that was draining is taken back."""
-        self._servers.setdefault(url, ServerState(url)).draining = False
+    def snapshot(self) -> RouterSnapshot:
+        """Everything to show."""
+        loads = [server.in_flight for server in self._servers.values() if not server.draining]
+        mean = sum(loads) / len(loads) if loads else 0.0
+        counts = self._counts
+        return RouterSnapshot(
+            servers=tuple(
+                replace(server, window=replace(server.window)) for server in self._servers.values()
+            ),
+            turns=counts.turns,
+            prompt_tokens=counts.prompt_tokens,
+            expected_hits=counts.expected_hits,
+            told_prompt_tokens=counts.told_prompt_tokens,
+            told_hits=counts.told_hits,
+            moved=counts.moved,
+            lost=counts.lost,
+            spread=max(loads) / mean if mean else 1.0,
+        )
+
+    def add(self, url: str, *, version: str = "") -> None:
+        """Take a server in; one that was draining is taken back.
+
+        Args:
+            url: its base URL.
+            version: of its weights, until it says otherwise.
+        """
+        late = any(server.turns for server in self._servers.values())
+        self._servers.setdefault(url, ServerState(url, joining=late, weight_version=version)).draining = False
 
     def drain(self, url: str) -> None:
         """Give a server nothing more; it is forgotten once its work in flight has ended."""
@@ -89,13 +128,48 @@ class Router:
             server.draining = True
             self._forget_if_drained(server)
 
-    def start(self, session: str, now: float, excluded: Collection[str] = ()) -> str | None:
-        """Choose a server for a request, pin the session there and count the request as in flight."""
-        url = decide(self._servers.values(), pinned=self._pins.get(session), now=now, excluded=excluded)
-        if url is not None:
-            self._pin(session, url)
-            self._servers[url].in_flight += 1
+    def start(
+        self, session: str, now: float, excluded: Collection[str] = (), *, tokens: int = 0
+    ) -> str | None:
+        """Choose a server for a request, pin the session there and count the request as in flight.
+
+        Args:
+            session: `<group>/<sample>`, or any name for one without siblings.
+            now: monotonic seconds.
+            excluded: URLs this request failed on already.
+            tokens: length of its prompt.
+        """
+        pin, group = self._pins.get(session), self._groups.get(_group_of(session))
+        url = decide(
+            self._servers.values(),
+            pinned=pin.url if pin else None,
+            now=now,
+            excluded=excluded,
+            warm=group.urls if group else (),
+            weight=tokens / (2 * self._usual) if self._usual else 1.0,
+            balance=self._balance,
+        )
+        if url is None:
+            return None
+        self._book(session, url, excluded, tokens)
+        server = self._servers[url]
+        server.in_flight += 1
+        server.turns += 1
+        if server.joining:
+            ready = [other.in_flight for other in self._servers.values() if other.ready(now)]
+            server.joining = server.in_flight < sum(ready) / max(len(ready), 1)
         return url
+
+    def saturated(self, now: float, excluded: Collection[str] = ()) -> bool:
+        """Every server that is ready has as much in flight as it may have."""
+        usable = [s for s in self._servers.values() if not s.draining and s.url not in excluded]
+        ready = [server for server in usable if server.ready(now)]
+        return bool(ready) and all(server.full for server in ready)
+
+    def complained(self, url: str, now: float) -> None:
+        """A server said that it has too much to do."""
+        server = self._servers[url]
+        server.window.complained(server.in_flight, now)
 
     def end(self, url: str) -> None:
         """A request has ended, in whatever way."""
@@ -103,9 +177,21 @@ class Router:
         server.in_flight -= 1
         self._forget_if_drained(server)
 
-    def succeeded(self, url: str) -> None:
-        """A server answered: it is healthy."""
-        self._servers[url].failures = 0
+    def succeeded(self, url: str, *, tokens: int = 0, cached: int | None = None, version: str = "") -> None:
+        """A server answered: it is healthy.
+
+        Args:
+            tokens: length of the prompt it read.
+            cached: tokens of it that it says it had in its cache.
+            version: of the weights that answered.
+        """
+        server = self._servers[url]
+        server.failures = 0
+        server.window.answered(server.in_flight)
+        server.weight_version = version or server.weight_version
+        if cached is not None:
+            self._counts.told_prompt_tokens += tokens
+            self._counts.told_hits += cached
 
     def failed(self, url: str, now: float) -> None:
         """A server failed. Requests that fail together count once."""
@@ -115,25 +201,71 @@ class Router:
         pause = min(self._cooldown_s * 2.0 ** min(server.failures, 30), self._max_cooldown_s)
         server.failures += 1
         server.retry_at = now + pause
+        server.joining = True  # once it is back: whoever left it is elsewhere by then
 
     def forget(self, session: str) -> None:
         """A session has ended: its pin no longer counts."""
-        url = self._pins.pop(session, None)
-        if url in self._servers:
-            self._servers[url].sessions -= 1
+        pin = self._pins.pop(session, None)
+        if pin is not None and pin.url in self._servers:
+            self._servers[pin.url].sessions -= 1
 
-    def _pin(self, session: str, url: str) -> None:
-        if self._pins.get(session) != url:
+    def forget_prefixes(self) -> None:
+        """The servers' caches are empty: their weights changed. Sessions stay where they are."""
+        self._groups.clear()
+        for pin in self._pins.values():
+            pin.tokens = 0
+
+    def _book(self, session: str, url: str, excluded: Collection[str], tokens: int) -> None:
+        """Count what a choice means, and remember it."""
+        pin, counts = self._pins.get(session), self._counts
+        name = _group_of(session)
+        group = self._groups.get(name)
+        counts.turns += 1
+        counts.prompt_tokens += tokens
+        if pin is not None and pin.url == url:
+            counts.expected_hits += min(pin.tokens, tokens)
+        elif group is not None and url in group.urls:
+            counts.expected_hits += min(group.tokens, tokens)
+        if pin is not None and pin.url != url:
+            left = self._servers.get(pin.url)
+            fit = left is not None and not left.draining and pin.url not in excluded and not left.failures
+            counts.moved += fit
+            counts.lost += not fit
+        self._usual += (tokens - self._usual) * (0.01 if self._usual else 1.0)
+        self._pin(session, url).tokens = tokens
+        if name:
+            self._remember(name, url, tokens, first=pin is None)
+
+    def _remember(self, name: str, url: str, tokens: int, *, first: bool) -> None:
+        group = self._groups.setdefault(name, _Group(tokens))
+        if first:
+            group.tokens = min(group.tokens, tokens)
+        group.urls.add(url)
+        self._groups.move_to_end(name)
+        if len(self._groups) > self._max_sessions:
+            self._groups.popitem(last=False)
+
+    def _pin(self, session: str, url: str) -> _Pin:
+        if session not in self._pins or self._pins[session].url != url:
             self.forget(session)
-            self._pins[session] = url
+            self._pins[session] = _Pin(url)
             self._servers[url].sessions += 1
         self._pins.move_to_end(session)
+        pin = self._pins[session]
         if len(self._pins) > self._max_sessions:
             self.forget(next(iter(self._pins)))
+        return pin
 
     def _forget_if_drained(self, server: ServerState) -> None:
         if not server.draining or server.in_flight:
             return
         del self._servers[server.url]
-        for session in [session for session, url in self._pins.items() if url == server.url]:
+        for session in [session for session, pin in self._pins.items() if pin.url == server.url]:
             del self._pins[session]
+        for group in self._groups.values():
+            group.urls.discard(server.url)
+
+
+def _group_of(session: str) -> str:
+    """The group of `<group>/<sample>`; "" where there is none."""
+    return session.rpartition("/")[0]

@@ -7,7 +7,7 @@ tokenised again.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -34,6 +34,21 @@ class Sampling(BaseModel):
     seed: int | None = Field(default=None, ge=0, le=2**62)
 
 
+class VersionSpan(BaseModel):
+    """A stretch of one answer that was sampled by one version of the weights.
+
+    Args:
+        version: as the server names it.
+        start, end: indices into the answer's ids; `end` is one past the last.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    version: str
+    start: int = Field(ge=0)
+    end: int = Field(ge=0)
+
+
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """One answer of a model server.
@@ -42,8 +57,13 @@ class Sampled:
         ids: the sampled token ids, stop token included where one was sampled.
         logprobs: log-probability of each id under the sampling policy; same length as `ids`.
         finish_reason: why sampling ended.
-        weight_version: the version of the weights the server named, or "".
-        server: base URL of the server that answered.
+        weight_version: the version of the weights that sampled it, the oldest one where there were several;
+            "" where none is known.
+        server: base URL of the server that answered, the last one where there were several.
+        version_spans: where several versions sampled it, which one sampled what; they cover all ids.
+        cached_tokens: prompt tokens the server found in its prefix cache; None where it does not say.
+        exact: False where the server gave text: `ids` are then a tokenisation of it and `logprobs` zeros,
+            and nothing of it can be trained on.
     """
 
     ids: tuple[int, ...]
@@ -51,6 +71,35 @@ class Sampled:
     finish_reason: FinishReason
     weight_version: str
     server: str
+    version_spans: tuple[VersionSpan, ...] = ()
+    cached_tokens: int | None = None
+    exact: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a prompt says, as messages: for servers that take no ids.
+
+    Args:
+        messages: in OpenAI's shape, from the first on.
+        tools: the tools on offer.
+    """
+
+    messages: Sequence[dict[str, Any]]
+    tools: Sequence[ToolSpec]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerNews:
+    """What a server says of itself when it is asked.
+
+    Args:
+        model: name of the model it serves, or "".
+        weight_version: version of its weights, or "".
+    """
+
+    model: str = ""
+    weight_version: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +134,63 @@ class ModelClient(Protocol):
         ...
 
     async def aclose(self) -> None: ...
+
+
+type InFlight = Literal["finish", "abort", "keep"]
+"""What becomes of turns in flight while weights change: they end in their own time, they end at once with
+what was sampled so far, or they stand still and go on with the new weights."""
+
+
+@runtime_checkable
+class ChatClient(Protocol):
+    """Samples turns from a server that takes messages and gives text: the lesser mode."""
+
+    async def chat(self, conversation: Conversation, sampling: Sampling, *, session: str) -> Sampled:
+        """Sample one turn; `Sampled.exact` is False.
+
+        Raises:
+            ModelError: as `ModelClient.generate`.
+        """
+        ...
+
+
+@runtime_checkable
+class Steerable(Protocol):
+    """A server that can be asked how it is, and told that its weights change."""
+
+    @property
+    def protocol(self) -> str:
+        """What it speaks; "" before that is known."""
+        ...
+
+    @property
+    def complaints(self) -> int:
+        """How often it said that it has too much to do."""
+        ...
+
+    async def look(self) -> ServerNews:
+        """Ask how it is, once and soon.
+
+        Raises:
+            ModelError: it is not well.
+        """
+        ...
+
+    async def pause(self, mode: InFlight) -> bool:
+        """Stop sampling; False where the server has no way to. Pausing twice is the same.
+
+        Raises:
+            ModelError: it has, and failed.
+        """
+        ...
+
+    async def resume(self, weight_version: str) -> bool:
+        """Go on, with weights of this version ("" where it is not known); False where it cannot be told.
+
+        Raises:
+            ModelError: it failed.
+        """
+        ...
 
 
 class Renderer(Protocol):

@@ -1,80 +1,52 @@
 """One vLLM server, spoken to in token ids.
 
-Cancelling `generate` closes the connection, and the server ends the generation. Connection failures, 429 and
-5xx are tried again with growing pauses; a refused request or a wrong answer is not, as it would come back
-the same.
+Protocol: `POST /v1/completions` with token ids as the prompt and `return_token_ids`
+(https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html). Versions differ in where they put ids
+and log-probabilities; every shape seen is read here. `/pause`, `/resume`, `/weight_info` and
+`/update_weight_version` exist on servers that run with `VLLM_SERVER_DEV_MODE=1`.
 """
 
-import asyncio
-import random
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from urllib.parse import quote
+from collections.abc import Sequence
+from typing import Unpack
 
-import httpx
 import msgspec
 
-from prorl_envs.clock import Clock, SystemClock
-from prorl_envs.errors import InputError
+from prorl_envs.policy.link import LinkOptions, ServerLink, first_model, session_headers
 from prorl_envs.policy.protocol import (
     Expectation,
     ProtocolError,
-    ServerUnavailable,
-    encode_request,
-    read_answer,
-    read_models,
+    Refusal,
+    WireSpan,
+    check_finish,
+    check_ids,
+    check_logprobs,
+    check_spans,
+    neutral_sampling,
+    version_name,
 )
-from prorl_envs.policy.types import Sampled, Sampling
+from prorl_envs.policy.types import InFlight, Sampled, Sampling, ServerNews, VersionSpan
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientLimits:
-    """Bounds of the conversation with a server.
-
-    Args:
-        connect_s: seconds to open a connection.
-        answer_s: seconds from request to the end of the answer, per attempt.
-        attempts: most tries of one request.
-        backoff_s: seconds before the second try; doubles each time, with jitter.
-        max_backoff_s: longest pause, also where the server asks for more by Retry-After.
-        max_body_bytes: most bytes of an answer.
-        max_connections: most connections to the server at once.
-    """
-
-    connect_s: float = 10.0
-    answer_s: float = 1800.0
-    attempts: int = 4
-    backoff_s: float = 0.5
-    max_backoff_s: float = 15.0
-    max_body_bytes: int = 64 * 2**20
-    max_connections: int = 2048
-
-
-@dataclass(frozen=True, slots=True)
-class _Failed:
-    """An attempt worth repeating: the error if it was the last, and the pause the server asked for."""
-
-    error: ServerUnavailable
-    pause_s: float | None = None
+_TOKEN_ID = "token_id:"
+_IDS_HINT = "the server must support return_token_ids (vLLM 0.10.2 or later)"
+#: What it calls the ways to treat requests in flight.
+_PAUSE_MODES: dict[InFlight, str] = {"finish": "wait", "abort": "abort", "keep": "keep"}
 
 
 class VllmClient:
-    """Samples turns from one server. Implements `policy.types.ModelClient`.
+    """Samples turns from one server. Implements `ModelClient` and `Steerable`.
 
     Args:
         url: base URL, with or without `/v1`.
         stop_ids: ids that end a turn (`Renderer.stop_ids`).
         vocab_size: ids must lie below; None skips that check.
         model: model name; None takes the first the server names.
-        api_key: sent as a bearer token.
-        limits: times and sizes.
-        clock: of timeouts and pauses; by default the machine's.
-        jitter: source of a number in [0, 1), spreads retries out.
+        options: of `ServerLink`.
 
     Raises:
         InputError: the URL is not one.
     """
+
+    protocol = "vllm"
 
     def __init__(
         self,
@@ -83,26 +55,14 @@ class VllmClient:
         stop_ids: Sequence[int],
         vocab_size: int | None = None,
         model: str | None = None,
-        api_key: str | None = None,
-        limits: ClientLimits = ClientLimits(),
-        clock: Clock | None = None,
-        jitter: Callable[[], float] = random.random,
+        **options: Unpack[LinkOptions],
     ) -> None:
-        self.url = base_url(url)
+        self._link = ServerLink(url, **options)
+        self.url = self._link.url
         self._stop_ids = tuple(stop_ids)
         self._vocab_size = vocab_size
         self._model = model
-        self._limits = limits
-        self._clock = clock or SystemClock()
-        self._jitter = jitter
-        self._headers = {"accept-encoding": "identity", "content-type": "application/json"}
-        if api_key:
-            self._headers["authorization"] = f"Bearer {api_key}"
-        self._tls = httpx.create_ssl_context(trust_env=False)
-        self._free = asyncio.Semaphore(limits.max_connections)
-        self._connections: list[httpx.AsyncClient] = []
-        self._idle: list[httpx.AsyncClient] = []
-        self._closed = False
+        self._names_versions = True
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str) -> Sampled:
         """See `ModelClient.generate`.
@@ -113,153 +73,218 @@ class VllmClient:
         """
         model = await self.model_name()
         body = encode_request(model, prompt_ids, sampling, self._stop_ids)
-        answer = await self._request(
-            "POST", "/v1/completions", body, {"x-session-id": quote(session, safe="/:")}
-        )
+        answer = await self._link.request("POST", "/v1/completions", body, session_headers(session))
         expected = Expectation(prompt_ids, sampling.max_tokens, self._vocab_size, self.url)
         return read_answer(answer, expected)
 
     async def model_name(self) -> str:
         """The model asked for, or the first the server names."""
         if self._model is None:
-            self._model = read_models(await self._request("GET", "/v1/models"), self.url)
+            self._model = first_model(await self._link.request("GET", "/v1/models"), self.url).id
         return self._model
+
+    @property
+    def complaints(self) -> int:
+        """See `Steerable.complaints`."""
+        return self._link.complaints
+
+    async def look(self) -> ServerNews:
+        """See `Steerable.look`."""
+        served = first_model(await self._link.ask("GET", "/v1/models"), self.url)
+        version = ""
+        if self._names_versions:
+            try:
+                version = _read_version(await self._link.ask("GET", "/weight_info"))
+            except Refusal as error:
+                self._names_versions = not error.unknown_route
+        return ServerNews(self._model or served.id, version)
+
+    async def pause(self, mode: InFlight) -> bool:
+        """See `Steerable.pause`. The prefix cache is emptied: after an update it is of other weights."""
+        return await self._tell(f"/pause?mode={_PAUSE_MODES[mode]}&clear_cache=true")
+
+    async def resume(self, weight_version: str) -> bool:
+        """See `Steerable.resume`."""
+        if weight_version:
+            await self._tell("/update_weight_version", {"new_version": weight_version})
+        return await self._tell("/resume")
 
     async def aclose(self) -> None:
         """Close the connections; generations in flight end."""
-        self._closed = True
-        while self._connections:
-            await self._connections.pop().aclose()
+        await self._link.aclose()
 
-    async def _request(
-        self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
-    ) -> bytes:
-        attempt = 1
-        while isinstance(outcome := await self._attempt(method, path, body, headers), _Failed):
-            if attempt >= self._limits.attempts:
-                raise outcome.error
-            grown = self._limits.backoff_s * 2 ** (attempt - 1) * (0.5 + self._jitter())
-            asked = grown if outcome.pause_s is None else outcome.pause_s
-            await self._clock.sleep(min(asked, self._limits.max_backoff_s))
-            attempt += 1
-        return outcome
-
-    async def _attempt(
-        self, method: str, path: str, body: bytes | None, headers: dict[str, str] | None
-    ) -> bytes | _Failed:
+    async def _tell(self, path: str, body: object = None) -> bool:
         try:
-            # httpx bounds each read; a server that drips one byte a minute is bounded here.
-            async with self._clock.timeout(self._limits.answer_s):
-                return await self._exchange(method, path, body, headers)
-        except (TimeoutError, httpx.TimeoutException) as error:
-            if isinstance(error, httpx.ConnectTimeout):
-                return _Failed(self._unavailable("does not accept connections"))
-            raise self._unavailable(f"did not answer within {self._limits.answer_s:g} s") from error
-        except httpx.ConnectError as error:
-            return _Failed(self._unavailable(f"cannot be reached: {error}"))
-        except httpx.TransportError as error:
-            return _Failed(self._unavailable(f"broke the connection: {type(error).__name__}"))
-
-    async def _exchange(
-        self, method: str, path: str, body: bytes | None, headers: dict[str, str] | None
-    ) -> bytes | _Failed:
-        async with (
-            self._connection() as http,
-            http.stream(method, self.url + path, content=body, headers=headers) as response,
-        ):
-            content = await self._read(response)
-            status = response.status_code
-            if status == httpx.codes.OK:
-                return content
-            message = f"{self.url} answered {status}: {_server_message(content)}"
-            if status == httpx.codes.TOO_MANY_REQUESTS or status >= 500:
-                return _Failed(ServerUnavailable(message), _retry_after(response))
-            raise ProtocolError(message, hint=_hint(status))
-
-    @asynccontextmanager
-    async def _connection(self) -> AsyncIterator[httpx.AsyncClient]:
-        """A connection that nobody else uses, the one used last if there is one.
-
-        Each has a client of its own: the pool within httpx looks at every pair of its connections at every
-        request (256 idle ones cost 5 ms a request), and keeps none once it has more than it may keep idle.
-        """
-        async with self._free:
-            if self._closed:
-                raise self._unavailable("is no longer in use")
-            http = self._idle.pop() if self._idle else self._connect()
-            try:
-                yield http
-            finally:
-                self._idle.append(http)
-
-    def _connect(self) -> httpx.AsyncClient:
-        http = httpx.AsyncClient(
-            headers=self._headers,
-            timeout=httpx.Timeout(self._limits.answer_s, connect=self._limits.connect_s),
-            limits=httpx.Limits(max_connections=1),
-            verify=self._tls,
-            trust_env=False,  # ids go where the caller says, never through a proxy from the environment
-        )
-        self._connections.append(http)
-        return http
-
-    async def _read(self, response: httpx.Response) -> bytes:
-        content = bytearray()
-        async for chunk in response.aiter_bytes():
-            content += chunk
-            if len(content) > self._limits.max_body_bytes:
-                raise ProtocolError(f"{self.url} sent more than {self._limits.max_body_bytes} bytes")
-        return bytes(content)
-
-    def _unavailable(self, what: str) -> ServerUnavailable:
-        return ServerUnavailable(f"the model server {self.url} {what}", hint="is it up, and the URL right?")
+            await self._link.ask("POST", path, None if body is None else msgspec.json.encode(body))
+        except Refusal as error:
+            if error.unknown_route:
+                return False
+            raise
+        return True
 
 
-def base_url(url: str) -> str:
-    """The server's base URL without a trailing `/` or `/v1`.
+class _ContentItem(msgspec.Struct):
+    logprob: float | None = None
+    token: str = ""
+    token_id: int | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    tokens: list[str] | None = None
+    token_logprobs: list[float | None] | None = None
+    content: list[_ContentItem] | None = None
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    weight_version: str | int | None = None
+    weight_versions: list[WireSpan] | None = None
+
+
+class _Meta(msgspec.Struct):
+    weight_version: str | int | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _Details | None = None
+
+
+class _Version(msgspec.Struct):
+    weight_version: str | int | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice]
+    weight_version: str | int | None = None
+    weight_versions: list[WireSpan] | None = None
+    meta_info: _Meta | None = None
+    usage: _Usage | None = None
+
+
+def encode_request(
+    model: str, prompt_ids: Sequence[int], sampling: Sampling, stop_ids: Sequence[int]
+) -> bytes:
+    """The body of one completion request."""
+    body: dict[str, object] = {
+        "model": model,
+        "prompt": list(prompt_ids),
+        "max_tokens": sampling.max_tokens,
+        **neutral_sampling(sampling),
+        "stream": False,
+        "logprobs": 1,
+        "stop_token_ids": list(stop_ids),
+        "skip_special_tokens": False,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+    if sampling.seed is not None:
+        body["seed"] = sampling.seed
+    return msgspec.json.encode(body)
+
+
+def read_answer(body: bytes, expected: Expectation) -> Sampled:
+    """Read and check one completion.
 
     Raises:
-        InputError: not an http or https URL.
+        ProtocolError: anything in it is missing, of the wrong type, or impossible.
     """
     try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise InputError(f"{url!r} is not a URL: {error}") from error
-    port_exists = parsed.port is None or 0 < parsed.port < 2**16
-    if parsed.scheme not in ("http", "https") or not parsed.host or not port_exists:
-        raise InputError(f"{url!r} is not the URL of a model server", hint="such as http://127.0.0.1:8000/v1")
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+        answer = msgspec.json.decode(body, type=_Answer)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"{expected.server} did not answer with a completion: {error}") from error
+    if len(answer.choices) != 1:
+        raise ProtocolError(f"{expected.server} answered with {len(answer.choices)} choices instead of one")
+    choice = answer.choices[0]
+    _check_prompt(choice, expected)
+    ids = _sampled_ids(choice, expected)
+    logprobs = check_logprobs(_sampled_logprobs(choice), len(ids), expected)
+    spans = _version_spans(answer, choice, len(ids), expected)
+    return Sampled(
+        ids=ids,
+        logprobs=logprobs,
+        finish_reason=check_finish(choice.finish_reason, len(ids), expected),
+        weight_version=spans[0].version if spans else _weight_version(answer, choice),
+        server=expected.server,
+        version_spans=spans,
+        cached_tokens=_cached_tokens(answer, expected),
+    )
 
 
-class _ErrorDetail(msgspec.Struct):
-    message: str
+def _check_prompt(choice: _Choice, expected: Expectation) -> None:
+    echoed = choice.prompt_token_ids
+    if echoed is not None and echoed != list(expected.prompt_ids):
+        raise ProtocolError(
+            f"{expected.server} read another prompt than it was sent"
+            f" ({len(echoed)} ids instead of {len(expected.prompt_ids)})",
+            hint="does it add special tokens, or truncate prompts?",
+        )
 
 
-class _ErrorBody(msgspec.Struct):
-    error: _ErrorDetail
+def _sampled_ids(choice: _Choice, expected: Expectation) -> tuple[int, ...]:
+    ids = choice.token_ids
+    if ids is None:
+        ids = _ids_in_tokens(choice.logprobs)
+    if ids is None:
+        raise ProtocolError(f"{expected.server} did not return the sampled token ids", hint=_IDS_HINT)
+    return check_ids(ids, expected)
 
 
-def _server_message(content: bytes) -> str:
-    """What the server says is wrong, shortened, in any form."""
+def _ids_in_tokens(logprobs: _Logprobs | None) -> list[int] | None:
+    """Ids from tokens written as `token_id:123`, the older way of returning them."""
+    if logprobs is None:
+        return None
+    if logprobs.content and all(item.token_id is not None for item in logprobs.content):
+        return [item.token_id for item in logprobs.content if item.token_id is not None]
+    tokens = logprobs.tokens if logprobs.tokens is not None else [i.token for i in logprobs.content or ()]
+    numbers = [token.removeprefix(_TOKEN_ID) for token in tokens if token.startswith(_TOKEN_ID)]
+    if not tokens or len(numbers) != len(tokens):
+        return None
+    if not all(number.isascii() and number.isdigit() and len(number) < 12 for number in numbers):
+        return None
+    return [int(number) for number in numbers]
+
+
+def _sampled_logprobs(choice: _Choice) -> Sequence[float | None] | None:
+    if choice.logprobs is None:
+        return None
+    if choice.logprobs.token_logprobs is None and choice.logprobs.content is not None:
+        return [item.logprob for item in choice.logprobs.content]
+    return choice.logprobs.token_logprobs
+
+
+def _weight_version(answer: _Answer, choice: _Choice) -> str:
+    meta = answer.meta_info.weight_version if answer.meta_info else None
+    named = (choice.weight_version, answer.weight_version, meta)
+    spans = choice.weight_versions or answer.weight_versions or ()
+    return next(
+        (version_name(version) for version in (*named, *(s.version for s in spans)) if version is not None),
+        "",
+    )
+
+
+def _version_spans(
+    answer: _Answer, choice: _Choice, count: int, expected: Expectation
+) -> tuple[VersionSpan, ...]:
+    spans = choice.weight_versions if choice.weight_versions is not None else answer.weight_versions
+    return check_spans(spans, count, expected) if spans else ()
+
+
+def _cached_tokens(answer: _Answer, expected: Expectation) -> int | None:
+    """What the server found in its cache, where that can be."""
+    details = answer.usage.prompt_tokens_details if answer.usage else None
+    cached = details.cached_tokens if details else None
+    return cached if cached is not None and 0 <= cached <= len(expected.prompt_ids) else None
+
+
+def _read_version(body: bytes) -> str:
     try:
-        text = msgspec.json.decode(content, type=_ErrorBody).error.message
+        return version_name(msgspec.json.decode(body, type=_Version).weight_version)
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        text = content[:2000].decode("utf-8", "replace")
-    return text[:500].strip() or "(no message)"
-
-
-def _retry_after(response: httpx.Response) -> float | None:
-    value = response.headers.get("retry-after", "")
-    return float(value) if value.isascii() and value.isdigit() and len(value) < 8 else None
-
-
-def _hint(status: int) -> str:
-    match status:
-        case 400 | 413 | 422:
-            return "often the context: lower limits.max_tokens or raise the server's --max-model-len"
-        case 401 | 403:
-            return "the server wants an API key"
-        case 404:
-            return "wrong base URL, or a model name the server does not serve"
-        case _:
-            return ""
+        return ""

@@ -13,8 +13,9 @@ from typing import Any, Protocol
 from prorl_envs.clock import Clock
 from prorl_envs.env.base import Message, Prompt
 from prorl_envs.errors import ModelError
+from prorl_envs.policy.gate import HeldTime, active_timeout
 from prorl_envs.policy.pool import ModelPool
-from prorl_envs.policy.types import AssistantTurn, ModelClient, Renderer, Sampled, Sampling
+from prorl_envs.policy.types import AssistantTurn, Conversation, ModelClient, Renderer, Sampled, Sampling
 from prorl_envs.rollout import tracing
 from prorl_envs.rollout.ledger import Ledger
 from prorl_envs.rollout.types import AgentLimits, StopReason
@@ -42,10 +43,12 @@ class Transcript:
     Args:
         messages: the conversation, readable.
         ledger: the same as tokens; None before the prompt is rendered.
+        held: time for which its turns were held while weights changed. Deadlines do not count it.
     """
 
     messages: list[Message] = field(default_factory=list)
     ledger: Ledger | None = None
+    held: HeldTime = field(default_factory=HeldTime)
 
 
 @dataclass(slots=True)
@@ -116,7 +119,8 @@ class _Episode:
         self.session = session
         self.ends_at = agent.clock.monotonic() + limits.run_s
         self.malformed = 0
-        self.tools = frozenset(tool.name for tool in prompt.tools)
+        self.tools = prompt.tools
+        self.tool_names = frozenset(tool.name for tool in prompt.tools)
         self.context = list(agent.renderer.prompt(prompt.messages, prompt.tools))
         self.ledger = Ledger(self.context)
         self.transcript = transcript
@@ -130,7 +134,7 @@ class _Episode:
 
     @property
     def seconds_left(self) -> float:
-        return self.ends_at - self.agent.clock.monotonic()
+        return self.ends_at + self.transcript.held.seconds() - self.agent.clock.monotonic()
 
     async def turn(self) -> StopReason | None:
         """One model call and the tool calls it asks for; why the loop ends, or None to go on."""
@@ -162,12 +166,13 @@ class _Episode:
         tokens = min(self.sampling.max_tokens, self.room)
         sampling = self.sampling.model_copy(update={"max_tokens": tokens})
         self.ledger.sent(self.context)
-        started = self.agent.clock.monotonic()
+        clock, held = self.agent.clock, self.transcript.held
+        started, held_before = clock.monotonic(), held.seconds()
         try:
-            with tracing.model_call(len(self.context)) as span:
-                async with self.agent.clock.timeout(self.seconds_left) as deadline:
-                    sampled = await self.agent.model.generate(self.context, sampling, session=self.session)
-                tracing.note_sampled(span, sampled)
+            async with active_timeout(clock, self.seconds_left, held.seconds) as deadline:
+                with tracing.model_call(len(self.context)) as span:
+                    sampled = await self._generate(sampling)
+                    tracing.note_sampled(span, sampled)
         except TimeoutError:
             if not deadline.expired():
                 raise
@@ -178,9 +183,19 @@ class _Episode:
                 ) from None
             return None
         self._check(sampled, tokens)
-        self.ledger.sampled(sampled, self.agent.clock.monotonic() - started)
+        self.ledger.sampled(sampled, clock.monotonic() - started - (held.seconds() - held_before))
         self.context.extend(sampled.ids)
         return sampled
+
+    async def _generate(self, sampling: Sampling) -> Sampled:
+        model = self.agent.model
+        if not isinstance(model, ModelPool):
+            return await model.generate(self.context, sampling, session=self.session)
+        conversation = Conversation(self.transcript.messages, self.tools)
+        with self.transcript.held.counting(model.paused_s):
+            return await model.generate(
+                self.context, sampling, session=self.session, conversation=conversation
+            )
 
     @staticmethod
     def _check(sampled: Sampled, tokens: int) -> None:
@@ -220,7 +235,7 @@ class _Episode:
                 return StopReason.TIME_LIMIT
             started = self.agent.clock.monotonic()
             timeout_s = min(self.limits.tool_timeout_s, self.seconds_left)
-            with tracing.tool_call(call, known=call.name in self.tools) as span:
+            with tracing.tool_call(call, known=call.name in self.tool_names) as span:
                 result = await self.environment.call(call, timeout_s=timeout_s)
                 tracing.note_tool(span, result)
             self.ledger.tools_took(self.agent.clock.monotonic() - started)

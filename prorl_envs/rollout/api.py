@@ -27,6 +27,7 @@ from prorl_envs.rollout.errors import (
 )
 from prorl_envs.rollout.guards import BodyLimit, TokenGuard, error_response
 from prorl_envs.rollout.metrics import CONTENT_TYPE
+from prorl_envs.rollout.routes_models import add_models
 from prorl_envs.rollout.service import RolloutService, ServiceState
 from prorl_envs.rollout.types import GroupRequest, Result
 from prorl_envs.rollout.views import (
@@ -36,8 +37,6 @@ from prorl_envs.rollout.views import (
     GroupView,
     Health,
     JobView,
-    ModelServerList,
-    ModelServerRequest,
     ResultPage,
     StatusView,
 )
@@ -88,6 +87,7 @@ def create_app(service: RolloutService, settings: ServerSettings) -> FastAPI:
     _add_groups(app, service)
     _add_results(app, service, settings)
     _add_operation(app, service)
+    add_models(app, service, settings)
     token = settings.token.get_secret_value() if settings.token else None
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(TokenGuard, token=token)
@@ -177,21 +177,6 @@ def _add_operation(app: FastAPI, service: RolloutService) -> None:
     async def get_environments() -> EnvironmentList:
         """The environments on offer, with the JSON schema of their task rows."""
         return EnvironmentList(environments=service.families())
-
-    @app.get("/v1/model_servers")
-    async def get_model_servers() -> ModelServerList:
-        """The model servers in use."""
-        return ModelServerList(servers=service.model_servers())
-
-    @app.post("/v1/model_servers")
-    async def add_model_server(body: ModelServerRequest) -> ModelServerList:
-        """Offer a further model server to new rollouts."""
-        return ModelServerList(servers=await service.add_model_server(body.url))
-
-    @app.delete("/v1/model_servers")
-    async def remove_model_server(url: Annotated[str, Query(max_length=2000)]) -> ModelServerList:
-        """Take a model server away."""
-        return ModelServerList(servers=await service.remove_model_server(url))
 
     @app.get(
         "/metrics",

@@ -17,6 +17,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.errors import ProrlError
+from prorl_envs.policy.types import InFlight
 from prorl_envs.rollout.errors import Full, NotFound, ServerFault, Unavailable, from_wire
 from prorl_envs.rollout.types import GroupRequest, Result, split_job_id
 from prorl_envs.rollout.views import (
@@ -28,6 +29,7 @@ from prorl_envs.rollout.views import (
     JobView,
     ModelServerList,
     ModelServerView,
+    PauseView,
     ResultPage,
     StatusView,
 )
@@ -176,14 +178,35 @@ class RolloutClient:
     async def model_servers(self) -> list[ModelServerView]:
         return (await self._call(ModelServerList, "GET", "/v1/model_servers")).servers
 
-    async def add_model_server(self, url: str) -> list[ModelServerView]:
+    async def add_model_server(self, url: str, *, protocol: str | None = None) -> list[ModelServerView]:
         """Raises: InputError."""
-        return (await self._call(ModelServerList, "POST", "/v1/model_servers", json={"url": url})).servers
+        body = {"url": url} | ({"protocol": protocol} if protocol else {})
+        return (await self._call(ModelServerList, "POST", "/v1/model_servers", json=body)).servers
 
-    async def remove_model_server(self, url: str) -> list[ModelServerView]:
-        """Raises: NotFound."""
-        answer = await self._call(ModelServerList, "DELETE", "/v1/model_servers", params={"url": url})
+    async def remove_model_server(self, url: str, *, wait_s: float = 0.0) -> list[ModelServerView]:
+        """Take a server away, and wait so many seconds for its turns in flight.
+
+        Raises:
+            NotFound.
+        """
+        query = {"url": url, "wait_s": wait_s}
+        answer = await self._call(ModelServerList, "DELETE", "/v1/model_servers", wait_s=wait_s, params=query)
         return answer.servers
+
+    async def pause_model_servers(
+        self, mode: InFlight = "finish", *, resample: bool = False, wait_s: float = 0.0
+    ) -> PauseView:
+        """Hold turns while weights change; see `PauseRequest`. Weights may change once `in_flight` is 0, with
+        `keep` at once."""
+        body = {"mode": mode, "resample": resample, "wait_s": wait_s}
+        path = "/v1/model_servers/pause"
+        # Servers that do not answer are waited for, too.
+        return await self._call(PauseView, "POST", path, wait_s=wait_s + 60, json=body)
+
+    async def resume_model_servers(self, weight_version: str = "") -> PauseView:
+        """Let turns go on with the weights named."""
+        body = {"weight_version": weight_version}
+        return await self._call(PauseView, "POST", "/v1/model_servers/resume", wait_s=60, json=body)
 
     async def _call[V: BaseModel](
         self, view: type[V], method: str, path: str, *, wait_s: float = 0.0, **options: Any

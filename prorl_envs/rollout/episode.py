@@ -57,6 +57,7 @@ class Episode:
     model_s: float = 0.0
     tools_s: float = 0.0
     span: Span = INVALID_SPAN
+    held_s: float = 0.0
 
     @property
     def id(self) -> str:
@@ -95,7 +96,7 @@ class Episode:
         """What the job came to; `state` is final."""
         attempt, ledger = self.attempt, self.attempt.transcript.ledger
         grade = attempt.grade if state is JobState.DONE else None
-        trainable = grade is not None and ledger is not None and ledger.sampled_tokens > 0
+        trainable = grade is not None and ledger is not None and ledger.sampled_tokens > 0 and ledger.exact
         return Result(
             job_id=self.id,
             group_id=self.request.id,
@@ -126,8 +127,9 @@ class Episode:
             eval_s=self.active_s[Stage.EVAL],
             model_s=self.model_s + (ledger.model_s if ledger else 0.0),
             tools_s=self.tools_s + (ledger.tools_s if ledger else 0.0),
+            held_s=self.held_s + self.attempt.transcript.held.seconds(),
         )
 
     def _account(self) -> None:
         spent = self.timings()
-        self.model_s, self.tools_s = spent.model_s, spent.tools_s
+        self.model_s, self.tools_s, self.held_s = spent.model_s, spent.tools_s, spent.held_s

@@ -47,6 +47,11 @@ class Ledger:
         return sum(len(turn.sampled.ids) for turn in self._turns)
 
     @property
+    def exact(self) -> bool:
+        """The ids are those that the model read and sampled."""
+        return all(turn.sampled.exact for turn in self._turns)
+
+    @property
     def model_s(self) -> float:
         return sum(turn.model_s for turn in self._turns)
 
@@ -63,9 +68,9 @@ class Ledger:
         self._checked = len(self._ids)
 
     def sampled(self, answer: Sampled, model_s: float) -> None:
-        """Append a sampled answer."""
+        """Append a sampled answer. One that is not exact is no training data: its mask is 0."""
         self._turns.append(_Turn(len(self._ids), answer, model_s))
-        self._append(answer.ids, 1, answer.logprobs)
+        self._append(answer.ids, int(answer.exact), answer.logprobs)
 
     def observed(self, ids: Sequence[int]) -> None:
         """Append what the model reads next."""
@@ -83,6 +88,7 @@ class Ledger:
             logprobs=self._logprobs,
             turns=[_record(turn) for turn in self._turns],
             drift=self._drift,
+            exact=self.exact,
         )
 
     def _append(self, ids: Sequence[int], mask: int, logprobs: Sequence[float]) -> None:
@@ -101,4 +107,7 @@ def _record(turn: _Turn) -> TurnRecord:
         server=answer.server,
         model_s=turn.model_s,
         tools_s=turn.tools_s,
+        version_spans=list(answer.version_spans),
+        cached_tokens=answer.cached_tokens,
+        exact=answer.exact,
     )

@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 
 from prorl_envs.env.node import NodeUse
 from prorl_envs.rollout.types import Result, Stage
-from prorl_envs.rollout.views import StatusView
+from prorl_envs.rollout.views import RouterView, StatusView
 
 #: What `Metrics.text` is.
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -178,6 +178,29 @@ def _model_servers(status: StatusView) -> Iterator[Metric]:
         for server in status.model_servers:
             family.add_metric([server.url], float(getattr(server, name)))
         yield family
+    if status.router is not None:
+        yield from _router(status.router)
+
+
+def _router(router: RouterView) -> Iterator[Metric]:
+    yield _counter("prorl_router_turns", "Model calls that were routed.", router.turns)
+    yield _counter("prorl_router_prompt_tokens", "Tokens of their prompts.", router.prompt_tokens)
+    hits = GaugeMetricFamily(
+        "prorl_router_hit_rate",
+        "Share of prompt tokens in a server's prefix cache: by the router's books, and as servers tell.",
+        labels=["by"],
+    )
+    for by, rate in (("router", router.expected_hit_rate), ("servers", router.told_hit_rate)):
+        if rate is not None:
+            hits.add_metric([by], rate)
+    yield hits
+    moves = CounterMetricFamily("prorl_router_moves", "Sessions that left a server.", labels=["why"])
+    moves.add_metric(["balance"], router.moved)
+    moves.add_metric(["lost"], router.lost)
+    yield moves
+    yield _gauge("prorl_router_spread", "Most calls in flight over the mean of the servers.", router.spread)
+    yield _gauge("prorl_router_paused", "1 while weights change.", router.paused)
+    yield _counter("prorl_router_paused_seconds", "Seconds of that, all in all.", router.paused_s)
 
 
 def _sandboxes(use: NodeUse) -> Iterator[Metric]:

@@ -17,11 +17,11 @@ from prorl_envs.env.node import Node
 from prorl_envs.errors import InputError
 from prorl_envs.policy.pool import ModelPool
 from prorl_envs.policy.types import ModelClient, Renderer
-from prorl_envs.policy.vllm import base_url
 from prorl_envs.rollout.agent import Agent
 from prorl_envs.rollout.engine import Engine
-from prorl_envs.rollout.errors import Conflict, Full, NotFound, Unavailable
+from prorl_envs.rollout.errors import Full, NotFound, Unavailable
 from prorl_envs.rollout.metrics import Metrics
+from prorl_envs.rollout.model_views import router_view, server_views
 from prorl_envs.rollout.scheduler import Limits, Scheduler
 from prorl_envs.rollout.stages import Family
 from prorl_envs.rollout.statistics import group_statistics
@@ -255,6 +255,7 @@ class RolloutService:
             internal_errors=engine.internal_errors,
             newest=self._newest,
             model_servers=self.model_servers(),
+            router=router_view(self.model) if isinstance(self.model, ModelPool) else None,
         )
 
     def families(self) -> list[EnvironmentView]:
@@ -266,41 +267,7 @@ class RolloutService:
 
     def model_servers(self) -> list[ModelServerView]:
         """The model servers, where the model is a pool of them."""
-        if not isinstance(self.model, ModelPool):
-            return []
-        return [
-            ModelServerView(
-                url=server.url,
-                in_flight=server.in_flight,
-                sessions=server.sessions,
-                healthy=server.failures == 0,
-                draining=server.draining,
-            )
-            for server in self.model.servers
-        ]
-
-    async def add_model_server(self, url: str) -> list[ModelServerView]:
-        """Offer a further model server to new rollouts. Adding one again changes nothing.
-
-        Raises:
-            InputError: not a URL.
-            Conflict: this service's model is no pool.
-        """
-        self._pool().add(url)
-        return self.model_servers()
-
-    async def remove_model_server(self, url: str) -> list[ModelServerView]:
-        """Give a model server no more turns; those in flight end.
-
-        Raises:
-            NotFound: it is not there.
-            InputError, Conflict: as for adding.
-        """
-        pool = self._pool()
-        if base_url(url) not in {server.url for server in pool.servers}:
-            raise NotFound(f"no model server {url!r}")
-        await pool.remove(url)
-        return self.model_servers()
+        return server_views(self.model) if isinstance(self.model, ModelPool) else []
 
     # Jobs.
 
@@ -363,11 +330,6 @@ class RolloutService:
             state=self._engine.scheduler.state(job) or JobState.QUEUED,
             attempts=self._engine.attempts(job),
         )
-
-    def _pool(self) -> ModelPool:
-        if not isinstance(self.model, ModelPool):
-            raise Conflict("the model of this service is fixed", hint="start it with model servers")
-        return self.model
 
 
 def _limits(settings: ServiceSettings) -> Limits:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from prorl_envs.errors import FailureKind
-from prorl_envs.policy.types import Sampling
+from prorl_envs.policy.types import Sampling, VersionSpan
 
 RESULT_VERSION: Literal[1] = 1
 
@@ -148,9 +148,14 @@ class TurnRecord(_Wire):
         start: index into the trajectory's `ids` of this turn's first sampled token.
         end: one past its last.
         finish_reason: stop, length or abort.
-        weight_version: version of the weights that sampled it; "" where the server names none.
+        weight_version: version of the weights that sampled it, the oldest where there were several; ""
+            where none is known.
         server: base URL of the server that sampled it.
-        model_s: seconds of the model call; `tools_s`: seconds of the tool calls that followed.
+        model_s: seconds of the model call, without what it was held while weights changed; `tools_s`:
+            seconds of the tool calls that followed.
+        version_spans: where several versions sampled it, which one sampled what, as indices from `start` on.
+        cached_tokens: prompt tokens that the server found in its cache; None where it does not say.
+        exact: False where the server gave text, and the ids are only a tokenisation of it.
     """
 
     start: int
@@ -160,6 +165,9 @@ class TurnRecord(_Wire):
     server: str
     model_s: float
     tools_s: float
+    version_spans: list[VersionSpan] = Field(default_factory=list)
+    cached_tokens: int | None = None
+    exact: bool = True
 
 
 class Trajectory(_Wire):
@@ -167,11 +175,13 @@ class Trajectory(_Wire):
 
     Args:
         ids: all token ids in order, shape [T].
-        loss_mask: 1 where the policy sampled the token, else 0, shape [T].
+        loss_mask: 1 where the policy sampled the token, else 0, shape [T]. A turn that is not exact has 0.
         logprobs: log-probability of each sampled token, 0.0 where the mask is 0, shape [T].
         turns: the model calls, as spans of `ids`.
         drift: tokens by which a prompt sent to a server differed from the ids already recorded. Zero by
             construction, and counted all the same.
+        exact: the ids are those that the model read and sampled. False where a server gave text: then
+            nothing in it may be trained on, and `mask_sample` is set.
     """
 
     ids: list[int]
@@ -179,6 +189,7 @@ class Trajectory(_Wire):
     logprobs: list[float]
     turns: list[TurnRecord]
     drift: int = 0
+    exact: bool = True
 
 
 class Timings(_Wire):
@@ -188,6 +199,7 @@ class Timings(_Wire):
         queued_s: waiting for any stage.
         init_s, run_s, eval_s: active time of each stage.
         model_s, tools_s: parts of run_s.
+        held_s: turns held while weights changed; in none of the others.
     """
 
     queued_s: float = 0.0
@@ -196,6 +208,7 @@ class Timings(_Wire):
     eval_s: float = 0.0
     model_s: float = 0.0
     tools_s: float = 0.0
+    held_s: float = 0.0
 
 
 class Result(_Wire):

@@ -1,6 +1,6 @@
 """What the service answers besides results: the other half of the wire format."""
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -80,6 +80,10 @@ class ModelServerView(_View):
         sessions: rollouts pinned to it.
         healthy: it did not fail last.
         draining: it gets nothing more.
+        protocol: what it speaks: vllm, sglang or openai; "" before that is found out.
+        weight_version: of its weights, as it was last heard; "" where it is not known.
+        turns: calls it was given.
+        limit: calls it may have in flight, learnt from its complaints; None where there is no bound.
     """
 
     url: str
@@ -87,10 +91,46 @@ class ModelServerView(_View):
     sessions: int
     healthy: bool
     draining: bool
+    protocol: str = ""
+    weight_version: str = ""
+    turns: int = 0
+    limit: int | None = None
 
 
 class ModelServerList(_View):
+    """The model servers.
+
+    Args:
+        paused: weights are changing, and no turn begins.
+    """
+
     servers: list[ModelServerView]
+    paused: bool = False
+
+
+class RouterView(_View):
+    """What the router of model calls has done since the start.
+
+    Args:
+        turns: calls that were routed.
+        prompt_tokens: tokens of their prompts.
+        expected_hit_rate: share of them that the chosen servers should have had in their caches, by the
+            router's own books; None before there is any.
+        told_hit_rate: the same as the servers tell it; None where none tells.
+        moved: sessions that left a server for balance; `lost`: because it failed or was drained.
+        spread: most calls in flight over the mean, of the servers that get work.
+        paused: weights are changing; `paused_s`: seconds of that, all in all.
+    """
+
+    turns: int
+    prompt_tokens: int
+    expected_hit_rate: float | None
+    told_hit_rate: float | None
+    moved: int
+    lost: int
+    spread: float
+    paused: bool
+    paused_s: float
 
 
 class ModelServerRequest(_View):
@@ -98,9 +138,67 @@ class ModelServerRequest(_View):
 
     Args:
         url: base URL, http or https.
+        protocol: what it speaks; `auto` finds out whether vLLM's or SGLang's, None takes the service's
+            setting. `openai` is a chat server without token ids, whose trajectories are not for training.
     """
 
     url: str = Field(min_length=8, max_length=2000, pattern=r"^https?://[^\s/?#@]+[^\s?#@]*$")
+    protocol: Literal["auto", "vllm", "sglang", "openai"] | None = None
+
+
+class PauseRequest(_View):
+    """Hold model calls while weights change.
+
+    Args:
+        mode: what becomes of calls in flight: `finish` lets them end, `abort` ends them and keeps what was
+            sampled, `keep` freezes them in the server until it is resumed.
+        resample: with `abort`, sample those turns anew instead of going on with them.
+        wait_s: seconds to wait for calls in flight to end.
+    """
+
+    mode: Literal["finish", "abort", "keep"] = "finish"
+    resample: bool = False
+    wait_s: float = Field(default=0.0, ge=0, le=3600, allow_inf_nan=False)
+
+
+class ResumeRequest(_View):
+    """Let model calls go on.
+
+    Args:
+        weight_version: of the weights from now on; "" leaves it to the servers to say.
+    """
+
+    weight_version: str = Field(default="", max_length=200)
+
+
+class ToldView(_View):
+    """What came of telling a server.
+
+    Args:
+        supported: it has a way to be told.
+        problem: why it did not work, or "".
+    """
+
+    url: str
+    supported: bool
+    problem: str = ""
+
+
+class PauseView(_View):
+    """How the model calls stand.
+
+    Args:
+        paused: no turn begins.
+        in_flight: calls that servers still work on (or hold); after `finish` and `abort` the weights may
+            change once it is 0.
+        weight_version: what the last resume named.
+        told: per server, what came of telling it.
+    """
+
+    paused: bool
+    in_flight: int
+    weight_version: str
+    told: list[ToldView]
 
 
 class StatusView(_View):
@@ -118,6 +216,7 @@ class StatusView(_View):
         close_failures: sandboxes that did not close in order.
         internal_errors: bugs met; the log has them.
         newest: cursor of the newest result; 0 where there is none.
+        router: of the model calls; None where the model is no pool of servers.
     """
 
     version: str
@@ -135,6 +234,7 @@ class StatusView(_View):
     internal_errors: int
     newest: int
     model_servers: list[ModelServerView]
+    router: RouterView | None = None
 
 
 class EnvironmentView(_View):

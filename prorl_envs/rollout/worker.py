@@ -10,6 +10,7 @@ from collections.abc import Coroutine, Mapping
 from prorl_envs.clock import Clock
 from prorl_envs.env.node import Node
 from prorl_envs.errors import FailureKind, ProrlError, RolloutFailure, printable
+from prorl_envs.policy.gate import active_timeout
 from prorl_envs.rollout import stages
 from prorl_envs.rollout.agent import Agent, unicode
 from prorl_envs.rollout.episode import Episode
@@ -54,6 +55,7 @@ class Worker:
     async def perform(self, episode: Episode, stage: Stage) -> Failure | None:
         """Carry out one stage; what failed, or None. Its time is added to the episode's."""
         limits = episode.request.limits
+        held = episode.attempt.transcript.held  # of turns, while weights change: no active time
         started = self._clock.monotonic()
         try:
             match stage:
@@ -67,7 +69,8 @@ class Worker:
                     work = stages.evaluate(episode)
                     return await self._guard(episode, stage, work, limits.eval_s)
         finally:
-            episode.active_s[stage] += self._clock.monotonic() - started
+            elapsed = self._clock.monotonic() - started
+            episode.active_s[stage] += elapsed - (held.seconds() if stage is Stage.RUN else 0.0)
 
     async def close(self, episode: Episode) -> bool:
         """Close the episode's environment. False where it could not be closed in order; the node's own
@@ -82,7 +85,8 @@ class Worker:
     ) -> Failure | None:
         deadline = None
         try:
-            async with self._clock.timeout(seconds) as deadline:
+            held = episode.attempt.transcript.held
+            async with active_timeout(self._clock, seconds, held.seconds) as deadline:
                 await work
         except Exception as error:  # noqa: BLE001 - the one place where failures become data
             if deadline is not None and deadline.expired():

@@ -36,13 +36,15 @@ class Counts:
     """What the server counts.
 
     `violations` are prompts that do not begin with everything the session was sent and sampled before;
-    `restarts` are sessions that began anew, `repeats` requests sent a second time; `behaviours` counts
-    sessions.
+    `restarts` are sessions that began anew, `repeats` requests sent a second time, `told_to_abort` requests
+    for the end of another one, `refused` what was too much at once; `behaviours` counts sessions.
     """
 
     requests: int = 0
     running: int = 0
     aborted: int = 0
+    told_to_abort: int = 0
+    refused: int = 0
     prompt_tokens: int = 0
     sampled_tokens: int = 0
     sessions: int = 0
@@ -79,6 +81,16 @@ class Audit:
             self._counts.restarts += 1
         else:
             self._counts.violations += 1
+
+    def known(self, session: str, prompt_ids: Sequence[int]) -> int:
+        """Tokens at the prompt's beginning that this session was sent or sampled before."""
+        seen = self._seen.get(session)
+        if seen is None:
+            return 0
+        for length, digest in ((seen.whole_length, seen.whole), (seen.prompt_length, seen.prompt)):
+            if _digest(prompt_ids[:length]) == digest:
+                return length
+        return 0
 
     def record(self, exchange: Exchange) -> None:
         """Remember an answered request."""

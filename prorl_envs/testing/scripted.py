@@ -208,6 +208,10 @@ class ScriptedSample:
     logprobs: tuple[float, ...]
     finish_reason: Literal["stop", "length"]
 
+    def after(self, begun: int) -> "ScriptedSample":
+        """What is left of it where so many ids were sampled before."""
+        return ScriptedSample(self.ids[begun:], self.logprobs[begun:], self.finish_reason)
+
 
 class ScriptedModel:
     """Turns behaviours into sampled ids.

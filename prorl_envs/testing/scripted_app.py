@@ -3,9 +3,10 @@
 import asyncio
 import random
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from typing import Literal
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -21,8 +22,8 @@ from prorl_envs.testing.scripted import (
     PromptReader,
     ScriptBook,
     ScriptedModel,
-    ScriptedSample,
 )
+from prorl_envs.testing.scripted_engine import ScriptedEngine, Treatment
 from prorl_envs.tools.types import JsonObject
 
 MODEL_ID = "scripted"
@@ -52,6 +53,9 @@ class ScriptedOptions:
         max_model_len: most tokens of prompt and answer; more is refused with 400, as vLLM does.
         weight_version: named in every answer.
         dialect: where answers carry the sampled ids.
+        protocol: whose interface it has, vLLM's or SGLang's.
+        most: requests it works on at once; more are refused with 503. None refuses none.
+        steerable: it has the routes that pause it and name its weights.
     """
 
     mix: Mix = Mix({Behaviour.SOLVE: 1})  # noqa: RUF009  (frozen)
@@ -63,6 +67,9 @@ class ScriptedOptions:
     max_model_len: int = 131_072
     weight_version: str = "scripted-0"
     dialect: Dialect = Dialect.TOKEN_IDS
+    protocol: Literal["vllm", "sglang"] = "vllm"
+    most: int | None = None
+    steerable: bool = True
 
 
 class CompletionRequest(BaseModel):
@@ -79,6 +86,12 @@ class CompletionRequest(BaseModel):
     return_tokens_as_token_ids: bool = False
 
 
+class NewVersion(BaseModel):
+    """Other weights have been loaded."""
+
+    new_version: str = Field(max_length=200)
+
+
 class _Disconnect(Response):
     """Begins an answer and breaks off: uvicorn closes a connection whose answer is left unfinished."""
 
@@ -86,6 +99,36 @@ class _Disconnect(Response):
         headers = [(b"content-type", b"application/json"), (b"content-length", b"1000")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": b'{"choices": [', "more_body": True})
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """One answer, before a face has put it into its protocol's shape.
+
+    Args:
+        ids, logprobs, finish_reason: what was "sampled"; the numbers may be wrong on purpose.
+        spans: as `Progress.spans`.
+        cached: prompt tokens that the session's server has seen before.
+    """
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+    spans: tuple[tuple[str, int], ...]
+    cached: int
+
+    @property
+    def version(self) -> str:
+        """Of the weights that sampled its end."""
+        return self.spans[-1][0]
+
+    def version_spans(self) -> list[JsonObject]:
+        """Which version sampled what, as servers write it."""
+        edges = [0, *(end for _, end in self.spans)]
+        return [
+            {"version": version, "start": start, "end": end}
+            for (version, end), start in zip(self.spans, edges, strict=False)
+        ]
 
 
 class ScriptedService:
@@ -106,12 +149,23 @@ class ScriptedService:
         self.audit = Audit(self.counts)
         self._renderer = renderer
         self._book = book
-        self._clock = clock
         self._reader = PromptReader(renderer)
         self._model = ScriptedModel(renderer, book, seed=options.seed, noncanonical=options.noncanonical)
         self._dealer = Dealer(options.mix, self.counts, seed=options.seed)
         self._flaked: dict[str, int] = {}
         self._changed = asyncio.Event()
+        #: Of sessions whose turn was broken off: length of the prompt that goes on, ids sampled so far.
+        self._begun: dict[str, tuple[int, int]] = {}
+        self.engine = ScriptedEngine(clock, options.latency_s, options.tokens_per_s, options.weight_version)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Ids as text."""
+        return self._renderer.decode(ids)
+
+    def told_to_abort(self) -> None:
+        """Somebody asked for the end of a request."""
+        self.counts.told_to_abort += 1
+        self._notify()
 
     async def until(self, holds: Callable[[Counts], bool]) -> None:
         """Return once the counts are so."""
@@ -123,50 +177,70 @@ class ScriptedService:
         self._changed = asyncio.Event()
 
     async def complete(self, asked: CompletionRequest, request: Request) -> Response:
-        """Answer one completion request, in the way its session is dealt."""
+        """Answer one completion request as vLLM does, in the way its session is dealt."""
+        played = await self.play(asked.prompt, asked.max_tokens, request)
+        if isinstance(played, Response):
+            return played
+        return JSONResponse(self._answer(asked, played))
+
+    async def play(
+        self, prompt_ids: list[int], max_tokens: int, request: Request, rid: str = ""
+    ) -> "Response | Played":
+        """Answer one request, in the way its session is dealt: with ids, or with how it fails."""
         self.counts.running += 1
         self._notify()
         try:
-            return await self._complete(asked, request)
+            return await self._play(prompt_ids, max_tokens, request, rid)
         finally:
             self.counts.running -= 1
             self._notify()
 
-    async def _complete(self, asked: CompletionRequest, request: Request) -> Response:
-        prompt = self._reader.read(asked.prompt)
+    async def _play(
+        self, prompt_ids: list[int], max_tokens: int, request: Request, rid: str
+    ) -> "Response | Played":
+        prompt = self._reader.read(prompt_ids)
         key = self._book.find(prompt.first_user)
         session = request.headers.get("x-session-id") or f"task:{key or ''}"
         undealt = self.options.unknown if key is None else None
         behaviour = undealt or self._dealer.deal(session, key or "")
         self.counts.requests += 1
-        self.counts.prompt_tokens += len(asked.prompt)
+        self.counts.prompt_tokens += len(prompt_ids)
         self.counts.unknown_tasks += key is None
-        self.audit.check(session, asked.prompt, prompt.assistant_turns)
-        if (refusal := self._refusal(asked)) is not None:
+        cached = self.audit.known(session, prompt_ids)
+        self.audit.check(session, prompt_ids, prompt.assistant_turns)
+        if (refusal := self._refusal(prompt_ids, max_tokens)) is not None:
             return refusal
+        if self.options.most is not None and self.counts.running > self.options.most:
+            self.counts.refused += 1
+            return _error(503, "the scripted server has too much to do", retry_after=0)
         if (fault := await self._fault(behaviour, session, prompt.assistant_turns, request)) is not None:
             return fault
+        length, begun = self._begun.pop(session, (0, 0))
+        begun = begun if length == len(prompt_ids) else 0
         sample = self._model.sample(
-            key, behaviour, prompt.assistant_turns, session=session, max_tokens=asked.max_tokens
-        )
-        if not await self._take_time(sample, request):
+            key, behaviour, prompt.assistant_turns, session=session, max_tokens=begun + max_tokens
+        ).after(begun)
+        progress = await self.engine.spend(len(sample.ids), rid, self._until_client_leaves(request))
+        if progress is None:
             return _nobody_reads_it()
-        self.counts.sampled_tokens += len(sample.ids)
+        if progress.aborted:
+            self._begun[session] = len(prompt_ids) + progress.sampled, begun + progress.sampled
+            if len(self._begun) > _MAX_FLAKED:
+                del self._begun[next(iter(self._begun))]
+        ids = sample.ids[: progress.sampled]
+        reason = "abort" if progress.aborted else sample.finish_reason
+        self.counts.sampled_tokens += len(ids)
         self.audit.record(
-            Exchange(
-                session,
-                behaviour.value,
-                prompt.assistant_turns,
-                tuple(asked.prompt),
-                sample.ids,
-                sample.finish_reason,
-            )
+            Exchange(session, behaviour.value, prompt.assistant_turns, tuple(prompt_ids), ids, reason)
         )
-        return JSONResponse(self._answer(asked, sample, behaviour, random.Random(session)))
+        logprobs = sample.logprobs[: progress.sampled]
+        return _spoilt(
+            Played(ids, logprobs, reason, tuple(progress.spans), cached), behaviour, random.Random(session)
+        )
 
-    def _refusal(self, asked: CompletionRequest) -> Response | None:
-        if len(asked.prompt) + asked.max_tokens <= self.options.max_model_len:
-            if min(asked.prompt) >= 0 and max(asked.prompt) < self._renderer.vocab_size:
+    def _refusal(self, prompt_ids: list[int], max_tokens: int) -> Response | None:
+        if len(prompt_ids) + max_tokens <= self.options.max_model_len:
+            if min(prompt_ids) >= 0 and max(prompt_ids) < self._renderer.vocab_size:
                 return None
             return _error(400, "the prompt holds ids outside the vocabulary")
         limit = self.options.max_model_len
@@ -191,73 +265,81 @@ class ScriptedService:
             case _:
                 return None
 
-    async def _take_time(self, sample: ScriptedSample, request: Request) -> bool:
-        """Take as long as sampling would; False where the client left before its end."""
-        speed = self.options.tokens_per_s
-        seconds = self.options.latency_s + (len(sample.ids) / speed if speed else 0.0)
-        if seconds <= 0:
-            return True
-        watcher = asyncio.ensure_future(self._until_client_leaves(request))
-        sleeper = asyncio.ensure_future(self._clock.sleep(seconds))
-        try:
-            await asyncio.wait((watcher, sleeper), return_when=asyncio.FIRST_COMPLETED)
-            return sleeper.done()
-        finally:
-            for task in (watcher, sleeper):
-                task.cancel()
-
     async def _until_client_leaves(self, request: Request) -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
         self.counts.aborted += 1
 
-    def _answer(
-        self, asked: CompletionRequest, sample: ScriptedSample, behaviour: Behaviour, chance: random.Random
-    ) -> JsonObject:
-        ids, logprobs = list(sample.ids), list(sample.logprobs)
-        if behaviour is Behaviour.BAD_IDS:
-            ids[chance.randrange(len(ids))] = 2**31
-        elif behaviour is Behaviour.SHORT_LOGPROBS:
-            logprobs.pop()
+    def _answer(self, asked: CompletionRequest, played: "Played") -> JsonObject:
+        ids, logprobs = list(played.ids), list(played.logprobs)
         choice: JsonObject = {
             "index": 0,
-            "text": self._renderer.decode(sample.ids),
-            "finish_reason": sample.finish_reason,
-            "stop_reason": sample.ids[-1] if sample.finish_reason == "stop" else None,
+            "text": self.decode(ids),
+            "finish_reason": played.finish_reason,
+            "stop_reason": ids[-1] if played.finish_reason == "stop" else None,
             "logprobs": None,
         }
         if asked.logprobs is not None:
             as_ids = asked.return_tokens_as_token_ids and self.options.dialect is not Dialect.TEXT
-            tokens = [f"token_id:{number}" if as_ids else self._renderer.decode([number]) for number in ids]
+            tokens = [f"token_id:{number}" if as_ids else self.decode([number]) for number in ids]
             choice["logprobs"] = {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None}
         if asked.return_token_ids and self.options.dialect is Dialect.TOKEN_IDS:
             choice |= {"token_ids": ids, "prompt_token_ids": asked.prompt}
+        if len(played.spans) > 1:
+            choice["weight_versions"] = played.version_spans()
         usage = {"prompt_tokens": len(asked.prompt), "completion_tokens": len(ids)}
+        details = {"cached_tokens": played.cached}
         return {
             "id": f"cmpl-scripted-{self.counts.requests}",
             "object": "text_completion",
             "created": int(time.time()),
             "model": MODEL_ID,
             "choices": [choice],
-            "usage": {**usage, "total_tokens": sum(usage.values())},
-            "weight_version": self.options.weight_version,
+            "usage": {**usage, "total_tokens": sum(usage.values()), "prompt_tokens_details": details},
+            "weight_version": played.version,
         }
 
 
-def scripted_app(service: ScriptedService) -> FastAPI:
-    """The scripted model server as an ASGI application."""
-    app = FastAPI(title="Scripted model server", docs_url=None, redoc_url=None, openapi_url=None)
+def add_vllm(app: FastAPI, service: ScriptedService) -> None:
+    """Let a scripted server answer as vLLM does."""
 
     @app.post("/v1/completions")
     async def completions(asked: CompletionRequest, request: Request) -> Response:
         return await service.complete(asked, request)
+
+    if not service.options.steerable:
+        return
+
+    @app.post("/pause")
+    async def pause(mode: Literal["wait", "abort", "keep"] = "abort") -> JsonObject:
+        treatment: dict[str, Treatment] = {"wait": "finish", "abort": "abort", "keep": "freeze"}
+        service.engine.pause(treatment[mode], mode)
+        return {"status": "paused"}
+
+    @app.post("/resume")
+    async def resume() -> JsonObject:
+        service.engine.resume()
+        return {"status": "resumed"}
+
+    @app.get("/weight_info")
+    async def weight_info() -> JsonObject:
+        return {"weight_version": service.engine.version}
+
+    @app.post("/update_weight_version")
+    async def update_weight_version(body: NewVersion) -> JsonObject:
+        service.engine.version = body.new_version
+        return {"success": True}
+
+
+def add_common(app: FastAPI, service: ScriptedService) -> None:
+    """What both kinds of server have, and what only a scripted one has."""
 
     @app.get("/v1/models")
     async def models() -> JsonObject:
         model = {
             "id": MODEL_ID,
             "object": "model",
-            "owned_by": OWNER,
+            "owned_by": "sglang" if service.options.protocol == "sglang" else OWNER,
             "max_model_len": service.options.max_model_len,
         }
         return {"object": "list", "data": [model]}
@@ -278,7 +360,15 @@ def scripted_app(service: ScriptedService) -> FastAPI:
     async def log() -> list[JsonObject]:
         return [asdict(exchange) for exchange in service.audit.exchanges]
 
-    return app
+
+def _spoilt(played: Played, behaviour: Behaviour, chance: random.Random) -> Played:
+    """The answer with what the behaviour makes wrong in it."""
+    ids, logprobs = list(played.ids), list(played.logprobs)
+    if behaviour is Behaviour.BAD_IDS:
+        ids[chance.randrange(len(ids))] = 2**31
+    elif behaviour is Behaviour.SHORT_LOGPROBS:
+        logprobs.pop()
+    return replace(played, ids=tuple(ids), logprobs=tuple(logprobs))
 
 
 def _nobody_reads_it() -> Response:

@@ -1,4 +1,4 @@
-"""The scripted model server: vLLM's completions token protocol over real HTTP, on loopback.
+"""The scripted model server: the token protocol of vLLM or SGLang over real HTTP, on loopback.
 
     book = ScriptBook.from_tapes({"List the files.": [[{"tool": "bash", "arguments": {"command": "ls"}}]]})
     async with ScriptedServer(book, mix=Mix.parse("solve=2,wrong=1")) as server:
@@ -12,13 +12,28 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
+from fastapi import FastAPI
+
 from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.policy.rendering import TemplateRenderer
 from prorl_envs.rollout.server import answering
 from prorl_envs.testing.audit import Counts, Exchange
 from prorl_envs.testing.scripted import ScriptBook
-from prorl_envs.testing.scripted_app import ScriptedOptions, ScriptedService, scripted_app
+from prorl_envs.testing.scripted_app import ScriptedOptions, ScriptedService, add_common, add_vllm
+from prorl_envs.testing.scripted_engine import ScriptedEngine
+from prorl_envs.testing.sglang_face import add_sglang
 from prorl_envs.testing.tokenizer import builtin_renderer
+
+
+def scripted_app(service: ScriptedService) -> FastAPI:
+    """The scripted model server as an ASGI application, with the face its options name."""
+    app = FastAPI(title="Scripted model server", docs_url=None, redoc_url=None, openapi_url=None)
+    add_common(app, service)
+    if service.options.protocol == "sglang":
+        add_sglang(app, service)
+    else:
+        add_vllm(app, service)
+    return app
 
 
 class ScriptedServer:
@@ -57,6 +72,11 @@ class ScriptedServer:
     def counts(self) -> Counts:
         """What it has counted up to now."""
         return self._service.counts
+
+    @property
+    def engine(self) -> ScriptedEngine:
+        """Its time, pauses and weights."""
+        return self._service.engine
 
     @property
     def exchanges(self) -> Sequence[Exchange]:

@@ -8,10 +8,11 @@ from contextlib import asynccontextmanager
 import pytest
 
 from prorl_envs.errors import InputError, ModelError
+from prorl_envs.policy.link import ClientLimits
 from prorl_envs.policy.pool import ModelPool
 from prorl_envs.policy.protocol import ProtocolError, ServerUnavailable
 from prorl_envs.policy.types import Sampling
-from prorl_envs.policy.vllm import ClientLimits, VllmClient
+from prorl_envs.policy.vllm import VllmClient
 from prorl_envs.testing.scripted import Mix, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
 from prorl_envs.testing.tokenizer import builtin_renderer

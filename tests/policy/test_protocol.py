@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prorl_envs.errors import ModelError
-from prorl_envs.policy.protocol import Expectation, encode_request, read_answer, read_models
+from prorl_envs.policy.link import first_model
+from prorl_envs.policy.protocol import Expectation
 from prorl_envs.policy.types import Sampling
+from prorl_envs.policy.vllm import encode_request, read_answer
 
 EXPECTED = Expectation([1, 2, 3], max_tokens=4, vocab_size=10, server="http://s")
 
@@ -112,7 +114,7 @@ def test_any_bytes_are_refused_or_read(body: bytes) -> None:
     with pytest.raises(ModelError):
         read_answer(body, EXPECTED)
     with pytest.raises(ModelError):
-        read_models(body, "http://s")
+        first_model(body, "http://s")
 
 
 def test_an_id_is_not_held_against_an_unknown_vocabulary() -> None:
@@ -132,6 +134,6 @@ def test_a_request_leaves_nothing_to_the_model_s_defaults() -> None:
 
 
 def test_models_are_named() -> None:
-    assert read_models(b'{"data": [{"id": "a"}, {"id": "b"}]}', "http://s") == "a"
+    assert first_model(b'{"data": [{"id": "a"}, {"id": "b"}]}', "http://s").id == "a"
     with pytest.raises(ModelError, match="no model"):
-        read_models(b'{"data": []}', "http://s")
+        first_model(b'{"data": []}', "http://s")

@@ -5,7 +5,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prorl_envs.policy.routing import Router, ServerState, decide
+from prorl_envs.policy.balance import ServerState, decide
+from prorl_envs.policy.routing import Router
 
 
 def router_with(*urls: str, **settings: float) -> Router:
@@ -137,6 +138,97 @@ def test_pins_are_bounded_and_given_up() -> None:
 def test_nobody_to_ask() -> None:
     assert decide([], pinned="a", now=0.0) is None
     assert decide([ServerState("a", draining=True)], pinned="a", now=0.0) is None
+
+
+def fill(router: Router, count: int, name: str = "f") -> None:
+    """Requests of sessions without siblings."""
+    for number in range(count):
+        router.start(f"{name}{number}", 0.0, tokens=1000)
+
+
+def test_siblings_begin_where_the_prompt_is_cached() -> None:
+    router = router_with("a", "b", "c")
+    first = router.start("g/0", 0.0, tokens=500)
+    assert [router.start(f"g/{n}", 0.0, tokens=500) for n in range(1, 8)] == [first] * 7
+    assert router.snapshot().expected_hits == 7 * 500
+
+
+def test_siblings_give_way_to_balance() -> None:
+    router = router_with("a", "b")
+    fill(router, 40)
+    chosen = Counter(router.start(f"g/{n}", 0.0, tokens=500) for n in range(40))
+    assert chosen == {"a": 20, "b": 20}
+    assert router.snapshot().expected_hits == 38 * 500, "each server read the prompt once"
+
+
+def test_two_samples_of_other_groups_know_nothing_of_each_other() -> None:
+    router = router_with("a", "b")
+    assert [router.start("g/0", 0.0), router.start("h/0", 0.0)] == ["a", "b"]
+    assert [router.start("g/x/0", 0.0), router.start("g/x/1", 0.0)] == ["a", "a"]
+
+
+def test_a_session_leaves_an_overloaded_server() -> None:
+    router = router_with("a", "b")
+    fill(router, 40)
+    for _ in range(15):
+        router.end("a")
+    # b has 20, a has 5: whoever comes back to b is better off at a
+    assert router.start("f1", 0.0, tokens=1000) == "a"
+    seen = router.snapshot()
+    assert (seen.moved, seen.lost) == (1, 0)
+    assert seen.expected_hits == 0
+
+
+def test_a_long_history_stays_longer_than_a_short_one() -> None:
+    servers = [ServerState("a", in_flight=33), ServerState("b", in_flight=27)]
+    assert decide(servers, pinned="a", now=0.0, weight=1.0) == "a"
+    servers[0].in_flight, servers[1].in_flight = 34, 26
+    assert decide(servers, pinned="a", now=0.0, weight=1.0) == "a"
+    assert decide(servers, pinned="a", now=0.0, weight=0.0) == "b"
+
+
+def test_to_a_late_server_sessions_move_until_it_has_its_share() -> None:
+    router = router_with("a", "b")
+    fill(router, 40)
+    router.add("c")
+    moved = 0
+    for number in range(40):  # every session comes back once
+        url = "ab"[number % 2]
+        router.end(url)
+        moved += router.start(f"f{number}", 0.0, tokens=1000) == "c"
+    assert 12 <= moved <= 14, "a third of 40, and no more"
+    assert router.snapshot().spread < 1.15
+
+
+def test_what_servers_tell_is_counted() -> None:
+    router = router_with("a")
+    router.start("s", 0.0, tokens=100)
+    router.succeeded("a", tokens=100, cached=60, version="v7")
+    seen = router.snapshot()
+    assert (seen.told_prompt_tokens, seen.told_hits) == (100, 60)
+    assert seen.servers[0].weight_version == "v7"
+
+
+def test_new_weights_empty_the_books() -> None:
+    router = router_with("a", "b")
+    router.start("g/0", 0.0, tokens=100)
+    router.forget_prefixes()
+    assert router.start("g/0", 0.0, tokens=150) == "a", "it stays all the same"
+    assert router.snapshot().expected_hits == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 63), st.booleans()), max_size=400), st.integers(2, 6))
+def test_no_server_is_given_more_than_the_bound(turns: list[tuple[int, bool]], count: int) -> None:
+    router = router_with(*(f"u{number}" for number in range(count)))
+    flying: list[str] = []
+    for number, ends in turns:
+        if ends and flying:
+            router.end(flying.pop(number % len(flying)))
+            continue
+        url = router.start(f"g{number % 7}/{number}", 0.0, tokens=number * 100)
+        assert url is not None
+        flying.append(url)
+        assert load(router)[url] <= max(8, 1.2 * len(flying) / count + 1)
 
 
 EVENTS = st.lists(

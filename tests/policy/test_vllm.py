@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,15 +12,16 @@ from starlette.types import Receive, Scope, Send
 
 from prorl_envs.clock import SystemClock
 from prorl_envs.errors import InputError, ModelError
+from prorl_envs.policy.link import ClientLimits, base_url
 from prorl_envs.policy.probe import probe
 from prorl_envs.policy.protocol import ProtocolError, ServerUnavailable
 from prorl_envs.policy.types import Sampling
-from prorl_envs.policy.vllm import ClientLimits, VllmClient, base_url
+from prorl_envs.policy.vllm import VllmClient
 from prorl_envs.rollout.server import answering
 from prorl_envs.testing.clock import FakeClock
 from prorl_envs.testing.scripted import Mix, ScriptBook
-from prorl_envs.testing.scripted_app import Dialect, ScriptedOptions, ScriptedService, scripted_app
-from prorl_envs.testing.server import ScriptedServer
+from prorl_envs.testing.scripted_app import Dialect, ScriptedOptions, ScriptedService
+from prorl_envs.testing.server import ScriptedServer, scripted_app
 from prorl_envs.testing.tokenizer import builtin_renderer
 
 pytestmark = pytest.mark.anyio
@@ -50,7 +52,8 @@ async def test_ids_go_in_and_come_out_with_logprobs(dialect: Dialect) -> None:
         assert answer.weight_version == "scripted-0"
         assert answer.server == server.url
         again = await client.generate(PROMPT, Sampling(), session="s")
-        assert again == answer
+        assert replace(again, cached_tokens=0) == answer
+        assert again.cached_tokens == len(PROMPT)
         assert server.counts.repeats == 1
 
 

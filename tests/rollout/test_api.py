@@ -236,7 +236,7 @@ async def test_model_servers_come_and_go(make_bench: Any, renderer: TemplateRend
             response = await client.post("/v1/model_servers", json={"url": bad})
             assert error_of(response)["type"] == "invalid_request"
         gone = await client.delete("/v1/model_servers", params={"url": server["url"]})
-        assert gone.json() == {"servers": []}
+        assert gone.json() == {"servers": [], "paused": False}
         again = await client.delete("/v1/model_servers", params={"url": server["url"]})
         assert error_of(again)["type"] == "not_found"
     await pool.aclose()
@@ -260,6 +260,8 @@ async def test_the_document_names_every_route_and_error(client: httpx.AsyncClien
         "/v1/environments",
         "/v1/model_servers",
         "/metrics",
+        "/v1/model_servers/pause",
+        "/v1/model_servers/resume",
         "/health",
         "/ready",
     }

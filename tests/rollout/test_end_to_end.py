@@ -11,9 +11,10 @@ from prorl_envs.config import ServiceSettings
 from prorl_envs.env.node import Node
 from prorl_envs.env.registry import environments
 from prorl_envs.errors import FailureKind
+from prorl_envs.policy.link import ClientLimits
 from prorl_envs.policy.pool import ModelPool
 from prorl_envs.policy.rendering import TemplateRenderer
-from prorl_envs.policy.vllm import ClientLimits, VllmClient
+from prorl_envs.policy.vllm import VllmClient
 from prorl_envs.rollout.client import RolloutClient
 from prorl_envs.rollout.server import serving
 from prorl_envs.rollout.service import RolloutService

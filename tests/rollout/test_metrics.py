@@ -12,8 +12,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from prorl_envs.config import ServerSettings
+from prorl_envs.policy.pool import ModelPool
+from prorl_envs.policy.rendering import TemplateRenderer
 from prorl_envs.rollout.api import create_app
 from prorl_envs.rollout.metrics import CONTENT_TYPE
+from prorl_envs.testing.toy import ToyModel
 
 pytestmark = pytest.mark.anyio
 
@@ -90,8 +93,13 @@ def base(name: str) -> str:
     return name
 
 
-async def test_every_metric_is_documented_and_every_panel_shows_one(client: httpx.AsyncClient) -> None:
-    text = (await client.get("/metrics")).text
+async def test_every_metric_is_documented_and_every_panel_shows_one(
+    make_bench: Any, renderer: TemplateRenderer
+) -> None:
+    pool = ModelPool(lambda url: ToyModel(renderer, lambda *_: url))
+    bench = await make_bench(model=pool)
+    text = bench.service.metrics.text().decode()
+    await pool.aclose()
     families = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE prorl_")}
     families = {name for name in families if not name.endswith("_created")}
     assert families == documented()

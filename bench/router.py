@@ -1,0 +1,495 @@
+"""Routers compared on simulated model servers: prefix hits, load spread, makespan.
+
+python -m bench.router
+
+Nothing is measured here but decisions: servers, caches and time are simulated from a seed, and ours is the
+very `Router` that the service uses. A server works on all its requests at once, the slower the more they are;
+what a request must prefill is what its server's cache (least recently used goes first) does not hold.
+"""
+
+import argparse
+import heapq
+import itertools
+import random
+from bisect import bisect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Protocol
+
+from prorl_envs.policy.routing import Router
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What is simulated.
+
+    Args:
+        servers: at the start; `late` are added at `late_at` and `dead` die at `dead_at` (seconds).
+        groups, samples: how much there is to do.
+        live: episodes at once.
+        prompt, turns: the median of prompts, in tokens, and of turns.
+        cache: tokens a server's prefix cache holds.
+        seed: of everything random.
+    """
+
+    servers: int = 16
+    groups: int = 1200
+    samples: int = 8
+    live: int = 1600
+    prompt: int = 1340
+    turns: int = 10
+    cache: int = 2_500_000
+    late: int = 2
+    late_at: float = 400.0
+    dead: int = 1
+    dead_at: float = 900.0
+    seed: int = 1
+
+
+#: Seconds a decoded token takes on an idle server, and what each request in flight adds.
+DECODE_S, DECODE_SHARE_S = 0.015, 0.0004
+#: A token to prefill, in decoded tokens of work.
+PREFILL = 0.02
+
+
+@dataclass(slots=True)
+class Episode:
+    """One job: a prompt it shares with its group, and turns of (ids sampled, ids observed, tool seconds)."""
+
+    group: int
+    sample: int
+    prompt: int
+    turns: list[tuple[int, int, float]]
+    turn: int = 0
+    tokens: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"g{self.group}/{self.sample}"
+
+
+def episodes(settings: Settings) -> Iterator[Episode]:
+    """The work, in the order it begins. Lengths, turns and tool times have heavy tails."""
+    chance = random.Random(settings.seed)
+    for group in range(settings.groups):
+        prompt = 400 + min(int(settings.prompt * chance.lognormvariate(0.0, 0.6)), 32_000)
+        hard = settings.turns * chance.lognormvariate(0.0, 0.5)  # turns that this task takes, about
+        for sample in range(settings.samples):
+            count = max(1, min(int(hard * chance.lognormvariate(0.0, 0.4)), 80))
+            turns = [
+                (
+                    max(4, min(int(chance.lognormvariate(5.0, 0.9)), 4096)),
+                    max(4, min(int(chance.lognormvariate(5.3, 1.1)), 8192)),
+                    min(chance.lognormvariate(0.0, 1.3), 120.0),
+                )
+                for _ in range(count)
+            ]
+            yield Episode(group, sample, prompt, turns, tokens=prompt)
+
+
+class Cache:
+    """A server's prefix cache: prompts of groups and what follows them, by session."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._held: OrderedDict[tuple[int, int], int] = OrderedDict()
+        self._total = 0
+
+    def use(self, episode: Episode) -> int:
+        """Tokens of the episode's context that are found; afterwards all of it is held."""
+        own, shared = (episode.group, episode.sample), (episode.group, -1)
+        found = self._held.get(shared, 0)
+        if found:
+            found += self._held.get(own, 0)
+        self.hold(episode)
+        return min(found, episode.tokens)
+
+    def hold(self, episode: Episode) -> None:
+        own, shared = (episode.group, episode.sample), (episode.group, -1)
+        for key, tokens in ((own, episode.tokens - episode.prompt), (shared, episode.prompt)):
+            self._total += tokens - self._held.pop(key, 0)
+            self._held[key] = tokens
+        while self._total > self._capacity:
+            self._total -= self._held.popitem(last=False)[1]
+
+
+class Server:
+    """Works on everything at once: `worked` is the work each request has got since the start."""
+
+    def __init__(self, url: str, cache: int) -> None:
+        self.url = url
+        self.cache = Cache(cache)
+        self.active: list[tuple[float, int, Episode]] = []
+        self.worked = 0.0
+        self.since = 0.0
+        self.version = 0
+
+    def advance(self, now: float) -> None:
+        self.worked += (now - self.since) / self._seconds()
+        self.since = now
+
+    def next_end(self) -> float | None:
+        if not self.active:
+            return None
+        return self.since + max(0.0, self.active[0][0] - self.worked) * self._seconds()
+
+    def _seconds(self) -> float:
+        """Of one unit of work."""
+        return DECODE_S + DECODE_SHARE_S * len(self.active)
+
+
+class Policy(Protocol):
+    """A router, as the simulation drives it."""
+
+    def add(self, url: str) -> None: ...
+    def remove(self, url: str) -> None: ...
+    def start(self, episode: Episode, now: float) -> str: ...
+    def end(self, episode: Episode, url: str) -> None: ...
+    def forget(self, episode: Episode) -> None: ...
+
+
+class _Known:
+    """What the simple routers share: the servers, and who is where."""
+
+    def __init__(self) -> None:
+        self.load: dict[str, int] = {}
+        self.pins: dict[str, str] = {}
+
+    def add(self, url: str) -> None:
+        self.load[url] = 0
+
+    def remove(self, url: str) -> None:
+        del self.load[url]
+
+    def start(self, episode: Episode, now: float) -> str:
+        url = self.choose(episode)
+        self.load[url] += 1
+        return url
+
+    def choose(self, episode: Episode) -> str:
+        raise NotImplementedError
+
+    def end(self, episode: Episode, url: str) -> None:
+        if url in self.load:
+            self.load[url] -= 1
+
+    def forget(self, episode: Episode) -> None:
+        self.pins.pop(episode.name, None)
+
+    def pinned(self, episode: Episode, otherwise: Callable[[], str]) -> str:
+        if self.pins.get(episode.name) not in self.load:
+            self.pins[episode.name] = otherwise()
+        return self.pins[episode.name]
+
+
+class RoundRobin(_Known):
+    """Each call goes to the next server."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls = itertools.count()
+
+    def choose(self, episode: Episode) -> str:
+        urls = list(self.load)
+        return urls[next(self._calls) % len(urls)]
+
+
+class LeastLoaded(_Known):
+    """Each call goes where the least is in flight."""
+
+    def choose(self, episode: Episode) -> str:
+        return min(self.load, key=self.load.__getitem__)
+
+
+class StickyLeastLoaded(_Known):
+    """A session stays; it begins where the least is in flight."""
+
+    def choose(self, episode: Episode) -> str:
+        return self.pinned(episode, lambda: min(self.load, key=self.load.__getitem__))
+
+
+class CumulativeHeap(_Known):
+    """As the paper's published code: a session stays; it begins where the fewest sessions ever began."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ever: dict[str, int] = {}
+
+    def choose(self, episode: Episode) -> str:
+        url = self.pinned(episode, lambda: min(self.load, key=lambda url: self._ever.get(url, 0)))
+        if episode.turn == 0:
+            self._ever[url] = self._ever.get(url, 0) + 1
+        return url
+
+
+class ConsistentHashing(_Known):
+    """A session goes where the hash of its name says, on a ring with 100 points a server."""
+
+    def choose(self, episode: Episode) -> str:
+        ring = self._ring()
+        return ring[bisect(ring, (_hash(episode.name), "")) % len(ring)][1]
+
+    def add(self, url: str) -> None:
+        super().add(url)
+        self._points: list[tuple[int, str]] = []
+
+    def remove(self, url: str) -> None:
+        super().remove(url)
+        self._points = []
+
+    def _ring(self) -> list[tuple[int, str]]:
+        if not self._points:
+            self._points = sorted((_hash(f"{url}#{n}"), url) for url in self.load for n in range(100))
+        return self._points
+
+
+class PerfectAffinity(_Known):
+    """All of a group stays on one server, whatever its load: the most hits there can be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._groups: dict[int, str] = {}
+
+    def choose(self, episode: Episode) -> str:
+        if self._groups.get(episode.group) not in self.load:
+            self._groups[episode.group] = min(self.load, key=self.load.__getitem__)
+        return self._groups[episode.group]
+
+
+class Ours:
+    """The service's router."""
+
+    def __init__(self) -> None:
+        self.router = Router()
+
+    def add(self, url: str) -> None:
+        self.router.add(url)
+
+    def remove(self, url: str) -> None:
+        self.router.failed(url, 0.0)
+        self.router.drain(url)
+
+    def start(self, episode: Episode, now: float) -> str:
+        url = self.router.start(episode.name, now, tokens=episode.tokens)
+        assert url is not None
+        return url
+
+    def end(self, episode: Episode, url: str) -> None:
+        self.router.end(url)
+
+    def forget(self, episode: Episode) -> None:
+        self.router.forget(episode.name)
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a run came to.
+
+    Args:
+        prompt, hit: tokens sent, tokens found in caches.
+        spread: seconds-weighted mean of max/mean in flight while there is more to begin; `worst`: 95th
+            percentile.
+        late: share of an added server in the work in flight over its fair share, 15 to 60 seconds after it
+            was added; `late_peak`: the most from the first second on.
+        makespan: seconds to the end of everything.
+    """
+
+    prompt: int = 0
+    hit: int = 0
+    turns: int = 0
+    spreads: list[tuple[float, float]] = field(default_factory=list)
+    late_seen: list[tuple[float, float]] = field(default_factory=list)
+    late_peak: float = 0.0
+    makespan: float = 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hit / self.prompt
+
+    @property
+    def spread(self) -> float:
+        return _mean(self.spreads)
+
+    @property
+    def worst(self) -> float:
+        return _percentile(self.spreads, 0.95)
+
+    @property
+    def late(self) -> float:
+        return _mean(self.late_seen)
+
+
+def _mean(weighted: list[tuple[float, float]]) -> float:
+    total = sum(seconds for _, seconds in weighted)
+    return sum(value * seconds for value, seconds in weighted) / total if total else float("nan")
+
+
+def _percentile(weighted: list[tuple[float, float]], share: float) -> float:
+    left = share * sum(seconds for _, seconds in weighted)
+    for value, seconds in sorted(weighted):
+        left -= seconds
+        if left <= 0:
+            return value
+    return float("nan")
+
+
+class Simulation:
+    """One router over one workload."""
+
+    def __init__(self, settings: Settings, policy: Policy) -> None:
+        self.settings = settings
+        self.policy = policy
+        self.outcome = Outcome()
+        self.now = 0.0
+        self._order = itertools.count()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._servers: dict[str, Server] = {}
+        self._late: set[str] = set()
+        self._waiting = episodes(settings)
+        self._more = True
+        self._looked = 0.0
+
+    def run(self) -> Outcome:
+        """Until everything is done."""
+        for number in range(self.settings.servers):
+            self._add(f"s{number}")
+        self._at(self.settings.late_at, self._add_late)
+        self._at(self.settings.dead_at, self._kill)
+        for _ in range(self.settings.live):
+            self._begin()
+        while self._events:
+            self.now, _, event = heapq.heappop(self._events)
+            event()
+        return self.outcome
+
+    def _at(self, when: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (when, next(self._order), event))
+
+    def _add(self, url: str) -> None:
+        self._servers[url] = Server(url, self.settings.cache)
+        self._servers[url].since = self.now
+        self.policy.add(url)
+
+    def _add_late(self) -> None:
+        for number in range(self.settings.late):
+            self._late.add(f"late{number}")
+            self._add(f"late{number}")
+
+    def _kill(self) -> None:
+        for number in range(self.settings.dead):
+            self._look()
+            server = self._servers.pop(f"s{number}")
+            server.version += 1
+            self.policy.remove(server.url)
+            for _, _, episode in server.active:  # sent again, elsewhere
+                self.policy.end(episode, server.url)
+                self._start(episode)
+
+    def _begin(self) -> None:
+        episode = next(self._waiting, None)
+        if episode is None:
+            self._more = False
+        else:
+            self._start(episode)
+
+    def _start(self, episode: Episode) -> None:
+        self._look()
+        server = self._servers[self.policy.start(episode, self.now)]
+        found = server.cache.use(episode)
+        self.outcome.prompt += episode.tokens
+        self.outcome.hit += found
+        self.outcome.turns += 1
+        server.advance(self.now)
+        work = episode.turns[episode.turn][0] + PREFILL * (episode.tokens - found)
+        heapq.heappush(server.active, (server.worked + work, next(self._order), episode))
+        self._plan(server)
+
+    def _plan(self, server: Server) -> None:
+        server.version += 1
+        version, end = server.version, server.next_end()
+        if end is not None:
+            self._at(end, lambda: self._ended(server, version))
+
+    def _ended(self, server: Server, version: int) -> None:
+        if version != server.version:
+            return
+        self._look()
+        server.advance(self.now)
+        _, _, episode = heapq.heappop(server.active)
+        self._plan(server)
+        self.policy.end(episode, server.url)
+        sampled, observed, tools_s = episode.turns[episode.turn]
+        episode.tokens += sampled
+        server.cache.hold(episode)
+        episode.tokens += observed
+        episode.turn += 1
+        self.outcome.makespan = self.now
+        if episode.turn < len(episode.turns):
+            self._at(self.now + tools_s, lambda: self._start(episode))
+        else:
+            self.policy.forget(episode)
+            self._begin()
+
+    def _look(self) -> None:
+        """Account for the time since the last look: nothing changed in it."""
+        seconds, self._looked = self.now - self._looked, self.now
+        loads = [len(server.active) for server in self._servers.values()]
+        mean = sum(loads) / len(loads)
+        if not self._more or seconds <= 0 or self.now < 60 or not mean:
+            return
+        if not 0 <= self.now - self.settings.late_at < 60:  # what a late server does is told apart
+            self.outcome.spreads.append((max(loads) / mean, seconds))
+        elif self._late:
+            share = sum(len(self._servers[url].active) for url in self._late) / len(self._late) / mean
+            self.outcome.late_peak = max(self.outcome.late_peak, share)
+            if self.now - self.settings.late_at >= 15:
+                self.outcome.late_seen.append((share, seconds))
+
+
+ROUTERS: dict[str, Callable[[], Policy]] = {
+    "perfect affinity": PerfectAffinity,
+    "**ours**": Ours,
+    "sticky, least loaded": StickyLeastLoaded,
+    "the paper's cumulative heap": CumulativeHeap,
+    "consistent hashing": ConsistentHashing,
+    "least loaded, each call": LeastLoaded,
+    "round robin, each call": RoundRobin,
+}
+
+
+def table(settings: Settings) -> str:
+    """Markdown: a row per router."""
+    lines = [
+        "| router | prefix hits | of perfect affinity | max/mean in flight | 95th percentile"
+        " | late server's share, 15-60 s (peak) | makespan s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    perfect = 0.0
+    for name, make in ROUTERS.items():
+        outcome = Simulation(settings, make()).run()
+        perfect = perfect or outcome.hit_rate
+        lines.append(
+            f"| {name} | {outcome.hit_rate:.2%} | {outcome.hit_rate / perfect:.2%} | {outcome.spread:.3f}"
+            f" | {outcome.worst:.3f} | {outcome.late:.2f} ({outcome.late_peak:.2f})"
+            f" | {outcome.makespan:,.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    for name in ("servers", "groups", "samples", "live", "prompt", "turns", "cache", "late", "dead", "seed"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(Settings(), name))
+    given = parser.parse_args()
+    print(table(Settings(**vars(given))))
+
+
+if __name__ == "__main__":
+    main()

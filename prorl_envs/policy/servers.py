@@ -1,0 +1,203 @@
+"""Which kind of server is at a URL: said with the URL, or found out by asking.
+
+`sglang+http://host:30000` names the protocol; a bare URL has the default one. `auto` tells vLLM and SGLang
+apart. It never settles for a server that gives no token ids: that lesser mode has to be asked for (`openai`).
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Unpack, get_args
+
+from prorl_envs.errors import InputError, ModelError
+from prorl_envs.policy.chat import OpenAIChatClient
+from prorl_envs.policy.link import LinkOptions, ServerLink, base_url, first_model
+from prorl_envs.policy.protocol import ProtocolError, Refusal
+from prorl_envs.policy.rendering import TemplateRenderer
+from prorl_envs.policy.sglang import SglangClient, read_info
+from prorl_envs.policy.types import (
+    InFlight,
+    ModelClient,
+    Sampled,
+    Sampling,
+    ServerNews,
+    Steerable,
+)
+from prorl_envs.policy.vllm import VllmClient
+
+Protocol = Literal["auto", "vllm", "sglang", "openai"]
+PROTOCOLS: tuple[str, ...] = get_args(Protocol)
+
+
+def split_protocol(url: str) -> tuple[str, str]:
+    """The protocol a URL names ("" for none) and the server's base URL.
+
+    Raises:
+        InputError: not the URL of a server, or no known protocol.
+    """
+    scheme, separator, rest = url.partition("://")
+    name, plus, transport = scheme.partition("+")
+    if not plus:
+        return "", base_url(url)
+    if name not in PROTOCOLS:
+        raise InputError(
+            f"{name[:40]!r} is no protocol of model servers", hint=f"known: {', '.join(PROTOCOLS)}"
+        )
+    return name, base_url(f"{transport}{separator}{rest}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Servers:
+    """Makes the clients of one model's servers.
+
+    Args:
+        stop_ids, vocab_size: as `VllmClient`.
+        encode: as `OpenAIChatClient`; None has no lesser mode.
+        protocol: of URLs that name none.
+        model: model name; None takes the first a server names.
+        options: of `ServerLink`.
+    """
+
+    stop_ids: Sequence[int] = ()
+    vocab_size: int | None = None
+    encode: Callable[[Mapping[str, Any]], list[int]] | None = None
+    protocol: Protocol = "auto"
+    model: str | None = None
+    options: LinkOptions = field(default_factory=LinkOptions)
+
+    @classmethod
+    def of(
+        cls,
+        renderer: TemplateRenderer,
+        *,
+        protocol: Protocol = "auto",
+        model: str | None = None,
+        **options: Unpack[LinkOptions],
+    ) -> "Servers":
+        """Of the model with this tokenizer and chat template."""
+        return cls(
+            stop_ids=renderer.stop_ids,
+            vocab_size=renderer.vocab_size,
+            encode=renderer.assistant,
+            protocol=protocol,
+            model=model,
+            options=options,
+        )
+
+    def connect(self, url: str) -> ModelClient:
+        """The client of the server at a URL, which may name its protocol.
+
+        Raises:
+            InputError: not the URL of a server.
+        """
+        named, base = split_protocol(url)
+        return self.client(named or self.protocol, base)
+
+    def client(self, protocol: str, url: str) -> ModelClient:
+        """The client of a server that speaks this protocol."""
+        match protocol:
+            case "vllm":
+                return VllmClient(
+                    url,
+                    stop_ids=self.stop_ids,
+                    vocab_size=self.vocab_size,
+                    model=self.model,
+                    **self.options,
+                )
+            case "sglang":
+                return SglangClient(url, stop_ids=self.stop_ids, vocab_size=self.vocab_size, **self.options)
+            case "openai" if self.encode is not None:
+                return OpenAIChatClient(url, encode=self.encode, model=self.model, **self.options)
+            case "openai":
+                raise InputError("a server without token ids needs a tokenizer", hint="name it: --tokenizer")
+            case _:
+                return AutoClient(url, self.client, self.options)
+
+
+async def detect(link: ServerLink) -> str:
+    """What the server speaks, vLLM's protocol where it is one like it.
+
+    Raises:
+        ServerUnavailable: no answer.
+        ProtocolError: it is no model server.
+    """
+    try:
+        model = first_model(await link.request("GET", "/v1/models"), link.url)
+    except Refusal as error:
+        if not error.unknown_route:
+            raise
+    else:
+        return "sglang" if model.owned_by == "sglang" else "vllm"
+    try:
+        read_info(await link.request("GET", "/get_model_info"), link.url)
+    except Refusal as error:
+        hint = "it has neither /v1/models nor /get_model_info; wrong base URL?"
+        raise ProtocolError(f"{link.url} is no model server that is known here", hint=hint) from error
+    return "sglang"
+
+
+class AutoClient:
+    """A server whose protocol is found out at its first use. Implements `ModelClient` and `Steerable`.
+
+    Args:
+        url: base URL.
+        client: makes the client once the protocol is known.
+        options: of `ServerLink`.
+    """
+
+    def __init__(self, url: str, client: Callable[[str, str], ModelClient], options: LinkOptions) -> None:
+        self.url = base_url(url)
+        self._link = ServerLink(url, **options)
+        self._make = client
+        self._client: ModelClient | None = None
+        self._finding = asyncio.Lock()
+        self._failures = 0
+        self._failure: ModelError | None = None
+
+    @property
+    def protocol(self) -> str:
+        """What it speaks; "" before that is known."""
+        return self._client.protocol if isinstance(self._client, Steerable) else ""
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str) -> Sampled:
+        """See `ModelClient.generate`."""
+        return await (await self._found()).generate(prompt_ids, sampling, session=session)
+
+    @property
+    def complaints(self) -> int:
+        """See `Steerable.complaints`."""
+        return self._client.complaints if isinstance(self._client, Steerable) else 0
+
+    async def look(self) -> ServerNews:
+        """See `Steerable.look`."""
+        client = await self._found()
+        return await client.look() if isinstance(client, Steerable) else ServerNews()
+
+    async def pause(self, mode: InFlight) -> bool:
+        """See `Steerable.pause`."""
+        client = await self._found()
+        return await client.pause(mode) if isinstance(client, Steerable) else False
+
+    async def resume(self, weight_version: str) -> bool:
+        """See `Steerable.resume`."""
+        client = await self._found()
+        return await client.resume(weight_version) if isinstance(client, Steerable) else False
+
+    async def aclose(self) -> None:
+        """Close the connections; generations in flight end."""
+        await self._link.aclose()
+        if self._client is not None:
+            await self._client.aclose()
+
+    async def _found(self) -> ModelClient:
+        failures = self._failures
+        async with self._finding:  # many first turns ask once, and share the failure
+            if self._client is None:
+                if self._failure is not None and self._failures > failures:
+                    raise self._failure
+                try:
+                    self._client = self._make(await detect(self._link), self.url)
+                except ModelError as error:
+                    self._failures, self._failure = self._failures + 1, error
+                    raise
+        return self._client

@@ -1,0 +1,235 @@
+"""One SGLang server, spoken to in token ids by its native interface.
+
+Protocol: `POST /generate` with `input_ids` (https://docs.sglang.io/basic_usage/native_api.html). The answer
+has `output_ids`, and in `meta_info` the log-probabilities as `[logprob, id, text]`; they must be of
+those ids.
+"""
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+import msgspec
+
+from prorl_envs.errors import ModelError
+from prorl_envs.policy.link import LinkOptions, ServerLink, session_headers
+from prorl_envs.policy.protocol import (
+    Expectation,
+    ProtocolError,
+    Refusal,
+    WireSpan,
+    check_finish,
+    check_ids,
+    check_logprobs,
+    check_spans,
+    neutral_sampling,
+    version_name,
+)
+from prorl_envs.policy.types import InFlight, Sampled, Sampling, ServerNews
+
+#: What it calls the ways to treat requests in flight. `retract` puts them back into its queue, so that the
+#: cache can be emptied after the update, and goes on with them.
+_PAUSE_MODES: dict[InFlight, str] = {"finish": "retract", "abort": "abort", "keep": "retract"}
+
+
+class _Reason(msgspec.Struct):
+    type: str | None = None
+
+
+class _Meta(msgspec.Struct):
+    finish_reason: _Reason | None = None
+    output_token_logprobs: list[list[Any]] | None = None
+    weight_version: str | int | None = None
+    weight_versions: list[WireSpan] | None = None
+    cached_tokens: int | None = None
+    prompt_tokens: int | None = None
+
+
+class _Answer(msgspec.Struct):
+    meta_info: _Meta
+    output_ids: list[int] | None = None
+
+
+class _Info(msgspec.Struct):
+    model_path: str = ""
+    weight_version: str | int | None = None
+
+
+class SglangClient:
+    """Samples turns from one server. Implements `ModelClient` and `Steerable`.
+
+    Args:
+        url: base URL.
+        stop_ids: ids that end a turn (`Renderer.stop_ids`).
+        vocab_size: ids must lie below; None skips that check.
+        options: of `ServerLink`.
+
+    Raises:
+        InputError: the URL is not one.
+    """
+
+    protocol = "sglang"
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        stop_ids: Sequence[int],
+        vocab_size: int | None = None,
+        **options: Unpack[LinkOptions],
+    ) -> None:
+        self._link = ServerLink(url, **options)
+        self.url = self._link.url
+        self._stop_ids = tuple(stop_ids)
+        self._vocab_size = vocab_size
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str) -> Sampled:
+        """See `ModelClient.generate`.
+
+        Raises:
+            ServerUnavailable: no answer within the attempts.
+            ProtocolError: the server refuses the request, or its answer breaks the token protocol.
+        """
+        rid = uuid.uuid4().hex
+        body = encode_request(prompt_ids, sampling, self._stop_ids, rid)
+        try:
+            answer = await self._link.request("POST", "/generate", body, session_headers(session))
+        except asyncio.CancelledError:
+            # It looks at the connection now and then only; being told, it stops at once.
+            abort = asyncio.create_task(self._abort(rid))
+            self._aborts.add(abort)
+            abort.add_done_callback(self._aborts.discard)
+            raise
+        expected = Expectation(prompt_ids, sampling.max_tokens, self._vocab_size, self.url)
+        return read_answer(answer, expected)
+
+    @property
+    def complaints(self) -> int:
+        """See `Steerable.complaints`."""
+        return self._link.complaints
+
+    async def look(self) -> ServerNews:
+        """See `Steerable.look`."""
+        return read_info(await self._link.ask("GET", "/get_model_info"), self.url)
+
+    async def pause(self, mode: InFlight) -> bool:
+        """See `Steerable.pause`."""
+        return await self._tell("/pause_generation", {"mode": _PAUSE_MODES[mode]})
+
+    async def resume(self, weight_version: str) -> bool:
+        """See `Steerable.resume`. The prefix cache is emptied first: it is of other weights."""
+        if weight_version:
+            await self._tell("/update_weight_version", {"new_version": weight_version})
+            await self._tell("/flush_cache", {})
+        return await self._tell("/continue_generation", {})
+
+    async def aclose(self) -> None:
+        """Close the connections; generations in flight end."""
+        if self._aborts:
+            await asyncio.wait(self._aborts)
+        await self._link.aclose()
+
+    async def _abort(self, rid: str) -> None:
+        try:
+            await self._tell("/abort_request", {"rid": rid})
+        except ModelError:
+            return  # the closed connection ends it too, only later
+
+    async def _tell(self, path: str, body: object) -> bool:
+        try:
+            await self._link.ask("POST", path, msgspec.json.encode(body))
+        except Refusal as error:
+            if error.unknown_route:
+                return False
+            raise
+        return True
+
+
+def encode_request(prompt_ids: Sequence[int], sampling: Sampling, stop_ids: Sequence[int], rid: str) -> bytes:
+    """The body of one request."""
+    params: dict[str, Any] = {
+        **neutral_sampling(sampling),
+        "max_new_tokens": sampling.max_tokens,
+        "stop_token_ids": list(stop_ids),
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+    }
+    if sampling.seed is not None:
+        params["sampling_seed"] = sampling.seed
+    body = {
+        "rid": rid,
+        "input_ids": list(prompt_ids),
+        "sampling_params": params,
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "top_logprobs_num": 0,
+        "stream": False,
+    }
+    return msgspec.json.encode(body)
+
+
+def read_info(body: bytes, server: str) -> ServerNews:
+    """What `/get_model_info` says.
+
+    Raises:
+        ProtocolError: it is of another shape.
+    """
+    try:
+        info = msgspec.json.decode(body, type=_Info)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"{server}/get_model_info is not SGLang's: {error}") from error
+    return ServerNews(info.model_path, version_name(info.weight_version))
+
+
+def read_answer(body: bytes, expected: Expectation) -> Sampled:
+    """Read and check one answer of `/generate`.
+
+    Raises:
+        ProtocolError: anything in it is missing, of the wrong type, or impossible.
+    """
+    try:
+        answer = msgspec.json.decode(body, type=_Answer)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"{expected.server} did not answer as SGLang does: {error}") from error
+    meta = answer.meta_info
+    if meta.prompt_tokens is not None and meta.prompt_tokens != len(expected.prompt_ids):
+        raise ProtocolError(
+            f"{expected.server} read {meta.prompt_tokens} prompt ids, {len(expected.prompt_ids)} were sent",
+            hint="does it truncate prompts?",
+        )
+    values, named = _pairs(meta.output_token_logprobs, expected)
+    ids = check_ids(named if answer.output_ids is None else answer.output_ids, expected)
+    logprobs = check_logprobs(values, len(ids), expected)
+    if list(ids) != named:
+        raise ProtocolError(f"{expected.server} gave the log-probabilities of other ids than it sampled")
+    spans = check_spans(meta.weight_versions, len(ids), expected) if meta.weight_versions else ()
+    versions = [*(span.version for span in spans), meta.weight_version]
+    versions += [span.version for span in meta.weight_versions or ()]
+    cached = meta.cached_tokens
+    return Sampled(
+        ids=ids,
+        logprobs=logprobs,
+        finish_reason=check_finish(
+            meta.finish_reason.type if meta.finish_reason else None, len(ids), expected
+        ),
+        weight_version=next((version_name(version) for version in versions if version is not None), ""),
+        server=expected.server,
+        version_spans=spans,
+        cached_tokens=cached if cached is not None and 0 <= cached <= len(expected.prompt_ids) else None,
+    )
+
+
+def _pairs(items: list[list[Any]] | None, expected: Expectation) -> tuple[list[float], list[int]]:
+    """Log-probabilities and ids of the pairs (a text may follow)."""
+    values: list[float] = []
+    ids: list[int] = []
+    for item in items or ():
+        match item:
+            case [(float() | int()) as value, int() as number, *_] if not isinstance(number, bool):
+                values.append(float(value))
+                ids.append(number)
+            case _:
+                raise ProtocolError(f"{expected.server} returned a log-probability without its id")
+    return values, ids

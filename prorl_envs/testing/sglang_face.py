@@ -1,0 +1,111 @@
+"""The scripted model server's other face: SGLang's native interface.
+
+Routes and shapes are those of https://docs.sglang.io/basic_usage/native_api.html as far as rollouts
+need them.
+"""
+
+from typing import Literal
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from prorl_envs.testing.scripted_app import (
+    MODEL_ID,
+    NewVersion,
+    Played,
+    ScriptedService,
+)
+from prorl_envs.testing.scripted_engine import Treatment
+from prorl_envs.tools.types import JsonObject
+
+
+class SamplingParams(BaseModel):
+    """The sampling settings that matter to a script."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    max_new_tokens: int = Field(default=128, ge=1)
+
+
+class GenerateRequest(BaseModel):
+    """The fields of a request that the scripted server heeds."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    input_ids: list[int] = Field(min_length=1, max_length=4_000_000)
+    sampling_params: SamplingParams = SamplingParams()
+    return_logprob: bool = False
+    rid: str = ""
+
+
+class AbortRequest(BaseModel):
+    rid: str = ""
+
+
+class PauseRequest(BaseModel):
+    mode: Literal["abort", "retract", "in_place"] = "abort"
+
+
+def add_sglang(app: FastAPI, service: ScriptedService) -> None:
+    """Let a scripted server answer as SGLang does."""
+
+    @app.post("/generate")
+    async def generate(asked: GenerateRequest, request: Request) -> Response:
+        params = asked.sampling_params
+        played = await service.play(asked.input_ids, params.max_new_tokens, request, asked.rid)
+        if isinstance(played, Response):
+            return played
+        return JSONResponse(_answer(service, asked, played))
+
+    @app.get("/get_model_info")
+    async def get_model_info() -> JsonObject:
+        return {"model_path": MODEL_ID, "is_generation": True, "weight_version": service.engine.version}
+
+    @app.post("/abort_request")
+    async def abort_request(asked: AbortRequest) -> Response:
+        service.engine.abort(asked.rid)
+        service.told_to_abort()
+        return Response()
+
+    if not service.options.steerable:
+        return
+
+    @app.post("/pause_generation")
+    async def pause_generation(asked: PauseRequest) -> JsonObject:
+        treatment: Treatment = "abort" if asked.mode == "abort" else "freeze"
+        service.engine.pause(treatment, asked.mode)
+        return {"status": "ok"}
+
+    @app.post("/continue_generation")
+    async def continue_generation() -> JsonObject:
+        service.engine.resume()
+        return {"status": "ok"}
+
+    @app.post("/flush_cache")
+    async def flush_cache() -> Response:
+        return Response("Cache flushed.")
+
+    @app.post("/update_weight_version")
+    async def update_weight_version(body: NewVersion) -> JsonObject:
+        service.engine.version = body.new_version
+        return {"success": True}
+
+
+def _answer(service: ScriptedService, asked: GenerateRequest, played: Played) -> JsonObject:
+    pairs = [[value, number, None] for value, number in zip(played.logprobs, played.ids, strict=False)]
+    reason: JsonObject = {"type": played.finish_reason}
+    if played.finish_reason == "stop":
+        reason["matched"] = played.ids[-1]
+    meta: JsonObject = {
+        "id": asked.rid,
+        "finish_reason": reason,
+        "prompt_tokens": len(asked.input_ids),
+        "completion_tokens": len(played.ids),
+        "cached_tokens": played.cached,
+        "weight_version": played.version,
+        "weight_versions": played.version_spans(),
+    }
+    if asked.return_logprob:
+        meta["output_token_logprobs"] = pairs
+    return {"text": service.decode(played.ids), "output_ids": list(played.ids), "meta_info": meta}

@@ -1,0 +1,136 @@
+"""The SGLang client against the scripted server's SGLang face, over real HTTP."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from prorl_envs.errors import ModelError
+from prorl_envs.policy.link import ClientLimits
+from prorl_envs.policy.protocol import ProtocolError, ServerUnavailable
+from prorl_envs.policy.sglang import SglangClient
+from prorl_envs.policy.types import Sampling, VersionSpan
+from prorl_envs.testing.clock import FakeClock
+from prorl_envs.testing.scripted import Mix, ScriptBook
+from prorl_envs.testing.server import ScriptedServer
+from prorl_envs.testing.tokenizer import builtin_renderer
+
+pytestmark = pytest.mark.anyio
+
+RENDERER = builtin_renderer()
+BOOK = ScriptBook.from_tapes({"List the files.": [[{"tool": "bash", "arguments": {"command": "ls"}}]]})
+PROMPT = RENDERER.prompt([{"role": "user", "content": "List the files."}])
+
+
+def server(**options: Any) -> ScriptedServer:
+    return ScriptedServer(BOOK, protocol="sglang", **options)
+
+
+@asynccontextmanager
+async def talking_to(url: str, **options: Any) -> AsyncIterator[SglangClient]:
+    client = SglangClient(url, stop_ids=RENDERER.stop_ids, vocab_size=RENDERER.vocab_size, **options)
+    try:
+        yield client
+    finally:
+        await client.aclose()
+
+
+async def test_ids_go_in_and_come_out_with_logprobs() -> None:
+    async with server() as sglang, talking_to(sglang.url) as client:
+        answer = await client.generate(PROMPT, Sampling(), session="s")
+        assert [call.arguments for call in RENDERER.parse(answer.ids).tool_calls] == [{"command": "ls"}]
+        assert len(answer.logprobs) == len(answer.ids)
+        assert answer.finish_reason == "stop"
+        assert answer.ids[-1] in RENDERER.stop_ids
+        assert answer.weight_version == "scripted-0"
+        assert (answer.version_spans, answer.cached_tokens) == ((), 0)
+        again = await client.generate([*PROMPT, *answer.ids], Sampling(), session="s")
+        assert again.cached_tokens == len(PROMPT) + len(answer.ids)
+        assert sglang.counts.violations == 0
+
+
+async def test_max_tokens_truncates() -> None:
+    async with server() as sglang, talking_to(sglang.url) as client:
+        answer = await client.generate(PROMPT, Sampling(max_tokens=5), session="s")
+        assert (len(answer.ids), answer.finish_reason) == (5, "length")
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "error", "says"),
+    [
+        ("bad_ids", ProtocolError, "outside the vocabulary"),
+        ("short_logprobs", ProtocolError, "log-probabilities for"),
+        ("error500", ServerUnavailable, "500"),
+        ("disconnect", ServerUnavailable, "broke the connection"),
+    ],
+)
+async def test_misbehaving_servers_become_typed_errors(
+    behaviour: str, error: type[ModelError], says: str
+) -> None:
+    limits = ClientLimits(attempts=2, backoff_s=0)
+    async with (
+        server(mix=Mix.parse(behaviour)) as sglang,
+        talking_to(sglang.url, limits=limits) as client,
+    ):
+        with pytest.raises(error, match=says):
+            await client.generate(PROMPT, Sampling(), session="s")
+
+
+async def test_cancelling_tells_the_server_to_stop() -> None:
+    async with server(latency_s=3600.0) as sglang, talking_to(sglang.url) as client:
+        task = asyncio.ensure_future(client.generate(PROMPT, Sampling(), session="s"))
+        await sglang.until(lambda counts: counts.running == 1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await sglang.until(lambda counts: counts.told_to_abort == 1 and counts.running == 0)
+        assert sglang.counts.sampled_tokens == 0
+
+
+async def test_an_aborted_answer_keeps_what_was_sampled() -> None:
+    clock = FakeClock()
+    async with server(tokens_per_s=1.0, clock=clock) as sglang, talking_to(sglang.url) as client:
+        task = asyncio.ensure_future(client.generate(PROMPT, Sampling(), session="s"))
+        await clock.wait_for_sleepers()
+        clock.advance(4.5)
+        assert await client.pause("abort")
+        answer = await task
+        assert (len(answer.ids), len(answer.logprobs), answer.finish_reason) == (4, 4, "abort")
+
+
+async def test_frozen_work_goes_on_with_the_new_weights() -> None:
+    clock = FakeClock()
+    async with server(tokens_per_s=1.0, clock=clock) as sglang, talking_to(sglang.url) as client:
+        task = asyncio.ensure_future(client.generate(PROMPT, Sampling(), session="s"))
+        await clock.wait_for_sleepers()
+        clock.advance(4.5)
+        assert await client.pause("keep")
+        await sglang.until(lambda counts: counts.running == 1)
+        assert sglang.engine.pauses == ["retract"]
+        assert await client.resume("v2")
+        await clock.wait_for_sleepers()
+        clock.advance(1000.0)
+        answer = await task
+        assert answer.finish_reason == "stop"
+        assert answer.weight_version == "scripted-0"
+        assert answer.version_spans == (
+            VersionSpan(version="scripted-0", start=0, end=4),
+            VersionSpan(version="v2", start=4, end=len(answer.ids)),
+        )
+
+
+async def test_a_server_without_the_routes_says_so() -> None:
+    async with server(steerable=False) as sglang, talking_to(sglang.url) as client:
+        assert not await client.pause("abort")
+        assert not await client.resume("v2")
+
+
+async def test_how_it_is() -> None:
+    async with server(weight_version="9") as sglang, talking_to(sglang.url) as client:
+        news = await client.look()
+        assert (news.model, news.weight_version) == ("scripted", "9")
+    async with talking_to(sglang.url) as client:
+        with pytest.raises(ServerUnavailable):
+            await client.look()

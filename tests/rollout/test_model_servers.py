@@ -1,0 +1,185 @@
+"""A service over real model servers of every kind, while they come, change their weights and go."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from prorl_envs.clock import Clock
+from prorl_envs.config import ServerSettings
+from prorl_envs.env.base import ReferenceCall, Task
+from prorl_envs.policy.link import ClientLimits
+from prorl_envs.policy.pool import ModelPool
+from prorl_envs.policy.rendering import TemplateRenderer
+from prorl_envs.policy.servers import Servers
+from prorl_envs.rollout.api import create_app
+from prorl_envs.rollout.client import RolloutClient
+from prorl_envs.rollout.errors import Conflict, NotFound
+from prorl_envs.rollout.service import RolloutService
+from prorl_envs.rollout.types import JobState, Result, StopReason, Trajectory
+from prorl_envs.testing.clock import FakeClock
+from prorl_envs.testing.openai_face import scripted_openai
+from prorl_envs.testing.scripted import Call, ScriptBook
+from prorl_envs.testing.server import ScriptedServer
+
+pytestmark = pytest.mark.anyio
+
+SAY: Call = {"tool": "say", "arguments": {"text": "one"}}
+FINISH: Call = {"tool": "finish", "arguments": {}}
+BOOK = ScriptBook.from_tapes({"Do ": [[SAY], [SAY], [FINISH]]})
+
+
+@asynccontextmanager
+async def pool_on(
+    renderer: TemplateRenderer, *urls: str, clock: Clock | None = None, **options: Any
+) -> AsyncIterator[ModelPool]:
+    servers = Servers.of(renderer, limits=ClientLimits(attempts=1), **options)
+    pool = ModelPool(servers.connect, clock=clock)
+    for url in urls:
+        pool.add(url)
+    try:
+        yield pool
+    finally:
+        await pool.aclose()
+
+
+@asynccontextmanager
+async def client_of(service: RolloutService) -> AsyncIterator[RolloutClient]:
+    transport = httpx.ASGITransport(create_app(service, ServerSettings()))
+    async with RolloutClient("http://127.0.0.1", transport=transport) as client:
+        yield client
+
+
+def check(result: Result) -> Trajectory:
+    trajectory = result.trajectory
+    assert trajectory is not None
+    assert (trajectory.drift, trajectory.exact) == (0, True)
+    assert (result.state, result.mask_sample) == (JobState.DONE, False)
+    return trajectory
+
+
+async def test_servers_of_both_kinds_serve_one_service(make_bench: Any, renderer: TemplateRenderer) -> None:
+    async with (
+        ScriptedServer(BOOK) as vllm,
+        ScriptedServer(BOOK, protocol="sglang") as sglang,
+        pool_on(renderer, vllm.url, f"sglang+{sglang.url}") as pool,
+    ):
+        bench = await make_bench(model=pool, run=32)
+        await bench.submit(*(bench.group(f"g{number}", samples=2) for number in range(8)))
+        results = await bench.finished(16)
+        assert {turn.server for result in results for turn in check(result).turns} == {vllm.url, sglang.url}
+        assert vllm.counts.violations == sglang.counts.violations == 0
+        async with client_of(bench.service) as client:
+            servers = {server.url: server for server in await client.model_servers()}
+            assert servers[vllm.url].protocol == "vllm" and servers[sglang.url].protocol == "sglang"
+            assert servers[sglang.url].weight_version == "scripted-0"
+            router = (await client.status()).router
+        assert router is not None
+        assert router.turns == 16 * 3
+        assert router.told_hit_rate is not None and router.expected_hit_rate is not None
+        assert router.told_hit_rate > 0.5
+
+
+async def test_a_pause_longer_than_the_limit_costs_no_time(
+    make_bench: Any, renderer: TemplateRenderer
+) -> None:
+    clock = FakeClock()
+    async with ScriptedServer(BOOK) as server, pool_on(renderer, server.url, clock=clock) as pool:
+        bench = await make_bench(model=pool, clock=clock)
+        async with client_of(bench.service) as client:
+            paused = await client.pause_model_servers()
+            assert paused.paused and paused.in_flight == 0
+            await bench.submit(bench.group("g", limits={"run_s": 60}))
+            await bench.world.until(lambda: ("g", "init") in bench.world.log)
+            while bench.service.status().pools["run"].active == 0:  # noqa: ASYNC110 - no event for it
+                await asyncio.sleep(0)
+            await clock.wait_for_sleepers(2)  # the deadlines of stage and turn
+            for _ in range(10):
+                clock.advance(100)
+                await asyncio.sleep(0)
+            assert (await client.status()).router.paused  # type: ignore[union-attr]
+            assert server.counts.requests == 0
+            resumed = await client.resume_model_servers("step-8")
+            assert [told.supported for told in resumed.told] == [True]
+        [result] = await bench.finished(1)
+    assert result.stop_reason is StopReason.FINISHED
+    assert {turn.weight_version for turn in check(result).turns} == {"step-8"}
+    assert result.timings.held_s == 1000
+    assert result.timings.run_s == result.timings.model_s == 0
+
+
+async def test_a_turn_of_two_versions_says_which_sampled_what(
+    make_bench: Any, renderer: TemplateRenderer
+) -> None:
+    clock = FakeClock()
+    server = ScriptedServer(BOOK, tokens_per_s=1.0, clock=clock)
+    async with server, pool_on(renderer, server.url) as pool:
+        bench = await make_bench(model=pool)
+        async with client_of(bench.service) as client:
+            await bench.submit(bench.group("g"))
+            await clock.wait_for_sleepers()
+            clock.advance(5.5)
+            await client.pause_model_servers("abort", wait_s=30)
+            await client.resume_model_servers("v2")
+        for _ in range(3):
+            await clock.wait_for_sleepers()
+            clock.advance(1000)
+        [result] = await bench.finished(1)
+    first, *others = check(result).turns
+    assert [(span.version, span.start, span.end) for span in first.version_spans] == [
+        ("scripted-0", 0, 5),
+        ("v2", 5, first.end - first.start),
+    ]
+    assert first.weight_version == "scripted-0"
+    assert [(turn.weight_version, turn.version_spans) for turn in others] == [("v2", [])] * len(others)
+    assert server.counts.violations == 0
+
+
+async def test_what_a_chat_server_gives_is_never_for_training(
+    make_bench: Any, renderer: TemplateRenderer
+) -> None:
+    calls = tuple(ReferenceCall(tool=call["tool"], arguments=call["arguments"]) for call in (SAY, FINISH))
+    with scripted_openai([Task(id="g", instruction="Do g.", reference=calls)]) as url:
+        async with pool_on(renderer, f"openai+{url}", model="reference") as pool:
+            bench = await make_bench(model=pool)
+            result = await bench.result(bench.group("g"))
+    assert (result.state, result.reward, result.stop_reason) == (JobState.DONE, 1.0, StopReason.FINISHED)
+    assert result.mask_sample
+    trajectory = result.trajectory
+    assert trajectory is not None
+    assert not trajectory.exact and not any(turn.exact for turn in trajectory.turns)
+    assert trajectory.ids and not any(trajectory.loss_mask)
+    assert [message["role"] for message in result.messages] == ["user", "assistant", "tool", "assistant"]
+
+
+async def test_servers_are_added_with_their_protocol_and_drained(
+    make_bench: Any, renderer: TemplateRenderer
+) -> None:
+    async with ScriptedServer(BOOK, protocol="sglang") as server, pool_on(renderer) as pool:
+        bench = await make_bench(model=pool)
+        async with client_of(bench.service) as client:
+            [added] = await client.add_model_server(server.url, protocol="sglang")
+            assert (added.url, added.protocol) == (server.url, "sglang")
+            check(await bench.result(bench.group("g")))
+            assert await client.remove_model_server(server.url, wait_s=5) == []
+            with pytest.raises(NotFound):
+                await client.remove_model_server(server.url)
+
+
+async def test_a_fixed_model_cannot_be_paused(make_bench: Any) -> None:
+    bench = await make_bench()
+    async with client_of(bench.service) as client:
+        with pytest.raises(Conflict):
+            await client.pause_model_servers()
+        with pytest.raises(Conflict):
+            await client.resume_model_servers("1")
+
+
+def test_results_of_before_are_read() -> None:
+    turn = {"start": 1, "end": 2, "finish_reason": "stop", "weight_version": "7", "server": "s"}
+    old = {"ids": [1, 2], "loss_mask": [0, 1], "logprobs": [0.0, -1.0], "drift": 0}
+    read = Trajectory.model_validate({**old, "turns": [{**turn, "model_s": 1.0, "tools_s": 0.0}]})
+    assert read.exact and read.turns[0].exact and read.turns[0].version_spans == []
