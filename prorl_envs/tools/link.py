@@ -112,7 +112,7 @@ class ServerLink:
     async def _start(self) -> Connection:
         sock = await self.sandbox.spawn(ENTRY, template=self._template)
         try:
-            connection = await Connection.open(sock)
+            connection = await Connection.open(sock, output_limit=self.limits.output_bytes)
         except BaseException:
             sock.close()
             raise
