@@ -139,6 +139,9 @@ class LentShell:
             self._timer = self._loop.call_at(due, self._on_time)
 
     def _on_output(self) -> None:
+        # Mostly the report has come as well by now: that saves a round of the loop.
+        if self._running is not None and self._on_report():
+            return
         allowed = 0 if self._running is None else _OUTPUT_LIMIT
         if not self._read_output() or len(self._output) > allowed:
             self.give_back()
@@ -154,23 +157,24 @@ class LentShell:
         self._output += data
         return bool(data)
 
-    def _on_report(self) -> None:
-        running = self._running
-        if running is None:
-            self.give_back()
-            return
+    def _on_report(self) -> bool:
+        """Returns whether that was the end of the command, or of the loan."""
         try:
             data = os.read(self._report, _REPORT_SIZE)
-        except BlockingIOError:
-            return
+        except BlockingIOError:  # read with the output
+            return False
+        running = self._running
         report = self._reports.feed(data, self._nonce)
-        if report is not None:
+        if not data or running is None:
+            self.give_back()
+        elif report is None:
+            return False
+        else:
             self._status, self._cwd = report
             self._running = None
             self._drain()
             self._answer(self._done(running.id))
-        elif not data:
-            self.give_back()
+        return True
 
     def _drain(self) -> None:
         """What was written before the report: see `OutputReader.drain`."""
