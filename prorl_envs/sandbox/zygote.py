@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 
 from prorl_envs.sandbox.descriptors import receive_descriptors
 from prorl_envs.sandbox.disk import measure
-from prorl_envs.sandbox.join import join
+from prorl_envs.sandbox.join import join, lead_session
 from prorl_envs.sandbox.route import add_default_route, listen_inside
 from prorl_envs.sandbox.seccomp import own_program
 from prorl_envs.sandbox.syscalls import PR_SET_CHILD_SUBREAPER, prctl
@@ -189,6 +189,7 @@ def _live_as_spare(channel: int, entries: dict[str, Entry], parent: int) -> NoRe
     try:
         _close_all_but([channel])
         _reset_signals()
+        lead_session()  # can take milliseconds where the machine is busy
         message, fds = receive_descriptors(socket.socket(fileno=channel), MESSAGE_LIMIT, 3)
         if message:
             _live(json.loads(message), fds, entries, parent)
@@ -238,7 +239,7 @@ def _live(request: dict[str, Any], fds: list[int], entries: dict[str, Entry], pa
 
 
 def _become_bubblewrap(command: list[str], streams: int, info: int) -> NoReturn:
-    os.setsid()
+    lead_session()
     for fd in range(3):
         os.dup2(streams, fd)
     os.set_inheritable(info, True)
