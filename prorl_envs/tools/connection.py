@@ -1,6 +1,7 @@
 """One connection to a tool server, seen from the host: requests out, replies matched to them."""
 
 import asyncio
+import contextlib
 import os
 import socket
 from collections.abc import Callable
@@ -217,24 +218,27 @@ class Connection:
             self.give_up(f"the tool server broke the protocol: {error}")
 
     def _take(self, reply: AnyReply) -> None:
-        """Raises WireError where there is no such request."""
-        waiting = self._waiting.pop(reply.id, None)
+        """Raises WireError where this answers no request, or not this one."""
+        waiting = self._waiting.get(reply.id)
         if waiting is None:
             raise WireError("a reply to no request")
         if isinstance(reply, BashDone) and reply.lent:
+            if not isinstance(waiting.request, Bash):
+                raise WireError("a shell lent at the wrong moment")
             self._borrow(waiting.request, reply)
+        del self._waiting[reply.id]
         if not waiting.future.done():
             waiting.future.set_result(reply)
 
-    def _borrow(self, request: Request, done: BashDone) -> None:
-        if not isinstance(request, Bash) or len(self._descriptors) != DESCRIPTORS:
-            raise WireError("a shell lent at the wrong moment")
-        if any(_is_for(waiting.request, request.session) for waiting in self._waiting.values()):
-            # Sent before this was known, as after a cancelled call: it has the server take its shell back.
+    def _borrow(self, request: Bash, done: BashDone) -> None:
+        """Take the lent shell, or leave it: then the server has it back with its session's next command."""
+        # A command that was sent before this was known, as after a cancelled call, is the server's.
+        late = sum(_is_for(waiting.request, request.session) for waiting in self._waiting.values()) > 1
+        if late or len(self._descriptors) != DESCRIPTORS:  # there may be no more to be had
             self._drop_descriptors()
             return
         descriptors, self._descriptors = self._descriptors, []
-        try:
+        with contextlib.suppress(OSError, ValueError):
             self._lent[request.session] = LentShell(
                 request.session,
                 done,
@@ -243,8 +247,6 @@ class Connection:
                 give_back=self._give_back,
                 answer=self._take,
             )
-        except (OSError, ValueError) as error:
-            raise WireError(f"a shell lent badly: {error}") from error
 
     def _give_back(self, returned: Return) -> None:
         del self._lent[returned.session]
