@@ -17,7 +17,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "clock": frozenset(),
     "config": frozenset({"errors"}),
     "sandbox": frozenset({"errors"}),
-    "tools": frozenset({"errors", "sandbox.base"}),
+    "tools": frozenset({"errors", "sandbox.base", "sandbox.descriptors"}),
     "images": frozenset({"errors", "clock", "sandbox.sif", "sandbox.files", "sandbox.syscalls"}),
     "conformance": frozenset({"errors", "sandbox", "tools"}),
     "env": frozenset({"errors", "sandbox", "tools"}),

@@ -56,6 +56,7 @@ class Limits:
     wall_s: float | None = None
 
 
+DEFAULT_HOSTNAME = "sandbox"
 #: Where, on a sandbox's loopback, the proxy of one with `Network.allow` listens.
 PROXY_PORT = 3128
 
@@ -105,7 +106,7 @@ class SandboxSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     mounts: tuple[Mount, ...] = ()
     masks: tuple[str, ...] = ()
-    hostname: str = "sandbox"
+    hostname: str = DEFAULT_HOSTNAME
     uid: int = 1000
     default_route: bool = False
     limits: Limits | None = None

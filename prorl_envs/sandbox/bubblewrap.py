@@ -20,6 +20,7 @@ from prorl_envs.sandbox.command import (
     SandboxFiles,
     bwrap_arguments,
     default_environment,
+    has_own_names,
     mount_points,
 )
 from prorl_envs.sandbox.containment import DEFAULT_LIMITS, NodeLimits
@@ -247,7 +248,8 @@ class BubblewrapSandbox(NodeSandbox):
         made = () if self._restored else self._files.state(self._spec)
         for directory in (*made, *self._files.scratch(self._spec)):
             directory.mkdir(mode=0o700)
-        write_names(self._files.root, self._spec.hostname)
+        if has_own_names(self._spec):
+            write_names(self._files.root, self._spec.hostname)
         image = self._files.image
         if image is not None:
             self._inside = resolve_targets(image, self._inside)

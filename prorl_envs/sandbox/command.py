@@ -1,12 +1,13 @@
 """From a `SandboxSpec` to bubblewrap's command line. Pure: no process, no file is touched."""
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from prorl_envs.errors import SandboxError
-from prorl_envs.sandbox.base import PROXY_PORT, Limits, Mount, SandboxSpec
+from prorl_envs.sandbox.base import DEFAULT_HOSTNAME, PROXY_PORT, Limits, Mount, SandboxSpec
 from prorl_envs.sandbox.network_policy import Policy
 from prorl_envs.sandbox.system import kernel_masks, system_arguments
 
@@ -176,9 +177,9 @@ def bwrap_arguments(
     shm, run = (size if memory is None else min(size, memory // 4) for size in (_SHM_BYTES, _RUN_BYTES))
     return [
         *_isolation(spec),
-        *(_host_system(files) if files.image is None else _image_system(files.image, files)),
+        *(_host_system(spec, files) if files.image is None else _image_system(files.image, files)),
         # Read-only as a whole: to the kernel, the user of a sandbox that root runs owns all of /proc/sys.
-        *("--proc", "/proc", *kernel_masks(), "--remount-ro", "/proc", "--dev", "/dev"),
+        *("--proc", "/proc", *_kernel_masks(), "--remount-ro", "/proc", "--dev", "/dev"),
         *("--perms", "1777", "--size", str(shm), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
         *("--perms", "755", "--size", str(run), "--tmpfs", "/run"),
         *("--bind", str(files.tmp), "/tmp"),
@@ -192,11 +193,28 @@ def bwrap_arguments(
     ]
 
 
-def _host_system(files: SandboxFiles) -> Iterator[str]:
-    yield from system_arguments()
+# The same for all sandboxes of this process, and looked up on the disk.
+@functools.cache
+def _kernel_masks() -> tuple[str, ...]:
+    return tuple(kernel_masks())
+
+
+@functools.cache
+def _system_arguments() -> tuple[str, ...]:
+    return tuple(system_arguments())
+
+
+def has_own_names(spec: SandboxSpec) -> bool:
+    """Whether the sandbox needs `hosts` and `hostname` files of its own, beside those of the shared /etc."""
+    return spec.image is None and spec.hostname != DEFAULT_HOSTNAME
+
+
+def _host_system(spec: SandboxSpec, files: SandboxFiles) -> Iterator[str]:
+    yield from _system_arguments()
     yield from ("--ro-bind", str(files.etc), "/etc")
-    yield from ("--ro-bind", str(files.root / "hosts"), "/etc/hosts")
-    yield from ("--ro-bind", str(files.root / "hostname"), "/etc/hostname")
+    if has_own_names(spec):
+        yield from ("--ro-bind", f"{files.root}/hosts", "/etc/hosts")
+        yield from ("--ro-bind", f"{files.root}/hostname", "/etc/hostname")
 
 
 def _image_system(image: Path, files: SandboxFiles) -> Iterator[str]:

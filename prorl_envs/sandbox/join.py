@@ -60,7 +60,7 @@ def join(
     """
     # A signal to one's own process group passes through pid namespaces: without a session of its own, a
     # child that says kill(0, ...) would reach the template and every other tool server.
-    os.setsid()
+    lead_session()
     _enter(groups)
     if isolated:
         os.setns(pidfd, NAMESPACES & ~os.CLONE_NEWNET if host_network else NAMESPACES)
@@ -78,6 +78,12 @@ def join(
     _end_with(parent)
     os.environ.clear()
     os.environ.update(env)
+
+
+def lead_session() -> None:
+    """Make this process the leader of a session, unless it is one already."""
+    if os.getsid(0) != os.getpid():
+        os.setsid()
 
 
 def _enter(groups: Sequence[str]) -> None:

@@ -8,6 +8,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from prorl_envs.sandbox.base import DEFAULT_HOSTNAME
+
 #: Top-level directories that are links into /usr on most systems, and real on some.
 _ROOT_DIRECTORIES = ("bin", "sbin", "lib", "lib64", "lib32", "libx32")
 
@@ -91,8 +93,7 @@ def write_etc(target: Path, *, uid: int, home: str, host: Path = Path("/etc")) -
     )
     (target / "group").write_text(f"root:x:0:\n{group}nogroup:x:65534:\n")
     (target / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files dns\n")
-    (target / "hostname").touch()  # hostname and hosts differ by sandbox: each is bound over these
-    (target / "hosts").touch()
+    write_names(target, DEFAULT_HOSTNAME)  # sandboxes of other names have their own bound over these
     (target / "resolv.conf").touch()
 
 

@@ -137,7 +137,9 @@ class TemplateProcess:
             SandboxError: an import failed, or it took longer than `timeout_s` seconds.
         """
         try:
-            await self._send({"entries": entries, "preload": preload}, [])
+            # None where the template is in another program's keeping, which may count its processes.
+            setup = {"entries": entries, "preload": preload, "spares": self._wrapper is None}
+            await self._send(setup, [])
         except SandboxError:
             if self._wrapper is None:
                 raise  # else it said why it ended, which is found out below

@@ -131,9 +131,8 @@ class Watch:
         if self.group is not None:
             self.note_killed(self.group.killed())
         taken = []
-        with contextlib.suppress(IndexError):
-            while True:
-                taken.append(self.notices.popleft())
+        while self.notices:  # the thread only adds
+            taken.append(self.notices.popleft())
         return taken
 
     def note_killed(self, count: int) -> None:

@@ -81,6 +81,9 @@ class Watchdog:
         """Look after a sandbox from now on."""
         watch = Watch(sandbox, limits, group)
         watch.held = _held(os.statvfs(self._directory))
+        # As after a look that has found nothing used yet; those who wait for the sandbox need the processor.
+        first_s = next_look_s(limits.memory_bytes, limits.processes, took_s=0.0)
+        watch.due = _together(watch.started + first_s, watch.started)
         self._watches[sandbox] = watch
         if self._task is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="watchdog")

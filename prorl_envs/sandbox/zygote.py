@@ -1,7 +1,8 @@
 """The template process itself: imports what tool servers need, then forks one per request.
 
 Started by `template.py` with the control socket as descriptor 0, an empty environment and nothing else
-open. It is single-threaded and never runs anything a sandbox says; the fork does.
+open. It is single-threaded and never runs anything a sandbox says; the fork does. It forks a child ahead (a
+spare), which does nothing until it gets the next request: then nobody waits for page tables to be copied.
 
     host -> template    once, what to import; then one message per fork, with descriptors. For a tool server:
                         the sandbox's first process, the tool server's socket, the status socket. For a
@@ -28,20 +29,31 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from typing import Any, NoReturn
 
 from prorl_envs.sandbox.descriptors import receive_descriptors
 from prorl_envs.sandbox.disk import measure
-from prorl_envs.sandbox.join import join
+from prorl_envs.sandbox.join import join, lead_session
 from prorl_envs.sandbox.route import add_default_route, listen_inside
 from prorl_envs.sandbox.seccomp import own_program
 from prorl_envs.sandbox.syscalls import PR_SET_CHILD_SUBREAPER, prctl
 
 MESSAGE_LIMIT = 160 * 1024
 REPORT_LIMIT = 16 * 1024
+#: Milliseconds without a request after which the next spare is forked: beside the work, not in its way.
+_SPARE_MS = 20
 
 type Entry = Callable[[socket.socket], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Spare:
+    """A child that waits for a request, and the socket on which it gets it."""
+
+    pid: int
+    channel: socket.socket
 
 
 def main() -> None:
@@ -51,14 +63,15 @@ def main() -> None:
     # Adopts what a tool server leaves behind: a zombie that nobody reaps keeps its pid namespace from ending.
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:
-        entries = _prepare(json.loads(control.recv(MESSAGE_LIMIT)))
+        setup = json.loads(control.recv(MESSAGE_LIMIT))
+        entries = _prepare(setup)
     except (ImportError, AttributeError) as error:
         _say(control, error="".join(traceback.format_exception(error)))
         return
     gc.collect()
     gc.freeze()
     _say(control, ready=True, pid=os.getpid())
-    _serve(control, entries)
+    _serve(control, entries, spares=setup["spares"])
 
 
 def _prepare(setup: dict[str, Any]) -> dict[str, Entry]:
@@ -77,7 +90,7 @@ def _load(name: str) -> Entry:
     return entry
 
 
-def _serve(control: socket.socket, entries: dict[str, Entry]) -> None:
+def _serve(control: socket.socket, entries: dict[str, Entry], *, spares: bool) -> None:
     wakeup, signalled = socket.socketpair()
     wakeup.setblocking(False)
     signalled.setblocking(False)
@@ -87,8 +100,12 @@ def _serve(control: socket.socket, entries: dict[str, Entry]) -> None:
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(wakeup, select.POLLIN)
+    spare: _Spare | None = None
+    wanted = spares
     while True:
-        ready = {fd for fd, _ in poll.poll()}
+        ready = {fd for fd, _ in poll.poll(_SPARE_MS if wanted else None)}
+        if not ready:
+            spare, wanted = _fork_spare(entries), False
         if wakeup.fileno() in ready:
             wakeup.recv(4096)
             _reap(children)
@@ -96,9 +113,10 @@ def _serve(control: socket.socket, entries: dict[str, Entry]) -> None:
             message, fds = receive_descriptors(control, MESSAGE_LIMIT, 3)
             if not message:
                 break
-            request = json.loads(message)
+            pid = _fork(message, fds, entries, spare)
+            spare, wanted = None, spares
             # A bubblewrap is not killed: at the wrong moment its child would wait for it forever.
-            if (pid := _fork(request, fds, entries)) is not None and "bubblewrap" not in request:
+            if pid is not None and "bubblewrap" not in json.loads(message):
                 children.add(pid)
     for pid in children:
         os.kill(pid, signal.SIGKILL)  # ours and not yet reaped, so the pid cannot be another's
@@ -115,16 +133,19 @@ def _reap(children: set[int]) -> None:
         children.discard(pid)
 
 
-def _fork(request: dict[str, Any], fds: list[int], entries: dict[str, Entry]) -> int | None:
+def _fork(message: bytes, fds: list[int], entries: dict[str, Entry], spare: _Spare | None) -> int | None:
     parent = os.getpid()
-    try:
-        pid = os.fork()
-    except OSError as error:
-        # A sandbox may have used up the user's processes: that must not end everybody's tool servers.
-        _refuse(fds, error)
-        return None
-    if pid == 0:
-        _live(request, fds, entries, parent)
+    if spare is not None and _hand_over(spare, message, fds):
+        pid = spare.pid
+    else:
+        try:
+            pid = os.fork()
+        except OSError as error:
+            # A sandbox may have used up the user's processes: that must not end everybody's tool servers.
+            _refuse(fds, error)
+            return None
+        if pid == 0:
+            _live(json.loads(message), fds, entries, parent)
     pidfd = os.pidfd_open(pid)
     *others, status_fd = fds
     # Where the host gave up on it, the child sees the same and ends.
@@ -136,6 +157,44 @@ def _fork(request: dict[str, Any], fds: list[int], entries: dict[str, Entry]) ->
     for fd in (pidfd, *others):
         os.close(fd)
     return pid
+
+
+def _hand_over(spare: _Spare, message: bytes, fds: list[int]) -> bool:
+    """Whether the spare took the request: it may have been killed."""
+    with spare.channel as channel:
+        try:
+            socket.send_fds(channel, [message], fds)
+        except (BrokenPipeError, ConnectionResetError):
+            return False
+        return True
+
+
+def _fork_spare(entries: dict[str, Entry]) -> _Spare | None:
+    parent = os.getpid()
+    channel, inside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        pid = os.fork()
+    except OSError:  # the next request will say so
+        channel.close()
+        return None
+    finally:
+        if os.getpid() == parent:
+            inside.close()
+    if pid == 0:
+        _live_as_spare(inside.fileno(), entries, parent)
+    return _Spare(pid, channel)
+
+
+def _live_as_spare(channel: int, entries: dict[str, Entry], parent: int) -> NoReturn:
+    try:
+        _close_all_but([channel])
+        _reset_signals()
+        lead_session()  # can take milliseconds where the machine is busy
+        message, fds = receive_descriptors(socket.socket(fileno=channel), MESSAGE_LIMIT, 3)
+        if message:
+            _live(json.loads(message), fds, entries, parent)
+    finally:
+        os._exit(0)  # the template has ended
 
 
 def _refuse(fds: list[int], error: OSError) -> None:
@@ -180,7 +239,7 @@ def _live(request: dict[str, Any], fds: list[int], entries: dict[str, Entry], pa
 
 
 def _become_bubblewrap(command: list[str], streams: int, info: int) -> NoReturn:
-    os.setsid()
+    lead_session()
     for fd in range(3):
         os.dup2(streams, fd)
     os.set_inheritable(info, True)

@@ -126,12 +126,16 @@ class Toolbox:
         check_timeout(timeout_s)
         if "\0" in command or not is_unicode(command):
             return ToolResult(text="the command holds a character that bash cannot take", ok=False)
-        if len(session) > SESSION_NAME_LIMIT or not is_unicode(session):
-            return ToolResult(text=f"a session's name has at most {SESSION_NAME_LIMIT} characters", ok=False)
+        shell = self._shells.get(session)
+        if shell is None:
+            if len(session) > SESSION_NAME_LIMIT or not is_unicode(session):
+                return ToolResult(
+                    text=f"a session's name has at most {SESSION_NAME_LIMIT} characters", ok=False
+                )
+            shell = self._shells[session] = Session()
         started = time.monotonic()
-        shell = self._shells.setdefault(session, Session())
         async with shell.lock:
-            connection = await self._tools.connection()
+            connection = self._tools.live or await self._tools.connection()
             lost = shell.server is not None and shell.server is not connection
             shell.server = connection
             try:

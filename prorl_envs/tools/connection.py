@@ -1,19 +1,27 @@
 """One connection to a tool server, seen from the host: requests out, replies matched to them."""
 
 import asyncio
+import contextlib
+import os
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
-from typing import Self, cast
+from typing import Self
 
 from prorl_envs.errors import ToolError
+from prorl_envs.sandbox.descriptors import receive_descriptors
+from prorl_envs.tools.lent import DESCRIPTORS, LentShell
 from prorl_envs.tools.wire import (
     AnyReply,
+    Bash,
+    BashDone,
     Cancel,
     Framer,
     Refused,
     Reply,
     Request,
+    Return,
     WireError,
     decode_reply,
     encode,
@@ -21,34 +29,55 @@ from prorl_envs.tools.wire import (
 
 #: Requests that may be under way at a time.
 IN_FLIGHT_LIMIT = 256
+#: Bytes received at a time: below what `malloc` asks the kernel for.
+_RECEIVE_SIZE = 65536
 
 
 class ServerLost(ToolError):
     """The server ended, or was given up, while a request was under way or before it."""
 
 
-class Connection(asyncio.Protocol):
-    """Made by `open`; belongs to one event loop. Everything received is taken as hostile."""
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A request under way."""
 
-    def __init__(self) -> None:
+    request: Request
+    future: asyncio.Future[AnyReply]
+    due: float
+    deadline_s: float
+
+
+class Connection:
+    """Made by `open`; belongs to one event loop. Everything received is taken as hostile.
+
+    Not by an asyncio transport, which receives no descriptors.
+
+    Args:
+        sock: connected stream socket, owned from here on.
+        output_limit: bytes of output kept of each command.
+    """
+
+    def __init__(self, sock: socket.socket, output_limit: int) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._output_limit = output_limit
+        self._loop = asyncio.get_running_loop()
         self._ids = count(1)
         self._framer = Framer()
-        self._waiting: dict[int, asyncio.Future[AnyReply]] = {}
-        self._transport: asyncio.Transport | None = None
+        self._unsent = bytearray()
+        self._waiting: dict[int, _Waiting] = {}
+        self._descriptors: list[int] = []
+        self._lent: dict[str, LentShell] = {}
+        self._deadline: asyncio.TimerHandle | None = None
         self._why = "the tool server ended"
-        self._closed = asyncio.Event()
+        #: Whether nothing can be asked any more.
+        self.lost = False
+        self._loop.add_reader(sock, self._on_readable)
 
     @classmethod
-    async def open(cls, sock: socket.socket) -> Self:
+    async def open(cls, sock: socket.socket, *, output_limit: int = 32 * 1024) -> Self:
         """Take over a connected stream socket."""
-        loop = asyncio.get_running_loop()
-        _, connection = await loop.create_unix_connection(cls, sock=sock)
-        return connection
-
-    @property
-    def lost(self) -> bool:
-        """Whether nothing can be asked any more."""
-        return self._transport is None or self._transport.is_closing()
+        return cls(sock, output_limit)
 
     async def request[R: Reply](
         self, make: Callable[[int], Request], reply_type: type[R], *, deadline_s: float
@@ -66,79 +95,167 @@ class Connection(asyncio.Protocol):
             ServerLost: the server has ended, or did not answer in time.
             ToolError: the server answered something else, or too many requests are under way.
         """
-        reply = await self._exchange(make, deadline_s)
-        if isinstance(reply, Refused):
-            raise OSError(reply.errno, reply.message)
-        if not isinstance(reply, reply_type):
-            self.give_up(f"the tool server answered {type(reply).__name__}, not {reply_type.__name__}")
-            raise ToolError(self._why)
-        return reply
-
-    def give_up(self, why: str) -> None:
-        """Close at once; every request under way fails with `ServerLost`."""
-        if not self.lost:
-            self._why = why
-            cast(asyncio.Transport, self._transport).abort()
-
-    async def aclose(self) -> None:
-        """Close and wait until the socket is."""
-        self.give_up("the toolbox was closed")
-        if self._transport is not None:
-            await self._closed.wait()
-
-    async def _exchange(self, make: Callable[[int], Request], deadline_s: float) -> AnyReply:
-        if self.lost or self._transport is None:
+        if self.lost:
             raise ServerLost(self._why)
         if len(self._waiting) >= IN_FLIGHT_LIMIT:
             raise ToolError(f"{IN_FLIGHT_LIMIT} requests are under way on this toolbox already")
         request = make(next(self._ids))
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[AnyReply] = loop.create_future()
-        self._waiting[request.id] = future
+        future: asyncio.Future[AnyReply] = self._loop.create_future()
+        due = self._loop.time() + deadline_s
+        self._waiting[request.id] = _Waiting(request, future, due, deadline_s)
         self._send(request)
-        deadline = loop.call_later(
-            deadline_s, self.give_up, f"the tool server did not answer within {deadline_s:g} s"
-        )
+        # One timer for all requests, seldom set anew: setting one for each costs as much as sending it.
+        if self._deadline is None or self._deadline.when() > due:
+            self._watch_deadline(due)
         try:
-            return await future
+            reply = await future
         except asyncio.CancelledError:
             # Its reply still comes, finds the future cancelled and ends the matter.
             if not self.lost:
                 self._send(Cancel(request.id))
             raise
-        finally:
-            deadline.cancel()
+        if isinstance(reply, reply_type):
+            return reply
+        if isinstance(reply, Refused):
+            raise OSError(reply.errno, reply.message)
+        self.give_up(f"the tool server answered {type(reply).__name__}, not {reply_type.__name__}")
+        raise ToolError(self._why)
+
+    def give_up(self, why: str) -> None:
+        """Close at once; every request under way fails with `ServerLost`."""
+        if self.lost:
+            return
+        self.lost, self._why = True, why
+        self._loop.remove_reader(self._sock)
+        self._loop.remove_writer(self._sock)
+        self._sock.close()
+        if self._deadline is not None:
+            self._deadline.cancel()
+        for shell in self._lent.values():
+            shell.close()
+        self._lent.clear()
+        self._drop_descriptors()
+        for waiting in self._waiting.values():
+            if not waiting.future.done():
+                waiting.future.set_exception(ServerLost(why))
+        self._waiting.clear()
+
+    async def aclose(self) -> None:
+        """Close. Idempotent."""
+        self.give_up("the toolbox was closed")
+
+    def _watch_deadline(self, due: float) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = self._loop.call_at(due, self._on_deadline)
+
+    def _on_deadline(self) -> None:
+        self._deadline = None
+        first = min(self._waiting.values(), key=lambda waiting: waiting.due, default=None)
+        if first is None:
+            return
+        if first.due <= self._loop.time():
+            self.give_up(f"the tool server did not answer within {first.deadline_s:g} s")
+        else:
+            self._watch_deadline(first.due)
+
+    # To the server, or to a shell it has lent.
 
     def _send(self, request: Request) -> None:
+        if isinstance(request, Bash):
+            shell = self._lent.get(request.session)
+            if shell is not None and shell.begin(request):
+                return
+        elif isinstance(request, Cancel):
+            for shell in tuple(self._lent.values()):
+                if shell.runs(request.id):
+                    shell.give_back()
         try:
             frame = encode(request)
         except WireError as error:
             del self._waiting[request.id]
             raise ToolError(str(error), hint="send less at a time") from error
-        cast(asyncio.Transport, self._transport).write(frame)
+        if not self._unsent:
+            sent = self._write(frame)
+            if sent == len(frame):
+                return
+            del frame[:sent]
+            self._loop.add_writer(self._sock, self._on_writable)
+        self._unsent += frame
 
-    # What asyncio calls.
+    def _on_writable(self) -> None:
+        del self._unsent[: self._write(self._unsent)]
+        if not self._unsent:
+            self._loop.remove_writer(self._sock)
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
+    def _write(self, data: bytearray) -> int:
         try:
-            replies = [decode_reply(frame) for frame in self._framer.feed(data)]
+            return self._sock.send(data)
+        except BlockingIOError:
+            return 0
+        except (BrokenPipeError, ConnectionResetError):  # the reader finds it at its end
+            return len(data)
+
+    # From the server, or from a shell it has lent.
+
+    def _on_readable(self) -> None:
+        try:
+            data, descriptors = receive_descriptors(self._sock, _RECEIVE_SIZE, DESCRIPTORS)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            data, descriptors = b"", []
+        self._descriptors += descriptors
+        if not data:
+            self.give_up(self._why)
+            return
+        try:
+            if len(self._descriptors) > DESCRIPTORS:
+                raise WireError("descriptors for nothing")
+            for reply in [decode_reply(frame) for frame in self._framer.feed(data)]:
+                self._take(reply)
         except WireError as error:
             self.give_up(f"the tool server broke the protocol: {error}")
-            return
-        for reply in replies:
-            future = self._waiting.pop(reply.id, None)
-            if future is None:
-                self.give_up("the tool server broke the protocol: a reply to no request")
-                return
-            if not future.done():
-                future.set_result(reply)
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(ServerLost(self._why))
-        self._waiting.clear()
-        self._closed.set()
+    def _take(self, reply: AnyReply) -> None:
+        """Raises WireError where this answers no request, or not this one."""
+        waiting = self._waiting.get(reply.id)
+        if waiting is None:
+            raise WireError("a reply to no request")
+        if isinstance(reply, BashDone) and reply.lent:
+            if not isinstance(waiting.request, Bash):
+                raise WireError("a shell lent at the wrong moment")
+            self._borrow(waiting.request, reply)
+        del self._waiting[reply.id]
+        if not waiting.future.done():
+            waiting.future.set_result(reply)
+
+    def _borrow(self, request: Bash, done: BashDone) -> None:
+        """Take the lent shell, or leave it: then the server has it back with its session's next command."""
+        # A command that was sent before this was known, as after a cancelled call, is the server's.
+        late = sum(_is_for(waiting.request, request.session) for waiting in self._waiting.values()) > 1
+        if late or len(self._descriptors) != DESCRIPTORS:  # there may be no more to be had
+            self._drop_descriptors()
+            return
+        descriptors, self._descriptors = self._descriptors, []
+        with contextlib.suppress(OSError, ValueError):
+            self._lent[request.session] = LentShell(
+                request.session,
+                done,
+                descriptors,
+                output_limit=self._output_limit,
+                give_back=self._give_back,
+                answer=self._take,
+            )
+
+    def _give_back(self, returned: Return) -> None:
+        del self._lent[returned.session]
+        self._send(returned)
+
+    def _drop_descriptors(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+
+def _is_for(request: Request, session: str) -> bool:
+    return isinstance(request, Bash) and request.session == session

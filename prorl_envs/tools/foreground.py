@@ -132,6 +132,11 @@ def watched(description: str) -> set[int]:
     return {int(words[1]) for words in fields if len(words) > 1 and words[1].isascii() and words[1].isdigit()}
 
 
+def settings(master: int) -> bytes:
+    """The terminal's settings, as the kernel has them."""
+    return fcntl.ioctl(master, termios.TCGETS, bytes(64))
+
+
 def by_line(master: int) -> bool:
     """Whether the terminal hands over whole lines."""
     return bool(termios.tcgetattr(master)[3] & termios.ICANON)

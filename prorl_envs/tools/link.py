@@ -57,23 +57,29 @@ class ServerLink:
         self._starting = asyncio.Lock()
         self._closed = False
 
+    @property
+    def live(self) -> Connection | None:
+        """The connection, where there is one."""
+        connection = self._connection
+        return None if connection is None or connection.lost else connection
+
     async def connection(self) -> Connection:
-        """The live connection.
+        """The live connection, made where there is none.
 
         Raises:
             SandboxError: the sandbox has ended.
             ToolError: the toolbox is closed, or a new server cannot be set up.
         """
-        connection = self._connection
-        if connection is not None and not connection.lost:
+        if (connection := self.live) is not None:
             return connection
         if self._closed:
             raise ToolError("the toolbox is closed")
         if not self.sandbox.alive:
             raise self.sandbox.ended()
         async with self._starting:
-            if self._connection is None or self._connection.lost:
+            if self.live is None:
                 self._connection = await self._start()
+            assert self._connection is not None
             return self._connection
 
     async def ask[R: Reply](
@@ -112,7 +118,7 @@ class ServerLink:
     async def _start(self) -> Connection:
         sock = await self.sandbox.spawn(ENTRY, template=self._template)
         try:
-            connection = await Connection.open(sock)
+            connection = await Connection.open(sock, output_limit=self.limits.output_bytes)
         except BaseException:
             sock.close()
             raise

@@ -58,7 +58,11 @@ class OutputReader:
         self._fd = fd
         self._buffer = buffer
         os.set_blocking(fd, False)
-        loop.watch(fd, self._on_readable)
+        self.start()
+
+    def start(self) -> None:
+        """Watch, again after a `stop`."""
+        self._loop.watch(self._fd, self._on_readable)
 
     def drain(self) -> bool:
         """Read all that was written before now. Returns whether the writers have gone, as far as is known.

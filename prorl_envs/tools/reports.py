@@ -10,13 +10,14 @@ class Reports:
     #: Bytes of the longest report: the shell cuts the directory at 4,096 characters.
     LIMIT = 4 * 4096 + 64
 
-    def __init__(self) -> None:
-        self._rest = b""
+    def __init__(self, rest: bytes = b"") -> None:
+        #: The beginning of a report that is not complete.
+        self.rest = rest
 
     def feed(self, data: bytes, nonce: str) -> tuple[int, str] | None:
         """Take what arrived; return status and directory once the report with `nonce` is complete."""
-        *reports, rest = (self._rest + data).split(b"\0")
-        self._rest = rest[-self.LIMIT :]
+        *reports, rest = (self.rest + data).split(b"\0")
+        self.rest = rest[-self.LIMIT :]
         prefix = nonce.encode() + b" "
         for report in reports:
             # Garbage without a NUL may stand before it.

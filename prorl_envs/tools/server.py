@@ -6,6 +6,8 @@ have children there, and no threads. When the host's end of its socket closes it
 
 import os
 import socket
+from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
@@ -38,6 +40,7 @@ from prorl_envs.tools.wire import (
     Read,
     Refused,
     Reply,
+    Return,
     Run,
     RunDone,
     Setup,
@@ -145,10 +148,13 @@ class ToolServer:
             except OSError as error:
                 self._answer(Refused(request.id, error.errno or 0, error.strerror or str(error)))
 
-    def _answer(self, reply: Reply) -> None:
+    def _answer(self, reply: Reply, descriptors: Sequence[int] = ()) -> None:
         # Blocking: the host always reads, and while it does not, the commands' output waits with us.
+        frame = encode(reply)
         try:
-            self._sock.sendall(encode(reply))
+            if descriptors:
+                del frame[: socket.send_fds(self._sock, [frame], descriptors)]
+            self._sock.sendall(frame)
         except (BrokenPipeError, ConnectionResetError):
             self._loop.stop()
 
@@ -156,6 +162,9 @@ class ToolServer:
         match request:
             case Bash():
                 self._bash(request)
+            case Return():
+                shell = self._shells[request.session]
+                shell.take_back(request, partial(self._answer_bash, shell))
             case Python():
                 self._python().submit(request, self._answer)
             case Run():
@@ -196,7 +205,12 @@ class ToolServer:
                 output_limit=self._setup.output_limit,
                 grace_s=self._setup.grace_s,
             )
-        self._shells[name].submit(request, self._answer)
+        shell = self._shells[name]
+        shell.submit(request, partial(self._answer_bash, shell))
+
+    def _answer_bash(self, shell: ShellSession, reply: Reply) -> None:
+        lent = isinstance(reply, BashDone) and reply.lent
+        self._answer(reply, shell.descriptors if lent else ())
 
     def _python(self) -> KernelSession:
         if self._kernel is None:

@@ -67,6 +67,17 @@ class Session[RequestT: Bash | Python](ABC):
         self._waiting.append(Running(request, answer))
         self._next()
 
+    @property
+    def queued(self) -> bool:
+        """Whether requests wait for the one that runs."""
+        return bool(self._waiting)
+
+    def resume(self, request: RequestT, answer: Answer, spent_s: float) -> None:
+        """Take over a request that has run elsewhere for so many seconds."""
+        assert self.running is None
+        self.running = Running(request, answer)
+        self._set_deadline(self.running, request.timeout_s - spent_s)
+
     def cancel(self, request_id: int) -> None:
         """Stop the request with this id, if it is here. It answers all the same."""
         if self.running is not None and self.running.request.id == request_id:
@@ -122,7 +133,10 @@ class Session[RequestT: Bash | Python](ABC):
                 self.running = None
                 running.answer(reply)
             else:
-                running.deadline = self.loop.call_later(request.timeout_s, lambda: self._stop(Cause.TIMEOUT))
+                self._set_deadline(running, request.timeout_s)
+
+    def _set_deadline(self, running: Running[RequestT], left_s: float) -> None:
+        running.deadline = self.loop.call_later(left_s, lambda: self._stop(Cause.TIMEOUT))
 
     def _stop(self, cause: Cause) -> None:
         running = self.running

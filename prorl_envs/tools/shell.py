@@ -8,6 +8,7 @@ idle -> running -> idle                       the report arrived
                    interrupted -> killed      it did not, so its process group was killed
                                   killed -> dead   that did not help either, so the shell was killed
         any -> dead -> running                the shell ended; the next command starts another
+idle -> lent -> idle, running                 the host drives the shell itself meanwhile: see `lent.py`
 """
 
 import os
@@ -19,9 +20,9 @@ from prorl_envs.tools.keys import names_key, next_piece, to_type
 from prorl_envs.tools.loop import Loop, Timer, has_ended
 from prorl_envs.tools.reader import OutputReader
 from prorl_envs.tools.reports import Reports
-from prorl_envs.tools.session import Cause, Running, Session
+from prorl_envs.tools.session import Answer, Cause, Running, Session
 from prorl_envs.tools.terminal import Terminal
-from prorl_envs.tools.wire import Bash, BashDone, Reply
+from prorl_envs.tools.wire import Bash, BashDone, Reply, Return, WireError
 
 #: Seconds between looks at whether an interrupted command has given up the terminal: no event tells.
 _LOOK_S = 0.01
@@ -77,6 +78,35 @@ class ShellSession(Session[Bash]):
         #: How often the report of the command has been asked for; whether none can come any more.
         self._asked = 0
         self._deaf = False
+        self._lent = False
+
+    def submit(self, request: Bash, answer: Answer) -> None:
+        if self._lent:  # it was sent before the host knew
+            self._own()
+        super().submit(request, answer)
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What is handed over where the shell is lent; see `lent.LentShell`."""
+        assert self._terminal is not None
+        return self._terminal.fd, self._terminal.report, self._terminal.pidfd
+
+    def take_back(self, returned: Return, answer: Answer) -> None:
+        """Go on where the host left off; `answer` is called once the command under way has ended.
+
+        Raises:
+            WireError: this shell was not lent.
+        """
+        if not self._lent:
+            raise WireError(f"session {returned.session!r} is not lent")
+        self._own()
+        self._status, self._cwd = returned.status, returned.cwd
+        self._reports = Reports(returned.report)
+        self.output.feed(returned.output)
+        if returned.running is not None:
+            self._nonce, self._asked, self._seen = returned.nonce, 0, None
+            self.resume(returned.running, answer, returned.spent_s)
+            self._watch(max(0.0, _FIRST_LOOK_S - returned.spent_s))
 
     def close(self) -> None:
         """End the shell and its command. Background jobs stay, without a terminal, until the sandbox ends."""
@@ -150,9 +180,31 @@ class ShellSession(Session[Bash]):
         if terminal.dialect is SH and not self._told:
             self._told = True
             self._notices.append(_NO_BASH)
+        self._lent = False
+        self._watch_shell(terminal)
+        return terminal
+
+    def _watch_shell(self, terminal: Terminal) -> None:
         self.loop.watch(terminal.report, self._on_report)
         self.loop.watch(terminal.pidfd, self._on_exit)
-        return terminal
+
+    def _own(self) -> None:
+        """The end of a loan."""
+        assert self._terminal is not None and self._reader is not None
+        self._lent = False
+        self._reader.start()
+        self._watch_shell(self._terminal)
+
+    def _lend(self, running: Running[Bash], done: BashDone) -> BashDone:
+        """Let the host run the next commands itself, if this one has ended as most do."""
+        if running.cause is None and not self.queued:
+            assert self._terminal is not None
+            done.lent = self._terminal.lendable()
+        if done.lent:
+            self._lent = True
+            for fd in self.descriptors:
+                self.loop.forget(fd)
+        return done
 
     def _discard(self) -> int:
         """Forget the ended shell; return its exit status."""
@@ -180,7 +232,7 @@ class ShellSession(Session[Bash]):
         self._status, self._cwd = report
         self._reader.drain()
         if self.running is not None:
-            self.finish(lambda running: self._reply(running, self._status))
+            self.finish(lambda running: self._lend(running, self._reply(running, self._status)))
         else:
             self._waits, self._ended = False, self._status
 
@@ -251,6 +303,8 @@ class ShellSession(Session[Bash]):
             terminal.answer(piece)
             self._watch(_TYPED_LOOK_S)
             return
+        assert self._reader is not None
+        self._reader.drain()  # what it wrote between the reading before and the look
         self._waits = True
         self.finish(self._reply_waiting)
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from ptyprocess import PtyProcess  # type: ignore[import-untyped]
 
 from prorl_envs.tools.dialects import BASH, SH, Dialect
-from prorl_envs.tools.foreground import TIOCGPTN, Situation, by_line, look
+from prorl_envs.tools.foreground import TIOCGPTN, Situation, by_line, look, settings
 
 # From <asm-generic/ioctls.h>: signal the foreground process group of a pty, whatever its `stty isig` says.
 _TIOCSIG = 0x40045436
@@ -54,6 +54,7 @@ class Terminal:
         self.fd: int = self._process.fd
         os.set_blocking(self.report, False)
         self._settings = termios.tcgetattr(self.fd)
+        self._settings_raw = settings(self.fd)
         self._unread = False
         self._type(self.dialect.prepare.encode())
 
@@ -76,6 +77,11 @@ class Terminal:
         """Type into the program in the foreground."""
         self._unread = True
         self._type(keys)
+
+    def lendable(self) -> bytes:
+        """The terminal's settings, if another can drive the shell by typing alone; else nothing."""
+        usual = self.dialect is BASH and not self._unread and settings(self.fd) == self._settings_raw
+        return self._settings_raw if usual else b""
 
     def look(self) -> Situation:
         """What the foreground is doing."""

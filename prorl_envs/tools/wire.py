@@ -128,6 +128,28 @@ class Patch(Request, tag=20):
     patch: str
 
 
+class Return(Request, tag=21):
+    """A lent shell goes back to the server: see `lent.py`. Answered with `BashDone` where a command runs, and
+    else not at all.
+
+    Args:
+        status, cwd: what the shell last reported.
+        running: the command under way, under whose id this is; None where there is none.
+        nonce: under which its end will be reported.
+        spent_s: seconds it has run.
+        output, report: what was read of its output, and of a report that is not complete.
+    """
+
+    session: str
+    status: int
+    cwd: str
+    running: Bash | None
+    nonce: str
+    spent_s: float
+    output: bytes
+    report: bytes
+
+
 class Reply(msgspec.Struct, array_like=True, gc=False):
     """Base of what the server answers."""
 
@@ -140,7 +162,8 @@ class Done(Reply, tag=0):
 
 class BashDone(Reply, tag=1):
     """The end of a shell command; `exit_code` is None where it was interrupted or its shell was lost, where
-    it is `waiting` for input and goes on, and where the request was `refused`, which `notice` explains."""
+    it is `waiting` for input and goes on, and where the request was `refused`, which `notice` explains. With
+    `lent`, its terminal's settings, the shell is the host's from now on: see `lent.py`."""
 
     output: str
     omitted: int
@@ -150,6 +173,7 @@ class BashDone(Reply, tag=1):
     notice: str
     waiting: bool = False
     refused: bool = False
+    lent: bytes = b""
 
 
 class PythonDone(Reply, tag=2):
@@ -209,12 +233,12 @@ class CellDone(msgspec.Struct, array_like=True, gc=False):
     display: Bundles
 
 
-type AnyRequest = Setup | Bash | Python | Run | Write | Read | Edit | Cancel | EndProcesses | Patch
+type AnyRequest = Setup | Bash | Python | Run | Write | Read | Edit | Cancel | EndProcesses | Patch | Return
 type AnyReply = Done | BashDone | PythonDone | RunDone | Content | Edited | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(
-    Setup | Bash | Python | Run | Write | Read | Edit | Cancel | EndProcesses | Patch
+    Setup | Bash | Python | Run | Write | Read | Edit | Cancel | EndProcesses | Patch | Return
 )
 _replies: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(
     Done | BashDone | PythonDone | RunDone | Content | Edited | Refused

@@ -1,0 +1,150 @@
+"""A shell that the host drives itself, and the ways it goes back to its server."""
+
+import asyncio
+import os
+import socket
+
+import pytest
+
+from prorl_envs.errors import ToolError
+from prorl_envs.tools.client import Toolbox
+from prorl_envs.tools.connection import Connection
+from prorl_envs.tools.wire import Bash, BashDone, Done, Read, encode
+
+pytestmark = pytest.mark.anyio
+T = 20.0
+
+
+async def is_lent(box: Toolbox, session: str = "main") -> bool:
+    return session in (await box._tools.connection())._lent
+
+
+@pytest.fixture
+async def lent(box: Toolbox) -> Toolbox:
+    """A toolbox whose main shell is lent."""
+    await box.bash("kept=yes", timeout_s=T)
+    assert await is_lent(box)
+    return box
+
+
+async def usable(box: Toolbox) -> bool:
+    """Whether the shell is the one it was, and lent again after two commands."""
+    texts = [(await box.bash("echo $kept", timeout_s=T)).text for _ in range(2)]
+    return texts == ["yes\n", "yes\n"] and await is_lent(box)
+
+
+async def test_a_lent_shell_says_what_the_server_would(lent: Toolbox) -> None:
+    shell = (await lent._tools.connection())._lent["main"]
+    result = await lent.bash("cd /tmp; printf 'a\\xffb'; (exit 7)", timeout_s=T)
+    assert result.text == "a\ufffdb\n[exit status 7]"
+    assert result.data == {"exit_code": 7, "cwd": "/tmp", "timed_out": False, "waiting": False}
+    assert (await lent.bash("echo $? $PWD", timeout_s=T)).text == "7 /tmp\n"
+    assert (await lent._tools.connection())._lent["main"] is shell
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("echo first; sleep 0.1; echo last", "first\nlast\n"),
+        ("head -c 100000 /dev/zero | tr '\\0' x", "bytes of output left out"),
+        (f"echo {'x' * 600}", f"{'x' * 600}\n"),
+        ("echo 'a\nb'", "a\nb\n"),
+        ("read -p 'name? '", "waits for input"),
+        ("stty -icanon; echo set", "set\n"),
+        ("exit 3", "[exit status 3]\n[the shell exited with status 3"),
+        ("kill -9 $$", "the shell was killed by signal 9"),
+        ("exec 41>&-; sleep 0.1; echo on", "on\n"),
+    ],
+)
+async def test_what_is_out_of_the_ordinary_is_the_server_s(lent: Toolbox, command: str, said: str) -> None:
+    result = await lent.bash(command, timeout_s=T)
+    assert said in result.text
+    again = await lent.bash("kept=yes", timeout_s=T, restart=result.data["waiting"])
+    assert "lost" not in again.text
+    assert await usable(lent)
+
+
+async def test_output_between_commands_sends_it_back(lent: Toolbox) -> None:
+    await lent.bash("(sleep 0.1; head -c 300000 /dev/zero | tr '\\0' x; touch written) & disown", timeout_s=T)
+    await lent.run(["sh", "-c", "until [ -e written ]; do sleep 0.01; done"], timeout_s=T)
+    assert not await is_lent(lent)
+    result = await lent.bash("echo now", timeout_s=T)
+    assert result.text.startswith("xxx")
+    assert result.text.endswith("x" * 100 + "now\n")
+    assert await usable(lent)
+
+
+async def test_a_lent_shell_that_ends_between_commands_is_said(lent: Toolbox) -> None:
+    await lent.end_processes()
+    result = await lent.bash("echo ${kept-unset}", timeout_s=T)
+    assert result.text.startswith("unset\n[before this command, the shell was killed by signal 9")
+
+
+async def test_at_its_deadline_a_command_is_interrupted(lent: Toolbox) -> None:
+    result = await lent.bash("echo begun; sleep 100", timeout_s=0.3)
+    assert result.text.startswith("begun\n")
+    assert result.text.endswith("\n[timed out after 0.3 s: it was interrupted]")
+    assert await usable(lent)
+
+
+async def test_a_command_can_be_cancelled_at_once(lent: Toolbox) -> None:
+    call = asyncio.create_task(lent.bash("sleep 100", timeout_s=T))
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert (await lent.bash("echo $kept", timeout_s=T)).duration_s < 10
+    assert await usable(lent)
+
+
+async def test_sessions_are_lent_apart(lent: Toolbox) -> None:
+    await lent.bash("kept=other", timeout_s=T, session="second")
+    calls = (lent.bash("echo $kept", timeout_s=T, session=name) for name in ("main", "second"))
+    assert [result.text for result in await asyncio.gather(*calls)] == ["yes\n", "other\n"]
+    assert await is_lent(lent, "second")
+
+
+# A hostile server, played by the test.
+
+
+async def lend(descriptors: list[int], request: Bash | Read) -> Connection:
+    """A connection whose server answered a request by lending these."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        connection = await Connection.open(ours)
+        answer = encode(BashDone(1, "", 0, 0, "/", False, "", lent=b"settings"))
+        socket.send_fds(theirs, [answer], descriptors)
+        try:
+            await connection.request(lambda _: request, type(answer_of(request)), deadline_s=T)
+        except ToolError:
+            await connection.aclose()
+            raise
+        return connection
+
+
+def answer_of(request: Bash | Read) -> BashDone | Done:
+    return BashDone(1, "", 0, 0, "", False, "") if isinstance(request, Bash) else Done(1)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+async def test_descriptors_of_the_wrong_kind_are_not_taken(count: int) -> None:
+    connection = await lend([0] * count, Bash(1, "main", ":", T))
+    assert not connection._lent
+    await connection.aclose()
+
+
+async def test_a_terminal_on_which_reading_blocks_is_not_taken() -> None:
+    master, slave = os.openpty()
+    reading, writing = os.pipe()
+    try:
+        connection = await lend([master, reading, slave], Bash(1, "main", ":", T))
+        assert not connection._lent
+        await connection.aclose()
+    finally:
+        for fd in (master, slave, reading, writing):
+            os.close(fd)
+
+
+async def test_only_a_command_s_answer_lends() -> None:
+    with pytest.raises(ToolError, match="at the wrong moment"):
+        await lend([0, 0, 0], Read(1, "/", 1))
