@@ -89,6 +89,11 @@ def read_installation(program: Path) -> Installation:
     )
 
 
+def uses_setuid(program: Path) -> bool:
+    """Whether this user's containers can be made by its setuid program: root has no use for it. Blocks."""
+    return os.geteuid() != 0 and read_installation(program).setuid
+
+
 def apptainer_checks(
     base: Path | None = None, chosen: Path | None = None, bwrap: Path | None = None
 ) -> Iterator[Check]:

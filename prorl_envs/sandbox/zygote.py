@@ -12,6 +12,9 @@ open. It is single-threaded and never runs anything a sandbox says; the fork doe
                         the status socket.
     template -> host    `ready` with its pid, or the error, on the control socket; for each fork, on its
                         status socket, the child's pid with its pidfd
+                        The first process of a sandbox (see `inside.py`) adds to `ready` what it found, and a
+                        descriptor of itself and of its root directory. It joins nothing: tools get no
+                        namespaces, and the descriptors in their place mean nothing.
     child -> host       on the status socket: `ready` once it has joined, with the listening socket where one
                         was asked for, or the error; and later, should
                         the entry fail, its traceback
@@ -28,11 +31,13 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from typing import Any, NoReturn
 
 from prorl_envs.sandbox.descriptors import receive_descriptors
 from prorl_envs.sandbox.disk import measure
+from prorl_envs.sandbox.inside import become_first, end_all_but, is_inside, serve_under
 from prorl_envs.sandbox.join import join
 from prorl_envs.sandbox.route import add_default_route, listen_inside
 from prorl_envs.sandbox.seccomp import own_program
@@ -50,25 +55,53 @@ def main() -> None:
     _replace_with_null(0)
     # Adopts what a tool server leaves behind: a zombie that nobody reaps keeps its pid namespace from ending.
     prctl(PR_SET_CHILD_SUBREAPER, 1)
+    setup = control.recv(MESSAGE_LIMIT)
+    if not setup:  # the host has gone meanwhile
+        return
     try:
-        entries = _prepare(json.loads(control.recv(MESSAGE_LIMIT)))
-    except (ImportError, AttributeError) as error:
+        prepared = _prepare(json.loads(setup))
+    except (ImportError, AttributeError, OSError) as error:
         _say(control, error="".join(traceback.format_exception(error)))
         return
     gc.collect()
     gc.freeze()
-    _say(control, ready=True, pid=os.getpid())
-    _serve(control, entries)
+    socket.send_fds(control, [json.dumps({"ready": True, **prepared.found}).encode()], prepared.descriptors)
+    if prepared.inside:
+        _close_all_but([control.fileno()])
+    _serve(control, prepared)
 
 
-def _prepare(setup: dict[str, Any]) -> dict[str, Entry]:
+@dataclass(slots=True)
+class _Prepared:
+    """What a template is, once it is ready.
+
+    Args:
+        entries: what its forks may run.
+        inside: whether it is the first process of a sandbox.
+        found, descriptors: what it tells the host.
+    """
+
+    entries: dict[str, Entry]
+    inside: bool
+    found: dict[str, object]
+    descriptors: list[int]
+
+
+def _prepare(setup: dict[str, Any]) -> _Prepared:
     own_program()
     for name in setup["preload"]:
         module, _, function = name.partition(":")
         loaded = importlib.import_module(module)
         if function:
             getattr(loaded, function)()
-    return {name: _load(name) for name in setup["entries"]}
+    entries = {name: _load(name) for name in setup["entries"]}
+    found, descriptors = {"pid": os.getpid()}, []
+    inside = setup.get("inside")
+    if inside is not None:
+        # Where this package lies is nothing for the cells of a Python session.
+        sys.path[:] = [path for path in sys.path if path != inside["code"]]
+        found, descriptors = become_first(route=inside["route"])
+    return _Prepared(entries, inside is not None, found, descriptors)
 
 
 def _load(name: str) -> Entry:
@@ -77,13 +110,15 @@ def _load(name: str) -> Entry:
     return entry
 
 
-def _serve(control: socket.socket, entries: dict[str, Entry]) -> None:
+def _serve(control: socket.socket, prepared: _Prepared) -> None:
     wakeup, signalled = socket.socketpair()
     wakeup.setblocking(False)
     signalled.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(signalled.fileno(), warn_on_full_buffer=False)
     children: set[int] = set()
+    #: The ways of the tool servers to a first process.
+    servers: dict[int, socket.socket] = {}
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(wakeup, select.POLLIN)
@@ -98,10 +133,31 @@ def _serve(control: socket.socket, entries: dict[str, Entry]) -> None:
                 break
             request = json.loads(message)
             # A bubblewrap is not killed: at the wrong moment its child would wait for it forever.
-            if (pid := _fork(request, fds, entries)) is not None and "bubblewrap" not in request:
+            ours, theirs = _way_to_first(prepared, request)
+            if (pid := _fork(request, fds, prepared, theirs)) is not None and "bubblewrap" not in request:
                 children.add(pid)
+            if ours is not None:
+                servers[ours.fileno()] = ours
+                poll.register(ours, select.POLLIN)
+        for fd in ready & servers.keys():
+            if servers[fd].recv(16):
+                _reap(children)
+                ended = end_all_but(children)
+                with contextlib.suppress(OSError):  # it ended meanwhile
+                    servers[fd].send(b"ended" if ended else b"some live")
+            else:
+                poll.unregister(fd)
+                servers.pop(fd).close()
     for pid in children:
         os.kill(pid, signal.SIGKILL)  # ours and not yet reaped, so the pid cannot be another's
+
+
+def _way_to_first(
+    prepared: _Prepared, request: dict[str, Any]
+) -> tuple[socket.socket, socket.socket] | tuple[None, None]:
+    if not prepared.inside or "entry" not in request:
+        return None, None
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def _reap(children: set[int]) -> None:
@@ -115,16 +171,23 @@ def _reap(children: set[int]) -> None:
         children.discard(pid)
 
 
-def _fork(request: dict[str, Any], fds: list[int], entries: dict[str, Entry]) -> int | None:
+def _fork(
+    request: dict[str, Any], fds: list[int], prepared: _Prepared, first: socket.socket | None
+) -> int | None:
+    """Fork a child for a request. `first` is its way to this process, where it is to have one."""
     parent = os.getpid()
     try:
         pid = os.fork()
     except OSError as error:
         # A sandbox may have used up the user's processes: that must not end everybody's tool servers.
+        if first is not None:
+            first.close()
         _refuse(fds, error)
         return None
     if pid == 0:
-        _live(request, fds, entries, parent)
+        _live(request, fds, prepared, parent, first)
+    if first is not None:
+        first.close()
     pidfd = os.pidfd_open(pid)
     *others, status_fd = fds
     # Where the host gave up on it, the child sees the same and ends.
@@ -146,19 +209,21 @@ def _refuse(fds: list[int], error: OSError) -> None:
         os.close(fd)
 
 
-def _live(request: dict[str, Any], fds: list[int], entries: dict[str, Entry], parent: int) -> NoReturn:
+def _live(
+    request: dict[str, Any], fds: list[int], prepared: _Prepared, parent: int, first: socket.socket | None
+) -> NoReturn:
     """The child's whole life. Leaves by `os._exit` alone, so that it never runs the template's code."""
     code = 1
     status: socket.socket | None = None
     try:
-        _close_all_but(fds)
+        _close_all_but([*fds, *(() if first is None else (first.fileno(),))])
         status = socket.socket(fileno=fds[-1])
         _reset_signals()
         if "route" in request:
             add_default_route(fds[0])
             _say(status, ready=True)
         elif "listen" in request:
-            with listen_inside(fds[0], request["listen"]) as listener:
+            with listen_inside(None if prepared.inside else fds[0], request["listen"]) as listener:
                 socket.send_fds(status, [b'{"ready": true}'], [listener.fileno()])
         elif "bubblewrap" in request:
             _say(status, ready=True)
@@ -168,7 +233,9 @@ def _live(request: dict[str, Any], fds: list[int], entries: dict[str, Entry], pa
             use = measure(root, pidfd[0] if pidfd else None, **request["measure"])
             _say(status, ready=True, size=use.size, files=use.files)
         else:
-            _serve_tools(request, fds, entries[request["entry"]], parent, status)
+            if first is not None:
+                serve_under(first)
+            _serve_tools(request, fds, prepared.entries[request["entry"]], parent, status)
         code = 0
     finally:
         try:
@@ -204,7 +271,7 @@ def _serve_tools(
         rlimits=request["rlimits"],
     )
     os.close(pidfd)
-    if request["isolated"]:
+    if request["isolated"] or is_inside():
         # What was not imported by now would come from the sandbox's files, and run outside its pid namespace.
         sys.meta_path.remove(PathFinder)
     _say(status, ready=True)
