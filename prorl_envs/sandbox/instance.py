@@ -33,6 +33,7 @@ from prorl_envs.sandbox.instance_command import (
     write_system,
 )
 from prorl_envs.sandbox.instance_runtime import CODE, Runtime, gather
+from prorl_envs.sandbox.mounted import mount_places
 from prorl_envs.sandbox.processes import Process
 from prorl_envs.sandbox.proxy import Gateway, Proxy
 from prorl_envs.sandbox.runtime import system_masks
@@ -280,6 +281,7 @@ class InstanceSandbox(NodeSandbox):
             root=os.geteuid() == 0,
             system_masks=self._driver.system_masks if self._spec.image is None else (),
             copied=copied,
+            host_mounts=mount_places(),
         )
         runtime, with_python = self._ready.runtime, shows_python(self._inside)
         python = runtime.command_of_host() if with_python else runtime.command()

@@ -5,7 +5,7 @@ of everything, so that nothing is left to what a site has configured. An image i
 changes in memory.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -64,6 +64,7 @@ def apptainer_command(
     root: bool = False,
     system_masks: tuple[str, ...] = (),
     copied: Mapping[int, Path] | None = None,
+    host_mounts: Sequence[str] = (),
 ) -> list[str]:
     """What to write before the command of a sandbox's first process.
 
@@ -73,9 +74,11 @@ def apptainer_command(
         root: whether root runs it, so that the first process has capabilities to give up.
         system_masks: hidden beside the spec's own `masks`.
         copied: the private copies of overlay mounts, by their index in the spec.
+        host_mounts: where the host has something mounted.
     """
     network = () if spec.network.open else ("--net", "--network", "none")
     image = spec.image
+    mounts = _with_parts(_mounts(spec, files, system_masks, copied or {}), host_mounts)
     return [
         *(str(program), "--silent", "--nocolor", "exec", *(() if setuid else ("--userns",))),
         # No shim: the first process is ours, so that no signal from inside ends it.
@@ -84,42 +87,77 @@ def apptainer_command(
         *("--hostname", spec.hostname, *network),
         *("--no-mount", _NO_MOUNTS, "--home", f"{files.home}:{HOME}", "--scratch", "/run"),
         *(() if image is None else ("--writable-tmpfs",)),
-        *(word for mount in _mounts(spec, files, system_masks, copied or {}) for word in ("--mount", mount)),
+        *(word for mount in mounts for word in ("--mount", mount.text())),
         *("--pwd", "/", str(files.system if image is None else image.resolve())),
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class _Bind:
+    source: Path
+    target: str
+    writable: bool = False
+
+    def text(self) -> str:
+        """As `--mount` takes it: a line of CSV."""
+        fields = ["type=bind", f"source={self.source}", f"destination={self.target}"]
+        return ",".join(map(_quoted, fields if self.writable else [*fields, "ro"]))
+
+
+def _with_parts(mounts: Iterable[_Bind], host_mounts: Sequence[str]) -> Iterator[_Bind]:
+    """With what is mounted below what is mounted: Apptainer makes only the top read-only."""
+    for each in mounts:
+        yield each
+        if not each.writable:
+            for place in host_mounts:
+                path = Path(place)
+                if path != each.source and path.is_relative_to(each.source):
+                    target = PurePosixPath(each.target, path.relative_to(each.source))
+                    yield _Bind(path, str(target))
+
+
 def _mounts(
     spec: SandboxSpec, files: InstanceFiles, system_masks: tuple[str, ...], copied: Mapping[int, Path]
-) -> Iterator[str]:
+) -> Iterator[_Bind]:
     if spec.image is None:
         for name in ("usr", *(path.name for path in root_directories() if not path.is_symlink())):
-            yield _mount(f"/{name}", f"/{name}")
-        yield _mount(files.etc, "/etc")
+            yield _Bind(Path("/", name), f"/{name}")
+        yield _Bind(files.etc, "/etc")
     else:
         # Neither what an image tells Apptainer to set, nor what it tells the loader to load, is for the first
         # process.
-        yield _mount(files.empty, "/.singularity.d")
-        yield _mount(files.blank, "/etc/ld.so.preload")
-        yield _mount(files.blank, "/etc/resolv.conf")
-    yield _mount(files.root / "hosts", "/etc/hosts")
-    yield _mount(files.root / "hostname", "/etc/hostname")
+        yield _Bind(files.empty, "/.singularity.d")
+        yield _Bind(files.blank, "/etc/ld.so.preload")
+        yield _Bind(files.blank, "/etc/resolv.conf")
+    yield _Bind(files.root / "hosts", "/etc/hosts")
+    yield _Bind(files.root / "hostname", "/etc/hostname")
+    # The kernel shows there what belongs to who looks, wherever it was mounted.
+    yield _Bind(Path("/proc/sys"), "/proc/sys")
     for name in kernel_files():
-        yield _mount("/dev/null", f"/proc/{name}")  # on a mount without devices it cannot even be opened
-    yield _mount(files.runtime, PLACE)
-    yield _mount(files.tmp, "/tmp", writable=True)
-    yield _mount(files.work, spec.workdir, writable=True)
+        yield _Bind(Path("/dev/null"), f"/proc/{name}")  # on a mount without devices it cannot even be opened
+    yield _Bind(files.runtime, PLACE)
+    yield _Bind(files.tmp, "/tmp", writable=True)
+    yield _Bind(files.work, spec.workdir, writable=True)
     for index, mount in enumerate(spec.mounts):
         source = copied.get(index, mount.source)
-        yield _mount(source, mount.target, writable=mount.writable or mount.overlay)
+        yield _Bind(source, mount.target, writable=mount.writable or mount.overlay)
     for mask in (*spec.masks, *system_masks):
-        yield _mount(files.empty, mask)
+        for place, source in _above(mask, files.places(spec)):
+            yield _Bind(source, place, writable=True)
+        yield _Bind(files.empty, mask)
 
 
-def _mount(source: Path | str, target: str, *, writable: bool = False) -> str:
-    """In the form of a line of CSV, as `--mount` takes it."""
-    fields = ("type=bind", f"source={source}", f"destination={target}", *(() if writable else ("ro",)))
-    return ",".join(_quoted(field) for field in fields)
+def _above(target: str, places: Mapping[str, Path]) -> Iterator[tuple[str, Path]]:
+    """The directories between one the sandbox may write to and a mount in it, mounted on themselves.
+
+    Otherwise they could be moved, and what is mounted below with them.
+    """
+    path = PurePosixPath(target)
+    own = max((place for place in places if path.is_relative_to(place)), key=len, default=None)
+    if own is not None:
+        parts = path.relative_to(own).parts
+        for count in range(1, len(parts)):
+            yield str(PurePosixPath(own, *parts[:count])), places[own].joinpath(*parts[:count])
 
 
 def _quoted(field: str) -> str:
