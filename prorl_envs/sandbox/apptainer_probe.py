@@ -40,7 +40,7 @@ class Installation:
     Args:
         product: the first word of its version, such as `apptainer`; empty where it was not understood.
         version: its numbers.
-        setuid: whether its setuid program is there. Sandboxes never use it.
+        setuid: whether its setuid program is there. Only `InstanceDriver` uses it.
         forbidden: settings of its configuration that stand in the way, as they should read.
     """
 
@@ -182,7 +182,11 @@ def _try_start(program: Path, base: Path, bwrap: Path) -> SandboxError | None:
 def _product(program: Path, installation: Installation) -> Check:
     name = _PRODUCTS.get(installation.product, "an unknown product")
     version = ".".join(map(str, installation.version))
-    how = "with a setuid program, which is not used" if installation.setuid else "without setuid"
+    how = (
+        "with a setuid program, used by the driver `instance` alone"
+        if installation.setuid
+        else "without setuid"
+    )
     return Check(
         name="apptainer",
         ok=installation.supported,

@@ -107,8 +107,8 @@ class InstanceDriver(NodeDriver["InstanceSandbox"]):
         self._warned: set[str] = set()
 
     async def warm(self, *names: str) -> None:
-        """Gather what sandboxes share, ahead of the first. No template runs without a sandbox here."""
-        await self.ready()
+        """Gather what sandboxes share, ahead of the first, and start the template that measures their files."""
+        await asyncio.gather(self.ready(), super().warm(next(iter(self.templates))))
 
     async def ready(self) -> _Ready:
         """What all sandboxes share, made at first use.
