@@ -107,7 +107,7 @@ class InstanceDriver(NodeDriver["InstanceSandbox"]):
         self._warned: set[str] = set()
 
     async def warm(self, *names: str) -> None:
-        """Gather what sandboxes share, ahead of the first, and start the template that measures their files."""
+        """Gather what sandboxes share ahead of the first, and start the template that measures them."""
         await asyncio.gather(self.ready(), super().warm(next(iter(self.templates))))
 
     async def ready(self) -> _Ready:
