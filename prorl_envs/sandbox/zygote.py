@@ -95,7 +95,8 @@ def _prepare(setup: dict[str, Any]) -> _Prepared:
         if function:
             getattr(loaded, function)()
     entries = {name: _load(name) for name in setup["entries"]}
-    found, descriptors = {"pid": os.getpid()}, []
+    found: dict[str, object] = {"pid": os.getpid()}
+    descriptors: list[int] = []
     inside = setup.get("inside")
     if inside is not None:
         # Where this package lies is nothing for the cells of a Python session.
