@@ -200,6 +200,8 @@ def _judge_processes(watch: Watch, proc: int, found: list[ProcessUse], limit: in
 def _judge_memory(
     watch: Watch, first: int, proc: int, found: list[ProcessUse], limit: int, shared: int
 ) -> int:
+    # What is ours in there is no use of the sandbox's; elsewhere it lies outside.
+    found = [process for process in found if process.pid not in {1, *watch.sandbox.servers_inside}]
     rough = sum(process.memory for process in found) + max(0, shared - watch.shared_before)
     now = time.monotonic()
     if rough < limit and now < watch.closely + _CLOSE_LOOK_S:
