@@ -219,7 +219,7 @@ def reports(data: bytes) -> None:
         found = reader.feed(piece, NONCE)
         if NONCE.encode() not in data:
             assert found is None, "believed without the nonce"
-            assert len(reader._rest) <= Reports.LIMIT
+            assert len(reader.rest) <= Reports.LIMIT
         if found is not None:
             assert 0 <= found[0] <= 999 and len(found[1]) <= Reports.LIMIT
     if NONCE.encode() not in data:

@@ -150,8 +150,9 @@ class Settings(_Section):
         cache_dir: node-local directory for what is built once; survives the process. None takes the user's.
         run_dir: directory on a local disk below which sandboxes keep their files while they run; None takes
             the temporary directory.
-        driver: what starts sandboxes: `bubblewrap`, `apptainer`, `local` (no isolation at all), or `auto`,
-            the first of bubblewrap and apptainer that works here.
+        driver: what starts sandboxes: `bubblewrap`, `apptainer`, `instance` (an Apptainer for each sandbox,
+            where there are no user namespaces), `local` (no isolation at all), or `auto`, the first of
+            bubblewrap, apptainer and instance that works here.
         bwrap: bubblewrap program; None takes the package's, else the system's.
         warm: most sandboxes that stand ready before they are asked for, 3 MB each; 0 keeps none.
         image_cache: directory for images that were built or pulled; may lie on a shared file system. None
@@ -168,7 +169,7 @@ class Settings(_Section):
     log: LogSettings = LogSettings()
     cache_dir: ExpandedPath | None = None
     run_dir: ExpandedPath | None = None
-    driver: Literal["auto", "bubblewrap", "apptainer", "local"] = "auto"
+    driver: Literal["auto", "bubblewrap", "apptainer", "instance", "local"] = "auto"
     bwrap: ExpandedPath | None = None
     warm: int = Field(default=8, ge=0)
     image_cache: ExpandedPath | None = None

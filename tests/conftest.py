@@ -52,9 +52,14 @@ def no_leaks(run_dir: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=["bubblewrap", "apptainer"])
 def driver_name(request: pytest.FixtureRequest) -> str:
-    """Either of the drivers that isolate."""
-    name: str = request.param
-    if name == "apptainer" and not (shutil.which("apptainer") or shutil.which("singularity")):
+    """Either of the drivers that isolate with tool servers outside."""
+    return existing_driver(request.param)
+
+
+def existing_driver(name: str) -> str:
+    """The name of a driver, whose test is skipped where its program is not installed."""
+    needs_apptainer = name in ("apptainer", "instance")
+    if needs_apptainer and not (shutil.which("apptainer") or shutil.which("singularity")):
         pytest.skip("neither Apptainer nor Singularity is installed")
     return name
 

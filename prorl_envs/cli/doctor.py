@@ -23,6 +23,8 @@ from prorl_envs.sandbox.apptainer_probe import apptainer_checks, image_checks
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.cgroups import Mechanism, delegated, find_groups
 from prorl_envs.sandbox.choice import choose_driver
+from prorl_envs.sandbox.files import node_local_base
+from prorl_envs.sandbox.instance_probe import instance_check
 from prorl_envs.sandbox.probe import Check, checks
 
 
@@ -93,21 +95,27 @@ def _drivers(settings: Settings) -> tuple[list[Check], list[Check]]:
     """The checks of the driver that is used here, and those of what is not needed for it. Blocks."""
     direct = list(checks(settings.run_dir, settings.bwrap))
     indirect = list(apptainer_checks(settings.run_dir, settings.apptainer, settings.bwrap))
+    alone = [instance_check(settings.run_dir or node_local_base(), settings.apptainer)]
     try:
         name = choose_driver(
             settings.driver, settings.run_dir, bwrap=settings.bwrap, apptainer=settings.apptainer
         )
     except SandboxError as error:
-        return [*direct, Check(name="driver", ok=False, found=error.message, remedy=error.hint)], indirect
+        return [*direct, Check(name="driver", ok=False, found=error.message, remedy=error.hint)], [
+            *indirect,
+            *alone,
+        ]
     chosen = Check(name="driver", ok=True, found=f"{name} ({settings.driver})")
     if name == "bubblewrap":
-        return [*direct, chosen], indirect
+        return [*direct, chosen], [*indirect, *alone]
     if name == "apptainer":
-        return [*indirect, chosen], direct
+        return [*indirect, chosen], [*direct, *alone]
+    if name == "instance":
+        return [*alone, chosen], [*direct, *indirect]
     isolates = Check(
         name="driver", ok=True, found="local: NO ISOLATION, what a model writes runs as this user"
     )
-    return [isolates], [*direct, *indirect]
+    return [isolates], [*direct, *indirect, *alone]
 
 
 async def doctor(settings: Settings) -> bool:

@@ -44,7 +44,7 @@ cli.add_typer(image, name="image")
 def _root(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
     driver: Annotated[
-        str | None, typer.Option(help="What starts sandboxes: auto, bubblewrap, apptainer, local.")
+        str | None, typer.Option(help="What starts sandboxes: auto, bubblewrap, apptainer, instance, local.")
     ] = None,
 ) -> None:
     if driver is not None:

@@ -7,12 +7,14 @@ from pathlib import Path
 from prorl_envs.sandbox.apptainer import ApptainerDriver
 from prorl_envs.sandbox.base import Driver
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.instance import InstanceDriver
 from prorl_envs.sandbox.local import LocalDriver
 
 #: How to make each driver, given an existing directory of its own.
 DRIVERS: Mapping[str, Callable[[Path], Driver]] = {
     "bubblewrap": BubblewrapDriver,
     "apptainer": ApptainerDriver,
+    "instance": InstanceDriver,
     "local": LocalDriver,
 }
 

@@ -40,7 +40,7 @@ class Installation:
     Args:
         product: the first word of its version, such as `apptainer`; empty where it was not understood.
         version: its numbers.
-        setuid: whether its setuid program is there. Sandboxes never use it.
+        setuid: whether its setuid program is there. Only `InstanceDriver` uses it.
         forbidden: settings of its configuration that stand in the way, as they should read.
     """
 
@@ -87,6 +87,11 @@ def read_installation(program: Path) -> Installation:
         setuid=_has_setuid(built),
         forbidden=_forbidden(built),
     )
+
+
+def uses_setuid(program: Path) -> bool:
+    """Whether this user's containers can be made by its setuid program: root has no use for it. Blocks."""
+    return os.geteuid() != 0 and read_installation(program).setuid
 
 
 def apptainer_checks(
@@ -177,7 +182,11 @@ def _try_start(program: Path, base: Path, bwrap: Path) -> SandboxError | None:
 def _product(program: Path, installation: Installation) -> Check:
     name = _PRODUCTS.get(installation.product, "an unknown product")
     version = ".".join(map(str, installation.version))
-    how = "with a setuid program, which is not used" if installation.setuid else "without setuid"
+    how = (
+        "with a setuid program, used by the driver `instance` alone"
+        if installation.setuid
+        else "without setuid"
+    )
     return Check(
         name="apptainer",
         ok=installation.supported,

@@ -11,11 +11,13 @@ from prorl_envs.sandbox.apptainer_probe import find_apptainer, start_check
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.driver import NodeDriver
 from prorl_envs.sandbox.files import node_local_base
+from prorl_envs.sandbox.instance import InstanceDriver
+from prorl_envs.sandbox.instance_probe import instance_check
 from prorl_envs.sandbox.local import LocalDriver
 from prorl_envs.sandbox.probe import Check, find_bwrap, isolation_check
 
 #: What can be asked for by name. `auto` is the first that works of those that isolate.
-DRIVERS = ("auto", "bubblewrap", "apptainer", "local")
+DRIVERS = ("auto", "bubblewrap", "apptainer", "instance", "local")
 
 
 def choose_driver(
@@ -25,7 +27,7 @@ def choose_driver(
     bwrap: Path | None = None,
     apptainer: Path | None = None,
 ) -> str:
-    """The name of the driver to use. Blocks: for some 5 ms where bubblewrap works, some 200 ms otherwise.
+    """The name of the driver to use. Blocks: for some 5 ms where bubblewrap works, some 500 ms otherwise.
 
     Args:
         wanted: one of DRIVERS; None takes `$PRORL_DRIVER`, else `auto`. One that is named is not tried.
@@ -47,9 +49,15 @@ def choose_driver(
     indirect = _try_apptainer(root, bwrap, apptainer)
     if indirect.ok:
         return "apptainer"
+    alone = instance_check(root or node_local_base(), apptainer)
+    if alone.ok:
+        return "instance"
+    tried = {"bubblewrap": direct, "apptainer": indirect, "instance": alone}
+    found = "; ".join(f"{name}: {check.found}" for name, check in tried.items())
+    remedies = "; ".join(f"{name}: {check.remedy}" for name, check in tried.items())
     raise SandboxError(
-        f"no driver works on this machine: bubblewrap: {direct.found}; apptainer: {indirect.found}",
-        hint=f"bubblewrap: {direct.remedy}; apptainer: {indirect.remedy}; `prorl-envs doctor` says more. "
+        f"no driver works on this machine: {found}",
+        hint=f"{remedies}; `prorl-envs doctor` says more. "
         "For code you trust, `PRORL_DRIVER=local` runs it without any isolation",
     )
 
@@ -74,6 +82,8 @@ def make_driver(
         return BubblewrapDriver(root, bwrap=bwrap, **options)
     if name == "apptainer":
         return ApptainerDriver(root, apptainer=apptainer, bwrap=bwrap, **options)
+    if name == "instance":
+        return InstanceDriver(root, apptainer=apptainer, **options)
     return LocalDriver(root, **options)
 
 

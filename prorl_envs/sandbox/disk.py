@@ -4,6 +4,7 @@ The tree is hostile and changes meanwhile. No link is followed, every directory 
 descriptor, and what can grow is bounded.
 """
 
+import contextlib
 import os
 import signal
 import stat
@@ -82,10 +83,29 @@ def walk(root: int, *, size: int, files: int) -> DiskUse:
 
 
 def _open(name: str, parent: int) -> int | None:
+    flags = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=parent)
+        return os.open(name, os.O_RDONLY | flags, dir_fd=parent)
+    except PermissionError:
+        with contextlib.suppress(OSError):
+            return _open_closed(os.open(name, os.O_PATH | flags, dir_fd=parent))
     except OSError:  # gone, or replaced by something else
-        return None
+        pass
+    return None
+
+
+def _open_closed(itself: int) -> int:
+    """Open a directory that is closed to its own user, who is this one where a sandbox has no other."""
+    path = f"/proc/self/fd/{itself}"
+    try:
+        mode = stat.S_IMODE(os.fstat(itself).st_mode)
+        os.chmod(path, mode | 0o500)  # noqa: PTH101 - the template imports no pathlib
+        try:
+            return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        finally:
+            os.chmod(path, mode)  # noqa: PTH101
+    finally:
+        os.close(itself)
 
 
 def _enter(fd: int) -> tuple[int, Generator[str, None, None]]:

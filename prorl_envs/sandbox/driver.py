@@ -181,6 +181,9 @@ class NodeSandbox(ABC):
         driver: whose it is.
     """
 
+    #: Whether it has a user namespace of its own, to be entered by who measures its files.
+    _own_users = True
+
     def __init__(self, sandbox_id: str, spec: SandboxSpec, root: Path, driver: NodeDriver[Any]) -> None:
         self._id = sandbox_id
         self._spec = spec
@@ -216,6 +219,16 @@ class NodeSandbox(ABC):
         """Its first process on the host; None where it has no pid namespace, or has not begun."""
         return None
 
+    @property
+    def seen_root(self) -> str | None:
+        """By which path the host sees its root directory; None where it has none of its own."""
+        return None if self.first_pid is None else f"/proc/{self.first_pid}/root"
+
+    @property
+    def servers_inside(self) -> frozenset[int]:
+        """The numbers, inside, of tool servers that run in its pid namespace."""
+        return frozenset()
+
     def ended(self) -> SandboxError:
         """See `base.Sandbox`."""
         return self._why or SandboxError(f"sandbox {self.id} has ended")
@@ -236,7 +249,7 @@ class NodeSandbox(ABC):
         with contextlib.ExitStack() as opened:
             fds = [os.open(self._root, os.O_RDONLY | os.O_DIRECTORY)]
             opened.callback(os.close, fds[0])
-            if self.first_pid is not None:
+            if self._own_users:
                 fds.append(self._open_place())
                 opened.callback(os.close, fds[1])
             template = next(iter(self._driver.templates.values()))
@@ -265,7 +278,7 @@ class NodeSandbox(ABC):
         place = self._open_place()
         try:
             request = self.contained.apply(self._request(entry))
-            server, sock = await self._driver.templates[template].fork(self.id, place, request)
+            server, sock = await self._fork(template, place, request)
         finally:
             os.close(place)
         try:
@@ -276,6 +289,12 @@ class NodeSandbox(ABC):
             raise
         self._servers = {held for held in self._servers if held.process.alive} | {server}
         return sock
+
+    async def _fork(
+        self, template: str, place: int, request: ForkRequest
+    ) -> tuple[ToolServer, socket.socket]:
+        """Fork a tool server: see `Template.fork`."""
+        return await self._driver.templates[template].fork(self.id, place, request)
 
     async def snapshot(self) -> Snapshot:
         """Copy the files of the sandbox, which goes on: see `base.Sandbox`."""

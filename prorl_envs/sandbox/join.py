@@ -91,8 +91,13 @@ def _enter(groups: Sequence[str]) -> None:
     for group in groups:
         with open(f"{group}/cgroup.procs", "w") as file:  # noqa: PTH123 - the template imports no pathlib
             file.write("0")
-    # Refused where the service's own is higher already.
-    with contextlib.suppress(PermissionError), open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123
+    offer_to_oom_killer()
+
+
+def offer_to_oom_killer() -> None:
+    """Have the kernel kill this process and what it starts before others, where memory runs out."""
+    # Refused where the service's own is higher already, or where /proc is read-only: done before, there.
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123
         file.write(_OOM_SCORE)
 
 

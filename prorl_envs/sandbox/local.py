@@ -74,6 +74,8 @@ class LocalSandbox(NodeSandbox):
     The path `spec.workdir` does not exist: processes start in the workspace directory itself.
     """
 
+    _own_users = False
+
     async def launch(self) -> None:
         """Make the directories; there is no first process."""
         if not self._restored:

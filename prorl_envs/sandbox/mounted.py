@@ -274,9 +274,13 @@ def identity(image: Path) -> str:
 
 def _is_mounted(path: Path) -> bool:
     """By the kernel's list: to ask the mount itself could wait for a dead squashfuse."""
-    wanted = str(path).encode()
+    return str(path) in mount_places()
+
+
+def mount_places() -> list[str]:
+    """Where something is mounted, by the kernel's list."""
     lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
-    return any(_OCTAL.sub(_from_octal, line.split()[4]) == wanted for line in lines)
+    return [os.fsdecode(_OCTAL.sub(_from_octal, line.split()[4])) for line in lines]
 
 
 def _from_octal(match: re.Match[bytes]) -> bytes:

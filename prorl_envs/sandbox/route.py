@@ -36,6 +36,15 @@ def add_default_route(netns: int) -> None:
         OSError: the kernel refused.
     """
     _enter(netns)
+    add_own_default_route()
+
+
+def add_own_default_route() -> None:
+    """The same in the network namespace of this process, for one that may.
+
+    Raises:
+        OSError: the kernel refused.
+    """
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as netlink:
         loopback = socket.if_nametoindex("lo")
         _request(netlink, _new_route(socket.AF_INET, loopback))
@@ -46,15 +55,18 @@ def add_default_route(netns: int) -> None:
                 raise  # anything but a host without IPv6
 
 
-def listen_inside(netns: int, port: int) -> socket.socket:
+def listen_inside(netns: int | None, port: int) -> socket.socket:
     """Enter the network namespace `netns` (a descriptor) and listen on its loopback interface.
+
+    None is the one that this process is in.
 
     The socket stays in that namespace, whoever accepts on it. For a process as in `add_default_route`.
 
     Raises:
         OSError: the kernel refused.
     """
-    _enter(netns)
+    if netns is not None:
+        _enter(netns)
     return socket.create_server(("127.0.0.1", port))
 
 

@@ -31,6 +31,12 @@ def syscall(number: int, *arguments: int) -> int:
     return _checked(_libc.syscall(ctypes.c_long(number), *values), f"system call {number}")
 
 
+def remount(place: str, flags: int) -> None:
+    """Change the flags of the mount at `place`. Raises OSError where the kernel refuses."""
+    target = ctypes.c_char_p(os.fsencode(place))
+    _checked(_libc.mount(None, target, None, ctypes.c_ulong(flags), None), f"remount {place}")
+
+
 def drop_capabilities() -> None:
     """Empty the ambient, bounding, inheritable, permitted and effective sets of this thread.
 

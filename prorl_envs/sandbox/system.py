@@ -56,21 +56,31 @@ def kernel_masks(proc: Path = Path("/proc")) -> Iterator[str]:
     Args:
         proc: the host's, which has the same files.
     """
-    for name in _KERNEL_FILES:
-        if os.access(proc / name, os.R_OK):
-            # A device on a mount without devices: it cannot even be opened.
-            yield from ("--ro-bind", "/dev/null", f"/proc/{name}")
+    for name in kernel_files(proc):
+        # A device on a mount without devices: it cannot even be opened.
+        yield from ("--ro-bind", "/dev/null", f"/proc/{name}")
+
+
+def kernel_files(proc: Path = Path("/proc")) -> Iterator[str]:
+    """The names of what this user could read of the kernel in `proc`."""
+    return (name for name in _KERNEL_FILES if os.access(proc / name, os.R_OK))
 
 
 def system_arguments(host: Path = Path("/")) -> Iterator[str]:
     """bubblewrap options that make the host's programs and libraries visible, read-only."""
     yield from ("--ro-bind", str(host / "usr"), "/usr")
-    for name in _ROOT_DIRECTORIES:
-        path = host / name
+    for path in root_directories(host):
         if path.is_symlink():
-            yield from ("--symlink", str(path.readlink()), f"/{name}")
-        elif path.is_dir():
-            yield from ("--ro-bind", str(path), f"/{name}")
+            yield from ("--symlink", str(path.readlink()), f"/{path.name}")
+        else:
+            yield from ("--ro-bind", str(path), f"/{path.name}")
+
+
+def root_directories(host: Path = Path("/")) -> Iterator[Path]:
+    """The directories, or links to directories, beside `/usr` in which programs and libraries lie."""
+    for name in _ROOT_DIRECTORIES:
+        if (host / name).is_symlink() or (host / name).is_dir():
+            yield host / name
 
 
 def write_etc(target: Path, *, uid: int, home: str, host: Path = Path("/etc")) -> None:

@@ -31,7 +31,7 @@ _SAID_LIMIT = 4096
 
 #: Appends the package's own folder: `-I` leaves out the working directory, and the template must run the
 #: same code as its host even where that was imported from a path set at run time.
-_BOOT = """\
+BOOT = """\
 import sys
 sys.path.extend(path for path in sys.argv[1:] if path not in sys.path)
 from prorl_envs.sandbox.zygote import main
@@ -60,11 +60,26 @@ class Wrapper:
         command: what comes before the template's own command.
         env: the program's environment; it decides what the template gets.
         explain: makes an error of what it said where the template did not start.
+        python: the template's own command, where it is another than here.
     """
 
     command: tuple[str, ...]
     env: Mapping[str, str]
     explain: Callable[[str], SandboxError]
+    python: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inside:
+    """For a template that is the first process of a sandbox: see `inside.py`.
+
+    Args:
+        code: where this package lies there.
+        route: whether it is to add a default route.
+    """
+
+    code: str
+    route: bool = False
 
 
 class ToolServer:
@@ -75,7 +90,9 @@ class ToolServer:
         self._status = status
         self.answer: dict[str, Any] = {}
         self.passed: socket.socket | None = None
-        self.process = Process(pid, pidfd)
+        #: Its number where it was forked; on the host it may have another.
+        self.own_pid = pid
+        self.process = Process(pid_of(pidfd), pidfd)
 
     def watch(self) -> None:
         """Log its failure from now on. Until then, its status socket belongs to who waits for its birth."""
@@ -101,13 +118,16 @@ class TemplateProcess:
         self._wrapper = wrapper
         self._said = ""
         self.own_pid: int | None = None
+        #: What a template inside a sandbox told of itself, and the descriptors that came with it.
+        self.found: dict[str, Any] = {}
+        self.descriptors: list[int] = []
         self._control, inside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
         not_in_forks(self._control)
         self._sending = asyncio.Lock()
         with inside:
             self._child = subprocess.Popen(
-                [*(wrapper.command if wrapper else ()), sys.executable, "-I", "-c", _BOOT, *_code_paths()],
+                [*(wrapper.command if wrapper else ()), *((wrapper and wrapper.python) or _own_python())],
                 stdin=inside.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -130,7 +150,13 @@ class TemplateProcess:
     def alive(self) -> bool:
         return self._process.alive
 
-    async def prepare(self, entries: tuple[str, ...], preload: tuple[str, ...], timeout_s: float) -> None:
+    async def prepare(
+        self,
+        entries: tuple[str, ...],
+        preload: tuple[str, ...],
+        timeout_s: float,
+        inside: Inside | None = None,
+    ) -> None:
         """Have it import everything.
 
         Raises:
@@ -139,19 +165,20 @@ class TemplateProcess:
         try:
             # None where the template is in another program's keeping, which may count its processes.
             setup = {"entries": entries, "preload": preload, "spares": self._wrapper is None}
-            await self._send(setup, [])
+            more = {} if inside is None else {"inside": asdict(inside)}
+            await self._send({**setup, **more}, [])
         except SandboxError:
             if self._wrapper is None:
                 raise  # else it said why it ended, which is found out below
         try:
             async with asyncio.timeout(timeout_s):
-                answer, _ = await receive(self._control, MESSAGE_LIMIT)
+                answer, self.descriptors = await receive(self._control, MESSAGE_LIMIT, descriptors=2)
                 if not answer and self._wrapper is not None:
                     await self._process.wait()
         except TimeoutError:
             raise SandboxError(f"template {self._name!r} was not ready in {timeout_s} s") from None
         message: dict[str, Any] = json.loads(answer) if answer else {"error": "the process ended"}
-        self.own_pid = message.get("pid")
+        self.own_pid, self.found = message.get("pid"), message
         if not answer and self._wrapper is not None:
             self._log_stderr()
             raise self._wrapper.explain(self._said)
@@ -261,6 +288,12 @@ class TemplateProcess:
             asyncio.get_running_loop().remove_reader(self._stderr)
 
 
+def pid_of(pidfd: int) -> int:
+    """The number, here, of the process behind `pidfd`; -1 where it has ended."""
+    lines = Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pid:"))
+
+
 async def _birth(sandbox_id: str, status: socket.socket, undo: contextlib.ExitStack) -> ToolServer:
     """Wait for the template's message (the process, with its pidfd) and the child's own (it has joined).
 
@@ -303,6 +336,10 @@ def _pair(kind: socket.SocketKind, undo: contextlib.ExitStack) -> tuple[socket.s
     undo.enter_context(theirs)
     ours.setblocking(False)
     return ours, theirs
+
+
+def _own_python() -> list[str]:
+    return [sys.executable, "-I", "-c", BOOT, *_code_paths()]
 
 
 def _code_paths() -> Iterator[str]:

@@ -1,7 +1,7 @@
 """How much memory and how many processes a sandbox uses, as its own /proc tells.
 
 Its /proc lists the processes of its pid namespace and no others, whoever their parents are by now. It is
-reached through the first process's root, and only by descriptors: everything in it may end at any moment.
+reached through the sandbox's root directory, and only by descriptors: everything in it may end at any moment.
 What a process calls itself is hostile, the rest are the kernel's own figures.
 """
 
@@ -22,13 +22,13 @@ _DESCRIPTOR_LIMIT = 4096
 _PAGE = os.sysconf("SC_PAGESIZE")
 
 
-def open_proc(first: int) -> int:
-    """The /proc of the sandbox whose first process is `first`, on the host. The caller closes it.
+def open_proc(root: str) -> int:
+    """The /proc of the sandbox whose root directory the host sees at `root`. The caller closes it.
 
     Raises:
         OSError: it has ended, or is not this user's to look at.
     """
-    return os.open(f"/proc/{first}/root/proc", os.O_RDONLY | os.O_DIRECTORY)
+    return os.open(f"{root}/proc", os.O_RDONLY | os.O_DIRECTORY)
 
 
 def processes(proc: int) -> list[ProcessUse]:
@@ -115,10 +115,11 @@ class MemoryFiles:
 
     Args:
         first: its first process, on the host.
+        root: where the host sees its root directory.
     """
 
-    def __init__(self, first: int) -> None:
-        self._root = f"/proc/{first}/root"
+    def __init__(self, first: int, root: str) -> None:
+        self._root = root
         self._places: dict[str, int] = {}
         for line in Path(f"/proc/{first}/mountinfo").read_text().splitlines():
             before, _, after = line.partition(" - ")

@@ -51,23 +51,30 @@ class Branch:
     memory: int
 
 
-def spared(processes: Iterable[ProcessUse]) -> set[int]:
-    """The first process, and those that a tool server started: shells and Python sessions."""
-    return {process.pid for process in processes if process.pid == 1 or process.parent == 0}
+def spared(processes: Iterable[ProcessUse], servers: Collection[int] = ()) -> set[int]:
+    """The first process, and those that a tool server started: shells and Python sessions.
+
+    Args:
+        servers: tool servers that are seen among the processes; spared as well.
+    """
+    above = {0, *servers}
+    return {process.pid for process in processes if process.pid == 1 or process.parent in above} | {*servers}
 
 
-def branches(processes: Sequence[ProcessUse]) -> list[Branch]:
+def branches(processes: Sequence[ProcessUse], servers: Collection[int] = ()) -> list[Branch]:
     """What can be killed, heaviest first.
 
     A command is the child of a shell, an orphan the child of the first process: each is a branch, with its
     descendants. A shell is one only for what it holds itself, so it goes only where it is the heaviest.
     """
-    tops = spared(processes)
+    tops = spared(processes, servers)
     children: dict[int, list[ProcessUse]] = {}
     for process in processes:
         children.setdefault(process.parent, []).append(process)
     found = []
     for process in processes:
+        if process.pid in servers:
+            continue
         if process.pid in tops and process.pid != 1:
             # What it started goes with it, but counts for itself.
             found.append(Branch(_harmless(process.name), _tree(process, children), process.memory))

@@ -58,6 +58,16 @@ class Watched(Protocol):
         """Its first process on the host; None where it has no pid namespace."""
         ...
 
+    @property
+    def seen_root(self) -> str | None:
+        """Where the host sees its root directory; None where it has none of its own."""
+        ...
+
+    @property
+    def servers_inside(self) -> frozenset[int]:
+        """The numbers of tool servers that run in its pid namespace."""
+        ...
+
     async def measure_disk(self, *, size: int, files: int) -> DiskUse:
         """See `disk.measure`."""
         ...
@@ -180,7 +190,7 @@ def _judge_processes(watch: Watch, proc: int, found: list[ProcessUse], limit: in
         watch.at_limit = None
         # Told first: the answer to the command that is killed must find it.
         watch.tell(f"the sandbox's limit of {limit} processes was reached: all but its shells were killed")
-        if not _kill_all(proc):
+        if not _kill_all(proc, watch.sandbox.servers_inside):
             watch.why = "it starts processes faster than they can be killed"
         return True
     return False
@@ -189,19 +199,27 @@ def _judge_processes(watch: Watch, proc: int, found: list[ProcessUse], limit: in
 def _judge_memory(
     watch: Watch, first: int, proc: int, found: list[ProcessUse], limit: int, shared: int
 ) -> int:
+    # What is ours in there is no use of the sandbox's; elsewhere it lies outside.
+    found = [process for process in found if process.pid not in {1, *watch.sandbox.servers_inside}]
     rough = sum(process.memory for process in found) + max(0, shared - watch.shared_before)
     now = time.monotonic()
     if rough < limit and now < watch.closely + _CLOSE_LOOK_S:
         return limit - rough
     if watch.files is None:
-        watch.files = usage.MemoryFiles(first)
+        root = watch.sandbox.seen_root
+        assert root is not None
+        watch.files = usage.MemoryFiles(first, root)
     exact, used, elsewhere = _exact(watch, proc, found)
     watch.closely, watch.shared_before = now, shared - elsewhere
     if used <= limit:
         watch.over = 0
         return limit - used
     watch.over += 1
-    chosen = list(to_kill(branches(exact), used - limit)) if used - elsewhere > 0 else []
+    chosen = (
+        list(to_kill(branches(exact, watch.sandbox.servers_inside), used - limit))
+        if used - elsewhere > 0
+        else []
+    )
     victims = {process for branch in chosen for process in branch.processes}
     if victims:
         words = killed_words([branch.name for branch in chosen], len(victims))
@@ -227,8 +245,11 @@ def _exact(watch: Watch, proc: int, found: list[ProcessUse]) -> tuple[list[Proce
     return exact, private + max(mapped, in_files + sum(unlinked.values())), in_files
 
 
-def _kill_all(proc: int, *, shells: bool = False) -> bool:
+def _kill_all(proc: int, servers: frozenset[int], *, shells: bool = False) -> bool:
     """Kill until a look finds none but the shells, or with `shells` none at all.
+
+    Args:
+        servers: tool servers, which are spared.
 
     Returns:
         False where more and more came.
@@ -239,10 +260,10 @@ def _kill_all(proc: int, *, shells: bool = False) -> bool:
         found = usage.processes(proc)
         # After the first round, a shell is a new one, and what a shell starts is its next command: neither is
         # one of the guilty.
-        tops = {1} if shells and not killed else spared(found)
+        tops = {1, *servers} if shells and not killed else spared(found, servers)
         others = [process for process in found if process.pid not in tops]
         if killed:
-            began = [process for process in others if process.parent in tops - {1}]
+            began = [process for process in others if process.parent in tops - {1, *servers}]
             others = [process for process in others if process not in without(began, killed)]
         if not others:
             return True
@@ -261,11 +282,12 @@ def judge_disk(watch: Watch) -> None:
     It may remove files in peace. At first its shells are spared, then they go too: it may be them who write.
     """
     first = watch.sandbox.first_pid
-    if first is None:
+    root = watch.sandbox.seen_root
+    if first is None or root is None:
         _decide_on_disk(watch, 0, None)
         return
     with contextlib.suppress(OSError):  # it is ending
-        proc = usage.open_proc(first)
+        proc = usage.open_proc(root)
         try:
             in_memory = () if watch.files is None else watch.files.devices
             _, unlinked = usage.unlinked(proc, usage.processes(proc), in_memory)
@@ -292,7 +314,7 @@ def _decide_on_disk(watch: Watch, unlinked: int, proc: int | None) -> None:
         watch.why = f"{what} and far exceeded" if far else what
         return
     watch.tell(f"{what}: its running commands were killed; remove files before writing more")
-    if not _kill_all(proc, shells=watch.offences > 1):
+    if not _kill_all(proc, watch.sandbox.servers_inside, shells=watch.offences > 1):
         watch.why = f"{what}, and what writes cannot be stopped"
 
 

@@ -190,10 +190,10 @@ class Watchdog:
             self._subject = watch
             started = time.monotonic()
             left: tuple[int | None, int | None] = (None, None)
-            first = watch.sandbox.first_pid
-            if watch.sandbox.alive and first is not None:
+            first, root = watch.sandbox.first_pid, watch.sandbox.seen_root
+            if watch.sandbox.alive and first is not None and root is not None:
                 with contextlib.suppress(OSError):  # it is ending
-                    proc = usage.open_proc(first)
+                    proc = usage.open_proc(root)
                     try:
                         left = look_at(watch, first, proc, node.shared)
                     finally:

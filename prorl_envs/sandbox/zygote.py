@@ -1,8 +1,7 @@
 """The template process itself: imports what tool servers need, then forks one per request.
 
 Started by `template.py` with the control socket as descriptor 0, an empty environment and nothing else
-open. It is single-threaded and never runs anything a sandbox says; the fork does. It forks a child ahead (a
-spare), which does nothing until it gets the next request: then nobody waits for page tables to be copied.
+open. It is single-threaded and never runs anything a sandbox says; the fork does.
 
     host -> template    once, what to import; then one message per fork, with descriptors. For a tool server:
                         the sandbox's first process, the tool server's socket, the status socket. For a
@@ -13,6 +12,9 @@ spare), which does nothing until it gets the next request: then nobody waits for
                         the status socket.
     template -> host    `ready` with its pid, or the error, on the control socket; for each fork, on its
                         status socket, the child's pid with its pidfd
+                        The first process of a sandbox (see `inside.py`) adds to `ready` what it found, and a
+                        descriptor of itself and of its root directory. It joins nothing: tools get no
+                        namespaces, and the descriptors in their place mean nothing.
     child -> host       on the status socket: `ready` once it has joined, with the listening socket where one
                         was asked for, or the error; and later, should
                         the entry fail, its traceback
@@ -35,6 +37,7 @@ from typing import Any, NoReturn
 
 from prorl_envs.sandbox.descriptors import receive_descriptors
 from prorl_envs.sandbox.disk import measure
+from prorl_envs.sandbox.inside import become_first, end_all_but, is_inside, serve_under
 from prorl_envs.sandbox.join import join, lead_session
 from prorl_envs.sandbox.route import add_default_route, listen_inside
 from prorl_envs.sandbox.seccomp import own_program
@@ -62,26 +65,56 @@ def main() -> None:
     _replace_with_null(0)
     # Adopts what a tool server leaves behind: a zombie that nobody reaps keeps its pid namespace from ending.
     prctl(PR_SET_CHILD_SUBREAPER, 1)
+    setup = control.recv(MESSAGE_LIMIT)
+    if not setup:  # the host has gone meanwhile
+        return
     try:
-        setup = json.loads(control.recv(MESSAGE_LIMIT))
-        entries = _prepare(setup)
-    except (ImportError, AttributeError) as error:
+        prepared = _prepare(json.loads(setup))
+    except (ImportError, AttributeError, OSError) as error:
         _say(control, error="".join(traceback.format_exception(error)))
         return
     gc.collect()
     gc.freeze()
-    _say(control, ready=True, pid=os.getpid())
-    _serve(control, entries, spares=setup["spares"])
+    socket.send_fds(control, [json.dumps({"ready": True, **prepared.found}).encode()], prepared.descriptors)
+    if prepared.inside:
+        _close_all_but([control.fileno()])
+    _serve(control, prepared)
 
 
-def _prepare(setup: dict[str, Any]) -> dict[str, Entry]:
+@dataclass(slots=True)
+class _Prepared:
+    """What a template is, once it is ready.
+
+    Args:
+        entries: what its forks may run.
+        inside: whether it is the first process of a sandbox.
+        spares: whether to keep a child forked ahead.
+        found, descriptors: what it tells the host.
+    """
+
+    entries: dict[str, Entry]
+    inside: bool
+    spares: bool
+    found: dict[str, object]
+    descriptors: list[int]
+
+
+def _prepare(setup: dict[str, Any]) -> _Prepared:
     own_program()
     for name in setup["preload"]:
         module, _, function = name.partition(":")
         loaded = importlib.import_module(module)
         if function:
             getattr(loaded, function)()
-    return {name: _load(name) for name in setup["entries"]}
+    entries = {name: _load(name) for name in setup["entries"]}
+    found: dict[str, object] = {"pid": os.getpid()}
+    descriptors: list[int] = []
+    inside = setup.get("inside")
+    if inside is not None:
+        # Where this package lies is nothing for the cells of a Python session.
+        sys.path[:] = [path for path in sys.path if path != inside["code"]]
+        found, descriptors = become_first(route=inside["route"])
+    return _Prepared(entries, inside is not None, setup["spares"], found, descriptors)
 
 
 def _load(name: str) -> Entry:
@@ -90,22 +123,24 @@ def _load(name: str) -> Entry:
     return entry
 
 
-def _serve(control: socket.socket, entries: dict[str, Entry], *, spares: bool) -> None:
+def _serve(control: socket.socket, prepared: _Prepared) -> None:
     wakeup, signalled = socket.socketpair()
     wakeup.setblocking(False)
     signalled.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(signalled.fileno(), warn_on_full_buffer=False)
     children: set[int] = set()
+    #: The ways of the tool servers to a first process.
+    servers: dict[int, socket.socket] = {}
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(wakeup, select.POLLIN)
     spare: _Spare | None = None
-    wanted = spares
+    wanted = prepared.spares
     while True:
         ready = {fd for fd, _ in poll.poll(_SPARE_MS if wanted else None)}
         if not ready:
-            spare, wanted = _fork_spare(entries), False
+            spare, wanted = _fork_spare(prepared), False
         if wakeup.fileno() in ready:
             wakeup.recv(4096)
             _reap(children)
@@ -113,13 +148,38 @@ def _serve(control: socket.socket, entries: dict[str, Entry], *, spares: bool) -
             message, fds = receive_descriptors(control, MESSAGE_LIMIT, 3)
             if not message:
                 break
-            pid = _fork(message, fds, entries, spare)
-            spare, wanted = None, spares
+            request = json.loads(message)
             # A bubblewrap is not killed: at the wrong moment its child would wait for it forever.
-            if pid is not None and "bubblewrap" not in json.loads(message):
+            ours, theirs = _way_to_first(prepared, request)
+            if spare is not None and _hand_over(spare, message, fds):
+                pid: int | None = _tell_of(spare.pid, fds)
+            else:
+                pid = _fork(request, fds, prepared, theirs)
+            spare, wanted = None, prepared.spares
+            if pid is not None and "bubblewrap" not in request:
                 children.add(pid)
+            if ours is not None:
+                servers[ours.fileno()] = ours
+                poll.register(ours, select.POLLIN)
+        for fd in ready & servers.keys():
+            if servers[fd].recv(16):
+                _reap(children)
+                ended = end_all_but(children)
+                with contextlib.suppress(OSError):  # it ended meanwhile
+                    servers[fd].send(b"ended" if ended else b"some live")
+            else:
+                poll.unregister(fd)
+                servers.pop(fd).close()
     for pid in children:
         os.kill(pid, signal.SIGKILL)  # ours and not yet reaped, so the pid cannot be another's
+
+
+def _way_to_first(
+    prepared: _Prepared, request: dict[str, Any]
+) -> tuple[socket.socket, socket.socket] | tuple[None, None]:
+    if not prepared.inside or "entry" not in request:
+        return None, None
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 def _reap(children: set[int]) -> None:
@@ -133,19 +193,28 @@ def _reap(children: set[int]) -> None:
         children.discard(pid)
 
 
-def _fork(message: bytes, fds: list[int], entries: dict[str, Entry], spare: _Spare | None) -> int | None:
+def _fork(
+    request: dict[str, Any], fds: list[int], prepared: _Prepared, first: socket.socket | None
+) -> int | None:
+    """Fork a child for a request. `first` is its way to this process, where it is to have one."""
     parent = os.getpid()
-    if spare is not None and _hand_over(spare, message, fds):
-        pid = spare.pid
-    else:
-        try:
-            pid = os.fork()
-        except OSError as error:
-            # A sandbox may have used up the user's processes: that must not end everybody's tool servers.
-            _refuse(fds, error)
-            return None
-        if pid == 0:
-            _live(json.loads(message), fds, entries, parent)
+    try:
+        pid = os.fork()
+    except OSError as error:
+        # A sandbox may have used up the user's processes: that must not end everybody's tool servers.
+        if first is not None:
+            first.close()
+        _refuse(fds, error)
+        return None
+    if pid == 0:
+        _live(request, fds, prepared, parent, first)
+    if first is not None:
+        first.close()
+    return _tell_of(pid, fds)
+
+
+def _tell_of(pid: int, fds: list[int]) -> int:
+    """Give the host the handle of a child."""
     pidfd = os.pidfd_open(pid)
     *others, status_fd = fds
     # Where the host gave up on it, the child sees the same and ends.
@@ -169,7 +238,7 @@ def _hand_over(spare: _Spare, message: bytes, fds: list[int]) -> bool:
         return True
 
 
-def _fork_spare(entries: dict[str, Entry]) -> _Spare | None:
+def _fork_spare(prepared: _Prepared) -> _Spare | None:
     parent = os.getpid()
     channel, inside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -181,18 +250,18 @@ def _fork_spare(entries: dict[str, Entry]) -> _Spare | None:
         if os.getpid() == parent:
             inside.close()
     if pid == 0:
-        _live_as_spare(inside.fileno(), entries, parent)
+        _live_as_spare(inside.fileno(), prepared, parent)
     return _Spare(pid, channel)
 
 
-def _live_as_spare(channel: int, entries: dict[str, Entry], parent: int) -> NoReturn:
+def _live_as_spare(channel: int, prepared: _Prepared, parent: int) -> NoReturn:
     try:
         _close_all_but([channel])
         _reset_signals()
         lead_session()  # can take milliseconds where the machine is busy
         message, fds = receive_descriptors(socket.socket(fileno=channel), MESSAGE_LIMIT, 3)
         if message:
-            _live(json.loads(message), fds, entries, parent)
+            _live(json.loads(message), fds, prepared, parent, None)
     finally:
         os._exit(0)  # the template has ended
 
@@ -205,19 +274,21 @@ def _refuse(fds: list[int], error: OSError) -> None:
         os.close(fd)
 
 
-def _live(request: dict[str, Any], fds: list[int], entries: dict[str, Entry], parent: int) -> NoReturn:
+def _live(
+    request: dict[str, Any], fds: list[int], prepared: _Prepared, parent: int, first: socket.socket | None
+) -> NoReturn:
     """The child's whole life. Leaves by `os._exit` alone, so that it never runs the template's code."""
     code = 1
     status: socket.socket | None = None
     try:
-        _close_all_but(fds)
+        _close_all_but([*fds, *(() if first is None else (first.fileno(),))])
         status = socket.socket(fileno=fds[-1])
         _reset_signals()
         if "route" in request:
             add_default_route(fds[0])
             _say(status, ready=True)
         elif "listen" in request:
-            with listen_inside(fds[0], request["listen"]) as listener:
+            with listen_inside(None if prepared.inside else fds[0], request["listen"]) as listener:
                 socket.send_fds(status, [b'{"ready": true}'], [listener.fileno()])
         elif "bubblewrap" in request:
             _say(status, ready=True)
@@ -227,7 +298,9 @@ def _live(request: dict[str, Any], fds: list[int], entries: dict[str, Entry], pa
             use = measure(root, pidfd[0] if pidfd else None, **request["measure"])
             _say(status, ready=True, size=use.size, files=use.files)
         else:
-            _serve_tools(request, fds, entries[request["entry"]], parent, status)
+            if first is not None:
+                serve_under(first)
+            _serve_tools(request, fds, prepared.entries[request["entry"]], parent, status)
         code = 0
     finally:
         try:
@@ -263,7 +336,7 @@ def _serve_tools(
         rlimits=request["rlimits"],
     )
     os.close(pidfd)
-    if request["isolated"]:
+    if request["isolated"] or is_inside():
         # What was not imported by now would come from the sandbox's files, and run outside its pid namespace.
         sys.meta_path.remove(PathFinder)
     _say(status, ready=True)

@@ -13,6 +13,8 @@ import sys
 import traceback
 from importlib.machinery import PathFinder
 
+from prorl_envs.sandbox import inside
+
 #: Seconds a kernel may take to accept a cell; between cells it does nothing but read.
 SEND_TIMEOUT_S = 5.0
 _PR_SET_DUMPABLE = 4
@@ -95,6 +97,9 @@ def end_processes() -> None:
         OSError: new processes came faster than they could be killed, or this is no pid namespace of the
             sandbox's own: then "all" would be everything this user runs.
     """
+    if inside.is_inside():
+        inside.end_others()
+        return
     # In the /proc of a namespace that this process is in, it finds itself.
     if os.path.exists("/proc/self"):  # noqa: PTH110
         raise OSError(errno.EPERM, "the sandbox has no pid namespace of its own")

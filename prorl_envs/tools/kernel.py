@@ -133,8 +133,11 @@ class CellShell(InteractiveShell):
         self.exiting = True
 
 
-def prepare() -> Any:
+def prepare(*, libraries: bool = True) -> Any:
     """Make the shell, once per process: a template does it before it forks.
+
+    Args:
+        libraries: whether to import what most sessions do.
 
     Returns:
         The process's `CellShell`; IPython is untyped.
@@ -142,7 +145,8 @@ def prepare() -> Any:
     warm = CellShell.initialized()
     shell: Any = CellShell.instance()
     if not warm:
-        _import_libraries()
+        if libraries:
+            _import_libraries()
         # A first cell and a first traceback import another megabyte of modules.
         sys.stdout, stdout = open(os.devnull, "w"), sys.stdout  # noqa: PTH123, SIM115
         try:
@@ -153,6 +157,11 @@ def prepare() -> Any:
             sys.stdout = stdout
         shell.reset()
     return shell
+
+
+def prepare_alone() -> Any:
+    """The same without the libraries, which then come with the first cell that names them."""
+    return prepare(libraries=False)
 
 
 def _import_libraries() -> None:

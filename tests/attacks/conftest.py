@@ -14,8 +14,15 @@ from prorl_envs.sandbox.runtime import python_runtime
 from prorl_envs.tools.client import Toolbox
 from prorl_envs.tools.link import ToolLimits
 from tests.attacks.attempts import Driver, OpenBox
+from tests.conftest import existing_driver
 
 LIMITS = Limits(memory_bytes=256 << 20, processes=40, open_files=1024, disk_bytes=20 << 20, disk_files=2000)
+
+
+@pytest.fixture(scope="module", params=["bubblewrap", "apptainer", "instance"])
+def driver_name(request: pytest.FixtureRequest) -> str:
+    """Every driver that isolates: with tool servers outside, and inside."""
+    return existing_driver(request.param)
 
 
 @pytest.fixture(scope="module")

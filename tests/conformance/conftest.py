@@ -19,6 +19,7 @@ SUBJECTS = {
     "bubblewrap": ("bubblewrap", ""),
     "bubblewrap-sif": ("bubblewrap", "sif"),
     "apptainer-sif": ("apptainer", "sif"),
+    "instance-sif": ("instance", "sif"),
     "local": ("local", ""),
 }
 

@@ -411,6 +411,8 @@ class Impossible:
 
     id = "impossible"
     alive = True
+    seen_root = "/proc/1/root"
+    servers_inside: frozenset[int] = frozenset()
 
     def __init__(self) -> None:
         self.why: SandboxError | None = None

@@ -70,7 +70,7 @@ async def writable(world: World) -> None:
 async def system(world: World) -> None:
     await world.box.nothing(
         f"{WRITE}\n"
-        "for p in /x /usr/x /usr/bin/x /etc/x /etc/passwd /usr/bin/env /var/x /home/x /dev/x; do w $p; done"
+        "for p in /x /usr/x /usr/bin/x /etc/x /etc/passwd /usr/bin/env /var/x /home/x; do w $p; done"
     )
 
 
@@ -369,3 +369,13 @@ async def small_image(world: World) -> None:
             await tools.aclose()
     finally:
         await sandbox.close()
+
+
+@promises.add(
+    "FS-025",
+    "Without an image, nothing can be put among the devices.",
+    needs=(NO_IMAGE,),
+    exempt={**NOT_LOCAL, "instance": "has Apptainer's /dev, which lies in memory of the sandbox's own"},
+)
+async def own_devices(world: World) -> None:
+    await world.box.nothing(f"{WRITE}\nw /dev/x")

@@ -15,7 +15,7 @@ _SMALL = Limits(memory_bytes=96 << 20, processes=40, disk_bytes=20 << 20)
     "LIM-001",
     "/run ends, and its end harms nothing else.",
     needs=("head", "rm"),
-    exempt=NOT_LOCAL,
+    exempt={**NOT_LOCAL, "instance": "counts /run as memory: its end is that of the sandbox's memory limit"},
     harmful=True,
 )
 async def run_directory(world: World) -> None:

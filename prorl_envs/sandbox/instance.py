@@ -1,0 +1,422 @@
+"""The driver for machines without user namespaces: each sandbox is an Apptainer, its tool servers inside.
+
+Where Apptainer is installed setuid and the kernel gives ordinary users no user namespaces, nothing can be
+joined from outside. So the first process of a sandbox is a template itself: a Python of the host's, mounted
+into any image, that is told over an inherited socket to fork tool servers. As the first process of a pid
+namespace, it takes no signal from inside; when its socket closes, it ends, and the sandbox with it.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.apptainer_probe import find_apptainer, uses_setuid
+from prorl_envs.sandbox.base import PROXY_PORT, Mount, SandboxSpec
+from prorl_envs.sandbox.command import HOME, default_environment, mount_points
+from prorl_envs.sandbox.containment import DEFAULT_LIMITS, NodeLimits
+from prorl_envs.sandbox.doorway import doorway_environment
+from prorl_envs.sandbox.driver import NodeDriver, NodeSandbox
+from prorl_envs.sandbox.image_env import read_image_env
+from prorl_envs.sandbox.images import Images
+from prorl_envs.sandbox.instance_command import (
+    SETTINGS,
+    InstanceFiles,
+    apptainer_command,
+    explain_instance,
+    write_points,
+    write_system,
+)
+from prorl_envs.sandbox.instance_runtime import CODE, Runtime, gather
+from prorl_envs.sandbox.mounted import mount_places
+from prorl_envs.sandbox.processes import Process
+from prorl_envs.sandbox.proxy import Gateway, Proxy
+from prorl_envs.sandbox.runtime import system_masks
+from prorl_envs.sandbox.sif import system_partition
+from prorl_envs.sandbox.snapshot import Snapshot, check_mount_points, copy_trees
+from prorl_envs.sandbox.system import write_etc, write_names
+from prorl_envs.sandbox.template import TEMPLATES, TemplateSpec
+from prorl_envs.sandbox.template_process import (
+    ForkRequest,
+    Inside,
+    TemplateProcess,
+    ToolServer,
+    Wrapper,
+    environment,
+    pid_of,
+)
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 60.0
+CLOSE_TIMEOUT_S = 30.0
+#: What a Python session's template does in a sandbox of its own: the libraries come with the first cell that
+#: names them, for to import them ahead would cost every sandbox seconds.
+_PYTHON_PRELOAD = "prorl_envs.tools.kernel:prepare_alone"
+_PYTHON = "ipython"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ready:
+    """What a driver needs once for all its sandboxes."""
+
+    runtime: Runtime
+    etc: Path
+    empty: Path
+    blank: Path
+    setuid: bool
+
+
+class InstanceDriver(NodeDriver["InstanceSandbox"]):
+    """Starts each sandbox with an Apptainer of its own. They end with this process, however it ends.
+
+    Args:
+        root: see `NodeDriver`.
+        apptainer: the program; None chooses as `ApptainerDriver` does.
+        setuid: whether to use its setuid program; None does where it is installed and this is not root.
+        templates, limits: see `NodeDriver`.
+
+    Raises:
+        SandboxError: there is no Apptainer, or no directory can be made.
+    """
+
+    name = "instance"
+
+    def __init__(
+        self,
+        root: Path | None = None,
+        *,
+        apptainer: Path | None = None,
+        setuid: bool | None = None,
+        templates: Mapping[str, TemplateSpec] = TEMPLATES,
+        limits: NodeLimits = DEFAULT_LIMITS,
+    ) -> None:
+        self.program = find_apptainer(apptainer)
+        super().__init__(root, templates=templates, limits=limits)
+        self.system_masks = system_masks()
+        self.images = Images(self.directory.base)
+        #: Serves the sandboxes with an allowlist, and counts for operators.
+        self.gateway = Gateway()
+        self._setuid = setuid
+        self._preparing: asyncio.Task[_Ready] | None = None
+        self._warned: set[str] = set()
+
+    async def warm(self, *names: str) -> None:
+        """Gather what sandboxes share ahead of the first, and start the template that measures them."""
+        await asyncio.gather(self.ready(), super().warm(next(iter(self.templates))))
+
+    async def ready(self) -> _Ready:
+        """What all sandboxes share, made at first use.
+
+        Raises:
+            SandboxError: it cannot be made.
+        """
+        if self._preparing is None:
+            self._preparing = asyncio.create_task(asyncio.to_thread(self._prepare))
+        try:
+            return await asyncio.shield(self._preparing)
+        except SandboxError:
+            self._preparing = None  # the next start tries again
+            raise
+
+    async def image_env(self, image: Path) -> dict[str, str]:
+        """The variables that an image sets: see `NodeDriver`. A SIF is mounted for it, by FUSE."""
+        use = await self.images.acquire(image)
+        try:
+            return await asyncio.to_thread(read_image_env, use.root)
+        finally:
+            await self.images.release(use)
+
+    def warn_once(self, text: str) -> None:
+        """Log what users of this driver have to know, once."""
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning(text)
+
+    async def _make(self, spec: SandboxSpec) -> "InstanceSandbox":
+        ready = await self.ready()
+        if spec.default_route and os.geteuid() != 0:
+            raise SandboxError(
+                "the instance driver cannot give a sandbox a default route: only the kernel's root may",
+                hint="start it without `default_route`; connections to outside addresses then fail at once",
+            )
+        if spec.network.open:
+            self.warn_once("a sandbox was asked for that has the host's network, all of it")
+        if spec.image is not None and not await asyncio.to_thread(spec.image.is_dir):
+            await asyncio.to_thread(system_partition, spec.image)  # refuses what is no image
+        sandbox_id, root = self._place()
+        files = InstanceFiles(
+            root, ready.etc, runtime=ready.runtime.path, empty=ready.empty, blank=ready.blank
+        )
+        return InstanceSandbox(sandbox_id, spec, files, self, ready)
+
+    async def _release(self) -> None:
+        if self._preparing is not None:
+            await asyncio.gather(self._preparing, return_exceptions=True)
+        await self.images.aclose()
+        await self.gateway.aclose()
+
+    def _prepare(self) -> _Ready:
+        path = self.directory.path
+        attempt = sum(1 for _ in path.glob("shared*"))
+        shared = path / f"shared{attempt}"
+        try:
+            (shared / "notes").mkdir(parents=True)
+            (shared / "empty").mkdir(mode=0o555)
+            (shared / "blank").touch(mode=0o444)
+            write_etc(shared / "etc", uid=os.geteuid(), home=HOME)
+        except OSError as error:
+            raise SandboxError(f"cannot make directories for sandboxes: {error}") from error
+        runtime = gather(shared / "runtime", self.templates_specs)
+        setuid = uses_setuid(self.program) if self._setuid is None else self._setuid
+        return _Ready(
+            runtime=runtime,
+            etc=shared / "etc",
+            empty=shared / "empty",
+            blank=shared / "blank",
+            setuid=setuid,
+        )
+
+    @property
+    def templates_specs(self) -> dict[str, TemplateSpec]:
+        """What can be forked inside, by name."""
+        return {name: template.spec for name, template in self.templates.items()}
+
+    def wrapper(self, command: list[str], python: tuple[str, ...]) -> Wrapper:
+        """How Apptainer is run, and the first process by it."""
+        notes = self.directory.path / "notes"
+        return Wrapper(
+            command=tuple(command),
+            env=doorway_environment(notes, environment()),
+            explain=explain_instance,
+            python=python,
+        )
+
+
+class InstanceSandbox(NodeSandbox):
+    """A running sandbox. On the host it is Apptainer's own process, which waits, and the sandbox's first,
+    which forks tool servers, and whose control socket ends both when it closes.
+    """
+
+    _own_users = False
+
+    def __init__(
+        self,
+        sandbox_id: str,
+        spec: SandboxSpec,
+        files: InstanceFiles,
+        driver: InstanceDriver,
+        ready: _Ready,
+    ) -> None:
+        super().__init__(sandbox_id, spec, files.root, driver)
+        self._driver: InstanceDriver = driver
+        self._files = files
+        self._ready = ready
+        #: As Apptainer is told; `spec` says what was asked for.
+        self._inside = _with_name_service(spec)
+        self._process: TemplateProcess | None = None
+        self._first: Process | None = None
+        self._seen = -1
+        self._proxy: Proxy | None = None
+        self._launching: asyncio.Task[None] | None = None
+
+    @property
+    def alive(self) -> bool:
+        return super().alive and self._first is not None and self._first.alive
+
+    @property
+    def pid(self) -> int:
+        """Of the sandbox's first process, on the host; for operators.
+
+        Raises:
+            SandboxError: it has not been started.
+        """
+        if self._first is None:
+            raise SandboxError(f"sandbox {self.id} was not started")
+        return self._first.pid
+
+    @property
+    def first_pid(self) -> int | None:
+        return None if self._first is None else self._first.pid
+
+    @property
+    def seen_root(self) -> str | None:
+        # The first process is closed to this user as well: it handed out its root itself.
+        return None if self._seen < 0 else f"/proc/self/fd/{self._seen}"
+
+    @property
+    def servers_inside(self) -> frozenset[int]:
+        return frozenset(server.own_pid for server in self._servers if server.process.alive)
+
+    async def launch(self) -> None:
+        """Make the directories, run Apptainer and wait for the first process."""
+        self._launching = asyncio.create_task(self._launch())
+        await asyncio.shield(self._launching)
+        if self._closing is not None:
+            raise SandboxError(f"sandbox {self.id} was closed while it started")
+
+    async def snapshot(self) -> Snapshot:
+        """Copy the files of the sandbox: see `base.Sandbox`. Changes of its image are not among them."""
+        if self._spec.image is not None:
+            self._driver.warn_once(
+                "a snapshot by the instance driver holds no changes of the image itself: those are in memory"
+            )
+        return await super().snapshot()
+
+    async def _launch(self) -> None:
+        try:
+            copied = await self._prepare_files()
+        except OSError as error:
+            raise SandboxError(f"cannot make a sandbox's directories: {error}") from error
+        command = apptainer_command(
+            self._driver.program,
+            self._inside,
+            self._files,
+            setuid=self._ready.setuid,
+            root=os.geteuid() == 0,
+            system_masks=self._driver.system_masks if self._spec.image is None else (),
+            copied=copied,
+            host_mounts=mount_places(),
+        )
+        runtime, with_python = self._ready.runtime, shows_python(self._inside)
+        python = runtime.command_of_host() if with_python else runtime.command()
+        try:
+            self._process = TemplateProcess("inside", self._driver.wrapper(command, python))
+        except OSError as error:
+            raise SandboxError(f"Apptainer cannot be run: {error}") from error
+        entries, preload = self._imports(with_python)
+        inside = Inside(code=CODE, route=self._spec.default_route)
+        await self._process.prepare(entries, preload, START_TIMEOUT_S, inside)
+        self._hold_first(self._process)
+        if allow := self._spec.network.allow:
+            listener = await self._process.listen(self.id, self._seen, PROXY_PORT)
+            self._proxy = self._driver.gateway.serve(self.id, listener, allow)
+
+    def _imports(self, with_python: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What the first process has ready: entries, and what is imported before."""
+        templates = self._driver.templates_specs
+        entries = tuple(dict.fromkeys(entry for spec in templates.values() for entry in spec.entries))
+        if not with_python:
+            return entries, self._ready.runtime.modules
+        preload = (_PYTHON_PRELOAD,) if _PYTHON in templates else ()
+        return entries, (*self._ready.runtime.modules, *preload)
+
+    def _hold_first(self, process: TemplateProcess) -> None:
+        """Take hold of the first process, and look at what Apptainer gave it.
+
+        A site can forbid namespaces, of which Apptainer only warns.
+        """
+        pidfd, self._seen = process.descriptors
+        self._first = Process(pid_of(pidfd), pidfd)
+        found = process.found
+        open_network = self._spec.network.open
+        shared = [
+            name
+            for name, number in found["namespaces"].items()
+            if number == os.stat(f"/proc/self/ns/{name}").st_ino and not (name == "net" and open_network)  # noqa: PTH116
+        ]
+        if found["pid"] != 1 and "pid" not in shared:
+            shared.append("pid")
+        if shared:
+            settings = ", ".join(SETTINGS[name] for name in shared if name in SETTINGS)
+            raise SandboxError(
+                f"Apptainer gave the sandbox no namespace of its own for: {', '.join(shared)}",
+                hint=f"the administrator must set {settings} in Apptainer's configuration"
+                if settings
+                else "`prorl-envs doctor` checks this machine",
+            )
+
+    async def _prepare_files(self) -> dict[int, Path]:
+        """Make the directories. Returns the copies of overlay mounts, by their index."""
+        files, spec = self._files, self._inside
+        files.root.mkdir(mode=0o700, exist_ok=self._restored)
+        overlays = {index: files.overlay(index)[0] for index, m in enumerate(spec.mounts) if m.overlay}
+        if self._restored:
+            check_mount_points(files.places(spec), mount_points(spec))
+        else:
+            for directory in (files.work, files.tmp, files.home):
+                directory.mkdir(mode=0o700)
+            for index, copy in overlays.items():
+                # There is no overlay on a single directory without privilege: a copy has the same meaning.
+                source = spec.mounts[index].source
+                if not await asyncio.to_thread(source.is_dir):
+                    raise SandboxError(f"the overlay's source {source} is not a directory")
+                await copy_trees(source.parent, files.root, [source.name], self._stop_copying)
+                (files.root / source.name).rename(copy)
+        write_names(files.root, spec.hostname)
+        if spec.image is None:
+            write_system(spec, files)
+        else:
+            write_points(spec, files)
+        return overlays
+
+    def _open_place(self) -> int:
+        return os.dup(self._seen)
+
+    def _request(self, entry: str) -> ForkRequest:
+        env = {**default_environment(self._spec), **self._spec.env}
+        return ForkRequest(entry=entry, workdir=self._spec.workdir, env=env, isolated=False)
+
+    async def _fork(
+        self, template: str, place: int, request: ForkRequest
+    ) -> tuple[ToolServer, socket.socket]:
+        assert self._process is not None
+        spec = self._driver.templates[template].spec
+        if request.entry not in spec.entries:
+            raise SandboxError(
+                f"template {template!r} has no entry {request.entry!r}",
+                hint=f"it has: {', '.join(spec.entries)}",
+            )
+        if template == _PYTHON and not shows_python(self._inside):
+            raise SandboxError(
+                "a Python session of the host's needs the host's Python in the sandbox",
+                hint="add the mounts of `python_runtime()` to the spec, as the ipython environments do",
+            )
+        return await self._process.fork(self.id, place, request)
+
+    def _state(self) -> Iterator[str]:
+        return (path.name for path in self._files.state(self._spec))
+
+    async def _end(self) -> None:
+        if self._launching is not None:
+            await asyncio.gather(self._launching, return_exceptions=True)
+        if self._proxy is not None:
+            await self._proxy.aclose()
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await self._end_processes()
+        except TimeoutError:
+            raise SandboxError(f"sandbox {self.id} did not end in {CLOSE_TIMEOUT_S} s") from None
+
+    async def _end_processes(self) -> None:
+        if self._first is not None:
+            self._first.kill()  # and with it its pid namespace
+        if self._process is not None:
+            await self._process.aclose()
+        if self._first is not None:
+            await self._first.wait()
+        for server in self._servers:
+            await server.process.wait()
+        if self._seen >= 0:
+            os.close(self._seen)
+            self._seen = -1
+
+
+def shows_python(spec: SandboxSpec) -> bool:
+    """Whether this interpreter is to be seen in the sandbox, at its own path and with its packages."""
+    needed = [Path(sys.executable), *(Path(path) for path in sys.path if "-packages" in path)]
+    places = [mount.target for mount in spec.mounts if str(mount.source) == mount.target]
+    return all(any(path.is_relative_to(place) for place in places) for path in needed)
+
+
+def _with_name_service(spec: SandboxSpec) -> SandboxSpec:
+    """With the host's way to look up names, where it has the host's network."""
+    source = Path("/etc/resolv.conf")
+    if not spec.network.open or not source.is_file():
+        return spec
+    return replace(spec, mounts=(*spec.mounts, Mount(source=source.resolve(), target=str(source))))

@@ -1,0 +1,219 @@
+"""From a `SandboxSpec` to the command line of one Apptainer that is a sandbox. Pure, but for `write_system`.
+
+Without an image, what Apptainer takes for its container is a directory of ours that holds the mount points
+of everything, so that nothing is left to what a site has configured. An image is given as it is, with
+changes in memory.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.command import HOME, SandboxFiles, mount_points
+from prorl_envs.sandbox.instance_runtime import PLACE
+from prorl_envs.sandbox.probe import NAMESPACES_REMEDY
+from prorl_envs.sandbox.system import kernel_files, root_directories
+
+#: What Apptainer would mount by itself and we do otherwise, or not at all.
+_NO_MOUNTS = "sys,tmp,cwd,bind-paths,hostfs"
+_CONFIGURATION = "the administrator must set `{}` in Apptainer's configuration"
+#: What Apptainer says, and what to do about it. The first that is found counts.
+_REMEDIES = {
+    "unknown flag": "Apptainer 1.2 or later, or SingularityCE 3.11 or later",
+    "disallows users from running sandbox": _CONFIGURATION.format("allow container dir = yes"),
+    "disallows users from running sif": _CONFIGURATION.format("allow container sif = yes"),
+    "user bind control": _CONFIGURATION.format("user bind control = yes"),
+    "not allowed by configuration": _CONFIGURATION.format("allow user ns = yes"),
+    "user namespace": f"install Apptainer's setuid program (`apptainer-suid`), or {NAMESPACES_REMEDY}",
+    "writable-tmpfs": _CONFIGURATION.format("enable overlay = yes"),
+    "overlay": _CONFIGURATION.format("enable overlay = yes"),
+    "destination": "where a mount is to appear must exist in the image or below a writable directory",
+}
+_SAID_LIMIT = 500
+#: What each namespace that is missing is named in Apptainer's configuration.
+SETTINGS = {"pid": "allow pid ns = yes", "ipc": "allow ipc ns = yes", "uts": "allow uts ns = yes"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceFiles(SandboxFiles):
+    """The host directories of one sandbox, and those of its driver that it shows.
+
+    Args:
+        runtime: the Python of its first process.
+        empty: a directory, and `blank` a file, with nothing in it.
+    """
+
+    runtime: Path
+    empty: Path
+    blank: Path
+
+    @property
+    def system(self) -> Path:
+        """What holds the mount points where there is no image."""
+        return self.root / "system"
+
+
+def apptainer_command(
+    program: Path,
+    spec: SandboxSpec,
+    files: InstanceFiles,
+    *,
+    setuid: bool,
+    root: bool = False,
+    system_masks: tuple[str, ...] = (),
+    copied: Mapping[int, Path] | None = None,
+    host_mounts: Sequence[str] = (),
+) -> list[str]:
+    """What to write before the command of a sandbox's first process.
+
+    Args:
+        program: Apptainer.
+        setuid: whether it shall use its setuid program, and not a user namespace.
+        root: whether root runs it, so that the first process has capabilities to give up.
+        system_masks: hidden beside the spec's own `masks`.
+        copied: the private copies of overlay mounts, by their index in the spec.
+        host_mounts: where the host has something mounted.
+    """
+    network = () if spec.network.open else ("--net", "--network", "none")
+    image = spec.image
+    mounts = _with_parts(_mounts(spec, files, system_masks, copied or {}), host_mounts)
+    return [
+        *(str(program), "--silent", "--nocolor", "exec", *(() if setuid else ("--userns",))),
+        # No shim: the first process is ours, so that no signal from inside ends it.
+        *("--contain", "--cleanenv", "--no-eval", "--pid", "--ipc", "--uts", "--no-init"),
+        *(("--keep-privs",) if root else ("--no-privs",)),
+        *("--hostname", spec.hostname, *network),
+        *("--no-mount", _NO_MOUNTS, "--home", f"{files.home}:{HOME}", "--scratch", "/run"),
+        *(() if image is None else ("--writable-tmpfs",)),
+        *(word for mount in mounts for word in ("--mount", mount.text())),
+        *("--pwd", "/", str(files.system if image is None else image.resolve())),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Bind:
+    source: Path
+    target: str
+    writable: bool = False
+
+    def text(self) -> str:
+        """As `--mount` takes it: a line of CSV."""
+        fields = ["type=bind", f"source={self.source}", f"destination={self.target}"]
+        return ",".join(map(_quoted, fields if self.writable else [*fields, "ro"]))
+
+
+def _with_parts(mounts: Iterable[_Bind], host_mounts: Sequence[str]) -> Iterator[_Bind]:
+    """With what is mounted below what is mounted: Apptainer makes only the top read-only."""
+    for each in mounts:
+        yield each
+        if not each.writable:
+            for place in host_mounts:
+                path = Path(place)
+                if path != each.source and path.is_relative_to(each.source):
+                    target = PurePosixPath(each.target, path.relative_to(each.source))
+                    yield _Bind(path, str(target))
+
+
+def _mounts(
+    spec: SandboxSpec, files: InstanceFiles, system_masks: tuple[str, ...], copied: Mapping[int, Path]
+) -> Iterator[_Bind]:
+    if spec.image is None:
+        for name in ("usr", *(path.name for path in root_directories() if not path.is_symlink())):
+            yield _Bind(Path("/", name), f"/{name}")
+        yield _Bind(files.etc, "/etc")
+    else:
+        # Neither what an image tells Apptainer to set, nor what it tells the loader to load, is for the first
+        # process.
+        yield _Bind(files.empty, "/.singularity.d")
+        yield _Bind(files.blank, "/etc/ld.so.preload")
+        yield _Bind(files.blank, "/etc/resolv.conf")
+    yield _Bind(files.root / "hosts", "/etc/hosts")
+    yield _Bind(files.root / "hostname", "/etc/hostname")
+    # The kernel shows there what belongs to who looks, wherever it was mounted.
+    yield _Bind(Path("/proc/sys"), "/proc/sys")
+    for name in kernel_files():
+        yield _Bind(Path("/dev/null"), f"/proc/{name}")  # on a mount without devices it cannot even be opened
+    yield _Bind(files.runtime, PLACE)
+    yield _Bind(files.tmp, "/tmp", writable=True)
+    yield _Bind(files.work, spec.workdir, writable=True)
+    for index, mount in enumerate(spec.mounts):
+        source = copied.get(index, mount.source)
+        yield _Bind(source, mount.target, writable=mount.writable or mount.overlay)
+    for mask in (*spec.masks, *system_masks):
+        for place, source in _above(mask, files.places(spec)):
+            yield _Bind(source, place, writable=True)
+        yield _Bind(files.empty, mask)
+
+
+def _above(target: str, places: Mapping[str, Path]) -> Iterator[tuple[str, Path]]:
+    """The directories between one the sandbox may write to and a mount in it, mounted on themselves.
+
+    Otherwise they could be moved, and what is mounted below with them.
+    """
+    path = PurePosixPath(target)
+    own = max((place for place in places if path.is_relative_to(place)), key=len, default=None)
+    if own is not None:
+        parts = path.relative_to(own).parts
+        for count in range(1, len(parts)):
+            yield str(PurePosixPath(own, *parts[:count])), places[own].joinpath(*parts[:count])
+
+
+def _quoted(field: str) -> str:
+    return '"' + field.replace('"', '""') + '"' if any(c in field for c in ',"\n\r ') else field
+
+
+def write_system(spec: SandboxSpec, files: InstanceFiles) -> None:
+    """Make the directory that stands for a container where there is no image: mount points, and links.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    system = files.system
+    for name in ("usr", "etc", "proc", "dev", "run", "tmp", "var", PLACE[1:]):
+        (system / name).mkdir(parents=True)
+    (system / "var" / "tmp").symlink_to("/tmp")
+    for path in root_directories():
+        if path.is_symlink():
+            (system / path.name).symlink_to(path.readlink())
+        else:
+            (system / path.name).mkdir()
+    places = {**files.places(spec), "/": system}
+    for target, is_directory in mount_points(spec).items():
+        _make_point(target, places, is_directory)
+
+
+def write_points(spec: SandboxSpec, files: InstanceFiles) -> None:
+    """Make the mount points that lie in directories of the sandbox's own: nobody else could.
+
+    Raises:
+        OSError: one cannot be made.
+    """
+    places = files.places(spec)
+    for target, is_directory in mount_points(spec).items():
+        _make_point(target, places, is_directory)
+
+
+def _make_point(target: str, places: Mapping[str, Path], is_directory: bool) -> None:
+    path = PurePosixPath(target)
+    above = [place for place in places if path != PurePosixPath(place) and path.is_relative_to(place)]
+    if not above:
+        return
+    place = max(above, key=len)
+    point = places[place] / path.relative_to(place)
+    if is_directory:
+        point.mkdir(mode=0o755, parents=True, exist_ok=True)
+    else:
+        point.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        point.touch(mode=0o644)
+
+
+def explain_instance(output: str) -> SandboxError:
+    """The error for a start that failed, from what Apptainer said."""
+    said = " ".join(output.split())[-_SAID_LIMIT:] or "Apptainer ended without a word"
+    lower = said.lower()
+    hint = next((remedy for words, remedy in _REMEDIES.items() if words in lower), "")
+    return SandboxError(
+        f"Apptainer did not start the sandbox: {said}", hint=hint or "`prorl-envs doctor` checks this machine"
+    )

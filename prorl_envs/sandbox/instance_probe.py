@@ -1,0 +1,77 @@
+"""Whether this machine's Apptainer can make sandboxes by itself, with no namespace to be joined: tried."""
+
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.apptainer_probe import find_apptainer, uses_setuid
+from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.doorway import doorway_environment
+from prorl_envs.sandbox.instance_command import (
+    InstanceFiles,
+    apptainer_command,
+    explain_instance,
+    write_system,
+)
+from prorl_envs.sandbox.probe import Check
+from prorl_envs.sandbox.system import write_names
+
+_TIMEOUT_S = 60.0
+_NAME = "an Apptainer each"
+#: Prints whether it is the first process of its namespace, and its interfaces.
+_LOOK = "echo $$; while read -r name rest; do case $name in *:) echo ${name%:};; esac; done < /proc/net/dev"
+
+
+def instance_check(base: Path, chosen: Path | None = None) -> Check:
+    """Whether `InstanceDriver` could start a sandbox below `base`. Blocks, for some 300 ms.
+
+    Args:
+        base: existing directory on a local disk.
+        chosen: the Apptainer drivers would use; None for the default one.
+    """
+    try:
+        program = find_apptainer(chosen)
+        setuid = uses_setuid(program)
+        problem = _try_start(program, base, setuid=setuid)
+    except SandboxError as error:
+        problem = error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        problem = SandboxError(f"cannot be tried in {base}: {error}")
+    if problem is not None:
+        return Check(name=_NAME, ok=False, found=problem.message, remedy=problem.hint)
+    how = "by its setuid program, without user namespaces" if setuid else "in a user namespace of its own"
+    return Check(name=_NAME, ok=True, found=f"works, {how}")
+
+
+def _try_start(program: Path, base: Path, *, setuid: bool) -> SandboxError | None:
+    spec = SandboxSpec()
+    with tempfile.TemporaryDirectory(dir=base) as scratch:
+        root = Path(scratch)
+        files = InstanceFiles(
+            root, root / "empty", runtime=root / "empty", empty=root / "empty", blank=root / "hosts"
+        )
+        for folder in (files.empty, files.work, files.tmp, files.home):
+            folder.mkdir()
+        write_names(root, spec.hostname)
+        (files.empty / "hosts").touch()
+        (files.empty / "hostname").touch()
+        write_system(spec, files)
+        command = apptainer_command(program, spec, files, setuid=setuid, root=os.geteuid() == 0)
+        done = subprocess.run(
+            [*command, "/bin/sh", "-c", _LOOK],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env=doorway_environment(root, {}),
+            cwd="/",
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+    if done.returncode != 0:
+        return explain_instance(done.stdout + done.stderr)
+    if done.stdout.split() != ["1", "lo"]:
+        return explain_instance(f"it gave no namespaces of its own: {done.stdout}{done.stderr}")
+    return None
