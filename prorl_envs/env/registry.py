@@ -22,6 +22,7 @@ GROUP = "prorl_envs.environments"
 
 _BUILT_IN = {
     "bash": "prorl_envs.envs.bash.env:BashEnvironment",
+    "code": "prorl_envs.envs.code.env:CodeEnvironment",
     "ipython": "prorl_envs.envs.ipython.env:IPythonEnvironment",
     "swebench": "prorl_envs.envs.swebench.env:SwebenchEnvironment",
 }

@@ -18,6 +18,8 @@ from prorl_envs.tools.workplace import Workplace
 
 #: Longest answer a finish call may hand in, in characters; what is longer is refused, not cut.
 MAX_ANSWER_CHARS = 20_000
+#: How much is kept of an answer without a tool call, from its end.
+MAX_WORDS = 200_000
 
 
 class Phase(StrEnum):
@@ -66,6 +68,7 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
         self._place: Workplace | None = None
         self._exits = AsyncExitStack()
         self._answer: str | None = None
+        self._last_words = ""
 
     @classmethod
     def load(cls, row: Mapping[str, Any]) -> TaskT:
@@ -106,6 +109,10 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
         limit = self.call_timeout_s if timeout_s is None else timeout_s
         return await self._here("call").tools.call(call, timeout_s=limit)
 
+    def conclude(self, text: str) -> None:
+        if self._phase is Phase.READY:
+            self._last_words = text[-MAX_WORDS:]
+
     async def eval(self) -> Grade:
         self._expect("eval", Phase.READY, Phase.FINISHED)
         self._phase = Phase.GRADED
@@ -127,6 +134,11 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
     def answer(self) -> str | None:
         """What the agent handed in with its finish call; None where it never called it."""
         return self._answer
+
+    @property
+    def last_words(self) -> str:
+        """What the agent said in an answer without a tool call that ended the episode, or ""."""
+        return self._last_words
 
     def sandbox_spec(self, task: TaskT) -> SandboxSpec:
         """The agent's sandbox for `task`."""

@@ -31,6 +31,7 @@ from prorl_envs.nemo.failures import TOOL_UNAVAILABLE, error_body, http_status
 from prorl_envs.nemo.process import die_with_parent
 from prorl_envs.nemo.rows import blank, task_row
 from prorl_envs.nemo.sessions import SessionLimits, Sessions
+from prorl_envs.nemo.words import last_words
 from prorl_envs.nemo.wire import (
     EnvironmentServerConfig,
     ResetResponse,
@@ -148,6 +149,7 @@ class EnvironmentServer(SimpleResourcesServer):
             RolloutFailure: there is no reward, and failures are errors here.
         """
         session_id = _session_id(request)
+        self._sessions.conclude(session_id, last_words(body.response.output))
         try:
             grade = await self._sessions.grade(session_id)
         except RolloutFailure as failure:
@@ -197,6 +199,7 @@ class EnvironmentServer(SimpleResourcesServer):
         info: JsonObject = {"tool_outputs": outputs}
         if not (terminated or truncated):
             return StepResponse(info=info)
+        self._sessions.conclude(session_id, last_words(body.response.output))
         grade = await self._sessions.grade(session_id)
         return StepResponse(
             reward=grade.reward, terminated=terminated, truncated=truncated, info=info | details(grade)
