@@ -8,6 +8,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
@@ -27,7 +28,7 @@ from prorl_envs.envs.code.task import (
 )
 from prorl_envs.envs.code.values import decode, encode
 from prorl_envs.errors import GraderError, SandboxLimit
-from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.base import Limits, SandboxSpec
 from prorl_envs.tools.types import Completed, JsonObject
 from prorl_envs.tools.workplace import Workplace
 
@@ -43,6 +44,8 @@ _SLACK_BYTES = 16 * 1024
 #: Seconds for what surrounds the cases: the start of the runner, reading the batch.
 _OVERHEAD_S = 30.0
 _EVIDENCE_CHARS = 500
+#: Processes a solution may have, and how many of them may use all the memory that one may.
+_PROCESSES, _PROCESSES_MEMORY = 128, 4
 _ENV = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "OPENBLAS_NUM_THREADS": "1"}
 _PYTHON = ("python3", "-s", "-P", "-c")
 
@@ -75,6 +78,8 @@ async def run_cases(task: CodeTask, source: str, node: Node, spec: SandboxSpec) 
     """
     outcomes: list[JsonObject] = []
     left = task.limits.total_s
+    memory = _PROCESSES_MEMORY * task.limits.memory_mb * 2**20 + 2**30
+    spec = replace(spec, limits=Limits(memory_bytes=memory, processes=_PROCESSES, disk_bytes=2**31))
     async with workplace(node, spec) as grader:
         await grader.tools.write(SOLUTION, source.encode("utf-8", "replace"))
         for batch in _batches(task):

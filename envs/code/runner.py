@@ -12,6 +12,7 @@ that came with the batch, so nothing else can print them.
 Imports nothing of this package but `values`, whose text stands before this one in the sandbox.
 """
 
+import atexit
 import bisect
 import builtins
 import collections
@@ -19,6 +20,7 @@ import contextlib
 import ctypes
 import fcntl
 import functools
+import gc
 import heapq
 import itertools
 import json
@@ -57,7 +59,7 @@ _PATIENCE, _PATIENCE_S = 4.0, 2.0
 
 
 def main() -> None:
-    """Returns in the runner, and in a case when its program has ended."""
+    """Returns in the runner alone."""
     _prctl(_PR_SET_DUMPABLE, 0)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
@@ -219,6 +221,7 @@ def _nursery(sock: socket.socket) -> tuple[dict[str, Any], int]:
         os.dup2(null, fd)
     os.close(null)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    gc.freeze()  # a case's collections need not look at, and so copy, what was there before it
     while True:
         message, fds, _, _ = socket.recv_fds(sock, _MESSAGE, 8)
         if not message:
@@ -307,7 +310,7 @@ def _streams() -> None:
     sys.stderr = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: PTH123, SIM115
 
 
-def _program(job: dict[str, Any]) -> None:
+def _program(job: dict[str, Any]) -> NoReturn:
     """Ends as the interpreter does: with its threads, its exit functions and its exit status."""
     os.dup2(3, 1)
     os.close(3)
@@ -315,7 +318,27 @@ def _program(job: dict[str, Any]) -> None:
     module = types.ModuleType("__main__")
     module.__file__ = job["path"]
     sys.modules["__main__"] = module
-    exec(compile(job["source"], job["path"], "exec"), module.__dict__)
+    status = 0
+    try:
+        exec(compile(job["source"], job["path"], "exec"), module.__dict__)
+    except SystemExit as ended:
+        status = _exit_status(ended.code)
+    except BaseException:  # noqa: BLE001 - the interpreter's own way with it
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    # What remains of an interpreter's end but the taking down of every module, most of a short case's time.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    with contextlib.suppress(ValueError):  # closed
+        sys.stdout.flush()
+    os._exit(status)
+
+
+def _exit_status(code: Any) -> int:
+    if code is None or isinstance(code, int):
+        return (code or 0) & 0xFF
+    print(code, file=sys.stderr)
+    return 1
 
 
 def _load(job: dict[str, Any]) -> dict[str, Any]:

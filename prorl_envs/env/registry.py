@@ -24,6 +24,7 @@ _BUILT_IN = {
     "bash": "prorl_envs.envs.bash.env:BashEnvironment",
     "code": "prorl_envs.envs.code.env:CodeEnvironment",
     "ipython": "prorl_envs.envs.ipython.env:IPythonEnvironment",
+    "math": "prorl_envs.envs.math.env:MathEnvironment",
     "swebench": "prorl_envs.envs.swebench.env:SwebenchEnvironment",
 }
 

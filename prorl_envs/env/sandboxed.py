@@ -54,6 +54,8 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
     system_prompt: ClassVar[str]
     #: The tools that run in the sandbox.
     sandbox_tools: ClassVar[tuple[ToolSpec, ...]]
+    #: Those that run here, outside: what they use (the network, a key) never enters the sandbox.
+    host_tools: ClassVar[tuple[ToolSpec, ...]] = ()
     #: How the agent says that it is done, and hands in an answer where the family wants one.
     finish_spec: ClassVar[ToolSpec]
     #: Whether the sandbox gets a warm IPython.
@@ -77,7 +79,7 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
 
     @property
     def tools(self) -> Sequence[ToolSpec]:
-        return (*self.sandbox_tools, self.finish_spec)
+        return (*self.host_tools, *self.sandbox_tools, self.finish_spec)
 
     def prompt(self, task: TaskT) -> Prompt:
         messages: list[Message] = [
@@ -102,11 +104,13 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
             return ToolResult(text="The episode is finished: no further calls are taken.", ok=False)
         if call.name == self.finish_tool:
             return self._finish(call)
-        names = [tool.name for tool in self.sandbox_tools]
+        limit = self.call_timeout_s if timeout_s is None else timeout_s
+        if call.name in [tool.name for tool in self.host_tools]:
+            return await self.call_host(call, timeout_s=limit)
+        names = [tool.name for tool in (*self.host_tools, *self.sandbox_tools)]
         if call.name not in names:
             known = ", ".join([*names, self.finish_tool])
             return ToolResult(text=f"There is no tool {call.name[:100]!r}. The tools are: {known}.", ok=False)
-        limit = self.call_timeout_s if timeout_s is None else timeout_s
         return await self._here("call").tools.call(call, timeout_s=limit)
 
     def conclude(self, text: str) -> None:
@@ -143,6 +147,14 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
     def sandbox_spec(self, task: TaskT) -> SandboxSpec:
         """The agent's sandbox for `task`."""
         return SandboxSpec()
+
+    async def call_host(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
+        """Run a call of one of the `host_tools`; its arguments are hostile.
+
+        Raises:
+            ToolError: what it uses failed.
+        """
+        raise EnvironmentFault(f"{self.name} does not say how to run {call.name}")
 
     @abstractmethod
     async def prepare(self, task: TaskT, place: Workplace) -> None:

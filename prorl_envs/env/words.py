@@ -1,4 +1,4 @@
-"""Answers found in what a model says: its last boxed expression, its last block of code. Pure and bounded."""
+"""Answers found in what a model says: a boxed expression, a line `Answer: ...`, a block of code. Pure and bounded."""
 
 import re
 
@@ -7,6 +7,8 @@ _THOUGHT = "<think>"
 _FENCE = "```"
 _PYTHON = ("", "python", "python3", "py")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_LINE = re.compile(r"^\W*(?:the |final )*answer\W*?(?: is)?\s*[:=]\s*(.+)$", re.IGNORECASE)
+_LINES, _LINE_CHARS = 20, 500
 #: Longest text that is looked through, from its end.
 MAX_CHARS = 200_000
 
@@ -40,6 +42,26 @@ def last_boxed(text: str) -> str:
     spoken = said(text)
     boxes = [match.end() for match in _BOX.finditer(spoken)]
     return _braced(spoken, boxes[-1]) if boxes else ""
+
+
+def stated(words: str) -> str:
+    """The answer in a last message: its last boxed expression, or its last line `Answer: ...`."""
+    if boxed := last_boxed(words):
+        return boxed
+    lines = [line for line in said(words).splitlines()[-_LINES:] if len(line) <= _LINE_CHARS]
+    found = [match[1] for line in lines if (match := _LINE.match(line.strip()))]
+    return found[-1] if found else ""
+
+
+def bare(answer: str) -> str:
+    """An answer without what surrounds it: a box, dollar signs, a full stop."""
+    text = (last_boxed(answer) or answer).strip()
+    for left, right in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
+        if text.startswith(left) and text.endswith(right) and len(text) > len(left) + len(right):
+            text = text[len(left) : -len(right)].strip()
+    if text.endswith(".") and not text.endswith(".."):
+        text = text[:-1].rstrip()
+    return text
 
 
 def _braced(text: str, start: int) -> str:
