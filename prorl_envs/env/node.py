@@ -7,7 +7,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from prorl_envs.env.search import SearchSettings
+from prorl_envs.env.search import SearchBackend, SearchSettings
+from prorl_envs.env.search_index import IndexSearch
+from prorl_envs.env.web_search import WebSearch
 from prorl_envs.sandbox.base import Driver, Sandbox, SandboxSpec
 from prorl_envs.sandbox.choice import choose_driver, make_driver
 from prorl_envs.tools.pool import WarmPool
@@ -49,7 +51,8 @@ class Node:
         self, driver: Driver, cache_dir: Path, *, warm: int = 0, search: SearchSettings | None = None
     ) -> None:
         self.driver = driver
-        self.search = search
+        self._search = search or SearchSettings()
+        self._backend: SearchBackend | None = None
         self.cache_dir = cache_dir
         self._pool = WarmPool(driver, limit=warm)
         self._given = self._failed = 0
@@ -85,6 +88,22 @@ class Node:
         self._given += 1
         self._seconds += time.monotonic() - asked
         return place
+
+    def searching(self, sample: Path) -> SearchBackend:
+        """What search tools ask; the same for all episodes.
+
+        Args:
+            sample: folder of texts that is searched where the settings name none.
+
+        Raises:
+            InputError: the settings name no back end, or not what it needs.
+        """
+        if self._backend is None:
+            if self._search.backend == "index":
+                self._backend = IndexSearch(self._search.corpus or sample, self.cache_dir)
+            else:
+                self._backend = WebSearch(self._search)
+        return self._backend
 
     @property
     def use(self) -> NodeUse:

@@ -25,6 +25,7 @@ _BUILT_IN = {
     "code": "prorl_envs.envs.code.env:CodeEnvironment",
     "ipython": "prorl_envs.envs.ipython.env:IPythonEnvironment",
     "math": "prorl_envs.envs.math.env:MathEnvironment",
+    "stem": "prorl_envs.envs.stem.env:StemEnvironment",
     "swebench": "prorl_envs.envs.swebench.env:SwebenchEnvironment",
 }
 

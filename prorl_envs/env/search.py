@@ -33,6 +33,14 @@ class Hit:
 class SearchBackend(Protocol):
     """Finds passages."""
 
+    async def open(self) -> None:
+        """Get ready; called before each episode, and cheap after the first.
+
+        Raises:
+            InputError: what the settings name is not there.
+        """
+        ...
+
     async def search(self, query: str, limit: int) -> list[Hit]:
         """The best hits, best first.
 

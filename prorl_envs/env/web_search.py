@@ -84,6 +84,9 @@ class WebSearch:
         if self._api.key_header and not settings.key:
             raise InputError(f"{settings.backend} needs a key", hint="set PRORL_SEARCH__KEY")
 
+    async def open(self) -> None:
+        return
+
     async def search(self, query: str, limit: int) -> list[Hit]:
         problem = ""
         async with httpx.AsyncClient(timeout=self._settings.timeout_s, follow_redirects=False) as client:

@@ -58,14 +58,14 @@ def env() -> Iterator[TaskEnv]:
     env.close()
 
 
-@pytest.mark.parametrize("env_id", ["prorl_envs.gym:prorl/Bash-v0", "prorl_envs.gym:prorl/IPython-v0"])
+@pytest.mark.parametrize("env_id", [f"prorl_envs.gym:prorl/{name}-v0" for name in ("Bash", "Code", "IPython", "Math", "STEM")])
 def test_gymnasiums_own_check(env_id: str) -> None:
     env = gymnasium.make(env_id)
     check_env(env.unwrapped)
     env.close()
 
 
-@pytest.mark.parametrize("family", ["bash", "ipython"])
+@pytest.mark.parametrize("family", ["bash", "code", "ipython", "math", "stem"])
 def test_the_first_examples_reference_scores_one(family: str) -> None:
     task = load_tasks(family, example_path(family))[0]
     env = TaskEnv(family)
