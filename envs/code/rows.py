@@ -95,7 +95,11 @@ def _livecodebench(row: Mapping[str, Any]) -> JsonObject:
     metadata = _json(row, "metadata") if row.get("metadata") else {}
     name = metadata.get("func_name") if isinstance(metadata, Mapping) else None
     if cases[0].get("testtype") == "functional" or name:
-        tests: JsonObject = {"type": "function", "entry_point": name, "cases": [_call(case) for case in cases]}
+        tests: JsonObject = {
+            "type": "function",
+            "entry_point": name,
+            "cases": [_call(case) for case in cases],
+        }
     else:
         tests = _programs([case["input"] for case in cases], [case["output"] for case in cases])
     starter = _text(row, "starter_code")

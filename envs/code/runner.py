@@ -305,9 +305,9 @@ def _limit(job: dict[str, Any]) -> None:
 
 
 def _streams() -> None:
-    sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: PTH123, SIM115
-    sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: PTH123, SIM115
-    sys.stderr = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: PTH123, SIM115
+    sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
 
 
 def _program(job: dict[str, Any]) -> NoReturn:

@@ -1,6 +1,7 @@
 """The part of judging an answer that needs no library. Pure and bounded."""
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 
 from prorl_envs.env.answers import parse_number, same_expression
@@ -10,6 +11,7 @@ from prorl_envs.env.expressions import ExpressionError, parse_expression
 MAX_CHARS = 2_000
 
 _LETTER = re.compile(r"[A-Za-z_]\w*")
+_OPERATORS = (r"\int", r"\iint", r"\oint", r"\sum", r"\prod", r"\lim", r"\det", r"\partial", r"\frac{d}{d")
 _NAMES = frozenset(("pi", "e", "E", "I"))
 
 
@@ -32,6 +34,12 @@ def quick(answer: str, right: str) -> bool | None:
     except ExpressionError:
         pass
     return None
+
+
+def unfinished(answer: str, right: Sequence[str]) -> bool:
+    """Whether an answer leaves to the library what the right ones do not: an integral, a sum, a limit."""
+    left = {name for name in _OPERATORS if name in answer}
+    return not any(left <= {name for name in _OPERATORS if name in text} for text in right)
 
 
 def _exact(text: str) -> Fraction | None:

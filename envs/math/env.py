@@ -8,8 +8,8 @@ from typing import Any
 
 from prorl_envs.env.base import Grade
 from prorl_envs.env.sandboxed import SandboxedEnvironment, workplace
-from prorl_envs.envs.math.answers import MAX_CHARS, quick
 from prorl_envs.env.words import bare, stated
+from prorl_envs.envs.math.answers import MAX_CHARS, quick, unfinished
 from prorl_envs.envs.math.rows import own_row
 from prorl_envs.envs.math.task import MathTask
 from prorl_envs.errors import EnvironmentFault, GraderError, SandboxLimit
@@ -93,6 +93,8 @@ class MathEnvironment(SandboxedEnvironment[MathTask]):
             return any(plain), "plain"
         if "$" in answer or "\\boxed" in answer:
             return False, "several expressions"
+        if unfinished(answer, right):
+            return False, "not worked out"
         return await self._verify(answer, right, spec)
 
     async def _verify(self, answer: str, right: list[str], spec: SandboxSpec) -> tuple[bool, str]:

@@ -34,7 +34,13 @@ def own_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
     problem, answer = _problem(lower), _answer(lower)
     more = {key: row[key] for key in ("alternatives", "reference") if key in row}
     finish = {"tool": "finish", "arguments": {"answer": answer}}
-    return {"id": _id(lower, problem), "instruction": problem, "answer": answer, "reference": [finish], **more}
+    return {
+        "id": _id(lower, problem),
+        "instruction": problem,
+        "answer": answer,
+        "reference": [finish],
+        **more,
+    }
 
 
 def _problem(row: Mapping[str, Any]) -> str:
@@ -84,4 +90,3 @@ def _id(row: Mapping[str, Any], problem: str) -> str:
             if (value := source.get(field)) is not None and str(value):
                 return str(value)[:200]
     return hashlib.sha256(problem.encode("utf-8", "replace")).hexdigest()[:16]
-

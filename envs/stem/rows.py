@@ -65,7 +65,9 @@ def _choices(row: Mapping[str, Any]) -> JsonObject:
         labels, given = [str(label) for label in given.get("label") or []], given.get("text")
     if not isinstance(given, Sequence) or isinstance(given, str) or not 2 <= len(given) <= len(LETTERS):
         raise InputError(f"{field}: not a list of 2 to {len(LETTERS)} texts")
-    right = next((row[key] for key in ("answerKey", "answer", "answer_index") if row.get(key) is not None), None)
+    right = next(
+        (row[key] for key in ("answerKey", "answer", "answer_index") if row.get(key) is not None), None
+    )
     if isinstance(right, str) and right in labels[: len(given)]:
         right = labels.index(right)
     if isinstance(right, bool) or not isinstance(right, int) or not 0 <= right < len(given):

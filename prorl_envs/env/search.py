@@ -80,7 +80,11 @@ class SearchSettings:
             InputError: a variable is unknown, or the time is no number.
         """
         prefix = "PRORL_SEARCH__"
-        found = {name.removeprefix(prefix).lower(): text for name, text in environ.items() if name.startswith(prefix)}
+        found = {
+            name.removeprefix(prefix).lower(): text
+            for name, text in environ.items()
+            if name.startswith(prefix)
+        }
         if unknown := found.keys() - {each.name for each in fields(cls)}:
             raise InputError(f"unknown setting search.{min(unknown)}")
         try:

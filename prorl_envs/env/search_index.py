@@ -92,7 +92,9 @@ def _write(draft: Path, corpus: Path, files: list[Path]) -> None:
     database = sqlite3.connect(draft)
     try:
         with database:
-            database.execute("CREATE VIRTUAL TABLE passages USING fts5(title, text, source UNINDEXED, tokenize='porter')")
+            database.execute(
+                "CREATE VIRTUAL TABLE passages USING fts5(title, text, source UNINDEXED, tokenize='porter')"
+            )
             rows = (row for path in files for row in _passages(corpus, path))
             database.executemany("INSERT INTO passages VALUES (?, ?, ?)", rows)
     finally:

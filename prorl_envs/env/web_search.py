@@ -104,7 +104,11 @@ class WebSearch:
 
     async def _ask(self, client: httpx.AsyncClient, query: str, limit: int) -> Any:
         api = self._api
-        asked: dict[str, Any] = {api.query: query, **dict(api.more), **({api.count: limit} if api.count else {})}
+        asked: dict[str, Any] = {
+            api.query: query,
+            **dict(api.more),
+            **({api.count: limit} if api.count else {}),
+        }
         key = self._settings.key
         bearer = api.key_header == "Authorization"
         headers = {api.key_header: f"Bearer {key}" if bearer else key} if api.key_header else {}

@@ -31,7 +31,6 @@ from prorl_envs.nemo.failures import TOOL_UNAVAILABLE, error_body, http_status
 from prorl_envs.nemo.process import die_with_parent
 from prorl_envs.nemo.rows import blank, task_row
 from prorl_envs.nemo.sessions import SessionLimits, Sessions
-from prorl_envs.nemo.words import last_words
 from prorl_envs.nemo.wire import (
     EnvironmentServerConfig,
     ResetResponse,
@@ -45,6 +44,7 @@ from prorl_envs.nemo.wire import (
     graded,
     masked,
 )
+from prorl_envs.nemo.words import last_words
 from prorl_envs.tools.types import JsonObject, ToolCall
 
 logger = logging.getLogger(__name__)

@@ -58,7 +58,9 @@ def env() -> Iterator[TaskEnv]:
     env.close()
 
 
-@pytest.mark.parametrize("env_id", [f"prorl_envs.gym:prorl/{name}-v0" for name in ("Bash", "Code", "IPython", "Math", "STEM")])
+@pytest.mark.parametrize(
+    "env_id", [f"prorl_envs.gym:prorl/{name}-v0" for name in ("Bash", "Code", "IPython", "Math", "STEM")]
+)
 def test_gymnasiums_own_check(env_id: str) -> None:
     env = gymnasium.make(env_id)
     check_env(env.unwrapped)

@@ -100,9 +100,9 @@ async def test_each_kind_tells_right_from_wrong(
         "import os\nwhile True:\n    os.fork()",
         "import sys\nwhile True:\n    sys.stdout.write('8\\n' * 10000)",
         "import sys\nwhile True:\n    sys.stderr.write('8\\n' * 10000)",
-        "print('{\"secret\": \"\", \"results\": [{\"status\": \"ok\", \"output\": \"8\"}] * 2}')",
+        'print(\'{"secret": "", "results": [{"status": "ok", "output": "8"}] * 2}\')',
         # anything that is written to any descriptor or process
-        "import os, glob\nfor fd in range(3, 200):\n    try:\n        os.write(fd, b'{\"status\": \"ok\"}')\n"
+        'import os, glob\nfor fd in range(3, 200):\n    try:\n        os.write(fd, b\'{"status": "ok"}\')\n'
         "    except OSError:\n        pass\n"
         "for path in glob.glob('/proc/[0-9]*/fd/*'):\n    try:\n"
         "        open(path, 'w').write('{\"status\": \"ok\"}')\n    except OSError:\n        pass\nos._exit(0)",
@@ -167,7 +167,9 @@ if __name__ == '__main__':
     print(double())
 """
     cases = {
-        "stdio": {"cases": [{"input": "1\n", "output": "needle-4242"}, {"input": "needle-4242", "output": ""}]},
+        "stdio": {
+            "cases": [{"input": "1\n", "output": "needle-4242"}, {"input": "needle-4242", "output": ""}]
+        },
         "function": {"cases": [{"args": [1], "expected": "needle-4242"}]},
         "script": {"cases": [{"code": "got = double(1)\nassert got == 'needle-4242', f'got {got}'"}]},
     }
@@ -255,7 +257,9 @@ async def test_the_agent_finds_no_tests(node: Node) -> None:
     search = "grep -rlsI 'needle-[0-9]' /workspace /home /tmp /run /proc/[0-9]*/environ; find / -name example.jsonl"
     async with CodeEnvironment(node) as env:
         await env.init(CodeEnvironment.load(row))
-        found = await env.call(ToolCall(id="c", name="bash", arguments={"command": f"({search}) 2>/dev/null"}))
+        found = await env.call(
+            ToolCall(id="c", name="bash", arguments={"command": f"({search}) 2>/dev/null"})
+        )
         looked = "import importlib.util as u\nprint(u.find_spec('prorl_envs.envs'))"
         imported = await env.call(ToolCall(id="p", name="ipython", arguments={"code": looked}))
     assert "/" not in found.text.replace("[exit status 1]", "")
@@ -271,7 +275,9 @@ async def test_a_checker_judges_what_the_program_prints(node: Node) -> None:
     )
     tests = {"type": "stdio", "cases": [{"input": "7"}, {"input": "9"}], "checker": checker}
     assert (await play(node, tests, "print(1, int(input()) - 1)")).reward == 1.0
-    grade = await play(node, tests, "n = int(input())\nprint(1, n - 1 if n == 7 else 'x')", scoring="weighted")
+    grade = await play(
+        node, tests, "n = int(input())\nprint(1, n - 1 if n == 7 else 'x')", scoring="weighted"
+    )
     assert (grade.reward, problems(grade)) == (0.5, ["", "wrong"])
     assert "ValueError" in grade.evidence["checks"][1]["seen"]
 
