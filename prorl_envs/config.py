@@ -131,7 +131,7 @@ class SearchSection(_Section):
     """What the search tool of environments asks. The host asks; no sandbox sees the key.
 
     Args:
-        backend: `index`, an embedded full-text index, or a web service: `brave`, `serper`, `tavily`, `searxng`.
+        backend: `index`, an embedded full-text index, or the name of a web service.
         corpus: folder of texts for `index`; None takes the sample.
         url: address of the web service, where it is not the usual one.
         key: of the web service.

@@ -27,8 +27,8 @@ class CodeEnvironment(SandboxedEnvironment[CodeTask]):
     system_prompt = (
         "You solve a programming problem in Python, in a Linux sandbox with a persistent bash shell, a file "
         "editor and a persistent IPython session. Write your solution to /workspace/solution.py and try it "
-        "out. It is graded by hidden tests, with limits of time and memory, in a fresh sandbox into which only "
-        "that file goes. There is no network. When you are done, call finish."
+        "out. It is graded by hidden tests, with limits of time and memory, in a fresh sandbox into which "
+        "only that file goes. There is no network. When you are done, call finish."
     )
 
     @classmethod

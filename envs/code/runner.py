@@ -1,6 +1,6 @@
-"""Runs a batch of cases in the grading sandbox: one process is started through the host, the cases are forked.
+"""Runs a batch of cases in the grading sandbox. One process is started through the host, cases are forked.
 
-    runner    reads the batch from stdin, tells the nursery what to fork, enforces the time, prints the results
+    runner    reads the batch from stdin, tells the nursery what to fork, keeps the time, prints the results
     nursery   forked before the batch was read, so nothing of it is in its memory, nor in that of its forks
     case      one fork per case: it gets its own input and nothing else, and the solution runs in it
     tests     for test code, one fork more, in which the solution never runs; the two talk over a socket
@@ -337,7 +337,7 @@ def _program(job: dict[str, Any]) -> NoReturn:
 def _exit_status(code: Any) -> int:
     if code is None or isinstance(code, int):
         return (code or 0) & 0xFF
-    print(code, file=sys.stderr)
+    sys.stderr.write(f"{code}\n")
     return 1
 
 

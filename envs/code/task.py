@@ -101,7 +101,7 @@ class FunctionTests(_Model):
 
 
 class ScriptCase(_Model):
-    """Test code: it passes if it raises nothing. Where it defines `check`, that is called with the function."""
+    """Test code: it passes if it raises nothing. Where it defines `check`, that is given the function."""
 
     code: Source = Field(min_length=1)
 

@@ -1,5 +1,5 @@
-"""Plain Python values as JSON and back. In the grading sandbox and on the host, so it imports nothing of ours;
-there its text is put before that of `runner.py`."""
+"""Plain Python values as JSON and back, on the host and in the grading sandbox: there its text is put before
+that of `runner.py`, so it imports nothing of ours."""
 
 import itertools
 import math

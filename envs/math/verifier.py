@@ -1,4 +1,4 @@
-"""Is this answer that one? Runs `math-verify` on one answer, in a sandbox of its own; imports nothing of ours.
+"""Is this answer that one? Runs `math-verify` on one answer, in a sandbox; imports nothing of ours.
 
 The library parses LaTeX with a grammar, and hands what looks like arithmetic to sympy; both take as long as
 the answer makes them. Its own time limits are alarms, which do not stop a long step in C: they are off, and
@@ -20,7 +20,8 @@ def main() -> None:
 
     logging.disable()
     given = json.load(sys.stdin)
-    print("ready", flush=True)
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit = int(used.ru_utime + used.ru_stime) + _CPU_S
     resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
@@ -30,9 +31,9 @@ def main() -> None:
     for right in given["right"]:
         gold = parse(f"${right}$", kinds, parsing_timeout=None)
         if answer and gold and verify(gold, answer, timeout_seconds=None):
-            print("equal")
+            sys.stdout.write("equal\n")
             return
-    print("other")
+    sys.stdout.write("other\n")
 
 
 if __name__ == "__main__":

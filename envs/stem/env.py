@@ -30,7 +30,7 @@ _EVIDENCE_CHARS = 2_000
 
 SEARCH = ToolSpec(
     name="search",
-    description=f"Search a library of documents. Gives the {HITS} passages that fit best, with their sources.",
+    description=f"Search a library of documents. Gives the {HITS} passages that fit best, and their sources.",
     parameters={
         "type": "object",
         "properties": {"query": {"type": "string", "description": "A few words that the passage may hold."}},
@@ -47,7 +47,7 @@ ANSWER = ToolSpec(
         "properties": {
             "answer": {
                 "type": "string",
-                "description": "The bare answer: the letter of a choice, a number with its unit, or a few words.",
+                "description": "The bare answer: the letter of a choice, a number with its unit, or words.",
             }
         },
         "required": ["answer"],

@@ -1,8 +1,8 @@
 """A full-text index of a folder, in one SQLite file: built at first use, kept in the cache.
 
 A folder holds `.txt` and `.md` files, whose first heading or name is the title, and `.jsonl` files with an
-object a line: `text`, and perhaps `title` and `url` or `id`. Texts are cut into passages at paragraphs. What is
-found is ranked by BM25 (SQLite's FTS5).
+object a line: `text`, and perhaps `title` and `url` or `id`. Texts are cut into passages at paragraphs. What
+is found is ranked by BM25 (SQLite's FTS5).
 """
 
 import asyncio
@@ -155,7 +155,8 @@ def _find(path: Path, query: str, limit: int) -> list[Hit]:
     try:
         database.set_progress_handler(lambda: 1, _STEPS)
         found = database.execute(
-            "SELECT title, text, source FROM passages WHERE passages MATCH ? ORDER BY bm25(passages, 4.0, 1.0) LIMIT ?",
+            "SELECT title, text, source FROM passages WHERE passages MATCH ?"
+            " ORDER BY bm25(passages, 4.0, 1.0) LIMIT ?",
             (" OR ".join(words), limit),
         )
         return [Hit(title=title, text=text, source=source) for title, text, source in found]

@@ -1,4 +1,4 @@
-"""Answers found in what a model says: a boxed expression, a line `Answer: ...`, a block of code. Pure and bounded."""
+"""Answers found in what a model says: a box, a line `Answer: ...`, a block of code. Pure and bounded."""
 
 import re
 

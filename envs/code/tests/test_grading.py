@@ -105,17 +105,20 @@ async def test_each_kind_tells_right_from_wrong(
         'import os, glob\nfor fd in range(3, 200):\n    try:\n        os.write(fd, b\'{"status": "ok"}\')\n'
         "    except OSError:\n        pass\n"
         "for path in glob.glob('/proc/[0-9]*/fd/*'):\n    try:\n"
-        "        open(path, 'w').write('{\"status\": \"ok\"}')\n    except OSError:\n        pass\nos._exit(0)",
+        "        open(path, 'w').write('{\"status\": \"ok\"}')\n    except OSError:\n        pass\n"
+        "os._exit(0)",
         # an answer that says yes to everything
         "class Yes:\n    def __eq__(self, other): return True\n    __hash__ = None\n"
         "def double(n):\n    return Yes()",
-        "class Yes(int):\n    def __eq__(self, other): return True\n    def __ne__(self, other): return False\n"
+        "class Yes(int):\n    def __eq__(self, other): return True\n"
+        "    def __ne__(self, other): return False\n"
         "def double(n):\n    return Yes()",
         # no tests run where these are changed
         "import builtins\nbuiltins.AssertionError = None\nbuiltins.print = None\nbuiltins.exec = None\n"
         "def double(n):\n    return 0",
         "def double(n):\n    import itertools\n    return itertools.count()",
-        "def double(n):\n    value = []\n    for _ in range(5000):\n        value = [value]\n    return value",
+        "def double(n):\n    value = []\n    for _ in range(5000):\n        value = [value]\n"
+        "    return value",
         "def double(n):\n    return '9' * 10**7",
         "double = 1",
     ],
@@ -254,7 +257,8 @@ async def test_only_the_solution_file_counts(node: Node, command: str) -> None:
 async def test_the_agent_finds_no_tests(node: Node) -> None:
     hidden = {**DOUBLE, "cases": [{"input": "needle-4242", "output": "needle-4242"}]}
     row = {"id": "t", "instruction": "Do it.", "tests": hidden}
-    search = "grep -rlsI 'needle-[0-9]' /workspace /home /tmp /run /proc/[0-9]*/environ; find / -name example.jsonl"
+    places = "/workspace /home /tmp /run /proc/[0-9]*/environ"
+    search = f"grep -rlsI 'needle-[0-9]' {places}; find / -name example.jsonl"
     async with CodeEnvironment(node) as env:
         await env.init(CodeEnvironment.load(row))
         found = await env.call(
@@ -300,7 +304,7 @@ async def test_tests_that_give_what_does_not_travel_are_no_verdict(node: Node) -
 @pytest.mark.anyio
 async def test_plain_values_travel_between_tests_and_solution(node: Node) -> None:
     values = "[1.5, float('inf'), 2**100, (1, 'é'), {3: {4, 5}}, b'x', None, True, 2j, frozenset([1])]"
-    code = f"for value in {values}:\n    got = echo(value)\n    assert (type(got), got) == (type(value), value), got"
+    code = f"for v in {values}:\n    got = echo(v)\n    assert (type(got), got) == (type(v), v), got"
     tests = {"type": "script", "functions": ["echo"], "cases": [{"code": code}]}
     assert (await play(node, tests, "def echo(value):\n    return value")).reward == 1.0
 

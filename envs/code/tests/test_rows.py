@@ -30,38 +30,63 @@ REPEAT = "class Solution:\n    def repeat(self, text, n):\n        return text *
 
 PUBLIC: dict[str, dict[str, Any]] = {
     "apps": {
-        "problem_id": 7, "question": "Double it.", "solutions": json.dumps(["print(int(input()) * 2)"]),
-        "input_output": json.dumps({"inputs": ["2\n", "5\n"], "outputs": ["4\n", "10\n"]}), "difficulty": "easy",
+        "problem_id": 7,
+        "question": "Double it.",
+        "solutions": json.dumps(["print(int(input()) * 2)"]),
+        "input_output": json.dumps({"inputs": ["2\n", "5\n"], "outputs": ["4\n", "10\n"]}),
+        "difficulty": "easy",
     },
     "apps-function": {
-        "problem_id": "8", "question": "Repeat it.", "solutions": json.dumps([REPEAT]), "starter_code": "class Solution:\n    pass\n",
-        "input_output": json.dumps({"fn_name": "repeat", "inputs": [["ab", 2], ["x", 0]], "outputs": [["abab"], ""]}),
+        "problem_id": "8",
+        "question": "Repeat it.",
+        "solutions": json.dumps([REPEAT]),
+        "starter_code": "class Solution:\n    pass\n",
+        "input_output": json.dumps(
+            {"fn_name": "repeat", "inputs": [["ab", 2], ["x", 0]], "outputs": [["abab"], ""]}
+        ),
     },
     "taco": {
-        "question": "Join them.", "solutions": ["print(' '.join(input() for _ in range(2)))"], "time_limit": "2.0 seconds",
-        "memory_limit": "256.0 megabytes", "input_output": {"inputs": [["a", "b"]], "outputs": [["a b"]]},
+        "question": "Join them.",
+        "solutions": ["print(' '.join(input() for _ in range(2)))"],
+        "time_limit": "2.0 seconds",
+        "memory_limit": "256.0 megabytes",
+        "input_output": {"inputs": [["a", "b"]], "outputs": [["a b"]]},
     },
     "livecodebench": {
-        "question_id": "q1", "question_content": "Double it.", "public_test_cases": json.dumps(CASES), "metadata": "{}",
-        "private_test_cases": packed(json.dumps(CASES)), "reference_solution": "print(int(input()) * 2)",
+        "question_id": "q1",
+        "question_content": "Double it.",
+        "public_test_cases": json.dumps(CASES),
+        "metadata": "{}",
+        "private_test_cases": packed(json.dumps(CASES)),
+        "reference_solution": "print(int(input()) * 2)",
     },
     "livecodebench-function": {
-        "question_id": "q2", "question_content": "Repeat it.", "public_test_cases": json.dumps(CALLS), "private_test_cases": "[]",
-        "metadata": json.dumps({"func_name": "repeat"}), "reference_solution": REPEAT, "starter_code": "",
+        "question_id": "q2",
+        "question_content": "Repeat it.",
+        "public_test_cases": json.dumps(CALLS),
+        "private_test_cases": "[]",
+        "metadata": json.dumps({"func_name": "repeat"}),
+        "reference_solution": REPEAT,
+        "starter_code": "",
     },
     "humaneval": {
-        "task_id": "Own/0", "entry_point": "shift_back", "canonical_solution": "    return ''.join(chr(ord(c) - 1) for c in text)\n",
+        "task_id": "Own/0",
+        "entry_point": "shift_back",
+        "canonical_solution": "    return ''.join(chr(ord(c) - 1) for c in text)\n",
         "prompt": 'def shift(text: str) -> str:\n    return "".join(chr(ord(c) + 1) for c in text)\n\n\n'
         'def shift_back(text: str) -> str:\n    """The inverse of shift."""\n',
         "test": "METADATA = {}\n\n\ndef check(candidate):\n    for text in ('abc', '', 'x y'):\n"
         "        assert candidate(shift(text)) == text\n",
     },
     "mbpp": {
-        "task_id": 11, "text": "Write a function to double the numbers of a list.", "code": "def doubled(xs):\n    return [x * 2 for x in xs]",
+        "task_id": 11,
+        "text": "Write a function to double the numbers of a list.",
+        "code": "def doubled(xs):\n    return [x * 2 for x in xs]",
         "test_list": ["assert doubled([1, 2]) == [2, 4]", "assert math.isclose(sum(doubled([0.1])), 0.2)"],
-        "test_setup_code": "import math", "challenge_test_list": [],
+        "test_setup_code": "import math",
+        "challenge_test_list": [],
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.anyio
@@ -86,8 +111,14 @@ async def test_public_forms_are_read_and_discriminate(node: Node) -> None:
         ({**GOOD, "tests": {**TESTS, "checker": "def judge(): pass"}}, "tests.stdio"),
         ({**GOOD, "tests": {**CALL, "entry_point": "f()"}}, "tests.function.entry_point"),
         ({**GOOD, "tests": {**CALL, "cases": [{"args": [1]}]}}, "tests.function.cases.0.expected"),
-        ({**GOOD, "tests": {"type": "script", "functions": [], "cases": [{"code": "1"}]}}, "tests.script.functions"),
-        ({**GOOD, "tests": {"type": "script", "functions": ["f"], "cases": [{"code": "("}]}}, "tests.script.cases.0"),
+        (
+            {**GOOD, "tests": {"type": "script", "functions": [], "cases": [{"code": "1"}]}},
+            "tests.script.functions",
+        ),
+        (
+            {**GOOD, "tests": {"type": "script", "functions": ["f"], "cases": [{"code": "("}]}},
+            "tests.script.cases.0",
+        ),
         ({**GOOD, "limits": {"time_s": 0}}, "limits.time_s"),
         ({**GOOD, "scoring": "most"}, "scoring"),
         ({**GOOD, "solution": "x"}, "solution"),
@@ -97,16 +128,22 @@ async def test_public_forms_are_read_and_discriminate(node: Node) -> None:
         ({**PUBLIC["apps"], "input_output": {"inputs": ["1"], "outputs": []}}, "input_output"),
         ({**PUBLIC["apps"], "input_output": {"inputs": [], "outputs": []}}, "input_output"),
         ({**PUBLIC["apps"], "question": " "}, "question"),
-        ({**PUBLIC["apps-function"], "input_output": {"fn_name": "f", "inputs": ["1"], "outputs": [1]}}, "input_output.inputs.0"),
+        (
+            {**PUBLIC["apps-function"], "input_output": {"fn_name": "f", "inputs": ["1"], "outputs": [1]}},
+            "input_output.inputs.0",
+        ),
         ({**PUBLIC["livecodebench"], "private_test_cases": "???"}, "private_test_cases"),
         ({**PUBLIC["livecodebench"], "private_test_cases": packed([1])}, "private_test_cases"),
-        ({**PUBLIC["livecodebench"], "private_test_cases": packed(json.dumps([{"input": "x"}]))}, "private_test_cases.0"),
+        (
+            {**PUBLIC["livecodebench"], "private_test_cases": packed(json.dumps([{"input": "x"}]))},
+            "private_test_cases.0",
+        ),
         ({**PUBLIC["humaneval"], "test": None}, "test"),
         ({**PUBLIC["mbpp"], "test_list": ["assert ("]}, "test_list"),
         ({**PUBLIC["mbpp"], "test_list": ["assert 1"]}, "test_list"),
         ({**PUBLIC["mbpp"], "test_list": "assert f()"}, "test_list"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_row_names_its_field(row: dict[str, Any], field: str) -> None:
     with pytest.raises(InputError) as caught:
         CodeEnvironment.load(row)
@@ -121,7 +158,7 @@ class Planted:
 
 
 def test_a_packed_field_runs_nothing() -> None:
-    with pytest.raises(InputError, match="private_test_cases.*exec"):
+    with pytest.raises(InputError, match=r"private_test_cases.*exec"):
         CodeEnvironment.load({**PUBLIC["livecodebench"], "private_test_cases": packed(Planted())})
 
 

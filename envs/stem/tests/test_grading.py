@@ -95,7 +95,8 @@ async def test_searching_finds_pages_and_nothing_else(node: Node) -> None:
 
 @pytest.mark.anyio
 async def test_neither_pages_nor_answers_lie_in_the_sandbox(node: Node) -> None:
-    look = "(grep -rlsI 'velmorite' /workspace /home /tmp /run /etc; find / -name '*.sqlite' -o -name 'velmorite*') 2>/dev/null"
+    pages = "grep -rlsI 'velmorite' /workspace /home /tmp /run /etc"
+    look = f"({pages}; find / -name '*.sqlite' -o -name 'velmorite*') 2>/dev/null"
     async with StemEnvironment(node) as env:
         await env.init(task(CHOICE))
         found = await env.call(ToolCall(id="b", name="bash", arguments={"command": f"{look} | head; true"}))

@@ -19,14 +19,22 @@ GOOD: dict[str, Any] = {"id": "a", "instruction": "Which?", "answer": {"type": "
         {"question": "Which?", "choices": CHOICES, "answer": 2, "subject": "chemistry"},
         {"question": "Which?", "choices": CHOICES, "answer": "C"},
         {"question_id": 70, "question": "Which?", "options": CHOICES, "answer": "C", "answer_index": 2},
-        {"id": "x", "question": "Which?", "choices": {"text": CHOICES, "label": ["A", "B", "C", "D"]}, "answerKey": "C"},
+        {
+            "id": "x",
+            "question": "Which?",
+            "choices": {"text": CHOICES, "label": ["A", "B", "C", "D"]},
+            "answerKey": "C",
+        },
         {"question": "Which?", "choices": {"text": CHOICES, "label": ["1", "2", "3", "4"]}, "answerKey": "3"},
         {
-            "Question": "Which?", "Correct Answer": "lead", "Incorrect Answer 1": "iron",
-            "Incorrect Answer 2": "gold", "Incorrect Answer 3": "zinc",
+            "Question": "Which?",
+            "Correct Answer": "lead",
+            "Incorrect Answer 1": "iron",
+            "Incorrect Answer 2": "gold",
+            "Incorrect Answer 3": "zinc",
         },
     ],
-)  # fmt: skip
+)
 def test_known_forms_with_choices(row: dict[str, Any]) -> None:
     task = StemEnvironment.load(row)
     assert isinstance(task.answer, ChoiceAnswer)
