@@ -48,7 +48,8 @@ def _encode_other(value: Any, depth: int) -> Any:
     """Subclasses, numpy's values and iterators, as what they are like."""
     if hasattr(value, "tolist"):
         return encode(value.tolist(), depth + 1)
-    for base in (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict):
+    bases: tuple[Any, ...] = (int, float, complex, str, bytes, list, tuple, set, frozenset, dict)
+    for base in bases:
         if isinstance(value, base):
             return encode(base(value), depth + 1)
     if hasattr(value, "__next__") or isinstance(value, range):

@@ -106,6 +106,14 @@ def test_an_answer_without_a_tool_call_ends_the_episode_and_is_graded(env: TaskE
     assert "grade" in info
 
 
+def test_an_answer_without_a_tool_call_may_hold_what_is_graded() -> None:
+    env = TaskEnv("math", tasks=[{"id": "t", "instruction": "What is 6 * 7?", "answer": "42"}])
+    for said, reward in ((r"It is \boxed{42}.", 1.0), (r"It is \boxed{43}.", 0.0), ("It is 42.", 0.0)):
+        env.reset()
+        assert env.step(said)[1:4] == (reward, True, False)
+    env.close()
+
+
 def test_a_call_that_cannot_be_read_takes_a_turn_and_says_so(env: TaskEnv) -> None:
     env.reset(options=GREETING)
     observation, _, terminated, truncated, info = env.step('{"name": "bash"')
