@@ -64,8 +64,7 @@ def main() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
         ours.close()
-        job = _nursery(theirs)
-        return _perform(*job)
+        _perform(*_nursery(theirs))
     theirs.close()
     batch = json.load(sys.stdin.buffer)
     results = _run_all(batch, ours)
@@ -276,9 +275,9 @@ def _job(fds: list[int]) -> tuple[dict[str, Any], int]:
     return job, 4 if len(high) > 3 else -1
 
 
-def _perform(job: dict[str, Any], wire: int) -> None:
+def _perform(job: dict[str, Any], wire: int) -> NoReturn:
     if job["mode"] == "tests":
-        return _tests(job, wire)
+        _tests(job, wire)
     _prctl(_PR_SET_DUMPABLE, 1)
     os.setsid()
     _limit(job)
@@ -286,11 +285,11 @@ def _perform(job: dict[str, Any], wire: int) -> None:
         signal.signal(number, signal.SIG_DFL)
     sys.argv = [job["path"]]
     if job["mode"] == "program":
-        return _program(job)
+        _program(job)
     if job["mode"] == "call":
-        return _call(job)
+        _call(job)
     os.close(3)  # the tests' verdict
-    return _serve(job, socket.socket(fileno=wire))
+    _serve(job, socket.socket(fileno=wire))
 
 
 def _limit(job: dict[str, Any]) -> None:

@@ -55,13 +55,15 @@ def stated(words: str) -> str:
 
 def bare(answer: str) -> str:
     """An answer without what surrounds it: a box, dollar signs, a full stop."""
-    text = (last_boxed(answer) or answer).strip()
+    text = _without_stop((last_boxed(answer) or answer).strip())
     for left, right in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
         if text.startswith(left) and text.endswith(right) and len(text) > len(left) + len(right):
             text = text[len(left) : -len(right)].strip()
-    if text.endswith(".") and not text.endswith(".."):
-        text = text[:-1].rstrip()
-    return text
+    return _without_stop(text)
+
+
+def _without_stop(text: str) -> str:
+    return text[:-1].rstrip() if text.endswith(".") and not text.endswith("..") else text
 
 
 def _braced(text: str, start: int) -> str:
