@@ -186,8 +186,9 @@ def runner_source() -> str:
 
 def _verdicts(task: CodeTask, outcomes: Sequence[JsonObject]) -> list[JsonObject]:
     """One verdict per case: `passed`, and what to show of it. Cases that were not run have not passed."""
-    verdicts = []
-    for case, outcome in zip(task.tests.cases, outcomes, strict=False):
+    verdicts: list[JsonObject] = []
+    cases: Sequence[Case] = task.tests.cases
+    for case, outcome in zip(cases, outcomes, strict=False):
         if outcome["status"] == "unfit":
             raise GraderError(
                 f"the tests give the solution what does not travel: {outcome['error']}",
@@ -195,13 +196,14 @@ def _verdicts(task: CodeTask, outcomes: Sequence[JsonObject]) -> list[JsonObject
             )
         passed = outcome["status"] == "ok" and _right(task, case, str(outcome.get("output", "")))
         problem = "" if passed else "wrong" if outcome["status"] == "ok" else str(outcome["status"])
-        shown = {key: outcome[key] for key in ("seconds", "memory", "exit") if key in outcome}
+        shown: JsonObject = {key: outcome[key] for key in ("seconds", "memory", "exit") if key in outcome}
         if problem:
             text = outcome.get("error") or outcome.get("output") or ""
             shown |= {"problem": problem, "seen": str(text)[-_EVIDENCE_CHARS:]}
         verdicts.append({"passed": passed, **shown})
     missing = len(task.tests.cases) - len(verdicts)
-    return verdicts + [{"passed": False, "problem": "not run"}] * missing
+    not_run: JsonObject = {"passed": False, "problem": "not run"}
+    return verdicts + [not_run] * missing
 
 
 def _right(task: CodeTask, case: Case, output: str) -> bool:

@@ -169,7 +169,7 @@ def double(n=None):
 if __name__ == '__main__':
     print(double())
 """
-    cases = {
+    cases: dict[str, dict[str, Any]] = {
         "stdio": {
             "cases": [{"input": "1\n", "output": "needle-4242"}, {"input": "needle-4242", "output": ""}]
         },
