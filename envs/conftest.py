@@ -27,7 +27,9 @@ def family_run_dir() -> Iterator[Path]:
 async def node(family_run_dir: Path) -> AsyncIterator[Node]:
     """One node for a module's tests, its templates started up front."""
     driver = BubblewrapDriver(family_run_dir)
-    async with Node(driver, family_run_dir / "cache") as node:
+    cache = family_run_dir / "cache"
+    cache.mkdir(exist_ok=True)  # outlives the tests that put something into it
+    async with Node(driver, cache) as node:
         await driver.warm()
         yield node
 

@@ -131,6 +131,24 @@ class LimitSettings(_Section):
     mechanism: Literal["auto", "cgroup2", "cgroup1", "watchdog"] = "auto"
 
 
+class SearchSection(_Section):
+    """What the search tool of environments asks. The host asks; no sandbox sees the key.
+
+    Args:
+        backend: `index`, an embedded full-text index, or the name of a web service.
+        corpus: folder of texts for `index`; None takes the sample.
+        url: address of the web service, where it is not the usual one.
+        key: of the web service.
+        timeout_s: seconds for one answer of it.
+    """
+
+    backend: Literal["index", "brave", "serper", "tavily", "searxng"] = "index"
+    corpus: ExpandedPath | None = None
+    url: str = ""
+    key: SecretStr | None = None
+    timeout_s: float = Field(default=20.0, gt=0)
+
+
 class LogSettings(_Section):
     """What a service logs, on its standard error.
 
@@ -167,6 +185,7 @@ class Settings(_Section):
     model: ModelSettings = ModelSettings()
     limits: LimitSettings = LimitSettings()
     log: LogSettings = LogSettings()
+    search: SearchSection = SearchSection()
     cache_dir: ExpandedPath | None = None
     run_dir: ExpandedPath | None = None
     driver: Literal["auto", "bubblewrap", "apptainer", "instance", "local"] = "auto"

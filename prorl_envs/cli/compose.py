@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from prorl_envs.config import LimitSettings, ServiceSettings, Settings
 from prorl_envs.env.node import Node, default_cache_dir
 from prorl_envs.env.registry import environments
+from prorl_envs.env.search import SearchSettings
 from prorl_envs.errors import InputError
 from prorl_envs.images.builder import ImageBuilder
 from prorl_envs.images.store import ImageStore
@@ -55,9 +56,18 @@ async def node(settings: Settings) -> AsyncIterator[Node]:
     name = await asyncio.to_thread(choose_driver, settings.driver, settings.run_dir, **programs)
     driver = make_driver(name, settings.run_dir, limits=node_limits(settings.limits), **programs)
     cache_dir = settings.cache_dir or default_cache_dir()
-    async with Node(driver, cache_dir, warm=settings.warm) as opened:
+    async with Node(driver, cache_dir, warm=settings.warm, search=search_of(settings)) as opened:
         await (await opened.sandbox(SandboxSpec())).close()
         yield opened
+
+
+def search_of(settings: Settings) -> SearchSettings:
+    """What search tools ask."""
+    given = settings.search
+    key = given.key.get_secret_value() if given.key else ""
+    return SearchSettings(
+        backend=given.backend, corpus=given.corpus, url=given.url, key=key, timeout_s=given.timeout_s
+    )
 
 
 def image_store(settings: Settings) -> ImageStore:

@@ -132,6 +132,15 @@ class Environment[TaskT: Task](ABC):
             SandboxError, ToolError: our infrastructure failed.
         """
 
+    def conclude(self, text: str) -> None:
+        """Told, before `eval`, what the agent said in an answer that calls no tool and so ended the episode.
+        A family that takes answers from there keeps it.
+
+        Args:
+            text: what was said, reasoning included; hostile.
+        """
+        return
+
     @abstractmethod
     async def eval(self) -> Grade:
         """Grade the episode where the agent could not tamper with the grader.

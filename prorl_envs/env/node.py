@@ -7,6 +7,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from prorl_envs.env.search import SearchBackend, SearchSettings
+from prorl_envs.env.search_index import IndexSearch
+from prorl_envs.env.web_search import WebSearch
 from prorl_envs.sandbox.base import Driver, Sandbox, SandboxSpec
 from prorl_envs.sandbox.choice import choose_driver, make_driver
 from prorl_envs.tools.pool import WarmPool
@@ -41,10 +44,15 @@ class Node:
         driver: the sandbox driver of this machine. The node closes it.
         cache_dir: node-local directory for built trees and environments; survives the process.
         warm: most sandboxes that stand ready before they are asked for; see `WarmPool`.
+        search: what search tools ask; None leaves it to the family.
     """
 
-    def __init__(self, driver: Driver, cache_dir: Path, *, warm: int = 0) -> None:
+    def __init__(
+        self, driver: Driver, cache_dir: Path, *, warm: int = 0, search: SearchSettings | None = None
+    ) -> None:
         self.driver = driver
+        self._search = search or SearchSettings()
+        self._backend: SearchBackend | None = None
         self.cache_dir = cache_dir
         self._pool = WarmPool(driver, limit=warm)
         self._given = self._failed = 0
@@ -62,7 +70,8 @@ class Node:
         Raises:
             SandboxError: the machine cannot run sandboxes.
         """
-        return cls(make_driver(choose_driver()), cache_dir or default_cache_dir())
+        search = SearchSettings.from_environ(os.environ)
+        return cls(make_driver(choose_driver()), cache_dir or default_cache_dir(), search=search)
 
     async def sandbox(self, spec: SandboxSpec) -> Sandbox:
         """Start a sandbox. The caller closes it."""
@@ -79,6 +88,22 @@ class Node:
         self._given += 1
         self._seconds += time.monotonic() - asked
         return place
+
+    def searching(self, sample: Path) -> SearchBackend:
+        """What search tools ask; the same for all episodes.
+
+        Args:
+            sample: folder of texts that is searched where the settings name none.
+
+        Raises:
+            InputError: the settings name no back end, or not what it needs.
+        """
+        if self._backend is None:
+            if self._search.backend == "index":
+                self._backend = IndexSearch(self._search.corpus or sample, self.cache_dir)
+            else:
+                self._backend = WebSearch(self._search)
+        return self._backend
 
     @property
     def use(self) -> NodeUse:

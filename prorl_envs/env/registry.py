@@ -22,7 +22,10 @@ GROUP = "prorl_envs.environments"
 
 _BUILT_IN = {
     "bash": "prorl_envs.envs.bash.env:BashEnvironment",
+    "code": "prorl_envs.envs.code.env:CodeEnvironment",
     "ipython": "prorl_envs.envs.ipython.env:IPythonEnvironment",
+    "math": "prorl_envs.envs.math.env:MathEnvironment",
+    "stem": "prorl_envs.envs.stem.env:StemEnvironment",
     "swebench": "prorl_envs.envs.swebench.env:SwebenchEnvironment",
 }
 

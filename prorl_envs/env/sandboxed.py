@@ -18,6 +18,8 @@ from prorl_envs.tools.workplace import Workplace
 
 #: Longest answer a finish call may hand in, in characters; what is longer is refused, not cut.
 MAX_ANSWER_CHARS = 20_000
+#: How much is kept of an answer without a tool call, from its end.
+MAX_WORDS = 200_000
 
 
 class Phase(StrEnum):
@@ -52,6 +54,8 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
     system_prompt: ClassVar[str]
     #: The tools that run in the sandbox.
     sandbox_tools: ClassVar[tuple[ToolSpec, ...]]
+    #: Those that run here, outside: what they use (the network, a key) never enters the sandbox.
+    host_tools: ClassVar[tuple[ToolSpec, ...]] = ()
     #: How the agent says that it is done, and hands in an answer where the family wants one.
     finish_spec: ClassVar[ToolSpec]
     #: Whether the sandbox gets a warm IPython.
@@ -66,6 +70,7 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
         self._place: Workplace | None = None
         self._exits = AsyncExitStack()
         self._answer: str | None = None
+        self._last_words = ""
 
     @classmethod
     def load(cls, row: Mapping[str, Any]) -> TaskT:
@@ -74,7 +79,7 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
 
     @property
     def tools(self) -> Sequence[ToolSpec]:
-        return (*self.sandbox_tools, self.finish_spec)
+        return (*self.host_tools, *self.sandbox_tools, self.finish_spec)
 
     def prompt(self, task: TaskT) -> Prompt:
         messages: list[Message] = [
@@ -99,12 +104,18 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
             return ToolResult(text="The episode is finished: no further calls are taken.", ok=False)
         if call.name == self.finish_tool:
             return self._finish(call)
-        names = [tool.name for tool in self.sandbox_tools]
+        limit = self.call_timeout_s if timeout_s is None else timeout_s
+        if call.name in [tool.name for tool in self.host_tools]:
+            return await self.call_host(call, timeout_s=limit)
+        names = [tool.name for tool in (*self.host_tools, *self.sandbox_tools)]
         if call.name not in names:
             known = ", ".join([*names, self.finish_tool])
             return ToolResult(text=f"There is no tool {call.name[:100]!r}. The tools are: {known}.", ok=False)
-        limit = self.call_timeout_s if timeout_s is None else timeout_s
         return await self._here("call").tools.call(call, timeout_s=limit)
+
+    def conclude(self, text: str) -> None:
+        if self._phase is Phase.READY:
+            self._last_words = text[-MAX_WORDS:]
 
     async def eval(self) -> Grade:
         self._expect("eval", Phase.READY, Phase.FINISHED)
@@ -128,9 +139,22 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
         """What the agent handed in with its finish call; None where it never called it."""
         return self._answer
 
+    @property
+    def last_words(self) -> str:
+        """What the agent said in an answer without a tool call that ended the episode, or ""."""
+        return self._last_words
+
     def sandbox_spec(self, task: TaskT) -> SandboxSpec:
         """The agent's sandbox for `task`."""
         return SandboxSpec()
+
+    async def call_host(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
+        """Run a call of one of the `host_tools`; its arguments are hostile.
+
+        Raises:
+            ToolError: what it uses failed.
+        """
+        raise EnvironmentFault(f"{self.name} does not say how to run {call.name}")
 
     @abstractmethod
     async def prepare(self, task: TaskT, place: Workplace) -> None:

@@ -200,6 +200,7 @@ class TaskEnv(gymnasium.Env[str, str]):
         except ActionError as error:
             return ToolResult(text=str(error), ok=False), False
         if call is None:
+            episode.conclude(action)
             return ToolResult(text="An answer without a tool call ends the episode.", ok=False), True
         result = await episode.call(call)
         return result, call.name == episode.finish_tool and result.ok

@@ -4,7 +4,14 @@ from gymnasium.envs.registration import register as register_id
 from gymnasium.envs.registration import registry
 
 #: Gymnasium id: name of the family.
-IDS = {"prorl/Bash-v0": "bash", "prorl/IPython-v0": "ipython", "prorl/SWEBench-v0": "swebench"}
+IDS = {
+    "prorl/Bash-v0": "bash",
+    "prorl/Code-v0": "code",
+    "prorl/IPython-v0": "ipython",
+    "prorl/Math-v0": "math",
+    "prorl/STEM-v0": "stem",
+    "prorl/SWEBench-v0": "swebench",
+}
 
 
 def register() -> None:

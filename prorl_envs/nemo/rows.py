@@ -18,7 +18,7 @@ PREFIX = "prorl_"
 
 
 #: The families that ship with a resources server.
-BUILT_IN = ("bash", "ipython", "swebench")
+BUILT_IN = ("bash", "code", "ipython", "math", "stem", "swebench")
 
 
 def server_name(environment: str) -> str:

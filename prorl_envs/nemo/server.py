@@ -44,6 +44,7 @@ from prorl_envs.nemo.wire import (
     graded,
     masked,
 )
+from prorl_envs.nemo.words import last_words
 from prorl_envs.tools.types import JsonObject, ToolCall
 
 logger = logging.getLogger(__name__)
@@ -148,6 +149,7 @@ class EnvironmentServer(SimpleResourcesServer):
             RolloutFailure: there is no reward, and failures are errors here.
         """
         session_id = _session_id(request)
+        self._sessions.conclude(session_id, last_words(body.response.output))
         try:
             grade = await self._sessions.grade(session_id)
         except RolloutFailure as failure:
@@ -197,6 +199,7 @@ class EnvironmentServer(SimpleResourcesServer):
         info: JsonObject = {"tool_outputs": outputs}
         if not (terminated or truncated):
             return StepResponse(info=info)
+        self._sessions.conclude(session_id, last_words(body.response.output))
         grade = await self._sessions.grade(session_id)
         return StepResponse(
             reward=grade.reward, terminated=terminated, truncated=truncated, info=info | details(grade)

@@ -181,6 +181,11 @@ class Sessions:
             finally:
                 session.last_used = self._clock()
 
+    def conclude(self, session_id: str, text: str) -> None:
+        """Tell an open episode what the agent said last, in an answer without a tool call."""
+        if (session := self._open.get(session_id)) is not None and session.prompt is not None:
+            session.environment.conclude(text)
+
     async def grade(self, session_id: str) -> Grade:
         """Grade the episode and end it. Asked again, the answer is the same.
 

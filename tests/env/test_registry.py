@@ -12,10 +12,10 @@ from prorl_envs.errors import InputError
 
 
 def test_the_built_in_families() -> None:
-    assert {"bash", "ipython", "swebench"} <= set(environments())
+    assert {"bash", "code", "ipython", "math", "stem", "swebench"} <= set(environments())
 
 
-@pytest.mark.parametrize("name", ["bash", "ipython", "swebench"])
+@pytest.mark.parametrize("name", ["bash", "code", "ipython", "math", "stem", "swebench"])
 def test_each_has_its_name_and_readable_examples(name: str) -> None:
     assert issubclass(family(name), Environment)
     assert family(name).name == name

@@ -58,14 +58,16 @@ def env() -> Iterator[TaskEnv]:
     env.close()
 
 
-@pytest.mark.parametrize("env_id", ["prorl_envs.gym:prorl/Bash-v0", "prorl_envs.gym:prorl/IPython-v0"])
+@pytest.mark.parametrize(
+    "env_id", [f"prorl_envs.gym:prorl/{name}-v0" for name in ("Bash", "Code", "IPython", "Math", "STEM")]
+)
 def test_gymnasiums_own_check(env_id: str) -> None:
     env = gymnasium.make(env_id)
     check_env(env.unwrapped)
     env.close()
 
 
-@pytest.mark.parametrize("family", ["bash", "ipython"])
+@pytest.mark.parametrize("family", ["bash", "code", "ipython", "math", "stem"])
 def test_the_first_examples_reference_scores_one(family: str) -> None:
     task = load_tasks(family, example_path(family))[0]
     env = TaskEnv(family)
@@ -102,6 +104,14 @@ def test_an_answer_without_a_tool_call_ends_the_episode_and_is_graded(env: TaskE
     _, reward, terminated, truncated, info = env.step("I think I am done.")
     assert (reward, terminated, truncated, info["tool_ok"], info["turn"]) == (1.0, True, False, False, 2)
     assert "grade" in info
+
+
+def test_an_answer_without_a_tool_call_may_hold_what_is_graded() -> None:
+    env = TaskEnv("math", tasks=[{"id": "t", "instruction": "What is 6 * 7?", "answer": "42"}])
+    for said, reward in ((r"It is \boxed{42}.", 1.0), (r"It is \boxed{43}.", 0.0), ("It is 42.", 0.0)):
+        env.reset()
+        assert env.step(said)[1:4] == (reward, True, False)
+    env.close()
 
 
 def test_a_call_that_cannot_be_read_takes_a_turn_and_says_so(env: TaskEnv) -> None:

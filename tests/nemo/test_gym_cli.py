@@ -29,9 +29,9 @@ from tests.nemo.conftest import SERVICE_TOKEN
 pytestmark = [pytest.mark.nemo, pytest.mark.timeout(900)]
 
 GYM = Path(sys.executable).with_name("gym")
-FAMILIES = ("bash", "ipython", "swebench")
+FAMILIES = ("bash", "code", "ipython", "math", "stem", "swebench")
 #: Rows of each example evaluated here; a SWE-bench row builds a repository at its first use.
-ROWS = {"bash": 100, "ipython": 100, "swebench": 1}
+ROWS = {"bash": 100, "code": 4, "ipython": 100, "math": 4, "stem": 4, "swebench": 1}
 #: NeMo Gym 0.4 knows no masks, so they are asked for.
 MASK = "++prorl_bash_resources_server.resources_servers.prorl_bash.failures=mask"
 READY = "servers ready!"

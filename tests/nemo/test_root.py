@@ -8,7 +8,7 @@ import pytest
 from prorl_envs.errors import InputError
 from prorl_envs.nemo.root import gym_root
 
-FAMILIES = ("bash", "ipython", "swebench")
+FAMILIES = ("bash", "code", "ipython", "math", "stem", "swebench")
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from prorl_envs.env.registry import example_path
 from prorl_envs.errors import InputError
 from prorl_envs.nemo.rows import blank, nemo_row, render, task_row, write_rows
 
-FAMILIES = ("bash", "ipython", "swebench")
+FAMILIES = ("bash", "code", "ipython", "math", "stem", "swebench")
 
 
 def folder(name: str) -> Path:

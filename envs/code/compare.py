@@ -1,0 +1,103 @@
+"""Is an output, or a result, the expected one? Pure, total and bounded; nothing of it is evaluated."""
+
+import math
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+from prorl_envs.envs.code.task import FunctionCase, FunctionTests, StdioTests, TextRule, ValueRule
+
+#: Longest token that is read as a number.
+_MAX_NUMBER = 400
+
+
+def same_output(output: str, expected: str, tests: StdioTests) -> bool:
+    """Whether a program printed what it should."""
+    match tests.compare:
+        case TextRule.EXACT:
+            return output == expected
+        case TextRule.LINES:
+            return _lines(output) == _lines(expected)
+        case TextRule.TOKENS:
+            return output.split() == expected.split()
+        case TextRule.FLOATS:
+            left, right = output.split(), expected.split()
+            return len(left) == len(right) and all(
+                a == b or _close_tokens(a, b, tests) for a, b in zip(left, right, strict=True)
+            )
+
+
+def same_result(value: Any, case: FunctionCase, tests: FunctionTests) -> bool:
+    """Whether a call returned what it should.
+
+    Args:
+        value: plain values only; hostile.
+    """
+    return any(_same_value(value, right, tests) for right in (case.expected, *case.alternatives))
+
+
+def _same_value(value: Any, expected: Any, tests: FunctionTests) -> bool:
+    try:
+        if tests.compare is ValueRule.UNORDERED:
+            return _same_items(value, expected)
+        if tests.compare is ValueRule.FLOATS:
+            return _close(value, expected, tests)
+        return bool(_plain(value) == _plain(expected))
+    except (RecursionError, OverflowError):
+        return False
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _close_tokens(left: str, right: str, tests: StdioTests) -> bool:
+    if max(len(left), len(right)) > _MAX_NUMBER:
+        return False
+    try:
+        a, b = float(left), float(right)
+    except ValueError:
+        return False
+    return _near(a, b, tests.rel_tol, tests.abs_tol)
+
+
+def _near(value: float, expected: float, rel_tol: float, abs_tol: float) -> bool:
+    if not (math.isfinite(value) and math.isfinite(expected)):
+        return value == expected or (math.isnan(value) and math.isnan(expected))
+    return abs(value - expected) <= max(abs_tol, rel_tol * abs(expected))
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists; numbers and booleans as themselves; keys as JSON has them, for rows are JSON."""
+    if _is_list(value):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Set):
+        return sorted(map(repr, value))
+    return value
+
+
+def _same_items(value: Any, expected: Any) -> bool:
+    if not (_is_list(value) or isinstance(value, Set)) or not _is_list(expected):
+        return bool(_plain(value) == _plain(expected))
+    return sorted(repr(_plain(item)) for item in value) == sorted(repr(_plain(item)) for item in expected)
+
+
+def _close(value: Any, expected: Any, tests: FunctionTests) -> bool:
+    if _is_list(value) and _is_list(expected):
+        pairs = zip(value, expected, strict=False)
+        return len(value) == len(expected) and all(_close(a, b, tests) for a, b in pairs)
+    if isinstance(value, Mapping) and isinstance(expected, Mapping):
+        left, right = ({str(key): item for key, item in each.items()} for each in (value, expected))
+        return left.keys() == right.keys() and all(_close(left[key], right[key], tests) for key in left)
+    if _is_number(value) and _is_number(expected):
+        return _near(float(value), float(expected), tests.rel_tol, tests.abs_tol)
+    return bool(_plain(value) == _plain(expected))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

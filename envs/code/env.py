@@ -1,0 +1,66 @@
+"""Programming problems: a file to write, and hidden tests."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from prorl_envs.env.base import Grade
+from prorl_envs.env.sandboxed import SandboxedEnvironment
+from prorl_envs.env.scoring import CheckResult, score
+from prorl_envs.env.words import last_code
+from prorl_envs.envs.code.grading import run_cases
+from prorl_envs.envs.code.rows import own_row
+from prorl_envs.envs.code.task import MAX_SOLUTION_BYTES, SOLUTION, CodeTask
+from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.runtime import python_runtime
+from prorl_envs.tools.schemas import BASH, EDITOR, FINISH, PYTHON
+from prorl_envs.tools.workplace import Workplace
+
+
+class CodeEnvironment(SandboxedEnvironment[CodeTask]):
+    """One programming problem."""
+
+    name = "code"
+    task_type = CodeTask
+    python = True
+    sandbox_tools = (BASH, EDITOR, PYTHON)
+    finish_spec = FINISH
+    system_prompt = (
+        "You solve a programming problem in Python, in a Linux sandbox with a persistent bash shell, a file "
+        "editor and a persistent IPython session. Write your solution to /workspace/solution.py and try it "
+        "out. It is graded by hidden tests, with limits of time and memory, in a fresh sandbox into which "
+        "only that file goes. There is no network. When you are done, call finish."
+    )
+
+    @classmethod
+    def load(cls, row: Mapping[str, Any]) -> CodeTask:
+        return super().load(own_row(row))
+
+    def sandbox_spec(self, task: CodeTask) -> SandboxSpec:
+        mounts, masks, env = python_runtime()
+        return SandboxSpec(mounts=mounts, masks=masks, env=env)
+
+    async def prepare(self, task: CodeTask, place: Workplace) -> None:
+        if task.starter:
+            await place.tools.write(SOLUTION, task.starter.encode("utf-8", "replace"))
+
+    async def grade(self, task: CodeTask, place: Workplace) -> Grade:
+        spec = place.sandbox.spec
+        source, problem = await self._solution(place)
+        await self.leave()
+        if problem:
+            failed = [CheckResult(name=f"case-{n}", passed=False) for n, _ in enumerate(task.tests.cases, 1)]
+            grade = score(failed, task.scoring)
+            evidence = {**grade.evidence, "solution": problem}
+            return Grade(reward=grade.reward, components=grade.components, evidence=evidence)
+        return score(await run_cases(task, source, self.node, spec), task.scoring)
+
+    async def _solution(self, place: Workplace) -> tuple[str, str]:
+        """The solution, or what is wrong with it; what was said last counts only where there is no file."""
+        try:
+            content = await place.tools.read(SOLUTION, limit=MAX_SOLUTION_BYTES + 1)
+        except OSError as error:
+            said = last_code(self.last_words)
+            return said, "" if said else f"{SOLUTION}: {error.strerror}"
+        if len(content) > MAX_SOLUTION_BYTES:
+            return "", f"{SOLUTION} is longer than {MAX_SOLUTION_BYTES} bytes"
+        return content.decode("utf-8", "replace"), "" if content.strip() else f"{SOLUTION} is empty"

@@ -1,0 +1,284 @@
+"""Rows of public data sets of programming problems, as rows of our own.
+
+    APPS, TACO      question, input_output (JSON: inputs, outputs, fn_name), solutions, starter_code
+    LiveCodeBench   question_content, public_test_cases, private_test_cases, metadata (JSON: func_name)
+    HumanEval       prompt, entry_point, test, canonical_solution
+    MBPP            text or prompt, code, test_list, test_imports or test_setup_code
+
+Known by their fields; whatever has `tests` is taken for our own.
+"""
+
+import ast
+import base64
+import binascii
+import builtins
+import hashlib
+import io
+import json
+import pickle
+import re
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from prorl_envs.envs.code.task import SOLUTION
+from prorl_envs.errors import InputError
+from prorl_envs.tools.types import JsonObject
+
+#: Most bytes that a compressed field may unpack to.
+_MAX_UNPACKED = 256 * 2**20
+_LIMITS = ("time_s", "memory_mb", "total_s")
+
+
+def own_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`row` in our own form; what is no known form comes back as it is.
+
+    Raises:
+        InputError: a field of a known form is wrong.
+    """
+    if "tests" in row:
+        return row
+    for field, read in (
+        ("input_output", _apps), ("public_test_cases", _livecodebench), ("entry_point", _humaneval),
+        ("test_list", _mbpp),
+    ):  # fmt: skip
+        if field in row:
+            return read(row)
+    return row
+
+
+def _apps(row: Mapping[str, Any]) -> JsonObject:
+    given = _json(row, "input_output")
+    if not isinstance(given, Mapping):
+        raise InputError("input_output: not an object")
+    inputs, outputs = (_list(given.get(key), f"input_output.{key}") for key in ("inputs", "outputs"))
+    if len(inputs) != len(outputs) or not inputs:
+        raise InputError(f"input_output: {len(inputs)} inputs and {len(outputs)} outputs")
+    starter = _text(row, "starter_code")
+    tests = _calls(given["fn_name"], inputs, outputs) if given.get("fn_name") else _programs(inputs, outputs)
+    solutions = _json(row, "solutions") if row.get("solutions") else []
+    reference = next((code for code in solutions if isinstance(code, str)), "")
+    return {
+        "id": _id(row, "problem_id", "question"),
+        "instruction": _told(_text(row, "question", needed=True), tests, starter),
+        "starter": starter,
+        "tests": tests,
+        **_limits(row),
+        **_reference(reference),
+    }
+
+
+def _programs(inputs: list[Any], outputs: list[Any]) -> JsonObject:
+    """Inputs and outputs are texts, or lists of lines."""
+    joined = [
+        ["\n".join(map(str, text)) if isinstance(text, list) else str(text) for text in texts]
+        for texts in (inputs, outputs)
+    ]
+    cases = [{"input": text, "output": right} for text, right in zip(*joined, strict=True)]
+    return {"type": "stdio", "cases": cases}
+
+
+def _calls(name: Any, inputs: list[Any], outputs: list[Any]) -> JsonObject:
+    """An output may be the result, or a list that holds just the result: the data sets have both."""
+    cases = []
+    for number, (args, right) in enumerate(zip(inputs, outputs, strict=True)):
+        args = _list(args, f"input_output.inputs.{number}")
+        wrapped = isinstance(right, list) and len(right) == 1
+        cases.append({"args": args, "expected": right, "alternatives": right if wrapped else []})
+    return {"type": "function", "entry_point": name, "cases": cases}
+
+
+def _livecodebench(row: Mapping[str, Any]) -> JsonObject:
+    cases = [*_test_cases(row, "public_test_cases"), *_test_cases(row, "private_test_cases")]
+    if not cases:
+        raise InputError("public_test_cases: there are no test cases")
+    metadata = _json(row, "metadata") if row.get("metadata") else {}
+    name = metadata.get("func_name") if isinstance(metadata, Mapping) else None
+    if cases[0].get("testtype") == "functional" or name:
+        tests: JsonObject = {
+            "type": "function",
+            "entry_point": name,
+            "cases": [_call(case) for case in cases],
+        }
+    else:
+        tests = _programs([case["input"] for case in cases], [case["output"] for case in cases])
+    starter = _text(row, "starter_code")
+    return {
+        "id": _id(row, "question_id", "question_content"),
+        "instruction": _told(_text(row, "question_content", needed=True), tests, starter),
+        "starter": starter,
+        "tests": tests,
+        **_limits(row),
+        **_reference(_text(row, "reference_solution")),
+    }
+
+
+def _call(case: Mapping[str, Any]) -> JsonObject:
+    """Arguments stand one a line, each in JSON."""
+    try:
+        args = [json.loads(line) for line in str(case["input"]).splitlines() if line.strip()]
+        return {"args": args, "expected": json.loads(str(case["output"]))}
+    except ValueError as error:
+        raise InputError(f"private_test_cases: an argument or result is not JSON: {error}") from error
+
+
+def _test_cases(row: Mapping[str, Any], field: str) -> list[Mapping[str, Any]]:
+    value = row.get(field) or "[]"
+    if isinstance(value, str) and not value.lstrip().startswith("["):
+        value = _unpacked(value, field)
+    cases = _list(json.loads(value) if isinstance(value, str) and _is_json(value) else value, field)
+    for number, case in enumerate(cases):
+        if not (isinstance(case, Mapping) and "input" in case and "output" in case):
+            raise InputError(f"{field}.{number}: not an object with input and output")
+    return cases
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+class _TextOnly(pickle.Unpickler):
+    """A pickle may name code to run; this one's names lead nowhere."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"names {module}.{name}")
+
+
+def _unpacked(text: str, field: str) -> str:
+    """LiveCodeBench packs its private cases: base64 of zlib of a pickled text."""
+    try:
+        unpack = zlib.decompressobj()
+        data = unpack.decompress(base64.b64decode(text, validate=True), _MAX_UNPACKED)
+        if unpack.unconsumed_tail:
+            raise InputError(f"{field}: larger than {_MAX_UNPACKED} bytes")
+        value = _TextOnly(io.BytesIO(data)).load()
+    except (binascii.Error, zlib.error, pickle.UnpicklingError, EOFError, ValueError, IndexError) as error:
+        raise InputError(f"{field}: neither JSON nor packed JSON: {error}") from error
+    if not isinstance(value, str):
+        raise InputError(f"{field}: holds a {type(value).__name__}, not a text")
+    return value
+
+
+def _humaneval(row: Mapping[str, Any]) -> JsonObject:
+    prompt, test, name = (_text(row, key, needed=True) for key in ("prompt", "test", "entry_point"))
+    # The tests may use helpers that the prompt defines beside the function to complete.
+    tests = {"type": "script", "functions": [name], "prelude": prompt, "cases": [{"code": test}]}
+    solution = _text(row, "canonical_solution")
+    told = f"Complete this Python module; the function {name} is tested.\n\n```python\n{prompt}```"
+    return {
+        "id": _id(row, "task_id", "prompt"),
+        "instruction": told,
+        "tests": tests,
+        **_limits(row),
+        **_reference(prompt + solution if solution else ""),
+    }
+
+
+def _mbpp(row: Mapping[str, Any]) -> JsonObject:
+    asserts = [str(line) for line in _list(row["test_list"], "test_list")]
+    asserts += [str(line) for line in _list(row.get("challenge_test_list") or [], "challenge_test_list")]
+    imports = row.get("test_imports") or []
+    lines = [*map(str, _list(imports, "test_imports")), _text(row, "test_setup_code")]
+    prelude = "\n".join(filter(None, lines))
+    functions = _called(asserts, prelude)
+    problem = _text(row, "text") or _text(row, "prompt", needed=True)
+    told = f"{problem}\n\nThe tests call it like this:\n\n```python\n{asserts[0]}\n```"
+    cases = [{"code": line} for line in asserts]
+    tests = {"type": "script", "functions": functions, "prelude": prelude, "cases": cases}
+    return {
+        "id": _id(row, "task_id", "text", "prompt"),
+        "instruction": told,
+        "tests": tests,
+        **_limits(row),
+        **_reference(_text(row, "code")),
+    }
+
+
+def _called(asserts: Iterable[str], prelude: str) -> list[str]:
+    """The functions that the tests call and nobody but the solution can define."""
+    known = set(dir(builtins)) | {"math"}
+    try:
+        for node in ast.walk(ast.parse(prelude)):
+            known |= {(alias.asname or alias.name).split(".")[0] for alias in getattr(node, "names", ())
+                      if isinstance(alias, ast.alias)}  # fmt: skip
+            known |= {node.name} if isinstance(node, ast.FunctionDef | ast.ClassDef) else set()
+        trees = [ast.parse(line) for line in asserts]
+    except (SyntaxError, ValueError) as error:
+        raise InputError(f"test_list: not Python: {error}") from error
+    names = [
+        node.func.id
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id not in known
+    ]
+    if not names:
+        raise InputError("test_list: the tests call no function of the solution")
+    return list(dict.fromkeys(names))
+
+
+def _told(problem: str, tests: JsonObject, starter: str) -> str:
+    """The problem, with what a solution must look like."""
+    if tests["type"] == "stdio":
+        return f"{problem}\n\nWrite a program that reads from standard input and prints to standard output."
+    told = f"{problem}\n\nWrite the function {tests['entry_point']}, or a class Solution with that method."
+    return f"{told} Begin with:\n\n```python\n{starter}\n```" if starter.strip() else told
+
+
+def _reference(code: str) -> JsonObject:
+    if not code:
+        return {}
+    # Not by the editor, which does not overwrite a starter.
+    write = {"code": f"open({SOLUTION!r}, 'w', encoding='utf-8').write({code!r})"}
+    return {"reference": [{"tool": "ipython", "arguments": write}, {"tool": "finish", "arguments": {}}]}
+
+
+def _limits(row: Mapping[str, Any]) -> JsonObject:
+    """The limits that a row gives, as ours: TACO writes `2.0 seconds` and `256.0 megabytes`."""
+    limits: JsonObject = {}
+    for field, key in (("time_limit", "time_s"), ("memory_limit", "memory_mb")):
+        if found := re.match(r"\s*(\d+(?:\.\d+)?)\s*(second|megabyte)?", str(row.get(field) or "")):
+            number = float(found[1])
+            # Their limits are those of compiled programs' judges; Python itself needs some memory.
+            limits[key] = max(number, 1.0) if key == "time_s" else max(int(number), 512)
+    if isinstance(own := row.get("limits"), Mapping):
+        limits |= {key: value for key, value in own.items() if key in _LIMITS}
+    scoring = {"scoring": row["scoring"]} if "scoring" in row else {}
+    return ({"limits": limits} if limits else {}) | scoring
+
+
+def _id(row: Mapping[str, Any], *fields: str) -> str:
+    """What names the row: `id`, the form's own field, or else a digest of the problem."""
+    for field in ("id", *fields[:1]):
+        if (value := row.get(field)) is not None and str(value):
+            return str(value)[:200]
+    problem = next((str(row[field]) for field in fields[1:] if row.get(field)), "")
+    return hashlib.sha256(problem.encode("utf-8", "replace")).hexdigest()[:16]
+
+
+def _text(row: Mapping[str, Any], field: str, *, needed: bool = False) -> str:
+    value = row.get(field)
+    if value is None and not needed:
+        return ""
+    if not isinstance(value, str) or (needed and not value.strip()):
+        raise InputError(f"{field}: {'missing' if value is None else 'not a text with something in it'}")
+    return value
+
+
+def _json(row: Mapping[str, Any], field: str) -> Any:
+    value = row[field]
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{field}: not JSON: {error}") from error
+
+
+def _list(value: Any, field: str) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        raise InputError(f"{field}: not a list")
+    return list(value)

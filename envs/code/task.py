@@ -1,0 +1,181 @@
+"""The rows of a code data file, in our own form; `rows.py` reads those of public data sets into it."""
+
+import ast
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from prorl_envs.env.base import Task
+from prorl_envs.env.scoring import Scoring
+
+#: Most bytes of a solution that is graded.
+MAX_SOLUTION_BYTES = 1_000_000
+#: Where the solution is expected.
+SOLUTION = "/workspace/solution.py"
+
+type Tolerance = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+type Source = Annotated[str, Field(max_length=2_000_000)]
+type Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")]
+
+
+class TextRule(StrEnum):
+    """How a program's output is compared with the expected one."""
+
+    EXACT = "exact"
+    LINES = "lines"
+    TOKENS = "tokens"
+    FLOATS = "floats"
+
+
+class ValueRule(StrEnum):
+    """How a function's result is compared with the expected one."""
+
+    EQUAL = "equal"
+    FLOATS = "floats"
+    UNORDERED = "unordered"
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class StdioCase(_Model):
+    """What the program reads, and what it should print."""
+
+    input: str
+    output: str = ""
+
+
+class StdioTests(_Model):
+    """The solution is a program that reads stdin and prints to stdout.
+
+    Args:
+        cases: what it reads and should print.
+        compare: `exact`: the same text; `lines`: but for white space at the end of lines and of the whole;
+            `tokens`: but for white space; `floats`: tokens, of which numbers may differ by the tolerance.
+        rel_tol, abs_tol: of `floats`.
+        checker: Python that defines `check(input, output, expected)`, true where the output is right. It
+            replaces `compare`, and runs in a sandbox where the solution never was.
+    """
+
+    type: Literal["stdio"]
+    cases: tuple[StdioCase, ...] = Field(min_length=1, max_length=5_000)
+    compare: TextRule = TextRule.LINES
+    rel_tol: Tolerance = 1e-6
+    abs_tol: Tolerance = 1e-6
+    checker: Source = ""
+
+    @model_validator(mode="after")
+    def _checker_defines_check(self) -> "StdioTests":
+        if self.checker and "check" not in defined_functions(self.checker, "checker"):
+            raise ValueError("checker: defines no function check(input, output, expected)")
+        return self
+
+
+class FunctionCase(_Model):
+    """One call, and what it should return; `alternatives` are as right as `expected`."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[Name, Any] = Field(default_factory=dict)
+    expected: Any
+    alternatives: tuple[Any, ...] = ()
+
+
+class FunctionTests(_Model):
+    """The solution defines a function, or a class `Solution` with a method, of this name.
+
+    Args:
+        entry_point: the name.
+        cases: calls with their results. A tuple equals a list with the same items.
+        compare: `equal`, `floats` (numbers within the tolerance), or `unordered` (a list in any order).
+        rel_tol, abs_tol: of `floats`.
+    """
+
+    type: Literal["function"]
+    entry_point: Name
+    cases: tuple[FunctionCase, ...] = Field(min_length=1, max_length=5_000)
+    compare: ValueRule = ValueRule.EQUAL
+    rel_tol: Tolerance = 1e-6
+    abs_tol: Tolerance = 1e-6
+
+
+class ScriptCase(_Model):
+    """Test code: it passes if it raises nothing. Where it defines `check`, that is given the function."""
+
+    code: Source = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _parses(self) -> "ScriptCase":
+        defined_functions(self.code, "code")
+        return self
+
+
+class ScriptTests(_Model):
+    """Test code calls the solution's functions.
+
+    It runs in a process of its own, and what it calls runs in another: arguments and results travel as plain
+    values (numbers, texts, lists, tuples, dicts, sets, bytes, None), so a function is judged by what it
+    returns and not by what it does to its arguments.
+
+    Args:
+        functions: the solution's functions that the tests call. `check` is called with the first.
+        prelude: code run before each case, such as imports and helpers.
+        cases: the tests.
+    """
+
+    type: Literal["script"]
+    functions: tuple[Name, ...] = Field(min_length=1, max_length=50)
+    prelude: Source = ""
+    cases: tuple[ScriptCase, ...] = Field(min_length=1, max_length=1_000)
+
+    @model_validator(mode="after")
+    def _parses(self) -> "ScriptTests":
+        defined_functions(self.prelude, "prelude")
+        return self
+
+
+type Tests = Annotated[StdioTests | FunctionTests | ScriptTests, Field(discriminator="type")]
+
+
+class CaseLimits(_Model):
+    """Bounds of the solution, per case but for `total_s`.
+
+    Args:
+        time_s: seconds of processor time. Wall time is bounded too, far above, for programs that wait.
+        memory_mb: megabytes of address space of each process.
+        total_s: seconds that all cases together may take.
+    """
+
+    time_s: float = Field(default=5.0, ge=0.1, le=600)
+    memory_mb: int = Field(default=1024, ge=64, le=65_536)
+    total_s: float = Field(default=300.0, ge=1, le=3_600)
+
+
+class CodeTask(Task):
+    """One programming problem.
+
+    Args:
+        starter: what the solution file holds at first; empty: there is none.
+        tests: what is graded. Never in the agent's sandbox.
+        limits: bounds of the solution.
+        scoring: `all` (default): 1 where every case passes, else 0; `weighted`: the share that passed.
+    """
+
+    starter: Source = ""
+    tests: Tests
+    limits: CaseLimits = CaseLimits()
+    scoring: Scoring = Scoring.ALL
+
+
+def defined_functions(source: str, what: str) -> set[str]:
+    """The names of the functions that `source` defines at its top level.
+
+    Raises:
+        ValueError: it is no Python.
+    """
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{what}: not Python: {error}") from error
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}

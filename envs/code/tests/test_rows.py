@@ -1,0 +1,205 @@
+"""Rows of programming problems: our own, those of public data sets, and what is refused."""
+
+import base64
+import json
+import pickle
+import zlib
+from typing import Any
+
+import pytest
+
+from prorl_envs.env.node import Node
+from prorl_envs.env.validate import validate
+from prorl_envs.envs.code.compare import same_output, same_result
+from prorl_envs.envs.code.env import CodeEnvironment
+from prorl_envs.envs.code.task import FunctionCase, FunctionTests, StdioTests
+from prorl_envs.errors import InputError
+
+TESTS: dict[str, Any] = {"type": "stdio", "cases": [{"input": "1", "output": "1"}]}
+GOOD: dict[str, Any] = {"id": "a", "instruction": "Do it.", "tests": TESTS}
+CALL: dict[str, Any] = {"type": "function", "entry_point": "f", "cases": [{"args": [1], "expected": 1}]}
+
+
+def packed(value: object) -> str:
+    return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
+
+
+CASES = [{"input": "2\n", "output": "4\n", "testtype": "stdin"}]
+CALLS = [{"input": '"ab"\n2', "output": '"abab"', "testtype": "functional"}]
+REPEAT = "class Solution:\n    def repeat(self, text, n):\n        return text * n\n"
+
+PUBLIC: dict[str, dict[str, Any]] = {
+    "apps": {
+        "problem_id": 7,
+        "question": "Double it.",
+        "solutions": json.dumps(["print(int(input()) * 2)"]),
+        "input_output": json.dumps({"inputs": ["2\n", "5\n"], "outputs": ["4\n", "10\n"]}),
+        "difficulty": "easy",
+    },
+    "apps-function": {
+        "problem_id": "8",
+        "question": "Repeat it.",
+        "solutions": json.dumps([REPEAT]),
+        "starter_code": "class Solution:\n    pass\n",
+        "input_output": json.dumps(
+            {"fn_name": "repeat", "inputs": [["ab", 2], ["x", 0]], "outputs": [["abab"], ""]}
+        ),
+    },
+    "taco": {
+        "question": "Join them.",
+        "solutions": ["print(' '.join(input() for _ in range(2)))"],
+        "time_limit": "2.0 seconds",
+        "memory_limit": "256.0 megabytes",
+        "input_output": {"inputs": [["a", "b"]], "outputs": [["a b"]]},
+    },
+    "livecodebench": {
+        "question_id": "q1",
+        "question_content": "Double it.",
+        "public_test_cases": json.dumps(CASES),
+        "metadata": "{}",
+        "private_test_cases": packed(json.dumps(CASES)),
+        "reference_solution": "print(int(input()) * 2)",
+    },
+    "livecodebench-function": {
+        "question_id": "q2",
+        "question_content": "Repeat it.",
+        "public_test_cases": json.dumps(CALLS),
+        "private_test_cases": "[]",
+        "metadata": json.dumps({"func_name": "repeat"}),
+        "reference_solution": REPEAT,
+        "starter_code": "",
+    },
+    "humaneval": {
+        "task_id": "Own/0",
+        "entry_point": "shift_back",
+        "canonical_solution": "    return ''.join(chr(ord(c) - 1) for c in text)\n",
+        "prompt": 'def shift(text: str) -> str:\n    return "".join(chr(ord(c) + 1) for c in text)\n\n\n'
+        'def shift_back(text: str) -> str:\n    """The inverse of shift."""\n',
+        "test": "METADATA = {}\n\n\ndef check(candidate):\n    for text in ('abc', '', 'x y'):\n"
+        "        assert candidate(shift(text)) == text\n",
+    },
+    "mbpp": {
+        "task_id": 11,
+        "text": "Write a function to double the numbers of a list.",
+        "code": "def doubled(xs):\n    return [x * 2 for x in xs]",
+        "test_list": ["assert doubled([1, 2]) == [2, 4]", "assert math.isclose(sum(doubled([0.1])), 0.2)"],
+        "test_setup_code": "import math",
+        "challenge_test_list": [],
+    },
+}
+
+
+@pytest.mark.anyio
+@pytest.mark.timeout(300)
+async def test_public_forms_are_read_and_discriminate(node: Node) -> None:
+    tasks = [CodeEnvironment.load(row) for row in PUBLIC.values()]
+    verdicts = await validate(CodeEnvironment, node, tasks, concurrency=2)
+    problems = {name: verdict.problems for name, verdict in zip(PUBLIC, verdicts, strict=True)}
+    assert {name: found for name, found in problems.items() if found} == {}
+    assert [task.id for task in tasks[:2]] == ["7", "8"]
+    assert (tasks[2].limits.time_s, tasks[2].limits.memory_mb) == (2.0, 512)
+
+
+@pytest.mark.parametrize(
+    ("row", "field"),
+    [
+        ({**GOOD, "id": ""}, "id"),
+        ({**GOOD, "tests": {"type": "magic"}}, "tests"),
+        ({**GOOD, "tests": {**TESTS, "cases": []}}, "tests.stdio.cases"),
+        ({**GOOD, "tests": {**TESTS, "compare": "close"}}, "tests.stdio.compare"),
+        ({**GOOD, "tests": {**TESTS, "checker": "def check(:"}}, "tests.stdio"),
+        ({**GOOD, "tests": {**TESTS, "checker": "def judge(): pass"}}, "tests.stdio"),
+        ({**GOOD, "tests": {**CALL, "entry_point": "f()"}}, "tests.function.entry_point"),
+        ({**GOOD, "tests": {**CALL, "cases": [{"args": [1]}]}}, "tests.function.cases.0.expected"),
+        (
+            {**GOOD, "tests": {"type": "script", "functions": [], "cases": [{"code": "1"}]}},
+            "tests.script.functions",
+        ),
+        (
+            {**GOOD, "tests": {"type": "script", "functions": ["f"], "cases": [{"code": "("}]}},
+            "tests.script.cases.0",
+        ),
+        ({**GOOD, "limits": {"time_s": 0}}, "limits.time_s"),
+        ({**GOOD, "scoring": "most"}, "scoring"),
+        ({**GOOD, "solution": "x"}, "solution"),
+        ({"id": "a", "instruction": "Do it."}, "tests"),
+        ({**PUBLIC["apps"], "input_output": "{"}, "input_output"),
+        ({**PUBLIC["apps"], "input_output": "[]"}, "input_output"),
+        ({**PUBLIC["apps"], "input_output": {"inputs": ["1"], "outputs": []}}, "input_output"),
+        ({**PUBLIC["apps"], "input_output": {"inputs": [], "outputs": []}}, "input_output"),
+        ({**PUBLIC["apps"], "question": " "}, "question"),
+        (
+            {**PUBLIC["apps-function"], "input_output": {"fn_name": "f", "inputs": ["1"], "outputs": [1]}},
+            "input_output.inputs.0",
+        ),
+        ({**PUBLIC["livecodebench"], "private_test_cases": "???"}, "private_test_cases"),
+        ({**PUBLIC["livecodebench"], "private_test_cases": packed([1])}, "private_test_cases"),
+        (
+            {**PUBLIC["livecodebench"], "private_test_cases": packed(json.dumps([{"input": "x"}]))},
+            "private_test_cases.0",
+        ),
+        ({**PUBLIC["humaneval"], "test": None}, "test"),
+        ({**PUBLIC["mbpp"], "test_list": ["assert ("]}, "test_list"),
+        ({**PUBLIC["mbpp"], "test_list": ["assert 1"]}, "test_list"),
+        ({**PUBLIC["mbpp"], "test_list": "assert f()"}, "test_list"),
+    ],
+)
+def test_a_wrong_row_names_its_field(row: dict[str, Any], field: str) -> None:
+    with pytest.raises(InputError) as caught:
+        CodeEnvironment.load(row)
+    assert caught.value.message.startswith(field)
+
+
+class Planted:
+    """What a pickle may do when it is read as one."""
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return exec, ("raise SystemExit('ran')",)
+
+
+def test_a_packed_field_runs_nothing() -> None:
+    with pytest.raises(InputError, match=r"private_test_cases.*exec"):
+        CodeEnvironment.load({**PUBLIC["livecodebench"], "private_test_cases": packed(Planted())})
+
+
+@pytest.mark.parametrize(
+    ("compare", "output", "expected", "same"),
+    [
+        ("exact", "1\n", "1\n", True),
+        ("exact", "1", "1\n", False),
+        ("lines", "1 \n2\n\n", "1\n2", True),
+        ("lines", "1 2", "1\n2", False),
+        ("tokens", "1   2", "1\n2\n", True),
+        ("tokens", "1.0 2", "1 2", False),
+        ("floats", "1.0000001 x", "1 x", True),
+        ("floats", "1.1 x", "1 x", False),
+        ("floats", "1 2", "1", False),
+        ("floats", "nan inf", "nan inf", True),
+        ("floats", "inf", "1", False),
+        ("floats", "9" * 5000, "1", False),
+    ],
+)
+def test_outputs_are_compared_as_asked(compare: str, output: str, expected: str, same: bool) -> None:
+    tests = StdioTests.model_validate({**TESTS, "compare": compare})
+    assert same_output(output, expected, tests) is same
+
+
+@pytest.mark.parametrize(
+    ("compare", "value", "expected", "same"),
+    [
+        ("equal", (1, 2), [1, 2], True),
+        ("equal", [1, 2], [2, 1], False),
+        ("equal", {1: "a"}, {"1": "a"}, True),
+        ("equal", "1", 1, False),
+        ("equal", [[1, (2,)]], [[1, [2]]], True),
+        ("floats", [1.0000001, {"a": 2}], [1, {"a": 2.0}], True),
+        ("floats", [1.1], [1], False),
+        ("floats", True, 1, True),
+        ("unordered", [3, 1, 1], [1, 3, 1], True),
+        ("unordered", [3, 1], [1, 3, 1], False),
+        ("unordered", {1, 3}, [3, 1], True),
+    ],
+)
+def test_results_are_compared_as_asked(compare: str, value: Any, expected: Any, same: bool) -> None:
+    tests = FunctionTests.model_validate({**CALL, "compare": compare})
+    assert same_result(value, FunctionCase(expected=expected), tests) is same

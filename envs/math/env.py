@@ -1,0 +1,122 @@
+"""Mathematical problems: an IPython session, and an answer judged for being equivalent to the right one."""
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from importlib.resources import files
+from typing import Any
+
+from prorl_envs.env.base import Grade
+from prorl_envs.env.sandboxed import SandboxedEnvironment, workplace
+from prorl_envs.env.words import bare, stated
+from prorl_envs.envs.math.answers import MAX_CHARS, quick, unfinished
+from prorl_envs.envs.math.rows import own_row
+from prorl_envs.envs.math.task import MathTask
+from prorl_envs.errors import EnvironmentFault, GraderError, SandboxLimit
+from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.runtime import python_runtime
+from prorl_envs.tools.schemas import PYTHON
+from prorl_envs.tools.types import ToolSpec
+from prorl_envs.tools.workplace import Workplace
+
+#: Wall seconds of a verification, the library's import included. Its processor time is limited far below.
+VERIFY_S = 300.0
+_PACKAGES = ("numpy", "sympy", "math_verify")
+_INSTALL = "pip install 'prorl-envs[data,math]'"
+_EVIDENCE_CHARS = 2_000
+
+ANSWER = ToolSpec(
+    name="finish",
+    description="Hand in the answer and end the task.",
+    parameters={
+        "type": "object",
+        "properties": {
+            "answer": {
+                "type": "string",
+                "description": "The bare answer, without explanation: a number, an expression, an interval, "
+                r"a set; in LaTeX or plain: 42, \frac{3}{4}, 2*sqrt(2), (1, 5].",
+            }
+        },
+        "required": ["answer"],
+    },
+)
+
+
+class MathEnvironment(SandboxedEnvironment[MathTask]):
+    """One problem."""
+
+    name = "math"
+    task_type = MathTask
+    python = True
+    sandbox_tools = (PYTHON,)
+    finish_spec = ANSWER
+    system_prompt = (
+        "You solve a mathematical problem. A persistent IPython session in a Linux sandbox helps you: "
+        "variables and imports stay between calls; numpy and sympy are installed; there is no network. When "
+        r"you know the answer, call finish with it, or end with a message that holds it as \boxed{...}."
+    )
+
+    @classmethod
+    def load(cls, row: Mapping[str, Any]) -> MathTask:
+        return super().load(own_row(row))
+
+    @classmethod
+    def unavailable(cls, task: MathTask) -> str:
+        missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+        return f"not installed: {', '.join(missing)} ({_INSTALL})" if missing else ""
+
+    def sandbox_spec(self, task: MathTask) -> SandboxSpec:
+        if reason := self.unavailable(task):
+            raise EnvironmentFault(reason, hint=_INSTALL)
+        mounts, masks, env = python_runtime()
+        return SandboxSpec(mounts=mounts, masks=masks, env=env)
+
+    async def prepare(self, task: MathTask, place: Workplace) -> None:
+        return
+
+    async def grade(self, task: MathTask, place: Workplace) -> Grade:
+        spec = place.sandbox.spec
+        await self.leave()
+        handed_in = self.answer if self.answer is not None else stated(self.last_words)
+        answer = bare(handed_in[: 2 * MAX_CHARS])
+        passed, how = await self._judge(task, answer, spec)
+        shown = {"answer": handed_in[:_EVIDENCE_CHARS], "judged": how}
+        return Grade(reward=float(passed), components={"answer": float(passed)}, evidence=shown)
+
+    async def _judge(self, task: MathTask, answer: str, spec: SandboxSpec) -> tuple[bool, str]:
+        """Whether the answer is right, and by what that was found."""
+        if not answer or len(answer) > MAX_CHARS:
+            return False, "no answer" if not answer else f"longer than {MAX_CHARS} characters"
+        right = [bare(text) for text in (task.answer, *task.alternatives)]
+        plain = [quick(answer, text) for text in right]
+        if any(plain) or all(verdict is False for verdict in plain):
+            return any(plain), "plain"
+        if "$" in answer or "\\boxed" in answer:
+            return False, "several expressions"
+        if unfinished(answer, right):
+            return False, "not worked out"
+        return await self._verify(answer, right, spec)
+
+    async def _verify(self, answer: str, right: list[str], spec: SandboxSpec) -> tuple[bool, str]:
+        """Ask the library, in a sandbox of its own.
+
+        Raises:
+            GraderError: it does not start, or the machine is too busy for it.
+        """
+        program = files("prorl_envs.envs.math").joinpath("verifier.py").read_text("utf-8")
+        given = json.dumps({"answer": answer, "right": right}).encode()
+        async with workplace(self.node, spec) as verifier:
+            try:
+                done = await verifier.tools.run(
+                    ["python3", "-s", "-P", "-c", program], stdin=given, timeout_s=VERIFY_S, apart=True
+                )
+            except SandboxLimit:
+                return False, "math-verify: beyond the sandbox's limits"
+        lines = done.output.split()
+        if not lines or done.timed_out:
+            raise GraderError(
+                f"math-verify did not answer: {done.errors[-500:].decode(errors='replace')}", hint=_INSTALL
+            )
+        if lines[1:] in ([b"equal"], [b"other"]):
+            return lines[1] == b"equal", "math-verify"
+        return False, "math-verify: too expensive"  # or it failed on the answer

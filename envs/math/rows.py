@@ -1,0 +1,92 @@
+"""Rows of public data sets of mathematical problems, as rows of our own.
+
+    GSM8K               question, answer (a solution that ends in `#### 42`)
+    MATH                problem, solution (with a boxed answer), perhaps answer
+    AIME and the like   Problem, Answer, ID
+    DAPO, verl          prompt (chat messages), reward_model (ground_truth), extra_info (index)
+    Nemotron, OpenMath  problem, expected_answer
+
+Known by their fields; whatever has `instruction` is taken for our own.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from prorl_envs.env.words import last_boxed
+from prorl_envs.errors import InputError
+
+_PROBLEM = ("problem", "question", "prompt")
+_ANSWER = ("expected_answer", "final_answer", "answer", "ground_truth")
+_ID = ("id", "unique_id", "problem_id", "index")
+_GSM8K = "####"
+
+
+def own_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`row` in our own form; what is no known form comes back as it is.
+
+    Raises:
+        InputError: a field of a known form is wrong.
+    """
+    lower = {key.lower(): value for key, value in row.items()}
+    if "instruction" in row or not any(field in lower for field in _PROBLEM):
+        return row
+    problem, answer = _problem(lower), _answer(lower)
+    more = {key: row[key] for key in ("alternatives", "reference") if key in row}
+    finish = {"tool": "finish", "arguments": {"answer": answer}}
+    return {
+        "id": _id(lower, problem),
+        "instruction": problem,
+        "answer": answer,
+        "reference": [finish],
+        **more,
+    }
+
+
+def _problem(row: Mapping[str, Any]) -> str:
+    field = next(field for field in _PROBLEM if field in row)
+    value = row[field]
+    if isinstance(value, list | tuple):
+        asked = [m.get("content") for m in value if isinstance(m, Mapping) and m.get("role") == "user"]
+        value = asked[-1] if asked else None
+    if not isinstance(value, str) or not value.strip():
+        raise InputError(f"{field}: neither a text nor chat messages with a user's")
+    return value
+
+
+def _answer(row: Mapping[str, Any]) -> str:
+    judged = row.get("reward_model")
+    if isinstance(judged, Mapping):
+        return _bare(judged.get("ground_truth"), "reward_model.ground_truth")
+    for field in _ANSWER:
+        if row.get(field) is not None:
+            return _bare(row[field], field)
+    solution = row.get("solution")
+    if isinstance(solution, str) and (boxed := last_boxed(solution)):
+        return boxed
+    raise InputError("answer: missing, and solution holds no boxed answer")
+
+
+def _bare(value: Any, field: str) -> str:
+    if isinstance(value, list | tuple) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise InputError(f"{field}: neither a text nor a number")
+    text = str(value)
+    if _GSM8K in text:
+        text = text.rpartition(_GSM8K)[2]
+    elif boxed := last_boxed(text):
+        text = boxed
+    if not text.strip():
+        raise InputError(f"{field}: empty")
+    return text.strip()
+
+
+def _id(row: Mapping[str, Any], problem: str) -> str:
+    """What names the row, or else a digest of the problem."""
+    extra = row.get("extra_info")
+    for source in (row, extra if isinstance(extra, Mapping) else {}):
+        for field in _ID:
+            if (value := source.get(field)) is not None and str(value):
+                return str(value)[:200]
+    return hashlib.sha256(problem.encode("utf-8", "replace")).hexdigest()[:16]

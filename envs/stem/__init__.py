@@ -1,0 +1,1 @@
+"""Questions of science, with a search tool."""

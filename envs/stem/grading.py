@@ -1,0 +1,55 @@
+"""Judging short answers. Pure, total and bounded."""
+
+import re
+
+from prorl_envs.env.answers import is_close, parse_number
+from prorl_envs.envs.stem.task import ChoiceAnswer, NumberAnswer, StemTask, TextAnswer
+
+#: Longest answer that is judged.
+MAX_CHARS = 4_000
+
+_LETTER = re.compile(r"(?:\\(?:text|mathrm|textbf)\{)?\(?([A-Za-z])\)?\}?[.:)]?")
+_LETTER_FIRST = re.compile(r"\(?([A-Z])(?:\)|\.|:)\s+(.+)", re.DOTALL)
+_POWER = re.compile(r"\s*(?:\\times|\\cdot|×|·|x|\*)\s*10\s*(?:\^|\*\*)\s*\{?\s*([+-]?\d{1,4})\s*\}?")
+_ARTICLES = frozenset(("a", "an", "the"))
+
+
+def is_right(task: StemTask, answer: str) -> bool:
+    """Whether an answer without its surroundings is the right one."""
+    if not answer.strip() or len(answer) > MAX_CHARS:
+        return False
+    match task.answer:
+        case ChoiceAnswer(value=letter):
+            return chosen(task, answer) == letter
+        case NumberAnswer():
+            return _number(answer, task.answer)
+        case TextAnswer(values=values):
+            return _words(answer) in [_words(value) for value in values]
+
+
+def chosen(task: StemTask, answer: str) -> str:
+    """The one letter that an answer chooses, by itself, with its text, or by its text alone; "" for none."""
+    answer = answer.strip().strip("*").strip()
+    if match := _LETTER.fullmatch(answer):
+        return match[1].upper()
+    letters = dict(task.lettered)
+    if (match := _LETTER_FIRST.fullmatch(answer)) and _words(match[2]) == _words(letters.get(match[1], "")):
+        return match[1]
+    same = [letter for letter, text in letters.items() if _words(text) == _words(answer)]
+    return same[0] if len(same) == 1 else ""
+
+
+def _number(answer: str, right: NumberAnswer) -> bool:
+    text = answer.replace("−", "-").replace(r"\,", " ").strip()
+    text = re.sub(r"\\(?:text|mathrm)\{([^{}]*)\}", r"\1", text).strip()
+    for unit in sorted(right.units, key=len, reverse=True):
+        if text.endswith(unit):
+            text = text.removesuffix(unit).rstrip()
+            break
+    value = parse_number(_POWER.sub(r"e\1", text, count=1))
+    return value is not None and is_close(value, right.value, rel_tol=right.rel_tol, abs_tol=right.abs_tol)
+
+
+def _words(text: str) -> list[str]:
+    words = text.casefold().strip().strip(".\"'“”").split()
+    return [word for word in words if word not in _ARTICLES] or words

@@ -1,0 +1,90 @@
+"""Rows of public data sets of questions, as rows of our own.
+
+    MMLU       question, choices (a list), answer (a number from 0, or a letter)
+    MMLU-Pro   question, options, answer (a letter) or answer_index
+    ARC        question, choices (text, label), answerKey
+    GPQA       Question, Correct Answer, Incorrect Answer 1, 2, 3 (put into an order that the question fixes)
+    otherwise  question or problem, answer: a number or a text
+
+Known by their fields; whatever has `instruction` is taken for our own.
+"""
+
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from prorl_envs.env.answers import parse_number
+from prorl_envs.envs.stem.task import LETTERS
+from prorl_envs.errors import InputError
+from prorl_envs.tools.types import JsonObject
+
+_CORRECT = "Correct Answer"
+_INCORRECT = tuple(f"Incorrect Answer {number}" for number in (1, 2, 3))
+
+
+def own_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`row` in our own form; what is no known form comes back as it is.
+
+    Raises:
+        InputError: a field of a known form is wrong.
+    """
+    field = next((name for name in ("question", "problem", "Question") if name in row), "")
+    if "instruction" in row or not field:
+        return row
+    question = row[field]
+    if not isinstance(question, str) or not question.strip():
+        raise InputError(f"{field}: not a text with something in it")
+    digest = hashlib.sha256(question.encode("utf-8", "replace")).hexdigest()[:16]
+    if _CORRECT in row:
+        made = _gpqa(row, digest)
+    elif "choices" in row or "options" in row:
+        made = _choices(row)
+    else:
+        made = _short(row)
+    right = made["answer"]
+    answer = str(right["value"] if "value" in right else right["values"][0])
+    reference = [{"tool": "finish", "arguments": {"answer": answer}}]
+    name = next((row[key] for key in ("id", "question_id", "Record ID") if row.get(key) is not None), digest)
+    return {"id": str(name)[:200], "instruction": question, "reference": reference, **made}
+
+
+def _gpqa(row: Mapping[str, Any], digest: str) -> JsonObject:
+    wrong = [str(row[name]) for name in _INCORRECT if row.get(name)]
+    if not wrong:
+        raise InputError(f"{_INCORRECT[0]}: missing")
+    choices = [str(row[_CORRECT]), *wrong]
+    random.Random(digest).shuffle(choices)
+    return _answered(choices, LETTERS[choices.index(str(row[_CORRECT]))])
+
+
+def _choices(row: Mapping[str, Any]) -> JsonObject:
+    field = "choices" if "choices" in row else "options"
+    given, labels = row[field], list(LETTERS)
+    if isinstance(given, Mapping):
+        labels, given = [str(label) for label in given.get("label") or []], given.get("text")
+    if not isinstance(given, Sequence) or isinstance(given, str) or not 2 <= len(given) <= len(LETTERS):
+        raise InputError(f"{field}: not a list of 2 to {len(LETTERS)} texts")
+    right = next(
+        (row[key] for key in ("answerKey", "answer", "answer_index") if row.get(key) is not None), None
+    )
+    if isinstance(right, str) and right in labels[: len(given)]:
+        right = labels.index(right)
+    if isinstance(right, bool) or not isinstance(right, int) or not 0 <= right < len(given):
+        raise InputError(f"answer: {right!r} is none of the {field}")
+    return _answered([str(text) for text in given], LETTERS[right])
+
+
+def _answered(choices: list[str], letter: str) -> JsonObject:
+    return {"choices": choices, "answer": {"type": "choice", "value": letter}}
+
+
+def _short(row: Mapping[str, Any]) -> JsonObject:
+    right = row.get("answer")
+    if isinstance(right, Mapping):
+        return {"answer": dict(right)}
+    if isinstance(right, bool) or not isinstance(right, str | int | float) or not str(right).strip():
+        raise InputError("answer: neither a number nor a text with something in it")
+    if (number := parse_number(str(right))) is not None:
+        return {"answer": {"type": "number", "value": number}}
+    return {"answer": {"type": "text", "values": [str(right)]}}

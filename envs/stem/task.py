@@ -1,0 +1,67 @@
+"""The rows of a STEM data file, in our own form; `rows.py` reads those of public data sets into it."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from prorl_envs.env.base import Task
+
+type Text = Annotated[str, Field(min_length=1, max_length=4_000)]
+#: The letters of choices.
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ChoiceAnswer(_Answer):
+    """The letter of one of the choices."""
+
+    type: Literal["choice"]
+    value: Annotated[str, Field(pattern="^[A-Z]$")]
+
+
+class NumberAnswer(_Answer):
+    """A number, within either tolerance, perhaps with one of the `units` behind it."""
+
+    type: Literal["number"]
+    value: float = Field(allow_inf_nan=False)
+    rel_tol: float = Field(default=1e-2, ge=0, le=1)
+    abs_tol: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    units: tuple[Annotated[str, Field(min_length=1, max_length=40)], ...] = ()
+
+
+class TextAnswer(_Answer):
+    """One of these texts; letter case, articles and white space do not count."""
+
+    type: Literal["text"]
+    values: tuple[Text, ...] = Field(min_length=1, max_length=50)
+
+
+type Answer = Annotated[ChoiceAnswer | NumberAnswer | TextAnswer, Field(discriminator="type")]
+
+
+class StemTask(Task):
+    """One question.
+
+    Args:
+        choices: what may be chosen, shown as A, B, ...; empty for a question with a short answer.
+        answer: the right answer.
+    """
+
+    choices: tuple[Text, ...] = Field(default=(), max_length=len(LETTERS))
+    answer: Answer
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "StemTask":
+        if isinstance(self.answer, ChoiceAnswer) and LETTERS.index(self.answer.value) >= len(self.choices):
+            raise ValueError(f"answer.value: there is no choice {self.answer.value}")
+        if self.choices and not isinstance(self.answer, ChoiceAnswer):
+            raise ValueError("answer.type: a question with choices is answered by one of them")
+        return self
+
+    @property
+    def lettered(self) -> list[tuple[str, str]]:
+        """The choices with their letters."""
+        return list(zip(LETTERS, self.choices, strict=False))

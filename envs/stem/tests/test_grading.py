@@ -1,0 +1,114 @@
+"""Judging short answers, and searching, from agents that would rather do neither."""
+
+from typing import Any
+
+import pytest
+
+from prorl_envs.env.node import Node
+from prorl_envs.env.registry import example_path, load_tasks
+from prorl_envs.env.validate import validate
+from prorl_envs.envs.stem.env import MAX_SEARCHES, StemEnvironment
+from prorl_envs.envs.stem.grading import is_right
+from prorl_envs.envs.stem.task import StemTask
+from prorl_envs.tools.types import ToolCall, ToolResult
+
+CHOICE = {"type": "choice", "value": "B"}
+NUMBER = {"type": "number", "value": 3e8, "units": ["m/s", "m s^-1"]}
+TEXT = {"type": "text", "values": ["Arctic char", "charr"]}
+
+
+def task(answer: dict[str, Any]) -> StemTask:
+    choices = ["an ion", "a photon", "a proton"] if answer["type"] == "choice" else []
+    return StemEnvironment.load({"id": "t", "instruction": "Which?", "choices": choices, "answer": answer})
+
+
+@pytest.mark.anyio
+@pytest.mark.timeout(600)
+async def test_every_example_discriminates(node: Node) -> None:
+    tasks = [each for each in load_tasks("stem", example_path("stem")) if isinstance(each, StemTask)]
+    verdicts = await validate(StemEnvironment, node, tasks, concurrency=2)
+    assert len(verdicts) == 10
+    assert {verdict.task_id: verdict.problems for verdict in verdicts if not verdict.ok} == {}
+
+
+@pytest.mark.parametrize(
+    ("answer", "given", "right"),
+    [
+        (CHOICE, "B", True),
+        (CHOICE, "(b)", True),
+        (CHOICE, "**B.**", True),
+        (CHOICE, r"\text{B}", True),
+        (CHOICE, "B. a photon", True),
+        (CHOICE, "a photon", True),
+        (CHOICE, "A", False),
+        (CHOICE, "A or B", False),
+        (CHOICE, "B, C", False),
+        (CHOICE, "ABC", False),
+        (CHOICE, "B. a proton", False),
+        (CHOICE, "", False),
+        (NUMBER, "3e8", True),
+        (NUMBER, "3.0e8 m/s", True),
+        (NUMBER, r"3.0 \times 10^{8} \text{m/s}", True),
+        (NUMBER, "2.998 x 10^8 m s^-1", True),
+        (NUMBER, "3e8 km/s", False),
+        (NUMBER, "3e5", False),
+        (NUMBER, "3e8 or 4e8", False),
+        (NUMBER, "3e8, 4e8", False),
+        (NUMBER, "9" * 3000, False),
+        (TEXT, "the arctic  CHAR.", True),
+        (TEXT, "charr", True),
+        (TEXT, "trout or charr", False),
+        (TEXT, "", False),
+    ],
+)
+def test_right_is_told_from_wrong(answer: dict[str, Any], given: str, right: bool) -> None:
+    assert is_right(task(answer), given) is right
+
+
+async def search(env: StemEnvironment, arguments: dict[str, Any]) -> ToolResult:
+    return await env.call(ToolCall(id="s", name="search", arguments=arguments))
+
+
+@pytest.mark.anyio
+async def test_searching_finds_pages_and_nothing_else(node: Node) -> None:
+    async with StemEnvironment(node) as env:
+        prompt = await env.init(task(CHOICE))
+        assert prompt.messages[-1]["content"] == "Which?\n\nA. an ion\nB. a photon\nC. a proton"
+        found = await search(env, {"query": "velmorite crystal"})
+        assert found.ok and "orthorhombic" in found.text and found.data["sources"][0] == "velmorite.md#1"
+        # words of a query are words, whatever they mean to SQLite
+        for query in (
+            'velmorite" OR "x',
+            "NEAR(velmorite crystal)",
+            "title:velmorite",
+            "velmorite*",
+            "velmorite AND NOT x",
+        ):
+            assert "orthorhombic" in (await search(env, {"query": query})).text
+        assert (await search(env, {"query": "zzzz"})).text == "Nothing was found."
+        for wrong in ({}, {"query": 5}, {"query": ""}, {"query": "x" * 401}, {"query": "x", "limit": 10**9}):
+            assert not (await search(env, wrong)).ok
+        while (last := await search(env, {"query": "lake"})).ok:
+            pass
+        assert str(MAX_SEARCHES) in last.text
+
+
+@pytest.mark.anyio
+async def test_neither_pages_nor_answers_lie_in_the_sandbox(node: Node) -> None:
+    pages = "grep -rlsI 'velmorite' /workspace /home /tmp /run /etc"
+    look = f"({pages}; find / -name '*.sqlite' -o -name 'velmorite*') 2>/dev/null"
+    async with StemEnvironment(node) as env:
+        await env.init(task(CHOICE))
+        found = await env.call(ToolCall(id="b", name="bash", arguments={"command": f"{look} | head; true"}))
+    assert "velmorite" not in found.text and "sqlite" not in found.text
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("words", "reward"), [(r"It is \boxed{B}", 1.0), ("Answer: B", 1.0), ("B or C", 0.0)]
+)
+async def test_answers_of_a_last_message(node: Node, words: str, reward: float) -> None:
+    async with StemEnvironment(node) as env:
+        await env.init(task(CHOICE))
+        env.conclude(words)
+        assert (await env.eval()).reward == reward

@@ -1,0 +1,140 @@
+"""Web search services: asked by this process with the user's key, which stays here."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import httpx
+
+from prorl_envs.env.search import Hit, SearchFailed, SearchSettings
+from prorl_envs.errors import InputError
+
+#: Most bytes of an answer, and most characters of one hit's text.
+MAX_BYTES = 4 * 2**20
+MAX_TEXT = 4_000
+_ATTEMPTS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WebApi:
+    """How a service is asked, and where its hits are.
+
+    Args:
+        url: usual address; empty: the user gives one.
+        method: GET takes the query as a parameter, POST in a JSON body.
+        query, count: names of the query and of the number of hits; "" for none.
+        key_header: header of the key, "" where none is wanted; `Authorization` is sent as a bearer token.
+        more: further parameters.
+        path: keys that lead to the list of hits.
+        title, text, source: keys of one hit.
+    """
+
+    url: str
+    method: Literal["GET", "POST"]
+    query: str
+    count: str
+    key_header: str
+    more: tuple[tuple[str, str], ...] = ()
+    path: tuple[str, ...]
+    title: str = "title"
+    text: str
+    source: str
+
+
+#: From the services' own reference pages.
+APIS: Mapping[str, WebApi] = {
+    "brave": WebApi(
+        url="https://api.search.brave.com/res/v1/web/search", method="GET", query="q", count="count",
+        key_header="X-Subscription-Token", path=("web", "results"), text="description", source="url",
+    ),
+    "serper": WebApi(
+        url="https://google.serper.dev/search", method="POST", query="q", count="num",
+        key_header="X-API-KEY", path=("organic",), text="snippet", source="link",
+    ),
+    "tavily": WebApi(
+        url="https://api.tavily.com/search", method="POST", query="query", count="max_results",
+        key_header="Authorization", path=("results",), text="content", source="url",
+    ),
+    "searxng": WebApi(
+        url="", method="GET", query="q", count="", key_header="", more=(("format", "json"),),
+        path=("results",), text="content", source="url",
+    ),
+}  # fmt: skip
+
+
+class WebSearch:
+    """One service.
+
+    Args:
+        settings: which, where, and the key.
+
+    Raises:
+        InputError: there is no such service, or the key or address that it needs is missing.
+    """
+
+    def __init__(self, settings: SearchSettings) -> None:
+        if settings.backend not in APIS:
+            known = ", ".join(("index", *APIS))
+            raise InputError(f"no search back end is called {settings.backend!r}", hint=f"known: {known}")
+        self._api = APIS[settings.backend]
+        self._settings = settings
+        self._url = settings.url or self._api.url
+        if not self._url:
+            raise InputError(f"{settings.backend} needs an address", hint="set search.url")
+        if self._api.key_header and not settings.key:
+            raise InputError(f"{settings.backend} needs a key", hint="set PRORL_SEARCH__KEY")
+
+    async def open(self) -> None:
+        return
+
+    async def search(self, query: str, limit: int) -> list[Hit]:
+        problem = ""
+        async with httpx.AsyncClient(timeout=self._settings.timeout_s, follow_redirects=False) as client:
+            for _ in range(_ATTEMPTS):
+                try:
+                    return self._hits(await self._ask(client, query, limit), limit)
+                except httpx.TransportError as error:
+                    problem = type(error).__name__
+                except httpx.HTTPStatusError as error:
+                    problem = f"HTTP {error.response.status_code}"
+                    if error.response.status_code < 500:
+                        break
+        # Neither the address nor the answer: a URL may hold a key.
+        raise SearchFailed(f"{self._settings.backend} did not answer: {problem}", hint="is the key right?")
+
+    async def _ask(self, client: httpx.AsyncClient, query: str, limit: int) -> Any:
+        api = self._api
+        asked: dict[str, Any] = {
+            api.query: query,
+            **dict(api.more),
+            **({api.count: limit} if api.count else {}),
+        }
+        key = self._settings.key
+        bearer = api.key_header == "Authorization"
+        headers = {api.key_header: f"Bearer {key}" if bearer else key} if api.key_header else {}
+        given: dict[str, Any] = {"params": asked} if api.method == "GET" else {"json": asked}
+        async with client.stream(api.method, self._url, headers=headers, **given) as response:
+            response.raise_for_status()
+            body = bytearray()
+            async for chunk in response.aiter_bytes():
+                body += chunk
+                if len(body) > MAX_BYTES:
+                    raise SearchFailed(f"{self._settings.backend} answers more than {MAX_BYTES} bytes")
+        try:
+            return httpx.Response(200, content=bytes(body)).json()
+        except (ValueError, RecursionError) as error:
+            raise SearchFailed(f"{self._settings.backend} answers what is not JSON") from error
+
+    def _hits(self, answer: Any, limit: int) -> list[Hit]:
+        for key in self._api.path:
+            answer = answer.get(key) if isinstance(answer, Mapping) else None
+        found = [item for item in answer if isinstance(item, Mapping)] if isinstance(answer, list) else []
+        api = self._api
+        return [
+            Hit(title=_text(item, api.title), text=_text(item, api.text), source=_text(item, api.source))
+            for item in found[:limit]
+        ]
+
+
+def _text(item: Mapping[str, Any], key: str) -> str:
+    return str(item.get(key) or "").encode("utf-8", "replace").decode()[:MAX_TEXT]
