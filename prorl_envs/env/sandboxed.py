@@ -56,6 +56,9 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
     finish_spec: ClassVar[ToolSpec]
     #: Whether the sandbox gets a warm IPython.
     python: ClassVar[bool] = False
+    #: What `with_options` may change of its sandboxes: limits, network, image. A family whose tasks depend on
+    #: one of them leaves that out.
+    sandbox_options: ClassVar[frozenset[str]] = frozenset({"limits", "network"})
     #: Seconds a tool call may take where the caller names none.
     call_timeout_s: ClassVar[float] = 60.0
 
