@@ -48,6 +48,8 @@ from prorl_envs.tools.types import JsonObject, ToolCall
 
 logger = logging.getLogger(__name__)
 
+#: Says that a tool could not do what was asked: a wrong argument, say.
+REFUSED_HEADER = "x-prorl-refused"
 #: Most bytes of one tool call's arguments.
 MAX_ARGUMENT_BYTES = 8 * 2**20
 
@@ -131,15 +133,16 @@ class EnvironmentServer(SimpleResourcesServer):
         arguments = await _arguments(request)
         if isinstance(arguments, str):
             return PlainTextResponse(arguments)
-        text, status = await self._call(_session_id(request), ToolCall(uuid4().hex, tool, arguments))
-        return PlainTextResponse(text, status_code=status)
+        return await self._call(_session_id(request), ToolCall(uuid4().hex, tool, arguments))
 
-    async def _call(self, session_id: str, call: ToolCall) -> tuple[str, int]:
+    async def _call(self, session_id: str, call: ToolCall) -> Response:
         try:
-            return (await self._sessions.call(session_id, call)).text, 200
+            result = await self._sessions.call(session_id, call)
         except ProrlError as error:
             _log(error, call.name)
-            return TOOL_UNAVAILABLE, http_status(error)
+            return PlainTextResponse(TOOL_UNAVAILABLE, status_code=http_status(error))
+        # Not every caller of a tool is an agent that only passes text on: `remote/` asks whether it was done.
+        return PlainTextResponse(result.text, headers={} if result.ok else {REFUSED_HEADER: "1"})
 
     async def verify(self, request: Request, body: VerifyRequest) -> VerifyResponse:
         """Grade the episode and close its sandbox.
@@ -149,7 +152,7 @@ class EnvironmentServer(SimpleResourcesServer):
         """
         session_id = _session_id(request)
         try:
-            grade = await self._sessions.grade(session_id)
+            grade = await self._sessions.grade(session_id, body.response.model_dump(mode="json")["output"])
         except RolloutFailure as failure:
             _log(failure, "verify")
             if not self.config.masks:
