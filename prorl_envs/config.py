@@ -153,7 +153,7 @@ class NemoSettings(_Section):
         pass_env: environment variables that the started server is given, beside the harmless ones.
         start_s: seconds until a started server must answer.
         finish_tool: the tool whose call ends an episode; "" where an answer without a call does.
-        on_500: what an internal error of a tool's route is: `show` it to the model as NeMo Gym's agents do,
+        on_error: what an internal error of a tool's route is: `show` it to the model as NeMo Gym's agents do,
             or `fail` the episode.
         connect_s: seconds that reaching the server may take.
         seed_s, call_s, verify_s: seconds each kind of request may take, where the job's limits are not
@@ -170,7 +170,7 @@ class NemoSettings(_Section):
     pass_env: tuple[str, ...] = ()
     start_s: float = Field(default=120.0, gt=0)
     finish_tool: str = ""
-    on_500: Literal["show", "fail"] = "show"
+    on_error: Literal["show", "fail"] = "show"
     connect_s: float = Field(default=10.0, gt=0)
     seed_s: float = Field(default=600.0, gt=0)
     call_s: float = Field(default=60.0, gt=0)

@@ -9,7 +9,7 @@ Its task is to count: a row names `start` and `expected`; the tools are `add` an
 """
 
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 from uuid import uuid4
@@ -72,11 +72,14 @@ class ResourcesDesk:
         """Let `answers` stand in for the next requests of a route; the whole of it `times`."""
         self.instead.setdefault(route, []).extend(list(answers) * times)
 
+    def app(self) -> Starlette:
+        """The application that answers."""
+        return Starlette(routes=[Route("/{route:path}", self._answer, methods=["POST"])])
+
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
         """Serve on a free loopback port; yields the base URL."""
-        app = Starlette(routes=[Route("/{route:path}", self._answer, methods=["POST"])])
-        async with answering(app, last_requests_s=0, log_level="critical") as url:
+        async with answering(self.app(), last_requests_s=0, log_level="critical") as url:
             yield url
 
     async def _answer(self, request: Request) -> Response:
@@ -129,7 +132,7 @@ def spoken(output: Sequence[dict[str, Any]]) -> str:
     return "".join(part["text"] for message in messages for part in message["content"])
 
 
-def answers(body: bytes | str, status: int = 200, **headers: str) -> Misbehaviour:
+def answers(body: bytes | str, status: int = 200, headers: Mapping[str, str] | None = None) -> Misbehaviour:
     """Answer so."""
 
     async def answer(request: Request) -> Response:

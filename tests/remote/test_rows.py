@@ -81,7 +81,7 @@ def test_the_row_is_kept_but_for_its_solution() -> None:
 
 def test_thoughts_are_apart_and_ids_are_unique() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "get", "arguments": "{}"}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "assistant", "content": "<think>hm</think>\n\nI look.", "tool_calls": [call]},
         {"role": "tool", "content": "cold"},
         {"role": "assistant", "content": "", "tool_calls": [call, call]},
@@ -103,7 +103,7 @@ def test_an_empty_answer_is_a_message_all_the_same() -> None:
 
 def test_items_read_back_are_the_conversation() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "get", "arguments": "{}"}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "assistant", "content": "I look.", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": "cold"},
         {"role": "assistant", "content": "Cold."},

@@ -164,7 +164,7 @@ async def test_a_verifier_that_is_away_is_asked_by_another_attempt(desk: Resourc
 
 
 async def test_a_seed_is_tried_again_as_a_session_of_its_own(desk: ResourcesDesk, roll: Roll) -> None:
-    desk.misbehave("seed_session", answers("", 503, **{"set-cookie": "desk_session=stale"}), broken_off)
+    desk.misbehave("seed_session", answers("", 503, headers={"set-cookie": "desk_session=stale"}), broken_off)
     (result,) = await roll(desk_row())
     assert (result.reward, result.attempts, desk.asked["seed_session"]) == (1.0, 1, 3)
     assert "stale" not in desk.counts
@@ -190,7 +190,7 @@ async def test_a_seed_has_a_time_limit(desk: ResourcesDesk, roll: Roll) -> None:
 
 
 async def test_cookies_are_bounded(desk: ResourcesDesk, roll: Roll) -> None:
-    desk.misbehave("seed_session", answers("{}", **{"set-cookie": "a=" + "b" * 20_000}), times=9)
+    desk.misbehave("seed_session", answers("{}", headers={"set-cookie": "a=" + "b" * 20_000}), times=9)
     (result,) = await roll(desk_row())
     assert "cookies" in result.failure.message
 
@@ -245,7 +245,7 @@ async def test_a_long_answer_is_cut_and_says_so(desk: ResourcesDesk, roll: Roll)
 
 
 async def test_a_compressed_answer_is_not_unpacked(desk: ResourcesDesk, roll: Roll) -> None:
-    desk.misbehave("add", answers(b"\x1f\x8b", **{"content-encoding": "gzip"}), times=2)
+    desk.misbehave("add", answers(b"\x1f\x8b", headers={"content-encoding": "gzip"}), times=2)
     (result,) = await roll(desk_row())
     assert result.failure.kind is FailureKind.TOOL and "compressed" in result.failure.message
 
