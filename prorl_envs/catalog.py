@@ -160,7 +160,7 @@ def _check(name: str, entry: EnvironmentSettings) -> None:
 def _server(name: str, nemo: NemoSettings) -> RunningServer:
     bounds: dict[str, Any] = {
         "finish_tool": nemo.finish_tool,
-        "fail_on_error": nemo.on_error == "fail",
+        "fail_on_500": nemo.on_error == "fail",
         "connect_s": nemo.connect_s,
         "seed_s": nemo.seed_s,
         "call_s": nemo.call_s,
