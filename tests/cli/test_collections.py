@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from fastapi import FastAPI
 
 from prorl_envs.cli.results import read_results
@@ -10,6 +11,9 @@ from prorl_envs.testing.resources import ResourcesDesk, desk_row
 from prorl_envs.testing.serving import served
 from tests.cli.conftest import Cli
 from tests.cli.test_scripted import scripted
+
+#: Several commands in a row, each of which imports everything.
+pytestmark = pytest.mark.timeout(300)
 
 REFERENCE = [{"tool": "add", "arguments": {"count": 3}}, {"tool": "read", "arguments": {}}]
 
