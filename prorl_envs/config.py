@@ -8,10 +8,10 @@ import difflib
 import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
 from prorl_envs.errors import InputError
 
@@ -161,6 +161,87 @@ class LogSettings(_Section):
     format: Literal["text", "json"] = "text"
 
 
+class NemoSettings(_Section):
+    """A NeMo Gym resources server behind an environment: one that runs, or one that is started for it.
+
+    Args:
+        url: base URL of a server that runs.
+        config: YAML file of a server to start: a path, or one in NeMo Gym's own folder, such as
+            `resources_servers/mcqa/configs/mcqa.yaml`.
+        instance: which resources server of the file; None where it names one.
+        overrides: values of its block.
+        python: the Python of an environment that has NeMo Gym; None takes this one.
+        roots: further folders with `resources_servers/` in them.
+        pass_env: environment variables that the started server is given, beside the harmless ones.
+        start_s: seconds until a started server must answer.
+        finish_tool: the tool whose call ends an episode; "" where an answer without a call does.
+        on_error: what an internal error of a tool's route is: `show` it to the model as NeMo Gym's agents do,
+            or `fail` the episode.
+        connect_s: seconds that reaching the server may take.
+        seed_s, call_s, verify_s: seconds each kind of request may take, where the job's limits are not
+            shorter.
+        tool_bytes: of a tool's answer, what the model is shown.
+    """
+
+    url: str | None = None
+    config: str | None = None
+    instance: str | None = None
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    python: ExpandedPath | None = None
+    roots: tuple[ExpandedPath, ...] = ()
+    pass_env: tuple[str, ...] = ()
+    start_s: float = Field(default=120.0, gt=0)
+    finish_tool: str = ""
+    on_error: Literal["show", "fail"] = "show"
+    connect_s: float = Field(default=10.0, gt=0)
+    seed_s: float = Field(default=600.0, gt=0)
+    call_s: float = Field(default=60.0, gt=0)
+    verify_s: float = Field(default=900.0, gt=0)
+    tool_bytes: int = Field(default=64 * 1024, ge=1)
+
+
+class SandboxSettings(_Section):
+    """What the sandboxes of an environment get instead of the family's own; as far as the family allows.
+
+    Args:
+        memory_bytes, processes, open_files, cpus, disk_bytes, disk_files, file_bytes, wall_s: as in
+            `LimitSettings`.
+        allow: hosts that are reachable.
+        image: directory or SIF file.
+    """
+
+    memory_bytes: int | None = Field(default=None, ge=32 << 20)
+    processes: int | None = Field(default=None, ge=24)
+    open_files: int = Field(default=65_536, ge=1024)
+    cpus: float | None = Field(default=None, ge=0.01)
+    disk_bytes: int | None = Field(default=None, ge=1 << 20)
+    disk_files: int | None = Field(default=None, ge=100)
+    file_bytes: int | None = Field(default=None, ge=1 << 20)
+    wall_s: float | None = Field(default=None, ge=0.1)
+    allow: tuple[str, ...] = ()
+    image: ExpandedPath | None = None
+
+
+class EnvironmentSettings(_Section):
+    """An environment that is offered under a name.
+
+    Args:
+        family: the registered family behind it; None takes the one of the same name.
+        nemo: or else the NeMo Gym resources server behind it.
+        system_prompt: first message of its episodes; None takes the family's.
+        sandbox: what its sandboxes get.
+        limits: of the agent loop, where a request names none; see `AgentLimits`.
+        sampling: how to sample, where a request does not say; see `Sampling`.
+    """
+
+    family: str | None = None
+    nemo: NemoSettings | None = None
+    system_prompt: str | None = Field(default=None, min_length=1)
+    sandbox: SandboxSettings | None = None
+    limits: dict[str, Any] = Field(default_factory=dict)
+    sampling: dict[str, Any] = Field(default_factory=dict)
+
+
 class Settings(_Section):
     """All settings.
 
@@ -178,6 +259,7 @@ class Settings(_Section):
         image_build_s: seconds that building or pulling one image may take.
         image_build_bytes: most bytes that a compressed archive may unpack to.
         apptainer: Apptainer or SingularityCE program; None takes the first in PATH.
+        environments: what is offered, by name; None offers every registered family.
     """
 
     service: ServiceSettings = ServiceSettings()
@@ -195,6 +277,15 @@ class Settings(_Section):
     image_build_s: float = Field(default=3600.0, gt=0)
     image_build_bytes: int = Field(default=64 << 30, ge=1)
     apptainer: ExpandedPath | None = None
+    environments: dict[str, EnvironmentSettings] | None = None
+
+    @field_validator("environments", mode="before")
+    @classmethod
+    def _empty_is_default(cls, value: Any) -> Any:
+        """`bash:` with nothing behind it is the family as it is."""
+        if not isinstance(value, dict):
+            return value
+        return {name: {} if entry is None else entry for name, entry in value.items()}
 
 
 def load_settings(path: Path | None = None, environ: Mapping[str, str] | None = None) -> Settings:
@@ -265,14 +356,25 @@ def _explain(error: ValidationError) -> InputError:
     where = ".".join(location)
     if first["type"] != "extra_forbidden":
         return InputError(f"setting {where}: {first['msg']}")
-    close = difflib.get_close_matches(location[-1], _keys(location[:-1]), n=1)
+    known = _keys(location[:-1])
+    close = difflib.get_close_matches(location[-1], known, n=1)
     hint = f"did you mean {'.'.join([*location[:-1], *close])}?" if close else ""
-    return InputError(f"unknown setting {where}", hint=hint or f"known: {', '.join(_keys(location[:-1]))}")
+    return InputError(f"unknown setting {where}", hint=hint or f"known: {', '.join(known)}")
 
 
 def _keys(sections: list[str]) -> list[str]:
     """The keys of a section."""
-    model: Any = Settings
-    for section in sections:
-        model = model.model_fields[section].annotation
-    return sorted(model.model_fields)
+    annotation: Any = Settings
+    names = iter(sections)
+    for section in names:
+        inner = annotation.model_fields[section].annotation
+        annotation, named = _section_of(inner), "dict[" in str(inner)
+        if named:  # a mapping of sections: its keys are anybody's
+            next(names, None)
+    return sorted(annotation.model_fields)
+
+
+def _section_of(annotation: Any) -> Any:
+    """The section in `Section | None`, `dict[str, Section] | None` or the like."""
+    parts = [_section_of(part) for part in get_args(annotation)]
+    return next((part for part in (*parts, annotation) if hasattr(part, "model_fields")), None)

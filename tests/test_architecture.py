@@ -23,8 +23,10 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "conformance": frozenset({"errors", "sandbox", "tools"}),
     "env": frozenset({"errors", "sandbox", "tools"}),
     "envs": frozenset({"errors", "sandbox", "tools", "env"}),
+    "remote": frozenset({"errors", "clock", "tools.types", "env"}),  # NeMo Gym's servers, by HTTP alone
+    "catalog": frozenset({"errors", "config", "sandbox.base", "env", "remote"}),
     "apps": frozenset({"nemo"}),  # a family's NeMo Gym server
-    "gym": frozenset({"errors", "sandbox", "tools", "env", "config"}),
+    "gym": frozenset({"errors", "sandbox", "tools", "env", "config", "catalog"}),
     "nemo": frozenset(
         # Its agent is a client of the rollout service.
         {"errors", "sandbox", "images", "tools", "env", "config", "policy.types"}

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from typer.core import TyperGroup
 
 from prorl_envs.cli.main import cli
-from prorl_envs.config import Settings
+from prorl_envs.config import EnvironmentSettings, NemoSettings, Settings
 
 ROOT = Path(__file__).parent.parent
 
@@ -126,10 +126,14 @@ def test_the_checks_themselves_notice() -> None:
 def settings(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, object]]:
     """Every setting with its default, sections joined by a dot."""
     for name, field in model.model_fields.items():
+        if name == "environments":  # a mapping, whose entries are described once
+            yield from settings(EnvironmentSettings, f"{prefix}{name}.name.")
+        elif name == "nemo":
+            yield from settings(NemoSettings, f"{prefix}{name}.")
         if isinstance(field.default, BaseModel):
             yield from settings(type(field.default), f"{prefix}{name}.")
         else:
-            yield prefix + name, field.default
+            yield prefix + name, field.get_default(call_default_factory=True)
 
 
 def test_every_setting_is_described_with_its_default() -> None:

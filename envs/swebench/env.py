@@ -30,6 +30,7 @@ class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
     sandbox_tools = (BASH, EDITOR)
     finish_spec = FINISH
     call_timeout_s = 180.0
+    sandbox_options = frozenset({"limits"})  # with a network the agent would look the fix up
     system_prompt = (
         "You fix an issue in a Python repository, with a persistent bash shell and a file editor in a Linux "
         "sandbox. The repository is at /testbed and is installed in the active environment. There is no "

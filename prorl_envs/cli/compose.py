@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
+from prorl_envs.catalog import Catalog
 from prorl_envs.config import LimitSettings, ServiceSettings, Settings
 from prorl_envs.env.node import Node, default_cache_dir
-from prorl_envs.env.registry import environments
 from prorl_envs.env.search import SearchSettings
 from prorl_envs.errors import InputError
 from prorl_envs.images.builder import ImageBuilder
@@ -19,6 +19,7 @@ from prorl_envs.policy.pool import ModelPool
 from prorl_envs.policy.probe import probe
 from prorl_envs.policy.rendering import TemplateRenderer
 from prorl_envs.policy.servers import Protocol, Servers
+from prorl_envs.rollout.defaults import Defaults
 from prorl_envs.rollout.service import RolloutService
 from prorl_envs.rollout.sqlite_store import SqliteStore
 from prorl_envs.sandbox.base import SandboxSpec
@@ -102,8 +103,9 @@ async def rollout_service(
         durable: keep groups and results in the file of `service.store`, where one is named.
 
     Raises:
-        InputError: the file cannot be opened.
+        InputError: the file cannot be opened, or an environment is wrong or its server does not start.
     """
+    catalog, defaults = Catalog.of(settings), request_defaults(settings)
     async with AsyncExitStack() as stack:
         store = _open_store(settings.service) if durable else None
         if store is not None:
@@ -115,7 +117,20 @@ async def rollout_service(
         for url in model.servers:
             pool.add(url)
         await stack.enter_async_context(watching(pool))
-        yield RolloutService(opened, environments(), model.renderer, pool, settings.service, store)
+        offered = await stack.enter_async_context(catalog)
+        yield RolloutService(
+            opened, offered, model.renderer, pool, settings.service, store, defaults=defaults
+        )
+
+
+def request_defaults(settings: Settings) -> dict[str, Defaults]:
+    """The limits and the sampling that environments bring of their own.
+
+    Raises:
+        InputError: one is not known, or its value is wrong.
+    """
+    entries = (settings.environments or {}).items()
+    return {name: Defaults.of(name, entry.limits, entry.sampling) for name, entry in entries}
 
 
 def _open_store(settings: ServiceSettings) -> SqliteStore | None:

@@ -186,32 +186,39 @@ def run(
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Episodes per task.")] = 1,
     limit: Annotated[int | None, typer.Option(min=1, help="Most tasks.")] = None,
-    temperature: Annotated[float, typer.Option(min=0.0)] = 1.0,
-    max_turns: Annotated[int, typer.Option(min=1, help="Most model calls per episode.")] = 30,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="By default the environment's, else 1.")
+    ] = None,
+    max_turns: Annotated[
+        int | None, typer.Option(min=1, help="Most model calls; by default the environment's, else 30.")
+    ] = None,
     out_dir: Annotated[Path, typer.Option("--out", help="Where the trajectories go.")] = Path("runs/run"),
     service: Annotated[str | None, typer.Option(help="URL of a running rollout service.")] = None,
     config: ConfigOption = None,
 ) -> None:
     """Run episodes of a family with your model, here or on a running service."""
+    from prorl_envs.catalog import Catalog
     from prorl_envs.cli import run as command
     from prorl_envs.cli.running import run
     from prorl_envs.policy.types import Sampling
     from prorl_envs.rollout.types import AgentLimits
 
+    settings = _settings(config)
     requests = command.requests(
+        Catalog.of(settings),
         environment,
         data,
         limit=limit,
         samples=samples,
-        sampling=Sampling(temperature=temperature),
-        limits=AgentLimits(max_turns=max_turns),
+        sampling=Sampling() if temperature is None else Sampling(temperature=temperature),
+        limits=AgentLimits() if max_turns is None else AgentLimits(max_turns=max_turns),
     )
     if service is not None:
         run(command.on_service(service, os.environ.get("PRORL_SERVER__TOKEN"), requests, out_dir))
         return
     if not llm:
         raise InputError("no model server is named", hint="--llm http://host:8000/v1, or --service URL")
-    run(command.here(_settings(config), llm, tokenizer, model, _api_key(), requests, out_dir))
+    run(command.here(settings, llm, tokenizer, model, _api_key(), requests, out_dir))
 
 
 @cli.command()

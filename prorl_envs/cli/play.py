@@ -6,18 +6,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from prorl_envs.catalog import Catalog
 from prorl_envs.cli.compose import node
 from prorl_envs.cli.console import err, out, plain
 from prorl_envs.cli.show import message_panel
 from prorl_envs.config import Settings
-from prorl_envs.env.base import Environment
-from prorl_envs.env.registry import example_path, family, load_tasks
+from prorl_envs.env.base import Environment, Prompt
+from prorl_envs.env.conversation import Conversation
 from prorl_envs.errors import InputError
 from prorl_envs.tools.types import ToolCall, ToolSpec
 
 HELP = """\
 A line is a call of the first tool. Other tools: /TOOL {"json": "arguments"}, or /TOOL text for a tool with
-one argument. /tools lists them; /done ends the episode and grades it; /quit leaves without a grade."""
+one argument. /tools lists them; /say TEXT answers without a call, which ends the episode; /done ends it
+without an answer; /quit leaves without a grade."""
 
 
 def parse_line(line: str, tools: list[ToolSpec], number: int) -> ToolCall:
@@ -26,7 +28,7 @@ def parse_line(line: str, tools: list[ToolSpec], number: int) -> ToolCall:
     Raises:
         InputError: no such tool, or arguments that cannot be read.
     """
-    name, text = tools[0].name, line
+    name, text = (tools[0].name if tools else "say"), line
     if line.startswith("/"):
         name, _, text = line[1:].partition(" ")
     tool = next((tool for tool in tools if tool.name == name), None)
@@ -56,29 +58,33 @@ async def play(settings: Settings, environment: str, task_id: str | None, data: 
     Raises:
         InputError: no such family or task.
     """
-    chosen = family(environment)
-    tasks = load_tasks(environment, data or example_path(environment))
+    catalog = Catalog.of(settings)
+    chosen = catalog.family(environment)
+    tasks = catalog.tasks(environment, data)
     task = next((task for task in tasks if task_id in (None, task.id)), None)
     if not tasks:
         raise InputError(f"{data} holds no task")
     if task is None:
         raise InputError(f"no task {task_id!r}", hint=", ".join(task.id for task in tasks))
-    async with node(settings) as opened, chosen(opened) as env:
-        with err.status("starting the sandbox"):
+    async with node(settings) as opened, catalog.only(environment), chosen(opened) as env:
+        with err.status("starting the episode"):
             prompt = await env.init(task)
         for message in prompt.messages:
             out.print(message_panel(message))
         err.print(HELP)
-        await _episode(env, list(prompt.tools))
+        await _episode(env, prompt)
 
 
-async def _episode(env: Environment[Any], tools: list[ToolSpec]) -> None:
-    number = 0
+async def _episode(env: Environment[Any], prompt: Prompt) -> None:
+    number, tools, conversation = 0, list(prompt.tools), Conversation(prompt)
     while True:
         line = await _ask()
         if line is None or line.strip() == "/quit":
             return
         if line.strip() == "/done":
+            break
+        if line.startswith("/say "):
+            conversation.said(line.removeprefix("/say ").strip())
             break
         if line.strip() == "/tools":
             for tool in tools:
@@ -93,9 +99,11 @@ async def _episode(env: Environment[Any], tools: list[ToolSpec]) -> None:
             err.print(plain(str(error)), style="yellow")
             continue
         result = await env.call(call)
+        conversation.called(call, result)
         out.print(plain(result.text))
         if call.name == env.finish_tool and result.ok:
             break
+    env.listen(conversation.messages)
     grade = await env.eval()
     out.print(f"reward {grade.reward:g}")
     out.print(plain(json.dumps(grade.evidence, indent=2, ensure_ascii=False)))

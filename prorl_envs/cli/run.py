@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from prorl_envs.catalog import Catalog
 from prorl_envs.cli.compose import connect, rollout_service
 from prorl_envs.cli.rollouts import carry_out
 from prorl_envs.config import Settings
-from prorl_envs.env.registry import example_path, load_tasks
 from prorl_envs.env.rows import rows
 from prorl_envs.errors import InputError
 from prorl_envs.policy.types import Sampling
@@ -17,6 +17,7 @@ from prorl_envs.rollout.types import AgentLimits, GroupRequest
 
 
 def requests(
+    catalog: Catalog,
     environment: str,
     data: Path | None,
     *,
@@ -28,11 +29,11 @@ def requests(
     """One group for each task of a data file. Group ids carry the time, so a second run is a second run.
 
     Raises:
-        InputError: no such family, a row is wrong, or there is none.
+        InputError: no such environment, a row is wrong, or there is none.
     """
-    path = data or example_path(environment)
+    path = catalog.data(environment, data)
     run = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    pairs = list(zip(rows(path), load_tasks(environment, path), strict=True))
+    pairs = list(zip(rows(path), catalog.tasks(environment, path), strict=True))
     if not pairs:
         raise InputError(f"{path} holds no task")
     return [

@@ -5,11 +5,11 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+from prorl_envs.catalog import Catalog
 from prorl_envs.cli.console import err, out
 from prorl_envs.cli.demo import Chosen, script
 from prorl_envs.config import Settings
 from prorl_envs.env.node import default_cache_dir
-from prorl_envs.env.registry import example_path, load_tasks
 from prorl_envs.env.rows import rows
 from prorl_envs.errors import InputError
 from prorl_envs.testing.scripted import Behaviour, Mix, ScriptBook
@@ -32,14 +32,14 @@ class ScriptedOptions:
     seed: int = 0
 
 
-def read_book(environment: str, data: Path | None) -> ScriptBook:
+def read_book(catalog: Catalog, environment: str, data: Path | None) -> ScriptBook:
     """The reference solutions of a data file.
 
     Raises:
-        InputError: no such family, a row is wrong, or no row has a reference.
+        InputError: no such environment, a row is wrong, or no row has a reference.
     """
-    path = data or example_path(environment)
-    tasks = zip(rows(path), load_tasks(environment, path), strict=True)
+    path = catalog.data(environment, data)
+    tasks = zip(rows(path), catalog.tasks(environment, path), strict=True)
     chosen = [Chosen(environment, row, task) for (_, row), task in tasks if task.reference]
     if not chosen:
         raise InputError(f"{path}: no task has a reference", hint="there is nothing to play")
@@ -70,7 +70,7 @@ async def serve_script(
     Raises:
         InputError: the data has nothing to play, or the port is taken.
     """
-    book, folder = read_book(environment, data), tokenizer(settings)
+    book, folder = read_book(Catalog.of(settings), environment, data), tokenizer(settings)
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)

@@ -6,10 +6,10 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from prorl_envs.catalog import Catalog
 from prorl_envs.cli.compose import node
 from prorl_envs.cli.console import err, out
 from prorl_envs.config import Settings
-from prorl_envs.env.registry import example_path, family, load_tasks
 from prorl_envs.env.validate import Verdict, validate
 from prorl_envs.errors import InputError
 
@@ -39,18 +39,19 @@ async def validate_file(settings: Settings, environment: str, data: Path | None,
         whether every one of them discriminates.
 
     Raises:
-        InputError: no such family, a row is wrong, or there is nothing to validate.
+        InputError: no such environment, a row is wrong, or there is nothing to validate.
     """
-    chosen = family(environment)
+    catalog = Catalog.of(settings)
+    chosen = catalog.family(environment)
     tasks = []
-    for task in load_tasks(environment, data or example_path(environment)):
+    for task in catalog.tasks(environment, data):
         if reason := chosen.unavailable(task):
             err.print(f"left out: {task.id}: {reason}")
         else:
             tasks.append(task)
     if not tasks:
         raise InputError(f"there is no {environment} task that this machine can run")
-    async with node(settings) as opened:
+    async with node(settings) as opened, catalog.only(environment):
         with Progress(console=err, transient=True, disable=not err.is_terminal) as bar:
             row = bar.add_task(f"validating {environment}", total=len(tasks))
             verdicts = await validate(

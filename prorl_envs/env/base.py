@@ -5,6 +5,7 @@ with tools as its own step so that an agent loop can live anywhere.
     env = BashEnvironment(node)
     prompt = await env.init(task)          # start the sandbox, prepare the workspace
     result = await env.call(ToolCall(...)) # any number of times
+    env.listen(messages)                   # what was said, for a grader that judges that
     grade  = await env.eval()              # a grader the agent could not tamper with
     await env.close()                      # nothing is left
 """
@@ -40,6 +41,7 @@ class Task(BaseModel):
         instruction: what the agent is asked to do.
         reference: tool calls that solve the task, for validation and for the scripted model server.
             Never shown to the agent, never in the sandbox.
+        reference_answer: what the reference says after its calls, where the grader judges what is said.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -47,6 +49,7 @@ class Task(BaseModel):
     id: str = Field(min_length=1, max_length=200)
     instruction: str = Field(min_length=1)
     reference: tuple[ReferenceCall, ...] = ()
+    reference_answer: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,8 @@ class Environment[TaskT: Task](ABC):
     @property
     @abstractmethod
     def tools(self) -> Sequence[ToolSpec]:
-        """The tools on offer; fixed per family."""
+        """The tools on offer; fixed per family, or for a family whose tasks bring their own, those of the
+        task that was initialised."""
 
     def prompt(self, task: TaskT) -> Prompt:
         """What `init` returns for `task`, without starting anything, so that other frameworks' data files
@@ -132,14 +136,14 @@ class Environment[TaskT: Task](ABC):
             SandboxError, ToolError: our infrastructure failed.
         """
 
-    def conclude(self, text: str) -> None:
-        """Told, before `eval`, what the agent said in an answer that calls no tool and so ended the episode.
-        A family that takes answers from there keeps it.
+    def listen(self, messages: Sequence[Message]) -> None:  # noqa: B027 - most families need not know
+        """The conversation up to now, told once, before `eval`. For a family whose grader judges what was
+        said; the others grade what was done, and take no notice.
 
         Args:
-            text: what was said, reasoning included; hostile.
+            messages: the prompt's messages first, then in the model's own words what it said and called and
+                what it was shown. Hostile, and not to be changed.
         """
-        return
 
     @abstractmethod
     async def eval(self) -> Grade:

@@ -6,6 +6,7 @@ A third-party package registers a family under the entry-point group `prorl_envs
     chess = "my_package.chess:ChessEnvironment"
 """
 
+import difflib
 import importlib
 import inspect
 from collections.abc import Iterator, Mapping
@@ -72,10 +73,22 @@ def family(name: str) -> Family:
     Raises:
         InputError: there is none, or it cannot be imported.
     """
-    known = environments()
-    if name not in known:
-        raise InputError(f"no environment is called {name!r}", hint=f"known: {', '.join(sorted(known))}")
-    return known[name]
+    return known(environments(), name)
+
+
+def known(offered: Mapping[str, Family], name: str) -> Family:
+    """One of the environments on offer.
+
+    Raises:
+        InputError: it is not among them; the hint names the closest, or all.
+    """
+    if name in offered:
+        return offered[name]
+    close = difflib.get_close_matches(name, offered, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    raise InputError(
+        f"no environment is called {name!r}", hint=f"{hint}known: {', '.join(sorted(offered)) or 'none'}"
+    )
 
 
 def load_tasks(name: str, path: Path | str) -> list[Task]:
@@ -93,7 +106,16 @@ def example_path(name: str) -> Path:
     Raises:
         InputError: no such family, or it ships no example data.
     """
-    module = importlib.import_module(family(name).__module__)
+    return examples_of(name, family(name))
+
+
+def examples_of(name: str, chosen: Family) -> Path:
+    """The example data of a class; `name` is for the message.
+
+    Raises:
+        InputError: it ships none.
+    """
+    module = importlib.import_module(chosen.__module__)
     path = Path(inspect.getfile(module)).parent / "data" / "example.jsonl"
     if not path.is_file():
         raise InputError(f"environment {name!r} ships no example data", hint="give a data file")

@@ -60,6 +60,9 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
     finish_spec: ClassVar[ToolSpec]
     #: Whether the sandbox gets a warm IPython.
     python: ClassVar[bool] = False
+    #: What `with_options` may change of its sandboxes: limits, network, image. A family whose tasks depend on
+    #: one of them leaves that out.
+    sandbox_options: ClassVar[frozenset[str]] = frozenset({"limits", "network"})
     #: Seconds a tool call may take where the caller names none.
     call_timeout_s: ClassVar[float] = 60.0
 
@@ -113,9 +116,10 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
             return ToolResult(text=f"There is no tool {call.name[:100]!r}. The tools are: {known}.", ok=False)
         return await self._here("call").tools.call(call, timeout_s=limit)
 
-    def conclude(self, text: str) -> None:
-        if self._phase is Phase.READY:
-            self._last_words = text[-MAX_WORDS:]
+    def listen(self, messages: Sequence[Message]) -> None:
+        last = messages[-1] if messages else {}
+        if self._phase is Phase.READY and last.get("role") == "assistant" and not last.get("tool_calls"):
+            self._last_words = str(last.get("content") or "")[-MAX_WORDS:]
 
     async def eval(self) -> Grade:
         self._expect("eval", Phase.READY, Phase.FINISHED)

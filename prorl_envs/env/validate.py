@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from prorl_envs.env.base import Environment, Grade, ReferenceCall, Task
+from prorl_envs.env.conversation import Conversation
 from prorl_envs.env.node import Node
 from prorl_envs.errors import RolloutFailure
 from prorl_envs.tools.types import ToolCall
@@ -41,9 +42,13 @@ class Verdict:
 
 
 async def play[TaskT: Task](
-    family: type[Environment[TaskT]], node: Node, task: TaskT, calls: Sequence[ReferenceCall]
+    family: type[Environment[TaskT]],
+    node: Node,
+    task: TaskT,
+    calls: Sequence[ReferenceCall],
+    answer: str = "",
 ) -> tuple[Grade, list[str]]:
-    """Run one whole episode of given calls.
+    """Run one whole episode of given calls, and a given last answer.
 
     Returns:
         the grade, and a sentence for each call that the tools refused.
@@ -53,12 +58,16 @@ async def play[TaskT: Task](
     """
     refused = []
     async with family(node) as env:
-        await env.init(task)
+        conversation = Conversation(await env.init(task))
         for number, step in enumerate(calls, start=1):
             call = ToolCall(id=f"call-{number}", name=step.tool, arguments=dict(step.arguments))
             result = await env.call(call)
+            conversation.called(call, result)
             if not result.ok:
                 refused.append(f"reference call {number} ({step.tool}) was refused: {result.text[:200]}")
+        if answer:
+            conversation.said(answer)
+        env.listen(conversation.messages)
         return await env.eval(), refused
 
 
@@ -114,8 +123,8 @@ async def _validate_one[TaskT: Task](
     try:
         grade, _ = await play(family, node, task, ())
         untouched = grade.reward
-        for _ in range(repeats if task.reference else 0):
-            grade, refused = await play(family, node, task, task.reference)
+        for _ in range(repeats if task.reference or task.reference_answer else 0):
+            grade, refused = await play(family, node, task, task.reference, task.reference_answer)
             grades.append(grade)
             problems += [problem for problem in refused if problem not in problems]
     except RolloutFailure as failure:

@@ -8,9 +8,11 @@ from typing import Any
 import gymnasium
 from gymnasium.error import ResetNeeded
 
+from prorl_envs.catalog import Catalog
+from prorl_envs.config import load_settings
 from prorl_envs.env.base import Environment, Prompt, Task
+from prorl_envs.env.conversation import Conversation
 from prorl_envs.env.node import Node
-from prorl_envs.env.registry import example_path, family, load_tasks
 from prorl_envs.errors import InputError, RolloutFailure
 from prorl_envs.gym.actions import ActionError, parse_action
 from prorl_envs.gym.runner import Runner
@@ -54,11 +56,13 @@ class TaskEnv(gymnasium.Env[str, str]):
     In `AsyncVectorEnv` give `shared_memory=False`: texts have no fixed size.
 
     Args:
-        environment: name of the family.
+        environment: name of the family, or of an environment in `config`.
         tasks: path of a JSONL data file, or rows; None takes those of the family's example tasks that this
             machine can run.
         max_turns: actions after which the episode is truncated.
         render_mode: None, or `ansi`: `render` returns the episode so far as text.
+        config: YAML file of settings with `environments`; resources servers that it names are started at the
+            first reset, and end with `close`.
         runner: thread and node to use, shared with others and closed by whoever made it; None makes one.
 
     Raises:
@@ -74,6 +78,7 @@ class TaskEnv(gymnasium.Env[str, str]):
         tasks: str | Path | Sequence[Mapping[str, Any]] | None = None,
         max_turns: int = 30,
         render_mode: str | None = None,
+        config: str | Path | None = None,
         runner: Runner | None = None,
     ) -> None:
         if render_mode not in (None, *self.metadata["render_modes"]):
@@ -83,7 +88,9 @@ class TaskEnv(gymnasium.Env[str, str]):
         self.render_mode = render_mode
         self.action_space = UnicodeText(MAX_TEXT)
         self.observation_space = UnicodeText(MAX_TEXT)
-        self._family = family(environment)
+        self._offered = Catalog.of(load_settings(Path(config) if config else None)).only(environment)
+        self._started = False
+        self._family = self._offered.family(environment)
         self._tasks = {task.id: task for task in self._load(environment, tasks)}
         self._max_turns = max_turns
         self._runner = runner or Runner()
@@ -94,6 +101,7 @@ class TaskEnv(gymnasium.Env[str, str]):
         self._task_id = ""
         self._turn = 0
         self._transcript: list[str] = []
+        self._conversation = Conversation(Prompt((), ()))
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, Info]:
         """Start an episode.
@@ -143,6 +151,9 @@ class TaskEnv(gymnasium.Env[str, str]):
     def close(self) -> None:
         """End the episode and leave nothing. Idempotent."""
         self._end_episode()
+        if self._started:
+            self._started = False
+            self._runner.run(lambda node: self._offered.__aexit__())
         if self._owns_runner:
             self._runner.close()
 
@@ -150,10 +161,10 @@ class TaskEnv(gymnasium.Env[str, str]):
         self, environment: str, tasks: str | Path | Sequence[Mapping[str, Any]] | None
     ) -> Sequence[Task]:
         if tasks is None:
-            examples = load_tasks(environment, example_path(environment))
+            examples = self._offered.tasks(environment, None)
             loaded = [task for task in examples if not self._family.unavailable(task)]
         elif isinstance(tasks, str | Path):
-            loaded = load_tasks(environment, tasks)
+            loaded = self._offered.tasks(environment, Path(tasks))
         else:
             loaded = [self._family.load(row) for row in tasks]
         if not loaded:
@@ -177,8 +188,13 @@ class TaskEnv(gymnasium.Env[str, str]):
         return self._tasks[chosen]
 
     async def _init(self, node: Node, task: Task) -> Prompt:
+        if not self._started:
+            await self._offered.__aenter__()
+            self._started = True
         self._episode = self._family(node)
-        return await self._episode.init(task)
+        prompt = await self._episode.init(task)
+        self._conversation = Conversation(prompt)
+        return prompt
 
     async def _act(self, action: str) -> Step:
         episode = self._episode
@@ -187,6 +203,7 @@ class TaskEnv(gymnasium.Env[str, str]):
         observation, info = self._show(result.text), self._info(tool_ok=result.ok)
         if not finished and self._turn < self._max_turns:
             return observation, 0.0, False, False, info
+        episode.listen(self._conversation.messages)
         grade = await episode.eval()
         await episode.close()
         self._running = False
@@ -200,9 +217,10 @@ class TaskEnv(gymnasium.Env[str, str]):
         except ActionError as error:
             return ToolResult(text=str(error), ok=False), False
         if call is None:
-            episode.conclude(action)
+            self._conversation.said(action)
             return ToolResult(text="An answer without a tool call ends the episode.", ok=False), True
         result = await episode.call(call)
+        self._conversation.called(call, result)
         return result, call.name == episode.finish_tool and result.ok
 
     def _fail(self, failure: RolloutFailure) -> Step:

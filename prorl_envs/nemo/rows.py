@@ -17,6 +17,8 @@ from prorl_envs.tools.types import JsonObject, ToolSpec
 PREFIX = "prorl_"
 
 
+#: Fields of a row that solve its task.
+_SOLUTION = frozenset({"reference", "reference_answer"})
 #: The families that ship with a resources server.
 BUILT_IN = ("bash", "code", "ipython", "math", "stem", "swebench")
 
@@ -48,7 +50,7 @@ def nemo_row(environment: Environment[Any], row: Mapping[str, Any]) -> JsonObjec
             "input": [dict(message) for message in prompt.messages],
             "tools": [response_tool(spec) for spec in prompt.tools],
         },
-        "verifier_metadata": {"task": {key: value for key, value in row.items() if key != "reference"}},
+        "verifier_metadata": {"task": {key: value for key, value in row.items() if key not in _SOLUTION}},
         "agent_ref": {"type": "responses_api_agents", "name": agent_name(environment.name)},
     }
 

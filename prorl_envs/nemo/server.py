@@ -21,6 +21,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from nemo_gym.base_resources_server import SimpleResourcesServer
 from nemo_gym.config_types import AggregateMetrics, AggregateMetricsRequest
+from nemo_gym.openai_utils import NeMoGymResponse
 from nemo_gym.server_utils import SESSION_ID_KEY
 from pydantic import PrivateAttr
 
@@ -44,11 +45,12 @@ from prorl_envs.nemo.wire import (
     graded,
     masked,
 )
-from prorl_envs.nemo.words import last_words
 from prorl_envs.tools.types import JsonObject, ToolCall
 
 logger = logging.getLogger(__name__)
 
+#: Says that a tool could not do what was asked: a wrong argument, say.
+REFUSED_HEADER = "x-prorl-refused"
 #: Most bytes of one tool call's arguments.
 MAX_ARGUMENT_BYTES = 8 * 2**20
 
@@ -132,15 +134,16 @@ class EnvironmentServer(SimpleResourcesServer):
         arguments = await _arguments(request)
         if isinstance(arguments, str):
             return PlainTextResponse(arguments)
-        text, status = await self._call(_session_id(request), ToolCall(uuid4().hex, tool, arguments))
-        return PlainTextResponse(text, status_code=status)
+        return await self._call(_session_id(request), ToolCall(uuid4().hex, tool, arguments))
 
-    async def _call(self, session_id: str, call: ToolCall) -> tuple[str, int]:
+    async def _call(self, session_id: str, call: ToolCall) -> Response:
         try:
-            return (await self._sessions.call(session_id, call)).text, 200
+            result = await self._sessions.call(session_id, call)
         except ProrlError as error:
             _log(error, call.name)
-            return TOOL_UNAVAILABLE, http_status(error)
+            return PlainTextResponse(TOOL_UNAVAILABLE, status_code=http_status(error))
+        # Not every caller of a tool is an agent that only passes text on: `remote/` asks whether it was done.
+        return PlainTextResponse(result.text, headers={} if result.ok else {REFUSED_HEADER: "1"})
 
     async def verify(self, request: Request, body: VerifyRequest) -> VerifyResponse:
         """Grade the episode and close its sandbox.
@@ -149,9 +152,8 @@ class EnvironmentServer(SimpleResourcesServer):
             RolloutFailure: there is no reward, and failures are errors here.
         """
         session_id = _session_id(request)
-        self._sessions.conclude(session_id, last_words(body.response.output))
         try:
-            grade = await self._sessions.grade(session_id)
+            grade = await self._sessions.grade(session_id, _output(body.response))
         except RolloutFailure as failure:
             _log(failure, "verify")
             if not self.config.masks:
@@ -199,8 +201,7 @@ class EnvironmentServer(SimpleResourcesServer):
         info: JsonObject = {"tool_outputs": outputs}
         if not (terminated or truncated):
             return StepResponse(info=info)
-        self._sessions.conclude(session_id, last_words(body.response.output))
-        grade = await self._sessions.grade(session_id)
+        grade = await self._sessions.grade(session_id, _output(body.response))
         return StepResponse(
             reward=grade.reward, terminated=terminated, truncated=truncated, info=info | details(grade)
         )
@@ -232,6 +233,12 @@ async def _arguments(request: Request) -> JsonObject | str:
         if len(body) > MAX_ARGUMENT_BYTES:
             break
     return parse_arguments(bytes(body))
+
+
+def _output(response: NeMoGymResponse) -> list[JsonObject]:
+    """What the model said, as JSON items of the Responses API."""
+    output: list[JsonObject] = response.model_dump(mode="json")["output"]
+    return output
 
 
 def _session_id(request: Request) -> str:

@@ -13,11 +13,12 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from prorl_envs.env.base import Environment, Grade, Prompt, Task
+from prorl_envs.env.responses import said_messages
 from prorl_envs.errors import (
     Cancelled,
     EnvironmentFault,
@@ -181,13 +182,11 @@ class Sessions:
             finally:
                 session.last_used = self._clock()
 
-    def conclude(self, session_id: str, text: str) -> None:
-        """Tell an open episode what the agent said last, in an answer without a tool call."""
-        if (session := self._open.get(session_id)) is not None and session.prompt is not None:
-            session.environment.conclude(text)
-
-    async def grade(self, session_id: str) -> Grade:
+    async def grade(self, session_id: str, output: Sequence[Mapping[str, Any]] = ()) -> Grade:
         """Grade the episode and end it. Asked again, the answer is the same.
+
+        Args:
+            output: what the model said and called, as items of the Responses API.
 
         Raises:
             RolloutFailure: there is no grade, and this is why.
@@ -198,6 +197,7 @@ class Sessions:
             if session_id in self._ended:
                 return self._graded(session_id)
             try:
+                _tell(session, output)
                 grade = await _within(session.environment.eval(), self._limits.eval_s, "The grader")
                 if not math.isfinite(grade.reward):
                     raise GraderError(f"the grader answered {grade.reward}, which is no reward")
@@ -277,6 +277,16 @@ class Sessions:
         finally:
             if session.placed:
                 self._places.release()
+
+
+def _tell(session: Session, output: Sequence[Mapping[str, Any]]) -> None:
+    """Tell the environment what was said. Some agents pass on what is no conversation; most environments do
+    not listen, so what cannot be read is not told."""
+    prompt = session.prompt.messages if session.prompt else ()
+    try:
+        session.environment.listen((*prompt, *said_messages(output)))
+    except InputError as error:
+        logger.warning("the conversation cannot be read: %s", error)
 
 
 async def _within[T](work: Coroutine[Any, Any, T], seconds: float, what: str) -> T:

@@ -35,8 +35,6 @@ class ToolHost(Protocol):
 
     async def call(self, call: ToolCall, *, timeout_s: float | None = None) -> ToolResult: ...
 
-    def conclude(self, text: str) -> None: ...
-
 
 @dataclass(slots=True)
 class Transcript:
@@ -216,7 +214,6 @@ class _Episode:
             self.malformed = 0
             return None
         if not answer.malformed and sampled.finish_reason != "length":
-            self.environment.conclude(unicode(answer.content))
             return StopReason.NO_TOOL_CALL
         if self.room < 1:
             return StopReason.TOKEN_LIMIT

@@ -95,7 +95,7 @@ class RolloutClient:
             InputError: a request is wrong; Conflict: an id is taken.
             Full, Unavailable: still so after the last try.
         """
-        body = _REQUESTS.dump_python(list(groups), mode="json")
+        body = _REQUESTS.dump_python(list(groups), mode="json", exclude_unset=True)
         return (await self._call(GroupList, "POST", "/v1/groups", json=body)).groups
 
     async def group(self, group_id: str) -> GroupView:

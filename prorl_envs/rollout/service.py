@@ -14,10 +14,11 @@ from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.config import ServiceSettings
 from prorl_envs.env.base import Task
 from prorl_envs.env.node import Node
-from prorl_envs.errors import InputError
+from prorl_envs.env.registry import known
 from prorl_envs.policy.pool import ModelPool
 from prorl_envs.policy.types import ModelClient, Renderer
 from prorl_envs.rollout.agent import Agent
+from prorl_envs.rollout.defaults import Defaults
 from prorl_envs.rollout.engine import Engine
 from prorl_envs.rollout.errors import Full, NotFound, Unavailable
 from prorl_envs.rollout.metrics import Metrics
@@ -66,6 +67,7 @@ class RolloutService:
         settings: pool sizes and bounds.
         store: where groups and results are kept; None keeps them in memory.
         clock: measures deadlines and timings.
+        defaults: by environment, the limits and the sampling of a request that names none.
     """
 
     def __init__(
@@ -77,7 +79,9 @@ class RolloutService:
         settings: ServiceSettings | None = None,
         store: Store | None = None,
         clock: Clock | None = None,
+        defaults: Mapping[str, Defaults] | None = None,
     ) -> None:
+        self._defaults = defaults or {}
         self.settings = settings or ServiceSettings()
         self.clock = clock or SystemClock()
         self.environments = environments
@@ -161,6 +165,7 @@ class RolloutService:
             Full: the queue has no room for all of them.
             Unavailable: the service is not serving.
         """
+        requests = [self._settled(request) for request in requests]
         tasks = [self._load(request) for request in requests]
         # A caller who goes away must not leave a group that is stored and never begun.
         await asyncio.shield(asyncio.create_task(self._accept(requests, tasks)))
@@ -261,7 +266,13 @@ class RolloutService:
     def families(self) -> list[EnvironmentView]:
         """The environments on offer."""
         return [
-            EnvironmentView(name=name, task_schema=self.environments[name].task_type.model_json_schema())
+            EnvironmentView(
+                name=name,
+                task_schema=self.environments[name].task_type.model_json_schema(),
+                about=(self.environments[name].__doc__ or "").partition("\n")[0],
+                limits=dict(self._defaults.get(name, Defaults()).limits),
+                sampling=dict(self._defaults.get(name, Defaults()).sampling),
+            )
             for name in sorted(self.environments)
         ]
 
@@ -271,11 +282,12 @@ class RolloutService:
 
     # Jobs.
 
+    def _settled(self, request: GroupRequest) -> GroupRequest:
+        """The request with its environment's own defaults in it: what is stored says all of itself."""
+        return self._defaults.get(request.environment, Defaults()).applied(request)
+
     def _load(self, request: GroupRequest) -> Task:
-        if request.environment not in self.environments:
-            known = ", ".join(sorted(self.environments))
-            raise InputError(f"no environment is called {request.environment!r}", hint=f"known: {known}")
-        task: Task = self.environments[request.environment].load(request.task)
+        task: Task = known(self.environments, request.environment).load(request.task)
         return task
 
     async def _check_room(self, requests: Sequence[GroupRequest]) -> None:

@@ -43,6 +43,7 @@ async def evaluate(episode: Episode) -> None:
     environment = episode.attempt.environment
     if environment is None:
         raise GraderError("EVAL needs an initialised environment")
+    environment.listen(tuple(episode.attempt.transcript.messages))
     grade = await environment.eval()
     _check_grade(grade)
     episode.attempt.grade = grade

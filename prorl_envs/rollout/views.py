@@ -238,10 +238,19 @@ class StatusView(_View):
 
 
 class EnvironmentView(_View):
-    """A family of tasks: the JSON schema of its rows."""
+    """A family of tasks.
+
+    Args:
+        task_schema: the JSON schema of its rows.
+        about: what it is, in a line.
+        limits, sampling: what a request gets that names none, where that is not the service's own default.
+    """
 
     name: str
     task_schema: dict[str, Any]
+    about: str = ""
+    limits: dict[str, Any] = Field(default_factory=dict)
+    sampling: dict[str, Any] = Field(default_factory=dict)
 
 
 class EnvironmentList(_View):

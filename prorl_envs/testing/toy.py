@@ -58,7 +58,6 @@ class ToyWorld:
         gates: steps (`init`, `call`, `eval`, `close`) wait here while their event is not set; a step
             without one does not wait.
         log: every (task id, step) in the order entered.
-        said: what agents said in answers without a tool call that ended their episodes.
         open: environments that began init and did not end close.
         inside: steps being carried out now; `most`: the most there ever were at once.
     """
@@ -66,7 +65,6 @@ class ToyWorld:
     def __init__(self) -> None:
         self.gates: dict[str, asyncio.Event] = {}
         self.log: list[tuple[str, str]] = []
-        self.said: list[str] = []
         self.open = 0
         self.inside: Counter[str] = Counter()
         self.most: Counter[str] = Counter()
@@ -124,9 +122,6 @@ class ToyEnvironment(Environment[ToyTask]):
             return ToolResult(text="\ud800 no UTF-8")
         text = call.arguments.get("text", "")
         return ToolResult(text=str(text), ok=call.name in ("say", "finish") and text != "refuse")
-
-    def conclude(self, text: str) -> None:
-        self.world.said.append(text)
 
     async def eval(self) -> Grade:
         fault = await self._step("eval")

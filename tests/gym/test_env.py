@@ -10,6 +10,7 @@ from typing import Any
 
 import gymnasium
 import pytest
+from fastapi import FastAPI
 from gymnasium.error import ResetNeeded
 from gymnasium.utils.env_checker import check_env
 
@@ -21,6 +22,8 @@ from prorl_envs.gym.runner import Runner
 from prorl_envs.sandbox.base import Sandbox, SandboxSpec
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.snapshot import Snapshot
+from prorl_envs.testing.resources import ResourcesDesk, desk_row
+from prorl_envs.testing.serving import served
 
 GREETING = {"task": "greeting"}
 SOLVE = json.dumps({"name": "bash", "arguments": {"command": "echo 'hello, world' > greeting.txt"}})
@@ -250,3 +253,20 @@ def test_closing_twice_and_resetting_after(env: TaskEnv) -> None:
     env.close()
     env.reset(options=GREETING)
     assert env.step(SOLVE)[0] == ""
+
+
+def test_a_resources_server_is_an_environment_too(tmp_path: Path) -> None:
+    """Its grader judges what was said, so the loop tells it."""
+    desk = ResourcesDesk()
+    with served(FastAPI(routes=desk.app().routes)) as url:
+        config = tmp_path / "settings.yaml"
+        config.write_text(f"environments: {{desk: {{nemo: {{url: '{url}'}}}}}}")
+        env = TaskEnv("desk", tasks=[desk_row(say="three", id="t")], config=config)
+        try:
+            _, info = env.reset(seed=1)
+            assert (info["task_id"], info["messages"][0]["content"]) == ("t", "Count to three.")
+            env.step('{"name": "add", "arguments": {"count": 3}}')
+            _, reward, terminated, _, info = env.step("It is three.")
+            assert (reward, terminated, info["grade"]["evidence"]) == (1.0, True, {"count": 3, "right": True})
+        finally:
+            env.close()

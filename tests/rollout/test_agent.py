@@ -111,7 +111,7 @@ async def test_logprobs_are_those_of_the_sampled_ids(renderer: TemplateRenderer)
 async def test_text_without_a_call_ends_the_episode(renderer: TemplateRenderer) -> None:
     played = Played(renderer, lambda *_: "I am done.")
     assert await played.run() is StopReason.NO_TOOL_CALL
-    assert played.world.said == ["I am done."]
+    assert played.transcript.messages[-1]["content"] == "I am done."
     check_truth(played)
 
 
@@ -119,7 +119,6 @@ async def test_a_refused_finish_goes_on(renderer: TemplateRenderer) -> None:
     refused: Call = {"tool": "finish", "arguments": {"text": "refuse"}}
     played = Played(renderer, lambda _, turn: [refused] if turn == 0 else [FINISH])
     assert await played.run() is StopReason.FINISHED
-    assert played.world.said == []
     assert played.trajectory.turns[1].start > played.trajectory.turns[0].end
 
 

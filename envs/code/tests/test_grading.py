@@ -315,5 +315,5 @@ async def test_code_said_in_the_last_answer_counts_where_no_file_was_written(nod
     row = {"id": "t", "instruction": "Do it.", "tests": DOUBLE}
     async with CodeEnvironment(node) as env:
         await env.init(CodeEnvironment.load(row))
-        env.conclude(said)
+        env.listen([{"role": "assistant", "content": said}])
         assert (await env.eval()).reward == 1.0

@@ -19,7 +19,7 @@ async def play(node: Node, right: str, answer: str | None = None, words: str = "
         if answer is not None:
             await env.call(ToolCall(id="f", name="finish", arguments={"answer": answer}))
         if words:
-            env.conclude(words)
+            env.listen([{"role": "assistant", "content": words}])
         return await env.eval()
 
 

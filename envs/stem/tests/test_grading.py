@@ -110,5 +110,5 @@ async def test_neither_pages_nor_answers_lie_in_the_sandbox(node: Node) -> None:
 async def test_answers_of_a_last_message(node: Node, words: str, reward: float) -> None:
     async with StemEnvironment(node) as env:
         await env.init(task(CHOICE))
-        env.conclude(words)
+        env.listen([{"role": "assistant", "content": words}])
         assert (await env.eval()).reward == reward

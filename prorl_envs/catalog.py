@@ -1,0 +1,221 @@
+"""The environments on offer, by name: our families in this process, and NeMo Gym's resources servers.
+
+    async with Catalog.of(load_settings(path)) as offered:   # starts the servers that are ours to start
+        family = offered["weather"]
+
+Without `environments` in the settings, every registered family is on offer.
+"""
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from prorl_envs.config import EnvironmentSettings, LimitSettings, NemoSettings, SandboxSettings, Settings
+from prorl_envs.env.base import Environment, Task
+from prorl_envs.env.options import Options, with_options
+from prorl_envs.env.registry import environments, examples_of, known
+from prorl_envs.env.rows import read_tasks
+from prorl_envs.errors import InputError
+from prorl_envs.remote.environment import nemo_family
+from prorl_envs.remote.servers import OwnServer, RunningServer
+from prorl_envs.sandbox.base import Limits, Network
+
+type Family = type[Environment[Any]]
+
+#: Keys of `nemo` that mean something for a server that is started alone.
+_STARTING = frozenset({"instance", "overrides", "python", "roots", "pass_env", "start_s"})
+_LIMITS = frozenset(SandboxSettings.model_fields) - {"allow", "image"}
+
+
+class Catalog(Mapping[str, Family]):
+    """Environment classes by name. An asynchronous context manager: entered, its servers run.
+
+    Args:
+        families: the classes.
+        servers: the resources servers behind some of them, by the same names.
+    """
+
+    def __init__(self, families: Mapping[str, Family], servers: Mapping[str, RunningServer]) -> None:
+        self._families = families
+        self._servers = servers
+        self._exits = AsyncExitStack()
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """What the settings offer. Nothing is started yet.
+
+        Raises:
+            InputError: an entry is wrong.
+        """
+        if settings.environments is None:
+            return cls(environments(), {})
+        servers: dict[str, RunningServer] = {}
+        families: dict[str, Family] = {}
+        for name, entry in settings.environments.items():
+            _check(name, entry)
+            if entry.nemo is not None:
+                servers[name] = _server(name, entry.nemo)
+                families[name] = nemo_family(name, servers[name])
+            else:
+                base = _base(name, entry)
+                families[name] = with_options(name, base, _options(entry, settings.limits))
+        return cls(families, servers)
+
+    def __getitem__(self, name: str) -> Family:
+        return self._families[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._families)
+
+    def __len__(self) -> int:
+        return len(self._families)
+
+    def family(self, name: str) -> Family:
+        """The environment called `name`.
+
+        Raises:
+            InputError: there is none; the hint names the closest.
+        """
+        return known(self._families, name)
+
+    def tasks(self, name: str, data: Path | None) -> list[Task]:
+        """The tasks of a data file, or of the environment's own examples.
+
+        Raises:
+            InputError: no such environment, a row is wrong, or it ships no examples.
+        """
+        return read_tasks(self.family(name).load, self.data(name, data))
+
+    def data(self, name: str, data: Path | None) -> Path:
+        """`data`, or the environment's own examples.
+
+        Raises:
+            InputError: it ships none.
+        """
+        if data is not None:
+            return data
+        if name in self._servers:
+            raise InputError(
+                f"environment {name!r} ships no example data",
+                hint="give a data file; NeMo Gym's lie in resources_servers/NAME/data",
+            )
+        return examples_of(name, self.family(name))
+
+    def only(self, name: str) -> "Catalog":
+        """The environment called `name` alone: entered, no other's server is started."""
+        servers = {name: self._servers[name]} if name in self._servers else {}
+        return Catalog({name: self.family(name)}, servers)
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as exits:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for server in self._servers.values():
+                        exits.push_async_callback(server.aclose)
+                        group.create_task(server.start())
+            except* InputError as errors:
+                raise _first(errors) from None
+            self._exits = exits.pop_all()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._exits.aclose()
+
+
+def _first(errors: BaseExceptionGroup[InputError]) -> BaseException:
+    inner: BaseException = errors
+    while isinstance(inner, BaseExceptionGroup):
+        inner = inner.exceptions[0]
+    return inner
+
+
+def _check(name: str, entry: EnvironmentSettings) -> None:
+    where = f"environments.{name}"
+    if not name or len(name) > 100:
+        raise InputError("environments: a name has 1 to 100 characters")
+    if entry.nemo is None:
+        return
+    for key, value in {
+        "family": entry.family,
+        "system_prompt": entry.system_prompt,
+        "sandbox": entry.sandbox,
+    }.items():
+        if value is not None:
+            hint = (
+                "name one of them"
+                if key == "family"
+                else "a resources server's rows and sandboxes are its own"
+            )
+            raise InputError(f"{where}: {key} and nemo exclude each other", hint=hint)
+    if (entry.nemo.url is None) == (entry.nemo.config is None):
+        raise InputError(
+            f"{where}.nemo: one of url and config is expected",
+            hint="url: http://HOST:PORT of one that runs; config: the YAML file of one to start",
+        )
+
+
+def _server(name: str, nemo: NemoSettings) -> RunningServer:
+    bounds: dict[str, Any] = {
+        "finish_tool": nemo.finish_tool,
+        "fail_on_500": nemo.on_error == "fail",
+        "connect_s": nemo.connect_s,
+        "seed_s": nemo.seed_s,
+        "call_s": nemo.call_s,
+        "verify_s": nemo.verify_s,
+        "tool_bytes": nemo.tool_bytes,
+    }
+    if nemo.config is not None:
+        return OwnServer(
+            name=name,
+            config=nemo.config,
+            instance=nemo.instance,
+            overrides=nemo.overrides,
+            python=nemo.python,
+            roots=nemo.roots,
+            pass_env=nemo.pass_env,
+            start_s=nemo.start_s,
+            **bounds,
+        )
+    if idle := sorted(_STARTING & nemo.model_fields_set):
+        raise InputError(
+            f"environments.{name}.nemo.{idle[0]}: means nothing for a server that runs already",
+            hint="it goes with config",
+        )
+    return RunningServer(url=_url(name, nemo.url or ""), **bounds)
+
+
+def _url(name: str, url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable or parts.query or parts.fragment or parts.username:
+        raise InputError(f"environments.{name}.nemo.url: {url!r} is no base URL", hint="http://HOST:PORT")
+    return url.rstrip("/")
+
+
+def _base(name: str, entry: EnvironmentSettings) -> Family:
+    try:
+        return known(environments(), entry.family or name)
+    except InputError as error:
+        key = f"environments.{name}" + (".family" if entry.family else "")
+        raise InputError(
+            f"{key}: {error.message}", hint=f"{error.hint}; or nemo: for a resources server"
+        ) from error
+
+
+def _options(entry: EnvironmentSettings, node: LimitSettings) -> Options:
+    sandbox = entry.sandbox or SandboxSettings()
+    given = sandbox.model_fields_set
+    common = {key: getattr(node, key) for key in _LIMITS}
+    return Options(
+        system_prompt=entry.system_prompt,
+        limits={key: getattr(sandbox, key) for key in sorted(_LIMITS & given)},
+        default_limits=Limits(**common),
+        network=Network(allow=sandbox.allow) if "allow" in given else None,
+        image=sandbox.image,
+    )

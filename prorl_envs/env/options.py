@@ -1,0 +1,77 @@
+"""A family under a name of its own, with another system prompt or other sandboxes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from prorl_envs.env.base import Environment, Task
+from prorl_envs.env.sandboxed import SandboxedEnvironment
+from prorl_envs.errors import InputError
+from prorl_envs.sandbox.base import Limits, Network, SandboxSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What differs from the family; what is None or empty does not.
+
+    Args:
+        system_prompt: first message of every episode.
+        limits: fields of `Limits`; the others are the family's own, else those of `default_limits`.
+        default_limits: what the node's sandboxes get.
+        network: replaces the sandbox's network.
+        image: a directory or SIF file, as in `SandboxSpec`.
+    """
+
+    system_prompt: str | None = None
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    default_limits: Limits = field(default_factory=Limits)
+    network: Network | None = None
+    image: Any = None
+
+    @property
+    def of_sandbox(self) -> frozenset[str]:
+        """Which parts of a sandbox they change."""
+        given = {"limits": self.limits, "network": self.network, "image": self.image}
+        return frozenset(name for name, value in given.items() if value)
+
+    def applied(self, spec: SandboxSpec) -> SandboxSpec:
+        """`spec` with what differs."""
+        if self.limits:
+            spec = replace(spec, limits=replace(spec.limits or self.default_limits, **self.limits))
+        if self.network is not None:
+            spec = replace(spec, network=self.network)
+        return replace(spec, image=self.image) if self.image is not None else spec
+
+
+def with_options(name: str, base: type[Environment[Any]], options: Options) -> type[Environment[Any]]:
+    """A subclass of `base` that differs by `options`.
+
+    Args:
+        name: what it is offered as.
+        base: the family.
+
+    Raises:
+        InputError: the family has nothing of the kind, or does not allow it.
+    """
+    fields: dict[str, Any] = {"name": name, "__module__": base.__module__, "__doc__": base.__doc__}
+    wanted = options.of_sandbox
+    if not (options.system_prompt or wanted):
+        return type(base.__name__, (base,), fields)
+    if not issubclass(base, SandboxedEnvironment):
+        raise InputError(
+            f"environments.{name}: {base.name} has no system prompt and no sandbox to change",
+            hint="its families of one sandbox do; remove system_prompt and sandbox",
+        )
+    if refused := wanted - base.sandbox_options:
+        allowed = ", ".join(sorted(base.sandbox_options)) or "nothing"
+        raise InputError(
+            f"environments.{name}.sandbox: {base.name} does not allow another {' or '.join(sorted(refused))}",
+            hint=f"of its sandboxes may be changed: {allowed}",
+        )
+
+    def sandbox_spec(self: SandboxedEnvironment[Any], task: Task) -> SandboxSpec:
+        return options.applied(base.sandbox_spec(self, task))
+
+    if options.system_prompt:
+        fields["system_prompt"] = options.system_prompt
+    return type(base.__name__, (base,), {**fields, "sandbox_spec": sandbox_spec})

@@ -1,0 +1,50 @@
+"""A resources server's tasks by command: validated without a model, and run with a scripted one."""
+
+import json
+from pathlib import Path
+
+import pytest
+from fastapi import FastAPI
+
+from prorl_envs.cli.results import read_results
+from prorl_envs.testing.resources import ResourcesDesk, desk_row
+from prorl_envs.testing.serving import served
+from tests.cli.conftest import Cli
+from tests.cli.test_scripted import scripted
+
+#: Several commands in a row, each of which imports everything.
+pytestmark = pytest.mark.timeout(300)
+
+REFERENCE = [{"tool": "add", "arguments": {"count": 3}}, {"tool": "read", "arguments": {}}]
+
+
+def write(folder: Path, url: str) -> tuple[str, ...]:
+    """The settings and the data; the options that name them."""
+    entry = f"{{nemo: {{url: '{url}', finish_tool: read}}, limits: {{max_turns: 4}}}}"
+    (folder / "settings.yaml").write_text(f"environments: {{desk: {entry}}}")
+    (folder / "rows.jsonl").write_text(json.dumps(desk_row(id="three", reference=REFERENCE)))
+    return ("--config", "settings.yaml")
+
+
+def test_its_rows_are_validated(cli: Cli, tmp_path: Path) -> None:
+    with served(FastAPI(routes=ResourcesDesk().app().routes)) as url:
+        config = write(tmp_path, url)
+        done = cli("validate", "desk", "rows.jsonl", *config)
+        assert (done.returncode, "ok" in done.stdout) == (0, True), done.stderr
+        (tmp_path / "rows.jsonl").write_text(json.dumps(desk_row(id="four", expected=4, reference=REFERENCE)))
+        done = cli("validate", "desk", "rows.jsonl", *config)
+        assert done.returncode == 1 and "the reference scores 0" in " ".join(done.stdout.split())
+    done = cli("run", "dsek", *config, "--llm", "http://127.0.0.1:1")
+    assert done.returncode == 2 and "did you mean desk?" in done.stderr
+    done = cli("run", "desk", *config, "--llm", "http://127.0.0.1:1")
+    assert done.returncode == 2 and "ships no example data" in done.stderr
+
+
+def test_its_tasks_are_run(cli: Cli, tmp_path: Path) -> None:
+    with served(FastAPI(routes=ResourcesDesk().app().routes)) as url:
+        data = (*write(tmp_path, url), "--data", "rows.jsonl")
+        with scripted(tmp_path, "desk", *data) as (_, options):
+            done = cli("run", "desk", *data, *options, "--samples", "2", "--out", "runs")
+    assert done.returncode == 0, done.stderr
+    results = list(read_results(tmp_path / "runs" / "results.jsonl"))
+    assert [(r.reward, r.task_id) for r in results] == [(1.0, "three")] * 2
