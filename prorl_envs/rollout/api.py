@@ -22,10 +22,10 @@ from prorl_envs.rollout.errors import (
     NotFound,
     ServerFault,
     TooLarge,
-    Unavailable,
     WrongMethod,
 )
 from prorl_envs.rollout.guards import BodyLimit, TokenGuard, error_response
+from prorl_envs.rollout.routes_operation import add_operation
 from prorl_envs.rollout.service import RolloutService, ServiceState
 from prorl_envs.rollout.types import GroupRequest, Result
 from prorl_envs.rollout.views import (
@@ -86,7 +86,8 @@ def create_app(service: RolloutService, settings: ServerSettings) -> FastAPI:
     _add_errors(app)
     _add_groups(app, service)
     _add_results(app, service, settings)
-    _add_operation(app, service)
+    _add_status(app, service)
+    add_operation(app, service, settings)
     token = settings.token.get_secret_value() if settings.token else None
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(TokenGuard, token=token)
@@ -166,7 +167,7 @@ async def _lines(service: RolloutService, after: int) -> AsyncIterator[str]:
         after = page.next
 
 
-def _add_operation(app: FastAPI, service: RolloutService) -> None:
+def _add_status(app: FastAPI, service: RolloutService) -> None:
     @app.get("/v1/status")
     async def get_status() -> StatusView:
         """Pools, queues, counts, model servers."""
@@ -200,8 +201,7 @@ def _add_operation(app: FastAPI, service: RolloutService) -> None:
     @app.get("/ready")
     async def get_ready() -> Health:
         """The service takes submissions."""
-        if service.state is not ServiceState.SERVING:
-            raise Unavailable(f"the service is {service.state}")
+        service.check_open()
         return Health(status="ok")
 
 

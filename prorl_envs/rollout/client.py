@@ -17,7 +17,8 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.errors import ProrlError
-from prorl_envs.rollout.errors import Full, NotFound, ServerFault, Unavailable, from_wire
+from prorl_envs.rollout.errors import Later, NotFound, ServerFault, Unavailable, from_wire
+from prorl_envs.rollout.scheduler import Pause
 from prorl_envs.rollout.types import GroupRequest, Result, split_job_id
 from prorl_envs.rollout.views import (
     EnvironmentList,
@@ -32,6 +33,9 @@ from prorl_envs.rollout.views import (
     StatusView,
 )
 
+#: Longest that a service may ask a client to wait before it tries again, in seconds.
+MAX_PAUSE_S = 60.0
+
 _REQUESTS = TypeAdapter(list[GroupRequest])
 
 
@@ -44,7 +48,8 @@ class RolloutClient:
         token: its bearer token, or None.
         timeout_s: seconds one answer may take, on top of the wait that was asked for.
         attempts: how often a request is tried when the connection fails or the service is full or away.
-        pause_s: seconds before the second try; doubles each time.
+        pause_s: seconds before the second try; doubles each time. Where the service asks for longer
+            (`Retry-After`), that is waited.
         transport: how to reach the service; None uses TCP.
         clock: waits between tries.
     """
@@ -170,6 +175,26 @@ class RolloutClient:
     async def status(self) -> StatusView:
         return await self._call(StatusView, "GET", "/v1/status")
 
+    async def pause(self, mode: Pause = Pause.HOLD) -> StatusView:
+        """Have the service accept and start less.
+
+        Args:
+            mode: `hold` starts no stage; `finish` begins no job, and lets go on what has begun.
+        """
+        return await self._call(StatusView, "POST", "/v1/pause", json={"mode": mode})
+
+    async def resume(self) -> StatusView:
+        """End a pause or a drain."""
+        return await self._call(StatusView, "POST", "/v1/resume")
+
+    async def drain(self, *, wait_s: float = 0.0) -> StatusView:
+        """Have the service accept nothing more and finish what is there; `unfinished` says how much is left.
+
+        Args:
+            wait_s: seconds to wait until nothing is.
+        """
+        return await self._call(StatusView, "POST", "/v1/drain", wait_s=wait_s, params={"wait_s": wait_s})
+
     async def environments(self) -> list[EnvironmentView]:
         return (await self._call(EnvironmentList, "GET", "/v1/environments")).environments
 
@@ -191,10 +216,11 @@ class RolloutClient:
         for attempt in range(1, self._attempts + 1):
             try:
                 return await self._once(view, method, path, wait_s, options)
-            except (Full, Unavailable):
+            except Later as later:
                 if attempt == self._attempts:
                     raise
-            await self._clock.sleep(self._pause_s * 2 ** (attempt - 1))
+                asked = min(later.retry_after_s, MAX_PAUSE_S)
+            await self._clock.sleep(max(self._pause_s * 2 ** (attempt - 1), asked))
         raise AssertionError("attempts is at least 1")
 
     async def _once[V: BaseModel](
@@ -224,7 +250,15 @@ def _error(response: httpx.Response) -> ProrlError:
         detail = ErrorBody.model_validate_json(response.content).error
     except ValidationError:
         return ServerFault(f"HTTP {response.status_code} without a typed error", hint="is this the service?")
-    return from_wire(detail.type, detail.message, detail.hint)
+    error = from_wire(detail.type, detail.message, detail.hint)
+    if isinstance(error, Later):
+        error.retry_after_s = _seconds(response.headers.get("Retry-After", ""))
+    return error
+
+
+def _seconds(text: str) -> float:
+    """A `Retry-After` in seconds; 0 for none, or a date, which this service does not send."""
+    return float(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0.0
 
 
 def _segment(identifier: str) -> str:

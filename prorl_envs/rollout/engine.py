@@ -7,7 +7,7 @@ with another event. The engine owns every task it starts; `settled` returns when
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,8 @@ from prorl_envs.env.base import Task
 from prorl_envs.errors import FailureKind
 from prorl_envs.rollout.episode import Episode
 from prorl_envs.rollout.errors import Unavailable
-from prorl_envs.rollout.scheduler import Close, Decision, Finish, Interrupt, Scheduler, Start
-from prorl_envs.rollout.store import Store
+from prorl_envs.rollout.scheduler import Close, Decision, Finish, Interrupt, Pause, Scheduler, Start
+from prorl_envs.rollout.store import Store, StoredGroup
 from prorl_envs.rollout.types import Failure, GroupRequest, JobState, Result, Stage
 from prorl_envs.rollout.worker import Worker
 
@@ -62,15 +62,34 @@ class Engine:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._leaving = False  # what is unfinished stays so, for the next start
 
-    def admit(self, request: GroupRequest, task: Task, attempts: Mapping[int, int]) -> None:
-        """Take jobs of a group in: samples, and how often each was started before."""
+    def admit(self, request: GroupRequest, task: Task) -> None:
+        """Take a new group in."""
         now = self._clock.monotonic()
-        episodes = [
-            Episode(request, sample, task, waiting_since=now, attempts=before)
-            for sample, before in attempts.items()
-        ]
+        self._admit([Episode(request, sample, task, now) for sample in range(request.samples)])
+
+    def readmit(self, group: StoredGroup, task: Task, samples: Iterable[int]) -> None:
+        """Take jobs in that an earlier service began or did not come to, each with what it used up."""
+        now, attempts, failures = self._clock.monotonic(), group.attempts, group.failures
+        self._admit([Episode(group.request, i, task, now, attempts[i], failures[i]) for i in samples])
+
+    def _admit(self, episodes: Sequence[Episode]) -> None:
         self._episodes.update((episode.id, episode) for episode in episodes)
-        self._apply(self.scheduler.submit((episode.id, request.id) for episode in episodes))
+        failures = {episode.id: episode.failures for episode in episodes if episode.failures}
+        self._apply(
+            self.scheduler.submit(((episode.id, episode.request.id) for episode in episodes), failures)
+        )
+
+    def give_up(self, result: Result) -> None:
+        """Record the result of a job that is not started again."""
+        self._records[result.job_id] = self._spawn(self._record(result.job_id, result))
+
+    def pause(self, mode: Pause) -> None:
+        """Hold jobs back until `resume`."""
+        self._apply(self.scheduler.pause(mode))
+
+    def resume(self) -> None:
+        """Let jobs go on."""
+        self._apply(self.scheduler.resume())
 
     def attempts(self, job: str) -> int:
         """How often an unfinished job was started."""
@@ -118,7 +137,7 @@ class Engine:
 
     async def _perform(self, episode: Episode, stage: Stage) -> Failure | None:
         if stage is Stage.INIT:
-            await self._persist(partial(self._store.started, episode.id))
+            await self._persist(partial(self._store.started, episode.id, episode.failures))
         return await self._worker.perform(episode, stage)
 
     def _stage_ended(self, episode: Episode, task: asyncio.Task[Failure | None]) -> None:
@@ -141,21 +160,21 @@ class Engine:
                 self._forget_if_gone(episode.id)
                 return
             episode.cancelled()
-        recording = self._record(episode, episode.result(state))
+        recording = self._record(episode.id, episode.result(state))
         self._records[episode.id] = self._spawn(recording)
 
-    async def _record(self, episode: Episode, result: Result) -> None:
+    async def _record(self, job: str, result: Result) -> None:
         try:
             await self._persist(partial(self._store.record, result))
         except Unavailable as error:
-            log.error("the result of %s is lost, and the next start does it again: %s", episode.id, error)
-            self._forget_if_gone(episode.id)
+            log.error("the result of %s is lost, and the next start does it again: %s", job, error)
+            self._forget_if_gone(job)
             return
         self.finished[result.state] += 1
         if result.failure is not None:
             self.failures[result.failure.kind] += 1
         self._announce()
-        self._forget_if_gone(episode.id)
+        self._forget_if_gone(job)
 
     async def _persist(self, write: Callable[[], Awaitable[object]]) -> None:
         """Write, and try again until the disk takes it. Meanwhile the job holds its place, so a full disk

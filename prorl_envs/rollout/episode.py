@@ -7,6 +7,7 @@ from prorl_envs.env.base import Environment, Grade, Prompt, Task
 from prorl_envs.errors import FailureKind
 from prorl_envs.policy.types import Sampling
 from prorl_envs.rollout.agent import Transcript
+from prorl_envs.rollout.store import StoredGroup
 from prorl_envs.rollout.types import (
     Failure,
     GroupRequest,
@@ -41,6 +42,7 @@ class Episode:
         task: the request's task, validated.
         waiting_since: clock time at which it last began to wait, seconds.
         attempts: how often it was started.
+        failures: how many of these attempts failed; one that was interrupted by the end of a service did not.
     """
 
     request: GroupRequest
@@ -48,6 +50,7 @@ class Episode:
     task: Task
     waiting_since: float
     attempts: int = 0
+    failures: int = 0
     attempt: Attempt = field(default_factory=Attempt)
     queued_s: float = 0.0
     active_s: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
@@ -73,8 +76,9 @@ class Episode:
         return sampling.model_copy(update={"seed": sampling.seed + self.sample})
 
     def new_attempt(self) -> None:
-        """Forget the last attempt, and keep the time it took."""
+        """Forget the last attempt, which failed, and keep the time it took."""
         self._account()
+        self.failures += 1
         self.attempt = Attempt()
 
     def cancelled(self) -> None:
@@ -127,3 +131,22 @@ class Episode:
     def _account(self) -> None:
         spent = self.timings()
         self.model_s, self.tools_s = spent.model_s, spent.tools_s
+
+
+def unstarted(group: StoredGroup, sample: int, failure: Failure) -> Result:
+    """What a stored job comes to that cannot be started again."""
+    request = group.request
+    return Result(
+        job_id=job_id(request.id, sample),
+        group_id=request.id,
+        sample=sample,
+        environment=request.environment,
+        task_id=group.task_id,
+        state=JobState.FAILED,
+        reward=None,
+        mask_sample=True,
+        stop_reason=None,
+        failure=failure,
+        attempts=group.attempts[sample],
+        metadata=request.metadata,
+    )

@@ -8,8 +8,9 @@
     │   ├── Unauthorized    the bearer token is missing or wrong
     │   ├── TooLarge        the request body is over the limit
     │   └── WrongMethod     the route does not know the HTTP method
-    ├── Full                the queue is full; try again later
-    ├── Unavailable         the service is stopping, or cannot be reached
+    ├── Later               the same request may be answered later
+    │   ├── Full            there is no room for it now
+    │   └── Unavailable     the service is stopping, or cannot be reached
     └── ServerFault         the service has a bug
 
 Only the name in `type` crosses the wire. A client looks it up in this fixed table; nothing is imported or
@@ -45,11 +46,24 @@ class WrongMethod(InputError):
     """The route does not know the HTTP method."""
 
 
-class Full(ProrlError):
-    """The queue is full; the same request may be accepted later."""
+class Later(ProrlError):
+    """The same request may be answered later.
+
+    Args:
+        message, hint: as of every error.
+        retry_after_s: seconds to wait before it is asked again; over HTTP it is the `Retry-After` header.
+    """
+
+    def __init__(self, message: str, *, hint: str = "", retry_after_s: float = 0.0) -> None:
+        super().__init__(message, hint=hint)
+        self.retry_after_s = retry_after_s
 
 
-class Unavailable(ProrlError):
+class Full(Later):
+    """There is no room for it now."""
+
+
+class Unavailable(Later):
     """The service is stopping, or cannot be reached."""
 
 

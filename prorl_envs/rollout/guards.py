@@ -5,6 +5,7 @@ Plain ASGI, because both must act before a byte of the body is read.
 
 import hmac
 import ipaddress
+import math
 from http import HTTPStatus
 
 from starlette.datastructures import Headers
@@ -13,13 +14,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from prorl_envs.errors import InputError, ProrlError
 from prorl_envs.rollout.agent import unicode
-from prorl_envs.rollout.errors import Full, TooLarge, Unauthorized, Unavailable, to_wire
+from prorl_envs.rollout.errors import Full, Later, TooLarge, Unauthorized, Unavailable, to_wire
 from prorl_envs.rollout.views import ErrorBody, ErrorDetail
 
 #: Answered without a token, so that probes need none; they say nothing but yes or no.
 OPEN_PATHS = frozenset({"/health", "/ready"})
 
-_RETRY_AFTER_S = {Full: 1, Unavailable: 5}
+#: Where the error itself names no time.
+_RETRY_AFTER_S: dict[type[ProrlError], float] = {Full: 1, Unavailable: 5}
 
 
 def error_response(error: ProrlError) -> JSONResponse:
@@ -27,8 +29,9 @@ def error_response(error: ProrlError) -> JSONResponse:
     wire = to_wire(error)
     detail = ErrorDetail(type=wire.name, message=unicode(error.message), hint=unicode(error.hint))
     headers = {}
-    if seconds := _RETRY_AFTER_S.get(wire.error):
-        headers["Retry-After"] = str(seconds)
+    if isinstance(error, Later):
+        seconds = error.retry_after_s or _RETRY_AFTER_S[wire.error]
+        headers["Retry-After"] = str(math.ceil(seconds))
     if wire.status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(ErrorBody(error=detail).model_dump(), status_code=wire.status, headers=headers)

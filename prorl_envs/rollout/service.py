@@ -5,6 +5,7 @@ callers see.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -14,18 +15,20 @@ from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.config import ServiceSettings
 from prorl_envs.env.base import Task
 from prorl_envs.env.node import Node
-from prorl_envs.errors import InputError
+from prorl_envs.errors import FailureKind, InputError
 from prorl_envs.policy.pool import ModelPool
 from prorl_envs.policy.types import ModelClient, Renderer
 from prorl_envs.policy.vllm import base_url
 from prorl_envs.rollout.agent import Agent
 from prorl_envs.rollout.engine import Engine
+from prorl_envs.rollout.episode import unstarted
 from prorl_envs.rollout.errors import Conflict, Full, NotFound, Unavailable
-from prorl_envs.rollout.scheduler import Limits, Scheduler
+from prorl_envs.rollout.scheduler import Limits, Pause, Scheduler
 from prorl_envs.rollout.stages import Family
 from prorl_envs.rollout.statistics import group_statistics
 from prorl_envs.rollout.store import MemoryStore, NewGroup, Store, StoredGroup
 from prorl_envs.rollout.types import (
+    Failure,
     GroupRequest,
     JobState,
     Stage,
@@ -44,6 +47,9 @@ from prorl_envs.rollout.views import (
 from prorl_envs.rollout.worker import Worker
 
 log = logging.getLogger(__name__)
+
+#: Attempts of one job that may end with their service. More are not bad luck: the job itself may end it.
+MAX_INTERRUPTIONS = 10
 
 
 class ServiceState(StrEnum):
@@ -97,6 +103,7 @@ class RolloutService:
             self._announce,
         )
         self._submitting = asyncio.Lock()
+        self._stopping = False
         self._news = asyncio.Event()
         self._started_at = self.clock.monotonic()
 
@@ -104,16 +111,27 @@ class RolloutService:
 
     async def start(self) -> None:
         """Go on with what the store knows to be unfinished, each as a further attempt, and begin to serve.
-
-        Raises:
-            InputError: a stored task is not one of this service's environments.
-        """
-        unfinished = [(group, self._load(group.request)) for group in await self.store.unfinished()]
-        for group, task in unfinished:
-            jobs = zip(range(group.request.samples), group.outcomes, group.attempts, strict=True)
-            missing = {sample: attempts for sample, outcome, attempts in jobs if outcome is None}
-            self._engine.admit(group.request, task, missing)
+        What cannot go on fails, and holds up nothing else."""
+        for group in await self.store.unfinished():
+            missing = [sample for sample, outcome in enumerate(group.outcomes) if outcome is None]
+            try:
+                task = self._load(group.request)
+            except InputError as error:
+                log.error("group %s of an earlier service cannot go on: %s", group.request.id, error)
+                for sample in missing:
+                    self._engine.give_up(unstarted(group, sample, _not_offered(error)))
+                continue
+            worn = [sample for sample in missing if self._interruptions(group, sample) >= MAX_INTERRUPTIONS]
+            for sample in worn:
+                log.error("job %s/%d was interrupted too often and ends", group.request.id, sample)
+                self._engine.give_up(unstarted(group, sample, _interrupted()))
+            self._engine.readmit(group, task, [sample for sample in missing if sample not in worn])
         self.state = ServiceState.SERVING  # only now: what is submitted is unfinished too
+
+    @staticmethod
+    def _interruptions(group: StoredGroup, sample: int) -> int:
+        """Attempts that ended with a service, and not by failing."""
+        return group.attempts[sample] - group.failures[sample]
 
     async def stop(self, *, drain_s: float = 0.0) -> None:
         """End. Nothing is accepted from here on; readers still read. Idempotent.
@@ -124,6 +142,7 @@ class RolloutService:
         """
         if self.state is ServiceState.STOPPED:
             return
+        self._stopping = True
         async with self._submitting:  # what is being accepted is admitted first
             self.state = ServiceState.DRAINING
         try:
@@ -144,6 +163,59 @@ class RolloutService:
         self.state = ServiceState.STOPPED
         self._announce()
 
+    # How it is operated.
+
+    def check_open(self) -> None:
+        """Raises:
+        Unavailable: nothing new is taken now.
+        """
+        if self.state is not ServiceState.SERVING:
+            soon = 1.0 if self.state is ServiceState.STARTING else 0.0
+            hint = "submit to another, or later"
+            raise Unavailable(f"the service is {self.state}", hint=hint, retry_after_s=soon)
+
+    def pause(self, mode: Pause) -> None:
+        """Go on accepting, and start less, until `resume`. A service that starts again is not paused.
+
+        Args:
+            mode: what is held back.
+        """
+        log.warning("paused: %s", mode)
+        self._engine.pause(mode)
+
+    async def drain(self, wait_s: float = 0.0) -> None:
+        """Take nothing more, and finish what is there, until `resume`. Idempotent.
+
+        Args:
+            wait_s: seconds to wait until everything is finished and closed.
+
+        Raises:
+            Unavailable: the service has not started, or is stopping.
+        """
+        async with self._submitting:  # what is being accepted is admitted first
+            self._check_operable()
+            if self.state is ServiceState.SERVING:
+                log.warning("draining")
+                self.state = ServiceState.DRAINING
+        with contextlib.suppress(TimeoutError):  # the caller looks at the status
+            async with self.clock.timeout(wait_s):
+                await self._engine.settled()
+
+    def resume(self) -> None:
+        """End a pause or a drain.
+
+        Raises:
+            Unavailable: the service has not started, or is stopping.
+        """
+        self._check_operable()
+        log.warning("resumed")
+        self.state = ServiceState.SERVING
+        self._engine.resume()
+
+    def _check_operable(self) -> None:
+        if self._stopping or self.state is ServiceState.STARTING:
+            raise Unavailable(f"the service is {self.state}")
+
     # What callers ask for.
 
     async def submit(self, requests: Sequence[GroupRequest]) -> list[GroupView]:
@@ -163,13 +235,12 @@ class RolloutService:
     async def _accept(self, requests: Sequence[GroupRequest], tasks: Sequence[Task]) -> None:
         groups = [NewGroup(request, task.id) for request, task in zip(requests, tasks, strict=True)]
         async with self._submitting:
-            if self.state is not ServiceState.SERVING:
-                raise Unavailable(f"the service is {self.state}", hint="submit to another, or later")
+            self.check_open()
             await self._check_room(requests)
             fresh = await self.store.submit(groups)
             for request, task, new in zip(requests, tasks, fresh, strict=True):
                 if new:
-                    self._engine.admit(request, task, dict.fromkeys(range(request.samples), 0))
+                    self._engine.admit(request, task)
 
     async def group(self, group_id: str) -> GroupView:
         """Raises: NotFound."""
@@ -233,6 +304,7 @@ class RolloutService:
         return StatusView(
             version=__version__,
             state=self.state,
+            paused=scheduler.paused,
             uptime_s=self.clock.monotonic() - self._started_at,
             pools={
                 stage.value: PoolView(limit=limits.of(stage), active=active[stage], waiting=waiting[stage])
@@ -367,3 +439,21 @@ def _limits(settings: ServiceSettings) -> Limits:
 
 def _memory_store(settings: ServiceSettings) -> MemoryStore:
     return MemoryStore(max_results=settings.keep_results, max_tokens=settings.keep_tokens)
+
+
+def _not_offered(error: InputError) -> Failure:
+    return Failure(
+        kind=FailureKind.ENVIRONMENT,
+        stage=Stage.INIT,
+        message=f"this service cannot go on with what an earlier one accepted: {error.message}",
+        hint=error.hint,
+    )
+
+
+def _interrupted() -> Failure:
+    return Failure(
+        kind=FailureKind.INTERNAL,
+        stage=Stage.INIT,
+        message=f"the service ended during {MAX_INTERRUPTIONS} attempts at this job",
+        hint="look into the service's log; if the job was not the reason, submit it again under a new id",
+    )

@@ -72,8 +72,8 @@ class SqliteStore:
     async def submit(self, groups: Sequence[NewGroup]) -> list[bool]:
         return await self._write(partial(self._submit, groups))
 
-    async def started(self, job_id: str) -> None:
-        await self._write(partial(self._started, job_id))
+    async def started(self, job_id: str, failures: int = 0) -> None:
+        await self._write(partial(self._started, job_id, failures))
 
     async def record(self, result: Result) -> Result:
         return await self._write(partial(self._record, result))
@@ -180,12 +180,12 @@ class SqliteStore:
         row = self._db.execute("SELECT request FROM groups WHERE id = ?", (group_id,)).fetchone()
         return zlib.decompress(row[0]) if row else None
 
-    def _started(self, job_id: str) -> None:
+    def _started(self, job_id: str, failures: int) -> None:
         group_id, sample = split_job_id(job_id)
         changed = self._db.execute(
-            "UPDATE jobs SET attempts = attempts + 1"
+            "UPDATE jobs SET attempts = attempts + 1, failures = ?"
             " WHERE number = (SELECT number FROM groups WHERE id = ?) AND sample = ?",
-            (group_id, sample),
+            (failures, group_id, sample),
         )
         if changed.rowcount == 0:
             raise NotFound(f"no job {job_id!r}")
@@ -255,7 +255,7 @@ class SqliteStore:
     def _groups(self, condition: str, *values: object) -> Iterator[StoredGroup]:
         """Groups in the order of their submission. One query, so that each is of one moment."""
         rows = self._view.execute(
-            "SELECT number, task_id, request, state, reward, failure, attempts, cursor"
+            "SELECT number, task_id, request, state, reward, failure, attempts, cursor, failures"
             f" FROM groups JOIN jobs USING (number) WHERE {condition} ORDER BY number, sample",
             values,
         ).fetchall()
@@ -265,8 +265,9 @@ class SqliteStore:
             yield StoredGroup(
                 GroupRequest.model_validate_json(zlib.decompress(request)),
                 task_id,
-                tuple(_outcome(*row[3:]) for row in group),
+                tuple(_outcome(*row[3:8]) for row in group),
                 tuple(row[6] for row in group),
+                tuple(row[8] for row in group),
             )
 
     def _results(self, after: int, limit: int, max_tokens: int) -> list[Result]:

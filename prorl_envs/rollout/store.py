@@ -37,12 +37,14 @@ class StoredGroup:
         task_id: id of its task.
         outcomes: one per sample, None where it is not finished.
         attempts: how often each sample was started.
+        failures: how many of these attempts had failed when the last one started.
     """
 
     request: GroupRequest
     task_id: str
     outcomes: tuple[Outcome | None, ...]
     attempts: tuple[int, ...]
+    failures: tuple[int, ...]
 
     @property
     def complete(self) -> bool:
@@ -83,8 +85,11 @@ class Store(Protocol):
         """Raises: NotFound."""
         ...
 
-    async def started(self, job_id: str) -> None:
+    async def started(self, job_id: str, failures: int = 0) -> None:
         """Count an attempt at a job.
+
+        Args:
+            failures: how many attempts before it failed; the others were interrupted.
 
         Raises:
             NotFound: no such job.
@@ -127,6 +132,7 @@ class _Entry:
     group: NewGroup
     outcomes: list[Outcome | None]
     attempts: list[int]
+    failures: list[int]
     kept: int = 0  # results of this group still kept
 
     @property
@@ -166,15 +172,16 @@ class MemoryStore:
         for group_id, group in new.items():
             if group_id not in self._entries:
                 samples = group.request.samples
-                self._entries[group_id] = _Entry(group, [None] * samples, [0] * samples)
+                self._entries[group_id] = _Entry(group, [None] * samples, [0] * samples, [0] * samples)
         return fresh
 
     async def group(self, group_id: str) -> StoredGroup:
         return _view(self._entry(group_id))
 
-    async def started(self, job_id: str) -> None:
+    async def started(self, job_id: str, failures: int = 0) -> None:
         entry, sample = self._job(job_id)
         entry.attempts[sample] += 1
+        entry.failures[sample] = failures
 
     async def record(self, result: Result) -> Result:
         entry = self._entry(result.group_id)
@@ -253,7 +260,13 @@ class MemoryStore:
 
 
 def _view(entry: _Entry) -> StoredGroup:
-    return StoredGroup(entry.group.request, entry.group.task_id, tuple(entry.outcomes), tuple(entry.attempts))
+    return StoredGroup(
+        entry.group.request,
+        entry.group.task_id,
+        tuple(entry.outcomes),
+        tuple(entry.attempts),
+        tuple(entry.failures),
+    )
 
 
 def token_count(result: Result) -> int:

@@ -107,7 +107,8 @@ class StatusView(_View):
     """The service at one moment.
 
     Args:
-        state: starting, serving, draining or stopped.
+        state: starting, serving, draining or stopped. Drained is draining with nothing unfinished.
+        paused: `hold` where no stage starts, `finish` where no job begins, None where it is not paused.
         uptime_s: seconds since start.
         pools: by stage.
         live, live_limit: jobs that hold a sandbox.
@@ -121,6 +122,7 @@ class StatusView(_View):
 
     version: str
     state: str
+    paused: str | None = None
     uptime_s: float
     pools: dict[str, PoolView]
     live: int

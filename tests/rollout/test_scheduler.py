@@ -15,6 +15,7 @@ from prorl_envs.rollout.scheduler import (
     Finish,
     Interrupt,
     Limits,
+    Pause,
     Scheduler,
     Start,
 )
@@ -148,6 +149,41 @@ def test_cancelled_between_two_attempts() -> None:
     assert len(scheduler) == 0
 
 
+def test_a_paused_scheduler_takes_jobs_and_starts_no_stage() -> None:
+    scheduler = Scheduler(WIDE)
+    scheduler.submit([("a", "g")])
+    assert scheduler.pause(Pause.HOLD) == []
+    assert scheduler.submit([("b", "g")]) == []
+    assert scheduler.ended("a") == [], "its stage ends, and the next one waits"
+    assert scheduler.waiting == {Stage.INIT: 1, Stage.RUN: 1, Stage.EVAL: 0}
+    assert scheduler.cancel("b") == [Finish("b", JobState.CANCELLED)]
+    assert scheduler.resume() == [Start("a", Stage.RUN, 1)]
+    assert scheduler.paused is None
+
+
+def test_a_pause_that_lets_finish_holds_back_what_has_not_begun() -> None:
+    scheduler = Scheduler(WIDE)
+    scheduler.submit([("a", "g"), ("b", "g")])
+    scheduler.pause(Pause.HOLD)
+    scheduler.ended("a")
+    assert scheduler.pause(Pause.FINISH) == [Start("a", Stage.RUN, 1)], "from one pause into the other"
+    assert scheduler.submit([("c", "g")]) == []
+    assert scheduler.failed("b", retryable=True) == [Close("b")]
+    assert scheduler.closed("b") == [], "another attempt is a beginning"
+    assert scheduler.ended("a") == [Start("a", Stage.EVAL, 1)]
+    assert starts(scheduler.resume()) == [("c", Stage.INIT), ("b", Stage.INIT)]
+
+
+def test_attempts_that_failed_under_an_earlier_scheduler_count() -> None:
+    scheduler = Scheduler(WIDE)
+    assert scheduler.submit([("a", "g"), ("b", "g")], {"a": 1}) == [
+        Start("a", Stage.INIT, 2),
+        Start("b", Stage.INIT, 1),
+    ]
+    assert scheduler.failed("a", retryable=True) == [Finish("a", JobState.FAILED), Close("a")]
+    assert scheduler.failed("b", retryable=True) == [Close("b")]
+
+
 def test_events_of_jobs_that_are_not_there_are_bugs() -> None:
     scheduler = Scheduler(WIDE)
     scheduler.submit([("a", "g")])
@@ -187,6 +223,8 @@ class World:
         for decision in decisions:
             match decision:
                 case Start(job, stage, attempt):
+                    assert self.scheduler.paused is not Pause.HOLD
+                    assert not (self.scheduler.paused and stage is Stage.INIT)
                     assert job not in self.running, "two stages at once"
                     assert job not in self.finished, "started after its end"
                     assert (attempt, stage) not in self.stages[job], "one stage twice"
@@ -212,16 +250,23 @@ class World:
         held = set(self.running) | self.closing
         assert len(held) <= self.scheduler.live <= self.limits.live
         waiting = self.scheduler.waiting
+        if self.scheduler.paused is Pause.HOLD:
+            return
         if waiting[Stage.RUN]:
             assert active[Stage.RUN] == self.limits.run, "a free slot beside a waiting job"
         if waiting[Stage.EVAL]:
             assert active[Stage.EVAL] == self.limits.eval
-        if waiting[Stage.INIT]:
+        if waiting[Stage.INIT] and not self.scheduler.paused:
             assert active[Stage.INIT] == self.limits.init or self.scheduler.live == self.limits.live
 
     def step(self) -> None:
         """Something of all that may happen happens."""
+        if self.chance.random() < 0.1:
+            mode = self.chance.choice([None, *Pause])
+            self.apply(self.scheduler.resume() if mode is None else self.scheduler.pause(mode))
         jobs = [*self.running, *self.closing]
+        if not jobs:  # paused
+            return
         job = self.chance.choice(jobs)
         if job in self.closing:
             self.closing.discard(job)
@@ -260,7 +305,10 @@ def test_whatever_happens_nothing_is_lost_and_no_limit_is_passed(
             world.step()
         if chance.random() < 0.05:
             world.apply(world.scheduler.cancel(chance.choice(jobs)[0]))
-    while world.running or world.closing:
+    while len(world.scheduler):
+        if not world.running and not world.closing:
+            assert world.scheduler.paused, "nothing happens although nothing holds it back"
+            world.apply(world.scheduler.resume())
         world.step()
     assert set(world.finished) == {job for job, _ in jobs}, "a job without an end"
     assert len(world.scheduler) == 0
