@@ -35,7 +35,7 @@ class Engine:
         worker: carries stages out.
         store: keeps results.
         clock: measures waiting.
-        announce: called after each result is kept.
+        announce: called with each result after it is kept.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Engine:
         worker: Worker,
         store: Store,
         clock: Clock,
-        announce: Callable[[], None],
+        announce: Callable[[Result], None],
     ) -> None:
         self.scheduler = scheduler
         self.finished: Counter[JobState] = Counter()
@@ -173,7 +173,7 @@ class Engine:
         self.finished[result.state] += 1
         if result.failure is not None:
             self.failures[result.failure.kind] += 1
-        self._announce()
+        self._announce(result)
         self._forget_if_gone(job)
 
     async def _persist(self, write: Callable[[], Awaitable[object]]) -> None:

@@ -7,7 +7,7 @@ callers see.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import StrEnum
 
 from prorl_envs import __version__
@@ -23,14 +23,16 @@ from prorl_envs.rollout.agent import Agent
 from prorl_envs.rollout.engine import Engine
 from prorl_envs.rollout.episode import unstarted
 from prorl_envs.rollout.errors import Conflict, Full, NotFound, Unavailable
+from prorl_envs.rollout.news import EVERYTHING, News
 from prorl_envs.rollout.scheduler import Limits, Pause, Scheduler
 from prorl_envs.rollout.stages import Family
 from prorl_envs.rollout.statistics import group_statistics
-from prorl_envs.rollout.store import MemoryStore, NewGroup, Store, StoredGroup
+from prorl_envs.rollout.store import ALL, MemoryStore, NewGroup, Selection, Store, StoredGroup
 from prorl_envs.rollout.types import (
     Failure,
     GroupRequest,
     JobState,
+    Result,
     Stage,
     job_id,
     split_job_id,
@@ -104,7 +106,7 @@ class RolloutService:
         )
         self._submitting = asyncio.Lock()
         self._stopping = False
-        self._news = asyncio.Event()
+        self._news = News()
         self._started_at = self.clock.monotonic()
 
     # Life.
@@ -161,7 +163,7 @@ class RolloutService:
         except TimeoutError:
             log.error("%d jobs do not end; their sandboxes end with the node", len(self._engine.scheduler))
         self.state = ServiceState.STOPPED
-        self._announce()
+        self._news.tell()
 
     # How it is operated.
 
@@ -242,17 +244,43 @@ class RolloutService:
                 if new:
                     self._engine.admit(request, task)
 
-    async def group(self, group_id: str) -> GroupView:
-        """Raises: NotFound."""
-        return self._group_view(await self.store.group(group_id))
+    async def group(self, group_id: str, *, wait_s: float = 0.0) -> GroupView:
+        """Where a group is.
 
-    async def job(self, job: str) -> JobView:
-        """Raises: NotFound."""
+        Args:
+            group_id: the caller's.
+            wait_s: seconds to wait until it is complete.
+
+        Raises:
+            NotFound.
+        """
+
+        async def look() -> tuple[GroupView, bool]:
+            view = self._group_view(await self.store.group(group_id))
+            return view, view.complete
+
+        return await self._watch(look, group_id, wait_s)
+
+    async def job(self, job: str, *, wait_s: float = 0.0) -> JobView:
+        """Where a job is.
+
+        Args:
+            job: its id.
+            wait_s: seconds to wait until it is finished.
+
+        Raises:
+            NotFound.
+        """
         group_id, sample = split_job_id(job)
-        group = await self.store.group(group_id) if group_id else None
-        if group is None or sample >= group.request.samples:
-            raise NotFound(f"no job {job!r}", hint="job ids are <group id>/<index>")
-        return self._job_view(group, sample)
+
+        async def look() -> tuple[JobView, bool]:
+            group = await self.store.group(group_id) if group_id else None
+            if group is None or sample >= group.request.samples:
+                raise NotFound(f"no job {job!r}", hint="job ids are <group id>/<index>")
+            view = self._job_view(group, sample)
+            return view, view.state.final
+
+        return await self._watch(look, group_id, wait_s)
 
     async def cancel_job(self, job: str) -> JobView:
         """End a job wherever it is. Returns once its result is recorded; its sandbox is closed after that.
@@ -274,28 +302,44 @@ class RolloutService:
         await self._engine.cancel([job_id(group_id, sample) for sample in range(group.request.samples)])
         return await self.group(group_id)
 
-    async def results(self, after: int, *, limit: int, wait_s: float = 0.0) -> ResultPage:
+    async def results(
+        self, after: int, *, limit: int, wait_s: float = 0.0, only: Selection = ALL
+    ) -> ResultPage:
         """Results after a cursor.
 
         Args:
             after: a cursor; 0 begins with the oldest result kept.
             limit: most results.
             wait_s: seconds to wait for the first one if there is none.
+            only: which results; `next` passes over the others.
 
         Raises:
             CursorExpired: results in between are no longer kept.
         """
-        news = self._news
-        found = await self.store.results(after, limit)
-        try:
+
+        async def look() -> tuple[ResultPage, bool]:
+            nonlocal after
+            # Asked before the results are: all of them up to here are seen by then.
+            newest = await self.store.newest() if only != ALL else 0
+            found = await self.store.results(after, limit, only=only)
+            after = found[-1].cursor if found else max(after, newest)
+            return ResultPage(results=found, next=after), bool(found)
+
+        return await self._watch(look, EVERYTHING, wait_s)
+
+    async def _watch[V](self, look: Callable[[], Awaitable[tuple[V, bool]]], topic: str, wait_s: float) -> V:
+        """Look at each news of a topic, until what is seen is what was waited for, or the time is up."""
+        news = self._news.listen(topic)
+        seen, done = await look()
+        if done or wait_s <= 0:
+            return seen
+        with contextlib.suppress(TimeoutError):  # the last look says how far it is
             async with self.clock.timeout(wait_s):
-                while not found and self.state is not ServiceState.STOPPED:
+                while not done and self.state is not ServiceState.STOPPED:
                     await news.wait()
-                    news = self._news
-                    found = await self.store.results(after, limit)
-        except TimeoutError:
-            pass  # nothing came: an empty page says so
-        return ResultPage(results=found, next=found[-1].cursor if found else after)
+                    news = self._news.listen(topic)
+                    seen, done = await look()
+        return seen
 
     def status(self) -> StatusView:
         """Pools, queues and counts, now."""
@@ -387,10 +431,9 @@ class RolloutService:
         if new > max(room, 0):
             raise Full(f"the queue has room for {max(room, 0)} of {new} new jobs", hint="try again later")
 
-    def _announce(self) -> None:
-        """Wake everyone who waits for results."""
-        self._news.set()
-        self._news = asyncio.Event()
+    def _announce(self, result: Result) -> None:
+        """Wake everyone who waits for a result."""
+        self._news.tell(EVERYTHING, result.group_id)
 
     def _group_view(self, group: StoredGroup) -> GroupView:
         request = group.request

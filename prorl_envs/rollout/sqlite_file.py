@@ -23,8 +23,8 @@ _APPLICATION_ID = 0x50524F4C
 _SCHEMA = f"""
 BEGIN;
 CREATE TABLE groups (
-    number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, task_id TEXT NOT NULL, request BLOB NOT NULL,
-    missing INTEGER NOT NULL
+    number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, task_id TEXT NOT NULL,
+    environment TEXT NOT NULL, request BLOB NOT NULL, missing INTEGER NOT NULL
 );
 CREATE INDEX unfinished ON groups (number) WHERE missing > 0;
 CREATE TABLE jobs (

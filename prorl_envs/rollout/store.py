@@ -59,6 +59,32 @@ class NewGroup:
     task_id: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Which results a reader wants. Of each kind: one of these, or any where none is named.
+
+    Args:
+        groups: ids of groups.
+        environments: names of environments.
+        states: final states.
+    """
+
+    groups: frozenset[str] = frozenset()
+    environments: frozenset[str] = frozenset()
+    states: frozenset[JobState] = frozenset()
+
+    def __contains__(self, result: Result) -> bool:
+        return (
+            (not self.groups or result.group_id in self.groups)
+            and (not self.environments or result.environment in self.environments)
+            and (not self.states or result.state in self.states)
+        )
+
+
+#: Every result.
+ALL = Selection()
+
+
 class Store(Protocol):
     """Groups by id, results by cursor. Calls may come from many tasks at once.
 
@@ -105,11 +131,18 @@ class Store(Protocol):
         """
         ...
 
-    async def results(self, after: int, limit: int, *, max_tokens: int = PAGE_TOKENS) -> list[Result]:
+    async def newest(self) -> int:
+        """The greatest cursor there is; 0 where there is none."""
+        ...
+
+    async def results(
+        self, after: int, limit: int, *, max_tokens: int = PAGE_TOKENS, only: Selection = ALL
+    ) -> list[Result]:
         """Results with a cursor greater than `after`, in order, at most `limit`. 0 is the oldest kept.
 
         Args:
             max_tokens: tokens of all their trajectories; the first comes however many it has.
+            only: which of them.
 
         Raises:
             CursorExpired: results between `after` and the oldest kept are gone.
@@ -204,18 +237,26 @@ class MemoryStore:
         self._trim()
         return result
 
-    async def results(self, after: int, limit: int, *, max_tokens: int = PAGE_TOKENS) -> list[Result]:
+    async def newest(self) -> int:
+        return self._cursor
+
+    async def results(
+        self, after: int, limit: int, *, max_tokens: int = PAGE_TOKENS, only: Selection = ALL
+    ) -> list[Result]:
         if 0 < after < self._dropped:
             raise expired(self._dropped, after)
         first = max(after, self._dropped) + 1
-        last = min(first + limit - 1, self._cursor)
         page: list[Result] = []
-        for cursor in range(first, last + 1):
+        for cursor in range(first, self._cursor + 1):
             result = self._results[cursor]
+            if result not in only:
+                continue
             max_tokens -= token_count(result)
             if page and max_tokens < 0:
                 break
             page.append(result)
+            if len(page) == limit:
+                break
         return page
 
     async def result(self, job_id: str) -> Result:
