@@ -38,6 +38,8 @@ class ServiceSettings(_Section):
         grace_s: seconds a RUN stage may go over its time limit to end a tool call in order.
         close_s: seconds a sandbox may take to close.
         drain_s: seconds a graceful stop waits for accepted jobs before it ends them.
+        episodes: episodes that callers drive themselves at once; they count as `live` too.
+        episode_idle_s: seconds after which one that nobody asks for is closed.
         store: file that keeps groups and results, on a local disk, for a service that is served; what is
             unfinished goes on at the next start. None keeps them in memory, for as long as the service runs.
     """
@@ -53,6 +55,8 @@ class ServiceSettings(_Section):
     grace_s: float = Field(default=30.0, gt=0)
     close_s: float = Field(default=60.0, gt=0)
     drain_s: float = Field(default=30.0, ge=0)
+    episodes: int = Field(default=16, ge=0)
+    episode_idle_s: float = Field(default=600.0, gt=0)
     store: ExpandedPath | None = None
 
 

@@ -22,6 +22,7 @@ from prorl_envs.rollout.errors import (
     WrongMethod,
 )
 from prorl_envs.rollout.guards import BodyLimit, TokenGuard, error_response
+from prorl_envs.rollout.routes_episodes import add_episodes
 from prorl_envs.rollout.routes_operation import add_operation
 from prorl_envs.rollout.routes_results import add_results, json_response
 from prorl_envs.rollout.service import RolloutService
@@ -76,6 +77,7 @@ def create_app(service: RolloutService, settings: ServerSettings) -> FastAPI:
     _add_errors(app)
     _add_groups(app, service, settings)
     add_results(app, service, settings)
+    add_episodes(app, service, settings)
     _add_status(app, service)
     add_operation(app, service, settings)
     token = settings.token.get_secret_value() if settings.token else None

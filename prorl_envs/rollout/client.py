@@ -7,6 +7,7 @@ async with RolloutClient("http://127.0.0.1:8600") as client:
 """
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Collection, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -17,6 +18,13 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.errors import ProrlError
+from prorl_envs.rollout.episode_types import (
+    AgentStep,
+    CallStep,
+    EpisodeRequest,
+    EpisodeView,
+    TokenStep,
+)
 from prorl_envs.rollout.errors import Later, NotFound, ServerFault, Unavailable, from_wire
 from prorl_envs.rollout.scheduler import Pause
 from prorl_envs.rollout.store import ALL, Selection
@@ -27,6 +35,7 @@ from prorl_envs.rollout.views import (
     ErrorBody,
     GroupList,
     GroupView,
+    Health,
     JobView,
     ModelServerList,
     ModelServerView,
@@ -41,6 +50,8 @@ MAX_PAUSE_S = 60.0
 MAX_FILTER, MAX_FILTER_CHARS = 100, 4000
 #: The service's own pause between two signs of life of a stream, in seconds.
 HEARTBEAT_S = 15.0
+#: The service answers at the latest after this, in seconds, whether its work has ended or not.
+WORK_S = 60.0
 STREAM = "/v1/results/stream"
 
 _REQUESTS = TypeAdapter(list[GroupRequest])
@@ -240,6 +251,55 @@ class RolloutClient:
                 if job.id in jobs and job.cursor is not None and job.cursor <= after:
                     raise NotFound(f"the result of {job.id!r} is no longer kept", hint="read sooner")
 
+    async def start_episode(self, request: EpisodeRequest) -> EpisodeView:
+        """Begin an episode that you drive, and wait until it is ready, or has failed.
+
+        Raises:
+            InputError: the request is wrong; Conflict: its id is taken.
+            Full, Unavailable: still so after the last try.
+        """
+        body = request.model_dump(mode="json")
+        view = await self._call(EpisodeView, "POST", "/v1/episodes", wait_s=WORK_S, json=body)
+        return await self._while_busy(view, prompt=True)
+
+    async def episode(self, episode_id: str, *, wait_s: float = 0.0) -> EpisodeView:
+        """Raises: NotFound."""
+        path, query = _episode(episode_id), {"wait_s": wait_s}
+        return await self._call(EpisodeView, "GET", path, wait_s=wait_s, params=query)
+
+    async def run_episode(self, episode_id: str, step: CallStep | TokenStep | AgentStep) -> EpisodeView:
+        """Take a step and wait for what comes of it, in `last`. It is numbered, so that it is not done twice
+        where its answer is lost.
+
+        Raises:
+            NotFound: it was ended.
+            OutOfOrder: it is not ready, or the step is not the next.
+        """
+        if step.step is None:
+            step = step.model_copy(update={"step": (await self.episode(episode_id)).steps})
+        body, path = step.model_dump(mode="json", exclude_none=True), f"{_episode(episode_id)}/run"
+        return await self._while_busy(await self._call(EpisodeView, "POST", path, wait_s=WORK_S, json=body))
+
+    async def evaluate_episode(self, episode_id: str) -> EpisodeView:
+        """Grade an episode and wait for its `result`; its sandbox is closed after that.
+
+        Raises:
+            NotFound: it was ended.
+            OutOfOrder: it is at work, or has failed.
+        """
+        path = f"{_episode(episode_id)}/eval"
+        return await self._while_busy(await self._call(EpisodeView, "POST", path, wait_s=WORK_S))
+
+    async def close_episode(self, episode_id: str) -> None:
+        """End an episode; returns once its sandbox is closed. One that is gone already is left so."""
+        with contextlib.suppress(NotFound):
+            await self._call(Health, "DELETE", _episode(episode_id), wait_s=WORK_S)
+
+    async def _while_busy(self, view: EpisodeView, *, prompt: bool = False) -> EpisodeView:
+        while view.state.busy:
+            view = await self.episode(view.id, wait_s=20.0)
+        return view if prompt else view.model_copy(update={"prompt": None})
+
     async def status(self) -> StatusView:
         return await self._call(StatusView, "GET", "/v1/status")
 
@@ -347,6 +407,10 @@ def _of_groups(group_ids: Collection[str]) -> Selection:
     """Only these groups, where an address can name them all; else everything."""
     short = len(group_ids) <= MAX_FILTER and sum(map(len, group_ids)) <= MAX_FILTER_CHARS
     return Selection(groups=frozenset(group_ids)) if short else ALL
+
+
+def _episode(episode_id: str) -> str:
+    return f"/v1/episodes/{_segment(episode_id)}"
 
 
 def _segment(identifier: str) -> str:

@@ -16,7 +16,7 @@ from prorl_envs.env.base import Task
 from prorl_envs.errors import FailureKind
 from prorl_envs.rollout.episode import Episode
 from prorl_envs.rollout.errors import Unavailable
-from prorl_envs.rollout.scheduler import Close, Decision, Finish, Interrupt, Pause, Scheduler, Start
+from prorl_envs.rollout.scheduler import Close, Decision, Finish, Grant, Interrupt, Pause, Scheduler, Start
 from prorl_envs.rollout.store import Store, StoredGroup
 from prorl_envs.rollout.types import Failure, GroupRequest, JobState, Result, Stage
 from prorl_envs.rollout.worker import Worker
@@ -59,6 +59,7 @@ class Engine:
         self._episodes: dict[str, Episode] = {}
         self._stages: dict[str, asyncio.Task[Failure | None]] = {}
         self._records: dict[str, asyncio.Task[None]] = {}
+        self._grants: dict[str, asyncio.Future[None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._leaving = False  # what is unfinished stays so, for the next start
 
@@ -110,6 +111,25 @@ class Engine:
         for job in list(self._episodes):
             self._apply(self.scheduler.cancel(job))
 
+    async def reserve(self, guest: str) -> None:
+        """Return once a guest may start its environment. Who is cancelled has no place any more."""
+        grant = self._grants[guest] = asyncio.get_running_loop().create_future()
+        self._apply(self.scheduler.reserve(guest))
+        try:
+            await grant
+        except asyncio.CancelledError:
+            self.release(guest)
+            raise
+
+    def prepared(self, guest: str) -> None:
+        """A guest's environment has started, or has failed to."""
+        self._apply(self.scheduler.prepared(guest))
+
+    def release(self, guest: str) -> None:
+        """A guest's environment is gone. Idempotent."""
+        self._grants.pop(guest, None)
+        self._apply(self.scheduler.release(guest))
+
     async def settled(self) -> None:
         """Return once no job is left and nothing runs."""
         while self._tasks:
@@ -127,6 +147,10 @@ class Engine:
                     self._finish(self._episodes[decision.job], decision.state)
                 case Close():
                     self._spawn(self._close(self._episodes[decision.job]))
+                case Grant():
+                    grant = self._grants.pop(decision.guest)
+                    if not grant.done():  # else it was just cancelled, and gives its place back
+                        grant.set_result(None)
 
     def _start_stage(self, episode: Episode, stage: Stage) -> None:
         episode.queued_s += self._clock.monotonic() - episode.waiting_since

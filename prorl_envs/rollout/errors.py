@@ -3,6 +3,7 @@
     ProrlError
     ├── InputError
     │   ├── Conflict        the id is taken by another request
+    │   ├── OutOfOrder      an episode is not where this could be done
     │   ├── NotFound        no such job, group or route
     │   ├── CursorExpired   results so old are no longer kept
     │   ├── Unauthorized    the bearer token is missing or wrong
@@ -24,6 +25,10 @@ from prorl_envs.errors import InputError, ProrlError
 
 class Conflict(InputError):
     """The id is already taken by a request with other content."""
+
+
+class OutOfOrder(InputError):
+    """An episode that a caller drives is not in the state for this."""
 
 
 class NotFound(InputError):
@@ -82,6 +87,7 @@ class WireError(NamedTuple):
 #: Subclasses before their bases, so that the first match of a walk is the closest.
 WIRE_ERRORS: tuple[WireError, ...] = (
     WireError("conflict", 409, Conflict),
+    WireError("out_of_order", 409, OutOfOrder),
     WireError("not_found", 404, NotFound),
     WireError("cursor_expired", 410, CursorExpired),
     WireError("unauthorized", 401, Unauthorized),

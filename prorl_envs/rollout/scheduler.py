@@ -88,7 +88,14 @@ class Close:
     job: str
 
 
-type Decision = Start | Interrupt | Finish | Close
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The guest may start its environment now; then report `prepared`."""
+
+    guest: str
+
+
+type Decision = Start | Interrupt | Finish | Close | Grant
 
 
 class Pause(StrEnum):
@@ -178,6 +185,8 @@ class Scheduler:
         self._active = dict.fromkeys(Stage, 0)
         self._live = 0
         self._pause: Pause | None = None
+        self._guests_waiting: dict[str, None] = {}
+        self._guests: dict[str, bool] = {}  # by name, whether it is still in INIT
 
     # What is there.
 
@@ -301,6 +310,37 @@ class Scheduler:
             self._queues[Stage.INIT].push(job, entry.group)
         return self._fill()
 
+    # Guests: environments that somebody outside drives. They share INIT and `live` with the jobs.
+
+    def reserve(self, guest: str) -> list[Decision]:
+        """A guest wants an environment. It comes before every job that waits for INIT.
+
+        Raises:
+            ValueError: its name is there already.
+        """
+        if guest in self._guests or guest in self._guests_waiting:
+            raise ValueError(f"guest {guest} is there already")
+        self._guests_waiting[guest] = None
+        return self._fill()
+
+    def prepared(self, guest: str) -> list[Decision]:
+        """A guest's environment has started, or has failed to."""
+        if not self._guests[guest]:
+            raise ValueError(f"guest {guest} was prepared already")
+        self._guests[guest] = False
+        self._active[Stage.INIT] -= 1
+        return self._fill()
+
+    def release(self, guest: str) -> list[Decision]:
+        """A guest waits no longer, or its environment is gone. One that is unknown is left so."""
+        self._guests_waiting.pop(guest, None)
+        preparing = self._guests.pop(guest, None)
+        if preparing is None:
+            return []
+        self._live -= 1
+        self._active[Stage.INIT] -= preparing
+        return self._fill()
+
     # Steps.
 
     def _leave_stage(self, job: str) -> _Job:
@@ -320,7 +360,26 @@ class Scheduler:
 
     def _fill(self) -> list[Decision]:
         """Start what there is room for; the last stage first, since it frees environments soonest."""
-        return [start for stage in (Stage.EVAL, Stage.RUN, Stage.INIT) for start in self._fill_stage(stage)]
+        return [
+            *self._fill_stage(Stage.EVAL),
+            *self._fill_stage(Stage.RUN),
+            *self._admit_guests(),
+            *self._fill_stage(Stage.INIT),
+        ]
+
+    def _admit_guests(self) -> list[Grant]:
+        grants: list[Grant] = []
+        while self._guests_waiting and self._pause is None and self._room_for_init():
+            guest = next(iter(self._guests_waiting))
+            del self._guests_waiting[guest]
+            self._guests[guest] = True
+            self._live += 1
+            self._active[Stage.INIT] += 1
+            grants.append(Grant(guest))
+        return grants
+
+    def _room_for_init(self) -> bool:
+        return self._live < self.limits.live and self._active[Stage.INIT] < self.limits.init
 
     def _fill_stage(self, stage: Stage) -> list[Start]:
         starts: list[Start] = []
@@ -328,7 +387,7 @@ class Scheduler:
             return starts
         while self._queues[stage] and self._active[stage] < self.limits.of(stage):
             if stage is Stage.INIT:
-                if self._live >= self.limits.live:
+                if not self._room_for_init():
                     break
                 self._live += 1
             entry = self._jobs[self._queues[stage].pop()]

@@ -22,6 +22,8 @@ from prorl_envs.policy.vllm import base_url
 from prorl_envs.rollout.agent import Agent
 from prorl_envs.rollout.engine import Engine
 from prorl_envs.rollout.episode import unstarted
+from prorl_envs.rollout.episode_types import EpisodeRequest, EpisodeView
+from prorl_envs.rollout.episodes import Episodes
 from prorl_envs.rollout.errors import Conflict, Full, NotFound, Unavailable
 from prorl_envs.rollout.news import EVERYTHING, News
 from prorl_envs.rollout.scheduler import Limits, Pause, Scheduler
@@ -90,19 +92,24 @@ class RolloutService:
         self.model = model
         self.store: Store = store or _memory_store(self.settings)
         self.state = ServiceState.STARTING
-        self._engine = Engine(
-            Scheduler(_limits(self.settings)),
-            Worker(
-                node,
-                environments,
-                Agent(renderer, model, self.clock),
-                self.clock,
-                grace_s=self.settings.grace_s,
-                close_s=self.settings.close_s,
-            ),
-            self.store,
+        agent = Agent(renderer, model, self.clock)
+        worker = Worker(
+            node,
+            environments,
+            agent,
             self.clock,
-            self._announce,
+            grace_s=self.settings.grace_s,
+            close_s=self.settings.close_s,
+        )
+        scheduler = Scheduler(_limits(self.settings))
+        self._engine = Engine(scheduler, worker, self.store, self.clock, self._announce)
+        self.episodes = Episodes(
+            worker,
+            agent,
+            self._engine,
+            self.clock,
+            most=self.settings.episodes,
+            idle_s=self.settings.episode_idle_s,
         )
         self._submitting = asyncio.Lock()
         self._stopping = False
@@ -159,6 +166,7 @@ class RolloutService:
     async def _end(self) -> None:
         try:
             async with self.clock.timeout(2 * self.settings.close_s):  # an interrupt, then a close
+                await self.episodes.aclose()
                 await self._engine.settled()
         except TimeoutError:
             log.error("%d jobs do not end; their sandboxes end with the node", len(self._engine.scheduler))
@@ -341,6 +349,19 @@ class RolloutService:
                     seen, done = await look()
         return seen
 
+    async def start_episode(self, request: EpisodeRequest, *, wait_s: float) -> EpisodeView:
+        """Begin an episode that the caller drives, or look at it where it is known.
+
+        Raises:
+            InputError: the environment is not known, or the task row is wrong.
+            Conflict: the id is taken by another request.
+            Full: there are as many as there may be.
+            Unavailable: the service is not serving.
+        """
+        task = self._load(request)
+        self.check_open()
+        return await self.episodes.start(request, task, wait_s=wait_s)
+
     def status(self) -> StatusView:
         """Pools, queues and counts, now."""
         engine, scheduler = self._engine, self._engine.scheduler
@@ -356,13 +377,14 @@ class RolloutService:
             },
             live=scheduler.live,
             live_limit=limits.live,
+            episodes=len(self.episodes),
             unfinished=len(scheduler),
             queue_limit=self.settings.queue,
             finished={state.value: engine.finished[state] for state in JobState if state.final},
             failures={kind.value: count for kind, count in engine.failures.items()},
             retries=engine.retries,
             close_failures=engine.close_failures,
-            internal_errors=engine.internal_errors,
+            internal_errors=engine.internal_errors + self.episodes.internal_errors,
             model_servers=self.model_servers(),
         )
 
@@ -413,7 +435,7 @@ class RolloutService:
 
     # Jobs.
 
-    def _load(self, request: GroupRequest) -> Task:
+    def _load(self, request: GroupRequest | EpisodeRequest) -> Task:
         if request.environment not in self.environments:
             known = ", ".join(sorted(self.environments))
             raise InputError(f"no environment is called {request.environment!r}", hint=f"known: {known}")

@@ -111,7 +111,8 @@ class StatusView(_View):
         paused: `hold` where no stage starts, `finish` where no job begins, None where it is not paused.
         uptime_s: seconds since start.
         pools: by stage.
-        live, live_limit: jobs that hold a sandbox.
+        live, live_limit: jobs and episodes that hold a sandbox.
+        episodes: those that callers drive.
         unfinished, queue_limit: jobs accepted and not gone.
         finished: results since start, by state.
         failures: failed jobs since start, by kind.
@@ -127,6 +128,7 @@ class StatusView(_View):
     pools: dict[str, PoolView]
     live: int
     live_limit: int
+    episodes: int = 0
     unfinished: int
     queue_limit: int
     finished: dict[str, int]
