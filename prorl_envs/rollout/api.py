@@ -70,7 +70,7 @@ def create_app(service: RolloutService, settings: ServerSettings) -> FastAPI:
         docs_url=None,  # these pages load scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,
-        responses={wire.status: {"model": ErrorBody, "description": wire.name} for wire in WIRE_ERRORS},
+        responses=_error_answers(),
         # Only declares the token; `TokenGuard` checks it, before the body is read.
         dependencies=[Depends(HTTPBearer(auto_error=False))],
     )
@@ -84,6 +84,14 @@ def create_app(service: RolloutService, settings: ServerSettings) -> FastAPI:
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(TokenGuard, token=token)
     return app
+
+
+def _error_answers() -> dict[int | str, dict[str, Any]]:
+    """What may be answered instead, by status: the names of its errors."""
+    names: dict[int, list[str]] = {}
+    for wire in WIRE_ERRORS:
+        names.setdefault(wire.status, []).append(wire.name)
+    return {status: {"model": ErrorBody, "description": ", ".join(found)} for status, found in names.items()}
 
 
 def _add_groups(app: FastAPI, service: RolloutService, settings: ServerSettings) -> None:
