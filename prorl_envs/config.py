@@ -70,6 +70,7 @@ class ServerSettings(_Section):
         max_body_bytes: largest request body.
         max_wait_s: longest a request for results waits.
         max_page: most results in one answer.
+        paper_routes: whether the routes of the ProRL Agent paper are answered too.
     """
 
     host: str = "127.0.0.1"
@@ -78,6 +79,7 @@ class ServerSettings(_Section):
     max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
     max_wait_s: float = Field(default=60.0, ge=0)
     max_page: int = Field(default=1000, ge=1)
+    paper_routes: bool = True
 
     @property
     def loopback(self) -> bool:

@@ -22,6 +22,7 @@ from prorl_envs.rollout.errors import (
     WrongMethod,
 )
 from prorl_envs.rollout.guards import BodyLimit, TokenGuard, error_response
+from prorl_envs.rollout.paper_routes import add_paper_routes
 from prorl_envs.rollout.routes_episodes import add_episodes
 from prorl_envs.rollout.routes_operation import add_operation
 from prorl_envs.rollout.routes_results import add_results, json_response
@@ -79,6 +80,8 @@ def create_app(service: RolloutService, settings: ServerSettings) -> FastAPI:
     add_results(app, service, settings)
     add_episodes(app, service, settings)
     _add_status(app, service)
+    if settings.paper_routes:
+        add_paper_routes(app, service)
     add_operation(app, service, settings)
     token = settings.token.get_secret_value() if settings.token else None
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)

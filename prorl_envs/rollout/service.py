@@ -9,6 +9,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import StrEnum
+from typing import Any
 
 from prorl_envs import __version__
 from prorl_envs.clock import Clock, SystemClock
@@ -410,6 +411,28 @@ class RolloutService:
             for server in self.model.servers
         ]
 
+    def has_model(self) -> bool:
+        """Whether anything samples: the model is fixed, or a server of the pool takes turns."""
+        servers = self.model_servers()
+        return not isinstance(self.model, ModelPool) or any(not server.draining for server in servers)
+
+    def row_of(self, environment: str, row: dict[str, Any]) -> dict[str, Any]:
+        """A data row in the family's own words: its id may be called `instance_id`, as SWE-bench calls it.
+
+        Raises:
+            InputError: the environment is not known, or the row is wrong either way.
+        """
+        family = self._family(environment)
+        renamed = {("id" if key == "instance_id" else key): value for key, value in row.items()}
+        try:
+            family.load(row)
+        except InputError:
+            if len(renamed) < len(row) or "instance_id" not in row:
+                raise
+            family.load(renamed)
+            return renamed
+        return row
+
     async def add_model_server(self, url: str) -> list[ModelServerView]:
         """Offer a further model server to new rollouts. Adding one again changes nothing.
 
@@ -436,11 +459,14 @@ class RolloutService:
     # Jobs.
 
     def _load(self, request: GroupRequest | EpisodeRequest) -> Task:
-        if request.environment not in self.environments:
-            known = ", ".join(sorted(self.environments))
-            raise InputError(f"no environment is called {request.environment!r}", hint=f"known: {known}")
-        task: Task = self.environments[request.environment].load(request.task)
+        task: Task = self._family(request.environment).load(request.task)
         return task
+
+    def _family(self, name: str) -> Family:
+        if name not in self.environments:
+            known = ", ".join(sorted(self.environments))
+            raise InputError(f"no environment is called {name!r}", hint=f"known: {known}")
+        return self.environments[name]
 
     async def _check_room(self, requests: Sequence[GroupRequest]) -> None:
         room = self.settings.queue - len(self._engine.scheduler)

@@ -257,6 +257,7 @@ async def test_the_document_names_every_route_and_error(client: httpx.AsyncClien
         "/v1/results",
         "/v1/results/stream",
         "/v1/status",
+        *("/start", "/stop", "/status", "/process", "/cancel", "/add_llm_server", "/clear_llm_server"),
         "/v1/episodes",
         "/v1/episodes/{episode_id}",
         "/v1/episodes/{episode_id}/run",
