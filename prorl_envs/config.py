@@ -60,6 +60,18 @@ class ServiceSettings(_Section):
     store: ExpandedPath | None = None
 
 
+class TenantSettings(_Section):
+    """Somebody who shares the service.
+
+    Args:
+        token: bearer token of the tenant.
+        jobs: unfinished jobs and open episodes it may have.
+    """
+
+    token: SecretStr = Field(min_length=16)
+    jobs: int = Field(default=10_000, ge=1)
+
+
 class ServerSettings(_Section):
     """The HTTP server in front of the service.
 
@@ -67,6 +79,8 @@ class ServerSettings(_Section):
         host: address to bind; anything but loopback needs a token.
         port: TCP port; 0 takes a free one.
         token: bearer token of the control plane; optional on loopback.
+        tenants: others who may use it, by name, each with a token and a bound; what belongs to one has an
+            id that begins with its name and a slash.
         max_body_bytes: largest request body.
         max_wait_s: longest a request for results waits.
         max_page: most results in one answer.
@@ -76,6 +90,9 @@ class ServerSettings(_Section):
     host: str = "127.0.0.1"
     port: int = Field(default=8600, ge=0, le=65_535)
     token: SecretStr | None = Field(default=None, min_length=16)
+    tenants: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")], TenantSettings] = (
+        Field(default={})
+    )
     max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
     max_wait_s: float = Field(default=60.0, ge=0)
     max_page: int = Field(default=1000, ge=1)
@@ -225,7 +242,8 @@ def _yaml_value(name: str, text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise InputError(f"{name}: not a YAML value: {text!r}") from error
+        shown = "" if "TENANTS" in name else f": {text!r}"  # tokens are in there
+        raise InputError(f"{name}: not a YAML value{shown}") from error
 
 
 def _explain(error: ValidationError) -> InputError:

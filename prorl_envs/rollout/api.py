@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from prorl_envs import __version__
 from prorl_envs.config import ServerSettings
 from prorl_envs.errors import InputError, ProrlError
+from prorl_envs.rollout.access import Keyring, TheCaller, authorize
 from prorl_envs.rollout.errors import (
     WIRE_ERRORS,
     NotFound,
@@ -34,6 +35,7 @@ from prorl_envs.rollout.views import (
     GroupList,
     GroupView,
     Health,
+    JobToken,
     JobView,
     ModelServerList,
     ModelServerRequest,
@@ -60,7 +62,8 @@ def create_app(service: RolloutService, settings: ServerSettings) -> FastAPI:
     Raises:
         InputError: a host other than loopback without a token.
     """
-    if settings.token is None and not settings.loopback:
+    keyring = Keyring(settings)
+    if not keyring.locked and not settings.loopback:
         raise InputError(
             f"binding {settings.host} lets others in, so a token is needed",
             hint="set server.token (PRORL_SERVER__TOKEN), 16 characters or more",
@@ -73,19 +76,18 @@ def create_app(service: RolloutService, settings: ServerSettings) -> FastAPI:
         redirect_slashes=False,
         responses=_error_answers(),
         # Only declares the token; `TokenGuard` checks it, before the body is read.
-        dependencies=[Depends(HTTPBearer(auto_error=False))],
+        dependencies=[Depends(HTTPBearer(auto_error=False)), Depends(authorize)],
     )
     _add_errors(app)
-    _add_groups(app, service, settings)
+    _add_groups(app, service, settings, keyring)
     add_results(app, service, settings)
     add_episodes(app, service, settings)
     _add_status(app, service)
     if settings.paper_routes:
         add_paper_routes(app, service)
     add_operation(app, service, settings)
-    token = settings.token.get_secret_value() if settings.token else None
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
-    app.add_middleware(TokenGuard, token=token)
+    app.add_middleware(TokenGuard, keyring=keyring)
     return app
 
 
@@ -97,14 +99,15 @@ def _error_answers() -> dict[int | str, dict[str, Any]]:
     return {status: {"model": ErrorBody, "description": ", ".join(found)} for status, found in names.items()}
 
 
-def _add_groups(app: FastAPI, service: RolloutService, settings: ServerSettings) -> None:
+def _add_groups(app: FastAPI, service: RolloutService, settings: ServerSettings, keyring: Keyring) -> None:
     type Wait = Annotated[float, Query(ge=0, le=settings.max_wait_s, allow_inf_nan=False)]
 
     @app.post("/v1/groups")
-    async def submit_groups(body: _Submission) -> GroupList:
+    async def submit_groups(body: _Submission, caller: TheCaller) -> GroupList:
         """Submit groups. Idempotent by id: the same request again is the same submission."""
         groups = body if isinstance(body, list) else [body]
-        return GroupList(groups=await service.submit(groups))
+        caller.check_ids(*(group.id for group in groups))
+        return GroupList(groups=await service.submit(groups, quota=caller.quota))
 
     @app.get("/v1/groups/{group_id:path}")
     async def get_group(group_id: str, wait_s: Wait = 0.0) -> GroupView:
@@ -120,6 +123,12 @@ def _add_groups(app: FastAPI, service: RolloutService, settings: ServerSettings)
     async def get_job_result(job_id: str) -> Response:
         """The result of one finished job."""
         return json_response(await service.store.result(job_id))
+
+    @app.post("/v1/jobs/{job_id:path}/token")
+    async def make_job_token(job_id: str) -> JobToken:
+        """A token for whoever may look at this job and end it, and nothing else."""
+        await service.job(job_id)
+        return JobToken(token=keyring.job_token(job_id))
 
     @app.get("/v1/jobs/{job_id:path}")
     async def get_job(job_id: str, wait_s: Wait = 0.0) -> JobView:

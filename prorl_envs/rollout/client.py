@@ -36,6 +36,7 @@ from prorl_envs.rollout.views import (
     GroupList,
     GroupView,
     Health,
+    JobToken,
     JobView,
     ModelServerList,
     ModelServerView,
@@ -148,6 +149,15 @@ class RolloutClient:
     async def result(self, job_id: str) -> Result:
         """Raises: NotFound: no such job, not finished, or no longer kept."""
         return await self._call(Result, "GET", f"/v1/jobs/{_segment(job_id)}/result")
+
+    async def job_token(self, job_id: str) -> str:
+        """A bearer token that may look at this job and end it, and nothing else.
+
+        Raises:
+            NotFound.
+            Conflict: the service has no token of its own.
+        """
+        return (await self._call(JobToken, "POST", f"/v1/jobs/{_segment(job_id)}/token")).token
 
     async def page(
         self, after: int = 0, *, wait_s: float = 0.0, limit: int = 100, only: Selection = ALL

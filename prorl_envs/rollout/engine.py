@@ -49,6 +49,7 @@ class Engine:
         self.scheduler = scheduler
         self.finished: Counter[JobState] = Counter()
         self.failures: Counter[FailureKind] = Counter()
+        self.unfinished_of: Counter[str] = Counter()  # by the first part of the id
         self.retries = 0
         self.close_failures = 0
         self.internal_errors = 0
@@ -75,6 +76,7 @@ class Engine:
 
     def _admit(self, episodes: Sequence[Episode]) -> None:
         self._episodes.update((episode.id, episode) for episode in episodes)
+        self.unfinished_of.update(_owner(episode.id) for episode in episodes)
         failures = {episode.id: episode.failures for episode in episodes if episode.failures}
         self._apply(
             self.scheduler.submit(((episode.id, episode.request.id) for episode in episodes), failures)
@@ -232,9 +234,14 @@ class Engine:
         self._forget_if_gone(episode.id)
 
     def _forget_if_gone(self, job: str) -> None:
-        if job not in self.scheduler:
-            self._episodes.pop(job, None)
-            self._records.pop(job, None)
+        if job in self.scheduler:
+            return
+        self._records.pop(job, None)
+        if self._episodes.pop(job, None) is not None:
+            owner = _owner(job)
+            self.unfinished_of[owner] -= 1
+            if not self.unfinished_of[owner]:
+                del self.unfinished_of[owner]
 
     def _spawn[T](self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
@@ -247,3 +254,8 @@ class Engine:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.internal_errors += 1
             log.critical("the service met a bug", exc_info=error)
+
+
+def _owner(job: str) -> str:
+    """What an id begins with, its first slash included."""
+    return job.partition("/")[0] + "/"

@@ -100,6 +100,13 @@ class Episodes:
     def __len__(self) -> int:
         return len(self._open)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._open
+
+    def count(self, prefix: str) -> int:
+        """How many are open whose id begins so."""
+        return sum(name.startswith(prefix) for name in self._open)
+
     # What callers ask for. Each waits up to `wait_s` seconds for the work to end, and says how far it is.
 
     async def start(self, request: EpisodeRequest, task: Task, *, wait_s: float) -> EpisodeView:

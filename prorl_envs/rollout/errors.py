@@ -7,6 +7,7 @@
     │   ├── NotFound        no such job, group or route
     │   ├── CursorExpired   results so old are no longer kept
     │   ├── Unauthorized    the bearer token is missing or wrong
+    │   ├── Forbidden       the token is right, and not for this
     │   ├── TooLarge        the request body is over the limit
     │   └── WrongMethod     the route does not know the HTTP method
     ├── Later               the same request may be answered later
@@ -41,6 +42,10 @@ class CursorExpired(InputError):
 
 class Unauthorized(InputError):
     """The bearer token is missing or wrong."""
+
+
+class Forbidden(InputError):
+    """The token is one that may not do this."""
 
 
 class TooLarge(InputError):
@@ -91,6 +96,7 @@ WIRE_ERRORS: tuple[WireError, ...] = (
     WireError("not_found", 404, NotFound),
     WireError("cursor_expired", 410, CursorExpired),
     WireError("unauthorized", 401, Unauthorized),
+    WireError("forbidden", 403, Forbidden),
     WireError("too_large", 413, TooLarge),
     WireError("method_not_allowed", 405, WrongMethod),
     WireError("full", 429, Full),

@@ -5,6 +5,7 @@ from typing import Annotated
 from fastapi import Body, FastAPI, Query, Response
 
 from prorl_envs.config import ServerSettings
+from prorl_envs.rollout.access import TheCaller
 from prorl_envs.rollout.episode_types import EpisodeRequest, EpisodeView, StepRequest
 from prorl_envs.rollout.service import RolloutService
 from prorl_envs.rollout.views import Health
@@ -16,10 +17,11 @@ def add_episodes(app: FastAPI, service: RolloutService, settings: ServerSettings
     Wait = Annotated[float, Query(ge=0, le=most, allow_inf_nan=False, description="Seconds to wait for it.")]
 
     @app.post("/v1/episodes", response_model=EpisodeView)
-    async def start_episode(body: EpisodeRequest, wait_s: Wait = most) -> Response:
+    async def start_episode(body: EpisodeRequest, caller: TheCaller, wait_s: Wait = most) -> Response:
         """Begin an episode that the caller drives. Nothing of it outlives the service, and it ends when
         nobody asks for it for `idle_s` seconds."""
-        return _json(await service.start_episode(body, wait_s=wait_s))
+        caller.check_ids(body.id)
+        return _json(await service.start_episode(body, wait_s=wait_s, quota=caller.quota))
 
     @app.get("/v1/episodes/{episode_id:path}", response_model=EpisodeView)
     async def get_episode(episode_id: str, wait_s: Wait = 0.0) -> Response:

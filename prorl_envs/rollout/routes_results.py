@@ -8,6 +8,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import StringConstraints
 
 from prorl_envs.config import ServerSettings
+from prorl_envs.rollout.access import TheCaller
 from prorl_envs.rollout.errors import CursorExpired
 from prorl_envs.rollout.service import RolloutService, ServiceState
 from prorl_envs.rollout.store import Selection
@@ -36,11 +37,13 @@ _LastEventId = Annotated[
 
 
 def _selection(
+    caller: TheCaller,
     group: Annotated[_Names, Query(max_length=MAX_VALUES, description="Only of these groups.")] = [],  # noqa: B006
     environment: Annotated[_Names, Query(max_length=MAX_VALUES, description="Only of these.")] = [],  # noqa: B006
     state: Annotated[list[_Final], Query(max_length=3, description="Only these.")] = [],  # noqa: B006
 ) -> Selection:
     return Selection(
+        prefix=caller.prefix,
         groups=frozenset(group),
         environments=frozenset(environment),
         states=frozenset(JobState(name) for name in state),

@@ -229,25 +229,33 @@ class RolloutService:
 
     # What callers ask for.
 
-    async def submit(self, requests: Sequence[GroupRequest]) -> list[GroupView]:
+    async def submit(
+        self, requests: Sequence[GroupRequest], *, quota: tuple[str, int] | None = None
+    ) -> list[GroupView]:
         """Accept groups, all or none. The same request under the same id is the same submission.
+
+        Args:
+            requests: what is asked for.
+            quota: most unfinished jobs, and open episodes, whose id begins so.
 
         Raises:
             InputError: an environment is not known, or a task row is wrong.
             Conflict: an id is taken by another request.
-            Full: the queue has no room for all of them.
+            Full: the queue, or the quota, has no room for all of them.
             Unavailable: the service is not serving.
         """
         tasks = [self._load(request) for request in requests]
         # A caller who goes away must not leave a group that is stored and never begun.
-        await asyncio.shield(asyncio.create_task(self._accept(requests, tasks)))
+        await asyncio.shield(asyncio.create_task(self._accept(requests, tasks, quota)))
         return [await self.group(request.id) for request in requests]
 
-    async def _accept(self, requests: Sequence[GroupRequest], tasks: Sequence[Task]) -> None:
+    async def _accept(
+        self, requests: Sequence[GroupRequest], tasks: Sequence[Task], quota: tuple[str, int] | None
+    ) -> None:
         groups = [NewGroup(request, task.id) for request, task in zip(requests, tasks, strict=True)]
         async with self._submitting:
             self.check_open()
-            await self._check_room(requests)
+            await self._check_room(requests, quota)
             fresh = await self.store.submit(groups)
             for request, task, new in zip(requests, tasks, fresh, strict=True):
                 if new:
@@ -350,8 +358,15 @@ class RolloutService:
                     seen, done = await look()
         return seen
 
-    async def start_episode(self, request: EpisodeRequest, *, wait_s: float) -> EpisodeView:
+    async def start_episode(
+        self, request: EpisodeRequest, *, wait_s: float, quota: tuple[str, int] | None = None
+    ) -> EpisodeView:
         """Begin an episode that the caller drives, or look at it where it is known.
+
+        Args:
+            request: what is asked for.
+            wait_s: seconds to wait until it is ready.
+            quota: as of `submit`.
 
         Raises:
             InputError: the environment is not known, or the task row is wrong.
@@ -361,6 +376,8 @@ class RolloutService:
         """
         task = self._load(request)
         self.check_open()
+        if quota is not None and request.id not in self.episodes and self._room_of(quota) < 1:
+            raise Full(f"{quota[1]} unfinished jobs and episodes are the bound", hint="try again later")
         return await self.episodes.start(request, task, wait_s=wait_s)
 
     def status(self) -> StatusView:
@@ -468,8 +485,10 @@ class RolloutService:
             raise InputError(f"no environment is called {name!r}", hint=f"known: {known}")
         return self.environments[name]
 
-    async def _check_room(self, requests: Sequence[GroupRequest]) -> None:
+    async def _check_room(self, requests: Sequence[GroupRequest], quota: tuple[str, int] | None) -> None:
         room = self.settings.queue - len(self._engine.scheduler)
+        if quota is not None:
+            room = min(room, self._room_of(quota))
         new = 0
         for request in requests:
             try:
@@ -478,6 +497,10 @@ class RolloutService:
                 new += request.samples
         if new > max(room, 0):
             raise Full(f"the queue has room for {max(room, 0)} of {new} new jobs", hint="try again later")
+
+    def _room_of(self, quota: tuple[str, int]) -> int:
+        prefix, most = quota
+        return most - self._engine.unfinished_of[prefix] - self.episodes.count(prefix)
 
     def _announce(self, result: Result) -> None:
         """Wake everyone who waits for a result."""

@@ -328,7 +328,8 @@ def _value_or_refusal(work: Callable[[], Any]) -> Any:
 def _condition(only: Selection) -> tuple[str, list[str]]:
     """A selection as SQL. Groups are looked up by their id; the rest is tried on one result after the other,
     since a reader has read most of them already."""
-    condition, values = "", []
+    condition = ""
+    values: list[str] = []
 
     def one_of(column: str, wanted: Collection[str]) -> str:
         values.extend(sorted(wanted))
@@ -340,6 +341,12 @@ def _condition(only: Selection) -> tuple[str, list[str]]:
     if only.environments:
         names = one_of("environment", only.environments)
         condition += f" AND EXISTS (SELECT 1 FROM groups WHERE groups.number = results.number AND {names})"
+    if only.prefix:
+        condition += (
+            " AND EXISTS (SELECT 1 FROM groups WHERE groups.number = results.number"
+            " AND substr(id, 1, length(?)) = ?)"
+        )
+        values.extend([only.prefix, only.prefix])
     if only.states:
         states = one_of("state", only.states)
         condition += (

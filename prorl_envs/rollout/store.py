@@ -67,15 +67,18 @@ class Selection:
         groups: ids of groups.
         environments: names of environments.
         states: final states.
+        prefix: how the ids of their groups begin.
     """
 
     groups: frozenset[str] = frozenset()
     environments: frozenset[str] = frozenset()
     states: frozenset[JobState] = frozenset()
+    prefix: str = ""
 
     def __contains__(self, result: Result) -> bool:
         return (
             (not self.groups or result.group_id in self.groups)
+            and result.group_id.startswith(self.prefix)
             and (not self.environments or result.environment in self.environments)
             and (not self.states or result.state in self.states)
         )

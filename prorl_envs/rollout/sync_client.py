@@ -121,6 +121,7 @@ class SyncRolloutClient:
     job = _waiting(RolloutClient.job)
     cancel_job = _waiting(RolloutClient.cancel_job)
     result = _waiting(RolloutClient.result)
+    job_token = _waiting(RolloutClient.job_token)
     page = _waiting(RolloutClient.page)
     stream = _iterating(RolloutClient.stream)
     results = _iterating(RolloutClient.results)

@@ -30,6 +30,12 @@ class JobView(_View):
     cursor: int | None = None
 
 
+class JobToken(_View):
+    """A bearer token that is good for one job."""
+
+    token: str
+
+
 class GroupView(_View):
     """Where a group is.
 

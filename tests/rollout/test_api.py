@@ -254,6 +254,7 @@ async def test_the_document_names_every_route_and_error(client: httpx.AsyncClien
         "/v1/groups/{group_id}",
         "/v1/jobs/{job_id}",
         "/v1/jobs/{job_id}/result",
+        "/v1/jobs/{job_id}/token",
         "/v1/results",
         "/v1/results/stream",
         "/v1/status",
