@@ -7,7 +7,6 @@ from prorl_envs.env.base import Environment, Grade, Prompt, Task
 from prorl_envs.errors import FailureKind
 from prorl_envs.policy.types import Sampling
 from prorl_envs.rollout.agent import Transcript
-from prorl_envs.rollout.store import StoredGroup
 from prorl_envs.rollout.types import (
     Failure,
     GroupRequest,
@@ -131,22 +130,3 @@ class Episode:
     def _account(self) -> None:
         spent = self.timings()
         self.model_s, self.tools_s = spent.model_s, spent.tools_s
-
-
-def unstarted(group: StoredGroup, sample: int, failure: Failure) -> Result:
-    """What a stored job comes to that cannot be started again."""
-    request = group.request
-    return Result(
-        job_id=job_id(request.id, sample),
-        group_id=request.id,
-        sample=sample,
-        environment=request.environment,
-        task_id=group.task_id,
-        state=JobState.FAILED,
-        reward=None,
-        mask_sample=True,
-        stop_reason=None,
-        failure=failure,
-        attempts=group.attempts[sample],
-        metadata=request.metadata,
-    )

@@ -3,10 +3,27 @@
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    FiniteFloat,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from prorl_envs.policy.types import Sampling
-from prorl_envs.rollout.types import AgentLimits, Failure, GroupRequest, JobId, Result, StopReason
+from prorl_envs.rollout.types import (
+    AgentLimits,
+    Failure,
+    GroupRequest,
+    JobId,
+    Result,
+    StopReason,
+    checked_json,
+)
 
 #: Token ids of one step: far more than any context takes.
 MAX_IDS = 4_000_000
@@ -38,6 +55,11 @@ class EpisodeRequest(_Wire):
     sampling: Sampling = Sampling()
     limits: AgentLimits = AgentLimits()
     idle_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+
+    @field_validator("task")
+    @classmethod
+    def _is_json(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return checked_json(value)
 
     def as_group(self) -> GroupRequest:
         """The same, as a group of one."""
@@ -87,7 +109,7 @@ class TokenStep(_Step):
     """
 
     ids: list[TokenId] = Field(max_length=MAX_IDS)
-    logprobs: list[float] | None = Field(default=None, max_length=MAX_IDS)
+    logprobs: list[FiniteFloat] | None = Field(default=None, max_length=MAX_IDS)
     finish_reason: Literal["stop", "length"] = "stop"
     weight_version: str = Field(default="", max_length=200)
 

@@ -16,23 +16,22 @@ from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.config import ServiceSettings
 from prorl_envs.env.base import Task
 from prorl_envs.env.node import Node
-from prorl_envs.errors import FailureKind, InputError
+from prorl_envs.errors import InputError
 from prorl_envs.policy.pool import ModelPool
 from prorl_envs.policy.types import ModelClient, Renderer
 from prorl_envs.policy.vllm import base_url
 from prorl_envs.rollout.agent import Agent
 from prorl_envs.rollout.engine import Engine
-from prorl_envs.rollout.episode import unstarted
 from prorl_envs.rollout.episode_types import EpisodeRequest, EpisodeView
 from prorl_envs.rollout.episodes import Episodes
 from prorl_envs.rollout.errors import Conflict, Full, NotFound, Unavailable
 from prorl_envs.rollout.news import EVERYTHING, News
+from prorl_envs.rollout.restart import sort_out
 from prorl_envs.rollout.scheduler import Limits, Pause, Scheduler
 from prorl_envs.rollout.stages import Family
 from prorl_envs.rollout.statistics import group_statistics
 from prorl_envs.rollout.store import ALL, MemoryStore, NewGroup, Selection, Store, StoredGroup
 from prorl_envs.rollout.types import (
-    Failure,
     GroupRequest,
     JobState,
     Result,
@@ -52,9 +51,6 @@ from prorl_envs.rollout.views import (
 from prorl_envs.rollout.worker import Worker
 
 log = logging.getLogger(__name__)
-
-#: Attempts of one job that may end with their service. More are not bad luck: the job itself may end it.
-MAX_INTERRUPTIONS = 10
 
 
 class ServiceState(StrEnum):
@@ -123,25 +119,12 @@ class RolloutService:
         """Go on with what the store knows to be unfinished, each as a further attempt, and begin to serve.
         What cannot go on fails, and holds up nothing else."""
         for group in await self.store.unfinished():
-            missing = [sample for sample, outcome in enumerate(group.outcomes) if outcome is None]
-            try:
-                task = self._load(group.request)
-            except InputError as error:
-                log.error("group %s of an earlier service cannot go on: %s", group.request.id, error)
-                for sample in missing:
-                    self._engine.give_up(unstarted(group, sample, _not_offered(error)))
-                continue
-            worn = [sample for sample in missing if self._interruptions(group, sample) >= MAX_INTERRUPTIONS]
-            for sample in worn:
-                log.error("job %s/%d was interrupted too often and ends", group.request.id, sample)
-                self._engine.give_up(unstarted(group, sample, _interrupted()))
-            self._engine.readmit(group, task, [sample for sample in missing if sample not in worn])
+            left = sort_out(group, self._load)
+            for result in left.given_up:
+                self._engine.give_up(result)
+            if left.task is not None:
+                self._engine.readmit(group, left.task, left.samples)
         self.state = ServiceState.SERVING  # only now: what is submitted is unfinished too
-
-    @staticmethod
-    def _interruptions(group: StoredGroup, sample: int) -> int:
-        """Attempts that ended with a service, and not by failing."""
-        return group.attempts[sample] - group.failures[sample]
 
     async def stop(self, *, drain_s: float = 0.0) -> None:
         """End. Nothing is accepted from here on; readers still read. Idempotent.
@@ -553,21 +536,3 @@ def _limits(settings: ServiceSettings) -> Limits:
 
 def _memory_store(settings: ServiceSettings) -> MemoryStore:
     return MemoryStore(max_results=settings.keep_results, max_tokens=settings.keep_tokens)
-
-
-def _not_offered(error: InputError) -> Failure:
-    return Failure(
-        kind=FailureKind.ENVIRONMENT,
-        stage=Stage.INIT,
-        message=f"this service cannot go on with what an earlier one accepted: {error.message}",
-        hint=error.hint,
-    )
-
-
-def _interrupted() -> Failure:
-    return Failure(
-        kind=FailureKind.INTERNAL,
-        stage=Stage.INIT,
-        message=f"the service ended during {MAX_INTERRUPTIONS} attempts at this job",
-        hint="look into the service's log; if the job was not the reason, submit it again under a new id",
-    )

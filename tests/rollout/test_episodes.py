@@ -359,4 +359,14 @@ async def test_a_wrong_step_is_refused(bench: Any, client: RolloutClient) -> Non
         for body in wrong:
             response = await http.post("/v1/episodes/e/run", json=body)
             assert response.json()["error"]["type"] == "invalid_request", body
+        for path, content in (
+            ("/v1/episodes/e/run", '{"ids": [1], "logprobs": [NaN]}'),
+            ("/v1/episodes/e/run", '{"tool_calls": [{"name": "\\ud800"}]}'),
+            (
+                "/v1/episodes",
+                '{"id": "n", "environment": "toy", "task": {"id": "t", "instruction": "do", "reward": NaN}}',
+            ),
+        ):
+            response = await http.post(path, content=content, headers={"content-type": "application/json"})
+            assert response.json()["error"]["type"] == "invalid_request", content
     assert bench.world.log == [("e", "init")]

@@ -14,8 +14,8 @@ from prorl_envs.errors import FailureKind
 from prorl_envs.rollout.api import create_app
 from prorl_envs.rollout.client import RolloutClient
 from prorl_envs.rollout.errors import Unavailable
+from prorl_envs.rollout.restart import MAX_INTERRUPTIONS
 from prorl_envs.rollout.scheduler import Pause
-from prorl_envs.rollout.service import MAX_INTERRUPTIONS
 from prorl_envs.rollout.sqlite_store import SqliteStore
 from prorl_envs.rollout.store import NewGroup
 from prorl_envs.rollout.types import GroupRequest, JobState

@@ -51,7 +51,7 @@ def prepare(url: str, session: requests.Session) -> None:
     process: dict[str, Any] = {"instance": {**TASK, "data_source": "toy"}, "job_id": "j"}
     session.post(f"{url}/process", json=process).raise_for_status()
     for kind, name in (("groups", "g"), ("episodes", "e")):
-        body = {"id": name, "environment": "toy", "task": TASK}
+        body: dict[str, Any] = {"id": name, "environment": "toy", "task": TASK}
         session.post(f"{url}/v1/{kind}", json=body).raise_for_status()
 
 
