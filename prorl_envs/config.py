@@ -38,6 +38,8 @@ class ServiceSettings(_Section):
         grace_s: seconds a RUN stage may go over its time limit to end a tool call in order.
         close_s: seconds a sandbox may take to close.
         drain_s: seconds a graceful stop waits for accepted jobs before it ends them.
+        episodes: episodes that callers drive themselves at once; they count as `live` too.
+        episode_idle_s: seconds after which one that nobody asks for is closed.
         store: file that keeps groups and results, on a local disk, for a service that is served; what is
             unfinished goes on at the next start. None keeps them in memory, for as long as the service runs.
     """
@@ -53,7 +55,21 @@ class ServiceSettings(_Section):
     grace_s: float = Field(default=30.0, gt=0)
     close_s: float = Field(default=60.0, gt=0)
     drain_s: float = Field(default=30.0, ge=0)
+    episodes: int = Field(default=16, ge=0)
+    episode_idle_s: float = Field(default=600.0, gt=0)
     store: ExpandedPath | None = None
+
+
+class TenantSettings(_Section):
+    """Somebody who shares the service.
+
+    Args:
+        token: bearer token of the tenant.
+        jobs: unfinished jobs and open episodes it may have.
+    """
+
+    token: SecretStr = Field(min_length=16)
+    jobs: int = Field(default=10_000, ge=1)
 
 
 class ServerSettings(_Section):
@@ -63,17 +79,24 @@ class ServerSettings(_Section):
         host: address to bind; anything but loopback needs a token.
         port: TCP port; 0 takes a free one.
         token: bearer token of the control plane; optional on loopback.
+        tenants: others who may use it, by name, each with a token and a bound; what belongs to one has an
+            id that begins with its name and a slash.
         max_body_bytes: largest request body.
         max_wait_s: longest a request for results waits.
         max_page: most results in one answer.
+        paper_routes: whether the routes of the ProRL Agent paper are answered too.
     """
 
     host: str = "127.0.0.1"
     port: int = Field(default=8600, ge=0, le=65_535)
     token: SecretStr | None = Field(default=None, min_length=16)
+    tenants: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")], TenantSettings] = (
+        Field(default={})
+    )
     max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
     max_wait_s: float = Field(default=60.0, ge=0)
     max_page: int = Field(default=1000, ge=1)
+    paper_routes: bool = True
 
     @property
     def loopback(self) -> bool:
@@ -347,7 +370,8 @@ def _yaml_value(name: str, text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise InputError(f"{name}: not a YAML value: {text!r}") from error
+        shown = "" if "TENANTS" in name else f": {text!r}"  # tokens are in there
+        raise InputError(f"{name}: not a YAML value{shown}") from error
 
 
 def _explain(error: ValidationError) -> InputError:

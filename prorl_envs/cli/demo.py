@@ -187,7 +187,7 @@ async def demo(settings: Settings, options: DemoOptions, folder: Path, model: Mo
         serving(service) as url,
         RolloutClient(url) as client,
     ):
-        err.print(f"rollout service: {url}  (documentation: {url}/docs)")
+        err.print(f"rollout service: {url}  (documentation: {url}/openapi.json)")
         groups = requests(chosen, options)
         err.print(f"submitting {len(groups)} groups of {options.group_size} over HTTP\n")
         _, statistics = await carry_out(client, groups, folder, every_sample=False)

@@ -88,19 +88,24 @@ class Agent:
         Raises:
             ModelError, SandboxError, ToolError: a boundary failed.
         """
-        episode = _Episode(self, environment, prompt, transcript, limits, sampling, session)
-        reason = None
+        loop = Loop(self, environment, prompt, transcript, limits, sampling, session)
         try:
-            while reason is None:
-                reason = await episode.turn()
+            return await loop.finish()
         finally:
-            if isinstance(self.model, ModelPool):
-                self.model.forget(session)
-        return reason
+            self.forget(session)
+
+    def forget(self, session: str) -> None:
+        """A conversation has ended: no model server needs to be kept for it."""
+        if isinstance(self.model, ModelPool):
+            self.model.forget(session)
 
 
-class _Episode:
-    """The state of one run of the loop."""
+class Loop:
+    """One run of the loop, which may be taken a step at a time: by `turn`, where the model samples, or by
+    `answer`, where the caller did. Time counts while it is awake; a new loop is.
+
+    Args: as `Agent.play`.
+    """
 
     def __init__(
         self,
@@ -127,6 +132,14 @@ class _Episode:
         transcript.messages.extend(prompt.messages)
         transcript.ledger = self.ledger
 
+    def sleep(self) -> None:
+        """Stop the time: the caller does something of its own."""
+        self.slept_with_s = self.seconds_left
+
+    def wake(self) -> None:
+        """Let the time go on."""
+        self.ends_at = self.agent.clock.monotonic() + self.slept_with_s
+
     @property
     def room(self) -> int:
         """Tokens the context may still grow by."""
@@ -136,20 +149,48 @@ class _Episode:
     def seconds_left(self) -> float:
         return self.ends_at + self.transcript.held.seconds() - self.agent.clock.monotonic()
 
+    async def finish(self) -> StopReason:
+        """Take turns until the loop ends."""
+        while (reason := await self.turn()) is None:
+            pass
+        return reason
+
     async def turn(self) -> StopReason | None:
         """One model call and the tool calls it asks for; why the loop ends, or None to go on."""
-        if self.ledger.turns >= self.limits.max_turns:
-            return StopReason.TURN_LIMIT
-        if self.room < 1:
-            return StopReason.TOKEN_LIMIT
+        if reason := self.exhausted():
+            return reason
         sampled = await self._sample()
         if sampled is None:
             return StopReason.TIME_LIMIT
+        return await self._heed(sampled)
+
+    async def answer(self, sampled: Sampled) -> StopReason | None:
+        """An answer that the caller sampled after the context as it is, and the tool calls it asks for.
+
+        Args:
+            sampled: no longer than the room there is.
+
+        Returns:
+            why the loop ends, or None to go on.
+        """
+        self.ledger.sent(self.context)
+        self.ledger.sampled(sampled, 0.0)
+        self.context.extend(sampled.ids)
+        return await self._heed(sampled)
+
+    def exhausted(self) -> StopReason | None:
+        """Why there is no further turn, or None."""
+        if self.ledger.turns >= self.limits.max_turns:
+            return StopReason.TURN_LIMIT
+        return StopReason.TOKEN_LIMIT if self.room < 1 else None
+
+    async def _heed(self, sampled: Sampled) -> StopReason | None:
+        """Do what an answer asks for."""
         answer = self.agent.renderer.parse(sampled.ids)
         self.transcript.messages.append(self._assistant_message(answer, sampled))
         if reason := self._judge(answer, sampled):
             return reason
-        observations = await self._call_tools(answer.tool_calls)
+        observations = await self.act(answer.tool_calls)
         if isinstance(observations, StopReason):
             return observations
         observations.extend({"role": "user", "content": note} for note in self._notes(answer, sampled))
@@ -227,7 +268,7 @@ class _Episode:
             return answer.malformed
         return (_CUT.format(tokens=len(sampled.ids)),)
 
-    async def _call_tools(self, calls: Sequence[ToolCall]) -> list[Message] | StopReason:
+    async def act(self, calls: Sequence[ToolCall]) -> list[Message] | StopReason:
         """Run the calls in order; the observations, or why the loop ends."""
         observations: list[Message] = []
         for call in calls:
@@ -261,11 +302,12 @@ class _Episode:
             return {"role": "assistant", "content": unicode(self.agent.renderer.decode(sampled.ids))}
         message: dict[str, Any] = {"role": "assistant", "content": unicode(answer.content)}
         if answer.tool_calls:
-            message["tool_calls"] = [_openai_call(call) for call in answer.tool_calls]
+            message["tool_calls"] = [openai_call(call) for call in answer.tool_calls]
         return message
 
 
-def _openai_call(call: ToolCall) -> dict[str, Any]:
+def openai_call(call: ToolCall) -> dict[str, Any]:
+    """A tool call as a message has it."""
     # ASCII escapes keep lone surrogates, which JSON can spell and UTF-8 cannot.
     arguments = json.dumps(call.arguments)
     return {

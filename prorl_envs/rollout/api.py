@@ -3,12 +3,10 @@
 Ids of groups and jobs may contain `/` and stand in the path as they are (or escaped).
 """
 
-from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 from fastapi import Body, Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import StreamingResponse
 from fastapi.security import HTTPBearer
 from pydantic import Discriminator, Field, Tag
 from starlette.exceptions import HTTPException
@@ -16,19 +14,22 @@ from starlette.exceptions import HTTPException
 from prorl_envs import __version__
 from prorl_envs.config import ServerSettings
 from prorl_envs.errors import InputError, ProrlError
+from prorl_envs.rollout.access import Keyring, TheCaller, authorize
 from prorl_envs.rollout.errors import (
     WIRE_ERRORS,
-    CursorExpired,
     NotFound,
     ServerFault,
     TooLarge,
-    Unavailable,
     WrongMethod,
 )
 from prorl_envs.rollout.guards import BodyLimit, TokenGuard, error_response
 from prorl_envs.rollout.metrics import CONTENT_TYPE
+from prorl_envs.rollout.paper_routes import add_paper_routes
+from prorl_envs.rollout.routes_episodes import add_episodes
 from prorl_envs.rollout.routes_models import add_models
-from prorl_envs.rollout.service import RolloutService, ServiceState
+from prorl_envs.rollout.routes_operation import add_operation
+from prorl_envs.rollout.routes_results import add_results, json_response
+from prorl_envs.rollout.service import RolloutService
 from prorl_envs.rollout.types import GroupRequest, Result
 from prorl_envs.rollout.views import (
     EnvironmentList,
@@ -36,15 +37,11 @@ from prorl_envs.rollout.views import (
     GroupList,
     GroupView,
     Health,
+    JobToken,
     JobView,
-    ResultPage,
     StatusView,
 )
 
-#: Seconds after which a stream with nothing to say sends an empty line, so that a dead reader is noticed.
-HEARTBEAT_S = 15.0
-#: Results a stream reads from the store at once.
-STREAM_PAGE = 64
 MAX_GROUPS = 1000
 
 type _Groups = Annotated[list[GroupRequest], Field(min_length=1, max_length=MAX_GROUPS)]
@@ -52,9 +49,6 @@ _Submission = Annotated[
     Annotated[GroupRequest, Tag("one")] | Annotated[_Groups, Tag("list")],
     Discriminator(lambda body: "list" if isinstance(body, list) else "one"),
     Body(description="One group, or a list of groups that are accepted together or not at all."),
-]
-_After = Annotated[
-    int, Query(ge=0, le=2**63 - 1, description="Cursor; 0 begins with the oldest result kept.")
 ]
 
 
@@ -68,7 +62,8 @@ def create_app(service: RolloutService, settings: ServerSettings) -> FastAPI:
     Raises:
         InputError: a host other than loopback without a token.
     """
-    if settings.token is None and not settings.loopback:
+    keyring = Keyring(settings)
+    if not keyring.locked and not settings.loopback:
         raise InputError(
             f"binding {settings.host} lets others in, so a token is needed",
             hint="set server.token (PRORL_SERVER__TOKEN), 16 characters or more",
@@ -79,32 +74,46 @@ def create_app(service: RolloutService, settings: ServerSettings) -> FastAPI:
         docs_url=None,  # these pages load scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,
-        responses={wire.status: {"model": ErrorBody, "description": wire.name} for wire in WIRE_ERRORS},
+        responses=_error_answers(),
         # Only declares the token; `TokenGuard` checks it, before the body is read.
-        dependencies=[Depends(HTTPBearer(auto_error=False))],
+        dependencies=[Depends(HTTPBearer(auto_error=False)), Depends(authorize)],
     )
     _add_errors(app)
-    _add_groups(app, service)
-    _add_results(app, service, settings)
-    _add_operation(app, service)
+    _add_groups(app, service, settings, keyring)
+    add_results(app, service, settings)
+    add_episodes(app, service, settings)
+    _add_status(app, service)
+    if settings.paper_routes:
+        add_paper_routes(app, service)
+    add_operation(app, service, settings)
     add_models(app, service, settings)
-    token = settings.token.get_secret_value() if settings.token else None
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
-    app.add_middleware(TokenGuard, token=token)
+    app.add_middleware(TokenGuard, keyring=keyring)
     return app
 
 
-def _add_groups(app: FastAPI, service: RolloutService) -> None:
+def _error_answers() -> dict[int | str, dict[str, Any]]:
+    """What may be answered instead, by status: the names of its errors."""
+    names: dict[int, list[str]] = {}
+    for wire in WIRE_ERRORS:
+        names.setdefault(wire.status, []).append(wire.name)
+    return {status: {"model": ErrorBody, "description": ", ".join(found)} for status, found in names.items()}
+
+
+def _add_groups(app: FastAPI, service: RolloutService, settings: ServerSettings, keyring: Keyring) -> None:
+    type Wait = Annotated[float, Query(ge=0, le=settings.max_wait_s, allow_inf_nan=False)]
+
     @app.post("/v1/groups")
-    async def submit_groups(body: _Submission) -> GroupList:
+    async def submit_groups(body: _Submission, caller: TheCaller) -> GroupList:
         """Submit groups. Idempotent by id: the same request again is the same submission."""
         groups = body if isinstance(body, list) else [body]
-        return GroupList(groups=await service.submit(groups))
+        caller.check_ids(*(group.id for group in groups))
+        return GroupList(groups=await service.submit(groups, quota=caller.quota))
 
     @app.get("/v1/groups/{group_id:path}")
-    async def get_group(group_id: str) -> GroupView:
-        """Where a group is; its statistics once it is complete."""
-        return await service.group(group_id)
+    async def get_group(group_id: str, wait_s: Wait = 0.0) -> GroupView:
+        """Where a group is, its statistics once it is complete; waits up to `wait_s` seconds until it is."""
+        return await service.group(group_id, wait_s=wait_s)
 
     @app.delete("/v1/groups/{group_id:path}")
     async def cancel_group(group_id: str) -> GroupView:
@@ -114,12 +123,18 @@ def _add_groups(app: FastAPI, service: RolloutService) -> None:
     @app.get("/v1/jobs/{job_id:path}/result", response_model=Result)
     async def get_job_result(job_id: str) -> Response:
         """The result of one finished job."""
-        return _json(await service.store.result(job_id))
+        return json_response(await service.store.result(job_id))
+
+    @app.post("/v1/jobs/{job_id:path}/token")
+    async def make_job_token(job_id: str) -> JobToken:
+        """A token for whoever may look at this job and end it, and nothing else."""
+        await service.job(job_id)
+        return JobToken(token=keyring.job_token(job_id))
 
     @app.get("/v1/jobs/{job_id:path}")
-    async def get_job(job_id: str) -> JobView:
-        """Where a job is."""
-        return await service.job(job_id)
+    async def get_job(job_id: str, wait_s: Wait = 0.0) -> JobView:
+        """Where a job is; waits up to `wait_s` seconds until it is finished."""
+        return await service.job(job_id, wait_s=wait_s)
 
     @app.delete("/v1/jobs/{job_id:path}")
     async def cancel_job(job_id: str) -> JobView:
@@ -127,47 +142,7 @@ def _add_groups(app: FastAPI, service: RolloutService) -> None:
         return await service.cancel_job(job_id)
 
 
-def _add_results(app: FastAPI, service: RolloutService, settings: ServerSettings) -> None:
-    max_page, max_wait_s = settings.max_page, settings.max_wait_s
-
-    @app.get("/v1/results", response_model=ResultPage)
-    async def get_results(
-        after: _After = 0,
-        wait_s: Annotated[float, Query(ge=0, le=max_wait_s, allow_inf_nan=False)] = 0.0,
-        limit: Annotated[int, Query(ge=1, le=max_page)] = min(100, max_page),
-    ) -> Response:
-        """Results after a cursor, waiting up to `wait_s` seconds for the first."""
-        return _json(await service.results(after, limit=limit, wait_s=wait_s))
-
-    @app.get(
-        "/v1/results/stream",
-        response_class=StreamingResponse,
-        responses={200: {"content": {"application/x-ndjson": {}}, "description": "One result a line."}},
-    )
-    async def stream_results(after: _After = 0) -> StreamingResponse:
-        """Results after a cursor as they come, one JSON object a line, until the service stops. Empty lines
-        are heartbeats. To resume, ask for what comes after the last cursor read."""
-        await service.results(after, limit=1)  # an expired cursor is an error, not an empty stream
-        return StreamingResponse(_lines(service, after), media_type="application/x-ndjson")
-
-
-async def _lines(service: RolloutService, after: int) -> AsyncIterator[str]:
-    while True:
-        stopped = service.state is ServiceState.STOPPED
-        try:
-            page = await service.results(after, limit=STREAM_PAGE, wait_s=HEARTBEAT_S)
-        except CursorExpired:  # the reader is too slow; on its next request it is told so
-            return
-        for result in page.results:
-            yield result.model_dump_json() + "\n"
-        if not page.results:
-            if stopped:
-                return
-            yield "\n"
-        after = page.next
-
-
-def _add_operation(app: FastAPI, service: RolloutService) -> None:
+def _add_status(app: FastAPI, service: RolloutService) -> None:
     @app.get("/v1/status")
     async def get_status() -> StatusView:
         """Pools, queues, counts, model servers."""
@@ -195,14 +170,8 @@ def _add_operation(app: FastAPI, service: RolloutService) -> None:
     @app.get("/ready")
     async def get_ready() -> Health:
         """The service takes submissions."""
-        if service.state is not ServiceState.SERVING:
-            raise Unavailable(f"the service is {service.state}")
+        service.check_open()
         return Health(status="ok")
-
-
-def _json(body: ResultPage | Result) -> Response:
-    """Results are large and already validated: serialised once, without a second pass."""
-    return Response(body.model_dump_json(), media_type="application/json")
 
 
 def _add_errors(app: FastAPI) -> None:

@@ -7,6 +7,7 @@ async with RolloutClient("http://127.0.0.1:8600") as client:
 """
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Collection, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -18,7 +19,16 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.errors import ProrlError
 from prorl_envs.policy.types import InFlight
-from prorl_envs.rollout.errors import Full, NotFound, ServerFault, Unavailable, from_wire
+from prorl_envs.rollout.episode_types import (
+    AgentStep,
+    CallStep,
+    EpisodeRequest,
+    EpisodeView,
+    TokenStep,
+)
+from prorl_envs.rollout.errors import Later, NotFound, ServerFault, Unavailable, from_wire
+from prorl_envs.rollout.scheduler import Pause
+from prorl_envs.rollout.store import ALL, Selection
 from prorl_envs.rollout.types import GroupRequest, Result, split_job_id
 from prorl_envs.rollout.views import (
     EnvironmentList,
@@ -26,6 +36,8 @@ from prorl_envs.rollout.views import (
     ErrorBody,
     GroupList,
     GroupView,
+    Health,
+    JobToken,
     JobView,
     ModelServerList,
     ModelServerView,
@@ -33,6 +45,17 @@ from prorl_envs.rollout.views import (
     ResultPage,
     StatusView,
 )
+
+#: Longest that a service may ask a client to wait before it tries again, in seconds.
+MAX_PAUSE_S = 60.0
+
+#: Most groups, and characters of their ids, that `follow` has the service filter by.
+MAX_FILTER, MAX_FILTER_CHARS = 100, 4000
+#: The service's own pause between two signs of life of a stream, in seconds.
+HEARTBEAT_S = 15.0
+#: The service answers at the latest after this, in seconds, whether its work has ended or not.
+WORK_S = 60.0
+STREAM = "/v1/results/stream"
 
 _REQUESTS = TypeAdapter(list[GroupRequest])
 
@@ -46,7 +69,8 @@ class RolloutClient:
         token: its bearer token, or None.
         timeout_s: seconds one answer may take, on top of the wait that was asked for.
         attempts: how often a request is tried when the connection fails or the service is full or away.
-        pause_s: seconds before the second try; doubles each time.
+        pause_s: seconds before the second try; doubles each time. Where the service asks for longer
+            (`Retry-After`), that is waited.
         transport: how to reach the service; None uses TCP.
         clock: waits between tries.
     """
@@ -98,17 +122,27 @@ class RolloutClient:
         body = _REQUESTS.dump_python(list(groups), mode="json", exclude_unset=True)
         return (await self._call(GroupList, "POST", "/v1/groups", json=body)).groups
 
-    async def group(self, group_id: str) -> GroupView:
-        """Raises: NotFound."""
-        return await self._call(GroupView, "GET", f"/v1/groups/{_segment(group_id)}")
+    async def group(self, group_id: str, *, wait_s: float = 0.0) -> GroupView:
+        """Where a group is, waiting up to `wait_s` seconds until it is complete.
+
+        Raises:
+            NotFound.
+        """
+        path, query = f"/v1/groups/{_segment(group_id)}", {"wait_s": wait_s}
+        return await self._call(GroupView, "GET", path, wait_s=wait_s, params=query)
 
     async def cancel_group(self, group_id: str) -> GroupView:
         """Raises: NotFound."""
         return await self._call(GroupView, "DELETE", f"/v1/groups/{_segment(group_id)}")
 
-    async def job(self, job_id: str) -> JobView:
-        """Raises: NotFound."""
-        return await self._call(JobView, "GET", f"/v1/jobs/{_segment(job_id)}")
+    async def job(self, job_id: str, *, wait_s: float = 0.0) -> JobView:
+        """Where a job is, waiting up to `wait_s` seconds until it is finished.
+
+        Raises:
+            NotFound.
+        """
+        path, query = f"/v1/jobs/{_segment(job_id)}", {"wait_s": wait_s}
+        return await self._call(JobView, "GET", path, wait_s=wait_s, params=query)
 
     async def cancel_job(self, job_id: str) -> JobView:
         """Raises: NotFound."""
@@ -118,25 +152,84 @@ class RolloutClient:
         """Raises: NotFound: no such job, not finished, or no longer kept."""
         return await self._call(Result, "GET", f"/v1/jobs/{_segment(job_id)}/result")
 
-    async def page(self, after: int = 0, *, wait_s: float = 0.0, limit: int = 100) -> ResultPage:
+    async def job_token(self, job_id: str) -> str:
+        """A bearer token that may look at this job and end it, and nothing else.
+
+        Raises:
+            NotFound.
+            Conflict: the service has no token of its own.
+        """
+        return (await self._call(JobToken, "POST", f"/v1/jobs/{_segment(job_id)}/token")).token
+
+    async def page(
+        self, after: int = 0, *, wait_s: float = 0.0, limit: int = 100, only: Selection = ALL
+    ) -> ResultPage:
         """Results after a cursor, waiting up to `wait_s` seconds for the first.
+
+        Args:
+            after: a cursor; 0 begins with the oldest result kept.
+            wait_s: seconds.
+            limit: most results.
+            only: which results.
 
         Raises:
             CursorExpired: results in between are no longer kept.
         """
-        query = {"after": after, "wait_s": wait_s, "limit": limit}
+        query = {"after": after, "wait_s": wait_s, "limit": limit, **_filters(only)}
         return await self._call(ResultPage, "GET", "/v1/results", wait_s=wait_s, params=query)
 
-    async def results(self, after: int = 0, *, wait_s: float = 20.0) -> AsyncIterator[Result]:
+    async def stream(self, after: int = 0, *, only: Selection = ALL) -> AsyncIterator[Result]:
+        """As `results`, over one connection that stays open; where it breaks, another goes on. It ends when
+        the service stops.
+
+        Raises:
+            CursorExpired: results in between are no longer kept.
+            Unavailable: the service stays away.
+        """
+        failures = 0
+        while True:
+            try:
+                async for result in self._stream_once(after, only):
+                    failures, after = 0, result.cursor
+                    yield result
+                return
+            except Later as later:
+                failures += 1
+                if failures == self._attempts:
+                    raise
+                await self._pause(failures, later)
+
+    async def _stream_once(self, after: int, only: Selection) -> AsyncIterator[Result]:
+        timeout = httpx.Timeout(self._timeout_s, read=self._timeout_s + HEARTBEAT_S)
+        query: dict[str, Any] = {"after": after, **_filters(only)}
+        try:
+            async with self._http.stream("GET", STREAM, params=query, timeout=timeout) as response:
+                if not response.is_success:
+                    await response.aread()
+                    raise _error(response)
+                async for line in response.aiter_lines():
+                    if line:
+                        yield await asyncio.to_thread(_parse, Result, line)
+        except httpx.TransportError as error:
+            raise self._away(error) from error
+
+    async def results(
+        self, after: int = 0, *, wait_s: float = 20.0, only: Selection = ALL
+    ) -> AsyncIterator[Result]:
         """Every result after a cursor, as they come, without end. Goes on where it was after a broken
         connection; resume another time with the last result's `cursor`.
+
+        Args:
+            after: a cursor; 0 begins with the oldest result kept.
+            wait_s: seconds that one request waits.
+            only: which results.
 
         Raises:
             CursorExpired: results in between are no longer kept.
             Unavailable: the service stays away.
         """
         while True:
-            page = await self.page(after, wait_s=wait_s)
+            page = await self.page(after, wait_s=wait_s, only=only)
             for result in page.results:
                 yield result
             after = page.next
@@ -152,9 +245,10 @@ class RolloutClient:
             NotFound: a group is not known, or a result of one is no longer kept.
             CursorExpired, Unavailable: as `results`.
         """
+        only = _of_groups(group_ids)
         missing = {job.id for name in group_ids for job in (await self.group(name)).jobs}
         while missing:
-            page = await self.page(after, wait_s=20.0)
+            page = await self.page(after, wait_s=20.0, only=only)
             for result in page.results:
                 if result.job_id in missing:
                     missing.discard(result.job_id)
@@ -169,8 +263,77 @@ class RolloutClient:
                 if job.id in jobs and job.cursor is not None and job.cursor <= after:
                     raise NotFound(f"the result of {job.id!r} is no longer kept", hint="read sooner")
 
+    async def start_episode(self, request: EpisodeRequest) -> EpisodeView:
+        """Begin an episode that you drive, and wait until it is ready, or has failed.
+
+        Raises:
+            InputError: the request is wrong; Conflict: its id is taken.
+            Full, Unavailable: still so after the last try.
+        """
+        body = request.model_dump(mode="json")
+        view = await self._call(EpisodeView, "POST", "/v1/episodes", wait_s=WORK_S, json=body)
+        return await self._while_busy(view, prompt=True)
+
+    async def episode(self, episode_id: str, *, wait_s: float = 0.0) -> EpisodeView:
+        """Raises: NotFound."""
+        path, query = _episode(episode_id), {"wait_s": wait_s}
+        return await self._call(EpisodeView, "GET", path, wait_s=wait_s, params=query)
+
+    async def run_episode(self, episode_id: str, step: CallStep | TokenStep | AgentStep) -> EpisodeView:
+        """Take a step and wait for what comes of it, in `last`. It is numbered, so that it is not done twice
+        where its answer is lost.
+
+        Raises:
+            NotFound: it was ended.
+            OutOfOrder: it is not ready, or the step is not the next.
+        """
+        if step.step is None:
+            step = step.model_copy(update={"step": (await self.episode(episode_id)).steps})
+        body, path = step.model_dump(mode="json", exclude_none=True), f"{_episode(episode_id)}/run"
+        return await self._while_busy(await self._call(EpisodeView, "POST", path, wait_s=WORK_S, json=body))
+
+    async def evaluate_episode(self, episode_id: str) -> EpisodeView:
+        """Grade an episode and wait for its `result`; its sandbox is closed after that.
+
+        Raises:
+            NotFound: it was ended.
+            OutOfOrder: it is at work, or has failed.
+        """
+        path = f"{_episode(episode_id)}/eval"
+        return await self._while_busy(await self._call(EpisodeView, "POST", path, wait_s=WORK_S))
+
+    async def close_episode(self, episode_id: str) -> None:
+        """End an episode; returns once its sandbox is closed. One that is gone already is left so."""
+        with contextlib.suppress(NotFound):
+            await self._call(Health, "DELETE", _episode(episode_id), wait_s=WORK_S)
+
+    async def _while_busy(self, view: EpisodeView, *, prompt: bool = False) -> EpisodeView:
+        while view.state.busy:
+            view = await self.episode(view.id, wait_s=20.0)
+        return view if prompt else view.model_copy(update={"prompt": None})
+
     async def status(self) -> StatusView:
         return await self._call(StatusView, "GET", "/v1/status")
+
+    async def pause(self, mode: Pause = Pause.HOLD) -> StatusView:
+        """Have the service accept and start less.
+
+        Args:
+            mode: `hold` starts no stage; `finish` begins no job, and lets go on what has begun.
+        """
+        return await self._call(StatusView, "POST", "/v1/pause", json={"mode": mode})
+
+    async def resume(self) -> StatusView:
+        """End a pause or a drain."""
+        return await self._call(StatusView, "POST", "/v1/resume")
+
+    async def drain(self, *, wait_s: float = 0.0) -> StatusView:
+        """Have the service accept nothing more and finish what is there; `unfinished` says how much is left.
+
+        Args:
+            wait_s: seconds to wait until nothing is.
+        """
+        return await self._call(StatusView, "POST", "/v1/drain", wait_s=wait_s, params={"wait_s": wait_s})
 
     async def environments(self) -> list[EnvironmentView]:
         return (await self._call(EnvironmentList, "GET", "/v1/environments")).environments
@@ -214,11 +377,17 @@ class RolloutClient:
         for attempt in range(1, self._attempts + 1):
             try:
                 return await self._once(view, method, path, wait_s, options)
-            except (Full, Unavailable):
+            except Later as later:
                 if attempt == self._attempts:
                     raise
-            await self._clock.sleep(self._pause_s * 2 ** (attempt - 1))
+                await self._pause(attempt, later)
         raise AssertionError("attempts is at least 1")
+
+    async def _pause(self, failures: int, later: Later) -> None:
+        """Wait before the next try: as long as the service asks for, within reason, or twice as long as
+        the last time."""
+        asked = min(later.retry_after_s, MAX_PAUSE_S)
+        await self._clock.sleep(max(self._pause_s * 2 ** (failures - 1), asked))
 
     async def _once[V: BaseModel](
         self, view: type[V], method: str, path: str, wait_s: float, options: dict[str, Any]
@@ -227,17 +396,20 @@ class RolloutClient:
         try:
             response = await self._http.request(method, path, timeout=timeout, **options)
         except httpx.TransportError as error:
-            message = f"the rollout service at {self.url} does not answer: {type(error).__name__} {error}"
-            raise Unavailable(message.strip(), hint="is it running there?") from error
+            raise self._away(error) from error
         if not response.is_success:
             raise _error(response)
         # Parsing a page of long trajectories takes a while: not in the event loop.
-        return await asyncio.to_thread(_parse, view, response)
+        return await asyncio.to_thread(_parse, view, response.content)
+
+    def _away(self, error: httpx.TransportError) -> Unavailable:
+        message = f"the rollout service at {self.url} does not answer: {type(error).__name__} {error}"
+        return Unavailable(message.strip(), hint="is it running there?")
 
 
-def _parse[V: BaseModel](view: type[V], response: httpx.Response) -> V:
+def _parse[V: BaseModel](view: type[V], content: bytes | str) -> V:
     try:
-        return view.model_validate_json(response.content)
+        return view.model_validate_json(content)
     except ValidationError as error:
         raise ServerFault(f"the answer is not a {view.__name__}", hint="do the versions match?") from error
 
@@ -247,7 +419,31 @@ def _error(response: httpx.Response) -> ProrlError:
         detail = ErrorBody.model_validate_json(response.content).error
     except ValidationError:
         return ServerFault(f"HTTP {response.status_code} without a typed error", hint="is this the service?")
-    return from_wire(detail.type, detail.message, detail.hint)
+    error = from_wire(detail.type, detail.message, detail.hint)
+    if isinstance(error, Later):
+        error.retry_after_s = _seconds(response.headers.get("Retry-After", ""))
+    return error
+
+
+def _seconds(text: str) -> float:
+    """A `Retry-After` in seconds; 0 for none, or a date, which this service does not send."""
+    return float(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0.0
+
+
+def _filters(only: Selection) -> dict[str, list[str]]:
+    """A selection as query parameters."""
+    values = {"group": only.groups, "environment": only.environments, "state": only.states}
+    return {name: sorted(wanted) for name, wanted in values.items() if wanted}
+
+
+def _of_groups(group_ids: Collection[str]) -> Selection:
+    """Only these groups, where an address can name them all; else everything."""
+    short = len(group_ids) <= MAX_FILTER and sum(map(len, group_ids)) <= MAX_FILTER_CHARS
+    return Selection(groups=frozenset(group_ids)) if short else ALL
+
+
+def _episode(episode_id: str) -> str:
+    return f"/v1/episodes/{_segment(episode_id)}"
 
 
 def _segment(identifier: str) -> str:

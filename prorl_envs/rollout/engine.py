@@ -7,7 +7,7 @@ with another event. The engine owns every task it starts; `settled` returns when
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,8 @@ from prorl_envs.errors import FailureKind
 from prorl_envs.rollout import tracing
 from prorl_envs.rollout.episode import Episode
 from prorl_envs.rollout.errors import Unavailable
-from prorl_envs.rollout.scheduler import Close, Decision, Finish, Interrupt, Scheduler, Start
-from prorl_envs.rollout.store import Store
+from prorl_envs.rollout.scheduler import Close, Decision, Finish, Grant, Interrupt, Pause, Scheduler, Start
+from prorl_envs.rollout.store import Store, StoredGroup
 from prorl_envs.rollout.types import Failure, GroupRequest, JobState, Result, Stage
 from prorl_envs.rollout.worker import Worker
 
@@ -50,6 +50,7 @@ class Engine:
         self.scheduler = scheduler
         self.finished: Counter[JobState] = Counter()
         self.failures: Counter[FailureKind] = Counter()
+        self.unfinished_of: Counter[str] = Counter()  # by the first part of the id
         self.retries = 0
         self.close_failures = 0
         self.internal_errors = 0
@@ -60,20 +61,41 @@ class Engine:
         self._episodes: dict[str, Episode] = {}
         self._stages: dict[str, asyncio.Task[Failure | None]] = {}
         self._records: dict[str, asyncio.Task[None]] = {}
+        self._grants: dict[str, asyncio.Future[None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._leaving = False  # what is unfinished stays so, for the next start
 
-    def admit(self, request: GroupRequest, task: Task, attempts: Mapping[int, int]) -> None:
-        """Take jobs of a group in: samples, and how often each was started before."""
+    def admit(self, request: GroupRequest, task: Task) -> None:
+        """Take a new group in."""
         now = self._clock.monotonic()
-        episodes = [
-            Episode(request, sample, task, waiting_since=now, attempts=before)
-            for sample, before in attempts.items()
-        ]
+        self._admit([Episode(request, sample, task, now) for sample in range(request.samples)])
+
+    def readmit(self, group: StoredGroup, task: Task, samples: Iterable[int]) -> None:
+        """Take jobs in that an earlier service began or did not come to, each with what it used up."""
+        now, attempts, failures = self._clock.monotonic(), group.attempts, group.failures
+        self._admit([Episode(group.request, i, task, now, attempts[i], failures[i]) for i in samples])
+
+    def _admit(self, episodes: Sequence[Episode]) -> None:
         for episode in episodes:
-            episode.span = tracing.begin_job(episode.id, request.environment, task.id)
+            episode.span = tracing.begin_job(episode.id, episode.request.environment, episode.task.id)
         self._episodes.update((episode.id, episode) for episode in episodes)
-        self._apply(self.scheduler.submit((episode.id, request.id) for episode in episodes))
+        self.unfinished_of.update(_owner(episode.id) for episode in episodes)
+        failures = {episode.id: episode.failures for episode in episodes if episode.failures}
+        self._apply(
+            self.scheduler.submit(((episode.id, episode.request.id) for episode in episodes), failures)
+        )
+
+    def give_up(self, result: Result) -> None:
+        """Record the result of a job that is not started again."""
+        self._records[result.job_id] = self._spawn(self._record(result.job_id, result))
+
+    def pause(self, mode: Pause) -> None:
+        """Hold jobs back until `resume`."""
+        self._apply(self.scheduler.pause(mode))
+
+    def resume(self) -> None:
+        """Let jobs go on."""
+        self._apply(self.scheduler.resume())
 
     def attempts(self, job: str) -> int:
         """How often an unfinished job was started."""
@@ -94,6 +116,25 @@ class Engine:
         for job in list(self._episodes):
             self._apply(self.scheduler.cancel(job))
 
+    async def reserve(self, guest: str) -> None:
+        """Return once a guest may start its environment. Who is cancelled has no place any more."""
+        grant = self._grants[guest] = asyncio.get_running_loop().create_future()
+        self._apply(self.scheduler.reserve(guest))
+        try:
+            await grant
+        except asyncio.CancelledError:
+            self.release(guest)
+            raise
+
+    def prepared(self, guest: str) -> None:
+        """A guest's environment has started, or has failed to."""
+        self._apply(self.scheduler.prepared(guest))
+
+    def release(self, guest: str) -> None:
+        """A guest's environment is gone. Idempotent."""
+        self._grants.pop(guest, None)
+        self._apply(self.scheduler.release(guest))
+
     async def settled(self) -> None:
         """Return once no job is left and nothing runs."""
         while self._tasks:
@@ -111,6 +152,10 @@ class Engine:
                     self._finish(self._episodes[decision.job], decision.state)
                 case Close():
                     self._spawn(self._close(self._episodes[decision.job]))
+                case Grant():
+                    grant = self._grants.pop(decision.guest)
+                    if not grant.done():  # else it was just cancelled, and gives its place back
+                        grant.set_result(None)
 
     def _start_stage(self, episode: Episode, stage: Stage) -> None:
         episode.queued_s += self._clock.monotonic() - episode.waiting_since
@@ -122,7 +167,7 @@ class Engine:
     async def _perform(self, episode: Episode, stage: Stage) -> Failure | None:
         with tracing.in_stage(episode.id, episode.span, stage, episode.attempts) as span:
             if stage is Stage.INIT:
-                await self._persist(partial(self._store.started, episode.id))
+                await self._persist(partial(self._store.started, episode.id, episode.failures))
             failure = await self._worker.perform(episode, stage)
             if failure is not None:
                 tracing.note_failure(span, failure)
@@ -151,21 +196,21 @@ class Engine:
             episode.cancelled()
         result = episode.result(state)
         tracing.end_job(episode.span, state, result.reward, result.attempts)
-        recording = self._record(episode, result)
+        recording = self._record(episode.id, result)
         self._records[episode.id] = self._spawn(recording)
 
-    async def _record(self, episode: Episode, result: Result) -> None:
+    async def _record(self, job: str, result: Result) -> None:
         try:
             result = await self._persist(partial(self._store.record, result))
         except Unavailable as error:
-            log.error("the result of %s is lost, and the next start does it again: %s", episode.id, error)
-            self._forget_if_gone(episode.id)
+            log.error("the result of %s is lost, and the next start does it again: %s", job, error)
+            self._forget_if_gone(job)
             return
         self.finished[result.state] += 1
         if result.failure is not None:
             self.failures[result.failure.kind] += 1
         self._announce(result)
-        self._forget_if_gone(episode.id)
+        self._forget_if_gone(job)
 
     async def _persist[T](self, write: Callable[[], Awaitable[T]]) -> T:
         """Write, and try again until the disk takes it. Meanwhile the job holds its place, so a full disk
@@ -198,9 +243,14 @@ class Engine:
         self._forget_if_gone(episode.id)
 
     def _forget_if_gone(self, job: str) -> None:
-        if job not in self.scheduler:
-            self._episodes.pop(job, None)
-            self._records.pop(job, None)
+        if job in self.scheduler:
+            return
+        self._records.pop(job, None)
+        if self._episodes.pop(job, None) is not None:
+            owner = _owner(job)
+            self.unfinished_of[owner] -= 1
+            if not self.unfinished_of[owner]:
+                del self.unfinished_of[owner]
 
     def _spawn[T](self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
@@ -213,3 +263,8 @@ class Engine:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.internal_errors += 1
             log.critical("the service met a bug", exc_info=error)
+
+
+def _owner(job: str) -> str:
+    """What an id begins with, its first slash included."""
+    return job.partition("/")[0] + "/"

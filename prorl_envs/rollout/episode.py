@@ -44,6 +44,7 @@ class Episode:
         waiting_since: clock time at which it last began to wait, seconds.
         attempts: how often it was started.
         span: its trace.
+        failures: how many of these attempts failed; one that was interrupted by the end of a service did not.
     """
 
     request: GroupRequest
@@ -51,6 +52,7 @@ class Episode:
     task: Task
     waiting_since: float
     attempts: int = 0
+    failures: int = 0
     attempt: Attempt = field(default_factory=Attempt)
     queued_s: float = 0.0
     active_s: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
@@ -78,8 +80,9 @@ class Episode:
         return sampling.model_copy(update={"seed": sampling.seed + self.sample})
 
     def new_attempt(self) -> None:
-        """Forget the last attempt, and keep the time it took."""
+        """Forget the last attempt, which failed, and keep the time it took."""
         self._account()
+        self.failures += 1
         self.attempt = Attempt()
 
     def cancelled(self) -> None:

@@ -3,13 +3,16 @@
     ProrlError
     ├── InputError
     │   ├── Conflict        the id is taken by another request
+    │   ├── OutOfOrder      an episode is not where this could be done
     │   ├── NotFound        no such job, group or route
     │   ├── CursorExpired   results so old are no longer kept
     │   ├── Unauthorized    the bearer token is missing or wrong
+    │   ├── Forbidden       the token is right, and not for this
     │   ├── TooLarge        the request body is over the limit
     │   └── WrongMethod     the route does not know the HTTP method
-    ├── Full                the queue is full; try again later
-    ├── Unavailable         the service is stopping, or cannot be reached
+    ├── Later               the same request may be answered later
+    │   ├── Full            there is no room for it now
+    │   └── Unavailable     the service is stopping, or cannot be reached
     └── ServerFault         the service has a bug
 
 Only the name in `type` crosses the wire. A client looks it up in this fixed table; nothing is imported or
@@ -25,6 +28,10 @@ class Conflict(InputError):
     """The id is already taken by a request with other content."""
 
 
+class OutOfOrder(InputError):
+    """An episode that a caller drives is not in the state for this."""
+
+
 class NotFound(InputError):
     """There is no such job, group, model server or route."""
 
@@ -37,6 +44,10 @@ class Unauthorized(InputError):
     """The bearer token is missing or wrong."""
 
 
+class Forbidden(InputError):
+    """The token is one that may not do this."""
+
+
 class TooLarge(InputError):
     """The request body is over the limit."""
 
@@ -45,11 +56,24 @@ class WrongMethod(InputError):
     """The route does not know the HTTP method."""
 
 
-class Full(ProrlError):
-    """The queue is full; the same request may be accepted later."""
+class Later(ProrlError):
+    """The same request may be answered later.
+
+    Args:
+        message, hint: as of every error.
+        retry_after_s: seconds to wait before it is asked again; over HTTP it is the `Retry-After` header.
+    """
+
+    def __init__(self, message: str, *, hint: str = "", retry_after_s: float = 0.0) -> None:
+        super().__init__(message, hint=hint)
+        self.retry_after_s = retry_after_s
 
 
-class Unavailable(ProrlError):
+class Full(Later):
+    """There is no room for it now."""
+
+
+class Unavailable(Later):
     """The service is stopping, or cannot be reached."""
 
 
@@ -68,9 +92,11 @@ class WireError(NamedTuple):
 #: Subclasses before their bases, so that the first match of a walk is the closest.
 WIRE_ERRORS: tuple[WireError, ...] = (
     WireError("conflict", 409, Conflict),
+    WireError("out_of_order", 409, OutOfOrder),
     WireError("not_found", 404, NotFound),
     WireError("cursor_expired", 410, CursorExpired),
     WireError("unauthorized", 401, Unauthorized),
+    WireError("forbidden", 403, Forbidden),
     WireError("too_large", 413, TooLarge),
     WireError("method_not_allowed", 405, WrongMethod),
     WireError("full", 429, Full),

@@ -3,8 +3,8 @@
 Plain ASGI, because both must act before a byte of the body is read.
 """
 
-import hmac
 import ipaddress
+import math
 from http import HTTPStatus
 
 from starlette.datastructures import Headers
@@ -12,14 +12,16 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from prorl_envs.errors import InputError, ProrlError
+from prorl_envs.rollout.access import OPERATOR, Caller, Keyring
 from prorl_envs.rollout.agent import unicode
-from prorl_envs.rollout.errors import Full, TooLarge, Unauthorized, Unavailable, to_wire
+from prorl_envs.rollout.errors import Full, Later, TooLarge, Unauthorized, Unavailable, to_wire
 from prorl_envs.rollout.views import ErrorBody, ErrorDetail
 
 #: Answered without a token, so that probes need none; they say nothing but yes or no.
 OPEN_PATHS = frozenset({"/health", "/ready"})
 
-_RETRY_AFTER_S = {Full: 1, Unavailable: 5}
+#: Where the error itself names no time.
+_RETRY_AFTER_S: dict[type[ProrlError], float] = {Full: 1, Unavailable: 5}
 
 
 def error_response(error: ProrlError) -> JSONResponse:
@@ -27,41 +29,45 @@ def error_response(error: ProrlError) -> JSONResponse:
     wire = to_wire(error)
     detail = ErrorDetail(type=wire.name, message=unicode(error.message), hint=unicode(error.hint))
     headers = {}
-    if seconds := _RETRY_AFTER_S.get(wire.error):
-        headers["Retry-After"] = str(seconds)
+    if isinstance(error, Later):
+        seconds = error.retry_after_s or _RETRY_AFTER_S[wire.error]
+        headers["Retry-After"] = str(math.ceil(seconds))
     if wire.status == HTTPStatus.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(ErrorBody(error=detail).model_dump(), status_code=wire.status, headers=headers)
 
 
 class TokenGuard:
-    """Lets through who knows the token.
+    """Lets through who knows a token, and notes whose it is (`access.caller_of`).
 
-    Without a token only loopback is bound. There, the Host header must be a loopback name, which a web
+    Without any token only loopback is bound. There, the Host header must be a loopback name, which a web
     page that had its own name resolve to 127.0.0.1 cannot send.
 
     Args:
         app: what is guarded.
-        token: the bearer token, or None.
+        keyring: knows the tokens.
     """
 
-    def __init__(self, app: ASGIApp, token: str | None) -> None:
+    def __init__(self, app: ASGIApp, keyring: Keyring) -> None:
         self._app = app
-        self._token = token.encode() if token is not None else None
+        self._keyring = keyring
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._admits(Headers(scope=scope)):
-            await self._app(scope, receive, send)
-            return
-        hint = "send Authorization: Bearer <token>" if self._token else "call it by a loopback address"
-        await error_response(Unauthorized("not allowed", hint=hint))(scope, receive, send)
+        if scope["type"] == "http":
+            caller = OPERATOR if scope["path"] in OPEN_PATHS else self._caller(Headers(scope=scope))
+            if caller is None:
+                locked = self._keyring.locked
+                hint = "send Authorization: Bearer <token>" if locked else "call it by a loopback address"
+                await error_response(Unauthorized("not allowed", hint=hint))(scope, receive, send)
+                return
+            scope.setdefault("state", {})["caller"] = caller
+        await self._app(scope, receive, send)
 
-    def _admits(self, headers: Headers) -> bool:
-        if self._token is None:
-            return _is_loopback(headers.get("host", ""))
+    def _caller(self, headers: Headers) -> Caller | None:
+        if not self._keyring.locked:
+            return OPERATOR if _is_loopback(headers.get("host", "")) else None
         scheme, _, given = headers.get("authorization", "").partition(" ")
-        # Compared in constant time, so that the answer's delay tells nothing of the token.
-        return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), self._token)
+        return self._keyring.caller(given.strip().encode()) if scheme.lower() == "bearer" else None
 
 
 class BodyLimit:

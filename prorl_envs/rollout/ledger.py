@@ -77,8 +77,9 @@ class Ledger:
         self._append(ids, 0, [0.0] * len(ids))
 
     def tools_took(self, seconds: float) -> None:
-        """Add to the tool time of the last turn."""
-        self._turns[-1].tools_s += seconds
+        """Add to the tool time of the last turn, if there was one."""
+        if self._turns:
+            self._turns[-1].tools_s += seconds
 
     def trajectory(self) -> Trajectory:
         """Everything so far, in the result format."""

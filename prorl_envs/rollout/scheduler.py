@@ -8,12 +8,13 @@ service's. A job walks
 and leaves when its environment is closed. A failed attempt that may be retried closes too and then waits
 for INIT again, on a fresh sandbox.
 
-Three rules:
+Four rules:
 
 - each stage has a pool of its own, so a slow stage never holds another one's slots;
 - back-pressure is one number: at most `live` jobs exist between the start of INIT and the end of close.
   Only INIT is held back by it, so whatever stage is slow, work behind it goes on, and the sandboxes
   waiting in front of it are bounded;
+- while it is paused, no stage starts, or no INIT; every other event is as ever;
 - within a queue, groups are served in order of arrival, and at most `TURN` jobs of one group in a row. An
   ordinary group is so completed before the next one begins, which is what a trainer waits for, and a group
   of a thousand delays a group of one by one turn.
@@ -22,7 +23,7 @@ Three rules:
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum, StrEnum, auto
 
 from prorl_envs.rollout.types import JobState, Stage
 
@@ -87,7 +88,21 @@ class Close:
     job: str
 
 
-type Decision = Start | Interrupt | Finish | Close
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The guest may start its environment now; then report `prepared`."""
+
+    guest: str
+
+
+type Decision = Start | Interrupt | Finish | Close | Grant
+
+
+class Pause(StrEnum):
+    """What a paused scheduler holds back."""
+
+    HOLD = "hold"  # every stage: what runs goes to the end of its stage, and waits there
+    FINISH = "finish"  # INIT alone: what has begun goes to its end
 
 
 class _Phase(Enum):
@@ -169,6 +184,9 @@ class Scheduler:
         self._queues = {stage: FairQueue() for stage in Stage}
         self._active = dict.fromkeys(Stage, 0)
         self._live = 0
+        self._pause: Pause | None = None
+        self._guests_waiting: dict[str, None] = {}
+        self._guests: dict[str, bool] = {}  # by name, whether it is still in INIT
 
     # What is there.
 
@@ -183,6 +201,11 @@ class Scheduler:
     def live(self) -> int:
         """Jobs that hold an environment."""
         return self._live
+
+    @property
+    def paused(self) -> Pause | None:
+        """What is held back, or None."""
+        return self._pause
 
     @property
     def active(self) -> Mapping[Stage, int]:
@@ -205,8 +228,14 @@ class Scheduler:
 
     # Events.
 
-    def submit(self, jobs: Iterable[tuple[str, str]]) -> list[Decision]:
+    def submit(
+        self, jobs: Iterable[tuple[str, str]], failures: Mapping[str, int] | None = None
+    ) -> list[Decision]:
         """New jobs arrive, as (job id, group id).
+
+        Args:
+            jobs: in the order in which they are served.
+            failures: attempts that failed before, of those that had any; they count against the limit.
 
         Raises:
             ValueError: an id is already there.
@@ -214,8 +243,18 @@ class Scheduler:
         for job, group in jobs:
             if job in self._jobs:
                 raise ValueError(f"job {job} is scheduled already")
-            self._jobs[job] = _Job(job, group)
+            self._jobs[job] = _Job(job, group, attempt=(failures or {}).get(job, 0) + 1)
             self._queues[Stage.INIT].push(job, group)
+        return self._fill()
+
+    def pause(self, mode: Pause) -> list[Decision]:
+        """Start less from here on, or less or more than in another pause."""
+        self._pause = mode
+        return self._fill()
+
+    def resume(self) -> list[Decision]:
+        """Start again what there is room for."""
+        self._pause = None
         return self._fill()
 
     def ended(self, job: str) -> list[Decision]:
@@ -271,6 +310,37 @@ class Scheduler:
             self._queues[Stage.INIT].push(job, entry.group)
         return self._fill()
 
+    # Guests: environments that somebody outside drives. They share INIT and `live` with the jobs.
+
+    def reserve(self, guest: str) -> list[Decision]:
+        """A guest wants an environment. It comes before every job that waits for INIT.
+
+        Raises:
+            ValueError: its name is there already.
+        """
+        if guest in self._guests or guest in self._guests_waiting:
+            raise ValueError(f"guest {guest} is there already")
+        self._guests_waiting[guest] = None
+        return self._fill()
+
+    def prepared(self, guest: str) -> list[Decision]:
+        """A guest's environment has started, or has failed to."""
+        if not self._guests[guest]:
+            raise ValueError(f"guest {guest} was prepared already")
+        self._guests[guest] = False
+        self._active[Stage.INIT] -= 1
+        return self._fill()
+
+    def release(self, guest: str) -> list[Decision]:
+        """A guest waits no longer, or its environment is gone. One that is unknown is left so."""
+        self._guests_waiting.pop(guest, None)
+        preparing = self._guests.pop(guest, None)
+        if preparing is None:
+            return []
+        self._live -= 1
+        self._active[Stage.INIT] -= preparing
+        return self._fill()
+
     # Steps.
 
     def _leave_stage(self, job: str) -> _Job:
@@ -290,13 +360,34 @@ class Scheduler:
 
     def _fill(self) -> list[Decision]:
         """Start what there is room for; the last stage first, since it frees environments soonest."""
-        return [start for stage in (Stage.EVAL, Stage.RUN, Stage.INIT) for start in self._fill_stage(stage)]
+        return [
+            *self._fill_stage(Stage.EVAL),
+            *self._fill_stage(Stage.RUN),
+            *self._admit_guests(),
+            *self._fill_stage(Stage.INIT),
+        ]
+
+    def _admit_guests(self) -> list[Grant]:
+        grants: list[Grant] = []
+        while self._guests_waiting and self._pause is None and self._room_for_init():
+            guest = next(iter(self._guests_waiting))
+            del self._guests_waiting[guest]
+            self._guests[guest] = True
+            self._live += 1
+            self._active[Stage.INIT] += 1
+            grants.append(Grant(guest))
+        return grants
+
+    def _room_for_init(self) -> bool:
+        return self._live < self.limits.live and self._active[Stage.INIT] < self.limits.init
 
     def _fill_stage(self, stage: Stage) -> list[Start]:
-        starts = []
+        starts: list[Start] = []
+        if self._pause is Pause.HOLD or (self._pause and stage is Stage.INIT):
+            return starts
         while self._queues[stage] and self._active[stage] < self.limits.of(stage):
             if stage is Stage.INIT:
-                if self._live >= self.limits.live:
+                if not self._room_for_init():
                     break
                 self._live += 1
             entry = self._jobs[self._queues[stage].pop()]

@@ -5,9 +5,11 @@ callers see.
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import StrEnum
+from typing import Any
 
 from prorl_envs import __version__
 from prorl_envs.clock import Clock, SystemClock
@@ -15,18 +17,23 @@ from prorl_envs.config import ServiceSettings
 from prorl_envs.env.base import Task
 from prorl_envs.env.node import Node
 from prorl_envs.env.registry import known
+from prorl_envs.errors import InputError
 from prorl_envs.policy.pool import ModelPool
 from prorl_envs.policy.types import ModelClient, Renderer
 from prorl_envs.rollout.agent import Agent
 from prorl_envs.rollout.defaults import Defaults
 from prorl_envs.rollout.engine import Engine
+from prorl_envs.rollout.episode_types import EpisodeRequest, EpisodeView
+from prorl_envs.rollout.episodes import Episodes
 from prorl_envs.rollout.errors import Full, NotFound, Unavailable
 from prorl_envs.rollout.metrics import Metrics
 from prorl_envs.rollout.model_views import router_view, server_views
-from prorl_envs.rollout.scheduler import Limits, Scheduler
+from prorl_envs.rollout.news import EVERYTHING, News
+from prorl_envs.rollout.restart import sort_out
+from prorl_envs.rollout.scheduler import Limits, Pause, Scheduler
 from prorl_envs.rollout.stages import Family
 from prorl_envs.rollout.statistics import group_statistics
-from prorl_envs.rollout.store import MemoryStore, NewGroup, Store, StoredGroup
+from prorl_envs.rollout.store import ALL, MemoryStore, NewGroup, Selection, Store, StoredGroup
 from prorl_envs.rollout.types import (
     GroupRequest,
     JobState,
@@ -88,41 +95,45 @@ class RolloutService:
         self.model = model
         self.store: Store = store or _memory_store(self.settings)
         self.state = ServiceState.STARTING
-        self._engine = Engine(
-            Scheduler(_limits(self.settings)),
-            Worker(
-                node,
-                environments,
-                Agent(renderer, model, self.clock),
-                self.clock,
-                grace_s=self.settings.grace_s,
-                close_s=self.settings.close_s,
-            ),
-            self.store,
+        agent = Agent(renderer, model, self.clock)
+        worker = Worker(
+            node,
+            environments,
+            agent,
             self.clock,
-            self._recorded,
+            grace_s=self.settings.grace_s,
+            close_s=self.settings.close_s,
+        )
+        scheduler = Scheduler(_limits(self.settings))
+        self._engine = Engine(scheduler, worker, self.store, self.clock, self._recorded)
+        self.episodes = Episodes(
+            worker,
+            agent,
+            self._engine,
+            self.clock,
+            most=self.settings.episodes,
+            idle_s=self.settings.episode_idle_s,
         )
         #: What `/metrics` shows.
         self.metrics = Metrics(self.status, lambda: node.use)
         self._submitting = asyncio.Lock()
-        self._news = asyncio.Event()
+        self._stopping = False
         self._newest = 0
+        self._news = News()
         self._started_at = self.clock.monotonic()
 
     # Life.
 
     async def start(self) -> None:
         """Go on with what the store knows to be unfinished, each as a further attempt, and begin to serve.
-
-        Raises:
-            InputError: a stored task is not one of this service's environments.
-        """
+        What cannot go on fails, and holds up nothing else."""
         self._newest = await self.store.newest()
-        unfinished = [(group, self._load(group.request)) for group in await self.store.unfinished()]
-        for group, task in unfinished:
-            jobs = zip(range(group.request.samples), group.outcomes, group.attempts, strict=True)
-            missing = {sample: attempts for sample, outcome, attempts in jobs if outcome is None}
-            self._engine.admit(group.request, task, missing)
+        for group in await self.store.unfinished():
+            left = sort_out(group, self._load)
+            for result in left.given_up:
+                self._engine.give_up(result)
+            if left.task is not None:
+                self._engine.readmit(group, left.task, left.samples)
         self.state = ServiceState.SERVING  # only now: what is submitted is unfinished too
 
     async def stop(self, *, drain_s: float = 0.0) -> None:
@@ -134,6 +145,7 @@ class RolloutService:
         """
         if self.state is ServiceState.STOPPED:
             return
+        self._stopping = True
         async with self._submitting:  # what is being accepted is admitted first
             self.state = ServiceState.DRAINING
         try:
@@ -148,51 +160,138 @@ class RolloutService:
     async def _end(self) -> None:
         try:
             async with self.clock.timeout(2 * self.settings.close_s):  # an interrupt, then a close
+                await self.episodes.aclose()
                 await self._engine.settled()
         except TimeoutError:
             log.error("%d jobs do not end; their sandboxes end with the node", len(self._engine.scheduler))
         self.state = ServiceState.STOPPED
-        self._announce()
+        self._news.tell()
+
+    # How it is operated.
+
+    def check_open(self) -> None:
+        """Raises:
+        Unavailable: nothing new is taken now.
+        """
+        if self.state is not ServiceState.SERVING:
+            soon = 1.0 if self.state is ServiceState.STARTING else 0.0
+            hint = "submit to another, or later"
+            raise Unavailable(f"the service is {self.state}", hint=hint, retry_after_s=soon)
+
+    def pause(self, mode: Pause) -> None:
+        """Go on accepting, and start less, until `resume`. A service that starts again is not paused.
+
+        Args:
+            mode: what is held back.
+        """
+        log.warning("paused: %s", mode)
+        self._engine.pause(mode)
+
+    async def drain(self, wait_s: float = 0.0) -> None:
+        """Take nothing more, and finish what is there, until `resume`. Idempotent.
+
+        Args:
+            wait_s: seconds to wait until everything is finished and closed.
+
+        Raises:
+            Unavailable: the service has not started, or is stopping.
+        """
+        async with self._submitting:  # what is being accepted is admitted first
+            self._check_operable()
+            if self.state is ServiceState.SERVING:
+                log.warning("draining")
+                self.state = ServiceState.DRAINING
+        with contextlib.suppress(TimeoutError):  # the caller looks at the status
+            async with self.clock.timeout(wait_s):
+                await self._engine.settled()
+
+    def resume(self) -> None:
+        """End a pause or a drain.
+
+        Raises:
+            Unavailable: the service has not started, or is stopping.
+        """
+        self._check_operable()
+        log.warning("resumed")
+        self.state = ServiceState.SERVING
+        self._engine.resume()
+
+    def _check_operable(self) -> None:
+        if self._stopping or self.state is ServiceState.STARTING:
+            raise Unavailable(f"the service is {self.state}")
 
     # What callers ask for.
 
-    async def submit(self, requests: Sequence[GroupRequest]) -> list[GroupView]:
+    async def submit(
+        self, requests: Sequence[GroupRequest], *, quota: tuple[str, int] | None = None
+    ) -> list[GroupView]:
         """Accept groups, all or none. The same request under the same id is the same submission.
+
+        Args:
+            requests: what is asked for.
+            quota: most unfinished jobs, and open episodes, whose id begins so.
 
         Raises:
             InputError: an environment is not known, or a task row is wrong.
             Conflict: an id is taken by another request.
-            Full: the queue has no room for all of them.
+            Full: the queue, or the quota, has no room for all of them.
             Unavailable: the service is not serving.
         """
         requests = [self._settled(request) for request in requests]
         tasks = [self._load(request) for request in requests]
         # A caller who goes away must not leave a group that is stored and never begun.
-        await asyncio.shield(asyncio.create_task(self._accept(requests, tasks)))
+        await asyncio.shield(asyncio.create_task(self._accept(requests, tasks, quota)))
         return [await self.group(request.id) for request in requests]
 
-    async def _accept(self, requests: Sequence[GroupRequest], tasks: Sequence[Task]) -> None:
+    async def _accept(
+        self, requests: Sequence[GroupRequest], tasks: Sequence[Task], quota: tuple[str, int] | None
+    ) -> None:
         groups = [NewGroup(request, task.id) for request, task in zip(requests, tasks, strict=True)]
         async with self._submitting:
-            if self.state is not ServiceState.SERVING:
-                raise Unavailable(f"the service is {self.state}", hint="submit to another, or later")
-            await self._check_room(requests)
+            self.check_open()
+            await self._check_room(requests, quota)
             fresh = await self.store.submit(groups)
             for request, task, new in zip(requests, tasks, fresh, strict=True):
                 if new:
-                    self._engine.admit(request, task, dict.fromkeys(range(request.samples), 0))
+                    self._engine.admit(request, task)
 
-    async def group(self, group_id: str) -> GroupView:
-        """Raises: NotFound."""
-        return self._group_view(await self.store.group(group_id))
+    async def group(self, group_id: str, *, wait_s: float = 0.0) -> GroupView:
+        """Where a group is.
 
-    async def job(self, job: str) -> JobView:
-        """Raises: NotFound."""
+        Args:
+            group_id: the caller's.
+            wait_s: seconds to wait until it is complete.
+
+        Raises:
+            NotFound.
+        """
+
+        async def look() -> tuple[GroupView, bool]:
+            view = self._group_view(await self.store.group(group_id))
+            return view, view.complete
+
+        return await self._watch(look, group_id, wait_s)
+
+    async def job(self, job: str, *, wait_s: float = 0.0) -> JobView:
+        """Where a job is.
+
+        Args:
+            job: its id.
+            wait_s: seconds to wait until it is finished.
+
+        Raises:
+            NotFound.
+        """
         group_id, sample = split_job_id(job)
-        group = await self.store.group(group_id) if group_id else None
-        if group is None or sample >= group.request.samples:
-            raise NotFound(f"no job {job!r}", hint="job ids are <group id>/<index>")
-        return self._job_view(group, sample)
+
+        async def look() -> tuple[JobView, bool]:
+            group = await self.store.group(group_id) if group_id else None
+            if group is None or sample >= group.request.samples:
+                raise NotFound(f"no job {job!r}", hint="job ids are <group id>/<index>")
+            view = self._job_view(group, sample)
+            return view, view.state.final
+
+        return await self._watch(look, group_id, wait_s)
 
     async def cancel_job(self, job: str) -> JobView:
         """End a job wherever it is. Returns once its result is recorded; its sandbox is closed after that.
@@ -214,28 +313,66 @@ class RolloutService:
         await self._engine.cancel([job_id(group_id, sample) for sample in range(group.request.samples)])
         return await self.group(group_id)
 
-    async def results(self, after: int, *, limit: int, wait_s: float = 0.0) -> ResultPage:
+    async def results(
+        self, after: int, *, limit: int, wait_s: float = 0.0, only: Selection = ALL
+    ) -> ResultPage:
         """Results after a cursor.
 
         Args:
             after: a cursor; 0 begins with the oldest result kept.
             limit: most results.
             wait_s: seconds to wait for the first one if there is none.
+            only: which results; `next` passes over the others.
 
         Raises:
             CursorExpired: results in between are no longer kept.
         """
-        news = self._news
-        found = await self.store.results(after, limit)
-        try:
+
+        async def look() -> tuple[ResultPage, bool]:
+            nonlocal after
+            # Asked before the results are: all of them up to here are seen by then.
+            newest = await self.store.newest() if only != ALL else 0
+            found = await self.store.results(after, limit, only=only)
+            after = found[-1].cursor if found else max(after, newest)
+            return ResultPage(results=found, next=after), bool(found)
+
+        return await self._watch(look, EVERYTHING, wait_s)
+
+    async def _watch[V](self, look: Callable[[], Awaitable[tuple[V, bool]]], topic: str, wait_s: float) -> V:
+        """Look at each news of a topic, until what is seen is what was waited for, or the time is up."""
+        news = self._news.listen(topic)
+        seen, done = await look()
+        if done or wait_s <= 0:
+            return seen
+        with contextlib.suppress(TimeoutError):  # the last look says how far it is
             async with self.clock.timeout(wait_s):
-                while not found and self.state is not ServiceState.STOPPED:
+                while not done and self.state is not ServiceState.STOPPED:
                     await news.wait()
-                    news = self._news
-                    found = await self.store.results(after, limit)
-        except TimeoutError:
-            pass  # nothing came: an empty page says so
-        return ResultPage(results=found, next=found[-1].cursor if found else after)
+                    news = self._news.listen(topic)
+                    seen, done = await look()
+        return seen
+
+    async def start_episode(
+        self, request: EpisodeRequest, *, wait_s: float, quota: tuple[str, int] | None = None
+    ) -> EpisodeView:
+        """Begin an episode that the caller drives, or look at it where it is known.
+
+        Args:
+            request: what is asked for.
+            wait_s: seconds to wait until it is ready.
+            quota: as of `submit`.
+
+        Raises:
+            InputError: the environment is not known, or the task row is wrong.
+            Conflict: the id is taken by another request.
+            Full: there are as many as there may be.
+            Unavailable: the service is not serving.
+        """
+        task = self._load(request)
+        self.check_open()
+        if quota is not None and request.id not in self.episodes and self._room_of(quota) < 1:
+            raise Full(f"{quota[1]} unfinished jobs and episodes are the bound", hint="try again later")
+        return await self.episodes.start(request, task, wait_s=wait_s)
 
     def status(self) -> StatusView:
         """Pools, queues and counts, now."""
@@ -244,6 +381,7 @@ class RolloutService:
         return StatusView(
             version=__version__,
             state=self.state,
+            paused=scheduler.paused,
             uptime_s=self.clock.monotonic() - self._started_at,
             pools={
                 stage.value: PoolView(limit=limits.of(stage), active=active[stage], waiting=waiting[stage])
@@ -251,6 +389,7 @@ class RolloutService:
             },
             live=scheduler.live,
             live_limit=limits.live,
+            episodes=len(self.episodes),
             unfinished=len(scheduler),
             queue_limit=self.settings.queue,
             finished={state.value: engine.finished[state] for state in JobState if state.final},
@@ -286,12 +425,39 @@ class RolloutService:
         """The request with its environment's own defaults in it: what is stored says all of itself."""
         return self._defaults.get(request.environment, Defaults()).applied(request)
 
-    def _load(self, request: GroupRequest) -> Task:
-        task: Task = known(self.environments, request.environment).load(request.task)
+    def has_model(self) -> bool:
+        """Whether anything samples: the model is fixed, or a server of the pool takes turns."""
+        servers = self.model_servers()
+        return not isinstance(self.model, ModelPool) or any(not server.draining for server in servers)
+
+    def row_of(self, environment: str, row: dict[str, Any]) -> dict[str, Any]:
+        """A data row in the family's own words: its id may be called `instance_id`, as SWE-bench calls it.
+
+        Raises:
+            InputError: the environment is not known, or the row is wrong either way.
+        """
+        family = self._family(environment)
+        renamed = {("id" if key == "instance_id" else key): value for key, value in row.items()}
+        try:
+            family.load(row)
+        except InputError:
+            if len(renamed) < len(row) or "instance_id" not in row:
+                raise
+            family.load(renamed)
+            return renamed
+        return row
+
+    def _load(self, request: GroupRequest | EpisodeRequest) -> Task:
+        task: Task = self._family(request.environment).load(request.task)
         return task
 
-    async def _check_room(self, requests: Sequence[GroupRequest]) -> None:
+    def _family(self, name: str) -> Family:
+        return known(self.environments, name)
+
+    async def _check_room(self, requests: Sequence[GroupRequest], quota: tuple[str, int] | None) -> None:
         room = self.settings.queue - len(self._engine.scheduler)
+        if quota is not None:
+            room = min(room, self._room_of(quota))
         new = 0
         for request in requests:
             try:
@@ -304,12 +470,15 @@ class RolloutService:
     def _recorded(self, result: Result) -> None:
         self._newest = max(self._newest, result.cursor)
         self.metrics.observe(result)
-        self._announce()
+        self._announce(result)
 
-    def _announce(self) -> None:
-        """Wake everyone who waits for results."""
-        self._news.set()
-        self._news = asyncio.Event()
+    def _room_of(self, quota: tuple[str, int]) -> int:
+        prefix, most = quota
+        return most - self._engine.unfinished_of[prefix] - self.episodes.count(prefix)
+
+    def _announce(self, result: Result) -> None:
+        """Wake everyone who waits for a result."""
+        self._news.tell(EVERYTHING, result.group_id)
 
     def _group_view(self, group: StoredGroup) -> GroupView:
         request = group.request

@@ -14,7 +14,7 @@ from typing import Any
 from prorl_envs.errors import InputError
 from prorl_envs.rollout.types import Result
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 #: In the file's header, so that a database of another program is not taken for one of ours.
 _APPLICATION_ID = 0x50524F4C
 
@@ -23,12 +23,12 @@ _APPLICATION_ID = 0x50524F4C
 _SCHEMA = f"""
 BEGIN;
 CREATE TABLE groups (
-    number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, task_id TEXT NOT NULL, request BLOB NOT NULL,
-    missing INTEGER NOT NULL
+    number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, task_id TEXT NOT NULL,
+    environment TEXT NOT NULL, request BLOB NOT NULL, missing INTEGER NOT NULL
 );
 CREATE INDEX unfinished ON groups (number) WHERE missing > 0;
 CREATE TABLE jobs (
-    number INTEGER, sample INTEGER, attempts INTEGER NOT NULL DEFAULT 0,
+    number INTEGER, sample INTEGER, attempts INTEGER NOT NULL DEFAULT 0, failures INTEGER NOT NULL DEFAULT 0,
     cursor INTEGER, state TEXT, reward REAL, failure TEXT,
     PRIMARY KEY (number, sample)
 ) WITHOUT ROWID;

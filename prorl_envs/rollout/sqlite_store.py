@@ -16,7 +16,7 @@ import json
 import os
 import sqlite3
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -26,9 +26,11 @@ from prorl_envs.errors import FailureKind, ProrlError
 from prorl_envs.rollout.errors import NotFound, Unavailable
 from prorl_envs.rollout.sqlite_file import lock, open_file, pack, unpack
 from prorl_envs.rollout.store import (
+    ALL,
     PAGE_TOKENS,
     NewGroup,
     Outcome,
+    Selection,
     StoredGroup,
     conflict,
     expired,
@@ -72,8 +74,8 @@ class SqliteStore:
     async def submit(self, groups: Sequence[NewGroup]) -> list[bool]:
         return await self._write(partial(self._submit, groups))
 
-    async def started(self, job_id: str) -> None:
-        await self._write(partial(self._started, job_id))
+    async def started(self, job_id: str, failures: int = 0) -> None:
+        await self._write(partial(self._started, job_id, failures))
 
     async def record(self, result: Result) -> Result:
         return await self._write(partial(self._record, result))
@@ -81,14 +83,16 @@ class SqliteStore:
     async def group(self, group_id: str) -> StoredGroup:
         return await self._read(partial(self._group, group_id))
 
-    async def results(self, after: int, limit: int, *, max_tokens: int = PAGE_TOKENS) -> list[Result]:
-        return await self._read(partial(self._results, after, limit, max_tokens))
+    async def newest(self) -> int:
+        return await self._read(self._newest)
+
+    async def results(
+        self, after: int, limit: int, *, max_tokens: int = PAGE_TOKENS, only: Selection = ALL
+    ) -> list[Result]:
+        return await self._read(partial(self._results, after, limit, max_tokens, only))
 
     async def result(self, job_id: str) -> Result:
         return await self._read(partial(self._result, job_id))
-
-    async def newest(self) -> int:
-        return await self._read(self._newest)
 
     async def unfinished(self) -> list[StoredGroup]:
         return await self._read(self._unfinished)
@@ -169,9 +173,10 @@ class SqliteStore:
                 new[request.id] = group, text
         for group, text in new.values():
             samples = group.request.samples
-            values = (group.request.id, group.task_id, zlib.compress(text, 1), samples)
+            environment, packed = group.request.environment, zlib.compress(text, 1)
             row = self._db.execute(
-                "INSERT INTO groups (id, task_id, request, missing) VALUES (?, ?, ?, ?)", values
+                "INSERT INTO groups (id, task_id, environment, request, missing) VALUES (?, ?, ?, ?, ?)",
+                (group.request.id, group.task_id, environment, packed, samples),
             )
             self._db.executemany(
                 "INSERT INTO jobs (number, sample) VALUES (?, ?)",
@@ -183,12 +188,12 @@ class SqliteStore:
         row = self._db.execute("SELECT request FROM groups WHERE id = ?", (group_id,)).fetchone()
         return zlib.decompress(row[0]) if row else None
 
-    def _started(self, job_id: str) -> None:
+    def _started(self, job_id: str, failures: int) -> None:
         group_id, sample = split_job_id(job_id)
         changed = self._db.execute(
-            "UPDATE jobs SET attempts = attempts + 1"
+            "UPDATE jobs SET attempts = attempts + 1, failures = ?"
             " WHERE number = (SELECT number FROM groups WHERE id = ?) AND sample = ?",
-            (group_id, sample),
+            (failures, group_id, sample),
         )
         if changed.rowcount == 0:
             raise NotFound(f"no job {job_id!r}")
@@ -252,17 +257,13 @@ class SqliteStore:
             return group
         raise NotFound(f"no group {group_id!r}")
 
-    def _newest(self) -> int:
-        newest: int = self._view.execute("SELECT coalesce(max(cursor), 0) FROM results").fetchone()[0]
-        return newest
-
     def _unfinished(self) -> list[StoredGroup]:
         return list(self._groups("missing > 0"))
 
     def _groups(self, condition: str, *values: object) -> Iterator[StoredGroup]:
         """Groups in the order of their submission. One query, so that each is of one moment."""
         rows = self._view.execute(
-            "SELECT number, task_id, request, state, reward, failure, attempts, cursor"
+            "SELECT number, task_id, request, state, reward, failure, attempts, cursor, failures"
             f" FROM groups JOIN jobs USING (number) WHERE {condition} ORDER BY number, sample",
             values,
         ).fetchall()
@@ -272,18 +273,25 @@ class SqliteStore:
             yield StoredGroup(
                 GroupRequest.model_validate_json(zlib.decompress(request)),
                 task_id,
-                tuple(_outcome(*row[3:]) for row in group),
+                tuple(_outcome(*row[3:8]) for row in group),
                 tuple(row[6] for row in group),
+                tuple(row[8] for row in group),
             )
 
-    def _results(self, after: int, limit: int, max_tokens: int) -> list[Result]:
+    def _newest(self) -> int:
+        newest: int | None = self._view.execute("SELECT max(cursor) FROM results").fetchone()[0]
+        return newest or 0
+
+    def _results(self, after: int, limit: int, max_tokens: int, only: Selection) -> list[Result]:
+        condition, values = _condition(only)
         with self._view:  # both queries see the same moment
             self._view.execute("BEGIN")
             first = self._view.execute("SELECT min(cursor) FROM results").fetchone()[0]
             if first is not None and 0 < after < first - 1:
                 raise expired(first - 1, after)
             rows = self._view.execute(
-                "SELECT * FROM results WHERE cursor > ? ORDER BY cursor LIMIT ?", (after, limit)
+                f"SELECT * FROM results WHERE cursor > ?{condition} ORDER BY cursor LIMIT ?",
+                (after, *values, limit),
             )
             page: list[Result] = []
             for row in rows:
@@ -315,6 +323,37 @@ def _value_or_refusal(work: Callable[[], Any]) -> Any:
         return work()
     except ProrlError as refusal:
         return refusal
+
+
+def _condition(only: Selection) -> tuple[str, list[str]]:
+    """A selection as SQL. Groups are looked up by their id; the rest is tried on one result after the other,
+    since a reader has read most of them already."""
+    condition = ""
+    values: list[str] = []
+
+    def one_of(column: str, wanted: Collection[str]) -> str:
+        values.extend(sorted(wanted))
+        return f"{column} IN ({', '.join('?' * len(wanted))})"
+
+    if only.groups:
+        ids = one_of("id", only.groups)
+        condition += f" AND cursor IN (SELECT cursor FROM groups JOIN jobs USING (number) WHERE {ids})"
+    if only.environments:
+        names = one_of("environment", only.environments)
+        condition += f" AND EXISTS (SELECT 1 FROM groups WHERE groups.number = results.number AND {names})"
+    if only.prefix:
+        condition += (
+            " AND EXISTS (SELECT 1 FROM groups WHERE groups.number = results.number"
+            " AND substr(id, 1, length(?)) = ?)"
+        )
+        values.extend([only.prefix, only.prefix])
+    if only.states:
+        states = one_of("state", only.states)
+        condition += (
+            " AND EXISTS (SELECT 1 FROM jobs WHERE jobs.number = results.number"
+            f" AND jobs.cursor = results.cursor AND {states})"
+        )
+    return condition, values
 
 
 def _same(known: bytes, text: bytes) -> bool:

@@ -37,12 +37,14 @@ class StoredGroup:
         task_id: id of its task.
         outcomes: one per sample, None where it is not finished.
         attempts: how often each sample was started.
+        failures: how many of these attempts had failed when the last one started.
     """
 
     request: GroupRequest
     task_id: str
     outcomes: tuple[Outcome | None, ...]
     attempts: tuple[int, ...]
+    failures: tuple[int, ...]
 
     @property
     def complete(self) -> bool:
@@ -55,6 +57,35 @@ class NewGroup:
 
     request: GroupRequest
     task_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Which results a reader wants. Of each kind: one of these, or any where none is named.
+
+    Args:
+        groups: ids of groups.
+        environments: names of environments.
+        states: final states.
+        prefix: how the ids of their groups begin.
+    """
+
+    groups: frozenset[str] = frozenset()
+    environments: frozenset[str] = frozenset()
+    states: frozenset[JobState] = frozenset()
+    prefix: str = ""
+
+    def __contains__(self, result: Result) -> bool:
+        return (
+            (not self.groups or result.group_id in self.groups)
+            and result.group_id.startswith(self.prefix)
+            and (not self.environments or result.environment in self.environments)
+            and (not self.states or result.state in self.states)
+        )
+
+
+#: Every result.
+ALL = Selection()
 
 
 class Store(Protocol):
@@ -83,8 +114,11 @@ class Store(Protocol):
         """Raises: NotFound."""
         ...
 
-    async def started(self, job_id: str) -> None:
+    async def started(self, job_id: str, failures: int = 0) -> None:
         """Count an attempt at a job.
+
+        Args:
+            failures: how many attempts before it failed; the others were interrupted.
 
         Raises:
             NotFound: no such job.
@@ -100,11 +134,18 @@ class Store(Protocol):
         """
         ...
 
-    async def results(self, after: int, limit: int, *, max_tokens: int = PAGE_TOKENS) -> list[Result]:
+    async def newest(self) -> int:
+        """The greatest cursor there is; 0 where there is none."""
+        ...
+
+    async def results(
+        self, after: int, limit: int, *, max_tokens: int = PAGE_TOKENS, only: Selection = ALL
+    ) -> list[Result]:
         """Results with a cursor greater than `after`, in order, at most `limit`. 0 is the oldest kept.
 
         Args:
             max_tokens: tokens of all their trajectories; the first comes however many it has.
+            only: which of them.
 
         Raises:
             CursorExpired: results between `after` and the oldest kept are gone.
@@ -113,10 +154,6 @@ class Store(Protocol):
 
     async def result(self, job_id: str) -> Result:
         """Raises: NotFound: no such job, it is not finished, or its result is no longer kept."""
-        ...
-
-    async def newest(self) -> int:
-        """Cursor of the newest result there ever was; 0 where there is none."""
         ...
 
     async def unfinished(self) -> list[StoredGroup]:
@@ -131,6 +168,7 @@ class _Entry:
     group: NewGroup
     outcomes: list[Outcome | None]
     attempts: list[int]
+    failures: list[int]
     kept: int = 0  # results of this group still kept
 
     @property
@@ -170,15 +208,16 @@ class MemoryStore:
         for group_id, group in new.items():
             if group_id not in self._entries:
                 samples = group.request.samples
-                self._entries[group_id] = _Entry(group, [None] * samples, [0] * samples)
+                self._entries[group_id] = _Entry(group, [None] * samples, [0] * samples, [0] * samples)
         return fresh
 
     async def group(self, group_id: str) -> StoredGroup:
         return _view(self._entry(group_id))
 
-    async def started(self, job_id: str) -> None:
+    async def started(self, job_id: str, failures: int = 0) -> None:
         entry, sample = self._job(job_id)
         entry.attempts[sample] += 1
+        entry.failures[sample] = failures
 
     async def record(self, result: Result) -> Result:
         entry = self._entry(result.group_id)
@@ -201,18 +240,26 @@ class MemoryStore:
         self._trim()
         return result
 
-    async def results(self, after: int, limit: int, *, max_tokens: int = PAGE_TOKENS) -> list[Result]:
+    async def newest(self) -> int:
+        return self._cursor
+
+    async def results(
+        self, after: int, limit: int, *, max_tokens: int = PAGE_TOKENS, only: Selection = ALL
+    ) -> list[Result]:
         if 0 < after < self._dropped:
             raise expired(self._dropped, after)
         first = max(after, self._dropped) + 1
-        last = min(first + limit - 1, self._cursor)
         page: list[Result] = []
-        for cursor in range(first, last + 1):
+        for cursor in range(first, self._cursor + 1):
             result = self._results[cursor]
+            if result not in only:
+                continue
             max_tokens -= token_count(result)
             if page and max_tokens < 0:
                 break
             page.append(result)
+            if len(page) == limit:
+                break
         return page
 
     async def result(self, job_id: str) -> Result:
@@ -223,9 +270,6 @@ class MemoryStore:
         if outcome.cursor not in self._results:
             raise NotFound(f"the result of job {job_id!r} is no longer kept")
         return self._results[outcome.cursor]
-
-    async def newest(self) -> int:
-        return self._cursor
 
     async def unfinished(self) -> list[StoredGroup]:
         return [_view(entry) for entry in self._entries.values() if not entry.complete]
@@ -260,7 +304,13 @@ class MemoryStore:
 
 
 def _view(entry: _Entry) -> StoredGroup:
-    return StoredGroup(entry.group.request, entry.group.task_id, tuple(entry.outcomes), tuple(entry.attempts))
+    return StoredGroup(
+        entry.group.request,
+        entry.group.task_id,
+        tuple(entry.outcomes),
+        tuple(entry.attempts),
+        tuple(entry.failures),
+    )
 
 
 def token_count(result: Result) -> int:

@@ -31,6 +31,13 @@ def json_problem(value: object) -> str:
     return ""
 
 
+def checked_json(value: dict[str, Any]) -> dict[str, Any]:
+    """The value itself. For validators: raises ValueError where it cannot travel as JSON."""
+    if json_problem(value):  # whose words may quote what UTF-8 cannot carry
+        raise ValueError("not JSON: a NaN, an infinity or a lone surrogate is in it")
+    return value
+
+
 def job_id(group_id: str, sample: int) -> str:
     """The id of a group's sample."""
     return f"{group_id}/{sample}"
@@ -119,9 +126,7 @@ class GroupRequest(_Wire):
     @field_validator("task", "metadata")
     @classmethod
     def _is_json(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if json_problem(value):  # whose words may quote what UTF-8 cannot carry
-            raise ValueError("not JSON: a NaN, an infinity or a lone surrogate is in it")
-        return value
+        return checked_json(value)
 
 
 class Failure(_Wire):

@@ -30,6 +30,12 @@ class JobView(_View):
     cursor: int | None = None
 
 
+class JobToken(_View):
+    """A bearer token that is good for one job."""
+
+    token: str
+
+
 class GroupView(_View):
     """Where a group is.
 
@@ -205,10 +211,12 @@ class StatusView(_View):
     """The service at one moment.
 
     Args:
-        state: starting, serving, draining or stopped.
+        state: starting, serving, draining or stopped. Drained is draining with nothing unfinished.
+        paused: `hold` where no stage starts, `finish` where no job begins, None where it is not paused.
         uptime_s: seconds since start.
         pools: by stage.
-        live, live_limit: jobs that hold a sandbox.
+        live, live_limit: jobs and episodes that hold a sandbox.
+        episodes: those that callers drive.
         unfinished, queue_limit: jobs accepted and not gone.
         finished: results since start, by state.
         failures: failed jobs since start, by kind.
@@ -221,10 +229,12 @@ class StatusView(_View):
 
     version: str
     state: str
+    paused: str | None = None
     uptime_s: float
     pools: dict[str, PoolView]
     live: int
     live_limit: int
+    episodes: int = 0
     unfinished: int
     queue_limit: int
     finished: dict[str, int]

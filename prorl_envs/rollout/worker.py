@@ -52,8 +52,16 @@ class Worker:
         self._grace_s = grace_s
         self._close_s = close_s
 
-    async def perform(self, episode: Episode, stage: Stage) -> Failure | None:
-        """Carry out one stage; what failed, or None. Its time is added to the episode's."""
+    async def perform(
+        self, episode: Episode, stage: Stage, run: Coroutine[None, None, None] | None = None
+    ) -> Failure | None:
+        """Carry out one stage; what failed, or None. Its time is added to the episode's.
+
+        Args:
+            episode: whose stage it is.
+            stage: which.
+            run: what RUN does; None lets the agent play.
+        """
         limits = episode.request.limits
         held = episode.attempt.transcript.held  # of turns, while weights change: no active time
         started = self._clock.monotonic()
@@ -63,7 +71,7 @@ class Worker:
                     work = stages.init(episode, self._node, self._families)
                     return await self._guard(episode, stage, work, limits.init_s)
                 case Stage.RUN:
-                    work = stages.run(episode, self._agent)
+                    work = run or stages.run(episode, self._agent)
                     return await self._guard(episode, stage, work, limits.run_s + self._grace_s)
                 case Stage.EVAL:
                     work = stages.evaluate(episode)

@@ -13,8 +13,10 @@ from prorl_envs.rollout.scheduler import (
     Decision,
     FairQueue,
     Finish,
+    Grant,
     Interrupt,
     Limits,
+    Pause,
     Scheduler,
     Start,
 )
@@ -148,6 +150,74 @@ def test_cancelled_between_two_attempts() -> None:
     assert len(scheduler) == 0
 
 
+def test_a_paused_scheduler_takes_jobs_and_starts_no_stage() -> None:
+    scheduler = Scheduler(WIDE)
+    scheduler.submit([("a", "g")])
+    assert scheduler.pause(Pause.HOLD) == []
+    assert scheduler.submit([("b", "g")]) == []
+    assert scheduler.ended("a") == [], "its stage ends, and the next one waits"
+    assert scheduler.waiting == {Stage.INIT: 1, Stage.RUN: 1, Stage.EVAL: 0}
+    assert scheduler.cancel("b") == [Finish("b", JobState.CANCELLED)]
+    assert scheduler.resume() == [Start("a", Stage.RUN, 1)]
+    assert scheduler.paused is None
+
+
+def test_a_pause_that_lets_finish_holds_back_what_has_not_begun() -> None:
+    scheduler = Scheduler(WIDE)
+    scheduler.submit([("a", "g"), ("b", "g")])
+    scheduler.pause(Pause.HOLD)
+    scheduler.ended("a")
+    assert scheduler.pause(Pause.FINISH) == [Start("a", Stage.RUN, 1)], "from one pause into the other"
+    assert scheduler.submit([("c", "g")]) == []
+    assert scheduler.failed("b", retryable=True) == [Close("b")]
+    assert scheduler.closed("b") == [], "another attempt is a beginning"
+    assert scheduler.ended("a") == [Start("a", Stage.EVAL, 1)]
+    assert starts(scheduler.resume()) == [("c", Stage.INIT), ("b", Stage.INIT)]
+
+
+def test_a_guest_shares_the_room_and_comes_before_jobs_that_wait() -> None:
+    scheduler = Scheduler(Limits(init=1, run=1, eval=1, live=2))
+    scheduler.submit([("a", "g"), ("b", "g")])
+    assert scheduler.reserve("x") == [], "INIT is taken"
+    with pytest.raises(ValueError, match="there already"):
+        scheduler.reserve("x")
+    assert scheduler.ended("a") == [Start("a", Stage.RUN, 1), Grant("x")]
+    assert (scheduler.live, scheduler.active[Stage.INIT]) == (2, 1)
+    assert scheduler.prepared("x") == [], "INIT is free, and nothing else"
+    with pytest.raises(ValueError, match="prepared already"):
+        scheduler.prepared("x")
+    assert scheduler.release("x") == [Start("b", Stage.INIT, 1)]
+    assert scheduler.release("x") == []
+
+
+def test_a_guest_that_goes_early_gives_everything_back() -> None:
+    scheduler = Scheduler(Limits(init=1, run=1, eval=1, live=1))
+    assert scheduler.reserve("x") == [Grant("x")]
+    assert scheduler.reserve("y") == []
+    scheduler.submit([("a", "g")])
+    assert scheduler.release("y") == []
+    assert scheduler.release("x") == [Start("a", Stage.INIT, 1)]
+    assert scheduler.live == 1
+
+
+def test_a_paused_scheduler_lets_no_guest_in() -> None:
+    scheduler = Scheduler(WIDE)
+    for mode in Pause:
+        scheduler.pause(mode)
+        assert scheduler.reserve(mode) == []
+    assert scheduler.resume() == [Grant(mode) for mode in Pause]
+
+
+def test_attempts_that_failed_under_an_earlier_scheduler_count() -> None:
+    scheduler = Scheduler(WIDE)
+    assert scheduler.submit([("a", "g"), ("b", "g")], {"a": 1}) == [
+        Start("a", Stage.INIT, 2),
+        Start("b", Stage.INIT, 1),
+    ]
+    assert scheduler.failed("a", retryable=True) == [Finish("a", JobState.FAILED), Close("a")]
+    assert scheduler.failed("b", retryable=True) == [Close("b")]
+
+
 def test_events_of_jobs_that_are_not_there_are_bugs() -> None:
     scheduler = Scheduler(WIDE)
     scheduler.submit([("a", "g")])
@@ -179,6 +249,8 @@ class World:
     finished: dict[str, JobState] = field(default_factory=dict)
     stages: defaultdict[str, list[tuple[int, Stage]]] = field(default_factory=lambda: defaultdict(list))
     most: Counter[str] = field(default_factory=Counter)
+    guests: dict[str, bool] = field(default_factory=dict)  # by name, whether still in INIT
+    invited: int = 0
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.limits)
@@ -187,6 +259,8 @@ class World:
         for decision in decisions:
             match decision:
                 case Start(job, stage, attempt):
+                    assert self.scheduler.paused is not Pause.HOLD
+                    assert not (self.scheduler.paused and stage is Stage.INIT)
                     assert job not in self.running, "two stages at once"
                     assert job not in self.finished, "started after its end"
                     assert (attempt, stage) not in self.stages[job], "one stage twice"
@@ -197,6 +271,10 @@ class World:
                 case Finish(job, state):
                     assert job not in self.finished, "finished twice"
                     self.finished[job] = state
+                case Grant(guest):
+                    assert self.scheduler.paused is None
+                    assert guest not in self.guests, "let in twice"
+                    self.guests[guest] = True
                 case Close(job):
                     assert job not in self.running, "closed while a stage runs"
                     assert job not in self.closing, "closed twice"
@@ -205,23 +283,33 @@ class World:
 
     def check(self) -> None:
         active = Counter(self.running.values())
+        active[Stage.INIT] += sum(self.guests.values())
         for stage in Stage:
             assert active[stage] <= self.limits.of(stage)
             assert active[stage] == self.scheduler.active[stage]
             self.most[stage] = max(self.most[stage], active[stage])
-        held = set(self.running) | self.closing
+        held = set(self.running) | self.closing | set(self.guests)
         assert len(held) <= self.scheduler.live <= self.limits.live
         waiting = self.scheduler.waiting
+        if self.scheduler.paused is Pause.HOLD:
+            return
         if waiting[Stage.RUN]:
             assert active[Stage.RUN] == self.limits.run, "a free slot beside a waiting job"
         if waiting[Stage.EVAL]:
             assert active[Stage.EVAL] == self.limits.eval
-        if waiting[Stage.INIT]:
+        if waiting[Stage.INIT] and not self.scheduler.paused:
             assert active[Stage.INIT] == self.limits.init or self.scheduler.live == self.limits.live
 
     def step(self) -> None:
         """Something of all that may happen happens."""
+        if self.chance.random() < 0.1:
+            mode = self.chance.choice([None, *Pause])
+            self.apply(self.scheduler.resume() if mode is None else self.scheduler.pause(mode))
+        if self.chance.random() < 0.2:
+            self.visit()
         jobs = [*self.running, *self.closing]
+        if not jobs:  # paused
+            return
         job = self.chance.choice(jobs)
         if job in self.closing:
             self.closing.discard(job)
@@ -235,6 +323,24 @@ class World:
             self.apply(self.scheduler.failed(job, retryable=self.chance.random() < 0.5))
         else:
             self.apply(self.scheduler.ended(job))
+
+    def visit(self) -> None:
+        """A guest comes, is prepared, or goes."""
+        guests = list(self.guests)
+        if not guests or self.chance.random() < 0.3:
+            self.invited += 1
+            self.apply(self.scheduler.reserve(f"guest {self.invited}"))
+            return
+        guest = self.chance.choice(guests)
+        if self.guests[guest] and self.chance.random() < 0.5:
+            self.guests[guest] = False
+            self.apply(self.scheduler.prepared(guest))
+        else:
+            self.leave(guest)
+
+    def leave(self, guest: str) -> None:
+        self.guests.pop(guest, None)
+        self.apply(self.scheduler.release(guest))
 
 
 limits = st.builds(
@@ -260,8 +366,15 @@ def test_whatever_happens_nothing_is_lost_and_no_limit_is_passed(
             world.step()
         if chance.random() < 0.05:
             world.apply(world.scheduler.cancel(chance.choice(jobs)[0]))
-    while world.running or world.closing:
+    while len(world.scheduler):
+        if not world.running and not world.closing:
+            assert world.scheduler.paused or world.guests, "nothing happens although nothing holds it back"
+            world.apply(world.scheduler.resume())
+            for guest in list(world.guests):
+                world.leave(guest)
         world.step()
+    for number in range(world.invited):
+        world.leave(f"guest {number + 1}")
     assert set(world.finished) == {job for job, _ in jobs}, "a job without an end"
     assert len(world.scheduler) == 0
     assert world.scheduler.live == 0

@@ -9,7 +9,7 @@ import pytest
 from prorl_envs.errors import FailureKind
 from prorl_envs.rollout.errors import Conflict, CursorExpired, NotFound
 from prorl_envs.rollout.sqlite_store import SqliteStore
-from prorl_envs.rollout.store import MemoryStore, NewGroup, Store
+from prorl_envs.rollout.store import MemoryStore, NewGroup, Selection, Store
 from prorl_envs.rollout.types import (
     Failure,
     GroupRequest,
@@ -179,9 +179,10 @@ async def test_a_page_holds_no_more_tokens_than_it_may_and_at_least_one_result(s
 
 async def test_attempts_are_counted_until_there_is_a_result(store: Store) -> None:
     await store.submit([group()])
-    for job in ("g/1", "g/1", "g/0"):
-        await store.started(job)
+    for job, failures in (("g/1", 0), ("g/1", 1), ("g/0", 0)):
+        await store.started(job, failures)
     assert (await store.group("g")).attempts == (1, 2)
+    assert (await store.group("g")).failures == (0, 1)
     await store.record(result(sample=1).model_copy(update={"attempts": 2}))
     [unfinished] = await store.unfinished()
     assert unfinished.attempts == (1, 2)
@@ -208,3 +209,34 @@ async def test_a_refusal_leaves_what_was_written_beside_it(store: Store) -> None
     assert isinstance(outcomes[1], Conflict) and isinstance(outcomes[2], NotFound)
     assert [r.job_id for r in await store.results(0, 10)] == ["a/0"]
     assert [g.request.id for g in await store.unfinished()] == ["a", "b"]
+
+
+async def test_a_reader_chooses_what_it_wants(store: Store) -> None:
+    await store.submit([group("a"), group("b", environment="other"), group("c")])
+    for group_id, environment, reward in (
+        ("a", "toy", 1.0),
+        ("b", "other", 1.0),
+        ("c", "toy", None),
+        ("b", "other", None),
+        ("a", "toy", 0.0),
+    ):
+        sample = len([r for r in await store.results(0, 10) if r.group_id == group_id])
+        given = result(group_id, sample, reward).model_copy(update={"environment": environment})
+        await store.record(given)
+
+    async def cursors(after: int = 0, limit: int = 10, **wanted: set[str]) -> list[int]:
+        only = Selection(**{name: frozenset(values) for name, values in wanted.items()})  # type: ignore[arg-type]
+        return [r.cursor for r in await store.results(after, limit, only=only)]
+
+    assert await store.newest() == 5
+    assert await cursors() == [1, 2, 3, 4, 5]
+    assert await cursors(groups={"a", "c"}) == [1, 3, 5]
+    assert await cursors(after=1, limit=1, groups={"a", "c"}) == [3]
+    assert await cursors(environments={"other"}) == [2, 4]
+    assert await cursors(states={JobState.FAILED}) == [3, 4]
+    assert await cursors(groups={"b"}, environments={"other", "none"}, states={JobState.FAILED}) == [4]
+    assert await cursors(groups={"none"}) == []
+
+
+async def test_the_newest_cursor_of_nothing_is_0(store: Store) -> None:
+    assert await store.newest() == 0

@@ -1,0 +1,183 @@
+"""Tenants beside each other, tokens for one job, and what is the operator's alone."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import SecretStr
+
+from prorl_envs.config import ServerSettings, TenantSettings, load_settings
+from prorl_envs.errors import InputError
+from prorl_envs.rollout.access import JOB_ROUTES, TENANT_ROUTES
+from prorl_envs.rollout.api import create_app
+from prorl_envs.rollout.client import RolloutClient
+from prorl_envs.rollout.episode_types import EpisodeRequest
+from prorl_envs.rollout.errors import Forbidden, Full, NotFound, Unauthorized
+
+pytestmark = pytest.mark.anyio
+
+OPERATOR, ALICE, BOB = "operator-token-123", "token-of-alice-123", "token-of-bob-12345"
+SETTINGS = ServerSettings(
+    token=SecretStr(OPERATOR),
+    tenants={
+        "alice": TenantSettings(token=SecretStr(ALICE), jobs=3),
+        "bob": TenantSettings(token=SecretStr(BOB)),
+    },
+)
+
+type Connect = Callable[[str], RolloutClient]
+
+
+@pytest.fixture
+async def connect(bench: Any) -> AsyncIterator[Connect]:
+    transport = httpx.ASGITransport(create_app(bench.service, SETTINGS))
+    clients: list[RolloutClient] = []
+
+    def client(token: str) -> RolloutClient:
+        clients.append(RolloutClient("http://h", token=token, transport=transport, attempts=1))
+        return clients[-1]
+
+    yield client
+    for made in clients:
+        await made.aclose()
+
+
+async def test_a_tenant_sees_and_ends_only_its_own(bench: Any, connect: Connect) -> None:
+    alice, bob, operator = connect(ALICE), connect(BOB), connect(OPERATOR)
+    await alice.submit([bench.group("alice/a")])
+    await bob.submit([bench.group("bob/a")])
+    await operator.submit([bench.group("free")])
+    await bench.finished(3)
+    assert [r.group_id for r in (await alice.page()).results] == ["alice/a"]
+    assert [r.group_id async for r in bob.follow(["bob/a"])] == ["bob/a"]
+    assert len((await operator.page()).results) == 3
+    for foreign in ("bob/a", "free", "alice", "alic/e", "nobody/x"):
+        for asking in (alice.group(foreign), alice.cancel_group(foreign), alice.job(f"{foreign}/0")):
+            with pytest.raises(NotFound):
+                await asking
+        with pytest.raises(NotFound):
+            await alice.result(f"{foreign}/0")
+        with pytest.raises(Forbidden, match="not yours"):
+            await alice.submit([bench.group("alice/b"), bench.group(foreign)])
+        with pytest.raises(Forbidden):
+            await alice.start_episode(
+                EpisodeRequest(id=foreign, environment="toy", task={"id": "t", "instruction": "do"})
+            )
+    with pytest.raises(NotFound):
+        await alice.group("alice/b")
+    assert (await operator.group("alice/a")).complete
+
+
+async def test_what_steers_the_service_is_the_operators(connect: Connect) -> None:
+    alice = connect(ALICE)
+    assert (await alice.status()).state == "serving"
+    assert await alice.environments()
+    for steering in (
+        alice.pause(),
+        alice.resume(),
+        alice.drain(),
+        alice.model_servers(),
+        alice.add_model_server("http://127.0.0.1:1"),
+    ):
+        with pytest.raises(Forbidden, match="operator"):
+            await steering
+    await connect(OPERATOR).pause()
+
+
+async def test_a_new_route_is_closed_to_tenants(bench: Any) -> None:
+    paths = {route.path for route in create_app(bench.service, SETTINGS).routes}  # type: ignore[attr-defined]
+    assert paths >= TENANT_ROUTES, "a route was renamed"
+    assert JOB_ROUTES <= TENANT_ROUTES
+    assert {"/v1/pause", "/v1/model_servers", "/process", "/stop"} <= paths - TENANT_ROUTES
+
+
+async def test_a_tenants_bound_is_its_own(bench: Any, connect: Connect) -> None:
+    alice, bob = connect(ALICE), connect(BOB)
+    bench.world.gates["call"] = asyncio.Event()
+    await alice.submit([bench.group("alice/a", samples=2)])
+    await alice.start_episode(
+        EpisodeRequest(id="alice/e", environment="toy", task={"id": "t", "instruction": "do"})
+    )
+    with pytest.raises(Full, match="room for 0 of 1"):
+        await alice.submit([bench.group("alice/b")])
+    with pytest.raises(Full, match="3 unfinished"):
+        await alice.start_episode(
+            EpisodeRequest(id="alice/f", environment="toy", task={"id": "t", "instruction": "do"})
+        )
+    await alice.submit([bench.group("alice/a", samples=2)])  # known, so nothing new
+    await bob.submit([bench.group("bob/a", samples=10)])
+    await alice.close_episode("alice/e")
+    await alice.submit([bench.group("alice/b")])
+    bench.world.gates["call"].set()
+    await bench.finished(13)
+    await bench.gone()
+    await alice.submit([bench.group("alice/c", samples=3)])
+    await bench.finished(16)
+
+
+async def test_a_jobs_token_is_good_for_that_job(bench: Any, connect: Connect) -> None:
+    bench.world.gates["call"] = asyncio.Event()
+    await connect(ALICE).submit([bench.group("alice/a", samples=2)])
+    token = await connect(ALICE).job_token("alice/a/1")
+    with pytest.raises(NotFound):
+        await connect(BOB).job_token("alice/a/1")
+    holder = connect(token)
+    assert (await holder.job("alice/a/1")).id == "alice/a/1"
+    for other in (holder.job("alice/a/0"), holder.job("alice/a/10"), holder.cancel_job("alice/a/0")):
+        with pytest.raises(NotFound):
+            await other
+    for more in (
+        holder.group("alice/a"),
+        holder.page(),
+        holder.status(),
+        holder.submit([bench.group("x")]),
+        holder.job_token("alice/a/1"),
+        holder.pause(),
+    ):
+        with pytest.raises(Forbidden):
+            await more
+    assert (await holder.cancel_job("alice/a/1")).state == "cancelled"
+    assert (await holder.result("alice/a/1")).reward is None
+    kind, name, signature = token.split(".")
+    wrong = ("x" + signature[1:], signature[:-1], "", "é")
+    forged = [f"{kind}.{name}.{other}" for other in wrong]
+    forged += [f"{kind}.{name[:-2]}.{signature}", f"{kind}.!.{signature}", f"{kind}..{signature}", kind]
+    for bad in forged:
+        response = await holder._http.get(
+            "/v1/jobs/alice/a/1", headers=[(b"authorization", f"Bearer {bad}".encode())]
+        )
+        assert response.status_code == 401, bad
+    bench.world.gates["call"].set()
+
+
+async def test_the_tokens_are_kept_apart_and_out_of_sight(connect: Connect, bench: Any) -> None:
+    for stranger in ("", "alice", ALICE[:-1], ALICE + BOB):
+        with pytest.raises(Unauthorized):
+            await connect(stranger).status()
+    assert ALICE not in repr(SETTINGS) + str(SETTINGS.model_dump())
+    create_app(bench.service, SETTINGS.model_copy(update={"host": "0.0.0.0", "token": None}))
+
+
+async def test_tenants_alone_lock_the_service_and_leave_no_job_tokens(bench: Any) -> None:
+    settings = SETTINGS.model_copy(update={"token": None})
+    transport = httpx.ASGITransport(create_app(bench.service, settings))
+    async with RolloutClient("http://127.0.0.1", transport=transport, attempts=1) as nobody:
+        with pytest.raises(Unauthorized):
+            await nobody.status()
+    async with RolloutClient("http://127.0.0.1", token=BOB, transport=transport, attempts=1) as bob:
+        await bob.submit([bench.group("bob/a")])
+        with pytest.raises(InputError, match="no token of its own"):
+            await bob.job_token("bob/a/0")
+
+
+def test_tenants_are_read_from_the_environment() -> None:
+    settings = load_settings(environ={"PRORL_SERVER__TENANTS": f"{{alice: {{token: {ALICE}, jobs: 5}}}}"})
+    assert settings.server.tenants["alice"].jobs == 5
+    for wrong in ("{a/b: {token: 0123456789abcdef}}", "{a: {token: short}}", "{a: {}}"):
+        with pytest.raises(InputError, match="tenants"):
+            load_settings(environ={"PRORL_SERVER__TENANTS": wrong})
+    with pytest.raises(InputError) as error:
+        load_settings(environ={"PRORL_SERVER__TENANTS": f"{{alice: {{token: {ALICE}"})
+    assert ALICE not in str(error.value), "a secret that was mistyped is still one"

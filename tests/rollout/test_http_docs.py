@@ -1,0 +1,94 @@
+"""The examples of docs/http-api.md, against a running service; and every route has one."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from prorl_envs.config import ServerSettings
+from prorl_envs.policy.pool import ModelPool
+from prorl_envs.policy.rendering import TemplateRenderer
+from prorl_envs.rollout.api import create_app
+from prorl_envs.rollout.server import serving
+from prorl_envs.rollout.service import RolloutService
+from prorl_envs.testing.toy import ToyModel, ToyWorld, empty_node
+
+pytestmark = pytest.mark.anyio
+
+PAGE = Path(__file__).parents[2] / "docs" / "http-api.md"
+BLOCK = re.compile(r"^```http\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+class Example(NamedTuple):
+    """One `http` block: a request with its headers and body, an empty line, a status and what is answered."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: str
+    status: int
+    answer: str
+
+
+def examples() -> Iterator[Example]:
+    for block in BLOCK.findall(PAGE.read_text()):
+        request, answer = block.split("\n\n", 1)
+        first, *rest = request.split("\n")
+        method, path = first.split(" ")
+        headers = dict(line.split(": ", 1) for line in rest if re.match(r"^[A-Z][\w-]+: ", line))
+        body = "\n".join(line for line in rest if not re.match(r"^[A-Z][\w-]+: ", line))
+        status, _, content = answer.partition("\n")
+        yield Example(method, path, headers, body, int(status), content.strip())
+
+
+def shown_in(shown: Any, given: Any) -> bool:
+    """Whether what the page shows is in what was answered."""
+    if isinstance(shown, dict):
+        return isinstance(given, dict) and all(k in given and shown_in(v, given[k]) for k, v in shown.items())
+    if isinstance(shown, list):
+        return (
+            isinstance(given, list)
+            and len(given) >= len(shown)
+            and all(shown_in(*pair) for pair in zip(shown, given, strict=False))
+        )
+    return bool(shown == given)
+
+
+def new_service(renderer: TemplateRenderer) -> RolloutService:
+    pool = ModelPool(lambda _: ToyModel(renderer, lambda *_: [{"tool": "finish", "arguments": {}}]))
+    pool.add("http://127.0.0.1:8000")  # nothing is sent there
+    return RolloutService(empty_node(), {"bash": ToyWorld().family()}, renderer, pool)
+
+
+async def test_every_example_is_answered_as_the_page_says(renderer: TemplateRenderer) -> None:
+    async with serving(new_service(renderer)) as url, httpx.AsyncClient(base_url=url) as client:
+        for example in examples():
+            headers = {"Content-Type": "application/json", **example.headers}
+            text = ""
+            async with client.stream(
+                example.method, example.path, headers=headers, content=example.body, timeout=60
+            ) as response:
+                async for part in response.aiter_text():
+                    text += part
+                    if "stream" in example.path and len(text) >= len(example.answer):
+                        break  # it has no end
+            what = f"{example.method} {example.path}: {response.status_code} {text[:2000]}"
+            assert response.status_code == example.status, what
+            if "stream" in example.path:
+                assert text.startswith(example.answer), what
+            else:
+                assert shown_in(json.loads(example.answer), json.loads(text)), what
+
+
+def test_every_route_has_an_example(renderer: TemplateRenderer) -> None:
+    document = create_app(new_service(renderer), ServerSettings()).openapi()
+    shown = [(example.method, example.path.partition("?")[0]) for example in examples()]
+    for path, operations in document["paths"].items():
+        pattern = re.compile(re.sub(r"\\\{.*?\\\}", r"[^?]+", re.escape(path)) + "$")
+        for method in operations:
+            known = any(m == method.upper() and pattern.match(p) for m, p in shown)
+            assert known, f"{PAGE.name} has no example of {method.upper()} {path}"

@@ -1,0 +1,225 @@
+"""How a running service is steered: pause, resume, drain; and what a restart does with what was begun."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from prorl_envs.config import ServerSettings
+from prorl_envs.errors import FailureKind
+from prorl_envs.rollout.api import create_app
+from prorl_envs.rollout.client import RolloutClient
+from prorl_envs.rollout.errors import Unavailable
+from prorl_envs.rollout.restart import MAX_INTERRUPTIONS
+from prorl_envs.rollout.scheduler import Pause
+from prorl_envs.rollout.sqlite_store import SqliteStore
+from prorl_envs.rollout.store import NewGroup
+from prorl_envs.rollout.types import GroupRequest, JobState
+from prorl_envs.testing.clock import FakeClock
+
+pytestmark = pytest.mark.anyio
+
+
+@asynccontextmanager
+async def talking(bench: Any, **options: Any) -> AsyncIterator[RolloutClient]:
+    transport = httpx.ASGITransport(create_app(bench.service, ServerSettings()))
+    async with RolloutClient("http://127.0.0.1", transport=transport, **options) as client:
+        yield client
+
+
+@asynccontextmanager
+async def opened(path: Path) -> AsyncIterator[SqliteStore]:
+    store = SqliteStore(path)
+    try:
+        yield store
+    finally:
+        await store.aclose()
+
+
+async def turns(count: int = 50) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_a_held_service_accepts_and_starts_no_stage(bench: Any) -> None:
+    bench.world.gates["call"] = asyncio.Event()
+    async with talking(bench) as client:
+        await client.submit([bench.group("running")])
+        await bench.world.until(lambda: bench.world.inside["call"] == 1)
+        assert (await client.pause()).paused == "hold"
+        await client.submit([bench.group("waiting")])
+        bench.world.gates["call"].set()
+        await bench.world.until(lambda: bench.world.inside["call"] == 0)
+        await turns()
+        status = await client.status()
+        assert (status.paused, status.state) == ("hold", "serving")
+        assert (status.pools["eval"].waiting, status.pools["init"].waiting) == (1, 1)
+        assert bench.world.log.count(("waiting", "init")) == 0
+        assert (await client.resume()).paused is None
+        assert {r.reward for r in await bench.finished(2)} == {1.0}
+
+
+async def test_a_finishing_service_ends_what_it_has_begun(bench: Any) -> None:
+    bench.world.gates["call"] = asyncio.Event()
+    async with talking(bench) as client:
+        await client.submit([bench.group("running")])
+        await bench.world.until(lambda: bench.world.inside["call"] == 1)
+        assert (await client.pause(Pause.FINISH)).paused == "finish"
+        await client.submit([bench.group("waiting")])
+        bench.world.gates["call"].set()
+        [result] = await bench.finished(1)
+        assert result.group_id == "running"
+        await bench.idle()
+        assert (await client.job("waiting/0")).state is JobState.QUEUED
+        await client.cancel_job("waiting/0")
+        await client.resume()
+
+
+async def test_a_drained_service_takes_nothing_finishes_and_may_go_on(bench: Any) -> None:
+    bench.world.gates["call"] = asyncio.Event()
+    async with talking(bench, attempts=1) as client:
+        await client.submit([bench.group("accepted")])
+        await bench.world.until(lambda: bench.world.inside["call"] == 1)
+        status = await client.drain()
+        assert (status.state, status.unfinished) == ("draining", 1)
+        with pytest.raises(Unavailable, match="draining") as refused:
+            await client.submit([bench.group("late")])
+        assert refused.value.retry_after_s > 0
+        draining = asyncio.create_task(client.drain(wait_s=60))
+        await turns()
+        assert not draining.done()
+        bench.world.gates["call"].set()
+        assert (await draining).unfinished == 0
+        assert (await client.page()).results[0].reward == 1.0, "readers still read"
+        assert (await client.resume()).state == "serving"
+        await client.submit([bench.group("late")])
+        await bench.finished(2)
+
+
+async def test_ready_says_that_it_drains(bench: Any) -> None:
+    transport = httpx.ASGITransport(create_app(bench.service, ServerSettings()))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+        await http.post("/v1/pause", json={"mode": "finish"})
+        assert (await http.get("/ready")).status_code == 200, "a paused service takes submissions"
+        assert (await http.post("/v1/pause", json={"mode": "freeze"})).status_code == 422
+        await http.post("/v1/drain")
+        answer = await http.get("/ready")
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+        await bench.service.stop()
+        assert (await http.post("/v1/resume")).status_code == 503, "a stop is final"
+        assert (await http.post("/v1/drain")).status_code == 503
+
+
+async def test_a_paused_service_stops_without_waiting_for_what_it_holds(bench: Any) -> None:
+    bench.service.pause(Pause.HOLD)
+    await bench.submit(bench.group(samples=3))
+    await bench.service.stop(drain_s=3600)
+    assert {result.state for result in await bench.finished(3)} == {JobState.CANCELLED}
+
+
+async def test_the_client_waits_as_long_as_the_service_asks() -> None:
+    later = {"error": {"type": "full", "message": "no room", "hint": ""}}
+    answers = iter(
+        [
+            httpx.Response(429, json=later, headers={"Retry-After": "7"}),
+            httpx.Response(429, json=later, headers={"Retry-After": "86400"}),
+            httpx.Response(429, json=later, headers={"Retry-After": "Thu, 01 Jan 2099 00:00:00 GMT"}),
+            httpx.Response(200, json={"results": [], "next": 0}),
+        ]
+    )
+    clock = FakeClock()
+    transport = httpx.MockTransport(lambda _: next(answers))
+    async with RolloutClient("http://127.0.0.1", transport=transport, clock=clock, pause_s=1) as client:
+        asking = asyncio.create_task(client.page())
+        waited = []
+        for _ in range(3):
+            await clock.wait_for_sleepers()
+            waited.append(clock.sleeping[0] - clock.monotonic())
+            clock.advance(waited[-1])
+        assert (await asking).next == 0
+    assert waited == [7, 60, 4], "what it asks for, but no longer than a minute; else the client's own pause"
+
+
+async def test_an_environment_that_is_gone_fails_its_jobs_and_holds_up_nobody(
+    make_bench: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with opened(tmp_path / "store.db") as store:
+        gone = {
+            "id": "old",
+            "environment": "gone",
+            "task": {"id": "t"},
+            "samples": 2,
+            "metadata": {"step": 1},
+        }
+        wrong = {"id": "wrong", "environment": "toy", "task": {"id": "t"}}
+        good = {"id": "good", "environment": "toy", "task": {"id": "t", "instruction": "do"}}
+        requests = [GroupRequest.model_validate(fields) for fields in (gone, wrong, good)]
+        await store.submit([NewGroup(request, "t") for request in requests])
+        await store.started("old/1")
+        bench = await make_bench(kept_in=store)
+        results = {result.job_id: result for result in await bench.finished(4)}
+        assert results["good/0"].reward == 1.0
+        for job in ("old/0", "old/1", "wrong/0"):
+            assert results[job].failure.kind is FailureKind.ENVIRONMENT
+            assert (results[job].state, results[job].reward, results[job].mask_sample) == (
+                "failed",
+                None,
+                True,
+            )
+        assert "gone" in results["old/0"].failure.message
+        assert (results["old/1"].attempts, results["old/1"].metadata) == (1, {"step": 1})
+        assert sum("cannot go on" in record.message for record in caplog.records) == 2
+        assert (await bench.service.group("old")).complete
+        assert bench.service.status().failures == {"environment": 3}
+        await bench.service.stop()
+
+
+async def test_a_restart_forgives_the_interruption_and_not_the_failures_before_it(
+    make_bench: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "store.db"
+    async with opened(path) as store:
+        bench = await make_bench(kept_in=store, attempts=2)
+        bench.world.gates["init"] = asyncio.Event()
+        faulty = bench.group("failed-once", faults={"init": "sandbox"})
+        await bench.submit(faulty, bench.group("interrupted", faults={"call": "hang"}))
+        await bench.world.until(lambda: bench.world.inside["init"] == 2)
+        bench.world.gates["init"].set()
+        bench.world.gates["init"] = asyncio.Event()  # the second attempt waits here
+        await bench.world.until(lambda: bench.world.log.count(("failed-once", "init")) == 2)
+        await bench.world.until(lambda: bench.world.inside["call"] == 1)
+        await bench.service.stop()
+    async with opened(path) as store:
+        [first, second] = await store.unfinished()
+        assert (first.attempts, first.failures) == ((2,), (1,))
+        assert (second.attempts, second.failures) == ((1,), (0,))
+        bench = await make_bench(kept_in=store, attempts=2)
+        await bench.service.cancel_job("interrupted/0")
+        results = {result.group_id: result for result in await bench.finished(2)}
+        failed = results["failed-once"]
+        assert failed.failure.kind is FailureKind.SANDBOX
+        assert failed.attempts == 3, "one failed, one was interrupted, and the last one failed"
+        await bench.service.stop()
+
+
+async def test_a_job_that_ends_its_service_again_and_again_is_given_up(
+    make_bench: Any, tmp_path: Path
+) -> None:
+    async with opened(tmp_path / "store.db") as store:
+        task = {"id": "t", "instruction": "do"}
+        request = GroupRequest(id="g", environment="toy", task=task, samples=2)
+        await store.submit([NewGroup(request, "t")])
+        for _ in range(MAX_INTERRUPTIONS):
+            await store.started("g/0")
+        for _ in range(MAX_INTERRUPTIONS - 1):
+            await store.started("g/1")
+        bench = await make_bench(kept_in=store)
+        results = {result.sample: result for result in await bench.finished(2)}
+        assert results[0].failure.kind is FailureKind.INTERNAL
+        assert results[0].attempts == MAX_INTERRUPTIONS
+        assert results[1].reward == 1.0
+        await bench.service.stop()

@@ -1,0 +1,114 @@
+"""Requests made from the service's own OpenAPI document, right and wrong: none is answered with a 500."""
+
+import asyncio
+from collections import Counter
+from typing import Any, cast
+
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from prorl_envs.config import ServerSettings, ServiceSettings
+from prorl_envs.policy.pool import ModelPool
+from prorl_envs.policy.rendering import TemplateRenderer
+from prorl_envs.rollout.server import serving
+from prorl_envs.rollout.service import RolloutService
+from prorl_envs.testing.toy import ToyModel, ToyWorld, empty_node
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
+
+#: For each operation. The same every time: nothing is random.
+EXAMPLES = 8
+TASK: dict[str, Any] = {"id": "t", "instruction": "do"}
+KNOWN = {"group_id": "g", "job_id": "g/0", "episode_id": "e"}
+SERVER = "http://127.0.0.1:1"
+BODY = {"job_id": "j", "address": SERVER}
+GENERATED = schemathesis.GenerationMode
+
+
+def make_sense(case: Any) -> None:
+    """Name what is there, where the document cannot: ids, environments and rows."""
+    for name in case.path_parameters or {}:
+        case.path_parameters[name] = KNOWN[name]
+    for body in case.body if isinstance(case.body, list) else [case.body]:
+        if isinstance(body, dict) and "environment" in body:
+            body |= {"environment": "toy", "task": TASK}
+        elif isinstance(body, dict) and "instance" in body:
+            body |= {"instance": {**TASK, "data_source": "toy"}, "sampling_params": {}}
+        elif isinstance(body, dict):
+            body |= {name: known for name, known in BODY.items() if name in body}
+    if case.query and "url" in case.query:
+        case.query["url"] = SERVER
+
+
+def prepare(url: str, session: requests.Session) -> None:
+    """What there is to ask for."""
+    session.post(f"{url}/v1/resume").raise_for_status()
+    session.post(f"{url}/start")
+    session.post(f"{url}/add_llm_server", json={"address": SERVER})
+    process: dict[str, Any] = {"instance": {**TASK, "data_source": "toy"}, "job_id": "j"}
+    session.post(f"{url}/process", json=process).raise_for_status()
+    for kind, name in (("groups", "g"), ("episodes", "e")):
+        body: dict[str, Any] = {"id": name, "environment": "toy", "task": TASK}
+        session.post(f"{url}/v1/{kind}", json=body).raise_for_status()
+
+
+def check(operation: Any, url: str, session: requests.Session) -> Counter[int]:
+    """Send what the document allows of one operation, and what it does not.
+
+    Returns:
+        how often each status was answered.
+    """
+    answered: Counter[int] = Counter()
+    right, wrong = (operation.as_strategy(generation_mode=mode) for mode in GENERATED)
+
+    @settings(
+        max_examples=EXAMPLES,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(right | wrong, st.sampled_from([True, True, False]))
+    def send(case: Any, sensible: bool) -> None:
+        if sensible:
+            make_sense(case)
+        with session.request(**case.as_transport_kwargs(base_url=url), stream=True, timeout=60) as response:
+            said = "" if response.ok else response.text  # a stream has no end
+            fine = response.status_code < 500 or response.status_code == 503
+            assert fine, f"{case.as_curl_command()}: {said}"
+        answered[response.status_code] += 1
+
+    send()
+    return answered
+
+
+async def test_no_request_whatever_is_answered_with_a_500(renderer: TemplateRenderer) -> None:
+    world = ToyWorld()
+    pool = ModelPool(lambda _: ToyModel(renderer, lambda *_: [{"tool": "finish", "arguments": {}}]))
+    pool.add(SERVER)
+    service = RolloutService(
+        empty_node(), {"toy": world.family()}, renderer, pool, ServiceSettings(episodes=100)
+    )
+
+    def fuzz(url: str) -> dict[str, Counter[int]]:
+        schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+        operations = [cast(Any, result).ok() for result in schema.get_all_operations()]
+        answers = {}
+        with requests.Session() as session:
+            for operation in operations:
+                prepare(url, session)
+                answers[operation.label] = check(operation, url, session)
+        return answers
+
+    async with serving(service, ServerSettings(port=0, max_wait_s=0)) as url:
+        answers = await asyncio.to_thread(fuzz, url)
+        assert service.status().internal_errors == 0
+    assert world.open == 0
+    assert len(answers) > 25
+    never = {label for label, answered in answers.items() if not answered[200]}
+    excused = {"POST /v1/jobs/{job_id}/token", "POST /start"}  # no token to derive it from; started already
+    assert never <= excused, "nothing was asked of these in earnest"

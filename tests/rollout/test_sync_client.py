@@ -1,0 +1,84 @@
+"""The client without an event loop: everything that the other one has, from a thread that has none."""
+
+import asyncio
+import inspect
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from prorl_envs.config import ServerSettings
+from prorl_envs.rollout.api import create_app
+from prorl_envs.rollout.client import RolloutClient
+from prorl_envs.rollout.episode_types import AgentStep, EpisodeRequest
+from prorl_envs.rollout.errors import NotFound, Unavailable
+from prorl_envs.rollout.server import answering
+from prorl_envs.rollout.store import Selection
+from prorl_envs.rollout.sync_client import SyncRolloutClient
+from prorl_envs.rollout.types import GroupRequest
+
+pytestmark = pytest.mark.anyio
+
+
+@asynccontextmanager
+async def over_tcp(bench: Any) -> AsyncIterator[str]:
+    async with answering(create_app(bench.service, ServerSettings()), last_requests_s=1) as url:
+        yield url
+
+
+def test_it_has_every_method_and_says_the_same_of_it() -> None:
+    for name, method in inspect.getmembers(RolloutClient, inspect.isfunction):
+        if not name.startswith("_") and name != "aclose":
+            assert inspect.getdoc(getattr(SyncRolloutClient, name)) == inspect.getdoc(method), name
+
+
+async def test_groups_and_streams_from_a_thread_without_a_loop(bench: Any) -> None:
+    def work(url: str) -> None:
+        with SyncRolloutClient(url) as client:
+            task = {"id": "t", "instruction": "do"}
+            views = client.submit(
+                [GroupRequest(id=f"g{i}", environment="toy", task=task, samples=2) for i in range(3)]
+            )
+            names = [view.id for view in views]
+            assert len({result.job_id for result in client.follow(names)}) == 6
+            assert client.group("g0", wait_s=5).complete
+            stream = client.stream(only=Selection(groups=frozenset({"g1"})))
+            assert next(stream).group_id == "g1"
+            assert next(stream).group_id == "g1"
+            with pytest.raises(NotFound):
+                client.job("none/0")
+            client.start_episode(EpisodeRequest(id="e", environment="toy", task=task))
+            client.run_episode("e", AgentStep(agent=True))
+            result = client.evaluate_episode("e").result
+            assert result is not None and result.reward == 1.0
+            assert client.drain(wait_s=1).state == "draining"
+        client.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            client.status()
+
+    async with over_tcp(bench) as url:
+        await asyncio.to_thread(work, url)
+    assert not [thread for thread in threading.enumerate() if thread.name == "rollout-client"]
+
+
+async def test_it_works_beside_a_running_loop(bench: Any) -> None:
+    async with over_tcp(bench) as url:
+        with SyncRolloutClient(url) as client:  # its constructor blocks this loop for a moment
+            status = await asyncio.to_thread(client.status)
+        assert status.state == "serving"
+
+
+def test_a_service_that_is_not_there_is_unavailable() -> None:
+    with (
+        SyncRolloutClient("http://127.0.0.1:9", attempts=2, pause_s=0.01) as client,
+        pytest.raises(Unavailable),
+    ):
+        client.status()
+
+
+def test_wrong_options_leave_no_thread() -> None:
+    with pytest.raises(TypeError):
+        SyncRolloutClient("http://127.0.0.1:9", no_such_option=1)
+    assert not [thread for thread in threading.enumerate() if thread.name == "rollout-client"]
