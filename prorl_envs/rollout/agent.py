@@ -6,6 +6,7 @@ it into tokens again.
 """
 
 import json
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 from prorl_envs.clock import Clock
 from prorl_envs.env.base import Message, Prompt
 from prorl_envs.errors import ModelError
+from prorl_envs.policy.context import Context
 from prorl_envs.policy.pool import ModelPool
 from prorl_envs.policy.types import AssistantTurn, ModelClient, Renderer, Sampled, Sampling
 from prorl_envs.rollout import tracing
@@ -24,6 +26,9 @@ _CUT = (
     "Your answer was cut off after {tokens} tokens, before a tool call was complete. "
     "Be brief and call one tool."
 )
+
+#: Prompts kept as ids for the samples to come: more than groups begin at a time.
+_PROMPTS = 64
 
 
 class ToolHost(Protocol):
@@ -61,6 +66,16 @@ class Agent:
     renderer: Renderer
     model: ModelClient
     clock: Clock
+    _prompts: OrderedDict[str, list[int]] = field(default_factory=OrderedDict, init=False, repr=False)
+
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """Ids of the conversation's beginning. The samples of a group begin alike, so it is rendered once."""
+        said = json.dumps([list(prompt.messages), [tool.to_openai() for tool in prompt.tools]])
+        ids = self._prompts.pop(said, None) or self.renderer.prompt(prompt.messages, prompt.tools)
+        self._prompts[said] = ids
+        if len(self._prompts) > _PROMPTS:
+            self._prompts.popitem(last=False)
+        return ids
 
     async def play(
         self,
@@ -117,7 +132,7 @@ class _Episode:
         self.ends_at = agent.clock.monotonic() + limits.run_s
         self.malformed = 0
         self.tools = frozenset(tool.name for tool in prompt.tools)
-        self.context = list(agent.renderer.prompt(prompt.messages, prompt.tools))
+        self.context = Context(agent.prompt_ids(prompt))
         self.ledger = Ledger(self.context)
         self.transcript = transcript
         transcript.messages.extend(prompt.messages)
