@@ -374,4 +374,6 @@ def _limits(settings: ServiceSettings) -> Limits:
 
 
 def _memory_store(settings: ServiceSettings) -> MemoryStore:
-    return MemoryStore(max_results=settings.keep_results, max_tokens=settings.keep_tokens)
+    return MemoryStore(
+        max_results=settings.keep_results, max_tokens=settings.keep_tokens, max_age_s=settings.keep_s
+    )
