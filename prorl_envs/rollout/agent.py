@@ -170,7 +170,8 @@ class _Episode:
         """Sample one turn; None where the time limit came first.
 
         Raises:
-            ModelError: it came before the first answer of the episode, or the answer is not to be believed.
+            ModelError: it came before the first answer of the episode, or in a call that alone had taken more
+                than half of the time; or the answer is not to be believed.
         """
         if self.seconds_left <= 0:
             return None
@@ -186,12 +187,13 @@ class _Episode:
         except TimeoutError:
             if not deadline.expired():
                 raise
-            if not self.ledger.turns:  # nothing of it is the policy's doing, so nothing is graded
-                raise ModelError(
-                    f"the model did not answer once in {self.limits.run_s:g} s",
-                    hint="are the model servers hung or overloaded? else raise limits.run_s",
-                ) from None
-            return None
+            waited = self.agent.clock.monotonic() - started
+            if self.ledger.turns and waited <= self.limits.run_s / 2:
+                return None
+            raise ModelError(  # such an end is not the policy's doing, so nothing is graded
+                f"the model did not answer in {waited:.3g} of {self.limits.run_s:g} s",
+                hint="are the model servers hung or overloaded? else raise limits.run_s",
+            ) from None
         self._check(sampled, tokens)
         self.ledger.sampled(sampled, self.agent.clock.monotonic() - started)
         self.context.extend(sampled.ids)
