@@ -121,7 +121,7 @@ async def bare(node: Node, jobs: int) -> None:
     await asyncio.gather(*(one() for _ in range(AT_ONCE)))
 
 
-def groups(environment: str, jobs: int, names: Iterator[int]) -> list[GroupRequest]:
+def groups(environment: str, jobs: int, names: Iterator[int], turns: int = TURNS) -> list[GroupRequest]:
     """Groups of so many jobs in all."""
     return [
         GroupRequest(
@@ -129,7 +129,7 @@ def groups(environment: str, jobs: int, names: Iterator[int]) -> list[GroupReque
             environment=environment,
             task={"id": "t", "instruction": "Do what has to be done. " * 20},
             samples=SAMPLES,
-            limits=AgentLimits(max_turns=TURNS),
+            limits=AgentLimits(max_turns=turns),
         )
         for _ in range(jobs // SAMPLES)
     ]
@@ -143,7 +143,15 @@ class Subject:
         model: answers at once.
     """
 
-    def __init__(self, node: Node, family: Family, renderer: TemplateRenderer, call: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        node: Node,
+        family: Family,
+        renderer: TemplateRenderer,
+        call: dict[str, Any],
+        turns: int = TURNS,
+    ) -> None:
+        self._turns = turns
         self._node = node
         self._family = family
         self._renderer = renderer
@@ -157,7 +165,7 @@ class Subject:
         )
 
     def groups(self, jobs: int) -> list[GroupRequest]:
-        return groups("shell", jobs, self._names)
+        return groups("shell", jobs, self._names, self._turns)
 
     async def round(self, measured: Measured, jobs: int, queue: int, folder: Path | None = None) -> None:
         """Finish `jobs` jobs while `queue` others wait behind them."""

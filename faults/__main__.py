@@ -7,17 +7,12 @@ python -m faults --seconds 600 --seed 7 service_killed cancellations
 import argparse
 import asyncio
 import logging
-import random
-import shutil
 import sys
-import tempfile
 import time
 import traceback
-from pathlib import Path
 
 from faults.scenarios import SCENARIOS, Scenario
-from faults.world import World
-from prorl_envs.testing.leaks import Holdings, leaks_since
+from faults.world import new_world
 
 #: Seconds that one round may take before it counts as hung.
 _ROUND_S = 300
@@ -65,19 +60,9 @@ def once(scenario: Scenario, seed: int, scale: int) -> int:
     Raises:
         AssertionError, TimeoutError: something was lost, is there twice, is left, or never ends.
     """
-    run_dir = Path(tempfile.mkdtemp(prefix="prf-")).resolve()
-    try:
-        world = World(run_dir, random.Random(seed), scale)
-        before = Holdings.now(run_dir)
+    with new_world(seed, scale) as world:
         asyncio.run(asyncio.wait_for(scenario(world), _ROUND_S))
-        for kept in run_dir.iterdir():  # stores and logs are ours
-            if kept.is_file():
-                kept.unlink()
-        leaks = leaks_since(before, run_dir)
-        assert not leaks, "left behind:\n" + "\n".join(leaks)
         return world.jobs
-    finally:
-        shutil.rmtree(run_dir, ignore_errors=True)
 
 
 if __name__ == "__main__":

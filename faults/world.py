@@ -2,8 +2,10 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from prorl_envs.rollout.stages import Family
 from prorl_envs.rollout.store import Store
 from prorl_envs.rollout.types import AgentLimits, GroupRequest, JobState, Result, job_id
 from prorl_envs.sandbox.choice import choose_driver, make_driver
-from prorl_envs.testing.leaks import Holdings
+from prorl_envs.testing.leaks import Holdings, leaks_since
 from prorl_envs.testing.scripted import Mix, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
 from prorl_envs.testing.tokenizer import builtin_renderer
@@ -172,6 +174,26 @@ class World:
         """Return once no process is there that was not there `before`."""
         while Holdings.now(self.run_dir).processes.keys() - before.processes.keys():
             await asyncio.sleep(0.02)
+
+
+@contextmanager
+def new_world(seed: int, scale: int) -> Iterator[World]:
+    """Surroundings of one round; in the end nothing may be left of what was done in them.
+
+    Raises:
+        AssertionError: something is left, which is named.
+    """
+    run_dir = Path(tempfile.mkdtemp(prefix="prf-")).resolve()
+    try:
+        before = Holdings.now(run_dir)
+        yield World(run_dir, random.Random(seed), scale)
+        for kept in run_dir.iterdir():  # stores and logs are ours
+            if kept.is_file():
+                kept.unlink()
+        leaks = leaks_since(before, run_dir)
+        assert not leaks, "left behind:\n" + "\n".join(leaks)
+    finally:
+        shutil.rmtree(run_dir, ignore_errors=True)
 
 
 def _toys(
