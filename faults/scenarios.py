@@ -8,36 +8,42 @@ import contextlib
 import os
 import shutil
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from faults.processes import SMALL_DISK, free_port, model_server, service
+from faults.processes import Nursery, free_port, model_server, service_on_a_small_disk
 from faults.world import World
 from prorl_envs.errors import InputError
 from prorl_envs.rollout.client import RolloutClient
 from prorl_envs.rollout.errors import Conflict, NotFound
 from prorl_envs.rollout.sqlite_store import SqliteStore
-from prorl_envs.rollout.types import AgentLimits, JobState, Result, job_id
+from prorl_envs.rollout.types import AgentLimits, GroupRequest, JobState, Result, job_id
 from prorl_envs.testing.audit import Counts
 from prorl_envs.testing.clock import FakeClock
 from prorl_envs.testing.leaks import Holdings
 from prorl_envs.testing.toy import Fault
 
-type Scenario = Callable[[World], Awaitable[None]]
+type Scenario = Callable[[World], Coroutine[Any, Any, None]]
 
 #: What clients of a killed service may have to wait for: its next start.
-_PATIENT = 14
-_TOY = {"environment": "toy"}
+_PATIENT = {"attempts": 2000, "max_pause_s": 0.2}
+_TOY: dict[str, Any] = {"environment": "toy"}
 
 
 async def service_killed(world: World) -> None:
     """kill -9 of the service, at random moments, while clients submit, read and follow"""
     groups = world.groups(3 * world.scale)
     port = free_port()
+    with Nursery(world.run_dir) as nursery:
+        await _kill_services(world, nursery, port, groups)
+
+
+async def _kill_services(world: World, nursery: Nursery, port: int, groups: list[GroupRequest]) -> None:
     async with (
         world.model("solve=1") as model,
-        RolloutClient(f"http://127.0.0.1:{port}", attempts=_PATIENT) as client,
+        RolloutClient(f"http://127.0.0.1:{port}", **_PATIENT) as client,
     ):
         before = Holdings.now(world.run_dir)
 
@@ -55,11 +61,11 @@ async def service_killed(world: World) -> None:
             following = tasks.create_task(follow())
             for _ in range(3 * world.scale):
                 target = model.counts.requests + world.chance.randrange(20)
-                with service(model.url, port, world.run_dir) as process:
+                with nursery.service(model.url, port) as process:
                     await model.until(partial(_asked, target))
                     process.kill()
                 await world.nothing_new(before)
-            with service(model.url, port, world.run_dir) as process:
+            with nursery.service(model.url, port) as process:
                 await submitting
                 followed, results = await following, await reading
                 kept = (await client.page(0, limit=1000)).results
@@ -140,10 +146,9 @@ async def full_disk(world: World) -> None:
     before = Holdings.now(world.run_dir)
     async with (
         world.model("solve=1") as model,
-        RolloutClient(f"http://127.0.0.1:{port}", attempts=_PATIENT) as client,
+        RolloutClient(f"http://127.0.0.1:{port}", **_PATIENT) as client,
     ):
-        small = [*SMALL_DISK, str(disk), "2m"]
-        with service(model.url, port, world.run_dir, store=str(disk / "store.db"), before=small) as process:
+        with service_on_a_small_disk(model.url, port, world.run_dir, disk, "2m") as process:
             await client.submit(world.groups(3 * world.scale))
             reading = asyncio.create_task(world.read(client))
             await model.until(partial(_asked, 2))

@@ -44,7 +44,7 @@ class RolloutClient:
         token: its bearer token, or None.
         timeout_s: seconds one answer may take, on top of the wait that was asked for.
         attempts: how often a request is tried when the connection fails or the service is full or away.
-        pause_s: seconds before the second try; doubles each time.
+        pause_s: seconds before the second try; doubles each time, up to `max_pause_s`.
         transport: how to reach the service; None uses TCP.
         clock: waits between tries.
     """
@@ -57,6 +57,7 @@ class RolloutClient:
         timeout_s: float = 30.0,
         attempts: int = 5,
         pause_s: float = 0.2,
+        max_pause_s: float = 5.0,
         transport: httpx.AsyncBaseTransport | None = None,
         clock: Clock | None = None,
     ) -> None:
@@ -64,6 +65,7 @@ class RolloutClient:
         self._timeout_s = timeout_s
         self._attempts = attempts
         self._pause_s = pause_s
+        self._max_pause_s = max_pause_s
         self._clock = clock or SystemClock()
         self._http = httpx.AsyncClient(
             base_url=self.url,
@@ -194,7 +196,7 @@ class RolloutClient:
             except (Full, Unavailable):
                 if attempt == self._attempts:
                     raise
-            await self._clock.sleep(self._pause_s * 2 ** (attempt - 1))
+            await self._clock.sleep(min(self._pause_s * 2 ** (attempt - 1), self._max_pause_s))
         raise AssertionError("attempts is at least 1")
 
     async def _once[V: BaseModel](
