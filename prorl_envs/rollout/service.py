@@ -310,6 +310,8 @@ class RolloutService:
 
     async def _check_room(self, requests: Sequence[GroupRequest]) -> None:
         room = self.settings.queue - len(self._engine.scheduler)
+        if sum(request.samples for request in requests) <= room:
+            return  # whichever of them are known already: no need to ask the store for each
         new = 0
         for request in requests:
             try:
