@@ -4,7 +4,7 @@ PYTHON := $(VENV)/bin/python
 # Tests that wait leave room for one more at a time than there are cores. WORKERS=0 runs them in order.
 WORKERS ?= $(shell expr $$(nproc) + 1)
 
-.PHONY: demo test test-nemo lint format bench fuzz lock clean help
+.PHONY: demo test test-nemo lint format bench faults fuzz lock clean help
 
 help:
 	@echo "make demo       set up, then run real rollouts end to end (ARGS='--help' shows the options)"
@@ -12,6 +12,7 @@ help:
 	@echo "make test-nemo  the tests against a real NeMo Gym (its own environment, several minutes)"
 	@echo "make lint       formatter, linter and type checker; make format mends what it can"
 	@echo "make fuzz       every parser of hostile input under a fuzzer (ARGS='--seconds 300 frames reports')"
+	@echo "make faults     every fault on purpose, round after round (ARGS='--seconds 300 service_killed')"
 	@echo "make bench      the performance tables, beside peers from PyPI (ARGS='--only bash --rounds 5')"
 
 demo:
@@ -40,6 +41,10 @@ bench:
 	@scripts/setup.sh test $(VENV)
 	@scripts/setup-bench.sh $(VENV)
 	@$(PYTHON) -m bench $(ARGS)
+
+faults:
+	@scripts/setup.sh test $(VENV)
+	@$(PYTHON) -m faults $(ARGS)
 
 fuzz:
 	@scripts/setup.sh test $(VENV)

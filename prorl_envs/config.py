@@ -11,13 +11,33 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+)
 
 from prorl_envs.errors import InputError
 
 PREFIX = "PRORL_"
 
 ExpandedPath = Annotated[Path, AfterValidator(Path.expanduser)]
+
+
+def _store(value: object) -> object:
+    if isinstance(value, str):
+        is_url = value.startswith(("postgresql://", "postgres://"))
+        return SecretStr(value) if is_url else Path(value).expanduser()
+    return value
+
+
+#: A file, or the URL of a PostgreSQL database, which may hold a password.
+StoreLocation = Annotated[Path | SecretStr, BeforeValidator(_store)]
 
 
 class _Section(BaseModel):
@@ -35,13 +55,15 @@ class ServiceSettings(_Section):
         queue: jobs accepted and not finished; more are refused until some finish.
         keep_results: results kept for readers; the oldest go first.
         keep_tokens: tokens of all trajectories kept for readers.
+        keep_s: seconds that results are kept for readers; older ones go when the next result comes.
         grace_s: seconds a RUN stage may go over its time limit to end a tool call in order.
         close_s: seconds a sandbox may take to close.
         drain_s: seconds a graceful stop waits for accepted jobs before it ends them.
         episodes: episodes that callers drive themselves at once; they count as `live` too.
         episode_idle_s: seconds after which one that nobody asks for is closed.
-        store: file that keeps groups and results, on a local disk, for a service that is served; what is
-            unfinished goes on at the next start. None keeps them in memory, for as long as the service runs.
+        store: what keeps groups and results, for a service that is served: a file on a local disk, or a
+            PostgreSQL database (`postgresql://...`). What is unfinished goes on at the next start. None keeps
+            them in memory, for as long as the service runs.
     """
 
     init: int = Field(default=4, ge=1)
@@ -52,12 +74,13 @@ class ServiceSettings(_Section):
     queue: int = Field(default=100_000, ge=1)
     keep_results: int = Field(default=100_000, ge=1)
     keep_tokens: int = Field(default=50_000_000, ge=1)
+    keep_s: float | None = Field(default=None, gt=0)
     grace_s: float = Field(default=30.0, gt=0)
     close_s: float = Field(default=60.0, gt=0)
     drain_s: float = Field(default=30.0, ge=0)
     episodes: int = Field(default=16, ge=0)
     episode_idle_s: float = Field(default=600.0, gt=0)
-    store: ExpandedPath | None = None
+    store: StoreLocation | None = None
 
 
 class TenantSettings(_Section):
@@ -363,7 +386,7 @@ def _is_text(location: tuple[str, ...]) -> bool:
     for part in location:
         field = getattr(annotation, "model_fields", {}).get(part)
         annotation = field.annotation if field else None
-    return annotation in (str, ExpandedPath | None, SecretStr | None)
+    return annotation in (str, ExpandedPath | None, SecretStr | None, StoreLocation | None)
 
 
 def _yaml_value(name: str, text: str) -> Any:

@@ -4,6 +4,9 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import SecretStr
 
 from prorl_envs.catalog import Catalog
 from prorl_envs.config import LimitSettings, ServiceSettings, Settings
@@ -21,7 +24,7 @@ from prorl_envs.policy.rendering import TemplateRenderer
 from prorl_envs.policy.servers import Protocol, Servers
 from prorl_envs.rollout.defaults import Defaults
 from prorl_envs.rollout.service import RolloutService
-from prorl_envs.rollout.sqlite_store import SqliteStore
+from prorl_envs.rollout.sqlite_store import SqliteStore, SqlStore
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.choice import choose_driver, make_driver
 from prorl_envs.sandbox.containment import NodeLimits
@@ -100,7 +103,7 @@ async def rollout_service(
     Args:
         settings: all of them.
         model: the model behind it.
-        durable: keep groups and results in the file of `service.store`, where one is named.
+        durable: keep groups and results in `service.store`, where one is named.
 
     Raises:
         InputError: the file cannot be opened, or an environment is wrong or its server does not start.
@@ -133,10 +136,21 @@ def request_defaults(settings: Settings) -> dict[str, Defaults]:
     return {name: Defaults.of(name, entry.limits, entry.sampling) for name, entry in entries}
 
 
-def _open_store(settings: ServiceSettings) -> SqliteStore | None:
-    if settings.store is None:
-        return None
-    return SqliteStore(settings.store, max_results=settings.keep_results, max_tokens=settings.keep_tokens)
+def _open_store(settings: ServiceSettings) -> SqlStore | None:
+    bounds = {
+        "max_results": settings.keep_results,
+        "max_tokens": settings.keep_tokens,
+        "max_age_s": settings.keep_s,
+    }
+    match settings.store:
+        case None:
+            return None
+        case Path():
+            return SqliteStore(settings.store, **bounds)
+        case SecretStr():
+            from prorl_envs.rollout.postgres_store import PostgresStore  # an extra
+
+            return PostgresStore(settings.store.get_secret_value(), **bounds)
 
 
 async def connect(

@@ -140,7 +140,10 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to bind; off loopback a token is needed.")] = None,
     port: Annotated[int | None, typer.Option(help="TCP port; 0 takes a free one.")] = None,
     store: Annotated[
-        Path | None, typer.Option(help="File that keeps jobs and results over a restart.")
+        str | None,
+        typer.Option(
+            help="What keeps jobs and results over a restart: a file, or postgresql://HOST/DATABASE."
+        ),
     ] = None,
     config: ConfigOption = None,
 ) -> None:
@@ -152,9 +155,8 @@ def serve(
     address = {key: value for key, value in (("host", host), ("port", port)) if value is not None}
     settings = settings.model_copy(update={"server": settings.server.model_copy(update=address)})
     if store is not None:
-        settings = settings.model_copy(
-            update={"service": settings.service.model_copy(update={"store": store.expanduser()})}
-        )
+        service = settings.service.model_validate({**settings.service.model_dump(), "store": store})
+        settings = settings.model_copy(update={"service": service})
     servers = llm or list(settings.model.servers)
     if not servers:
         raise InputError(

@@ -18,11 +18,15 @@ A mark is never put next to leading or trailing white space, so a template that 
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from itertools import count, pairwise
 from typing import Any
 
 # Unicode noncharacters: they "should never be interchanged", so no honest text holds them.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+#: Texts so short are mostly keys, roles and names, which come again in every message: where to cut them is
+#: remembered, for so many of them.
+_SHORT, _REMEMBERED = 64, 4096
 
 
 def valid_unicode(text: str) -> str:
@@ -59,13 +63,15 @@ class Quoter:
         self._anywhere = [
             re.compile(f"{re.escape(first)}(?={'|'.join(after)})") for first, after in rests.items()
         ]
+        self._cuts_of_short = lru_cache(_REMEMBERED)(self._cuts)
 
     def choose_mark(self, value: Any) -> str:
         """A string that occurs nowhere in `value` (a JSON-like tree), nor does its form in ASCII JSON."""
         texts = list(_strings(value))
         for number in count():
             mark = f"{_OPEN}{number}{_CLOSE}"
-            if not any(mark in text or in_ascii_json(mark) in text for text in texts):
+            escaped = in_ascii_json(mark)
+            if not any(mark in text or escaped in text for text in texts):
                 return mark
         raise AssertionError("an unbounded search ends only by finding")
 
@@ -78,14 +84,10 @@ class Quoter:
             leading: also look for the rest of a literal at the start. Right for prose; wrong for values that
                 a template compares (`type == "object"`).
         """
-        cuts = {match.end() for pattern in self._anywhere for match in pattern.finditer(text)}
-        cuts.update(self._begun_at_end(text))
-        if leading and self._continues_a_literal(text):
-            cuts.add(0)
+        cuts = (self._cuts_of_short if len(text) <= _SHORT else self._cuts)(text, leading)
         if not cuts:
             return text
-        edges = [0, *sorted(cuts), len(text)]
-        return mark.join(text[a:b] for a, b in pairwise(edges))
+        return mark.join(text[a:b] for a, b in pairwise((0, *cuts, len(text))))
 
     def quote_tree(self, value: Any, mark: str, *, leading: bool = False) -> Any:
         """A JSON-like tree with every string in it quoted, keys included."""
@@ -99,6 +101,13 @@ class Quoter:
         if isinstance(value, list | tuple):
             return [self.quote_tree(item, mark, leading=leading) for item in value]
         return value
+
+    def _cuts(self, text: str, leading: bool) -> tuple[int, ...]:
+        cuts = {match.end() for pattern in self._anywhere for match in pattern.finditer(text)}
+        cuts.update(self._begun_at_end(text))
+        if leading and self._continues_a_literal(text):
+            cuts.add(0)
+        return tuple(sorted(cuts))
 
     def _begun_at_end(self, text: str) -> Iterable[int]:
         first = max(0, len(text) - self._longest + 1)

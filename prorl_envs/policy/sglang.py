@@ -13,6 +13,7 @@ from typing import Any, Unpack
 import msgspec
 
 from prorl_envs.errors import ModelError
+from prorl_envs.policy.context import ids_json
 from prorl_envs.policy.link import LinkOptions, ServerLink, session_headers
 from prorl_envs.policy.protocol import (
     Expectation,
@@ -160,7 +161,7 @@ def encode_request(prompt_ids: Sequence[int], sampling: Sampling, stop_ids: Sequ
         params["sampling_seed"] = sampling.seed
     body = {
         "rid": rid,
-        "input_ids": list(prompt_ids),
+        "input_ids": msgspec.Raw(ids_json(prompt_ids)),
         "sampling_params": params,
         "return_logprob": True,
         "logprob_start_len": -1,

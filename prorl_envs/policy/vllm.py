@@ -11,6 +11,7 @@ from typing import Unpack
 
 import msgspec
 
+from prorl_envs.policy.context import ids_json
 from prorl_envs.policy.link import LinkOptions, ServerLink, first_model, session_headers
 from prorl_envs.policy.protocol import (
     Expectation,
@@ -138,7 +139,7 @@ class _Logprobs(msgspec.Struct):
 class _Choice(msgspec.Struct):
     finish_reason: str | None = None
     token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
+    prompt_token_ids: msgspec.Raw = msgspec.Raw(b"null")  # as long as the history: seldom worth reading
     logprobs: _Logprobs | None = None
     weight_version: str | int | None = None
     weight_versions: list[WireSpan] | None = None
@@ -174,7 +175,7 @@ def encode_request(
     """The body of one completion request."""
     body: dict[str, object] = {
         "model": model,
-        "prompt": list(prompt_ids),
+        "prompt": msgspec.Raw(ids_json(prompt_ids)),
         "max_tokens": sampling.max_tokens,
         **neutral_sampling(sampling),
         "stream": False,
@@ -218,8 +219,13 @@ def read_answer(body: bytes, expected: Expectation) -> Sampled:
 
 
 def _check_prompt(choice: _Choice, expected: Expectation) -> None:
-    echoed = choice.prompt_token_ids
-    if echoed is not None and echoed != list(expected.prompt_ids):
+    if bytes(choice.prompt_token_ids) in (b"null", ids_json(expected.prompt_ids)):
+        return  # compared as text, which is the same where a server writes no white space
+    try:
+        echoed = msgspec.json.decode(choice.prompt_token_ids, type=list[int])
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"{expected.server} did not answer with a completion: {error}") from error
+    if echoed != list(expected.prompt_ids):
         raise ProtocolError(
             f"{expected.server} read another prompt than it was sent"
             f" ({len(echoed)} ids instead of {len(expected.prompt_ids)})",

@@ -6,6 +6,7 @@ it into tokens again.
 """
 
 import json
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 from prorl_envs.clock import Clock
 from prorl_envs.env.base import Message, Prompt
 from prorl_envs.errors import ModelError
+from prorl_envs.policy.context import Context
 from prorl_envs.policy.gate import HeldTime, active_timeout
 from prorl_envs.policy.pool import ModelPool
 from prorl_envs.policy.types import AssistantTurn, Conversation, ModelClient, Renderer, Sampled, Sampling
@@ -25,6 +27,9 @@ _CUT = (
     "Your answer was cut off after {tokens} tokens, before a tool call was complete. "
     "Be brief and call one tool."
 )
+
+#: Prompts kept as ids for the samples to come: more than groups begin at a time.
+_PROMPTS = 64
 
 
 class ToolHost(Protocol):
@@ -64,6 +69,16 @@ class Agent:
     renderer: Renderer
     model: ModelClient
     clock: Clock
+    _prompts: OrderedDict[str, list[int]] = field(default_factory=OrderedDict, init=False, repr=False)
+
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """Ids of the conversation's beginning. The samples of a group begin alike, so it is rendered once."""
+        said = json.dumps([list(prompt.messages), [tool.to_openai() for tool in prompt.tools]])
+        ids = self._prompts.pop(said, None) or self.renderer.prompt(prompt.messages, prompt.tools)
+        self._prompts[said] = ids
+        if len(self._prompts) > _PROMPTS:
+            self._prompts.popitem(last=False)
+        return ids
 
     async def play(
         self,
@@ -126,7 +141,7 @@ class Loop:
         self.malformed = 0
         self.tools = prompt.tools
         self.tool_names = frozenset(tool.name for tool in prompt.tools)
-        self.context = list(agent.renderer.prompt(prompt.messages, prompt.tools))
+        self.context = Context(agent.prompt_ids(prompt))
         self.ledger = Ledger(self.context)
         self.transcript = transcript
         transcript.messages.extend(prompt.messages)
@@ -200,7 +215,8 @@ class Loop:
         """Sample one turn; None where the time limit came first.
 
         Raises:
-            ModelError: it came before the first answer of the episode, or the answer is not to be believed.
+            ModelError: it came before the first answer of the episode, or in a call that alone had taken more
+                than half of the time; or the answer is not to be believed.
         """
         if self.seconds_left <= 0:
             return None
@@ -217,12 +233,13 @@ class Loop:
         except TimeoutError:
             if not deadline.expired():
                 raise
-            if not self.ledger.turns:  # nothing of it is the policy's doing, so nothing is graded
-                raise ModelError(
-                    f"the model did not answer once in {self.limits.run_s:g} s",
-                    hint="are the model servers hung or overloaded? else raise limits.run_s",
-                ) from None
-            return None
+            waited = clock.monotonic() - started - (held.seconds() - held_before)
+            if self.ledger.turns and waited <= self.limits.run_s / 2:
+                return None
+            raise ModelError(  # such an end is not the policy's doing, so nothing is graded
+                f"the model did not answer in {waited:.3g} of {self.limits.run_s:g} s",
+                hint="are the model servers hung or overloaded? else raise limits.run_s",
+            ) from None
         self._check(sampled, tokens)
         self.ledger.sampled(sampled, clock.monotonic() - started - (held.seconds() - held_before))
         self.context.extend(sampled.ids)

@@ -69,8 +69,8 @@ class RolloutClient:
         token: its bearer token, or None.
         timeout_s: seconds one answer may take, on top of the wait that was asked for.
         attempts: how often a request is tried when the connection fails or the service is full or away.
-        pause_s: seconds before the second try; doubles each time. Where the service asks for longer
-            (`Retry-After`), that is waited.
+        pause_s: seconds before the second try; doubles each time, up to `max_pause_s`. Where the service
+            asks for longer (`Retry-After`), that is waited.
         transport: how to reach the service; None uses TCP.
         clock: waits between tries.
     """
@@ -83,6 +83,7 @@ class RolloutClient:
         timeout_s: float = 30.0,
         attempts: int = 5,
         pause_s: float = 0.2,
+        max_pause_s: float = 5.0,
         transport: httpx.AsyncBaseTransport | None = None,
         clock: Clock | None = None,
     ) -> None:
@@ -90,6 +91,7 @@ class RolloutClient:
         self._timeout_s = timeout_s
         self._attempts = attempts
         self._pause_s = pause_s
+        self._max_pause_s = max_pause_s
         self._clock = clock or SystemClock()
         self._http = httpx.AsyncClient(
             base_url=self.url,
@@ -387,7 +389,7 @@ class RolloutClient:
         """Wait before the next try: as long as the service asks for, within reason, or twice as long as
         the last time."""
         asked = min(later.retry_after_s, MAX_PAUSE_S)
-        await self._clock.sleep(max(self._pause_s * 2 ** (failures - 1), asked))
+        await self._clock.sleep(max(min(self._pause_s * 2 ** (failures - 1), self._max_pause_s), asked))
 
     async def _once[V: BaseModel](
         self, view: type[V], method: str, path: str, wait_s: float, options: dict[str, Any]

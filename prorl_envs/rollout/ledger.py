@@ -62,8 +62,9 @@ class Ledger:
     def sent(self, prompt_ids: Sequence[int]) -> None:
         """Compare a prompt as it is about to be sent with what is recorded: the part that is new since
         the last one, position by position, and the length as a whole."""
-        new = zip(self._ids[self._checked :], prompt_ids[self._checked :], strict=False)
-        self._drift += sum(mine != theirs for mine, theirs in new)
+        mine, theirs = self._ids[self._checked :], list(prompt_ids[self._checked :])
+        if mine != theirs:  # not position by position in the ordinary case
+            self._drift += sum(a != b for a, b in zip(mine, theirs, strict=False))
         self._drift += abs(len(self._ids) - len(prompt_ids))
         self._checked = len(self._ids)
 

@@ -458,6 +458,8 @@ class RolloutService:
         room = self.settings.queue - len(self._engine.scheduler)
         if quota is not None:
             room = min(room, self._room_of(quota))
+        if sum(request.samples for request in requests) <= room:
+            return  # whichever of them are known already: no need to ask the store for each
         new = 0
         for request in requests:
             try:
@@ -521,4 +523,6 @@ def _limits(settings: ServiceSettings) -> Limits:
 
 
 def _memory_store(settings: ServiceSettings) -> MemoryStore:
-    return MemoryStore(max_results=settings.keep_results, max_tokens=settings.keep_tokens)
+    return MemoryStore(
+        max_results=settings.keep_results, max_tokens=settings.keep_tokens, max_age_s=settings.keep_s
+    )

@@ -1,4 +1,4 @@
-"""A store that outlives the process: one SQLite file, written by one thread.
+"""A store that outlives the process: SQL, written by one thread; and one SQLite file as its database.
 
 What is acknowledged is on the disk. Writes that wait while another is under way go to it together, in one
 transaction, so the price of a flush is shared by everyone who waits for it. Reads have a connection and a
@@ -6,7 +6,7 @@ thread of their own and never wait for a write. A result is written once; its to
 machine numbers.
 
 The file belongs on a local disk and to one service at a time. `docs/decisions/0009-durable-store.md` says
-why it is so, and what happens when the disk is full.
+why it is so, and what happens when the disk is full. `postgres_store.py` has the other database.
 """
 
 import asyncio
@@ -15,12 +15,14 @@ import itertools
 import json
 import os
 import sqlite3
+import time
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, ClassVar, Protocol
 
 from prorl_envs.errors import FailureKind, ProrlError
 from prorl_envs.rollout.errors import NotFound, Unavailable
@@ -38,36 +40,78 @@ from prorl_envs.rollout.store import (
 )
 from prorl_envs.rollout.types import GroupRequest, JobState, Result, split_job_id
 
+#: Rows looked at together when the oldest results go: mostly one is over the bounds.
+_TRIM_ROWS = 16
 
-class SqliteStore:
-    """Groups and results in a file. Belongs to the event loop in which it is used; close it at the end.
+
+class Rows(Protocol):
+    """What a statement found."""
+
+    @property
+    def rowcount(self) -> int: ...
+    def fetchone(self) -> Any: ...
+    def fetchall(self) -> list[Any]: ...
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+class Connection(Protocol):
+    """As much of `sqlite3.Connection` as the store uses. A block of it commits, or rolls back on an error."""
+
+    def execute(self, sql: str, parameters: Sequence[Any] = ..., /) -> Rows: ...
+    def executemany(self, sql: str, parameters: Iterable[Sequence[Any]], /) -> object: ...
+    def __enter__(self) -> object: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> object: ...
+
+
+class SqlStore:
+    """Groups and results in a database. Belongs to the event loop in which it is used; close it at the end.
 
     Args:
-        path: the file; made, readable by its owner alone, where there is none. Its folder must exist.
+        name: what the database is called in errors.
+        db: the connection that writes; `view`: the one that reads.
+        held: closes both, and lets go of the database.
         max_results: results kept; the oldest go first, and a complete group goes with its last result.
         max_tokens: tokens of all trajectories kept.
+        max_age_s: seconds that results are kept; None is no bound. Older ones go when a result comes.
+        now: seconds since 1970; by default steady while the process runs, whatever the machine's clock does.
 
-    Raises:
-        InputError: it cannot be opened, is no store, is of a newer version, or another service has it open.
-
-    Every method raises `Unavailable` where the file cannot be read or written; a write that raises has
+    Every method raises `Unavailable` where the database cannot be read or written; a write that raises has
     changed nothing.
     """
 
     durable = True
+    #: What the connections raise where the database fails.
+    errors: ClassVar[tuple[type[Exception], ...]]
 
-    def __init__(self, path: Path, *, max_results: int = 100_000, max_tokens: int = 50_000_000) -> None:
-        self.path = path.resolve()
+    def __init__(
+        self,
+        name: str,
+        db: Connection,
+        view: Connection,
+        held: contextlib.ExitStack,
+        *,
+        max_results: int = 100_000,
+        max_tokens: int = 50_000_000,
+        max_age_s: float | None = None,
+        now: Callable[[], float] | None = None,
+    ) -> None:
+        self._name = name
+        self._db = db
+        self._view = view
+        self._held = held
         self._max_results = max_results
         self._max_tokens = max_tokens
+        self._max_age_s = max_age_s
+        self._now = now or steady_time()
         self._waiting: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
         self._committing: asyncio.Task[None] | None = None
         self._closed = False
-        with contextlib.ExitStack() as stack:
-            stack.callback(os.close, lock(self.path))
-            self._db = stack.enter_context(contextlib.closing(open_file(self.path)))
-            self._view = stack.enter_context(contextlib.closing(open_file(self.path)))
-            self._held = stack.pop_all()
         self._writer = ThreadPoolExecutor(1, "store-write")
         self._reader = ThreadPoolExecutor(1, "store-read")
 
@@ -111,7 +155,7 @@ class SqliteStore:
     async def _write[T](self, work: Callable[[], T]) -> T:
         """Have `work` done in the next transaction; return when that is on the disk. Who is cancelled while
         waiting does not know whether it was."""
-        self._checkopen_file()
+        self._check_open()
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._waiting.append((work, future))
         if self._committing is None or self._committing.done():
@@ -130,7 +174,7 @@ class SqliteStore:
             for (_, future), outcome in zip(batch, outcomes, strict=True):
                 if future.done():  # its caller was cancelled
                     continue
-                if isinstance(outcome, sqlite3.Error):
+                if isinstance(outcome, self.errors):
                     outcome = self._unavailable("written", outcome)
                 if isinstance(outcome, BaseException):
                     future.set_exception(outcome)
@@ -138,19 +182,19 @@ class SqliteStore:
                     future.set_result(outcome)
 
     async def _read[T](self, work: Callable[[], T]) -> T:
-        self._checkopen_file()
+        self._check_open()
         try:
             return await asyncio.get_running_loop().run_in_executor(self._reader, work)
-        except sqlite3.Error as error:
+        except self.errors as error:
             raise self._unavailable("read", error) from error
 
-    def _checkopen_file(self) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise Unavailable("the store is closed")
 
-    def _unavailable(self, what: str, error: sqlite3.Error) -> Unavailable:
-        hint = "what was accepted is safe; is the disk full, or the file in use?"
-        return Unavailable(f"{self.path.name} cannot be {what}: {error}", hint=hint)
+    def _unavailable(self, what: str, error: BaseException) -> Unavailable:
+        hint = "what was accepted is safe; is the disk full, or the database in use or down?"
+        return Unavailable(f"{self._name} cannot be {what}: {str(error).strip()}", hint=hint)
 
     # In the writing thread. What refuses does so before it writes, so the others of its batch stand.
 
@@ -174,13 +218,14 @@ class SqliteStore:
         for group, text in new.values():
             samples = group.request.samples
             environment, packed = group.request.environment, zlib.compress(text, 1)
-            row = self._db.execute(
-                "INSERT INTO groups (id, task_id, environment, request, missing) VALUES (?, ?, ?, ?, ?)",
+            [number] = self._db.execute(
+                "INSERT INTO groups (id, task_id, environment, request, missing)"
+                " VALUES (?, ?, ?, ?, ?) RETURNING number",
                 (group.request.id, group.task_id, environment, packed, samples),
-            )
+            ).fetchone()
             self._db.executemany(
                 "INSERT INTO jobs (number, sample) VALUES (?, ?)",
-                ((row.lastrowid, sample) for sample in range(samples)),
+                [(number, sample) for sample in range(samples)],
             )
         return fresh
 
@@ -216,39 +261,48 @@ class SqliteStore:
         newest = self._db.execute("SELECT cursor, total FROM results ORDER BY cursor DESC LIMIT 1").fetchone()
         last, total = newest or (0, 0)
         result = result.model_copy(update={"cursor": last + 1})
-        kind = result.failure.kind if result.failure else None
+        kind = result.failure.kind.value if result.failure else None
         self._db.execute(
             "UPDATE jobs SET cursor = ?, state = ?, reward = ?, failure = ?, attempts = ?"
             " WHERE number = ? AND sample = ?",
-            (result.cursor, result.state, result.reward, kind, result.attempts, number, result.sample),
+            (result.cursor, result.state.value, result.reward, kind, result.attempts, number, result.sample),
         )
         tokens = token_count(result)
         total += tokens
-        values = (result.cursor, number, tokens, total, *pack(result))
-        self._db.execute("INSERT INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
-        self._trim(result.cursor, total)
+        values = (result.cursor, number, tokens, total, *pack(result), self._now())
+        self._db.execute("INSERT INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+        while self._trim(result.cursor, total) == _TRIM_ROWS:
+            pass
         return result
 
-    def _trim(self, newest: int, total: int) -> None:
-        """Drop the oldest results over the bounds; the newest always stays."""
+    def _trim(self, newest: int, total: int) -> int:
+        """Drop some of the oldest results over the bounds, and say how many; the newest always stays."""
         oldest = self._db.execute(
-            "SELECT cursor, number, total - tokens FROM results WHERE cursor < ? ORDER BY cursor", (newest,)
-        )
-        drop = []
-        for cursor, number, before in oldest:
-            if newest - cursor < self._max_results and total - before <= self._max_tokens:
+            "SELECT cursor, number, total - tokens, at FROM results WHERE cursor < ?"
+            f" ORDER BY cursor LIMIT {_TRIM_ROWS}",
+            (newest,),
+        ).fetchall()
+        dropped = 0
+        for cursor, number, before, at in oldest:
+            if (
+                newest - cursor < self._max_results
+                and total - before <= self._max_tokens
+                and (self._max_age_s is None or self._now() - at <= self._max_age_s)
+            ):
                 break
-            drop.append((cursor, number))
-        oldest.close()
-        for cursor, number in drop:
-            self._db.execute("DELETE FROM results WHERE cursor = ?", (cursor,))
-            gone = self._db.execute(
-                "DELETE FROM groups WHERE number = ? AND missing = 0"
-                " AND NOT EXISTS (SELECT 1 FROM jobs WHERE jobs.number = groups.number AND cursor > ?)",
-                (number, cursor),
-            )
-            if gone.rowcount:
-                self._db.execute("DELETE FROM jobs WHERE number = ?", (number,))
+            self._drop(cursor, number)
+            dropped += 1
+        return dropped
+
+    def _drop(self, cursor: int, number: int) -> None:
+        self._db.execute("DELETE FROM results WHERE cursor = ?", (cursor,))
+        gone = self._db.execute(
+            "DELETE FROM groups WHERE number = ? AND missing = 0"
+            " AND NOT EXISTS (SELECT 1 FROM jobs WHERE jobs.number = groups.number AND cursor > ?)",
+            (number, cursor),
+        )
+        if gone.rowcount:
+            self._db.execute("DELETE FROM jobs WHERE number = ?", (number,))
 
     # In the reading thread.
 
@@ -289,18 +343,24 @@ class SqliteStore:
             first = self._view.execute("SELECT min(cursor) FROM results").fetchone()[0]
             if first is not None and 0 < after < first - 1:
                 raise expired(first - 1, after)
-            rows = self._view.execute(
-                f"SELECT * FROM results WHERE cursor > ?{condition} ORDER BY cursor LIMIT ?",
+            # Sizes first: what a page cannot hold is not read.
+            sizes = self._view.execute(
+                f"SELECT cursor, tokens FROM results WHERE cursor > ?{condition} ORDER BY cursor LIMIT ?",
                 (after, *values, limit),
-            )
-            page: list[Result] = []
-            for row in rows:
-                max_tokens -= row[2]
-                if page and max_tokens < 0:
+            ).fetchall()
+            if not sizes:
+                return []
+            last = sizes[0][0]
+            for cursor, tokens in sizes:
+                max_tokens -= tokens
+                if max_tokens < 0:
                     break
-                page.append(unpack(row))
-            rows.close()
-        return page
+                last = cursor
+            rows = self._view.execute(
+                f"SELECT * FROM results WHERE cursor > ? AND cursor <= ?{condition} ORDER BY cursor",
+                (after, last, *values),
+            ).fetchall()
+        return [unpack(row) for row in rows]
 
     def _result(self, job_id: str) -> Result:
         group_id, sample = split_job_id(job_id)
@@ -316,6 +376,35 @@ class SqliteStore:
         if row is None:
             raise NotFound(f"the result of job {job_id!r} is no longer kept")
         return unpack(row)
+
+
+class SqliteStore(SqlStore):
+    """Groups and results in a file.
+
+    Args:
+        path: the file; made, readable by its owner alone, where there is none. Its folder must exist.
+        bounds: those of `SqlStore`.
+
+    Raises:
+        InputError: it cannot be opened, is no store, is of a newer version, or another service has it open.
+    """
+
+    errors = (sqlite3.Error,)
+
+    def __init__(self, path: Path, **bounds: Any) -> None:
+        self.path = path.resolve()
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, lock(self.path))
+            db = stack.enter_context(contextlib.closing(open_file(self.path)))
+            view = stack.enter_context(contextlib.closing(open_file(self.path)))
+            super().__init__(self.path.name, db, view, stack.pop_all(), **bounds)
+
+
+def steady_time() -> Callable[[], float]:
+    """Seconds since 1970, as they were when this was called and have passed since: no step of the machine's
+    clock makes results old."""
+    begin = time.time() - time.monotonic()
+    return lambda: begin + time.monotonic()
 
 
 def _value_or_refusal(work: Callable[[], Any]) -> Any:

@@ -4,8 +4,9 @@ The store knows what was asked for, how often each job was started, and what cam
 between is the service's, so a job costs three writes however many turns it takes.
 """
 
-from collections import OrderedDict
-from collections.abc import Sequence
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -182,13 +183,25 @@ class MemoryStore:
     Args:
         max_results: results kept; the oldest go first, and a complete group goes with its last result.
         max_tokens: tokens of all trajectories kept.
+        max_age_s: seconds that results are kept; None is no bound. Older ones go when a result comes.
+        now: seconds, from any moment on.
     """
 
     durable = False
 
-    def __init__(self, *, max_results: int = 100_000, max_tokens: int = 50_000_000) -> None:
+    def __init__(
+        self,
+        *,
+        max_results: int = 100_000,
+        max_tokens: int = 50_000_000,
+        max_age_s: float | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._max_results = max_results
         self._max_tokens = max_tokens
+        self._max_age_s = max_age_s
+        self._now = now
+        self._recorded_at: deque[float] = deque()  # of each result kept
         self._entries: dict[str, _Entry] = {}
         self._results: OrderedDict[int, Result] = OrderedDict()
         self._tokens = 0
@@ -236,6 +249,7 @@ class MemoryStore:
         entry.attempts[result.sample] = result.attempts
         entry.kept += 1
         self._results[result.cursor] = result
+        self._recorded_at.append(self._now())
         self._tokens += token_count(result)
         self._trim()
         return result
@@ -292,15 +306,19 @@ class MemoryStore:
 
     def _trim(self) -> None:
         """Drop the oldest results over the bounds; the newest always stays."""
-        over = len(self._results) > self._max_results or self._tokens > self._max_tokens
-        while over and len(self._results) > 1:
+        while len(self._results) > 1 and self._over():
             self._dropped, oldest = self._results.popitem(last=False)
+            self._recorded_at.popleft()
             self._tokens -= token_count(oldest)
             entry = self._entries[oldest.group_id]
             entry.kept -= 1
             if entry.kept == 0 and entry.complete:
                 del self._entries[oldest.group_id]
-            over = len(self._results) > self._max_results or self._tokens > self._max_tokens
+
+    def _over(self) -> bool:
+        if len(self._results) > self._max_results or self._tokens > self._max_tokens:
+            return True
+        return self._max_age_s is not None and self._now() - self._recorded_at[0] > self._max_age_s
 
 
 def _view(entry: _Entry) -> StoredGroup:

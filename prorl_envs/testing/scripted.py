@@ -24,7 +24,7 @@ type Tape = Sequence[Sequence[Call]]
 
 
 class Behaviour(StrEnum):
-    """How one session is played. The last six are faults of the server, the rest are a model's."""
+    """How one session is played. The last seven are faults of the server, the rest are a model's."""
 
     SOLVE = "solve"
     WRONG = "wrong"
@@ -33,6 +33,7 @@ class Behaviour(StrEnum):
     LOOP = "loop"
     GARBAGE = "garbage"
     HANG = "hang"
+    HANG_LATER = "hang_later"  # after the first answer
     ERROR500 = "error500"
     FLAKY = "flaky"
     BAD_IDS = "bad_ids"

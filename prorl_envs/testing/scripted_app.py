@@ -250,7 +250,7 @@ class ScriptedService:
         self, behaviour: Behaviour, session: str, turn: int, request: Request
     ) -> Response | None:
         match behaviour:
-            case Behaviour.HANG:
+            case Behaviour.HANG | Behaviour.HANG_LATER if turn > 0 or behaviour is Behaviour.HANG:
                 await self._until_client_leaves(request)
                 return _nobody_reads_it()
             case Behaviour.ERROR500:

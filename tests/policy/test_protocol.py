@@ -60,6 +60,20 @@ def test_the_weight_version_is_found(place: dict[str, Any], version: str) -> Non
     assert read({**answer(), **place}).weight_version == version
 
 
+@pytest.mark.parametrize("echo", ["[1,2,3]", "[1, 2, 3]", "null"])
+def test_an_echoed_prompt_may_be_written_in_any_way(echo: str) -> None:
+    body = json.dumps(answer(prompt_token_ids=0)).replace(
+        '"prompt_token_ids": 0', f'"prompt_token_ids":{echo}'
+    )
+    assert read_answer(body.encode(), EXPECTED).ids == (4, 5)
+
+
+@pytest.mark.parametrize("echo", [[1, 2], [1, 2, 4], [], {}, "123", [1.5, 2, 3]])
+def test_another_prompt_than_was_sent_is_refused(echo: object) -> None:
+    with pytest.raises(ModelError, match=r"another prompt|completion"):
+        read(answer(prompt_token_ids=echo))
+
+
 def test_rounding_above_zero_is_forgiven() -> None:
     assert read(answer(logprobs={"token_logprobs": [1e-6, -1.5]})).logprobs == (0.0, -1.5)
 

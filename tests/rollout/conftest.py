@@ -1,8 +1,11 @@
 """A service over toy environments, with everything a test may want to hold."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import importlib.util
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +15,10 @@ from prorl_envs.config import ServiceSettings
 from prorl_envs.policy.rendering import TemplateRenderer
 from prorl_envs.policy.types import ModelClient
 from prorl_envs.rollout.service import RolloutService
+from prorl_envs.rollout.sqlite_store import SqliteStore, SqlStore
 from prorl_envs.rollout.store import Store
 from prorl_envs.rollout.types import GroupRequest, Result
+from prorl_envs.testing.postgres import local_postgres, postgres_programs
 from prorl_envs.testing.tokenizer import builtin_renderer
 from prorl_envs.testing.toy import ToyModel, ToyWorld, empty_node
 
@@ -21,6 +26,52 @@ from prorl_envs.testing.toy import ToyModel, ToyWorld, empty_node
 @pytest.fixture(scope="session")
 def renderer() -> TemplateRenderer:
     return builtin_renderer()
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[str]:
+    """The URL of a real PostgreSQL, for the whole run."""
+    if postgres_programs() is None:
+        pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
+    if importlib.util.find_spec("psycopg") is None:
+        pytest.skip("psycopg is not installed: pip install 'prorl-envs[postgres]'")
+    with local_postgres() as url:
+        yield url
+
+
+@pytest.fixture
+def postgres_url(postgres_server: str) -> str:
+    """A database in which no store ever was."""
+    import psycopg
+
+    with psycopg.connect(postgres_server, autocommit=True) as session:
+        session.execute("DROP SCHEMA IF EXISTS prorl_envs CASCADE")
+    return postgres_server
+
+
+type OpenStore = Callable[..., AbstractAsyncContextManager[SqlStore]]
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> OpenStore:
+    """Opens the same durable store, one time after the other, with the bounds given."""
+    if request.param == "postgres":
+        url = request.getfixturevalue("postgres_url")
+        from prorl_envs.rollout.postgres_store import PostgresStore
+
+    @asynccontextmanager
+    async def opening(**bounds: Any) -> AsyncIterator[SqlStore]:
+        store: SqlStore
+        if request.param == "sqlite":
+            store = SqliteStore(tmp_path / "store.db", **bounds)
+        else:
+            store = await asyncio.to_thread(PostgresStore, url, **bounds)
+        try:
+            yield store
+        finally:
+            await store.aclose()
+
+    return opening
 
 
 @dataclass

@@ -204,21 +204,32 @@ async def test_the_turn_limit(renderer: TemplateRenderer) -> None:
     assert len(played.prompts) == 4
 
 
-async def test_the_time_limit_ends_a_model_call(renderer: TemplateRenderer) -> None:
+@pytest.mark.parametrize(("tool_s", "model_s"), [(6, 4), (4, 6)])
+async def test_a_model_call_at_the_time_limit(
+    renderer: TemplateRenderer, tool_s: float, model_s: float
+) -> None:
+    """Graded where the policy had used up the time, not where one model call did."""
     played = Played(renderer, lambda *_: [say("never")], run_s=10)
-    gate = asyncio.Event()
-    gate.set()
+    answering = asyncio.Event()
+    answering.set()
 
     def play(_: str, turn: int) -> list[Call]:
-        gate.clear()  # the next answer never comes
+        answering.clear()  # the next answer never comes
         return [say("x")]
 
-    played.model = ToyModel(renderer, play, gate=gate)
+    played.model = ToyModel(renderer, play, gate=answering)
+    played.world.gates["call"] = asyncio.Event()
     running = asyncio.create_task(played.run())
-    await played.world.until(lambda: any("call" in step for step in played.world.log))
+    await played.world.until(lambda: played.world.inside["call"] == 1)
+    played.clock.advance(tool_s)
+    played.world.gates["call"].set()
     await played.clock.wait_for_sleepers()
-    played.clock.advance(10)
-    assert await running is StopReason.TIME_LIMIT
+    played.clock.advance(model_s)
+    if tool_s > model_s:
+        assert await running is StopReason.TIME_LIMIT
+    else:
+        with pytest.raises(ModelError, match="did not answer in 6 of 10 s"):
+            await running
     assert len(played.trajectory.turns) == 1
 
 
@@ -228,7 +239,7 @@ async def test_a_model_that_never_answers_is_a_failure_and_not_graded(renderer: 
     running = asyncio.create_task(played.run())
     await played.clock.wait_for_sleepers()
     played.clock.advance(10)
-    with pytest.raises(ModelError, match="did not answer once"):
+    with pytest.raises(ModelError, match="did not answer in 10 of 10 s"):
         await running
     assert played.trajectory.turns == []
 

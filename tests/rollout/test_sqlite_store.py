@@ -1,4 +1,4 @@
-"""What a durable store promises beyond the rest: over restarts, on full disks, about its file."""
+"""What the store in a file promises beyond the rest: about its file, and on full disks."""
 
 import asyncio
 import resource
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from prorl_envs.errors import InputError
-from prorl_envs.rollout.errors import CursorExpired, NotFound, Unavailable
+from prorl_envs.rollout.errors import NotFound, Unavailable
+from prorl_envs.rollout.sqlite_file import _FORMATS, pack
 from prorl_envs.rollout.sqlite_store import SqliteStore
-from prorl_envs.rollout.types import JobState, Result, Trajectory, TurnRecord
 from prorl_envs.testing.clock import FakeClock
 from tests.rollout.test_store import group, result
 
@@ -38,66 +38,6 @@ def full_disk(path: Path) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def with_numbers(ids: list[int], logprobs: list[float]) -> Result:
-    turn = TurnRecord(
-        start=0, end=1, finish_reason="stop", weight_version="7", server="s", model_s=0.1, tools_s=0
-    )
-    trajectory = Trajectory(ids=ids, loss_mask=[1] * len(ids), logprobs=logprobs, turns=[turn])
-    whole = {"evidence": {"a": [1, 2.5, None]}, "messages": [{"role": "tool", "content": "ä\0"}]}
-    return result().model_copy(update={"trajectory": trajectory, "metadata": {"big": 2**80}, **whole})
-
-
-async def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
-    async with opened(path) as store:
-        await store.submit([group("a"), group("b")])
-        await store.started("b/1")
-        kept = [await store.record(result("a", i, tokens=9)) for i in range(2)]
-    async with opened(path) as store:
-        assert await store.submit([group("a")]) == [False]
-        assert await store.results(0, 10) == kept
-        assert (await store.group("a")).complete
-        [unfinished] = await store.unfinished()
-        assert (unfinished.request.id, unfinished.attempts) == ("b", (0, 1))
-        assert (await store.record(result("b"))).cursor > kept[-1].cursor
-
-
-async def test_bounds_hold_over_a_restart(tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
-    async with opened(path, max_tokens=100) as store:
-        await store.submit([group(samples=5)])
-        for sample in range(3):
-            await store.record(result(sample=sample, tokens=40))
-    async with opened(path, max_tokens=100) as store:
-        assert [r.sample for r in await store.results(0, 10)] == [1, 2]
-        await store.record(result(sample=3, tokens=40))
-        assert [r.cursor for r in await store.results(0, 10)] == [3, 4]
-        with pytest.raises(CursorExpired):
-            await store.results(1, 10)
-    async with opened(path, max_results=1) as store:
-        assert (await store.record(result(sample=4))).cursor == 5
-        assert [r.cursor for r in await store.results(0, 10)] == [5]
-        assert (await store.group("g")).complete
-
-
-@pytest.mark.parametrize(
-    ("ids", "logprobs"),
-    [
-        ([0, 1, 255], [0.0, -0.5, -1.25]),
-        ([0, 151_643, 2**32], [-0.1, -1e-300, -1e300]),
-        ([-1, 2**63 - 1], [float("-inf"), 0.0]),
-        ([], []),
-    ],
-)
-async def test_numbers_come_back_as_they_were(tmp_path: Path, ids: list[int], logprobs: list[float]) -> None:
-    async with opened(tmp_path / "store.db") as store:
-        await store.submit([group()])
-        kept = await store.record(with_numbers(ids, logprobs))
-        assert (
-            await store.result("g/0") == kept == with_numbers(ids, logprobs).model_copy(update={"cursor": 1})
-        )
 
 
 async def test_a_file_has_one_service(tmp_path: Path) -> None:
@@ -138,6 +78,20 @@ async def test_a_store_of_another_version_is_refused(tmp_path: Path) -> None:
         SqliteStore(path)
 
 
+async def test_a_store_of_an_older_version_is_brought_up(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    db = sqlite3.connect(path)
+    db.executescript(f"{_FORMATS[0]} PRAGMA user_version = 1;")
+    db.execute("INSERT INTO results VALUES (7, 1, 0, 0, ?, NULL, NULL, NULL)", pack(result())[:1])
+    db.commit()
+    db.close()
+    async with opened(path, max_age_s=3600) as store:
+        assert await store.results(0, 10) == [result().model_copy(update={"cursor": 7})]
+        await store.submit([group()])
+        await store.record(result())
+        assert [r.cursor for r in await store.results(0, 10)] == [7, 8]
+
+
 async def test_a_full_disk_refuses_and_keeps_what_was_accepted(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     async with opened(path) as store:
@@ -155,43 +109,7 @@ async def test_a_full_disk_refuses_and_keeps_what_was_accepted(tmp_path: Path) -
         assert (await store.record(result("a", 1))).cursor == kept.cursor + 1
 
 
-async def test_a_closed_store_says_so(tmp_path: Path) -> None:
-    async with opened(tmp_path / "store.db") as store:
-        writing = asyncio.create_task(store.submit([group()]))
-        await asyncio.sleep(0)
-        await store.aclose()
-        assert await writing == [True], "what was asked for before is done"
-    with pytest.raises(Unavailable, match="closed"):
-        await store.submit([group()])
-
-
 # Under a service.
-
-
-async def test_a_stopped_service_leaves_the_unfinished_to_the_next(make_bench: Any, tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
-    async with opened(path) as store:
-        bench = await make_bench(kept_in=store, run=1, live=1)
-        bench.world.gates["call"] = asyncio.Event()
-        await bench.submit(bench.group("done", samples=2))
-        await bench.world.until(lambda: bench.world.inside["call"] == 1)
-        await bench.service.cancel_job("done/1")
-        await bench.submit(bench.group("waits"))
-        await bench.service.stop()
-        assert bench.world.open == 0
-        assert [r.job_id for r in await store.results(0, 10)] == ["done/1"]
-    async with opened(path) as store:
-        bench = await make_bench(kept_in=store)
-        results = {r.job_id: r for r in await bench.finished(3)}
-        states = {job: r.state for job, r in results.items()}
-        assert states == {
-            "done/0": JobState.DONE,
-            "done/1": JobState.CANCELLED,
-            "waits/0": JobState.DONE,
-        }
-        assert results["done/0"].attempts == 2, "the one that the stop interrupted counts"
-        assert results["waits/0"].attempts == 1
-        await bench.service.stop()
 
 
 async def test_a_service_on_a_full_disk_halts_and_goes_on(make_bench: Any, tmp_path: Path) -> None:

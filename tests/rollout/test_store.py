@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,13 +33,19 @@ pytestmark = pytest.mark.anyio
 type MakeStore = Callable[..., Store]
 
 
-@pytest.fixture(params=STORES)
+@pytest.fixture(params=[*STORES, "postgres"])
 async def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[MakeStore]:
     """Makes one store, with the bounds given."""
     made: list[Store] = []
+    url = request.getfixturevalue("postgres_url") if request.param == "postgres" else ""
 
-    def make(**bounds: int) -> Store:
-        made.append(STORES[request.param](tmp_path, **bounds))
+    def make(**bounds: Any) -> Store:
+        if url:
+            from prorl_envs.rollout.postgres_store import PostgresStore
+
+            made.append(PostgresStore(url, **bounds))
+        else:
+            made.append(STORES[request.param](tmp_path, **bounds))
         return made[-1]
 
     yield make
@@ -240,3 +247,23 @@ async def test_a_reader_chooses_what_it_wants(store: Store) -> None:
 
 async def test_the_newest_cursor_of_nothing_is_0(store: Store) -> None:
     assert await store.newest() == 0
+
+
+async def test_a_store_keeps_results_no_longer_than_it_may_and_always_the_newest(
+    make_store: MakeStore,
+) -> None:
+    time = 0.0
+    store = make_store(max_age_s=10, now=lambda: time)
+    await store.submit([group("a", samples=1), group("b", samples=2)])
+    await store.record(result("a"))
+    time = 10.0
+    await store.record(result("b", 0))
+    assert [r.job_id for r in await store.results(0, 10)] == ["a/0", "b/0"]
+    time = 1000.0
+    cursor = (await store.record(result("b", 1))).cursor
+    assert [r.job_id for r in await store.results(0, 10)] == ["b/1"]
+    with pytest.raises(NotFound, match="no group"):
+        await store.group("a")
+    assert (await store.group("b")).complete
+    with pytest.raises(CursorExpired):
+        await store.results(cursor - 2, 10)

@@ -1,0 +1,151 @@
+"""Many jobs through one service, and what it holds meanwhile: memory, descriptors, processes, file.
+
+python -m bench.soak                                 # 10,000 jobs with a sandbox each
+python -m bench.soak --jobs 100000 --toy             # without sandboxes
+"""
+
+import argparse
+import asyncio
+import gc
+import logging
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.__main__ import machine
+from bench.service import COMMAND, SAMPLES, ShellEnvironment, Subject
+from prorl_envs.env.node import Node
+from prorl_envs.rollout.client import RolloutClient
+from prorl_envs.rollout.server import serving
+from prorl_envs.rollout.sqlite_store import SqliteStore
+from prorl_envs.sandbox.choice import choose_driver, make_driver
+from prorl_envs.testing.leaks import Holdings
+from prorl_envs.testing.tokenizer import builtin_renderer
+from prorl_envs.testing.toy import ToyWorld, empty_node
+
+#: What may be more at the end than after the first quarter.
+MAY_GROW = {"memory": 10_000_000, "descriptors": 8, "processes": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What this process and its sandboxes hold at a moment: bytes, and numbers."""
+
+    jobs: int
+    seconds: float
+    memory: int
+    descriptors: int
+    processes: int
+    objects: int
+    file: int
+
+
+def look(jobs: int, seconds: float, run_dir: Path, store: Path) -> Held:
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    files = [path for path in store.parent.glob(store.name + "*") if path.is_file()]
+    return Held(
+        jobs,
+        seconds,
+        pages * os.sysconf("SC_PAGE_SIZE"),
+        len(list(Path("/proc/self/fd").iterdir())),
+        len(Holdings.now(run_dir).processes),
+        len(gc.get_objects()),
+        sum(path.stat().st_size for path in files),
+    )
+
+
+async def soak(options: argparse.Namespace, folder: Path) -> list[Held]:
+    """Send the jobs over HTTP and read every result once, as a trainer does."""
+    renderer, world = builtin_renderer(), ToyWorld()
+    world.logging = False
+    run_dir, path = folder / "run", folder / "store.db"
+    run_dir.mkdir()
+    node = empty_node() if options.toy else Node(make_driver(choose_driver(), run_dir), folder, warm=4)
+    say = {"tool": "say", "arguments": {"text": "done 2"}}
+    call = say if options.toy else {"tool": "bash", "arguments": COMMAND}
+    family = world.family() if options.toy else ShellEnvironment
+    store = SqliteStore(path, max_results=options.keep)
+    curve: list[Held] = []
+    try:
+        async with node:
+            subject = Subject(node, family, renderer, call, turns=options.turns)
+            async with serving(subject.service(store)) as url, RolloutClient(url) as client:
+                curve = await feed(
+                    client, subject, options, lambda jobs, seconds: look(jobs, seconds, run_dir, path)
+                )
+    finally:
+        await store.aclose()
+    return curve
+
+
+async def feed(
+    client: RolloutClient,
+    subject: Subject,
+    options: argparse.Namespace,
+    look_at: Callable[[int, float], Held],
+) -> list[Held]:
+    """Keep some jobs ahead of what is done, and look at `points` moments."""
+    curve: list[Held] = []
+    started, done, asked, after = time.monotonic(), 0, 0, 0
+    print("| jobs | s | MB | descriptors | processes | objects | file MB |\n|---|---|---|---|---|---|---|")
+    while done < options.jobs:
+        while asked < options.jobs and asked - done < 4 * SAMPLES:
+            await client.submit(subject.groups(SAMPLES))
+            asked += SAMPLES
+        page = await client.page(after, limit=100, wait_s=30)
+        assert all(result.reward == 1.0 for result in page.results), page.results[0].failure
+        before, done, after = done, done + len(page.results), page.next
+        if done * options.points // options.jobs > before * options.points // options.jobs:
+            curve.append(look_at(done, time.monotonic() - started))
+            line(curve[-1])
+    return curve
+
+
+def line(held: Held) -> None:
+    print(
+        f"| {held.jobs:,} | {held.seconds:.0f} | {held.memory / 1e6:.1f} | {held.descriptors} "
+        f"| {held.processes} | {held.objects:,} | {held.file / 1e6:.1f} |",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--jobs", type=int, default=10_000)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--points", type=int, default=20, help="of the curve")
+    parser.add_argument("--keep", type=int, default=500, help="results kept by the service")
+    parser.add_argument("--toy", action="store_true", help="without sandboxes")
+    options = parser.parse_args()
+    logging.getLogger("prorl_envs").setLevel(logging.CRITICAL)
+    print(machine(), "\n")
+    with tempfile.TemporaryDirectory(prefix="prb-") as folder:
+        curve = asyncio.run(soak(options, Path(folder)))
+    sys.exit(not flat(curve))
+
+
+def flat(curve: list[Held]) -> bool:
+    """Say what grew between the second quarter and the last, by their medians."""
+    quarter = max(len(curve) // 4, 1)
+    early, late = curve[quarter : 2 * quarter] or curve[:1], curve[-quarter:]
+    good = True
+    print()
+    for name, bound in MAY_GROW.items():
+        grown = statistics.median(getattr(held, name) for held in late) - statistics.median(
+            getattr(held, name) for held in early
+        )
+        good &= grown <= bound
+        print(f"{name}: {grown:+,.0f} (at most {bound:,})")
+    return good
+
+
+if __name__ == "__main__":
+    main()

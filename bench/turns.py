@@ -1,0 +1,143 @@
+"""What one turn costs as the history grows: bytes on the wire, and CPU of each part that is ours.
+
+python -m bench.turns
+
+A request to a vLLM server carries the whole context as ids, and its answer repeats it, so their bytes grow
+with the history whatever we do. What is made of those bytes should not: the table has the CPU of a turn with
+`NEW` new tokens after histories of growing length, with a context that keeps its JSON and, as the floor's
+opposite, with a plain list that is encoded anew.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from bench.__main__ import machine
+from prorl_envs.policy.context import Context
+from prorl_envs.policy.types import Sampled, Sampling
+from prorl_envs.policy.vllm import VllmClient
+from prorl_envs.rollout.ledger import Ledger
+
+NEW = 150
+SAMPLED = 100
+VOCABULARY = 150_000
+
+
+async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Speak just enough HTTP to answer completions as vLLM does; nothing of a prompt is read as numbers."""
+    ids = list(range(SAMPLED))
+    logprobs = {"tokens": [f"token_id:{i}" for i in ids], "token_logprobs": [-0.5] * SAMPLED}
+    said = json.dumps({"index": 0, "finish_reason": "stop", "token_ids": ids, "logprobs": logprobs})[:-1]
+    while head := await reader.readuntil(b"\r\n\r\n"):
+        length = head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0]
+        body = await reader.readexactly(int(length))
+        start = body.index(b'"prompt":[') + len(b'"prompt":')
+        prompt = body[start : body.index(b"]", start) + 1]
+        choice = said.encode() + b',"prompt_token_ids":' + prompt + b"}"
+        content = b'{"choices":[' + choice + b"]}"
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(content) + content)
+        await writer.drain()
+
+
+async def serve() -> None:
+    """Print the URL, then answer until the standard input ends."""
+
+    async def guarded(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await answer(reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+    server = await asyncio.start_server(guarded, "127.0.0.1", 0, limit=2**24)
+    async with server:
+        print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+
+
+async def turn(
+    client: VllmClient,
+    context: Sequence[int],
+    ledger: Ledger,
+    chance: random.Random,
+    grow: Callable[..., Any],
+) -> list[float]:
+    """One turn, as the agent loop has it; seconds of CPU of the ledger's check, the call, and the growth."""
+    marks = [time.process_time()]
+    ledger.sent(context)
+    marks.append(time.process_time())
+    sampled: Sampled = await client.generate(context, Sampling(max_tokens=SAMPLED), session="s")
+    marks.append(time.process_time())
+    observed = [chance.randrange(VOCABULARY) for _ in range(NEW - SAMPLED)]
+    ledger.sampled(sampled, 0.1)
+    grow(sampled.ids)
+    ledger.observed(observed)
+    grow(observed)
+    marks.append(time.process_time())
+    return [after - before for before, after in pairwise(marks)]
+
+
+async def measure(url: str, tokens: int, turns: int, kind: type[Context] | type[list[int]]) -> list[float]:
+    """Medians of the parts of a turn after a history of so many tokens."""
+    chance = random.Random(tokens)
+    ids = [chance.randrange(VOCABULARY) for _ in range(tokens)]
+    context, ledger = kind(ids), Ledger(ids)
+    client = VllmClient(url, stop_ids=(1,), vocab_size=VOCABULARY, model="m")
+    try:
+        await turn(client, context, ledger, chance, context.extend)  # the first has everything to encode
+        rows = [await turn(client, context, ledger, chance, context.extend) for _ in range(turns)]
+    finally:
+        await client.aclose()
+    assert ledger.trajectory().drift == 0
+    return [statistics.median(column) * 1e3 for column in zip(*rows, strict=True)]
+
+
+async def bench(histories: Sequence[int], turns: int) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bench.turns", "--serve"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        url = (await process.stdout.readline()).decode().strip()
+        print(TABLE)
+        for tokens in histories:
+            kept = await measure(url, tokens, turns, Context)
+            anew = await measure(url, tokens, turns, list)
+            size = len(Context(range(VOCABULARY - tokens, VOCABULARY)).json())
+            cells = f"{kept[0]:.3f} | {kept[2]:.3f} | {kept[1]:.2f} | {anew[1]:.2f}"
+            print(f"| {tokens:,} | {size / 1e3:,.0f} | {NEW * 7 / 1e3:.1f} | {cells} |", flush=True)
+    finally:
+        process.stdin.close()
+        await process.wait()
+
+
+TABLE = f"""
+CPU of a turn with {NEW} new tokens, in ms:
+
+| history, tokens | kB sent | of them new | ledger check | its growth | model call | with a plain list |
+|---|---|---|---|---|---|---|"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.turns", description=__doc__)
+    parser.add_argument("--turns", type=int, default=50)
+    parser.add_argument("--histories", default="1000,8000,32000,128000")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        asyncio.run(serve())
+        return
+    print(machine())
+    asyncio.run(bench([int(part) for part in options.histories.split(",")], options.turns))
+
+
+if __name__ == "__main__":
+    main()

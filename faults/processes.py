@@ -1,0 +1,175 @@
+"""Services and model servers in processes of their own, to be killed."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+import prorl_envs
+
+#: `prorl-envs serve --llm MODEL --port PORT --store STORE`, with the built-in tokenizer and small pools.
+SERVE = """
+import asyncio, sys
+from prorl_envs.cli.compose import Model
+from prorl_envs.cli.serving import serve as serving
+from prorl_envs.config import ServerSettings, ServiceSettings, Settings
+from prorl_envs.testing.tokenizer import builtin_renderer
+
+def serve(model, port, store, cache):
+    settings = Settings(
+        service=ServiceSettings(init=2, run=4, eval=2, drain_s=0, store=store),
+        server=ServerSettings(port=int(port)),
+        cache_dir=cache,
+        warm=0,
+    )
+    asyncio.run(serving(settings, Model(servers=[model], renderer=builtin_renderer())))
+"""
+_NOW = "\nserve(*sys.argv[1:])"
+#: Forks a service for each line of arguments, says its pid, and in the end its status.
+_NURSERY = """
+import json, os
+for line in sys.stdin:
+    pid = os.fork()
+    if pid == 0:
+        os.close(0)
+        serve(*json.loads(line))
+        os._exit(0)
+    print(pid, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+#: A scripted model server that knows the suite's task.
+MODEL = """
+import asyncio, sys
+from faults.world import BOOK
+from prorl_envs.testing.server import ScriptedServer
+
+async def main():
+    async with ScriptedServer(BOOK, port=int(sys.argv[1])):
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+#: Runs a command with a small disk of its own at a folder, seen by nobody else: no root is needed.
+SMALL_DISK = (
+    *("unshare", "--user", "--map-root-user", "--mount", "sh", "-c"),
+    'mount -t tmpfs -o "size=$2" tmpfs "$1" && shift 2 && exec "$@"',
+    "sh",
+)
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class Service:
+    """A service in a process of its own."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def kill(self) -> None:
+        """At once, as `kill -9`."""
+        self._send(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        """In order."""
+        self._send(signal.SIGTERM)
+
+    def _send(self, number: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+
+class Nursery:
+    """Starts services, one at a time, from a process that has imported what they need: seconds of CPU each.
+
+    Args:
+        folder: for their log, caches and stores.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._log = (folder / "service.log").open("ab")
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", SERVE + _NURSERY],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=_environ(folder),
+        )
+
+    @contextmanager
+    def service(self, model: str, port: int) -> Iterator[Service]:
+        """A service, until the block ends it; it is killed where an error ends the block.
+
+        Args:
+            model: URL of its model server; `port`: its own.
+        """
+        assert self._process.stdin is not None
+        arguments = [model, str(port), str(self._folder / "store.db"), str(self._folder / "cache")]
+        self._process.stdin.write(json.dumps(arguments).encode() + b"\n")
+        self._process.stdin.flush()
+        service = Service(self._answer())
+        try:
+            yield service
+        except BaseException:
+            service.kill()
+            raise
+        finally:
+            service.returncode = self._answer()
+
+    def _answer(self) -> int:
+        assert self._process.stdout is not None
+        return int(self._process.stdout.readline())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._process.communicate()
+        self._log.close()
+
+
+@contextmanager
+def service_on_a_small_disk(
+    model: str, port: int, folder: Path, disk: Path, size: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A service whose store lies on a disk of so many bytes, at the folder `disk`, seen by nobody else."""
+    arguments = [SERVE + _NOW, model, str(port), str(disk / "store.db"), str(folder / "cache")]
+    command = [*SMALL_DISK, str(disk), size, sys.executable, "-c", *arguments]
+    with process(command, folder / "service.log") as started:
+        yield started
+
+
+@contextmanager
+def model_server(port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A model server in a process of its own, until the block ends it."""
+    with process([sys.executable, "-c", MODEL, str(port)], log) as started:
+        yield started
+
+
+@contextmanager
+def process(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process; it is killed where an error ends the block, else waited for."""
+    environ = _environ(log.parent)
+    with log.open("ab") as output, subprocess.Popen(command, env=environ, stderr=output) as started:
+        try:
+            yield started
+        except BaseException:
+            started.kill()
+            raise
+
+
+def _environ(run_dir: Path) -> dict[str, str]:
+    root = Path(prorl_envs.__file__).parents[1]
+    return {**os.environ, "PYTHONPATH": str(root), "PRORL_RUN_DIR": str(run_dir)}

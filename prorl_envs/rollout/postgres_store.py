@@ -1,0 +1,252 @@
+"""The store in a PostgreSQL database, for those who run one: the statements of `SqlStore`, spoken to it.
+
+It belongs to one service at a time, which holds an advisory lock of the database for as long as its session
+lasts. A session that breaks is opened again, unless another service had the database meanwhile: each that
+opens it counts `owner.epoch` up. `docs/decisions/0030-postgres.md` says why it is so.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from prorl_envs.errors import InputError
+from prorl_envs.rollout.sqlite_store import SqlStore
+
+try:
+    import psycopg
+except ImportError as error:  # pragma: no cover - the extra is not installed
+    raise InputError("psycopg is not installed", hint="pip install 'prorl-envs[postgres]'") from error
+
+SCHEMA = "prorl_envs"
+#: The key of the lock: "PROL".
+_LOCK = 0x50524F4C
+#: Seconds to a connection, and between two tries to learn what became of a transaction.
+_CONNECT_S, _PAUSE_S = 10, 0.2
+#: A host that vanishes lets go of the lock after a minute; the usual two hours would hold up its successor.
+_OPTIONS = (
+    f"-c search_path={SCHEMA} -c synchronous_commit=on -c idle_in_transaction_session_timeout=0"
+    " -c tcp_keepalives_idle=30 -c tcp_keepalives_interval=10 -c tcp_keepalives_count=3"
+)
+
+# As in `sqlite_file.py`: each step adds to the one before.
+_FORMAT_1 = """
+CREATE TABLE owner (epoch BIGINT NOT NULL, format INTEGER NOT NULL);
+INSERT INTO owner VALUES (0, 0);
+CREATE TABLE groups (
+    number BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY, id TEXT COLLATE "C" NOT NULL UNIQUE,
+    task_id TEXT NOT NULL, environment TEXT NOT NULL, request BYTEA NOT NULL, missing INTEGER NOT NULL
+);
+CREATE INDEX unfinished ON groups (number) WHERE missing > 0;
+CREATE TABLE jobs (
+    number BIGINT, sample INTEGER, attempts INTEGER NOT NULL DEFAULT 0, failures INTEGER NOT NULL DEFAULT 0,
+    cursor BIGINT, state TEXT, reward DOUBLE PRECISION, failure TEXT,
+    PRIMARY KEY (number, sample)
+);
+CREATE TABLE results (
+    cursor BIGINT PRIMARY KEY, number BIGINT NOT NULL, tokens BIGINT NOT NULL, total BIGINT NOT NULL,
+    body BYTEA NOT NULL, ids BYTEA, loss_mask BYTEA, logprobs BYTEA, at DOUBLE PRECISION
+);
+ALTER TABLE results ALTER body SET STORAGE EXTERNAL, ALTER ids SET STORAGE EXTERNAL,
+    ALTER loss_mask SET STORAGE EXTERNAL, ALTER logprobs SET STORAGE EXTERNAL;
+"""
+_FORMATS = (_FORMAT_1,)
+
+
+class PostgresStore(SqlStore):
+    """Groups and results in a database; its tables lie in the schema `prorl_envs`.
+
+    Args:
+        url: `postgresql://...`, as https://www.postgresql.org/docs/current/libpq-connect.html has it.
+        bounds: those of `SqlStore`.
+
+    Raises:
+        InputError: it cannot be opened, is of a newer version, or another service has it open.
+    """
+
+    errors = (psycopg.Error,)
+
+    def __init__(self, url: str, **bounds: Any) -> None:
+        name = _name(url)
+        self._ending = threading.Event()
+        with contextlib.ExitStack() as stack:
+            try:
+                owner = stack.enter_context(contextlib.closing(_Owner(url, name, self._ending)))
+                view = stack.enter_context(contextlib.closing(_View(url)))
+            except psycopg.Error as error:
+                raise InputError(f"the store {name} cannot be opened: {str(error).strip()}") from error
+            super().__init__(name, owner, view, stack.pop_all(), **bounds)
+
+    async def aclose(self) -> None:
+        """Finish what was asked for and let go of the database. Idempotent."""
+        self._ending.set()
+        await super().aclose()
+
+
+class _Session:
+    """A connection that speaks as `sqlite3.Connection` does, and is opened again once it is broken."""
+
+    begin = "BEGIN"
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._session: psycopg.Connection[Any] | None = None
+        self._within = False  # a transaction, which no second session can go on with
+        self.session()
+
+    def session(self) -> psycopg.Connection[Any]:
+        """The connection, open."""
+        if self._session is None or (self._session.closed and not self._within):
+            self._session = None
+            session = _connect(self._url)
+            try:
+                self.opened(session)
+            except BaseException:
+                session.close()
+                raise
+            self._session = session
+        return self._session
+
+    def opened(self, session: psycopg.Connection[Any]) -> None:
+        """Called with each new session."""
+
+    def execute(self, sql: str, parameters: Sequence[Any] = (), /) -> psycopg.Cursor[Any]:
+        text = sql.replace("?", "%s")
+        if sql.startswith("BEGIN"):
+            text, self._within = self.begin, False
+        rows = self.session().execute(text.encode(), _plain(parameters) or None)
+        self._within |= text == self.begin
+        return rows
+
+    def executemany(self, sql: str, parameters: Iterable[Sequence[Any]], /) -> object:
+        with self.session().cursor() as cursor:
+            cursor.executemany(sql.replace("?", "%s").encode(), [_plain(row) for row in parameters])
+        return None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None:
+        try:
+            if kind is None:
+                self.commit()
+            elif self._session is not None:
+                with contextlib.suppress(psycopg.Error):  # it is broken, and the server rolls back by itself
+                    self._session.execute("ROLLBACK")
+        finally:
+            self._within = False
+
+    def commit(self) -> None:
+        self.session().execute("COMMIT")
+
+    def close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+
+
+class _View(_Session):
+    """Reads. What it reads between BEGIN and the end is of one moment."""
+
+    begin = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
+
+
+class _Owner(_Session):
+    """Writes, and holds the lock."""
+
+    def __init__(self, url: str, name: str, ending: threading.Event) -> None:
+        self._name = name
+        self._ending = ending
+        self._epoch: int | None = None
+        self._transaction = ""
+        super().__init__(url)
+
+    def opened(self, session: psycopg.Connection[Any]) -> None:
+        [locked] = session.execute("SELECT pg_try_advisory_lock(%s)", (_LOCK,)).fetchone() or (False,)
+        if not locked and self._epoch is None:
+            hint = "each service needs a database of its own"
+            raise InputError(f"the store {self._name} is open in another service", hint=hint)
+        if not locked:  # perhaps our own last session, which the server has not given up yet
+            raise psycopg.OperationalError("another session holds the lock of the store")
+        if self._epoch is None:
+            self._epoch = _prepare(session)
+        elif session.execute("SELECT epoch FROM owner").fetchone() != (self._epoch,):
+            raise psycopg.OperationalError(
+                "another service had the database meanwhile: start this one again, and one at a time"
+            )
+
+    def execute(self, sql: str, parameters: Sequence[Any] = (), /) -> psycopg.Cursor[Any]:
+        rows = super().execute(sql, parameters)
+        if sql.startswith("BEGIN"):
+            [self._transaction] = super().execute("SELECT pg_current_xact_id()::text").fetchone() or ("",)
+        return rows
+
+    def commit(self) -> None:
+        """Commit; and where the session broke before the answer came, ask what became of it. Whoever waits
+        must neither be told that a write failed which is there, nor the other way round."""
+        try:
+            super().commit()
+        except psycopg.OperationalError:
+            if not self._was_committed():
+                raise
+
+    def _was_committed(self) -> bool:
+        while True:
+            try:
+                with _connect(self._url) as session:
+                    asked = session.execute("SELECT pg_xact_status(%s::xid8)", (self._transaction,))
+                    [status] = asked.fetchone() or ("",)
+                if status != "in progress":
+                    return bool(status == "committed")
+            except psycopg.Error:
+                if self._ending.is_set():  # the next start reads what is there
+                    raise
+            self._ending.wait(_PAUSE_S)
+
+
+def _connect(url: str) -> psycopg.Connection[Any]:
+    return psycopg.connect(url, autocommit=True, connect_timeout=_CONNECT_S, options=_OPTIONS)
+
+
+def _prepare(session: psycopg.Connection[Any]) -> int:
+    """Make the tables where there are none, and count this owner; its epoch."""
+    with session.transaction():
+        [there] = session.execute("SELECT to_regclass(%s)", (f"{SCHEMA}.owner",)).fetchone() or (None,)
+        if there is None:
+            session.execute(f"CREATE SCHEMA IF NOT EXISTS {SCHEMA}".encode())
+            session.execute(_FORMATS[0].encode())
+        [version] = session.execute("SELECT format FROM owner").fetchone() or (0,)
+        if version > len(_FORMATS):
+            hint = "open it with the version that wrote it, or begin a new database"
+            raise InputError(f"the store has format {version}; this is {len(_FORMATS)}", hint=hint)
+        for step in _FORMATS[max(version, 1) :]:
+            session.execute(step.encode())
+        counted = session.execute(
+            "UPDATE owner SET epoch = epoch + 1, format = %s RETURNING epoch", (len(_FORMATS),)
+        )
+        [epoch] = counted.fetchone() or (0,)
+        return int(epoch)
+
+
+def _plain(parameters: Sequence[Any]) -> tuple[Any, ...]:
+    # A NUL cannot be in a text here; no id holds one, so it stands for itself in no search.
+    return tuple(
+        value.encode(errors="replace").decode().replace("\0", "\ufffd") if isinstance(value, str) else value
+        for value in parameters
+    )
+
+
+def _name(url: str) -> str:
+    """The database in messages: without the password."""
+    try:
+        parts = psycopg.conninfo.conninfo_to_dict(url)
+    except psycopg.Error as error:
+        raise InputError(f"the store's URL is none: {str(error).strip()}") from error
+    host = parts.get("host") or "local"
+    return f"{parts.get('dbname') or 'postgres'} at {host}"

@@ -1,0 +1,135 @@
+"""What every durable store promises beyond the rest: over restarts, and when it is closed."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from prorl_envs.errors import InputError
+from prorl_envs.rollout.errors import CursorExpired, Unavailable
+from prorl_envs.rollout.types import JobState, Result, Trajectory, TurnRecord
+from tests.rollout.conftest import OpenStore
+from tests.rollout.test_store import group, result
+
+pytestmark = pytest.mark.anyio
+
+
+def with_numbers(ids: list[int], logprobs: list[float]) -> Result:
+    turn = TurnRecord(
+        start=0, end=1, finish_reason="stop", weight_version="7", server="s", model_s=0.1, tools_s=0
+    )
+    trajectory = Trajectory(ids=ids, loss_mask=[1] * len(ids), logprobs=logprobs, turns=[turn])
+    whole = {"evidence": {"a": [1, 2.5, None]}, "messages": [{"role": "tool", "content": "ä\0"}]}
+    return result().model_copy(update={"trajectory": trajectory, "metadata": {"big": 2**80}, **whole})
+
+
+async def test_everything_is_there_after_a_restart(opened: OpenStore) -> None:
+    async with opened() as store:
+        await store.submit([group("a"), group("b")])
+        await store.started("b/1")
+        kept = [await store.record(result("a", i, tokens=9)) for i in range(2)]
+    async with opened() as store:
+        assert await store.submit([group("a")]) == [False]
+        assert await store.results(0, 10) == kept
+        assert (await store.group("a")).complete
+        [unfinished] = await store.unfinished()
+        assert (unfinished.request.id, unfinished.attempts) == ("b", (0, 1))
+        assert (await store.record(result("b"))).cursor > kept[-1].cursor
+
+
+async def test_bounds_hold_over_a_restart(opened: OpenStore) -> None:
+    async with opened(max_tokens=100) as store:
+        await store.submit([group(samples=5)])
+        for sample in range(3):
+            await store.record(result(sample=sample, tokens=40))
+    async with opened(max_tokens=100) as store:
+        assert [r.sample for r in await store.results(0, 10)] == [1, 2]
+        await store.record(result(sample=3, tokens=40))
+        assert [r.cursor for r in await store.results(0, 10)] == [3, 4]
+        with pytest.raises(CursorExpired):
+            await store.results(1, 10)
+    async with opened(max_results=1) as store:
+        assert (await store.record(result(sample=4))).cursor == 5
+        assert [r.cursor for r in await store.results(0, 10)] == [5]
+        assert (await store.group("g")).complete
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs"),
+    [
+        ([0, 1, 255], [0.0, -0.5, -1.25]),
+        ([0, 151_643, 2**32], [-0.1, -1e-300, -1e300]),
+        ([-1, 2**63 - 1], [float("-inf"), 0.0]),
+        ([], []),
+    ],
+)
+async def test_numbers_come_back_as_they_were(
+    opened: OpenStore, ids: list[int], logprobs: list[float]
+) -> None:
+    async with opened() as store:
+        await store.submit([group()])
+        kept = await store.record(with_numbers(ids, logprobs))
+        assert (
+            await store.result("g/0") == kept == with_numbers(ids, logprobs).model_copy(update={"cursor": 1})
+        )
+
+
+async def test_a_closed_store_says_so(opened: OpenStore) -> None:
+    async with opened() as store:
+        writing = asyncio.create_task(store.submit([group()]))
+        await asyncio.sleep(0)
+        await store.aclose()
+        assert await writing == [True], "what was asked for before is done"
+    with pytest.raises(Unavailable, match="closed"):
+        await store.submit([group()])
+
+
+async def test_a_stopped_service_leaves_the_unfinished_to_the_next(
+    make_bench: Any, opened: OpenStore
+) -> None:
+    async with opened() as store:
+        bench = await make_bench(kept_in=store, run=1, live=1)
+        bench.world.gates["call"] = asyncio.Event()
+        await bench.submit(bench.group("done", samples=2))
+        await bench.world.until(lambda: bench.world.inside["call"] == 1)
+        await bench.service.cancel_job("done/1")
+        await bench.submit(bench.group("waits"))
+        await bench.service.stop()
+        assert bench.world.open == 0
+        assert [r.job_id for r in await store.results(0, 10)] == ["done/1"]
+    async with opened() as store:
+        bench = await make_bench(kept_in=store)
+        results = {r.job_id: r for r in await bench.finished(3)}
+        states = {job: r.state for job, r in results.items()}
+        assert states == {
+            "done/0": JobState.DONE,
+            "done/1": JobState.CANCELLED,
+            "waits/0": JobState.DONE,
+        }
+        assert results["done/0"].attempts == 2, "the one that the stop interrupted counts"
+        assert results["waits/0"].attempts == 1
+        await bench.service.stop()
+
+
+async def test_age_goes_on_over_a_restart(opened: OpenStore) -> None:
+    time = 1000.0
+    async with opened(max_age_s=60, now=lambda: time) as store:
+        await store.submit([group(samples=4)])
+        for sample in range(2):
+            await store.record(result(sample=sample))
+            time += 50
+    time += 5
+    async with opened(max_age_s=60, now=lambda: time) as store:
+        assert [r.sample for r in await store.results(0, 10)] == [0, 1], "nothing is lost by opening it"
+        await store.record(result(sample=2))
+        assert [r.sample for r in await store.results(0, 10)] == [1, 2]
+
+
+async def test_a_store_has_one_service(opened: OpenStore) -> None:
+    async with opened() as store:
+        with pytest.raises(InputError, match="open in another service"):
+            async with opened():
+                pass
+        assert await store.submit([group()]) == [True]
+    async with opened() as store:
+        assert len(await store.unfinished()) == 1
