@@ -26,6 +26,7 @@ from prorl_envs.rollout.errors import (
     WrongMethod,
 )
 from prorl_envs.rollout.guards import BodyLimit, TokenGuard, error_response
+from prorl_envs.rollout.routes_batches import add_batches
 from prorl_envs.rollout.service import RolloutService, ServiceState
 from prorl_envs.rollout.types import GroupRequest, Result
 from prorl_envs.rollout.views import (
@@ -86,6 +87,7 @@ def create_app(service: RolloutService, settings: ServerSettings) -> FastAPI:
     _add_errors(app)
     _add_groups(app, service)
     _add_results(app, service, settings)
+    add_batches(app, service, settings)
     _add_operation(app, service)
     token = settings.token.get_secret_value() if settings.token else None
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)

@@ -16,6 +16,7 @@ from prorl_envs.env.base import Task
 from prorl_envs.errors import FailureKind
 from prorl_envs.rollout.episode import Episode
 from prorl_envs.rollout.errors import Unavailable
+from prorl_envs.rollout.fair_queue import COMMON, Share
 from prorl_envs.rollout.scheduler import Close, Decision, Finish, Interrupt, Scheduler, Start
 from prorl_envs.rollout.store import Store
 from prorl_envs.rollout.types import Failure, GroupRequest, JobState, Result, Stage
@@ -35,7 +36,8 @@ class Engine:
         worker: carries stages out.
         store: keeps results.
         clock: measures waiting.
-        announce: called after each result is kept.
+        announce: called with each result when it is kept, in the order of their cursors.
+        freed: called when a job is gone.
     """
 
     def __init__(
@@ -44,7 +46,8 @@ class Engine:
         worker: Worker,
         store: Store,
         clock: Clock,
-        announce: Callable[[], None],
+        announce: Callable[[Result], None],
+        freed: Callable[[], None],
     ) -> None:
         self.scheduler = scheduler
         self.finished: Counter[JobState] = Counter()
@@ -56,21 +59,35 @@ class Engine:
         self._store = store
         self._clock = clock
         self._announce = announce
+        self._freed = freed
         self._episodes: dict[str, Episode] = {}
         self._stages: dict[str, asyncio.Task[Failure | None]] = {}
         self._records: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._leaving = False  # what is unfinished stays so, for the next start
 
-    def admit(self, request: GroupRequest, task: Task, attempts: Mapping[int, int]) -> None:
-        """Take jobs of a group in: samples, and how often each was started before."""
+    def admit(
+        self,
+        request: GroupRequest,
+        task: Task,
+        attempts: Mapping[int, int],
+        *,
+        batch_id: str | None = None,
+        share: Share = COMMON,
+    ) -> None:
+        """Take jobs of a group in.
+
+        Args:
+            attempts: samples, and how often each was started before.
+            batch_id: the batch that began the group, if any; `share`: of whom it is.
+        """
         now = self._clock.monotonic()
         episodes = [
-            Episode(request, sample, task, waiting_since=now, attempts=before)
+            Episode(request, sample, task, waiting_since=now, attempts=before, batch_id=batch_id)
             for sample, before in attempts.items()
         ]
         self._episodes.update((episode.id, episode) for episode in episodes)
-        self._apply(self.scheduler.submit((episode.id, request.id) for episode in episodes))
+        self._apply(self.scheduler.submit(((episode.id, request.id) for episode in episodes), share))
 
     def attempts(self, job: str) -> int:
         """How often an unfinished job was started."""
@@ -146,7 +163,7 @@ class Engine:
 
     async def _record(self, episode: Episode, result: Result) -> None:
         try:
-            await self._persist(partial(self._store.record, result))
+            kept = await self._persist(partial(self._store.record, result))
         except Unavailable as error:
             log.error("the result of %s is lost, and the next start does it again: %s", episode.id, error)
             self._forget_if_gone(episode.id)
@@ -154,10 +171,10 @@ class Engine:
         self.finished[result.state] += 1
         if result.failure is not None:
             self.failures[result.failure.kind] += 1
-        self._announce()
+        self._announce(kept)
         self._forget_if_gone(episode.id)
 
-    async def _persist(self, write: Callable[[], Awaitable[object]]) -> None:
+    async def _persist[T](self, write: Callable[[], Awaitable[T]]) -> T:
         """Write, and try again until the disk takes it. Meanwhile the job holds its place, so a full disk
         brings the service to a halt and loses nothing.
 
@@ -166,8 +183,7 @@ class Engine:
         """
         while True:
             try:
-                await write()
-                return
+                return await write()
             except Unavailable as error:
                 if self._leaving:
                     raise
@@ -192,6 +208,7 @@ class Engine:
         if job not in self.scheduler:
             self._episodes.pop(job, None)
             self._records.pop(job, None)
+            self._freed()
 
     def _spawn[T](self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)

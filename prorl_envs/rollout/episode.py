@@ -41,6 +41,7 @@ class Episode:
         task: the request's task, validated.
         waiting_since: clock time at which it last began to wait, seconds.
         attempts: how often it was started.
+        batch_id: the batch that began its group, if any.
     """
 
     request: GroupRequest
@@ -48,6 +49,7 @@ class Episode:
     task: Task
     waiting_since: float
     attempts: int = 0
+    batch_id: str | None = None
     attempt: Attempt = field(default_factory=Attempt)
     queued_s: float = 0.0
     active_s: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
@@ -95,6 +97,7 @@ class Episode:
         return Result(
             job_id=self.id,
             group_id=self.request.id,
+            batch_id=self.batch_id,
             sample=self.sample,
             environment=self.request.environment,
             task_id=self.task.id,

@@ -6,7 +6,7 @@ callers see.
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 
 from prorl_envs import __version__
@@ -19,8 +19,10 @@ from prorl_envs.policy.pool import ModelPool
 from prorl_envs.policy.types import ModelClient, Renderer
 from prorl_envs.policy.vllm import base_url
 from prorl_envs.rollout.agent import Agent
+from prorl_envs.rollout.batches import Batches
 from prorl_envs.rollout.engine import Engine
 from prorl_envs.rollout.errors import Conflict, Full, NotFound, Unavailable
+from prorl_envs.rollout.fair_queue import COMMON, Share
 from prorl_envs.rollout.scheduler import Limits, Scheduler
 from prorl_envs.rollout.stages import Family
 from prorl_envs.rollout.statistics import group_statistics
@@ -28,6 +30,7 @@ from prorl_envs.rollout.store import MemoryStore, NewGroup, Store, StoredGroup
 from prorl_envs.rollout.types import (
     GroupRequest,
     JobState,
+    Result,
     Stage,
     job_id,
     split_job_id,
@@ -94,9 +97,11 @@ class RolloutService:
             ),
             self.store,
             self.clock,
-            self._announce,
+            self._kept,
+            lambda: self.batches.freed(),
         )
         self._submitting = asyncio.Lock()
+        self.batches = Batches(self, self.store, self.settings, self.clock, self._submitting)
         self._news = asyncio.Event()
         self._started_at = self.clock.monotonic()
 
@@ -108,12 +113,16 @@ class RolloutService:
         Raises:
             InputError: a stored task is not one of this service's environments.
         """
-        unfinished = [(group, self._load(group.request)) for group in await self.store.unfinished()]
+        unfinished = [(group, self.load(group.request)) for group in await self.store.unfinished()]
+        await self.batches.restore()
         for group, task in unfinished:
             jobs = zip(range(group.request.samples), group.outcomes, group.attempts, strict=True)
             missing = {sample: attempts for sample, outcome, attempts in jobs if outcome is None}
-            self._engine.admit(group.request, task, missing)
+            begun_by = split_job_id(group.request.id)[0] if group.batch_id else None
+            share = self.batches.share(group.batch_id)
+            self._engine.admit(group.request, task, missing, batch_id=begun_by, share=share)
         self.state = ServiceState.SERVING  # only now: what is submitted is unfinished too
+        self.batches.start()
 
     async def stop(self, *, drain_s: float = 0.0) -> None:
         """End. Nothing is accepted from here on; readers still read. Idempotent.
@@ -126,6 +135,7 @@ class RolloutService:
             return
         async with self._submitting:  # what is being accepted is admitted first
             self.state = ServiceState.DRAINING
+        await self.batches.aclose()
         try:
             async with self.clock.timeout(drain_s):
                 await self._engine.settled()
@@ -155,21 +165,47 @@ class RolloutService:
             Full: the queue has no room for all of them.
             Unavailable: the service is not serving.
         """
-        tasks = [self._load(request) for request in requests]
+        tasks = [self.load(request) for request in requests]
+        groups = [NewGroup(request, task.id) for request, task in zip(requests, tasks, strict=True)]
         # A caller who goes away must not leave a group that is stored and never begun.
-        await asyncio.shield(asyncio.create_task(self._accept(requests, tasks)))
+        await asyncio.shield(asyncio.create_task(self.accept(groups, tasks)))
         return [await self.group(request.id) for request in requests]
 
-    async def _accept(self, requests: Sequence[GroupRequest], tasks: Sequence[Task]) -> None:
-        groups = [NewGroup(request, task.id) for request, task in zip(requests, tasks, strict=True)]
+    async def accept(
+        self,
+        groups: Sequence[NewGroup],
+        tasks: Sequence[Task],
+        *,
+        share: Share = COMMON,
+        kept: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Keep groups, all or none, and begin those that are new.
+
+        Args:
+            tasks: of the groups.
+            share: whose they are.
+            kept: called when they are kept, before anything comes of them.
+
+        Raises:
+            Conflict, Full, Unavailable.
+        """
         async with self._submitting:
-            if self.state is not ServiceState.SERVING:
-                raise Unavailable(f"the service is {self.state}", hint="submit to another, or later")
-            await self._check_room(requests)
+            self.check_serving()
+            for group in groups:
+                if group.batch_id is None and self.batches.owns(group.request.id):
+                    raise Conflict(f"{group.request.id!r} is the id of a batch's group", hint="use another")
+            await self._check_room([group.request for group in groups])
             fresh = await self.store.submit(groups)
-            for request, task, new in zip(requests, tasks, fresh, strict=True):
+            kept()
+            for group, task, new in zip(groups, tasks, fresh, strict=True):
                 if new:
-                    self._engine.admit(request, task, dict.fromkeys(range(request.samples), 0))
+                    samples = dict.fromkeys(range(group.request.samples), 0)
+                    self._engine.admit(group.request, task, samples, batch_id=group.batch_id, share=share)
+
+    def check_serving(self) -> None:
+        """Raises: Unavailable: nothing is accepted now."""
+        if self.state is not ServiceState.SERVING:
+            raise Unavailable(f"the service is {self.state}", hint="submit to another, or later")
 
     async def group(self, group_id: str) -> GroupView:
         """Raises: NotFound."""
@@ -192,6 +228,10 @@ class RolloutService:
         await self.job(job)
         await self._engine.cancel([job])
         return await self.job(job)
+
+    async def cancel_jobs(self, jobs: Iterable[str]) -> None:
+        """End those of these jobs that have not ended; return once their results are recorded."""
+        await self._engine.cancel(jobs)
 
     async def cancel_group(self, group_id: str) -> GroupView:
         """End what is left of a group.
@@ -297,7 +337,12 @@ class RolloutService:
 
     # Jobs.
 
-    def _load(self, request: GroupRequest) -> Task:
+    def load(self, request: GroupRequest) -> Task:
+        """The validated task of a request.
+
+        Raises:
+            InputError: its environment is not known, or the row is wrong.
+        """
         if request.environment not in self.environments:
             known = ", ".join(sorted(self.environments))
             raise InputError(f"no environment is called {request.environment!r}", hint=f"known: {known}")
@@ -305,15 +350,25 @@ class RolloutService:
         return task
 
     async def _check_room(self, requests: Sequence[GroupRequest]) -> None:
-        room = self.settings.queue - len(self._engine.scheduler)
+        room = self.room
         new = 0
         for request in requests:
             try:
                 await self.store.group(request.id)
             except NotFound:
                 new += request.samples
-        if new > max(room, 0):
-            raise Full(f"the queue has room for {max(room, 0)} of {new} new jobs", hint="try again later")
+        if new > room:
+            raise Full(f"the queue has room for {room} of {new} new jobs", hint="try again later")
+
+    @property
+    def room(self) -> int:
+        """Jobs that the queue still has room for."""
+        return max(0, self.settings.queue - len(self._engine.scheduler))
+
+    def _kept(self, result: Result) -> None:
+        """A result is kept."""
+        self.batches.ended(result)
+        self._announce()
 
     def _announce(self) -> None:
         """Wake everyone who waits for results."""
@@ -329,6 +384,7 @@ class RolloutService:
             jobs=[self._job_view(group, sample) for sample in range(request.samples)],
             complete=group.complete,
             statistics=group_statistics(group),
+            batch_id=group.batch_id,
         )
 
     def _job_view(self, group: StoredGroup, sample: int) -> JobView:

@@ -205,6 +205,7 @@ class Result(_Wire):
         version: of this format.
         cursor: position in the service's stream of results; strictly increasing.
         job_id, group_id, sample, environment, task_id: what this is a result of.
+        batch_id: the batch that began the group, if any; a later one may have taken it over.
         state: done, failed or cancelled.
         reward: the grader's scalar; None unless `state` is done.
         mask_sample: True where a trainer must leave this sample out of the loss.
@@ -223,6 +224,7 @@ class Result(_Wire):
     sample: int
     environment: str
     task_id: str
+    batch_id: str | None = None
     state: JobState
     reward: float | None
     mask_sample: bool
