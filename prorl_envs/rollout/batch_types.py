@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from prorl_envs.policy.types import Sampling
-from prorl_envs.rollout.types import AgentLimits, JobId, json_problem
+from prorl_envs.rollout.types import AgentLimits, BatchId, JobId, json_problem
 
 #: Rows of one request.
 MAX_ROWS = 10_000
@@ -93,7 +93,7 @@ class BatchRequest(_Wire):
         metadata: given back with every group and result.
     """
 
-    id: JobId = Field(max_length=180)
+    id: BatchId
     groups: int = Field(ge=1)
     tasks: list[BatchTask] = Field(default_factory=list, max_length=MAX_ROWS)
     more: bool = False
@@ -106,7 +106,7 @@ class BatchRequest(_Wire):
     in_flight: int | None = Field(default=None, ge=1)
     spare: int | None = Field(default=None, ge=0)
     leftover: Literal["cancel", "carry"] = "cancel"
-    carry_from: JobId | None = None
+    carry_from: BatchId | None = None
     weight_version: int | None = Field(default=None, ge=0, le=2**62)
     max_staleness: int | None = Field(default=None, ge=0, le=2**62)
     tenant: JobId | None = None

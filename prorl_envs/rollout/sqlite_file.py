@@ -51,8 +51,8 @@ CREATE TABLE batch_tasks (
     number INTEGER, position INTEGER, body BLOB NOT NULL, PRIMARY KEY (number, position)
 ) WITHOUT ROWID;
 """
-_FORMATS = (_FORMAT_1, _FORMAT_2)
-SCHEMA_VERSION = len(_FORMATS)
+FORMATS = (_FORMAT_1, _FORMAT_2)
+SCHEMA_VERSION = len(FORMATS)
 _ARRAYS = ("ids", "loss_mask", "logprobs")
 
 
@@ -105,7 +105,7 @@ def _prepare(db: sqlite3.Connection) -> None:
         raise InputError("the file system of the store has no shared memory", hint="use a local disk")
     db.execute("PRAGMA synchronous = FULL")
     if version < SCHEMA_VERSION:
-        steps = "".join(_FORMATS[version:])
+        steps = "".join(FORMATS[version:])
         db.executescript(f"BEGIN; {steps} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
 
 

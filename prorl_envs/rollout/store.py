@@ -122,7 +122,7 @@ class Store(Protocol):
 
     async def record(self, result: Result) -> Result:
         """Keep the result of a job and give it its cursor. The first result of a job stays: recording
-        another returns the first.
+        another returns the first. Who records at the same time gets to know in the order of the cursors.
 
         Raises:
             NotFound: its group is not known.

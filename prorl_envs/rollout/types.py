@@ -15,7 +15,10 @@ from prorl_envs.policy.types import Sampling
 
 RESULT_VERSION: Literal[1] = 1
 
-JobId = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/\-]*$")]
+_ID = r"^[A-Za-z0-9][A-Za-z0-9._:/\-]*$"
+JobId = Annotated[str, Field(min_length=1, max_length=200, pattern=_ID)]
+#: Shorter, since a batch's groups are called `<id>/<index>`.
+BatchId = Annotated[str, Field(min_length=1, max_length=180, pattern=_ID)]
 
 
 class _Wire(BaseModel):

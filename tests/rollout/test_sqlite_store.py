@@ -3,6 +3,7 @@
 import asyncio
 import resource
 import sqlite3
+import zlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from prorl_envs.errors import InputError
 from prorl_envs.rollout.errors import CursorExpired, NotFound, Unavailable
+from prorl_envs.rollout.sqlite_file import FORMATS
 from prorl_envs.rollout.sqlite_store import SqliteStore
 from prorl_envs.rollout.types import JobState, Result, Trajectory, TurnRecord
 from prorl_envs.testing.clock import FakeClock
@@ -132,10 +134,26 @@ async def test_a_store_of_another_version_is_refused(tmp_path: Path) -> None:
     async with opened(path):
         pass
     db = sqlite3.connect(path)
-    db.execute("PRAGMA user_version = 2")
+    db.execute("PRAGMA user_version = 99")
     db.close()
-    with pytest.raises(InputError, match="format 2"):
+    with pytest.raises(InputError, match="format 99"):
         SqliteStore(path)
+
+
+async def test_a_store_of_an_earlier_version_is_brought_to_this_one(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    db = sqlite3.connect(path)
+    db.executescript(f"BEGIN; {FORMATS[0]} PRAGMA user_version = 1; COMMIT;")
+    request = zlib.compress(group("old").request.model_dump_json().encode())
+    db.execute("INSERT INTO groups (id, task_id, request, missing) VALUES ('old', 't', ?, 2)", (request,))
+    db.execute("INSERT INTO jobs (number, sample) VALUES (1, 0), (1, 1)")
+    db.commit()
+    db.close()
+    for _ in range(2):
+        async with opened(path) as store:
+            [unfinished] = await store.unfinished()
+            assert (unfinished.request, unfinished.batch_id) == (group("old").request, None)
+            assert await store.batches() == []
 
 
 async def test_a_full_disk_refuses_and_keeps_what_was_accepted(tmp_path: Path) -> None:
