@@ -160,7 +160,11 @@ class BatchPlan:
         self.closed = False
         self.groups: dict[str, Group] = {}
         self.judged: dict[str, Judgement] = {}
-        self.selected: list[str] = []
+        self.selected: list[str] = []  # informative groups, in the order in which they were decided
+        self.chosen: list[tuple[str, int]] = []  # their samples that count
+        self.counts: Counter[Verdict] = Counter()
+        self.reasons: Counter[str] = Counter()  # why decided groups are not informative
+        self.failures: Counter[str] = Counter()  # why samples of decided groups have no reward
         self.passed_on: frozenset[str] | None = None
         self._open: dict[str, None] = {}  # undecided groups, in the order in which they came
         self._surplus: dict[str, set[int]] = {}  # samples that have not ended and that nobody needs
@@ -189,24 +193,6 @@ class BatchPlan:
         if self.state is not BatchState.COMPLETE or self._ends_leftover():
             return []
         return [self.groups[group] for group in self._open]
-
-    @property
-    def counts(self) -> Counter[Verdict]:
-        return Counter(judgement.verdict for judgement in self.judged.values())
-
-    @property
-    def reasons(self) -> Counter[str]:
-        return Counter(judgement.reason for judgement in self.judged.values() if judgement.reason)
-
-    @property
-    def failures(self) -> Counter[str]:
-        """Samples of decided groups that failed, by kind; those that were cancelled by us are none."""
-        return Counter(
-            ended.failure
-            for name in self.judged
-            for ended in self.groups[name].ended.values()
-            if ended.failure not in ("", "cancelled")
-        )
 
     # Events.
 
@@ -255,12 +241,7 @@ class BatchPlan:
         judgement = judge(self.rules, group)
         if judgement is None:
             return
-        del self._open[group_id]
-        self.judged[group_id] = judgement
-        self._spare(group)
-        if judgement.verdict is Verdict.INFORMATIVE:
-            self.selected.append(group_id)
-            self._end_leftover()
+        self._decide(group, judgement)
 
     def cancel(self, at: int) -> None:
         """Nobody wants the batch any more; what ended after the cursor `at` is decided no more."""
@@ -301,6 +282,19 @@ class BatchPlan:
         if self.rules.spare is not None:
             most = min(most, self.rules.groups - len(self.selected) + self.rules.spare)
         return max(0, most - len(self._open))
+
+    def _decide(self, group: Group, judgement: Judgement) -> None:
+        del self._open[group.id]
+        self.judged[group.id] = judgement
+        self.counts[judgement.verdict] += 1
+        self.failures.update(ended.failure for ended in group.ended.values() if ended.failure)
+        self._spare(group)
+        if judgement.verdict is not Verdict.INFORMATIVE:
+            self.reasons[judgement.reason] += 1
+            return
+        self.selected.append(group.id)
+        self.chosen += ((group.id, sample) for sample in judgement.samples)
+        self._end_leftover()
 
     def _over(self, cursor: int) -> bool:
         """Whether the batch had ended when the result of this cursor came."""

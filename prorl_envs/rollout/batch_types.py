@@ -186,7 +186,7 @@ class BatchView(_Wire):
         more: further tasks may be appended.
         waiting_for_tasks: a group could be started, and there is no task for it.
         reasons: undesired groups (uninformative and failed), by reason.
-        failures: samples without a reward in decided groups, by failure kind.
+        failures: samples without a reward when their group was decided, by failure kind.
         weight_version: as it was submitted.
     """
 

@@ -8,7 +8,6 @@ plans decide the same again.
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import islice
 
 from prorl_envs.clock import Clock
 from prorl_envs.config import ServiceSettings
@@ -21,7 +20,7 @@ from prorl_envs.rollout.batch_worker import BatchWorker, Host, unneeded
 from prorl_envs.rollout.errors import Conflict, Full, NotFound
 from prorl_envs.rollout.fair_queue import COMMON, Share
 from prorl_envs.rollout.store import PAGE_TOKENS, Store, StoredBatch, token_count
-from prorl_envs.rollout.types import Result, split_job_id
+from prorl_envs.rollout.types import Result, job_id, split_job_id
 from prorl_envs.rollout.views import ResultPage
 
 
@@ -164,15 +163,11 @@ class Batches:
             NotFound: no such batch, or a result is no longer kept.
         """
         plan = self._batch(batch_id).plan
-
-        def jobs() -> list[str]:
-            return [job for name in plan.selected for job in batch_record.selected(plan, name).job_ids]
-
-        await self._until(lambda: len(jobs()) > after or plan.state.over, wait_s)
+        await self._until(lambda: len(plan.chosen) > after or plan.state.over, wait_s)
         page: list[Result] = []
         tokens = 0
-        for job in islice(jobs(), after, after + limit):
-            result = await self._store.result(job)
+        for group_id, sample in plan.chosen[after : after + limit]:
+            result = await self._store.result(job_id(group_id, sample))
             tokens += token_count(result)
             if page and tokens > PAGE_TOKENS:
                 break
@@ -252,12 +247,13 @@ class Batches:
     async def _cancel(self, batch_id: str) -> None:
         async with self._lock:
             batch = self._batch(batch_id)
-            if batch.stored.cancelled_at is None:
+            plan = batch.plan
+            if batch.stored.cancelled_at is None and (plan.leftover or not plan.state.over):
                 at = await self._store.cancel_batch(batch_id)
                 batch.stored = replace(batch.stored, cancelled_at=at)
-                batch.plan.cancel(at)
+                plan.cancel(at)
                 self._changed(batch)
-        await self._host.cancel_jobs(unneeded(batch.plan))
+        await self._host.cancel_jobs(unneeded(plan))
 
     def _source(self, request: BatchRequest) -> Batch | None:
         if request.carry_from is None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from prorl_envs.errors import FailureKind, InputError
 from prorl_envs.policy.rendering import TemplateRenderer
 from prorl_envs.rollout.batch_types import BatchState, BatchTasks, BatchView
 from prorl_envs.rollout.errors import Conflict, Full, NotFound, Unavailable
+from prorl_envs.rollout.store import MemoryStore, NewGroup
 from prorl_envs.rollout.types import JobState
 from prorl_envs.testing.clock import FakeClock
 from tests.rollout.batch_bench import PacedModel, batch, rows
@@ -183,6 +184,19 @@ async def test_a_cancelled_batch_keeps_what_it_has(make: Any) -> None:
     await bench.gone()
 
 
+async def test_what_a_batch_left_over_is_cancelled_with_it(make: Any) -> None:
+    bench, model = await make(lambda group, sample: float(sample) if group.startswith("a") else 1.0)
+    batches = bench.service.batches
+    model.hold("a/0")
+    await batches.submit(batch("a", in_flight=2, leftover="carry"))
+    assert (await over(bench, "a")).leftover == 1
+    view = await batches.cancel("a")
+    assert (view.state, view.leftover, view.cancelled) == (BatchState.COMPLETE, 0, 1)
+    assert (await bench.service.group("a/0")).complete
+    await batches.submit(batch("b"))
+    assert await over(bench, "b") == await batches.cancel("b"), "what is exhausted stays so"
+
+
 async def test_who_cancels_a_group_has_it_replaced(make: Any) -> None:
     bench, model = await make()
     model.hold("a/0")
@@ -190,7 +204,7 @@ async def test_who_cancels_a_group_has_it_replaced(make: Any) -> None:
     await bench.world.until(lambda: bench.world.open == 2)
     await bench.service.cancel_group("a/0")
     view = await over(bench)
-    assert (view.state, view.failed, view.failures) == (BatchState.COMPLETE, 1, {})
+    assert (view.state, view.failed, view.failures) == (BatchState.COMPLETE, 1, {"cancelled": 2})
 
 
 async def test_submission_is_idempotent_and_typed(make: Any) -> None:
@@ -324,6 +338,29 @@ async def test_a_stopping_service_accepts_and_starts_nothing(make: Any) -> None:
     assert {task for task, _ in bench.world.log} == {"t0"}
     with pytest.raises(Unavailable):
         await bench.service.batches.submit(batch("b"))
+
+
+async def test_a_store_that_is_away_for_a_while_delays_a_batch(
+    make_bench: Any, renderer: TemplateRenderer
+) -> None:
+    store, clock = Away(), FakeClock()
+    bench = await make_bench(model=PacedModel(renderer), clock=clock, kept_in=store)
+    await bench.service.batches.submit(batch())
+    await clock.wait_for_sleepers(1)
+    store.away = False
+    clock.advance(60)
+    assert (await over(bench)).state is BatchState.COMPLETE
+
+
+class Away(MemoryStore):
+    """A store that takes no groups."""
+
+    away = True
+
+    async def submit(self, groups: Sequence[NewGroup]) -> list[bool]:
+        if self.away:
+            raise Unavailable("the disk is full")
+        return await super().submit(groups)
 
 
 async def test_a_bug_in_one_group_is_a_failure_of_it_alone(make: Any) -> None:
