@@ -127,13 +127,13 @@ class Batches:
         """How far a batch is.
 
         Args:
-            wait_s: seconds to wait for its end.
+            wait_s: seconds to wait until it is over, or waits for tasks.
 
         Raises:
             NotFound.
         """
         batch = self._batch(batch_id)
-        await self._until(lambda: batch.plan.state.over, wait_s)
+        await self._until(lambda: batch.plan.state.over or batch.plan.waiting_for_tasks, wait_s)
         return batch_record.view(batch)
 
     def views(self) -> list[BatchView]:

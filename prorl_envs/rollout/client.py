@@ -202,7 +202,7 @@ class RolloutClient:
         return await self._call(BatchView, "POST", f"/v1/batches/{_segment(batch_id)}/tasks", json=body)
 
     async def batch(self, batch_id: str, *, wait_s: float = 0.0) -> BatchView:
-        """How far a batch is, waiting up to `wait_s` seconds for its end.
+        """How far a batch is; waits up to `wait_s` seconds until it is over, or waits for tasks.
 
         Raises:
             NotFound.

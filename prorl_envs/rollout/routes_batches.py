@@ -52,7 +52,7 @@ def add_batches(app: FastAPI, service: RolloutService, settings: ServerSettings)
         batch_id: str,
         wait_s: Annotated[float, Query(ge=0, le=max_wait_s, allow_inf_nan=False)] = 0.0,
     ) -> BatchView:
-        """How far a batch is, waiting up to `wait_s` seconds for its end."""
+        """How far a batch is; waits up to `wait_s` seconds until it is over, or waits for tasks."""
         return await batches.view(batch_id, wait_s=wait_s)
 
     @app.delete("/v1/batches/{batch_id:path}")

@@ -206,6 +206,9 @@ class World:
         before = len(plan.undecided)
         started = begin(plan, self.samples)
         assert before + len(started) <= max(before, plan.rules.in_flight)
+        if plan.rules.spare is not None:
+            missing = plan.rules.groups - len(plan.selected)
+            assert before + len(started) <= max(before, missing + plan.rules.spare)
         if pending := self.pending():
             name, sample = chance.choice(pending)
             self.end(name, sample, cancelled=(name, sample) in plan.unneeded() and chance.random() < 0.7)

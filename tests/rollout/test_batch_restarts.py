@@ -159,7 +159,7 @@ async def test_a_service_without_the_environment_says_so(make_bench: Any, render
         await other.start()
 
 
-WANTED, KILLS = 4, 4
+WANTED, KILLS = 3, 3
 
 
 async def test_a_service_killed_again_and_again_gives_the_batch_it_was_asked_for(
@@ -172,7 +172,7 @@ async def test_a_service_killed_again_and_again_gives_the_batch_it_was_asked_for
         groups=WANTED,
         samples=3,
         usable=2,
-        in_flight=5,
+        in_flight=4,
         environment="bash",
         limits=AgentLimits(max_turns=8),
         tasks=[BatchTask(task=TASK) for _ in range(200)],

@@ -156,8 +156,7 @@ async def test_a_stream_goes_on_while_the_batch_runs(make: Any) -> None:
     bench, _ = await make(lambda group, sample: float(sample) if group == "a/2" else 0.0)
     batches = bench.service.batches
     await batches.submit(batch(tasks=1, more=True))
-    await bench.finished(2)
-    assert (await batches.view("a")).waiting_for_tasks
+    assert (await batches.view("a", wait_s=WAIT_S)).waiting_for_tasks
     for _ in range(2):  # as a caller does who did not hear the first answer
         view = await batches.extend("a", BatchTasks(first=1, tasks=rows(1, first=1)))
         assert view.tasks == 2

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +19,7 @@ from prorl_envs.rollout.batch_types import BatchRequest, BatchState
 from prorl_envs.rollout.client import RolloutClient
 from prorl_envs.rollout.errors import Conflict, NotFound
 from prorl_envs.rollout.service import RolloutService
+from prorl_envs.rollout.types import Result
 from prorl_envs.testing.toy import ToyModel, ToyWorld, empty_node
 from tests.rollout.batch_bench import PacedModel, batch, rows
 from tests.rollout.test_api import anything, error_of, http
@@ -58,6 +61,34 @@ async def test_a_trainer_reads_exactly_what_it_trains_on(client: RolloutClient, 
     assert (await client.group(f"{name}/1")).batch_id == name
     assert [view.id for view in await client.batches()] == [name]
     assert (await client.batch(name, wait_s=5)).cancelled == 1
+
+
+async def test_the_trainer_of_the_documentation_trains(renderer: TemplateRenderer) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "batches.md").read_text()
+    code = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[0]
+    small = code.replace("groups=64", "groups=3").replace("in_flight=80", "in_flight=5")
+    assert small.count("=3,") == small.count("=5,") == 1
+    names: dict[str, Any] = {}
+    exec(small, names)
+    toy = ToyWorld().family()
+    service = RolloutService(empty_node(), {"bash": toy}, renderer, PacedModel(renderer))
+    await service.start()
+    steps: list[list[Result]] = []
+
+    async def train(results: list[Result]) -> int:
+        steps.append(results)
+        return len(steps)
+
+    tasks = [[row.task for row in rows(9, first=step)] for step in range(4)]
+    app = create_app(service, ServerSettings())
+    async with RolloutClient("http://127.0.0.1", transport=httpx.ASGITransport(app), attempts=1) as client:
+        await names["steps"](client, tasks, train)
+        views = await client.batches()
+    assert [len({result.group_id for result in results}) for results in steps] == [3] * 4
+    read = [result.job_id for results in steps for result in results]
+    assert len(read) == len(set(read)), "no sample is trained on twice"
+    assert sum(view.carried_over for view in views) == sum(view.carried_in for view in views)
+    await service.stop()
 
 
 async def test_results_come_while_the_batch_runs(client: RolloutClient, model: PacedModel) -> None:
