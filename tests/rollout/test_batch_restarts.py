@@ -18,6 +18,7 @@ from prorl_envs.rollout.batch_types import BatchRequest, BatchState, BatchTask, 
 from prorl_envs.rollout.client import RolloutClient
 from prorl_envs.rollout.service import RolloutService
 from prorl_envs.rollout.sqlite_store import SqliteStore
+from prorl_envs.rollout.store import StoredBatch
 from prorl_envs.rollout.types import AgentLimits, JobState
 from prorl_envs.testing.audit import Counts
 from prorl_envs.testing.leaks import Holdings
@@ -147,6 +148,37 @@ async def test_a_cancelled_batch_stays_cancelled(make_bench: Any, renderer: Temp
     ends = [result.state for result in await again.finished(4)]
     assert (at, ends) == (2, [JobState.DONE] * 2 + [JobState.CANCELLED] * 2)
     await again.gone()
+
+
+async def test_what_was_too_old_is_cancelled_after_a_restart(
+    make_bench: Any, renderer: TemplateRenderer
+) -> None:
+    """Where it was killed as the next batch was kept, and before the cancellations were recorded."""
+    model = PacedModel(renderer)
+    model.hold("a/0")
+    bench = await make_bench(model=model)
+    await bench.service.batches.submit(batch(in_flight=2, leftover="carry", weight_version=1))
+    assert (await bench.service.batches.view("a", wait_s=60)).leftover == 1
+    following = batch("b", tasks=0, carry_from="a", weight_version=3, max_staleness=1)
+    await bench.service.store.open_batch(StoredBatch(following, "a", dropped=1))
+    again = await make_bench(model=PacedModel(renderer), kept_in=bench.service.store)
+    ends = {result.job_id: result.state for result in await again.finished(4)}
+    assert [ends["a/0/0"], ends["a/0/1"]] == [JobState.CANCELLED] * 2
+    view = await again.service.batches.view("b")
+    assert (view.state, view.dropped) == (BatchState.EXHAUSTED, 1)
+
+
+async def test_priorities_hold_over_a_restart(make_bench: Any, renderer: TemplateRenderer) -> None:
+    model = PacedModel(renderer)
+    model.hold(*(f"{name}/{index}" for name in ("low", "high") for index in range(3)))
+    bench = await make_bench(model=model)
+    await bench.service.batches.submit(batch("low", groups=3, tasks=3))
+    await bench.service.batches.submit(batch("high", groups=3, tasks=3, priority=1))
+    await bench.world.until(lambda: bench.world.open == 12)
+    one = dict.fromkeys(("init", "run", "eval", "live"), 1)
+    again = await make_bench(model=PacedModel(renderer), kept_in=bench.service.store, **one)
+    order = [result.batch_id for result in await again.finished(12)]
+    assert order == ["low"] + ["high"] * 6 + ["low"] * 5, "the first begins before the others are there"
 
 
 async def test_a_service_without_the_environment_says_so(make_bench: Any, renderer: TemplateRenderer) -> None:
