@@ -135,8 +135,8 @@ class RolloutService:
             return
         async with self._submitting:  # what is being accepted is admitted first
             self.state = ServiceState.DRAINING
-        await self.batches.aclose()
         try:
+            await self.batches.aclose()
             async with self.clock.timeout(drain_s):
                 await self._engine.settled()
         except TimeoutError:
@@ -146,6 +146,7 @@ class RolloutService:
             await asyncio.shield(self._end())
 
     async def _end(self) -> None:
+        await self.batches.aclose()  # where it was interrupted
         try:
             async with self.clock.timeout(2 * self.settings.close_s):  # an interrupt, then a close
                 await self._engine.settled()
