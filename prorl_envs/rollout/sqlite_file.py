@@ -14,21 +14,22 @@ from typing import Any
 from prorl_envs.errors import InputError
 from prorl_envs.rollout.types import Result
 
-SCHEMA_VERSION = 2
 #: In the file's header, so that a database of another program is not taken for one of ours.
 _APPLICATION_ID = 0x50524F4C
 
+# Each step makes of a file of the format before it one of its own; an empty file takes all of them. What was
+# released is not changed, only added to.
+#
 # `results.total` is the sum of tokens up to and including the row, of all results there ever were: any
 # range's tokens are a difference of two rows.
-_SCHEMA = f"""
-BEGIN;
+_FORMAT_1 = f"""
 CREATE TABLE groups (
-    number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, task_id TEXT NOT NULL,
-    environment TEXT NOT NULL, request BLOB NOT NULL, missing INTEGER NOT NULL
+    number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, task_id TEXT NOT NULL, request BLOB NOT NULL,
+    missing INTEGER NOT NULL
 );
 CREATE INDEX unfinished ON groups (number) WHERE missing > 0;
 CREATE TABLE jobs (
-    number INTEGER, sample INTEGER, attempts INTEGER NOT NULL DEFAULT 0, failures INTEGER NOT NULL DEFAULT 0,
+    number INTEGER, sample INTEGER, attempts INTEGER NOT NULL DEFAULT 0,
     cursor INTEGER, state TEXT, reward REAL, failure TEXT,
     PRIMARY KEY (number, sample)
 ) WITHOUT ROWID;
@@ -37,9 +38,26 @@ CREATE TABLE results (
     body BLOB NOT NULL, ids BLOB, loss_mask BLOB, logprobs BLOB
 );
 PRAGMA application_id = {_APPLICATION_ID};
-PRAGMA user_version = {SCHEMA_VERSION};
-COMMIT;
 """
+_FORMAT_2 = """
+ALTER TABLE groups ADD COLUMN environment TEXT NOT NULL DEFAULT '';
+UPDATE groups SET environment = environment_of(request);
+ALTER TABLE jobs ADD COLUMN failures INTEGER NOT NULL DEFAULT 0;
+"""
+_FORMAT_3 = """
+ALTER TABLE groups ADD COLUMN batch_id TEXT;
+ALTER TABLE groups ADD COLUMN weight_version INTEGER;
+CREATE INDEX of_a_batch ON groups (batch_id) WHERE batch_id IS NOT NULL;
+CREATE TABLE batches (
+    number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, request BLOB NOT NULL, tenant TEXT NOT NULL,
+    carried TEXT NOT NULL, dropped INTEGER NOT NULL, closed INTEGER NOT NULL, cancelled_at INTEGER
+);
+CREATE TABLE batch_tasks (
+    number INTEGER, position INTEGER, body BLOB NOT NULL, PRIMARY KEY (number, position)
+) WITHOUT ROWID;
+"""
+FORMATS = (_FORMAT_1, _FORMAT_2, _FORMAT_3)
+SCHEMA_VERSION = len(FORMATS)
 _ARRAYS = ("ids", "loss_mask", "logprobs")
 
 
@@ -84,14 +102,22 @@ def _prepare(db: sqlite3.Connection) -> None:
     empty = db.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0] == 0
     if not empty and pragma("application_id") != _APPLICATION_ID:
         raise InputError("the file is a database of another program", hint="name another file")
-    if not empty and (version := pragma("user_version")) != SCHEMA_VERSION:
+    version = 0 if empty else pragma("user_version")
+    if version > SCHEMA_VERSION or (version < 1 and not empty):
         hint = "open it with the version that wrote it, or begin a new file"
         raise InputError(f"the store has format {version}; this is {SCHEMA_VERSION}", hint=hint)
     if pragma("journal_mode = WAL") != "wal":
         raise InputError("the file system of the store has no shared memory", hint="use a local disk")
     db.execute("PRAGMA synchronous = FULL")
-    if empty:
-        db.executescript(_SCHEMA)
+    if version < SCHEMA_VERSION:
+        db.create_function("environment_of", 1, _environment_of)
+        steps = "".join(FORMATS[version:])
+        db.executescript(f"BEGIN; {steps} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+
+
+def _environment_of(request: bytes) -> str:
+    name: str = json.loads(zlib.decompress(request))["environment"]
+    return name
 
 
 def pack(result: Result) -> tuple[bytes | None, ...]:
