@@ -433,7 +433,7 @@ class RolloutService:
             failures={kind.value: count for kind, count in engine.failures.items()},
             retries=engine.retries,
             close_failures=engine.close_failures,
-            internal_errors=engine.internal_errors,
+            internal_errors=engine.internal_errors + self.episodes.internal_errors,
             newest=self._newest,
             model_servers=self.model_servers(),
             router=router_view(self.model) if isinstance(self.model, ModelPool) else None,

@@ -146,6 +146,8 @@ class SyncRolloutClient:
     model_servers = _waiting(RolloutClient.model_servers)
     add_model_server = _waiting(RolloutClient.add_model_server)
     remove_model_server = _waiting(RolloutClient.remove_model_server)
+    pause_model_servers = _waiting(RolloutClient.pause_model_servers)
+    resume_model_servers = _waiting(RolloutClient.resume_model_servers)
 
 
 async def _connect(url: str, options: dict[str, Any]) -> RolloutClient:
