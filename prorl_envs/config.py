@@ -61,6 +61,10 @@ class ServiceSettings(_Section):
         drain_s: seconds a graceful stop waits for accepted jobs before it ends them.
         episodes: episodes that callers drive themselves at once; they count as `live` too.
         episode_idle_s: seconds after which one that nobody asks for is closed.
+        batches: batches running at once; more are refused until one is over.
+        batch_groups: most informative groups a batch may want, and groups it may have under way.
+        batch_tasks: most tasks of one batch.
+        keep_batches: batches that are over and kept for readers, their groups' statistics with them.
         store: what keeps groups and results, for a service that is served: a file on a local disk, or a
             PostgreSQL database (`postgresql://...`). What is unfinished goes on at the next start. None keeps
             them in memory, for as long as the service runs.
@@ -80,6 +84,10 @@ class ServiceSettings(_Section):
     drain_s: float = Field(default=30.0, ge=0)
     episodes: int = Field(default=16, ge=0)
     episode_idle_s: float = Field(default=600.0, gt=0)
+    batches: int = Field(default=64, ge=1)
+    batch_groups: int = Field(default=4096, ge=1)
+    batch_tasks: int = Field(default=20_000, ge=1)
+    keep_batches: int = Field(default=64, ge=1)
     store: StoreLocation | None = None
 
 

@@ -25,6 +25,7 @@ from prorl_envs.rollout.errors import (
 from prorl_envs.rollout.guards import BodyLimit, TokenGuard, error_response
 from prorl_envs.rollout.metrics import CONTENT_TYPE
 from prorl_envs.rollout.paper_routes import add_paper_routes
+from prorl_envs.rollout.routes_batches import add_batches
 from prorl_envs.rollout.routes_episodes import add_episodes
 from prorl_envs.rollout.routes_models import add_models
 from prorl_envs.rollout.routes_operation import add_operation
@@ -81,6 +82,7 @@ def create_app(service: RolloutService, settings: ServerSettings) -> FastAPI:
     _add_errors(app)
     _add_groups(app, service, settings, keyring)
     add_results(app, service, settings)
+    add_batches(app, service, settings)
     add_episodes(app, service, settings)
     _add_status(app, service)
     if settings.paper_routes:

@@ -19,6 +19,14 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.errors import ProrlError
 from prorl_envs.policy.types import InFlight
+from prorl_envs.rollout.batch_types import (
+    BatchList,
+    BatchRequest,
+    BatchTask,
+    BatchTasks,
+    BatchView,
+    SelectedGroups,
+)
 from prorl_envs.rollout.episode_types import (
     AgentStep,
     CallStep,
@@ -313,6 +321,82 @@ class RolloutClient:
         while view.state.busy:
             view = await self.episode(view.id, wait_s=20.0)
         return view if prompt else view.model_copy(update={"prompt": None})
+
+    async def submit_batch(self, batch: BatchRequest) -> BatchView:
+        """Ask for a number of informative groups.
+
+        Raises:
+            InputError: the request is wrong; Conflict: the id is taken, or there is nothing to carry over.
+            NotFound: there is no batch to carry from.
+            Full, Unavailable: still so after the last try.
+        """
+        body = batch.model_dump(mode="json", exclude_unset=True)
+        return await self._call(BatchView, "POST", "/v1/batches", json=body)
+
+    async def append_tasks(
+        self, batch_id: str, tasks: Sequence[BatchTask], *, first: int, more: bool = True
+    ) -> BatchView:
+        """Append tasks to a batch's stream.
+
+        Args:
+            first: index of the first one: the number of tasks so far.
+            more: further ones will come.
+
+        Raises:
+            NotFound: no such batch; InputError: a task is wrong.
+            Conflict: the stream has ended, or has other tasks at that index.
+        """
+        stream = BatchTasks(first=first, tasks=list(tasks), more=more)
+        body = stream.model_dump(mode="json", exclude_unset=True)
+        return await self._call(BatchView, "POST", f"/v1/batches/{_segment(batch_id)}/tasks", json=body)
+
+    async def batch(self, batch_id: str, *, wait_s: float = 0.0) -> BatchView:
+        """How far a batch is; waits up to `wait_s` seconds until it is over, or waits for tasks.
+
+        Raises:
+            NotFound.
+        """
+        path, query = f"/v1/batches/{_segment(batch_id)}", {"wait_s": wait_s}
+        return await self._call(BatchView, "GET", path, wait_s=wait_s, params=query)
+
+    async def batches(self) -> list[BatchView]:
+        """All batches that the service keeps, oldest first."""
+        return (await self._call(BatchList, "GET", "/v1/batches")).batches
+
+    async def cancel_batch(self, batch_id: str) -> BatchView:
+        """End what is under way of a batch, and of one that is over what it left over.
+
+        Raises:
+            NotFound.
+        """
+        return await self._call(BatchView, "DELETE", f"/v1/batches/{_segment(batch_id)}")
+
+    async def batch_groups(self, batch_id: str) -> SelectedGroups:
+        """The informative groups of a batch so far. Raises: NotFound."""
+        return await self._call(SelectedGroups, "GET", f"/v1/batches/{_segment(batch_id)}/groups")
+
+    async def batch_results(
+        self, batch_id: str, after: int = 0, *, wait_s: float = 20.0
+    ) -> AsyncIterator[Result]:
+        """Results of a batch's informative groups, group by group as these are decided, until it is over.
+
+        Args:
+            after: how many of them to leave out.
+
+        Raises:
+            NotFound: no such batch, or a result is no longer kept.
+            Unavailable: the service stays away.
+        """
+        path = f"/v1/batches/{_segment(batch_id)}/results"
+        while True:
+            over = (await self.batch(batch_id)).state.over
+            query: dict[str, float] = {"after": after, "wait_s": wait_s}
+            page = await self._call(ResultPage, "GET", path, wait_s=wait_s, params=query)
+            for result in page.results:
+                yield result
+            if over and not page.results:
+                return
+            after = page.next
 
     async def status(self) -> StatusView:
         return await self._call(StatusView, "GET", "/v1/status")

@@ -17,6 +17,7 @@ from prorl_envs.errors import FailureKind
 from prorl_envs.rollout import tracing
 from prorl_envs.rollout.episode import Episode
 from prorl_envs.rollout.errors import Unavailable
+from prorl_envs.rollout.fair_queue import COMMON, Share
 from prorl_envs.rollout.scheduler import Close, Decision, Finish, Grant, Interrupt, Pause, Scheduler, Start
 from prorl_envs.rollout.store import Store, StoredGroup
 from prorl_envs.rollout.types import Failure, GroupRequest, JobState, Result, Stage
@@ -36,7 +37,8 @@ class Engine:
         worker: carries stages out.
         store: keeps results.
         clock: measures waiting.
-        announce: called with each result once it is kept.
+        announce: called with each result when it is kept, in the order of their cursors.
+        freed: called when a job is gone.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Engine:
         store: Store,
         clock: Clock,
         announce: Callable[[Result], None],
+        freed: Callable[[], None],
     ) -> None:
         self.scheduler = scheduler
         self.finished: Counter[JobState] = Counter()
@@ -58,6 +61,7 @@ class Engine:
         self._store = store
         self._clock = clock
         self._announce = announce
+        self._freed = freed
         self._episodes: dict[str, Episode] = {}
         self._stages: dict[str, asyncio.Task[Failure | None]] = {}
         self._records: dict[str, asyncio.Task[None]] = {}
@@ -65,25 +69,35 @@ class Engine:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._leaving = False  # what is unfinished stays so, for the next start
 
-    def admit(self, request: GroupRequest, task: Task) -> None:
-        """Take a new group in."""
-        now = self._clock.monotonic()
-        self._admit([Episode(request, sample, task, now) for sample in range(request.samples)])
+    def admit(
+        self, request: GroupRequest, task: Task, *, batch_id: str | None = None, share: Share = COMMON
+    ) -> None:
+        """Take a new group in.
 
-    def readmit(self, group: StoredGroup, task: Task, samples: Iterable[int]) -> None:
+        Args:
+            batch_id: the batch that begins it, if any; `share`: of whom it is.
+        """
+        now = self._clock.monotonic()
+        samples = range(request.samples)
+        self._admit([Episode(request, sample, task, now, batch_id=batch_id) for sample in samples], share)
+
+    def readmit(
+        self, group: StoredGroup, task: Task, samples: Iterable[int], *, share: Share = COMMON
+    ) -> None:
         """Take jobs in that an earlier service began or did not come to, each with what it used up."""
         now, attempts, failures = self._clock.monotonic(), group.attempts, group.failures
-        self._admit([Episode(group.request, i, task, now, attempts[i], failures[i]) for i in samples])
+        begun_by = group.begun_by
+        episodes = [Episode(group.request, i, task, now, attempts[i], failures[i], begun_by) for i in samples]
+        self._admit(episodes, share)
 
-    def _admit(self, episodes: Sequence[Episode]) -> None:
+    def _admit(self, episodes: Sequence[Episode], share: Share) -> None:
         for episode in episodes:
             episode.span = tracing.begin_job(episode.id, episode.request.environment, episode.task.id)
         self._episodes.update((episode.id, episode) for episode in episodes)
         self.unfinished_of.update(_owner(episode.id) for episode in episodes)
+        jobs = [(episode.id, episode.request.id) for episode in episodes]
         failures = {episode.id: episode.failures for episode in episodes if episode.failures}
-        self._apply(
-            self.scheduler.submit(((episode.id, episode.request.id) for episode in episodes), failures)
-        )
+        self._apply(self.scheduler.submit(jobs, failures, share))
 
     def give_up(self, result: Result) -> None:
         """Record the result of a job that is not started again."""
@@ -201,7 +215,7 @@ class Engine:
 
     async def _record(self, job: str, result: Result) -> None:
         try:
-            result = await self._persist(partial(self._store.record, result))
+            kept = await self._persist(partial(self._store.record, result))
         except Unavailable as error:
             log.error("the result of %s is lost, and the next start does it again: %s", job, error)
             self._forget_if_gone(job)
@@ -209,7 +223,7 @@ class Engine:
         self.finished[result.state] += 1
         if result.failure is not None:
             self.failures[result.failure.kind] += 1
-        self._announce(result)
+        self._announce(kept)
         self._forget_if_gone(job)
 
     async def _persist[T](self, write: Callable[[], Awaitable[T]]) -> T:
@@ -251,6 +265,7 @@ class Engine:
             self.unfinished_of[owner] -= 1
             if not self.unfinished_of[owner]:
                 del self.unfinished_of[owner]
+        self._freed()
 
     def _spawn[T](self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)

@@ -45,6 +45,7 @@ class Episode:
         attempts: how often it was started.
         span: its trace.
         failures: how many of these attempts failed; one that was interrupted by the end of a service did not.
+        batch_id: the batch that began its group, if any.
     """
 
     request: GroupRequest
@@ -53,6 +54,7 @@ class Episode:
     waiting_since: float
     attempts: int = 0
     failures: int = 0
+    batch_id: str | None = None
     attempt: Attempt = field(default_factory=Attempt)
     queued_s: float = 0.0
     active_s: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
@@ -103,6 +105,7 @@ class Episode:
         return Result(
             job_id=self.id,
             group_id=self.request.id,
+            batch_id=self.batch_id,
             sample=self.sample,
             environment=self.request.environment,
             task_id=self.task.id,

@@ -36,7 +36,17 @@ CREATE TABLE owner (epoch BIGINT NOT NULL, format INTEGER NOT NULL);
 INSERT INTO owner VALUES (0, 0);
 CREATE TABLE groups (
     number BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY, id TEXT COLLATE "C" NOT NULL UNIQUE,
-    task_id TEXT NOT NULL, environment TEXT NOT NULL, request BYTEA NOT NULL, missing INTEGER NOT NULL
+    task_id TEXT NOT NULL, environment TEXT NOT NULL, request BYTEA NOT NULL, missing INTEGER NOT NULL,
+    batch_id TEXT COLLATE "C", weight_version BIGINT
+);
+CREATE INDEX of_a_batch ON groups (batch_id) WHERE batch_id IS NOT NULL;
+CREATE TABLE batches (
+    number BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY, id TEXT COLLATE "C" NOT NULL UNIQUE,
+    request BYTEA NOT NULL, tenant TEXT NOT NULL, carried TEXT NOT NULL, dropped INTEGER NOT NULL,
+    closed BOOLEAN NOT NULL, cancelled_at BIGINT
+);
+CREATE TABLE batch_tasks (
+    number BIGINT, position INTEGER, body BYTEA NOT NULL, PRIMARY KEY (number, position)
 );
 CREATE INDEX unfinished ON groups (number) WHERE missing > 0;
 CREATE TABLE jobs (

@@ -58,6 +58,7 @@ def _unstarted(group: StoredGroup, sample: int, failure: Failure) -> Result:
     return Result(
         job_id=job_id(request.id, sample),
         group_id=request.id,
+        batch_id=group.begun_by,
         sample=sample,
         environment=request.environment,
         task_id=group.task_id,

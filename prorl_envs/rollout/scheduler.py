@@ -15,20 +15,16 @@ Four rules:
   Only INIT is held back by it, so whatever stage is slow, work behind it goes on, and the sandboxes
   waiting in front of it are bounded;
 - while it is paused, no stage starts, or no INIT; every other event is as ever;
-- within a queue, groups are served in order of arrival, and at most `TURN` jobs of one group in a row. An
-  ordinary group is so completed before the next one begins, which is what a trainer waits for, and a group
-  of a thousand delays a group of one by one turn.
+- within a queue, a higher priority goes first, lanes share by weight, and a lane's groups are served in
+  order of arrival (`fair_queue.py`).
 """
 
-from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 
+from prorl_envs.rollout.fair_queue import COMMON, FairQueue, Share
 from prorl_envs.rollout.types import JobState, Stage
-
-#: Jobs of one group served in a row: the usual size of a group.
-TURN = 16
 
 _NEXT = {Stage.INIT: Stage.RUN, Stage.RUN: Stage.EVAL}
 
@@ -116,56 +112,11 @@ class _Phase(Enum):
 class _Job:
     id: str
     group: str
+    share: Share
     stage: Stage = Stage.INIT
     phase: _Phase = _Phase.WAITING
     attempt: int = 1
     finished: bool = False
-
-
-class FairQueue:
-    """Jobs waiting for one stage: groups in order of arrival, at most `turn` jobs of one in a row, and a
-    group's jobs in order of arrival.
-
-    Args:
-        turn: jobs of one group served before the next group's turn.
-    """
-
-    def __init__(self, turn: int = TURN) -> None:
-        self._turn = turn
-        self._groups: OrderedDict[str, deque[str]] = OrderedDict()
-        self._length = 0
-        self._served = 0  # jobs of the first group in this turn
-
-    def __len__(self) -> int:
-        return self._length
-
-    def push(self, job: str, group: str) -> None:
-        self._groups.setdefault(group, deque()).append(job)
-        self._length += 1
-
-    def pop(self) -> str:
-        group, jobs = next(iter(self._groups.items()))
-        job = jobs.popleft()
-        self._length -= 1
-        self._served += 1
-        if not jobs:
-            self._drop(group)
-        elif self._served >= self._turn:
-            self._groups.move_to_end(group)
-            self._served = 0
-        return job
-
-    def remove(self, job: str, group: str) -> None:
-        jobs = self._groups[group]
-        jobs.remove(job)
-        self._length -= 1
-        if not jobs:
-            self._drop(group)
-
-    def _drop(self, group: str) -> None:
-        if group == next(iter(self._groups)):
-            self._served = 0
-        del self._groups[group]
 
 
 class Scheduler:
@@ -229,13 +180,17 @@ class Scheduler:
     # Events.
 
     def submit(
-        self, jobs: Iterable[tuple[str, str]], failures: Mapping[str, int] | None = None
+        self,
+        jobs: Iterable[tuple[str, str]],
+        failures: Mapping[str, int] | None = None,
+        share: Share = COMMON,
     ) -> list[Decision]:
         """New jobs arrive, as (job id, group id).
 
         Args:
             jobs: in the order in which they are served.
             failures: attempts that failed before, of those that had any; they count against the limit.
+            share: whose they are.
 
         Raises:
             ValueError: an id is already there.
@@ -243,8 +198,8 @@ class Scheduler:
         for job, group in jobs:
             if job in self._jobs:
                 raise ValueError(f"job {job} is scheduled already")
-            self._jobs[job] = _Job(job, group, attempt=(failures or {}).get(job, 0) + 1)
-            self._queues[Stage.INIT].push(job, group)
+            self._jobs[job] = _Job(job, group, share, attempt=(failures or {}).get(job, 0) + 1)
+            self._queues[Stage.INIT].push(job, group, share)
         return self._fill()
 
     def pause(self, mode: Pause) -> list[Decision]:
@@ -267,7 +222,7 @@ class Scheduler:
             return [self._finish(entry, JobState.DONE), self._close(entry), *self._fill()]
         entry.stage = following
         entry.phase = _Phase.WAITING
-        self._queues[following].push(job, entry.group)
+        self._queues[following].push(job, entry.group, entry.share)
         return self._fill()
 
     def failed(self, job: str, *, retryable: bool) -> list[Decision]:
@@ -290,7 +245,7 @@ class Scheduler:
             return [finish, Interrupt(job)]
         if entry.phase is _Phase.CLOSING:  # between two attempts
             return [finish]
-        self._queues[entry.stage].remove(job, entry.group)
+        self._queues[entry.stage].remove(job, entry.group, entry.share)
         if entry.stage is Stage.INIT:  # holds nothing yet
             del self._jobs[job]
             return [finish]
@@ -307,7 +262,7 @@ class Scheduler:
         else:
             entry.stage, entry.phase = Stage.INIT, _Phase.WAITING
             entry.attempt += 1
-            self._queues[Stage.INIT].push(job, entry.group)
+            self._queues[Stage.INIT].push(job, entry.group, entry.share)
         return self._fill()
 
     # Guests: environments that somebody outside drives. They share INIT and `live` with the jobs.

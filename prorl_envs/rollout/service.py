@@ -7,7 +7,8 @@ callers see.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
@@ -21,11 +22,13 @@ from prorl_envs.errors import InputError
 from prorl_envs.policy.pool import ModelPool
 from prorl_envs.policy.types import ModelClient, Renderer
 from prorl_envs.rollout.agent import Agent
+from prorl_envs.rollout.batches import Batches
 from prorl_envs.rollout.defaults import Defaults
 from prorl_envs.rollout.engine import Engine
 from prorl_envs.rollout.episode_types import EpisodeRequest, EpisodeView
 from prorl_envs.rollout.episodes import Episodes
-from prorl_envs.rollout.errors import Full, NotFound, Unavailable
+from prorl_envs.rollout.errors import Conflict, Full, NotFound, Unavailable
+from prorl_envs.rollout.fair_queue import COMMON, Share
 from prorl_envs.rollout.metrics import Metrics
 from prorl_envs.rollout.model_views import router_view, server_views
 from prorl_envs.rollout.news import EVERYTHING, News
@@ -105,7 +108,9 @@ class RolloutService:
             close_s=self.settings.close_s,
         )
         scheduler = Scheduler(_limits(self.settings))
-        self._engine = Engine(scheduler, worker, self.store, self.clock, self._recorded)
+        self._engine = Engine(
+            scheduler, worker, self.store, self.clock, self._recorded, lambda: self.batches.freed()
+        )
         self.episodes = Episodes(
             worker,
             agent,
@@ -117,6 +122,7 @@ class RolloutService:
         #: What `/metrics` shows.
         self.metrics = Metrics(self.status, lambda: node.use)
         self._submitting = asyncio.Lock()
+        self.batches = Batches(self, self.store, self.settings, self.clock, self._submitting)
         self._stopping = False
         self._newest = 0
         self._news = News()
@@ -128,13 +134,17 @@ class RolloutService:
         """Go on with what the store knows to be unfinished, each as a further attempt, and begin to serve.
         What cannot go on fails, and holds up nothing else."""
         self._newest = await self.store.newest()
-        for group in await self.store.unfinished():
-            left = sort_out(group, self._load)
+        unfinished = await self.store.unfinished()
+        await self.batches.restore()  # before anything comes of their groups
+        for group in unfinished:
+            left = sort_out(group, self.load)
             for result in left.given_up:
                 self._engine.give_up(result)
             if left.task is not None:
-                self._engine.readmit(group, left.task, left.samples)
+                share = self.batches.share(group.batch_id)
+                self._engine.readmit(group, left.task, left.samples, share=share)
         self.state = ServiceState.SERVING  # only now: what is submitted is unfinished too
+        self.batches.start()
 
     async def stop(self, *, drain_s: float = 0.0) -> None:
         """End. Nothing is accepted from here on; readers still read. Idempotent.
@@ -149,6 +159,7 @@ class RolloutService:
         async with self._submitting:  # what is being accepted is admitted first
             self.state = ServiceState.DRAINING
         try:
+            await self.batches.aclose()
             async with self.clock.timeout(drain_s):
                 await self._engine.settled()
         except TimeoutError:
@@ -158,6 +169,7 @@ class RolloutService:
             await asyncio.shield(self._end())
 
     async def _end(self) -> None:
+        await self.batches.aclose()  # where it was interrupted
         try:
             async with self.clock.timeout(2 * self.settings.close_s):  # an interrupt, then a close
                 await self.episodes.aclose()
@@ -237,23 +249,44 @@ class RolloutService:
             Full: the queue, or the quota, has no room for all of them.
             Unavailable: the service is not serving.
         """
-        requests = [self._settled(request) for request in requests]
-        tasks = [self._load(request) for request in requests]
+        tasks = [self.load(request) for request in requests]
+        groups = [NewGroup(request, task.id) for request, task in zip(requests, tasks, strict=True)]
         # A caller who goes away must not leave a group that is stored and never begun.
-        await asyncio.shield(asyncio.create_task(self._accept(requests, tasks, quota)))
+        await asyncio.shield(asyncio.create_task(self.accept(groups, tasks, quota=quota)))
         return [await self.group(request.id) for request in requests]
 
-    async def _accept(
-        self, requests: Sequence[GroupRequest], tasks: Sequence[Task], quota: tuple[str, int] | None
+    async def accept(
+        self,
+        groups: Sequence[NewGroup],
+        tasks: Sequence[Task],
+        *,
+        quota: tuple[str, int] | None = None,
+        share: Share = COMMON,
+        kept: Callable[[], None] = lambda: None,
     ) -> None:
-        groups = [NewGroup(request, task.id) for request, task in zip(requests, tasks, strict=True)]
+        """Keep groups, all or none, and begin those that are new.
+
+        Args:
+            tasks: of the groups.
+            quota: as of `submit`.
+            share: whose they are.
+            kept: called when they are kept, before anything comes of them.
+
+        Raises:
+            Conflict, Full, Unavailable.
+        """
+        groups = [replace(group, request=self._settled(group.request)) for group in groups]
         async with self._submitting:
             self.check_open()
-            await self._check_room(requests, quota)
+            for group in groups:
+                if group.batch_id is None and self.batches.owns(group.request.id):
+                    raise Conflict(f"{group.request.id!r} is the id of a batch's group", hint="use another")
+            await self._check_room([group.request for group in groups], quota)
             fresh = await self.store.submit(groups)
-            for request, task, new in zip(requests, tasks, fresh, strict=True):
+            kept()
+            for group, task, new in zip(groups, tasks, fresh, strict=True):
                 if new:
-                    self._engine.admit(request, task)
+                    self._engine.admit(group.request, task, batch_id=group.batch_id, share=share)
 
     async def group(self, group_id: str, *, wait_s: float = 0.0) -> GroupView:
         """Where a group is.
@@ -302,6 +335,10 @@ class RolloutService:
         await self.job(job)
         await self._engine.cancel([job])
         return await self.job(job)
+
+    async def cancel_jobs(self, jobs: Iterable[str]) -> None:
+        """End those of these jobs that have not ended; return once their results are recorded."""
+        await self._engine.cancel(jobs)
 
     async def cancel_group(self, group_id: str) -> GroupView:
         """End what is left of a group.
@@ -368,7 +405,7 @@ class RolloutService:
             Full: there are as many as there may be.
             Unavailable: the service is not serving.
         """
-        task = self._load(request)
+        task = self.load(request)
         self.check_open()
         if quota is not None and request.id not in self.episodes and self._room_of(quota) < 1:
             raise Full(f"{quota[1]} unfinished jobs and episodes are the bound", hint="try again later")
@@ -447,7 +484,12 @@ class RolloutService:
             return renamed
         return row
 
-    def _load(self, request: GroupRequest | EpisodeRequest) -> Task:
+    def load(self, request: GroupRequest | EpisodeRequest) -> Task:
+        """The validated task of a request.
+
+        Raises:
+            InputError: its environment is not known, or the row is wrong.
+        """
         task: Task = self._family(request.environment).load(request.task)
         return task
 
@@ -455,9 +497,9 @@ class RolloutService:
         return known(self.environments, name)
 
     async def _check_room(self, requests: Sequence[GroupRequest], quota: tuple[str, int] | None) -> None:
-        room = self.settings.queue - len(self._engine.scheduler)
+        room = self.room
         if quota is not None:
-            room = min(room, self._room_of(quota))
+            room = max(0, min(room, self._room_of(quota)))
         if sum(request.samples for request in requests) <= room:
             return  # whichever of them are known already: no need to ask the store for each
         new = 0
@@ -466,12 +508,19 @@ class RolloutService:
                 await self.store.group(request.id)
             except NotFound:
                 new += request.samples
-        if new > max(room, 0):
-            raise Full(f"the queue has room for {max(room, 0)} of {new} new jobs", hint="try again later")
+        if new > room:
+            raise Full(f"the queue has room for {room} of {new} new jobs", hint="try again later")
+
+    @property
+    def room(self) -> int:
+        """Jobs that the queue still has room for."""
+        return max(0, self.settings.queue - len(self._engine.scheduler))
 
     def _recorded(self, result: Result) -> None:
+        """A result is kept; told in the order of the cursors."""
         self._newest = max(self._newest, result.cursor)
         self.metrics.observe(result)
+        self.batches.ended(result)
         self._announce(result)
 
     def _room_of(self, quota: tuple[str, int]) -> int:
@@ -491,6 +540,7 @@ class RolloutService:
             jobs=[self._job_view(group, sample) for sample in range(request.samples)],
             complete=group.complete,
             statistics=group_statistics(group),
+            batch_id=group.batch_id,
         )
 
     def _job_view(self, group: StoredGroup, sample: int) -> JobView:

@@ -50,8 +50,21 @@ _FORMAT_3 = """
 ALTER TABLE results ADD COLUMN at REAL;
 UPDATE results SET at = strftime('%s', 'now');
 """
-_FORMATS = (_FORMAT_1, _FORMAT_2, _FORMAT_3)
-SCHEMA_VERSION = len(_FORMATS)
+#: Batches, and the groups that count for them.
+_FORMAT_4 = """
+ALTER TABLE groups ADD COLUMN batch_id TEXT;
+ALTER TABLE groups ADD COLUMN weight_version INTEGER;
+CREATE INDEX of_a_batch ON groups (batch_id) WHERE batch_id IS NOT NULL;
+CREATE TABLE batches (
+    number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, request BLOB NOT NULL, tenant TEXT NOT NULL,
+    carried TEXT NOT NULL, dropped INTEGER NOT NULL, closed INTEGER NOT NULL, cancelled_at INTEGER
+);
+CREATE TABLE batch_tasks (
+    number INTEGER, position INTEGER, body BLOB NOT NULL, PRIMARY KEY (number, position)
+) WITHOUT ROWID;
+"""
+FORMATS = (_FORMAT_1, _FORMAT_2, _FORMAT_3, _FORMAT_4)
+SCHEMA_VERSION = len(FORMATS)
 _ARRAYS = ("ids", "loss_mask", "logprobs")
 
 
@@ -105,7 +118,7 @@ def _prepare(db: sqlite3.Connection) -> None:
     db.execute("PRAGMA synchronous = FULL")
     if version < SCHEMA_VERSION:
         db.create_function("environment_of", 1, _environment_of, deterministic=True)
-        steps = "".join(_FORMATS[version:])
+        steps = "".join(FORMATS[version:])
         db.executescript(f"BEGIN; {steps} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
 
 

@@ -25,6 +25,8 @@ from types import TracebackType
 from typing import Any, ClassVar, Protocol
 
 from prorl_envs.errors import FailureKind, ProrlError
+from prorl_envs.rollout import sqlite_batches
+from prorl_envs.rollout.batch_types import BatchTask
 from prorl_envs.rollout.errors import NotFound, Unavailable
 from prorl_envs.rollout.sqlite_file import lock, open_file, pack, unpack
 from prorl_envs.rollout.store import (
@@ -33,6 +35,7 @@ from prorl_envs.rollout.store import (
     NewGroup,
     Outcome,
     Selection,
+    StoredBatch,
     StoredGroup,
     conflict,
     expired,
@@ -141,6 +144,23 @@ class SqlStore:
     async def unfinished(self) -> list[StoredGroup]:
         return await self._read(self._unfinished)
 
+    async def open_batch(self, batch: StoredBatch) -> None:
+        await self._write(partial(sqlite_batches.keep, self._db, batch))
+
+    async def extend_batch(
+        self, batch_id: str, first: int, tasks: Sequence[BatchTask], *, closed: bool
+    ) -> None:
+        await self._write(partial(sqlite_batches.extend, self._db, batch_id, first, tasks, closed=closed))
+
+    async def cancel_batch(self, batch_id: str) -> int:
+        return await self._write(partial(sqlite_batches.cancel, self._db, batch_id))
+
+    async def drop_batch(self, batch_id: str) -> None:
+        await self._write(partial(sqlite_batches.drop, self._db, batch_id))
+
+    async def batches(self) -> list[tuple[StoredBatch, list[StoredGroup]]]:
+        return await self._read(self._batches)
+
     async def aclose(self) -> None:
         """Finish what was asked for and let go of the file. Idempotent."""
         self._closed = True
@@ -219,9 +239,17 @@ class SqlStore:
             samples = group.request.samples
             environment, packed = group.request.environment, zlib.compress(text, 1)
             [number] = self._db.execute(
-                "INSERT INTO groups (id, task_id, environment, request, missing)"
-                " VALUES (?, ?, ?, ?, ?) RETURNING number",
-                (group.request.id, group.task_id, environment, packed, samples),
+                "INSERT INTO groups (id, task_id, environment, request, missing, batch_id, weight_version)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?) RETURNING number",
+                (
+                    group.request.id,
+                    group.task_id,
+                    environment,
+                    packed,
+                    samples,
+                    group.batch_id,
+                    group.weight_version,
+                ),
             ).fetchone()
             self._db.executemany(
                 "INSERT INTO jobs (number, sample) VALUES (?, ?)",
@@ -297,7 +325,7 @@ class SqlStore:
     def _drop(self, cursor: int, number: int) -> None:
         self._db.execute("DELETE FROM results WHERE cursor = ?", (cursor,))
         gone = self._db.execute(
-            "DELETE FROM groups WHERE number = ? AND missing = 0"
+            "DELETE FROM groups WHERE number = ? AND missing = 0 AND batch_id IS NULL"
             " AND NOT EXISTS (SELECT 1 FROM jobs WHERE jobs.number = groups.number AND cursor > ?)",
             (number, cursor),
         )
@@ -317,20 +345,32 @@ class SqlStore:
     def _groups(self, condition: str, *values: object) -> Iterator[StoredGroup]:
         """Groups in the order of their submission. One query, so that each is of one moment."""
         rows = self._view.execute(
-            "SELECT number, task_id, request, state, reward, failure, attempts, cursor, failures"
+            "SELECT number, task_id, request, batch_id, weight_version,"
+            " state, reward, failure, attempts, cursor, failures"
             f" FROM groups JOIN jobs USING (number) WHERE {condition} ORDER BY number, sample",
             values,
         ).fetchall()
         for _, jobs in itertools.groupby(rows, key=lambda row: row[0]):
             group = list(jobs)
-            _, task_id, request, *_ = group[0]
+            _, task_id, request, batch_id, weight_version, *_ = group[0]
             yield StoredGroup(
                 GroupRequest.model_validate_json(zlib.decompress(request)),
                 task_id,
-                tuple(_outcome(*row[3:8]) for row in group),
-                tuple(row[6] for row in group),
+                tuple(_outcome(*row[5:10]) for row in group),
                 tuple(row[8] for row in group),
+                tuple(row[10] for row in group),
+                batch_id,
+                weight_version,
             )
+
+    def _batches(self) -> list[tuple[StoredBatch, list[StoredGroup]]]:
+        with self._view:  # all queries see the same moment
+            self._view.execute("BEGIN")
+            kept = sqlite_batches.read(self._view)
+            groups: dict[str | None, list[StoredGroup]] = {}
+            for group in self._groups("batch_id IS NOT NULL"):
+                groups.setdefault(group.batch_id, []).append(group)
+        return [(batch, groups.get(batch.request.id, [])) for batch in kept]
 
     def _newest(self) -> int:
         newest: int | None = self._view.execute("SELECT max(cursor) FROM results").fetchone()[0]

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 from prorl_envs.rollout.store import StoredGroup
 from prorl_envs.rollout.types import GroupStatistics
@@ -27,14 +28,12 @@ def group_statistics(group: StoredGroup) -> GroupStatistics | None:
         environment=group.request.environment,
         rewards=[outcome.reward for outcome in outcomes],
         mean=mean,
-        std=_deviation(given, mean),
+        std=None if mean is None else deviation(given, mean),
         informative=bool(given) and max(given) - min(given) > SPREAD,
         failures=dict(Counter(outcome.failure.value for outcome in outcomes if outcome.failure)),
     )
 
 
-def _deviation(values: list[float], mean: float | None) -> float | None:
+def deviation(values: Sequence[float], mean: float) -> float:
     """Population standard deviation."""
-    if mean is None:
-        return None
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))

@@ -7,10 +7,11 @@ between is the service's, so a job costs three writes however many turns it take
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from prorl_envs.errors import FailureKind
+from prorl_envs.rollout.batch_types import BatchRequest, BatchTask
 from prorl_envs.rollout.errors import Conflict, CursorExpired, NotFound
 from prorl_envs.rollout.types import GroupRequest, JobState, Result, split_job_id
 
@@ -39,6 +40,8 @@ class StoredGroup:
         outcomes: one per sample, None where it is not finished.
         attempts: how often each sample was started.
         failures: how many of these attempts had failed when the last one started.
+        batch_id: the batch that it counts for, or None.
+        weight_version: named by the batch that began it.
     """
 
     request: GroupRequest
@@ -46,6 +49,13 @@ class StoredGroup:
     outcomes: tuple[Outcome | None, ...]
     attempts: tuple[int, ...]
     failures: tuple[int, ...]
+    batch_id: str | None = None
+    weight_version: int | None = None
+
+    @property
+    def begun_by(self) -> str | None:
+        """The batch that began it, which need not be the one that it counts for."""
+        return split_job_id(self.request.id)[0] if self.batch_id else None
 
     @property
     def complete(self) -> bool:
@@ -54,10 +64,34 @@ class StoredGroup:
 
 @dataclass(frozen=True, slots=True)
 class NewGroup:
-    """A group as it is submitted, with the id of its validated task."""
+    """A group as it is submitted, with the id of its validated task, and the batch that begins it."""
 
     request: GroupRequest
     task_id: str
+    batch_id: str | None = None
+    weight_version: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBatch:
+    """A batch as it was submitted, and what was added since. What became of it follows from its groups.
+
+    Args:
+        request: with the first tasks.
+        tenant: whose place in the queue it has.
+        carried: ids of groups taken over from `request.carry_from`; `dropped`: how many were too old.
+        appended: further tasks.
+        closed: no more tasks come.
+        cancelled_at: cursor of the newest result when it was cancelled, or None.
+    """
+
+    request: BatchRequest
+    tenant: str
+    carried: tuple[str, ...] = ()
+    dropped: int = 0
+    appended: tuple[BatchTask, ...] = ()
+    closed: bool = True
+    cancelled_at: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +162,7 @@ class Store(Protocol):
 
     async def record(self, result: Result) -> Result:
         """Keep the result of a job and give it its cursor. The first result of a job stays: recording
-        another returns the first.
+        another returns the first. Who records at the same time gets to know in the order of the cursors.
 
         Raises:
             NotFound: its group is not known.
@@ -161,6 +195,33 @@ class Store(Protocol):
         """Groups that are not complete, oldest first: what a restarted service goes on with."""
         ...
 
+    async def open_batch(self, batch: StoredBatch) -> None:
+        """Keep a new batch, under an id that is not taken; the groups it carries are its own from now on.
+
+        Raises:
+            Conflict: a group has an id that a group of the batch would have.
+        """
+        ...
+
+    async def extend_batch(
+        self, batch_id: str, first: int, tasks: Sequence[BatchTask], *, closed: bool
+    ) -> None:
+        """Append tasks to a batch's stream, the first of them at the index `first`."""
+        ...
+
+    async def cancel_batch(self, batch_id: str) -> int:
+        """Remember that a batch was cancelled. Returns the cursor of the newest result there is then."""
+        ...
+
+    async def drop_batch(self, batch_id: str) -> None:
+        """Forget a batch. Its groups stay as long as their results, as those of no batch do."""
+        ...
+
+    async def batches(self) -> list[tuple[StoredBatch, list[StoredGroup]]]:
+        """Every batch with its groups, oldest first. A batch's groups stay as long as it does, whatever
+        becomes of their results."""
+        ...
+
     async def aclose(self) -> None: ...
 
 
@@ -170,6 +231,7 @@ class _Entry:
     outcomes: list[Outcome | None]
     attempts: list[int]
     failures: list[int]
+    batch_id: str | None
     kept: int = 0  # results of this group still kept
 
     @property
@@ -207,6 +269,7 @@ class MemoryStore:
         self._tokens = 0
         self._cursor = 0
         self._dropped = 0  # cursor of the newest result no longer kept
+        self._batches: dict[str, StoredBatch] = {}
 
     async def submit(self, groups: Sequence[NewGroup]) -> list[bool]:
         new: dict[str, NewGroup] = {}
@@ -221,7 +284,9 @@ class MemoryStore:
         for group_id, group in new.items():
             if group_id not in self._entries:
                 samples = group.request.samples
-                self._entries[group_id] = _Entry(group, [None] * samples, [0] * samples, [0] * samples)
+                self._entries[group_id] = _Entry(
+                    group, [None] * samples, [0] * samples, [0] * samples, group.batch_id
+                )
         return fresh
 
     async def group(self, group_id: str) -> StoredGroup:
@@ -288,6 +353,36 @@ class MemoryStore:
     async def unfinished(self) -> list[StoredGroup]:
         return [_view(entry) for entry in self._entries.values() if not entry.complete]
 
+    async def open_batch(self, batch: StoredBatch) -> None:
+        batch_id = batch.request.id
+        if any(split_job_id(group_id)[0] == batch_id for group_id in self._entries):
+            raise batch_conflict(batch_id)
+        self._batches[batch_id] = batch
+        for group_id in batch.carried:
+            self._entry(group_id).batch_id = batch_id
+
+    async def extend_batch(
+        self, batch_id: str, first: int, tasks: Sequence[BatchTask], *, closed: bool
+    ) -> None:
+        batch = self._batches[batch_id]
+        self._batches[batch_id] = replace(batch, appended=(*batch.appended, *tasks), closed=closed)
+
+    async def cancel_batch(self, batch_id: str) -> int:
+        self._batches[batch_id] = replace(self._batches[batch_id], cancelled_at=self._cursor)
+        return self._cursor
+
+    async def drop_batch(self, batch_id: str) -> None:
+        del self._batches[batch_id]
+        for entry in [entry for entry in self._entries.values() if entry.batch_id == batch_id]:
+            entry.batch_id = None
+            self._forget_if_gone(entry)
+
+    async def batches(self) -> list[tuple[StoredBatch, list[StoredGroup]]]:
+        groups: dict[str | None, list[StoredGroup]] = {}
+        for entry in self._entries.values():
+            groups.setdefault(entry.batch_id, []).append(_view(entry))
+        return [(batch, groups.get(name, [])) for name, batch in self._batches.items()]
+
     async def aclose(self) -> None:
         """Nothing to end."""
 
@@ -312,13 +407,16 @@ class MemoryStore:
             self._tokens -= token_count(oldest)
             entry = self._entries[oldest.group_id]
             entry.kept -= 1
-            if entry.kept == 0 and entry.complete:
-                del self._entries[oldest.group_id]
+            self._forget_if_gone(entry)
 
     def _over(self) -> bool:
         if len(self._results) > self._max_results or self._tokens > self._max_tokens:
             return True
         return self._max_age_s is not None and self._now() - self._recorded_at[0] > self._max_age_s
+
+    def _forget_if_gone(self, entry: _Entry) -> None:
+        if entry.kept == 0 and entry.complete and entry.batch_id is None:
+            del self._entries[entry.group.request.id]
 
 
 def _view(entry: _Entry) -> StoredGroup:
@@ -328,6 +426,8 @@ def _view(entry: _Entry) -> StoredGroup:
         tuple(entry.outcomes),
         tuple(entry.attempts),
         tuple(entry.failures),
+        entry.batch_id,
+        entry.group.weight_version,
     )
 
 
@@ -339,6 +439,11 @@ def token_count(result: Result) -> int:
 def conflict(group_id: str) -> Conflict:
     """The id of a group is taken."""
     return Conflict(f"group {group_id!r} is known with another request", hint="use a new id")
+
+
+def batch_conflict(batch_id: str) -> Conflict:
+    """The id of a group is one that a new batch would give."""
+    return Conflict(f"a group is called {batch_id}/<index> already", hint="use a new id for the batch")
 
 
 def expired(dropped: int, after: int) -> CursorExpired:

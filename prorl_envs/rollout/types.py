@@ -15,7 +15,10 @@ from prorl_envs.policy.types import Sampling, VersionSpan
 
 RESULT_VERSION: Literal[1] = 1
 
-JobId = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/\-]*$")]
+_ID = r"^[A-Za-z0-9][A-Za-z0-9._:/\-]*$"
+JobId = Annotated[str, Field(min_length=1, max_length=200, pattern=_ID)]
+#: Shorter, since a batch's groups are called `<id>/<index>`.
+BatchId = Annotated[str, Field(min_length=1, max_length=180, pattern=_ID)]
 
 
 class _Wire(BaseModel):
@@ -223,6 +226,7 @@ class Result(_Wire):
         version: of this format.
         cursor: position in the service's stream of results; strictly increasing.
         job_id, group_id, sample, environment, task_id: what this is a result of.
+        batch_id: the batch that began the group, if any; a later one may have taken it over.
         state: done, failed or cancelled.
         reward: the grader's scalar; None unless `state` is done.
         mask_sample: True where a trainer must leave this sample out of the loss.
@@ -241,6 +245,7 @@ class Result(_Wire):
     sample: int
     environment: str
     task_id: str
+    batch_id: str | None = None
     state: JobState
     reward: float | None
     mask_sample: bool

@@ -43,6 +43,7 @@ class GroupView(_View):
         jobs: one per sample.
         complete: every job has a result.
         statistics: of the rewards; None until the group is complete.
+        batch_id: the batch that it counts for, if any.
     """
 
     id: str
@@ -51,6 +52,7 @@ class GroupView(_View):
     jobs: list[JobView]
     complete: bool
     statistics: GroupStatistics | None
+    batch_id: str | None = None
 
 
 class GroupList(_View):

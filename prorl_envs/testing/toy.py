@@ -43,7 +43,7 @@ class ToyTask(Task):
     """What a toy environment is to do.
 
     Args:
-        reward: what the grader gives.
+        reward: what the grader gives, where the model did not finish with a `reward` of its own.
         faults: what goes wrong in `init`, `call`, `eval` or `close`.
     """
 
@@ -97,6 +97,7 @@ class ToyEnvironment(Environment[ToyTask]):
     def __init__(self, node: Node) -> None:
         super().__init__(node)
         self._task: ToyTask | None = None
+        self._claimed: float | None = None
         self._open = False
 
     @classmethod
@@ -122,13 +123,16 @@ class ToyEnvironment(Environment[ToyTask]):
         fault = await self._step("call")
         if fault is Fault.SURROGATE:
             return ToolResult(text="\ud800 no UTF-8")
+        self._claimed = call.arguments.get("reward", self._claimed)
         text = call.arguments.get("text", "")
         return ToolResult(text=str(text), ok=call.name in ("say", "finish") and text != "refuse")
 
     async def eval(self) -> Grade:
         fault = await self._step("eval")
         assert self._task is not None
-        reward = float("nan") if fault is Fault.NAN else self._task.reward
+        reward = self._task.reward if self._claimed is None else self._claimed
+        if fault is Fault.NAN:
+            reward = float("nan")
         evidence = {"what": object()} if fault is Fault.NOT_JSON else {"task": self._task.id}
         return Grade(reward=reward, evidence=evidence)
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prorl_envs.rollout.fair_queue import FairQueue
 from prorl_envs.rollout.scheduler import (
     Close,
     Decision,
-    FairQueue,
     Finish,
     Grant,
     Interrupt,

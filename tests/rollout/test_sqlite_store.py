@@ -3,6 +3,7 @@
 import asyncio
 import resource
 import sqlite3
+import zlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -12,8 +13,9 @@ import pytest
 
 from prorl_envs.errors import InputError
 from prorl_envs.rollout.errors import NotFound, Unavailable
-from prorl_envs.rollout.sqlite_file import _FORMATS, pack
+from prorl_envs.rollout.sqlite_file import FORMATS, pack
 from prorl_envs.rollout.sqlite_store import SqliteStore
+from prorl_envs.rollout.store import Selection
 from prorl_envs.testing.clock import FakeClock
 from tests.rollout.test_store import group, result
 
@@ -81,7 +83,7 @@ async def test_a_store_of_another_version_is_refused(tmp_path: Path) -> None:
 async def test_a_store_of_an_older_version_is_brought_up(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     db = sqlite3.connect(path)
-    db.executescript(f"{_FORMATS[0]} PRAGMA user_version = 1;")
+    db.executescript(f"{FORMATS[0]} PRAGMA user_version = 1;")
     db.execute("INSERT INTO results VALUES (7, 1, 0, 0, ?, NULL, NULL, NULL)", pack(result())[:1])
     db.commit()
     db.close()
@@ -90,6 +92,28 @@ async def test_a_store_of_an_older_version_is_brought_up(tmp_path: Path) -> None
         await store.submit([group()])
         await store.record(result())
         assert [r.cursor for r in await store.results(0, 10)] == [7, 8]
+
+
+async def test_a_store_of_an_earlier_version_is_brought_to_this_one(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    db = sqlite3.connect(path)
+    db.executescript(f"BEGIN; {FORMATS[0]} PRAGMA user_version = 1; COMMIT;")
+    request = zlib.compress(group("old").request.model_dump_json().encode())
+    db.execute("INSERT INTO groups (id, task_id, request, missing) VALUES ('old', 't', ?, 2)", (request,))
+    db.execute("INSERT INTO jobs (number, sample, attempts) VALUES (1, 0, 2), (1, 1, 0)")
+    db.commit()
+    db.close()
+    for _ in range(2):
+        async with opened(path) as store:
+            [unfinished] = await store.unfinished()
+            assert (unfinished.request, unfinished.batch_id) == (group("old").request, None)
+            assert (unfinished.attempts, unfinished.failures) == ((2, 0), (0, 0))
+            assert await store.batches() == []
+    async with opened(path) as store:
+        await store.record(result("old"))
+        environment = group("old").request.environment
+        assert await store.results(0, 9, only=Selection(environments=frozenset({"another"}))) == []
+        assert len(await store.results(0, 9, only=Selection(environments=frozenset({environment})))) == 1
 
 
 async def test_a_full_disk_refuses_and_keeps_what_was_accepted(tmp_path: Path) -> None:

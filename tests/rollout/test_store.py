@@ -2,15 +2,17 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from prorl_envs.errors import FailureKind
+from prorl_envs.rollout.batch_types import BatchRequest, BatchTask
 from prorl_envs.rollout.errors import Conflict, CursorExpired, NotFound
 from prorl_envs.rollout.sqlite_store import SqliteStore
-from prorl_envs.rollout.store import MemoryStore, NewGroup, Selection, Store
+from prorl_envs.rollout.store import MemoryStore, NewGroup, Selection, Store, StoredBatch
 from prorl_envs.rollout.types import (
     Failure,
     GroupRequest,
@@ -107,6 +109,65 @@ async def test_results_come_in_the_order_they_were_recorded(store: Store) -> Non
     assert [r.sample for r in await store.results(cursors[1], 2)] == [4, 0]
     assert await store.results(cursors[-1], 10) == []
     assert await store.results(cursors[-1] + 100, 10) == []
+
+
+async def test_who_records_at_once_gets_to_know_in_the_order_of_the_cursors(store: Store) -> None:
+    await store.submit([group("g", samples=300)])
+    known: list[int] = []
+
+    async def record(sample: int) -> None:
+        if sample % 7 == 0:
+            await asyncio.sleep(0)
+        known.append((await store.record(result(sample=sample))).cursor)
+
+    await asyncio.gather(*(record(sample) for sample in range(300)))
+    assert known == list(range(1, 301))
+
+
+async def test_a_batch_is_kept_with_its_groups(store: Store) -> None:
+    await store.open_batch(StoredBatch(BatchRequest(id="a", groups=1, more=True), "tenant", closed=False))
+    await store.submit([replace(group("a/0"), batch_id="a", weight_version=3), group("other/0")])
+    more = [BatchTask(task={"id": str(i)}) for i in range(3)]
+    await store.extend_batch("a", 0, more[:2], closed=False)
+    await store.extend_batch("a", 2, more[2:], closed=True)
+    await store.record(result("a/0"))
+    [(batch, [first])] = await store.batches()
+    assert (batch.appended, batch.closed, batch.cancelled_at) == (tuple(more), True, None)
+    assert (batch.tenant, batch.request.groups) == ("tenant", 1)
+    assert (first.request.id, first.batch_id, first.weight_version) == ("a/0", "a", 3)
+    assert await store.cancel_batch("a") == 1
+    carrying = StoredBatch(BatchRequest(id="b", groups=1), "tenant", carried=("a/0",), dropped=2)
+    await store.open_batch(carrying)
+    [(cancelled, none), (batch, [carried])] = await store.batches()
+    assert (cancelled.cancelled_at, none) == (1, [])
+    assert (batch, carried.request.id, carried.batch_id) == (carrying, "a/0", "b")
+
+
+async def test_a_batch_does_not_take_the_ids_of_groups(store: Store) -> None:
+    await store.submit([group("a/12"), group("b/c/0"), group("b/x"), group("b/01")])
+    with pytest.raises(Conflict, match="a/<index>"):
+        await store.open_batch(StoredBatch(BatchRequest(id="a", groups=1), "a"))
+    await store.open_batch(StoredBatch(BatchRequest(id="b", groups=1), "b"))
+
+
+async def test_the_groups_of_a_batch_stay_as_long_as_it_does(make_store: MakeStore) -> None:
+    store = make_store(max_results=1)
+    await store.open_batch(StoredBatch(BatchRequest(id="a", groups=1), "a"))
+    await store.submit([replace(group(f"a/{i}", samples=1), batch_id="a") for i in range(3)])
+    for i in range(3):
+        await store.record(result(f"a/{i}"))
+    [(_, groups)] = await store.batches()
+    assert [(one.request.id, one.complete) for one in groups] == [(f"a/{i}", True) for i in range(3)]
+    await store.drop_batch("a")
+    assert await store.batches() == []
+    for name in ("a/0", "a/1"):
+        with pytest.raises(NotFound):
+            await store.group(name)
+    assert (await store.group("a/2")).batch_id is None, "its result is kept"
+    await store.submit([group("next", samples=1)])
+    await store.record(result("next"))
+    with pytest.raises(NotFound):
+        await store.group("a/2")
 
 
 async def test_the_first_result_of_a_job_stays(store: Store) -> None:

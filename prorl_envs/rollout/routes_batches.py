@@ -1,0 +1,61 @@
+"""The routes of batches."""
+
+from typing import Annotated
+
+from fastapi import FastAPI, Query, Response
+
+from prorl_envs.config import ServerSettings
+from prorl_envs.rollout.batch_types import BatchList, BatchRequest, BatchTasks, BatchView, SelectedGroups
+from prorl_envs.rollout.service import RolloutService
+from prorl_envs.rollout.views import ResultPage
+
+
+def add_batches(app: FastAPI, service: RolloutService, settings: ServerSettings) -> None:
+    """Add the routes to an application."""
+    batches = service.batches
+    max_page, max_wait_s = settings.max_page, settings.max_wait_s
+
+    @app.post("/v1/batches")
+    async def submit_batch(body: BatchRequest) -> BatchView:
+        """Ask for a number of informative groups of a stream of tasks. Idempotent by id."""
+        return await batches.submit(body)
+
+    @app.get("/v1/batches")
+    async def get_batches() -> BatchList:
+        """All batches that are kept, oldest first."""
+        return BatchList(batches=batches.views())
+
+    @app.post("/v1/batches/{batch_id:path}/tasks")
+    async def append_tasks(batch_id: str, body: BatchTasks) -> BatchView:
+        """Append tasks to a batch's stream, or end it. Idempotent by the index of the first."""
+        return await batches.extend(batch_id, body)
+
+    @app.get("/v1/batches/{batch_id:path}/groups")
+    async def get_batch_groups(batch_id: str) -> SelectedGroups:
+        """The informative groups with their statistics; final once the batch is over."""
+        return batches.selected(batch_id)
+
+    @app.get("/v1/batches/{batch_id:path}/results", response_model=ResultPage)
+    async def get_batch_results(
+        batch_id: str,
+        after: Annotated[int, Query(ge=0, le=2**31, description="Results to leave out.")] = 0,
+        wait_s: Annotated[float, Query(ge=0, le=max_wait_s, allow_inf_nan=False)] = 0.0,
+        limit: Annotated[int, Query(ge=1, le=max_page)] = min(100, max_page),
+    ) -> Response:
+        """Results of the informative groups, group by group as these are decided: exactly what to train on.
+        Waits up to `wait_s` seconds for the first. An empty page of a batch that is over is the end."""
+        page = await batches.results(batch_id, after, limit=limit, wait_s=wait_s)
+        return Response(page.model_dump_json(), media_type="application/json")
+
+    @app.get("/v1/batches/{batch_id:path}")
+    async def get_batch(
+        batch_id: str,
+        wait_s: Annotated[float, Query(ge=0, le=max_wait_s, allow_inf_nan=False)] = 0.0,
+    ) -> BatchView:
+        """How far a batch is; waits up to `wait_s` seconds until it is over, or waits for tasks."""
+        return await batches.view(batch_id, wait_s=wait_s)
+
+    @app.delete("/v1/batches/{batch_id:path}")
+    async def cancel_batch(batch_id: str) -> BatchView:
+        """End what is under way of a batch, and of one that is over what it left over."""
+        return await batches.cancel(batch_id)

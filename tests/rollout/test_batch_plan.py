@@ -1,0 +1,333 @@
+"""The plan of a batch alone: what is started, kept and ended, whatever ends in whatever order."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prorl_envs.rollout.batch_plan import (
+    BatchPlan,
+    Ended,
+    Group,
+    Judgement,
+    Rules,
+    Verdict,
+    fresh_enough,
+    judge,
+    uninformative,
+)
+from prorl_envs.rollout.batch_types import BatchState, GroupFilter
+
+
+def group(name: str = "g", samples: int = 4, *rewards: float | None, first: int = 1) -> Group:
+    """A group of which these samples have ended, in order; None is a failure."""
+    ended = {
+        sample: Ended(first + sample, reward, "" if reward is not None else "model")
+        for sample, reward in enumerate(rewards)
+    }
+    return Group(name, samples, 0, ended)
+
+
+def verdict(rules: Rules, *rewards: float | None, samples: int = 4) -> tuple[Verdict, str] | None:
+    judgement = judge(rules, group("g", samples, *rewards))
+    return (judgement.verdict, judgement.reason) if judgement else None
+
+
+ALL = Rules(groups=1, in_flight=1)
+TWO = Rules(groups=1, in_flight=1, usable=2)
+INFORMATIVE = (Verdict.INFORMATIVE, "")
+
+
+@pytest.mark.parametrize(
+    ("rules", "rewards", "expected"),
+    [
+        (ALL, (0, 1, 1), None),
+        (ALL, (0, 1, 1, 1), INFORMATIVE),
+        (ALL, (1, 1, 1, 1), (Verdict.UNINFORMATIVE, "equal_rewards")),
+        (ALL, (None, 1, None, 0), INFORMATIVE),
+        (ALL, (None, None, None, 0), (Verdict.UNINFORMATIVE, "equal_rewards")),
+        (ALL, (None, None, None), None),
+        (ALL, (None, None, None, None), (Verdict.FAILED, "too_few_rewards")),
+        (TWO, (0,), None),
+        (TWO, (0, 1), INFORMATIVE),
+        (TWO, (1, 1), (Verdict.UNINFORMATIVE, "equal_rewards")),
+        (TWO, (None, None, 1), None),
+        (TWO, (None, None, 1, 0), INFORMATIVE),
+        (TWO, (None, None, None), (Verdict.FAILED, "too_few_rewards")),
+        (Rules(groups=1, in_flight=1, filter=None), (1, 1, 1, 1), INFORMATIVE),
+    ],
+)
+def test_a_group_is_decided_when_its_rewards_suffice(
+    rules: Rules, rewards: tuple[float | None, ...], expected: tuple[Verdict, str] | None
+) -> None:
+    assert verdict(rules, *rewards) == expected
+
+
+def test_bounds_of_the_filter_are_themselves_included() -> None:
+    bounds = GroupFilter(min_spread=0.5, min_mean=0.25, max_mean=0.75)
+    assert uninformative(bounds, [0.0, 0.5]) == ""
+    assert uninformative(bounds, [0.5, 1.0]) == ""
+    assert uninformative(bounds, [0.0, 0.4]) == "small_spread"
+    assert uninformative(bounds, [0.0, 0.0, 0.0, 0.9]) == "low_mean"
+    assert uninformative(bounds, [1.0, 1.0, 1.0, 0.1]) == "high_mean"
+
+
+def begun(rules: Rules, tasks: int, samples: int = 2) -> BatchPlan:
+    """A plan whose first groups, called by their indices, are begun."""
+    plan = BatchPlan(rules)
+    plan.add_tasks(tasks, closed=True)
+    begin(plan, samples)
+    return plan
+
+
+def begin(plan: BatchPlan, samples: int = 2) -> list[int]:
+    indices = list(plan.to_start())
+    for index in indices:
+        plan.begin(index, Group(str(index), samples, 0))
+    return indices
+
+
+def end(plan: BatchPlan, name: str, *rewards: float | None, cursor: int) -> None:
+    for sample, reward in enumerate(rewards):
+        plan.ended(name, sample, Ended(cursor + sample, reward, "" if reward is not None else "model"))
+
+
+def test_a_group_without_spread_is_replaced_at_once() -> None:
+    plan = begun(Rules(groups=2, in_flight=2), tasks=4)
+    end(plan, "0", 1, 1, cursor=1)
+    assert begin(plan) == [2]
+    end(plan, "1", None, None, cursor=3)
+    assert begin(plan) == [3]
+    end(plan, "2", 0, 1, cursor=5)
+    end(plan, "3", 1, 0, cursor=7)
+    assert (plan.state, plan.selected) == (BatchState.COMPLETE, ["2", "3"])
+    assert plan.reasons == {"equal_rewards": 1, "too_few_rewards": 1}
+    assert plan.failures == {"model": 2}
+
+
+def test_what_the_batch_does_not_need_is_cancelled() -> None:
+    plan = begun(Rules(groups=1, in_flight=3), tasks=9)
+    end(plan, "2", 0, cursor=1)
+    end(plan, "1", 0, 1, cursor=2)
+    assert plan.unneeded() == [("0", 0), ("0", 1), ("2", 1)]
+    assert not plan.to_start()
+    end(plan, "0", 0, 1, cursor=4)  # too late to count
+    assert plan.selected == ["1"]
+    assert plan.unneeded() == [("2", 1)]
+
+
+def test_the_samples_that_a_decided_group_does_not_need_are_cancelled() -> None:
+    plan = begun(Rules(groups=2, in_flight=1, usable=2), tasks=2, samples=4)
+    end(plan, "0", 0, 1, cursor=1)
+    assert plan.unneeded() == [("0", 2), ("0", 3)]
+    assert plan.state is BatchState.RUNNING
+    plan.ended("0", 3, Ended(3, 1.0))
+    assert plan.judged["0"] == Judgement(Verdict.INFORMATIVE, "", (0, 1), (0, 1))
+    assert plan.unneeded() == [("0", 2)]
+
+
+def test_no_more_than_the_spare_ones_run_beside_the_missing() -> None:
+    plan = begun(Rules(groups=3, in_flight=10, spare=1), tasks=99)
+    assert len(plan.undecided) == 4
+    end(plan, "0", 0, 1, cursor=1)
+    assert not plan.to_start(), "two are missing, and three under way"
+    end(plan, "1", 1, 1, cursor=3)
+    assert list(plan.to_start()) == [4]
+
+
+def test_leftover_groups_count_for_the_next_batch() -> None:
+    plan = begun(Rules(groups=1, in_flight=4, carry=True), tasks=4)
+    end(plan, "0", 0, 1, cursor=1)
+    assert plan.unneeded() == []
+    plan.ended("2", 0, Ended(3, 0.0))
+    end(plan, "3", 1, 0, cursor=4)
+    assert [group.id for group in plan.leftover] == ["1", "2", "3"]
+    following = BatchPlan(Rules(groups=2, in_flight=2))
+    following.adopt(plan.pass_on(["2", "3"]))
+    assert plan.unneeded() == [("1", 0), ("1", 1)], "nobody wants it any more"
+    assert plan.leftover == []
+    assert following.selected == ["3"]
+    following.ended("2", 1, Ended(6, 1.0))
+    assert (following.state, following.selected) == (BatchState.COMPLETE, ["3", "2"])
+
+
+def test_a_carried_group_is_within_the_cap() -> None:
+    old = Group("g", 2, 5)
+    assert fresh_enough(old, 7, 2)
+    assert not fresh_enough(old, 8, 2)
+    assert fresh_enough(old, 8, None)
+    assert not fresh_enough(Group("g", 2, None), 8, 2), "of a version that nobody named"
+
+
+def test_a_cancelled_batch_keeps_what_was_decided_before() -> None:
+    plan = begun(Rules(groups=2, in_flight=3, carry=True), tasks=9)
+    end(plan, "0", 0, 1, cursor=1)
+    plan.ended("1", 0, Ended(3, 0.0))
+    plan.cancel(3)
+    assert plan.unneeded() == [("1", 1), ("2", 0), ("2", 1)]
+    plan.ended("1", 1, Ended(4, 1.0))
+    assert (plan.state, plan.selected, plan.leftover) == (BatchState.CANCELLED, ["0"], [])
+
+
+def test_an_open_stream_is_waited_for() -> None:
+    plan = BatchPlan(Rules(groups=1, in_flight=1))
+    assert plan.waiting_for_tasks
+    plan.add_tasks(1, closed=False)
+    assert not plan.waiting_for_tasks
+    begin(plan)
+    end(plan, "0", 1, 1, cursor=1)
+    assert (plan.state, plan.waiting_for_tasks) == (BatchState.RUNNING, True)
+    plan.add_tasks(0, closed=True)
+    assert (plan.state, plan.waiting_for_tasks) == (BatchState.EXHAUSTED, False)
+
+
+@dataclass
+class World:
+    """Carries out what a plan asks for in random order, and keeps its own books."""
+
+    plan: BatchPlan
+    samples: int
+    chance: random.Random
+    rewards: list[list[float | None]]  # of each task's samples
+    cursor: int = 0
+    history: list[tuple[str, int, Ended]] = field(default_factory=list)
+    carried: int = 0
+
+    def pending(self) -> list[tuple[str, int]]:
+        return [(g.id, sample) for g in self.plan.groups.values() for sample in g.pending]
+
+    def step(self) -> None:
+        chance, plan = self.chance, self.plan
+        if plan.tasks < len(self.rewards) and chance.random() < 0.3:
+            count = chance.randint(1, len(self.rewards) - plan.tasks)
+            plan.add_tasks(count, closed=plan.tasks + count == len(self.rewards))
+        before = len(plan.undecided)
+        started = begin(plan, self.samples)
+        assert before + len(started) <= max(before, plan.rules.in_flight)
+        if plan.rules.spare is not None:
+            missing = plan.rules.groups - len(plan.selected)
+            assert before + len(started) <= max(before, missing + plan.rules.spare)
+        if pending := self.pending():
+            name, sample = chance.choice(pending)
+            self.end(name, sample, cancelled=(name, sample) in plan.unneeded() and chance.random() < 0.7)
+        self.check()
+
+    def end(self, name: str, sample: int, *, cancelled: bool) -> None:
+        self.cursor += 1
+        reward = None if cancelled else self.rewards[int(name)][sample]
+        failure = "cancelled" if cancelled else "" if reward is not None else "model"
+        ended = Ended(self.cursor, reward, failure)
+        self.history.append((name, sample, ended))
+        self.plan.ended(name, sample, ended)
+        self.plan.ended(name, sample, Ended(self.cursor + 1000, 0.5))  # another one changes nothing
+
+    def check(self) -> None:
+        plan, rules = self.plan, self.plan.rules
+        undecided, unneeded = set(plan.undecided), plan.unneeded()
+        assert len(undecided) <= max(rules.in_flight, self.carried)
+        assert len(plan.selected) <= rules.groups
+        assert undecided.isdisjoint(plan.judged)
+        assert undecided | set(plan.judged) == set(plan.groups)
+        assert len(unneeded) == len(set(unneeded))
+        assert set(unneeded) <= set(self.pending()), "only what has not ended is cancelled"
+        if plan.state is BatchState.RUNNING or plan.leftover:
+            assert undecided.isdisjoint(name for name, _ in unneeded), "needed, and cancelled"
+        for name in plan.selected:
+            rewards = plan.judged[name].rewards
+            assert len(rewards) >= (min(rules.usable, self.samples) if rules.usable else 1)
+            assert rules.filter is None or len(set(rewards)) > 1
+
+    def replayed(self) -> BatchPlan:
+        """What another service would decide of the same, knowing only what is stored."""
+        again = BatchPlan(self.plan.rules)
+        again.add_tasks(self.plan.tasks, closed=self.plan.closed)
+        shuffled = list(self.plan.groups.values())
+        self.chance.shuffle(shuffled)
+        for one in shuffled:
+            again.begin(int(one.id), Group(one.id, one.samples, one.weight_version))
+        again.replay(shuffled)
+        return again
+
+
+rules = st.builds(
+    Rules,
+    groups=st.integers(1, 4),
+    in_flight=st.integers(1, 6),
+    spare=st.none() | st.integers(0, 3),
+    usable=st.none() | st.integers(1, 3),
+    filter=st.sampled_from([None, GroupFilter()]),
+    carry=st.booleans(),
+)
+outcomes = st.lists(st.sampled_from([0.0, 1.0, 1.0, None]), min_size=3, max_size=3)
+
+
+@given(rules, st.lists(outcomes, min_size=1, max_size=12), st.integers(0, 2**32))
+def test_whatever_ends_when_the_target_is_reached_if_it_can_be(
+    rules: Rules, rewards: list[list[float | None]], seed: int
+) -> None:
+    world = World(BatchPlan(rules), 3, random.Random(seed), rewards)
+    while not (world.plan.state.over and not world.pending()):
+        world.step()
+    plan = world.plan
+    informative = sum(verdict(rules, *row, samples=3) == INFORMATIVE for row in rewards)
+    if rules.usable is None:  # else it depends on who comes first
+        assert (plan.state is BatchState.COMPLETE) == (informative >= rules.groups)
+        assert len(plan.selected) == min(informative, rules.groups)
+    assert (plan.state is BatchState.COMPLETE) == (len(plan.selected) == rules.groups)
+    if plan.state is BatchState.EXHAUSTED:
+        assert plan.started == len(rewards)
+    assert plan.unneeded() == []
+
+
+@given(rules, st.lists(outcomes, min_size=1, max_size=12), st.integers(0, 2**32), st.data())
+def test_a_plan_made_again_of_what_is_stored_has_decided_the_same(
+    rules: Rules, rewards: list[list[float | None]], seed: int, data: st.DataObject
+) -> None:
+    world = World(BatchPlan(rules), 3, random.Random(seed), rewards)
+    for _ in range(data.draw(st.integers(0, 40))):
+        world.step()
+    again, plan = world.replayed(), world.plan
+    assert again.selected == plan.selected
+    assert again.judged == plan.judged
+    assert sorted(again.undecided) == sorted(plan.undecided)
+    assert sorted(again.unneeded()) == sorted(plan.unneeded())
+    assert (again.state, again.to_start()) == (plan.state, plan.to_start())
+    assert sorted(group.id for group in again.leftover) == sorted(group.id for group in plan.leftover)
+
+
+@given(
+    rules,
+    rules,
+    st.lists(outcomes, min_size=1, max_size=10),
+    st.integers(0, 2**32),
+    st.none() | st.integers(0, 2),
+    st.integers(0, 4),
+)
+def test_carried_groups_are_within_the_cap_and_in_one_batch_only(
+    first: Rules, second: Rules, rewards: list[list[float | None]], seed: int, cap: int | None, version: int
+) -> None:
+    world = World(BatchPlan(first), 3, random.Random(seed), rewards)
+    while not world.plan.state.over:
+        world.step()
+    for _ in range(3):
+        world.step()  # leftover groups go on
+    leftover = world.plan.leftover
+    taken = [group.id for group in leftover if fresh_enough(group, version, cap)]
+    assert cap is None or version <= cap or not taken, "they began at version 0"
+    following = World(BatchPlan(second), 3, world.chance, rewards, world.cursor, carried=len(taken))
+    following.plan.add_tasks(0, closed=True)
+    following.plan.adopt(world.plan.pass_on(taken))
+    assert set(world.plan.groups).isdisjoint(following.plan.groups)
+    assert set(following.plan.groups) == set(taken)
+    dropped = {group.id for group in leftover} - set(taken)
+    assert {name for name, _ in world.plan.unneeded()} >= {
+        g.id for g in leftover if g.id in dropped and g.pending
+    }
+    while following.pending():
+        name, sample = following.chance.choice(following.pending())
+        following.end(name, sample, cancelled=False)
+        following.check()
+    assert following.plan.state in (BatchState.COMPLETE, BatchState.EXHAUSTED)
+    assert set(following.plan.selected).isdisjoint(world.plan.selected), "no group twice"
