@@ -22,7 +22,8 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 #: For each operation. The same every time: nothing is random.
 EXAMPLES = 8
 TASK: dict[str, Any] = {"id": "t", "instruction": "do"}
-KNOWN = {"group_id": "g", "job_id": "g/0", "episode_id": "e"}
+BATCH: dict[str, Any] = {"groups": 1, "environment": "toy", "tasks": [{"task": TASK}], "more": True}
+KNOWN = {"group_id": "g", "job_id": "g/0", "episode_id": "e", "batch_id": "b"}
 SERVER = "http://127.0.0.1:1"
 BODY = {"job_id": "j", "address": SERVER}
 GENERATED = schemathesis.GenerationMode
@@ -33,7 +34,11 @@ def make_sense(case: Any) -> None:
     for name in case.path_parameters or {}:
         case.path_parameters[name] = KNOWN[name]
     for body in case.body if isinstance(case.body, list) else [case.body]:
-        if isinstance(body, dict) and "environment" in body:
+        if isinstance(body, dict) and "groups" in body:
+            body |= {**BATCH, "id": "b", "carry_from": None}
+        elif isinstance(body, dict) and "first" in body:
+            body |= {"first": 1, "tasks": []}
+        elif isinstance(body, dict) and "environment" in body:
             body |= {"environment": "toy", "task": TASK}
         elif isinstance(body, dict) and "instance" in body:
             body |= {"instance": {**TASK, "data_source": "toy"}, "sampling_params": {}}
@@ -53,6 +58,7 @@ def prepare(url: str, session: requests.Session) -> None:
     for kind, name in (("groups", "g"), ("episodes", "e")):
         body: dict[str, Any] = {"id": name, "environment": "toy", "task": TASK}
         session.post(f"{url}/v1/{kind}", json=body).raise_for_status()
+    session.post(f"{url}/v1/batches", json={**BATCH, "id": "b"}).raise_for_status()
 
 
 def check(operation: Any, url: str, session: requests.Session) -> Counter[int]:
