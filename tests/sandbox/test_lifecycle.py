@@ -215,10 +215,12 @@ async def test_concurrent_first_spawns_share_one_template(own_driver: Bubblewrap
 
 
 SERVICE = """\
-import asyncio, sys
+import asyncio, signal, sys
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.choice import make_driver
 from prorl_envs.testing.sandbox_entry import RUN_SCRIPTS, SCRIPT_TEMPLATES, ask
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
 
 async def main():
     driver = make_driver(sys.argv[1], templates=SCRIPT_TEMPLATES)
