@@ -7,6 +7,7 @@ opens it counts `owner.epoch` up. `docs/decisions/0030-postgres.md` says why it 
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -24,6 +25,8 @@ SCHEMA = "prorl_envs"
 _LOCK = 0x50524F4C
 #: Seconds to a connection, and between two tries to learn what became of a transaction.
 _CONNECT_S, _PAUSE_S = 10, 0.2
+#: Seconds in which a service that has ended lets go of the lock.
+_LOCK_S = 3.0
 #: A host that vanishes lets go of the lock after a minute; the usual two hours would hold up its successor.
 _OPTIONS = (
     f"-c search_path={SCHEMA} -c synchronous_commit=on -c idle_in_transaction_session_timeout=0"
@@ -178,7 +181,11 @@ class _Owner(_Session):
         super().__init__(url)
 
     def opened(self, session: psycopg.Connection[Any]) -> None:
-        [locked] = session.execute("SELECT pg_try_advisory_lock(%s)", (_LOCK,)).fetchone() or (False,)
+        locked = _lock(session)
+        if self._epoch is None:  # the server may not have noticed yet that the last service has ended
+            deadline = time.monotonic() + _LOCK_S
+            while not locked and time.monotonic() < deadline and not self._ending.wait(_PAUSE_S):
+                locked = _lock(session)
         if not locked and self._epoch is None:
             hint = "each service needs a database of its own"
             raise InputError(f"the store {self._name} is open in another service", hint=hint)
@@ -218,6 +225,11 @@ class _Owner(_Session):
                 if self._ending.is_set():  # the next start reads what is there
                     raise
             self._ending.wait(_PAUSE_S)
+
+
+def _lock(session: psycopg.Connection[Any]) -> bool:
+    [locked] = session.execute("SELECT pg_try_advisory_lock(%s)", (_LOCK,)).fetchone() or (False,)
+    return bool(locked)
 
 
 def _connect(url: str) -> psycopg.Connection[Any]:

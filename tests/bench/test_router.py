@@ -30,7 +30,7 @@ def test_ours_keeps_hits_and_balance(outcomes: dict[str, Outcome]) -> None:
     assert ours.spread < 1.15
     assert 0.8 < ours.late < 1.15, "a late server has its share at once, and not more"
     assert outcomes["the paper's cumulative heap"].late_peak > 1.5
-    assert outcomes["round robin, each call"].hit_rate < 0.7 * perfect.hit_rate
+    assert outcomes["round robin, each call"].hit_rate < 0.9 * perfect.hit_rate
 
 
 def test_a_cache_forgets_the_oldest() -> None:

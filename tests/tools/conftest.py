@@ -11,7 +11,7 @@ from prorl_envs.tools.client import Toolbox
 from prorl_envs.tools.link import ToolLimits
 
 #: Short, for the tests of what comes after an ignored interrupt.
-LIMITS = ToolLimits(grace_s=0.2)
+LIMITS = ToolLimits(grace_s=0.5)
 
 
 @pytest.fixture

@@ -242,7 +242,7 @@ async def test_calls_of_one_session_run_in_order(box: Toolbox) -> None:
 
 async def test_a_cancelled_call_is_interrupted_and_the_shell_stays(box: Toolbox) -> None:
     await box.bash("kept=yes", timeout_s=T)
-    call = asyncio.create_task(box.bash("touch begun; sleep 100; touch ended", timeout_s=T))
+    call = asyncio.create_task(box.bash("sh -c 'touch begun; exec sleep 100'; touch ended", timeout_s=T))
     await box.run(["sh", "-c", "until [ -e begun ]; do sleep 0.01; done"], timeout_s=T)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):

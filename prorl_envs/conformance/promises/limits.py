@@ -61,7 +61,7 @@ async def _exceeds(world: World, command: str, said: str) -> None:
 )
 async def memory(world: World) -> None:
     # Which of a file without an end `tail` keeps as much as it is asked for.
-    bomb = "head -c 300000000 /dev/zero | tail -c 300000000 > /dev/null"
+    bomb = "head -c 3000000000 /dev/zero | tail -c 3000000000 > /dev/null"
     await _exceeds(world, bomb, "memory limit of 96 MB was reached")
 
 
