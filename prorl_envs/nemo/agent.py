@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, ClassVar
+from typing import ClassVar
 from uuid import uuid4
 
 from fastapi import FastAPI, Request
@@ -28,7 +28,7 @@ from prorl_envs.env.base import Grade
 from prorl_envs.errors import InputError, ProrlError
 from prorl_envs.nemo.failures import as_error
 from prorl_envs.nemo.inbox import Inbox
-from prorl_envs.nemo.process import die_with_parent
+from prorl_envs.nemo.process import die_with_parent, live_within
 from prorl_envs.nemo.responses import output_items, usage
 from prorl_envs.nemo.rows import task_row
 from prorl_envs.nemo.server import answer_error
@@ -88,14 +88,7 @@ class RolloutAgent(SimpleResponsesAPIAgent):
     def setup_webserver(self) -> FastAPI:
         app: FastAPI = super().setup_webserver()
         app.add_exception_handler(ProrlError, answer_error)
-        inner = app.router.lifespan_context
-
-        @asynccontextmanager
-        async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
-            async with inner(app) as state, self._serving():
-                yield state
-
-        app.router.lifespan_context = lifespan
+        live_within(app, self._serving)
         return app
 
     @asynccontextmanager

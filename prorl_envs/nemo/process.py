@@ -1,8 +1,13 @@
-"""Ending with the process that started us."""
+"""The life of a server of ours that NeMo Gym starts."""
 
 import ctypes
 import os
 import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -15,3 +20,15 @@ def die_with_parent() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:  # it ended before the kernel knew
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def live_within(app: FastAPI, serving: Callable[[], AbstractAsyncContextManager[None]]) -> None:
+    """Have `app` serve only inside `serving`, beside what its life already holds."""
+    inner = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
+        async with inner(app) as state, serving():
+            yield state
+
+    app.router.lifespan_context = lifespan

@@ -29,7 +29,7 @@ from prorl_envs.env.node import Node
 from prorl_envs.env.registry import family
 from prorl_envs.errors import InputError, ProrlError, RolloutFailure
 from prorl_envs.nemo.failures import TOOL_UNAVAILABLE, error_body, http_status
-from prorl_envs.nemo.process import die_with_parent
+from prorl_envs.nemo.process import die_with_parent, live_within
 from prorl_envs.nemo.rows import blank, task_row
 from prorl_envs.nemo.sessions import SessionLimits, Sessions
 from prorl_envs.nemo.wire import (
@@ -77,7 +77,7 @@ class EnvironmentServer(SimpleResourcesServer):
             self._add_tool(app, tool.name)
         app.post("/{tool}")(self.call_tool)  # a name the model made up: the environment says so
         app.add_exception_handler(ProrlError, answer_error)
-        self._add_lifespan(app)
+        live_within(app, self._serving)
         return app
 
     def _add_tool(self, app: FastAPI, name: str) -> None:
@@ -85,16 +85,6 @@ class EnvironmentServer(SimpleResourcesServer):
             return await self.call_tool(request, name)
 
         app.add_api_route(f"/{name}", call, methods=["POST"], name=name)
-
-    def _add_lifespan(self, app: FastAPI) -> None:
-        inner = app.router.lifespan_context
-
-        @asynccontextmanager
-        async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
-            async with inner(app) as state, self._serving():
-                yield state
-
-        app.router.lifespan_context = lifespan
 
     @asynccontextmanager
     async def _serving(self) -> AsyncIterator[None]:

@@ -138,6 +138,16 @@ class ServerLink:
             raise outcome.error
         return outcome
 
+    async def tell(self, path: str, body: object = None) -> bool:
+        """Post `body` as JSON, as `ask` does; False where the server knows no such route."""
+        try:
+            await self.ask("POST", path, None if body is None else msgspec.json.encode(body))
+        except Refusal as error:
+            if error.unknown_route:
+                return False
+            raise
+        return True
+
     async def _attempt(
         self,
         method: str,

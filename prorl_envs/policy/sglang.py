@@ -18,7 +18,6 @@ from prorl_envs.policy.link import LinkOptions, ServerLink, session_headers
 from prorl_envs.policy.protocol import (
     Expectation,
     ProtocolError,
-    Refusal,
     WireSpan,
     check_finish,
     check_ids,
@@ -117,14 +116,14 @@ class SglangClient:
 
     async def pause(self, mode: InFlight) -> bool:
         """See `Steerable.pause`."""
-        return await self._tell("/pause_generation", {"mode": _PAUSE_MODES[mode]})
+        return await self._link.tell("/pause_generation", {"mode": _PAUSE_MODES[mode]})
 
     async def resume(self, weight_version: str) -> bool:
         """See `Steerable.resume`. The prefix cache is emptied first: it is of other weights."""
         if weight_version:
-            await self._tell("/update_weight_version", {"new_version": weight_version})
-            await self._tell("/flush_cache", {})
-        return await self._tell("/continue_generation", {})
+            await self._link.tell("/update_weight_version", {"new_version": weight_version})
+            await self._link.tell("/flush_cache", {})
+        return await self._link.tell("/continue_generation", {})
 
     async def aclose(self) -> None:
         """Close the connections; generations in flight end."""
@@ -134,18 +133,9 @@ class SglangClient:
 
     async def _abort(self, rid: str) -> None:
         try:
-            await self._tell("/abort_request", {"rid": rid})
+            await self._link.tell("/abort_request", {"rid": rid})
         except ModelError:
             return  # the closed connection ends it too, only later
-
-    async def _tell(self, path: str, body: object) -> bool:
-        try:
-            await self._link.ask("POST", path, msgspec.json.encode(body))
-        except Refusal as error:
-            if error.unknown_route:
-                return False
-            raise
-        return True
 
 
 def encode_request(prompt_ids: Sequence[int], sampling: Sampling, stop_ids: Sequence[int], rid: str) -> bytes:

@@ -102,26 +102,17 @@ class VllmClient:
 
     async def pause(self, mode: InFlight) -> bool:
         """See `Steerable.pause`. The prefix cache is emptied: after an update it is of other weights."""
-        return await self._tell(f"/pause?mode={_PAUSE_MODES[mode]}&clear_cache=true")
+        return await self._link.tell(f"/pause?mode={_PAUSE_MODES[mode]}&clear_cache=true")
 
     async def resume(self, weight_version: str) -> bool:
         """See `Steerable.resume`."""
         if weight_version:
-            await self._tell("/update_weight_version", {"new_version": weight_version})
-        return await self._tell("/resume")
+            await self._link.tell("/update_weight_version", {"new_version": weight_version})
+        return await self._link.tell("/resume")
 
     async def aclose(self) -> None:
         """Close the connections; generations in flight end."""
         await self._link.aclose()
-
-    async def _tell(self, path: str, body: object = None) -> bool:
-        try:
-            await self._link.ask("POST", path, None if body is None else msgspec.json.encode(body))
-        except Refusal as error:
-            if error.unknown_route:
-                return False
-            raise
-        return True
 
 
 class _ContentItem(msgspec.Struct):
