@@ -52,25 +52,25 @@ def walk(root: int, *, size: int, files: int) -> DiskUse:
     """
     total = count = 0
     linked: set[tuple[int, int]] = set()
-    open_directories: list[tuple[int, Generator[str, None, None]]] = [_enter(os.dup(root))]
+    open_directories = [_Entered(os.dup(root))]
     try:
         while open_directories and total <= size and count <= files:
-            fd, names = open_directories[-1]
-            name = next(names, None)
+            directory = open_directories[-1]
+            name = next(directory.names, None)
             if name is None:
-                _leave(open_directories.pop())
+                open_directories.pop().leave()
                 continue
             count += 1
             try:
-                status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                status = os.stat(name, dir_fd=directory.fd, follow_symlinks=False)
             except OSError:  # gone by now
                 continue
             if stat.S_ISDIR(status.st_mode):
                 if len(open_directories) > DEPTH_LIMIT:
                     return DiskUse(total, files + 1)
-                child = _open(name, fd)
+                child = _enter(name, directory.fd)
                 if child is not None:
-                    open_directories.append(_enter(child))
+                    open_directories.append(child)
             elif status.st_nlink > 1:
                 if (status.st_dev, status.st_ino) in linked:
                     continue
@@ -78,44 +78,59 @@ def walk(root: int, *, size: int, files: int) -> DiskUse:
             total += status.st_blocks * 512
     finally:
         for entered in open_directories:
-            _leave(entered)
+            entered.leave()
     return DiskUse(total, count)
 
 
-def _open(name: str, parent: int) -> int | None:
+class _Entered:
+    """A directory that is being read, and how it is left."""
+
+    def __init__(self, fd: int, closed: tuple[int, int] | None = None) -> None:
+        self.fd = fd
+        self.names = _names(fd)
+        self._closed = closed  # what it is by, where it had to be opened to its user, and its mode before
+
+    def leave(self) -> None:
+        self.names.close()
+        os.close(self.fd)
+        if self._closed is not None:
+            _close_again(*self._closed)
+
+
+def _enter(name: str, parent: int) -> _Entered | None:
     flags = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        return os.open(name, os.O_RDONLY | flags, dir_fd=parent)
+        return _Entered(os.open(name, os.O_RDONLY | flags, dir_fd=parent))
     except PermissionError:
         with contextlib.suppress(OSError):
-            return _open_closed(os.open(name, os.O_PATH | flags, dir_fd=parent))
+            return _enter_closed(os.open(name, os.O_PATH | flags, dir_fd=parent))
     except OSError:  # gone, or replaced by something else
         pass
     return None
 
 
-def _open_closed(itself: int) -> int:
-    """Open a directory that is closed to its own user, who is this one where a sandbox has no other."""
-    path = f"/proc/self/fd/{itself}"
+def _enter_closed(itself: int) -> _Entered:
+    """Enter a directory that is closed to its own user, who is this one where a sandbox has no other.
+
+    It stays open to its user until it is left: without, nothing in it can be looked at.
+    """
+    mode = stat.S_IMODE(os.fstat(itself).st_mode)
     try:
-        mode = stat.S_IMODE(os.fstat(itself).st_mode)
-        os.chmod(path, mode | 0o500)  # noqa: PTH101 - the template imports no pathlib
-        try:
-            return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        finally:
-            os.chmod(path, mode)  # noqa: PTH101
-    finally:
-        os.close(itself)
+        os.chmod(_path(itself), mode | 0o500)  # noqa: PTH101 - the template imports no pathlib
+        return _Entered(os.open(_path(itself), os.O_RDONLY | os.O_DIRECTORY), (itself, mode))
+    except OSError:
+        _close_again(itself, mode)
+        raise
 
 
-def _enter(fd: int) -> tuple[int, Generator[str, None, None]]:
-    return fd, _names(fd)
+def _close_again(itself: int, mode: int) -> None:
+    with contextlib.suppress(OSError):
+        os.chmod(_path(itself), mode)  # noqa: PTH101
+    os.close(itself)
 
 
-def _leave(entered: tuple[int, Generator[str, None, None]]) -> None:
-    fd, names = entered
-    names.close()
-    os.close(fd)
+def _path(fd: int) -> str:
+    return f"/proc/self/fd/{fd}"
 
 
 def _names(fd: int) -> Generator[str, None, None]:
