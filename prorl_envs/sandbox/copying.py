@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.disk import DEPTH_LIMIT
 
-#: Directories within each other.
-DEPTH_LIMIT = 1000
 #: Of those, that are closed to their own user.
 CLOSED_LIMIT = 64
 _FICLONE = 0x40049409  # from <linux/fs.h>: _IOW(0x94, 9, int)

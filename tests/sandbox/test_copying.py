@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from prorl_envs.errors import SandboxError
-from prorl_envs.sandbox.copying import DEPTH_LIMIT, CopyStopped, copy_tree
+from prorl_envs.sandbox.copying import CopyStopped, copy_tree
+from prorl_envs.sandbox.disk import DEPTH_LIMIT
 from prorl_envs.sandbox.files import remove_tree
 
 
@@ -138,7 +139,7 @@ def test_a_tree_too_deep_is_refused(tree: Path, copy: Path) -> None:
         os.close(fd)
         fd = inner
     os.close(fd)
-    with pytest.raises(SandboxError, match="1000 directories"):
+    with pytest.raises(SandboxError, match=f"{DEPTH_LIMIT} directories"):
         run(tree, copy)
     remove_tree(tree)
     remove_tree(copy)
