@@ -3,17 +3,15 @@
 import asyncio
 import contextlib
 import json
-import logging
 import os
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from prorl_envs.errors import SandboxError
-from prorl_envs.sandbox.base import PROXY_PORT, Mount, SandboxSpec
+from prorl_envs.sandbox.base import PROXY_PORT, SandboxSpec
 from prorl_envs.sandbox.command import (
     HOME,
     READY,
@@ -24,28 +22,22 @@ from prorl_envs.sandbox.command import (
     mount_points,
 )
 from prorl_envs.sandbox.containment import DEFAULT_LIMITS, NodeLimits
-from prorl_envs.sandbox.driver import NodeDriver, NodeSandbox
-from prorl_envs.sandbox.image_env import read_image_env
-from prorl_envs.sandbox.images import Images, ImageUse
+from prorl_envs.sandbox.images import ImageUse
+from prorl_envs.sandbox.isolated import IsolatedDriver, IsolatedSandbox
 from prorl_envs.sandbox.probe import explain, find_bwrap
 from prorl_envs.sandbox.processes import Process, not_in_forks, receive
-from prorl_envs.sandbox.proxy import Gateway, Proxy
 from prorl_envs.sandbox.rootfs import resolve_targets, write_upper
-from prorl_envs.sandbox.runtime import system_masks
 from prorl_envs.sandbox.snapshot import check_mount_points
 from prorl_envs.sandbox.system import write_etc, write_names
 from prorl_envs.sandbox.template import TEMPLATES, TemplateSpec
 from prorl_envs.sandbox.template_process import ForkRequest
 
-logger = logging.getLogger(__name__)
-
 START_TIMEOUT_S = 30.0
-CLOSE_TIMEOUT_S = 30.0
 #: More than bubblewrap says of the namespaces it made.
 _INFO_BYTES = 4096
 
 
-class BubblewrapDriver(NodeDriver["BubblewrapSandbox"]):
+class BubblewrapDriver(IsolatedDriver["BubblewrapSandbox"]):
     """Starts sandboxes with bubblewrap. They end with this process, however it ends.
 
     Args:
@@ -69,12 +61,7 @@ class BubblewrapDriver(NodeDriver["BubblewrapSandbox"]):
     ) -> None:
         self.program = find_bwrap(bwrap)
         super().__init__(root, templates=templates, limits=limits)
-        self.system_masks = system_masks()
-        self.images = Images(self.directory.base)
-        #: Serves the sandboxes with an allowlist, and counts for operators.
-        self.gateway = Gateway()
         self._etc: dict[int, asyncio.Task[Path]] = {}
-        self._warned = False
 
     async def run(
         self, sandbox_id: str, options: list[str], streams: int, info: int, image: Path | None
@@ -99,18 +86,8 @@ class BubblewrapDriver(NodeDriver["BubblewrapSandbox"]):
         child = _run(command, streams, info)
         return Process.open(child.pid), child
 
-    async def image_env(self, image: Path) -> dict[str, str]:
-        """The variables that an image sets: see `NodeDriver`. A SIF stays mounted for its sandbox."""
-        use = await self.images.acquire(image)
-        try:
-            return await asyncio.to_thread(read_image_env, use.root)
-        finally:
-            await self.images.release(use)
-
     async def _make(self, spec: SandboxSpec) -> "BubblewrapSandbox":
-        if spec.network.open and not self._warned:
-            self._warned = True
-            logger.warning("a sandbox was asked for that has the host's network, all of it")
+        self.check_network(spec)
         etc = await self._etc_for(spec.uid)
         image = await self.images.acquire(spec.image) if spec.image is not None else None
         sandbox_id, root = self._place()
@@ -120,8 +97,7 @@ class BubblewrapDriver(NodeDriver["BubblewrapSandbox"]):
     async def _release(self) -> None:
         # What still writes into the directory would keep it from being removed.
         await asyncio.gather(*self._etc.values(), return_exceptions=True)
-        await self.images.aclose()
-        await self.gateway.aclose()
+        await super()._release()
 
     async def _etc_for(self, uid: int) -> Path:
         """The /etc of that user, written at first use."""
@@ -135,7 +111,7 @@ class BubblewrapDriver(NodeDriver["BubblewrapSandbox"]):
         return path
 
 
-class BubblewrapSandbox(NodeSandbox):
+class BubblewrapSandbox(IsolatedSandbox):
     """A running sandbox. On the host it is two processes (bubblewrap's, which waits, and the sandbox's first,
     which waits too) and one socket, whose closing ends both even where this service is killed.
     """
@@ -152,41 +128,9 @@ class BubblewrapSandbox(NodeSandbox):
         self._driver: BubblewrapDriver = driver
         self._files = files
         self._image = image
-        self._inside = _with_name_service(spec)  # as bubblewrap is told
-        self._proxy: Proxy | None = None
         self._lifetime: socket.socket | None = None
         self._monitor: subprocess.Popen[bytes] | None = None
         self._monitor_handle: Process | None = None
-        self._init: Process | None = None
-        self._launching: asyncio.Task[None] | None = None
-
-    @property
-    def alive(self) -> bool:
-        return super().alive and self._init is not None and self._init.alive
-
-    @property
-    def pid(self) -> int:
-        """Of the sandbox's first process, on the host; for operators.
-
-        Raises:
-            SandboxError: it has not been started.
-        """
-        if self._init is None:
-            raise SandboxError(f"sandbox {self.id} was not started")
-        return self._init.pid
-
-    @property
-    def first_pid(self) -> int | None:
-        return None if self._init is None else self._init.pid
-
-    async def launch(self) -> None:
-        """Make the directories, run bubblewrap and wait for the first process."""
-        self._launching = asyncio.create_task(self._launch())
-        # Never cut short: bubblewrap killed between its fork and its first word leaves a process that waits
-        # for it forever.
-        await asyncio.shield(self._launching)
-        if self._closing is not None:
-            raise SandboxError(f"sandbox {self.id} was closed while it started")
 
     async def _launch(self) -> None:
         try:
@@ -210,13 +154,13 @@ class BubblewrapSandbox(NodeSandbox):
         if not output.endswith(READY):
             raise explain(output.decode(errors="replace"))
         namespaces: dict[str, Any] = json.loads(said)  # whole: it is written before the first process runs
-        self._init = _hold_init(namespaces)
+        self._first = _hold_first(namespaces)
         if self._spec.default_route or self._spec.network.allow:
             await self._set_up_network(namespaces)
 
     def _open_place(self) -> int:
-        assert self._init is not None
-        return os.dup(self._init.pidfd)
+        assert self._first is not None
+        return os.dup(self._first.pidfd)
 
     def _request(self, entry: str) -> ForkRequest:
         return ForkRequest(
@@ -281,18 +225,9 @@ class BubblewrapSandbox(NodeSandbox):
             output += data
         return output
 
-    async def _end(self) -> None:
+    def _before_end(self) -> None:
         if self._lifetime is not None:
             self._lifetime.shutdown(socket.SHUT_WR)  # a first process still on its way ends when it is there
-        if self._launching is not None:
-            await asyncio.gather(self._launching, return_exceptions=True)
-        if self._proxy is not None:
-            await self._proxy.aclose()
-        try:
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self._end_processes()
-        except TimeoutError:
-            raise SandboxError(f"sandbox {self.id} did not end in {CLOSE_TIMEOUT_S} s") from None
 
     async def _release(self) -> None:
         if self._image is not None:
@@ -301,11 +236,11 @@ class BubblewrapSandbox(NodeSandbox):
     async def _end_processes(self) -> None:
         # Tool servers as well: a pid namespace ends only once parents outside it have reaped their children.
         servers = [server.process for server in self._servers]
-        first = self._init if self._init is not None else self._monitor_handle
+        first = self._first if self._first is not None else self._monitor_handle
         for process in (*servers, first):
             if process is not None:
                 process.kill()
-        for process in (*servers, self._init, self._monitor_handle):
+        for process in (*servers, self._first, self._monitor_handle):
             if process is not None:
                 await process.wait()
         if self._monitor is not None:
@@ -314,14 +249,6 @@ class BubblewrapSandbox(NodeSandbox):
             while (await receive(self._lifetime, 4096))[0]:  # until nothing holds the other end any more
                 pass
             self._lifetime.close()
-
-
-def _with_name_service(spec: SandboxSpec) -> SandboxSpec:
-    """With the host's way to look up names, where it has the host's network."""
-    source = Path("/etc/resolv.conf")
-    if not spec.network.open or not source.is_file():
-        return spec
-    return replace(spec, mounts=(*spec.mounts, Mount(source=source.resolve(), target=str(source))))
 
 
 def _run(command: list[str], streams: int, info: int) -> subprocess.Popen[bytes]:
@@ -337,7 +264,7 @@ def _run(command: list[str], streams: int, info: int) -> subprocess.Popen[bytes]
     )
 
 
-def _hold_init(info: dict[str, Any]) -> Process:
+def _hold_first(info: dict[str, Any]) -> Process:
     """The sandbox's first process, checked to be it.
 
     Raises:

@@ -7,23 +7,19 @@ namespace, it takes no signal from inside; when its socket closes, it ends, and 
 """
 
 import asyncio
-import logging
 import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.apptainer_probe import find_apptainer, uses_setuid
-from prorl_envs.sandbox.base import PROXY_PORT, Mount, SandboxSpec
+from prorl_envs.sandbox.base import PROXY_PORT, SandboxSpec
 from prorl_envs.sandbox.command import HOME, default_environment, mount_points
 from prorl_envs.sandbox.containment import DEFAULT_LIMITS, NodeLimits
 from prorl_envs.sandbox.doorway import doorway_environment
-from prorl_envs.sandbox.driver import NodeDriver, NodeSandbox
-from prorl_envs.sandbox.image_env import read_image_env
-from prorl_envs.sandbox.images import Images
 from prorl_envs.sandbox.instance_command import (
     SETTINGS,
     InstanceFiles,
@@ -33,10 +29,9 @@ from prorl_envs.sandbox.instance_command import (
     write_system,
 )
 from prorl_envs.sandbox.instance_runtime import CODE, Runtime, gather
+from prorl_envs.sandbox.isolated import IsolatedDriver, IsolatedSandbox
 from prorl_envs.sandbox.mounted import mount_places
 from prorl_envs.sandbox.processes import Process
-from prorl_envs.sandbox.proxy import Gateway, Proxy
-from prorl_envs.sandbox.runtime import system_masks
 from prorl_envs.sandbox.sif import system_partition
 from prorl_envs.sandbox.snapshot import Snapshot, check_mount_points, copy_trees
 from prorl_envs.sandbox.system import write_etc, write_names
@@ -51,10 +46,7 @@ from prorl_envs.sandbox.template_process import (
     pid_of,
 )
 
-logger = logging.getLogger(__name__)
-
 START_TIMEOUT_S = 60.0
-CLOSE_TIMEOUT_S = 30.0
 #: What a Python session's template does in a sandbox of its own: the libraries come with the first cell that
 #: names them, for to import them ahead would cost every sandbox seconds.
 _PYTHON_PRELOAD = "prorl_envs.tools.kernel:prepare_alone"
@@ -72,7 +64,7 @@ class _Ready:
     setuid: bool
 
 
-class InstanceDriver(NodeDriver["InstanceSandbox"]):
+class InstanceDriver(IsolatedDriver["InstanceSandbox"]):
     """Starts each sandbox with an Apptainer of its own. They end with this process, however it ends.
 
     Args:
@@ -98,13 +90,8 @@ class InstanceDriver(NodeDriver["InstanceSandbox"]):
     ) -> None:
         self.program = find_apptainer(apptainer)
         super().__init__(root, templates=templates, limits=limits)
-        self.system_masks = system_masks()
-        self.images = Images(self.directory.base)
-        #: Serves the sandboxes with an allowlist, and counts for operators.
-        self.gateway = Gateway()
         self._setuid = setuid
         self._preparing: asyncio.Task[_Ready] | None = None
-        self._warned: set[str] = set()
 
     async def warm(self, *names: str) -> None:
         """Gather what sandboxes share ahead of the first, and start the template that measures them."""
@@ -124,20 +111,6 @@ class InstanceDriver(NodeDriver["InstanceSandbox"]):
             self._preparing = None  # the next start tries again
             raise
 
-    async def image_env(self, image: Path) -> dict[str, str]:
-        """The variables that an image sets: see `NodeDriver`. A SIF is mounted for it, by FUSE."""
-        use = await self.images.acquire(image)
-        try:
-            return await asyncio.to_thread(read_image_env, use.root)
-        finally:
-            await self.images.release(use)
-
-    def warn_once(self, text: str) -> None:
-        """Log what users of this driver have to know, once."""
-        if text not in self._warned:
-            self._warned.add(text)
-            logger.warning(text)
-
     async def _make(self, spec: SandboxSpec) -> "InstanceSandbox":
         ready = await self.ready()
         if spec.default_route and os.geteuid() != 0:
@@ -145,8 +118,7 @@ class InstanceDriver(NodeDriver["InstanceSandbox"]):
                 "the instance driver cannot give a sandbox a default route: only the kernel's root may",
                 hint="start it without `default_route`; connections to outside addresses then fail at once",
             )
-        if spec.network.open:
-            self.warn_once("a sandbox was asked for that has the host's network, all of it")
+        self.check_network(spec)
         if spec.image is not None and not await asyncio.to_thread(spec.image.is_dir):
             await asyncio.to_thread(system_partition, spec.image)  # refuses what is no image
         sandbox_id, root = self._place()
@@ -158,8 +130,7 @@ class InstanceDriver(NodeDriver["InstanceSandbox"]):
     async def _release(self) -> None:
         if self._preparing is not None:
             await asyncio.gather(self._preparing, return_exceptions=True)
-        await self.images.aclose()
-        await self.gateway.aclose()
+        await super()._release()
 
     def _prepare(self) -> _Ready:
         path = self.directory.path
@@ -198,7 +169,7 @@ class InstanceDriver(NodeDriver["InstanceSandbox"]):
         )
 
 
-class InstanceSandbox(NodeSandbox):
+class InstanceSandbox(IsolatedSandbox):
     """A running sandbox. On the host it is Apptainer's own process, which waits, and the sandbox's first,
     which forks tool servers, and whose control socket ends both when it closes.
     """
@@ -217,32 +188,8 @@ class InstanceSandbox(NodeSandbox):
         self._driver: InstanceDriver = driver
         self._files = files
         self._ready = ready
-        #: As Apptainer is told; `spec` says what was asked for.
-        self._inside = _with_name_service(spec)
         self._process: TemplateProcess | None = None
-        self._first: Process | None = None
         self._seen = -1
-        self._proxy: Proxy | None = None
-        self._launching: asyncio.Task[None] | None = None
-
-    @property
-    def alive(self) -> bool:
-        return super().alive and self._first is not None and self._first.alive
-
-    @property
-    def pid(self) -> int:
-        """Of the sandbox's first process, on the host; for operators.
-
-        Raises:
-            SandboxError: it has not been started.
-        """
-        if self._first is None:
-            raise SandboxError(f"sandbox {self.id} was not started")
-        return self._first.pid
-
-    @property
-    def first_pid(self) -> int | None:
-        return None if self._first is None else self._first.pid
 
     @property
     def seen_root(self) -> str | None:
@@ -252,13 +199,6 @@ class InstanceSandbox(NodeSandbox):
     @property
     def servers_inside(self) -> frozenset[int]:
         return frozenset(server.own_pid for server in self._servers if server.process.alive)
-
-    async def launch(self) -> None:
-        """Make the directories, run Apptainer and wait for the first process."""
-        self._launching = asyncio.create_task(self._launch())
-        await asyncio.shield(self._launching)
-        if self._closing is not None:
-            raise SandboxError(f"sandbox {self.id} was closed while it started")
 
     async def snapshot(self) -> Snapshot:
         """Copy the files of the sandbox: see `base.Sandbox`. Changes of its image are not among them."""
@@ -382,17 +322,6 @@ class InstanceSandbox(NodeSandbox):
     def _state(self) -> Iterator[str]:
         return (path.name for path in self._files.state(self._spec))
 
-    async def _end(self) -> None:
-        if self._launching is not None:
-            await asyncio.gather(self._launching, return_exceptions=True)
-        if self._proxy is not None:
-            await self._proxy.aclose()
-        try:
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await self._end_processes()
-        except TimeoutError:
-            raise SandboxError(f"sandbox {self.id} did not end in {CLOSE_TIMEOUT_S} s") from None
-
     async def _end_processes(self) -> None:
         if self._first is not None:
             self._first.kill()  # and with it its pid namespace
@@ -412,11 +341,3 @@ def shows_python(spec: SandboxSpec) -> bool:
     needed = [Path(sys.executable), *(Path(path) for path in sys.path if "-packages" in path)]
     places = [mount.target for mount in spec.mounts if str(mount.source) == mount.target]
     return all(any(path.is_relative_to(place) for place in places) for path in needed)
-
-
-def _with_name_service(spec: SandboxSpec) -> SandboxSpec:
-    """With the host's way to look up names, where it has the host's network."""
-    source = Path("/etc/resolv.conf")
-    if not spec.network.open or not source.is_file():
-        return spec
-    return replace(spec, mounts=(*spec.mounts, Mount(source=source.resolve(), target=str(source))))

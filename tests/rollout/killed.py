@@ -56,4 +56,4 @@ def service(model: str, port: int, folder: Path) -> Iterator[subprocess.Popen[by
 async def sandboxes_gone(run_dir: Path, before: Collection[object]) -> None:
     """Return once no process is there that was not there `before`. The test's own timeout bounds this."""
     while Holdings.now(run_dir).processes.keys() - before:  # noqa: ASYNC110 - other processes have no event
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.02)

@@ -243,7 +243,7 @@ async def test_a_service_killed_again_and_again_gives_the_batch_it_was_asked_for
     )
     async with (
         ScriptedServer(BOOK, mix=Mix.parse("solve=1,wrong=2"), renderer=renderer) as model,
-        RolloutClient(f"http://127.0.0.1:{port}", attempts=14) as client,
+        RolloutClient(f"http://127.0.0.1:{port}", attempts=2000, max_pause_s=0.2) as client,
     ):
         before = Holdings.now(run_dir).processes.keys()
         training = asyncio.create_task(step(client, request))

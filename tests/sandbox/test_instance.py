@@ -136,7 +136,7 @@ async def test_ending_all_processes_spares_the_tool_servers(driver: InstanceDriv
 async def test_files_in_memory_end_with_the_memory_limit(driver: InstanceDriver, place: str) -> None:
     """What writes them is killed, or the sandbox is ended where that is no help.
 
-    The limit is below the 64 MB that Apptainer itself gives an ordinary user's `/run` ("sessiondir max size").
+    The limit is below the 64 MB that Apptainer gives an ordinary user's `/run` ("sessiondir max size").
     """
     sandbox = await driver.start(SandboxSpec(limits=Limits(memory_bytes=48 << 20)))
     tools = await open_tools(sandbox)
