@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+#: PF_KTHREAD of <linux/sched.h>, among the flags of proc(5)'s stat.
+_KERNEL_THREAD = 0x00200000
+
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
@@ -71,45 +74,49 @@ def _difference(before: Holdings, after: Holdings) -> list[str]:
 
 def _processes(run_dir: Path) -> dict[tuple[int, int], str]:
     found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+    namespace, own, name = os.readlink("/proc/self/ns/mnt"), os.getpid(), os.fsencode(run_dir)
+    for pid in os.listdir("/proc"):
+        if not pid.isdigit() or int(pid) == own:
             continue
         # Such a one has ended, or is another user's.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-            if _is_child_or_sandboxed(entry, run_dir):
-                name, _, rest = (entry / "stat").read_text().rpartition(")")
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                found[int(entry.name), int(rest.split()[19])] = f"{name}) {command[:200]}"
+            command, _, rest = _read(pid, "stat").rpartition(b")")
+            fields = rest.split()
+            if int(fields[6]) & _KERNEL_THREAD:
+                continue
+            arguments = _read(pid, "cmdline")
+            # bubblewrap names the directory before it has mounted anything
+            if int(fields[1]) == own or name in arguments or _sandboxed(pid, namespace, name):
+                text = f"{command.decode(errors='replace')}) {arguments[:200].decode(errors='replace')}"
+                found[int(pid), int(fields[19])] = text.replace("\0", " ")
     return found
 
 
-def _is_child_or_sandboxed(process: Path, run_dir: Path) -> bool:
-    stat = (process / "stat").read_text()
-    if int(stat.rpartition(")")[2].split()[1]) == os.getpid():
-        return True
-    if (
-        os.fsencode(run_dir) in (process / "cmdline").read_bytes()
-    ):  # bubblewrap, before it has mounted anything
-        return True
-    if (process / "ns/mnt").readlink() == Path("/proc/self/ns/mnt").readlink():
+def _sandboxed(pid: str, namespace: str, run_dir: bytes) -> bool:
+    if os.readlink(f"/proc/{pid}/ns/mnt") == namespace:
         return False
     try:
-        return str(run_dir) in (process / "mountinfo").read_text()
+        return run_dir in _read(pid, "mountinfo")
     except OSError as error:
         if error.errno == errno.EINVAL:  # it is ending, and its mounts are gone already
             return False
         raise
 
 
+def _read(pid: str, name: str) -> bytes:
+    with open(f"/proc/{pid}/{name}", "rb", buffering=0) as file:
+        return file.readall()
+
+
 def _descriptors() -> dict[tuple[int, str], str]:
     found = {}
-    for link in Path("/proc/self/fd").iterdir():
+    for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the one that listed the directory
-            found[int(link.name), str(link.readlink())] = ""
+            found[int(number), os.readlink(f"/proc/self/fd/{number}")] = ""
     return found
 
 
 def _mounts(run_dir: Path) -> dict[str, str]:
     """Those on the run directory or below it: others on this machine mount what they like meanwhile."""
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    return {line.split()[0]: line for line in lines if Path(line.split()[4]).is_relative_to(run_dir)}
+    return {line.split()[0]: line for line in lines if f"{line.split()[4]}/".startswith(f"{run_dir}/")}
