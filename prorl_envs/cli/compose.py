@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from prorl_envs.catalog import Catalog
+from prorl_envs.catalog import Catalog, entries
 from prorl_envs.config import LimitSettings, ServiceSettings, Settings
 from prorl_envs.env.node import Node, default_cache_dir
 from prorl_envs.env.search import SearchSettings
@@ -132,8 +132,10 @@ def request_defaults(settings: Settings) -> dict[str, Defaults]:
     Raises:
         InputError: one is not known, or its value is wrong.
     """
-    entries = (settings.environments or {}).items()
-    return {name: Defaults.of(name, entry.limits, entry.sampling) for name, entry in entries}
+    return {
+        one.name: Defaults.of(one.name, one.settings.limits, one.settings.sampling)
+        for one in entries(settings)
+    }
 
 
 def _open_store(settings: ServiceSettings) -> SqlStore | None:
