@@ -280,8 +280,8 @@ class ToolSettings(_Section):
     """A tool as an agent is offered it.
 
     Args:
-        tool: the family's own name of it, or `think`, or `apply_patch` where there is an editor; "" where it is
-            offered under that.
+        tool: the family's own name of it, or `think`, or `apply_patch` where there is an editor; "" where it
+            is offered under that.
         description: instead of the tool's own.
         arguments: the arguments on offer, each with the tool's own name of it, or null where it is taken and
             not read; empty: the tool's own.

@@ -110,7 +110,7 @@ async def rollout_service(
     """
     catalog, defaults = Catalog.of(settings), request_defaults(settings)
     async with AsyncExitStack() as stack:
-        store = _open_store(settings.service) if durable else None
+        store = open_store(settings.service) if durable else None
         if store is not None:
             stack.push_async_callback(store.aclose)
         opened = await stack.enter_async_context(node(settings))
@@ -138,7 +138,12 @@ def request_defaults(settings: Settings) -> dict[str, Defaults]:
     }
 
 
-def _open_store(settings: ServiceSettings) -> SqlStore | None:
+def open_store(settings: ServiceSettings) -> SqlStore | None:
+    """What keeps jobs and results, where the settings name it.
+
+    Raises:
+        InputError: it cannot be opened, or another service has it.
+    """
     bounds = {
         "max_results": settings.keep_results,
         "max_tokens": settings.keep_tokens,

@@ -257,6 +257,29 @@ def validate(
 
 
 @cli.command()
+def replay(
+    source: Annotated[
+        str, typer.Argument(metavar="FILE", help="A results.jsonl, or a service's store: a file, or its URL.")
+    ],
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Task rows; by default those asked for, if they are kept, else the examples."),
+    ] = None,
+    out_file: Annotated[
+        Path | None, typer.Option("--out", help="Where the results go with their rewards of today.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Episodes at a time.")] = 4,
+    config: ConfigOption = None,
+) -> None:
+    """Score stored rollouts again with today's graders, without a model, and say what changed."""
+    from prorl_envs.cli.replay import replay_file
+    from prorl_envs.cli.running import run
+
+    if not run(replay_file(_settings(config), source, data=data, target=out_file, jobs=jobs)):
+        raise typer.Exit(1)
+
+
+@cli.command()
 def scripted(
     environment: Annotated[str, typer.Argument(help="Environment family.")],
     data: Annotated[
