@@ -16,7 +16,7 @@ import typer
 from prorl_envs import __version__
 from prorl_envs.cli.console import out, report
 from prorl_envs.cli.image import image
-from prorl_envs.cli.nemo import nemo
+from prorl_envs.cli.nemo import gym_root, nemo
 from prorl_envs.errors import InputError, ProrlError
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def _version(wanted: bool) -> None:
 
 
 cli.add_typer(nemo, name="nemo")
+cli.command("gym-root")(gym_root)  # `nemo gym-root` in short
 cli.add_typer(image, name="image")
 
 
@@ -277,6 +278,18 @@ def replay(
 
     if not run(replay_file(_settings(config), source, data=data, target=out_file, jobs=jobs)):
         raise typer.Exit(1)
+
+
+@cli.command()
+def new(
+    name: Annotated[str, typer.Argument(help="Of the environment and its Python package.")],
+    flavour: Annotated[str, typer.Option(help="What it begins with: bash, editor or ipython.")] = "bash",
+    parent: Annotated[Path, typer.Option("--in", help="Where its folder is made.")] = Path(),
+) -> None:
+    """Write a package with an environment of your own, which works as it is."""
+    from prorl_envs.cli.new import new
+
+    new(name, flavour, parent)
 
 
 @cli.command()
