@@ -7,17 +7,27 @@ Without `environments` in the settings, every registered family is on offer.
 """
 
 import asyncio
+import difflib
 from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from prorl_envs.config import EnvironmentSettings, LimitSettings, NemoSettings, SandboxSettings, Settings
+from prorl_envs.config import (
+    AgentSettings,
+    EnvironmentSettings,
+    LimitSettings,
+    NemoSettings,
+    SandboxSettings,
+    Settings,
+)
+from prorl_envs.env.agents import BUILT_IN, Offer, Offers, with_tools
 from prorl_envs.env.base import Environment, Task
 from prorl_envs.env.options import Options, with_options
 from prorl_envs.env.registry import environments, examples_of, known
-from prorl_envs.env.rows import read_tasks
+from prorl_envs.env.rows import read_tasks, rows
 from prorl_envs.errors import InputError
 from prorl_envs.remote.environment import nemo_family
 from prorl_envs.remote.servers import OwnServer, RunningServer
@@ -28,6 +38,76 @@ type Family = type[Environment[Any]]
 #: Keys of `nemo` that mean something for a server that is started alone.
 _STARTING = frozenset({"instance", "overrides", "python", "roots", "pass_env", "start_s"})
 _LIMITS = frozenset(SandboxSettings.model_fields) - {"allow", "image"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What is offered under a name.
+
+    Args:
+        name: that name: `ENVIRONMENT`, or `ENVIRONMENT@AGENT`.
+        environment: its key in the settings.
+        settings: of the environment, with what its agent says over them.
+        offers: the agent's tools; None for the family's own.
+        where: begins what is said of a wrong tool.
+    """
+
+    name: str
+    environment: str
+    settings: EnvironmentSettings
+    offers: Offers | None = None
+    where: str = ""
+
+
+def entries(settings: Settings) -> Iterator[Entry]:
+    """What `environments` of the settings offers, each environment with each of its agents.
+
+    Raises:
+        InputError: an entry contradicts itself, or names an agent that there is not.
+    """
+    for name, given in (settings.environments or {}).items():
+        _check(name, given)
+        offered = {name: given.agent} | {f"{name}@{agent}": agent for agent in given.agents}
+        for shown, agent in offered.items():
+            if shown != name and shown in (settings.environments or {}):
+                raise InputError(f"environments.{shown}: is also {name} with the agent {agent}")
+            if agent is None:
+                yield Entry(name=shown, environment=name, settings=given)
+            else:
+                yield _met(Entry(name=shown, environment=name, settings=given), agent, settings.agents)
+
+
+def _met(entry: Entry, agent: str, agents: Mapping[str, AgentSettings]) -> Entry:
+    """`entry` as an agent meets it."""
+    if agent not in agents and agent not in BUILT_IN:
+        names = sorted({*agents, *BUILT_IN})
+        close = difflib.get_close_matches(agent, names, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(names)}"
+        raise InputError(f"environments.{entry.environment}: no agent is called {agent!r}", hint=hint)
+    given, offers = agents.get(agent, AgentSettings()), BUILT_IN.get(agent) if agent not in agents else None
+    if given.tools is not None:
+        offers = {
+            name: Offer(**{**tool.model_dump(), "tool": tool.tool or name})
+            for name, tool in given.tools.items()
+        }
+    if entry.settings.nemo is not None and (offers is not None or given.system_prompt is not None):
+        raise InputError(
+            f"environments.{entry.environment}: its rows bring prompt and tools, not the agent {agent}",
+            hint="an agent of a resources server has limits and sampling alone",
+        )
+    before = entry.settings
+    changes = {
+        "system_prompt": given.system_prompt or before.system_prompt,
+        "limits": {**before.limits, **given.limits},
+        "sampling": {**before.sampling, **given.sampling},
+    }
+    return Entry(
+        name=entry.name,
+        environment=entry.environment,
+        settings=before.model_copy(update=changes),
+        offers=offers,
+        where=f"agents.{agent}.tools",
+    )
 
 
 class Catalog(Mapping[str, Family]):
@@ -54,14 +134,14 @@ class Catalog(Mapping[str, Family]):
             return cls(environments(), {})
         servers: dict[str, RunningServer] = {}
         families: dict[str, Family] = {}
-        for name, entry in settings.environments.items():
-            _check(name, entry)
-            if entry.nemo is not None:
-                servers[name] = _server(name, entry.nemo)
-                families[name] = nemo_family(name, servers[name])
+        for one in entries(settings):
+            if one.settings.nemo is not None:
+                servers[one.name] = _server(one.name, one.settings.nemo)
+                families[one.name] = nemo_family(one.name, servers[one.name])
             else:
-                base = _base(name, entry)
-                families[name] = with_options(name, base, _options(entry, settings.limits))
+                base = _base(one.environment, one.settings)
+                chosen = with_options(one.name, base, _options(one.settings, settings.limits))
+                families[one.name] = with_tools(chosen, one.offers, one.where) if one.offers else chosen
         return cls(families, servers)
 
     def __getitem__(self, name: str) -> Family:
@@ -88,6 +168,15 @@ class Catalog(Mapping[str, Family]):
             InputError: no such environment, a row is wrong, or it ships no examples.
         """
         return read_tasks(self.family(name).load, self.data(name, data))
+
+    def rows(self, name: str, data: Path | None) -> list[tuple[dict[str, Any], Task]]:
+        """The rows of such a file, each with its task.
+
+        Raises:
+            InputError: as `tasks`.
+        """
+        path = self.data(name, data)
+        return [(row, task) for (_, row), task in zip(rows(path), self.tasks(name, path), strict=True)]
 
     def data(self, name: str, data: Path | None) -> Path:
         """`data`, or the environment's own examples.

@@ -276,12 +276,59 @@ class SandboxSettings(_Section):
     image: ExpandedPath | None = None
 
 
+class ToolSettings(_Section):
+    """A tool as an agent is offered it.
+
+    Args:
+        tool: the family's own name of it, or `think`, or `apply_patch` where there is an editor; "" where it
+            is offered under that.
+        description: instead of the tool's own.
+        arguments: the arguments on offer, each with the tool's own name of it, or null where it is taken and
+            not read; empty: the tool's own.
+        optional: a family without it offers the others.
+    """
+
+    tool: str = ""
+    description: str | None = None
+    arguments: dict[str, str | None] = Field(default_factory=dict)
+    optional: bool = False
+
+
+class AgentSettings(_Section):
+    """How the model is met. What an agent says goes over what its environment says.
+
+    Args:
+        system_prompt: first message of the episodes; None takes the environment's.
+        tools: by the names that the model calls; None offers the family's own.
+        limits: of the agent loop, where a request names none; see `AgentLimits`.
+        sampling: how to sample, where a request does not say; see `Sampling`.
+    """
+
+    system_prompt: str | None = Field(default=None, min_length=1)
+    tools: dict[str, ToolSettings] | None = None
+    limits: dict[str, Any] = Field(default_factory=dict)
+    sampling: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def _short_forms(cls, value: Any) -> Any:
+        """`[bash, finish]` are tools under their own names; `run: bash` is another name and no more."""
+        if isinstance(value, list) and all(isinstance(name, str) for name in value):
+            value = {name: name for name in value}
+        if not isinstance(value, dict):
+            return value
+        named = {name: {} if tool is None else tool for name, tool in value.items()}
+        return {name: {"tool": tool} if isinstance(tool, str) else tool for name, tool in named.items()}
+
+
 class EnvironmentSettings(_Section):
     """An environment that is offered under a name.
 
     Args:
         family: the registered family behind it; None takes the one of the same name.
         nemo: or else the NeMo Gym resources server behind it.
+        agent: one of `agents`, or a built-in one, which meets its tasks.
+        agents: others that do: each is offered as NAME@AGENT.
         system_prompt: first message of its episodes; None takes the family's.
         sandbox: what its sandboxes get.
         limits: of the agent loop, where a request names none; see `AgentLimits`.
@@ -290,6 +337,8 @@ class EnvironmentSettings(_Section):
 
     family: str | None = None
     nemo: NemoSettings | None = None
+    agent: str | None = None
+    agents: tuple[str, ...] = ()
     system_prompt: str | None = Field(default=None, min_length=1)
     sandbox: SandboxSettings | None = None
     limits: dict[str, Any] = Field(default_factory=dict)
@@ -314,6 +363,7 @@ class Settings(_Section):
         image_build_bytes: most bytes that a compressed archive may unpack to.
         apptainer: Apptainer or SingularityCE program; None takes the first in PATH.
         environments: what is offered, by name; None offers every registered family.
+        agents: system prompts, tools and limits, by name, which environments refer to.
     """
 
     service: ServiceSettings = ServiceSettings()
@@ -332,6 +382,7 @@ class Settings(_Section):
     image_build_bytes: int = Field(default=64 << 30, ge=1)
     apptainer: ExpandedPath | None = None
     environments: dict[str, EnvironmentSettings] | None = None
+    agents: dict[str, AgentSettings] = Field(default_factory=dict)
 
     @field_validator("environments", mode="before")
     @classmethod

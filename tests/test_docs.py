@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from typer.core import TyperGroup
 
 from prorl_envs.cli.main import cli
-from prorl_envs.config import EnvironmentSettings, NemoSettings, Settings
+from prorl_envs.config import AgentSettings, EnvironmentSettings, NemoSettings, Settings, ToolSettings
 
 ROOT = Path(__file__).parent.parent
 
@@ -128,6 +128,10 @@ def settings(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, ob
     for name, field in model.model_fields.items():
         if name == "environments":  # a mapping, whose entries are described once
             yield from settings(EnvironmentSettings, f"{prefix}{name}.name.")
+        elif name == "agents" and not prefix:
+            yield from settings(AgentSettings, f"{name}.name.")
+        elif name == "tools":
+            yield from settings(ToolSettings, f"{prefix}{name}.name.")
         elif name == "nemo":
             yield from settings(NemoSettings, f"{prefix}{name}.")
         if isinstance(field.default, BaseModel):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from prorl_envs.catalog import Catalog
+from prorl_envs.catalog import Catalog, entries
 from prorl_envs.config import LimitSettings, ServiceSettings, Settings
 from prorl_envs.env.node import Node, default_cache_dir
 from prorl_envs.env.search import SearchSettings
@@ -110,7 +110,7 @@ async def rollout_service(
     """
     catalog, defaults = Catalog.of(settings), request_defaults(settings)
     async with AsyncExitStack() as stack:
-        store = _open_store(settings.service) if durable else None
+        store = open_store(settings.service) if durable else None
         if store is not None:
             stack.push_async_callback(store.aclose)
         opened = await stack.enter_async_context(node(settings))
@@ -132,11 +132,18 @@ def request_defaults(settings: Settings) -> dict[str, Defaults]:
     Raises:
         InputError: one is not known, or its value is wrong.
     """
-    entries = (settings.environments or {}).items()
-    return {name: Defaults.of(name, entry.limits, entry.sampling) for name, entry in entries}
+    return {
+        one.name: Defaults.of(one.name, one.settings.limits, one.settings.sampling)
+        for one in entries(settings)
+    }
 
 
-def _open_store(settings: ServiceSettings) -> SqlStore | None:
+def open_store(settings: ServiceSettings) -> SqlStore | None:
+    """What keeps jobs and results, where the settings name it.
+
+    Raises:
+        InputError: it cannot be opened, or another service has it.
+    """
     bounds = {
         "max_results": settings.keep_results,
         "max_tokens": settings.keep_tokens,

@@ -8,19 +8,18 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from prorl_envs.cli.compose import Model, rollout_service
+from prorl_envs.catalog import Catalog
+from prorl_envs.cli.compose import Model, request_defaults, rollout_service
 from prorl_envs.cli.console import err, out, program
 from prorl_envs.cli.rollouts import carry_out
 from prorl_envs.config import Settings
 from prorl_envs.env.base import Task
-from prorl_envs.env.registry import environments, example_path, load_tasks
-from prorl_envs.env.rows import rows
-from prorl_envs.errors import InputError
 from prorl_envs.policy.types import Sampling
 from prorl_envs.rollout.client import RolloutClient
+from prorl_envs.rollout.defaults import Defaults
 from prorl_envs.rollout.server import serving
 from prorl_envs.rollout.types import AgentLimits, GroupRequest, GroupStatistics
 from prorl_envs.testing.scripted import Behaviour, Mix, Script, ScriptBook
@@ -78,19 +77,19 @@ class Chosen:
     task: Task
 
 
-def choose(options: DemoOptions) -> list[Chosen]:
-    """The example tasks that this machine can run. Says which it cannot, and why."""
-    known = environments()
+def choose(catalog: Catalog, options: DemoOptions) -> list[Chosen]:
+    """The example tasks that this machine can run. Says which it cannot, and why.
+
+    Raises:
+        InputError: one of the families is not on offer.
+    """
     chosen = []
     for name in options.families:
-        if name not in known:
-            raise InputError(f"no environment is called {name!r}", hint=f"known: {', '.join(sorted(known))}")
         if options.tasks.get(name) == 0:
             continue
-        path = example_path(name)
-        found = []
-        for (_, row), task in zip(rows(path), load_tasks(name, path), strict=True):
-            if reason := known[name].unavailable(task):
+        family, found = catalog.family(name), []
+        for row, task in catalog.rows(name, None):
+            if reason := family.unavailable(task):
                 err.print(f"left out: {name} {task.id}: {reason}")
             else:
                 found.append(Chosen(name, row, task))
@@ -98,8 +97,12 @@ def choose(options: DemoOptions) -> list[Chosen]:
     return chosen
 
 
-def requests(chosen: Sequence[Chosen], options: DemoOptions) -> list[GroupRequest]:
-    """One group per task."""
+def requests(
+    chosen: Sequence[Chosen], options: DemoOptions, defaults: Mapping[str, Defaults]
+) -> list[GroupRequest]:
+    """One group per task. What the settings say of an environment's limits goes over the demo's own."""
+    own = LIMITS.model_dump(exclude_unset=True)
+    limits = {name: AgentLimits(**{**own, **said.limits}) for name, said in defaults.items()}
     return [
         GroupRequest(
             id=f"demo/{one.family}/{one.task.id}",
@@ -107,7 +110,7 @@ def requests(chosen: Sequence[Chosen], options: DemoOptions) -> list[GroupReques
             task=dict(one.row),
             samples=options.group_size,
             sampling=Sampling(max_tokens=8192),
-            limits=LIMITS,
+            limits=limits.get(one.family, LIMITS),
         )
         for one in chosen
     ]
@@ -178,7 +181,11 @@ async def demo(settings: Settings, options: DemoOptions, folder: Path, model: Mo
     Returns:
         whether every group came out as the script says; True with a real model.
     """
-    chosen = await asyncio.to_thread(choose, options)
+    catalog = Catalog.of(settings)
+    if settings.environments is not None:
+        families = [name for name in options.families if name in catalog]
+        options = replace(options, families=families or options.families)
+    chosen = await asyncio.to_thread(choose, catalog, options)
     pools = settings.service.model_copy(update={"init": max(INIT_POOL, settings.service.init)})
     settings = settings.model_copy(update={"service": pools})
     async with (
@@ -188,7 +195,7 @@ async def demo(settings: Settings, options: DemoOptions, folder: Path, model: Mo
         RolloutClient(url) as client,
     ):
         err.print(f"rollout service: {url}  (documentation: {url}/openapi.json)")
-        groups = requests(chosen, options)
+        groups = requests(chosen, options, request_defaults(settings))
         err.print(f"submitting {len(groups)} groups of {options.group_size} over HTTP\n")
         _, statistics = await carry_out(client, groups, folder, every_sample=False)
     if model is not None:

@@ -16,7 +16,7 @@ import typer
 from prorl_envs import __version__
 from prorl_envs.cli.console import out, report
 from prorl_envs.cli.image import image
-from prorl_envs.cli.nemo import nemo
+from prorl_envs.cli.nemo import gym_root, nemo
 from prorl_envs.errors import InputError, ProrlError
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def _version(wanted: bool) -> None:
 
 
 cli.add_typer(nemo, name="nemo")
+cli.command("gym-root")(gym_root)  # `nemo gym-root` in short
 cli.add_typer(image, name="image")
 
 
@@ -254,6 +255,41 @@ def validate(
 
     if not run(validate_file(_settings(config), environment, data, jobs)):
         raise typer.Exit(1)
+
+
+@cli.command()
+def replay(
+    source: Annotated[
+        str, typer.Argument(metavar="FILE", help="A results.jsonl, or a service's store: a file, or its URL.")
+    ],
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Task rows; by default those asked for, if they are kept, else the examples."),
+    ] = None,
+    out_file: Annotated[
+        Path | None, typer.Option("--out", help="Where the results go with their rewards of today.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Episodes at a time.")] = 4,
+    config: ConfigOption = None,
+) -> None:
+    """Score stored rollouts again with today's graders, without a model, and say what changed."""
+    from prorl_envs.cli.replay import replay_file
+    from prorl_envs.cli.running import run
+
+    if not run(replay_file(_settings(config), source, data=data, target=out_file, jobs=jobs)):
+        raise typer.Exit(1)
+
+
+@cli.command()
+def new(
+    name: Annotated[str, typer.Argument(help="Of the environment and its Python package.")],
+    flavour: Annotated[str, typer.Option(help="What it begins with: bash, editor or ipython.")] = "bash",
+    parent: Annotated[Path, typer.Option("--in", help="Where its folder is made.")] = Path(),
+) -> None:
+    """Write a package with an environment of your own, which works as it is."""
+    from prorl_envs.cli.new import new
+
+    new(name, flavour, parent)
 
 
 @cli.command()

@@ -4,11 +4,13 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from prorl_envs.errors import InputError
 from prorl_envs.rollout.types import Result
 
+#: Beside a results.jsonl: what was asked for, with the tasks' rows.
+GROUPS = "groups.jsonl"
 _ELSEWHERE = "choose another place: --out"
 
 
@@ -17,6 +19,21 @@ def read_results(path: Path) -> Iterator[Result]:
 
     Raises:
         InputError: no such file, or a line that is no result; names the line.
+    """
+    for where, result in lines_of(path, Result):
+        if isinstance(result, str):
+            raise InputError(
+                f"{where}: not a rollout result: {result}",
+                hint="this command reads the results.jsonl that `run` and `demo` write",
+            )
+        yield result
+
+
+def lines_of[T: BaseModel](path: Path, model: type[T]) -> Iterator[tuple[str, T | str]]:
+    """The objects of a JSONL file, each with `path:line`; or, for a line that is none, what is wrong with it.
+
+    Raises:
+        InputError: no such file.
     """
     try:
         lines = path.open("rb")
@@ -27,14 +44,11 @@ def read_results(path: Path) -> Iterator[Result]:
             if not line.strip():
                 continue
             try:
-                yield Result.model_validate_json(line)
+                yield f"{path}:{number}", model.model_validate_json(line)
             except ValidationError as error:
                 first = error.errors()[0]
                 where = ".".join(str(part) for part in first["loc"]) or "line"
-                raise InputError(
-                    f"{path}:{number}: not a rollout result: {where}: {first['msg']}",
-                    hint="this command reads the results.jsonl that `run` and `demo` write",
-                ) from error
+                yield f"{path}:{number}", f"{where}: {first['msg']}"
 
 
 def ready(path: Path) -> Path:
@@ -53,8 +67,8 @@ def ready(path: Path) -> Path:
         raise InputError(f"cannot write {path}: {error.strerror}", hint=_ELSEWHERE) from error
 
 
-def write_results(path: Path, results: Iterable[Result]) -> None:
-    """Write results as JSONL, replacing the file only once all are written."""
+def write_results(path: Path, results: Iterable[BaseModel]) -> None:
+    """Write results, or requests, as JSONL, replacing the file only once all are written."""
     partial = path.with_suffix(".partial")
     with partial.open("w", encoding="utf-8") as lines:
         lines.writelines(result.model_dump_json() + "\n" for result in results)

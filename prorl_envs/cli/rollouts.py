@@ -6,7 +6,7 @@ from pathlib import Path
 
 from prorl_envs.cli.console import err, out, plain, program
 from prorl_envs.cli.progress import follow
-from prorl_envs.cli.results import ready, write_results
+from prorl_envs.cli.results import GROUPS, ready, write_results
 from prorl_envs.cli.tables import groups_table, samples_table, tasks_table
 from prorl_envs.rollout.client import RolloutClient
 from prorl_envs.rollout.types import GroupRequest, GroupStatistics, Result
@@ -20,7 +20,7 @@ async def carry_out(
     Args:
         client: of the rollout service.
         requests: the groups.
-        folder: where `results.jsonl` goes.
+        folder: where `results.jsonl` goes, and `groups.jsonl` with what was asked for.
         every_sample: show a row per sample too.
 
     Returns:
@@ -37,6 +37,7 @@ async def carry_out(
     views = [await client.group(name) for name in names]
     statistics = [view.statistics for view in views if view.statistics is not None]
     write_results(path, results)
+    write_results(path.with_name(GROUPS), requests)
     if every_sample:
         out.print(samples_table(results))
     out.print(tasks_table(results))

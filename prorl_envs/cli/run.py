@@ -8,7 +8,6 @@ from prorl_envs.catalog import Catalog
 from prorl_envs.cli.compose import connect, rollout_service
 from prorl_envs.cli.rollouts import carry_out
 from prorl_envs.config import Settings
-from prorl_envs.env.rows import rows
 from prorl_envs.errors import InputError
 from prorl_envs.policy.types import Sampling
 from prorl_envs.rollout.client import RolloutClient
@@ -31,11 +30,10 @@ def requests(
     Raises:
         InputError: no such environment, a row is wrong, or there is none.
     """
-    path = catalog.data(environment, data)
     run = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    pairs = list(zip(rows(path), catalog.tasks(environment, path), strict=True))
+    pairs = catalog.rows(environment, data)
     if not pairs:
-        raise InputError(f"{path} holds no task")
+        raise InputError(f"{catalog.data(environment, data)} holds no task")
     return [
         GroupRequest(
             id=f"{run}/{environment}/{task.id}",
@@ -45,7 +43,7 @@ def requests(
             sampling=sampling,
             limits=limits,
         )
-        for (_, row), task in pairs[:limit]
+        for row, task in pairs[:limit]
     ]
 
 

@@ -10,7 +10,6 @@ from prorl_envs.cli.console import err, out
 from prorl_envs.cli.demo import Chosen, script
 from prorl_envs.config import Settings
 from prorl_envs.env.node import default_cache_dir
-from prorl_envs.env.rows import rows
 from prorl_envs.errors import InputError
 from prorl_envs.testing.scripted import Behaviour, Mix, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
@@ -38,11 +37,11 @@ def read_book(catalog: Catalog, environment: str, data: Path | None) -> ScriptBo
     Raises:
         InputError: no such environment, a row is wrong, or no row has a reference.
     """
-    path = catalog.data(environment, data)
-    tasks = zip(rows(path), catalog.tasks(environment, path), strict=True)
-    chosen = [Chosen(environment, row, task) for (_, row), task in tasks if task.reference]
+    tasks = catalog.rows(environment, data)
+    chosen = [Chosen(environment, row, task) for row, task in tasks if task.reference]
     if not chosen:
-        raise InputError(f"{path}: no task has a reference", hint="there is nothing to play")
+        where = catalog.data(environment, data)
+        raise InputError(f"{where}: no task has a reference", hint="there is nothing to play")
     return script(chosen)
 
 

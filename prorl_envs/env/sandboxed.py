@@ -105,14 +105,14 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
         self._expect("call", Phase.READY, Phase.FINISHED)
         if self._phase is Phase.FINISHED:
             return ToolResult(text="The episode is finished: no further calls are taken.", ok=False)
-        if call.name == self.finish_tool:
+        if call.name == self.finish_spec.name:
             return self._finish(call)
         limit = self.call_timeout_s if timeout_s is None else timeout_s
         if call.name in [tool.name for tool in self.host_tools]:
             return await self.call_host(call, timeout_s=limit)
         names = [tool.name for tool in (*self.host_tools, *self.sandbox_tools)]
         if call.name not in names:
-            known = ", ".join([*names, self.finish_tool])
+            known = ", ".join([*names, self.finish_spec.name])
             return ToolResult(text=f"There is no tool {call.name[:100]!r}. The tools are: {known}.", ok=False)
         return await self._here("call").tools.call(call, timeout_s=limit)
 

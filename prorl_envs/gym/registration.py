@@ -1,4 +1,8 @@
-"""The gymnasium ids of the built-in families. Imports nothing of this package: it is free."""
+"""The gymnasium ids of the built-in families, and of those that other packages bring. Imports nothing of this
+package: it is free."""
+
+from collections.abc import Mapping
+from importlib.metadata import entry_points
 
 from gymnasium.envs.registration import register as register_id
 from gymnasium.envs.registration import registry
@@ -14,9 +18,25 @@ IDS = {
 }
 
 
+#: Where other packages register a family, as `env/registry.py` says.
+_GROUP = "prorl_envs.environments"
+
+
+def ids() -> Mapping[str, str]:
+    """Every id with its family: one that another package calls `lab_book` is `prorl/LabBook-v0`."""
+    others = sorted({point.name for point in entry_points(group=_GROUP)} - set(IDS.values()))
+    return {f"prorl/{camel(name)}-v0": name for name in others} | IDS
+
+
+def camel(name: str) -> str:
+    """`lab_book` as `LabBook`; what an id cannot hold is left out."""
+    parts = "".join(letter if letter.isascii() and letter.isalnum() else " " for letter in name).split()
+    return "".join(part[0].upper() + part[1:] for part in parts)
+
+
 def register() -> None:
-    """Register the built-in families. Calling it again changes nothing."""
-    for env_id, family in IDS.items():
+    """Register the families. Calling it again changes nothing."""
+    for env_id, family in ids().items():
         if env_id not in registry:
             register_id(
                 env_id,

@@ -8,6 +8,7 @@ from typing import Any
 from prorl_envs.env.base import Environment
 from prorl_envs.env.node import Node
 from prorl_envs.env.registry import example_path, family, load_tasks
+from prorl_envs.env.rows import rows
 from prorl_envs.errors import InputError, SandboxError
 from prorl_envs.sandbox.base import Sandbox, SandboxSpec
 from prorl_envs.sandbox.snapshot import Snapshot
@@ -88,7 +89,12 @@ def blank(environment: str) -> Environment[Any]:
     Raises:
         InputError: there is no such family.
     """
-    return family(environment)(Node(_NoDriver(), Path()))
+    return unstarted(family(environment))
+
+
+def unstarted(chosen: type[Environment[Any]]) -> Environment[Any]:
+    """An instance of a class that can say what it offers, and starts nothing."""
+    return chosen(Node(_NoDriver(), Path()))
 
 
 def render(environment: str, source: Path) -> str:
@@ -98,10 +104,9 @@ def render(environment: str, source: Path) -> str:
         InputError: an unknown family, or a bad data file (with file, line and field).
     """
     load_tasks(environment, source)  # names file and line of every fault
-    unstarted = blank(environment)
-    lines = [line for line in source.read_text().splitlines() if line.strip()]
-    rows = [nemo_row(unstarted, json.loads(line)) for line in lines]
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    instance = blank(environment)
+    made = (nemo_row(instance, row) for _, row in rows(source))
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made)
 
 
 def write_rows(environment: str, source: Path, target: Path) -> int:

@@ -18,7 +18,7 @@ from prorl_envs.policy.context import Context
 from prorl_envs.policy.gate import HeldTime, active_timeout
 from prorl_envs.policy.pool import ModelPool
 from prorl_envs.policy.types import AssistantTurn, Conversation, ModelClient, Renderer, Sampled, Sampling
-from prorl_envs.rollout import tracing
+from prorl_envs.rollout import budget, tracing
 from prorl_envs.rollout.ledger import Ledger
 from prorl_envs.rollout.types import AgentLimits, StopReason
 from prorl_envs.tools.types import ToolCall, ToolResult
@@ -139,6 +139,8 @@ class Loop:
         self.session = session
         self.ends_at = agent.clock.monotonic() + limits.run_s
         self.malformed = 0
+        self.repeats = budget.Repeats(limits.max_repeats)
+        self.warned = False
         self.tools = prompt.tools
         self.tool_names = frozenset(tool.name for tool in prompt.tools)
         self.context = Context(agent.prompt_ids(prompt))
@@ -208,6 +210,8 @@ class Loop:
         observations = await self.act(answer.tool_calls)
         if isinstance(observations, StopReason):
             return observations
+        if self.repeats.noticed(answer.tool_calls, observations):
+            return StopReason.LOOP
         observations.extend({"role": "user", "content": note} for note in self._notes(answer, sampled))
         return self._observe(sampled, observations)
 
@@ -299,20 +303,38 @@ class Loop:
             self.ledger.tools_took(self.agent.clock.monotonic() - started)
             if call.name == self.environment.finish_tool and result.ok:
                 return StopReason.FINISHED
-            observations.append(
-                {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": unicode(result.text)}
-            )
+            text = unicode(budget.cut(result.text, self.limits.max_observation_chars or len(result.text)))
+            observations.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text})
         return observations
 
     def _observe(self, sampled: Sampled, observations: Sequence[Message]) -> StopReason | None:
-        """Append the observations, unless they would leave no room for an answer: a message is never cut."""
+        """Append the observations, unless they would leave no room for an answer."""
         ids = self.agent.renderer.bridge(sampled, observations)
+        if (
+            len(ids) >= self.room - self.limits.reserve_tokens
+            and self.limits.reserve_tokens
+            and not self.warned
+        ):
+            ids, observations = self._squeezed(sampled, observations)
         if len(ids) >= self.room:
             return StopReason.TOKEN_LIMIT
         self.ledger.observed(ids)
         self.context.extend(ids)
         self.transcript.messages.extend(observations)
         return None
+
+    def _squeezed(self, sampled: Sampled, observations: Sequence[Message]) -> tuple[list[int], list[Message]]:
+        """The observations, cut so that the reserve stays, as far as they can be, and the last warning."""
+        self.warned = True
+        warning = budget.last_words(self.limits.reserve_tokens)
+        shown = [*observations, warning]
+        ids = self.agent.renderer.bridge(sampled, shown)
+        for size in budget.sizes(observations):
+            if len(ids) + self.limits.reserve_tokens <= self.room:
+                break
+            shown = [*budget.shorter(observations, size), warning]
+            ids = self.agent.renderer.bridge(sampled, shown)
+        return ids, shown
 
     def _assistant_message(self, answer: AssistantTurn, sampled: Sampled) -> Message:
         if answer.malformed:  # what was sampled says more than what could be read of it

@@ -86,6 +86,7 @@ class StopReason(StrEnum):
     TURN_LIMIT = "turn_limit"
     TOKEN_LIMIT = "token_limit"
     TIME_LIMIT = "time_limit"
+    LOOP = "loop"
 
 
 class AgentLimits(_Wire):
@@ -95,6 +96,12 @@ class AgentLimits(_Wire):
         max_turns: most model calls.
         max_tokens: most tokens of the whole context, prompt included.
         max_malformed: consecutive answers without a readable tool call before the loop ends.
+        max_repeats: the same calls with the same outcome in so many turns on end, or two such turns so often
+            in alternation, end the loop; 0 never does.
+        max_observation_chars: longer observations are cut in the middle; None leaves them as the tool gives
+            them.
+        reserve_tokens: of `max_tokens`, what is kept for the end: before the context grows into it, what was
+            observed last is cut to fit, and the model is told once to finish. 0 does neither.
         tool_timeout_s: seconds one tool call may take.
         init_s, run_s, eval_s: active seconds each stage may take; waiting in a queue does not count.
     """
@@ -102,6 +109,9 @@ class AgentLimits(_Wire):
     max_turns: int = Field(default=30, ge=1, le=1000)
     max_tokens: int = Field(default=32_768, ge=16, le=4_000_000)
     max_malformed: int = Field(default=3, ge=1, le=100)
+    max_repeats: int = Field(default=0, ge=0, le=100)
+    max_observation_chars: int | None = Field(default=None, ge=200, le=4_000_000)
+    reserve_tokens: int = Field(default=0, ge=0, le=1_000_000)
     tool_timeout_s: float = Field(default=60.0, gt=0, le=86_400)
     init_s: float = Field(default=600.0, gt=0, le=86_400)
     run_s: float = Field(default=1800.0, gt=0, le=86_400)

@@ -100,6 +100,8 @@ _HARMLESS: Mapping[str, JsonObject] = {
     "bash": {"command": "ls"},
     "python": {"code": "1 + 1"},
     "ipython": {"code": "1 + 1"},
+    "execute_bash": {"command": "ls"},
+    "execute_ipython_cell": {"code": "1 + 1"},
 }
 
 

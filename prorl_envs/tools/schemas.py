@@ -125,3 +125,9 @@ FINISH = ToolSpec(
         {"answer": {"type": "string", "description": "The answer, where the task asks for one."}}
     ),
 )
+
+THINK = ToolSpec(
+    name="think",
+    description="Write a thought down. Nothing is run or changed, and nothing new is learned by it.",
+    parameters=_object({"thought": {"type": "string", "description": "The thought."}}, "thought"),
+)

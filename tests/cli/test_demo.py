@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from prorl_envs.catalog import Catalog
 from prorl_envs.cli.demo import Chosen, DemoOptions, choose, script, unexpected
 from prorl_envs.cli.results import read_results
+from prorl_envs.config import Settings
 from prorl_envs.errors import FailureKind
 from prorl_envs.rollout.types import GroupStatistics, JobState
 from prorl_envs.testing.scripted import Mix
@@ -65,7 +67,7 @@ def test_an_unexpected_reward_is_noticed() -> None:
 
 @pytest.fixture(scope="module")
 def examples() -> list[Chosen]:
-    return choose(DemoOptions(families=("bash", "ipython")))
+    return choose(Catalog.of(Settings()), DemoOptions(families=("bash", "ipython")))
 
 
 def test_the_script_knows_every_task_by_its_own_words(examples: list[Chosen]) -> None:

@@ -1,12 +1,17 @@
 """Reading data files: every fault is named by file, line and field."""
 
+import datetime
+import decimal
 import json
 from pathlib import Path
+from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from prorl_envs.env.base import Task
-from prorl_envs.env.rows import MAX_LINE_BYTES, read_tasks, validate_row
+from prorl_envs.env.rows import MAX_LINE_BYTES, read_tasks, rows, validate_row
 from prorl_envs.errors import InputError
 
 
@@ -53,3 +58,48 @@ def test_an_unreadable_file(tmp_path: Path) -> None:
         read_tasks(lambda row: validate_row(Task, row), tmp_path / "none.jsonl")
     with pytest.raises(InputError, match="Is a directory"):
         read_tasks(lambda row: validate_row(Task, row), tmp_path)
+
+
+def parquet(path: Path, *given: dict[str, Any]) -> Path:
+    file = path / "tasks.parquet"
+    columns = {name: [row.get(name) for row in given] for row in given for name in row}
+    pyarrow.parquet.write_table(pyarrow.table(columns), file)
+    return file
+
+
+def test_parquet_gives_what_jsonl_gives(tmp_path: Path) -> None:
+    """Nulls of objects are fields that are not there: a column is there for every row."""
+    given: list[dict[str, Any]] = [
+        {"id": "a", "instruction": "Größer 🙂", "reference": [{"tool": "t", "arguments": {"x": "1"}}]},
+        {"id": "b", "instruction": "Do.", "reference_answer": "42"},
+    ]
+    lines = tmp_path / "tasks.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in given))
+    assert list(rows(parquet(tmp_path, *given))) == list(rows(lines)) == list(enumerate(given, start=1))
+
+
+def test_parquet_of_many_rows_and_kinds_of_values(tmp_path: Path) -> None:
+    day = datetime.datetime(2024, 5, 6, 7, 8)
+    given = [{"n": n, "list": [1.5, None], "day": day, "d": decimal.Decimal("0.5")} for n in range(1000)]
+    found = list(rows(parquet(tmp_path, *given)))
+    assert [number for number, _ in found] == list(range(1, 1001))
+    assert found[999][1] == {"n": 999, "list": [1.5, None], "day": "2024-05-06T07:08:00", "d": 0.5}
+
+
+def test_a_fault_in_parquet_is_named_by_its_row(tmp_path: Path) -> None:
+    good = {"id": "a", "instruction": "Do."}
+    file = parquet(tmp_path, good, {**good, "extra": 1})
+    with pytest.raises(InputError, match=r"tasks.parquet:2: extra: "):
+        read_tasks(lambda row: validate_row(Task, row), file)
+    with pytest.raises(InputError, match=r"tasks.parquet:1: id: a value of type bytes"):
+        list(rows(parquet(tmp_path, {**good, "id": b"a"})))
+    with pytest.raises(InputError, match=r"tasks.parquet:1: row: longer"):
+        list(rows(parquet(tmp_path, {**good, "instruction": "x" * MAX_LINE_BYTES})))
+
+
+@pytest.mark.parametrize("cut", [0, 4, 200, -20])
+def test_what_is_no_parquet_is_refused(tmp_path: Path, cut: int) -> None:
+    content = parquet(tmp_path, {"id": "a"}).read_bytes()
+    (tmp_path / "tasks.parquet").write_bytes(content[:cut] + b"PAR1")
+    with pytest.raises(InputError, match=r"tasks.parquet: "):
+        list(rows(tmp_path / "tasks.parquet"))

@@ -115,6 +115,44 @@ async def test_text_without_a_call_ends_the_episode(renderer: TemplateRenderer) 
     check_truth(played)
 
 
+async def test_an_agent_that_goes_round_in_circles_is_stopped(renderer: TemplateRenderer) -> None:
+    played = Played(renderer, lambda *_: [say("again")], max_repeats=3)
+    assert await played.run() is StopReason.LOOP
+    assert len(played.trajectory.turns) == 3
+    check_truth(played)
+    free = Played(renderer, lambda *_: [say("again")], max_turns=5)
+    assert await free.run() is StopReason.TURN_LIMIT
+
+
+async def test_long_observations_lose_their_middle(renderer: TemplateRenderer) -> None:
+    long = "".join(f"{n} " for n in range(1000))
+    played = Played(
+        renderer, lambda _, turn: [say(long)] if turn == 0 else [FINISH], max_observation_chars=300
+    )
+    played.sampling = Sampling(max_tokens=8000)
+    assert await played.run() is StopReason.FINISHED
+    seen = played.transcript.messages[2]["content"]
+    assert len(seen) < 350 and "characters left out]" in seen
+    assert seen in renderer.decode(played.trajectory.ids)
+    check_truth(played)
+
+
+async def test_a_reserve_leaves_room_for_the_end(renderer: TemplateRenderer) -> None:
+    """What would have filled the context is cut, and the model told to finish: once."""
+    turns = [[say("x y z " * 300)], [say("more")], [FINISH]]
+    bounds = {"max_tokens": 2800}
+    ended = Played(renderer, lambda _, turn: turns[turn], **bounds)
+    ended.sampling = Sampling(max_tokens=2000)
+    assert await ended.run() is StopReason.TOKEN_LIMIT
+    played = Played(renderer, lambda _, turn: turns[turn], **bounds, reserve_tokens=300)
+    played.sampling = ended.sampling
+    assert await played.run() is StopReason.FINISHED
+    assert played.roles() == ["user", "assistant", "tool", "user", "assistant", "tool", "assistant"]
+    assert "characters left out]" in played.transcript.messages[2]["content"]
+    assert "about 300 tokens" in played.transcript.messages[3]["content"]
+    check_truth(played)
+
+
 async def test_a_refused_finish_goes_on(renderer: TemplateRenderer) -> None:
     refused: Call = {"tool": "finish", "arguments": {"text": "refuse"}}
     played = Played(renderer, lambda _, turn: [refused] if turn == 0 else [FINISH])

@@ -93,7 +93,6 @@ async def test_each_kind_tells_right_from_wrong(
         "import sys\nsys.exit(0)",
         "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)",
         "import os, signal\nos.kill(-1, signal.SIGKILL)",
-        "import os, signal\nos.kill(os.getppid(), signal.SIGSTOP)\nwhile True: pass",
         "while True: pass",
         "import time\ntime.sleep(1000)",
         "x = [0] * 10**9",
@@ -126,6 +125,15 @@ async def test_each_kind_tells_right_from_wrong(
 async def test_cheats_score_nothing(node: Node, tests: dict[str, Any], source: str) -> None:
     grade = await play(node, tests, source, limits={**LIMITS, "time_s": 0.3, "total_s": 10})
     assert grade.reward == 0.0
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("tests", [DOUBLE, CALLS, SCRIPT], ids=lambda tests: str(tests["type"]))
+async def test_stopping_what_forks_the_cases_scores_nothing(node: Node, tests: dict[str, Any]) -> None:
+    """Nothing but the limit of all cases together ends this, so that one is short here."""
+    stop = "import os, signal\nos.kill(os.getppid(), signal.SIGSTOP)\nwhile True: pass"
+    grade = await play(node, tests, stop, limits={"time_s": 0.3, "total_s": 2})
+    assert (grade.reward, problems(grade)[0]) == (0.0, "lost")
 
 
 @pytest.mark.anyio

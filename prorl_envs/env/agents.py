@@ -1,0 +1,185 @@
+"""What an agent is offered of a family's tools: which of them, under which names, with which arguments.
+
+A model does best with the tools that it was trained on. An agent is a choice of tools with names of its own;
+several agents may share a family, whose tools, sandbox and grader they all use.
+
+The built-in agent `codeact` has the tool set and names of the CodeAct agent of OpenHands, with which the
+ProRL Agent paper (arXiv 2603.18815) trained.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from prorl_envs.env.base import Environment, ReferenceCall, Task
+from prorl_envs.env.sandboxed import SandboxedEnvironment
+from prorl_envs.errors import InputError
+from prorl_envs.tools.arguments import complaint
+from prorl_envs.tools.schemas import APPLY_PATCH, EDITOR, THINK
+from prorl_envs.tools.types import JsonObject, ToolCall, ToolResult, ToolSpec
+
+_UNREAD: JsonObject = {"type": "string", "description": "Not read."}
+_TRUTH = {"true": True, "false": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """A tool as an agent is offered it.
+
+    Args:
+        tool: the family's own name of it; or `think`, and where there is an editor `apply_patch`.
+        description: instead of the tool's own.
+        arguments: the arguments on offer, each with the tool's own name of it, or None for one that is taken
+            and not read. Empty: the tool's own.
+        optional: a family without such a tool offers the others.
+    """
+
+    tool: str
+    description: str | None = None
+    arguments: Mapping[str, str | None] = field(default_factory=dict)
+    optional: bool = False
+
+
+type Offers = Mapping[str, Offer]
+
+CODEACT: Offers = {
+    "execute_bash": Offer(
+        tool="bash", arguments={"command": "command", "is_input": "is_input"}, optional=True
+    ),
+    "think": Offer(tool="think"),
+    "finish": Offer(tool="finish", arguments={"message": "answer", "task_completed": None}),
+    "execute_ipython_cell": Offer(tool="ipython", optional=True),
+    "str_replace_editor": Offer(tool="str_replace_editor", optional=True),
+    "search": Offer(tool="search", optional=True),
+}
+#: Agents that need no settings.
+BUILT_IN: Mapping[str, Offers] = {"codeact": CODEACT}
+
+
+@dataclass(frozen=True, slots=True)
+class _Tool:
+    """A tool on offer: as the model is told of it, what its calls become, and whether one ends it all."""
+
+    spec: ToolSpec
+    own: ToolSpec
+    arguments: Mapping[str, str | None]
+    ends: bool
+
+    @classmethod
+    def of(cls, name: str, offer: Offer, own: ToolSpec, *, ends: bool) -> "_Tool":
+        properties: JsonObject = own.parameters["properties"]
+        arguments = offer.arguments or {argument: argument for argument in properties}
+        known = {argument for argument in arguments.values() if argument is not None}
+        if unknown := known - properties.keys():
+            hint = f"its arguments: {', '.join(properties)}"
+            raise InputError(f"{name}.arguments: {own.name} takes no {min(unknown)!r}", hint=hint)
+        required = own.parameters.get("required", ())
+        if missing := set(required) - known:
+            raise InputError(f"{name}.arguments: {own.name} needs {min(missing)!r}", hint="name it too")
+        parameters = {
+            **own.parameters,
+            "properties": {
+                offered: properties[argument] if argument is not None else _UNREAD
+                for offered, argument in arguments.items()
+            },
+            "required": [offered for offered, argument in arguments.items() if argument in required],
+        }
+        description = own.description if offer.description is None else offer.description
+        return cls(ToolSpec(name, description, parameters), own, arguments, ends)
+
+    def translated(self, call: ToolCall) -> ToolCall | str:
+        """The call of the family's own tool, or what is wrong with this one."""
+        given = dict(call.arguments)
+        for name, value in given.items():
+            properties = self.spec.parameters["properties"]
+            if name in properties and properties[name].get("type") == "boolean" and isinstance(value, str):
+                given[name] = _TRUTH.get(value.lower(), value)  # as some tool sets write them
+        # An unread argument may be of any type; so may an answer, which the family reads itself.
+        read = {name: value for name, value in given.items() if self.arguments.get(name, "") is not None}
+        checked = dict.fromkeys(read, "") if self.ends else read
+        if wrong := complaint(self.spec, checked):
+            return wrong
+        return ToolCall(call.id, self.own.name, {str(self.arguments[name]): read[name] for name in read})
+
+    def spelled(self, call: ReferenceCall) -> ReferenceCall:
+        """A call of the family's own tool as this agent would write it; the arguments it lacks are kept, and
+        refused when it is played."""
+        names = {own: offered for offered, own in self.arguments.items()}
+        given = {names.get(name, name): value for name, value in call.arguments.items()}
+        return ReferenceCall(tool=self.spec.name, arguments=given)
+
+
+def with_tools(base: type[Environment[Any]], offers: Offers, where: str) -> type[Environment[Any]]:
+    """A subclass of `base` whose agents are offered these tools.
+
+    Args:
+        base: the family.
+        offers: by the name that the model calls.
+        where: begins what is said of an error, such as `agents.codeact.tools`.
+
+    Raises:
+        InputError: the family has no such tool, or no tools of its own to choose from.
+    """
+    if not issubclass(base, SandboxedEnvironment):
+        raise InputError(f"{where}: the tools of {base.name} are its tasks' own", hint="remove tools")
+    own = {spec.name: spec for spec in (*base.host_tools, *base.sandbox_tools, base.finish_spec)}
+    more = (THINK, APPLY_PATCH) if EDITOR.name in own else (THINK,)
+    known = {**{spec.name: spec for spec in more}, **own}
+    try:
+        ends = base.finish_spec.name
+        tools = {
+            name: _Tool.of(name, offer, _known(known, offer.tool, base), ends=offer.tool == ends)
+            for name, offer in offers.items()
+            if offer.tool in known or not offer.optional
+        }
+    except InputError as error:
+        raise InputError(f"{where}.{error.message}", hint=error.hint) from None
+    return _subclass(base, tools)
+
+
+def _known(known: Mapping[str, ToolSpec], name: str, base: type[Environment[Any]]) -> ToolSpec:
+    if name not in known:
+        raise InputError(f"{name}: {base.name} has no such tool", hint=f"it has: {', '.join(known)}")
+    return known[name]
+
+
+def _subclass(
+    base: type[SandboxedEnvironment[Any]], tools: Mapping[str, _Tool]
+) -> type[SandboxedEnvironment[Any]]:
+    specs = tuple(tool.spec for tool in tools.values())
+    by_own = {tool.own.name: tool for tool in tools.values()}
+    chosen = [tool.own for tool in tools.values() if tool.own.name != THINK.name]
+    host = {spec.name for spec in base.host_tools}
+
+    async def call(
+        self: SandboxedEnvironment[Any], call: ToolCall, *, timeout_s: float | None = None
+    ) -> ToolResult:
+        if (tool := tools.get(call.name)) is None:
+            known = ", ".join(tools)
+            return ToolResult(text=f"There is no tool {call.name[:100]!r}. The tools are: {known}.", ok=False)
+        inner = tool.translated(call)
+        if isinstance(inner, str):
+            return ToolResult(text=inner, ok=False)
+        if tool.own is THINK:
+            return ToolResult(text="Noted.")
+        return await base.call(self, inner, timeout_s=timeout_s)
+
+    def load(cls: type[SandboxedEnvironment[Any]], row: Mapping[str, Any]) -> Task:
+        task = base.load.__func__(cls, row)  # type: ignore[attr-defined]  # the class decides the task's type
+        calls = [by_own[one.tool].spelled(one) if one.tool in by_own else one for one in task.reference]
+        return task.model_copy(update={"reference": tuple(calls)})  # type: ignore[no-any-return]
+
+    finish = by_own.get(base.finish_spec.name)
+    fields: dict[str, Any] = {
+        "__module__": base.__module__,
+        "__doc__": base.__doc__,
+        "finish_tool": finish.spec.name if finish else "",
+        "sandbox_tools": tuple(
+            spec for spec in chosen if spec.name not in host and spec is not base.finish_spec
+        ),
+        "host_tools": tuple(spec for spec in chosen if spec.name in host),
+        "tools": property(lambda self: specs),
+        "call": call,
+        "load": classmethod(load),
+    }
+    return type(base.__name__, (base,), fields)

@@ -1,0 +1,87 @@
+"""A new environment passes its own tests and validates at once, and is there in all three faces."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from prorl_envs.cli.new import FLAVOURS, new
+from prorl_envs.errors import InputError
+from tests.cli.conftest import SCRIPT, Cli
+
+UV = shutil.which("uv") or Path(sys.executable).with_name("uv")
+
+
+def install(package: Path, target: Path) -> dict[str, str]:
+    """Install a package beside ours; the environment in which it is found."""
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--python", sys.executable]
+    subprocess.run(
+        [UV, "pip", "install", *options, "--target", target, package],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return {**os.environ, "PYTHONPATH": str(target), "COLUMNS": "100"}
+
+
+@pytest.mark.parametrize("flavour", FLAVOURS)
+def test_a_new_environment_works_as_it_is(flavour: str, tmp_path: Path) -> None:
+    package = new("lab_book", flavour, tmp_path)
+    environ = install(package, tmp_path / "site")
+    tested = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error", package / "tests"],
+        env=environ, cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert tested.returncode == 0, tested.stdout
+    if flavour == "bash":
+        validated = subprocess.run(
+            [SCRIPT, "validate", "lab_book"], env=environ, capture_output=True, text=True, check=False
+        )
+        assert validated.returncode == 0 and validated.stdout.count(" ok ") == 2, validated.stdout
+
+
+def test_nemo_gym_finds_it_beside_its_own(tmp_path: Path) -> None:
+    package = new("lab_book", "bash", tmp_path)
+    site = tmp_path / "site"
+    install(package, site)
+    server = site / "resources_servers" / "prorl_lab_book"
+    config = yaml.safe_load((server / "configs" / "prorl_lab_book.yaml").read_text())
+    block = config["prorl_lab_book_resources_server"]["resources_servers"]["prorl_lab_book"]
+    assert block["environment"] == "lab_book" and (server / block["entrypoint"]).is_file()
+    example = config["prorl_lab_book_simple_agent"]["responses_api_agents"]["simple_agent"]["datasets"][0]
+    rows = [json.loads(line) for line in (site / example["jsonl_fpath"]).read_text().splitlines()]
+    assert [row["verifier_metadata"]["task"]["id"] for row in rows] == ["count-lines", "shout"]
+    assert {row["agent_ref"]["name"] for row in rows} == {"prorl_lab_book_simple_agent"}
+    assert (site / "environments" / "prorl_lab_book" / "config.yaml").is_file()
+    assert not (site / "resources_servers" / "__init__.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "flavour", "says"),
+    [
+        ("Bash2", "bash", "cannot name an environment"),
+        ("../x", "bash", "cannot name an environment"),
+        ("class", "bash", "cannot name an environment"),
+        ("bash", "bash", "registered already"),
+        ("json", "bash", "module 'json' is installed"),
+        ("fine", "fish", "no flavour 'fish'"),
+        ("taken", "bash", "is already there"),
+    ],
+)
+def test_a_name_that_cannot_be_is_refused(name: str, flavour: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(InputError, match=says):
+        new(name, flavour, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_the_command_says_what_comes_next(cli: Cli, tmp_path: Path) -> None:
+    done = cli("new", "lab_book", "--in", "here")
+    assert done.returncode == 0, done.stderr
+    assert "prorl-envs validate lab_book" in done.stdout
+    assert (tmp_path / "here" / "lab_book" / "pyproject.toml").is_file()
