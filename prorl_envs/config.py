@@ -68,6 +68,9 @@ class ServiceSettings(_Section):
         store: what keeps groups and results, for a service that is served: a file on a local disk, or a
             PostgreSQL database (`postgresql://...`). What is unfinished goes on at the next start. None keeps
             them in memory, for as long as the service runs.
+        reasoning: what becomes of a model's earlier reasoning: `keep` keeps it in the context, which only
+            grows; `user_turn` lets the chat template drop it where a user speaks, `template` at every turn.
+            What is rewritten begins another row of the result.
     """
 
     init: int = Field(default=4, ge=1)
@@ -89,6 +92,7 @@ class ServiceSettings(_Section):
     batch_tasks: int = Field(default=20_000, ge=1)
     keep_batches: int = Field(default=64, ge=1)
     store: StoreLocation | None = None
+    reasoning: Literal["keep", "user_turn", "template"] = "keep"
 
 
 class TenantSettings(_Section):
@@ -150,12 +154,15 @@ class ModelSettings(_Section):
             two), or `openai`, a chat server without token ids, whose trajectories are not for training.
         name: model name the servers know, where they ask for one.
         tokenizer: directory with `tokenizer.json` and the chat template.
+        tool_format: how the model writes tool calls (`hermes`, `coder`, `glm`, ...); `auto` asks the chat
+            template.
     """
 
     servers: tuple[str, ...] = ()
     protocol: Literal["auto", "vllm", "sglang", "openai"] = "auto"
     name: str = ""
     tokenizer: ExpandedPath | None = None
+    tool_format: str = "auto"
 
 
 class LimitSettings(_Section):

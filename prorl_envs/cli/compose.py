@@ -167,6 +167,7 @@ async def connect(
     name: str | None,
     api_key: str | None,
     protocol: Protocol = "auto",
+    tool_format: str = "auto",
 ) -> Model:
     """Look at the user's model servers before anything is sent to them.
 
@@ -176,6 +177,7 @@ async def connect(
         name: model name; None takes the first the server names.
         api_key: bearer token, if they want one.
         protocol: what servers speak whose URL does not say.
+        tool_format: how the model writes tool calls; `auto` asks its chat template.
 
     Raises:
         InputError: a server does not speak token-in/token-out, or the tokenizer is not to be had.
@@ -187,5 +189,5 @@ async def connect(
         name = name or report.model
     if tokenizer is None and not name:
         raise InputError("the server names no model", hint="name its tokenizer: --tokenizer FOLDER")
-    renderer = load_renderer(tokenizer or str(name))
+    renderer = load_renderer(tokenizer or str(name), tool_format=tool_format)
     return Model(servers=servers, renderer=renderer, name=name, api_key=api_key, protocol=protocol)

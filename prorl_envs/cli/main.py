@@ -125,7 +125,12 @@ def demo(
         given = None
         if llm:
             given = await connect(
-                llm, tokenizer=tokenizer, name=model, api_key=_api_key(), protocol=settings.model.protocol
+                llm,
+                tokenizer=tokenizer,
+                name=model,
+                api_key=_api_key(),
+                protocol=settings.model.protocol,
+                tool_format=settings.model.tool_format,
             )
         return await demo(settings, options, out_dir, given)
 
@@ -172,6 +177,7 @@ def serve(
             name=model or settings.model.name or None,
             api_key=_api_key(),
             protocol=settings.model.protocol,
+            tool_format=settings.model.tool_format,
         )
         await serve(settings, behind)
 

@@ -69,7 +69,12 @@ async def here(
 ) -> None:
     """Run groups on a service started for them alone."""
     model = await connect(
-        llm, tokenizer=tokenizer, name=name, api_key=api_key, protocol=settings.model.protocol
+        llm,
+        tokenizer=tokenizer,
+        name=name,
+        api_key=api_key,
+        protocol=settings.model.protocol,
+        tool_format=settings.model.tool_format,
     )
     async with (
         rollout_service(settings, model) as service,

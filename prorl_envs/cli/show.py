@@ -73,10 +73,9 @@ def summary(result: Result) -> Table:
         if result.failure.hint:
             grid.add_row("hint", plain(result.failure.hint))
     if result.trajectory:
-        spans = len(result.trajectory.turns)
-        grid.add_row(
-            "tokens", f"{tokens}, {sampled} sampled in {spans} turns, drift {result.trajectory.drift}"
-        )
+        spans, drift = sum(len(row.turns) for row in result.rows), sum(row.drift for row in result.rows)
+        rows = f" and {len(result.rows)} rows" if result.forks else ""
+        grid.add_row("tokens", f"{tokens}, {sampled} sampled in {spans} turns{rows}, drift {drift}")
     grid.add_row(
         "seconds",
         f"init {times.init_s:.2f}, run {times.run_s:.2f} "

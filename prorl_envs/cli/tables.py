@@ -23,9 +23,7 @@ def reward_cell(result: Result) -> Text:
 
 def tokens_of(result: Result) -> tuple[int, int]:
     """(all tokens, sampled tokens) of a result."""
-    if result.trajectory is None:
-        return 0, 0
-    return len(result.trajectory.ids), sum(result.trajectory.loss_mask)
+    return sum(len(row.ids) for row in result.rows), sum(sum(row.loss_mask) for row in result.rows)
 
 
 def samples_table(results: Iterable[Result]) -> Table:
@@ -43,11 +41,11 @@ def samples_table(results: Iterable[Result]) -> Table:
             plain(r.job_id),
             reward_cell(r),
             f"failed in {r.failure.stage}" if r.failure else r.stop_reason or "",
-            str(len(r.trajectory.turns) if r.trajectory else 0),
+            str(sum(len(row.turns) for row in r.rows)),
             str(tokens),
             str(sampled),
             "/".join(f"{s:.1f}" for s in (r.timings.init_s, r.timings.run_s, r.timings.eval_s)),
-            str(r.trajectory.drift if r.trajectory else 0),
+            str(sum(row.drift for row in r.rows)),
         )
     return table
 
@@ -90,7 +88,7 @@ def tasks_table(results: Iterable[Result]) -> Table:
         table.add_row(
             plain(samples[0].task_id),
             _rewards(samples),
-            _mean([len(r.trajectory.turns) for r in samples if r.trajectory]),
+            _mean([sum(len(row.turns) for row in r.rows) for r in samples if r.trajectory]),
             str(sum(tokens_of(r)[0] for r in samples)),
             "/".join(
                 _mean(seconds)

@@ -31,6 +31,9 @@ def output_items(result: Result) -> list[JsonObject]:
     trajectory = result.trajectory
     if trajectory is None or not trajectory.turns:
         return []
+    if result.forks:
+        hint = "NeMo takes one row: set service.reasoning to keep"
+        raise NotContiguous("the episode is several rows", hint=hint)
     check_trajectory(trajectory)
     said = _since_first_answer(result.messages, len(trajectory.turns))
     turns = iter(trajectory.turns)

@@ -104,6 +104,11 @@ def normalise(message: Mapping[str, Any], *, arguments_as_text: bool = False) ->
         raise InputError(f"unknown message role {role!r}", hint=f"one of {', '.join(sorted(ROLES))}")
     plain = {**message, "content": _text(message.get("content"))}
     calls = message.get("tool_calls")
+    thought = message.get("reasoning_content")
+    if thought and not (
+        calls and plain["content"]
+    ):  # gpt-oss calls it so, and takes one of the two beside calls
+        plain.setdefault("thinking", thought)
     if calls:
         plain["tool_calls"] = [_with_arguments(call, as_text=arguments_as_text) for call in calls]
     else:

@@ -29,6 +29,7 @@ def load_renderer(
     revision: str | None = None,
     variables: dict[str, Any] | None = None,
     now: Callable[[], datetime] = datetime.now,
+    tool_format: str = "auto",
 ) -> TemplateRenderer:
     """The renderer of a model.
 
@@ -37,6 +38,7 @@ def load_renderer(
         revision: branch, tag or commit on the Hub.
         variables: further variables for the chat template, such as `{"enable_thinking": False}`.
         now: local time, for templates that print a date.
+        tool_format: as `TemplateRenderer`.
 
     Raises:
         InputError: a file is missing or unusable, or the Hub could not be reached.
@@ -53,7 +55,11 @@ def load_renderer(
         stop_ids.append(eos)
     size = _read_json(folder / "config.json").get("vocab_size")
     return TemplateRenderer(
-        tokenizer, template, stop_ids=stop_ids, vocab_size=size if isinstance(size, int) else None
+        tokenizer,
+        template,
+        stop_ids=stop_ids,
+        vocab_size=size if isinstance(size, int) else None,
+        tool_format=tool_format,
     )
 
 

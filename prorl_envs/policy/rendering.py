@@ -13,16 +13,18 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from prorl_envs.errors import InputError
+from prorl_envs.policy import plain_tools
 from prorl_envs.policy.chat_template import ChatTemplate, normalise
+from prorl_envs.policy.formats.choice import FORMATS, TRIAL_TOOL, choose_format, trial_message
+from prorl_envs.policy.formats.reading import Declared, Format, continued, left_open
 from prorl_envs.policy.quoting import Quoter, in_ascii_json
-from prorl_envs.policy.tool_calls import THINK_CLOSE, THINK_OPEN, read_turn
+from prorl_envs.policy.turn_ends import ANCHOR, QUESTION, TurnEnds, find_ends
 from prorl_envs.policy.types import AssistantTurn, Sampled
 from prorl_envs.tools.types import JsonObject, ToolCall, ToolSpec
 
-# Stands for the sampled answer in synthetic conversations; letters alone, so that no filter changes it.
-_ANCHOR = "AnchorOfTheSampledAnswer"
-_QUESTION: JsonObject = {"role": "user", "content": "Question"}
 _MAX_ID = 2**32 - 1
+#: Tokens at a prompt's end that are looked at for a beginning of reasoning.
+_TAIL = 16
 
 
 class TemplateRenderer:
@@ -37,10 +39,11 @@ class TemplateRenderer:
         template: the model's chat template.
         stop_ids: ids that end a turn besides the template's own end of turn, such as `eos_token`.
         vocab_size: ids the model can sample, [0, vocab_size); by default the tokenizer's.
+        tool_format: how the model writes tool calls (`formats.choice.FORMATS`); `auto` asks the template.
 
     Raises:
         InputError: the template's assistant turns have no end token, or the tokenizer does not encode piece
-            by piece, so that no bridge can be built.
+            by piece, so that no bridge can be built; or there is no such form of tool calls.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class TemplateRenderer:
         *,
         stop_ids: Sequence[int] = (),
         vocab_size: int | None = None,
+        tool_format: str = "auto",
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
@@ -58,16 +62,16 @@ class TemplateRenderer:
         self._added = {token.content: number for number, token in added.items()}
         largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self._vocab_size = max(vocab_size or 0, largest + 1)
-        self._end_text = self._find_end_of_turn()
-        self._end_id = self._added[self._end_text]
+        self._ends = self._find_ends()
+        self._closing = frozenset(self._added[text] for text in self._ends.closing)
         special = {token.content for token in added.values() if token.special}
-        self._assistant = Quoter({*special, self._end_text})
-        self._stop_ids = tuple(dict.fromkeys((self._end_id, *stop_ids)))
+        self._assistant = Quoter({*special, *self._ends.stops})
+        self._stop_ids = tuple(dict.fromkeys((*(self._added[text] for text in self._ends.stops), *stop_ids)))
         self._check_pieces()
-        self._arguments_as_text = False
-        self._refusals = self._probe_observations()
-        opening = template.render([_QUESTION], generation_prompt=True)
-        self._thinking = opening.rfind(THINK_OPEN) > opening.rfind(THINK_CLOSE)
+        opening = template.render([QUESTION], generation_prompt=True)
+        self._opened = left_open(opening)
+        self._tools_known = self._knows_tools()
+        self._format = self._choose_format(tool_format, opening)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -80,9 +84,19 @@ class TemplateRenderer:
         return self._vocab_size
 
     @property
-    def observation_roles(self) -> tuple[str, ...]:
-        """The roles of observations this template can append: `tool`, `user` or both."""
-        return tuple(role for role in ("tool", "user") if role not in self._refusals)
+    def tool_format(self) -> str:
+        """How the model writes tool calls, as `formats.choice.FORMATS` has it."""
+        return self._format.name
+
+    @property
+    def plain_tools(self) -> bool:
+        """The template shows no calls, or no results: both are written as text (see `plain_tools`)."""
+        return not self._ends.calls or self._ends.content_beside_calls
+
+    @property
+    def tools_known(self) -> bool:
+        """The template tells the model of its tools; where it does not, the first message does."""
+        return self._tools_known
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -94,14 +108,19 @@ class TemplateRenderer:
         Raises:
             InputError: a message is malformed, or the template refuses the conversation.
         """
+        if not self._tools_known:
+            about = plain_tools.about(tools, self._format.form, plain=self.plain_tools)
+            messages, tools = plain_tools.introduced(messages, about), ()
+        if self.plain_tools:
+            messages = plain_tools.joined([plain_tools.written(message) for message in messages])
         text, mark = self._render(messages, tools, generation_prompt=True)
         return self._encode(text, mark)
 
     def bridge(self, sampled: Sampled, observations: Sequence[dict[str, Any]]) -> list[int]:
         """Ids to append after `sampled` so that `observations` are read and the next answer can begin.
 
-        An answer that does not end in the template's end of turn (it was cut off, aborted, or ended in
-        another stop token) is closed with it first.
+        An answer that does not end as turns end (it was cut off, aborted, or ended in another stop token) is
+        closed first.
 
         Args:
             sampled: the answer; only its last id is looked at.
@@ -112,47 +131,73 @@ class TemplateRenderer:
         """
         if not observations or any(m.get("role") not in ("tool", "user") for m in observations):
             raise InputError("observations are one or more tool or user messages")
-        for role in {message["role"] for message in observations} & self._refusals.keys():
-            refusal = self._refusals[role]
-            raise InputError(refusal.message, hint=refusal.hint)
-        text, mark = self._render(
-            [_QUESTION, _stand_in(observations), *observations], (), generation_prompt=True
-        )
-        ids = self._encode(self._from_end_of_turn(text), mark)
-        closed = bool(sampled.ids) and sampled.ids[-1] == self._end_id
+        if self.plain_tools:
+            observations = plain_tools.as_user(observations)
+        conversation = [QUESTION, self._ends.stand_in(observations), *observations]
+        text, mark = self._render(conversation, (), generation_prompt=True)
+        end = self._ends.before(observations)
+        # The stand-in comes before the observations, so the first anchor is its own, whatever they say.
+        found = text.find(end, max(text.find(ANCHOR), 0))
+        if found < 0:
+            raise InputError("the chat template drops the assistant turn before these observations")
+        ids = self._encode(text[found:], mark)
+        closed = sampled.ids and (sampled.ids[-1] in self._closing or sampled.ids[-1] == self._added[end])
         return ids[1:] if closed else ids
 
     def assistant(self, message: Mapping[str, Any]) -> list[int]:
         """Ids the template writes for one assistant message, end of turn included: what a model that follows
-        its template exactly would sample.
+        its template exactly would sample. Where the prompt has begun the reasoning and the message has none,
+        the reasoning ends at once.
 
         Raises:
             InputError: the template does not continue its own generation prompt here.
         """
-        before, _ = self._render([_QUESTION], (), generation_prompt=True)
-        after, mark = self._render([_QUESTION, message], (), generation_prompt=False)
-        if not after.startswith(before):
+        if self.plain_tools:
+            message = plain_tools.written(message)
+        before, _ = self._render([QUESTION], (), generation_prompt=True)
+        after, mark = self._render([QUESTION, message], (), generation_prompt=False)
+        turn = continued(before, after)
+        if turn is None:
             raise InputError("the template writes assistant turns differently from its generation prompt")
-        turn, end, _ = after[len(before) :].rpartition(self._end_text)
-        if not end:
-            raise InputError(f"the template does not end this assistant turn with {self._end_text}")
+        end = self._ends.calls if message.get("tool_calls") else self._ends.last or self._ends.text
+        if self._ends.last:
+            turn, found, _ = turn.rpartition(end)
+            if not found:
+                raise InputError(f"the template does not end this assistant turn with {end}")
         return self._encode(turn + end, mark)
 
-    def parse(self, ids: Sequence[int]) -> AssistantTurn:
+    def parse(
+        self, ids: Sequence[int], tools: Sequence[ToolSpec] = (), *, prompt_ids: Sequence[int] | None = None
+    ) -> AssistantTurn:
         """Read a sampled answer. Total: every id sequence gives a turn.
 
         Call ids are derived from the sampled ids, so that reading twice gives the same ones.
+
+        Args:
+            ids: the answer.
+            tools: those on offer; forms that write values without quotes take their types from here.
+            prompt_ids: the context before the answer, which may have begun the reasoning; None takes a
+                conversation's first.
         """
-        end = len(ids)
-        while end and ids[end - 1] in self._stop_ids:
-            end -= 1
-        turn = read_turn(self.decode(ids[:end]), thinking=self._thinking)
+        opened = self._opened
+        if prompt_ids is not None:
+            opened = left_open(self.decode(prompt_ids[-_TAIL:]), only_last=True)
+        turn = self._format.turn(
+            self.decode(self.without_stop(ids)), opened=opened, declared=Declared.of(tools)
+        )
         digest = blake2s(repr(tuple(ids)).encode(), digest_size=6).hexdigest()
         calls = tuple(
             ToolCall(id=f"call_{digest}_{index}", name=call.name, arguments=call.arguments)
             for index, call in enumerate(turn.calls)
         )
-        return AssistantTurn(content=turn.content, tool_calls=calls, malformed=turn.malformed)
+        return AssistantTurn(turn.content, calls, turn.malformed, turn.reasoning)
+
+    def without_stop(self, ids: Sequence[int]) -> Sequence[int]:
+        """An answer without the stop tokens at its end."""
+        end = len(ids)
+        while end and ids[end - 1] in self._stop_ids:
+            end -= 1
+        return ids[:end]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, control tokens included. Ids outside the vocabulary have no text."""
@@ -167,7 +212,8 @@ class TemplateRenderer:
         generation_prompt: bool,
     ) -> tuple[str, str]:
         """The marked text of a conversation, and its mark."""
-        plain = [normalise(message, arguments_as_text=self._arguments_as_text) for message in messages]
+        as_text = self._ends.arguments_as_text
+        plain = [normalise(message, arguments_as_text=as_text) for message in messages]
         offered = [tool.to_openai() for tool in tools]
         mark = self._outside.choose_mark([plain, offered])
         quoted = [self._quote_message(message, mark) for message in plain]
@@ -179,7 +225,7 @@ class TemplateRenderer:
         assistant = message["role"] == "assistant"
         quoter = self._assistant if assistant else self._outside
         quoted: JsonObject = quoter.quote_tree(message, mark)
-        for key in ("content", "reasoning_content"):
+        for key in ("content", "reasoning_content", "thinking"):
             if isinstance(message.get(key), str):
                 quoted[key] = quoter.quote_tree(message[key], mark, leading=True)
         for call, source in zip(quoted.get("tool_calls", ()), message.get("tool_calls", ()), strict=True):
@@ -193,66 +239,52 @@ class TemplateRenderer:
             ids += self._tokenizer.encode(piece, add_special_tokens=False).ids
         return ids
 
-    def _find_end_of_turn(self) -> str:
-        """The control token with which the template ends an assistant turn."""
-        text = self._template.render(
-            [_QUESTION, {"role": "assistant", "content": _ANCHOR}], generation_prompt=False
-        )
-        _, found, tail = text.partition(_ANCHOR)
-        first = min(
-            (literal for literal in self._added if literal.strip() and literal in tail),
-            key=lambda literal: (tail.index(literal), -len(literal)),
-            default=None,
-        )
-        if not found or first is None:
-            raise InputError(
-                "the chat template does not end assistant turns with a token of its own",
-                hint="a bridge between turns needs one, such as <|im_end|>; take the instruct model's",
-            )
-        return first
+    def _find_ends(self) -> TurnEnds:
+        def write(messages: Sequence[Mapping[str, Any]], as_text: bool, generation_prompt: bool) -> str:
+            plain = [normalise(message, arguments_as_text=as_text) for message in messages]
+            return self._template.render(plain, generation_prompt=generation_prompt)
 
-    def _from_end_of_turn(self, text: str) -> str:
-        """What a synthetic conversation holds from the stand-in's end of turn on. The stand-in comes before
-        the observations, so the first anchor is its own, whatever they say."""
-        anchor = text.find(_ANCHOR)
-        end = text.find(self._end_text, anchor)
-        if anchor < 0 or end < 0:
-            raise InputError("the chat template drops the assistant turn before these observations")
-        return text[end:]
+        return find_ends(write, self._added)
 
-    def _probe_observations(self) -> dict[str, InputError]:
-        """Why this template cannot append tool or user messages, by role.
+    def _knows_tools(self) -> bool:
+        """Whether the template tells the model of its tools."""
+        try:
+            text = self._template.render([QUESTION], [TRIAL_TOOL.to_openai()], generation_prompt=True)
+        except InputError:
+            return False
+        return TRIAL_TOOL.name in text
 
-        Most templates take tool-call arguments as an object; some (DeepSeek) only as text.
+    def _choose_format(self, name: str, opening: str) -> Format:
+        """How the model writes calls.
+
+        Raises:
+            InputError: there is no such form, or the template's own is not known here.
         """
-        refusals: dict[str, InputError] = {}
-        for role, as_text in (("user", False), ("tool", False), ("tool", True)):
-            if as_text and "tool" not in refusals:
-                break
-            self._arguments_as_text = as_text
-            try:
-                self._probe_observation(role)
-                refusals.pop(role, None)
-            except InputError as error:
-                refusals.setdefault(role, error)
-        self._arguments_as_text = self._arguments_as_text and "tool" not in refusals
-        if len(refusals) == 2:
-            raise refusals["user"]
-        return refusals
-
-    def _probe_observation(self, role: str) -> None:
-        said = "TextOfTheObservation"
-        observation = {"role": role, "content": said, "tool_call_id": "abcdefgh1", "name": "tool"}
-        text, _ = self._render([_QUESTION, _stand_in([observation]), observation], (), generation_prompt=True)
-        if said not in self._from_end_of_turn(text):
+        if name == "auto" and self.plain_tools:
+            return FORMATS["hermes"]
+        text = self._trial_text(opening)
+        chosen = choose_format(name, text or "")
+        if chosen is None and text and TRIAL_TOOL.name in text:
             raise InputError(
-                f"the chat template puts {role} messages inside the assistant's turn, or nowhere",
-                hint="such a template cannot be appended to; take another model family",
+                f"the chat template writes tool calls in a form that is not known here: {text[:200]!r}",
+                hint=f"name the form it is nearest to (model.tool_format): {', '.join(FORMATS)}",
             )
+        return chosen or FORMATS["hermes"]
+
+    def _trial_text(self, opening: str) -> str | None:
+        """What the template writes for a call, behind the generation prompt."""
+        message = normalise(trial_message(), arguments_as_text=self._ends.arguments_as_text)
+        try:
+            text = self._template.render([QUESTION, message], generation_prompt=False)
+        except InputError:
+            return None
+        same = next((i for i, (a, b) in enumerate(zip(opening, text, strict=False)) if a != b), len(opening))
+        text = text[same:]
+        return text.rpartition(self._ends.calls)[0] if self._ends.last and self._ends.calls else text
 
     def _check_pieces(self) -> None:
         """A bridge is encoded without what comes before it, which is right only if pieces do not interact."""
-        parts = ["some text", self._end_text, "\n", "and more", " text"]
+        parts = ["some text", self._ends.stops[0], "\n", "and more", " text"]
         start = self._tokenizer.encode(parts[0] + parts[1], add_special_tokens=False).ids
         pieces = self._encode("\0".join(parts), "\0")
         if pieces[: len(start)] != start or self.decode(pieces) != "".join(parts):
@@ -260,19 +292,3 @@ class TemplateRenderer:
                 "this tokenizer does not encode text piece by piece",
                 hint="it puts a space before every piece (as some SentencePiece conversions do)",
             )
-
-
-def _stand_in(observations: Sequence[Mapping[str, Any]]) -> JsonObject:
-    """An assistant message that these observations can follow: with one call per tool result. The anchor is
-    in the content and in the arguments, because some templates drop the content beside a call."""
-    calls = [
-        {
-            "id": str(message.get("tool_call_id") or f"call{index:05}"),  # some want 9 characters
-            "type": "function",
-            "function": {"name": str(message.get("name") or "tool"), "arguments": {"value": _ANCHOR}},
-        }
-        for index, message in enumerate(observations)
-        if message.get("role") == "tool"
-    ]
-    stand_in: JsonObject = {"role": "assistant", "content": _ANCHOR}
-    return {**stand_in, "tool_calls": calls} if calls else stand_in

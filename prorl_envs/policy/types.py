@@ -15,6 +15,11 @@ from prorl_envs.tools.types import ToolCall, ToolSpec
 
 type FinishReason = Literal["stop", "length", "abort"]
 
+type Reasoning = Literal["keep", "user_turn", "template"]
+"""What becomes of earlier reasoning when a conversation goes on: it stays (the context only grows); it is
+dropped where a user speaks, if the template does so; or the template decides at each turn. Where something is
+dropped, the ledger forks."""
+
 
 class Sampling(BaseModel):
     """How to sample one turn.
@@ -107,14 +112,16 @@ class AssistantTurn:
     """A sampled answer, read.
 
     Args:
-        content: the text outside tool calls.
+        content: the text outside reasoning and tool calls.
         tool_calls: the well-formed calls, in order.
         malformed: one message per tool call that could not be read, written for the model.
+        reasoning: what the model thought first.
     """
 
     content: str
     tool_calls: tuple[ToolCall, ...]
     malformed: tuple[str, ...]
+    reasoning: str = ""
 
 
 class ModelClient(Protocol):
@@ -205,8 +212,20 @@ class Renderer(Protocol):
         next answer can begin. Never touches what was sampled; closes a truncated turn."""
         ...
 
-    def parse(self, ids: Sequence[int]) -> AssistantTurn:
-        """Read a sampled answer. Total: every id sequence gives a turn."""
+    def parse(
+        self, ids: Sequence[int], tools: Sequence[ToolSpec] = (), *, prompt_ids: Sequence[int] | None = None
+    ) -> AssistantTurn:
+        """Read a sampled answer. Total: every id sequence gives a turn.
+
+        Args:
+            ids: the answer.
+            tools: those on offer, whose schemas say what unquoted values are.
+            prompt_ids: the context before it; None for a conversation's first.
+        """
+        ...
+
+    def without_stop(self, ids: Sequence[int]) -> Sequence[int]:
+        """An answer without the stop tokens at its end."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str: ...

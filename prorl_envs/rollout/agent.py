@@ -1,8 +1,8 @@
 """The agent loop: tokens in, tokens out, tools in between.
 
-The prompt is rendered once. From then on the context only grows: by what was sampled, as sampled, and by
-each observation rendered as its own tokens. The loop reads sampled text to find tool calls and never turns
-it into tokens again.
+The prompt is rendered once. From then on the context grows: by what was sampled, as sampled, and by each
+observation rendered as its own tokens; where a template is let rewrite the history, the ledger forks. The
+loop reads sampled text to find tool calls and never turns it into tokens again.
 """
 
 import json
@@ -15,9 +15,18 @@ from prorl_envs.clock import Clock
 from prorl_envs.env.base import Message, Prompt
 from prorl_envs.errors import ModelError
 from prorl_envs.policy.context import Context
+from prorl_envs.policy.continuation import Append, Fork, next_prompt
 from prorl_envs.policy.gate import HeldTime, active_timeout
 from prorl_envs.policy.pool import ModelPool
-from prorl_envs.policy.types import AssistantTurn, Conversation, ModelClient, Renderer, Sampled, Sampling
+from prorl_envs.policy.types import (
+    AssistantTurn,
+    Conversation,
+    ModelClient,
+    Reasoning,
+    Renderer,
+    Sampled,
+    Sampling,
+)
 from prorl_envs.rollout import budget, tracing
 from prorl_envs.rollout.ledger import Ledger
 from prorl_envs.rollout.types import AgentLimits, StopReason
@@ -30,6 +39,8 @@ _CUT = (
 
 #: Prompts kept as ids for the samples to come: more than groups begin at a time.
 _PROMPTS = 64
+#: Ids at a prompt's end that say whether it began the reasoning.
+_PROMPT_END = 16
 
 
 class ToolHost(Protocol):
@@ -64,11 +75,13 @@ class Agent:
         renderer: the model's tokenizer and chat template.
         model: the servers that sample.
         clock: measures the calls and the time limit.
+        reasoning: what becomes of earlier reasoning.
     """
 
     renderer: Renderer
     model: ModelClient
     clock: Clock
+    reasoning: Reasoning = "keep"
     _prompts: OrderedDict[str, list[int]] = field(default_factory=OrderedDict, init=False, repr=False)
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
@@ -203,7 +216,9 @@ class Loop:
 
     async def _heed(self, sampled: Sampled) -> StopReason | None:
         """Do what an answer asks for."""
-        answer = self.agent.renderer.parse(sampled.ids)
+        before = len(self.context) - len(sampled.ids)
+        prompt_end = self.context[max(0, before - _PROMPT_END) : before]
+        answer = self.agent.renderer.parse(sampled.ids, self.tools, prompt_ids=prompt_end)
         self.transcript.messages.append(self._assistant_message(answer, sampled))
         if reason := self._judge(answer, sampled):
             return reason
@@ -308,38 +323,58 @@ class Loop:
         return observations
 
     def _observe(self, sampled: Sampled, observations: Sequence[Message]) -> StopReason | None:
-        """Append the observations, unless they would leave no room for an answer."""
-        ids = self.agent.renderer.bridge(sampled, observations)
-        if (
-            len(ids) >= self.room - self.limits.reserve_tokens
-            and self.limits.reserve_tokens
-            and not self.warned
-        ):
-            ids, observations = self._squeezed(sampled, observations)
-        if len(ids) >= self.room:
+        """Go on from the observations, unless they would leave no room for an answer."""
+        step = self._next(sampled, observations)
+        reserve = self.limits.reserve_tokens
+        if reserve and not self.warned and self._left(step) <= reserve:
+            step, observations = self._squeezed(sampled, observations)
+        if self._left(step) < 1:
             return StopReason.TOKEN_LIMIT
-        self.ledger.observed(ids)
-        self.context.extend(ids)
+        if isinstance(step, Fork):
+            self.ledger.fork(step.ids)
+            self.context = Context(step.ids)
+        else:
+            self.ledger.observed(step.ids)
+            self.context.extend(step.ids)
         self.transcript.messages.extend(observations)
         return None
 
-    def _squeezed(self, sampled: Sampled, observations: Sequence[Message]) -> tuple[list[int], list[Message]]:
+    def _next(self, sampled: Sampled, observations: Sequence[Message]) -> Append | Fork:
+        messages = [*self.transcript.messages, *observations]
+        agent = self.agent
+        return next_prompt(
+            agent.renderer, agent.reasoning, self.context, sampled, messages, len(observations), self.tools
+        )
+
+    def _left(self, step: Append | Fork) -> int:
+        """Tokens the context may grow by after this step."""
+        return (self.limits.max_tokens if isinstance(step, Fork) else self.room) - len(step.ids)
+
+    def _squeezed(
+        self, sampled: Sampled, observations: Sequence[Message]
+    ) -> tuple[Append | Fork, list[Message]]:
         """The observations, cut so that the reserve stays, as far as they can be, and the last warning."""
         self.warned = True
         warning = budget.last_words(self.limits.reserve_tokens)
         shown = [*observations, warning]
-        ids = self.agent.renderer.bridge(sampled, shown)
+        step = self._next(sampled, shown)
         for size in budget.sizes(observations):
-            if len(ids) + self.limits.reserve_tokens <= self.room:
+            if self._left(step) >= self.limits.reserve_tokens:
                 break
             shown = [*budget.shorter(observations, size), warning]
-            ids = self.agent.renderer.bridge(sampled, shown)
-        return ids, shown
+            step = self._next(sampled, shown)
+        return step, shown
 
     def _assistant_message(self, answer: AssistantTurn, sampled: Sampled) -> Message:
         if answer.malformed:  # what was sampled says more than what could be read of it
-            return {"role": "assistant", "content": unicode(self.agent.renderer.decode(sampled.ids))}
+            renderer = self.agent.renderer
+            return {
+                "role": "assistant",
+                "content": unicode(renderer.decode(renderer.without_stop(sampled.ids))),
+            }
         message: dict[str, Any] = {"role": "assistant", "content": unicode(answer.content)}
+        if answer.reasoning:
+            message["reasoning_content"] = unicode(answer.reasoning)
         if answer.tool_calls:
             message["tool_calls"] = [openai_call(call) for call in answer.tool_calls]
         return message

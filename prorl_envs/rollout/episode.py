@@ -119,6 +119,7 @@ class Episode:
             messages=list(attempt.transcript.messages),
             tools=[tool.to_openai() for tool in attempt.prompt.tools] if attempt.prompt else [],
             trajectory=ledger.trajectory() if ledger else None,
+            forks=ledger.forks if ledger else [],
             timings=self.timings(),
             attempts=self.attempts,
             metadata=self.request.metadata,

@@ -1,7 +1,8 @@
 """The token ledger of one episode: exactly what the model read and wrote.
 
-It grows only at its end, and a prompt is compared only where it is new since the last one: what a turn
-costs depends on its own tokens, not on the history.
+A row grows only at its end, and a prompt is compared only where it is new since the last one: what a turn
+costs depends on its own tokens, not on the history. A context that does not go on from what is recorded
+begins another row.
 """
 
 from collections.abc import Sequence
@@ -24,13 +25,25 @@ class Ledger:
 
     Args:
         prompt_ids: ids of the conversation's beginning.
+
+    Its length, and what it is asked to append, are those of the last row; `forks` are the rows before.
     """
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
+        self.forks: list[Trajectory] = []
+        self._turns: list[_Turn] = []
+        self._begin(prompt_ids)
+
+    def fork(self, prompt_ids: Sequence[int]) -> None:
+        """Begin another row: the conversation goes on from these ids, which rewrite its history."""
+        self.forks.append(self.trajectory())
+        self._begin(prompt_ids)
+
+    def _begin(self, prompt_ids: Sequence[int]) -> None:
         self._ids = list(prompt_ids)
         self._mask = [0] * len(self._ids)
         self._logprobs = [0.0] * len(self._ids)
-        self._turns: list[_Turn] = []
+        self._first = len(self._turns)
         self._checked = 0
         self._drift = 0
 
@@ -83,12 +96,12 @@ class Ledger:
             self._turns[-1].tools_s += seconds
 
     def trajectory(self) -> Trajectory:
-        """Everything so far, in the result format."""
+        """The row that grows, in the result format."""
         return Trajectory(
             ids=self._ids,
             loss_mask=self._mask,
             logprobs=self._logprobs,
-            turns=[_record(turn) for turn in self._turns],
+            turns=[_record(turn) for turn in self._turns[self._first :]],
             drift=self._drift,
             exact=self.exact,
         )

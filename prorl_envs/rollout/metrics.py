@@ -19,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from prorl_envs.env.node import NodeUse
-from prorl_envs.rollout.types import Result, Stage
+from prorl_envs.rollout.types import Result, Stage, Trajectory
 from prorl_envs.rollout.views import RouterView, StatusView
 
 #: What `Metrics.text` is.
@@ -104,10 +104,13 @@ class Metrics:
         return generate_latest(self._registry)
 
     def _observe_trajectory(self, result: Result) -> None:
-        family, trajectory = result.environment, result.trajectory
-        assert trajectory is not None
-        self._turns.labels(family).observe(len(trajectory.turns))
-        self._length.labels(family).observe(len(trajectory.ids))
+        family = result.environment
+        self._turns.labels(family).observe(sum(len(row.turns) for row in result.rows))
+        self._length.labels(family).observe(sum(len(row.ids) for row in result.rows))
+        for row in result.rows:
+            self._observe_row(family, row)
+
+    def _observe_row(self, family: str, trajectory: Trajectory) -> None:
         sampled = sum(turn.end - turn.start for turn in trajectory.turns)
         self._tokens.labels(family, "sampled").inc(sampled)
         self._tokens.labels(family, "observed").inc(len(trajectory.ids) - sampled)

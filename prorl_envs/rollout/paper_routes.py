@@ -9,6 +9,7 @@ the other are the trajectory.
 
 import uuid
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Annotated, Any
 
 from fastapi import FastAPI
@@ -273,10 +274,11 @@ def paper_result(result: Result, instance: dict[str, Any]) -> dict[str, Any]:
 def _messages(result: Result) -> Iterator[dict[str, Any]]:
     """The conversation, each message with its tokens. Tokens between two answers belong to no single message:
     the first of those that came between them has them all."""
-    trajectory = result.trajectory
-    turns = iter(trajectory.turns if trajectory else [])
-    ids, logprobs = (trajectory.ids, trajectory.logprobs) if trajectory else ([], [])
-    spans = [(turn.start, turn.end) for turn in turns]
+    ids = [number for row in result.rows for number in row.ids]
+    logprobs = [number for row in result.rows for number in row.logprobs]
+    starts = accumulate((len(row.ids) for row in result.rows), initial=0)
+    rows = zip(result.rows, starts, strict=False)
+    spans = [(start + turn.start, start + turn.end) for row, start in rows for turn in row.turns]
     at = answers = 0
     for message in result.messages:
         own: dict[str, Any] = {**message, "input_ids": None, "logprobs": None}

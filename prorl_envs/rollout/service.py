@@ -98,7 +98,7 @@ class RolloutService:
         self.model = model
         self.store: Store = store or _memory_store(self.settings)
         self.state = ServiceState.STARTING
-        agent = Agent(renderer, model, self.clock)
+        agent = Agent(renderer, model, self.clock, self.settings.reasoning)
         worker = Worker(
             node,
             environments,

@@ -433,7 +433,7 @@ def _view(entry: _Entry) -> StoredGroup:
 
 def token_count(result: Result) -> int:
     """Tokens of a result's trajectory."""
-    return len(result.trajectory.ids) if result.trajectory else 0
+    return sum(len(row.ids) for row in result.rows)
 
 
 def conflict(group_id: str) -> Conflict:

@@ -189,7 +189,7 @@ class TurnRecord(_Wire):
 
 
 class Trajectory(_Wire):
-    """The token ledger of one episode: exactly what the model read and wrote.
+    """A row of the token ledger: exactly what the model read and wrote. Most episodes are one row.
 
     Args:
         ids: all token ids in order, shape [T].
@@ -244,6 +244,9 @@ class Result(_Wire):
         failure: why there is no reward; None where there is one.
         components, evidence: the grade in detail.
         messages: the conversation, readable; `trajectory` is the truth.
+        forks: rows of the same episode that came before `trajectory`, where its history was rewritten
+            (`service.reasoning`). Each is trained on alone; all share the reward, so that a loss is
+            normalised per episode.
         tools: the tools on offer, in OpenAI function format.
         attempts: how often the job was started; 0 where it was cancelled before.
     """
@@ -266,9 +269,15 @@ class Result(_Wire):
     messages: list[dict[str, Any]] = Field(default_factory=list)
     tools: list[dict[str, Any]] = Field(default_factory=list)
     trajectory: Trajectory | None = None
+    forks: list[Trajectory] = Field(default_factory=list)
     timings: Timings = Timings()
     attempts: int = 1
     metadata: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def rows(self) -> list[Trajectory]:
+        """What there is to train on: the forks, and the trajectory last."""
+        return [*self.forks, *([self.trajectory] if self.trajectory else [])]
 
 
 class GroupStatistics(_Wire):

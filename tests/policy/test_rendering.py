@@ -340,30 +340,37 @@ CALLS_AS_TEXT = """\
 
 def test_templates_that_want_arguments_as_text_get_text() -> None:
     renderer = TemplateRenderer(RENDERER.tokenizer, ChatTemplate(CALLS_AS_TEXT))
-    assert renderer.observation_roles == ("tool", "user")
+    assert not renderer.plain_tools
     prompt = renderer.prompt([{"role": "user", "content": "x"}, assistant_call("</think>")])
     assert renderer.decode(prompt) == 'user:x<|im_end|>assistant:>{"command": "</think>"}<|im_end|>'
     assert len(control_ids(prompt)) == 2
 
 
-def test_a_template_that_drops_tool_messages_says_so_instead_of_losing_them() -> None:
+def test_results_are_a_user_s_message_where_the_template_drops_tool_messages() -> None:
     source = "{% for m in messages if m.role != 'tool' %}{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
     renderer = TemplateRenderer(RENDERER.tokenizer, ChatTemplate(source))
-    assert renderer.observation_roles == ("user",)
-    assert renderer.decode(renderer.bridge(sampled([]), [{"role": "user", "content": "x"}])).endswith(
-        "x<|im_end|>"
-    )
-    with pytest.raises(InputError, match="puts tool messages"):
-        renderer.bridge(sampled([]), [{"role": "tool", "content": "x"}])
+    assert renderer.plain_tools
+    notes = [{"role": "tool", "content": "x"}, {"role": "user", "content": "y"}]
+    said = "user:<tool_response>\nx\n</tool_response>\ny<|im_end|>"
+    assert renderer.decode(renderer.bridge(sampled([]), notes)) == f"<|im_end|>{said}"
+    prompt = renderer.decode(renderer.prompt([{"role": "user", "content": "Go."}], [BASH]))
+    assert prompt.startswith("user:Go.\n\nYou can call") and '"bash"' in prompt
 
 
-def test_a_template_that_rewrites_the_last_turn_s_end_is_refused() -> None:
+def test_a_template_may_end_the_last_turn_in_another_way() -> None:
     source = (
         "{% for m in messages %}{{ m.content }}"
         "{{ '<|im_end|>' if loop.last else '<|endoftext|>' }}{% endfor %}"
     )
-    with pytest.raises(InputError, match="inside the assistant"):
-        TemplateRenderer(RENDERER.tokenizer, ChatTemplate(source))
+    renderer = TemplateRenderer(RENDERER.tokenizer, ChatTemplate(source))
+    end, other = RENDERER.tokenizer.encode("<|im_end|><|endoftext|>").ids
+    assert renderer.stop_ids == (end,)
+    for ids, said in (
+        ([5, end], "x<|im_end|>"),
+        ([5, other], "x<|im_end|>"),
+        ([5], "<|endoftext|>x<|im_end|>"),
+    ):
+        assert renderer.decode(renderer.bridge(sampled(ids), [{"role": "user", "content": "x"}])) == said
 
 
 def test_marks_survive_templates_that_print_ascii_json() -> None:

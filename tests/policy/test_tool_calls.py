@@ -6,7 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prorl_envs.policy.tool_calls import MAX_CALLS, ReadCall, read_turn
+from prorl_envs.policy.formats.hermes import Hermes
+from prorl_envs.policy.formats.reading import MAX_CALLS, ReadCall
+
+read_turn = Hermes().turn
 
 
 def call(name: str, arguments: object) -> str:
@@ -99,7 +102,7 @@ def test_calls_are_bounded() -> None:
 def test_calls_in_reasoning_are_not_calls() -> None:
     text = f"<think>I could {call('rm', {})}</think>No. {call('finish', {})}"
     assert [read.name for read in read_turn(text).calls] == ["finish"]
-    assert read_turn(text.removeprefix("<think>"), thinking=True).calls == (ReadCall("finish", {}),)
+    assert read_turn(text.removeprefix("<think>"), opened="</think>").calls == (ReadCall("finish", {}),)
     assert read_turn(f"<think>endless {call('rm', {})}").calls == ()
 
 
@@ -120,7 +123,7 @@ FRAGMENTS = st.sampled_from(
 
 @given(st.lists(FRAGMENTS | st.text(max_size=8), max_size=40).map("".join), st.booleans())
 def test_every_text_gives_a_turn(text: str, thinking: bool) -> None:
-    turn = read_turn(text, thinking=thinking)
+    turn = read_turn(text, opened="</think>" if thinking else "")
     assert len(turn.calls) + len(turn.malformed) <= MAX_CALLS + 1
     assert all(len(message) < 300 for message in turn.malformed)
 
