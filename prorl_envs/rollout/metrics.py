@@ -112,9 +112,12 @@ class Metrics:
         self._tokens.labels(family, "sampled").inc(sampled)
         self._tokens.labels(family, "observed").inc(len(trajectory.ids) - sampled)
         self._drift.inc(trajectory.drift)
+        tools, calls = self._tools.labels(family), {}
         for turn in trajectory.turns:
-            self._calls.labels(turn.server).observe(turn.model_s)
-            self._tools.labels(family).observe(turn.tools_s)
+            if turn.server not in calls:
+                calls[turn.server] = self._calls.labels(turn.server)
+            calls[turn.server].observe(turn.model_s)
+            tools.observe(turn.tools_s)
 
 
 def _seconds(name: str, what: str, labels: list[str], registry: CollectorRegistry) -> Histogram:
