@@ -211,6 +211,15 @@ def _sandboxes(use: NodeUse) -> Iterator[Metric]:
     yield _gauge("prorl_sandboxes_warm", "Of these, those that stand ready.", use.warm)
     yield _counter("prorl_sandboxes_from_pool", "Sandboxes that stood ready when asked for.", use.from_pool)
     yield _counter("prorl_sandbox_failures", "Sandboxes that did not start.", use.failed)
+    yield _gauge("prorl_sandbox_starts_active", "Sandboxes that start now.", use.starting)
+    yield _gauge("prorl_sandbox_starts_waiting", "Sandboxes that wait for their turn to.", use.waiting)
+    yield _gauge("prorl_sandbox_starts_limit", "Most that may start at once.", use.starts_limit)
+    slowed = CounterMetricFamily(
+        "prorl_sandbox_starts_slowed", "How often that bound was lowered.", labels=["why"]
+    )
+    slowed.add_metric(["slow"], use.slow)
+    slowed.add_metric(["memory"], use.short)
+    yield slowed
     what = "Seconds from asking for a sandbox to having it."
     yield SummaryMetricFamily("prorl_sandbox_ready_seconds", what, use.given, use.seconds)
 
