@@ -364,6 +364,7 @@ class Settings(_Section):
             bubblewrap, apptainer and instance that works here.
         bwrap: bubblewrap program; None takes the package's, else the system's.
         warm: most sandboxes that stand ready before they are asked for, 3 MB each; 0 keeps none.
+        pace: whether fewer sandboxes start at once while they start slowly or memory is short.
         image_cache: directory for images that were built or pulled; may lie on a shared file system. None
             takes `images` in the cache directory.
         image_build_s: seconds that building or pulling one image may take.
@@ -384,6 +385,7 @@ class Settings(_Section):
     driver: Literal["auto", "bubblewrap", "apptainer", "instance", "local"] = "auto"
     bwrap: ExpandedPath | None = None
     warm: int = Field(default=8, ge=0)
+    pace: bool = True
     image_cache: ExpandedPath | None = None
     image_build_s: float = Field(default=3600.0, gt=0)
     image_build_bytes: int = Field(default=64 << 30, ge=1)

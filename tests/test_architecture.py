@@ -15,10 +15,11 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "__init__": frozenset(),
     "errors": frozenset(),
     "clock": frozenset(),
+    "window": frozenset(),
     "config": frozenset({"errors"}),
     "sandbox": frozenset({"errors"}),
     # A tool server in its sandbox's own pid namespace asks the first process to end the others.
-    "tools": frozenset({"errors", "sandbox.base", "sandbox.descriptors", "sandbox.inside"}),
+    "tools": frozenset({"errors", "window", "sandbox.base", "sandbox.descriptors", "sandbox.inside"}),
     "images": frozenset({"errors", "clock", "sandbox.sif", "sandbox.files", "sandbox.syscalls"}),
     "conformance": frozenset({"errors", "sandbox", "tools"}),
     "env": frozenset({"errors", "sandbox", "tools"}),
@@ -32,7 +33,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         {"errors", "sandbox", "images", "tools", "env", "config", "policy.types"}
         | {f"rollout.{module}" for module in ("client", "errors", "types")}
     ),
-    "policy": frozenset({"errors", "clock", "tools.types"}),
+    "policy": frozenset({"errors", "clock", "window", "tools.types"}),
     "rollout": frozenset({"errors", "clock", "config", "env", "tools.types", "policy"}),
     "testing": frozenset({"errors", "clock", "tools.types", "policy", "env", "sandbox", "rollout"}),
     "cli": frozenset({"*"}),

@@ -60,7 +60,8 @@ async def node(settings: Settings) -> AsyncIterator[Node]:
     name = await asyncio.to_thread(choose_driver, settings.driver, settings.run_dir, **programs)
     driver = make_driver(name, settings.run_dir, limits=node_limits(settings.limits), **programs)
     cache_dir = settings.cache_dir or default_cache_dir()
-    async with Node(driver, cache_dir, warm=settings.warm, search=search_of(settings)) as opened:
+    search = search_of(settings)
+    async with Node(driver, cache_dir, warm=settings.warm, search=search, pace=settings.pace) as opened:
         await (await opened.sandbox(SandboxSpec())).close()
         yield opened
 

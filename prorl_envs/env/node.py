@@ -1,8 +1,9 @@
 """This machine's shared resources: one driver, its templates, a cache directory."""
 
+import math
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -12,7 +13,9 @@ from prorl_envs.env.search_index import IndexSearch
 from prorl_envs.env.web_search import WebSearch
 from prorl_envs.sandbox.base import Driver, Sandbox, SandboxSpec
 from prorl_envs.sandbox.choice import choose_driver, make_driver
+from prorl_envs.sandbox.pressure import memory_is_short
 from prorl_envs.tools.pool import WarmPool
+from prorl_envs.tools.starts import Starts
 from prorl_envs.tools.workplace import Workplace
 
 
@@ -27,6 +30,9 @@ class NodeUse:
         seconds: from asking to having, of all of them.
         from_pool: of these, those that stood ready.
         failed: those that could not be had.
+        starting: sandboxes that start now, and `waiting`: those that wait for their turn to.
+        starts_limit: most that may start at once; infinite where nothing speaks against more.
+        slow, short: how often that bound was lowered: for slow starts, and for little memory.
     """
 
     open: int
@@ -35,6 +41,11 @@ class NodeUse:
     seconds: float
     from_pool: int
     failed: int
+    starting: int = 0
+    waiting: int = 0
+    starts_limit: float = math.inf
+    slow: int = 0
+    short: int = 0
 
 
 class Node:
@@ -45,16 +56,24 @@ class Node:
         cache_dir: node-local directory for built trees and environments; survives the process.
         warm: most sandboxes that stand ready before they are asked for; see `WarmPool`.
         search: what search tools ask; None leaves it to the family.
+        pace: start fewer sandboxes at once while they start slowly or memory is short; see `Starts`.
     """
 
     def __init__(
-        self, driver: Driver, cache_dir: Path, *, warm: int = 0, search: SearchSettings | None = None
+        self,
+        driver: Driver,
+        cache_dir: Path,
+        *,
+        warm: int = 0,
+        search: SearchSettings | None = None,
+        pace: bool = True,
     ) -> None:
         self.driver = driver
         self._search = search or SearchSettings()
         self._backend: SearchBackend | None = None
         self.cache_dir = cache_dir
-        self._pool = WarmPool(driver, limit=warm)
+        self._starts = Starts(memory_is_short) if pace else None
+        self._pool = WarmPool(driver, limit=warm, starts=self._starts)
         self._given = self._failed = 0
         self._seconds = 0.0
 
@@ -108,13 +127,24 @@ class Node:
     @property
     def use(self) -> NodeUse:
         """What it does now, and what it has done, for operators."""
-        return NodeUse(
+        use = NodeUse(
             open=len(self.driver.sandboxes),
             warm=self._pool.ready,
             given=self._given,
             seconds=self._seconds,
             from_pool=self._pool.hits,
             failed=self._failed,
+        )
+        if self._starts is None:
+            return use
+        starts, pace = self._starts, self._starts.pace
+        return replace(
+            use,
+            starting=starts.running,
+            waiting=starts.waiting,
+            starts_limit=pace.window.limit,
+            slow=pace.slow,
+            short=pace.short,
         )
 
     async def aclose(self) -> None:

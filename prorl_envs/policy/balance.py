@@ -7,7 +7,7 @@ prompt, and both give way where a server would have clearly more in flight than 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from prorl_envs.policy.window import Window
+from prorl_envs.window import Window
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ A request to a model server carries the whole context, so its bytes grow with th
 making them does not: the ids that were sent before are not turned into text again.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import overload
 
 import msgspec
@@ -38,6 +38,9 @@ class Context(Sequence[int]):
 
     def __len__(self) -> int:
         return len(self._ids)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ids)
 
     @overload
     def __getitem__(self, index: int) -> int: ...

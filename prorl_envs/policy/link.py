@@ -7,9 +7,11 @@ generation then.
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import TypedDict
 from urllib.parse import quote
 
@@ -18,6 +20,7 @@ import msgspec
 
 from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.errors import InputError
+from prorl_envs.policy.http1 import Answer, Broken, Connection, Origin, TooLong, Unreachable, connect
 from prorl_envs.policy.protocol import Overloaded, ProtocolError, Refusal, ServerUnavailable
 
 
@@ -34,6 +37,8 @@ class ClientLimits:
         max_backoff_s: longest pause, also where the server asks for more by Retry-After.
         max_body_bytes: most bytes of an answer.
         max_connections: most connections to the server at once.
+        idle_s: seconds after which an idle connection is not used again: less than the 5 s after which
+            uvicorn closes it.
     """
 
     connect_s: float = 10.0
@@ -44,6 +49,7 @@ class ClientLimits:
     max_backoff_s: float = 15.0
     max_body_bytes: int = 64 * 2**20
     max_connections: int = 2048
+    idle_s: float = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +80,7 @@ class ServerLink:
         jitter: source of a number in [0, 1), spreads retries out.
 
     Raises:
-        InputError: the URL is not one.
+        InputError: the URL is not one, or the key cannot be sent.
     """
 
     def __init__(
@@ -92,20 +98,21 @@ class ServerLink:
         self._limits = limits
         self._clock = clock or SystemClock()
         self._jitter = jitter
-        self._headers = {"accept-encoding": "identity", "content-type": "application/json"}
+        headers = {"accept-encoding": "identity", "content-type": "application/json"}
         if api_key:
-            self._headers["authorization"] = f"Bearer {api_key}"
-        self._tls = httpx.create_ssl_context(trust_env=False)
+            headers["authorization"] = f"Bearer {api_key}"
+        self._origin = Origin(self.url, headers)
         self._free = asyncio.Semaphore(limits.max_connections)
-        self._connections: list[httpx.AsyncClient] = []
-        self._idle: list[httpx.AsyncClient] = []
+        self._busy: set[Connection] = set()
+        self._idle: deque[Connection] = deque()  # the one used last at the right
         self._closed = False
 
     async def aclose(self) -> None:
         """Close the connections; requests in flight end."""
         self._closed = True
-        while self._connections:
-            await self._connections.pop().aclose()
+        for connection in (*self._busy, *self._idle):
+            connection.abort()
+        await asyncio.sleep(0)  # the sockets are closed by the next turn of the loop
 
     async def request(
         self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
@@ -159,73 +166,65 @@ class ServerLink:
     ) -> bytes | _Failed:
         seconds = self._limits.control_s if control else self._limits.answer_s
         try:
-            # httpx bounds each read; a server that drips one byte a minute is bounded here.
             async with self._clock.timeout(seconds):
-                return await self._exchange(method, path, body, headers, control=control)
-        except (TimeoutError, httpx.TimeoutException) as error:
-            if isinstance(error, httpx.ConnectTimeout):
-                return _Failed(self._unavailable("does not accept connections"))
+                answer = await self._exchange(method, path, body or b"", headers, control=control)
+        except TimeoutError as error:
             raise self._unavailable(f"did not answer within {seconds:g} s") from error
-        except httpx.ConnectError as error:
-            return _Failed(self._unavailable(f"cannot be reached: {error}"))
-        except httpx.TransportError as error:
-            return _Failed(self._unavailable(f"broke the connection: {type(error).__name__}"))
+        except Unreachable as error:
+            return _Failed(self._unavailable(str(error)))
+        except Broken as error:
+            return _Failed(self._unavailable(f"broke the connection: {error}"))
+        except TooLong as error:
+            raise ProtocolError(f"{self.url} sent more than {self._limits.max_body_bytes} bytes") from error
+        return self._judge(answer)
 
     async def _exchange(
-        self, method: str, path: str, body: bytes | None, headers: dict[str, str] | None, *, control: bool
-    ) -> bytes | _Failed:
-        async with (
-            self._connection(nullcontext() if control else self._free) as http,
-            http.stream(method, self.url + path, content=body, headers=headers) as response,
-        ):
-            content = await self._read(response)
-            status = response.status_code
-            if status == httpx.codes.OK:
-                return content
-            message = f"{self.url} answered {status}: {_server_message(content)}"
-            if status in (httpx.codes.TOO_MANY_REQUESTS, httpx.codes.SERVICE_UNAVAILABLE):
-                self.complaints += 1
-                return _Failed(Overloaded(message), _retry_after(response))
-            if status >= 500:
-                return _Failed(ServerUnavailable(message), _retry_after(response))
-            raise Refusal(message, hint=_hint(status), status=status)
-
-    @asynccontextmanager
-    async def _connection(
-        self, permit: AbstractAsyncContextManager[None]
-    ) -> AsyncIterator[httpx.AsyncClient]:
-        """A connection that nobody else uses, the one used last if there is one.
-
-        Each has a client of its own: the pool within httpx looks at every pair of its connections at every
-        request (256 idle ones cost 5 ms a request), and keeps none once it has more than it may keep idle.
-        """
-        async with permit:
+        self, method: str, path: str, body: bytes, headers: dict[str, str] | None, *, control: bool
+    ) -> Answer:
+        head = self._origin.head(method, path, len(body), headers)
+        async with nullcontext() if control else self._free:
             if self._closed:
                 raise self._unavailable("is no longer in use")
-            http = self._idle.pop() if self._idle else self._connect()
+            connection = self._reuse() or await self._connect()
+            self._busy.add(connection)
             try:
-                yield http
+                return await connection.exchange(head, body, max_body=self._limits.max_body_bytes)
             finally:
-                self._idle.append(http)
+                self._busy.discard(connection)
+                if connection.usable:
+                    connection.idle_since = self._clock.monotonic()
+                    self._idle.append(connection)
 
-    def _connect(self) -> httpx.AsyncClient:
-        http = httpx.AsyncClient(
-            headers=self._headers,
-            timeout=httpx.Timeout(self._limits.answer_s, connect=self._limits.connect_s),
-            limits=httpx.Limits(max_connections=1),
-            verify=self._tls,
-            trust_env=False,  # ids go where the caller says, never through a proxy from the environment
-        )
-        self._connections.append(http)
-        return http
+    def _reuse(self) -> Connection | None:
+        """The idle connection that was used last, if there is one. Those idle for too long are closed."""
+        oldest = self._clock.monotonic() - self._limits.idle_s
+        while self._idle and self._idle[0].idle_since < oldest:
+            self._idle.popleft().abort()
+        while self._idle:
+            if (connection := self._idle.pop()).usable:
+                return connection
+        return None
 
-    async def _read(self, response: httpx.Response) -> bytes:
-        content = bytearray()
-        async for chunk in response.aiter_bytes():
-            content += chunk
-            if len(content) > self._limits.max_body_bytes:
-                raise ProtocolError(f"{self.url} sent more than {self._limits.max_body_bytes} bytes")
-        return bytes(content)
+    async def _connect(self) -> Connection:
+        connection = await connect(self._origin, seconds=self._limits.connect_s)
+        if self._closed:  # meanwhile
+            connection.abort()
+            raise self._unavailable("is no longer in use")
+        return connection
+
+    def _judge(self, answer: Answer) -> bytes | _Failed:
+        encoding = answer.headers.get(b"content-encoding", b"identity")
+        if encoding.lower() != b"identity":
+            raise ProtocolError(f"{self.url} sent its answer encoded, and was asked not to")
+        if answer.status == HTTPStatus.OK:
+            return answer.body
+        message = f"{self.url} answered {answer.status}: {_server_message(answer.body)}"
+        if answer.status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
+            self.complaints += 1
+            return _Failed(Overloaded(message), _retry_after(answer))
+        if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            return _Failed(ServerUnavailable(message), _retry_after(answer))
+        raise Refusal(message, hint=_hint(answer.status), status=answer.status)
 
     def _unavailable(self, what: str) -> ServerUnavailable:
         return ServerUnavailable(f"the model server {self.url} {what}", hint="is it up, and the URL right?")
@@ -295,9 +294,9 @@ def _server_message(content: bytes) -> str:
     return text[:500].strip() or "(no message)"
 
 
-def _retry_after(response: httpx.Response) -> float | None:
-    value = response.headers.get("retry-after", "")
-    return float(value) if value.isascii() and value.isdigit() and len(value) < 8 else None
+def _retry_after(answer: Answer) -> float | None:
+    value = answer.headers.get(b"retry-after", b"")
+    return float(value) if value.isdigit() and len(value) < 8 else None
 
 
 def _hint(status: int) -> str:

@@ -16,6 +16,7 @@ A literal can also be assembled from a message and what the template puts next t
 A mark is never put next to leading or trailing white space, so a template that trims still trims.
 """
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
@@ -67,7 +68,7 @@ class Quoter:
 
     def choose_mark(self, value: Any) -> str:
         """A string that occurs nowhere in `value` (a JSON-like tree), nor does its form in ASCII JSON."""
-        texts = list(_strings(value))
+        texts = [] if _free_of_marks(value) else list(_strings(value))
         for number in count():
             mark = f"{_OPEN}{number}{_CLOSE}"
             escaped = in_ascii_json(mark)
@@ -93,7 +94,7 @@ class Quoter:
         """A JSON-like tree with every string in it quoted, keys included."""
         if isinstance(value, str):
             return self.quote(valid_unicode(value), mark, leading=leading)
-        if isinstance(value, Mapping):
+        if isinstance(value, dict | Mapping):  # the first is quick to see
             return {
                 self.quote(valid_unicode(str(key)), mark): self.quote_tree(item, mark, leading=leading)
                 for key, item in value.items()
@@ -118,6 +119,16 @@ class Quoter:
         if any(text[:end] in self._endings for end in range(1, min(len(text), self._longest) + 1)):
             return True
         return bool(text) and any(text in literal[1:] for literal in self._literals)
+
+
+def _free_of_marks(value: Any) -> bool:
+    """Whether nothing in `value` looks like a mark, by its JSON: quick, and so in nearly every conversation.
+    A backslash becomes two there, of which the second still begins an escape."""
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):  # no JSON: look closer
+        return False
+    return _OPEN not in text and in_ascii_json(_OPEN) not in text
 
 
 def _strings(value: Any) -> Iterable[str]:

@@ -115,9 +115,12 @@ class Metrics:
         self._tokens.labels(family, "sampled").inc(sampled)
         self._tokens.labels(family, "observed").inc(len(trajectory.ids) - sampled)
         self._drift.inc(trajectory.drift)
+        tools, calls = self._tools.labels(family), {}
         for turn in trajectory.turns:
-            self._calls.labels(turn.server).observe(turn.model_s)
-            self._tools.labels(family).observe(turn.tools_s)
+            if turn.server not in calls:
+                calls[turn.server] = self._calls.labels(turn.server)
+            calls[turn.server].observe(turn.model_s)
+            tools.observe(turn.tools_s)
 
 
 def _seconds(name: str, what: str, labels: list[str], registry: CollectorRegistry) -> Histogram:
@@ -211,6 +214,15 @@ def _sandboxes(use: NodeUse) -> Iterator[Metric]:
     yield _gauge("prorl_sandboxes_warm", "Of these, those that stand ready.", use.warm)
     yield _counter("prorl_sandboxes_from_pool", "Sandboxes that stood ready when asked for.", use.from_pool)
     yield _counter("prorl_sandbox_failures", "Sandboxes that did not start.", use.failed)
+    yield _gauge("prorl_sandbox_starts_active", "Sandboxes that start now.", use.starting)
+    yield _gauge("prorl_sandbox_starts_waiting", "Sandboxes that wait for their turn to.", use.waiting)
+    yield _gauge("prorl_sandbox_starts_limit", "Most that may start at once.", use.starts_limit)
+    slowed = CounterMetricFamily(
+        "prorl_sandbox_starts_slowed", "How often that bound was lowered.", labels=["why"]
+    )
+    slowed.add_metric(["slow"], use.slow)
+    slowed.add_metric(["memory"], use.short)
+    yield slowed
     what = "Seconds from asking for a sandbox to having it."
     yield SummaryMetricFamily("prorl_sandbox_ready_seconds", what, use.given, use.seconds)
 

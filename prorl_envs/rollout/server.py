@@ -83,6 +83,7 @@ async def answering(
     with contextlib.closing(_bind(host, port)) as listener:
         config = uvicorn.Config(
             app,
+            http="h11",  # bounds a request's headers; httptools in uvicorn does not
             lifespan="off",
             ws="none",
             log_config=None,

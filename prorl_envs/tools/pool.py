@@ -9,11 +9,13 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict, deque
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from prorl_envs.errors import RolloutFailure
 from prorl_envs.sandbox.base import Driver, SandboxSpec
 from prorl_envs.tools.demand import Demand
+from prorl_envs.tools.starts import Starts
 from prorl_envs.tools.workplace import Workplace
 
 logger = logging.getLogger(__name__)
@@ -51,10 +53,14 @@ class WarmPool:
         driver: starts the sandboxes; stays its owner's, who closes it after the pool.
         limit: most that stand ready, over all kinds; 0 keeps none.
         memory_s: seconds that unused ones stand ready.
+        starts: lets starts through; None lets all.
     """
 
-    def __init__(self, driver: Driver, *, limit: int, memory_s: float = MEMORY_S) -> None:
+    def __init__(
+        self, driver: Driver, *, limit: int, memory_s: float = MEMORY_S, starts: Starts | None = None
+    ) -> None:
         self._driver = driver
+        self._starts = starts
         self._limit = limit
         self._memory_s = memory_s
         self._stocks: OrderedDict[_Kind, _Stock] = OrderedDict()
@@ -76,9 +82,9 @@ class WarmPool:
         Raises:
             SandboxError, ToolError: our infrastructure failed.
         """
-        if self._limit == 0 or self._closed:
-            return await Workplace.open(self._driver, spec, python=python)
         kind = _Kind(spec, python)
+        if self._limit == 0 or self._closed:
+            return await self._open(kind)
         stock = self._stock(kind)
         stock.demand.taken(time.monotonic())
         self._wake()
@@ -122,8 +128,9 @@ class WarmPool:
             self._keeper = asyncio.create_task(self._keep())
 
     async def _open(self, kind: _Kind) -> Workplace:
-        started = time.monotonic()
-        place = await Workplace.open(self._driver, kind.spec, python=kind.python)
+        async with self._starts.turn(kind) if self._starts else nullcontext():
+            started = time.monotonic()
+            place = await Workplace.open(self._driver, kind.spec, python=kind.python)
         if kind in self._stocks:
             self._stocks[kind].demand.started(time.monotonic() - started)
         return place

@@ -14,7 +14,7 @@ from prorl_envs.policy.pool import ModelPool
 from prorl_envs.policy.routing import Router
 from prorl_envs.policy.servers import Servers
 from prorl_envs.policy.types import Sampled, Sampling
-from prorl_envs.policy.window import Window
+from prorl_envs.window import Window
 from prorl_envs.testing.clock import FakeClock
 from prorl_envs.testing.scripted import ScriptBook
 from prorl_envs.testing.server import ScriptedServer

@@ -1,7 +1,7 @@
-"""How many calls a server may have in flight: found by its own complaints.
+"""How much may be under way at once (calls of a model server, starts of sandboxes): found by complaints.
 
 Additive increase, multiplicative decrease, as TCP does it (Chiu and Jain, 1989): each "too many" takes a
-quarter off, once a second at most; each full round of answers adds one. A server that never complains has no
+quarter off, once a second at most; each full round of answers adds one. Where nothing complains there is no
 bound.
 """
 
