@@ -32,8 +32,9 @@ from prorl_envs.rollout.fair_queue import COMMON, Share
 from prorl_envs.rollout.metrics import Metrics
 from prorl_envs.rollout.model_views import router_view, server_views
 from prorl_envs.rollout.news import EVERYTHING, News
+from prorl_envs.rollout.placement import Limits
 from prorl_envs.rollout.restart import sort_out
-from prorl_envs.rollout.scheduler import Limits, Pause, Scheduler
+from prorl_envs.rollout.scheduler import Pause, Scheduler
 from prorl_envs.rollout.stages import Family
 from prorl_envs.rollout.statistics import group_statistics
 from prorl_envs.rollout.store import ALL, MemoryStore, NewGroup, Selection, Store, StoredGroup
@@ -414,18 +415,20 @@ class RolloutService:
     def status(self) -> StatusView:
         """Pools, queues and counts, now."""
         engine, scheduler = self._engine, self._engine.scheduler
-        limits, active, waiting = scheduler.limits, scheduler.active, scheduler.waiting
+        active, waiting = scheduler.active, scheduler.waiting
         return StatusView(
             version=__version__,
             state=self.state,
             paused=scheduler.paused,
             uptime_s=self.clock.monotonic() - self._started_at,
             pools={
-                stage.value: PoolView(limit=limits.of(stage), active=active[stage], waiting=waiting[stage])
+                stage.value: PoolView(
+                    limit=scheduler.limit(stage), active=active[stage], waiting=waiting[stage]
+                )
                 for stage in Stage
             },
             live=scheduler.live,
-            live_limit=limits.live,
+            live_limit=scheduler.live_limit,
             episodes=len(self.episodes),
             unfinished=len(scheduler),
             queue_limit=self.settings.queue,
