@@ -16,8 +16,15 @@ from prorl_envs.env.base import Message, Prompt
 from prorl_envs.errors import ModelError
 from prorl_envs.policy.context import Context
 from prorl_envs.policy.gate import HeldTime, active_timeout
-from prorl_envs.policy.pool import ModelPool
-from prorl_envs.policy.types import AssistantTurn, Conversation, ModelClient, Renderer, Sampled, Sampling
+from prorl_envs.policy.types import (
+    AssistantTurn,
+    Conversation,
+    ModelClient,
+    PooledModel,
+    Renderer,
+    Sampled,
+    Sampling,
+)
 from prorl_envs.rollout import tracing
 from prorl_envs.rollout.ledger import Ledger
 from prorl_envs.rollout.types import AgentLimits, StopReason
@@ -111,7 +118,7 @@ class Agent:
 
     def forget(self, session: str) -> None:
         """A conversation has ended: no model server needs to be kept for it."""
-        if isinstance(self.model, ModelPool):
+        if isinstance(self.model, PooledModel):
             self.model.forget(session)
 
 
@@ -247,7 +254,7 @@ class Loop:
 
     async def _generate(self, sampling: Sampling) -> Sampled:
         model = self.agent.model
-        if not isinstance(model, ModelPool):
+        if not isinstance(model, PooledModel):
             return await model.generate(self.context, sampling, session=self.session)
         conversation = Conversation(self.transcript.messages, self.tools)
         with self.transcript.held.counting(model.paused_s):
