@@ -204,6 +204,10 @@ class ModelPool:
         """A server's URL as it was added, its protocol in front where one was named."""
         return self._addresses[url]
 
+    def version_of(self, url: str) -> str:
+        """The version of a server's weights, as it was last heard; "" where it is not known."""
+        return next((s.weight_version for s in self._router.servers if s.url == url), "")
+
     def complained(self, url: str) -> None:
         """A server said on another machine that it has too much to do."""
         self._router.complained(url, self._clock.monotonic())
@@ -323,7 +327,7 @@ class ModelPool:
 
     async def _on(self, url: str, tokens: int, sample: Callable[[str], Awaitable[Sampled]]) -> Sampled:
         """Sample on one server. A call that a pause hangs up on counts as aborted with nothing sampled."""
-        known = next((s.weight_version for s in self._router.servers if s.url == url), "")
+        known = self.version_of(url)
         call = asyncio.ensure_future(sample(url))
         self._calls[call] = url
         try:

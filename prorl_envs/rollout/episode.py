@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
@@ -24,6 +24,14 @@ from prorl_envs.rollout.types import (
 )
 
 
+class Spent(NamedTuple):
+    """Seconds of the agent loop, as in `Timings`."""
+
+    model_s: float = 0.0
+    tools_s: float = 0.0
+    held_s: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Account:
     """What an attempt has come to, as a result tells it.
@@ -34,7 +42,7 @@ class Account:
         trajectory: the tokens; None before the prompt is rendered.
         stop_reason: why the agent loop ended, where it did.
         grade: where there is one.
-        model_s, tools_s, held_s: seconds of the agent loop, as in `Timings`.
+        spent: on the agent loop.
     """
 
     prompted: bool = False
@@ -43,9 +51,7 @@ class Account:
     trajectory: Trajectory | None = None
     stop_reason: StopReason | None = None
     grade: Grade | None = None
-    model_s: float = 0.0
-    tools_s: float = 0.0
-    held_s: float = 0.0
+    spent: Spent = field(default_factory=Spent)
 
     @property
     def trainable(self) -> bool:
@@ -83,19 +89,15 @@ class Attempt:
             trajectory=ledger.trajectory() if ledger else None,
             stop_reason=self.stop_reason,
             grade=self.grade,
-            **self.spent(),
+            spent=self.spent(),
         )
 
-    def spent(self) -> dict[str, float]:
-        """The seconds of its agent loop."""
+    def spent(self) -> Spent:
+        """Seconds of its agent loop by now."""
         if self.told is not None:
-            return {name: getattr(self.told, name) for name in ("model_s", "tools_s", "held_s")}
-        ledger = self.transcript.ledger
-        return {
-            "model_s": ledger.model_s if ledger else 0.0,
-            "tools_s": ledger.tools_s if ledger else 0.0,
-            "held_s": self.transcript.held.seconds(),
-        }
+            return self.told.spent
+        ledger, held_s = self.transcript.ledger, self.transcript.held.seconds()
+        return Spent(ledger.model_s, ledger.tools_s, held_s) if ledger else Spent(held_s=held_s)
 
 
 @dataclass(slots=True)
@@ -197,9 +199,9 @@ class Episode:
             init_s=self.active_s[Stage.INIT],
             run_s=self.active_s[Stage.RUN],
             eval_s=self.active_s[Stage.EVAL],
-            model_s=self.model_s + spent["model_s"],
-            tools_s=self.tools_s + spent["tools_s"],
-            held_s=self.held_s + spent["held_s"],
+            model_s=self.model_s + spent.model_s,
+            tools_s=self.tools_s + spent.tools_s,
+            held_s=self.held_s + spent.held_s,
         )
 
     def _account(self) -> None:

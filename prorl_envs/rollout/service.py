@@ -32,6 +32,7 @@ from prorl_envs.rollout.fair_queue import COMMON, Share
 from prorl_envs.rollout.metrics import Metrics
 from prorl_envs.rollout.model_views import router_view, server_views
 from prorl_envs.rollout.news import EVERYTHING, News
+from prorl_envs.rollout.nodes.fleet import Fleet
 from prorl_envs.rollout.placement import Limits
 from prorl_envs.rollout.restart import sort_out
 from prorl_envs.rollout.scheduler import Pause, Scheduler
@@ -79,6 +80,7 @@ class RolloutService:
         store: where groups and results are kept; None keeps them in memory.
         clock: measures deadlines and timings.
         defaults: by environment, the limits and the sampling of a request that names none.
+        fleet: further machines that carry jobs out, or None. The service does not close it.
     """
 
     def __init__(
@@ -91,7 +93,10 @@ class RolloutService:
         store: Store | None = None,
         clock: Clock | None = None,
         defaults: Mapping[str, Defaults] | None = None,
+        fleet: Fleet | None = None,
     ) -> None:
+        #: Further machines, or None.
+        self.fleet = fleet
         self._defaults = defaults or {}
         self.settings = settings or ServiceSettings()
         self.clock = clock or SystemClock()
@@ -108,10 +113,12 @@ class RolloutService:
             grace_s=self.settings.grace_s,
             close_s=self.settings.close_s,
         )
-        scheduler = Scheduler(_limits(self.settings))
+        scheduler = Scheduler(_limits(self.settings), here=fleet is None or fleet.head_takes_jobs)
         self._engine = Engine(
-            scheduler, worker, self.store, self.clock, self._recorded, lambda: self.batches.freed()
+            scheduler, fleet or worker, self.store, self.clock, self._recorded, lambda: self.batches.freed()
         )
+        if fleet is not None:
+            fleet.attach(worker, self._engine)
         self.episodes = Episodes(
             worker,
             agent,
