@@ -11,6 +11,7 @@
         ├── EnvironmentFault  the environment could not prepare its task
         ├── GraderError       the grader itself failed, so there is no reward
         ├── StageTimeout      a stage used up its active time
+        ├── NodeLost          the machine that carried it out is gone
         └── Cancelled         somebody asked for the end
 
 What the model may see (its command failed, its edit did not apply) is never one of these: that is an
@@ -32,6 +33,7 @@ class FailureKind(StrEnum):
     AGENT = "agent"
     TIMEOUT = "timeout"
     CANCELLED = "cancelled"
+    NODE = "node"
     INTERNAL = "internal"
 
 
@@ -123,6 +125,13 @@ class StageTimeout(RolloutFailure):
     """A stage used up its active time."""
 
     kind = FailureKind.TIMEOUT
+
+
+class NodeLost(RolloutFailure):
+    """The machine that carried it out is gone, or does not answer."""
+
+    kind = FailureKind.NODE
+    retryable = True
 
 
 class Cancelled(RolloutFailure):

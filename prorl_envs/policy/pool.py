@@ -9,11 +9,11 @@ from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.errors import ModelError
 from prorl_envs.policy.balance import ServerState
 from prorl_envs.policy.gate import Gate
-from prorl_envs.policy.protocol import Overloaded, ServerUnavailable, continued
+from prorl_envs.policy.parts import in_parts, sample_on
+from prorl_envs.policy.protocol import Overloaded, ServerUnavailable
 from prorl_envs.policy.routing import Router, RouterSnapshot
 from prorl_envs.policy.servers import split_protocol
 from prorl_envs.policy.types import (
-    ChatClient,
     Conversation,
     InFlight,
     ModelClient,
@@ -21,9 +21,6 @@ from prorl_envs.policy.types import (
     Sampling,
     Steerable,
 )
-
-#: How often one turn may be broken off and go on before it counts as failed.
-MAX_PARTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +60,9 @@ class ModelPool:
         self._clients: dict[str, ModelClient] = {}
         self._gate = Gate(self._clock)
         self._idle = asyncio.Event()  # replaced whenever a request ends
-        self._calls: dict[asyncio.Task[Sampled], str] = {}
+        self._calls: dict[asyncio.Future[Sampled], str] = {}
+        self._addresses: dict[str, str] = {}
+        self._watchers: list[Callable[[], None]] = []
         self._resample = False
         self._weight_version = ""
         self._complaints: dict[str, int] = {}
@@ -83,6 +82,11 @@ class ModelPool:
     def paused(self) -> bool:
         """Weights are changing: no turn begins."""
         return self._gate.closed
+
+    @property
+    def resampled(self) -> bool:
+        """Turns that the last pause broke off begin anew, and do not go on."""
+        return self._resample
 
     @property
     def weight_version(self) -> str:
@@ -114,6 +118,7 @@ class ModelPool:
         _, base = split_protocol(url)
         if base not in self._clients:
             self._clients[base] = self._connect(url)
+            self._addresses[base] = url
         self._router.add(base, version=self._weight_version)
         return base
 
@@ -157,19 +162,59 @@ class ModelPool:
         Raises:
             ModelError: there is no server, each one is unavailable, or an answer breaks the protocol.
         """
-        whole: Sampled | None = None
-        for _ in range(MAX_PARTS):
-            begun = whole.ids if whole else ()
-            left = sampling.model_copy(update={"max_tokens": sampling.max_tokens - len(begun)})
-            part = await self._routed([*prompt_ids, *begun], left, session, conversation)
-            whole = continued(whole, part) if whole else part
-            if part.finish_reason != "abort":
-                return whole
-            if len(whole.ids) >= sampling.max_tokens:
-                return replace(whole, finish_reason="length")
-            if self._resample or not whole.exact:
-                whole = None
-        raise ModelError(f"the model servers broke one turn off {MAX_PARTS} times")
+
+        async def part(ids: Sequence[int], left: Sampling) -> Sampled:
+            async def on(url: str) -> Sampled:
+                return await sample_on(self._clients[url], ids, left, session, conversation)
+
+            return await self.turn(session, len(ids), on)
+
+        return await in_parts(part, prompt_ids, sampling, lambda: self._resample)
+
+    async def turn(self, session: str, tokens: int, sample: Callable[[str], Awaitable[Sampled]]) -> Sampled:
+        """Have a turn sampled, or a part of one, on the servers that the router names until one does it.
+
+        Args:
+            session: whose turn it is.
+            tokens: of its prompt.
+            sample: samples on the server with a base URL. Where it does that on another machine, the ids may
+                stay there.
+
+        Raises:
+            ModelError: as `generate`, or what `sample` raises.
+        """
+        tried: dict[str, ServerUnavailable] = {}
+        while (url := await self._start(session, tried, tokens)) is not None:
+            try:
+                return await self._on(url, tokens, sample)
+            except ServerUnavailable as error:
+                if not isinstance(error, Overloaded):  # else it is well, and its window is smaller now
+                    self._router.failed(url, self._clock.monotonic())
+                tried[url] = error
+            finally:
+                self._heed(url)
+                self._router.end(url)
+                self._notify()
+                await self._close_drained(url)
+        if not tried:
+            raise ModelError("there is no model server", hint="add one: --llm URL, or POST /v1/model_servers")
+        raise list(tried.values())[-1]
+
+    def address(self, url: str) -> str:
+        """A server's URL as it was added, its protocol in front where one was named."""
+        return self._addresses[url]
+
+    def version_of(self, url: str) -> str:
+        """The version of a server's weights, as it was last heard; "" where it is not known."""
+        return next((s.weight_version for s in self._router.servers if s.url == url), "")
+
+    def complained(self, url: str) -> None:
+        """A server said on another machine that it has too much to do."""
+        self._router.complained(url, self._clock.monotonic())
+
+    def watch(self, told: Callable[[], None]) -> None:
+        """Have `told` called whenever turns begin or cease to be held (`paused`), or to be `resampled`."""
+        self._watchers.append(told)
 
     async def pause(self, mode: InFlight, *, resample: bool = False, wait_s: float = 0.0) -> list[Told]:
         """Begin no turn any more, and treat those in flight as `mode` says; returns once the servers are told
@@ -184,6 +229,7 @@ class ModelPool:
         """
         self._gate.close()
         self._resample = resample
+        self._tell_watchers()
         told: list[Told] = []
         if mode != "finish":
             told = await self._tell(lambda client: client.pause(mode))
@@ -209,6 +255,7 @@ class ModelPool:
             for server in self._router.servers:
                 server.weight_version = weight_version
         self._gate.open()
+        self._tell_watchers()
         return told
 
     async def look(self, url: str) -> bool:
@@ -244,26 +291,6 @@ class ModelPool:
             _, client = self._clients.popitem()
             await client.aclose()
 
-    async def _routed(
-        self, prompt_ids: Sequence[int], sampling: Sampling, session: str, conversation: Conversation | None
-    ) -> Sampled:
-        tried: dict[str, ServerUnavailable] = {}
-        while (url := await self._start(session, tried, len(prompt_ids))) is not None:
-            try:
-                return await self._on(url, prompt_ids, sampling, session, conversation)
-            except ServerUnavailable as error:
-                if not isinstance(error, Overloaded):  # else it is well, and its window is smaller now
-                    self._router.failed(url, self._clock.monotonic())
-                tried[url] = error
-            finally:
-                self._heed(url)
-                self._router.end(url)
-                self._notify()
-                await self._close_drained(url)
-        if not tried:
-            raise ModelError("there is no model server", hint="add one: --llm URL, or POST /v1/model_servers")
-        raise list(tried.values())[-1]
-
     async def _start(self, session: str, tried: dict[str, ServerUnavailable], tokens: int) -> str | None:
         while True:
             await self._gate.passed()  # also where a server failed in a pause: the next one is paused too
@@ -298,19 +325,10 @@ class ModelPool:
             self._router.complained(url, self._clock.monotonic())
         self._complaints[url] = complaints
 
-    async def _on(
-        self,
-        url: str,
-        prompt_ids: Sequence[int],
-        sampling: Sampling,
-        session: str,
-        conversation: Conversation | None,
-    ) -> Sampled:
+    async def _on(self, url: str, tokens: int, sample: Callable[[str], Awaitable[Sampled]]) -> Sampled:
         """Sample on one server. A call that a pause hangs up on counts as aborted with nothing sampled."""
-        known = next((s.weight_version for s in self._router.servers if s.url == url), "")
-        call = asyncio.create_task(
-            _sample(self._clients[url], prompt_ids, sampling, session, conversation), name=f"model {session}"
-        )
+        known = self.version_of(url)
+        call = asyncio.ensure_future(sample(url))
         self._calls[call] = url
         try:
             await asyncio.wait({call})
@@ -324,7 +342,7 @@ class ModelPool:
         sampled = call.result()
         self._router.succeeded(
             url,
-            tokens=len(prompt_ids),
+            tokens=tokens,
             cached=sampled.cached_tokens,
             version=(sampled.version_spans[-1].version if sampled.version_spans else sampled.weight_version),
         )
@@ -351,6 +369,10 @@ class ModelPool:
             pass
         return holds()
 
+    def _tell_watchers(self) -> None:
+        for told in self._watchers:
+            told()
+
     def _notify(self) -> None:
         self._call_next()
         if not self._router.saturated(self._clock.monotonic()):
@@ -361,17 +383,6 @@ class ModelPool:
     async def _close_drained(self, url: str) -> None:
         if url in self._clients and all(server.url != url for server in self._router.servers):
             self._complaints.pop(url, None)
+            self._addresses.pop(url, None)
             await self._clients.pop(url).aclose()
             self._notify()
-
-
-async def _sample(
-    client: ModelClient,
-    prompt_ids: Sequence[int],
-    sampling: Sampling,
-    session: str,
-    conversation: Conversation | None,
-) -> Sampled:
-    if conversation is not None and isinstance(client, ChatClient):
-        return await client.chat(conversation, sampling, session=session)
-    return await client.generate(prompt_ids, sampling, session=session)

@@ -143,6 +143,36 @@ class ModelClient(Protocol):
     async def aclose(self) -> None: ...
 
 
+@runtime_checkable
+class PooledModel(Protocol):
+    """Samples on one of several servers, and holds turns while their weights change."""
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str,
+        conversation: Conversation | None = None,
+    ) -> Sampled:
+        """As `ModelClient.generate`.
+
+        Args:
+            conversation: the prompt as messages, for servers that take no ids.
+        """
+        ...
+
+    def paused_s(self) -> float:
+        """Seconds for which turns were held, all in all, up to now."""
+        ...
+
+    def forget(self, session: str) -> None:
+        """A session has ended; its pin is given up."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
 type InFlight = Literal["finish", "abort", "keep"]
 """What becomes of turns in flight while weights change: they end in their own time, they end at once with
 what was sampled so far, or they stand still and go on with the new weights."""

@@ -17,11 +17,11 @@ from prorl_envs.errors import ModelError
 from prorl_envs.policy.context import Context
 from prorl_envs.policy.continuation import Append, Fork, next_prompt
 from prorl_envs.policy.gate import HeldTime, active_timeout
-from prorl_envs.policy.pool import ModelPool
 from prorl_envs.policy.types import (
     AssistantTurn,
     Conversation,
     ModelClient,
+    PooledModel,
     Reasoning,
     Renderer,
     Sampled,
@@ -124,7 +124,7 @@ class Agent:
 
     def forget(self, session: str) -> None:
         """A conversation has ended: no model server needs to be kept for it."""
-        if isinstance(self.model, ModelPool):
+        if isinstance(self.model, PooledModel):
             self.model.forget(session)
 
 
@@ -266,7 +266,7 @@ class Loop:
 
     async def _generate(self, sampling: Sampling) -> Sampled:
         model = self.agent.model
-        if not isinstance(model, ModelPool):
+        if not isinstance(model, PooledModel):
             return await model.generate(self.context, sampling, session=self.session)
         conversation = Conversation(self.transcript.messages, self.tools)
         with self.transcript.held.counting(model.paused_s):

@@ -9,19 +9,20 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from prorl_envs.clock import Clock
 from prorl_envs.env.base import Task
 from prorl_envs.errors import FailureKind
 from prorl_envs.rollout import tracing
+from prorl_envs.rollout.decisions import Close, Decision, Finish, Grant, Interrupt, Start
 from prorl_envs.rollout.episode import Episode
 from prorl_envs.rollout.errors import Unavailable
 from prorl_envs.rollout.fair_queue import COMMON, Share
-from prorl_envs.rollout.scheduler import Close, Decision, Finish, Grant, Interrupt, Pause, Scheduler, Start
+from prorl_envs.rollout.placement import Limits
+from prorl_envs.rollout.scheduler import Pause, Scheduler
 from prorl_envs.rollout.store import Store, StoredGroup
 from prorl_envs.rollout.types import Failure, GroupRequest, JobState, Result, Stage
-from prorl_envs.rollout.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -29,12 +30,30 @@ log = logging.getLogger(__name__)
 STORE_PAUSE_S = 1.0
 
 
+class Crew(Protocol):
+    """Carries out what the engine starts, on the node that `episode.node` names: a `Worker` on this machine,
+    past it a `Fleet`, which tells the node."""
+
+    async def perform(self, episode: Episode, stage: Stage) -> Failure | None:
+        """Carry out one stage; what failed, or None. Returns, also where it is cancelled, only when nothing
+        of it runs any more."""
+        ...
+
+    async def collect(self, episode: Episode) -> None:
+        """Have at hand what the attempt has come to by now. Does not fail: what cannot be had is left out."""
+        ...
+
+    async def close(self, episode: Episode) -> bool:
+        """Close the attempt's environment; whether that went in order."""
+        ...
+
+
 class Engine:
     """The jobs that are not finished, and the tasks that work on them.
 
     Args:
         scheduler: decides.
-        worker: carries stages out.
+        crew: carries stages out.
         store: keeps results.
         clock: measures waiting.
         announce: called with each result when it is kept, in the order of their cursors.
@@ -44,7 +63,7 @@ class Engine:
     def __init__(
         self,
         scheduler: Scheduler,
-        worker: Worker,
+        crew: Crew,
         store: Store,
         clock: Clock,
         announce: Callable[[Result], None],
@@ -57,7 +76,7 @@ class Engine:
         self.retries = 0
         self.close_failures = 0
         self.internal_errors = 0
-        self._worker = worker
+        self._crew = crew
         self._store = store
         self._clock = clock
         self._announce = announce
@@ -111,6 +130,28 @@ class Engine:
         """Let jobs go on."""
         self._apply(self.scheduler.resume())
 
+    def join(self, node: str, limits: Limits) -> None:
+        """A further node takes jobs.
+
+        Raises:
+            ValueError: one of this name is there.
+        """
+        self._apply(self.scheduler.join(node, limits))
+
+    def lost(self, node: str, failure: Failure) -> None:
+        """A node is gone. The crew ends what it carried out there with the same failure."""
+        for job in self.scheduler.waiting_on(node):
+            self._episodes[job].attempt.failure = failure
+        self._apply(self.scheduler.lost(node))
+
+    def admit_jobs(self, node: str, *, jobs: bool) -> None:
+        """Let no further jobs go to a node, or let them again.
+
+        Raises:
+            KeyError: there is no such node.
+        """
+        self._apply(self.scheduler.admit(node, jobs=jobs))
+
     def attempts(self, job: str) -> int:
         """How often an unfinished job was started."""
         episode = self._episodes.get(job)
@@ -159,7 +200,9 @@ class Engine:
         for decision in decisions:
             match decision:
                 case Start():
-                    self._start_stage(self._episodes[decision.job], decision.stage)
+                    episode = self._episodes[decision.job]
+                    episode.node = decision.node
+                    self._start_stage(episode, decision.stage)
                 case Interrupt():
                     self._stages[decision.job].cancel()
                 case Finish():
@@ -182,7 +225,7 @@ class Engine:
         with tracing.in_stage(episode.id, episode.span, stage, episode.attempts) as span:
             if stage is Stage.INIT:
                 await self._persist(partial(self._store.started, episode.id, episode.failures))
-            failure = await self._worker.perform(episode, stage)
+            failure = await self._crew.perform(episode, stage)
             if failure is not None:
                 tracing.note_failure(span, failure)
             return failure
@@ -202,16 +245,20 @@ class Engine:
             self._apply(self.scheduler.ended(episode.id))
 
     def _finish(self, episode: Episode, state: JobState) -> None:
+        if state is JobState.CANCELLED and self._leaving:
+            tracing.end_job(episode.span, state, None, episode.attempts)
+            self._forget_if_gone(episode.id)
+            return
+        self._records[episode.id] = self._spawn(self._conclude(episode, state))
+
+    async def _conclude(self, episode: Episode, state: JobState) -> None:
+        """Make the job's result and record it."""
+        await self._crew.collect(episode)
         if state is JobState.CANCELLED:
-            if self._leaving:
-                tracing.end_job(episode.span, state, None, episode.attempts)
-                self._forget_if_gone(episode.id)
-                return
             episode.cancelled()
         result = episode.result(state)
         tracing.end_job(episode.span, state, result.reward, result.attempts)
-        recording = self._record(episode.id, result)
-        self._records[episode.id] = self._spawn(recording)
+        await self._record(episode.id, result)
 
     async def _record(self, job: str, result: Result) -> None:
         try:
@@ -246,7 +293,7 @@ class Engine:
         """Close the attempt's environment, after its result is safe."""
         if record := self._records.get(episode.id):
             await asyncio.wait([record])
-        if not await self._worker.close(episode):
+        if not await self._crew.close(episode):
             self.close_failures += 1
         decisions = self.scheduler.closed(episode.id)
         if episode.id in self.scheduler:  # another attempt

@@ -1,14 +1,16 @@
 """One job on its way through the stages: what is known of it, and the result it comes to."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
-from prorl_envs.env.base import Environment, Grade, Prompt, Task
+from prorl_envs.env.base import Environment, Grade, Message, Prompt, Task
 from prorl_envs.errors import FailureKind
 from prorl_envs.policy.types import Sampling
 from prorl_envs.rollout.agent import Transcript
+from prorl_envs.rollout.placement import HERE
 from prorl_envs.rollout.types import (
     Failure,
     GroupRequest,
@@ -17,13 +19,60 @@ from prorl_envs.rollout.types import (
     Stage,
     StopReason,
     Timings,
+    Trajectory,
     job_id,
 )
 
 
+class Spent(NamedTuple):
+    """Seconds of the agent loop, as in `Timings`."""
+
+    model_s: float = 0.0
+    tools_s: float = 0.0
+    held_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What an attempt has come to, as a result tells it.
+
+    Args:
+        prompted: INIT has returned its prompt.
+        messages: the conversation; `tools`: those on offer, in OpenAI's format.
+        trajectory: the tokens; None before the prompt is rendered. `forks`: the rows before it.
+        stop_reason: why the agent loop ended, where it did.
+        grade: where there is one.
+        spent: on the agent loop.
+    """
+
+    prompted: bool = False
+    messages: Sequence[Message] = ()
+    tools: Sequence[dict[str, Any]] = ()
+    trajectory: Trajectory | None = None
+    forks: Sequence[Trajectory] = ()
+    stop_reason: StopReason | None = None
+    grade: Grade | None = None
+    spent: Spent = field(default_factory=Spent)
+
+    @property
+    def rows(self) -> list[Trajectory]:
+        """All tokens there are."""
+        return [*self.forks, *([self.trajectory] if self.trajectory else [])]
+
+    @property
+    def trainable(self) -> bool:
+        """It has a grade, and tokens that the policy sampled and that are exactly those it sampled."""
+        sampled = any(turn.end > turn.start for row in self.rows for turn in row.turns)
+        return self.grade is not None and sampled and all(row.exact for row in self.rows)
+
+
 @dataclass(slots=True)
 class Attempt:
-    """What one attempt has of its own; a new attempt starts from nothing."""
+    """What one attempt has of its own; a new attempt starts from nothing.
+
+    Attributes:
+        told: what another node that carries it out has told of it; None for one that is here.
+    """
 
     environment: Environment[Any] | None = None
     prompt: Prompt | None = None
@@ -31,6 +80,30 @@ class Attempt:
     stop_reason: StopReason | None = None
     grade: Grade | None = None
     failure: Failure | None = None
+    told: Account | None = None
+
+    def account(self) -> Account:
+        """What it has come to by now."""
+        if self.told is not None:
+            return self.told
+        ledger = self.transcript.ledger
+        return Account(
+            prompted=self.prompt is not None,
+            messages=list(self.transcript.messages),
+            tools=[tool.to_openai() for tool in self.prompt.tools] if self.prompt else [],
+            trajectory=ledger.trajectory() if ledger else None,
+            forks=ledger.forks if ledger else (),
+            stop_reason=self.stop_reason,
+            grade=self.grade,
+            spent=self.spent(),
+        )
+
+    def spent(self) -> Spent:
+        """Seconds of its agent loop by now."""
+        if self.told is not None:
+            return self.told.spent
+        ledger, held_s = self.transcript.ledger, self.transcript.held.seconds()
+        return Spent(ledger.model_s, ledger.tools_s, held_s) if ledger else Spent(held_s=held_s)
 
 
 @dataclass(slots=True)
@@ -46,6 +119,7 @@ class Episode:
         span: its trace.
         failures: how many of these attempts failed; one that was interrupted by the end of a service did not.
         batch_id: the batch that began its group, if any.
+        node: where its attempt is, or the last one was.
     """
 
     request: GroupRequest
@@ -62,6 +136,7 @@ class Episode:
     tools_s: float = 0.0
     span: Span = INVALID_SPAN
     held_s: float = 0.0
+    node: str = HERE
 
     @property
     def id(self) -> str:
@@ -89,19 +164,18 @@ class Episode:
 
     def cancelled(self) -> None:
         """Somebody asked for the end of this job."""
-        attempt = self.attempt
-        stage = Stage.INIT if attempt.prompt is None else Stage.RUN
+        account = self.attempt.account()
+        stage = Stage.RUN if account.prompted else Stage.INIT
         self.attempt.failure = Failure(
             kind=FailureKind.CANCELLED,
-            stage=Stage.EVAL if attempt.stop_reason is not None else stage,
+            stage=Stage.EVAL if account.stop_reason is not None else stage,
             message="somebody asked for the end of this job",
         )
 
     def result(self, state: JobState) -> Result:
         """What the job came to; `state` is final."""
-        attempt, ledger = self.attempt, self.attempt.transcript.ledger
-        grade = attempt.grade if state is JobState.DONE else None
-        trainable = grade is not None and ledger is not None and ledger.sampled_tokens > 0 and ledger.exact
+        account = self.attempt.account()
+        grade = account.grade if state is JobState.DONE else None
         return Result(
             job_id=self.id,
             group_id=self.request.id,
@@ -111,30 +185,30 @@ class Episode:
             task_id=self.task.id,
             state=state,
             reward=grade.reward if grade else None,
-            mask_sample=not trainable,
-            stop_reason=attempt.stop_reason,
-            failure=None if grade else attempt.failure,
+            mask_sample=grade is None or not account.trainable,
+            stop_reason=account.stop_reason,
+            failure=None if grade else self.attempt.failure,
             components=dict(grade.components) if grade else {},
             evidence=grade.evidence if grade else {},
-            messages=list(attempt.transcript.messages),
-            tools=[tool.to_openai() for tool in attempt.prompt.tools] if attempt.prompt else [],
-            trajectory=ledger.trajectory() if ledger else None,
-            forks=ledger.forks if ledger else [],
+            messages=list(account.messages),
+            tools=list(account.tools),
+            trajectory=account.trajectory,
+            forks=list(account.forks),
             timings=self.timings(),
             attempts=self.attempts,
             metadata=self.request.metadata,
         )
 
     def timings(self) -> Timings:
-        ledger = self.attempt.transcript.ledger
+        spent = self.attempt.spent()
         return Timings(
             queued_s=self.queued_s,
             init_s=self.active_s[Stage.INIT],
             run_s=self.active_s[Stage.RUN],
             eval_s=self.active_s[Stage.EVAL],
-            model_s=self.model_s + (ledger.model_s if ledger else 0.0),
-            tools_s=self.tools_s + (ledger.tools_s if ledger else 0.0),
-            held_s=self.held_s + self.attempt.transcript.held.seconds(),
+            model_s=self.model_s + spent.model_s,
+            tools_s=self.tools_s + spent.tools_s,
+            held_s=self.held_s + spent.held_s,
         )
 
     def _account(self) -> None:

@@ -8,90 +8,30 @@ service's. A job walks
 and leaves when its environment is closed. A failed attempt that may be retried closes too and then waits
 for INIT again, on a fresh sandbox.
 
+A job's attempt stays on the node where INIT began (`placement.py` chooses it). A service of one machine has
+one node, `HERE`.
+
 Four rules:
 
-- each stage has a pool of its own, so a slow stage never holds another one's slots;
-- back-pressure is one number: at most `live` jobs exist between the start of INIT and the end of close.
-  Only INIT is held back by it, so whatever stage is slow, work behind it goes on, and the sandboxes
+- each stage has a pool of its own on each node, so a slow stage never holds another one's slots;
+- back-pressure is one number: at most `live` jobs of a node are between the start of INIT and the end of
+  close. Only INIT is held back by it, so whatever stage is slow, work behind it goes on, and the sandboxes
   waiting in front of it are bounded;
 - while it is paused, no stage starts, or no INIT; every other event is as ever;
 - within a queue, a higher priority goes first, lanes share by weight, and a lane's groups are served in
   order of arrival (`fair_queue.py`).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 
+from prorl_envs.rollout.decisions import Close, Decision, Finish, Grant, Interrupt, Start
 from prorl_envs.rollout.fair_queue import COMMON, FairQueue, Share
+from prorl_envs.rollout.placement import HERE, Limits, Place, Placement
 from prorl_envs.rollout.types import JobState, Stage
 
 _NEXT = {Stage.INIT: Stage.RUN, Stage.RUN: Stage.EVAL}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """How much may happen at once.
-
-    Args:
-        init, run, eval: jobs active in each stage.
-        live: jobs that hold an environment, from the start of INIT to the end of close.
-        attempts: how often one job may be tried, the first time included.
-    """
-
-    init: int
-    run: int
-    eval: int
-    live: int
-    attempts: int = 2
-
-    def __post_init__(self) -> None:
-        if min(self.init, self.run, self.eval, self.live, self.attempts) < 1:
-            raise ValueError("every limit is at least 1")
-
-    def of(self, stage: Stage) -> int:
-        return {Stage.INIT: self.init, Stage.RUN: self.run, Stage.EVAL: self.eval}[stage]
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Run this stage of the job now."""
-
-    job: str
-    stage: Stage
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class Interrupt:
-    """End the stage that is running; then report `ended`."""
-
-    job: str
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """The job has come to its end: record its result. Given exactly once for every job."""
-
-    job: str
-    state: JobState
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """Close the environment of the job's attempt; then report `closed`."""
-
-    job: str
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """The guest may start its environment now; then report `prepared`."""
-
-    guest: str
-
-
-type Decision = Start | Interrupt | Finish | Close | Grant
 
 
 class Pause(StrEnum):
@@ -117,24 +57,34 @@ class _Job:
     phase: _Phase = _Phase.WAITING
     attempt: int = 1
     finished: bool = False
+    place: Place | None = None  # of the attempt, or of the last one while it waits for INIT
+
+    @property
+    def at(self) -> Place:
+        """Its node, where it has begun."""
+        if self.place is None:
+            raise AssertionError(f"job {self.id} has not begun")
+        return self.place
 
 
 class Scheduler:
-    """The state of every unfinished job and the three pools.
+    """The state of every unfinished job, and the pools of every node.
 
     Every event method returns the decisions that follow, in the order in which to carry them out. Events
     that come late (a stage that ended after its job was cancelled) are expected and never act twice.
 
     Args:
-        limits: how much may happen at once.
+        limits: how much may happen at once on this machine.
+        here: whether jobs run on this machine too. Guests always do.
     """
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
+    def __init__(self, limits: Limits, *, here: bool = True) -> None:
+        self.attempts = limits.attempts
         self._jobs: dict[str, _Job] = {}
-        self._queues = {stage: FairQueue() for stage in Stage}
-        self._active = dict.fromkeys(Stage, 0)
-        self._live = 0
+        self._waiting = FairQueue()  # for INIT
+        self._nodes = Placement()
+        self._here = Place(HERE, limits, open=here)
+        self._nodes.join(self._here)
         self._pause: Pause | None = None
         self._guests_waiting: dict[str, None] = {}
         self._guests: dict[str, bool] = {}  # by name, whether it is still in INIT
@@ -149,9 +99,19 @@ class Scheduler:
         return job in self._jobs
 
     @property
+    def nodes(self) -> Collection[Place]:
+        """Every node that is there, this machine first. Not to be changed."""
+        return self._nodes.places.values()
+
+    @property
     def live(self) -> int:
         """Jobs that hold an environment."""
-        return self._live
+        return sum(place.live for place in self.nodes)
+
+    @property
+    def live_limit(self) -> int:
+        """Most of them."""
+        return sum(place.limits.live for place in self.nodes if place.open)
 
     @property
     def paused(self) -> Pause | None:
@@ -161,12 +121,29 @@ class Scheduler:
     @property
     def active(self) -> Mapping[Stage, int]:
         """Jobs running, by stage."""
-        return dict(self._active)
+        return {stage: sum(place.active[stage] for place in self.nodes) for stage in Stage}
 
     @property
     def waiting(self) -> Mapping[Stage, int]:
         """Jobs waiting, by stage."""
-        return {stage: len(queue) for stage, queue in self._queues.items()}
+        return {
+            stage: len(self._waiting)
+            if stage is Stage.INIT
+            else sum(len(place.queues[stage]) for place in self.nodes)
+            for stage in Stage
+        }
+
+    def limit(self, stage: Stage) -> int:
+        """Jobs that may be active in a stage, on all nodes that take jobs together."""
+        return sum(place.limits.of(stage) for place in self.nodes if place.open)
+
+    def waiting_on(self, node: str) -> list[str]:
+        """The unfinished jobs that wait on a node, between two stages."""
+        return [
+            job.id
+            for job in self._jobs.values()
+            if job.phase is _Phase.WAITING and job.stage is not Stage.INIT and job.at.name == node
+        ]
 
     def state(self, job: str) -> JobState | None:
         """Where an unfinished job is; None for one that is finished or unknown."""
@@ -199,40 +176,40 @@ class Scheduler:
             if job in self._jobs:
                 raise ValueError(f"job {job} is scheduled already")
             self._jobs[job] = _Job(job, group, share, attempt=(failures or {}).get(job, 0) + 1)
-            self._queues[Stage.INIT].push(job, group, share)
+            self._waiting.push(job, group, share)
         return self._fill()
 
     def pause(self, mode: Pause) -> list[Decision]:
         """Start less from here on, or less or more than in another pause."""
         self._pause = mode
-        return self._fill()
+        return self._fill(*self.nodes)
 
     def resume(self) -> list[Decision]:
         """Start again what there is room for."""
         self._pause = None
-        return self._fill()
+        return self._fill(*self.nodes)
 
     def ended(self, job: str) -> list[Decision]:
         """The job's stage ended as it should, or was interrupted."""
         entry = self._leave_stage(job)
-        if entry.phase is _Phase.STOPPING:
-            return [self._close(entry), *self._fill()]
         following = _NEXT.get(entry.stage)
+        if entry.phase is _Phase.STOPPING:
+            return [self._close(entry), *self._fill(entry.at)]
         if following is None:
-            return [self._finish(entry, JobState.DONE), self._close(entry), *self._fill()]
+            return [self._finish(entry, JobState.DONE), self._close(entry), *self._fill(entry.at)]
         entry.stage = following
+        if self._nodes.places.get(entry.at.name) is not entry.at:  # lost meanwhile: this will fail at once
+            return [self._start(entry, entry.at)]
         entry.phase = _Phase.WAITING
-        self._queues[following].push(job, entry.group, entry.share)
-        return self._fill()
+        entry.at.queues[following].push(job, entry.group, entry.share)
+        return self._fill(entry.at)
 
     def failed(self, job: str, *, retryable: bool) -> list[Decision]:
         """The job's stage failed."""
         entry = self._leave_stage(job)
         if entry.phase is _Phase.STOPPING:
-            return [self._close(entry), *self._fill()]
-        if retryable and entry.attempt < self.limits.attempts:
-            return [self._close(entry), *self._fill()]
-        return [self._finish(entry, JobState.FAILED), self._close(entry), *self._fill()]
+            return [self._close(entry), *self._fill(entry.at)]
+        return [*self._give_up(entry, retryable=retryable), *self._fill(entry.at)]
 
     def cancel(self, job: str) -> list[Decision]:
         """Somebody wants the job gone. Unknown and finished jobs are left as they are."""
@@ -245,25 +222,65 @@ class Scheduler:
             return [finish, Interrupt(job)]
         if entry.phase is _Phase.CLOSING:  # between two attempts
             return [finish]
-        self._queues[entry.stage].remove(job, entry.group, entry.share)
         if entry.stage is Stage.INIT:  # holds nothing yet
+            self._waiting.remove(job, entry.group, entry.share)
             del self._jobs[job]
             return [finish]
-        return [finish, self._close(entry), *self._fill()]
+        entry.at.queues[entry.stage].remove(job, entry.group, entry.share)
+        return [finish, self._close(entry), *self._fill(entry.at)]
 
     def closed(self, job: str) -> list[Decision]:
         """The environment of the job's attempt is gone."""
         entry = self._jobs[job]
         if entry.phase is not _Phase.CLOSING:
             raise ValueError(f"job {job} was not closing")
-        self._live -= 1
+        entry.at.live -= 1
+        self._nodes.changed(entry.at)
         if entry.finished:
             del self._jobs[job]
         else:
             entry.stage, entry.phase = Stage.INIT, _Phase.WAITING
             entry.attempt += 1
-            self._queues[Stage.INIT].push(job, entry.group, entry.share)
-        return self._fill()
+            self._waiting.push(job, entry.group, entry.share)
+        return self._fill(entry.at)
+
+    # Nodes come and go.
+
+    def join(self, node: str, limits: Limits) -> list[Decision]:
+        """A further node takes jobs.
+
+        Raises:
+            ValueError: one of this name is there.
+        """
+        place = Place(node, limits)
+        self._nodes.join(place)
+        return self._fill(place)
+
+    def admit(self, node: str, *, jobs: bool) -> list[Decision]:
+        """Let no further jobs go to a node, or let them again. What is there goes on.
+
+        Raises:
+            KeyError: there is no such node.
+        """
+        place = self._nodes.places[node]
+        place.open = jobs
+        self._nodes.changed(place)
+        return self._fill(place)
+
+    def lost(self, node: str) -> list[Decision]:
+        """A node is gone with everything on it. What waits there has failed, and may be tried elsewhere; of
+        what runs or closes there `ended`, `failed` and `closed` are still reported.
+
+        Raises:
+            KeyError: there is no such node.
+        """
+        decisions: list[Decision] = []
+        for job in self.waiting_on(node):
+            entry = self._jobs[job]
+            entry.at.queues[entry.stage].remove(job, entry.group, entry.share)
+            decisions += self._give_up(entry, retryable=True)
+        self._nodes.leave(node)
+        return decisions
 
     # Guests: environments that somebody outside drives. They share INIT and `live` with the jobs.
 
@@ -283,7 +300,8 @@ class Scheduler:
         if not self._guests[guest]:
             raise ValueError(f"guest {guest} was prepared already")
         self._guests[guest] = False
-        self._active[Stage.INIT] -= 1
+        self._here.active[Stage.INIT] -= 1
+        self._nodes.changed(self._here)
         return self._fill()
 
     def release(self, guest: str) -> list[Decision]:
@@ -292,8 +310,9 @@ class Scheduler:
         preparing = self._guests.pop(guest, None)
         if preparing is None:
             return []
-        self._live -= 1
-        self._active[Stage.INIT] -= preparing
+        self._here.live -= 1
+        self._here.active[Stage.INIT] -= preparing
+        self._nodes.changed(self._here)
         return self._fill()
 
     # Steps.
@@ -302,8 +321,15 @@ class Scheduler:
         entry = self._jobs[job]
         if entry.phase not in (_Phase.ACTIVE, _Phase.STOPPING):
             raise ValueError(f"job {job} was not in a stage")
-        self._active[entry.stage] -= 1
+        entry.at.active[entry.stage] -= 1
+        self._nodes.changed(entry.at)
         return entry
+
+    def _give_up(self, entry: _Job, *, retryable: bool) -> list[Decision]:
+        """An attempt has failed: there is another one after it is closed, or it was the last."""
+        if retryable and entry.attempt < self.attempts:
+            return [self._close(entry)]
+        return [self._finish(entry, JobState.FAILED), self._close(entry)]
 
     def _finish(self, entry: _Job, state: JobState) -> Finish:
         entry.finished = True
@@ -313,40 +339,45 @@ class Scheduler:
         entry.phase = _Phase.CLOSING
         return Close(entry.id)
 
-    def _fill(self) -> list[Decision]:
-        """Start what there is room for; the last stage first, since it frees environments soonest."""
-        return [
-            *self._fill_stage(Stage.EVAL),
-            *self._fill_stage(Stage.RUN),
-            *self._admit_guests(),
-            *self._fill_stage(Stage.INIT),
-        ]
+    def _fill(self, *places: Place) -> list[Decision]:
+        """Start what there is room for on these nodes, and INIT anywhere; the last stage first, since it
+        frees environments soonest."""
+        decisions: list[Decision] = []
+        if self._pause is not Pause.HOLD:
+            for place in places:
+                for stage in (Stage.EVAL, Stage.RUN):
+                    self._fill_stage(place, stage, decisions)
+        if self._pause is None:
+            self._admit_guests(decisions)
+            self._begin(decisions)
+        return decisions
 
-    def _admit_guests(self) -> list[Grant]:
-        grants: list[Grant] = []
-        while self._guests_waiting and self._pause is None and self._room_for_init():
+    def _fill_stage(self, place: Place, stage: Stage, decisions: list[Decision]) -> None:
+        queue = place.queues[stage]
+        while queue and place.active[stage] < place.limits.of(stage):
+            decisions.append(self._start(self._jobs[queue.pop()], place))
+
+    def _admit_guests(self, decisions: list[Decision]) -> None:
+        while self._guests_waiting and self._here.room:
             guest = next(iter(self._guests_waiting))
             del self._guests_waiting[guest]
             self._guests[guest] = True
-            self._live += 1
-            self._active[Stage.INIT] += 1
-            grants.append(Grant(guest))
-        return grants
+            self._here.live += 1
+            self._here.active[Stage.INIT] += 1
+            self._nodes.changed(self._here)
+            decisions.append(Grant(guest))
 
-    def _room_for_init(self) -> bool:
-        return self._live < self.limits.live and self._active[Stage.INIT] < self.limits.init
+    def _begin(self, decisions: list[Decision]) -> None:
+        """Start INIT of who waits for it, each on the node with most room; a new attempt on another node."""
+        while self._waiting and self._nodes.best() is not None:
+            entry = self._jobs[self._waiting.pop()]
+            place = self._nodes.best(avoid=entry.place.name if entry.place else None)
+            assert place is not None
+            place.live += 1
+            decisions.append(self._start(entry, place))
 
-    def _fill_stage(self, stage: Stage) -> list[Start]:
-        starts: list[Start] = []
-        if self._pause is Pause.HOLD or (self._pause and stage is Stage.INIT):
-            return starts
-        while self._queues[stage] and self._active[stage] < self.limits.of(stage):
-            if stage is Stage.INIT:
-                if not self._room_for_init():
-                    break
-                self._live += 1
-            entry = self._jobs[self._queues[stage].pop()]
-            entry.phase = _Phase.ACTIVE
-            self._active[stage] += 1
-            starts.append(Start(entry.id, stage, entry.attempt))
-        return starts
+    def _start(self, entry: _Job, place: Place) -> Start:
+        entry.place, entry.phase = place, _Phase.ACTIVE
+        place.active[entry.stage] += 1
+        self._nodes.changed(place)
+        return Start(entry.id, entry.stage, entry.attempt, place.name)

@@ -32,8 +32,10 @@ from prorl_envs.rollout.fair_queue import COMMON, Share
 from prorl_envs.rollout.metrics import Metrics
 from prorl_envs.rollout.model_views import router_view, server_views
 from prorl_envs.rollout.news import EVERYTHING, News
+from prorl_envs.rollout.nodes.fleet import Fleet
+from prorl_envs.rollout.placement import Limits
 from prorl_envs.rollout.restart import sort_out
-from prorl_envs.rollout.scheduler import Limits, Pause, Scheduler
+from prorl_envs.rollout.scheduler import Pause, Scheduler
 from prorl_envs.rollout.stages import Family
 from prorl_envs.rollout.statistics import group_statistics
 from prorl_envs.rollout.store import ALL, MemoryStore, NewGroup, Selection, Store, StoredGroup
@@ -78,6 +80,7 @@ class RolloutService:
         store: where groups and results are kept; None keeps them in memory.
         clock: measures deadlines and timings.
         defaults: by environment, the limits and the sampling of a request that names none.
+        fleet: further machines that carry jobs out, or None. The service does not close it.
     """
 
     def __init__(
@@ -90,7 +93,10 @@ class RolloutService:
         store: Store | None = None,
         clock: Clock | None = None,
         defaults: Mapping[str, Defaults] | None = None,
+        fleet: Fleet | None = None,
     ) -> None:
+        #: Further machines, or None.
+        self.fleet = fleet
         self._defaults = defaults or {}
         self.settings = settings or ServiceSettings()
         self.clock = clock or SystemClock()
@@ -107,10 +113,12 @@ class RolloutService:
             grace_s=self.settings.grace_s,
             close_s=self.settings.close_s,
         )
-        scheduler = Scheduler(_limits(self.settings))
+        scheduler = Scheduler(_limits(self.settings), here=fleet is None or fleet.head_takes_jobs)
         self._engine = Engine(
-            scheduler, worker, self.store, self.clock, self._recorded, lambda: self.batches.freed()
+            scheduler, fleet or worker, self.store, self.clock, self._recorded, lambda: self.batches.freed()
         )
+        if fleet is not None:
+            fleet.attach(worker, self._engine)
         self.episodes = Episodes(
             worker,
             agent,
@@ -414,18 +422,20 @@ class RolloutService:
     def status(self) -> StatusView:
         """Pools, queues and counts, now."""
         engine, scheduler = self._engine, self._engine.scheduler
-        limits, active, waiting = scheduler.limits, scheduler.active, scheduler.waiting
+        active, waiting = scheduler.active, scheduler.waiting
         return StatusView(
             version=__version__,
             state=self.state,
             paused=scheduler.paused,
             uptime_s=self.clock.monotonic() - self._started_at,
             pools={
-                stage.value: PoolView(limit=limits.of(stage), active=active[stage], waiting=waiting[stage])
+                stage.value: PoolView(
+                    limit=scheduler.limit(stage), active=active[stage], waiting=waiting[stage]
+                )
                 for stage in Stage
             },
             live=scheduler.live,
-            live_limit=limits.live,
+            live_limit=scheduler.live_limit,
             episodes=len(self.episodes),
             unfinished=len(scheduler),
             queue_limit=self.settings.queue,

@@ -12,12 +12,14 @@ from contextvars import ContextVar
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from prorl_envs import __version__
 from prorl_envs.policy.types import Sampled
 from prorl_envs.rollout.types import Failure, JobState, Stage
 from prorl_envs.tools.types import ToolCall, ToolResult
 
+_propagator = TraceContextTextMapPropagator()
 _tracer = trace.get_tracer("prorl_envs", __version__)
 
 #: The job that the running task works for, for log lines; "" outside of one.
@@ -58,6 +60,24 @@ def in_stage(job: str, span: Span, stage: Stage, attempt: int) -> Iterator[Span]
         with trace.use_span(span) if _traced() else nullcontext(), _current(stage) as of_stage:
             of_stage.set_attributes({"prorl.job": job, "prorl.attempt": attempt})
             yield of_stage
+    finally:
+        current_job.reset(token)
+
+
+def carried() -> dict[str, str]:
+    """The span that this task is in, as W3C trace headers, for work that goes on on another machine."""
+    carrier: dict[str, str] = {}
+    _propagator.inject(carrier)
+    return carrier
+
+
+@contextmanager
+def continued(job: str, carrier: dict[str, str]) -> Iterator[None]:
+    """While a stage of a job is begun whose span is on another machine; tasks made here are in it."""
+    token = current_job.set(job)
+    try:
+        with trace.use_span(trace.get_current_span(_propagator.extract(carrier, context=Context()))):
+            yield
     finally:
         current_job.reset(token)
 

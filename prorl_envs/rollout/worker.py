@@ -80,6 +80,9 @@ class Worker:
             elapsed = self._clock.monotonic() - started
             episode.active_s[stage] += elapsed - (held.seconds() if stage is Stage.RUN else 0.0)
 
+    async def collect(self, episode: Episode) -> None:
+        """Nothing: all that the attempt has come to is here."""
+
     async def close(self, episode: Episode) -> bool:
         """Close the episode's environment. False where it could not be closed in order; the node's own
         end takes what was left."""

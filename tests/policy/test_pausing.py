@@ -13,7 +13,8 @@ from prorl_envs.policy.balance import ServerState
 from prorl_envs.policy.gate import Gate, HeldTime, active_timeout
 from prorl_envs.policy.health import Rhythm, due, watching
 from prorl_envs.policy.link import ClientLimits
-from prorl_envs.policy.pool import MAX_PARTS, ModelPool
+from prorl_envs.policy.parts import MAX_PARTS
+from prorl_envs.policy.pool import ModelPool
 from prorl_envs.policy.servers import Servers
 from prorl_envs.policy.types import Sampled, Sampling, VersionSpan
 from prorl_envs.testing.clock import FakeClock

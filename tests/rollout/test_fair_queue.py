@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prorl_envs.rollout.decisions import Close, Finish, Start
 from prorl_envs.rollout.fair_queue import FairQueue, Share
-from prorl_envs.rollout.scheduler import Close, Finish, Limits, Scheduler, Start
+from prorl_envs.rollout.placement import Limits
+from prorl_envs.rollout.scheduler import Scheduler
 from prorl_envs.rollout.types import JobState, Stage
 
 weights = st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.0, 7.0]), min_size=2, max_size=5)

@@ -8,18 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prorl_envs.rollout.decisions import Close, Decision, Finish, Grant, Interrupt, Start
 from prorl_envs.rollout.fair_queue import FairQueue
-from prorl_envs.rollout.scheduler import (
-    Close,
-    Decision,
-    Finish,
-    Grant,
-    Interrupt,
-    Limits,
-    Pause,
-    Scheduler,
-    Start,
-)
+from prorl_envs.rollout.placement import HERE, Limits, Place, Placement
+from prorl_envs.rollout.scheduler import Pause, Scheduler
 from prorl_envs.rollout.types import JobState, Stage
 
 WIDE = Limits(init=2, run=4, eval=2, live=8)
@@ -232,6 +224,104 @@ def test_events_of_jobs_that_are_not_there_are_bugs() -> None:
         scheduler.ended("a")
 
 
+def nodes(**live: int) -> Scheduler:
+    """A scheduler whose jobs run on other machines, each with so many at once."""
+    scheduler = Scheduler(WIDE, here=False)
+    for name, count in live.items():
+        assert scheduler.join(name, Limits(init=count, run=count, eval=count, live=count)) == []
+    return scheduler
+
+
+def placed(decisions: list[Decision]) -> dict[str, str]:
+    return {d.job: d.node for d in decisions if isinstance(d, Start)}
+
+
+def test_jobs_go_to_the_node_with_most_room_for_its_size() -> None:
+    scheduler = nodes(small=2, large=4)
+    started = placed(scheduler.submit([(str(i), "g") for i in range(7)]))
+    assert Counter(started.values()) == {"small": 2, "large": 4}
+    assert [started[job] for job in "012"] == ["small", "large", "large"], "alike in proportion"
+    assert scheduler.waiting[Stage.INIT] == 1
+    assert (scheduler.live_limit, scheduler.limit(Stage.RUN)) == (6, 6)
+
+
+def test_an_attempt_stays_on_its_node_and_the_next_one_goes_to_another() -> None:
+    scheduler = nodes(a=1, b=1)
+    [first] = placed(scheduler.submit([("x", "g")])).values()
+    assert set(placed(scheduler.ended("x")).values()) == {first}
+    scheduler.failed("x", retryable=True)
+    [second] = placed(scheduler.closed("x")).values()
+    assert {first, second} == {"a", "b"}
+    alone = nodes(a=1)
+    alone.submit([("x", "g")])
+    alone.failed("x", retryable=True)
+    assert placed(alone.closed("x")) == {"x": "a"}, "where there is no other"
+
+
+def test_jobs_wait_for_the_first_node_and_a_late_one_gets_work_at_once() -> None:
+    scheduler = nodes()
+    assert scheduler.submit([("x", "g"), ("y", "g"), ("z", "g")]) == []
+    assert placed(scheduler.join("a", Limits(init=1, run=1, eval=1, live=2))) == {"x": "a"}
+    late = Limits(init=2, run=2, eval=2, live=2)
+    assert placed(scheduler.join("b", late)) == {"y": "b", "z": "b"}
+    with pytest.raises(ValueError, match="there already"):
+        scheduler.join("a", WIDE)
+
+
+def test_a_drained_node_finishes_what_it_has() -> None:
+    scheduler = nodes(a=2)
+    scheduler.submit([("x", "g")])
+    assert scheduler.admit("a", jobs=False) == []
+    assert scheduler.submit([("y", "g")]) == []
+    assert placed(scheduler.ended("x")) == {"x": "a"}, "RUN, where its sandbox is"
+    assert placed(scheduler.admit("a", jobs=True)) == {"y": "a"}
+
+
+def test_what_waits_on_a_lost_node_is_tried_elsewhere() -> None:
+    scheduler = Scheduler(WIDE, here=False)
+    scheduler.join("a", Limits(init=2, run=1, eval=1, live=2))
+    scheduler.submit([("x", "g"), ("y", "g")])
+    scheduler.ended("x")
+    scheduler.ended("y")
+    scheduler.join("b", WIDE)
+    assert scheduler.waiting_on("a") == ["y"]
+    assert scheduler.lost("a") == [Close("y")]
+    assert scheduler.closed("y") == [Start("y", Stage.INIT, 2, "b")]
+    assert scheduler.failed("x", retryable=True) == [Close("x")]
+    assert scheduler.closed("x") == [Start("x", Stage.INIT, 2, "b")]
+    assert [place.live for place in scheduler.nodes] == [0, 2]
+
+
+def test_a_stage_that_ended_while_its_node_was_lost_fails_with_the_next() -> None:
+    scheduler = nodes(a=1)
+    scheduler.submit([("x", "g")])
+    scheduler.pause(Pause.HOLD)
+    scheduler.lost("a")
+    assert scheduler.ended("x") == [Start("x", Stage.RUN, 1, "a")], "there is nobody to hold it"
+    assert scheduler.failed("x", retryable=True) == [Close("x")]
+    assert scheduler.closed("x") == []
+    assert len(scheduler) == 1
+
+
+def test_guests_stay_on_this_machine() -> None:
+    scheduler = nodes(a=1)
+    assert scheduler.reserve("guest") == [Grant("guest")]
+    assert [(place.name, place.live) for place in scheduler.nodes] == [(HERE, 1), ("a", 0)]
+
+
+def test_many_nodes_fill_evenly_and_the_heap_stays_small() -> None:
+    placement = Placement()
+    for number in range(100):
+        placement.join(Place(str(number), Limits(init=8, run=8, eval=8, live=8)))
+    for _ in range(400):
+        place = placement.best()
+        assert place is not None
+        place.live += 1
+        placement.changed(place)
+    assert {place.live for place in placement.places.values()} == {4}
+    assert len(placement._offers) <= 4 * 100 + 65
+
+
 def test_limits_are_positive() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         Limits(init=1, run=0, eval=1, live=1)
@@ -251,14 +341,26 @@ class World:
     most: Counter[str] = field(default_factory=Counter)
     guests: dict[str, bool] = field(default_factory=dict)  # by name, whether still in INIT
     invited: int = 0
+    nodes: dict[str, Limits] = field(default_factory=dict)
+    drained: set[str] = field(default_factory=set)
+    at: dict[str, str] = field(default_factory=dict)  # by job, the node of its last attempt
+    joined: int = 0
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.limits)
+        self.nodes[HERE] = self.limits
 
     def apply(self, decisions: list[Decision]) -> None:
         for decision in decisions:
             match decision:
-                case Start(job, stage, attempt):
+                case Start(job, stage, attempt, node):
+                    assert stage is Stage.INIT or self.at[job] == node, "moved within an attempt"
+                    assert stage is not Stage.INIT or (node in self.nodes and node not in self.drained)
+                    self.at[job] = node
+                    if node not in self.nodes:  # lost while the stage before ended: this fails at once
+                        self.stages[job].append((attempt, stage))
+                        self.running[job] = stage
+                        continue
                     assert self.scheduler.paused is not Pause.HOLD
                     assert not (self.scheduler.paused and stage is Stage.INIT)
                     assert job not in self.running, "two stages at once"
@@ -282,23 +384,26 @@ class World:
         self.check()
 
     def check(self) -> None:
-        active = Counter(self.running.values())
-        active[Stage.INIT] += sum(self.guests.values())
+        for place in self.scheduler.nodes:
+            self.check_node(place)
+        if self.scheduler.waiting[Stage.INIT] and not self.scheduler.paused:
+            assert not any(place.open and place.room for place in self.scheduler.nodes), "room, and one waits"
+
+    def check_node(self, place: Place) -> None:
+        limits, here = self.nodes[place.name], place.name == HERE
+        active = Counter(stage for job, stage in self.running.items() if self.at[job] == place.name)
+        active[Stage.INIT] += sum(self.guests.values()) if here else 0
         for stage in Stage:
-            assert active[stage] <= self.limits.of(stage)
-            assert active[stage] == self.scheduler.active[stage]
+            assert active[stage] <= limits.of(stage)
+            assert active[stage] == place.active[stage]
             self.most[stage] = max(self.most[stage], active[stage])
-        held = set(self.running) | self.closing | set(self.guests)
-        assert len(held) <= self.scheduler.live <= self.limits.live
-        waiting = self.scheduler.waiting
+        held = {job for job in (*self.running, *self.closing) if self.at[job] == place.name}
+        held |= set(self.guests) if here else set()
+        assert len(held) <= place.live <= limits.live
         if self.scheduler.paused is Pause.HOLD:
             return
-        if waiting[Stage.RUN]:
-            assert active[Stage.RUN] == self.limits.run, "a free slot beside a waiting job"
-        if waiting[Stage.EVAL]:
-            assert active[Stage.EVAL] == self.limits.eval
-        if waiting[Stage.INIT] and not self.scheduler.paused:
-            assert active[Stage.INIT] == self.limits.init or self.scheduler.live == self.limits.live
+        for stage, queue in place.queues.items():
+            assert not queue or active[stage] == limits.of(stage), "a free slot beside a waiting job"
 
     def step(self) -> None:
         """Something of all that may happen happens."""
@@ -307,6 +412,8 @@ class World:
             self.apply(self.scheduler.resume() if mode is None else self.scheduler.pause(mode))
         if self.chance.random() < 0.2:
             self.visit()
+        if self.chance.random() < 0.15:
+            self.change_nodes()
         jobs = [*self.running, *self.closing]
         if not jobs:  # paused
             return
@@ -319,10 +426,34 @@ class World:
             self.apply(self.scheduler.cancel(job))
             return
         del self.running[job]
-        if self.chance.random() < 0.25:
+        if self.at[job] not in self.nodes:
+            self.apply(self.scheduler.failed(job, retryable=True))
+        elif self.chance.random() < 0.25:
             self.apply(self.scheduler.failed(job, retryable=self.chance.random() < 0.5))
         else:
             self.apply(self.scheduler.ended(job))
+
+    def change_nodes(self) -> None:
+        """A node comes, takes no more, takes more again, or is lost."""
+        others = [name for name in self.nodes if name != HERE]
+        if not others or self.chance.random() < 0.4:
+            self.joined += 1
+            name, sizes = f"node {self.joined}", [self.chance.randint(1, 4) for _ in range(4)]
+            init, run, evaluate, live = sizes
+            self.nodes[name] = Limits(init=init, run=run, eval=evaluate, live=live)
+            self.apply(self.scheduler.join(name, self.nodes[name]))
+            return
+        name = self.chance.choice(others)
+        if self.chance.random() < 0.5:
+            del self.nodes[name]
+            self.drained.discard(name)
+            waited = self.scheduler.waiting_on(name)
+            decisions = self.scheduler.lost(name)
+            assert [d.job for d in decisions if isinstance(d, Close)] == waited
+            self.apply(decisions)
+        else:
+            self.drained ^= {name}
+            self.apply(self.scheduler.admit(name, jobs=name not in self.drained))
 
     def visit(self) -> None:
         """A guest comes, is prepared, or goes."""

@@ -1,0 +1,82 @@
+"""An attempt's account as bytes, and back. Token ids and log-probabilities arrive exactly as they were."""
+
+import json
+from array import array
+
+from pydantic import TypeAdapter
+
+from prorl_envs.env.base import Grade
+from prorl_envs.rollout.episode import Account, Attempt, Spent
+from prorl_envs.rollout.nodes.messages import Report, Row
+from prorl_envs.rollout.types import StopReason, Trajectory, TurnRecord
+
+_TURNS = TypeAdapter(list[TurnRecord])
+
+
+def short_report(attempt: Attempt) -> Report:
+    """What the head needs to know of an attempt that goes on."""
+    return Report(attempt.prompt is not None, attempt.stop_reason, *attempt.spent())
+
+
+def whole_report(attempt: Attempt) -> Report:
+    """All of it."""
+    account = attempt.account()
+    said: dict[str, object] = {"messages": account.messages, "tools": account.tools}
+    if grade := account.grade:
+        said["grade"] = {
+            "reward": grade.reward,
+            "components": dict(grade.components),
+            "evidence": grade.evidence,
+        }
+    report = Report(account.prompted, account.stop_reason, *account.spent)
+    report.text = json.dumps(said).encode()  # ASCII escapes, and integers of any size
+    report.rows = [_row(row) for row in account.rows]
+    return report
+
+
+def account_of(report: Report) -> Account:
+    """What a node told.
+
+    Raises:
+        ValueError: it makes no sense.
+    """
+    said = json.loads(report.text) if report.text else {}
+    grade = said.get("grade")
+    rows = [_trajectory(row) for row in report.rows]
+    return Account(
+        prompted=report.prompted,
+        messages=said.get("messages", ()),
+        tools=said.get("tools", ()),
+        trajectory=rows[-1] if rows else None,
+        forks=rows[:-1],
+        stop_reason=StopReason(report.stop_reason) if report.stop_reason else None,
+        grade=Grade(**grade) if grade else None,
+        spent=Spent(report.model_s, report.tools_s, report.held_s),
+    )
+
+
+def _numbers(packed: bytes) -> list[float]:
+    numbers: array[float] = array("d", packed)
+    return numbers.tolist()
+
+
+def _row(row: Trajectory) -> Row:
+    return Row(
+        ids=array("i", row.ids).tobytes(),
+        mask=array("b", row.loss_mask).tobytes(),
+        logprobs=array("d", row.logprobs).tobytes(),
+        turns=_TURNS.dump_json(row.turns),
+        drift=row.drift,
+        exact=row.exact,
+    )
+
+
+def _trajectory(row: Row) -> Trajectory:
+    return Trajectory(
+        ids=array("i", row.ids).tolist(),
+        loss_mask=array("b", row.mask).tolist(),
+        logprobs=_numbers(row.logprobs),
+        turns=_TURNS.validate_json(row.turns),
+        drift=row.drift,
+        exact=row.exact,
+    )

@@ -1,0 +1,183 @@
+"""Model calls on a node: the head's router says which server, the node samples there.
+
+The prompt's ids go from here to the model server and the sampled ones come back here. The head hears how long
+the prompt is and how it went, which is all that routing, health and pauses need.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from prorl_envs.clock import Clock
+from prorl_envs.errors import ModelError
+from prorl_envs.policy.gate import Gate
+from prorl_envs.policy.parts import in_parts, sample_on
+from prorl_envs.policy.protocol import Overloaded, ServerUnavailable
+from prorl_envs.policy.types import Conversation, ModelClient, Sampled, Sampling, Steerable
+from prorl_envs.rollout.nodes.messages import (
+    AskTurn,
+    Forget,
+    HangUp,
+    Hold,
+    SampleAt,
+    ToHead,
+    TurnFailed,
+    TurnLeft,
+    TurnSampled,
+)
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """A turn, or a part of one, that waits to be sampled."""
+
+    ids: Sequence[int]
+    sampling: Sampling
+    session: str
+    conversation: Conversation | None
+    answer: asyncio.Future[Sampled]
+    call: asyncio.Task[Sampled] | None = None
+
+
+class RoutedModel:
+    """The model as a node sees it. Implements `policy.types.PooledModel`.
+
+    Args:
+        connect: makes the client of a server from its URL (`Servers.connect`).
+        send: tells the head.
+        clock: measures for how long turns are held.
+    """
+
+    def __init__(
+        self, connect: Callable[[str], ModelClient], send: Callable[[ToHead], None], clock: Clock
+    ) -> None:
+        self._connect = connect
+        self._send = send
+        self._gate = Gate(clock)
+        self._resample = False
+        self._clients: dict[str, ModelClient] = {}
+        self._turns: dict[int, _Turn] = {}
+        self._numbers = itertools.count()
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str,
+        conversation: Conversation | None = None,
+    ) -> Sampled:
+        """See `PooledModel.generate`."""
+
+        async def part(ids: Sequence[int], left: Sampling) -> Sampled:
+            answer: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
+            return await self._ask(_Turn(ids, left, session, conversation, answer))
+
+        return await in_parts(part, prompt_ids, sampling, lambda: self._resample)
+
+    def paused_s(self) -> float:
+        """See `PooledModel.paused_s`."""
+        return self._gate.closed_s()
+
+    def forget(self, session: str) -> None:
+        """See `PooledModel.forget`."""
+        self._send(Forget(session))
+
+    async def aclose(self) -> None:
+        """Close every client."""
+        while self._clients:
+            await self._clients.popitem()[1].aclose()
+
+    # What the head says.
+
+    def hold(self, told: Hold) -> None:
+        """Weights begin or cease to change."""
+        self._resample = told.resample
+        if told.closed:
+            self._gate.close()
+        else:
+            self._gate.open()
+
+    def sample_at(self, told: SampleAt) -> None:
+        """Sample a turn on a server; one that nobody waits for any more is left."""
+        if (turn := self._turns.get(told.turn)) is None:
+            return
+        turn.call = asyncio.create_task(self._sample(turn, told), name=f"model {turn.session}")
+        turn.call.add_done_callback(lambda call: self._sampled(turn, told, call))
+
+    def hang_up(self, told: HangUp) -> None:
+        """End a call. What it sampled does not count, and the turn goes on elsewhere."""
+        turn = self._turns.get(told.turn)
+        if turn is not None and turn.call is not None:
+            turn.call.cancel()
+
+    def failed(self, told: TurnFailed) -> None:
+        """No server can sample a turn."""
+        turn = self._turns.get(told.turn)
+        if turn is not None and not turn.answer.done():
+            turn.answer.set_exception(ModelError(told.message, hint=told.hint))
+
+    # Steps.
+
+    async def _ask(self, turn: _Turn) -> Sampled:
+        number = next(self._numbers)
+        self._turns[number] = turn
+        self._send(AskTurn(number, turn.session, len(turn.ids)))
+        try:
+            return await turn.answer
+        finally:
+            del self._turns[number]
+            if turn.answer.cancelled():
+                self._send(TurnLeft(number))
+            if turn.call is not None and not turn.call.done():
+                turn.call.cancel()
+                await asyncio.wait({turn.call})
+
+    async def _sample(self, turn: _Turn, told: SampleAt) -> Sampled:
+        client = self._clients.get(told.address)
+        if client is None:
+            client = self._clients[told.address] = self._connect(told.address)
+        return await sample_on(client, turn.ids, turn.sampling, turn.session, turn.conversation)
+
+    def _sampled(self, turn: _Turn, told: SampleAt, call: asyncio.Task[Sampled]) -> None:
+        """A call has ended: tell the head, and the turn where that was its end."""
+        if turn.answer.done():
+            return
+        if call.cancelled():  # by `hang_up`: aborted with nothing sampled
+            turn.answer.set_result(Sampled((), (), "abort", told.version, told.url))
+            return
+        complaints = self._complaints(told.address)
+        if error := call.exception():
+            self._send(_error(told.turn, error, complaints))
+            if not isinstance(error, ServerUnavailable):  # else the head says where it goes on
+                turn.answer.set_exception(error)
+            return
+        sampled = call.result()
+        newest = sampled.version_spans[-1].version if sampled.version_spans else sampled.weight_version
+        self._send(
+            TurnSampled(
+                told.turn,
+                "",
+                complaints,
+                finish_reason=sampled.finish_reason,
+                version=newest,
+                cached=sampled.cached_tokens,
+            )
+        )
+        turn.answer.set_result(
+            sampled if sampled.weight_version else replace(sampled, weight_version=told.version)
+        )
+
+    def _complaints(self, address: str) -> int:
+        """How often a server has complained, all in all."""
+        client = self._clients.get(address)
+        return client.complaints if isinstance(client, Steerable) else 0
+
+
+def _error(turn: int, error: BaseException, complaints: int) -> TurnSampled:
+    kind = "overloaded" if isinstance(error, Overloaded) else "model"
+    if isinstance(error, ServerUnavailable) and kind == "model":
+        kind = "unavailable"
+    message, hint = (error.message, error.hint) if isinstance(error, ModelError) else (repr(error), "")
+    return TurnSampled(turn, kind, complaints, message=message, hint=hint)

@@ -1,0 +1,124 @@
+"""A service whose jobs run on nodes, all of them in the test's event loop."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from prorl_envs.clock import Clock
+from prorl_envs.config import ServiceSettings
+from prorl_envs.policy.pool import ModelPool
+from prorl_envs.policy.rendering import TemplateRenderer
+from prorl_envs.policy.types import ModelClient
+from prorl_envs.rollout.nodes.fleet import Fleet, Terms
+from prorl_envs.rollout.nodes.joining import Prepared, fingerprint
+from prorl_envs.rollout.placement import Limits
+from prorl_envs.rollout.service import RolloutService
+from prorl_envs.rollout.types import GroupRequest, Result
+from prorl_envs.testing.nodes import LocalNode
+from prorl_envs.testing.tokenizer import builtin_renderer
+from prorl_envs.testing.toy import ToyModel, ToyWorld, empty_node
+
+DONE = [{"tool": "finish", "arguments": {}}]
+
+
+@pytest.fixture(scope="session")
+def renderer() -> TemplateRenderer:
+    return builtin_renderer()
+
+
+@dataclass
+class Site:
+    """A service and its nodes. Each node has a world of its own."""
+
+    renderer: TemplateRenderer
+    model: ModelClient
+    service: RolloutService
+    fleet: Fleet
+    pool: ModelPool
+    here: ToyWorld
+    clock: Clock | None
+    nodes: dict[str, LocalNode] = field(default_factory=dict)
+    worlds: dict[str, ToyWorld] = field(default_factory=dict)
+
+    async def join(self, name: str, *, ready: bool = True, **limits: int) -> LocalNode:
+        """Start a node, which has joined then."""
+        world = self.worlds[name] = ToyWorld()
+        prepared = Prepared(empty_node(), {"toy": world.family()}, self.renderer, lambda url: self.model)
+        given = {"init": 4, "run": 4, "eval": 4, "live": 8} | limits
+        node = self.nodes[name] = LocalNode(self.fleet, prepared, name, Limits(**given), self.clock)
+        while ready and name not in {link.name for link in self.fleet.links}:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        return node
+
+    async def submit(self, name: str = "g", samples: int = 1, **fields: Any) -> GroupRequest:
+        """A group whose task may carry `faults` and a `reward`."""
+        task = {"id": name, "instruction": f"Do {name}."}
+        task |= {key: fields.pop(key) for key in ("faults", "reward") if key in fields}
+        group = GroupRequest.model_validate(
+            {"id": name, "environment": "toy", "task": task, "samples": samples, **fields}
+        )
+        await self.service.submit([group])
+        return group
+
+    async def results(self, count: int) -> list[Result]:
+        """The first `count` results."""
+        found: list[Result] = []
+        while len(found) < count:
+            after = found[-1].cursor if found else 0
+            found += (await self.service.results(after, limit=count, wait_s=30)).results
+        return found
+
+    async def settled(self) -> None:
+        """Return once nothing is left of any job."""
+        while self.service.status().unfinished:  # noqa: ASYNC110 - the service has no event for it
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def make_site(renderer: TemplateRenderer) -> AsyncIterator[Callable[..., Any]]:
+    """Makes services without a node yet; at the end each has to have closed everything."""
+    sites: list[Site] = []
+
+    async def make(
+        *,
+        model: ModelClient | None = None,
+        clock: Clock | None = None,
+        head: bool = False,
+        terms: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> Site:
+        given = model or ToyModel(renderer, lambda *_: DONE)
+        pool = ModelPool(lambda url: given)
+        pool.add("http://model")
+        fleet = Fleet(
+            pool,
+            Terms(**{"environments": ["toy"], "fingerprint": fingerprint(renderer), **(terms or {})}),
+            clock,
+            head_takes_jobs=head,
+        )
+        here = ToyWorld()
+        service = RolloutService(
+            empty_node(),
+            {"toy": here.family()},
+            renderer,
+            pool,
+            ServiceSettings(**settings),
+            clock=clock,
+            fleet=fleet,
+        )
+        await service.start()
+        sites.append(Site(renderer, given, service, fleet, pool, here, clock))
+        return sites[-1]
+
+    yield make
+    for site in sites:
+        await site.service.stop()
+        await site.fleet.aclose()
+        for node in site.nodes.values():
+            await node.gone()
+        await site.pool.aclose()
+        for world in (site.here, *site.worlds.values()):
+            assert world.open == 0, "an environment was not closed"

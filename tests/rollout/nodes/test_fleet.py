@@ -1,0 +1,235 @@
+"""Jobs on several nodes: the real head and the real nodes in one event loop."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from prorl_envs.errors import FailureKind
+from prorl_envs.policy.rendering import TemplateRenderer
+from prorl_envs.rollout.types import JobState
+from prorl_envs.testing.toy import ToyModel
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_result_from_a_node_is_what_it_would_be_here(
+    make_site: Any, renderer: TemplateRenderer
+) -> None:
+    def play(session: str, turn: int) -> Any:
+        said = {"tool": "say", "arguments": {"text": f"turn {turn} \ud83d\ude00"}}
+        return [said] if turn < 2 else [{"tool": "finish", "arguments": {"reward": 0.25}}]
+
+    results = []
+    for head in (True, False):
+        site = await make_site(model=ToyModel(renderer, play), head=head)
+        if not head:
+            await site.join("a")
+        await site.submit(samples=2)
+        results.append(sorted(await site.results(2), key=lambda result: result.sample))
+    for local, remote in zip(*results, strict=True):
+        ignored = {"timings", "cursor", "trajectory"}
+        assert remote.model_dump(exclude=ignored) == local.model_dump(exclude=ignored)
+        assert remote.reward == 0.25 and not remote.mask_sample
+        mine, theirs = local.trajectory, remote.trajectory
+        assert (theirs.ids, theirs.loss_mask, theirs.logprobs) == (mine.ids, mine.loss_mask, mine.logprobs)
+        assert [turn.server for turn in theirs.turns] == ["in-process"] * 3
+        assert remote.timings.run_s > 0 and remote.timings.model_s > 0 and remote.timings.queued_s > 0
+
+
+async def test_jobs_spread_over_the_nodes_and_a_late_one_gets_work(make_site: Any) -> None:
+    site = await make_site()
+    for name in ("a", "b"):
+        await site.join(name, run=2, live=2, init=2)
+        site.worlds[name].gates["call"] = asyncio.Event()
+    await site.submit(samples=6)
+    for name in ("a", "b"):
+        await site.worlds[name].until(lambda name=name: site.worlds[name].inside["call"] == 2)
+    assert site.service.status().pools["init"].waiting == 2
+    await site.join("late", run=2, live=2)
+    late = site.worlds["late"]
+    await late.until(lambda: late.entered["g", "close"] == 2)
+    for name in ("a", "b"):
+        site.worlds[name].gates["call"].set()
+    assert {result.state for result in await site.results(6)} == {JobState.DONE}
+    assert site.here.log == [], "the head's machine takes none"
+
+
+async def test_what_was_on_a_lost_node_is_done_again_on_another(make_site: Any) -> None:
+    site = await make_site()
+    await site.join("a", run=1, live=3, init=3)
+    world = site.worlds["a"]
+    world.gates["call"] = asyncio.Event()
+    await site.submit(samples=3)
+    await world.until(lambda: world.inside["call"] == 1 and world.entered["g", "init"] == 3)
+    await site.nodes["a"].cut()
+    assert world.open == 0, "a node that loses its head closes everything"
+    await site.join("b")
+    results = await site.results(3)
+    assert [(r.state, r.attempts, r.failure) for r in results] == [(JobState.DONE, 2, None)] * 3
+    assert site.service.status().retries == 3
+
+
+async def test_a_job_that_loses_every_node_fails_with_the_reason(make_site: Any) -> None:
+    site = await make_site(attempts=2)
+    for name in ("a", "b"):
+        await site.join(name)
+        world = site.worlds[name]
+        world.gates["call"] = asyncio.Event()
+        if name == "a":
+            await site.submit()
+        await world.until(lambda world=world: world.inside["call"] == 1)
+        await site.nodes[name].cut()
+    [result] = await site.results(1)
+    assert (result.state, result.reward, result.mask_sample, result.attempts) == (
+        JobState.FAILED,
+        None,
+        True,
+        2,
+    )
+    assert result.failure.kind is FailureKind.NODE and "b" in result.failure.message
+
+
+async def test_cancelling_ends_the_stage_on_its_node_and_keeps_what_was_said(
+    make_site: Any, renderer: TemplateRenderer
+) -> None:
+    def play(session: str, turn: int) -> Any:
+        return [{"tool": "say", "arguments": {"text": "once"}}] if turn == 0 else [{"tool": "finish"}]
+
+    site = await make_site(model=ToyModel(renderer, play))
+    await site.join("a")
+    world = site.worlds["a"]
+    world.gates["call"] = asyncio.Event()
+    await site.submit()
+    await world.until(lambda: world.inside["call"] == 1)
+    view = await site.service.cancel_job("g/0")
+    assert view.state is JobState.CANCELLED
+    [result] = await site.results(1)
+    assert [message["role"] for message in result.messages] == ["user", "assistant"]
+    assert result.trajectory is not None and len(result.trajectory.turns) == 1
+    await site.settled()
+    assert (world.open, len(site.nodes["a"].member)) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("step", "fault", "kind"),
+    [
+        ("init", "environment", FailureKind.ENVIRONMENT),
+        ("call", "tool", FailureKind.TOOL),
+        ("eval", "nan", FailureKind.GRADER),
+        ("init", "crash", FailureKind.INTERNAL),
+    ],
+)
+async def test_failures_keep_their_kind(
+    make_site: Any, step: str, fault: str, kind: FailureKind, caplog: pytest.LogCaptureFixture
+) -> None:
+    site = await make_site()
+    await site.join("a")
+    await site.submit(faults={step: fault})
+    [result] = await site.results(1)
+    assert (result.state, result.failure.kind, result.reward) == (JobState.FAILED, kind, None)
+    assert result.failure.stage == {"call": "run"}.get(step, step)
+    assert result.timings.run_s > 0 or step == "init"
+
+
+async def test_a_failed_attempt_goes_on_another_node(make_site: Any) -> None:
+    site = await make_site()
+    await site.join("a")
+    await site.join("b")
+    await site.submit(faults={"call": "once_sandbox"}, samples=1)
+    await site.results(1)
+    assert {name for name, world in site.worlds.items() if world.log} == {"a", "b"}
+
+
+async def test_a_drained_node_gets_nothing_new_and_one_that_leaves_ends(make_site: Any) -> None:
+    site = await make_site()
+    await site.join("a")
+    await site.join("b")
+    site.fleet.drain("a")
+    await site.submit("one", samples=4)
+    await site.results(4)
+    await site.settled()
+    assert site.worlds["a"].log == []
+    site.fleet.undrain("a")
+    world = site.worlds["b"]
+    world.gates["call"] = asyncio.Event()
+    await site.submit("two", samples=4)
+    await world.until(lambda: world.inside["call"] == 2)
+    site.nodes["b"].member.leave()
+    world.gates["call"].set()
+    await site.nodes["b"].gone()
+    assert site.nodes["b"].problem == "", "in order, when what it had was done"
+    assert {result.state for result in await site.results(8)} == {JobState.DONE}
+    assert site.service.status().retries == 0
+
+
+async def test_stopping_ends_what_runs_on_nodes(make_site: Any) -> None:
+    site = await make_site()
+    await site.join("a")
+    world = site.worlds["a"]
+    world.gates["call"] = asyncio.Event()
+    await site.submit(samples=4)
+    await world.until(lambda: world.inside["call"] == 4)
+    await site.service.stop()
+    assert world.open == 0
+    assert {result.state for result in await site.results(4)} == {JobState.CANCELLED}
+
+
+async def test_a_node_with_another_tokenizer_or_without_an_environment_is_refused(
+    make_site: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = await make_site(terms={"fingerprint": "other"})
+    node = await other.join("a", ready=False)
+    await node.gone()
+    assert "tokenizer" in node.problem
+    lacking = await make_site(terms={"environments": ["toy", "rare"]})
+    node = await lacking.join("a", ready=False)
+    await node.gone()
+    assert "rare" in node.problem
+
+
+async def test_a_node_that_joins_again_is_another_one(make_site: Any) -> None:
+    site = await make_site()
+    first = await site.join("a")
+    await first.cut()
+    await site.join("a", ready=False)
+    await site.submit()
+    await site.results(1)
+    assert [(link.name, link.state) for link in site.fleet.links] == [("a~2", "ready"), ("a", "lost")]
+
+
+async def test_turns_are_held_on_nodes_while_weights_change(
+    make_site: Any, renderer: TemplateRenderer
+) -> None:
+    gate = asyncio.Event()
+    model = ToyModel(renderer, lambda *_: [{"tool": "finish", "arguments": {}}], gate=gate)
+    site = await make_site(model=model)
+    await site.join("a")
+    await site.pool.pause("finish")
+    await site.submit()
+    world = site.worlds["a"]
+    await world.until(lambda: world.entered["g", "init"] == 1)
+    await site.join("late")
+    await asyncio.sleep(0.05)
+    assert model.prompts == {}
+    gate.set()
+    await site.pool.resume("9")
+    [result] = await site.results(1)
+    assert result.timings.held_s > 0.04
+    assert result.timings.run_s < result.timings.held_s
+
+
+async def test_a_turn_that_a_pause_hangs_up_on_goes_on(make_site: Any, renderer: TemplateRenderer) -> None:
+    gate = asyncio.Event()
+    model = ToyModel(renderer, lambda *_: [{"tool": "finish", "arguments": {}}], gate=gate)
+    site = await make_site(model=model)
+    await site.join("a")
+    await site.submit()
+    while not model.prompts:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    await site.pool.pause("abort", wait_s=5)
+    assert site.pool.in_flight == 0
+    gate.set()
+    await site.pool.resume("9")
+    [result] = await site.results(1)
+    assert result.reward == 1.0 and len(next(iter(model.prompts.values()))) == 2
