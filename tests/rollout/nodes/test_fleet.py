@@ -215,7 +215,7 @@ async def test_turns_are_held_on_nodes_while_weights_change(
     gate.set()
     await site.pool.resume("9")
     [result] = await site.results(1)
-    assert result.timings.held_s > 0.04
+    assert result.timings.held_s > 0
     assert result.timings.run_s < result.timings.held_s
 
 
