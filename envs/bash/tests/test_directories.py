@@ -28,7 +28,7 @@ HARBOR = {
     "solution/solve.sh": "#!/bin/bash\nsort data/names.txt > sorted.txt\n",
 }
 TERMINAL_BENCH = {
-    "task.yaml": "instruction: |-\n  Write hello into /work/out/a.\nmax_test_timeout_sec: 20\nparser_name: x\n",
+    "task.yaml": "instruction: |-\n  Write hello into /work/out/a.\nmax_test_timeout_sec: 20\n",
     "Dockerfile": "FROM x\nWORKDIR /work/out\n",
     "docker-compose.yaml": "services: {}\n",
     "run-tests.sh": "sh /tests/check.sh\n",
