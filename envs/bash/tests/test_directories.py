@@ -22,8 +22,13 @@ HARBOR = {
     ),
     "environment/data/names.txt": "b\nc\na\n",
     "environment/tool.sh": "#!/bin/sh\necho tool\n",
-    "tests/test.sh": "cd /app && [ -x tool.sh ] && [ -d out ] || exit 3\n. /tests/score.sh > /logs/verifier/reward.txt\n",
-    "tests/score.sh": "if cmp -s sorted.txt /tests/right.txt; then echo 1; elif [ -s sorted.txt ]; then echo 0.25; else echo 0; fi\n",
+    "tests/test.sh": (
+        "cd /app && [ -x tool.sh ] && [ -d out ] || exit 3\n. /tests/score.sh > /logs/verifier/reward.txt\n"
+    ),
+    "tests/score.sh": (
+        "if cmp -s sorted.txt /tests/right.txt; then echo 1\n"
+        "elif [ -s sorted.txt ]; then echo 0.25; else echo 0; fi\n"
+    ),
     "tests/right.txt": "a\nb\nc\n",
     "solution/solve.sh": "#!/bin/bash\nsort data/names.txt > sorted.txt\n",
 }
