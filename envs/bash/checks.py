@@ -3,7 +3,9 @@
 import json
 from collections.abc import Callable, Sequence
 
+from prorl_envs.env.answers import parse_number
 from prorl_envs.env.scoring import CheckResult
+from prorl_envs.envs.bash.directory import TESTS
 from prorl_envs.envs.bash.task import (
     Check,
     CommandCheck,
@@ -12,6 +14,8 @@ from prorl_envs.envs.bash.task import (
     FileEquals,
     FileJson,
     FileMatches,
+    TestsCheck,
+    contents,
 )
 from prorl_envs.errors import GraderError
 from prorl_envs.tools.types import Completed, JsonObject
@@ -22,6 +26,14 @@ MAX_READ_BYTES = 4 * 2**20
 #: Most characters of what the agent made that go into the evidence.
 _EVIDENCE_CHARS = 2_000
 _FILE_TIMEOUT_S = 30.0
+#: What the grading sandbox has beside the workspace where test code runs.
+PLACES = (TESTS, "/logs/verifier")
+#: A link to where tests are about to lie would be what they expect.
+_UNLINK = """
+find . -type l -exec sh -c 'for link do
+    case "$(readlink -m -- "$link")" in {0}|{0}/*|{1}|{1}/*) rm -f -- "$link" ;; esac
+done' sh {{}} +
+"""
 
 type Outcome = tuple[bool, JsonObject]
 
@@ -33,7 +45,9 @@ async def run_check(name: str, check: Check, grader: Workplace) -> CheckResult:
         GraderError: the check itself cannot be run (its pattern is no pattern, its shell did not start).
     """
     passed, detail = await _run(check, grader)
-    return CheckResult(name=name, passed=passed, weight=check.weight, detail={"type": check.type, **detail})
+    share = detail.get("reward") if isinstance(check, TestsCheck) and check.reward else None
+    detail = {"type": check.type, **detail}
+    return CheckResult(name=name, passed=passed, weight=check.weight, share=share, detail=detail)
 
 
 async def _run(check: Check, grader: Workplace) -> Outcome:
@@ -49,6 +63,8 @@ async def _run(check: Check, grader: Workplace) -> Outcome:
             return await _content(check.path, grader, lambda text: text.rstrip() == expected)
         case FileContains():
             return await _content(check.path, grader, lambda text: all(part in text for part in check.texts))
+        case TestsCheck():
+            return await _tests(check, grader)
         case FileJson():
             return await _content(check.path, grader, lambda text: _same_json(text, check.value))
 
@@ -68,6 +84,39 @@ async def _command(check: CommandCheck, grader: Workplace) -> Outcome:
         detail["hint"] = "the command was not found or may not be run"
     same = check.stdout is None or (output.rstrip() == check.stdout.rstrip() and not done.truncated_bytes)
     return done.exit_code == check.exit_code and same, detail
+
+
+async def _tests(check: TestsCheck, grader: Workplace) -> Outcome:
+    """Put the tests into place, run them, read what they say.
+
+    Raises:
+        GraderError: they say no number although they ended in order.
+    """
+    unlink = ["/bin/sh", "-c", _UNLINK.format(*PLACES)]
+    await _process(grader, unlink, _FILE_TIMEOUT_S)
+    for path, content, executable in contents(check.files):
+        await grader.tools.write(f"{TESTS}/{path}", content, mode=0o755 if executable else 0o644)
+    shell = ["/bin/bash", "--noprofile", "--norc", "-c", check.command]
+    done = await _process(grader, shell, check.timeout_s)
+    await grader.tools.end_processes()
+    output = done.output.decode(errors="replace")
+    detail: JsonObject = {"exit_code": done.exit_code, "output": output[-_EVIDENCE_CHARS:]}
+    if done.timed_out:
+        return False, {**detail, "timed_out": True}
+    if check.reward is None:
+        return done.exit_code == 0, detail
+    try:
+        said = (await grader.tools.read(check.reward, limit=100)).decode(errors="replace")
+    except OSError:
+        said = ""
+    reward = parse_number(said)
+    if reward is None and done.exit_code in (126, 127):
+        raise GraderError(
+            f"the tests cannot be run: {output[-500:]}", hint="what they call must be installed"
+        )
+    if reward is None or not 0 <= reward <= 1:
+        return False, {**detail, "problem": f"no reward from 0 to 1 in {check.reward}"}
+    return reward == 1.0, {**detail, "reward": reward}
 
 
 async def _content(path: str, grader: Workplace, judge: Callable[[str], bool]) -> Outcome:

@@ -1,18 +1,27 @@
 """Shell tasks: a workspace, a persistent bash, and checks on what is left in the end."""
 
 import shutil
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
-from prorl_envs.env.base import Grade
+from prorl_envs.env.base import Grade, Prompt
 from prorl_envs.env.sandboxed import SandboxedEnvironment, workplace
 from prorl_envs.env.scoring import CheckResult, score
-from prorl_envs.envs.bash.checks import run_check
+from prorl_envs.envs.bash.checks import PLACES, run_check
+from prorl_envs.envs.bash.directory import own_row
 from prorl_envs.envs.bash.snapshot import copy_workspace, grading_spec
-from prorl_envs.envs.bash.task import BashTask
+from prorl_envs.envs.bash.task import BashTask, TestsCheck
 from prorl_envs.errors import EnvironmentFault
+from prorl_envs.sandbox.base import Mount, SandboxSpec
 from prorl_envs.tools.schemas import BASH, EDITOR, FINISH
 from prorl_envs.tools.workplace import Workplace
 
 SETUP_TIMEOUT_S = 300.0
+_WORKSPACE = "/workspace"
 #: Where sandboxes find programs: what is installed elsewhere on the host is not visible in them.
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _REQUIRE = 'for p in "$@"; do command -v "$p" >/dev/null || { echo "no $p here"; exit 1; }; done'
@@ -37,6 +46,21 @@ class BashEnvironment(SandboxedEnvironment[BashTask]):
         missing = [name for name in task.requires if shutil.which(name, path=_SYSTEM_PATH) is None]
         return f"not installed below /usr: {', '.join(missing)}" if missing else ""
 
+    @classmethod
+    def load(cls, row: Mapping[str, Any]) -> BashTask:
+        return super().load(own_row(row))
+
+    def prompt(self, task: BashTask) -> Prompt:
+        prompt = super().prompt(task)
+        if task.workdir == _WORKSPACE:
+            return prompt
+        system, *others = prompt.messages
+        placed = {**system, "content": str(system["content"]).replace(_WORKSPACE, task.workdir)}
+        return Prompt(messages=[placed, *others], tools=prompt.tools)
+
+    def sandbox_spec(self, task: BashTask) -> SandboxSpec:
+        return SandboxSpec(workdir=task.workdir)
+
     async def prepare(self, task: BashTask, place: Workplace) -> None:
         for path, content, executable in task.contents():
             target = f"{place.sandbox.spec.workdir}/{path}"
@@ -50,8 +74,14 @@ class BashEnvironment(SandboxedEnvironment[BashTask]):
             await self._run(place, task.setup, "setup")
 
     async def grade(self, task: BashTask, place: Workplace) -> Grade:
-        spec = grading_spec(place.sandbox.spec, place.sandbox.workspace)
-        async with workplace(self.node, spec) as grader:
+        async with AsyncExitStack() as stack:
+            spec = grading_spec(place.sandbox.spec, place.sandbox.workspace)
+            if any(isinstance(check, TestsCheck) for check in task.checks):
+                # Empty until the agent has gone; what is written there is the grading sandbox's own.
+                empty = Path(stack.enter_context(TemporaryDirectory(prefix="prorl-tests-")))
+                more = tuple(Mount(source=empty, target=path, overlay=True) for path in PLACES)
+                spec = replace(spec, mounts=(*spec.mounts, *more))
+            grader = await stack.enter_async_context(workplace(self.node, spec))
             # What still writes into the workspace could make the copy fail at will, instead of the checks.
             await place.tools.end_processes()
             refusal = await copy_workspace(grader)

@@ -3,6 +3,7 @@
 import base64
 import binascii
 import re
+from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
@@ -13,6 +14,11 @@ from prorl_envs.env.scoring import CheckModel, Scoring, check_names
 
 #: Most bytes of all files of one task, as they are written into its workspace.
 MAX_FILES_BYTES = 8 * 2**20
+#: Where no workspace can be.
+_SYSTEM = frozenset({
+    "bin", "boot", "dev", "etc", "lib", "lib32", "lib64", "logs", "proc", "root", "run", "sbin", "submission",
+    "sys", "tests", "tmp", "usr", "var",
+})  # fmt: skip
 
 
 def _inside(path: str) -> str:
@@ -30,6 +36,15 @@ def _encodable(text: str) -> str:
     return text
 
 
+def _own(path: str) -> str:
+    """An absolute path that is none of the system's."""
+    parts = PurePosixPath(path).parts
+    if len(parts) < 2 or ".." in parts or parts[1] in _SYSTEM or not re.fullmatch(r"[\w./-]+", path):
+        raise ValueError(f"{path!r} cannot be the workspace")
+    return str(PurePosixPath(path))
+
+
+Workdir = Annotated[str, Field(pattern=r"^/", max_length=200), AfterValidator(_own)]
 WorkspacePath = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(_inside)]
 Text = Annotated[str, Field(max_length=1_000_000), AfterValidator(_encodable)]
 Script = Annotated[str, Field(min_length=1, max_length=100_000), AfterValidator(_encodable)]
@@ -120,8 +135,22 @@ class FileAbsent(FileCheck):
     type: Literal["file_absent"]
 
 
+class TestsCheck(CheckModel):
+    """Test code runs beside the workspace: the files lie in /tests, and came after the agent had gone.
+
+    Passed as far as it says: `reward` names the file in /logs/verifier into which it writes a number from 0
+    to 1. Without one, its exit status 0 is 1 and any other 0.
+    """
+
+    type: Literal["tests"]
+    files: dict[WorkspacePath, Text | WorkspaceFile] = Field(min_length=1, max_length=500)
+    command: Script
+    reward: Annotated[str, Field(pattern=r"^/logs/verifier/[\w.-]+$")] | None = None
+    timeout_s: float = Field(default=120.0, gt=0, le=3600)
+
+
 type Check = Annotated[
-    CommandCheck | FileEquals | FileContains | FileMatches | FileJson | FileAbsent,
+    CommandCheck | FileEquals | FileContains | FileMatches | FileJson | FileAbsent | TestsCheck,
     Field(discriminator="type"),
 ]
 
@@ -130,6 +159,7 @@ class BashTask(Task):
     """One shell task.
 
     Args:
+        workdir: where the workspace is.
         files: what the workspace holds at first, by relative path: a text, or a `WorkspaceFile`.
         requires: programs the task needs; where one is missing the episode fails to start, typed.
         setup: a bash script run in the workspace before the episode, as the agent's user.
@@ -137,6 +167,7 @@ class BashTask(Task):
         scoring: `all` (default): 1 where every check passes, else 0; `weighted`: share of passed weights.
     """
 
+    workdir: Workdir = "/workspace"
     files: dict[WorkspacePath, Text | WorkspaceFile] = Field(default_factory=dict, max_length=1000)
     requires: tuple[Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.+-]*$", max_length=100)], ...] = ()
     setup: Annotated[str, Field(max_length=100_000), AfterValidator(_encodable)] = ""
@@ -157,7 +188,12 @@ class BashTask(Task):
 
     def contents(self) -> list[tuple[str, bytes, bool]]:
         """Path, bytes and executability of each file."""
-        return [
-            (path, file.encode(), False) if isinstance(file, str) else (path, file.content(), file.executable)
-            for path, file in self.files.items()
-        ]
+        return contents(self.files)
+
+
+def contents(files: Mapping[str, str | WorkspaceFile]) -> list[tuple[str, bytes, bool]]:
+    """Path, bytes and executability of each file."""
+    return [
+        (path, file.encode(), False) if isinstance(file, str) else (path, file.content(), file.executable)
+        for path, file in files.items()
+    ]

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from prorl_envs.env.base import Task
+from prorl_envs.env.directories import directory_rows
 from prorl_envs.errors import InputError
 
 #: Most bytes of one line of a data file, and most rows of one file.
@@ -52,7 +53,7 @@ def read_tasks[TaskT: Task](load: Callable[[Mapping[str, Any]], TaskT], path: Pa
     Args:
         load: makes a task of a row and raises InputError.
         path: the file; JSONL (UTF-8, one JSON object per line, blank lines ignored), or parquet where its
-            name ends so.
+            name ends so; or a directory of tasks (see `directories.py`).
 
     Raises:
         InputError: `file:line: field: problem`, for unreadable files, bad JSON, bad rows, repeated ids
@@ -84,7 +85,10 @@ def rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         InputError: as `read_tasks`; or the extra `parquet` is wanted and not installed.
     """
     try:
-        yield from _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
+        if path.is_dir() and (tasks := list(directory_rows(path))):
+            yield from tasks
+        else:
+            yield from _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
     except OSError as error:
         hint = "give the path of a JSONL or parquet file"
         raise InputError(f"{path}: {error.strerror or error}", hint=hint) from error

@@ -33,11 +33,16 @@ class CheckModel(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
-    """One check's verdict with what it saw (JSON, bounded)."""
+    """One check's verdict with what it saw (JSON, bounded).
+
+    Args:
+        share: how much of it passed, in [0, 1], where it says more than yes or no.
+    """
 
     name: str
     passed: bool
     weight: float = 1.0
+    share: float | None = None
     detail: JsonObject = field(default_factory=dict)
 
 
@@ -48,13 +53,14 @@ def score(results: Sequence[CheckResult], scoring: Scoring) -> Grade:
         results: at least one.
         scoring: all-or-nothing, or sum of passed weights over sum of weights.
     """
-    passed = sum(result.weight for result in results if result.passed)
+    shares = [float(r.passed) if r.share is None else r.share for r in results]
+    passed = sum(result.weight * share for result, share in zip(results, shares, strict=True))
     share = passed / sum(result.weight for result in results)
     reward = share if scoring is Scoring.WEIGHTED else float(all(result.passed for result in results))
     checks = [{"name": r.name, "passed": r.passed, "weight": r.weight, **r.detail} for r in results]
     return Grade(
         reward=reward,
-        components={result.name: float(result.passed) for result in results},
+        components={result.name: share for result, share in zip(results, shares, strict=True)},
         evidence={"scoring": scoring.value, "checks": checks},
     )
 

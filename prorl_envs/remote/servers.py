@@ -110,8 +110,8 @@ class OwnServer(RunningServer):
     @property
     def pid(self) -> int | None:
         """Of the process, while it runs."""
-        running = self._process is not None and self._process.returncode is None
-        return self._process.pid if self._process and running else None
+        process = self._process
+        return process.pid if process is not None and not _has_ended(process) else None
 
     async def connection(self, clock: Clock) -> Connection:
         if self.pid is None:
@@ -242,6 +242,16 @@ class OwnServer(RunningServer):
             f"environments.{self.name}: its server ended with status {process.returncode}:\n{told}",
             hint="does `gym env start` start it?",
         )
+
+
+def _has_ended(process: asyncio.subprocess.Process) -> bool:
+    """Asks the kernel: on a busy machine the event loop is told later than the next episode asks."""
+    if process.returncode is not None:
+        return True
+    try:
+        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # told, in this moment
+        return True
 
 
 async def _end(process: asyncio.subprocess.Process, reading: "asyncio.Task[None] | None") -> None:

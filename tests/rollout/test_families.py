@@ -1,5 +1,6 @@
-"""The families that judge answers and programs, end to end through the service with the scripted model."""
+"""The families end to end through the service with the scripted model, and the same through gymnasium."""
 
+import asyncio
 import json
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -10,20 +11,23 @@ import pytest
 from prorl_envs.config import ServiceSettings
 from prorl_envs.env.node import Node
 from prorl_envs.env.registry import environments, example_path
+from prorl_envs.gym.env import TaskEnv
 from prorl_envs.policy.pool import ModelPool
 from prorl_envs.policy.rendering import TemplateRenderer
 from prorl_envs.policy.vllm import VllmClient
 from prorl_envs.rollout.client import RolloutClient
 from prorl_envs.rollout.server import serving
 from prorl_envs.rollout.service import RolloutService
-from prorl_envs.rollout.types import GroupRequest
+from prorl_envs.rollout.types import GroupRequest, Result
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
 from prorl_envs.testing.scripted import Mix, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
 
 pytestmark = pytest.mark.anyio
 
-FAMILIES = ("code", "math", "stem")
+FAMILIES = ("bash", "code", "ipython", "math", "stem")
+#: Of what graders saw, what is measured and differs from run to run.
+MEASURED = frozenset({"seconds", "memory"})
 
 
 def first_row(name: str) -> dict[str, Any]:
@@ -55,7 +59,57 @@ async def test_references_score_one_and_others_nothing(
         groups = [GroupRequest(id=name, environment=name, task=row, samples=2) for name, row in rows.items()]
         await client.submit(groups)
         results = [result async for result in client.follow(list(FAMILIES))]
-    assert [result.failure for result in results] == [None] * 6
+    assert [result.failure for result in results] == [None] * 2 * len(FAMILIES)
     rewards = {name: sorted(r.reward or 0.0 for r in results if r.group_id == name) for name in FAMILIES}
     assert rewards == {name: [0.0, 1.0] for name in FAMILIES}
     assert all(result.trajectory is not None and result.trajectory.drift == 0 for result in results)
+    for result in results:
+        if result.reward:
+            assert said(result) == await asyncio.to_thread(
+                through_gymnasium, rows[result.environment], result
+            )
+
+
+def said(result: Result) -> dict[str, Any]:
+    """The content of a rollout of the service."""
+    calls = [call["function"] for message in result.messages for call in message.get("tool_calls", ())]
+    return {
+        "prompt": result.messages[:2],
+        "tools": result.tools,
+        "calls": [(call["name"], json.loads(call["arguments"])) for call in calls],
+        "observations": [message["content"] for message in result.messages if message["role"] == "tool"],
+        "reward": result.reward,
+        "components": result.components,
+        "evidence": steady(result.evidence),
+    }
+
+
+def through_gymnasium(row: dict[str, Any], result: Result) -> dict[str, Any]:
+    """The same of an episode in which the reference is played as actions."""
+    env = TaskEnv(result.environment, tasks=[row])
+    try:
+        _, info = env.reset(seed=1)
+        prompt, tools, observations = info["messages"], info["tools"], []
+        for call in row["reference"]:
+            action = json.dumps({"name": call["tool"], "arguments": call["arguments"]})
+            observation, reward, terminated, truncated, info = env.step(action)
+            observations.append(observation)
+        assert terminated and not truncated
+    finally:
+        env.close()
+    return {
+        "prompt": prompt,
+        "tools": tools,
+        "calls": [(call["tool"], call["arguments"]) for call in row["reference"]],
+        "observations": observations[:-1],  # the loop ends with the finish call
+        "reward": reward,
+        "components": info["grade"]["components"],
+        "evidence": steady(info["grade"]["evidence"]),
+    }
+
+
+def steady(value: Any) -> Any:
+    """`value` without what is measured."""
+    if isinstance(value, dict):
+        return {key: steady(inner) for key, inner in value.items() if key not in MEASURED}
+    return [steady(inner) for inner in value] if isinstance(value, list) else value

@@ -1,0 +1,68 @@
+"""Tasks as directories, in the formats of Harbor and Terminal-Bench: each becomes a row that holds its files.
+
+    Harbor          task.toml  instruction.md  environment/Dockerfile  tests/test.sh      solution/solve.sh
+    Terminal-Bench  task.yaml                  Dockerfile              run-tests.sh tests/  solution.sh
+
+A row is `{"id": ..., "directory": {PATH: TEXT, or {"base64": ..., "executable": ...}}}`, so that it can be
+sent to a service like any other. A family that knows such rows makes its own of them.
+"""
+
+import base64
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from prorl_envs.errors import InputError
+
+#: What tells that a directory is a task.
+MARKS = ("task.toml", "task.yaml")
+#: Most files of one task, and bytes of all together.
+MAX_FILES = 500
+MAX_BYTES = 8 * 2**20
+
+type Content = str | dict[str, Any]
+
+
+def directory_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The tasks of a directory: the one that it is, or those that it holds, by name, numbered from 1.
+
+    Raises:
+        InputError: a task is too large, or holds what is no file.
+        OSError: something cannot be read.
+    """
+    found = [path] if _is_task(path) else sorted(one for one in path.iterdir() if _is_task(one))
+    for number, task in enumerate(found, start=1):
+        yield number, {"id": task.resolve().name, "directory": _files(task)}
+
+
+def _is_task(path: Path) -> bool:
+    return any((path / mark).is_file() for mark in MARKS)
+
+
+def _files(task: Path) -> dict[str, Content]:
+    files: dict[str, Content] = {}
+    size = 0
+    for folder, _, names in sorted(os.walk(task)):
+        for name in sorted(names):
+            path = Path(folder, name)
+            shown = str(path.relative_to(task))
+            status = path.lstat()
+            if not stat.S_ISREG(status.st_mode):
+                raise InputError(f"{path}: no regular file", hint="a task holds files and folders alone")
+            size += status.st_size
+            if size > MAX_BYTES or len(files) >= MAX_FILES:
+                raise InputError(f"{task}: more than {MAX_BYTES} bytes, or {MAX_FILES} files")
+            files[shown] = _content(path.read_bytes(), executable=bool(status.st_mode & 0o100))
+    return files
+
+
+def _content(data: bytes, *, executable: bool) -> Content:
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:
+        return {"base64": base64.b64encode(data).decode(), "executable": executable}
+    if "\0" in text:
+        return {"base64": base64.b64encode(data).decode(), "executable": executable}
+    return {"text": text, "executable": True} if executable else text
