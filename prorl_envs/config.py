@@ -284,6 +284,7 @@ class EnvironmentSettings(_Section):
         nemo: or else the NeMo Gym resources server behind it.
         system_prompt: first message of its episodes; None takes the family's.
         sandbox: what its sandboxes get.
+        options: the family's own, where it has any; its page names them.
         limits: of the agent loop, where a request names none; see `AgentLimits`.
         sampling: how to sample, where a request does not say; see `Sampling`.
     """
@@ -292,6 +293,7 @@ class EnvironmentSettings(_Section):
     nemo: NemoSettings | None = None
     system_prompt: str | None = Field(default=None, min_length=1)
     sandbox: SandboxSettings | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
     limits: dict[str, Any] = Field(default_factory=dict)
     sampling: dict[str, Any] = Field(default_factory=dict)
 

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from prorl_envs.envs.swebench.task import SwebenchTask, changed_paths
+from prorl_envs.envs.swebench.diffs import changed_paths
+from prorl_envs.envs.swebench.task import SwebenchTask
 from prorl_envs.errors import GraderError
 from prorl_envs.tools.workplace import Workplace
 
@@ -28,9 +29,11 @@ _MAX_NAMES_BYTES = 4 * 2**20
 _RUNNER_FILES = frozenset(
     {
         *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"),
-        *("pyproject.toml", ".coveragerc", "sitecustomize.py", "usercustomize.py"),
+        *("pyproject.toml", ".coveragerc", "sitecustomize.py", "usercustomize.py", "phpunit.xml"),
     }
 )
+#: How such files' names begin, of runners in other languages.
+_RUNNER_NAMES = ("jest.config.", "vitest.config.", "karma.conf.", ".mocharc.")
 
 # A git that reads the pristine repository, the agent's tree, an index of its own, and no configuration. The
 # index starts without any file's size or time, so that every file is read.
@@ -101,8 +104,8 @@ async def take(task: SwebenchTask, comparer: Workplace) -> Submission:
     return Submission(patch=patch, dropped=[_printable(path) for path in dropped])
 
 
-async def apply(patch: bytes, grader: Workplace) -> None:
-    """Apply a submission's patch to the pristine tree of a fresh sandbox.
+async def apply(patch: bytes, grader: Workplace, *, testbed: str) -> None:
+    """Apply a submission's patch to the pristine tree of a fresh sandbox, which is at `testbed`.
 
     Raises:
         GraderError: it does not apply, though it was made from the same tree.
@@ -111,7 +114,7 @@ async def apply(patch: bytes, grader: Workplace) -> None:
         return
     await grader.tools.write("/tmp/submission.patch", patch)
     command = ["git", "apply", "--whitespace=nowarn", "/tmp/submission.patch"]
-    done = await grader.tools.run(command, cwd="/testbed", timeout_s=TIMEOUT_S)
+    done = await grader.tools.run(command, cwd=testbed, timeout_s=TIMEOUT_S)
     if done.exit_code != 0:
         raise GraderError(f"the patch does not apply: {done.output.decode(errors='replace')[-500:]}")
 
@@ -147,17 +150,20 @@ def protected(changed: Iterable[str], task: SwebenchTask) -> list[str]:
     configures the test runner, and a top-level module under the name of something the runner or pip imports
     from the working directory, unless the reference fix changes that file too.
     """
-    tests, fixed = changed_paths(task.test_patch), changed_paths(task.patch)
+    tests, fixed = task.own_files, changed_paths(task.patch) if task.patch else frozenset()
     known = {PurePosixPath(path).parts[0] for path in tests | fixed}
-    shadowed = _imported(task.environment.pip)
+    shadowed = _imported(task.environment.pip if task.environment is not None else ())
 
     def steers(path: str) -> bool:
         parts = PurePosixPath(path).parts
-        if parts[-1] in _RUNNER_FILES or path.endswith(".pth"):
+        if parts[-1] in _RUNNER_FILES or parts[-1].startswith(_RUNNER_NAMES) or path.endswith(".pth"):
             return True
         return parts[0] not in known and parts[0].removesuffix(".py") in shadowed
 
-    return [path for path in changed if path in tests or (path not in fixed and steers(path))]
+    def owned(path: str) -> bool:
+        return path in tests or any(path.startswith(f"{own}/") for own in task.hidden_files)
+
+    return [path for path in changed if owned(path) or (path not in fixed and steers(path))]
 
 
 def _imported(pins: Iterable[str]) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""Reading task data: JSONL in, tasks out, with every fault named by file, line and field."""
+"""Reading task data: JSONL or Parquet in, tasks out, with every fault named by file, line and field."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from prorl_envs.env.base import Task
+from prorl_envs.env.parquet import is_parquet, parquet_rows
 from prorl_envs.errors import InputError
 
 #: Most bytes of one line of a data file, and most rows of one file.
@@ -39,11 +40,11 @@ def _input_error(task_type: type[Task], error: ValidationError) -> InputError:
 
 
 def read_tasks[TaskT: Task](load: Callable[[Mapping[str, Any]], TaskT], path: Path) -> list[TaskT]:
-    """Read a JSONL data file.
+    """Read a data file.
 
     Args:
         load: makes a task of a row and raises InputError.
-        path: the file; UTF-8, one JSON object per line, blank lines ignored.
+        path: the file: Parquet, or JSONL (UTF-8, one JSON object per line, blank lines ignored).
 
     Raises:
         InputError: `file:line: field: problem`, for unreadable files, bad JSON, bad rows, repeated ids
@@ -69,12 +70,15 @@ def read_tasks[TaskT: Task](load: Callable[[Mapping[str, Any]], TaskT], path: Pa
 
 
 def rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a JSONL file with their line numbers.
+    """The objects of a data file with their line numbers; of a Parquet file, with the rows'.
 
     Raises:
         InputError: as `read_tasks`.
     """
     try:
+        if is_parquet(path):
+            yield from parquet_rows(path)
+            return
         with path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
                 if len(line) > MAX_LINE_BYTES:
@@ -82,7 +86,7 @@ def rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 if line.strip():
                     yield number, _parse(path, number, line)
     except OSError as error:
-        raise InputError(f"{path}: {error.strerror}", hint="give the path of a JSONL file") from error
+        raise InputError(f"{path}: {error.strerror}", hint="give the path of a data file") from error
 
 
 def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:

@@ -5,8 +5,10 @@ from collections.abc import Mapping
 import pytest
 
 from prorl_envs.envs.swebench.grade import read_log, script_for
-from prorl_envs.envs.swebench.logs import PARSERS, Outcomes, ScriptRun, Status, judge
-from prorl_envs.envs.swebench.task import END_MARKER, START_MARKER, SwebenchTask
+from prorl_envs.envs.swebench.logs import Outcomes, ScriptRun, Status, judge
+from prorl_envs.envs.swebench.parsers import PARSERS
+from prorl_envs.envs.swebench.schemas import END_MARKER, START_MARKER
+from prorl_envs.envs.swebench.task import SwebenchTask
 
 SUMMARY = """\
 collected 5 items
@@ -74,7 +76,11 @@ def test_a_cut_off_name_stands_for_those_that_agree() -> None:
 def test_no_log_takes_more_than_its_length_to_read(parser: str) -> None:
     # What was cubic or quadratic in these would not end while anybody watches.
     brackets = "PASSED t" + "[" * 1_000_000 + "\n" + "PASSED " + "]" * 1_000_000 + "[1" * 100_000
-    assert len(PARSERS[parser](brackets)) == 2
+    assert len(PARSERS[parser](f"short test summary info\n{brackets}")) <= 2
+    headings = (
+        "_" * 500_000 + " .py:" * 100_000 + "\n" + " ... Testing against Django installed in \n" * 10_000
+    )
+    assert len(PARSERS[parser](headings)) <= 2
 
 
 def test_many_tests_and_many_cut_off_names_are_judged() -> None:
