@@ -97,13 +97,13 @@ class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
         await self.leave()
         if submission.refusal:
             return self._graded(task, submission, ScriptRun({}, None, ""))
-        run = await self._test(task, submission)
+        run = await self.run_patch(task, submission)
         if run.problem:
             await self._check_grader(task, submission, run)
         return self._graded(task, submission, run)
 
-    async def _test(self, task: SwebenchTask, submission: Submission) -> ScriptRun:
-        """Test the patch in a sandbox that has seen nothing else of the agent's."""
+    async def run_patch(self, task: SwebenchTask, submission: Submission) -> ScriptRun:
+        """Run the instance's tests on a patch, in a sandbox that has seen nothing else of the agent's."""
         root = self._built()
         spec = root.grading_spec(default_route=_default_route(task))
         async with workplace(self.node, spec) as grader:
@@ -120,7 +120,7 @@ class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
         Raises:
             GraderError: that gives no verdict either, so it is not the submission's fault.
         """
-        control = await self._test(task, replace(submission, patch=b"")) if submission.patch else run
+        control = await self.run_patch(task, replace(submission, patch=b"")) if submission.patch else run
         if control.problem:
             raise GraderError(
                 f"{task.id}: {control.problem}, on the untouched tree: {control.tail[-1000:]}",

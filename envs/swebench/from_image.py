@@ -108,7 +108,9 @@ class Build:
             await step(place, "hide", move)
         # What was tracked stays tracked, though a .gitignore names it.
         tracked = (
-            f"git add --force --pathspec-from-file={_OUT}/tracked --pathspec-file-nul 2>/dev/null || true\n"
+            "while IFS= read -r -d '' path; do\n"
+            'if [ -f "$path" ] || [ -L "$path" ]; then printf \'%s\\0\' "$path"; fi\n'
+            f"done < {_OUT}/tracked | git update-index --add -z --stdin\n"
         )
         await step(place, "commit", "rm -rf .git")
         if self._task.bug:

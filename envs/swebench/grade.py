@@ -11,7 +11,6 @@ from prorl_envs.tools.workplace import Workplace
 
 #: The end of a log that is read; test output is at the end. It is hostile, and read in this process.
 MAX_LOG_BYTES = 8 * 2**20
-_TAIL_CHARS = 4000
 _TAIL_TIMEOUT_S = 60.0
 _STATUS_MARKER = ">>>>> Test Exit Code:"
 
@@ -70,4 +69,4 @@ def read_log(task: SwebenchTask, log: str, *, timed_out: bool = False) -> Script
     tested = before.rpartition(START_MARKER)[2]
     status = re.search(rf"^{_STATUS_MARKER} (\d{{1,3}})$", after, re.MULTILINE)
     exit_code = int(status[1]) if status and not timed_out else None
-    return ScriptRun(parse(task.log_parser, tested), exit_code, log[-_TAIL_CHARS:])
+    return ScriptRun(parse(task.log_parser, tested), exit_code, log)

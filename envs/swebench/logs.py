@@ -22,6 +22,8 @@ class Status(StrEnum):
 
 type Statuses = dict[str, Status]
 
+#: Characters of a log's end that are kept as evidence.
+_TAIL_CHARS = 4000
 _PASSING = (Status.PASSED, Status.XFAIL)
 _FAILING = (Status.FAILED, Status.ERROR)
 
@@ -131,12 +133,17 @@ class ScriptRun:
     Args:
         statuses: what the log says, by test.
         exit_code: of the test command; None where the script did not reach its end.
-        tail: the end of the log.
+        log: the log itself, or why there is none.
     """
 
     statuses: Mapping[str, Status]
     exit_code: int | None
-    tail: str
+    log: str
+
+    @property
+    def tail(self) -> str:
+        """The end of the log."""
+        return self.log[-_TAIL_CHARS:]
 
     @property
     def problem(self) -> str:

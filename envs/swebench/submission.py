@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from prorl_envs.envs.swebench.diffs import changed_paths
+from prorl_envs.envs.swebench.schemas import END_MARKER, START_MARKER
 from prorl_envs.envs.swebench.task import SwebenchTask
 from prorl_envs.errors import GraderError
 from prorl_envs.tools.workplace import Workplace
@@ -30,6 +31,7 @@ _RUNNER_FILES = frozenset(
     {
         *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"),
         *("pyproject.toml", ".coveragerc", "sitecustomize.py", "usercustomize.py", "phpunit.xml"),
+        *("runtests.py", "test_sqlite.py"),  # sympy's and Django's own
     }
 )
 #: How such files' names begin, of runners in other languages.
@@ -147,15 +149,20 @@ def protected(changed: Iterable[str], task: SwebenchTask) -> list[str]:
     """Those of `changed` that are left out of a submission.
 
     The tests' own files always are: the test patch brings them, and may fail to apply on others. So is what
-    configures the test runner, and a top-level module under the name of something the runner or pip imports
-    from the working directory, unless the reference fix changes that file too.
+    configures the test runner, what the test command names (`bin/test`), and a top-level module under the
+    name of something the runner or pip imports from the working directory, unless the reference fix changes
+    that file too.
     """
     tests, fixed = task.own_files, changed_paths(task.patch) if task.patch else frozenset()
     known = {PurePosixPath(path).parts[0] for path in tests | fixed}
     shadowed = _imported(task.environment.pip if task.environment is not None else ())
 
+    named = _named(task.eval_script)
+
     def steers(path: str) -> bool:
         parts = PurePosixPath(path).parts
+        if path in named:
+            return True
         if parts[-1] in _RUNNER_FILES or parts[-1].startswith(_RUNNER_NAMES) or path.endswith(".pth"):
             return True
         return parts[0] not in known and parts[0].removesuffix(".py") in shadowed
@@ -164,6 +171,12 @@ def protected(changed: Iterable[str], task: SwebenchTask) -> list[str]:
         return path in tests or any(path.startswith(f"{own}/") for own in task.hidden_files)
 
     return [path for path in changed if owned(path) or (path not in fixed and steers(path))]
+
+
+def _named(script: str) -> frozenset[str]:
+    """The words of the test command, as paths."""
+    command = script.partition(START_MARKER)[2].partition(END_MARKER)[0]
+    return frozenset(word.strip("'\"").removeprefix("./") for word in command.split())
 
 
 def _imported(pins: Iterable[str]) -> frozenset[str]:

@@ -37,7 +37,7 @@ class Preparation:
     seconds: float = 0.0
 
 
-class _Display:
+class Display:
     """A bar for the whole, and a line for each task under way; without a terminal, a line for each end."""
 
     def __init__(self, progress: Progress, total: int) -> None:
@@ -84,7 +84,7 @@ async def prepare_file(settings: Settings, environment: str, data: Path | None, 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     async with node(settings) as opened, catalog.only(environment):
         with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
-            results = await prepare(family, opened, tasks, jobs, _Display(progress, len(tasks)))
+            results = await prepare(family, opened, tasks, jobs, Display(progress, len(tasks)))
     out.print(_table(results))
     counts = {
         state: sum(r.state == state for r in results) for state in dict.fromkeys(r.state for r in results)
@@ -94,7 +94,7 @@ async def prepare_file(settings: Settings, environment: str, data: Path | None, 
 
 
 async def prepare(
-    family: type[Environment[Any]], opened: Node, tasks: Sequence[Task], jobs: int, display: _Display
+    family: type[Environment[Any]], opened: Node, tasks: Sequence[Task], jobs: int, display: Display
 ) -> list[Preparation]:
     """Prepare tasks; one that fails does not keep the others. In the order of the tasks."""
     slots = asyncio.Semaphore(jobs)
