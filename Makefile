@@ -4,13 +4,14 @@ PYTHON := $(VENV)/bin/python
 # Tests that wait leave room for one more at a time than there are cores. WORKERS=0 runs them in order.
 WORKERS ?= $(shell expr $$(nproc) + 1)
 
-.PHONY: demo test test-thorough test-nemo lint format bench faults fuzz lock clean help
+.PHONY: demo test test-thorough test-nemo verify-swebench lint format bench faults fuzz lock clean help
 
 help:
 	@echo "make demo       set up, then run real rollouts end to end (ARGS='--help' shows the options)"
 	@echo "make test       set up, then run the tests"
 	@echo "make test-thorough  those that take longest, which make test leaves out"
 	@echo "make test-nemo  the tests against a real NeMo Gym (its own environment, several minutes)"
+	@echo "make verify-swebench  reference, empty patch and cheats on every SWE-bench instance (ARGS='tasks.parquet')"
 	@echo "make lint       formatter, linter and type checker; make format mends what it can"
 	@echo "make fuzz       every parser of hostile input under a fuzzer (ARGS='--seconds 300 frames reports')"
 	@echo "make faults     every fault on purpose, round after round (ARGS='--seconds 300 service_killed')"
@@ -30,6 +31,10 @@ test-thorough:
 
 test-nemo:
 	@scripts/test-nemo.sh $(ARGS)
+
+verify-swebench:
+	@scripts/setup.sh test $(VENV)
+	@$(PYTHON) scripts/verify-swebench.py $(ARGS)
 
 lint:
 	@scripts/setup.sh test $(VENV)

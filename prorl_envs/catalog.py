@@ -231,6 +231,7 @@ def _check(name: str, entry: EnvironmentSettings) -> None:
         "family": entry.family,
         "system_prompt": entry.system_prompt,
         "sandbox": entry.sandbox,
+        "options": entry.options or None,
     }.items():
         if value is not None:
             hint = (
@@ -307,4 +308,5 @@ def _options(entry: EnvironmentSettings, node: LimitSettings) -> Options:
         default_limits=Limits(**common),
         network=Network(allow=sandbox.allow) if "allow" in given else None,
         image=sandbox.image,
+        own=entry.options,
     )

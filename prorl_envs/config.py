@@ -338,6 +338,7 @@ class EnvironmentSettings(_Section):
         agents: others that do: each is offered as NAME@AGENT.
         system_prompt: first message of its episodes; None takes the family's.
         sandbox: what its sandboxes get.
+        options: the family's own, where it has any; its page names them.
         limits: of the agent loop, where a request names none; see `AgentLimits`.
         sampling: how to sample, where a request does not say; see `Sampling`.
     """
@@ -348,6 +349,7 @@ class EnvironmentSettings(_Section):
     agents: tuple[str, ...] = ()
     system_prompt: str | None = Field(default=None, min_length=1)
     sandbox: SandboxSettings | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
     limits: dict[str, Any] = Field(default_factory=dict)
     sampling: dict[str, Any] = Field(default_factory=dict)
 

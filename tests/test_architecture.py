@@ -22,8 +22,9 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "tools": frozenset({"errors", "window", "sandbox.base", "sandbox.descriptors", "sandbox.inside"}),
     "images": frozenset({"errors", "clock", "sandbox.sif", "sandbox.files", "sandbox.syscalls"}),
     "conformance": frozenset({"errors", "sandbox", "tools"}),
-    "env": frozenset({"errors", "sandbox", "tools"}),
-    "envs": frozenset({"errors", "sandbox", "tools", "env"}),
+    # A task may name an image that has to be pulled or built first.
+    "env": frozenset({"errors", "sandbox", "images", "tools"}),
+    "envs": frozenset({"errors", "sandbox", "images", "tools", "env"}),
     "remote": frozenset({"errors", "clock", "tools.types", "env"}),  # NeMo Gym's servers, by HTTP alone
     "catalog": frozenset({"errors", "config", "sandbox.base", "env", "remote"}),
     "apps": frozenset({"nemo"}),  # a family's NeMo Gym server

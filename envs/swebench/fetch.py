@@ -1,31 +1,23 @@
 """The one step of a build that needs the network: pip fetches the environment and the source release.
 
-It runs in a jail with nothing of the host but its system, one interpreter and the folder being filled,
-because pip runs a source package's own code to learn its name and version. bubblewrap is called directly: it
-is one process that ends, so nothing has to join it, and the sandbox driver knows no sandbox with a network.
+It runs in a sandbox with nothing of the host but its system, its network, one interpreter and the folder
+being filled, because pip runs a source package's own code to learn its name and version.
 """
 
-import asyncio
 import os
 import shlex
-import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from prorl_envs.env.node import Node
+from prorl_envs.env.sandboxed import workplace
 from prorl_envs.envs.swebench.interpreters import Interpreter, mounts_of
+from prorl_envs.envs.swebench.root import CONDA, SDIST, VENV, WHEELS
 from prorl_envs.envs.swebench.task import EnvironmentSpec
 from prorl_envs.errors import EnvironmentFault
-from prorl_envs.sandbox.probe import find_bwrap
-from prorl_envs.sandbox.system import system_arguments
+from prorl_envs.sandbox.base import Mount, Network, SandboxSpec
 
-#: Where the environment is inside, in the jail and in every sandbox: where the official images have it.
-CONDA = "/opt/miniconda3"
-VENV = f"{CONDA}/envs/testbed"
-WHEELS = f"{CONDA}/wheels"
-SDIST = f"{CONDA}/sdist"
-
-TIMEOUT_S = 600.0
-_KEPT_OUTPUT = 20_000
+TIMEOUT_S = 1200.0
 #: How pip says that an index did not answer; the last where it was told not to try again.
 _UNREACHABLE = ("NewConnectionError", "ConnectTimeoutError", "NameResolutionError", "(from versions: none)")
 #: What tells pip where the packages are, and how to get there.
@@ -39,52 +31,35 @@ _PASSED = (
     "NO_PROXY",
     "SSL_CERT_",
 )
-#: Name resolution and certificate authorities; no keys.
-_ETC = (
-    *("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl/certs", "/etc/ssl/openssl.cnf"),
-    *("/etc/pki/tls/certs", "/etc/pki/ca-trust/extracted", "/etc/alternatives", "/etc/ld.so.cache"),
-)
 
 
-async def fetch(folder: Path, spec: EnvironmentSpec, interpreter: Interpreter) -> None:
+async def fetch(node: Node, folder: Path, spec: EnvironmentSpec, interpreter: Interpreter) -> None:
     """Make the virtual environment with every pinned package, and fetch the source release beside it.
 
     Args:
+        node: where.
         folder: existing and empty; becomes `/opt/miniconda3` inside.
         spec: what to install.
         interpreter: what the environment runs on.
 
     Raises:
         EnvironmentFault: a package cannot be had or built, or it took too long.
+        SandboxError, ToolError: the sandbox failed.
     """
-    command = [str(find_bwrap()), *_jail(folder, interpreter), "/bin/bash", "-c", _script(spec, interpreter)]
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        start_new_session=True,
+    environment = _environment(os.environ)
+    conda = Mount(source=folder, target=CONDA, writable=True)
+    place_spec = SandboxSpec(
+        env=environment,
+        mounts=(conda, *mounts_of(interpreter.prefix), *_certificates(environment)),
+        network=Network(open=True),
     )
-    try:
-        async with asyncio.timeout(TIMEOUT_S):
-            output = await _drain(process)
-            status = await process.wait()
-    except TimeoutError:
-        raise EnvironmentFault(f"fetching {spec.sdist} took more than {TIMEOUT_S:.0f} s") from None
-    finally:
-        if process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)  # bubblewrap's end ends its pid namespace
-            await process.wait()
-    if status != 0:
-        raise _fault(spec, output.decode(errors="replace"))
-
-
-async def _drain(process: asyncio.subprocess.Process) -> bytes:
-    assert process.stdout is not None
-    kept = b""
-    while chunk := await process.stdout.read(65_536):
-        kept = (kept + chunk)[-_KEPT_OUTPUT:]
-    return kept
+    command = ["/bin/bash", "--noprofile", "--norc", "-c", _script(spec, interpreter)]
+    async with workplace(node, place_spec) as place:
+        done = await place.tools.run(command, cwd=CONDA, timeout_s=TIMEOUT_S)
+    if done.timed_out:
+        raise EnvironmentFault(f"fetching {spec.sdist} took more than {TIMEOUT_S:.0f} s")
+    if done.exit_code != 0:
+        raise _fault(spec, done.output.decode(errors="replace"))
 
 
 def _fault(spec: EnvironmentSpec, output: str) -> EnvironmentFault:
@@ -96,30 +71,21 @@ def _fault(spec: EnvironmentSpec, output: str) -> EnvironmentFault:
     return EnvironmentFault(f"fetching {spec.sdist} and its environment failed: {output[-1500:].strip()}")
 
 
-def _jail(folder: Path, interpreter: Interpreter) -> Iterator[str]:
-    for namespace in ("user", "pid", "ipc", "uts", "cgroup"):
-        yield f"--unshare-{namespace}"
-    yield from ("--disable-userns", "--new-session", "--die-with-parent", "--clearenv", "--cap-drop", "ALL")
-    yield from ("--uid", "1000", "--gid", "1000")
-    yield from system_arguments()
-    for path in _ETC:
-        yield from ("--ro-bind-try", str(Path(path).resolve()), path)
-    yield from ("--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--dir", "/home/agent")
-    for mount in mounts_of(interpreter.prefix):
-        yield from ("--ro-bind", str(mount.source), mount.target)
-    environment = _environment(os.environ)
+def _certificates(environment: Mapping[str, str]) -> Iterator[Mount]:
+    """The certificate authorities that variables name, where a sandbox would not show them by itself."""
     for name in ("PIP_CERT", "SSL_CERT_FILE"):
-        if certificates := environment.get(name):
-            yield from ("--ro-bind-try", certificates, certificates)
-    yield from ("--bind", str(folder), CONDA, "--chdir", CONDA)
-    for name, value in environment.items():
-        yield from ("--setenv", name, value)
+        path = environment.get(name, "")
+        if (
+            path.startswith("/")
+            and not path.startswith(("/etc/ssl/certs/", "/usr/"))
+            and Path(path).is_file()
+        ):
+            yield Mount(source=Path(path), target=path)
 
 
 def _environment(host: Mapping[str, str]) -> dict[str, str]:
     passed = {name: value for name, value in host.items() if name.startswith(_PASSED)}
-    own = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/home/agent", "LANG": "C.UTF-8"}
-    return {**passed, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", **own}
+    return {**passed, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
 
 
 def _script(spec: EnvironmentSpec, interpreter: Interpreter) -> str:

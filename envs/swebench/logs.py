@@ -1,17 +1,13 @@
-"""From a test log to the status of each test, and from those to a verdict. Pure.
+"""What a test log says, from the parser's answer to the verdict. Pure.
 
-The parsers answer to the names that the dataset's rows use and agree with those of the `swebench` package,
-version 5, quirks included: the lists of expected tests were made with them.
-
-A log is hostile: the tested code writes it. All here takes time in proportion to its length.
+The rules agree with those of the `swebench` package, version 5, quirks included: the lists of expected tests
+were made with them.
 """
 
-import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from io import StringIO
 
 
 class Status(StrEnum):
@@ -25,96 +21,11 @@ class Status(StrEnum):
 
 
 type Statuses = dict[str, Status]
-type Parser = Callable[[str], Statuses]
 
-_WORDS = tuple(Status)
+#: Characters of a log's end that are kept as evidence.
+_TAIL_CHARS = 4000
 _PASSING = (Status.PASSED, Status.XFAIL)
 _FAILING = (Status.FAILED, Status.ERROR)
-
-
-#: Characters of a line that are read; no test's name is near it.
-_MAX_LINE = 64 * 1024
-
-
-def _lines(log: str) -> Iterator[str]:
-    """One at a time: a list of them would take many times the log's own memory."""
-    return (line.removesuffix("\n")[:_MAX_LINE] for line in StringIO(log, newline="\n"))
-
-
-def _summary_words(line: str) -> list[str] | None:
-    """The words of a `STATUS test ...` line of pytest's short summary; None for every other line."""
-    if not line.startswith(_WORDS):
-        return None
-    words = line.split()
-    if len(words) < 2 or words[0] not in _WORDS:
-        return None
-    # `SKIPPED [2] file:line: reason` counts tests and names none. The like of it for other statuses is kept:
-    # some expected lists hold `[100%]`, from a wrapped progress line.
-    if words[0] == Status.SKIPPED and re.fullmatch(r"\[\d+\]", words[1]):
-        return None
-    return words
-
-
-def parse_pytest(log: str) -> Statuses:
-    """pytest's short summary (`-rA`)."""
-    statuses: Statuses = {}
-    for line in _lines(log):
-        if words := _summary_words(line):
-            statuses[words[1]] = Status(words[0])
-    return statuses
-
-
-def parse_pytest_options(log: str) -> Statuses:
-    """As `parse_pytest`, with a path as a test's parameter cut to its last part: it differs by machine."""
-    return {_short_option(test): status for test, status in parse_pytest(log).items()}
-
-
-def _short_option(test: str) -> str:
-    # Up to the last bracket. Not by a regular expression, which would take cubic time on brackets alone.
-    start, end = test.find("["), test.rfind("]")
-    if not 0 <= start < end:
-        return test
-    name, option = test[:start], test[start + 1 : end]
-    if option.startswith("/") and not option.startswith("//") and "*" not in option:
-        option = "/" + option.rpartition("/")[2]
-    return f"{name}[{option}]"
-
-
-_CONTROL = dict.fromkeys(range(1, 32))
-
-
-def parse_pytest_v2(log: str) -> Statuses:
-    """pytest's short summary with colours, names that hold spaces, and the older `test STATUS` lines."""
-    statuses: Statuses = {}
-    for coloured in _lines(log):
-        line = re.sub(r"\[(\d+)m", "", coloured).translate(_CONTROL)
-        if line.startswith(_WORDS):
-            if words := _summary_words(line.split(" - ", 1)[0] if line.startswith("FAILED") else line):
-                statuses[" ".join(words[1:])] = Status(words[0])
-        elif line.endswith(_WORDS):
-            words = line.split()
-            if len(words) > 1 and words[-1] in _WORDS:
-                statuses[" ".join(words[:-1])] = Status(words[-1])
-    return statuses
-
-
-#: By the names in the rows.
-PARSERS: Mapping[str, Parser] = {
-    **dict.fromkeys(
-        (
-            *("parse_log_pytest", "parse_log_astroid", "parse_log_flask", "parse_log_marshmallow"),
-            *("parse_log_pvlib", "parse_log_pyvista", "parse_log_sqlfluff", "parse_log_xarray"),
-        ),
-        parse_pytest,
-    ),
-    **dict.fromkeys(
-        ("parse_log_pytest_options", "parse_log_requests", "parse_log_pydicom", "parse_log_pylint"),
-        parse_pytest_options,
-    ),
-    **dict.fromkeys(
-        ("parse_log_pytest_v2", "parse_log_astropy", "parse_log_scikit", "parse_log_sphinx"), parse_pytest_v2
-    ),
-}
 
 
 class Outcomes:
@@ -150,35 +61,69 @@ class Outcomes:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The statuses of the expected tests, and whether they resolve the issue."""
+    """The statuses of the expected tests, and whether they resolve the issue.
+
+    Args:
+        fail_to_pass, pass_to_pass: of each test, what the log says; None where it says nothing.
+        fail_only: a test counts as passed unless it failed: for logs that name failures alone.
+    """
 
     fail_to_pass: Mapping[str, Status | None]
     pass_to_pass: Mapping[str, Status | None]
+    fail_only: bool = False
+
+    def _passed(self, status: Status | None) -> bool:
+        return status is not Status.FAILED if self.fail_only else status in _PASSING
 
     @property
     def fixed(self) -> int:
         """How many of the tests that must come to pass do. A skipped one does not."""
-        return sum(status in _PASSING for status in self.fail_to_pass.values())
+        return sum(map(self._passed, self.fail_to_pass.values()))
 
     @property
     def kept(self) -> int:
         """How many of the tests that must go on passing do. A skipped one is no regression."""
-        return sum(status in (*_PASSING, Status.SKIPPED) for status in self.pass_to_pass.values())
+        return sum(self._passed(status) or status is Status.SKIPPED for status in self.pass_to_pass.values())
 
     @property
     def resolved(self) -> bool:
         return self.fixed == len(self.fail_to_pass) and self.kept == len(self.pass_to_pass)
 
+    @property
+    def shares(self) -> Mapping[str, float]:
+        """Of each of the two lists, the share that is as it should be; 1 for an empty one."""
+        return {
+            "fail_to_pass": self.fixed / len(self.fail_to_pass) if self.fail_to_pass else 1.0,
+            "pass_to_pass": self.kept / len(self.pass_to_pass) if self.pass_to_pass else 1.0,
+        }
+
 
 def judge(
-    fail_to_pass: Iterable[str], pass_to_pass: Iterable[str], statuses: Mapping[str, Status]
+    fail_to_pass: Iterable[str],
+    pass_to_pass: Iterable[str],
+    statuses: Mapping[str, Status],
+    *,
+    fail_only: bool = False,
 ) -> Verdict:
     """Compare what was expected with what the log says."""
     outcomes = Outcomes(statuses)
     return Verdict(
         {test: outcomes.status_of(test) for test in fail_to_pass},
         {test: outcomes.status_of(test) for test in pass_to_pass},
+        fail_only,
     )
+
+
+def judge_map(expected: Mapping[str, Status], statuses: Mapping[str, Status]) -> Verdict:
+    """R2E-Gym's rule: every test ends as it does with the reference, those included that fail there.
+
+    A test that ends as expected is reported as passed, one that does not or is not expected as failed.
+    """
+    tests = sorted(expected.keys() | statuses.keys())
+    as_expected = {
+        test: Status.PASSED if expected.get(test) == statuses.get(test) else Status.FAILED for test in tests
+    }
+    return Verdict(as_expected, {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,12 +133,17 @@ class ScriptRun:
     Args:
         statuses: what the log says, by test.
         exit_code: of the test command; None where the script did not reach its end.
-        tail: the end of the log.
+        log: the log itself, or why there is none.
     """
 
     statuses: Mapping[str, Status]
     exit_code: int | None
-    tail: str
+    log: str
+
+    @property
+    def tail(self) -> str:
+        """The end of the log."""
+        return self.log[-_TAIL_CHARS:]
 
     @property
     def problem(self) -> str:

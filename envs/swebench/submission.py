@@ -10,7 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from prorl_envs.envs.swebench.task import SwebenchTask, changed_paths
+from prorl_envs.envs.swebench.diffs import changed_paths
+from prorl_envs.envs.swebench.schemas import END_MARKER, START_MARKER
+from prorl_envs.envs.swebench.task import SwebenchTask
 from prorl_envs.errors import GraderError
 from prorl_envs.tools.workplace import Workplace
 
@@ -28,9 +30,12 @@ _MAX_NAMES_BYTES = 4 * 2**20
 _RUNNER_FILES = frozenset(
     {
         *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"),
-        *("pyproject.toml", ".coveragerc", "sitecustomize.py", "usercustomize.py"),
+        *("pyproject.toml", ".coveragerc", "sitecustomize.py", "usercustomize.py", "phpunit.xml"),
+        *("runtests.py", "test_sqlite.py"),  # sympy's and Django's own
     }
 )
+#: How such files' names begin, of runners in other languages.
+_RUNNER_NAMES = ("jest.config.", "vitest.config.", "karma.conf.", ".mocharc.")
 
 # A git that reads the pristine repository, the agent's tree, an index of its own, and no configuration. The
 # index starts without any file's size or time, so that every file is read.
@@ -101,8 +106,8 @@ async def take(task: SwebenchTask, comparer: Workplace) -> Submission:
     return Submission(patch=patch, dropped=[_printable(path) for path in dropped])
 
 
-async def apply(patch: bytes, grader: Workplace) -> None:
-    """Apply a submission's patch to the pristine tree of a fresh sandbox.
+async def apply(patch: bytes, grader: Workplace, *, testbed: str) -> None:
+    """Apply a submission's patch to the pristine tree of a fresh sandbox, which is at `testbed`.
 
     Raises:
         GraderError: it does not apply, though it was made from the same tree.
@@ -111,7 +116,7 @@ async def apply(patch: bytes, grader: Workplace) -> None:
         return
     await grader.tools.write("/tmp/submission.patch", patch)
     command = ["git", "apply", "--whitespace=nowarn", "/tmp/submission.patch"]
-    done = await grader.tools.run(command, cwd="/testbed", timeout_s=TIMEOUT_S)
+    done = await grader.tools.run(command, cwd=testbed, timeout_s=TIMEOUT_S)
     if done.exit_code != 0:
         raise GraderError(f"the patch does not apply: {done.output.decode(errors='replace')[-500:]}")
 
@@ -144,20 +149,34 @@ def protected(changed: Iterable[str], task: SwebenchTask) -> list[str]:
     """Those of `changed` that are left out of a submission.
 
     The tests' own files always are: the test patch brings them, and may fail to apply on others. So is what
-    configures the test runner, and a top-level module under the name of something the runner or pip imports
-    from the working directory, unless the reference fix changes that file too.
+    configures the test runner, what the test command names (`bin/test`), and a top-level module under the
+    name of something the runner or pip imports from the working directory, unless the reference fix changes
+    that file too.
     """
-    tests, fixed = changed_paths(task.test_patch), changed_paths(task.patch)
+    tests, fixed = task.own_files, changed_paths(task.patch) if task.patch else frozenset()
     known = {PurePosixPath(path).parts[0] for path in tests | fixed}
-    shadowed = _imported(task.environment.pip)
+    shadowed = _imported(task.environment.pip if task.environment is not None else ())
+
+    named = _named(task.eval_script)
 
     def steers(path: str) -> bool:
         parts = PurePosixPath(path).parts
-        if parts[-1] in _RUNNER_FILES or path.endswith(".pth"):
+        if path in named:
+            return True
+        if parts[-1] in _RUNNER_FILES or parts[-1].startswith(_RUNNER_NAMES) or path.endswith(".pth"):
             return True
         return parts[0] not in known and parts[0].removesuffix(".py") in shadowed
 
-    return [path for path in changed if path in tests or (path not in fixed and steers(path))]
+    def owned(path: str) -> bool:
+        return path in tests or any(path.startswith(f"{own}/") for own in task.hidden_files)
+
+    return [path for path in changed if owned(path) or (path not in fixed and steers(path))]
+
+
+def _named(script: str) -> frozenset[str]:
+    """The words of the test command, as paths."""
+    command = script.partition(START_MARKER)[2].partition(END_MARKER)[0]
+    return frozenset(word.strip("'\"").removeprefix("./") for word in command.split())
 
 
 def _imported(pins: Iterable[str]) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""The rows of a SWE-bench data file: the dataset's own columns, and how the instance is rebuilt."""
+"""The one task model of all data sets, and how an instance is rebuilt without its image."""
 
 import re
 from collections.abc import Mapping
@@ -14,22 +14,16 @@ from pydantic import (
     TypeAdapter,
     model_validator,
 )
-from unidiff.errors import UnidiffParseError
-from unidiff.patch import PatchSet
 
 from prorl_envs.env.base import ReferenceCall, Task
-from prorl_envs.envs.swebench.logs import PARSERS
+from prorl_envs.envs.swebench.diffs import changed_paths
+from prorl_envs.envs.swebench.foreign import missing
+from prorl_envs.envs.swebench.logs import Status
+from prorl_envs.envs.swebench.recipes import recipe
+from prorl_envs.envs.swebench.schemas import END_MARKER, START_MARKER, normalised
 
-START_MARKER = ">>>>> Start Test Output"
-END_MARKER = ">>>>> End Test Output"
-
-#: Columns of the dataset that neither the agent nor the grader needs. Hints come from the discussion that led
-#: to the fix, so an agent must not see them.
-_UNUSED = (
-    *("hints_text", "created_at", "environment_setup_commit", "difficulty", "image", "version"),
-    "x_dataset",
-)
-
+#: Where a grader finds what was kept from the agent.
+HIDDEN = "/opt/hidden"
 
 _STRINGS = TypeAdapter(tuple[str, ...])
 
@@ -41,8 +35,15 @@ def _encodable(text: str) -> str:
 
 
 def _patch(text: str) -> str:
-    changed_paths(text)
+    if text:
+        changed_paths(text)
     return _encodable(text)
+
+
+def _in_tree(path: str) -> str:
+    if path.startswith("/") or not path or ".." in path.split("/"):
+        raise ValueError(f"names a path outside the tree: {path!r}")
+    return _encodable(path)
 
 
 def _json_list(value: Any) -> Any:
@@ -53,7 +54,9 @@ def _json_list(value: Any) -> Any:
 
 
 Text = Annotated[str, Field(min_length=1, max_length=2_000_000), AfterValidator(_encodable)]
-Patch = Annotated[str, Field(min_length=1, max_length=2_000_000), AfterValidator(_patch)]
+Patch = Annotated[str, Field(max_length=2_000_000), AfterValidator(_patch)]
+InTree = Annotated[str, Field(max_length=4096), AfterValidator(_in_tree)]
+Absolute = Annotated[str, Field(max_length=4096, pattern=r"^(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)+$")]
 Command = Annotated[str, Field(min_length=1, max_length=10_000), AfterValidator(_encodable)]
 #: An exact version and nothing else: a row cannot smuggle in an option, an address or a path.
 Pin = Annotated[
@@ -73,6 +76,7 @@ class EnvironmentSpec(BaseModel):
         pip: every package of the environment, installed with `--no-deps`.
         pre_install: shell commands in the tree, before it is installed and committed.
         install: the shell command that installs the tree; runs without a network.
+        revert: the release holds the fix already: it is taken out again, with its tests.
         release_tag: put on the commit where the package computes its version from git.
         default_route: whether tests need connections to the outside to time out instead of being refused.
     """
@@ -84,96 +88,108 @@ class EnvironmentSpec(BaseModel):
     pip: tuple[Pin, ...] = Field(max_length=500)
     pre_install: tuple[Command, ...] = Field(default=(), max_length=50)
     install: Command
+    revert: bool = False
     release_tag: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9.-]{0,50}$")
     default_route: bool = False
 
 
 class SwebenchTask(Task):
-    """One instance. Takes a row with the dataset's own column names.
+    """One instance, of whichever data set. Takes a row with that data set's own columns.
 
     Args:
+        dataset: which schema it came in.
         repo: `owner/name` of the repository.
-        base_commit: the commit the issue was filed against, as the script names it.
-        patch: the reference fix; never shown to the agent.
-        test_patch: the tests that came with the fix.
+        base_commit: the commit the issue was filed against, as the script names it; empty where none is
+            named.
+        patch: the reference fix; never shown to the agent. Empty where the row has none.
+        bug: `patch` is the bug instead, which is put into the image's tree: the fix is its reverse.
+        test_patch: the tests that came with the fix; empty where the image has them.
         fail_to_pass: tests that the fix makes pass.
         pass_to_pass: tests that must go on passing.
+        expected: or else what every test must end with, failures included.
         eval_script: the official script; runs as it is, but for the commit's name.
         log_parser: name of the official parser of its output.
-        environment: how the instance is rebuilt.
+        eval_type: whether a test that the log does not name counts as passed.
+        image: name of the container image, as Docker has it.
+        testbed: where the tree is in the image.
+        test_paths: further files of the tree that are not the agent's to change.
+        hidden_files: files of the tree that are kept from the agent; a grader finds them in /opt/hidden.
+        hidden_paths: absolute paths of the image that the agent does not see.
+        environment: how the instance is rebuilt without an image.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_by_name=True, validate_by_alias=True)
 
+    dataset: str = Field(max_length=50)
     id: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,199}$", validation_alias=AliasChoices("instance_id", "id")
     )
     instruction: Text = Field(validation_alias=AliasChoices("problem_statement", "instruction"))
     repo: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,100}/[A-Za-z0-9_.-]{1,100}$")
-    base_commit: str = Field(pattern=r"^[0-9a-f]{40}$")
+    base_commit: str = Field(pattern=r"^([0-9a-f]{40})?$")
     patch: Patch
+    bug: bool = False
     test_patch: Patch
-    fail_to_pass: Tests = Field(min_length=1, validation_alias=AliasChoices("FAIL_TO_PASS", "fail_to_pass"))
+    fail_to_pass: Tests = Field(validation_alias=AliasChoices("FAIL_TO_PASS", "fail_to_pass"))
     pass_to_pass: Tests = Field(validation_alias=AliasChoices("PASS_TO_PASS", "pass_to_pass"))
+    expected: dict[TestName, Status] = Field(default={}, max_length=100_000)
     eval_script: Text
-    log_parser: str
-    eval_type: Literal["pass_and_fail"] = "pass_and_fail"
-    environment: EnvironmentSpec = Field(validation_alias=AliasChoices("x_env", "environment"))
+    log_parser: str = Field(min_length=1, max_length=300)
+    eval_type: Literal["pass_and_fail", "fail_only"] = "pass_and_fail"
+    image: str = Field(default="", max_length=512, pattern=r"^[A-Za-z0-9._:/@-]*$")
+    testbed: str = Field(default="/testbed", pattern=r"^(/[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*)+$")
+    test_paths: tuple[InTree, ...] = Field(default=(), max_length=100_000)
+    hidden_files: tuple[InTree, ...] = Field(default=(), max_length=100)
+    hidden_paths: tuple[Absolute, ...] = Field(default=(), max_length=100)
+    environment: EnvironmentSpec | None = Field(
+        default=None, validation_alias=AliasChoices("x_env", "environment")
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _from_record(cls, row: Any) -> Any:
         if not isinstance(row, Mapping):
             return row
-        kept = {name: value for name, value in row.items() if name not in _UNUSED}
-        patch = row.get("patch")
-        if "reference" not in kept and isinstance(patch, str):
-            kept["reference"] = reference_calls(patch)
+        kept = normalised(row)
+        named = kept.get("instance_id", kept.get("id"))
+        if not ("x_env" in kept or "environment" in kept) and (known := recipe(named)):
+            kept["x_env"] = known
+        if "reference" not in kept and isinstance(patch := kept.get("patch"), str) and patch:
+            testbed, bug = kept.get("testbed", "/testbed"), bool(kept.get("bug"))
+            kept["reference"] = reference_calls(patch, testbed, reverse=bug)
         return kept
 
     @model_validator(mode="after")
     def _gradable(self) -> "SwebenchTask":
-        if self.log_parser not in PARSERS:
-            raise ValueError(
-                f"log_parser: no parser {self.log_parser!r}; known: {', '.join(sorted(PARSERS))}"
-            )
+        if not self.fail_to_pass and not self.expected:
+            raise ValueError("FAIL_TO_PASS: names no test")
+        if lacking := missing(self.log_parser):
+            raise ValueError(f"log_parser: {lacking}")
         for marker in (START_MARKER, END_MARKER):
             if self.eval_script.count(marker) != 1:
                 raise ValueError(f"eval_script: {marker!r} must be in it exactly once")
+        if self.environment is None and not self.image:
+            raise ValueError("image: the row names none, and how to build the instance is not known (x_env)")
         return self
 
+    @property
+    def own_files(self) -> frozenset[str]:
+        """The files that the tests bring, which are not the agent's to change."""
+        tested = changed_paths(self.test_patch) if self.test_patch else frozenset()
+        return tested | set(self.test_paths) | set(self.hidden_files)
 
-def reference_calls(patch: str) -> tuple[ReferenceCall, ...]:
-    """The tool calls that apply the reference fix and end the episode."""
+
+def reference_calls(
+    patch: str, testbed: str = "/testbed", *, reverse: bool = False
+) -> tuple[ReferenceCall, ...]:
+    """The tool calls that apply the reference fix, or take back a bug, and end the episode."""
     delimiter = "END_OF_PATCH"
     while delimiter in patch:
         delimiter += "_"
     body = patch if patch.endswith("\n") else f"{patch}\n"
-    command = f"cd /testbed && git apply - <<'{delimiter}'\n{body}{delimiter}\n"
+    apply = "git apply --reverse" if reverse else "git apply"
+    command = f"cd {testbed} && {apply} - <<'{delimiter}'\n{body}{delimiter}\n"
     return (
         ReferenceCall(tool="bash", arguments={"command": command}),
         ReferenceCall(tool="finish", arguments={}),
     )
-
-
-def changed_paths(patch: str) -> frozenset[str]:
-    """Every path, old or new, that a diff touches.
-
-    Raises:
-        ValueError: it is no diff, or it names a path outside the tree.
-    """
-    try:
-        files = PatchSet(patch)
-    except UnidiffParseError as error:
-        raise ValueError(f"not a diff: {error}") from error
-    paths = {
-        name.removeprefix(prefix)
-        for file in files
-        for name, prefix in ((file.source_file, "a/"), (file.target_file, "b/"))
-        if name not in (None, "/dev/null")
-    }
-    if not paths:
-        raise ValueError("not a diff: it touches no file")
-    if outside := [path for path in paths if path.startswith("/") or ".." in path.split("/")]:
-        raise ValueError(f"names a path outside the tree: {outside[0]!r}")
-    return frozenset(paths)

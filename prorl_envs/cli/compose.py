@@ -1,6 +1,7 @@
 """Puts the parts together: node, environments, renderer, model servers, service. Nothing else does."""
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -60,8 +61,11 @@ async def node(settings: Settings) -> AsyncIterator[Node]:
     name = await asyncio.to_thread(choose_driver, settings.driver, settings.run_dir, **programs)
     driver = make_driver(name, settings.run_dir, limits=node_limits(settings.limits), **programs)
     cache_dir = settings.cache_dir or default_cache_dir()
+    images = functools.partial(image_builder, settings)
     search = search_of(settings)
-    async with Node(driver, cache_dir, warm=settings.warm, search=search, pace=settings.pace) as opened:
+    async with Node(
+        driver, cache_dir, warm=settings.warm, search=search, images=images, pace=settings.pace
+    ) as opened:
         await (await opened.sandbox(SandboxSpec())).close()
         yield opened
 

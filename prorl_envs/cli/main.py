@@ -250,7 +250,7 @@ def play(
 def validate(
     environment: Annotated[str, typer.Argument(help="Environment family.")],
     data: Annotated[
-        Path | None, typer.Argument(help="JSONL of task rows; by default the family's examples.")
+        Path | None, typer.Argument(help="JSONL or Parquet of task rows; by default the family's examples.")
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Episodes at a time.")] = 4,
     config: ConfigOption = None,
@@ -283,6 +283,23 @@ def replay(
     from prorl_envs.cli.running import run
 
     if not run(replay_file(_settings(config), source, data=data, target=out_file, jobs=jobs)):
+        raise typer.Exit(1)
+
+
+@cli.command()
+def prepare(
+    environment: Annotated[str, typer.Argument(help="Environment family.")],
+    data: Annotated[
+        Path | None, typer.Argument(help="JSONL or Parquet of task rows; by default the family's examples.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Tasks at a time.")] = 4,
+    config: ConfigOption = None,
+) -> None:
+    """Build, pull and check beforehand what the tasks of a data file need. Again, it goes on where it was."""
+    from prorl_envs.cli.prepare import prepare_file
+    from prorl_envs.cli.running import run
+
+    if not run(prepare_file(_settings(config), environment, data, jobs)):
         raise typer.Exit(1)
 
 

@@ -11,7 +11,7 @@ with tools as its own step so that an agent loop can live anywhere.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -87,6 +87,8 @@ class Environment[TaskT: Task](ABC):
     task_type: ClassVar[type[Task]]
     #: Name of the tool with which the agent declares that it is done.
     finish_tool: ClassVar[str] = "finish"
+    #: What of the family can be set, where anything can; `options` are the values in force.
+    options_type: ClassVar[type[BaseModel] | None] = None
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -104,6 +106,19 @@ class Environment[TaskT: Task](ABC):
     def unavailable(cls, task: TaskT) -> str:
         """Why this machine cannot run `task` (a missing interpreter, say), or "" where it can. May block."""
         return ""
+
+    @classmethod  # noqa: B027 - most families need nothing
+    async def provision(cls, node: Node, task: TaskT, progress: Callable[[str], None]) -> None:
+        """Do beforehand what the first episode of `task` on a machine has to: build, pull, check. Where that
+        is done already, nothing is.
+
+        Args:
+            node: the machine.
+            progress: told in a few words what is being done; not called where there is nothing to do.
+
+        Raises:
+            SandboxError, ToolError, EnvironmentFault: it cannot be done.
+        """
 
     @property
     @abstractmethod

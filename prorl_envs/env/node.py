@@ -3,6 +3,7 @@
 import math
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -11,6 +12,8 @@ from typing import Self
 from prorl_envs.env.search import SearchBackend, SearchSettings
 from prorl_envs.env.search_index import IndexSearch
 from prorl_envs.env.web_search import WebSearch
+from prorl_envs.images.builder import ImageBuilder
+from prorl_envs.images.store import ImageStore
 from prorl_envs.sandbox.base import Driver, Sandbox, SandboxSpec
 from prorl_envs.sandbox.choice import choose_driver, make_driver
 from prorl_envs.sandbox.pressure import memory_is_short
@@ -57,6 +60,8 @@ class Node:
         warm: most sandboxes that stand ready before they are asked for; see `WarmPool`.
         search: what search tools ask; None leaves it to the family.
         pace: start fewer sandboxes at once while they start slowly or memory is short; see `Starts`.
+        images: makes what pulls and builds images, given whom to tell of its progress; None keeps them in
+            the cache directory.
     """
 
     def __init__(
@@ -67,8 +72,10 @@ class Node:
         warm: int = 0,
         search: SearchSettings | None = None,
         pace: bool = True,
+        images: Callable[[Callable[[str], None]], ImageBuilder] | None = None,
     ) -> None:
         self.driver = driver
+        self._images = images
         self._search = search or SearchSettings()
         self._backend: SearchBackend | None = None
         self.cache_dir = cache_dir
@@ -123,6 +130,16 @@ class Node:
             else:
                 self._backend = WebSearch(self._search)
         return self._backend
+
+    def images(self, progress: Callable[[str], None] = lambda line: None) -> ImageBuilder:
+        """What pulls and builds images.
+
+        Args:
+            progress: called with a short line as the work goes on.
+        """
+        if self._images is not None:
+            return self._images(progress)
+        return ImageBuilder(ImageStore(self.cache_dir / "images"), progress=progress)
 
     @property
     def use(self) -> NodeUse:

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
+
 from prorl_envs.env.base import Environment, Task
 from prorl_envs.env.sandboxed import SandboxedEnvironment
 from prorl_envs.errors import InputError
@@ -20,6 +22,7 @@ class Options:
         default_limits: what the node's sandboxes get.
         network: replaces the sandbox's network.
         image: a directory or SIF file, as in `SandboxSpec`.
+        own: the family's own options.
     """
 
     system_prompt: str | None = None
@@ -27,6 +30,7 @@ class Options:
     default_limits: Limits = field(default_factory=Limits)
     network: Network | None = None
     image: Any = None
+    own: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def of_sandbox(self) -> frozenset[str]:
@@ -54,6 +58,8 @@ def with_options(name: str, base: type[Environment[Any]], options: Options) -> t
         InputError: the family has nothing of the kind, or does not allow it.
     """
     fields: dict[str, Any] = {"name": name, "__module__": base.__module__, "__doc__": base.__doc__}
+    if options.own:
+        fields["options"] = _own(name, base, options.own)
     wanted = options.of_sandbox
     if not (options.system_prompt or wanted):
         return type(base.__name__, (base,), fields)
@@ -75,3 +81,18 @@ def with_options(name: str, base: type[Environment[Any]], options: Options) -> t
     if options.system_prompt:
         fields["system_prompt"] = options.system_prompt
     return type(base.__name__, (base,), {**fields, "sandbox_spec": sandbox_spec})
+
+
+def _own(name: str, base: type[Environment[Any]], given: Mapping[str, Any]) -> BaseModel:
+    where = f"environments.{name}.options"
+    if base.options_type is None:
+        raise InputError(f"{where}: {base.name} has no options", hint="remove them")
+    try:
+        return base.options_type.model_validate(dict(given))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join((where, *(str(part) for part in first["loc"])))
+        known = ", ".join(base.options_type.model_fields)
+        raise InputError(
+            f"{place}: {first['msg']}", hint=f"the options of {base.name} are: {known}"
+        ) from error

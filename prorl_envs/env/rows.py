@@ -1,11 +1,5 @@
-"""Reading task data: JSONL or parquet in, tasks out, with every fault named by file, line (or row) and field.
+"""Reading task data: JSONL or Parquet in, tasks out, with every fault named by file, line and field."""
 
-A parquet file (the extra `parquet`) holds a column per field, so a field that some rows lack is null in them:
-nulls are left out, at every depth of objects. Elements of lists stay.
-"""
-
-import datetime
-import decimal
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -15,13 +9,12 @@ from pydantic import ValidationError
 
 from prorl_envs.env.base import Task
 from prorl_envs.env.directories import directory_rows
+from prorl_envs.env.parquet import is_parquet, parquet_rows
 from prorl_envs.errors import InputError
 
 #: Most bytes of one line of a data file, and most rows of one file.
 MAX_LINE_BYTES = 16 * 2**20
 MAX_ROWS = 1_000_000
-#: Rows of a parquet file that are in memory at a time.
-_BATCH_ROWS = 64
 
 
 def validate_row[TaskT: Task](task_type: type[TaskT], row: Mapping[str, Any]) -> TaskT:
@@ -88,7 +81,7 @@ def rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         if path.is_dir() and (tasks := list(directory_rows(path))):
             yield from tasks
         else:
-            yield from _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
+            yield from parquet_rows(path, MAX_LINE_BYTES) if is_parquet(path) else _json_rows(path)
     except OSError as error:
         hint = "give the path of a JSONL or parquet file"
         raise InputError(f"{path}: {error.strerror or error}", hint=hint) from error
@@ -101,55 +94,6 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 raise InputError(f"{path}:{number}: line: longer than {MAX_LINE_BYTES} bytes")
             if line.strip():
                 yield number, _parse(path, number, line)
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    try:
-        import pyarrow
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise InputError(
-            f"{path}: parquet needs pyarrow", hint="pip install 'prorl-envs[parquet]', or give JSONL"
-        ) from error
-    number = 0
-    try:
-        with path.open("rb") as opened, ParquetFile(opened) as file:
-            for batch in file.iter_batches(_BATCH_ROWS):
-                for row in batch.to_pylist(maps_as_pydicts="strict"):
-                    number += 1
-                    yield number, _plain_row(path, number, row)
-    except (pyarrow.ArrowException, UnicodeDecodeError, KeyError) as error:
-        at = f"after row {number}: " if number else ""
-        raise InputError(f"{path}: {at}not parquet: {str(error)[:300]}") from error
-
-
-def _plain_row(path: Path, number: int, row: Mapping[str, Any]) -> dict[str, Any]:
-    plain = {}
-    for name, value in row.items():
-        try:
-            if value is not None:
-                plain[name] = _plain(value)
-        except TypeError as error:
-            raise InputError(f"{path}:{number}: {name}: {error}", hint="JSON has nothing like it") from None
-    if len(json.dumps(plain, ensure_ascii=False)) > MAX_LINE_BYTES:
-        raise InputError(f"{path}:{number}: row: longer than {MAX_LINE_BYTES} characters as JSON")
-    return plain
-
-
-def _plain(value: Any) -> Any:
-    """A value as JSON would have it, without the nulls of objects."""
-    match value:
-        case dict():
-            return {str(key): _plain(inner) for key, inner in value.items() if inner is not None}
-        case list():
-            return [_plain(inner) for inner in value]
-        case None | bool() | int() | float() | str():
-            return value
-        case datetime.date() | datetime.time():
-            return value.isoformat()
-        case decimal.Decimal():
-            return float(value)
-    raise TypeError(f"a value of type {type(value).__name__}")
 
 
 def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:

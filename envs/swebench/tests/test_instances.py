@@ -189,6 +189,7 @@ async def test_an_unreachable_index_is_an_error_with_a_remedy(
 async def test_a_build_step_that_fails_is_named_and_leaves_nothing(
     tmp_path: Path, node: Node, task: SwebenchTask
 ) -> None:
+    assert task.environment is not None
     spec = task.environment.model_copy(update={"install": "echo no such luck; exit 3", "pip": PINS})
     broken = task.model_copy(update={"environment": spec})
     with pytest.raises(EnvironmentFault, match=r"install failed \(exit status 3\): no such luck"):

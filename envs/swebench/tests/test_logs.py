@@ -4,9 +4,13 @@ from collections.abc import Mapping
 
 import pytest
 
+from prorl_envs.envs.swebench.foreign import missing, parse
 from prorl_envs.envs.swebench.grade import read_log, script_for
-from prorl_envs.envs.swebench.logs import PARSERS, Outcomes, ScriptRun, Status, judge
-from prorl_envs.envs.swebench.task import END_MARKER, START_MARKER, SwebenchTask
+from prorl_envs.envs.swebench.logs import Outcomes, ScriptRun, Status, judge, judge_map
+from prorl_envs.envs.swebench.parsers import PARSERS
+from prorl_envs.envs.swebench.schemas import END_MARKER, START_MARKER
+from prorl_envs.envs.swebench.task import SwebenchTask
+from prorl_envs.errors import GraderError
 
 SUMMARY = """\
 collected 5 items
@@ -60,6 +64,85 @@ def test_colours_spaces_and_the_older_order_are_read() -> None:
     }
 
 
+DJANGO = """\
+test_a (x.tests.T) ... ok
+test_b (x.tests.T) ... skipped 'no'
+test_c (x.tests.T) ... FAIL
+test_d (x.tests.T) ... ERROR
+test_e (x.tests.T) ... Testing against Django installed in '/x' with up to 2 processes
+(0 silenced).
+ok
+test_f (x.tests.T) ... System check identified no issues (0 silenced)
+ok
+FAIL: test_g (x.tests.T)
+"""
+
+
+def test_djangos_lines_are_read_with_what_comes_into_them() -> None:
+    assert PARSERS["parse_log_django"](DJANGO) == {
+        "test_a (x.tests.T)": Status.PASSED,
+        "test_b (x.tests.T)": Status.SKIPPED,
+        "test_c (x.tests.T)": Status.FAILED,
+        "test_d (x.tests.T)": Status.ERROR,
+        "test_e (x.tests.T)": Status.PASSED,
+        "test_f (x.tests.T)": Status.PASSED,
+        "test_g": Status.FAILED,
+    }
+
+
+def test_sympys_lines_and_headings_are_read() -> None:
+    log = "test_a ok\ntest_b F\ntest_c E\n____ sympy/x/test_x.py:test_b ____\n"
+    assert PARSERS["parse_log_sympy"](log) == {
+        "sympy/x/test_x.py:test_b": Status.FAILED,
+        "test_a": Status.PASSED,
+        "test_b": Status.FAILED,
+        "test_c": Status.ERROR,
+    }
+
+
+def test_other_forms_of_pytests_lines_are_read() -> None:
+    older = "a.py::t PASSED [ 50%]\nFAILED a.py::u - why\nSKIPPED [1] a.py: no\nPASSED a.py::v\n"
+    assert PARSERS["parse_log_seaborn"](older) == {
+        "a.py::t": Status.PASSED,
+        "a.py::u": Status.FAILED,
+        "a.py::v": Status.PASSED,
+    }
+    verbose = "a.py::t PASSED [ 50%]\na.py::u FAILED\n  a.py::v PASSED\n"
+    assert PARSERS["pytest_verbose"](verbose) == {"a.py::t": Status.PASSED, "a.py::u": Status.FAILED}
+    summary = (
+        "PASSED a::x\n= short test summary info =\n"
+        "\x1b[32mPASSED\x1b[0m r2e/t.py::T::a\nFAILED r/t.py::b - c\n"
+    )
+    assert PARSERS["r2e"](summary) == {"T.a": Status.PASSED, "b": Status.FAILED}
+    assert PARSERS["parse_log_matplotlib"]("PASSED t[MouseButton.LEFT]") == {"t[1]": Status.PASSED}
+
+
+def test_another_packages_parser_runs_in_a_process_of_its_own() -> None:
+    lacking = missing("parse_log_jest")
+    if lacking:
+        assert "pip install 'prorl-envs[swebench]'" in lacking
+        with pytest.raises(GraderError, match="parse_log_jest"):
+            parse("parse_log_jest", "x")
+    else:
+        assert parse("parse_log_jest", "  ✓ adds (1 ms)\n") == {"adds": Status.PASSED}
+    assert missing("parse_log_pytest") == ""
+    assert "multi-swe-bench" in missing("multi-swe:a/b#1")
+
+
+def test_a_map_must_be_met_exactly() -> None:
+    expected = {"a": Status.PASSED, "b": Status.FAILED}
+    assert judge_map(expected, dict(expected)).resolved
+    assert not judge_map(expected, {**expected, "b": Status.PASSED}).resolved
+    assert not judge_map(expected, {**expected, "c": Status.PASSED}).resolved
+    assert not judge_map(expected, {"a": Status.PASSED}).resolved
+
+
+def test_where_only_failures_are_named_the_others_passed() -> None:
+    assert judge(["a"], ["b"], {}, fail_only=True).resolved
+    assert not judge(["a"], ["b"], {"b": Status.FAILED}, fail_only=True).resolved
+    assert judge(["a", "c"], ["b"], {"a": Status.PASSED}).shares == {"fail_to_pass": 0.5, "pass_to_pass": 0.0}
+
+
 def test_a_cut_off_name_stands_for_those_that_agree() -> None:
     statuses = {"t[a(2)]": Status.XFAIL, "t[a(1)]": Status.PASSED, "t[b(1)]": Status.FAILED}
     outcomes = Outcomes(statuses)
@@ -74,7 +157,11 @@ def test_a_cut_off_name_stands_for_those_that_agree() -> None:
 def test_no_log_takes_more_than_its_length_to_read(parser: str) -> None:
     # What was cubic or quadratic in these would not end while anybody watches.
     brackets = "PASSED t" + "[" * 1_000_000 + "\n" + "PASSED " + "]" * 1_000_000 + "[1" * 100_000
-    assert len(PARSERS[parser](brackets)) == 2
+    assert len(PARSERS[parser](f"short test summary info\n{brackets}")) <= 2
+    headings = (
+        "_" * 500_000 + " .py:" * 100_000 + "\n" + " ... Testing against Django installed in \n" * 10_000
+    )
+    assert len(PARSERS[parser](headings)) <= 2
 
 
 def test_many_tests_and_many_cut_off_names_are_judged() -> None:

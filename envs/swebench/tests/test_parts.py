@@ -98,6 +98,16 @@ def test_tests_and_their_configuration_are_not_the_agents_to_change(
     assert protected([*kept, *dropped], tasks["psf__requests-6028"]) == dropped
 
 
+def test_what_the_test_command_names_is_not_the_agents_to_change(
+    tasks: Mapping[str, SwebenchTask],
+) -> None:
+    task = tasks["psf__requests-6028"]
+    script = task.eval_script.replace("pytest -rA", "bin/test -C")
+    task = task.model_copy(update={"eval_script": script})
+    changed = ["bin/test", "bin/other", "requests/testing/runtests.py", "jest.config.js"]
+    assert protected(changed, task) == ["bin/test", "requests/testing/runtests.py", "jest.config.js"]
+
+
 def test_what_the_reference_changes_may_be_changed(tasks: Mapping[str, SwebenchTask]) -> None:
     task = tasks["psf__requests-6028"]
     moved = task.patch.replace("requests/utils.py", "setup.cfg")

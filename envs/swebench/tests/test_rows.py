@@ -8,8 +8,9 @@ import pytest
 
 from prorl_envs.env.node import Node
 from prorl_envs.env.registry import example_path
+from prorl_envs.envs.swebench.diffs import changed_paths
 from prorl_envs.envs.swebench.env import SwebenchEnvironment
-from prorl_envs.envs.swebench.task import SwebenchTask, changed_paths, reference_calls
+from prorl_envs.envs.swebench.task import SwebenchTask, reference_calls
 from prorl_envs.errors import InputError
 
 OUTSIDE = "--- a/../../x\n+++ b/../../x\n@@ -1 +1 @@\n-a\n+b\n"
@@ -36,7 +37,11 @@ def test_the_examples_cover_three_repositories(tasks: Mapping[str, SwebenchTask]
 def test_three_examples_of_two_repositories_build_on_a_supported_python(
     tasks: Mapping[str, SwebenchTask],
 ) -> None:
-    modern = [task for task in tasks.values() if {"3.12", "3.13"} <= set(task.environment.pythons)]
+    modern = [
+        task
+        for task in tasks.values()
+        if task.environment and {"3.12", "3.13"} <= set(task.environment.pythons)
+    ]
     assert len(modern) >= 3
     assert len({task.repo for task in modern}) >= 2
 
@@ -106,9 +111,9 @@ def test_changed_paths_are_old_and_new_names() -> None:
         ({"PASS_TO_PASS": '["a"], "items": ["b"]'}, "PASS_TO_PASS"),
         ({"eval_script": "echo"}, "eval_script"),
         ({"log_parser": "os.system"}, "log_parser"),
-        ({"eval_type": "fail_only"}, "eval_type"),
-        ({"unheard_of": 1}, "unheard_of"),
-        ({"x_env": None}, "x_env"),
+        ({"eval_type": "fail_never"}, "eval_type"),
+        ({"image": "docker://x y"}, "image"),
+        ({"x_env": []}, "x_env"),
     ],
 )
 def test_a_bad_column_is_named(row: dict[str, Any], changes: dict[str, Any], named: str) -> None:

@@ -1,0 +1,130 @@
+"""An instance from its container image: the tree is taken out of it once, without its history.
+
+In the image the tree may have the repository's later commits, tags and reflogs, and the tests or the
+reference lie beside it. What is built is the tree with one commit; the sandboxes show it over the image's
+own.
+"""
+
+import hashlib
+import json
+import os
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from prorl_envs.env.node import Node
+from prorl_envs.env.sandboxed import workplace
+from prorl_envs.envs.swebench.root import TESTBED
+from prorl_envs.envs.swebench.steps import EXCLUDED, GIT, INIT, SEAL, step, tagged
+from prorl_envs.envs.swebench.task import SwebenchTask
+from prorl_envs.sandbox.base import Mount, SandboxSpec
+from prorl_envs.sandbox.command import DEFAULT_ENV
+
+#: Raise it when the layout or the way of building changes.
+_FORMAT = 1
+_OUT = "/opt/built"
+#: Where the data sets' images have Python; what does not exist does no harm.
+_PYTHONS = ("{testbed}/.venv/bin", "/opt/miniconda3/envs/testbed/bin", "/opt/miniconda3/bin")
+
+
+class Build:
+    """One build.
+
+    Args:
+        node: where.
+        task: the instance.
+        image: its image: a SIF, or a directory.
+    """
+
+    def __init__(self, node: Node, task: SwebenchTask, image: Path) -> None:
+        self._node, self._task, self._image = node, task, image
+
+    @property
+    def key(self) -> str:
+        """A name made of everything that decides the content. An image is known by its path and its time."""
+        task, status = self._task, self._image.stat()
+        content = {
+            "format": _FORMAT,
+            "image": [str(self._image), status.st_size, status.st_mtime_ns],
+            "task": [task.testbed, task.hidden_files, task.hidden_paths, task.patch if task.bug else ""],
+            "uid": os.getuid(),
+        }
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        return f"{task.id.lower()[:80]}-{digest[:24]}"
+
+    async def into(self, staging: Path, progress: Callable[[str], None]) -> dict[str, Any]:
+        """Build into a folder; returns what `BuiltRoot` wants to know."""
+        for name in ("testbed", "hidden"):
+            (staging / name).mkdir()
+        (staging / "empty").touch()
+        progress("taking the tree out of the image")
+        out = Mount(source=staging, target=_OUT, writable=True)
+        spec = SandboxSpec(image=self._image, workdir="/workspace", mounts=(out,), uid=0)
+        async with workplace(self._node, spec) as place:
+            answer = json.loads(await step(place, "copy", self._copy(), cwd="/"))
+        progress("committing")
+        tree = Mount(source=staging / "testbed", target=TESTBED, writable=True)
+        spec = SandboxSpec(workdir="/workspace", mounts=(tree, out))
+        async with workplace(self._node, spec) as place:
+            await self._commit(place, answer["tag"])
+            commit = (await step(place, "commit", "git rev-parse HEAD")).strip()
+        return {
+            "base_commit": commit,
+            "testbed": self._task.testbed,
+            "image": self._image,
+            "env": await self._env(),
+            "hidden_directories": answer["directories"],
+            "hidden_files": answer["files"],
+        }
+
+    def _copy(self) -> str:
+        """The script that copies the tree, and says which of the hidden paths are there."""
+        task = self._task
+        testbed = shlex.quote(task.testbed)
+        lines = [
+            f"[ -d {testbed} ] || {{ echo 'the image has no {task.testbed}'; exit 1; }}",
+            f"cp -a {testbed}/. {_OUT}/testbed/",
+            f"cd {testbed}",
+            f"git -c safe.directory='*' ls-files -z > {_OUT}/tracked 2>/dev/null || : > {_OUT}/tracked",
+            "tag=$(git -c safe.directory='*' describe --tags --abbrev=0 2>/dev/null || true)",
+        ]
+        for kind, option in (("directories", "-d"), ("files", "-f")):
+            tests = "".join(
+                f'[ ! {option} {path} ] || {kind}="${kind}${{{kind}:+,}}\\"{path}\\""\n'
+                for path in task.hidden_paths
+            )
+            lines.append(f"{kind}=\n{tests}")
+        lines.append(
+            'case "$tag" in *[!A-Za-z0-9._-]*) tag= ;; esac\n'
+            'printf \'{"tag": "%s", "directories": [%s], "files": [%s]}\' "$tag" "$directories" "$files"'
+        )
+        return "\n".join(lines)
+
+    async def _commit(self, place: Any, tag: str) -> None:
+        for path in self._task.hidden_files:
+            name = shlex.quote(path)
+            move = f"[ ! -e {name} ] && [ ! -L {name} ] || mv -- {name} {_OUT}/hidden/"
+            await step(place, "hide", move)
+        # What was tracked stays tracked, though a .gitignore names it.
+        tracked = (
+            "while IFS= read -r -d '' path; do\n"
+            'if [ -f "$path" ] || [ -L "$path" ]; then printf \'%s\\0\' "$path"; fi\n'
+            f"done < {_OUT}/tracked | git update-index --add -z --stdin\n"
+        )
+        await step(place, "commit", "rm -rf .git")
+        if self._task.bug:
+            text = self._task.patch if self._task.patch.endswith("\n") else f"{self._task.patch}\n"
+            put = (
+                "git apply --reverse --check - < /tmp/bug 2>/dev/null || "
+                "git apply --whitespace=nowarn - < /tmp/bug"
+            )
+            await step(place, "bug", f"{GIT}\ncat > /tmp/bug\n{put}", stdin=text.encode())
+        await step(place, "commit", GIT + INIT, stdin=EXCLUDED.encode())
+        await step(place, "commit", GIT + tracked + SEAL + tagged(tag) + f"rm -f {_OUT}/tracked")
+
+    async def _env(self) -> Mapping[str, str]:
+        read = getattr(self._node.driver, "image_env", None)
+        found = dict(await read(self._image)) if read is not None else {}
+        pythons = ":".join(path.format(testbed=self._task.testbed) for path in _PYTHONS)
+        return {**found, "PATH": f"{pythons}:{found.get('PATH') or DEFAULT_ENV['PATH']}"}

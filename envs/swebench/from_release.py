@@ -1,0 +1,104 @@
+"""An instance rebuilt from a source release, in a virtual environment where the official images have
+conda's."""
+
+import asyncio
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from prorl_envs.env.node import Node
+from prorl_envs.env.sandboxed import workplace
+from prorl_envs.envs.swebench.fetch import fetch
+from prorl_envs.envs.swebench.interpreters import Interpreter
+from prorl_envs.envs.swebench.root import CONDA, SDIST, TESTBED, VENV, release_spec
+from prorl_envs.envs.swebench.steps import EXCLUDED, GIT, INIT, SEAL, step, tagged
+from prorl_envs.envs.swebench.task import EnvironmentSpec, SwebenchTask
+from prorl_envs.envs.swebench.unpack import unpack_sdist
+from prorl_envs.sandbox.base import Mount
+from prorl_envs.tools.workplace import Workplace
+
+#: Raise it when the layout or the way of building changes.
+_FORMAT = 2
+
+#: What the official scripts source, and the one command of conda's that they use.
+_ACTIVATE = f"""\
+export PATH="{VENV}/bin:$PATH" VIRTUAL_ENV="{VENV}" CONDA_DEFAULT_ENV=testbed
+conda() {{ :; }}
+"""
+
+
+class Build:
+    """One build.
+
+    Args:
+        node: where.
+        task: one with an `environment`.
+        interpreter: what the environment runs on.
+    """
+
+    def __init__(self, node: Node, task: SwebenchTask, interpreter: Interpreter) -> None:
+        assert task.environment is not None
+        self._node, self._task, self._interpreter = node, task, interpreter
+        self._spec: EnvironmentSpec = task.environment
+
+    @property
+    def key(self) -> str:
+        """A name made of everything that decides the content."""
+        spec, interpreter = self._spec, self._interpreter
+        content = {
+            "format": _FORMAT,
+            "environment": spec.model_dump(mode="json", exclude={"pythons", "default_route"}),
+            "reverted": [self._task.patch, self._task.test_patch] if spec.revert else [],
+            "python": [interpreter.version, interpreter.platform, str(interpreter.prefix)],
+            "uid": os.getuid(),
+        }
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        return f"{spec.sdist.partition('==')[0].lower()}-{digest[:24]}"
+
+    async def into(self, staging: Path, progress: Callable[[str], None]) -> dict[str, Any]:
+        """Build into a folder; returns what `BuiltRoot` wants to know."""
+        conda, tree = staging / "miniconda3", staging / "testbed"
+        await asyncio.to_thread(conda.mkdir)
+        progress("fetching packages")
+        await fetch(self._node, conda, self._spec, self._interpreter)
+        await asyncio.to_thread(unpack_sdist, conda / "sdist", self._spec.sdist, tree)
+        await asyncio.to_thread(_write_activate, conda)
+        progress("installing")
+        commit = await self._install(conda, tree)
+        return {
+            "base_commit": commit,
+            "python": self._interpreter.version,
+            "prefix": self._interpreter.prefix,
+        }
+
+    async def _install(self, conda: Path, tree: Path) -> str:
+        """Install the tree and commit it, offline, in the kind of sandbox it will be used in."""
+        spec = self._spec
+        writable = Mount(source=conda, target=CONDA, writable=True)
+        testbed = Mount(source=tree, target=TESTBED, writable=True)
+        place_spec = release_spec(writable, self._interpreter.prefix, testbed, workdir="/workspace")
+        tag = tagged(spec.release_tag)
+        async with workplace(self._node, place_spec) as place:
+            if spec.revert:
+                await self._revert(place)
+            for command in spec.pre_install:
+                await step(place, "pre_install", command)
+            await step(place, "commit", GIT + INIT + tag, stdin=EXCLUDED.encode())
+            await step(place, "install", spec.install)
+            await step(place, "commit", GIT + SEAL + tag + f"rm -rf {SDIST}")
+            return (await step(place, "commit", "git rev-parse HEAD")).strip()
+
+    async def _revert(self, place: Workplace) -> None:
+        for patch in (self._task.patch, self._task.test_patch):
+            text = patch if patch.endswith("\n") else f"{patch}\n"
+            await step(
+                place, "revert", f"{GIT}\ngit apply --reverse --whitespace=nowarn -", stdin=text.encode()
+            )
+
+
+def _write_activate(conda: Path) -> None:
+    (conda / "bin").mkdir()
+    (conda / "bin/activate").write_text(_ACTIVATE)

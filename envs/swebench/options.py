@@ -1,0 +1,55 @@
+"""What can be set for this family: `environments.NAME.options` in the settings."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+Folder = Annotated[Path, AfterValidator(Path.expanduser)]
+
+
+class ImageOptions(BaseModel):
+    """Where the images of instances are.
+
+    Args:
+        folder: of SIF files (or directories with a root file system), searched by `patterns`.
+        patterns: names in it, with `*`, and in braces `id` (of the instance), `name` (the image's in Docker,
+            without registry and tag) and `repo`. The first that exists is taken; letters' case is ignored.
+        lookup: JSON file, a map from an instance's id to a path or an address.
+        registry: taken in place of Docker's for the images that rows name: `mirror.example.org:5000`.
+        definition: a definition or Dockerfile to build images from, with `{{ instance_id }}`, `{{ repo }}`,
+            `{{ base_commit }}` and `{{ image }}`.
+        pull: whether an episode pulls or builds an image that is not there; else it fails, and says so.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    folder: Folder | None = None
+    patterns: tuple[str, ...] = Field(
+        default=("{id}.sif", "{name}.sif", "{name}_latest.sif", "*{name}*.sif", "*{id}*.sif"), min_length=1
+    )
+    lookup: Folder | None = None
+    registry: str = Field(default="", pattern=r"^[A-Za-z0-9._:/-]*$")
+    definition: Folder | None = None
+    pull: bool = False
+
+
+class SwebenchOptions(BaseModel):
+    """All of the family's options.
+
+    Args:
+        prefer: what is taken where both are known: how to rebuild an instance from its `release`, or its
+            `image`.
+        reward: `resolved` is 1 or 0. `partial` is the share of FAIL_TO_PASS that passes, and 0 where a test
+            of
+            PASS_TO_PASS is broken.
+        test_timeout_s: seconds that an instance's tests may take.
+        images: where images are.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    prefer: Literal["release", "image"] = "release"
+    reward: Literal["resolved", "partial"] = "resolved"
+    test_timeout_s: float = Field(default=1800.0, gt=0)
+    images: ImageOptions = ImageOptions()

@@ -1,0 +1,119 @@
+"""A built instance: its tree on the host, and the sandbox it is worked on and graded in."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from prorl_envs.envs.swebench.interpreters import mounts_of
+from prorl_envs.envs.swebench.task import HIDDEN
+from prorl_envs.sandbox.base import Mount, SandboxSpec
+from prorl_envs.sandbox.command import DEFAULT_ENV
+from prorl_envs.sandbox.runtime import system_masks
+
+TESTBED = "/testbed"
+#: Where the environment is inside, while it is fetched and in every sandbox: where the official images have
+#: it.
+CONDA = "/opt/miniconda3"
+VENV = f"{CONDA}/envs/testbed"
+WHEELS = f"{CONDA}/wheels"
+SDIST = f"{CONDA}/sdist"
+
+
+class BuiltRoot(BaseModel):
+    """A built instance, as its `built.json` says.
+
+    Args:
+        folder: where it lies on the host; never changes.
+        base_commit: the one commit of its repository.
+        testbed: where the tree is inside.
+        python, prefix: of one built from a release, its interpreter's full version and installation.
+        image: of one from an image, that.
+        env: of one from an image, the environment of its processes.
+        hidden_directories, hidden_files: of one from an image, what in it the agent must not see.
+        build_s: seconds the build took.
+        size_bytes: of all its files.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    folder: Path
+    base_commit: str
+    testbed: str = TESTBED
+    python: str = ""
+    prefix: Path | None = None
+    image: Path | None = None
+    env: Mapping[str, str] = {}
+    hidden_directories: tuple[str, ...] = ()
+    hidden_files: tuple[str, ...] = ()
+    build_s: float
+    size_bytes: int
+
+    @property
+    def tree(self) -> Path:
+        """The tree at the base commit, on the host."""
+        return self.folder / "testbed"
+
+    def agent_spec(self, *further: Mount, default_route: bool = False) -> SandboxSpec:
+        """The agent's sandbox, with its workspace where the tree belongs.
+
+        Args:
+            further: what else appears inside.
+            default_route: as in `SandboxSpec`.
+        """
+        empty = self.folder / "empty"
+        hidden = tuple(Mount(source=empty, target=path) for path in self.hidden_files)
+        return self._spec(
+            *further,
+            *hidden,
+            workdir=self.testbed,
+            masks=self.hidden_directories,
+            default_route=default_route,
+        )
+
+    def grading_spec(self, *, default_route: bool = False) -> SandboxSpec:
+        """A sandbox with a view of the pristine tree, and with what was kept from the agent."""
+        tree = Mount(source=self.tree, target=self.testbed, overlay=True)
+        hidden = self.folder / "hidden"
+        further = (Mount(source=hidden, target=HIDDEN),) if self.image is not None else ()
+        return self._spec(tree, *further, workdir="/workspace", default_route=default_route)
+
+    def comparing_spec(self, *further: Mount) -> SandboxSpec:
+        """A sandbox of this machine's own system with a view of the pristine tree, for git."""
+        tree = Mount(source=self.tree, target=TESTBED, overlay=True)
+        return SandboxSpec(workdir="/workspace", mounts=(tree, *further))
+
+    def _spec(
+        self, *further: Mount, workdir: str, masks: tuple[str, ...] = (), default_route: bool
+    ) -> SandboxSpec:
+        if self.image is not None:
+            # As root, as the images' own tests ran; it has no capability.
+            return SandboxSpec(
+                image=self.image, workdir=workdir, env=self.env, mounts=further, masks=masks, uid=0,
+                default_route=default_route,
+            )  # fmt: skip
+        assert self.prefix is not None
+        conda = Mount(source=self.folder / "miniconda3", target=CONDA, overlay=True)
+        return release_spec(conda, self.prefix, *further, workdir=workdir, default_route=default_route)
+
+
+def release_spec(
+    conda: Mount, prefix: Path, *further: Mount, workdir: str, default_route: bool = False
+) -> SandboxSpec:
+    """The sandbox in which an instance is built from a release, worked on and graded: the same for all
+    three."""  # The interpreter's own packages are not the instance's, and may hold ours.
+    packages = tuple(str(folder) for folder in prefix.glob("lib/python3.*/site-packages"))
+    visible = prefix.is_relative_to("/usr")
+    return SandboxSpec(
+        workdir=workdir,
+        env={
+            "PATH": f"{VENV}/bin:{DEFAULT_ENV['PATH']}",
+            "VIRTUAL_ENV": VENV,
+            "PIP_NO_INDEX": "1",
+            "PIP_FIND_LINKS": WHEELS,
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        },
+        mounts=(conda, *mounts_of(prefix), *further),
+        masks=system_masks() if visible else (*system_masks(), *packages),
+        default_route=default_route,
+    )

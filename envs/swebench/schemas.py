@@ -1,0 +1,316 @@
+"""Which data set a row is of, and the row in this family's own fields. Pure.
+
+One reader for each schema; `normalised` finds the one that fits. A reader takes the columns it knows and
+leaves the
+rest: data sets are published again with more of them. A hint, a solution in a prompt or a discussion is
+    never taken.
+"""
+
+import difflib
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from prorl_envs.envs.swebench.foreign import MULTI_SWE
+from prorl_envs.envs.swebench.specs import SWE_GYM_COMMANDS, classic_script
+
+START_MARKER = ">>>>> Start Test Output"
+END_MARKER = ">>>>> End Test Output"
+
+type Row = Mapping[str, Any]
+
+_CONDA = ("source /opt/miniconda3/bin/activate", "conda activate testbed")
+_TEXTS = (
+    *("instance_id", "repo", "base_commit", "patch", "test_patch", "problem_statement", "fix_patch", "org"),
+    *(
+        "eval_script",
+        "log_parser",
+        "image",
+        "image_name",
+        "docker_image",
+        "repo_name",
+        "commit_hash",
+        "version",
+    ),
+)
+#: Files of a test patch that are not given to a test runner, as in the `swebench` package.
+_NOT_TESTS = (".json", ".png", "csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml")
+
+
+class SchemaError(ValueError):
+    """A row is of no known data set, or lacks what its data set has; begins with the field's name."""
+
+
+def normalised(row: Row) -> dict[str, Any]:
+    """`row` in the fields of `SwebenchTask`; a row that has these already is returned as it is.
+
+    Raises:
+        SchemaError: its message begins with the field that is wrong.
+    """
+    if "dataset" in row and "instruction" in row:
+        return dict(row)
+    for column in _TEXTS:
+        if not isinstance(row.get(column, ""), str):
+            raise SchemaError(f"{column}: a text is expected, not {type(row[column]).__name__}")
+    for name, fits, read in _SCHEMAS:
+        if fits(row):
+            try:
+                return {"dataset": name, **read(row)}
+            except KeyError as error:
+                raise SchemaError(
+                    f"{error.args[0]}: missing; by its other columns the row is of {name}"
+                ) from error
+            except (AttributeError, IndexError, RecursionError, TypeError) as error:
+                raise SchemaError(f"row: cannot be read as one of {name}: {error}") from error
+    names = ", ".join(name for name, _, _ in _SCHEMAS)
+    raise SchemaError(f"instance_id: the row's columns are of no known data set; known: {names}")
+
+
+def script(lines: Iterable[str], command: str, *, testbed: str = "/testbed") -> str:
+    """A script in the form of the official ones, for rows that bring none.
+
+    Args:
+        lines: what is run before the tests.
+        command: the tests, on one or more lines.
+        testbed: where.
+    """
+    return "\n".join(
+        (
+            "#!/bin/bash",
+            "set -uxo pipefail",
+            *lines,
+            f"cd {shlex.quote(testbed)}",
+            f": '{START_MARKER}'",
+            command,
+            f": '{END_MARKER}'",
+            "",
+        )
+    )
+
+
+def _with_patch(lines: Iterable[str], test_patch: str, testbed: str = "/testbed") -> tuple[str, ...]:
+    delimiter = "EOF_OF_TESTS"
+    while delimiter in test_patch:
+        delimiter += "_"
+    apply = f"git apply -v --whitespace=nowarn - <<'{delimiter}'\n{test_patch.rstrip(chr(10))}\n{delimiter}"
+    return (*lines, f"cd {shlex.quote(testbed)}", apply)
+
+
+def _test_files(test_patch: str) -> list[str]:
+    targets = re.findall(r"^diff --git a/.* b/(.*)$", test_patch, re.MULTILINE)
+    return [path for path in targets if not path.endswith(_NOT_TESTS)]
+
+
+def _optional(row: Row, **columns: str) -> dict[str, Any]:
+    """Fields by the column they come from, where the row has it."""
+    return {field: row[column] for field, column in columns.items() if row.get(column) is not None}
+
+
+def _common(row: Row) -> dict[str, Any]:
+    """What all relatives of SWE-bench share."""
+    return {
+        "instance_id": row["instance_id"],
+        "problem_statement": row["problem_statement"],
+        "repo": row["repo"],
+        "patch": row["patch"],
+        "FAIL_TO_PASS": row["FAIL_TO_PASS"],
+        "PASS_TO_PASS": row["PASS_TO_PASS"],
+        **_optional(row, x_env="x_env"),
+    }
+
+
+def docker_name(prefix: str, instance: str, separator: str) -> str:
+    """An image's name as the data sets make it of an instance's."""
+    return f"{prefix}{instance.lower().replace('__', separator)}:latest"
+
+
+def _swe_bench_5(row: Row) -> dict[str, Any]:
+    image = row.get("image") or docker_name("swebench/sweb.eval.x86_64.", str(row["instance_id"]), "_1776_")
+    return {
+        **_common(row),
+        **_optional(row, eval_type="eval_type"),
+        "base_commit": row["base_commit"],
+        "test_patch": row["test_patch"],
+        "eval_script": row["eval_script"],
+        "log_parser": row["log_parser"],
+        "image": image,
+    }
+
+
+def _swe_bench_4(row: Row) -> dict[str, Any]:
+    eval_script, parser = classic_script(row)
+    return {
+        **_common(row),
+        "base_commit": row["base_commit"],
+        "test_patch": row["test_patch"],
+        "eval_script": eval_script,
+        "log_parser": parser,
+        "image": docker_name("swebench/sweb.eval.x86_64.", str(row["instance_id"]), "_1776_"),
+    }
+
+
+def _swe_gym(row: Row) -> dict[str, Any]:
+    command = SWE_GYM_COMMANDS[str(row["repo"]).lower()]
+    if command.endswith(" -k"):  # mypy's cases are chosen by name, and their names are not files
+        cases = [str(test).rpartition("::")[2] for test in _listed(row["FAIL_TO_PASS"])]
+        command = f"{command} {shlex.quote(' or '.join(cases))}"
+    else:
+        command = shlex.join([*shlex.split(command), *_test_files(row["test_patch"])])
+    return {
+        **_common(row),
+        "base_commit": row["base_commit"],
+        "test_patch": row["test_patch"],
+        "eval_script": script(_with_patch(_CONDA, row["test_patch"]), command),
+        "log_parser": "parse_log_pytest_v2" if row["repo"] == "pydantic/pydantic" else "parse_log_pytest",
+        "image": docker_name("xingyaoww/sweb.eval.x86_64.", str(row["instance_id"]), "_s_"),
+    }
+
+
+def _swe_smith(row: Row) -> dict[str, Any]:
+    tests = [str(test) for name in ("FAIL_TO_PASS", "PASS_TO_PASS") for test in _listed(row[name])]
+    files = sorted({test.partition("::")[0] for test in tests})
+    if not files or not all(file.endswith(".py") for file in files):
+        raise SchemaError("FAIL_TO_PASS: of SWE-smith, only the instances of Python are read")
+    command = shlex.join(["pytest", "--disable-warnings", "--color=no", "--tb=no", "--verbose", *files])
+    return {
+        **_common(row),
+        "base_commit": "",
+        "test_patch": "",
+        "bug": True,
+        "test_paths": files,
+        "eval_script": script(_CONDA, command),
+        "log_parser": "pytest_verbose",
+        "image": row["image_name"],
+    }
+
+
+def _r2e_gym(row: Row) -> dict[str, Any]:
+    name, commit = str(row["repo_name"]), str(row["commit_hash"])
+    statement = str(row["problem_statement"])
+    issue = re.search(r"\[ISSUE\](.*)\[/ISSUE\]", statement, re.DOTALL)
+    expected = json.loads(row["expected_output_json"])
+    plain = {re.sub(r"\x1b\[\d+m", "", test).partition(" - ")[0]: status for test, status in expected.items()}
+    return {
+        "instance_id": f"{name}__{commit[:12]}",
+        "problem_statement": issue[1].strip() if issue else statement,
+        "repo": f"r2e-gym/{name}",
+        "base_commit": "",
+        "patch": _r2e_patch(row),
+        "test_patch": "",
+        "FAIL_TO_PASS": [],
+        "PASS_TO_PASS": [],
+        "expected": plain,
+        "eval_script": script(
+            ('export PATH="/testbed/.venv/bin:$PATH"', "ln -sfn /r2e_tests /testbed/r2e_tests"),
+            "bash /opt/hidden/run_tests.sh",
+        ),
+        "log_parser": "r2e",
+        "image": row["docker_image"],
+        "test_paths": ["run_tests.sh", "r2e_tests"],
+        "hidden_files": ["run_tests.sh", "r2e_tests", "expected_test_output.json"],
+        "hidden_paths": ["/r2e_tests"],
+    }
+
+
+def _r2e_patch(row: Row) -> str:
+    """The reference, from the two versions of each file that the row holds; empty where it holds none."""
+    diffs = []
+    for file in json.loads(row.get("parsed_commit_content") or "{}").get("file_diffs", ()):
+        path = str(file.get("header", {}).get("file", {}).get("path", ""))
+        old, new = file.get("old_file_content"), file.get("new_file_content")
+        if not path or not isinstance(old, str) or not isinstance(new, str) or "test" in path.lower():
+            continue
+        lines = difflib.unified_diff(
+            old.splitlines(keepends=True), new.splitlines(keepends=True), f"a/{path}", f"b/{path}"
+        )
+        text = "".join(
+            line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
+        )
+        if text:
+            diffs.append(f"diff --git a/{path} b/{path}\n{text}")
+    return "".join(diffs)
+
+
+def _swe_rebench(row: Row) -> dict[str, Any]:
+    """Nebius' SWE-rebench: version 1 in conda at /testbed, version 2 in many languages below the root."""
+    config = row["install_config"]
+    if isinstance(config, str):
+        config = json.loads(config)
+    second = "language" in row or "image_name" in row
+    test_patch = row["test_patch"]
+    commands = [config["test_cmd"]] if isinstance(config["test_cmd"], str) else list(config["test_cmd"])
+    if second:
+        testbed = f"/{str(row['repo']).partition('/')[2]}"
+        before, command = _with_patch((), test_patch, testbed), "\n".join(commands)
+        image = row["image_name"]
+    else:
+        testbed = "/testbed"
+        before = _with_patch(_CONDA, test_patch)
+        command = shlex.join([*shlex.split(commands[-1]), *_test_files(test_patch)])
+        named = row.get("docker_image")
+        image = named or docker_name("swerebench/sweb.eval.x86_64.", str(row["instance_id"]), "_1776_")
+    return {
+        **_common(row),
+        "base_commit": row["base_commit"],
+        "test_patch": test_patch,
+        "eval_script": script(before, command, testbed=testbed),
+        "log_parser": config["log_parser"],
+        "image": image,
+        "testbed": testbed,
+    }
+
+
+def _multi_swe(row: Row) -> dict[str, Any]:
+    """Multi-SWE-bench: the image brings the tests and the script that applies and runs them."""
+    name, number = f"{row['org']}/{row['repo']}", int(row["number"])
+    text = "\n\n".join(
+        f"{issue.get('title') or ''}\n{issue.get('body') or ''}".strip() for issue in row["resolved_issues"]
+    )
+    columns = ("f2p_tests", "s2p_tests", "n2p_tests")
+    testbed = f"/home/{row['repo']}"
+    return {
+        "instance_id": row.get("instance_id") or f"{row['org']}__{row['repo']}-{number}",
+        "problem_statement": text or row["title"],
+        "repo": name,
+        "base_commit": row["base"]["sha"],
+        "patch": row["fix_patch"],
+        "test_patch": row["test_patch"],
+        "FAIL_TO_PASS": [test for column in columns for test in row.get(column) or {}],
+        "PASS_TO_PASS": list(row["p2p_tests"] or {}),
+        "eval_script": script((), "bash /home/test-run.sh", testbed=testbed),
+        "log_parser": f"{MULTI_SWE}{name}#{number}",
+        "image": f"mswebench/{row['org']}_m_{row['repo']}:pr-{number}".lower(),
+        "testbed": testbed,
+        "hidden_paths": [
+            f"/home/{file}" for file in ("fix.patch", "test.patch", "run.sh", "test-run.sh", "fix-run.sh")
+        ],
+    }
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    """A list, or one as JSON text."""
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise SchemaError(f"FAIL_TO_PASS: no list: {error}") from error
+    if isinstance(found, (str, bytes)) or not isinstance(found, Iterable):
+        raise SchemaError("FAIL_TO_PASS: no list of tests")
+    return list(found)
+
+
+def _has(*columns: str) -> Callable[[Row], bool]:
+    return lambda row: all(column in row for column in columns)
+
+
+#: The name of each, what tells it from those after it, and its reader.
+_SCHEMAS: Sequence[tuple[str, Callable[[Row], bool], Callable[[Row], dict[str, Any]]]] = (
+    ("r2e-gym", _has("expected_output_json"), _r2e_gym),
+    ("multi-swe", _has("fix_patch"), _multi_swe),
+    ("swe-rebench", _has("install_config"), _swe_rebench),
+    ("swe-smith", lambda row: "image_name" in row and "test_patch" not in row, _swe_smith),
+    ("swe-bench", lambda row: "eval_script" in row or "log_parser" in row, _swe_bench_5),
+    ("swe-gym", lambda row: str(row.get("repo", "")).lower() in SWE_GYM_COMMANDS, _swe_gym),
+    ("swe-bench-classic", _has("instance_id", "repo"), _swe_bench_4),
+)

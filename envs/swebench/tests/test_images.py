@@ -1,0 +1,225 @@
+"""Instances with an image: which one it is, and an episode in it."""
+
+import json
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.progress import Progress
+
+from prorl_envs.cli.prepare import Display, prepare
+from prorl_envs.env.base import Grade
+from prorl_envs.env.node import Node
+from prorl_envs.env.options import Options, with_options
+from prorl_envs.env.validate import validate
+from prorl_envs.envs.swebench.env import SwebenchEnvironment
+from prorl_envs.envs.swebench.images import Images
+from prorl_envs.envs.swebench.options import ImageOptions
+from prorl_envs.envs.swebench.task import SwebenchTask
+from prorl_envs.errors import EnvironmentFault, InputError
+from prorl_envs.tools.types import ToolCall
+from tests.sandbox.rootfs import write_rootfs
+
+PROGRAMS = ("sh", "bash", "cat", "cp", "env", "git", "ln", "ls", "mkdir", "mv", "rm", "sleep", "tail")
+GIT = ("git", "-c", "user.name=x", "-c", "user.email=x@x", "-c", "init.defaultBranch=main")
+
+#: The images' way to run the hidden tests; `test_b` fails with the reference as well.
+RUN_TESTS = """
+. r2e_tests/test_1.sh > /tmp/summary
+echo '=== short test summary info ==='
+cat /tmp/summary
+echo 'FAILED r2e_tests/test_1.py::test_b - never'
+exit 1
+"""
+HIDDEN_TEST = """
+if [ "$(cat value)" = 2 ]; then echo 'PASSED r2e_tests/test_1.py::test_a'
+else echo 'FAILED r2e_tests/test_1.py::test_a - not 2'; fi
+"""
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    files = [
+        {
+            "header": {"file": {"path": "value"}},
+            "old_file_content": "1\n",
+            "new_file_content": "2\n",
+        }
+    ]
+    return {
+        "repo_name": "thing",
+        "commit_hash": "0123456789ab",
+        "docker_image": "somebody/thing_final:0123456789ab",
+        "problem_statement": "It is one.",
+        "expected_output_json": json.dumps({"test_a": "PASSED", "test_b": "FAILED"}),
+        "parsed_commit_content": json.dumps({"file_diffs": files}),
+        **changes,
+    }
+
+
+@pytest.fixture(scope="module")
+def task() -> SwebenchTask:
+    return SwebenchEnvironment.load(row())
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one image, whose repository has the fix as a later commit."""
+    folder = tmp_path_factory.mktemp("images")
+    root = write_rootfs(folder / "thing_final_0123456789ab", PROGRAMS)
+    tree = root / "testbed"
+    tree.mkdir()
+    (tree / "value").write_text("1\n")
+    (tree / "ignored").write_text("tracked all the same\n")
+    (tree / ".gitignore").write_text("ignored\n")
+    (tree / "run_tests.sh").write_text(RUN_TESTS)
+    (root / "r2e_tests").mkdir()
+    (root / "r2e_tests/test_1.sh").write_text(HIDDEN_TEST)
+    for arguments in (("init", "-q"), ("add", "-Af", "."), ("commit", "-qm", "base"), ("tag", "v1.0")):
+        subprocess.run([*GIT, *arguments], cwd=tree, check=True)
+    (tree / "value").write_text("2\n")
+    for arguments in (("commit", "-qam", "the fix"), ("tag", "v1.1"), ("checkout", "-q", "v1.0")):
+        subprocess.run([*GIT, *arguments], cwd=tree, check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def family(images: Path) -> type[SwebenchEnvironment]:
+    own = {"images": {"folder": str(images), "patterns": ["*{id}.sif", "{name}*"]}}
+    made = with_options("images", SwebenchEnvironment, Options(own=own))
+    assert issubclass(made, SwebenchEnvironment)
+    return made
+
+
+async def graded(family: type[SwebenchEnvironment], node: Node, task: SwebenchTask, command: str) -> Grade:
+    async with family(node) as env:
+        await env.init(task)
+        await env.call(ToolCall(id="call", name="bash", arguments={"command": command}))
+        return await env.eval()
+
+
+@pytest.mark.anyio
+async def test_the_reference_resolves_and_the_untouched_tree_does_not(
+    family: type[SwebenchEnvironment], node: Node, task: SwebenchTask
+) -> None:
+    (verdict,) = await validate(family, node, [task])
+    assert verdict.problems == ()
+    assert (set(verdict.reference), verdict.untouched) == ({1.0}, 0.0)
+
+
+@pytest.mark.anyio
+async def test_neither_the_future_nor_the_tests_are_in_the_agents_sandbox(
+    family: type[SwebenchEnvironment], node: Node, task: SwebenchTask
+) -> None:
+    async with family(node) as env:
+        await env.init(task)
+        look = (
+            "pwd; cat /etc/image; git status --short; git tag; git log --all --format=%s; ls -1 /r2e_tests *"
+        )
+        call = ToolCall(id="look", name="bash", arguments={"command": look})
+        seen = (await env.call(call)).text
+    assert seen == "/testbed\nfrom the image\nv1.0\nBase commit\nignored\nvalue\n\n/r2e_tests:\n"
+
+
+CHEATS: Mapping[str, str] = {
+    "tests of its own": "mkdir r2e_tests; echo 'echo PASSED x::test_a' > r2e_tests/test_1.sh",
+    "a runner of its own": "printf 'echo short test summary info; echo PASSED x::test_a' > run_tests.sh",
+    "programs of its own": "printf '#!/bin/sh\\necho 2' > /bin/cat; cp /bin/cat cat",
+    "everything removed": "rm -rf * .git*",
+}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("cheat", CHEATS)
+async def test_no_cheat_scores(
+    family: type[SwebenchEnvironment], node: Node, task: SwebenchTask, cheat: str
+) -> None:
+    grade = await graded(family, node, task, CHEATS[cheat])
+    assert (grade.reward, grade.evidence["resolved"]) == (0, False)
+
+
+@pytest.mark.anyio
+async def test_a_change_of_a_tracked_file_that_git_ignores_counts(
+    family: type[SwebenchEnvironment], node: Node, task: SwebenchTask
+) -> None:
+    grade = await graded(family, node, task, "echo 2 > value; echo more >> ignored")
+    assert grade.reward == 1
+    assert "+more" in grade.evidence["patch"]
+
+
+@pytest.mark.anyio
+async def test_preparing_again_finds_what_is_there(
+    images: Path, family: type[SwebenchEnvironment], node: Node
+) -> None:
+    ready = SwebenchEnvironment.load(row(commit_hash="another", docker_image="x/thing_final_0123456789ab"))
+    absent = SwebenchEnvironment.load(row(commit_hash="absent", docker_image="x/y"))
+    broken = SwebenchEnvironment.load(row(commit_hash="broken", docker_image="x/broken"))
+    write_rootfs(images / "broken", PROGRAMS)
+    tasks = [ready, absent, broken]
+    with Progress(disable=True) as progress:
+        first = await prepare(family, node, tasks, 2, Display(progress, 3))
+        again = await prepare(family, node, tasks, 2, Display(progress, 3))
+    assert [result.state for result in first] == ["done", "left out", "failed"]
+    assert [result.state for result in again] == ["was there", "left out", "failed"]
+    assert "there is no image of thing__absent" in first[1].why
+    assert "the image has no /testbed" in first[2].why
+
+
+def found(task: SwebenchTask, **options: Any) -> Path | str | None:
+    return Images(ImageOptions(**options)).find(task)
+
+
+def test_an_image_is_found_by_pattern_without_regard_to_case(tmp_path: Path, task: SwebenchTask) -> None:
+    (tmp_path / "R2E_Thing_Final_0123.sif").touch()
+    assert found(task, folder=tmp_path) == tmp_path / "R2E_Thing_Final_0123.sif"
+    (tmp_path / f"{task.id}.sif").touch()
+    assert found(task, folder=tmp_path) == tmp_path / f"{task.id}.sif"
+    assert found(task, folder=tmp_path, patterns=("{repo}.img",)) is None
+    with pytest.raises(InputError, match="braces hold id, name or repo"):
+        found(task, folder=tmp_path, patterns=("{secret}",))
+    with pytest.raises(InputError, match="No such file"):
+        found(task, folder=tmp_path / "none")
+
+
+def test_an_image_is_looked_up(tmp_path: Path, task: SwebenchTask) -> None:
+    table = tmp_path / "images.json"
+    table.write_text(json.dumps({task.id: "docker://mirror/thing:1"}))
+    assert found(task, lookup=table) == "docker://mirror/thing:1"
+    table.write_text(json.dumps({task.id: "thing.sif"}))
+    with pytest.raises(InputError, match=r"there is no .*/thing\.sif"):
+        found(task, lookup=table)
+    (tmp_path / "thing.sif").touch()
+    assert found(task, lookup=table) == tmp_path / "thing.sif"
+    table.write_text("[]")
+    with pytest.raises(InputError, match="not a map"):
+        found(task, lookup=table)
+
+
+@pytest.mark.parametrize(
+    ("image", "registry", "address"),
+    [
+        ("a/b:1", "", "docker://a/b:1"),
+        ("a/b:1", "mirror:5000", "docker://mirror:5000/a/b:1"),
+        ("docker.io/a/b:1", "mirror:5000/hub", "docker://mirror:5000/hub/a/b:1"),
+    ],
+)
+def test_an_address_may_be_a_mirrors(task: SwebenchTask, image: str, registry: str, address: str) -> None:
+    task = task.model_copy(update={"image": image})
+    assert Images(ImageOptions(registry=registry)).address(task) == address
+
+
+@pytest.mark.anyio
+async def test_without_an_image_an_episode_says_where_one_may_come_from(
+    node: Node, task: SwebenchTask
+) -> None:
+    assert "there is no image" in SwebenchEnvironment.unavailable(task)
+    async with SwebenchEnvironment(node) as env:
+        with pytest.raises(EnvironmentFault, match="there is no image") as caught:
+            await env.init(task)
+    assert "options.images" in caught.value.hint
+
+
+def test_a_wrong_option_is_named() -> None:
+    with pytest.raises(InputError, match=r"environments\.mine\.options\.images\.foldr: "):
+        with_options("mine", SwebenchEnvironment, Options(own={"images": {"foldr": "/x"}}))

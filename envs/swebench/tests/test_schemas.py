@@ -1,0 +1,201 @@
+"""Every data set's own rows are told apart and read; what is wrong in one is named."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prorl_envs.env.registry import example_path, load_tasks
+from prorl_envs.env.rows import read_tasks
+from prorl_envs.envs.swebench.env import SwebenchEnvironment
+from prorl_envs.envs.swebench.logs import Status
+from prorl_envs.envs.swebench.recipes import recipe
+from prorl_envs.envs.swebench.schemas import END_MARKER
+from prorl_envs.envs.swebench.task import EnvironmentSpec, SwebenchTask
+from prorl_envs.errors import InputError
+
+FIX = "diff --git a/a/b.py b/a/b.py\n--- a/a/b.py\n+++ b/a/b.py\n@@ -1 +1 @@\n-x = 1\n+x = 2\n"
+TESTS = FIX.replace("a/b.py", "tests/test_b.py") + FIX.replace("a/b.py", "tests/data.json")
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+COMMON: dict[str, Any] = {
+    "instance_id": "Some__Thing-7",
+    "problem_statement": "It is one.",
+    "hints_text": "the-hint",
+    "base_commit": COMMIT,
+    "patch": FIX,
+    "test_patch": TESTS,
+    "FAIL_TO_PASS": ["tests/test_b.py::test_two"],
+    "PASS_TO_PASS": ["tests/test_b.py::test_one"],
+}
+ROWS: Mapping[str, dict[str, Any]] = {
+    "swe-gym": {**COMMON, "repo": "getmoto/moto", "version": "5.0", "created_at": "2024-02-19"},
+    "swe-rebench": {
+        **COMMON,
+        "repo": "some/thing",
+        "docker_image": "swerebench/sweb.eval.x86_64.some_1776_thing-7",
+        "install_config": json.dumps({"test_cmd": "pytest -rA --color=no", "log_parser": "parse_log_pytest"}),
+    },
+    "swe-rebench second": {
+        **COMMON,
+        "repo": "some/thing",
+        "language": "python",
+        "image_name": "docker.io/swerebenchv2/some-thing:7",
+        "install_config": {"test_cmd": ["make build", "pytest -rA"], "log_parser": "parse_log_pytest"},
+    },
+    "swe-smith": {
+        key: value
+        for key, value in {
+            **COMMON,
+            "repo": "swesmith/some__thing.01234567",
+            "image_name": "swebench/swesmith.x86_64.some_1776_thing.01234567",
+        }.items()
+        if key not in ("base_commit", "test_patch")
+    },
+    "r2e-gym": {
+        "repo_name": "tornado",
+        "commit_hash": COMMIT,
+        "docker_image": f"namanjain12/tornado_final:{COMMIT}",
+        "problem_statement": "Write the issue. [ISSUE]\nIt is one.\n[/ISSUE]",
+        "prompt": "the-solution",
+        "expected_output_json": json.dumps({"\x1b[1mT.test_a\x1b[0m": "PASSED", "T.test_b - why": "FAILED"}),
+        "parsed_commit_content": json.dumps(
+            {
+                "file_diffs": [
+                    {
+                        "header": {"file": {"path": "a/b.py"}},
+                        "old_file_content": "x = 1\n",
+                        "new_file_content": "x = 2\n",
+                    },
+                    {
+                        "header": {"file": {"path": "tests/test_b.py"}},
+                        "old_file_content": "",
+                        "new_file_content": "y\n",
+                    },
+                ]
+            }
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "image", "testbed"),
+    [
+        ("swe-gym", "xingyaoww/sweb.eval.x86_64.some_s_thing-7:latest", "/testbed"),
+        ("swe-rebench", "swerebench/sweb.eval.x86_64.some_1776_thing-7", "/testbed"),
+        ("swe-rebench second", "docker.io/swerebenchv2/some-thing:7", "/thing"),
+        ("swe-smith", "swebench/swesmith.x86_64.some_1776_thing.01234567", "/testbed"),
+        ("r2e-gym", f"namanjain12/tornado_final:{COMMIT}", "/testbed"),
+    ],
+)
+def test_a_row_is_told_by_its_columns(name: str, image: str, testbed: str) -> None:
+    task = SwebenchEnvironment.load(ROWS[name])
+    assert (task.dataset, task.image, task.testbed) == (name.partition(" ")[0], image, testbed)
+    assert task.instruction == "It is one."
+    assert f"cd {testbed}\n: '" in task.eval_script and END_MARKER in task.eval_script
+    assert "the-" not in task.model_dump_json()  # neither hint nor solution
+    assert SwebenchEnvironment.load(task.model_dump(mode="json")) == task
+
+
+def test_the_tests_are_the_files_of_the_test_patch() -> None:
+    for name, command in (
+        ("swe-gym", "pytest -n0 -rA tests/test_b.py"),
+        ("swe-rebench", "pytest -rA --color=no tests/test_b.py"),
+        ("swe-rebench second", "make build\npytest -rA"),
+    ):
+        assert f"\n{command}\n: '{END_MARKER}'" in SwebenchEnvironment.load(ROWS[name]).eval_script
+
+
+def test_mypys_cases_are_chosen_by_name() -> None:
+    cases = ["mypy/test/testcheck.py::Suite::testA", "mypy/test/testcheck.py::Suite::testB"]
+    row = {**ROWS["swe-gym"], "repo": "python/mypy", "FAIL_TO_PASS": cases}
+    assert "pytest -n0 -rA -k 'testA or testB'\n" in SwebenchEnvironment.load(row).eval_script
+
+
+def test_a_bug_of_swe_smith_is_taken_back() -> None:
+    task = SwebenchEnvironment.load(ROWS["swe-smith"])
+    assert task.bug and "git apply --reverse" in task.reference[0].arguments["command"]
+    assert task.own_files == {"tests/test_b.py"}
+    assert task.log_parser == "pytest_verbose"
+
+
+def test_r2e_gym_expects_a_map_and_hides_its_tests() -> None:
+    task = SwebenchEnvironment.load(ROWS["r2e-gym"])
+    assert task.id == f"tornado__{COMMIT[:12]}"
+    assert task.expected == {"T.test_a": Status.PASSED, "T.test_b": Status.FAILED}
+    assert "/r2e_tests" in task.hidden_paths and "run_tests.sh" in task.own_files
+    assert "+x = 2" in task.patch and "test_b" not in task.patch
+
+
+def test_a_row_without_script_or_recipe_says_what_helps() -> None:
+    row = {**COMMON, "repo": "psf/requests", "version": "2.27"}
+    with pytest.raises(InputError, match=r"eval_script: .*swebench<5"):
+        SwebenchEnvironment.load(row)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "named"),
+    [
+        ("swe-gym", {"test_patch": None}, "test_patch"),
+        ("swe-gym", {"FAIL_TO_PASS": 7}, "FAIL_TO_PASS"),
+        ("swe-rebench", {"install_config": {}}, "test_cmd"),
+        ("swe-rebench", {"install_config": {"test_cmd": "pytest", "log_parser": "parse_log_cobol"}}, "cobol"),
+        ("swe-rebench", {"docker_image": "a b"}, "image"),
+        ("swe-smith", {"FAIL_TO_PASS": ["TestA/b"]}, "only the instances of Python"),
+        ("swe-smith", {"FAIL_TO_PASS": ["../x.py::t"]}, "test_paths"),
+        ("r2e-gym", {"expected_output_json": "{"}, "row"),
+        ("r2e-gym", {"expected_output_json": '{"t": "MAYBE"}'}, "expected"),
+        ("r2e-gym", {"parsed_commit_content": "[]"}, "r2e-gym"),
+    ],
+)
+def test_what_is_wrong_is_named(name: str, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        SwebenchEnvironment.load({**ROWS[name], **changes})
+
+
+def test_a_missing_column_is_named_with_its_data_set() -> None:
+    row = {key: value for key, value in ROWS["swe-gym"].items() if key != "patch"}
+    with pytest.raises(InputError, match=r"patch: missing; by its other columns the row is of swe-gym"):
+        SwebenchEnvironment.load(row)
+    with pytest.raises(InputError, match="of no known data set; known: r2e-gym"):
+        SwebenchEnvironment.load({"question": "?"})
+
+
+def test_parquet_is_read_and_a_wrong_row_has_its_number(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [dict(ROWS["swe-gym"]), {**ROWS["swe-gym"], "instance_id": "other__thing-8"}]
+    path = tmp_path / "train-00000-of-00001.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    assert [task.id for task in load_tasks("swebench", path)] == ["Some__Thing-7", "other__thing-8"]
+    rows[1]["patch"] = "no diff"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    with pytest.raises(InputError, match=r"\.parquet:2: patch: "):
+        read_tasks(SwebenchEnvironment.load, path)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(InputError, match="damaged"):
+        read_tasks(SwebenchEnvironment.load, path)
+
+
+def test_a_known_instance_gets_its_recipe() -> None:
+    row = json.loads(example_path("swebench").read_text().splitlines()[0])
+    assert recipe(row["instance_id"]) is None and recipe(None) is None
+    loaded = SwebenchEnvironment.load({**row, "x_env": None, "instance_id": "pallets__flask-4992"})
+    assert loaded.environment is not None and loaded.environment.sdist == "Flask==2.2.3"
+
+
+def test_every_recipe_is_one() -> None:
+    path = Path(example_path("swebench")).with_name("recipes.json")
+    recipes = json.loads(path.read_text())
+    assert list(recipes) == sorted(recipes)
+    for known in recipes.values():
+        EnvironmentSpec.model_validate(known)
+
+
+def test_all_examples_are_of_swe_bench() -> None:
+    tasks = load_tasks("swebench", example_path("swebench"))
+    assert {task.dataset for task in tasks if isinstance(task, SwebenchTask)} == {"swe-bench"}

@@ -1,0 +1,82 @@
+"""Rows of a Parquet file, in which data sets are often published. Needs pyarrow: the extra `parquet`.
+
+Such a file holds a column per field, so a field that some rows lack is null in them: nulls are left out, at
+every depth of objects. Elements of lists stay.
+"""
+
+import datetime
+import decimal
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from prorl_envs.errors import InputError
+
+_MAGIC = b"PAR1"
+#: Rows decoded at a time: a row of a code data set may have megabytes.
+_BATCH_ROWS = 32
+
+
+def is_parquet(path: Path) -> bool:
+    """Whether a file is one, by its name or its beginning. Raises OSError where it cannot be read."""
+    with path.open("rb") as file:
+        return path.suffix == ".parquet" or file.read(len(_MAGIC)) == _MAGIC
+
+
+def parquet_rows(path: Path, longest: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The rows with their numbers, from 1.
+
+    Args:
+        longest: most characters that a row may have as JSON.
+
+    Raises:
+        InputError: pyarrow is not installed; the file is damaged; a value is nothing that JSON has.
+        OSError: it cannot be read.
+    """
+    try:
+        import pyarrow
+        from pyarrow.parquet import ParquetFile
+    except ImportError as error:
+        raise InputError(
+            f"{path}: parquet needs pyarrow", hint="pip install 'prorl-envs[parquet]', or give JSONL"
+        ) from error
+    number = 0
+    try:
+        with path.open("rb") as opened, ParquetFile(opened) as file:
+            for batch in file.iter_batches(_BATCH_ROWS):
+                for row in batch.to_pylist(maps_as_pydicts="strict"):
+                    number += 1
+                    yield number, _plain_row(path, number, row, longest)
+    except (pyarrow.ArrowException, UnicodeDecodeError, KeyError) as error:
+        at = f"after row {number}: " if number else ""
+        raise InputError(f"{path}: {at}not parquet: {str(error)[:300]}") from error
+
+
+def _plain_row(path: Path, number: int, row: Mapping[str, Any], longest: int) -> dict[str, Any]:
+    plain = {}
+    for name, value in row.items():
+        try:
+            if value is not None:
+                plain[name] = _plain(value)
+        except TypeError as error:
+            raise InputError(f"{path}:{number}: {name}: {error}", hint="JSON has nothing like it") from None
+    if len(json.dumps(plain, ensure_ascii=False)) > longest:
+        raise InputError(f"{path}:{number}: row: longer than {longest} characters as JSON")
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON would have it, without the nulls of objects."""
+    match value:
+        case dict():
+            return {str(key): _plain(inner) for key, inner in value.items() if inner is not None}
+        case list():
+            return [_plain(inner) for inner in value]
+        case None | bool() | int() | float() | str():
+            return value
+        case datetime.date() | datetime.time():
+            return value.isoformat()
+        case decimal.Decimal():
+            return float(value)
+    raise TypeError(f"a value of type {type(value).__name__}")
