@@ -101,10 +101,12 @@ class TenantSettings(_Section):
     Args:
         token: bearer token of the tenant.
         jobs: unfinished jobs and open episodes it may have.
+        batches: batches it may have running at once.
     """
 
     token: SecretStr = Field(min_length=16)
     jobs: int = Field(default=10_000, ge=1)
+    batches: int = Field(default=8, ge=1)
 
 
 class ServerSettings(_Section):

@@ -30,6 +30,11 @@ TENANT_ROUTES = frozenset(
         "/v1/jobs/{job_id:path}/token",
         "/v1/results",
         "/v1/results/stream",
+        "/v1/batches",
+        "/v1/batches/{batch_id:path}",
+        "/v1/batches/{batch_id:path}/tasks",
+        "/v1/batches/{batch_id:path}/groups",
+        "/v1/batches/{batch_id:path}/results",
         "/v1/episodes",
         "/v1/episodes/{episode_id:path}",
         "/v1/episodes/{episode_id:path}/run",
@@ -43,7 +48,7 @@ TENANT_ROUTES = frozenset(
 JOB_ROUTES = frozenset(
     {"/v1/jobs/{job_id:path}", "/v1/jobs/{job_id:path}/result", "/v1/environments", "/health", "/ready"}
 )
-_NAMES = ("group_id", "job_id", "episode_id")
+_NAMES = ("group_id", "job_id", "batch_id", "episode_id")
 _JOB_TOKEN = "prorl-job"
 
 
@@ -54,11 +59,13 @@ class Caller:
     Args:
         tenant: name of a tenant, "" for the operator.
         most_jobs: unfinished jobs it may have; None is no bound.
+        most_batches: batches it may have running; None is no bound.
         job: the only job it may ask for, "" where it is not bound to one.
     """
 
     tenant: str = ""
     most_jobs: int | None = None
+    most_batches: int | None = None
     job: str = ""
 
     @property
@@ -71,8 +78,13 @@ class Caller:
         """The prefix of the caller's ids and the unfinished jobs it may have; None is no bound."""
         return (self.prefix, self.most_jobs) if self.most_jobs is not None else None
 
+    @property
+    def batches(self) -> tuple[str, int] | None:
+        """The prefix of the caller's ids and the batches it may have running; None is no bound."""
+        return (self.prefix, self.most_batches) if self.most_batches is not None else None
+
     def owns(self, name: str) -> bool:
-        """Whether a group, job or episode is the caller's."""
+        """Whether a group, job, batch or episode is the caller's."""
         return name == self.job if self.job else name.startswith(self.prefix)
 
     def check_ids(self, *names: str) -> None:
@@ -147,7 +159,7 @@ class Keyring:
 
 
 def _caller(name: str, tenant: TenantSettings) -> Caller:
-    return Caller(name, tenant.jobs)
+    return Caller(name, tenant.jobs, tenant.batches)
 
 
 def caller_of(request: Request) -> Caller:

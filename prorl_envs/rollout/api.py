@@ -69,6 +69,7 @@ def create_app(service: RolloutService, settings: ServerSettings) -> FastAPI:
             f"binding {settings.host} lets others in, so a token is needed",
             hint="set server.token (PRORL_SERVER__TOKEN), 16 characters or more",
         )
+    service.quotas = {f"{name}/": tenant.jobs for name, tenant in settings.tenants.items()}
     app = FastAPI(
         title="prorl-envs rollout service",
         version=__version__,

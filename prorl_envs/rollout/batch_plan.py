@@ -226,22 +226,23 @@ class BatchPlan:
         for outcome, group_id, sample in sorted(ended, key=lambda item: item[0].cursor):
             self.ended(group_id, sample, outcome)
 
-    def ended(self, group_id: str, sample: int, outcome: Ended) -> None:
-        """A sample ended; another time, or of a group that is not here, is nothing new."""
+    def ended(self, group_id: str, sample: int, outcome: Ended) -> Judgement | None:
+        """A sample ended; another time, or of a group that is not here, is nothing new. Returns what was
+        decided of the group, where this decided it."""
         group = self.groups.get(group_id)
         if group is None or sample in group.ended:
-            return
+            return None
         group.ended[sample] = outcome
         if surplus := self._surplus.get(group_id):
             surplus.discard(sample)
             if not surplus:
                 del self._surplus[group_id]
         if group_id not in self._open or self._over(outcome.cursor):
-            return
+            return None
         judgement = judge(self.rules, group)
-        if judgement is None:
-            return
-        self._decide(group, judgement)
+        if judgement is not None:
+            self._decide(group, judgement)
+        return judgement
 
     def cancel(self, at: int) -> None:
         """Nobody wants the batch any more; what ended after the cursor `at` is decided no more."""

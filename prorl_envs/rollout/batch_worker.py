@@ -29,9 +29,12 @@ PAUSE_S = 1.0
 class Host(Protocol):
     """What batches need of the service."""
 
-    @property
-    def room(self) -> int:
-        """Jobs that may still be accepted."""
+    def room_for(self, name: str) -> int:
+        """Jobs that may still be accepted of whom this id is."""
+        ...
+
+    def quota_of(self, name: str) -> tuple[str, int] | None:
+        """How ids of the tenant begin whose id this is, and the unfinished jobs it may have."""
         ...
 
     def load(self, request: GroupRequest) -> Task:
@@ -92,7 +95,7 @@ class BatchWorker:
         self._wake.set()
 
     def freed(self) -> None:
-        """There is more room in the queue."""
+        """There is more room in the queue, or the service takes work again."""
         if self._blocked:
             self._news |= self._blocked
             self._blocked.clear()
@@ -116,7 +119,12 @@ class BatchWorker:
         if jobs := unneeded(batch.plan):
             await self._host.cancel_jobs(jobs)
         indices = batch.plan.to_start()
-        fitting = indices[: min(CHUNK, self._host.room // batch.request.samples)]
+        try:
+            self._host.check_open()
+        except Unavailable:  # until it goes on
+            self._blocked[batch.id] = batch
+            return
+        fitting = indices[: min(CHUNK, self._host.room_for(batch.id) // batch.request.samples)]
         if len(fitting) < len(indices):
             self._blocked[batch.id] = batch
         if not fitting:
@@ -125,7 +133,7 @@ class BatchWorker:
             await self._start(batch, fitting)
         except Full:  # somebody else took the room meanwhile
             self._blocked[batch.id] = batch
-            if self._host.room >= batch.request.samples:  # and has given it back
+            if self._host.room_for(batch.id) >= batch.request.samples:  # and has given it back
                 self.freed()
         else:
             self.look_at(batch)

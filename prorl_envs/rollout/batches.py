@@ -14,7 +14,7 @@ from prorl_envs.clock import Clock
 from prorl_envs.config import ServiceSettings
 from prorl_envs.errors import InputError
 from prorl_envs.rollout import batch_record
-from prorl_envs.rollout.batch_plan import BatchPlan, Ended
+from prorl_envs.rollout.batch_plan import BatchPlan, Ended, Judgement
 from prorl_envs.rollout.batch_record import Batch
 from prorl_envs.rollout.batch_types import BatchRequest, BatchTask, BatchTasks, BatchView, SelectedGroups
 from prorl_envs.rollout.batch_worker import BatchWorker, Host, unneeded
@@ -36,11 +36,19 @@ class Batches:
         settings: bounds.
         clock: measures waits.
         lock: held while batches are changed, so that what callers submit comes before or after.
+        decided: called with each judgement of a group.
     """
 
     def __init__(
-        self, host: Host, store: Store, settings: ServiceSettings, clock: Clock, lock: asyncio.Lock
+        self,
+        host: Host,
+        store: Store,
+        settings: ServiceSettings,
+        clock: Clock,
+        lock: asyncio.Lock,
+        decided: Callable[[Judgement], None],
     ) -> None:
+        self._decided = decided
         self._host = host
         self._store = store
         self._settings = settings
@@ -86,8 +94,12 @@ class Batches:
 
     # What callers ask for.
 
-    async def submit(self, request: BatchRequest) -> BatchView:
+    async def submit(self, request: BatchRequest, *, most: tuple[str, int] | None = None) -> BatchView:
         """Accept a batch. The same request under the same id is the same submission.
+
+        Args:
+            request: what is asked for.
+            most: how many batches may run whose id begins so.
 
         Raises:
             InputError: the request is over a bound, or a task is wrong; nothing of it is kept.
@@ -98,7 +110,7 @@ class Batches:
         """
         self._check_bounds(request)
         await self._check_tasks(request, request.tasks, 0)
-        await asyncio.shield(asyncio.create_task(self._submit(request)))
+        await asyncio.shield(asyncio.create_task(self._submit(request, most)))
         return batch_record.view(self._batch(request.id))
 
     async def extend(self, batch_id: str, body: BatchTasks) -> BatchView:
@@ -188,7 +200,9 @@ class Batches:
         batch = self._owners.get(result.group_id)
         if batch is not None:
             kind = result.failure.kind.value if result.failure else ""
-            batch.plan.ended(result.group_id, result.sample, Ended(result.cursor, result.reward, kind))
+            outcome = Ended(result.cursor, result.reward, kind)
+            if judgement := batch.plan.ended(result.group_id, result.sample, outcome):
+                self._decided(judgement)
             self._changed(batch)
 
     def freed(self) -> None:
@@ -197,7 +211,7 @@ class Batches:
 
     # Changes, each in a task of its own that nobody cancels, under the lock.
 
-    async def _submit(self, request: BatchRequest) -> None:
+    async def _submit(self, request: BatchRequest, most: tuple[str, int] | None) -> None:
         async with self._lock:
             known = self._batches.get(request.id)
             if known is not None:
@@ -205,9 +219,9 @@ class Batches:
                     raise Conflict(f"batch {request.id!r} is known with another request", hint="use a new id")
                 return
             self._host.check_open()
-            running = sum(not batch.plan.state.over for batch in self._batches.values())
-            if running >= self._settings.batches:
-                raise Full(f"{running} batches are running", hint="try again when one is over")
+            for prefix, bound in (("", self._settings.batches), *([most] if most else [])):
+                if (running := self._running(prefix)) >= bound:
+                    raise Full(f"{running} batches are running", hint="try again when one is over")
             source = self._source(request)
             stored = batch_record.new(request, source)
             await self._store.open_batch(stored)
@@ -287,14 +301,23 @@ class Batches:
 
     # Steps.
 
+    def _running(self, prefix: str) -> int:
+        """How many are running whose id begins so."""
+        return sum(
+            name.startswith(prefix) and not batch.plan.state.over for name, batch in self._batches.items()
+        )
+
     def _check_bounds(self, request: BatchRequest) -> None:
         settings = self._settings
+        quota = self._host.quota_of(request.id)
         bounds = {
             "groups": (request.groups, settings.batch_groups, "service.batch_groups"),
             "in_flight": (request.in_flight or 1, settings.batch_groups, "service.batch_groups"),
             "tasks": (len(request.tasks), settings.batch_tasks, "service.batch_tasks"),
             "samples": (request.samples, settings.queue, "service.queue"),
         }
+        if quota is not None and quota[1] < settings.queue:
+            bounds["samples"] = (request.samples, quota[1], "your quota of jobs")
         for name, (asked, most, setting) in bounds.items():
             if asked > most:
                 raise InputError(f"{name} is at most {most}, not {asked}", hint=f"the bound is {setting}")

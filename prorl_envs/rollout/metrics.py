@@ -19,6 +19,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from prorl_envs.env.node import NodeUse
+from prorl_envs.rollout.batch_plan import Judgement
+from prorl_envs.rollout.batch_types import BatchState, BatchView
 from prorl_envs.rollout.types import Result, Stage, Trajectory
 from prorl_envs.rollout.views import RouterView, StatusView
 
@@ -37,10 +39,22 @@ class Metrics:
     Args:
         status: the service now.
         node: what it uses of its machine now.
+        batches: those that are kept, now.
     """
 
-    def __init__(self, status: Callable[[], StatusView], node: Callable[[], NodeUse]) -> None:
+    def __init__(
+        self,
+        status: Callable[[], StatusView],
+        node: Callable[[], NodeUse],
+        batches: Callable[[], list[BatchView]],
+    ) -> None:
         self._registry = registry = CollectorRegistry()
+        self._groups = Counter(
+            "prorl_batch_groups_decided",
+            "Groups of batches that were decided, and why these are not informative.",
+            ["verdict", "reason"],
+            registry=registry,
+        )
         family = ["environment"]
         self._results = Counter(
             "prorl_results", "Jobs that came to a result.", [*family, "state"], registry=registry
@@ -78,7 +92,7 @@ class Metrics:
         self._drift = Counter(
             "prorl_drift_tokens", "Prompt tokens that differed from what was recorded.", registry=registry
         )
-        registry.register(_Now(status, node))
+        registry.register(_Now(status, node, batches))
         ProcessCollector(registry=registry)
 
     def observe(self, result: Result) -> None:
@@ -98,6 +112,10 @@ class Metrics:
                 self._stages.labels(family, stage).observe(seconds)
         if result.trajectory is not None:
             self._observe_trajectory(result)
+
+    def decided(self, judgement: Judgement) -> None:
+        """Count a decided group, once."""
+        self._groups.labels(judgement.verdict, judgement.reason).inc()
 
     def text(self) -> bytes:
         """All of them in Prometheus' text format."""
@@ -130,15 +148,22 @@ def _seconds(name: str, what: str, labels: list[str], registry: CollectorRegistr
 class _Now(Collector):
     """What is known at the moment of asking."""
 
-    def __init__(self, status: Callable[[], StatusView], node: Callable[[], NodeUse]) -> None:
+    def __init__(
+        self,
+        status: Callable[[], StatusView],
+        node: Callable[[], NodeUse],
+        batches: Callable[[], list[BatchView]],
+    ) -> None:
         self._status = status
         self._node = node
+        self._batches = batches
 
     def collect(self) -> Iterator[Metric]:
         status = self._status()
         yield from _service(status)
         yield from _model_servers(status)
         yield from _sandboxes(self._node())
+        yield from _kept_batches(self._batches())
 
     def describe(self) -> Iterator[Metric]:
         return iter(())  # else it would be collected once, before there is a service
@@ -225,6 +250,22 @@ def _sandboxes(use: NodeUse) -> Iterator[Metric]:
     yield slowed
     what = "Seconds from asking for a sandbox to having it."
     yield SummaryMetricFamily("prorl_sandbox_ready_seconds", what, use.given, use.seconds)
+
+
+def _kept_batches(batches: list[BatchView]) -> Iterator[Metric]:
+    states = GaugeMetricFamily("prorl_batches", "Batches that are kept.", labels=["state"])
+    for state in BatchState:
+        states.add_metric([state], sum(batch.state is state for batch in batches))
+    yield states
+    running = [batch for batch in batches if batch.state is BatchState.RUNNING]
+    waiting = sum(batch.waiting_for_tasks for batch in running)
+    yield _gauge("prorl_batches_without_tasks", "Running batches that wait for further tasks.", waiting)
+    groups = GaugeMetricFamily(
+        "prorl_batch_groups", "Groups of the running batches: wanted, informative, under way.", labels=["of"]
+    )
+    for name in ("wanted", "informative", "in_flight"):
+        groups.add_metric([name], sum(getattr(batch, name) for batch in running))
+    yield groups
 
 
 def _gauge(name: str, what: str, value: float) -> Metric:

@@ -5,7 +5,9 @@ from typing import Annotated
 from fastapi import FastAPI, Query, Response
 
 from prorl_envs.config import ServerSettings
+from prorl_envs.rollout.access import Caller, TheCaller
 from prorl_envs.rollout.batch_types import BatchList, BatchRequest, BatchTasks, BatchView, SelectedGroups
+from prorl_envs.rollout.errors import Forbidden, NotFound
 from prorl_envs.rollout.service import RolloutService
 from prorl_envs.rollout.views import ResultPage
 
@@ -16,14 +18,14 @@ def add_batches(app: FastAPI, service: RolloutService, settings: ServerSettings)
     max_page, max_wait_s = settings.max_page, settings.max_wait_s
 
     @app.post("/v1/batches")
-    async def submit_batch(body: BatchRequest) -> BatchView:
+    async def submit_batch(body: BatchRequest, caller: TheCaller) -> BatchView:
         """Ask for a number of informative groups of a stream of tasks. Idempotent by id."""
-        return await batches.submit(body)
+        return await batches.submit(_of(caller, body), most=caller.batches)
 
     @app.get("/v1/batches")
-    async def get_batches() -> BatchList:
-        """All batches that are kept, oldest first."""
-        return BatchList(batches=batches.views())
+    async def get_batches(caller: TheCaller) -> BatchList:
+        """The caller's batches that are kept, oldest first."""
+        return BatchList(batches=[view for view in batches.views() if caller.owns(view.id)])
 
     @app.post("/v1/batches/{batch_id:path}/tasks")
     async def append_tasks(batch_id: str, body: BatchTasks) -> BatchView:
@@ -59,3 +61,20 @@ def add_batches(app: FastAPI, service: RolloutService, settings: ServerSettings)
     async def cancel_batch(batch_id: str) -> BatchView:
         """End what is under way of a batch, and of one that is over what it left over."""
         return await batches.cancel(batch_id)
+
+
+def _of(caller: Caller, request: BatchRequest) -> BatchRequest:
+    """A batch as its caller may ask for it. All batches of a tenant share one place in the queue.
+
+    Raises:
+        Forbidden: the id, the place or the priority is not the caller's to give.
+        NotFound: the batch to carry from is not the caller's, who is not told whether it exists.
+    """
+    if not caller.tenant:
+        return request
+    caller.check_ids(request.id)
+    if request.carry_from is not None and not caller.owns(request.carry_from):
+        raise NotFound(f"no batch {request.carry_from!r}")
+    if (request.tenant or caller.tenant) != caller.tenant or (request.weight, request.priority) != (1.0, 0):
+        raise Forbidden("tenant, weight and priority are the operator's to give", hint="leave them out")
+    return request.model_copy(update={"tenant": caller.tenant})

@@ -128,9 +128,13 @@ class RolloutService:
             idle_s=self.settings.episode_idle_s,
         )
         #: What `/metrics` shows.
-        self.metrics = Metrics(self.status, lambda: node.use)
+        self.metrics = Metrics(self.status, lambda: node.use, lambda: self.batches.views())
+        #: By how ids of a tenant begin, the unfinished jobs it may have.
+        self.quotas: Mapping[str, int] = {}
         self._submitting = asyncio.Lock()
-        self.batches = Batches(self, self.store, self.settings, self.clock, self._submitting)
+        self.batches = Batches(
+            self, self.store, self.settings, self.clock, self._submitting, self.metrics.decided
+        )
         self._stopping = False
         self._newest = 0
         self._news = News()
@@ -235,6 +239,7 @@ class RolloutService:
         log.warning("resumed")
         self.state = ServiceState.SERVING
         self._engine.resume()
+        self.batches.freed()
 
     def _check_operable(self) -> None:
         if self._stopping or self.state is ServiceState.STARTING:
@@ -289,6 +294,8 @@ class RolloutService:
             for group in groups:
                 if group.batch_id is None and self.batches.owns(group.request.id):
                     raise Conflict(f"{group.request.id!r} is the id of a batch's group", hint="use another")
+            begun_by = groups[0].batch_id if groups else None
+            quota = quota or (self.quota_of(begun_by) if begun_by else None)
             await self._check_room([group.request for group in groups], quota)
             fresh = await self.store.submit(groups)
             kept()
@@ -525,6 +532,16 @@ class RolloutService:
     def room(self) -> int:
         """Jobs that the queue still has room for."""
         return max(0, self.settings.queue - len(self._engine.scheduler))
+
+    def quota_of(self, name: str) -> tuple[str, int] | None:
+        """How ids of the tenant begin whose id this is, and the unfinished jobs it may have."""
+        prefix = name.partition("/")[0] + "/"
+        return (prefix, self.quotas[prefix]) if prefix in self.quotas else None
+
+    def room_for(self, name: str) -> int:
+        """Jobs that may still be accepted of whom this id is."""
+        quota = self.quota_of(name)
+        return self.room if quota is None else max(0, min(self.room, self._room_of(quota)))
 
     def _recorded(self, result: Result) -> None:
         """A result is kept; told in the order of the cursors."""
