@@ -10,6 +10,8 @@ added at the end only. Head and node have the same version of this package (`Rea
 be compatible.
 """
 
+from typing import Literal
+
 import msgspec
 
 from prorl_envs.rollout.types import Stage
@@ -36,7 +38,7 @@ class Welcome(_Message, tag=1):
     version: str
     tokenizer: str
     model: str
-    protocol: str
+    protocol: Literal["auto", "vllm", "sglang", "openai"]
     beat_s: float
     silent_s: float
     grace_s: float
@@ -254,7 +256,7 @@ class Beat(_Message, tag=28):
     """The node lives.
 
     Args:
-        use: `NodeUse` as a mapping.
+        use: `NodeUse` as a mapping, and the node's `pid`.
     """
 
     use: dict[str, float]
