@@ -5,7 +5,6 @@ each other does not pass through Ray, but through the node's own connection (003
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator, Mapping
@@ -20,7 +19,7 @@ from prorl_envs.rollout.nodes.fleet import Fleet
 
 try:
     import ray
-    from ray.exceptions import RayActorError, RayTaskError
+    from ray.exceptions import RayError, RayTaskError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ImportError as error:
     raise InputError("Ray is not installed", hint="pip install 'prorl-envs[ray]'") from error
@@ -77,7 +76,7 @@ async def ray_cluster(address: str) -> AsyncIterator[str]:
                 f"no Ray cluster at {address!r}: {error}", hint="`ray start --head` here, and nodes.ray: auto"
             ) from error
     try:
-        yield str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        yield str(ray.util.get_node_ip_address())
     finally:
         if ours:
             await asyncio.to_thread(ray.shutdown)
@@ -163,17 +162,15 @@ class _Supervisor:
 
     async def _watch(self, key: str, name: str, doing: Any) -> None:
         """Wait for the end of an actor's work, and let it begin anew."""
-        again_s = 0.0
+        again_s = _LOOK_S
         try:
             if problem := await asyncio.wrap_future(doing.future()):
                 log.error("machine %s cannot be a node: %s", name, problem)
                 again_s = _AGAIN_S
-        except RayActorError as error:
-            log.warning("machine %s is gone from the Ray cluster: %s", name, str(error).partition("\n")[0])
         except RayTaskError as error:
             log.error("machine %s cannot be a node: %s", name, error)
             again_s = _AGAIN_S
+        except RayError as error:
+            log.warning("machine %s is gone from the Ray cluster: %s", name, str(error).partition("\n")[0])
         await asyncio.sleep(again_s)
-        with contextlib.suppress(Exception):
-            ray.kill(self._actors[key])
-        del self._actors[key]
+        ray.kill(self._actors.pop(key))
