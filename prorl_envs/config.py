@@ -146,6 +146,35 @@ class ServerSettings(_Section):
             return False
 
 
+class NodeSettings(_Section):
+    """Further machines that carry jobs out.
+
+    Args:
+        port: TCP port on which they join, 0 a free one; None leaves all jobs to this machine, where `ray` is
+            None too.
+        host: address to bind; anything but loopback needs a token.
+        token: what nodes prove to know, and the service to them.
+        head: whether jobs run on the service's own machine too. Episodes that callers drive always do.
+        silent_s: seconds without a word after which a node, or to a node the service, counts as lost.
+        start_s: seconds a node gets to prepare itself: to load the tokenizer, to try its sandboxes.
+        ray: address of a Ray cluster, whose machines then become nodes by themselves: `auto`, or HOST:PORT.
+        resource: custom resource of Ray that a machine must have; as much of it as there is runs there at
+        once.
+            None takes every machine, with the pools of `service`.
+        cpus: processors that each node asks Ray for.
+    """
+
+    port: int | None = Field(default=None, ge=0, le=65_535)
+    host: str = "127.0.0.1"
+    token: SecretStr | None = Field(default=None, min_length=16)
+    head: bool = False
+    silent_s: float = Field(default=30.0, ge=1.0)
+    start_s: float = Field(default=300.0, gt=0)
+    ray: str | None = Field(default=None, min_length=1)
+    resource: str | None = Field(default=None, min_length=1)
+    cpus: float = Field(default=1.0, ge=0)
+
+
 class ModelSettings(_Section):
     """The model servers.
 
@@ -381,6 +410,7 @@ class Settings(_Section):
     service: ServiceSettings = ServiceSettings()
     server: ServerSettings = ServerSettings()
     model: ModelSettings = ModelSettings()
+    nodes: NodeSettings = NodeSettings()
     limits: LimitSettings = LimitSettings()
     log: LogSettings = LogSettings()
     search: SearchSection = SearchSection()

@@ -41,6 +41,7 @@ class Model:
         name: as the servers know it; None takes the first they name.
         api_key: bearer token of the servers.
         protocol: what servers speak whose URL does not say.
+        tokenizer: folder or Hub name of the tokenizer, for other machines; "" where there is none.
     """
 
     servers: Sequence[str]
@@ -48,6 +49,12 @@ class Model:
     name: str | None = None
     api_key: str | None = None
     protocol: Protocol = "auto"
+    tokenizer: str = ""
+
+
+def servers_of(model: Model) -> Servers:
+    """What connects to the servers of a model."""
+    return Servers.of(model.renderer, protocol=model.protocol, model=model.name, api_key=model.api_key)
 
 
 @asynccontextmanager
@@ -119,15 +126,19 @@ async def rollout_service(
         if store is not None:
             stack.push_async_callback(store.aclose)
         opened = await stack.enter_async_context(node(settings))
-        servers = Servers.of(model.renderer, protocol=model.protocol, model=model.name, api_key=model.api_key)
-        pool = ModelPool(servers.connect)
+        pool = ModelPool(servers_of(model).connect)
         stack.push_async_callback(pool.aclose)
         for url in model.servers:
             pool.add(url)
         await stack.enter_async_context(watching(pool))
         offered = await stack.enter_async_context(catalog)
+        fleet = None
+        if settings.nodes.port is not None or settings.nodes.ray is not None:
+            from prorl_envs.cli.nodes import fleet_of
+
+            fleet = await stack.enter_async_context(fleet_of(settings, model, pool, sorted(offered)))
         yield RolloutService(
-            opened, offered, model.renderer, pool, settings.service, store, defaults=defaults
+            opened, offered, model.renderer, pool, settings.service, store, defaults=defaults, fleet=fleet
         )
 
 
@@ -194,5 +205,12 @@ async def connect(
         name = name or report.model
     if tokenizer is None and not name:
         raise InputError("the server names no model", hint="name its tokenizer: --tokenizer FOLDER")
-    renderer = load_renderer(tokenizer or str(name), tool_format=tool_format)
-    return Model(servers=servers, renderer=renderer, name=name, api_key=api_key, protocol=protocol)
+    tokenizer = tokenizer or str(name)
+    return Model(
+        servers=servers,
+        renderer=load_renderer(tokenizer, tool_format=tool_format),
+        name=name,
+        api_key=api_key,
+        protocol=protocol,
+        tokenizer=tokenizer,
+    )

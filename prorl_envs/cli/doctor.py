@@ -33,6 +33,7 @@ def _machine() -> Iterator[tuple[str, str]]:
     yield "Python", f"{platform.python_version()} on {platform.platform()}"
     yield "user", f"uid {os.geteuid()}, {os.cpu_count()} cores"
     yield "NeMo Gym", "installed" if find_spec("nemo_gym") else "not installed (the `nemo` extra)"
+    yield "Ray", "installed" if find_spec("ray") else "not installed (the `ray` extra)"
 
 
 async def _sandbox(settings: Settings) -> Check:

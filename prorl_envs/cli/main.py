@@ -185,6 +185,18 @@ def serve(
 
 
 @cli.command()
+def node(
+    head: Annotated[str, typer.Argument(help="HOST:PORT where nodes join: the service's nodes.port.")],
+    name: Annotated[str | None, typer.Option(help="Name of this node; by default the host's.")] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Carry out jobs of a rollout service on another machine, until a signal."""
+    from prorl_envs.cli.nodes import serve_node
+
+    asyncio.run(serve_node(_settings(config), head, name))
+
+
+@cli.command()
 def run(
     environment: Annotated[str, typer.Argument(help="Environment family.")],
     llm: LlmOption = None,

@@ -20,9 +20,12 @@ async def serve(settings: Settings, model: Model) -> None:
             err.print(f"model server:    {server}")
         if settings.service.store is not None:
             err.print(f"store:           {settings.service.store}")
+        if fleet is not None:
+            err.print(f"nodes join at:   port {fleet.port} of {settings.nodes.host}")
         err.print("Ctrl-C ends it")
 
     set_up_logging(settings.log)
     with exporting_traces():
         async with rollout_service(settings, model, durable=True) as service:
+            fleet = service.fleet
             await serve_until_signal(service, settings.server, ready=ready)

@@ -28,6 +28,7 @@ from prorl_envs.rollout.paper_routes import add_paper_routes
 from prorl_envs.rollout.routes_batches import add_batches
 from prorl_envs.rollout.routes_episodes import add_episodes
 from prorl_envs.rollout.routes_models import add_models
+from prorl_envs.rollout.routes_nodes import add_nodes
 from prorl_envs.rollout.routes_operation import add_operation
 from prorl_envs.rollout.routes_results import add_results, json_response
 from prorl_envs.rollout.service import RolloutService
@@ -90,6 +91,7 @@ def create_app(service: RolloutService, settings: ServerSettings) -> FastAPI:
         add_paper_routes(app, service)
     add_operation(app, service, settings)
     add_models(app, service, settings)
+    add_nodes(app, service)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(TokenGuard, keyring=keyring)
     return app

@@ -116,6 +116,35 @@ class ModelServerList(_View):
     paused: bool = False
 
 
+class NodeView(_View):
+    """A further machine that carries jobs out.
+
+    Args:
+        name: of the node; one that joins again has a number behind it.
+        state: ready; draining: it finishes what it has; lost.
+        reason: why it was lost, or "".
+        pools: by stage; None for one that is lost.
+        live, live_limit: jobs that hold a sandbox there.
+        attempts: that have ended there, well or not.
+        sandboxes: open there, when it was last heard of.
+    """
+
+    name: str
+    state: str
+    reason: str = ""
+    pools: dict[str, PoolView] | None = None
+    live: int = 0
+    live_limit: int
+    attempts: int
+    sandboxes: int = 0
+
+
+class NodeList(_View):
+    """The nodes in the order in which they joined, then the last that were lost."""
+
+    nodes: list[NodeView]
+
+
 class RouterView(_View):
     """What the router of model calls has done since the start.
 

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Literal
 
 from prorl_envs import __version__
 from prorl_envs.clock import Clock, SystemClock
@@ -39,8 +40,9 @@ from prorl_envs.rollout.nodes.messages import (
     Welcome,
 )
 from prorl_envs.rollout.nodes.reports import account_of
-from prorl_envs.rollout.placement import HERE, Limits
+from prorl_envs.rollout.placement import HERE, Limits, Place
 from prorl_envs.rollout.types import Failure, Stage
+from prorl_envs.rollout.views import NodeView, PoolView
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +59,7 @@ class Terms:
     Args:
         environments: names that a node must know.
         fingerprint: of the head's tokenizer and chat template: a node's must be the same.
-        tokenizer, model, protocol: as in `Welcome`.
+        tokenizer, model, protocol, tool_format, reasoning: as in `Welcome`.
         beat_s, silent_s, grace_s, close_s: as in `Welcome`.
         start_s: seconds that a node gets to prepare itself.
     """
@@ -66,7 +68,9 @@ class Terms:
     fingerprint: str
     tokenizer: str = ""
     model: str = ""
-    protocol: str = "auto"
+    protocol: Literal["auto", "vllm", "sglang", "openai"] = "auto"
+    tool_format: str = "auto"
+    reasoning: Literal["keep", "user_turn", "template"] = "keep"
     beat_s: float = 5.0
     silent_s: float = 30.0
     grace_s: float = 30.0
@@ -97,11 +101,14 @@ class Fleet:
         self, pool: ModelPool, terms: Terms, clock: Clock | None = None, *, head_takes_jobs: bool = False
     ) -> None:
         self.head_takes_jobs = head_takes_jobs
+        #: Where nodes join: a TCP port, or 0.
+        self.port = 0
         self._pool = pool
         self._terms = terms
         self._clock = clock or SystemClock()
         self._here: Crew | None = None
         self._engine: Engine | None = None
+        self._is_attached = asyncio.Event()
         self._links: dict[str, Link] = {}
         self._lost: list[Link] = []
         self._names: set[str] = set()
@@ -118,11 +125,17 @@ class Fleet:
             engine: hears of nodes.
         """
         self._here, self._engine = here, engine
+        self._is_attached.set()
 
     @property
     def links(self) -> Collection[Link]:
         """The nodes that are there, in the order in which they joined, and the last that were lost."""
         return (*self._links.values(), *self._lost)
+
+    def views(self) -> list[NodeView]:
+        """The same for people."""
+        places = {place.name: place for place in self._attached.scheduler.nodes}
+        return [_view(link, places.get(link.name)) for link in self.links]
 
     # What the engine asks for.
 
@@ -188,6 +201,7 @@ class Fleet:
         assert task is not None
         self._serving.add(task)
         try:
+            await self._is_attached.wait()
             link = await self._welcome(channel)
             if link is None:
                 return
@@ -248,6 +262,8 @@ class Fleet:
                 tokenizer=terms.tokenizer,
                 model=terms.model,
                 protocol=terms.protocol,
+                tool_format=terms.tool_format,
+                reasoning=terms.reasoning,
                 beat_s=terms.beat_s,
                 silent_s=terms.silent_s,
                 grace_s=terms.grace_s,
@@ -361,3 +377,25 @@ class Fleet:
         if self._engine is None:
             raise AssertionError("attach comes first")
         return self._engine
+
+
+def _view(link: Link, place: Place | None) -> NodeView:
+    pools = None
+    if place is not None:
+        waiting = {stage: len(queue) for stage, queue in place.queues.items()}
+        pools = {
+            stage.value: PoolView(
+                limit=place.limits.of(stage), active=place.active[stage], waiting=waiting.get(stage, 0)
+            )
+            for stage in Stage
+        }
+    return NodeView(
+        name=link.name,
+        state=link.state,
+        reason=link.why,
+        pools=pools,
+        live=place.live if place is not None else 0,
+        live_limit=link.ready.live,
+        attempts=link.done,
+        sandboxes=int(link.use.get("open", 0)) if place is not None else 0,
+    )

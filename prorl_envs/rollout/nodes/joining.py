@@ -71,7 +71,7 @@ async def take_part(
             worker = Worker(
                 prepared.node,
                 prepared.families,
-                Agent(prepared.renderer, model, clock),
+                Agent(prepared.renderer, model, clock, welcome.reasoning),
                 clock,
                 grace_s=welcome.grace_s,
                 close_s=welcome.close_s,

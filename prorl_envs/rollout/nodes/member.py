@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -191,7 +192,7 @@ class Member:
 
     async def _beat(self) -> None:
         while True:
-            self._channel.send(Beat(asdict(self._use())))
+            self._channel.send(Beat({**asdict(self._use()), "pid": os.getpid()}))
             await self._clock.sleep(self._beat_s)
 
     async def _end(self) -> None:

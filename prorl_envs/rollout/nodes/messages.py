@@ -10,6 +10,8 @@ added at the end only. Head and node have the same version of this package (`Rea
 be compatible.
 """
 
+from typing import Literal
+
 import msgspec
 
 from prorl_envs.rollout.types import Stage
@@ -29,6 +31,7 @@ class Welcome(_Message, tag=1):
         version: of the head's package.
         tokenizer: folder or Hub name of the model's tokenizer; `model`: its name, or ""; `protocol`: what its
             servers speak whose URL does not say.
+        tool_format: how the model writes tool calls; `reasoning`: what becomes of earlier reasoning.
         beat_s: seconds between two beats; `silent_s`: without a word for so long, the other side is gone.
         grace_s, close_s: as in the service's settings.
     """
@@ -36,7 +39,9 @@ class Welcome(_Message, tag=1):
     version: str
     tokenizer: str
     model: str
-    protocol: str
+    protocol: Literal["auto", "vllm", "sglang", "openai"]
+    tool_format: str
+    reasoning: Literal["keep", "user_turn", "template"]
     beat_s: float
     silent_s: float
     grace_s: float
@@ -264,7 +269,7 @@ class Beat(_Message, tag=28):
     """The node lives.
 
     Args:
-        use: `NodeUse` as a mapping.
+        use: `NodeUse` as a mapping, and the node's `pid`.
     """
 
     use: dict[str, float]

@@ -1,0 +1,397 @@
+"""A service past one machine: what more nodes bring, and what they cost the head. Figure 6.
+
+python -m bench.scale                          # 1 to 8 nodes, a minute
+python -m bench.scale --nodes 8,64,256 --run 8 # more machines with fewer episodes each
+
+The service, its scheduler, store in memory, router and fleet, and every node's worker and agent loop are the
+very ones that are served, with queues for a network (each message is encoded and decoded). Simulated are the
+model servers (one per node; a token takes the longer the more a server has in flight), the sandboxes (they
+wait), and time: it skips whatever waiting there is, and passes while the head computes, so a head that cannot
+keep up shows. What nodes compute is on other machines and takes no time here. What a durable store adds is
+`bench.durable_store`'s.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import contextvars
+import gc
+import itertools
+import random
+import selectors
+import time
+from asyncio import events
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from bench.__main__ import machine
+from prorl_envs.config import ServiceSettings
+from prorl_envs.env.base import Environment, Grade, Message, Prompt, Task
+from prorl_envs.policy.pool import ModelPool
+from prorl_envs.policy.types import AssistantTurn, Sampled, Sampling
+from prorl_envs.rollout.nodes import channel
+from prorl_envs.rollout.nodes.channel import ChannelClosed, TcpChannel, channel_pair
+from prorl_envs.rollout.nodes.fleet import Fleet, Terms
+from prorl_envs.rollout.nodes.joining import Prepared, fingerprint, take_part
+from prorl_envs.rollout.nodes.messages import AskTurn, Forget, Welcome, decode_to_head, decode_to_node
+from prorl_envs.rollout.placement import Limits
+from prorl_envs.rollout.service import RolloutService
+from prorl_envs.rollout.types import AgentLimits, GroupRequest
+from prorl_envs.testing.toy import empty_node
+from prorl_envs.tools.types import ToolCall, ToolResult, ToolSpec
+
+#: Seconds that a sampled token takes on an idle server, and what each turn in flight adds.
+DECODE_S, DECODE_SHARE_S = 0.015, 0.0004
+SAMPLED, OBSERVED, PROMPT = 200, 300, 1500  # tokens: of a turn, of what its tools answer, of a task
+TURNS = 10  # at the median; their number and lengths are log-normal
+INIT_S, TOOL_S, EVAL_S = 1.0, 1.5, 5.0
+SAMPLES = 8
+
+_SEEDS = itertools.count()
+#: Whose work the running callback is.
+SIDE: contextvars.ContextVar[str] = contextvars.ContextVar("side", default="head")
+
+
+class SkippingLoop(asyncio.SelectorEventLoop):
+    """An event loop that does not wait. Its time is what was skipped, and the processor time of the head."""
+
+    def __init__(self) -> None:
+        self.skipped = 0.0
+        self.head_s = self.node_s = 0.0
+        super().__init__(_SkippingSelector(self))
+
+    def time(self) -> float:
+        return self.skipped + self.head_s
+
+
+class _SkippingSelector(selectors.DefaultSelector):
+    def __init__(self, loop: SkippingLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        found = super().select(0)
+        if not found and timeout:
+            self._loop.skipped += timeout
+        return found
+
+
+class LoopClock:
+    """The loop's time as a `prorl_envs.clock.Clock`."""
+
+    def monotonic(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    def timeout(self, seconds: float | None) -> asyncio.Timeout:
+        return asyncio.timeout(seconds)
+
+
+@contextmanager
+def computing_counted(loop: SkippingLoop) -> Iterator[None]:
+    """Count this thread's processor time by side, callback by callback, while the block runs."""
+    handles: Any = events.Handle
+    ordinary = handles._run
+
+    def run(handle: Any) -> None:
+        began = time.thread_time()
+        ordinary(handle)
+        if handle._context.get(SIDE, "head") == "head":
+            loop.head_s += time.thread_time() - began
+        else:
+            loop.node_s += time.thread_time() - began
+
+    handles._run = run
+    try:
+        yield
+    finally:
+        handles._run = ordinary
+
+
+class WaitingEnvironment(Environment[Task]):
+    """A sandbox that takes time and nothing else."""
+
+    name: ClassVar[str] = "waiting"
+    task_type = Task
+
+    @classmethod
+    def load(cls, row: Mapping[str, Any]) -> Task:
+        return Task.model_validate(row)
+
+    @property
+    def tools(self) -> Sequence[ToolSpec]:
+        return [ToolSpec("act", "Act.", {"type": "object"})]
+
+    async def init(self, task: Task) -> Prompt:
+        self._chance = random.Random(next(_SEEDS))
+        await asyncio.sleep(INIT_S * self._chance.lognormvariate(0, 0.3))
+        return self.prompt(task)
+
+    async def call(self, call: ToolCall, *, timeout_s: float | None = None) -> ToolResult:
+        await asyncio.sleep(TOOL_S * self._chance.lognormvariate(0, 0.8))
+        return ToolResult(text="done " * 50)
+
+    async def eval(self) -> Grade:
+        await asyncio.sleep(EVAL_S * self._chance.lognormvariate(0, 0.5))
+        return Grade(reward=float(self._chance.random() < 0.5))
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+
+class ShortRenderer:
+    """Makes ids without a tokenizer: what that costs is the nodes' business."""
+
+    stop_ids: tuple[int, ...] = (1,)
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
+        return [7] * PROMPT
+
+    def parse(self, ids: Sequence[int]) -> AssistantTurn:
+        calls = () if ids[-1] == 1 else (ToolCall(id="c", name="act", arguments={}),)
+        return AssistantTurn(content="I act.", tool_calls=calls, malformed=())
+
+    def bridge(self, sampled: Sampled, observations: Sequence[Message]) -> list[int]:
+        return [9] * OBSERVED
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "text"
+
+    def assistant(self, message: Message) -> list[int]:
+        return [5] * SAMPLED
+
+
+class ModelServer:
+    """A model server: what it takes for a turn depends on what else it has."""
+
+    def __init__(self, seed: int) -> None:
+        self._chance = random.Random(seed)
+        self._in_flight = 0
+        self.sampled = 0
+        self._left: dict[str, int] = {}
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str) -> Sampled:
+        left = self._left.pop(session, None)
+        if left is None:
+            left = max(1, round(TURNS * self._chance.lognormvariate(0, 0.5)))
+        tokens = max(20, round(SAMPLED * self._chance.lognormvariate(0, 0.6)))
+        self._in_flight += 1
+        try:
+            await asyncio.sleep(tokens * (DECODE_S + DECODE_SHARE_S * self._in_flight))
+        finally:
+            self._in_flight -= 1
+        if left > 1:
+            self._left[session] = left - 1
+        self.sampled += tokens
+        ids = (5,) * (tokens - 1) + ((1,) if left == 1 else (5,))
+        return Sampled(ids, (-0.5,) * tokens, "stop", "1", "simulated", cached_tokens=len(prompt_ids))
+
+    async def aclose(self) -> None:
+        """Nothing to end."""
+
+
+@dataclass(slots=True)
+class Row:
+    """One number of nodes.
+
+    Args:
+        rate: episodes a second of simulated time, in the steady part; `tokens`: sampled, a second. Of the two
+            the latter differs less by chance.
+        head_s, node_s: processor seconds of the head, of all nodes, an episode.
+        load: of one core, that the head had at this rate.
+        messages, bytes: through the head, an episode.
+        spread: most in flight of a server over the mean, at the middle.
+    """
+
+    nodes: int
+    rate: float = 0.0
+    tokens: float = 0.0
+    head_s: float = 0.0
+    node_s: float = 0.0
+    load: float = 0.0
+    messages: float = 0.0
+    bytes: float = 0.0
+    spread: float = 0.0
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Frames that were made."""
+
+    messages: int = 0
+    bytes: int = 0
+
+    @contextmanager
+    def counted(self) -> Iterator["Traffic"]:
+        module: Any = channel
+        ordinary = module.encode
+
+        def encode(message: Any) -> bytes:
+            frame: bytes = ordinary(message)
+            self.messages += 1
+            self.bytes += len(frame)
+            return frame
+
+        module.encode = encode
+        try:
+            yield self
+        finally:
+            module.encode = ordinary
+
+
+@asynccontextmanager
+async def site(count: int, run: int) -> AsyncIterator[tuple[RolloutService, list[ModelServer]]]:
+    """A service with so many nodes and as many model servers."""
+    clock, renderer = LoopClock(), ShortRenderer()
+    servers = {f"http://server{number}:8000": ModelServer(number) for number in range(count)}
+    pool = ModelPool(servers.__getitem__, clock=clock)
+    for url in servers:
+        pool.add(url)
+    terms = Terms(environments=["waiting"], fingerprint=fingerprint(renderer))
+    fleet = Fleet(pool, terms, clock)
+    families: Any = {"waiting": WaitingEnvironment}
+    settings = ServiceSettings(queue=10_000_000, keep_tokens=2_000_000)
+    service = RolloutService(empty_node(), families, renderer, pool, settings, clock=clock, fleet=fleet)
+    prepared = Prepared(empty_node(), families, renderer, servers.__getitem__)
+
+    @asynccontextmanager
+    async def prepare(welcome: Welcome) -> AsyncIterator[Prepared]:
+        yield prepared
+
+    node_side = contextvars.copy_context()
+    node_side.run(SIDE.set, "node")
+    limits = Limits(init=max(2, run // 4), run=run, eval=max(2, run // 4), live=run + run // 2)
+
+    async def work(end: Any, name: str) -> None:
+        with contextlib.suppress(ChannelClosed):  # the end
+            await take_part(end, prepare, name=name, limits=limits, clock=clock)
+
+    await service.start()
+    tasks: list[asyncio.Task[None]] = [asyncio.create_task(fleet.beat())]
+    for number in range(count):
+        head, node = channel_pair()
+        tasks.append(asyncio.create_task(fleet.serve(head)))
+        tasks.append(asyncio.create_task(work(node, f"node{number}"), context=node_side))
+    while len(fleet.links) < count:
+        await asyncio.sleep(0)
+    try:
+        yield service, list(servers.values())
+    finally:
+        await service.stop()
+        await fleet.aclose()
+        tasks[0].cancel()
+        await asyncio.wait(tasks)
+        await pool.aclose()
+
+
+def groups(first: int, count: int) -> list[GroupRequest]:
+    return [
+        GroupRequest(
+            id=f"g{number}",
+            environment="waiting",
+            task={"id": f"t{number}", "instruction": "Do what has to be done. " * 50},
+            samples=SAMPLES,
+            limits=AgentLimits(max_turns=200, max_tokens=1_000_000, run_s=36_000),
+        )
+        for number in range(first, first + count)
+    ]
+
+
+async def measure(count: int, run: int, episodes: int) -> Row:
+    """What goes on in the steady part, when all nodes are full, for so many episodes."""
+    row, at_once = Row(count), count * run
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, SkippingLoop)
+    with computing_counted(loop):
+        async with site(count, run) as (service, servers):
+            await service.submit(groups(0, (4 * at_once + episodes) // SAMPLES))  # never short of work
+            done = cursor = 0
+
+            async def finished(wanted: int) -> None:  # as a trainer reads
+                nonlocal done, cursor
+                while done < wanted:
+                    page = await service.results(cursor, limit=1000, wait_s=60)
+                    done, cursor = done + len(page.results), page.next
+
+            await finished(2 * at_once)  # two waves: short and long episodes are mixed by then
+            before, began, head_s, node_s = done, loop.time(), loop.head_s, loop.node_s
+            tokens = sum(server.sampled for server in servers)
+            with Traffic().counted() as traffic:
+                await finished(before + episodes // 2)
+                status = service.status()
+                assert status.router is not None
+                row.spread = status.router.spread
+                await finished(before + episodes)
+            seconds, head_s, node_s = loop.time() - began, loop.head_s - head_s, loop.node_s - node_s
+            tokens = sum(server.sampled for server in servers) - tokens
+            done -= before
+            assert not status.failures and not status.internal_errors, status
+    row.rate, row.tokens, row.load = done / seconds, tokens / seconds, head_s / seconds
+    row.head_s, row.node_s = head_s / done, node_s / done
+    row.messages, row.bytes = traffic.messages / done, traffic.bytes / done
+    return row
+
+
+def simulated(count: int, run: int, episodes: int) -> Row:
+    """One row, in a loop of its own."""
+    with asyncio.Runner(loop_factory=SkippingLoop) as runner:
+        row = runner.run(measure(count, run, episodes))
+    gc.collect()
+    return row
+
+
+async def over_tcp(messages: int = 20_000) -> float:
+    """Processor seconds that one message takes on one side of a connection, system calls included."""
+    ends: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    server = await asyncio.start_server(lambda r, w: ends.set_result((r, w)), "127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+    mine: TcpChannel[Any, Any] = TcpChannel(reader, writer, decode_to_node)
+    reader, writer = await ends
+    theirs: TcpChannel[Any, Any] = TcpChannel(reader, writer, decode_to_head)
+    began = time.process_time()
+    for number in range(messages // 2):  # one at a time: nothing shares a system call
+        mine.send(AskTurn(number, "group/1", 5000))
+        await theirs.receive()
+        mine.send(Forget("group/1"))
+        await theirs.receive()
+    spent = time.process_time() - began
+    for end in (mine, theirs):
+        end.close()
+    server.close()
+    return spent / messages / 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--nodes", default="1,2,4,8", help="how many, with commas")
+    parser.add_argument("--run", type=int, default=32, help="episodes in RUN at once on a node")
+    parser.add_argument("--episodes", type=int, default=600, help="that are measured, in each row")
+    chosen = parser.parse_args()
+    print(machine())
+    print(f"\n{chosen.run} episodes at once on a node, about {TURNS} turns each; one model server per node\n")
+    print(
+        "| nodes | episodes/s | tokens/s | efficiency | head's core | ms/episode | messages | KB | max/mean |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    first: Row | None = None
+    for count in map(int, chosen.nodes.split(",")):
+        row = simulated(count, chosen.run, chosen.episodes)
+        first = first or row
+        efficiency = (row.tokens / row.nodes) / (first.tokens / first.nodes)
+        print(
+            f"| {count} | {row.rate:.2f} | {row.tokens:.0f} | {efficiency:.1%} | {row.load:.2%}"
+            f" | {row.head_s * 1e3:.2f} | {row.messages:.0f} | {row.bytes / 1e3:.0f} | {row.spread:.2f} |",
+            flush=True,
+        )
+    each = asyncio.run(over_tcp()) * 1e6
+    print(f"\nA message over TCP takes {each:.0f} us of either side, alone in its packet.")
+
+
+if __name__ == "__main__":
+    main()

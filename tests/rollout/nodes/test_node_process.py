@@ -1,0 +1,132 @@
+"""`prorl-envs node` in processes of their own, with real sandboxes: they join, work, die and leave."""
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from prorl_envs.cli.compose import Model, rollout_service
+from prorl_envs.config import LimitSettings, NodeSettings, ServiceSettings, Settings
+from prorl_envs.policy.rendering import TemplateRenderer
+from prorl_envs.rollout.service import RolloutService
+from prorl_envs.rollout.types import GroupRequest, Result
+from prorl_envs.testing.scripted import Mix, ScriptBook
+from prorl_envs.testing.server import ScriptedServer
+from prorl_envs.testing.tokenizer import tokenizer_folder
+
+pytestmark = pytest.mark.anyio
+
+TASK = {
+    "id": "hello",
+    "instruction": "Write hello to hello.txt.",
+    "checks": [{"type": "file_equals", "path": "hello.txt", "text": "hello\n"}],
+}
+BOOK = ScriptBook.from_tapes(
+    {
+        TASK["instruction"]: [  # type: ignore[dict-item]
+            [{"tool": "bash", "arguments": {"command": "echo hello >hello.txt; sleep 1"}}],
+            [{"tool": "finish", "arguments": {}}],
+        ]
+    }
+)
+SERVICE = ServiceSettings(init=2, run=2, eval=2)
+SCRIPT = Path(sys.executable).with_name("prorl-envs")
+
+
+@asynccontextmanager
+async def head(renderer: TemplateRenderer, folder: Path) -> AsyncIterator[tuple[RolloutService, int]]:
+    """A service with nodes that no machine has joined yet, and the port for them."""
+    tokenizer = tokenizer_folder(folder)
+    settings = Settings(
+        service=SERVICE,
+        cache_dir=folder,
+        warm=0,
+        nodes=NodeSettings(port=0),
+        limits=LimitSettings(reserve_bytes=0),
+    )
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(
+            ScriptedServer(BOOK, mix=Mix.parse("solve=1"), renderer=renderer)
+        )
+        model = Model(servers=[server.url], renderer=renderer, protocol="vllm", tokenizer=str(tokenizer))
+        service = await stack.enter_async_context(rollout_service(settings, model))
+        await service.start()
+        try:
+            assert service.fleet is not None
+            yield service, service.fleet.port
+        finally:
+            await service.stop()
+        assert server.counts.violations == 0
+
+
+@asynccontextmanager
+async def node(name: str, port: int, folder: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A node in a process of its own; what still runs at the end is asked to leave. One that is killed leaves
+    files, so it has a run directory of its own."""
+    run_dir = tempfile.mkdtemp(prefix="prn-")
+    environ = {
+        **os.environ,
+        "PRORL_CACHE_DIR": str(folder),
+        "PRORL_WARM": "0",
+        "PRORL_RUN_DIR": str(run_dir),
+        "PRORL_SERVICE__RUN": "2",
+        "PRORL_SERVICE__DRAIN_S": "20",
+        "PRORL_LIMITS__RESERVE_BYTES": "0",
+    }
+    with (folder / f"{name}.log").open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            SCRIPT, "node", f"127.0.0.1:{port}", "--name", name, env=environ, stderr=log
+        )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+        await process.wait()
+        shutil.rmtree(run_dir)
+
+
+async def results(service: RolloutService, count: int) -> list[Result]:
+    found: list[Result] = []
+    while len(found) < count:
+        found += (await service.results(found[-1].cursor if found else 0, limit=count, wait_s=50)).results
+    return found
+
+
+async def until_ready(service: RolloutService, count: int) -> None:
+    assert service.fleet is not None
+    while sum(link.state == "ready" for link in service.fleet.links) < count:  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+
+
+async def test_nodes_work_and_one_that_is_killed_is_replaced_by_another(
+    renderer: TemplateRenderer, tmp_path: Path
+) -> None:
+    request = GroupRequest(id="g", environment="bash", task=TASK, samples=4)
+    async with head(renderer, tmp_path) as (service, port):
+        assert service.fleet is not None
+        async with node("doomed", port, tmp_path) as doomed, node("other", port, tmp_path) as other:
+            await until_ready(service, 2)
+            await service.submit([request])
+            [link] = [link for link in service.fleet.links if link.name == "doomed"]
+            while not link.orders:  # noqa: ASYNC110 - its jobs have begun then
+                await asyncio.sleep(0.02)
+            doomed.kill()
+            found = await results(service, 4)
+            assert [result.reward for result in found] == [1.0] * 4, [result.failure for result in found]
+            assert max(result.attempts for result in found) == 2
+            assert all(result.trajectory and result.trajectory.drift == 0 for result in found)
+            await service.submit([request.model_copy(update={"id": "last", "samples": 1})])
+            while not service.fleet._links["other"].orders:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            other.send_signal(signal.SIGTERM)  # it leaves in order, when its job is done
+            assert [result.attempts for result in (await results(service, 5))[4:]] == [1]
+            assert await other.wait() == 0
+    assert "finishing 1 jobs" in (tmp_path / "other.log").read_text()
