@@ -4,12 +4,13 @@ PYTHON := $(VENV)/bin/python
 # Tests that wait leave room for one more at a time than there are cores. WORKERS=0 runs them in order.
 WORKERS ?= $(shell expr $$(nproc) + 1)
 
-.PHONY: demo test test-nemo lint format bench faults fuzz lock clean help
+.PHONY: demo test test-nemo test-vllm lint format bench faults fuzz lock clean help
 
 help:
 	@echo "make demo       set up, then run real rollouts end to end (ARGS='--help' shows the options)"
 	@echo "make test       set up, then run the tests"
 	@echo "make test-nemo  the tests against a real NeMo Gym (its own environment, several minutes)"
+	@echo "make test-vllm  the model client against a real vLLM on the CPU (its own environment, 6 GB, several minutes)"
 	@echo "make lint       formatter, linter and type checker; make format mends what it can"
 	@echo "make fuzz       every parser of hostile input under a fuzzer (ARGS='--seconds 300 frames reports')"
 	@echo "make faults     every fault on purpose, round after round (ARGS='--seconds 300 service_killed')"
@@ -21,10 +22,13 @@ demo:
 
 test:
 	@scripts/setup.sh test $(VENV)
-	@$(PYTHON) -m pytest -m "not nemo" -n $(WORKERS) --dist loadfile $(ARGS)
+	@$(PYTHON) -m pytest -m "not nemo and not vllm" -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-nemo:
 	@scripts/test-nemo.sh $(ARGS)
+
+test-vllm:
+	@scripts/test-vllm.sh $(ARGS)
 
 lint:
 	@scripts/setup.sh test $(VENV)
