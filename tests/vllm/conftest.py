@@ -17,7 +17,7 @@ import pytest
 
 from prorl_envs.policy.types import Sampled
 from prorl_envs.testing.drift import TOOL
-from prorl_envs.testing.tokenizer import builtin_renderer, save_tokenizer
+from prorl_envs.testing.tokenizer import END_OF_TEXT, builtin_renderer, save_tokenizer
 
 _RECIPE = Path(__file__).with_name("make_model.py")
 _WORDS = ("the", "agent", "reads", "a", "task", "and", "looks", "at", "files", "then", "it", "runs", "tests")
@@ -152,5 +152,9 @@ def _write_conversations(folder: Path) -> None:
                 result = {"role": "tool", "tool_call_id": "c", "name": "bash", "content": words()}
                 ids += [*answer, *renderer.bridge(sampled, [result])]
             versions[version].append([*ids, *answer])
-    given = {"versions": versions, "vocab_size": renderer.vocab_size, "stop_id": renderer.stop_ids[0]}
+    # Another end of text than the end of turn: a call without stop ids goes on for as long as it is asked to.
+    eos_id = renderer.tokenizer.token_to_id(END_OF_TEXT)
+    config = folder / "tokenizer" / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "eos_token": END_OF_TEXT}))
+    given = {"versions": versions, "vocab_size": renderer.vocab_size, "eos_id": eos_id}
     (folder / "conversations.json").write_text(json.dumps(given))

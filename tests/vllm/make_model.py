@@ -20,13 +20,13 @@ def main(folder: Path) -> None:
     given = json.loads((folder / "conversations.json").read_text())
     torch.set_num_threads(1)  # the machine may be busy, and the model is tiny
     for name, conversations in given["versions"].items():
-        model = _trained(conversations, given["vocab_size"], given["stop_id"])
+        model = _trained(conversations, given["vocab_size"], given["eos_id"])
         model.save_pretrained(folder / name)
         for file in (folder / "tokenizer").iterdir():
             shutil.copy(file, folder / name)
 
 
-def _trained(conversations: list[list[int]], vocab_size: int, stop_id: int) -> Qwen3ForCausalLM:
+def _trained(conversations: list[list[int]], vocab_size: int, eos_id: int) -> Qwen3ForCausalLM:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=vocab_size,
@@ -38,7 +38,7 @@ def _trained(conversations: list[list[int]], vocab_size: int, stop_id: int) -> Q
         head_dim=32,
         max_position_embeddings=4096,
         tie_word_embeddings=True,
-        eos_token_id=stop_id,
+        eos_token_id=eos_id,
         bos_token_id=None,
         dtype="float32",
     )
