@@ -4,7 +4,7 @@ PYTHON := $(VENV)/bin/python
 # Tests that wait leave room for one more at a time than there are cores. WORKERS=0 runs them in order.
 WORKERS ?= $(shell expr $$(nproc) + 1)
 
-.PHONY: demo test test-thorough test-nemo test-ray verify-swebench lint format bench faults fuzz lock clean help
+.PHONY: demo test test-thorough test-nemo test-ray test-vllm verify-swebench lint format bench faults fuzz lock clean help
 
 help:
 	@echo "make demo       set up, then run real rollouts end to end (ARGS='--help' shows the options)"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-nemo  the tests against a real NeMo Gym (its own environment, several minutes)"
 	@echo "make verify-swebench  reference, empty patch and cheats on every SWE-bench instance (ARGS='tasks.parquet')"
 	@echo "make test-ray   nodes as actors on a Ray cluster of several Ray nodes (a minute; adds the extra)"
+	@echo "make test-vllm  the model client against a real vLLM on the CPU (its own environment, 6 GB, several minutes)"
 	@echo "make lint       formatter, linter and type checker; make format mends what it can"
 	@echo "make fuzz       every parser of hostile input under a fuzzer (ARGS='--seconds 300 frames reports')"
 	@echo "make faults     every fault on purpose, round after round (ARGS='--seconds 300 service_killed')"
@@ -24,7 +25,7 @@ demo:
 
 test:
 	@scripts/setup.sh test $(VENV)
-	@$(PYTHON) -m pytest -m "not nemo and not ray and not thorough" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(PYTHON) -m pytest -m "not nemo and not ray and not vllm and not thorough" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-thorough:
 	@scripts/setup.sh test $(VENV)
@@ -37,6 +38,9 @@ test-ray:
 	@scripts/setup.sh test $(VENV)
 	@VIRTUAL_ENV=$(VENV) $$(command -v uv || echo $(VENV)/bin/uv) pip install --quiet -e '.[ray]'
 	@$(PYTHON) -m pytest -m ray -n 0 $(ARGS) tests/cli/test_ray.py
+
+test-vllm:
+	@scripts/test-vllm.sh $(ARGS)
 
 verify-swebench:
 	@scripts/setup.sh test $(VENV)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from prorl_envs import __version__
+from prorl_envs.cli.check_llm import check_llm
 from prorl_envs.cli.console import out, report
 from prorl_envs.cli.image import image
 from prorl_envs.cli.nemo import gym_root, nemo
@@ -39,6 +40,7 @@ def _version(wanted: bool) -> None:
 cli.add_typer(nemo, name="nemo")
 cli.command("gym-root")(gym_root)  # `nemo gym-root` in short
 cli.add_typer(image, name="image")
+cli.command("check-llm")(check_llm)
 
 
 @cli.callback()

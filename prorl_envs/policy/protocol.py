@@ -16,6 +16,8 @@ from prorl_envs.policy.types import FinishReason, Sampled, Sampling, VersionSpan
 
 # A log-probability computed in low precision may come out slightly above 0.
 _LOGPROB_SLACK = 1e-2
+# What vLLM writes in place of a log-probability that it does not have, or that is no number.
+_NONE_KNOWN = -9999.0
 #: Most stretches of versions in one answer.
 MAX_SPANS = 64
 MAX_VERSION = 200
@@ -129,7 +131,7 @@ def check_logprobs(
             f"{expected.server} returned {found} log-probabilities for {count} ids", hint=LOGPROBS_HINT
         )
     numbers = [value for value in values if value is not None and math.isfinite(value)]
-    if len(numbers) != count or any(value > _LOGPROB_SLACK for value in numbers):
+    if len(numbers) != count or not all(_NONE_KNOWN < value <= _LOGPROB_SLACK for value in numbers):
         raise ProtocolError(f"{expected.server} returned an impossible log-probability", hint=LOGPROBS_HINT)
     return tuple(min(value, 0.0) for value in numbers)
 

@@ -2,15 +2,19 @@
 
 Protocol: `POST /v1/completions` with token ids as the prompt and `return_token_ids`
 (https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html). Versions differ in where they put ids
-and log-probabilities; every shape seen is read here. `/pause`, `/resume`, `/weight_info` and
-`/update_weight_version` exist on servers that run with `VLLM_SERVER_DEV_MODE=1`.
+and log-probabilities; every shape seen is read here. A server that was started with `--enable-scale-out` also
+has `/inference/v1/generate`, which alone says which tokens were sampled by which version of the weights, and
+is preferred. `/pause`, `/resume`, `/weight_info` and `/update_weight_version` exist on servers that run with
+`VLLM_SERVER_DEV_MODE=1`.
 """
 
+import asyncio
 from collections.abc import Sequence
 from typing import Unpack
 
 import msgspec
 
+from prorl_envs.errors import ModelError
 from prorl_envs.policy.context import ids_json
 from prorl_envs.policy.link import LinkOptions, ServerLink, first_model, session_headers
 from prorl_envs.policy.protocol import (
@@ -28,6 +32,8 @@ from prorl_envs.policy.protocol import (
 from prorl_envs.policy.types import InFlight, Sampled, Sampling, ServerNews, VersionSpan
 
 _TOKEN_ID = "token_id:"
+_GENERATE = "/inference/v1/generate"
+_METHOD_NOT_ALLOWED = 405
 _IDS_HINT = "the server must support return_token_ids (vLLM 0.10.2 or later)"
 #: What it calls the ways to treat requests in flight.
 _PAUSE_MODES: dict[InFlight, str] = {"finish": "wait", "abort": "abort", "keep": "keep"}
@@ -64,6 +70,8 @@ class VllmClient:
         self._vocab_size = vocab_size
         self._model = model
         self._names_versions = True
+        self._has_generate: bool | None = None
+        self._asking = asyncio.Lock()
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str) -> Sampled:
         """See `ModelClient.generate`.
@@ -73,8 +81,12 @@ class VllmClient:
             ProtocolError: the server refuses the request, or its answer breaks the token protocol.
         """
         model = await self.model_name()
-        body = encode_request(model, prompt_ids, sampling, self._stop_ids)
-        answer = await self._link.request("POST", "/v1/completions", body, session_headers(session))
+        if await self._generates():
+            path, encode = _GENERATE, encode_generate
+        else:
+            path, encode = "/v1/completions", encode_request
+        body = encode(model, prompt_ids, sampling, self._stop_ids)
+        answer = await self._link.request("POST", path, body, session_headers(session))
         expected = Expectation(prompt_ids, sampling.max_tokens, self._vocab_size, self.url)
         return read_answer(answer, expected)
 
@@ -83,6 +95,19 @@ class VllmClient:
         if self._model is None:
             self._model = first_model(await self._link.request("GET", "/v1/models"), self.url).id
         return self._model
+
+    async def _generates(self) -> bool:
+        """Whether the server has the route that names versions. Asked once, in a way that samples nothing."""
+        async with self._asking:
+            if self._has_generate is None:
+                try:
+                    await self._link.ask("GET", _GENERATE)
+                    self._has_generate = False  # whatever answers this is not vLLM's
+                except Refusal as error:
+                    self._has_generate = error.status == _METHOD_NOT_ALLOWED
+                except ModelError:
+                    return False  # the request itself will say what is wrong
+            return self._has_generate
 
     @property
     def complaints(self) -> int:
@@ -154,6 +179,7 @@ class _Version(msgspec.Struct):
 
 class _Answer(msgspec.Struct):
     choices: list[_Choice]
+    prompt_token_ids: msgspec.Raw = msgspec.Raw(b"null")
     weight_version: str | int | None = None
     weight_versions: list[WireSpan] | None = None
     meta_info: _Meta | None = None
@@ -181,6 +207,29 @@ def encode_request(
     return msgspec.json.encode(body)
 
 
+def encode_generate(
+    model: str, prompt_ids: Sequence[int], sampling: Sampling, stop_ids: Sequence[int]
+) -> bytes:
+    """The body of one request to the route that names versions."""
+    params: dict[str, object] = {
+        **neutral_sampling(sampling),
+        "max_tokens": sampling.max_tokens,
+        "stop_token_ids": list(stop_ids),
+        "logprobs": 0,  # of the sampled token alone
+        "detokenize": False,
+    }
+    if sampling.seed is not None:
+        params["seed"] = sampling.seed
+    body = {
+        "model": model,
+        "token_ids": msgspec.Raw(ids_json(prompt_ids)),
+        "sampling_params": params,
+        "return_token_ids": True,
+        "stream": False,
+    }
+    return msgspec.json.encode(body)
+
+
 def read_answer(body: bytes, expected: Expectation) -> Sampled:
     """Read and check one completion.
 
@@ -194,7 +243,8 @@ def read_answer(body: bytes, expected: Expectation) -> Sampled:
     if len(answer.choices) != 1:
         raise ProtocolError(f"{expected.server} answered with {len(answer.choices)} choices instead of one")
     choice = answer.choices[0]
-    _check_prompt(choice, expected)
+    for echo in (choice.prompt_token_ids, answer.prompt_token_ids):
+        _check_prompt(echo, expected)
     ids = _sampled_ids(choice, expected)
     logprobs = check_logprobs(_sampled_logprobs(choice), len(ids), expected)
     spans = _version_spans(answer, choice, len(ids), expected)
@@ -209,11 +259,11 @@ def read_answer(body: bytes, expected: Expectation) -> Sampled:
     )
 
 
-def _check_prompt(choice: _Choice, expected: Expectation) -> None:
-    if bytes(choice.prompt_token_ids) in (b"null", ids_json(expected.prompt_ids)):
+def _check_prompt(echo: msgspec.Raw, expected: Expectation) -> None:
+    if bytes(echo) in (b"null", ids_json(expected.prompt_ids)):
         return  # compared as text, which is the same where a server writes no white space
     try:
-        echoed = msgspec.json.decode(choice.prompt_token_ids, type=list[int])
+        echoed = msgspec.json.decode(echo, type=list[int])
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"{expected.server} did not answer with a completion: {error}") from error
     if echoed != list(expected.prompt_ids):

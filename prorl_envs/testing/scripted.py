@@ -211,6 +211,13 @@ class ScriptedSample:
     logprobs: tuple[float, ...]
     finish_reason: Literal["stop", "length"]
 
+    def until(self, stop_ids: Sequence[int]) -> "ScriptedSample":
+        """What is sampled where the first of these ids ends the turn."""
+        end = next((index + 1 for index, number in enumerate(self.ids) if number in stop_ids), None)
+        if end is None or end == len(self.ids):
+            return self
+        return ScriptedSample(self.ids[:end], self.logprobs[:end], "stop")
+
     def after(self, begun: int) -> "ScriptedSample":
         """What is left of it where so many ids were sampled before."""
         return ScriptedSample(self.ids[begun:], self.logprobs[begun:], self.finish_reason)

@@ -82,6 +82,7 @@ class CompletionRequest(BaseModel):
     prompt: list[int] = Field(min_length=1, max_length=4_000_000)
     max_tokens: int = Field(default=16, ge=1)
     logprobs: int | None = Field(default=None, ge=0)
+    stop_token_ids: list[int] = Field(default=[], max_length=1000)
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
 
@@ -178,25 +179,25 @@ class ScriptedService:
 
     async def complete(self, asked: CompletionRequest, request: Request) -> Response:
         """Answer one completion request as vLLM does, in the way its session is dealt."""
-        played = await self.play(asked.prompt, asked.max_tokens, request)
+        played = await self.play(asked.prompt, asked.max_tokens, asked.stop_token_ids, request)
         if isinstance(played, Response):
             return played
         return JSONResponse(self._answer(asked, played))
 
     async def play(
-        self, prompt_ids: list[int], max_tokens: int, request: Request, rid: str = ""
+        self, prompt_ids: list[int], max_tokens: int, stop_ids: list[int], request: Request, rid: str = ""
     ) -> "Response | Played":
         """Answer one request, in the way its session is dealt: with ids, or with how it fails."""
         self.counts.running += 1
         self._notify()
         try:
-            return await self._play(prompt_ids, max_tokens, request, rid)
+            return await self._play(prompt_ids, max_tokens, stop_ids, request, rid)
         finally:
             self.counts.running -= 1
             self._notify()
 
     async def _play(
-        self, prompt_ids: list[int], max_tokens: int, request: Request, rid: str
+        self, prompt_ids: list[int], max_tokens: int, stop_ids: list[int], request: Request, rid: str
     ) -> "Response | Played":
         prompt = self._reader.read(prompt_ids)
         key = self._book.find(prompt.first_user)
@@ -219,7 +220,8 @@ class ScriptedService:
         begun = begun if length == len(prompt_ids) else 0
         sample = self._model.sample(
             key, behaviour, prompt.assistant_turns, session=session, max_tokens=begun + max_tokens
-        ).after(begun)
+        )
+        sample = sample.after(begun).until(stop_ids)
         progress = await self.engine.spend(len(sample.ids), rid, self._until_client_leaves(request))
         if progress is None:
             return _nobody_reads_it()

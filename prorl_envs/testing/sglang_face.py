@@ -26,6 +26,7 @@ class SamplingParams(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     max_new_tokens: int = Field(default=128, ge=1)
+    stop_token_ids: list[int] = Field(default=[], max_length=1000)
 
 
 class GenerateRequest(BaseModel):
@@ -53,7 +54,9 @@ def add_sglang(app: FastAPI, service: ScriptedService) -> None:
     @app.post("/generate")
     async def generate(asked: GenerateRequest, request: Request) -> Response:
         params = asked.sampling_params
-        played = await service.play(asked.input_ids, params.max_new_tokens, request, asked.rid)
+        played = await service.play(
+            asked.input_ids, params.max_new_tokens, params.stop_token_ids, request, asked.rid
+        )
         if isinstance(played, Response):
             return played
         return JSONResponse(_answer(service, asked, played))

@@ -1,0 +1,88 @@
+"""Random episodes of every model family, hostile observations and all: does any prompt drift?
+
+python -m bench.drift                          # ten thousand episodes a family
+python -m bench.drift --templates FOLDER       # the models' own templates: NAME.jinja, as TRL ships them
+
+Every prompt must begin with all ids before; faithful histories must say what the template says; observations
+must bring no control token of their own; calls must be read as they were meant. The last column is a
+deliberate drift: the share of positions at which a client would be wrong that tokenises the history again, in
+the same episodes. Exit status 1 where anything drifts, or the deliberate drift is not seen.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from prorl_envs.errors import InputError
+from prorl_envs.policy.rendering import TemplateRenderer
+from prorl_envs.testing.drift import Counts, Episodes
+from prorl_envs.testing.families import TEMPLATES, family_renderer, renderer_of, templates_in
+
+_HEAD = ("template", "calls", "compared", "episodes", "turns", "tokens", "drift", "tokenised again", "s")
+_ROW = "| {:28} | {:9} | {:14} | {:>8} | {:>7} | {:>9} | {:>5} | {:>15} | {:>5} |"
+
+
+def main() -> None:
+    options = _options()
+    print(_ROW.format(*_HEAD))
+    print(_ROW.format(*("---" for _ in _HEAD)))
+    bad = 0
+    for name, make in _subjects(options.templates):
+        if options.only and name not in options.only.split(","):
+            continue
+        try:
+            episodes = Episodes(make(), options.seed)
+        except InputError as error:
+            print(f"{name}: {error.message}", file=sys.stderr)
+            continue
+        started = time.monotonic()
+        for _ in range(options.episodes):
+            episodes.play(options.turns)
+        print(_row(name, episodes, time.monotonic() - started), flush=True)
+        if episodes.counts.wrong or not episodes.counts.again:
+            bad += 1
+            print(episodes.counts, file=sys.stderr)
+    sys.exit(bool(bad))
+
+
+def _subjects(folder: Path | None) -> Iterator[tuple[str, Callable[[], TemplateRenderer]]]:
+    if folder is None:
+        yield from ((name, partial(family_renderer, name)) for name in TEMPLATES)
+        return
+    yield from ((name, partial(renderer_of, source)) for name, source in templates_in(folder).items())
+
+
+def _row(name: str, episodes: Episodes, seconds: float) -> str:
+    counts: Counts = episodes.counts
+    compared = [
+        what for what, kept in (("calls", episodes.keeps_calls), ("text", episodes.keeps_answers)) if kept
+    ]
+    again = f"{100 * counts.again / max(counts.tokens, 1):.0f} %"
+    return _ROW.format(
+        name,
+        episodes.renderer.tool_format,
+        ", ".join(compared) or "-",
+        counts.episodes,
+        counts.turns,
+        counts.tokens,
+        counts.wrong,
+        again,
+        f"{seconds:.0f}",
+    )
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.drift", description="Does any prompt drift?")
+    parser.add_argument("--episodes", type=int, default=10_000, help="a family")
+    parser.add_argument("--turns", type=int, default=4, help="most of an episode")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="which, by commas")
+    parser.add_argument("--templates", type=Path, help="a folder of chat templates, instead of the stand-ins")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

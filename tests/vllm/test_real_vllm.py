@@ -1,0 +1,163 @@
+"""The model client, the pool and whole rollouts against a real vLLM."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from prorl_envs.policy.link import ServerLink
+from prorl_envs.policy.loading import load_renderer
+from prorl_envs.policy.protocol import Expectation, ProtocolError
+from prorl_envs.policy.rendering import TemplateRenderer
+from prorl_envs.policy.server_checks import State, Subject, check_server
+from prorl_envs.policy.servers import Servers
+from prorl_envs.policy.types import Sampling
+from prorl_envs.policy.vllm import VllmClient, encode_request, read_answer
+from prorl_envs.rollout.types import Result
+from prorl_envs.testing.drift import TOOL
+from tests.vllm.conftest import VERSIONS, RealServer
+
+pytestmark = [pytest.mark.vllm, pytest.mark.anyio, pytest.mark.timeout(1200)]
+
+GREEDY = Sampling(temperature=0.0, max_tokens=60)
+#: With a client that knows no stop ids: long enough for whatever is done meanwhile.
+LONG = Sampling(temperature=1.0, max_tokens=1200, seed=3)
+
+
+@pytest.fixture
+def renderer(models: Path) -> TemplateRenderer:
+    return load_renderer(models / VERSIONS[0])
+
+
+@pytest.fixture
+def prompt(renderer: TemplateRenderer) -> list[int]:
+    return renderer.prompt([{"role": "user", "content": "the agent reads a task"}], [TOOL])
+
+
+@asynccontextmanager
+async def talking(
+    server: RealServer, renderer: TemplateRenderer, *, endless: bool = False
+) -> AsyncIterator[VllmClient]:
+    stops = () if endless else renderer.stop_ids
+    client = VllmClient(server.url, stop_ids=stops, vocab_size=renderer.vocab_size)
+    try:
+        yield client
+    finally:
+        await client.aclose()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not await asyncio.to_thread(holds):  # noqa: ASYNC110  (it happens in another process)
+        await asyncio.sleep(0.05)
+
+
+async def test_both_routes_take_ids_and_give_the_same_ids(
+    server: RealServer, renderer: TemplateRenderer, prompt: list[int]
+) -> None:
+    async with talking(server, renderer) as client:
+        answer = await client.generate(prompt, GREEDY, session="s")
+    link = ServerLink(server.url)
+    try:
+        body = encode_request("tiny", prompt, GREEDY, renderer.stop_ids)
+        raw = await link.request("POST", "/v1/completions", body)
+    finally:
+        await link.aclose()
+    expected = Expectation(prompt, GREEDY.max_tokens, renderer.vocab_size, server.url)
+    other = read_answer(raw, expected)
+    assert answer.ids == other.ids
+    assert answer.logprobs == pytest.approx(other.logprobs, abs=1e-3)
+    assert (answer.finish_reason, answer.ids[-1]) == ("stop", renderer.stop_ids[0])
+    assert answer.weight_version, "only this route names versions"
+    (call,) = renderer.parse(answer.ids, [TOOL]).tool_calls
+    assert (call.name, call.arguments) == ("bash", {"command": f"echo {VERSIONS[0]}"})
+    with pytest.raises(ProtocolError):
+        read_answer(raw, Expectation(prompt[1:], GREEDY.max_tokens, renderer.vocab_size, server.url))
+
+
+async def test_it_keeps_what_check_llm_asks_for(
+    server: RealServer, renderer: TemplateRenderer, prompt: list[int]
+) -> None:
+    servers = Servers.of(renderer)
+    client = servers.connect(server.url)
+    try:
+        findings = await check_server(Subject(client, servers, server.url, prompt), pauses=True)
+    finally:
+        await client.aclose()
+    assert {finding.id: (finding.state, finding.reason) for finding in findings if finding.reason} == {}
+    assert all(finding.state is State.KEPT for finding in findings)
+
+
+async def test_a_call_that_is_hung_up_on_ends_there_too(
+    server: RealServer, renderer: TemplateRenderer, prompt: list[int]
+) -> None:
+    def running() -> float:
+        return server.metric("vllm:num_requests_running")
+
+    async with talking(server, renderer, endless=True) as client:
+        call = asyncio.create_task(client.generate(prompt, LONG, session="s"))
+        await until(lambda: running() > 0)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        await until(lambda: running() == 0)
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+async def test_two_versions_of_weights_in_one_turn_are_spans(
+    server: RealServer, renderer: TemplateRenderer, prompt: list[int], mode: str
+) -> None:
+    """The trainer's update in the middle of a turn, as the pool does it."""
+    from prorl_envs.policy.pool import ModelPool
+
+    pool = ModelPool(Servers(vocab_size=renderer.vocab_size).connect)
+    pool.add(server.url)
+    try:
+        await asyncio.to_thread(server.load, VERSIONS[0])
+        await pool.pause("finish")
+        await pool.resume("v1")
+        seen = server.metric("vllm:generation_tokens_total")
+        turn = asyncio.create_task(pool.generate(prompt, LONG, session=mode))
+        await until(lambda: server.metric("vllm:num_requests_running") > 0)
+        await until(lambda: server.metric("vllm:generation_tokens_total") > seen + 5)
+        await pool.pause(mode)  # type: ignore[arg-type]
+        await asyncio.to_thread(server.load, VERSIONS[1])
+        await pool.resume("v2")
+        answer = await turn
+        async with talking(server, renderer) as client:
+            after = await client.generate(prompt, GREEDY, session=mode)
+    finally:
+        await pool.aclose()
+        await asyncio.to_thread(server.load, VERSIONS[0])
+    assert [span.version for span in answer.version_spans] == ["v1", "v2"]
+    first, second = answer.version_spans
+    assert (first.start, first.end, second.end) == (0, second.start, len(answer.ids))
+    assert answer.weight_version == "v1", "the oldest counts"
+    assert len(answer.ids) == LONG.max_tokens, "nothing sampled is lost"
+    (call,) = renderer.parse(after.ids, [TOOL]).tool_calls
+    assert call.arguments == {"command": f"echo {VERSIONS[1]}"}, "the new weights speak"
+
+
+def test_a_whole_rollout(server: RealServer, tmp_path: Path) -> None:
+    """The command a user has: the bash family, in sandboxes, sampled by a real server."""
+    command = [Path(sys.executable).with_name("prorl-envs"), "run", "bash", "--llm", server.url]
+    command += ["--tokenizer", server.models / VERSIONS[0], "--limit", "1", "--samples", "4"]
+    command += ["--max-turns", "4", "--out", tmp_path]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = next(tmp_path.rglob("results.jsonl")).read_text().splitlines()
+    results = [Result.model_validate(json.loads(line)) for line in lines]
+    assert len(results) == 4
+    for result in results:
+        assert result.failure is None
+        trajectory = result.trajectory
+        assert trajectory is not None
+        assert (trajectory.drift, trajectory.exact) == (0, True)
+        assert sum(trajectory.loss_mask) == sum(turn.end - turn.start for turn in trajectory.turns)
+        assert all(
+            value < 0 for value, mask in zip(trajectory.logprobs, trajectory.loss_mask, strict=True) if mask
+        )
+        assert all(turn.weight_version for turn in trajectory.turns)
