@@ -11,7 +11,7 @@ from prorl_envs.envs.code.grading import run_cases
 from prorl_envs.envs.code.rows import own_row
 from prorl_envs.envs.code.task import MAX_SOLUTION_BYTES, SOLUTION, CodeTask
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.runtime import python_runtime
+from prorl_envs.sandbox.runtime import python_spec
 from prorl_envs.tools.schemas import BASH, EDITOR, FINISH, PYTHON
 from prorl_envs.tools.workplace import Workplace
 
@@ -36,8 +36,7 @@ class CodeEnvironment(SandboxedEnvironment[CodeTask]):
         return super().load(own_row(row))
 
     def sandbox_spec(self, task: CodeTask) -> SandboxSpec:
-        mounts, masks, env = python_runtime()
-        return SandboxSpec(mounts=mounts, masks=masks, env=env)
+        return python_spec()
 
     async def prepare(self, task: CodeTask, place: Workplace) -> None:
         if task.starter:

@@ -9,7 +9,7 @@ from prorl_envs.envs.ipython.grading import fetch_answer, judge
 from prorl_envs.envs.ipython.task import IPythonTask
 from prorl_envs.errors import EnvironmentFault
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.runtime import python_runtime
+from prorl_envs.sandbox.runtime import python_spec
 from prorl_envs.tools.schemas import PYTHON
 from prorl_envs.tools.types import ToolSpec
 from prorl_envs.tools.workplace import Workplace
@@ -52,8 +52,7 @@ class IPythonEnvironment(SandboxedEnvironment[IPythonTask]):
     )
 
     def sandbox_spec(self, task: IPythonTask) -> SandboxSpec:
-        mounts, masks, env = python_runtime()
-        return SandboxSpec(mounts=mounts, masks=masks, env=env)
+        return python_spec()
 
     @classmethod
     def unavailable(cls, task: IPythonTask) -> str:

@@ -14,7 +14,7 @@ from prorl_envs.envs.math.rows import own_row
 from prorl_envs.envs.math.task import MathTask
 from prorl_envs.errors import EnvironmentFault, GraderError, SandboxLimit
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.runtime import python_runtime
+from prorl_envs.sandbox.runtime import python_spec
 from prorl_envs.tools.schemas import PYTHON
 from prorl_envs.tools.types import ToolSpec
 from prorl_envs.tools.workplace import Workplace
@@ -68,8 +68,7 @@ class MathEnvironment(SandboxedEnvironment[MathTask]):
     def sandbox_spec(self, task: MathTask) -> SandboxSpec:
         if reason := self.unavailable(task):
             raise EnvironmentFault(reason, hint=_INSTALL)
-        mounts, masks, env = python_runtime()
-        return SandboxSpec(mounts=mounts, masks=masks, env=env)
+        return python_spec()
 
     async def prepare(self, task: MathTask, place: Workplace) -> None:
         return

@@ -16,7 +16,7 @@ from prorl_envs.envs.stem.rows import own_row
 from prorl_envs.envs.stem.task import StemTask
 from prorl_envs.errors import EnvironmentFault, InputError
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.runtime import python_runtime
+from prorl_envs.sandbox.runtime import python_spec
 from prorl_envs.tools.arguments import complaint
 from prorl_envs.tools.schemas import BASH, PYTHON
 from prorl_envs.tools.types import ToolCall, ToolResult, ToolSpec
@@ -94,8 +94,7 @@ class StemEnvironment(SandboxedEnvironment[StemTask]):
         return Prompt(messages=messages, tools=self.tools)
 
     def sandbox_spec(self, task: StemTask) -> SandboxSpec:
-        mounts, masks, env = python_runtime()
-        return SandboxSpec(mounts=mounts, masks=masks, env=env)
+        return python_spec()
 
     async def prepare(self, task: StemTask, place: Workplace) -> None:
         try:

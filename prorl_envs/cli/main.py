@@ -38,7 +38,6 @@ def _version(wanted: bool) -> None:
 
 
 cli.add_typer(nemo, name="nemo")
-cli.command("gym-root")(gym_root)  # `nemo gym-root` in short
 cli.add_typer(image, name="image")
 cli.command("check-llm")(check_llm)
 
@@ -378,6 +377,9 @@ def conformance(
     against = subject(driver, image.resolve() if image is not None else None)
     if not run(conformance(against, promises, report)):
         raise typer.Exit(1)
+
+
+cli.command("gym-root")(gym_root)  # `nemo gym-root` in short
 
 
 def _api_key() -> str | None:

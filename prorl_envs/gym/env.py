@@ -1,7 +1,8 @@
 """`gymnasium.Env` over any environment family."""
 
+import asyncio
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from prorl_envs.config import load_settings
 from prorl_envs.env.base import Environment, Prompt, Task
 from prorl_envs.env.conversation import Conversation
 from prorl_envs.env.node import Node
-from prorl_envs.errors import InputError, RolloutFailure
+from prorl_envs.errors import InputError, RolloutFailure, StageTimeout
 from prorl_envs.gym.actions import ActionError, parse_action
 from prorl_envs.gym.runner import Runner
 from prorl_envs.gym.spaces import UnicodeText
@@ -64,6 +65,8 @@ class TaskEnv(gymnasium.Env[str, str]):
         config: YAML file of settings with `environments`; resources servers that it names are started at the
             first reset, and end with `close`.
         runner: thread and node to use, shared with others and closed by whoever made it; None makes one.
+        step_timeout_s: seconds that one step, grading included, or the start of an episode may take; then it
+            fails as above. None leaves it to the tools' and graders' own limits.
 
     Raises:
         InputError: there is no such family, or the data is wrong.
@@ -80,9 +83,12 @@ class TaskEnv(gymnasium.Env[str, str]):
         render_mode: str | None = None,
         config: str | Path | None = None,
         runner: Runner | None = None,
+        step_timeout_s: float | None = None,
     ) -> None:
         if render_mode not in (None, *self.metadata["render_modes"]):
             raise InputError(f"render_mode {render_mode!r} is not known", hint="use ansi or None")
+        if step_timeout_s is not None and step_timeout_s <= 0:
+            raise InputError(f"step_timeout_s is {step_timeout_s:g}", hint="more than 0, or None")
         if max_turns < 1:
             raise InputError(f"max_turns is {max_turns}", hint="at least 1")
         self.render_mode = render_mode
@@ -93,6 +99,7 @@ class TaskEnv(gymnasium.Env[str, str]):
         self._family = self._offered.family(environment)
         self._tasks = {task.id: task for task in self._load(environment, tasks)}
         self._max_turns = max_turns
+        self._step_timeout_s = step_timeout_s
         self._runner = runner or Runner()
         self._owns_runner = runner is None
         self._episode: Environment[Any] | None = None
@@ -119,7 +126,7 @@ class TaskEnv(gymnasium.Env[str, str]):
         self._task_id, self._turn, self._failure, self._running = task.id, 0, None, True
         self._transcript = []
         try:
-            prompt = self._runner.run(lambda node: self._init(node, task))
+            prompt = self._runner.run(lambda node: self._bounded(self._init(node, task)))
         except RolloutFailure as failure:
             self._failure = failure
             return self._show("The environment could not be started."), self._info(**_error_info(failure))
@@ -140,7 +147,7 @@ class TaskEnv(gymnasium.Env[str, str]):
         if self._failure is not None:
             return self._fail(self._failure)
         try:
-            return self._runner.run(lambda node: self._act(action))
+            return self._runner.run(lambda node: self._bounded(self._act(action)))
         except RolloutFailure as failure:
             return self._fail(failure)
 
@@ -186,6 +193,17 @@ class TaskEnv(gymnasium.Env[str, str]):
                 f"no task has the id {chosen!r}", hint=f"there are {len(ids)}, such as {ids[0]!r}"
             )
         return self._tasks[chosen]
+
+    async def _bounded[T](self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            async with asyncio.timeout(self._step_timeout_s) as deadline:
+                return await work
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise StageTimeout(
+                f"it took longer than {self._step_timeout_s:g} s", hint="step_timeout_s is the limit"
+            ) from None
 
     async def _init(self, node: Node, task: Task) -> Prompt:
         if not self._started:

@@ -41,6 +41,7 @@ def register() -> None:
             register_id(
                 env_id,
                 entry_point="prorl_envs.gym.env:TaskEnv",
+                vector_entry_point="prorl_envs.gym.vector:TaskVectorEnv",
                 # What commands print (times, process ids) is not a function of the seed.
                 nondeterministic=True,
                 kwargs={"environment": family},

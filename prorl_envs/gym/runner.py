@@ -29,7 +29,7 @@ class Runner:
 
     def run[T](self, make: Callable[[Node], Coroutine[Any, Any, T]]) -> T:
         """Run `make(node)` to its end and return what it returns. An interrupt of the caller cancels it."""
-        self._start()
+        self.start()
         return self._wait(self._with_node(make))
 
     def close(self) -> None:
@@ -43,7 +43,8 @@ class Runner:
             self._thread.join()
             self._thread = None
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start the thread, unless it runs. Before several threads `run`, one of them must."""
         if self._thread is not None:
             return
         self._loop = Future()

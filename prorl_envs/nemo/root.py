@@ -18,7 +18,7 @@ from pathlib import Path
 
 import prorl_envs
 from prorl_envs.errors import InputError
-from prorl_envs.nemo.rows import server_name
+from prorl_envs.nemo.rows import PREFIX, server_name
 
 #: The folder of our agent, in a checkout.
 AGENT = Path(prorl_envs.__file__).resolve().parents[1] / "agents" / "prorl_agent"
@@ -74,7 +74,11 @@ def gym_root(path: Path, *, venv: Path | None = None) -> GymRoot:
     for name, folder in servers.items():
         installed = any(venv.glob(f"lib/python3*/site-packages/{name}/app.py"))
         _link_entries({} if installed else _entries(folder), path / name)
-    for name in (*servers, *NEMO_SERVERS):
+    # Those that other packages brought are installed, so only their virtual environment is to be shown.
+    others = venv.glob(f"lib/python3*/site-packages/resources_servers/{PREFIX}*/app.py")
+    for name in {**servers, **dict.fromkeys(f"resources_servers/{app.parent.name}" for app in others)}:
+        _link(venv, path / "venvs" / name / ".venv")
+    for name in NEMO_SERVERS:
         _link(venv, path / "venvs" / name / ".venv")
     return GymRoot(path, ("+skip_venv_if_present=true", f"+uv_venv_dir={path / 'venvs'}"))
 

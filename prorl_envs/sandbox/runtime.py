@@ -10,15 +10,19 @@ import site
 import sys
 import sysconfig
 from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import prorl_envs
-from prorl_envs.sandbox.base import Mount
+from prorl_envs.sandbox.base import Mount, SandboxSpec
 from prorl_envs.sandbox.command import DEFAULT_ENV
 
 #: Installed packages that hold graders and reference solutions: ours and NeMo Gym's.
 HIDDEN_PACKAGES = ("prorl_envs", "resources_servers", "environments", "responses_api_agents")
 
+#: Where other packages register environments, as `env/registry.py` says: theirs hold references too.
+_GROUP = "prorl_envs.environments"
 _PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 _SYSTEM = Path("/usr")
 
@@ -29,7 +33,7 @@ def python_runtime() -> tuple[tuple[Mount, ...], tuple[str, ...], dict[str, str]
     Never mounts a checkout: an editable installation's source stays invisible.
 
     Returns:
-        Read-only mounts, masks that hide HIDDEN_PACKAGES, and environment variables.
+        Read-only mounts, masks that hide `hidden_packages`, and environment variables.
     """
     paths = [Path(sys.base_prefix), *package_folders()]
     if sys.prefix != sys.base_prefix:
@@ -44,8 +48,14 @@ def python_runtime() -> tuple[tuple[Mount, ...], tuple[str, ...], dict[str, str]
     return mounts, masks, env
 
 
+def python_spec() -> SandboxSpec:
+    """A sandbox in which this interpreter runs."""
+    mounts, masks, env = python_runtime()
+    return SandboxSpec(mounts=mounts, masks=masks, env=env)
+
+
 def system_masks(system: Path = _SYSTEM) -> tuple[str, ...]:
-    """Masks for the HIDDEN_PACKAGES that lie below `system`, which every sandbox sees.
+    """Masks for the `hidden_packages` that lie below `system`, which every sandbox sees.
 
     Also where this package itself was installed, or checked out, in an unusual place below it.
     """
@@ -67,9 +77,16 @@ def package_folders() -> tuple[Path, ...]:
     return tuple(path for path in found if path.is_dir())
 
 
+@cache
+def hidden_packages() -> tuple[str, ...]:
+    """HIDDEN_PACKAGES, and those that bring environments of their own."""
+    others = {point.module.partition(".")[0] for point in entry_points(group=_GROUP)}
+    return (*HIDDEN_PACKAGES, *sorted(others - {*HIDDEN_PACKAGES}))
+
+
 def hidden_in(folder: Path) -> Iterator[str]:
     """The masks for one folder of installed packages."""
-    for name in HIDDEN_PACKAGES:
+    for name in hidden_packages():
         if (folder / name).is_dir():
             yield str(folder / name)
 

@@ -10,7 +10,9 @@ import pytest
 from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
 import prorl_envs.gym  # noqa: F401 - registers the ids
+from prorl_envs.errors import InputError
 from prorl_envs.gym.registration import IDS, register
+from prorl_envs.gym.vector import TaskVectorEnv
 
 ROW = {
     "id": "t",
@@ -59,6 +61,35 @@ def test_make_vec() -> None:
     assert len(observations) == 2
     assert infos["task_id"].shape == (2,)
     envs.close()
+
+
+SLEEP = json.dumps({"name": "bash", "arguments": {"command": "sleep 100"}})
+DIE = json.dumps({"name": "bash", "arguments": {"command": "kill -9 -1"}})
+
+
+def test_members_side_by_side_outlive_each_other() -> None:
+    """One member's grader fails, one takes too long; the others' steps are what they are alone."""
+    envs = gymnasium.make_vec("prorl/Bash-v0", num_envs=3, tasks=[ROW], render_mode="ansi", step_timeout_s=20)
+    assert isinstance(envs, TaskVectorEnv)
+    observations, infos = envs.reset(seed=1)
+    assert observations in envs.observation_space and infos["task_id"].tolist() == ["t"] * 3
+    envs.step((REMOVE, REMOVE, TRUE))
+    envs._members[1]._step_timeout_s = 0.5
+    _, rewards, terminated, truncated, infos = envs.step((FINISH, SLEEP, TRUE))
+    assert (rewards.tolist(), terminated.tolist()) == ([1.0, 0.0, 0.0], [True, False, False])
+    assert truncated.tolist() == [False, True, False] == infos["_error"].tolist()
+    assert infos["error"]["kind"][1] == "timeout" and infos["mask_sample"].tolist() == [False, True, False]
+    envs._members[1]._step_timeout_s = 20
+    observations, _, terminated, truncated, _ = envs.step((TRUE, TRUE, REMOVE))  # the step that resets two
+    assert ["Remove f." in text for text in observations] == [True, True, False]
+    assert not terminated.any() and not truncated.any()
+    envs.step((DIE, REMOVE, TRUE))
+    _, rewards, terminated, *_ = envs.step((REMOVE, FINISH, FINISH))
+    assert rewards.tolist()[1:] == [1.0, 1.0] and terminated.tolist()[1:] == [True, True]
+    assert "> " + REMOVE in str(envs.render()[1])
+    envs.close()
+    with pytest.raises(InputError, match="2 actions for 1"):
+        TaskVectorEnv(1, "bash").step(("", ""))
 
 
 def test_making_by_module_and_id_registers() -> None:

@@ -45,6 +45,15 @@ def test_every_server_finds_the_prepared_virtual_environment(tmp_path: Path, ven
         assert (tree / server / ".venv" / "bin" / "activate").exists()
 
 
+def test_servers_of_other_packages_find_it_too(tmp_path: Path, venv: Path) -> None:
+    installed = venv / "lib" / "python3.12" / "site-packages" / "resources_servers" / "prorl_lab_book"
+    installed.mkdir(parents=True)
+    (installed / "app.py").touch()
+    root = gym_root(tmp_path / "root", venv=venv)
+    assert (root.path / "venvs/resources_servers/prorl_lab_book/.venv").readlink() == venv
+    assert not (root.path / "resources_servers/prorl_lab_book").exists()  # NeMo Gym finds it where it is
+
+
 def test_again_it_changes_nothing_and_drops_what_is_gone(tmp_path: Path, venv: Path) -> None:
     first = gym_root(tmp_path / "root", venv=venv)
     stale = first.path / "resources_servers" / "prorl_bash" / "gone.py"

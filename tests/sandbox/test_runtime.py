@@ -1,6 +1,7 @@
 """This interpreter inside a sandbox, without what must stay hidden."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -71,3 +72,19 @@ def test_no_mount_shows_a_checkout() -> None:
         assert not mount.writable
         for name in HIDDEN_PACKAGES:
             assert not (mount.source / name).exists() or os.fspath(mount.source).endswith("-packages")
+
+
+def test_packages_that_bring_environments_are_hidden_too(tmp_path: Path) -> None:
+    """Theirs hold references like ours. What is installed is read from its metadata, and not imported."""
+    registered = tmp_path / "lab-1.0.dist-info"
+    registered.mkdir()
+    (registered / "METADATA").write_text("Metadata-Version: 2.1\nName: lab\nVersion: 1.0\n")
+    (registered / "entry_points.txt").write_text(
+        "[prorl_envs.environments]\nlab = lab_book.env:LabEnvironment\n"
+    )
+    program = "from prorl_envs.sandbox.runtime import hidden_packages; print(*hidden_packages())"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == [*HIDDEN_PACKAGES, "lab_book"]

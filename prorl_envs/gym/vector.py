@@ -1,0 +1,141 @@
+"""Many episodes side by side in one process: a `gymnasium.vector.VectorEnv` whose members cannot end it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+from numpy.typing import NDArray
+
+from prorl_envs.errors import InputError
+from prorl_envs.gym.env import Info, TaskEnv
+from prorl_envs.gym.runner import Runner
+
+type Rewards = NDArray[np.float64]
+type Flags = NDArray[np.bool_]
+
+
+class TaskVectorEnv(VectorEnv[tuple[str, ...], tuple[str, ...], Any]):
+    """Members of one family that share a thread and the machine's sandboxes, and step at the same time.
+
+        envs = gymnasium.make_vec("prorl_envs.gym:prorl/Bash-v0", num_envs=8, step_timeout_s=60)
+        observations, infos = envs.reset(seed=1)
+        observations, rewards, terminated, truncated, infos = envs.step(actions)
+
+    A member whose sandbox dies, whose grader fails or whose step takes longer than `step_timeout_s` is
+    truncated with reward 0, `infos["error"]` and `infos["mask_sample"]`; the others' step is what it would
+    have been, and the next step starts the member anew. `AsyncVectorEnv` needs a process and templates for
+    each member, and waits for the slowest without a bound.
+
+    An episode that has ended is followed by another at the next step, which ignores that member's action
+    (`AutoresetMode.NEXT_STEP`).
+
+    Args:
+        num_envs: how many members.
+        environment, tasks, max_turns, render_mode, config, step_timeout_s: as of `TaskEnv`.
+
+    Raises:
+        InputError: as `TaskEnv`.
+    """
+
+    def __init__(
+        self,
+        num_envs: int,
+        environment: str,
+        *,
+        tasks: str | Path | Sequence[Mapping[str, Any]] | None = None,
+        max_turns: int = 30,
+        render_mode: str | None = None,
+        config: str | Path | None = None,
+        step_timeout_s: float | None = None,
+    ) -> None:
+        if num_envs < 1:
+            raise InputError(f"num_envs is {num_envs}", hint="at least 1")
+        self.metadata = {**TaskEnv.metadata, "autoreset_mode": AutoresetMode.NEXT_STEP}
+        self.render_mode = render_mode
+        self.num_envs = num_envs
+        self._runner = Runner()
+        make = partial(
+            TaskEnv, environment, tasks=tasks, max_turns=max_turns, render_mode=render_mode, config=config,
+            runner=self._runner, step_timeout_s=step_timeout_s,
+        )  # fmt: skip
+        self._members = [make() for _ in range(num_envs)]
+        self._over = np.zeros(num_envs, dtype=np.bool_)
+        self.single_action_space = self._members[0].action_space
+        self.single_observation_space = self._members[0].observation_space
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        # Each waits for the one thread that does the work: they cost little, and start when they are needed.
+        self._threads = ThreadPoolExecutor(num_envs, "prorl-vector")
+
+    def reset(
+        self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[tuple[str, ...], Info]:
+        """Start an episode in every member.
+
+        Args:
+            seed: of the first member, the others' being the next ones; or one for each.
+            options: as of `TaskEnv.reset`, for all.
+
+        Raises:
+            InputError: unknown options, or a wrong task.
+        """
+        seeds = (
+            seed if isinstance(seed, list) else [None if seed is None else seed + n for n in self._numbers]
+        )
+        if len(seeds) != self.num_envs:
+            raise InputError(
+                f"{len(seeds)} seeds for {self.num_envs} members", hint="one number, or one each"
+            )
+        self._over[:] = False
+        begun = self._all(lambda n: self._members[n].reset(seed=seeds[n], options=options))
+        return tuple(text for text, _ in begun), self._joined([info for _, info in begun])
+
+    def step(self, actions: Sequence[str]) -> tuple[tuple[str, ...], Rewards, Flags, Flags, Info]:
+        """One action in every member, all at the same time."""
+        if len(actions) != self.num_envs:
+            raise InputError(f"{len(actions)} actions for {self.num_envs} members", hint="one each")
+
+        def one(number: int) -> tuple[str, float, bool, bool, Info]:
+            if self._over[number]:
+                observation, info = self._members[number].reset()
+                return observation, 0.0, False, False, info
+            return self._members[number].step(actions[number])
+
+        observations, rewards, terminated, truncated, infos = zip(*self._all(one), strict=True)
+        ended = np.array(terminated, dtype=np.bool_), np.array(truncated, dtype=np.bool_)
+        self._over = np.logical_or(*ended)
+        return tuple(observations), np.array(rewards, dtype=np.float64), *ended, self._joined(infos)
+
+    def render(self) -> tuple[Any, ...]:
+        """Each member's episode so far, where the render mode is `ansi`."""
+        return tuple(member.render() for member in self._members)
+
+    def close_extras(self, **kwargs: Any) -> None:
+        """End every episode and leave nothing."""
+        self._all(lambda n: self._members[n].close())
+        self._threads.shutdown()
+        self._runner.close()
+
+    @property
+    def _numbers(self) -> range:
+        return range(self.num_envs)
+
+    def _all[T](self, work: Callable[[int], T]) -> list[T]:
+        """The work of every member, at the same time; what one raises is raised once all have ended."""
+        self._runner.start()
+        running = [self._threads.submit(work, number) for number in self._numbers]
+        errors = [error for one in running if (error := one.exception()) is not None]
+        if errors:
+            raise errors[0]
+        return [one.result() for one in running]
+
+    def _joined(self, infos: Sequence[Info]) -> Info:
+        joined: Info = {}
+        for number, info in enumerate(infos):
+            joined = self._add_info(joined, info, number)
+        return joined
