@@ -127,6 +127,14 @@ def test_validate_says_what_discriminates(cli: Cli, tmp_path: Path) -> None:
     assert done.returncode == 1 and "the untouched workspace scores 1" in " ".join(done.stdout.split())
 
 
+def test_prepare_says_what_is_there(cli: Cli, tmp_path: Path) -> None:
+    row = {"id": "one", "instruction": "Do nothing.", "checks": [], "reference": []}
+    row["checks"] = [{"type": "command", "name": "c", "command": "true"}]
+    (tmp_path / "tasks.jsonl").write_text(json.dumps(row) + "\n")
+    done = cli("prepare", "bash", "tasks.jsonl")
+    assert done.returncode == 0 and "was there" in done.stdout and "1 was there" in done.stderr
+
+
 def test_an_unknown_environment_is_a_clear_error(cli: Cli) -> None:
     done = cli("run", "chess", "--llm", "http://127.0.0.1:9")
     assert done.returncode == 2 and "chess" in done.stderr and "bash" in done.stderr
