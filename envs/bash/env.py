@@ -9,6 +9,7 @@ from prorl_envs.envs.bash.checks import run_check
 from prorl_envs.envs.bash.snapshot import copy_workspace, grading_spec
 from prorl_envs.envs.bash.task import BashTask
 from prorl_envs.errors import EnvironmentFault
+from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.tools.schemas import BASH, EDITOR, FINISH
 from prorl_envs.tools.workplace import Workplace
 
@@ -49,9 +50,11 @@ class BashEnvironment(SandboxedEnvironment[BashTask]):
         if task.setup:
             await self._run(place, task.setup, "setup")
 
+    def grader_spec(self, task: BashTask, place: Workplace) -> SandboxSpec:
+        return grading_spec(place.sandbox.spec, place.sandbox.workspace)
+
     async def grade(self, task: BashTask, place: Workplace) -> Grade:
-        spec = grading_spec(place.sandbox.spec, place.sandbox.workspace)
-        async with workplace(self.node, spec) as grader:
+        async with workplace(self.node, self.grader_spec(task, place)) as grader:
             # What still writes into the workspace could make the copy fail at will, instead of the checks.
             await place.tools.end_processes()
             refusal = await copy_workspace(grader)

@@ -14,11 +14,11 @@ from prorl_envs.policy.pool import ModelPool
 from prorl_envs.policy.routing import Router
 from prorl_envs.policy.servers import Servers
 from prorl_envs.policy.types import Sampled, Sampling
-from prorl_envs.window import Window
 from prorl_envs.testing.clock import FakeClock
 from prorl_envs.testing.scripted import ScriptBook
 from prorl_envs.testing.server import ScriptedServer
 from prorl_envs.testing.tokenizer import builtin_renderer
+from prorl_envs.window import Window
 
 RENDERER = builtin_renderer()
 BOOK = ScriptBook.from_tapes({"List the files.": [[{"tool": "bash", "arguments": {"command": "ls"}}]]})
