@@ -151,12 +151,17 @@ class ShortRenderer:
     def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[int]:
         return [7] * PROMPT
 
-    def parse(self, ids: Sequence[int]) -> AssistantTurn:
+    def parse(
+        self, ids: Sequence[int], tools: Sequence[ToolSpec] = (), *, prompt_ids: Sequence[int] | None = None
+    ) -> AssistantTurn:
         calls = () if ids[-1] == 1 else (ToolCall(id="c", name="act", arguments={}),)
         return AssistantTurn(content="I act.", tool_calls=calls, malformed=())
 
     def bridge(self, sampled: Sampled, observations: Sequence[Message]) -> list[int]:
         return [9] * OBSERVED
+
+    def without_stop(self, ids: Sequence[int]) -> Sequence[int]:
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return "text"

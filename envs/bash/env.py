@@ -2,10 +2,7 @@
 
 import shutil
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from prorl_envs.env.base import Grade, Prompt
@@ -73,15 +70,18 @@ class BashEnvironment(SandboxedEnvironment[BashTask]):
         if task.setup:
             await self._run(place, task.setup, "setup")
 
+    def grader_spec(self, task: BashTask, place: Workplace) -> SandboxSpec:
+        spec = grading_spec(place.sandbox.spec, place.sandbox.workspace)
+        if not any(isinstance(check, TestsCheck) for check in task.checks):
+            return spec
+        # Nothing lies there until the agent has gone; what is written there is the grading sandbox's own.
+        empty = self.node.cache_dir / "empty"
+        empty.mkdir(parents=True, exist_ok=True)
+        mounts = tuple(Mount(source=empty, target=path, overlay=True) for path in PLACES)
+        return replace(spec, mounts=(*spec.mounts, *mounts))
+
     async def grade(self, task: BashTask, place: Workplace) -> Grade:
-        async with AsyncExitStack() as stack:
-            spec = grading_spec(place.sandbox.spec, place.sandbox.workspace)
-            if any(isinstance(check, TestsCheck) for check in task.checks):
-                # Empty until the agent has gone; what is written there is the grading sandbox's own.
-                empty = Path(stack.enter_context(TemporaryDirectory(prefix="prorl-tests-")))
-                more = tuple(Mount(source=empty, target=path, overlay=True) for path in PLACES)
-                spec = replace(spec, mounts=(*spec.mounts, *more))
-            grader = await stack.enter_async_context(workplace(self.node, spec))
+        async with workplace(self.node, self.grader_spec(task, place)) as grader:
             # What still writes into the workspace could make the copy fail at will, instead of the checks.
             await place.tools.end_processes()
             refusal = await copy_workspace(grader)

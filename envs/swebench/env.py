@@ -88,11 +88,14 @@ class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
             why = done.output.decode(errors="replace")[-500:]
             raise EnvironmentFault(f"the tree cannot be copied: {why}")
 
+    def grader_spec(self, task: SwebenchTask, place: Workplace) -> SandboxSpec:
+        submitted = Mount(source=place.sandbox.workspace, target=SUBMISSION)
+        return self._built().comparing_spec(submitted)
+
     async def grade(self, task: SwebenchTask, place: Workplace) -> Grade:
         # What still writes into the tree could make it grow while it is read.
         await place.tools.end_processes()
-        submitted = Mount(source=place.sandbox.workspace, target=SUBMISSION)
-        async with workplace(self.node, self._built().comparing_spec(submitted)) as comparer:
+        async with workplace(self.node, self.grader_spec(task, place)) as comparer:
             submission = await take(task, comparer)
         await self.leave()
         if submission.refusal:

@@ -160,6 +160,10 @@ class Environment[TaskT: Task](ABC):
                 what it was shown. Hostile, and not to be changed.
         """
 
+    def expect_eval(self) -> None:  # noqa: B027 - most graders need nothing of their own
+        """`eval` follows, perhaps after a wait. What its grader needs may be started meanwhile; nothing of it
+        may reach the agent, and `close` leaves nothing of it."""
+
     @abstractmethod
     async def eval(self) -> Grade:
         """Grade the episode where the agent could not tamper with the grader.

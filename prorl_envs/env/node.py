@@ -115,6 +115,14 @@ class Node:
         self._seconds += time.monotonic() - asked
         return place
 
+    def expect(self, spec: SandboxSpec) -> None:
+        """Such a workplace will be asked for soon: have it ready, where there is room and time."""
+        self._pool.expect(spec)
+
+    def expect_no_more(self, spec: SandboxSpec) -> None:
+        """Who was expected does not come."""
+        self._pool.expect_no_more(spec)
+
     def searching(self, sample: Path) -> SearchBackend:
         """What search tools ask; the same for all episodes.
 

@@ -72,6 +72,7 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
         self._task: TaskT | None = None
         self._place: Workplace | None = None
         self._exits = AsyncExitStack()
+        self._expected: SandboxSpec | None = None
         self._answer: str | None = None
         self._last_words = ""
 
@@ -121,6 +122,12 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
         if self._phase is Phase.READY and last.get("role") == "assistant" and not last.get("tool_calls"):
             self._last_words = str(last.get("content") or "")[-MAX_WORDS:]
 
+    def expect_eval(self) -> None:
+        if self._phase in (Phase.READY, Phase.FINISHED) and self._task is not None and self._expected is None:
+            self._expected = self.grader_spec(self._task, self._here("expect_eval"))
+            if self._expected is not None:
+                self.node.expect(self._expected)
+
     async def eval(self) -> Grade:
         self._expect("eval", Phase.READY, Phase.FINISHED)
         self._phase = Phase.GRADED
@@ -129,6 +136,8 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
         return await self.grade(self._task, self._here("eval"))
 
     async def close(self) -> None:
+        if self._expected is not None:  # of no effect where the grader has come
+            self.node.expect_no_more(self._expected)
         self._phase = Phase.CLOSED
         await self.leave()
 
@@ -151,6 +160,11 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
     def sandbox_spec(self, task: TaskT) -> SandboxSpec:
         """The agent's sandbox for `task`."""
         return SandboxSpec()
+
+    def grader_spec(self, task: TaskT, place: Workplace) -> SandboxSpec | None:
+        """The sandbox that `grade` will ask for first, where that is known before: it is then started while
+        the episode waits to be graded. `place` is the agent's own sandbox."""
+        return None
 
     async def call_host(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
         """Run a call of one of the `host_tools`; its arguments are hostile.

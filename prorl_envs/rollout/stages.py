@@ -36,6 +36,7 @@ async def run(episode: Episode, agent: Agent) -> None:
         sampling=episode.sampling,
         session=episode.session,
     )
+    environment.expect_eval()
 
 
 async def evaluate(episode: Episode) -> None:

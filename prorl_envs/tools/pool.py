@@ -1,7 +1,8 @@
 """Sandboxes that stand ready, with a shell that has answered, for whoever asks next.
 
-Which kinds, and how many of each, follows what was asked for of late (`demand.py`), within one bound over all
-kinds. They are started one at a time, beside the work: a pool must not compete with those who wait.
+Which kinds, and how many of each, follows what was asked for of late (`demand.py`) and what is said to come
+soon, within one bound over all kinds. They are started one at a time, beside the work: a pool must not
+compete with those who wait.
 """
 
 import asyncio
@@ -43,6 +44,7 @@ class _Kind:
 @dataclass(slots=True)
 class _Stock:
     demand: Demand
+    expected: deque[float] = field(default_factory=deque)  # when it was said that one will be asked for
     ready: deque[tuple[float, Workplace]] = field(default_factory=deque)
 
 
@@ -68,6 +70,7 @@ class WarmPool:
         self._settled = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
         self._closed = False
+        self._filling: tuple[_Kind, asyncio.Future[None]] | None = None
         #: How often one that stood ready was handed out.
         self.hits = 0
 
@@ -87,6 +90,10 @@ class WarmPool:
             return await self._open(kind)
         stock = self._stock(kind)
         stock.demand.taken(time.monotonic())
+        if stock.expected and self._filling and self._filling[0] == kind:  # for whoever asks now
+            await asyncio.wait([self._filling[1]])
+        if stock.expected:
+            stock.expected.popleft()
         self._wake()
         while stock.ready:
             _, place = stock.ready.popleft()
@@ -95,6 +102,19 @@ class WarmPool:
                 return place
             await place.aclose()
         return await self._open(kind)
+
+    def expect(self, spec: SandboxSpec, *, python: bool = False) -> None:
+        """One will be asked for soon: have it ready, where there is room and time."""
+        if self._limit > 0 and not self._closed:
+            self._stock(_Kind(spec, python)).expected.append(time.monotonic())
+            self._wake()
+
+    def expect_no_more(self, spec: SandboxSpec, *, python: bool = False) -> None:
+        """Who was expected does not come."""
+        stock = self._stocks.get(_Kind(spec, python))
+        if stock is not None and stock.expected:
+            stock.expected.pop()
+            self._wake()
 
     async def settled(self) -> None:
         """Return once as many stand ready as are wanted, or as can be had."""
@@ -163,21 +183,36 @@ class WarmPool:
             if not stock.ready:
                 continue
             since, place = stock.ready[0]
-            crowding = in_the_way and short is not None
-            if crowding or since < now - self._memory_s or len(stock.ready) > stock.demand.wanted(now):
+            crowding = in_the_way and short is not None and not stock.expected
+            if crowding or since < now - self._memory_s or len(stock.ready) > self._wanted(stock, now):
                 stock.demand.unused()
                 stock.ready.popleft()
                 return place
         return None
 
     def _short(self, now: float) -> _Kind | None:
-        """The kind of which more should stand ready; the one asked for last, where there are several."""
-        for kind, stock in reversed(self._stocks.items()):
-            if len(stock.ready) < stock.demand.wanted(now):
-                return kind
-        return None
+        """The kind of which more should stand ready: the one expected first, else the one asked for last."""
+        short = [kind for kind, stock in self._stocks.items() if len(stock.ready) < self._wanted(stock, now)]
+        expected = [kind for kind in short if self._stocks[kind].expected]
+        if expected:
+            return min(expected, key=lambda kind: self._stocks[kind].expected[0])
+        return short[-1] if short else None
+
+    def _wanted(self, stock: _Stock, now: float) -> int:
+        """How many of a kind should stand ready."""
+        while stock.expected and stock.expected[0] < now - self._memory_s:
+            stock.expected.popleft()
+        return stock.demand.wanted(now) + len(stock.expected)
 
     async def _fill(self, kind: _Kind) -> bool:
+        self._filling = kind, asyncio.get_running_loop().create_future()
+        try:
+            return await self._try_fill(kind)
+        finally:
+            self._filling[1].set_result(None)
+            self._filling = None
+
+    async def _try_fill(self, kind: _Kind) -> bool:
         try:
             place = await self._open(kind)
         except RolloutFailure as error:

@@ -191,3 +191,69 @@ async def test_a_workplace_that_cannot_be_equipped_leaves_no_sandbox(driver: Cou
     with pytest.raises(asyncio.CancelledError):
         await opening
     assert not driver.started[0].alive
+
+
+async def test_one_that_is_expected_stands_ready_the_first_time(
+    pool: WarmPool, driver: CountingDriver
+) -> None:
+    pool.expect(OTHER)
+    await asyncio.wait_for(pool.settled(), 30)
+    assert pool.ready == 1
+    place = await pool.take(OTHER)
+    assert (pool.hits, pool.ready, len(driver.started)) == (1, 0, 1)
+    assert (await place.tools.bash("hostname", timeout_s=20)).text == "other\n"
+    await place.aclose()
+    await asyncio.wait_for(pool.settled(), 30)
+    assert len(driver.started) == 1, "nobody expects another"
+
+
+async def test_who_comes_early_waits_for_what_is_being_started(
+    pool: WarmPool, driver: CountingDriver
+) -> None:
+    pool.expect(OTHER)
+    while pool._filling is None:  # noqa: ASYNC110 - the loop must turn
+        await asyncio.sleep(0)
+    place = await pool.take(OTHER)
+    assert (pool.hits, len(driver.started)) == (1, 1)
+    await place.aclose()
+
+
+async def test_what_is_expected_no_more_is_closed(pool: WarmPool, driver: CountingDriver) -> None:
+    pool.expect(OTHER)
+    await asyncio.wait_for(pool.settled(), 30)
+    pool.expect_no_more(OTHER)
+    await asyncio.wait_for(pool.settled(), 30)
+    assert pool.ready == 0
+    assert not driver.started[0].alive
+    pool.expect_no_more(OTHER)  # nobody was
+    pool.expect_no_more(PLAIN)
+
+
+async def test_the_bound_holds_for_the_expected_and_the_first_comes_first(
+    pool: WarmPool, driver: CountingDriver
+) -> None:
+    specs = [SandboxSpec(hostname=f"number{number}") for number in range(6)]
+    for spec in specs:
+        pool.expect(spec)
+    await asyncio.wait_for(pool.settled(), 60)
+    assert pool.ready == len(driver.started) == 3
+    for number, spec in enumerate(specs):
+        place = await pool.take(spec)
+        assert (await place.tools.bash("hostname", timeout_s=20)).text == f"number{number}\n"
+        await place.aclose()
+        if number < 3:
+            assert pool.hits == number + 1
+        await asyncio.wait_for(pool.settled(), 60)
+    assert pool.hits == 6 and len(driver.started) == 6
+
+
+async def test_an_expected_one_that_does_not_start_stops_nobody(
+    pool: WarmPool, driver: CountingDriver
+) -> None:
+    driver.failing = True
+    pool.expect(OTHER)
+    await asyncio.wait_for(pool.settled(), 30)
+    assert pool.ready == 0
+    driver.failing = False
+    place = await pool.take(OTHER)
+    await place.aclose()

@@ -200,3 +200,27 @@ async def test_the_agent_finds_neither_checks_nor_reference(node: Node) -> None:
         await env.init(BashEnvironment.load(row))
         result = await env.call(ToolCall(id="c", name="bash", arguments={"command": search}))
     assert result.text == ""
+
+
+@pytest.mark.anyio
+async def test_a_grader_that_was_expected_stands_ready_and_sees_what_came_after(node: Node) -> None:
+    """It is started while the episode waits, and does not outlive one that is never graded."""
+    warm = Node(node.driver, node.cache_dir, warm=2)
+    row = BashEnvironment.load({"id": "t", "instruction": "Do it.", "checks": [GREETING]})
+    try:
+        async with BashEnvironment(warm) as env:
+            await env.init(row)
+            env.expect_eval()
+            await warm._pool.settled()
+            assert warm.use.warm == 1
+            await env.call(ToolCall(id="c", name="bash", arguments={"command": "echo hello > greeting.txt"}))
+            assert (await env.eval()).reward == 1.0
+            assert warm.use.from_pool == 1
+        async with BashEnvironment(warm) as env:
+            await env.init(row)
+            env.expect_eval()
+            await warm._pool.settled()
+        await warm._pool.settled()
+        assert warm.use.from_pool == 1 or warm.use.open == warm.use.warm
+    finally:
+        await warm._pool.aclose()
