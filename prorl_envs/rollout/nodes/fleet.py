@@ -21,7 +21,7 @@ from prorl_envs.rollout.engine import Crew, Engine
 from prorl_envs.rollout.episode import Episode
 from prorl_envs.rollout.errors import NotFound
 from prorl_envs.rollout.nodes.channel import Channel, ChannelClosed
-from prorl_envs.rollout.nodes.link import Link, NodeState
+from prorl_envs.rollout.nodes.link import Link, NodeState, lost_failure
 from prorl_envs.rollout.nodes.messages import (
     Alive,
     Close,
@@ -143,7 +143,9 @@ class Fleet:
         """See `Crew.perform`."""
         if episode.node == HERE:
             return await self._crew.perform(episode, stage)
-        order = self._order(episode, stage)
+        order = self._orders.get(episode.id) if stage is not Stage.INIT else self._new_order(episode)
+        if order is None:  # INIT, on a node that was lost a moment ago
+            return lost_failure(episode.node, "before the job began", stage)
         link = order.link
         request = episode.request.model_dump_json().encode() if stage is Stage.INIT else b""
         asked = Perform(order.number, stage, episode.attempts, episode.sample, request, tracing.carried())
@@ -161,10 +163,13 @@ class Fleet:
         if told is None or link.lost:
             return link.failure(stage)
         episode.active_s[stage] += told.seconds
-        failure = Failure.model_validate_json(told.failure) if told.failure else None
-        whole = stage is Stage.EVAL and failure is None
-        problem = self._heed(episode, order, told.report, whole=whole)
-        return failure or problem
+        whole = stage is Stage.EVAL and not told.failure
+        try:
+            failure = Failure.model_validate_json(told.failure) if told.failure else None
+            self._heed(episode, order, told.report, whole=whole)
+        except (ValueError, TypeError) as error:
+            return self._distrust(link, episode, stage, error)
+        return failure
 
     async def collect(self, episode: Episode) -> None:
         """See `Crew.collect`."""
@@ -178,7 +183,10 @@ class Fleet:
             log.warning("job %s: node %s does not say how far it was", episode.id, order.link.name)
             return
         if told is not None:
-            self._heed(episode, order, told.report, whole=True)
+            try:
+                self._heed(episode, order, told.report, whole=True)
+            except (ValueError, TypeError) as error:
+                self._distrust(order.link, episode, Stage.EVAL, error)
 
     async def close(self, episode: Episode) -> bool:
         """See `Crew.close`. What was on a lost node has ended with it."""
@@ -188,6 +196,8 @@ class Fleet:
         if order is None:
             return True
         told = await order.link.ask(Close(order.number), Closed, order.number)
+        if told is None:
+            self._pool.forget(episode.session)  # else the node has said so
         order.link.orders.discard(order.number)
         order.link.done += 1
         self._end_if_empty(order.link)
@@ -340,25 +350,29 @@ class Fleet:
 
     # Steps.
 
-    def _order(self, episode: Episode, stage: Stage) -> _Order:
-        if stage is not Stage.INIT:
-            return self._orders[episode.id]
-        link = self._links.get(episode.node) or next(x for x in self._lost if x.name == episode.node)
+    def _new_order(self, episode: Episode) -> _Order | None:
+        link = self._links.get(episode.node)
+        if link is None:
+            return None
         self._number += 1
         order = self._orders[episode.id] = _Order(self._number, link)
         link.orders.add(order.number)
         return order
 
-    def _heed(self, episode: Episode, order: _Order, report: Report, *, whole: bool) -> Failure | None:
-        """Take over what a node tells of an attempt; a failure where that makes no sense."""
-        try:
-            episode.attempt.told = account_of(report)
-        except (ValueError, TypeError) as error:
-            log.error("node %s tells nonsense of job %s: %s", order.link.name, episode.id, error)
-            order.link.channel.close()
-            return order.link.failure(Stage.EVAL)
+    def _heed(self, episode: Episode, order: _Order, report: Report, *, whole: bool) -> None:
+        """Take over what a node tells of an attempt.
+
+        Raises:
+            ValueError, TypeError: it makes no sense.
+        """
+        episode.attempt.told = account_of(report)
         order.whole = whole
-        return None
+
+    def _distrust(self, link: Link, episode: Episode, stage: Stage, error: Exception) -> Failure:
+        """Hang up on a node that tells nonsense."""
+        log.error("node %s tells nonsense of job %s: %s", link.name, episode.id, error)
+        link.channel.close()
+        return lost_failure(link.name, "it told nonsense", stage)
 
     def _get(self, name: str) -> Link:
         link = self._links.get(name)

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from prorl_envs.clock import Clock
-from prorl_envs.errors import FailureKind, ModelError
+from prorl_envs.errors import ModelError, NodeLost
 from prorl_envs.policy.pool import ModelPool
 from prorl_envs.policy.protocol import Overloaded, ServerUnavailable
 from prorl_envs.policy.types import FinishReason, Sampled
@@ -89,15 +89,14 @@ class Link:
     def lost(self) -> bool:
         return self.state is NodeState.LOST
 
+    @property
+    def turns(self) -> int:
+        """Turns that the node has asked for and that are not over."""
+        return len(self._turns)
+
     def failure(self, stage: Stage) -> Failure:
         """What a stage comes to that was here when the node was lost."""
-        return Failure(
-            kind=FailureKind.NODE,
-            stage=stage,
-            message=f"node {self.name} was lost: {self.why}",
-            hint="the service's log and the node's own say more",
-            retryable=True,
-        )
+        return lost_failure(self.name, self.why, stage)
 
     async def ask[A: _Answer](self, message: ToNode, kind: type[A], order: int) -> A | None:
         """Tell the node something, and wait for what it says to that; None where the node is lost."""
@@ -210,3 +209,11 @@ class Link:
 
 
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+def lost_failure(node: str, why: str, stage: Stage) -> Failure:
+    """What a stage comes to whose node is gone."""
+    error = NodeLost(f"node {node} was lost: {why}", hint="the service's log and the node's own say more")
+    return Failure(
+        kind=error.kind, stage=stage, message=error.message, hint=error.hint, retryable=error.retryable
+    )

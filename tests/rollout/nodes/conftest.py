@@ -91,7 +91,7 @@ async def make_site(renderer: TemplateRenderer) -> AsyncIterator[Callable[..., A
         **settings: Any,
     ) -> Site:
         given = model or ToyModel(renderer, lambda *_: DONE)
-        pool = ModelPool(lambda url: given)
+        pool = ModelPool(lambda url: given, clock=clock)
         pool.add("http://model")
         fleet = Fleet(
             pool,

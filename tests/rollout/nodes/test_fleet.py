@@ -5,9 +5,14 @@ from typing import Any
 
 import pytest
 
+from prorl_envs import __version__
 from prorl_envs.errors import FailureKind
 from prorl_envs.policy.rendering import TemplateRenderer
+from prorl_envs.rollout.nodes.channel import channel_pair
+from prorl_envs.rollout.nodes.joining import fingerprint
+from prorl_envs.rollout.nodes.messages import Perform, Performed, Ready, Report, Welcome
 from prorl_envs.rollout.types import JobState
+from prorl_envs.testing.clock import FakeClock
 from prorl_envs.testing.toy import ToyModel
 
 pytestmark = pytest.mark.anyio
@@ -198,25 +203,23 @@ async def test_a_node_that_joins_again_is_another_one(make_site: Any) -> None:
     assert [(link.name, link.state) for link in site.fleet.links] == [("a~2", "ready"), ("a", "lost")]
 
 
-async def test_turns_are_held_on_nodes_while_weights_change(
-    make_site: Any, renderer: TemplateRenderer
-) -> None:
-    gate = asyncio.Event()
-    model = ToyModel(renderer, lambda *_: [{"tool": "finish", "arguments": {}}], gate=gate)
-    site = await make_site(model=model)
+async def test_turns_are_held_on_nodes_while_weights_change(make_site: Any) -> None:
+    clock = FakeClock()
+    site = await make_site(clock=clock)
     await site.join("a")
     await site.pool.pause("finish")
-    await site.submit()
-    world = site.worlds["a"]
-    await world.until(lambda: world.entered["g", "init"] == 1)
-    await site.join("late")
-    await asyncio.sleep(0.05)
-    assert model.prompts == {}
-    gate.set()
+    await site.submit(limits={"run_s": 5})
+    [link] = site.fleet.links
+    while not link.turns:  # noqa: ASYNC110 - it asks for its first turn then
+        await asyncio.sleep(0)
+    late = await site.join("late")
+    clock.advance(20.0)  # longer than the stage may take
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert site.model.prompts == {} and late.member is not None
     await site.pool.resume("9")
     [result] = await site.results(1)
-    assert result.timings.held_s > 0
-    assert result.timings.run_s < result.timings.held_s
+    assert (result.reward, result.timings.held_s, result.timings.run_s) == (1.0, 20.0, 0.0)
 
 
 async def test_a_turn_that_a_pause_hangs_up_on_goes_on(make_site: Any, renderer: TemplateRenderer) -> None:
@@ -233,3 +236,44 @@ async def test_a_turn_that_a_pause_hangs_up_on_goes_on(make_site: Any, renderer:
     await site.pool.resume("9")
     [result] = await site.results(1)
     assert result.reward == 1.0 and len(next(iter(model.prompts.values()))) == 2
+
+
+async def test_a_node_that_tells_nonsense_is_hung_up_on(
+    make_site: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its job is done elsewhere; the others know nothing of it."""
+    site = await make_site()
+    head, liar = channel_pair()
+    serving = asyncio.create_task(site.fleet.serve(head))
+    assert isinstance(await liar.receive(), Welcome)
+    prints = fingerprint(site.renderer)
+    liar.send(Ready("liar", __version__, 1, 1, 1, 1, ["toy"], prints))
+    await site.submit()
+    while not isinstance(asked := await liar.receive(), Perform):
+        pass
+    await site.join("honest")
+    liar.send(Performed(asked.order, 0.1, b"{", Report(True, None, 0.0, 0.0, 0.0)))
+    await serving
+    [result] = await site.results(1)
+    assert (result.reward, result.attempts) == (1.0, 2)
+    assert "nonsense" in caplog.text
+
+
+async def test_a_silent_node_is_lost_and_a_silent_head_too(make_site: Any) -> None:
+    clock = FakeClock()
+    site = await make_site(clock=clock, terms={"silent_s": 30.0})
+    head, mute = channel_pair()
+    serving = asyncio.create_task(site.fleet.serve(head))
+    await mute.receive()
+    mute.send(Ready("mute", __version__, 1, 1, 1, 1, ["toy"], fingerprint(site.renderer)))
+    other = await site.join("other")
+    while other.member is None or len(site.fleet.links) < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    for _ in range(7):  # `other` beats; nobody beats for the head here
+        clock.advance(5.0)
+        for _ in range(20):
+            await asyncio.sleep(0)
+    await serving
+    assert {link.name: link.why for link in site.fleet.links}["mute"] == "it has said nothing for 30 s"
+    await other.gone()
+    assert other.problem == "the head has said nothing for 30 s"
