@@ -2,7 +2,7 @@
 
 Each writes turns, calls and results with its family's control tokens and in its family's order, as the
 families document them; nothing is copied from a model. They stand for the models in tests that may download
-nothing. The models' own templates are tried by `python -m bench drift --templates FOLDER`.
+nothing. The models' own templates are tried by `python -m bench.drift --templates FOLDER`.
 """
 
 import re
