@@ -24,19 +24,20 @@ def install(target: Path, *packages: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(target)}
 
 
+@pytest.mark.timeout(300)
 def test_new_environments_work_as_they_are(tmp_path: Path) -> None:
-    """Of all flavours in one process, which starts once; but for gymnasium's own check, which plays many
-    episodes, and has tests of its own here."""
+    """Of all flavours in one process, which starts once; what plays many episodes (gymnasium's own check, the
+    cheats) is left out."""
     packages = [new(f"lab_{flavour}", flavour, tmp_path) for flavour in FLAVOURS]
     environ = install(tmp_path / "site", *packages)
-    chosen = "not gymnasiums_own_check"
+    chosen = "discriminates or registered or refused"
     options = ["-q", "-p", "no:cacheprovider", "-W", "error", "--import-mode=importlib", "-k", chosen]
     tested = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *(package / "tests" for package in packages)],
         env=environ, cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert tested.returncode == 0, tested.stdout
-    assert "12 passed" in tested.stdout
+    assert "9 passed" in tested.stdout
 
 
 def test_nemo_gym_finds_it_beside_its_own(tmp_path: Path) -> None:
