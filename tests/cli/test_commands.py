@@ -128,8 +128,8 @@ def test_validate_says_what_discriminates(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_prepare_says_what_is_there(cli: Cli, tmp_path: Path) -> None:
-    row = {"id": "one", "instruction": "Do nothing.", "checks": [], "reference": []}
-    row["checks"] = [{"type": "command", "name": "c", "command": "true"}]
+    checks = [{"type": "command", "name": "c", "command": "true"}]
+    row = {"id": "one", "instruction": "Do nothing.", "checks": checks}
     (tmp_path / "tasks.jsonl").write_text(json.dumps(row) + "\n")
     done = cli("prepare", "bash", "tasks.jsonl")
     assert done.returncode == 0 and "was there" in done.stdout and "1 was there" in done.stderr
