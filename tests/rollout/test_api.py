@@ -263,6 +263,7 @@ async def test_the_document_names_every_route_and_error(client: httpx.AsyncClien
         "/v1/batches/{batch_id}/results",
         "/v1/batches/{batch_id}/tasks",
         "/v1/status",
+        *("/v1/nodes", "/v1/nodes/{name}/drain", "/v1/nodes/{name}/resume"),
         *("/start", "/stop", "/status", "/process", "/cancel", "/add_llm_server", "/clear_llm_server"),
         "/v1/episodes",
         "/v1/episodes/{episode_id}",

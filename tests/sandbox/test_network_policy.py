@@ -11,7 +11,11 @@ from prorl_envs.sandbox.network_policy import Policy, Target, is_public, parse_t
 from prorl_envs.sandbox.proxy_request import Refused, parse_request
 
 LABEL = st.from_regex(r"[a-z0-9_]([a-z0-9_-]{0,8}[a-z0-9_])?", fullmatch=True)
-NAME = st.lists(LABEL, min_size=1, max_size=4).map(".".join).filter(lambda n: parse_target(n, 80) is not None)
+NAME = (
+    st.lists(LABEL, min_size=1, max_size=4)
+    .map(".".join)
+    .filter(lambda name: (target := parse_target(name, 80)) is not None and target.address is None)
+)
 PORT = st.integers(1, 65535)
 POLICY = Policy(["pypi.org", "*.example.com", "git.example.net:22", "10.1.2.3:8000", "[2001:db8::1]:80"])
 

@@ -28,9 +28,13 @@ async def lent(box: Toolbox) -> Toolbox:
 
 
 async def usable(box: Toolbox) -> bool:
-    """Whether the shell is the one it was, and lent again after two commands."""
-    texts = [(await box.bash("echo $kept", timeout_s=T)).text for _ in range(2)]
-    return texts == ["yes\n", "yes\n"] and await is_lent(box)
+    """Whether the shell is the one it was, and lent again soon: on a busy machine, not by every command."""
+    for _ in range(8):
+        if (await box.bash("echo $kept", timeout_s=T)).text != "yes\n":
+            return False
+        if await is_lent(box):
+            return True
+    return False
 
 
 async def test_a_lent_shell_says_what_the_server_would(lent: Toolbox) -> None:

@@ -48,7 +48,7 @@ def account_of(report: Report) -> Account:
         messages=said.get("messages", ()),
         tools=said.get("tools", ()),
         trajectory=rows[-1] if rows else None,
-        forks=rows[:-1],
+        forks=tuple(rows[:-1]),
         stop_reason=StopReason(report.stop_reason) if report.stop_reason else None,
         grade=Grade(**grade) if grade else None,
         spent=Spent(report.model_s, report.tools_s, report.held_s),
