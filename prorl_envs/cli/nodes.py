@@ -168,7 +168,6 @@ async def keep_working(
     async def always() -> None:
         again_s = _AGAIN_S
         while True:
-            members.clear()
             try:
                 await work(
                     settings,
@@ -183,6 +182,7 @@ async def keep_working(
             except ChannelClosed as error:
                 said(str(error))
             again_s = _AGAIN_S if members else min(again_s * 2, _AGAIN_AT_MOST_S)
+            members.clear()
             await asyncio.sleep(again_s)
 
     first, second = asyncio.Event(), asyncio.Event()
@@ -195,10 +195,11 @@ async def keep_working(
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             working.result()
-        elif members and len(members[-1]):
-            said(f"finishing {len(members[-1])} jobs, for up to {settings.service.drain_s:g} s")
+        elif members:
+            said(f"leaving when the jobs here are done, within {settings.service.drain_s:g} s")
             members[-1].leave()
-            await _until(lambda: not members or not len(members[-1]), settings.service.drain_s, second)
+            # The head ends it, which knows of jobs that are still on their way here.
+            await _until(lambda: not members, settings.service.drain_s, second)
     finally:
         leaving.cancel()
         working.cancel()

@@ -129,4 +129,4 @@ async def test_nodes_work_and_one_that_is_killed_is_replaced_by_another(
             other.send_signal(signal.SIGTERM)  # it leaves in order, when its job is done
             assert [result.attempts for result in (await results(service, 5))[4:]] == [1]
             assert await other.wait() == 0
-    assert "finishing 1 jobs" in (tmp_path / "other.log").read_text()
+    assert "leaving when the jobs here are done" in (tmp_path / "other.log").read_text()
