@@ -35,9 +35,15 @@ find_python() {
         "install python3.12 with its venv module, or uv (which can fetch one), or set SETUP_PYTHON"
 }
 
+# Where Python is told to keep no bytecode, every start of a command would compile hundreds of modules for seconds.
+export UV_COMPILE_BYTECODE=1
+compile_ours() {
+    [ -z "${PYTHONDONTWRITEBYTECODE:-}" ] || "$venv/bin/python" -m compileall -q prorl_envs envs || true
+}
+
 stamp="$venv/.prorl-$purpose"
 wanted=$(cat pyproject.toml uv.lock | cksum)
-[ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && exit 0
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then compile_ours; exit 0; fi
 
 [ "$(uname -s)" = Linux ] || fail "prorl-envs runs on Linux only" "its sandboxes are Linux namespaces"
 if [ ! -x "$venv/bin/python" ]; then
@@ -62,4 +68,5 @@ UV_PROJECT_ENVIRONMENT=$venv "$uv" sync --quiet --frozen --inexact --extra data 
     say "the locked set could not be installed; resolving again from the configured index"
     VIRTUAL_ENV=$venv "$uv" pip install --quiet -e '.[data]' $([ "$purpose" = test ] && echo --group dev)
 } || fail "the dependencies could not be installed" "see the messages above; the index must serve PyPI's packages"
+compile_ours
 printf '%s\n' "$wanted" > "$stamp"

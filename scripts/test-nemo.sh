@@ -13,6 +13,7 @@ say() { printf '%s\n' "$*" >&2; }
 fail() { say "error: $1"; say "hint: $2"; exit 1; }
 
 scripts/setup.sh test "$base"
+export UV_COMPILE_BYTECODE=1  # as setup.sh
 uv=$(command -v uv || printf '%s' "$base/bin/uv")
 
 if [ ! -x "$venv/bin/python" ]; then
