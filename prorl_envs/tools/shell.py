@@ -77,7 +77,6 @@ class ShellSession(Session[Bash]):
         self._timer: Timer | None = None
         #: How often the report of the command has been asked for; whether none can come any more.
         self._asked = 0
-        self._interrupted: set[int] = set()  # process groups
         self._deaf = False
         self._lent = False
 
@@ -332,7 +331,7 @@ class ShellSession(Session[Bash]):
 
     def _interrupt(self, running: Running[Bash]) -> None:
         assert self._terminal is not None
-        self._interrupted = self._terminal.interrupt()
+        self._terminal.interrupt()
         self._look_again(running, self.grace_s, asked=False)
 
     def _look_again(self, running: Running[Bash], left_s: float, *, asked: bool) -> None:
@@ -353,11 +352,7 @@ class ShellSession(Session[Bash]):
                 terminal.interrupt()
             else:
                 terminal.kill_foreground()
-        elif terminal.at_prompt:
-            if not asked:
-                terminal.ask_report(nonce=self._nonce)
-                asked = True
-        elif not running.killed and terminal.foreground not in self._interrupted:
-            # It has the foreground since: what was interrupted had just ended, or was about to begin this.
-            self._interrupted |= terminal.interrupt()
+        elif terminal.at_prompt and not asked:
+            terminal.ask_report(nonce=self._nonce)
+            asked = True
         self._look_again(running, left_s, asked=asked)

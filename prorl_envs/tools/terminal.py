@@ -101,20 +101,14 @@ class Terminal:
         elif termios.tcgetattr(self.fd) != self._settings:
             termios.tcsetattr(self.fd, termios.TCSANOW, self._settings)
 
-    def interrupt(self) -> set[int]:
-        """What Ctrl-C does, even where the terminal's settings would not let it.
-
-        Returns:
-            the process group that was interrupted; nothing where the foreground changed meanwhile.
-        """
-        before = self.foreground
+    def interrupt(self) -> None:
+        """What Ctrl-C does, even where the terminal's settings would not let it."""
         fcntl.ioctl(self.fd, _TIOCSIG, signal.SIGINT)
-        return {before} & {self.foreground}
 
     @property
     def at_prompt(self) -> bool:
         """Whether the shell itself is in the foreground."""
-        return self.foreground == self.pid
+        return self._foreground() == self.pid
 
     def resume(self) -> None:
         """Let a stopped shell go on."""
@@ -122,7 +116,7 @@ class Terminal:
 
     def kill_foreground(self) -> None:
         """Kill the process group of the running command; the shell itself is spared if it is not in it."""
-        group = self.foreground
+        group = self._foreground()
         if group > 0 and self._is_ours(group):
             _signal_group(group, signal.SIGKILL)
 
@@ -152,9 +146,7 @@ class Terminal:
         except ProcessLookupError:  # only the leader has ended, and keeps its number while the group lives
             return True
 
-    @property
-    def foreground(self) -> int:
-        """The process group in the foreground; less than 1 where there is none."""
+    def _foreground(self) -> int:
         try:
             return os.tcgetpgrp(self.fd)
         except OSError:

@@ -32,6 +32,7 @@ async def opened(driver: BubblewrapDriver, engine: PythonEngine) -> Toolbox:
 async def kept(shared_driver: BubblewrapDriver, request: pytest.FixtureRequest) -> AsyncIterator[Toolbox]:
     """One session for all tests that leave it as it was: a kernel takes seconds to start."""
     box = await opened(shared_driver, request.param)
+    await box.python("pass", timeout_s=T)  # what it keeps is there before a test looks around
     yield box
     await box.aclose()
     await box.sandbox.close()
