@@ -12,8 +12,9 @@ pytestmark = pytest.mark.nemo
 PROGRAM = """
 import importlib, pkgutil, sys
 import prorl_envs
+NEMO = (".nemo.agent", ".nemo.server", ".nemo.wire", ".nemo.provider")
 for module in pkgutil.walk_packages(prorl_envs.__path__, "prorl_envs."):
-    if not module.name.endswith((".nemo.agent", ".nemo.server", ".nemo.wire", ".nemo.provider", ".ray_nodes", ".app")):
+    if not module.name.endswith((*NEMO, ".ray_nodes", ".app")):
         importlib.import_module(module.name)
 heavy = {"nemo_gym", "ray", "torch", "transformers"} & {name.partition(".")[0] for name in sys.modules}
 sys.exit(f"imported: {heavy}" if heavy else 0)
