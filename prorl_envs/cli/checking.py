@@ -6,17 +6,13 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.table import Table
-from rich.text import Text
-
 from prorl_envs.cli.console import err, out
+from prorl_envs.cli.trials import trials_table
 from prorl_envs.policy.link import ClientLimits
 from prorl_envs.policy.rendering import TemplateRenderer
-from prorl_envs.policy.server_checks import Finding, State, Subject, check_server
+from prorl_envs.policy.server_checks import State, Subject, check_server
 from prorl_envs.policy.servers import Servers
 from prorl_envs.tools.types import ToolSpec
-
-_STYLES = {State.KEPT: "green", State.BROKEN: "bold red", State.ABSENT: "yellow"}
 
 
 async def checked(
@@ -53,7 +49,11 @@ async def checked(
             )
     finally:
         await client.aclose()
-    out.print(table(findings))
+    out.print(
+        trials_table(
+            "what a server is to do", ((f.id, f.text, f.state, f.reason, f.seconds) for f in findings)
+        )
+    )
     if renderer:
         out.print(about(renderer))
     else:
@@ -79,17 +79,3 @@ def about(renderer: TemplateRenderer) -> str:
     told = "" if renderer.tools_known else "; it knows no tools, so the first message describes them"
     plain = "; results come as user messages" if renderer.plain_tools else ""
     return f"tool calls: {renderer.tool_format}{told}{plain}; stop ids {list(renderer.stop_ids)}"
-
-
-def table(findings: list[Finding]) -> Table:
-    """One row per check."""
-    shown = Table(show_edge=False)
-    for name in ("id", "what a server is to do", ""):
-        shown.add_column(name, overflow="fold")
-    shown.add_column("s", justify="right")
-    for finding in findings:
-        state = Text(finding.state, style=_STYLES[finding.state])
-        if finding.reason:
-            state.append(f": {finding.reason}", style="default")
-        shown.add_row(finding.id, finding.text, state, f"{finding.seconds:.2f}")
-    return shown

@@ -7,16 +7,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.table import Table
-from rich.text import Text
-
 from prorl_envs.cli.console import err, out
+from prorl_envs.cli.trials import trials_table
 from prorl_envs.conformance.promise import Promise
 from prorl_envs.conformance.runner import Outcome, State, run_suite
 from prorl_envs.conformance.subject import DRIVERS, Subject
 from prorl_envs.errors import InputError
-
-_STYLES = {State.KEPT: "green", State.BROKEN: "bold red", State.NOT_APPLICABLE: "dim"}
 
 
 def subject(driver: str, image: Path | None) -> Subject:
@@ -28,20 +24,6 @@ def subject(driver: str, image: Path | None) -> Subject:
     if driver not in DRIVERS:
         raise InputError(f"there is no driver {driver!r}", hint=f"there are: {', '.join(DRIVERS)}")
     return Subject(driver=driver, make=DRIVERS[driver], image=image)
-
-
-def table(outcomes: Sequence[Outcome]) -> Table:
-    """One row per promise."""
-    shown = Table(show_edge=False)
-    for name in ("id", "promise", ""):
-        shown.add_column(name, overflow="fold")
-    shown.add_column("s", justify="right")
-    for outcome in outcomes:
-        state = Text(outcome.state, style=_STYLES[outcome.state])
-        if outcome.reason:
-            state.append(f": {outcome.reason}", style="default")
-        shown.add_row(outcome.id, outcome.promise, state, f"{outcome.seconds:.2f}")
-    return shown
 
 
 async def conformance(against: Subject, promises: Sequence[Promise], report: Path | None) -> bool:
@@ -62,7 +44,7 @@ async def conformance(against: Subject, promises: Sequence[Promise], report: Pat
 
     outcomes = await run_suite(against, promises, note)
     counts = Counter(outcome.state for outcome in outcomes)
-    out.print(table(outcomes))
+    out.print(trials_table("promise", ((o.id, o.promise, o.state, o.reason, o.seconds) for o in outcomes)))
     out.print(", ".join(f"{counts[state]} {state}" for state in State))
     if report is not None:
         content = {

@@ -1,0 +1,27 @@
+"""The table of what was tried of a driver or a server, and what came out."""
+
+from collections.abc import Iterable
+
+from rich.table import Table
+from rich.text import Text
+
+_STYLES = {"kept": "green", "broken": "bold red", "absent": "yellow", "not applicable": "dim"}
+
+
+def trials_table(what: str, trials: Iterable[tuple[str, str, str, str, float]]) -> Table:
+    """One row per trial.
+
+    Args:
+        what: was tried: the heading of the second column.
+        trials: of each its id, its text, its state, the reason or "", and the seconds it took.
+    """
+    shown = Table(show_edge=False)
+    for name in ("id", what, ""):
+        shown.add_column(name, overflow="fold")
+    shown.add_column("s", justify="right")
+    for name, text, state, reason, seconds in trials:
+        outcome = Text(state, style=_STYLES[state])
+        if reason:
+            outcome.append(f": {reason}", style="default")
+        shown.add_row(name, text, outcome, f"{seconds:.2f}")
+    return shown
