@@ -6,7 +6,6 @@ template process runs there, and forks the bubblewraps that make the sandboxes. 
 """
 
 import asyncio
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -67,18 +66,17 @@ class ApptainerDriver(BubblewrapDriver):
         """Of the Apptainer that runs, for operators; None where none was started."""
         return self._door.template.pid
 
-    async def warm(self, *names: str) -> None:
-        """Start Apptainer, and templates: see `NodeDriver`."""
-        await asyncio.gather(self._door.template.start(), super().warm(*names))
+    async def _warm_runner(self) -> None:
+        await self._door.template.start()
 
     async def run(
         self, sandbox_id: str, options: list[str], streams: int, info: int, image: Path | None
-    ) -> tuple[Process, subprocess.Popen[bytes] | None]:
+    ) -> Process:
         """Run bubblewrap inside Apptainer."""
         door = await self._door_showing(image)
         try:
             command = [str(self.program), *options]
-            return await door.template.bubblewrap(sandbox_id, command, streams, info), None
+            return await door.template.bubblewrap(sandbox_id, command, streams, info)
         finally:
             await self._leave(door)
 

@@ -56,8 +56,10 @@ async def test_no_room_for_the_tool_server_to_start_anything(box: Toolbox) -> No
 
 @pytest.mark.parametrize("place", ["/tmp", '"$HOME"', "/var/tmp"])
 async def test_the_disk_filled_elsewhere_than_in_the_workspace(box: Toolbox, place: str) -> None:
-    # Never twice the limit, at which it would be ended.
-    write = "for i in {1..36}; do head -c 1M /dev/zero > $RANDOM.$i; sleep 0.1; done; echo wrote all"
+    # Never twice the limit, at which it would be ended. What others remove meanwhile can hide what it writes
+    # until its tree is measured in any case.
+    write = "for i in {1..36}; do head -c 1M /dev/zero > $RANDOM.$i; sleep 0.1; done"
+    write += "; for i in {1..200}; do sleep 0.1; done; echo wrote all"
     result = await box.bash(f"cd {place}; {write}", timeout_s=T)
     # /var/tmp is /tmp, or in memory and small.
     full = "disk limit of 20 MB was reached" in result.text or "No space left" in result.text

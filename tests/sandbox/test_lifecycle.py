@@ -331,14 +331,21 @@ asyncio.run(BubblewrapDriver(bwrap=Path(sys.argv[1])).start(SandboxSpec()))
 """
 
 
-def test_a_service_killed_while_bubblewrap_begins_leaves_no_process(run_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("whom", "ends"),
+    [("$(cut -d' ' -f4 /proc/$PPID/stat)", -signal.SIGKILL), ("$PPID", 0)],
+    ids=["service", "starter"],
+)
+def test_a_killed_service_or_starter_while_bubblewrap_begins_leaves_no_process(
+    run_dir: Path, tmp_path: Path, whom: str, ends: int
+) -> None:
     before = Holdings.now(run_dir)
     program = tmp_path / "bwrap"
-    # What it then tells of the namespaces has no reader any more.
-    program.write_text(f'#!/bin/sh\nkill -KILL $PPID; sleep 0.3; exec {find_bwrap(None)} "$@"\n')
+    # What it then tells of the namespaces may have no reader any more.
+    program.write_text(f'#!/bin/sh\nkill -KILL {whom}; sleep 0.3; exec {find_bwrap(None)} "$@"\n')
     program.chmod(0o755)
     service = subprocess.run([sys.executable, "-c", STARTING, program], check=False)
-    assert service.returncode == -signal.SIGKILL
+    assert service.returncode == ends
     assert not wait_for_processes(before, run_dir)
     asyncio.run(BubblewrapDriver().aclose())
     assert leaks_since(before, run_dir) == []
