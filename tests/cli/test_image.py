@@ -21,6 +21,7 @@ def run(tmp_path: Path, *arguments: str | Path) -> subprocess.CompletedProcess[s
     )
 
 
+@pytest.mark.thorough
 def test_build_list_inspect_prune(tmp_path: Path) -> None:
     busybox = shutil.which("busybox")
     if busybox is None or not (shutil.which("apptainer") or shutil.which("singularity")):

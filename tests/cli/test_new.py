@@ -24,6 +24,7 @@ def install(target: Path, *packages: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(target)}
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_new_environments_work_as_they_are(tmp_path: Path) -> None:
     """Of all flavours in one process, which starts once; what plays many episodes (gymnasium's own check, the

@@ -226,6 +226,7 @@ async def test_what_a_batch_leaves_to_its_environment_stays_so_over_a_restart(
 WANTED, KILLS = 3, 3
 
 
+@pytest.mark.thorough
 async def test_a_service_killed_again_and_again_gives_the_batch_it_was_asked_for(
     renderer: TemplateRenderer, run_dir: Path, tmp_path: Path
 ) -> None:

@@ -285,6 +285,7 @@ def test_an_apptainer_that_cannot_is_told_with_the_remedy(run_dir: Path, tmp_pat
     assert "allow user ns = yes" in check.remedy
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_on_a_machine_without_user_namespaces() -> None:
     """A real setuid Apptainer, as an ordinary user to whom the kernel gives no user namespace."""

@@ -78,7 +78,7 @@ def test_what_is_plain_needs_no_library(right: str, answer: str, verdict: bool |
         ("42", "x", 0),
         (r"\frac{1}{2}", r"\int_0^1 x dx", 0),
         (r"\frac{1}{2}", "__import__('os').system('touch /tmp/x')", 0),
-        ("42", r"9^{9^{9^{9^{9}}}}", 0),
+        pytest.param("42", r"9^{9^{9^{9^{9}}}}", 0, marks=pytest.mark.thorough),
         pytest.param("42", "9!" + "!" * 30, 0, marks=pytest.mark.thorough),
         ("42", "\\sqrt{" * 300 + "42" + "}" * 300, 0),
         ("42", "4" * 19_000, 0),

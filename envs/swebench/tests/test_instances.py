@@ -5,8 +5,9 @@ Two instances always; `SWEBENCH_ALL=1` runs every example that this machine can 
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,21 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(600)]
 REQUESTS = "psf__requests-6028"
 MARSHMALLOW = "marshmallow-code__marshmallow-1252"
 PINS = ("pip==24.2", "setuptools==75.1.0", "wheel==0.44.0")
+
+
+#: Of the cases below, those that `make test` has too.
+QUICK = {
+    REQUESTS,
+    "tests, configuration and runner tampered with",
+    "code ends the sandbox",
+    "code leaves early",
+    "repository hostile, processes killed",
+}
+
+
+def some(names: Iterable[str]) -> list[Any]:
+    """Each takes some seconds, so most are run by `make test-thorough` alone."""
+    return [pytest.param(name, marks=[pytest.mark.thorough] * (name not in QUICK)) for name in names]
 
 
 def chosen() -> Sequence[str]:
@@ -64,7 +80,7 @@ async def test_concurrent_jobs_build_once(node: Node, task: SwebenchTask) -> Non
     assert not list((node.cache_dir / "swebench").glob("*.building"))
 
 
-@pytest.mark.parametrize("instance", chosen())
+@pytest.mark.parametrize("instance", some(chosen()))
 async def test_the_reference_resolves_and_the_untouched_tree_does_not(
     node: Node, tasks: Mapping[str, SwebenchTask], instance: str
 ) -> None:
@@ -125,7 +141,7 @@ CHEATS = {
 }
 
 
-@pytest.mark.parametrize("cheat", CHEATS)
+@pytest.mark.parametrize("cheat", some(CHEATS))
 async def test_no_cheat_scores(node: Node, task: SwebenchTask, cheat: str) -> None:
     grade = await graded(node, task, CHEATS[cheat])
     assert grade.reward == 0
@@ -158,7 +174,7 @@ SPOILED = {
 }
 
 
-@pytest.mark.parametrize("spoil", SPOILED)
+@pytest.mark.parametrize("spoil", some(SPOILED))
 async def test_a_right_fix_scores_whatever_else_was_done(node: Node, task: SwebenchTask, spoil: str) -> None:
     grade = await graded(node, task, SPOILED[spoil], solved=True)
     assert grade.reward == 1, grade.evidence
