@@ -166,7 +166,7 @@ async def keep_working(
         said(f"joined {head}")
 
     async def always() -> None:
-        again_s = _AGAIN_S
+        again_s, why = _AGAIN_S, ""
         while True:
             try:
                 await work(
@@ -178,9 +178,12 @@ async def keep_working(
                     api_key=os.environ.get("OPENAI_API_KEY") or None,
                     joined=joined,
                 )
+                why = ""
                 said("the service has ended this node's work")
             except ChannelClosed as error:
-                said(str(error))
+                if str(error) != why:  # it may try for long
+                    said(str(error))
+                why = str(error)
             again_s = _AGAIN_S if members else min(again_s * 2, _AGAIN_AT_MOST_S)
             members.clear()
             await asyncio.sleep(again_s)

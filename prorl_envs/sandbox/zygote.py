@@ -170,6 +170,7 @@ def _serve(control: socket.socket, prepared: _Prepared) -> None:
             else:
                 poll.unregister(fd)
                 servers.pop(fd).close()
+    signal.set_wakeup_fd(-1)  # it closes with this function
     for pid in children:
         os.kill(pid, signal.SIGKILL)  # ours and not yet reaped, so the pid cannot be another's
 
