@@ -23,10 +23,10 @@ uv=$(command -v uv || printf '%s' "$base/bin/uv")
 packages() {
     case $1 in
         trl) echo 'trl==1.16.*' torch aiohttp requests ;;
-        verl) echo 'verl==0.9.*' torch 'transferqueue==0.1.*' ;;
+        verl) echo 'verl==0.9.*' torch cachetools 'transferqueue==0.1.*' ;;
         skyrl) echo torch transformers loguru omegaconf hydra-core 'ray==2.57.0' jaxtyping tensordict torchdata \
             wandb cloudpathlib fsspec s3fs orjson pybase64 aiohttp datasets peft accelerate polars func-timeout tqdm ;;
-        openrlhf) echo torch transformers ray aiohttp numpy tqdm ;;
+        openrlhf) echo torch transformers ray aiohttp numpy tqdm pylatexenc datasets ;;
         atropos) echo 'atroposlib==0.4.*' ;;
         slime) echo torch numpy ray httpx tqdm transformers pylatexenc ;;
         nemo-rl) echo torch ray transformers pillow ;;
