@@ -32,7 +32,24 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "nemo": frozenset(
         # Its agent is a client of the rollout service.
         {"errors", "sandbox", "images", "tools", "env", "config", "policy.types"}
-        | {f"rollout.{module}" for module in ("client", "errors", "types")}
+        | {f"rollout.{module}" for module in ("checks", "client", "errors", "inbox", "types")}
+    ),
+    # Clients of the rollout service that speak a trainer's language; each imports its own trainer, and late.
+    "trainers": frozenset(
+        {"errors", "policy.types"}
+        | {
+            f"rollout.{module}"
+            for module in (
+                "checks",
+                "client",
+                "episode_types",
+                "errors",
+                "inbox",
+                "sync_client",
+                "types",
+                "views",
+            )
+        }
     ),
     "policy": frozenset({"errors", "clock", "window", "tools.types"}),
     "rollout": frozenset({"errors", "clock", "config", "env", "tools.types", "policy"}),

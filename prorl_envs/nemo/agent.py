@@ -27,7 +27,6 @@ from pydantic import ConfigDict, Field, PrivateAttr, ValidationError
 from prorl_envs.env.base import Grade
 from prorl_envs.errors import InputError, ProrlError
 from prorl_envs.nemo.failures import as_error
-from prorl_envs.nemo.inbox import Inbox
 from prorl_envs.nemo.process import die_with_parent, live_within
 from prorl_envs.nemo.responses import output_items, usage
 from prorl_envs.nemo.rows import task_row
@@ -36,6 +35,7 @@ from prorl_envs.nemo.wire import FailureMode, VerifyResponse, graded, masked, ma
 from prorl_envs.policy.types import Sampling
 from prorl_envs.rollout.client import RolloutClient
 from prorl_envs.rollout.errors import Unavailable
+from prorl_envs.rollout.inbox import Inbox
 from prorl_envs.rollout.types import AgentLimits, GroupRequest, Result, job_id
 from prorl_envs.tools.types import JsonObject
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prorl_envs.nemo.responses import NotContiguous, check_contiguous, check_trajectory, output_items, usage
+from prorl_envs.nemo.responses import check_contiguous, output_items, usage
+from prorl_envs.rollout.checks import NotContiguous, check_trajectory
 from prorl_envs.rollout.types import JobState, Result, Trajectory, TurnRecord
 
 

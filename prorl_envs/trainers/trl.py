@@ -1,0 +1,219 @@
+"""TRL's `GRPOTrainer`, with its rollouts done by the rollout service (TRL 1.16, `rollout_func`).
+
+    rollouts = TrlRollouts("http://127.0.0.1:8600", "bash", weights=upload)
+    trainer = GRPOTrainer(
+        model, args=config, train_dataset=prompts(task_rows), rollout_func=rollouts,
+        reward_funcs=service_reward,
+    )
+
+A sample that failed has no reward (None), not 0: TRL leaves it out of its group's mean, and its mask is 0
+throughout. TRL takes one row for each sample, so episodes must not fork (`service.reasoning: keep`).
+"""
+
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from prorl_envs.policy.types import InFlight, Sampling
+from prorl_envs.rollout.types import AgentLimits, Result
+from prorl_envs.trainers.advantages import NothingScored
+from prorl_envs.trainers.asking import Asking, collect, connect_sync
+from prorl_envs.trainers.rows import Row, one_row
+from prorl_envs.trainers.tasks import from_text, to_text
+from prorl_envs.trainers.weights import weights_change_sync
+
+logger = logging.getLogger(__name__)
+
+
+class Trainer(Protocol):
+    """What is read of a `GRPOTrainer`."""
+
+    args: Any
+    state: Any
+    model: Any
+    accelerator: Any
+    processing_class: Any
+    num_generations: int
+    num_generations_eval: int
+
+
+type UploadWeights = Callable[[Any, int], None]
+"""Puts the trainer's present weights into the service's model servers. Called in every process of the
+trainer with the trainer and the version, while no turn is sampled."""
+
+
+class TrlRollouts:
+    """A `rollout_func`: prompts in, one graded episode for each of them out.
+
+    Args:
+        url: base URL of the service. Its token is read from `$PRORL_SERVER__TOKEN`.
+        environment: the service's environment that the tasks are of.
+        task: a prompt of the data set as the environment's task row. By default a prompt is the row as JSON,
+            as `prompts` makes it.
+        weights: puts the trainer's weights into the model servers, before rollouts with new ones are asked
+            for; None where something else does. With it no token is sampled by older weights.
+        mode: what becomes of others' turns in flight meanwhile; the trainer's own have ended.
+        sampling: how to sample. By default as the trainer's configuration says (`temperature`, `top_p`), and
+            at most `max_completion_length` tokens a turn.
+        limits: of the agent loop; None is what the service has for the environment.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        environment: str,
+        *,
+        task: Callable[[Any], Mapping[str, Any]] | None = None,
+        weights: UploadWeights | None = None,
+        mode: InFlight = "finish",
+        sampling: Sampling | None = None,
+        limits: AgentLimits | None = None,
+    ) -> None:
+        self._asking = Asking(url, environment, sampling, limits)
+        self._task = task or from_text
+        self._weights = weights
+        self._mode = mode
+        self._client = connect_sync(url)
+        self._calls = itertools.count()
+        self._uploaded = -1
+
+    def __call__(self, prompts: Sequence[Any], trainer: Trainer) -> dict[str, list[Any]]:
+        """What TRL asks for: prompts arrive repeated, one time for each sample wanted.
+
+        Returns:
+            `prompt_ids`, `completion_ids`, `logprobs`, `env_mask`: a list of ids (numbers, bits) for each
+            prompt, in order. `reward` (None where there is none), `status`, `stop_reason`, `turns`,
+            `job_id`, `weight_version`: one for each prompt; TRL gives them to the reward functions.
+
+        Raises:
+            InputError: a prompt is no task.
+            NothingScored: no episode has a reward.
+            SeveralRows: an episode forked.
+            Full, Unavailable: the service is full or away, and stays so.
+        """
+        version = int(trainer.state.global_step)
+        if self._weights is not None and version != self._uploaded:
+            self._upload(self._weights, trainer, version)
+        most = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
+        name = f"step{version}/{next(self._calls)}/{trainer.accelerator.process_index}"
+        runs = list(_runs(prompts, most))
+        groups = [
+            self._asking.group(f"{name}/{index}", self._task(prompt), samples, sampling=_sampling(trainer))
+            for index, (prompt, samples) in enumerate(runs)
+        ]
+        results = [result for group in collect(self._client, groups) for result in group]
+        return as_trl(results, _end_token(trainer))
+
+    def close(self) -> None:
+        """Close the connection to the service. Idempotent."""
+        self._client.close()
+
+    def _upload(self, weights: UploadWeights, trainer: Trainer, version: int) -> None:
+        """Every process takes part, as gathering weights may need all; one of them talks to the service."""
+        if trainer.accelerator.is_main_process:
+            with weights_change_sync(self._client, version, mode=self._mode):
+                trainer.accelerator.wait_for_everyone()
+                weights(trainer, version)
+                trainer.accelerator.wait_for_everyone()
+        else:
+            trainer.accelerator.wait_for_everyone()
+            weights(trainer, version)
+            trainer.accelerator.wait_for_everyone()
+        trainer.accelerator.wait_for_everyone()
+        self._uploaded = version
+
+
+def prompts(tasks: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Task rows as rows of a TRL data set, for `Dataset.from_list`. The conversation's beginning is the
+    environment's, so a prompt is only the task: as JSON, since rows may have differing columns."""
+    return [{"prompt": to_text(task)} for task in tasks]
+
+
+def service_reward(
+    *,
+    reward: Sequence[float | None],
+    status: Sequence[str] = (),
+    job_id: Sequence[str] = (),
+    log_extra: Callable[[str, list[Any]], None] | None = None,
+    log_metric: Callable[[str, float], None] | None = None,
+    **_: Any,
+) -> list[float | None]:
+    """A reward function for TRL: what the service's graders gave; None where there is no reward. It adds the
+    job's id to TRL's table of completions (`prorl-envs show` has the episode), and shares of each status to
+    its metrics."""
+    if log_extra is not None and job_id:
+        log_extra("job", list(job_id))
+    if log_metric is not None and status:
+        for name, count in Counter(status).items():
+            log_metric(f"rollouts/{name}", count / len(status))
+    return list(reward)
+
+
+def as_trl(results: Sequence[Result], end_token: int) -> dict[str, list[Any]]:
+    """Results as what a `rollout_func` returns, in their order.
+
+    Args:
+        results: of whole groups, one result for each prompt.
+        end_token: stands for what an episode without tokens would have said; no loss looks at it.
+
+    Raises:
+        NothingScored, SeveralRows, NotContiguous.
+    """
+    rows = [one_row(result) for result in results]
+    _warn(rows)
+    known = {row.group_id: row.prompt_ids for row in rows if row.prompt_ids}
+    some = next(iter(known.values()), [end_token])
+    rows = [row.filled(known.get(row.group_id, some), end_token) for row in rows]
+    return {
+        "prompt_ids": [row.prompt_ids for row in rows],
+        "completion_ids": [row.response_ids for row in rows],
+        "logprobs": [row.logprobs for row in rows],
+        "env_mask": [row.mask for row in rows],
+        "reward": [row.reward for row in rows],
+        "status": [str(row.status) for row in rows],
+        "stop_reason": [str(row.stop_reason) for row in rows],
+        "turns": [len(row.turns) for row in rows],
+        "job_id": [row.job_id for row in rows],
+        "weight_version": [row.versions[0].version if row.versions else "" for row in rows],
+    }
+
+
+def _warn(rows: Sequence[Row]) -> None:
+    """Say what failed.
+
+    Raises:
+        NothingScored: all of it.
+    """
+    failures = Counter(row.failure for row in rows if row.reward is None)
+    if not failures:
+        return
+    named = ", ".join(f"{kind or 'none'}: {count}" for kind, count in failures.most_common())
+    if failures.total() == len(rows):
+        raise NothingScored(
+            f"none of {len(rows)} episodes has a reward ({named})",
+            hint="`prorl-envs show` or the service's log says why",
+        )
+    logger.warning("%d of %d episodes have no reward (%s)", failures.total(), len(rows), named)
+
+
+def _runs(prompts: Sequence[Any], most: int) -> Iterable[tuple[Any, int]]:
+    """Equal prompts beside each other, as one group of at most so many samples."""
+    for prompt, same in itertools.groupby(prompts):
+        left = len(list(same))
+        while left > 0:
+            yield prompt, min(left, most)
+            left -= most
+
+
+def _sampling(trainer: Trainer) -> Sampling:
+    args = trainer.args
+    return Sampling(
+        temperature=args.temperature, top_p=args.top_p, max_tokens=args.max_completion_length or 2048
+    )
+
+
+def _end_token(trainer: Trainer) -> int:
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    return int(tokenizer.eos_token_id)
