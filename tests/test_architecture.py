@@ -52,7 +52,11 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         }
     ),
     "policy": frozenset({"errors", "clock", "window", "tools.types"}),
-    "rollout": frozenset({"errors", "clock", "config", "env", "tools.types", "policy"}),
+    "viewer": frozenset({"errors"}),
+    # A service serves the pages that show it.
+    "rollout": frozenset(
+        {"errors", "clock", "config", "env", "tools.types", "policy", "viewer.assets", "viewer.summary"}
+    ),
     "testing": frozenset({"errors", "clock", "tools.types", "policy", "env", "sandbox", "rollout"}),
     "cli": frozenset({"*"}),
 }

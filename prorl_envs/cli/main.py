@@ -18,6 +18,7 @@ from prorl_envs.cli.check_llm import check_llm
 from prorl_envs.cli.console import out, report
 from prorl_envs.cli.image import image
 from prorl_envs.cli.nemo import gym_root, nemo
+from prorl_envs.cli.view import view
 from prorl_envs.errors import InputError, ProrlError
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def _version(wanted: bool) -> None:
 cli.add_typer(nemo, name="nemo")
 cli.add_typer(image, name="image")
 cli.command("check-llm")(check_llm)
+cli.command()(view)
 
 
 @cli.callback()

@@ -27,7 +27,12 @@ TENANT_ROUTES = frozenset(
         "/v1/groups/{group_id:path}",
         "/v1/jobs/{job_id:path}",
         "/v1/jobs/{job_id:path}/result",
+        "/v1/jobs",
         "/v1/jobs/{job_id:path}/token",
+        "/v1/jobs/{job_id:path}/partial",
+        "/v1/jobs/{job_id:path}/tokens",
+        "/v1/jobs/{job_id:path}/retry",
+        "/v1/summaries",
         "/v1/results",
         "/v1/results/stream",
         "/v1/batches",
@@ -46,7 +51,15 @@ TENANT_ROUTES = frozenset(
     }
 )
 JOB_ROUTES = frozenset(
-    {"/v1/jobs/{job_id:path}", "/v1/jobs/{job_id:path}/result", "/v1/environments", "/health", "/ready"}
+    {
+        "/v1/jobs/{job_id:path}",
+        "/v1/jobs/{job_id:path}/result",
+        "/v1/jobs/{job_id:path}/partial",
+        "/v1/jobs/{job_id:path}/tokens",
+        "/v1/environments",
+        "/health",
+        "/ready",
+    }
 )
 _NAMES = ("group_id", "job_id", "batch_id", "episode_id")
 _JOB_TOKEN = "prorl-job"

@@ -26,6 +26,7 @@ from prorl_envs.rollout.guards import BodyLimit, TokenGuard, error_response
 from prorl_envs.rollout.metrics import CONTENT_TYPE
 from prorl_envs.rollout.paper_routes import add_paper_routes
 from prorl_envs.rollout.routes_batches import add_batches
+from prorl_envs.rollout.routes_dashboard import add_dashboard
 from prorl_envs.rollout.routes_episodes import add_episodes
 from prorl_envs.rollout.routes_models import add_models
 from prorl_envs.rollout.routes_nodes import add_nodes
@@ -82,6 +83,7 @@ def create_app(service: RolloutService, settings: ServerSettings) -> FastAPI:
         dependencies=[Depends(HTTPBearer(auto_error=False)), Depends(authorize)],
     )
     _add_errors(app)
+    add_dashboard(app, service)
     _add_groups(app, service, settings, keyring)
     add_results(app, service, settings)
     add_batches(app, service, settings)

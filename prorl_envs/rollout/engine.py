@@ -7,7 +7,7 @@ with another event. The engine owns every task it starts; `settled` returns when
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -130,6 +130,10 @@ class Engine:
         """Let jobs go on."""
         self._apply(self.scheduler.resume())
 
+    def resize(self, limits: Limits) -> None:
+        """Let more or less happen at once on this machine."""
+        self._apply(self.scheduler.resize(limits))
+
     def join(self, node: str, limits: Limits) -> None:
         """A further node takes jobs.
 
@@ -156,6 +160,16 @@ class Engine:
         """How often an unfinished job was started."""
         episode = self._episodes.get(job)
         return episode.attempts if episode else 0
+
+    @property
+    def episodes(self) -> Mapping[str, Episode]:
+        """The jobs that are not gone, by id, in the order in which they came. Not to be changed."""
+        return self._episodes
+
+    @property
+    def running(self) -> Collection[str]:
+        """Those whose stage runs now."""
+        return self._stages.keys()
 
     async def cancel(self, jobs: Iterable[str]) -> None:
         """End jobs, and return once their results are kept. Their sandboxes are closed after that."""
@@ -215,7 +229,8 @@ class Engine:
                         grant.set_result(None)
 
     def _start_stage(self, episode: Episode, stage: Stage) -> None:
-        episode.queued_s += self._clock.monotonic() - episode.waiting_since
+        episode.started_at = self._clock.monotonic()
+        episode.queued_s += episode.started_at - episode.waiting_since
         episode.attempts += stage is Stage.INIT
         task = self._spawn(self._perform(episode, stage))
         self._stages[episode.id] = task

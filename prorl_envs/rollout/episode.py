@@ -120,6 +120,7 @@ class Episode:
         failures: how many of these attempts failed; one that was interrupted by the end of a service did not.
         batch_id: the batch that began its group, if any.
         node: where its attempt is, or the last one was.
+        started_at: clock time at which its last stage began, seconds.
     """
 
     request: GroupRequest
@@ -137,6 +138,7 @@ class Episode:
     span: Span = INVALID_SPAN
     held_s: float = 0.0
     node: str = HERE
+    started_at: float = 0.0
 
     @property
     def id(self) -> str:

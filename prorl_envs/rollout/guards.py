@@ -19,6 +19,8 @@ from prorl_envs.rollout.views import ErrorBody, ErrorDetail
 
 #: Answered without a token, so that probes need none; they say nothing but yes or no.
 OPEN_PATHS = frozenset({"/health", "/ready"})
+#: Below it are the pages of the dashboard: files of the package, which ask for the token themselves.
+_PAGES = "/dashboard"
 
 #: Where the error itself names no time.
 _RETRY_AFTER_S: dict[type[ProrlError], float] = {Full: 1, Unavailable: 5}
@@ -41,7 +43,8 @@ class TokenGuard:
     """Lets through who knows a token, and notes whose it is (`access.caller_of`).
 
     Without any token only loopback is bound. There, the Host header must be a loopback name, which a web
-    page that had its own name resolve to 127.0.0.1 cannot send.
+    page that had its own name resolve to 127.0.0.1 cannot send; and an Origin header, which browsers send
+    with whatever a page would change elsewhere, must be the service's own.
 
     Args:
         app: what is guarded.
@@ -54,7 +57,7 @@ class TokenGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            caller = OPERATOR if scope["path"] in OPEN_PATHS else self._caller(Headers(scope=scope))
+            caller = OPERATOR if _is_open(scope["path"]) else self._caller(Headers(scope=scope))
             if caller is None:
                 locked = self._keyring.locked
                 hint = "send Authorization: Bearer <token>" if locked else "call it by a loopback address"
@@ -65,7 +68,8 @@ class TokenGuard:
 
     def _caller(self, headers: Headers) -> Caller | None:
         if not self._keyring.locked:
-            return OPERATOR if _is_loopback(headers.get("host", "")) else None
+            trusted = _is_loopback(headers.get("host", "")) and _is_own_page(headers)
+            return OPERATOR if trusted else None
         scheme, _, given = headers.get("authorization", "").partition(" ")
         return self._keyring.caller(given.strip().encode()) if scheme.lower() == "bearer" else None
 
@@ -118,6 +122,16 @@ class BodyLimit:
 
 class _BodyTooLarge(BaseException):
     """Passes through the framework's `except Exception`, which would call it a malformed body."""
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path == _PAGES or path.startswith(f"{_PAGES}/")
+
+
+def _is_own_page(headers: Headers) -> bool:
+    """Whether a request comes from a page of the service itself, or from no page."""
+    origin = headers.get("origin")
+    return origin is None or origin.lower().removeprefix("http://") == headers.get("host", "").lower()
 
 
 def _is_loopback(host: str) -> bool:

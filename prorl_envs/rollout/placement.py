@@ -7,7 +7,9 @@ pools and its own queues in front of RUN and EVAL, and only the choice at INIT i
 import heapq
 import itertools
 from dataclasses import dataclass, field
+from typing import Self
 
+from prorl_envs.config import ServiceSettings
 from prorl_envs.rollout.fair_queue import FairQueue
 from prorl_envs.rollout.types import Stage
 
@@ -34,6 +36,14 @@ class Limits:
     def __post_init__(self) -> None:
         if min(self.init, self.run, self.eval, self.live, self.attempts) < 1:
             raise ValueError("every limit is at least 1")
+
+    @classmethod
+    def of_settings(cls, settings: ServiceSettings) -> Self:
+        """Those of this machine."""
+        live = settings.live or settings.init + settings.run + settings.eval
+        return cls(
+            init=settings.init, run=settings.run, eval=settings.eval, live=live, attempts=settings.attempts
+        )
 
     def of(self, stage: Stage) -> int:
         return {Stage.INIT: self.init, Stage.RUN: self.run, Stage.EVAL: self.eval}[stage]

@@ -244,6 +244,13 @@ class Scheduler:
             self._waiting.push(job, entry.group, entry.share)
         return self._fill(entry.at)
 
+    def resize(self, limits: Limits) -> list[Decision]:
+        """Let more or less happen at once on this machine. What is there over a bound goes on to its end."""
+        self.attempts = limits.attempts
+        self._here.limits = limits
+        self._nodes.changed(self._here)
+        return self._fill(self._here)
+
     # Nodes come and go.
 
     def join(self, node: str, limits: Limits) -> list[Decision]:

@@ -38,6 +38,7 @@ from prorl_envs.rollout.restart import sort_out
 from prorl_envs.rollout.scheduler import Pause, Scheduler
 from prorl_envs.rollout.stages import Family
 from prorl_envs.rollout.statistics import group_statistics
+from prorl_envs.rollout.steering import Steering
 from prorl_envs.rollout.store import ALL, MemoryStore, NewGroup, Selection, Store, StoredGroup
 from prorl_envs.rollout.types import (
     GroupRequest,
@@ -56,6 +57,7 @@ from prorl_envs.rollout.views import (
     ResultPage,
     StatusView,
 )
+from prorl_envs.rollout.watch import Watch
 from prorl_envs.rollout.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -101,6 +103,7 @@ class RolloutService:
         self.settings = settings or ServiceSettings()
         self.clock = clock or SystemClock()
         self.environments = environments
+        self.renderer = renderer
         self.model = model
         self.store: Store = store or _memory_store(self.settings)
         self.state = ServiceState.STARTING
@@ -113,7 +116,7 @@ class RolloutService:
             grace_s=self.settings.grace_s,
             close_s=self.settings.close_s,
         )
-        scheduler = Scheduler(_limits(self.settings), here=fleet is None or fleet.head_takes_jobs)
+        scheduler = Scheduler(Limits.of_settings(self.settings), here=fleet is None or fleet.head_takes_jobs)
         self._engine = Engine(
             scheduler, fleet or worker, self.store, self.clock, self._recorded, lambda: self.batches.freed()
         )
@@ -127,6 +130,9 @@ class RolloutService:
             most=self.settings.episodes,
             idle_s=self.settings.episode_idle_s,
         )
+        #: What a dashboard shows, and what it may change.
+        self.steering = Steering(self, self._engine, lambda: node.use)
+        self.watch = Watch(self.clock, self.store, self.steering.now)
         #: What `/metrics` shows.
         self.metrics = Metrics(self.status, lambda: node.use, lambda: self.batches.views())
         #: By how ids of a tenant begin, the unfinished jobs it may have.
@@ -189,6 +195,7 @@ class RolloutService:
         except TimeoutError:
             log.error("%d jobs do not end; their sandboxes end with the node", len(self._engine.scheduler))
         self.state = ServiceState.STOPPED
+        await self.watch.aclose()
         self._news.tell()
 
     # How it is operated.
@@ -547,6 +554,7 @@ class RolloutService:
         """A result is kept; told in the order of the cursors."""
         self._newest = max(self._newest, result.cursor)
         self.metrics.observe(result)
+        self.watch.observe(result)
         self.batches.ended(result)
         self._announce(result)
 
@@ -590,13 +598,6 @@ class RolloutService:
             state=self._engine.scheduler.state(job) or JobState.QUEUED,
             attempts=self._engine.attempts(job),
         )
-
-
-def _limits(settings: ServiceSettings) -> Limits:
-    live = settings.live or settings.init + settings.run + settings.eval
-    return Limits(
-        init=settings.init, run=settings.run, eval=settings.eval, live=live, attempts=settings.attempts
-    )
 
 
 def _memory_store(settings: ServiceSettings) -> MemoryStore:

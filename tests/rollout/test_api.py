@@ -252,7 +252,10 @@ async def test_the_document_names_every_route_and_error(client: httpx.AsyncClien
     assert set(document["paths"]) == {
         "/v1/groups",
         "/v1/groups/{group_id}",
+        "/v1/jobs",
         "/v1/jobs/{job_id}",
+        *(f"/v1/jobs/{{job_id}}/{what}" for what in ("partial", "tokens", "retry")),
+        *("/v1/dashboard", "/v1/dashboard/stream", "/v1/summaries", "/v1/limits"),
         "/v1/jobs/{job_id}/result",
         "/v1/jobs/{job_id}/token",
         "/v1/results",

@@ -1,0 +1,329 @@
+"""What there is to see of a service: its last results in short, and what they say together.
+
+Counted once, when a result is kept; put together when somebody looks, and then for all who look.
+"""
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from prorl_envs.clock import Clock
+from prorl_envs.env.node import NodeUse
+from prorl_envs.rollout.batch_types import BatchView
+from prorl_envs.rollout.errors import CursorExpired, Full
+from prorl_envs.rollout.statistics import deviation
+from prorl_envs.rollout.store import Selection, Store
+from prorl_envs.rollout.types import JobState, Result
+from prorl_envs.rollout.views import NodeView, StatusView
+from prorl_envs.rollout.watch_views import (
+    Bucket,
+    DashboardView,
+    GroupLine,
+    JobLine,
+    Percentiles,
+    SandboxesView,
+    SummaryPage,
+)
+from prorl_envs.viewer.summary import Summary
+
+#: Summaries that are kept, and of these how many are read from the store when they are first asked for.
+KEPT, FROM_STORE = 20_000, 2_000
+#: Seconds of a bucket, and how many there are.
+BUCKET_S, BUCKETS = 10.0, 60
+#: Results, and single calls, that percentiles are of.
+LATELY, CALLS = 1_000, 5_000
+GROUPS = 24
+#: Who may follow at once.
+MOST_STREAMS = 64
+
+
+def summarise(result: Result) -> Summary:
+    """A result in short: the same as `summary_of` of its JSON."""
+    rows, times, failure = result.rows, result.timings, result.failure
+    return Summary(
+        cursor=result.cursor,
+        job_id=result.job_id,
+        group_id=result.group_id,
+        sample=result.sample,
+        environment=result.environment,
+        task_id=result.task_id,
+        batch_id=result.batch_id,
+        state=result.state.value,
+        reward=result.reward,
+        mask_sample=result.mask_sample,
+        stop_reason=result.stop_reason.value if result.stop_reason else None,
+        failure=failure.kind.value if failure else None,
+        failed_in=failure.stage.value if failure else None,
+        attempts=result.attempts,
+        turns=sum(len(row.turns) for row in rows),
+        tokens=sum(len(row.ids) for row in rows),
+        sampled=sum(turn.end - turn.start for row in rows for turn in row.turns),
+        rows=len(rows),
+        drift=sum(row.drift for row in rows),
+        queued_s=times.queued_s,
+        init_s=times.init_s,
+        run_s=times.run_s,
+        eval_s=times.eval_s,
+        model_s=times.model_s,
+        tools_s=times.tools_s,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Now:
+    """The service at this moment, without its results.
+
+    Args:
+        status, attempts_limit, batches, nodes, running: as in `DashboardView`.
+        use: of the machine.
+    """
+
+    status: StatusView
+    attempts_limit: int
+    use: NodeUse
+    batches: list[BatchView]
+    nodes: list[NodeView]
+    running: list[JobLine]
+
+
+class Watch:
+    """See the module.
+
+    Args:
+        clock: measures.
+        store: has the results from before.
+        look: the service now, as the parts of a `DashboardView` that are not about results.
+    """
+
+    def __init__(self, clock: Clock, store: Store, look: Callable[[], Now]) -> None:
+        self._clock = clock
+        self._store = store
+        self._look = look
+        self._recent: deque[Summary] = deque(maxlen=KEPT)
+        self._buckets: dict[int, Bucket] = {}
+        self._calls: deque[float] = deque(maxlen=CALLS)
+        self._tools: deque[float] = deque(maxlen=CALLS)
+        self._restoring: asyncio.Task[None] | None = None
+        self._streams = 0
+        self._made: tuple[float, DashboardView] | None = None
+        self._ended = asyncio.Event()
+
+    def observe(self, result: Result) -> None:
+        """A result is kept."""
+        summary = summarise(result)
+        self._recent.append(summary)
+        number = int(self._clock.monotonic() // BUCKET_S)
+        bucket = self._buckets.get(number, Bucket())
+        counted = {summary.state: getattr(bucket, summary.state) + 1}
+        self._buckets[number] = bucket.model_copy(
+            update={**counted, "sampled": bucket.sampled + summary.sampled}
+        )
+        if len(self._buckets) > BUCKETS + 1:
+            del self._buckets[next(iter(self._buckets))]
+        for turn in (turn for row in result.rows for turn in row.turns):
+            self._calls.append(turn.model_s)
+            if turn.tools_s:
+                self._tools.append(turn.tools_s)
+
+    async def page(self, after: int, limit: int, only: Selection) -> SummaryPage:
+        """Summaries after a cursor: of the results since the start, and of the last ones before it.
+
+        Args:
+            after: a cursor; 0 begins with the oldest that is known.
+            limit: most of them.
+            only: by prefix alone.
+        """
+        await self._restored()
+        found = [summary for summary in self._recent if summary.cursor > after]
+        mine = list(islice((one for one in found if one.group_id.startswith(only.prefix)), limit))
+        whole = len(mine) < limit and bool(found)
+        return SummaryPage(
+            summaries=mine, next=found[-1].cursor if whole else mine[-1].cursor if mine else after
+        )
+
+    def since(self, after: int, limit: int) -> list[Summary]:
+        """The newest summaries after a cursor, oldest first."""
+        fresh: list[Summary] = []
+        for summary in reversed(self._recent):
+            if summary.cursor <= after or len(fresh) == limit:
+                break
+            fresh.append(summary)
+        return fresh[::-1]
+
+    @property
+    def newest(self) -> int:
+        """Cursor of the newest summary."""
+        return self._recent[-1].cursor if self._recent else 0
+
+    async def _restored(self) -> None:
+        """Once: read the last results of before from the store."""
+        if self._restoring is None or (self._restoring.done() and self._restoring.exception()):
+            self._restoring = asyncio.create_task(self._restore())
+        await asyncio.shield(self._restoring)
+
+    async def _restore(self) -> None:
+        until = self._recent[0].cursor if self._recent else await self._store.newest() + 1
+        after = max(0, until - 1 - FROM_STORE)
+        found: list[Summary] = []
+        try:
+            while page := await self._store.results(after, 64):
+                found += [summarise(result) for result in page if result.cursor < until]
+                after = page[-1].cursor
+                if after >= until - 1:
+                    break
+        except CursorExpired:  # what was dropped meanwhile is not shown
+            pass
+        if room := KEPT - len(self._recent):
+            self._recent.extendleft(reversed(found[-room:]))
+
+    # Looking.
+
+    def view(self, *, fresh_s: float = 0.5) -> DashboardView:
+        """The service now. Who asks within `fresh_s` seconds of another gets the same."""
+        now = self._clock.monotonic()
+        if self._made is None or now - self._made[0] >= fresh_s:
+            self._made = (now, self._view(now))
+        return self._made[1]
+
+    def _view(self, now: float) -> DashboardView:
+        look = self._look()
+        lately = list(islice(reversed(self._recent), LATELY))
+        rewards = [summary.reward for summary in lately if summary.reward is not None]
+        bucket = int(now // BUCKET_S)
+        return DashboardView(
+            time=time.time(),
+            status=look.status,
+            attempts_limit=look.attempts_limit,
+            sandboxes=_sandboxes(look.use),
+            history=[
+                self._buckets.get(number, Bucket()) for number in range(bucket - BUCKETS + 1, bucket + 1)
+            ],
+            latency=self._latency(lately),
+            rewards=_tenths(rewards),
+            reward_mean=math.fsum(rewards) / len(rewards) if rewards else None,
+            groups=_groups(lately),
+            batches=look.batches,
+            nodes=look.nodes,
+            running=look.running,
+        )
+
+    def _latency(self, lately: Sequence[Summary]) -> dict[str, Percentiles]:
+        ended = [summary for summary in lately if summary.state == JobState.DONE]
+        measured: dict[str, Iterable[float]] = {
+            "queued": (summary.queued_s for summary in ended),
+            "init": (summary.init_s for summary in ended),
+            "run": (summary.run_s for summary in ended),
+            "eval": (summary.eval_s for summary in ended),
+            "model_call": self._calls,
+            "tools": self._tools,
+        }
+        return {name: found for name, values in measured.items() if (found := percentiles(values))}
+
+    # Following.
+
+    def check_room(self) -> None:
+        """Raises:
+        Full: as many as may follow do.
+        """
+        if self._streams >= MOST_STREAMS:
+            raise Full(f"{MOST_STREAMS} are watching already", hint="close a dashboard")
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """One more follows in this block."""
+        self._streams += 1
+        try:
+            yield
+        finally:
+            self._streams -= 1
+
+    async def wait(self, seconds: float) -> bool:
+        """Whether the service goes on after so many seconds."""
+        try:
+            async with self._clock.timeout(seconds):
+                await self._ended.wait()
+        except TimeoutError:
+            return True
+        return False
+
+    async def aclose(self) -> None:
+        """End every stream."""
+        self._ended.set()
+        if self._restoring is not None and not self._restoring.done():
+            self._restoring.cancel()
+            await asyncio.wait({self._restoring})
+
+
+def percentiles(values: Iterable[float]) -> Percentiles | None:
+    """Of these values, by the nearest rank; None where there are none."""
+    ordered = sorted(values)
+    if not ordered:
+        return None
+
+    def at(share: float) -> float:
+        return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+    return Percentiles(p50=at(0.5), p90=at(0.9), p99=at(0.99), count=len(ordered))
+
+
+def _tenths(rewards: Sequence[float]) -> list[int]:
+    counts = [0] * 10
+    for reward in rewards:
+        counts[min(9, max(0, math.floor(reward * 10)))] += 1
+    return counts
+
+
+def _groups(lately: Sequence[Summary]) -> list[GroupLine]:
+    found: dict[str, list[Summary]] = {}
+    for summary in lately:
+        if summary.group_id in found or len(found) < GROUPS:
+            found.setdefault(summary.group_id, []).append(summary)
+    lines = []
+    for group, samples in found.items():
+        ordered = sorted(samples, key=lambda summary: summary.sample)
+        given = [summary.reward for summary in ordered if summary.reward is not None]
+        mean = math.fsum(given) / len(given) if given else None
+        lines.append(
+            GroupLine(
+                id=group,
+                environment=ordered[0].environment,
+                task_id=ordered[0].task_id,
+                rewards=[summary.reward for summary in ordered],
+                mean=mean,
+                std=None if mean is None else deviation(given, mean),
+            )
+        )
+    return lines
+
+
+def _sandboxes(use: NodeUse) -> SandboxesView:
+    total, available = _memory()
+    return SandboxesView(
+        open=use.open,
+        warm=use.warm,
+        busy=max(0, use.open - use.warm),
+        starting=use.starting,
+        waiting=use.waiting,
+        starts_limit=None if math.isinf(use.starts_limit) else int(use.starts_limit),
+        given=use.given,
+        from_pool=use.from_pool,
+        failed=use.failed,
+        ready_s=use.seconds / use.given if use.given else None,
+        memory_bytes=total,
+        memory_used_bytes=None if total is None or available is None else total - available,
+    )
+
+
+def _memory(path: Path = Path("/proc/meminfo")) -> tuple[int | None, int | None]:
+    """Bytes of memory that the machine has, and that are available."""
+    try:
+        rows = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
+        return int(rows["MemTotal"].split()[0]) * 1024, int(rows["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None, None

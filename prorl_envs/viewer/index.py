@@ -1,0 +1,153 @@
+"""An index of a JSONL file of results: what each line holds, and where it is. The file is never loaded."""
+
+import json
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from prorl_envs.errors import InputError
+from prorl_envs.viewer.summary import Summary, summary_of
+
+#: Longest line that is taken for a result, in bytes.
+MAX_LINE = 512 << 20
+#: Lines that are no results, and are named one by one; the others are only counted.
+MAX_NAMED = 100
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A result in the file: its place in bytes, and in short what it is."""
+
+    offset: int
+    length: int
+    summary: Summary
+
+
+class Index:
+    """The results of one file, in its order. It may grow while it is looked at, and may be replaced.
+
+    Methods may be called from several threads.
+
+    Args:
+        path: a JSONL file.
+
+    Attributes:
+        entries: what was found so far.
+        bad: lines that are no results, as (number of the line, what is wrong); `bad_lines`: how many.
+        read: bytes that were looked at; `size`: of the file, when it was last looked at.
+        generation: how often another file took its place.
+
+    Raises:
+        InputError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.generation = 0
+        self._lock = threading.Lock()
+        self._open()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def extend(self, max_bytes: int | None = None) -> bool:
+        """Read on.
+
+        Args:
+            max_bytes: roughly how far; None reads to the end.
+
+        Returns:
+            whether there is more.
+        """
+        with self._lock:
+            if self._replaced():
+                self._file.close()
+                self._open()
+                self.generation += 1
+            self.size = os.fstat(self._file.fileno()).st_size
+            until = self.size if max_bytes is None else min(self.size, self.read + max_bytes)
+            while self.read < until and self._take_line():
+                pass
+            return self.read < self.size and not self._unfinished
+
+    def line(self, number: int) -> bytes:
+        """A result as JSON.
+
+        Args:
+            number: of its entry.
+
+        Raises:
+            InputError: there is no such entry, or the file has changed.
+        """
+        with self._lock:
+            if not 0 <= number < len(self.entries):
+                raise InputError(f"no episode {number}")
+            entry = self.entries[number]
+            line = os.pread(self._file.fileno(), entry.length, entry.offset)
+        if len(line) < entry.length:
+            raise InputError("the file has become shorter", hint="load the page again")
+        return line
+
+    def search(self, text: str) -> list[int]:
+        """The entries whose JSON has this text in a string, written as JSON writes it. Case counts.
+
+        Args:
+            text: what to look for, at least one character.
+        """
+        written = (json.dumps(text, ensure_ascii=ascii_alone)[1:-1] for ascii_alone in (False, True))
+        needles = {words.encode("utf-8", "replace") for words in written}
+        return [
+            number
+            for number in range(len(self.entries))
+            if any(needle in line for line in (self.line(number),) for needle in needles)
+        ]
+
+    def _open(self) -> None:
+        try:
+            self._file = self.path.open("rb", buffering=_BLOCK)
+        except OSError as error:
+            raise InputError(
+                f"cannot read {self.path}: {error.strerror}", hint="name a results.jsonl"
+            ) from error
+        self.entries: list[Entry] = []
+        self.bad: list[tuple[int, str]] = []
+        self.bad_lines = self.read = self._lines = 0
+        self._unfinished = False
+        self.size = os.fstat(self._file.fileno()).st_size
+
+    def _replaced(self) -> bool:
+        """Whether another file has the name now, or this one became shorter. A removed one stays open."""
+        here = os.fstat(self._file.fileno())
+        try:
+            there = self.path.stat()
+        except OSError:
+            return False
+        return (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino) or there.st_size < self.read
+
+    def _take_line(self) -> bool:
+        """Take in the next line; False where it is not finished yet."""
+        self._file.seek(self.read)
+        line = self._file.readline(MAX_LINE)
+        self._unfinished = not line.endswith(b"\n") and len(line) < MAX_LINE and not _whole(line)
+        if self._unfinished:
+            return False
+        offset, self.read = self.read, self.read + len(line)
+        self._lines += 1
+        if line.strip():
+            try:
+                self.entries.append(Entry(offset, len(line), summary_of(line)))
+            except InputError as error:
+                self.bad_lines += 1
+                if len(self.bad) < MAX_NAMED:
+                    self.bad.append((self._lines, error.message))
+        return True
+
+
+def _whole(line: bytes) -> bool:
+    """Whether a last line without an end is a whole object all the same."""
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False

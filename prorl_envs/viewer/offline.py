@@ -1,0 +1,123 @@
+"""Serves a file of results to a browser on this machine. Who has not got the link gets nothing."""
+
+import asyncio
+import hmac
+import json
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from prorl_envs.errors import InputError
+from prorl_envs.viewer.assets import HEADERS, Asset, assets, page
+from prorl_envs.viewer.index import Index
+from prorl_envs.viewer.rows import Texts, rows_of
+
+#: Bytes that are indexed between two answers to the page.
+STEP = 32 << 20
+#: Longest text to search for.
+MAX_QUERY = 1000
+
+
+def offline_app(index: Index, token: str, texts: Texts | None = None) -> Starlette:
+    """The application.
+
+    Args:
+        index: of the file. The caller closes it.
+        token: first part of every path; unguessable.
+        texts: reads tokens; None leaves them numbers.
+    """
+
+    async def episodes(request: Request) -> Response:
+        """Entries from a number on, after reading on for a while."""
+        more = await asyncio.to_thread(index.extend, STEP)
+        generation = index.generation
+        known = _number(request.query_params.get("after", "0"))
+        same = request.query_params.get("generation", str(generation)) == str(generation)
+        body = {
+            "file": index.path.name,
+            "size": index.size,
+            "read": index.read,
+            "more": more,
+            "generation": generation,
+            "bad": index.bad,
+            "bad_lines": index.bad_lines,
+            "texts": texts is not None,
+            "entries": [entry.summary for entry in index.entries[known if same else 0 :]],
+        }
+        return _json(msgspec.json.encode(body))
+
+    async def line(request: Request) -> bytes:
+        number = _number(request.path_params["number"])
+        if number >= len(index.entries):  # a link to it, before anybody has asked for the list
+            await asyncio.to_thread(index.extend)
+        return await asyncio.to_thread(index.line, number)
+
+    async def episode(request: Request) -> Response:
+        return _json(await line(request))
+
+    async def tokens(request: Request) -> Response:
+        if texts is None:
+            raise InputError("no tokenizer is named", hint="prorl-envs view FILE --tokenizer FOLDER")
+        rows = rows_of(json.loads(await line(request)))
+        read = await asyncio.to_thread(lambda: [texts(row["ids"]) for row in rows])
+        return _json(msgspec.json.encode({"rows": read}))
+
+    async def search(request: Request) -> Response:
+        text = request.query_params.get("text", "")
+        if not 0 < len(text) <= MAX_QUERY:
+            raise InputError(f"a text of 1 to {MAX_QUERY} characters is searched for")
+        return _json(msgspec.json.encode({"numbers": await asyncio.to_thread(index.search, text)}))
+
+    async def asset(request: Request) -> Response:
+        found = assets().get(request.path_params["name"])
+        return answer_asset(found) if found else _error(404, "no such file")
+
+    async def shell(_: Request) -> Response:
+        return answer_asset(page("file"))
+
+    def guarded(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        async def checked(request: Request) -> Response:
+            if not hmac.compare_digest(request.path_params["token"].encode(), token.encode()):
+                return _error(404, "not found")
+            try:
+                return await answer(request)
+            except InputError as error:
+                return _error(422, error.message, error.hint)
+
+        return checked
+
+    routes = {
+        "/{token}/": shell,
+        "/{token}/api/episodes": episodes,
+        "/{token}/api/episodes/{number}": episode,
+        "/{token}/api/episodes/{number}/tokens": tokens,
+        "/{token}/api/search": search,
+        "/{token}/{name}": asset,
+    }
+    app = Starlette(routes=[Route(path, guarded(answer)) for path, answer in routes.items()])
+    app.router.redirect_slashes = False
+    return app
+
+
+def answer_asset(asset: Asset) -> Response:
+    """A file of the pages over HTTP."""
+    return Response(asset.content, media_type=asset.media_type, headers=HEADERS)
+
+
+def _json(content: bytes) -> Response:
+    return Response(content, media_type="application/json", headers={**HEADERS, "Cache-Control": "no-store"})
+
+
+def _error(status: int, message: str, hint: str = "") -> Response:
+    body = {"error": {"type": "invalid_request", "message": message, "hint": hint}}
+    return Response(msgspec.json.encode(body), status, HEADERS, media_type="application/json")
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 12):
+        raise InputError("a number is expected")
+    return int(text)

@@ -1,0 +1,113 @@
+// What can be changed: one function an action, each with its question where it cannot be taken back.
+import { el, say } from "./dom.js";
+import { client } from "./client.js";
+
+/** Do something, and say what came of it. Returns the answer, or null where it was refused. */
+export async function act(method, path, body, done) {
+  try {
+    const answer = await client.send(method, path, body);
+    say(done);
+    return answer;
+  } catch (error) {
+    say(error.message);
+    return null;
+  }
+}
+
+export function job(id, last = "") {
+  return `/v1/jobs/${encodeURIComponent(id)}${last}`;
+}
+
+/** A dialog with fields. Resolves to their values by name, or null where it was left. */
+export function ask(title, text, fields, doIt) {
+  return new Promise((resolve) => {
+    const inputs = fields.map((field) => [field, input(field)]);
+    const dialog = el("dialog", { class: "dialog", "aria-labelledby": "ask-title" },
+      el("form", { method: "dialog" },
+        el("h2", { id: "ask-title" }, title), text && el("p", {}, text),
+        inputs.map(([field, node]) => el("div", {}, el("label", { for: `ask-${field.name}` }, field.label), node, field.help && el("p", { class: "quiet" }, field.help))),
+        el("div", { class: "buttons" },
+          el("button", { type: "button", on: { click: () => dialog.close("") } }, "Leave"),
+          el("button", { class: "primary", type: "submit", value: "do" }, doIt))));
+    dialog.addEventListener("close", () => {
+      const values = dialog.returnValue === "do" ? Object.fromEntries(inputs.map(([field, node]) => [field.name, node.value])) : null;
+      dialog.remove();
+      resolve(values);
+    });
+    document.body.append(dialog);
+    dialog.showModal();
+  });
+}
+
+function input({ name, type = "text", value = "", options, ...rest }) {
+  if (!options) return el("input", { id: `ask-${name}`, name, type, value: String(value), autocomplete: "off", ...attributes(rest) });
+  return el("select", { id: `ask-${name}`, name }, options.map(([key, label]) => el("option", { value: key, selected: key === value }, label)));
+}
+
+function attributes({ min, max, required, placeholder }) {
+  return { min, max, required, placeholder };
+}
+
+export async function pause() {
+  const asked = await ask("Pause", "Jobs go on being accepted. Waiting counts against no deadline.", [
+    { name: "mode", label: "What is held back", value: "finish", options: [["finish", "New jobs: what has begun goes to its result"], ["hold", "Every stage: what runs waits at the end of it, with its sandbox"]] },
+  ], "Pause");
+  return asked && act("POST", "/v1/pause", { mode: asked.mode }, "Paused.");
+}
+
+export function resume() {
+  return act("POST", "/v1/resume", undefined, "It goes on.");
+}
+
+export async function drain() {
+  const asked = await ask("Drain", "Nothing more is accepted, and what is there is finished. Resume takes it back.", [], "Drain");
+  return asked && act("POST", "/v1/drain", undefined, "Draining.");
+}
+
+export async function limits(view) {
+  const { pools, live_limit: live, queue_limit: queue } = view.status;
+  const now = { init: pools.init.limit, run: pools.run.limit, eval: pools.eval.limit, live, queue, attempts: view.attempts_limit };
+  const names = { init: "INIT at once", run: "RUN at once", eval: "EVAL at once", live: "Jobs that hold a sandbox", queue: "Jobs accepted and not finished", attempts: "Attempts at a job" };
+  const fields = Object.entries(names).map(([name, label]) => ({ name, label, type: "number", min: "1", required: true, value: now[name] }));
+  const asked = await ask("Limits", "Of the service's own machine, until it ends. What runs over a new bound goes on to its end.", fields, "Set");
+  if (!asked) return null;
+  const changed = Object.fromEntries(Object.entries(asked).map(([name, value]) => [name, Number(value)]).filter(([name, value]) => value !== now[name]));
+  return Object.keys(changed).length ? act("PATCH", "/v1/limits", changed, "Set.") : null;
+}
+
+export async function addServer() {
+  const asked = await ask("Add a model server", "", [
+    { name: "url", label: "Base URL", type: "url", required: true, placeholder: "http://host:8000/v1" },
+    { name: "protocol", label: "Protocol", value: "auto", options: [["auto", "find out"], ["vllm", "vLLM"], ["sglang", "SGLang"], ["openai", "chat only, not for training"]] },
+  ], "Add");
+  return asked && act("POST", "/v1/model_servers", asked, "Added.");
+}
+
+export async function drainServer(url) {
+  const asked = await ask("Drain a model server", `${url} gets no more turns, and is gone once those in flight have ended.`, [], "Drain");
+  return asked && act("DELETE", `/v1/model_servers?url=${encodeURIComponent(url)}`, undefined, "It gets nothing more.");
+}
+
+export function node(name, what) {
+  return act("POST", `/v1/nodes/${encodeURIComponent(name)}/${what}`, undefined, what === "drain" ? "Draining." : "It takes jobs again.");
+}
+
+export async function cancelJob(id) {
+  const asked = await ask("Cancel a job", `${id} ends where it is, and has no reward.`, [], "Cancel the job");
+  return asked && act("DELETE", job(id), undefined, "Cancelled.");
+}
+
+export async function cancelBatch(id) {
+  const asked = await ask("Cancel a batch", `What is under way of ${id} ends.`, [], "Cancel the batch");
+  return asked && act("DELETE", `/v1/batches/${encodeURIComponent(id)}`, undefined, "Cancelled.");
+}
+
+export async function cancelGroup(id) {
+  const asked = await ask("Cancel a group", `What is left of ${id} ends; finished samples keep their results.`, [], "Cancel the group");
+  return asked && act("DELETE", `/v1/groups/${encodeURIComponent(id)}`, undefined, "Cancelled.");
+}
+
+export async function retryJob(id) {
+  const group = await act("POST", job(id, "/retry"), undefined, "It is done again, as a group of its own.");
+  if (group) location.hash = `#/episode/${encodeURIComponent(group.jobs[0].id)}`;
+}

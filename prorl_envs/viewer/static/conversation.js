@@ -1,0 +1,102 @@
+// An episode as a conversation: turns, with the calls of each and what came of them.
+import { el } from "./dom.js";
+import { count, seconds } from "./format.js";
+import { image, output, replacement } from "./output.js";
+import { callsOf, conversationOf, partsOf, textOf, thoughts } from "./result.js";
+
+const CODE = new Set(["command", "code", "cmd", "script", "input", "patch", "diff", "file_text", "content", "query", "new_str", "old_str", "message", "thought"]);
+
+/** The whole conversation. `onTokens(turn)` shows a turn's tokens, where there are any. */
+export function conversation(result, onTokens) {
+  const { before, turns } = conversationOf(result);
+  return el("div", { class: "conversation" },
+    toolsOnOffer(result.tools),
+    before.map((message) => said(message, { folded: message?.role === "system" })),
+    turns.map((turn) => turnBlock(turn, onTokens)),
+    !turns.length && el("p", { class: "quiet pad" }, before.length ? "The model has not answered." : "Nothing was said."));
+}
+
+function turnBlock(turn, onTokens) {
+  const { message, record } = turn;
+  const [reasoning, content] = thoughts(message);
+  const calls = callsOf(message);
+  const answers = new Map(turn.after.filter((m) => m?.tool_call_id).map((m) => [String(m.tool_call_id), m]));
+  const matched = new Set(calls.map(({ id }) => answers.get(id)));
+  return el("section", { class: "turn", id: `turn-${turn.number}`, tabindex: "-1", "aria-label": `Turn ${turn.number}` },
+    el("header", { class: "turn-head" },
+      el("h3", {}, `Turn ${turn.number}`), record && facts(record),
+      record && onTokens && el("button", { type: "button", class: "link", on: { click: () => onTokens(turn) } }, "tokens")),
+    reasoning && el("details", { class: "thought" }, el("summary", {}, `Reasoning, ${count(reasoning.length)} characters`), el("div", { class: "prose" }, reasoning)),
+    prose(content),
+    !calls.length && !partsOf(content).length && !reasoning && el("p", { class: "quiet" }, "An empty answer."),
+    calls.map((call) => callCard(call, answers.get(call.id))),
+    turn.after.filter((m) => !matched.has(m)).map((m) => said(m, {})));
+}
+
+function facts(record) {
+  const told = [
+    [`model ${seconds(record.model_s)}`, "time of the model call"],
+    record.tools_s > 0 && [`tools ${seconds(record.tools_s)}`, "time of the tool calls"],
+    [`${count(record.end - record.start)} tokens`, "tokens that the model sampled"],
+    record.cached_tokens > 0 && [`${count(record.cached_tokens)} cached`, "prompt tokens found in the server's prefix cache"],
+    record.finish_reason !== "stop" && [record.finish_reason, "why the model stopped"],
+    record.weight_version && [`weights ${record.weight_version}`, `sampled by ${record.server}`],
+    record.exact === false && ["not exact", "the server gave text; these ids are not for training"],
+  ];
+  return el("span", { class: "facts" }, told.filter(Boolean).map(([text, title]) => el("span", { title }, text)));
+}
+
+/** A call and what came of it. */
+export function callCard(call, answer) {
+  return el("div", { class: "call" },
+    el("div", { class: "call-head" }, el("span", { class: "tool" }, call.name), el("span", { class: "sr" }, " called with")),
+    argumentsOf(call.arguments),
+    answer ? el("div", { class: "answer" }, el("span", { class: "sr" }, "Output:"), parts(answer.content, "no output")) : el("p", { class: "quiet answer" }, "no answer"));
+}
+
+function argumentsOf(given) {
+  const names = Object.keys(given);
+  if (!names.length) return null;
+  const shown = names.filter((name) => name !== "new_str" || typeof given.old_str !== "string");
+  return el("div", { class: "arguments" }, shown.map((name) => argument(given, name, shown.length === 1)));
+}
+
+function argument(given, name, alone) {
+  const value = given[name];
+  if (name === "old_str" && typeof value === "string") return replacement(value, textOf(given.new_str ?? ""));
+  if (typeof value === "string" && (value.includes("\n") || CODE.has(name))) {
+    return el("div", { class: "argument" }, !(alone && CODE.has(name)) && el("span", { class: "key" }, name), output(value, { kind: "code" }));
+  }
+  return el("div", { class: "argument inline" }, el("span", { class: "key" }, name), el("code", {}, textOf(value)));
+}
+
+function said(message, { folded = false }) {
+  const role = typeof message?.role === "string" ? message.role : "message";
+  const body = ["user", "system"].includes(role) && partsOf(message?.content).length ? prose(message?.content) : parts(message?.content, "nothing");
+  const label = message?.name && role === "tool" ? `${role} ${message.name}` : role;
+  if (folded) return el("details", { class: `said ${role}` }, el("summary", {}, el("span", { class: "role" }, label), el("span", { class: "quiet preview" }, textOf(message?.content ?? "").slice(0, 140))), body);
+  return el("section", { class: `said ${["user", "tool", "system"].includes(role) ? role : ""}`, "aria-label": label }, el("span", { class: "role" }, label), body);
+}
+
+function prose(content) {
+  return partsOf(content).map((part) => (part.text === undefined || part.text.includes("data:image/") ? one(part) : el("div", { class: "prose" }, part.text)));
+}
+
+function parts(content, nothing) {
+  const found = partsOf(content);
+  return found.length ? found.map(one) : el("p", { class: "quiet" }, nothing);
+}
+
+function one({ text, image: url, json }) {
+  if (url !== undefined) return image(url);
+  return output(text ?? textOf(json));
+}
+
+function toolsOnOffer(tools) {
+  if (!Array.isArray(tools) || !tools.length) return null;
+  const named = tools.map((tool) => tool?.function ?? tool ?? {});
+  return el("details", { class: "said system" },
+    el("summary", {}, el("span", { class: "role" }, "tools"), el("span", { class: "quiet preview" }, named.map(({ name }) => String(name)).join(", "))),
+    named.map((tool) => el("div", { class: "offer" }, el("span", { class: "tool" }, String(tool.name)), el("p", {}, String(tool.description ?? "")),
+      tool.parameters && el("details", {}, el("summary", { class: "quiet" }, "parameters"), output(textOf(tool.parameters), { kind: "plain" })))));
+}

@@ -1,0 +1,125 @@
+// The list of episodes, or of groups, with what is searched for and ticked beside it.
+import { el, fill } from "./dom.js";
+import { FACETS, counts, grouped, matcher, parse, sorted, written } from "./filter.js";
+import { active, count, number, outcome, plural, seconds, tone } from "./format.js";
+import { VirtualList } from "./list.js";
+
+/** A reward as a chip; what has none says so. */
+export function chip(entry) {
+  const kind = tone(entry.reward);
+  return el("span", { class: `chip ${kind}` }, kind === "none" ? "none" : number(entry.reward));
+}
+
+/** The rewards of a group's samples, one mark each. */
+export function strip(samples) {
+  const marks = samples.slice(0, 64).map((entry) => el("span", { class: `mark ${tone(entry.reward)}` }));
+  const told = samples.map(({ reward }) => (reward === null ? "none" : number(reward))).slice(0, 64).join(", ");
+  return el("span", { class: "strip", role: "img", "aria-label": `rewards: ${told}` }, marks);
+}
+
+const EPISODES = [
+  { id: "reward", name: "Reward", width: "5.5rem", cell: chip },
+  { id: "task", name: "Task", grow: 2, cell: (entry) => [el("span", { class: "main" }, entry.task_id), el("span", { class: "quiet wide" }, entry.environment)] },
+  { id: "job", name: "Job", grow: 2, wide: true, cell: (entry) => el("a", { href: link(entry), tabindex: "-1" }, entry.job_id) },
+  { id: "end", name: "Ended by", width: "7.5rem", cell: (entry) => el("span", { class: entry.failure ? "failure" : "" }, outcome(entry)) },
+  { id: "turns", name: "Turns", width: "4.5rem", numeric: true, wide: true, cell: (entry) => count(entry.turns) },
+  { id: "tokens", name: "Tokens", width: "5.5rem", numeric: true, wide: true, cell: (entry) => count(entry.tokens) },
+  { id: "time", name: "Time", width: "6rem", numeric: true, wide: true, cell: (entry) => seconds(active(entry)) },
+];
+
+const GROUPS = [
+  { id: "task", name: "Task", grow: 2, cell: (group) => [el("span", { class: "main" }, group.task_id), el("span", { class: "quiet wide" }, group.environment)] },
+  { id: "group", name: "Group", grow: 2, wide: true, cell: (group) => el("a", { href: `#/group/${encodeURIComponent(group.key)}`, tabindex: "-1" }, group.key) },
+  { id: "rewards", name: "Rewards", grow: 2, cell: (group) => strip(group.samples) },
+  { id: "mean", name: "Mean", width: "5rem", numeric: true, cell: (group) => (group.mean === null ? "–" : number(group.mean)) },
+  { id: "std", name: "Std", width: "5rem", numeric: true, wide: true, cell: (group) => (group.std === null ? "–" : number(group.std)) },
+  { id: "spread", name: "Differs", width: "5rem", wide: true, cell: (group) => (group.informative ? "yes" : el("span", { class: "quiet" }, "no")) },
+];
+
+function link(entry) {
+  return `#/episode/${encodeURIComponent(entry.key)}`;
+}
+
+/** The page. Returns {node, news, end}. */
+export function episodesPage(source, query) {
+  const state = parse(query);
+  let inside = null;
+  const facets = el("div", {});
+  const wide = matchMedia("(min-width: 721px)").matches;
+  const summary = el("p", { class: "quiet summary", role: "status" });
+  const problem = el("p", { class: "problem", hidden: true });
+  const field = el("input", {
+    type: "search", id: "filter", value: state.text, placeholder: "words", autocomplete: "off", spellcheck: "false", "aria-describedby": "filter-help",
+    on: { input: () => change({ text: field.value }) },
+  });
+  const deep = source.searches && el("form", { class: "field", on: { submit: (event) => { event.preventDefault(); change({ inside: deepField.value }); lookInside(); } } });
+  const deepField = el("input", { type: "search", id: "inside", value: state.inside, placeholder: "exact text, then Enter", autocomplete: "off", maxlength: "1000", spellcheck: "false" });
+  deepField.addEventListener("search", () => { if (!deepField.value) { change({ inside: "" }); lookInside(); } });
+  if (deep) deep.append(el("label", { for: "inside" }, "In what was said"), deepField);
+  const lists = {
+    episodes: new VirtualList({ label: "Episodes", columns: EPISODES, onOpen: (entry) => { location.hash = link(entry); }, onSort, empty: "No episode fits." }),
+    groups: new VirtualList({ label: "Groups", columns: GROUPS.map((column) => ({ ...column, sortable: false })), onOpen: (group) => { location.hash = `#/group/${encodeURIComponent(group.key)}`; }, empty: "No group fits." }),
+  };
+  const tabs = el("div", { class: "tabs", role: "group", "aria-label": "Show" }, ["episodes", "groups"].map((view) =>
+    el("button", { type: "button", data: { view }, on: { click: () => change({ view }) } }, view === "groups" ? "Groups" : "Episodes")));
+  const place = el("div", { class: "list-place" });
+  const node = el("div", { class: "browse" },
+    el("aside", { class: "filters", "aria-label": "Filters" },
+      el("div", { class: "field" }, el("label", { for: "filter" }, "Filter"), field, el("p", { class: "help", id: "filter-help" }, "also turns>10 reward<1 time>60 tokens>5000")), deep,
+      el("details", { class: "facets", open: wide }, el("summary", {}, "More filters"), facets)),
+    el("section", { class: "results", "aria-label": "Results" }, el("div", { class: "bar" }, tabs, summary), problem, place));
+
+  function change(changes) {
+    Object.assign(state, changes);
+    history.replaceState(null, "", `#/episodes?${written(state)}`);
+    draw();
+  }
+
+  function onSort(id) {
+    change({ sort: id, descending: state.sort === id ? !state.descending : id !== "task" && id !== "job" && id !== "end" });
+  }
+
+  async function lookInside() {
+    inside = null;
+    if (state.inside) {
+      fill(summary, "looking …");
+      inside = await source.search(state.inside);
+    }
+    draw();
+  }
+
+  function draw() {
+    const pool = inside ? source.entries.filter((entry) => inside.has(entry.key)) : source.entries;
+    const fitting = pool.filter(matcher(state));
+    fill(facets, FACETS.map((facet) => ticks(facet, counts(pool, state, facet))));
+    for (const button of tabs.children) button.setAttribute("aria-pressed", String(button.dataset.view === state.view));
+    const list = lists[state.view];
+    if (place.firstChild !== list.node) fill(place, list.node);
+    const shown = state.view === "groups" ? grouped(fitting) : sorted(fitting, state);
+    list.update(shown, state);
+    const all = source.entries.length === fitting.length ? "" : ` of ${count(source.entries.length)}`;
+    const rewards = fitting.filter(({ reward }) => reward !== null);
+    const mean = rewards.length ? `, mean reward ${number(rewards.reduce((sum, { reward }) => sum + reward, 0) / rewards.length)}` : "";
+    const reading = source.progress < 1 ? ` (${Math.floor(source.progress * 100)}% of the file read)` : "";
+    fill(summary, `${plural(fitting.length, "episode")}${all}${mean}${reading}`);
+    problem.hidden = !source.problems;
+    fill(problem, source.problems);
+  }
+
+  function ticks(facet, values) {
+    if (values.length < 2 && !state.ticked[facet.id].size) return null;
+    const ticked = state.ticked[facet.id];
+    return el("fieldset", {}, el("legend", {}, facet.name), values.slice(0, 30).map(([value, n]) => {
+      const box = el("input", { type: "checkbox", checked: ticked.has(value), on: { change: () => { ticked[box.checked ? "add" : "delete"](value); change({}); refocus(facet.id, value); } }, data: { facet: facet.id, value } });
+      return el("label", { class: "tick" }, box, el("span", { class: "name" }, value.replaceAll("_", " ")), el("span", { class: "quiet" }, count(n)));
+    }));
+  }
+
+  function refocus(facet, value) {
+    for (const box of facets.querySelectorAll("input")) if (box.dataset.facet === facet && box.dataset.value === value) box.focus();
+  }
+
+  draw();
+  if (state.inside) lookInside();
+  return { node, title: "Episodes", news: draw, end: () => Object.values(lists).forEach((list) => list.end()) };
+}

@@ -1,0 +1,35 @@
+// The stream of events of a service: one connection, read as server-sent events, opened again when it breaks.
+// (EventSource cannot send the bearer token, and a token in an address would be logged.)
+import { client } from "./client.js";
+
+const FIRST_PAUSE_MS = 500, LONGEST_PAUSE_MS = 10_000;
+
+/** Follow without end. on.event(name, data), on.state(whether it is there). */
+export async function follow(path, on) {
+  for (let pause = FIRST_PAUSE_MS; ; pause = Math.min(pause * 2, LONGEST_PAUSE_MS)) {
+    try {
+      const response = await client.ask("GET", path);
+      on.state(true);
+      pause = FIRST_PAUSE_MS;
+      await read(response.body, on.event);
+    } catch (error) {
+      if (error.status && error.status !== 503 && error.status !== 429) on.event("refused", error);
+    }
+    on.state(false);
+    await new Promise((resolve) => setTimeout(resolve, pause));
+  }
+}
+
+async function read(body, onEvent) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let rest = ""; ; ) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const events = (rest + value).split("\n\n");
+    rest = events.pop();
+    for (const event of events) {
+      const name = /^event: (.*)$/m.exec(event)?.[1], data = /^data: (.*)$/m.exec(event)?.[1];
+      if (name && data) onEvent(name, JSON.parse(data));
+    }
+  }
+}

@@ -1,0 +1,117 @@
+// Which episodes are shown: words, comparisons, ticked values; all of it in the page's address. Pure.
+import { active, outcome } from "./format.js";
+
+const COMPARISON = /^(reward|turns|tokens|sampled|time|attempts|drift|rows)(<=|>=|<|>|=)(-?\d+(?:\.\d+)?)$/;
+const VALUES = {
+  reward: (entry) => entry.reward, turns: (entry) => entry.turns, tokens: (entry) => entry.tokens,
+  sampled: (entry) => entry.sampled, time: active, attempts: (entry) => entry.attempts,
+  drift: (entry) => entry.drift, rows: (entry) => entry.rows,
+};
+const COMPARE = {
+  "<": (a, b) => a < b, ">": (a, b) => a > b, "<=": (a, b) => a <= b, ">=": (a, b) => a >= b, "=": (a, b) => a === b,
+};
+
+/** What can be ticked: a name, and the value of an episode. */
+export const FACETS = [
+  { id: "env", name: "Environment", of: (entry) => entry.environment },
+  { id: "reward", name: "Reward", of: (entry) => bucket(entry.reward) },
+  { id: "end", name: "Ended by", of: outcome },
+];
+
+/** Ways to sort, each the value that counts. */
+export const SORTS = {
+  order: (entry, index) => index, reward: (entry) => entry.reward ?? -Infinity, task: (entry) => entry.task_id,
+  job: (entry) => entry.job_id, end: outcome, turns: (entry) => entry.turns, tokens: (entry) => entry.tokens, time: active,
+};
+
+/** The state that an address holds. */
+export function parse(query) {
+  const given = new URLSearchParams(query);
+  const ticked = Object.fromEntries(FACETS.map(({ id }) => [id, new Set(given.getAll(id))]));
+  return {
+    text: given.get("q") ?? "", inside: given.get("inside") ?? "", ticked, view: given.get("view") === "groups" ? "groups" : "episodes",
+    sort: given.get("sort") ?? "order", descending: given.get("desc") === "1",
+  };
+}
+
+/** The address of a state. */
+export function written(state) {
+  const made = new URLSearchParams();
+  if (state.view !== "episodes") made.set("view", state.view);
+  if (state.text) made.set("q", state.text);
+  if (state.inside) made.set("inside", state.inside);
+  for (const { id } of FACETS) for (const value of state.ticked[id]) made.append(id, value);
+  if (state.sort !== "order") made.set("sort", state.sort);
+  if (state.descending) made.set("desc", "1");
+  return made.toString();
+}
+
+/** The test that an episode has to pass. */
+export function matcher(state, except = "") {
+  const words = state.text.toLowerCase().split(/\s+/).filter(Boolean);
+  const tests = words.map((word) => {
+    const found = COMPARISON.exec(word);
+    if (!found) return (entry) => haystack(entry).includes(word);
+    const [, name, operator, value] = found;
+    return (entry) => VALUES[name](entry) !== null && COMPARE[operator](VALUES[name](entry), Number(value));
+  });
+  for (const { id, of } of FACETS) {
+    if (id !== except && state.ticked[id].size) tests.push((entry) => state.ticked[id].has(of(entry)));
+  }
+  return (entry) => tests.every((test) => test(entry));
+}
+
+/** Of each value of a facet, how many episodes would be left with it ticked. */
+export function counts(entries, state, { id, of }) {
+  const found = new Map([...state.ticked[id]].map((value) => [value, 0]));
+  const fits = matcher(state, id);
+  for (const entry of entries) if (fits(entry)) found.set(of(entry), (found.get(of(entry)) ?? 0) + 1);
+  return [...found].sort(([a], [b]) => (a < b ? -1 : 1));
+}
+
+/** Sorted, a copy. */
+export function sorted(entries, { sort, descending }) {
+  const value = SORTS[sort] ?? SORTS.order;
+  const keyed = entries.map((entry, index) => [value(entry, index), index, entry]);
+  const way = descending ? -1 : 1;
+  keyed.sort(([a, i], [b, j]) => (a < b ? -way : a > b ? way : i - j));
+  return keyed.map(([, , entry]) => entry);
+}
+
+/** Groups of these episodes, each with its rewards, in the order of their first. */
+export function grouped(entries) {
+  const groups = new Map();
+  for (const entry of entries) {
+    const group = groups.get(entry.group_id) ?? { key: entry.group_id, environment: entry.environment, task_id: entry.task_id, samples: [] };
+    groups.set(entry.group_id, group);
+    group.samples.push(entry);
+  }
+  for (const group of groups.values()) Object.assign(group, spread(group.samples.map(({ reward }) => reward)));
+  return [...groups.values()];
+}
+
+/** Mean and standard deviation of the rewards there are, and whether they differ. */
+export function spread(rewards) {
+  const given = rewards.filter((reward) => reward !== null && reward !== undefined);
+  if (!given.length) return { mean: null, std: null, informative: false };
+  const mean = given.reduce((sum, reward) => sum + reward, 0) / given.length;
+  const std = Math.sqrt(given.reduce((sum, reward) => sum + (reward - mean) ** 2, 0) / given.length);
+  return { mean, std, informative: Math.max(...given) - Math.min(...given) > 1e-9 };
+}
+
+function bucket(reward) {
+  if (reward === null || reward === undefined) return "none";
+  if (reward >= 1) return "1 or more";
+  return reward > 0 ? "between 0 and 1" : "0 or less";
+}
+
+const haystacks = new WeakMap();
+
+function haystack(entry) {
+  let text = haystacks.get(entry);
+  if (text === undefined) {
+    text = [entry.job_id, entry.task_id, entry.environment, entry.batch_id ?? "", outcome(entry), entry.state].join(" ").toLowerCase();
+    haystacks.set(entry, text);
+  }
+  return text;
+}

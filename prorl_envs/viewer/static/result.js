@@ -1,0 +1,67 @@
+// A result taken apart, whatever is in it: it comes from a file, and what it holds from a model.
+
+/** The rows of the trajectory, forks first. */
+export function rowsOf(result) {
+  return [...list(result.forks), ...(result.trajectory ? [result.trajectory] : [])];
+}
+
+/** The conversation: what came before the first answer, then one turn for each answer with what followed it.
+ *  `record` is the model call of a turn, where the two can be told to belong together. */
+export function conversationOf(result) {
+  const before = [], turns = [];
+  for (const message of list(result.messages)) {
+    if (message?.role === "assistant") turns.push({ number: turns.length + 1, message, after: [] });
+    else (turns.at(-1)?.after ?? before).push(message);
+  }
+  const records = rowsOf(result).flatMap((row, i) => list(row.turns).map((turn) => ({ ...turn, row: i })));
+  if (records.length === turns.length) turns.forEach((turn, i) => { turn.record = records[i]; });
+  return { before, turns };
+}
+
+/** The parts of a message's content: {text}, {image}, {json}. */
+export function partsOf(content) {
+  if (content === null || content === undefined || content === "") return [];
+  if (typeof content === "string") return [{ text: content }];
+  if (!Array.isArray(content)) return [{ json: content }];
+  return content.map((part) => {
+    if (typeof part === "string") return { text: part };
+    if (typeof part?.text === "string") return { text: part.text };
+    const url = part?.image_url?.url ?? part?.image_url ?? part?.image;
+    return typeof url === "string" ? { image: url } : { json: part };
+  });
+}
+
+/** The tool calls of a message: {id, name, arguments}; arguments are an object where they can be read. */
+export function callsOf(message) {
+  return list(message?.tool_calls).map((call) => {
+    const called = call?.function ?? call ?? {};
+    let given = called.arguments ?? {};
+    if (typeof given === "string") {
+      try {
+        given = JSON.parse(given);
+      } catch {
+        given = { arguments: given };
+      }
+    }
+    const readable = given !== null && typeof given === "object" && !Array.isArray(given);
+    return { id: String(call?.id ?? ""), name: String(called.name ?? "?"), arguments: readable ? given : { arguments: given } };
+  });
+}
+
+/** What a message says first, and what the model thought before: [reasoning, content]. */
+export function thoughts(message) {
+  const own = message?.reasoning_content ?? message?.reasoning ?? message?.thinking;
+  if (typeof own === "string" && own) return [own, message.content];
+  const found = typeof message?.content === "string" ? /^\s*<think>([\s\S]*?)<\/think>\s*/.exec(message.content) : null;
+  return found ? [found[1].trim(), message.content.slice(found[0].length)] : ["", message?.content];
+}
+
+/** An array, or none. */
+export function list(value) {
+  return Array.isArray(value) ? value : [];
+}
+
+/** Text of whatever it is. */
+export function textOf(value) {
+  return typeof value === "string" ? value : JSON.stringify(value, null, 2) ?? String(value);
+}

@@ -1,0 +1,264 @@
+// A service as it runs: its stages, what came of jobs, model servers, sandboxes, nodes; and what can be done.
+import { el, fill, say } from "./dom.js";
+import { gauge, ranking, sparkline, stacked } from "./charts.js";
+import { client } from "./client.js";
+import * as control from "./control.js";
+import { strip } from "./episodes.js";
+import { follow } from "./feed.js";
+import { bytes, count, number, percent, plural, seconds } from "./format.js";
+import { VirtualList } from "./list.js";
+
+const REMEMBERED = 300, JOBS_MS = 2000;
+
+export class Service {
+  #now = null;
+  #page = null;
+  #past = [];
+  #source;
+
+  constructor(source) {
+    this.#source = source;
+    this.light = el("span", { class: "badge", role: "status" }, "connecting");
+  }
+
+  /** Begin to follow; returns with the first view of the service. */
+  start() {
+    return new Promise((resolve) => {
+      follow("/v1/dashboard/stream", {
+        state: (there) => {
+          this.light.className = `badge ${there ? "live" : "bad"}`;
+          fill(this.light, there ? "live" : "not reached");
+        },
+        event: (name, data) => {
+          if (name === "refused") say(data.message);
+          if (name === "results") this.#source.add(data);
+          if (name === "now") this.#look(data);
+          resolve();
+        },
+      });
+    });
+  }
+
+  #look(view) {
+    this.#now = view;
+    this.#past.push(Object.fromEntries(Object.entries(view.status.pools).map(([stage, pool]) => [stage, pool.active])));
+    if (this.#past.length > REMEMBERED) this.#past.shift();
+    if (document.visibilityState === "visible") this.#page?.update(view, this.#past);
+  }
+
+  /** Buttons for one episode. */
+  actions(result) {
+    const over = ["done", "failed", "cancelled"].includes(result.state);
+    return over
+      ? el("button", { type: "button", on: { click: () => control.retryJob(result.job_id) } }, "Retry")
+      : el("button", { type: "button", class: "danger", on: { click: () => control.cancelJob(result.job_id) } }, "Cancel");
+  }
+
+  page() {
+    const page = dashboard();
+    this.#page = page;
+    if (this.#now) page.update(this.#now, this.#past);
+    return { node: page.node, title: "Service", started: () => page.started(), end: () => { page.end(); this.#page = null; } };
+  }
+}
+
+function panel(title, ...children) {
+  const place = el("div", { class: "panel-body" }, children);
+  return { node: el("section", { class: "panel", "aria-label": title }, el("h2", {}, title), place), place };
+}
+
+function dashboard() {
+  const bar = el("div", { class: "service-bar" });
+  const stages = el("div", { class: "stages" });
+  const panels = {
+    throughput: panel("Throughput, last 10 minutes"), rewards: panel("Rewards"), latency: panel("Latency"), failures: panel("Failures"),
+    servers: panel("Model servers"), sandboxes: panel("Sandboxes"), groups: panel("Groups"), batches: panel("Batches"), nodes: panel("Nodes"),
+  };
+  const jobs = jobsPanel();
+  const buttons = el("div", { class: "buttons" });
+  let last = null, shownState = "";
+  const node = el("div", { class: "dashboard" },
+    el("h1", { class: "sr" }, "The service"), el("div", { class: "service-top" }, bar, buttons), stages,
+    el("div", { class: "panels" }, Object.values(panels).map((one) => one.node)), jobs.node);
+
+  function update(view, past) {
+    last = view;
+    const { status } = view;
+    fill(bar, summary(view));
+    const state = `${status.state} ${status.paused}`;
+    if (state !== shownState) fill(buttons, controls(status, () => last)); // not under a finger or a focus
+    shownState = state;
+    fill(stages, stageCards(view, past));
+    fill(panels.throughput.place, throughput(view));
+    fill(panels.rewards.place, rewards(view));
+    fill(panels.latency.place, latency(view.latency));
+    fill(panels.failures.place, failures(status));
+    refill(panels.servers, servers(view));
+    fill(panels.sandboxes.place, sandboxes(view.sandboxes));
+    fill(panels.groups.place, groups(view.groups));
+    refill(panels.batches, batches(view.batches));
+    refill(panels.nodes, nodes(view.nodes));
+    panels.nodes.node.hidden = !view.nodes.length;
+    panels.batches.node.hidden = !view.batches.length;
+    jobs.told(status);
+  }
+
+  return { node, update, started: jobs.started, end: jobs.end };
+}
+
+/** Tables with buttons are left alone while one of them has the focus. */
+function refill(one, node) {
+  if (!one.place.contains(document.activeElement)) fill(one.place, node);
+}
+
+function summary({ status }) {
+  const state = status.paused ? ["warn", `paused: ${status.paused}`] : [status.state === "serving" ? "good" : "warn", status.state];
+  return [
+    el("span", { class: `badge ${state[0]}` }, state[1]),
+    el("span", {}, `${plural(status.unfinished, "unfinished job")}`),
+    el("span", { class: "quiet" }, `up ${seconds(status.uptime_s)}`), el("span", { class: "quiet" }, `version ${status.version}`),
+    status.internal_errors > 0 && el("span", { class: "badge bad" }, `${plural(status.internal_errors, "bug")} met, see the log`),
+  ];
+}
+
+function controls(status, view) {
+  const held = status.paused || status.state === "draining";
+  const button = (name, action, kind = "") => el("button", { type: "button", class: kind, on: { click: action } }, name);
+  return [
+    held && button("Resume", control.resume, "primary"), !status.paused && button("Pause …", control.pause),
+    status.state !== "draining" && button("Drain …", control.drain), button("Limits …", () => control.limits(view())),
+  ];
+}
+
+function stageCards({ status }, past) {
+  const first = el("div", { class: "stage" }, el("h2", {}, "Queue"),
+    el("p", { class: "stage-number" }, count(status.pools.init.waiting), el("span", { class: "quiet" }, " waiting")), gauge(status.unfinished, status.queue_limit, { label: "unfinished jobs" }),
+    el("p", { class: "quiet" }, `${count(status.live)} of ${count(status.live_limit)} sandbox places taken`));
+  return [first, ...Object.entries(status.pools).map(([stage, pool]) => el("div", { class: "stage" },
+    el("h2", {}, el("span", { class: `dot ${stage === "run" ? "model" : stage}`, "aria-hidden": "true" }), ` ${stage.toUpperCase()}`),
+    el("p", { class: "stage-number" }, count(pool.active), el("span", { class: "quiet" }, ` of ${count(pool.limit)}`), stage !== "init" && pool.waiting > 0 && el("span", { class: "badge" }, `${count(pool.waiting)} wait`)),
+    gauge(pool.active, pool.limit, { label: `${stage} pool`, kind: stage === "run" ? "model" : stage }),
+    sparkline(past.map((point) => point[stage]), { label: `${stage} over the last minutes`, most: pool.limit })))];
+}
+
+function throughput({ history, status }) {
+  const rows = history.map((bucket) => [{ value: bucket.done, kind: "good" }, { value: bucket.failed, kind: "bad" }, { value: bucket.cancelled, kind: "none" }]);
+  const minute = history.slice(-7, -1), ended = minute.reduce((sum, bucket) => sum + bucket.done + bucket.failed + bucket.cancelled, 0);
+  const sampled = minute.reduce((sum, bucket) => sum + bucket.sampled, 0);
+  return [
+    el("p", { class: "figures" }, figure(count(ended), "jobs in the last minute"), figure(count(Math.round(sampled / 60)), "sampled tokens/s")),
+    stacked(rows, { label: `jobs that ended in each ten seconds; ${ended} in the last minute` }),
+    el("p", { class: "legend" }, [["good", "done"], ["bad", "failed"], ["none", "cancelled"]].map(([kind, name]) => el("span", {}, el("span", { class: `dot fill-${kind}` }), `${name} ${count(status.finished[name] ?? 0)}`)), el("span", {}, plural(status.retries, "retry", "retries"))),
+  ];
+}
+
+function figure(value, name) {
+  return el("span", { class: "figure" }, el("strong", {}, value), el("span", { class: "quiet" }, name));
+}
+
+function rewards({ rewards: tenths, reward_mean: mean }) {
+  const total = tenths.reduce((sum, n) => sum + n, 0);
+  if (!total) return el("p", { class: "quiet" }, "No reward yet.");
+  const rows = tenths.map((n, i) => [{ value: n, kind: i === 9 ? "good" : i ? "part" : "bad" }]);
+  return [el("p", { class: "figures" }, figure(number(mean), `mean of the last ${count(total)}`)), stacked(rows, { label: `rewards in tenths from 0 to 1: ${tenths.join(", ")}` }), el("p", { class: "axis quiet" }, el("span", {}, "0"), el("span", {}, "1"))];
+}
+
+const NAMES = { queued: "waiting", init: "INIT", run: "RUN", eval: "EVAL", model_call: "a model call", tools: "tools of a turn" };
+
+function latency(measured) {
+  const rows = Object.entries(NAMES).filter(([name]) => measured[name]);
+  if (!rows.length) return el("p", { class: "quiet" }, "Nothing has ended yet.");
+  return el("table", { class: "plain figures-table" },
+    el("thead", {}, el("tr", {}, el("th", { scope: "col" }, el("span", { class: "sr" }, "of")), ["p50", "p90", "p99"].map((name) => el("th", { scope: "col", class: "numeric" }, name)))),
+    el("tbody", {}, rows.map(([name, label]) => el("tr", {}, el("th", { scope: "row" }, label), ["p50", "p90", "p99"].map((share) => el("td", { class: "numeric" }, seconds(measured[name][share])))))));
+}
+
+function failures(status) {
+  const counts = Object.entries(status.failures).filter(([, n]) => n > 0).sort(([, a], [, b]) => b - a);
+  return counts.length ? ranking(counts) : el("p", { class: "quiet" }, "None since the start.");
+}
+
+function servers({ status }) {
+  const { model_servers: list, router } = status;
+  const rows = list.map((server) => el("tr", {},
+    el("th", { scope: "row" }, el("span", { class: "url" }, server.url), el("span", { class: "quiet" }, [server.protocol, server.weight_version && `weights ${server.weight_version}`].filter(Boolean).join(", "))),
+    el("td", {}, el("span", { class: `badge ${server.draining ? "warn" : server.healthy ? "good" : "bad"}` }, server.draining ? "draining" : server.healthy ? "healthy" : "failing")),
+    el("td", { class: "numeric" }, server.limit ? `${count(server.in_flight)}/${count(server.limit)}` : count(server.in_flight)), el("td", { class: "numeric" }, count(server.sessions)), el("td", { class: "numeric" }, count(server.turns)),
+    el("td", { class: "numeric" }, !server.draining && el("button", { type: "button", class: "link", "aria-label": `Drain ${server.url}`, on: { click: () => control.drainServer(server.url) } }, "drain"))));
+  const hits = router && [router.told_hit_rate ?? router.expected_hit_rate, router.told_hit_rate === null ? "expected" : "told by servers"];
+  return el("div", {},
+    list.length ? table(["Server", "State", "In flight", "Sessions", "Turns", ""], rows) : el("p", { class: "quiet" }, "No model server."),
+    el("p", { class: "legend" }, hits && hits[0] !== null && el("span", {}, `prefix hits ${percent(hits[0])} (${hits[1]})`), router && el("span", {}, `spread ${number(router.spread)}`), router?.paused && el("span", { class: "badge warn" }, "weights change"),
+      el("button", { type: "button", on: { click: control.addServer } }, "Add …")));
+}
+
+function table(names, rows) {
+  return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": names[0] }, el("table", { class: "plain wide-table" }, el("thead", {}, el("tr", {}, names.map((name, i) => el("th", { scope: "col", class: i ? "numeric" : "" }, name || el("span", { class: "sr" }, "actions"))))), el("tbody", {}, rows)));
+}
+
+function sandboxes(use) {
+  return [
+    el("p", { class: "figures" }, figure(count(use.busy), "busy"), figure(count(use.warm), "warm"), figure(count(use.starting), use.waiting ? `starting, ${count(use.waiting)} wait` : "starting")),
+    el("dl", { class: "facts-list" }, [
+      ["to have one", use.ready_s === null ? "–" : `${seconds(use.ready_s)} on average`], ["given", `${count(use.given)}, ${count(use.from_pool)} stood ready`],
+      ["failed", count(use.failed)],
+    ].map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
+    use.memory_bytes && el("div", {}, el("p", { class: "quiet" }, `machine memory ${bytes(use.memory_used_bytes)} of ${bytes(use.memory_bytes)}`), gauge(use.memory_used_bytes, use.memory_bytes, { label: "machine memory", kind: use.memory_used_bytes > 0.9 * use.memory_bytes ? "bad" : "" })),
+  ];
+}
+
+function groups(list) {
+  if (!list.length) return el("p", { class: "quiet" }, "No group has a result yet.");
+  return el("ul", { class: "group-list" }, list.slice(0, 12).map((group) => el("li", {},
+    el("a", { href: `#/group/${encodeURIComponent(group.id)}`, title: group.id }, group.task_id), strip(group.rewards.map((reward) => ({ reward }))),
+    el("span", { class: "quiet numeric" }, group.mean === null ? "–" : `${number(group.mean)} ± ${number(group.std)}`))));
+}
+
+function batches(list) {
+  const rows = [...list].reverse().slice(0, 20).map((batch) => el("tr", {},
+    el("th", { scope: "row" }, batch.id), el("td", {}, el("span", { class: `badge ${batch.state === "running" ? "live" : ""}` }, batch.waiting_for_tasks ? "wants tasks" : batch.state)),
+    el("td", { class: "batch-gauge" }, gauge(batch.informative, batch.wanted, { label: `informative groups of ${batch.id}`, kind: "good" }), el("span", { class: "quiet" }, `${count(batch.informative)} of ${count(batch.wanted)} informative`)),
+    el("td", { class: "numeric" }, count(batch.in_flight)), el("td", { class: "numeric" }, count(batch.uninformative)), el("td", { class: "numeric" }, count(batch.failed)),
+    el("td", { class: "numeric" }, batch.state === "running" && el("button", { type: "button", class: "link", "aria-label": `Cancel ${batch.id}`, on: { click: () => control.cancelBatch(batch.id) } }, "cancel"))));
+  return table(["Batch", "State", "Groups", "In flight", "Equal", "Failed", ""], rows);
+}
+
+function nodes(list) {
+  const rows = list.map((node) => el("tr", {},
+    el("th", { scope: "row" }, node.name), el("td", {}, el("span", { class: `badge ${node.state === "ready" ? "good" : node.state === "lost" ? "bad" : "warn"}`, title: node.reason }, node.state)),
+    el("td", { class: "numeric" }, `${count(node.live)}/${count(node.live_limit)}`), el("td", { class: "numeric" }, node.pools ? Object.values(node.pools).map((pool) => pool.active).join(" / ") : "–"), el("td", { class: "numeric" }, count(node.sandboxes)), el("td", { class: "numeric" }, count(node.attempts)),
+    el("td", { class: "numeric" }, node.state !== "lost" && el("button", { type: "button", class: "link", on: { click: () => control.node(node.name, node.state === "draining" ? "resume" : "drain") } }, node.state === "draining" ? "resume" : "drain"))));
+  return table(["Node", "State", "Live", "INIT / RUN / EVAL", "Sandboxes", "Attempts", ""], rows);
+}
+
+function jobsPanel() {
+  const columns = [
+    { id: "job", name: "Job", grow: 3, cell: (line) => el("a", { href: `#/episode/${encodeURIComponent(line.id)}`, tabindex: "-1" }, line.id) },
+    { id: "task", name: "Task", grow: 2, wide: true, cell: (line) => [el("span", { class: "main" }, line.task_id), el("span", { class: "quiet" }, line.environment)] },
+    { id: "state", name: "State", width: "8rem", cell: (line) => el("span", { class: `badge ${line.active ? "live" : ""}` }, line.active ? line.state.toUpperCase() : line.state === "queued" ? "queued" : `waits for ${line.state.toUpperCase()}`) },
+    { id: "since", name: "For", width: "5.5rem", numeric: true, cell: (line) => seconds(line.since_s) },
+    { id: "turns", name: "Turns", width: "4rem", numeric: true, wide: true, cell: (line) => count(line.turns) },
+    { id: "tokens", name: "Tokens", width: "5rem", numeric: true, wide: true, cell: (line) => count(line.tokens) },
+    { id: "node", name: "Node", width: "6rem", wide: true, cell: (line) => line.node || "here" },
+    { id: "cancel", name: "", width: "4rem", numeric: true, cell: (line) => el("button", { type: "button", class: "link", tabindex: "-1", "aria-label": `Cancel ${line.id}`, on: { click: () => control.cancelJob(line.id) } }, "cancel") },
+  ];
+  const list = new VirtualList({ label: "Unfinished jobs", columns, rowHeight: 34, keyOf: (line) => line.id, onOpen: (line) => { location.hash = `#/episode/${encodeURIComponent(line.id)}`; }, empty: "No job is under way." });
+  const heading = el("span", { class: "quiet" });
+  const node = el("section", { class: "panel jobs", "aria-label": "Unfinished jobs" }, el("h2", {}, "Unfinished jobs ", heading), el("div", { class: "list-place" }, list.node));
+  let timer = 0, stopped = false;
+
+  async function look() {
+    try {
+      if (document.visibilityState === "visible") {
+        const page = await client.get("/v1/jobs?limit=1000");
+        list.update(page.jobs);
+        fill(heading, page.total > page.jobs.length ? `the first ${count(page.jobs.length)} of ${count(page.total)}` : count(page.total));
+      }
+    } catch (error) {
+      fill(heading, error.message);
+    }
+    if (!stopped) timer = setTimeout(look, JOBS_MS);
+  }
+
+  return { node, told: () => {}, started: look, end: () => { stopped = true; clearTimeout(timer); list.end(); } };
+}

@@ -1,0 +1,46 @@
+// Where the time went, as a waterfall. A result has durations and no clock times, so bars are set end to end.
+import { el } from "./dom.js";
+import { seconds } from "./format.js";
+import { conversationOf } from "./result.js";
+
+/** The bars: {name, kind, start, length, turn}; `total` seconds. Pure. */
+export function bars(result) {
+  const t = result.timings ?? {}, found = [];
+  let at = 0;
+  const add = (name, kind, length, turn = 0) => {
+    if (!(length > 0)) return;
+    found.push({ name, kind, start: at, length, turn });
+    at += length;
+  };
+  add("queued", "queue", t.queued_s);
+  add("INIT", "init", t.init_s);
+  const records = conversationOf(result).turns.filter((turn) => turn.record);
+  let told = 0;
+  for (const { number, record } of records) {
+    add(`turn ${number}, model`, "model", record.model_s, number);
+    add(`turn ${number}, tools`, "tools", record.tools_s, number);
+    told += record.model_s + record.tools_s;
+  }
+  add(records.length ? "RUN, other" : "RUN", "run", (t.run_s ?? 0) - told);
+  add("held for new weights", "queue", t.held_s);
+  add("EVAL", "eval", t.eval_s);
+  return { bars: found, total: at };
+}
+
+/** The waterfall. `onTurn(number)` goes to a turn. */
+export function waterfall(result, onTurn) {
+  const { bars: found, total } = bars(result);
+  if (!total) return el("p", { class: "quiet" }, "No time was measured.");
+  const share = new Map();
+  for (const { kind, length } of found) share.set(kind, (share.get(kind) ?? 0) + length);
+  return el("div", { class: "waterfall" },
+    el("div", { class: "legend" }, [...share].map(([kind, length]) => el("span", {}, el("span", { class: `dot ${kind}`, "aria-hidden": "true" }), `${KINDS[kind]} ${seconds(length)}`))),
+    el("div", { class: "bars", role: "table", "aria-label": "Time by step", tabindex: found.length > 14 ? "0" : null },
+      found.map((bar) => el("div", { class: "bar-row", role: "row" },
+        el("span", { class: "bar-name", role: "rowheader" }, bar.turn ? el("button", { type: "button", class: "link", on: { click: () => onTurn(bar.turn) } }, bar.name) : bar.name),
+        el("span", { class: "bar-track", role: "presentation" }, el("span", { class: `bar-fill ${bar.kind}`, style: { left: `${(bar.start / total) * 100}%`, width: `max(2px, ${(bar.length / total) * 100}%)` } })),
+        el("span", { class: "bar-time numeric", role: "cell" }, seconds(bar.length))))),
+    result.attempts > 1 && el("p", { class: "quiet" }, `Stages are over ${result.attempts} attempts; turns are of the last.`));
+}
+
+const KINDS = { queue: "waiting", init: "INIT", model: "model", tools: "tools", run: "RUN, other", eval: "EVAL" };
