@@ -61,9 +61,9 @@ def show(
     job: Annotated[str | None, typer.Argument(help="A job id, or the end of one.")] = None,
 ) -> None:
     """Show one trajectory as a conversation, or list what a file holds."""
-    from prorl_envs.cli.results import read_results
     from prorl_envs.cli.show import render
     from prorl_envs.cli.tables import samples_table
+    from prorl_envs.rollout.result_files import read_results
 
     stored = list(read_results(results))
     if job is None and len(stored) > 1:

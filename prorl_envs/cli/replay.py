@@ -15,11 +15,11 @@ from rich.text import Text
 from prorl_envs.catalog import Catalog
 from prorl_envs.cli.compose import node, open_store
 from prorl_envs.cli.console import err, out, plain
-from prorl_envs.cli.results import GROUPS, lines_of, ready, write_results
 from prorl_envs.config import ServiceSettings, Settings
 from prorl_envs.env.node import Node
 from prorl_envs.env.replay import Replayed, replay
 from prorl_envs.errors import InputError, RolloutFailure
+from prorl_envs.rollout.result_files import GROUPS, lines_of, ready, write_results
 from prorl_envs.rollout.types import GroupRequest, JobState, Result
 
 _SQLITE = b"SQLite format 3\0"

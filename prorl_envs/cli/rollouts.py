@@ -6,9 +6,9 @@ from pathlib import Path
 
 from prorl_envs.cli.console import err, out, plain, program
 from prorl_envs.cli.progress import follow
-from prorl_envs.cli.results import GROUPS, ready, write_results
 from prorl_envs.cli.tables import groups_table, samples_table, tasks_table
 from prorl_envs.rollout.client import RolloutClient
+from prorl_envs.rollout.result_files import GROUPS, ready, write_results
 from prorl_envs.rollout.types import GroupRequest, GroupStatistics, Result
 
 

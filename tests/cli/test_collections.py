@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from fastapi import FastAPI
 
-from prorl_envs.cli.results import read_results
+from prorl_envs.rollout.result_files import read_results
 from prorl_envs.testing.resources import ResourcesDesk, desk_row
 from prorl_envs.testing.serving import served
 from tests.cli.conftest import Cli

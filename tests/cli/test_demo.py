@@ -6,9 +6,9 @@ import pytest
 
 from prorl_envs.catalog import Catalog
 from prorl_envs.cli.demo import Chosen, DemoOptions, choose, script, unexpected
-from prorl_envs.cli.results import read_results
 from prorl_envs.config import Settings
 from prorl_envs.errors import FailureKind
+from prorl_envs.rollout.result_files import read_results
 from prorl_envs.rollout.types import GroupStatistics, JobState
 from prorl_envs.testing.scripted import Mix
 from tests.cli.conftest import Cli

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from prorl_envs.cli.replay import stored
-from prorl_envs.cli.results import read_results
 from prorl_envs.env.base import Prompt
 from prorl_envs.env.conversation import Conversation
 from prorl_envs.errors import FailureKind, InputError
+from prorl_envs.rollout.result_files import read_results
 from prorl_envs.rollout.sqlite_store import SqliteStore
 from prorl_envs.rollout.store import NewGroup
 from prorl_envs.rollout.types import Failure, GroupRequest, JobState, Result, Stage, StopReason

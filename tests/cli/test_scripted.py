@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from prorl_envs.cli.results import read_results
 from prorl_envs.errors import FailureKind
+from prorl_envs.rollout.result_files import read_results
 from tests.cli.conftest import SCRIPT, Cli
 
 

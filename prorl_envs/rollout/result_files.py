@@ -14,13 +14,13 @@ GROUPS = "groups.jsonl"
 _ELSEWHERE = "choose another place: --out"
 
 
-def read_results(path: Path) -> Iterator[Result]:
+def read_results(path: Path | str) -> Iterator[Result]:
     """Results of a JSONL file, in order.
 
     Raises:
         InputError: no such file, or a line that is no result; names the line.
     """
-    for where, result in lines_of(path, Result):
+    for where, result in lines_of(Path(path), Result):
         if isinstance(result, str):
             raise InputError(
                 f"{where}: not a rollout result: {result}",
