@@ -11,7 +11,6 @@ from tests.trainers.conftest import task, toy_service
 from tests.trainers.made import groups as made_groups
 
 pytestmark = [pytest.mark.trainers, pytest.mark.filterwarnings("ignore"), pytest.mark.anyio]
-pytest.importorskip("skyrl")
 
 
 def generator_input(names: list[str], samples: int) -> Any:
