@@ -28,8 +28,8 @@ packages() {
             wandb cloudpathlib fsspec s3fs orjson pybase64 aiohttp datasets peft accelerate polars func-timeout tqdm ;;
         openrlhf) echo torch transformers ray aiohttp numpy tqdm pylatexenc datasets ;;
         atropos) echo 'atroposlib==0.4.*' ;;
-        slime) echo torch numpy ray httpx tqdm transformers pylatexenc ;;
-        nemo-rl) echo torch ray transformers pillow ;;
+        slime) echo torch numpy ray tqdm transformers pylatexenc aiohttp sympy pillow ;;
+        nemo-rl) echo torch ray 'transformers<5.12' pillow numpy requests nvidia-ml-py ;;
         *) fail "no trainer is called $1" "trl verl skyrl openrlhf atropos slime nemo-rl" ;;
     esac
 }
@@ -61,5 +61,5 @@ for name in ${names:-trl verl skyrl openrlhf atropos}; do
         printf '%s\n' "$stamp" >"$venv/.prorl"
     fi
     say "== $name"
-    "$venv/bin/python" -m pytest -m trainers -n 0 "tests/trainers/real/test_$(printf '%s' "$name" | tr - _).py" "$@"
+    PRORL_TRAINER=$name "$venv/bin/python" -m pytest -m trainers -n 0 "tests/trainers/real/test_$(printf '%s' "$name" | tr - _).py" "$@"
 done

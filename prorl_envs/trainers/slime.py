@@ -36,21 +36,29 @@ _STATUS = {
 }
 
 
-async def generate(args: Any, sample: Any, sampling_params: Mapping[str, Any]) -> Any:
+async def generate(
+    args: Any, sample: Any, sampling_params: Mapping[str, Any], evaluation: bool = False
+) -> Any:
     """slime's `--custom-generate-function-path`: one episode.
 
     Args:
         args: slime's, with `prorl_url`, `prorl_environment` and, if wanted, `prorl_limits` (a mapping).
         sample: slime's; its `metadata` has the task, as `rows` writes it.
         sampling_params: of which temperature, top_p and max_new_tokens are taken.
+        evaluation: there is no filter then, so an episode that fails is asked for again.
 
     Returns:
         the sample, filled in; a list of samples where the episode is several rows.
 
     Raises:
         InputError: the sample carries no task, or the service refuses it.
+        EpisodeFailed: in an evaluation, there is no reward for all attempts.
         Full, Unavailable: the service is full or away, and stays so.
     """
+    if evaluation:
+        asking, task, sampling = _asked(args, sample, sampling_params)
+        result = await (await shared(asking.url)).episode(asking, "evaluation", task, sampling=sampling)
+        return _filled(sample, result)
     from slime.rollout.sglang_rollout import GenerateState
 
     return await episode(args, sample, sampling_params, lambda: bool(GenerateState(args).aborted))
@@ -60,13 +68,8 @@ async def episode(
     args: Any, sample: Any, sampling_params: Mapping[str, Any], over: Callable[[], bool]
 ) -> Any:
     """As `generate`; cancelled at the service once `over` says so."""
-    limits = getattr(args, "prorl_limits", None)
-    asking = Asking(
-        args.prorl_url, args.prorl_environment, limits=AgentLimits.model_validate(limits) if limits else None
-    )
-    request = asking.group(
-        "sample", from_text((sample.metadata or {}).get("task")), 1, sampling=_sampling(sampling_params)
-    )
+    asking, task, sampling = _asked(args, sample, sampling_params)
+    request = asking.group("sample", task, 1, sampling=sampling)
     asked = asyncio.create_task((await shared(asking.url)).group(request))
     try:
         while not asked.done():
@@ -78,8 +81,7 @@ async def episode(
     finally:
         asked.cancel()
         await asyncio.wait([asked])
-    filled = [_fill(sample, fields) for fields in as_slime(result, sample.index)]
-    return filled if len(filled) > 1 else filled[0]
+    return _filled(sample, result)
 
 
 def keep_informative(args: Any, samples: Sequence[Any], **_: Any) -> Any:
@@ -144,6 +146,20 @@ def _fields(row: Row, index: int | None) -> dict[str, Any]:
         "response": row.messages[-1].get("content") or "" if row.messages else "",
         "metadata": {"job_id": row.job_id, "stop_reason": str(row.stop_reason), "failure": row.failure},
     }
+
+
+def _asked(args: Any, sample: Any, params: Mapping[str, Any]) -> tuple[Asking, dict[str, Any], Sampling]:
+    """What to ask for: where, which task, and how to sample."""
+    limits = getattr(args, "prorl_limits", None)
+    asking = Asking(
+        args.prorl_url, args.prorl_environment, limits=AgentLimits.model_validate(limits) if limits else None
+    )
+    return asking, from_text((sample.metadata or {}).get("task")), _sampling(params)
+
+
+def _filled(sample: Any, result: Result) -> Any:
+    made = [_fill(sample, fields) for fields in as_slime(result, sample.index)]
+    return made if len(made) > 1 else made[0]
 
 
 def _fill(sample: Any, fields: Mapping[str, Any]) -> Any:

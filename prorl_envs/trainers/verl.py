@@ -13,6 +13,7 @@ drops stale ones and refills. Needs `verl` only for the type of what it returns.
 """
 
 import asyncio
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from uuid import uuid4
@@ -149,11 +150,49 @@ def announced(
 
         async def updating() -> Any:
             async with connect(url) as client, weights_change(client, version, mode=mode):
-                return await update_weights(global_steps)
+                outcome = update_weights(global_steps)
+                return await outcome if inspect.isawaitable(outcome) else outcome
 
         return updating()
 
     return update
+
+
+def announce_updates(url: str, *, mode: InFlight = "finish") -> None:
+    """Have every update of weights in this process announced to the service, whoever of verl does it."""
+    from verl.checkpoint_engine.base import CheckpointEngineManager
+
+    update_weights = CheckpointEngineManager.update_weights
+
+    def update(self: Any, global_steps: int | None = None) -> Any:
+        return announced(lambda steps: update_weights(self, steps), url, mode=mode)(global_steps)
+
+    CheckpointEngineManager.update_weights = update
+
+
+class RolloutManager:
+    """verl's TransferQueue manager, whose service is told of weights: the value of
+    `actor_rollout_ref.rollout.agent.agent_loop_manager_class`. It runs in the process of verl's trainer."""
+
+    @classmethod
+    def create(cls, config: Any, **rest: Any) -> Any:
+        """As verl's own; the service's URL is that of the agent loop in `agent_loop_config_path`.
+
+        Raises:
+            InputError: the file names no `RolloutAgentLoop`.
+        """
+        from omegaconf import OmegaConf
+        from verl.trainer.ppo.v1 import AgentLoopManagerTQ
+
+        path = config.actor_rollout_ref.rollout.agent.agent_loop_config_path
+        loops = OmegaConf.load(path) if path else []
+        ours = [one.url for one in loops if str(one.get("_target_", "")).endswith(".RolloutAgentLoop")]
+        if not ours:
+            raise InputError(
+                f"{path} names no RolloutAgentLoop", hint="see examples/trainers/verl/agent.yaml"
+            )
+        announce_updates(ours[0])
+        return AgentLoopManagerTQ.create(config=config, **rest)
 
 
 def _output(row: Row, result: Result, prompt_length: int, response_length: int) -> dict[str, Any]:

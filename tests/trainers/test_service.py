@@ -1,6 +1,9 @@
 """Adapters against a service over real HTTP, as far as they go without their trainer's package."""
 
 import asyncio
+import json
+import runpy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +18,13 @@ from prorl_envs.trainers.asking import Asking, collect, connect_sync
 from prorl_envs.trainers.rollouts import EpisodeFailed, Rollouts, close_shared
 from prorl_envs.trainers.skyrl import RolloutGenerator, rows
 from prorl_envs.trainers.slime import episode
+from prorl_envs.trainers.tasks import from_text
 from prorl_envs.trainers.trl import TrlRollouts, prompts, service_reward
 from prorl_envs.trainers.weights import WeightUpdateFailed, weights_change, weights_change_sync
 from tests.trainers.conftest import ToyService, task, toy_service
 
 pytestmark = pytest.mark.anyio
+EXAMPLES = Path(__file__).parents[2] / "examples" / "trainers"
 
 
 def trainer(step: int = 0, samples: int = 2) -> Any:
@@ -206,7 +211,7 @@ async def test_skyrl_generates_whole_batches() -> None:
         generator = RolloutGenerator(toy.url, "toy", end_token=2)
         try:
             output = await generator.generate(batch)
-            assert sorted(output["rewards"][:2]) == sorted(output["rewards"][2:]) == [0.0, 1.0]
+            assert sorted(output["rewards"]) == [0.0, 0.0, 1.0, 1.0]
             assert output["rollout_metrics"]["rollouts/mean_completed"] == 1.0
             with pytest.raises(InputError, match="no column"):
                 await generator.generate(batch | {"env_extras": [{}] * 4})
@@ -227,3 +232,32 @@ async def test_slime_has_its_episode_cancelled_once_it_has_enough() -> None:
         finally:
             await close_shared()
         await asyncio.to_thread(toy.until_empty)
+
+
+def test_the_plain_loop_trains_step_after_step(
+    toy: ToyService, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = runpy.run_path(str(EXAMPLES / "client" / "loop.py"))
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("".join(json.dumps(task(str(number))) + "\n" for number in range(4)))
+    options = ["--service", toy.url, "--environment", "toy", "--tasks", str(tasks)]
+    example["main"]([*options, "--steps", "3", "--groups", "2", "--samples", "2"])
+    said = capsys.readouterr().out
+    assert said.count("4 rows") == 3 and "at most 2" not in said
+    toy.until_empty()
+
+
+@pytest.mark.parametrize(
+    ("trainer", "column"),
+    [("verl", "extra_info"), ("slime", "metadata"), ("openrlhf", "task"), ("skyrl", "task")],
+)
+def test_data_sets_carry_the_task(
+    trainer: str, column: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks, output = tmp_path / "tasks.jsonl", tmp_path / "out.jsonl"
+    tasks.write_text(json.dumps(task("a")) + "\n")
+    monkeypatch.setattr("sys.argv", ["make_data.py", trainer, str(tasks), str(output)])
+    runpy.run_path(str(EXAMPLES / "make_data.py"), run_name="__main__")
+    row = json.loads(output.read_text())
+    carried = row[column]["task"] if isinstance(row[column], dict) else row[column]
+    assert from_text(carried) == task("a")

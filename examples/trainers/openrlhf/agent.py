@@ -1,6 +1,6 @@
 """OpenRLHF's agent file: `--train.agent_func_path examples/trainers/openrlhf/agent.py`.
 
-The environment variables PRORL_SERVICE, PRORL_ENVIRONMENT and PRORL_SERVER__TOKEN name the service.
+The environment variables ROLLOUT_SERVICE, ROLLOUT_ENVIRONMENT and PRORL_SERVER__TOKEN name the service.
 """
 
 import os
@@ -16,8 +16,8 @@ class AgentExecutor(AgentExecutorBase):  # type: ignore[misc]  # OpenRLHF ships 
 
     def __init__(self) -> None:
         self.episodes = Episodes(
-            os.environ.get("PRORL_SERVICE", "http://127.0.0.1:8600"),
-            os.environ.get("PRORL_ENVIRONMENT", "bash"),
+            os.environ.get("ROLLOUT_SERVICE", "http://127.0.0.1:8600"),
+            os.environ.get("ROLLOUT_ENVIRONMENT", "bash"),
         )
 
     async def execute(

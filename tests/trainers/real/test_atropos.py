@@ -11,7 +11,6 @@ from prorl_envs.trainers.atropos import AtroposFeed, AtroposRefused, feed
 from tests.trainers.conftest import ToyService, task, toy_service
 
 pytestmark = [pytest.mark.trainers, pytest.mark.filterwarnings("ignore"), pytest.mark.anyio]
-pytest.importorskip("atroposlib")
 
 
 def register(api: str) -> None:

@@ -18,7 +18,6 @@ from prorl_envs.trainers.tasks import to_text
 from tests.trainers.conftest import ToyService, task
 
 pytestmark = [pytest.mark.trainers, pytest.mark.filterwarnings("ignore"), pytest.mark.anyio]
-pytest.importorskip("openrlhf")
 
 AGENT = Path(__file__).parents[3] / "examples" / "trainers" / "openrlhf" / "agent.py"
 TURNS = [{"tool": "say", "arguments": {"text": "hm"}}, {"tool": "finish", "arguments": {"reward": 0.5}}]
@@ -53,8 +52,8 @@ def agent_executor(monkeypatch: pytest.MonkeyPatch, url: str) -> Any:
     """The class of the example's file, loaded as OpenRLHF does it."""
     from openrlhf.utils.agent import AgentExecutorBase
 
-    monkeypatch.setenv("PRORL_SERVICE", url)
-    monkeypatch.setenv("PRORL_ENVIRONMENT", "toy")
+    monkeypatch.setenv("ROLLOUT_SERVICE", url)
+    monkeypatch.setenv("ROLLOUT_ENVIRONMENT", "toy")
     spec = importlib.util.spec_from_file_location("agent_module", AGENT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

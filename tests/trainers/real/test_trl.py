@@ -14,10 +14,10 @@ from prorl_envs.trainers.trl_async import TrlAsyncWorker, TrlWeightTransfer
 from tests.trainers.conftest import ToyService, task, toy_service
 
 pytestmark = [pytest.mark.trainers, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
-trl = pytest.importorskip("trl")
 
 
 def grpo(model: Path, output: Path, rollouts: TrlRollouts, **options: Any) -> Any:
+    import trl
     from datasets import Dataset
     from transformers import AutoTokenizer
 
@@ -95,7 +95,7 @@ def test_an_interrupted_step_leaves_nothing_at_the_service(
         toy.until_entered("eval", 4)
         raise KeyboardInterrupt
 
-    rollouts._client.follow = interrupted  # type: ignore[method-assign]
+    rollouts._client.follow = interrupted  # type: ignore[method-assign, assignment]
     trainer = grpo(tiny_model, tmp_path, rollouts)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()

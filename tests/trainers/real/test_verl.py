@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from prorl_envs.testing.tokenizer import tokenizer_folder
+from prorl_envs.trainers.asking import connect_sync
 from prorl_envs.trainers.rollouts import EpisodeFailed, close_shared
-from prorl_envs.trainers.verl import announced, rows
+from prorl_envs.trainers.verl import announce_updates, rows
 from tests.trainers.conftest import ToyService, task, toy_service
 
 pytestmark = [pytest.mark.trainers, pytest.mark.filterwarnings("ignore"), pytest.mark.anyio]
-pytest.importorskip("verl")
 
 
 def worker(url: str, kind: type[Any] | None = None) -> Any:
@@ -98,14 +98,27 @@ async def test_a_failure_is_raised_and_so_makes_the_group_one() -> None:
             await close_shared()
 
 
-def test_an_update_of_weights_is_announced(toy: ToyService) -> None:
-    seen: list[Any] = []
+def test_an_update_of_weights_is_announced(toy: ToyService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl's own manager; its workers, which are Ray actors on GPUs, are not there."""
+    from verl.checkpoint_engine import base
 
-    def update_weights(global_steps: int | None) -> str:
-        assert toy.service is not None
-        seen.append(global_steps)
-        return "done"
+    seen: list[tuple[int, bool]] = []
 
-    assert announced(update_weights, toy.url)(7) == "done"
-    assert seen == [7]
-    assert toy.server.counts.running == 0
+    def update_weights(global_steps: int, mode: str) -> None:
+        with connect_sync(toy.url) as client:
+            router = client.status().router
+        seen.append((global_steps, router is not None and router.paused))
+
+    monkeypatch.setattr(base.ray, "get", lambda value: value)
+    monkeypatch.setattr(
+        base.CheckpointEngineManager, "update_weights", base.CheckpointEngineManager.update_weights
+    )
+    announce_updates(toy.url)
+    manager = object.__new__(base.CheckpointEngineManager)
+    manager.backend, manager.actor_wg = "naive", SimpleNamespace(update_weights=update_weights)
+    assert manager.update_weights(7) == {}
+    assert seen == [(7, True)]
+    with connect_sync(toy.url) as client:
+        [server] = client.model_servers()
+        router = client.status().router
+    assert server.weight_version == "7" and router is not None and not router.paused
