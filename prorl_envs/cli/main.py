@@ -18,6 +18,7 @@ from prorl_envs.cli.check_llm import check_llm
 from prorl_envs.cli.console import out, report
 from prorl_envs.cli.image import image
 from prorl_envs.cli.nemo import gym_root, nemo
+from prorl_envs.cli.steer import add_commands
 from prorl_envs.cli.view import view
 from prorl_envs.errors import InputError, ProrlError
 
@@ -381,6 +382,7 @@ def conformance(
         raise typer.Exit(1)
 
 
+add_commands(cli)
 cli.command("gym-root")(gym_root)  # `nemo gym-root` in short
 
 
