@@ -351,12 +351,14 @@ def scripted(
 
 
 @cli.command()
-def doctor() -> None:
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")] = False,
+) -> None:
     """Say what this machine can do, and what is missing."""
     from prorl_envs.cli.doctor import doctor
     from prorl_envs.cli.running import run
 
-    if not run(doctor(_settings(None))):
+    if not run(doctor(_settings(None), as_json=as_json)):
         raise typer.Exit(1)
 
 
