@@ -1,10 +1,12 @@
 """`prorl-envs doctor`: what this machine can do, in a form one can paste into a bug report."""
 
 import asyncio
+import json
 import os
 import platform
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -119,20 +121,39 @@ def _drivers(settings: Settings) -> tuple[list[Check], list[Check]]:
     return [isolates], [*direct, *indirect, *alone]
 
 
-async def doctor(settings: Settings) -> bool:
+async def doctor(settings: Settings, *, as_json: bool = False) -> bool:
     """Look at this machine and say what was found.
+
+    Args:
+        as_json: print JSON instead of a table.
 
     Returns:
         whether rollouts can run here.
     """
-    for name, value in _machine():
-        out.print(f"{name + ':':12} {value}")
     needed, others = await asyncio.to_thread(_drivers, settings)
     needed.append(_limits(settings))
     needed.append(await _sandbox(settings))
     needed.append(_cache(settings.cache_dir or default_cache_dir()))
     needed += await asyncio.to_thread(lambda: list(_families()))
     others += await asyncio.to_thread(lambda: list(image_checks()))
+    fit = all(check.ok for check in needed)
+    if as_json:
+        _print_json(fit, needed, others)
+    else:
+        _print_tables(needed, others)
+    return fit
+
+
+def _print_json(fit: bool, needed: Sequence[Check], others: Sequence[Check]) -> None:
+    checks = [{**asdict(check), "needed": check in needed} for check in (*needed, *others)]
+    out.print(
+        json.dumps({"fit": fit, "machine": dict(_machine()), "checks": checks}, indent=2), soft_wrap=True
+    )
+
+
+def _print_tables(needed: Sequence[Check], others: Sequence[Check]) -> None:
+    for name, value in _machine():
+        out.print(f"{name + ':':12} {value}")
     table = Table(show_edge=False)
     table.add_column("check")
     table.add_column("")
@@ -144,7 +165,6 @@ async def doctor(settings: Settings) -> bool:
         _add_row(table, check, Text("--", style="yellow"))
     out.print(table)
     out.print("-- is not needed here")
-    return all(check.ok for check in needed)
 
 
 def _add_row(table: Table, check: Check, bad: Text) -> None:

@@ -18,6 +18,7 @@ from prorl_envs.cli.check_llm import check_llm
 from prorl_envs.cli.console import out, report
 from prorl_envs.cli.image import image
 from prorl_envs.cli.nemo import gym_root, nemo
+from prorl_envs.cli.steer import add_commands
 from prorl_envs.cli.view import view
 from prorl_envs.errors import InputError, ProrlError
 
@@ -350,12 +351,14 @@ def scripted(
 
 
 @cli.command()
-def doctor() -> None:
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")] = False,
+) -> None:
     """Say what this machine can do, and what is missing."""
     from prorl_envs.cli.doctor import doctor
     from prorl_envs.cli.running import run
 
-    if not run(doctor(_settings(None))):
+    if not run(doctor(_settings(None), as_json=as_json)):
         raise typer.Exit(1)
 
 
@@ -381,6 +384,7 @@ def conformance(
         raise typer.Exit(1)
 
 
+add_commands(cli)
 cli.command("gym-root")(gym_root)  # `nemo gym-root` in short
 
 

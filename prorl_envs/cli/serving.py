@@ -16,6 +16,7 @@ async def serve(settings: Settings, model: Model) -> None:
 
     def ready(url: str) -> None:
         err.print(f"rollout service: {url}   (documentation: {url}/openapi.json)")
+        err.print(f"dashboard:       {url}/dashboard")
         for server in model.servers:
             err.print(f"model server:    {server}")
         if settings.service.store is not None:

@@ -49,10 +49,13 @@ from prorl_envs.rollout.views import (
     JobView,
     ModelServerList,
     ModelServerView,
+    NodeList,
+    NodeView,
     PauseView,
     ResultPage,
     StatusView,
 )
+from prorl_envs.rollout.watch_views import DashboardView, JobPage, LimitsRequest
 
 #: Longest that a service may ask a client to wait before it tries again, in seconds.
 MAX_PAUSE_S = 60.0
@@ -420,6 +423,45 @@ class RolloutClient:
             wait_s: seconds to wait until nothing is.
         """
         return await self._call(StatusView, "POST", "/v1/drain", wait_s=wait_s, params={"wait_s": wait_s})
+
+    async def dashboard(self) -> DashboardView:
+        """The service now, and its last ten minutes."""
+        return await self._call(DashboardView, "GET", "/v1/dashboard")
+
+    async def jobs(self, *, states: Collection[str] = (), limit: int = 100) -> JobPage:
+        """Unfinished jobs, those whose stage runs first.
+
+        Args:
+            states: queued, init, run, eval; any where none is named.
+            limit: most of them, 1000 at most.
+        """
+        query = {"state": sorted(states), "limit": limit}
+        return await self._call(JobPage, "GET", "/v1/jobs", params=query)
+
+    async def retry_job(self, job_id: str) -> GroupView:
+        """Do a finished job again, as a group of its own.
+
+        Raises:
+            NotFound; Conflict: it is not finished.
+        """
+        return await self._call(GroupView, "POST", f"/v1/jobs/{_segment(job_id)}/retry")
+
+    async def set_limits(self, limits: LimitsRequest) -> StatusView:
+        """Let more or less happen at once on the service's own machine, until it ends."""
+        body = limits.model_dump(exclude_none=True)
+        return await self._call(StatusView, "PATCH", "/v1/limits", json=body)
+
+    async def nodes(self) -> list[NodeView]:
+        """The machines that carry jobs out beside the service's own."""
+        return (await self._call(NodeList, "GET", "/v1/nodes")).nodes
+
+    async def drain_node(self, name: str) -> list[NodeView]:
+        """Give a node no further jobs. Raises: NotFound."""
+        return (await self._call(NodeList, "POST", f"/v1/nodes/{_segment(name)}/drain")).nodes
+
+    async def resume_node(self, name: str) -> list[NodeView]:
+        """Give a node jobs again. Raises: NotFound."""
+        return (await self._call(NodeList, "POST", f"/v1/nodes/{_segment(name)}/resume")).nodes
 
     async def environments(self) -> list[EnvironmentView]:
         return (await self._call(EnvironmentList, "GET", "/v1/environments")).environments

@@ -1,5 +1,6 @@
 """What operators see of unfinished jobs, and what they change while a service runs."""
 
+import heapq
 import logging
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain, islice
@@ -43,14 +44,15 @@ class Steering:
     def now(self) -> Now:
         """The service at this moment."""
         service = self._service
-        running = [self._line(self._engine.episodes[job]) for job in self._engine.running]
+        running = (self._engine.episodes[job] for job in self._engine.running)
+        longest = heapq.nsmallest(SHOWN, running, key=lambda episode: episode.started_at)
         return Now(
             status=service.status(),
             attempts_limit=self._engine.scheduler.attempts,
             use=self._use(),
             batches=service.batches.views(),
             nodes=service.fleet.views() if service.fleet is not None else [],
-            running=sorted(running, key=lambda line: -line.since_s)[:SHOWN],
+            running=[self._line(episode) for episode in longest],
         )
 
     def jobs(self, *, prefix: str = "", states: Collection[JobState] = (), limit: int = 100) -> JobPage:

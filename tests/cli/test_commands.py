@@ -97,6 +97,14 @@ def test_doctor_finds_this_machine_fit(cli: Cli) -> None:
     assert "starts and answers" in done.stdout
 
 
+def test_doctor_tells_machines_the_same(cli: Cli) -> None:
+    done = cli("doctor", "--json")
+    told = json.loads(done.stdout)
+    assert done.returncode == 0 and told["fit"] and told["machine"]["prorl-envs"]
+    sandbox = next(check for check in told["checks"] if check["name"] == "sandbox")
+    assert sandbox["ok"] and sandbox["needed"]
+
+
 def test_the_driver_can_be_named(cli: Cli) -> None:
     done = cli("--driver", "local", "doctor")
     assert done.returncode == 0, done.stdout + done.stderr

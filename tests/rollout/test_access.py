@@ -15,6 +15,7 @@ from prorl_envs.rollout.api import create_app
 from prorl_envs.rollout.client import RolloutClient
 from prorl_envs.rollout.episode_types import EpisodeRequest
 from prorl_envs.rollout.errors import Forbidden, Full, NotFound, Unauthorized
+from prorl_envs.rollout.watch_views import LimitsRequest
 
 pytestmark = pytest.mark.anyio
 
@@ -70,6 +71,31 @@ async def test_a_tenant_sees_and_ends_only_its_own(bench: Any, connect: Connect)
     assert (await operator.group("alice/a")).complete
 
 
+async def test_a_tenant_watches_and_repeats_only_its_own(bench: Any, connect: Connect) -> None:
+    alice, operator = connect(ALICE), connect(OPERATOR)
+    await operator.submit([bench.group("free")])
+    await alice.submit([bench.group("alice/a")])
+    await bench.finished(2)
+    transport = httpx.ASGITransport(create_app(bench.service, SETTINGS))
+    async with httpx.AsyncClient(transport=transport, base_url="http://h") as http:
+        said = await http.get("/v1/summaries", headers={"Authorization": f"Bearer {ALICE}"})
+        assert [one["job_id"] for one in said.json()["summaries"]] == ["alice/a/0"]
+        for what in ("tokens", "partial"):
+            answer = await http.get(f"/v1/jobs/free/0/{what}", headers={"Authorization": f"Bearer {ALICE}"})
+            assert answer.status_code == 404
+    with pytest.raises(NotFound):
+        await alice.retry_job("free/0")
+    assert (await alice.retry_job("alice/a/0")).id == "alice/a:retry-0"
+    assert (await alice.retry_job("alice/a/0")).id == "alice/a:retry-0", "asked twice, it is done once"
+    bench.world.gates["call"] = asyncio.Event()
+    await alice.submit([bench.group("alice/b")])
+    await operator.submit([bench.group("other", 2)])
+    await bench.world.until(lambda: bench.world.inside["call"] == 3)
+    assert [job.id for job in (await alice.jobs()).jobs] == ["alice/b/0"]
+    assert (await alice.jobs()).total == 1 and (await operator.jobs()).total == 3
+    bench.world.gates["call"].set()
+
+
 async def test_what_steers_the_service_is_the_operators(connect: Connect) -> None:
     alice = connect(ALICE)
     assert (await alice.status()).state == "serving"
@@ -80,6 +106,9 @@ async def test_what_steers_the_service_is_the_operators(connect: Connect) -> Non
         alice.drain(),
         alice.model_servers(),
         alice.add_model_server("http://127.0.0.1:1"),
+        alice.dashboard(),
+        alice.set_limits(LimitsRequest(run=1)),
+        alice.nodes(),
     ):
         with pytest.raises(Forbidden, match="operator"):
             await steering

@@ -167,6 +167,21 @@ def test_a_pause_that_lets_finish_holds_back_what_has_not_begun() -> None:
     assert starts(scheduler.resume()) == [("c", Stage.INIT), ("b", Stage.INIT)]
 
 
+def test_limits_that_grow_start_what_waits_and_those_that_shrink_end_nothing() -> None:
+    scheduler = Scheduler(Limits(init=1, run=1, eval=1, live=2))
+    scheduler.submit([(job, "g") for job in "abcd"])
+    scheduler.ended("a")
+    assert scheduler.live == 2
+    wider = scheduler.resize(Limits(init=4, run=2, eval=1, live=4, attempts=1))
+    assert starts(wider) == [("c", Stage.INIT), ("d", Stage.INIT)]
+    assert starts(scheduler.ended("b")) == [("b", Stage.RUN)]
+    assert scheduler.resize(Limits(init=1, run=1, eval=1, live=1)) == []
+    assert scheduler.active == {Stage.INIT: 2, Stage.RUN: 2, Stage.EVAL: 0}
+    assert scheduler.submit([("e", "g")]) == [], "there is no room until the others are gone"
+    scheduler.pause(Pause.HOLD)
+    assert scheduler.resize(WIDE) == []
+
+
 def test_a_guest_shares_the_room_and_comes_before_jobs_that_wait() -> None:
     scheduler = Scheduler(Limits(init=1, run=1, eval=1, live=2))
     scheduler.submit([("a", "g"), ("b", "g")])

@@ -52,7 +52,7 @@ def hostile() -> Any:
             {"role": ATTACK, "content": ATTACK},
             {"role": "user", "content": image},
             {**answer, "tool_calls": [call(ATTACK, ATTACK, 1)]},
-            {"role": "tool", "tool_call_id": "c1", "content": "\x1b[31m" + ATTACK},
+            {"role": "tool", "tool_call_id": "c1", "content": f"\x1b[31m{ATTACK}\x1b]0;not hidden"},
             {"role": "assistant", "content": None, "tool_calls": [call("bash", command, 2), 7]},
             {"role": "tool", "tool_call_id": "c2", "content": f"+++ b\n@@ -1 +1 @@\n+{ATTACK}"},
         ],
@@ -135,6 +135,7 @@ async def test_hostile_text_is_text(chromium: Any, address: str) -> None:
         assert await page.locator("main script, main a:not([href^='#']), main svg").count() == 0
         shown = await page.locator("#panel").inner_text()
         assert ATTACK[:40] in shown and "\\x202e" in shown and "127.0.0.1:1/spy.png" in shown
+        assert "not hidden" in shown
         for tab in ("Tokens", "JSON"):
             await page.get_by_role("tab", name=tab).click()
             await page.locator(".tokens, .json").wait_for()

@@ -28,8 +28,9 @@ async function read(body, onEvent) {
     const events = (rest + value).split("\n\n");
     rest = events.pop();
     for (const event of events) {
-      const name = /^event: (.*)$/m.exec(event)?.[1], data = /^data: (.*)$/m.exec(event)?.[1];
-      if (name && data) onEvent(name, JSON.parse(data));
+      const lines = event.split("\n"); // not by a pattern: to those, U+2028 ends a line too
+      const field = (name) => lines.find((line) => line.startsWith(`${name}: `))?.slice(name.length + 2);
+      if (field("event") && field("data")) onEvent(field("event"), JSON.parse(field("data")));
     }
   }
 }

@@ -3,7 +3,8 @@ import { el, visible } from "./dom.js";
 import { count } from "./format.js";
 
 const IMAGE = /data:image\/(?:png|jpeg|gif|webp);base64,[A-Za-z0-9+/]{16,}={0,2}/g;
-const ESCAPE = /\u001b(?:\[([0-9;:?]*)[ -/]*([@-~])|\][^\u0007\u001b]*(?:\u0007|\u001b\\)?|[@-Z\\^_]|[ -/]+[0-~])/g;
+// What has no end (an unfinished title, say) is not taken for a sequence: it would hide all that follows.
+const ESCAPE = /\u001b(?:\[([0-9;:?]*)[ -/]*([@-~])|\][^\u0007\u001b\n]{0,500}(?:\u0007|\u001b\\)|[@-Z\\^_]|[ -/]+[0-~])/g;
 const SHOWN_LINES = 40, SHOWN_CHARS = 6000;
 const HEADER = /^(?:diff --git |index |--- |\+\+\+ |new file|deleted file|rename |similarity |Binary files )/;
 

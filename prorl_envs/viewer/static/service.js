@@ -100,15 +100,25 @@ function dashboard() {
     refill(panels.nodes, nodes(view.nodes));
     panels.nodes.node.hidden = !view.nodes.length;
     panels.batches.node.hidden = !view.batches.length;
-    jobs.told(status);
   }
 
   return { node, update, started: jobs.started, end: jobs.end };
 }
 
-/** Tables with buttons are left alone while one of them has the focus. */
+let pressed = false;
+addEventListener("pointerdown", () => { pressed = true; });
+for (const name of ["pointerup", "pointercancel"]) addEventListener(name, () => setTimeout(() => { pressed = false; }, 50));
+
+/** Tables with buttons stay while one is pressed, and the focus stays on the button that had it. */
 function refill(one, node) {
-  if (!one.place.contains(document.activeElement)) fill(one.place, node);
+  if (pressed) return;
+  const held = one.place.contains(document.activeElement) ? nameOf(document.activeElement) : "";
+  fill(one.place, node);
+  if (held) [...one.place.querySelectorAll("button, [tabindex]")].find((other) => nameOf(other) === held)?.focus({ preventScroll: true });
+}
+
+function nameOf(node) {
+  return node.ariaLabel || node.textContent;
 }
 
 function summary({ status }) {
@@ -143,7 +153,7 @@ function stageCards({ status }, past) {
 
 function throughput({ history, status }) {
   const rows = history.map((bucket) => [{ value: bucket.done, kind: "good" }, { value: bucket.failed, kind: "bad" }, { value: bucket.cancelled, kind: "none" }]);
-  const minute = history.slice(-7, -1), ended = minute.reduce((sum, bucket) => sum + bucket.done + bucket.failed + bucket.cancelled, 0);
+  const minute = history.slice(-6), ended = minute.reduce((sum, bucket) => sum + bucket.done + bucket.failed + bucket.cancelled, 0);
   const sampled = minute.reduce((sum, bucket) => sum + bucket.sampled, 0);
   return [
     el("p", { class: "figures" }, figure(count(ended), "jobs in the last minute"), figure(count(Math.round(sampled / 60)), "sampled tokens/s")),
@@ -211,7 +221,7 @@ function groups(list) {
   if (!list.length) return el("p", { class: "quiet" }, "No group has a result yet.");
   return el("ul", { class: "group-list" }, list.slice(0, 12).map((group) => el("li", {},
     el("a", { href: `#/group/${encodeURIComponent(group.id)}`, title: group.id }, group.task_id), strip(group.rewards.map((reward) => ({ reward }))),
-    el("span", { class: "quiet numeric" }, group.mean === null ? "–" : `${number(group.mean)} ± ${number(group.std)}`))));
+    el("span", { class: "quiet numeric" }, group.mean === null ? "–" : `${group.mean.toFixed(2)} ± ${group.std.toFixed(2)}`))));
 }
 
 function batches(list) {
@@ -260,5 +270,5 @@ function jobsPanel() {
     if (!stopped) timer = setTimeout(look, JOBS_MS);
   }
 
-  return { node, told: () => {}, started: look, end: () => { stopped = true; clearTimeout(timer); list.end(); } };
+  return { node, started: look, end: () => { stopped = true; clearTimeout(timer); list.end(); } };
 }

@@ -1,4 +1,5 @@
-// Where the time went, as a waterfall. A result has durations and no clock times, so bars are set end to end.
+// Where the time went, as a waterfall. A result has durations and no clock times, so bars are set end to end;
+// what a job waited is told without a bar.
 import { el } from "./dom.js";
 import { seconds } from "./format.js";
 import { conversationOf } from "./result.js";
@@ -12,7 +13,7 @@ export function bars(result) {
     found.push({ name, kind, start: at, length, turn });
     at += length;
   };
-  add("queued", "queue", t.queued_s);
+  if (t.queued_s > 0) found.push({ name: "queued", kind: "queue", start: 0, length: t.queued_s, turn: 0 }); // before all, not to scale
   add("INIT", "init", t.init_s);
   const records = conversationOf(result).turns.filter((turn) => turn.record);
   let told = 0;
@@ -22,7 +23,7 @@ export function bars(result) {
     told += record.model_s + record.tools_s;
   }
   add(records.length ? "RUN, other" : "RUN", "run", (t.run_s ?? 0) - told);
-  add("held for new weights", "queue", t.held_s);
+  if (t.held_s > 0) found.push({ name: "held for new weights", kind: "queue", start: at, length: t.held_s, turn: 0 });
   add("EVAL", "eval", t.eval_s);
   return { bars: found, total: at };
 }
@@ -38,7 +39,7 @@ export function waterfall(result, onTurn) {
     el("div", { class: "bars", role: "table", "aria-label": "Time by step", tabindex: found.length > 14 ? "0" : null },
       found.map((bar) => el("div", { class: "bar-row", role: "row" },
         el("span", { class: "bar-name", role: "rowheader" }, bar.turn ? el("button", { type: "button", class: "link", on: { click: () => onTurn(bar.turn) } }, bar.name) : bar.name),
-        el("span", { class: "bar-track", role: "presentation" }, el("span", { class: `bar-fill ${bar.kind}`, style: { left: `${(bar.start / total) * 100}%`, width: `max(2px, ${(bar.length / total) * 100}%)` } })),
+        el("span", { class: "bar-track", role: "presentation" }, bar.kind !== "queue" && el("span", { class: `bar-fill ${bar.kind}`, style: { left: `${(bar.start / total) * 100}%`, width: `max(2px, ${(bar.length / total) * 100}%)` } })),
         el("span", { class: "bar-time numeric", role: "cell" }, seconds(bar.length))))),
     result.attempts > 1 && el("p", { class: "quiet" }, `Stages are over ${result.attempts} attempts; turns are of the last.`));
 }

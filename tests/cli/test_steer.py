@@ -1,0 +1,160 @@
+"""The commands that look at a running service and change it, against one that runs beside them."""
+
+import asyncio
+import json
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+from rich.console import Console
+
+from prorl_envs.cli.main import app
+from prorl_envs.cli.top import picture
+from prorl_envs.config import ServiceSettings
+from prorl_envs.policy.pool import ModelPool
+from prorl_envs.rollout.server import serving
+from prorl_envs.rollout.service import RolloutService
+from prorl_envs.rollout.types import GroupRequest
+from prorl_envs.testing.tokenizer import builtin_renderer
+from prorl_envs.testing.toy import ToyModel, ToyWorld, empty_node
+from tests.cli.conftest import Cli
+
+
+class Steered:
+    """A service in a thread, whose tool calls wait for a gate."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._ready, self._over = threading.Event(), asyncio.Event()
+        self._thread = threading.Thread(
+            target=lambda: self.loop.run_until_complete(self._live()), name="steered"
+        )
+        self._thread.start()
+        self._ready.wait()
+
+    async def _live(self) -> None:
+        self.world = ToyWorld()
+        self.world.gates["call"] = asyncio.Event()
+        renderer = builtin_renderer()
+        pool = ModelPool(lambda _: ToyModel(renderer, lambda *_: [{"tool": "finish", "arguments": {}}]))
+        pool.add("http://127.0.0.1:8000")
+        settings = ServiceSettings(run=2, live=4)
+        self.service = RolloutService(empty_node(), {"toy": self.world.family()}, renderer, pool, settings)
+        async with serving(self.service) as self.url:
+            self._ready.set()
+            await self._over.wait()
+
+    def end(self) -> None:
+        self.open()
+        self.loop.call_soon_threadsafe(self._over.set)
+        self._thread.join()
+        self.loop.close()
+
+    def do[T](self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
+    def open(self) -> None:
+        self.loop.call_soon_threadsafe(self.world.gates["call"].set)
+
+    def inside(self, count: int) -> None:
+        self.do(self.world.until(lambda: self.world.inside["call"] == count))
+
+    def submit(self, name: str, samples: int) -> None:
+        row = {"id": "t", "instruction": "Do."}
+        self.do(self.service.submit([GroupRequest(id=name, environment="toy", task=row, samples=samples)]))
+        self.inside(2)
+
+
+class Done(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+type Steer = Callable[..., Done]
+
+
+@pytest.fixture
+def steered() -> Iterator[Steered]:
+    bench = Steered()
+    yield bench
+    bench.end()
+
+
+@pytest.fixture
+def steer(steered: Steered, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Steer:
+    """Runs a command on that service, in this process."""
+
+    def run(*arguments: str, service: str = steered.url) -> Done:
+        monkeypatch.setattr(sys, "argv", ["prorl-envs", *arguments, "--service", service])
+        with pytest.raises(SystemExit) as ended:
+            app()
+        said = capsys.readouterr()
+        return Done(int(ended.value.code or 0), said.out, said.err)
+
+    return run
+
+
+def test_jobs_are_listed_cancelled_and_done_again(steered: Steered, steer: Steer) -> None:
+    steered.submit("step1/g", 4)
+    listed = steer("jobs")
+    assert listed.code == 0 and "step1/g/0" in listed.out and "for run" in listed.out, listed.err
+    found = json.loads(steer("jobs", "--state", "run", "--json").out)
+    assert {job["id"] for job in found["jobs"]} == {f"step1/g/{n}" for n in range(4)}
+    done = steer("cancel", "step1/g/0", "step1/g/2", "--json")
+    assert [job["state"] for job in json.loads(done.out)] == ["cancelled"] * 2
+    missing = steer("cancel", "nothing")
+    assert missing.code == 2 and "hint: prorl-envs jobs" in missing.err
+    early = steer("retry", "step1/g/1")
+    assert early.code == 2 and "cancel it first" in early.err
+    assert steer("retry", "step1/g/0").out == "step1/g:retry-0\n"
+    assert steer("cancel", "step1/g").code == 0
+    assert steered.do(steered.service.group("step1/g")).complete
+    wrong = steer("jobs", "--state", "done")
+    assert wrong.code == 2 and "queued, init, run or eval" in wrong.err
+
+
+def test_a_service_is_paused_drained_and_bounded(steered: Steered, steer: Steer) -> None:
+    steered.submit("g", 3)
+    assert "paused: hold" in steer("pause", "--mode", "hold").err
+    assert "paused: hold" in steer("status").out
+    assert steer("resume").code == 0
+    raised = json.loads(steer("limits", "--run", "3", "--json").out)
+    assert raised["pools"]["run"]["limit"] == 3
+    steered.inside(3)
+    left = steer("drain", "--wait", "0.1")
+    assert (left.code, left.err) == (1, "draining, 3 unfinished\n")
+    steered.open()
+    assert steer("drain", "--wait", "60").code == 0
+
+
+def test_servers_come_and_go(steered: Steered, steer: Steer) -> None:
+    assert "http://127.0.0.1:8001" in steer("servers", "add", "http://127.0.0.1:8001/v1").out
+    gone = json.loads(steer("servers", "drain", "http://127.0.0.1:8001", "--json").out)
+    assert [server["url"] for server in gone] == ["http://127.0.0.1:8000"]
+    assert "http://127.0.0.1:8000" in steer("servers").out
+    assert json.loads(steer("nodes", "--json").out) == []
+    missing = steer("nodes", "drain", "gpu17")
+    assert missing.code == 2 and "has no nodes" in missing.err
+
+
+def test_top_shows_it_all_and_fits(steered: Steered, cli: Cli) -> None:
+    steered.submit("g", 40)
+    shown = cli("top", "--service", steered.url).stdout
+    assert all(text in shown for text in ("serving", "RUN", "2/2 active", "healthy", "g/0")), shown
+    assert all(len(line) <= 100 for line in shown.splitlines())
+    view = steered.service.watch.view()
+    for height in (24, 50):
+        console = Console(width=120, height=height, record=True, quiet=True)
+        assert len(console.render_lines(picture(view, height=height))) <= height
+
+
+def test_nobody_there_is_one_clear_error(steer: Steer) -> None:
+    away = steer("status", service="http://127.0.0.1:9")
+    assert away.code == 2 and "does not answer" in away.err and "hint: is it running" in away.err
+    wrong = steer("status", service="localhost")
+    assert wrong.code == 2 and "is no URL" in wrong.err

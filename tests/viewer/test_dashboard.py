@@ -1,0 +1,232 @@
+"""A service in a real browser: what it shows as it moves, what can be changed, and who may."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import SecretStr
+
+from prorl_envs.config import ServerSettings, ServiceSettings
+from prorl_envs.policy.pool import ModelPool
+from prorl_envs.rollout.client import RolloutClient
+from prorl_envs.rollout.server import serving
+from prorl_envs.rollout.service import RolloutService
+from prorl_envs.rollout.types import GroupRequest
+from prorl_envs.testing.tokenizer import builtin_renderer
+from prorl_envs.testing.toy import ToyModel, ToyWorld, empty_node
+from prorl_envs.viewer.assets import POLICY
+from tests.viewer.test_pages import ATTACK, looking
+
+pytestmark = pytest.mark.anyio
+
+TOKEN = "a-token-of-sixteen"
+FINISH = [{"tool": "finish", "arguments": {}}]
+
+
+class Watched:
+    """A service over toy environments."""
+
+    def __init__(self) -> None:
+        self.world = ToyWorld()
+        renderer = builtin_renderer()
+        pool = ModelPool(lambda _: ToyModel(renderer, lambda *_: FINISH))
+        pool.add("http://127.0.0.1:8000")
+        families = {"toy": self.world.family()}
+        self.service = RolloutService(empty_node(), families, renderer, pool, ServiceSettings(run=2, live=4))
+
+    async def submit(self, name: str, samples: int = 1, **task: Any) -> None:
+        row = {"id": "t", "instruction": "Do.", **task}
+        await self.service.submit([GroupRequest(id=name, environment="toy", task=row, samples=samples)])
+
+    async def finish(self, name: str) -> None:
+        while not (await self.service.group(name, wait_s=60)).complete:
+            pass
+
+
+@pytest.fixture
+async def watched() -> AsyncIterator[tuple[Watched, str]]:
+    bench = Watched()
+    async with serving(bench.service) as url:
+        yield bench, url
+        for gate in bench.world.gates.values():
+            gate.set()
+
+
+async def test_it_moves_as_the_service_does(chromium: Any, watched: tuple[Watched, str]) -> None:
+    bench, url = watched
+    bench.world.gates["call"] = asyncio.Event()
+    await bench.submit("step1/a", 6)
+    async with looking(chromium, f"{url}/dashboard") as page:
+        await page.get_by_text("6 unfinished jobs").wait_for()
+        run = page.get_by_role("meter", name="run pool")
+        await page.wait_for_function("n => n.ariaValueNow === '2'", arg=await run.element_handle())
+        await page.get_by_role("grid", name="Unfinished jobs").get_by_role("link", name="step1/a/0").click()
+        await page.get_by_text("now in RUN").wait_for()  # how far it is
+        await page.get_by_text("Do.", exact=True).wait_for()
+        bench.world.gates["call"].set()
+        await page.locator(".verdict .big", has_text="1").wait_for()  # and what it came to, by itself
+        await page.get_by_role("tab", name="Tokens").click()
+        await page.locator(".segment.sampled .token").first.wait_for()
+        await page.get_by_role("link", name="Service").click()
+        await page.get_by_text("0 unfinished jobs").wait_for()
+        await page.get_by_role("region", name="Groups").get_by_role("link").wait_for()
+        await page.get_by_role("link", name="Episodes").click()
+        await page.get_by_text("6 episodes").wait_for()
+
+
+async def test_it_is_steered_from_the_page(chromium: Any, watched: tuple[Watched, str]) -> None:
+    bench, url = watched
+    bench.world.gates["call"] = asyncio.Event()
+    await bench.submit("g", 3)
+    async with looking(chromium, f"{url}/dashboard") as page:
+        await page.get_by_role("button", name="Limits").click()
+        await page.get_by_label("RUN at once").fill("3")
+        await page.get_by_role("button", name="Set").click()
+        await bench.world.until(lambda: bench.world.inside["call"] == 3)
+        await page.get_by_role("button", name="Pause").click()
+        await page.get_by_role("dialog").get_by_role("button", name="Pause").click()
+        await page.get_by_text("paused: finish").wait_for()
+        await page.get_by_role("button", name="Resume").click()
+        await page.get_by_role("button", name="Cancel g/1").click()
+        await page.get_by_role("button", name="Cancel the job").click()
+        await page.get_by_text("Cancelled.").wait_for()
+        assert (await bench.service.job("g/1")).state == "cancelled"
+        bench.world.gates["call"].set()
+        await bench.finish("g")
+        await page.goto(f"{url}/dashboard#/episode/g%2F1")
+        await page.get_by_role("button", name="Retry").click()
+        await page.wait_for_url("**/dashboard/#/episode/g%3Aretry-1%2F0")
+        await bench.finish("g:retry-1")
+        await page.goto(f"{url}/dashboard#/")
+        await page.get_by_role("button", name="Add …").click()
+        await page.get_by_label("Base URL").fill("http://127.0.0.1:8001/v1")
+        await page.get_by_role("button", name="Add", exact=True).click()
+        await page.get_by_role("button", name="Drain http://127.0.0.1:8001").click()
+        await page.get_by_role("dialog").get_by_role("button", name="Drain").click()
+        await page.get_by_text("It gets nothing more.").wait_for()
+        assert [server.url for server in bench.service.model_servers()] == ["http://127.0.0.1:8000"]
+
+
+async def test_hostile_words_of_a_running_service_are_text(
+    chromium: Any, watched: tuple[Watched, str]
+) -> None:
+    bench, url = watched
+    await bench.submit("g", 2, id=ATTACK, instruction=ATTACK, faults={"eval": "grader"})
+    await bench.finish("g")
+    async with looking(chromium, f"{url}/dashboard") as page:
+        await page.get_by_role("region", name="Groups").get_by_role("link").wait_for()
+        assert await page.locator("main img, main script").count() == 0
+        await page.evaluate("location.hash = '#/episode/g%2F0'")
+        await page.get_by_role("heading", name="onerror").wait_for()
+        assert await page.locator("main img, main script").count() == 0
+
+
+async def test_the_token_is_asked_for_and_stays_in_the_tab(chromium: Any) -> None:
+    bench = Watched()
+    settings = ServerSettings(port=0, token=SecretStr(TOKEN))
+    async with serving(bench.service, settings) as url:
+        async with httpx.AsyncClient(base_url=url) as http:
+            assert (await http.get("/dashboard/")).headers["content-security-policy"] == POLICY
+            assert (await http.get("/dashboard/main.js")).status_code == 200
+            assert (await http.get("/dashboard/secrets")).status_code == 404
+            for path in ("/v1/dashboard", "/v1/dashboard/stream", "/v1/summaries", "/v1/jobs"):
+                assert (await http.get(path)).status_code == 401
+        context = await chromium.new_context()
+        page = await context.new_page()
+        await page.goto(f"{url}/dashboard")
+        for token, heading in (("not-the-right-token", "not the service's"), (TOKEN, "0 unfinished jobs")):
+            await page.get_by_label("Bearer token").fill(token)
+            await page.keyboard.press("Enter")
+            await page.get_by_text(heading).wait_for()
+        assert TOKEN not in page.url
+        assert await page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
+        await context.close()
+
+
+async def test_other_pages_change_nothing(watched: tuple[Watched, str]) -> None:
+    _, url = watched
+    async with httpx.AsyncClient(base_url=url) as http:
+        for origin in (
+            "http://evil.example",
+            "null",
+            "https://127.0.0.1",
+            url.replace("127.0.0.1", "localhost"),
+        ):
+            answer = await http.post("/v1/pause", headers={"Origin": origin, "Content-Type": "text/plain"})
+            assert answer.status_code == 401, origin
+        assert (await http.get("/v1/status")).json()["paused"] is None
+        assert (await http.post("/v1/pause", headers={"Origin": url})).status_code == 200
+
+
+async def test_a_stream_says_what_is_new(watched: tuple[Watched, str]) -> None:
+    bench, url = watched
+    async with httpx.AsyncClient(base_url=url) as http:
+        async with http.stream("GET", "/v1/dashboard/stream?every_s=0.2") as response:
+            lines = response.aiter_lines()
+            assert await anext(lines) == "event: now"
+            assert json.loads((await anext(lines))[6:])["status"]["state"] == "serving"
+            await bench.submit("g", 2)
+            fresh: list[str] = []
+            async for line in lines:
+                if line.startswith("data: ["):
+                    fresh += [summary["job_id"] for summary in json.loads(line[6:])]
+                if len(fresh) == 2:
+                    break
+        assert sorted(fresh) == ["g/0", "g/1"]
+        page = (await http.get("/v1/summaries?limit=1")).json()
+        rest = (await http.get("/v1/summaries", params={"after": page["next"]})).json()
+        assert [one["cursor"] for one in page["summaries"] + rest["summaries"]] == [1, 2] and rest[
+            "next"
+        ] == 2
+
+
+async def test_unfinished_jobs_and_limits(watched: tuple[Watched, str]) -> None:
+    bench, url = watched
+    bench.world.gates["call"] = asyncio.Event()
+    await bench.submit("g", 6)
+    await bench.world.until(lambda: bench.world.inside["call"] == 2)
+    async with httpx.AsyncClient(base_url=url) as http:
+        jobs = (await http.get("/v1/jobs?limit=3")).json()
+        assert [(job["state"], job["active"]) for job in jobs["jobs"]] == [
+            ("run", True),
+            ("run", True),
+            ("run", False),
+        ]
+        assert jobs["total"] == 6 and jobs["jobs"][0]["turns"] == 1
+        assert (await http.get("/v1/jobs?state=queued")).json()["total"] == 2
+        partial = (await http.get("/v1/jobs/g/0/partial")).json()
+        assert (partial["state"], partial["reward"]) == ("run", None) and partial["messages"][0][
+            "content"
+        ] == "Do."
+        assert (await http.post("/v1/jobs/g/0/retry")).status_code == 409
+        status = (await http.patch("/v1/limits", json={"run": 5, "live": 5, "queue": 7})).json()
+        assert status["pools"]["run"]["limit"] == 5 and status["queue_limit"] == 7
+        await bench.world.until(lambda: bench.world.inside["call"] == 5)
+        assert (await http.patch("/v1/limits", json={"run": 0})).status_code == 422
+        await http.patch("/v1/limits", json={"run": 1})
+        assert bench.world.inside["call"] == 5, "what runs goes on"
+    async with RolloutClient(url) as client:
+        await client.cancel_group("g")
+
+
+async def test_summaries_of_before_come_from_the_store(tmp_path: Any) -> None:
+    from prorl_envs.rollout.sqlite_store import SqliteStore
+
+    renderer = builtin_renderer()
+    told = []
+    for name in ("old", "new"):
+        store = SqliteStore(tmp_path / "store.db")
+        model = ToyModel(renderer, lambda *_: FINISH)
+        service = RolloutService(empty_node(), {"toy": ToyWorld().family()}, renderer, model, store=store)
+        async with serving(service) as url, RolloutClient(url) as client, httpx.AsyncClient() as http:
+            row = {"id": "t", "instruction": "Do."}
+            await client.submit([GroupRequest(id=name, environment="toy", task=row, samples=3)])
+            await client.group(name, wait_s=30)
+            page = (await http.get(f"{url}/v1/summaries")).json()
+            told.append([(one["group_id"], one["cursor"]) for one in page["summaries"]])
+        await store.aclose()
+    old = [("old", 1), ("old", 2), ("old", 3)]
+    assert told == [old, [*old, ("new", 4), ("new", 5), ("new", 6)]]
