@@ -4,7 +4,7 @@ PYTHON := $(VENV)/bin/python
 # Tests that wait leave room for one more at a time than there are cores. WORKERS=0 runs them in order.
 WORKERS ?= $(shell expr $$(nproc) + 1)
 
-.PHONY: demo test test-thorough test-nemo test-ray test-vllm verify-swebench lint format bench faults fuzz lock clean help
+.PHONY: demo test test-thorough test-nemo test-ray test-vllm learn verify-swebench lint format bench faults fuzz lock clean help
 
 help:
 	@echo "make demo       set up, then run real rollouts end to end (ARGS='--help' shows the options)"
@@ -14,6 +14,7 @@ help:
 	@echo "make verify-swebench  reference, empty patch and cheats on every SWE-bench instance (ARGS='tasks.parquet')"
 	@echo "make test-ray   nodes as actors on a Ray cluster of several Ray nodes (a minute; adds the extra)"
 	@echo "make test-vllm  the model client against a real vLLM on the CPU (its own environment, 6 GB, several minutes)"
+	@echo "make learn      a small model that learns, through the whole system, on the CPU (its own environments, 12 GB; ARGS='--seeds 1')"
 	@echo "make lint       formatter, linter and type checker; make format mends what it can"
 	@echo "make fuzz       every parser of hostile input under a fuzzer (ARGS='--seconds 300 frames reports')"
 	@echo "make faults     every fault on purpose, round after round (ARGS='--seconds 300 service_killed')"
@@ -41,6 +42,9 @@ test-ray:
 
 test-vllm:
 	@scripts/test-vllm.sh $(ARGS)
+
+learn:
+	@scripts/learn.sh $(ARGS)
 
 verify-swebench:
 	@scripts/setup.sh test $(VENV)
