@@ -11,7 +11,7 @@ from typing import Any
 from prorl_envs.env.base import Environment, Prompt
 from prorl_envs.rollout.types import Result
 from prorl_envs.testing.vllm_server import VllmServer, free_port, process, wait_until_healthy
-from prorl_envs.trainers.asking import Asking, collect
+from prorl_envs.trainers.asking import Asking, collect, connect_sync
 
 
 @contextmanager
@@ -65,7 +65,7 @@ class Examination:
         """How the model that is served does: see `summary`."""
         asking = Asking(self.service, self.environment)
         groups = [asking.group(str(index), row, 1) for index, row in enumerate(self.rows)]
-        with asking.sync_client() as client:
+        with connect_sync(self.service) as client:
             results = [samples[0] for samples in collect(client, groups)]
         return summary(results, self.levels)
 

@@ -14,7 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 from learn.plan import Plan
 from learn.records import Records
 from learn.system import Examination, Weights
-from prorl_envs.trainers.asking import Asking
+from prorl_envs.trainers.asking import connect_sync
 from prorl_envs.trainers.trl import TrlRollouts, prompts, service_reward
 from prorl_envs.trainers.weights import weights_change_sync
 
@@ -71,7 +71,7 @@ def train(run: Run, progress: Callable[[dict[str, Any]], None]) -> None:
     torch.set_num_threads(run.plan.threads)
     try:
         trainer.train(resume_from_checkpoint=str(last) if last else None)
-        with Asking(run.service, "").sync_client() as client, weights_change_sync(client, run.plan.steps):
+        with connect_sync(run.service) as client, weights_change_sync(client, run.plan.steps):
             run.weights(trainer, run.plan.steps)
         watch.examine(run.plan.steps)
     finally:
@@ -82,7 +82,7 @@ def control(run: Run, progress: Callable[[dict[str, Any]], None]) -> None:
     """The same looks at the same held-out tasks, with the weights that the run begins with."""
     records = Records(run.folder / "records.jsonl")
     for step in examined(run.plan):
-        with Asking(run.service, "").sync_client() as client, weights_change_sync(client, step):
+        with connect_sync(run.service) as client, weights_change_sync(client, step):
             run.weights.server.load(run.start)
         progress(records.add("held_out", step, run.examination()))
 

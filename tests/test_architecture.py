@@ -37,7 +37,19 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     # Clients of the rollout service that speak a trainer's language; each imports its own trainer, and late.
     "trainers": frozenset(
         {"errors", "policy.types"}
-        | {f"rollout.{module}" for module in ("checks", "client", "inbox", "sync_client", "types", "views")}
+        | {
+            f"rollout.{module}"
+            for module in (
+                "checks",
+                "client",
+                "episode_types",
+                "errors",
+                "inbox",
+                "sync_client",
+                "types",
+                "views",
+            )
+        }
     ),
     "policy": frozenset({"errors", "clock", "window", "tools.types"}),
     "rollout": frozenset({"errors", "clock", "config", "env", "tools.types", "policy"}),

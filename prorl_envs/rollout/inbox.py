@@ -51,7 +51,7 @@ class Inbox:
                     await self._look_up()
                 async for result in self._client.results(after):
                     after = result.cursor
-                    self._hand_over(result)
+                    self.hand_over(result)
             except CursorExpired as error:
                 logger.warning("results went by unread: %s", error)
                 after = None
@@ -63,9 +63,14 @@ class Inbox:
         """Ask for what is waited for: it may have gone by."""
         for job_id in list(self._waiting):
             with contextlib.suppress(NotFound):  # not finished
-                self._hand_over(await self._client.result(job_id))
+                self.hand_over(await self._client.result(job_id))
 
-    def _hand_over(self, result: Result) -> None:
+    def waits_for(self, job_id: str) -> bool:
+        """Somebody waits for this result."""
+        return job_id in self._waiting
+
+    def hand_over(self, result: Result) -> None:
+        """Give a result to whoever waits for it, if anybody does."""
         future = self._waiting.get(result.job_id)
         if future is not None and not future.done():
             future.set_result(result)

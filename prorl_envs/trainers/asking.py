@@ -59,11 +59,15 @@ class Asking:
             **{key: value for key, value in chosen.items() if value is not None},  # type: ignore[arg-type]
         )
 
-    def client(self) -> RolloutClient:
-        return RolloutClient(self.url, token=os.environ.get(TOKEN))
 
-    def sync_client(self) -> SyncRolloutClient:
-        return SyncRolloutClient(self.url, token=os.environ.get(TOKEN))
+def connect(url: str) -> RolloutClient:
+    """A client of the service at `url`, with the token of the environment."""
+    return RolloutClient(url, token=os.environ.get(TOKEN))
+
+
+def connect_sync(url: str) -> SyncRolloutClient:
+    """A client of the service at `url` for threads without an event loop."""
+    return SyncRolloutClient(url, token=os.environ.get(TOKEN))
 
 
 def collect(client: SyncRolloutClient, groups: Sequence[GroupRequest]) -> list[list[Result]]:

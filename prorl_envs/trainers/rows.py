@@ -136,7 +136,7 @@ def rows_of(result: Result) -> list[Row]:
         NotContiguous: a trajectory is not what its own turns say.
     """
     status = _status(result)
-    trajectories = result.rows or [Trajectory(ids=[], loss_mask=[], logprobs=[])]
+    trajectories = result.rows or [Trajectory(ids=[], loss_mask=[], logprobs=[], turns=[])]
     rows = []
     for index, trajectory in enumerate(trajectories):
         row = _row(result, status, trajectory, index, len(trajectories))

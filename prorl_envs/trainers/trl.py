@@ -11,24 +11,20 @@ throughout. TRL takes one row for each sample, so episodes must not fork (`servi
 """
 
 import itertools
-import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from prorl_envs.errors import InputError, ProrlError
 from prorl_envs.policy.types import InFlight, Sampling
 from prorl_envs.rollout.types import AgentLimits, Result
-from prorl_envs.trainers.asking import Asking, collect
+from prorl_envs.trainers.advantages import NothingScored
+from prorl_envs.trainers.asking import Asking, collect, connect_sync
 from prorl_envs.trainers.rows import Row, one_row
+from prorl_envs.trainers.tasks import from_text, to_text
 from prorl_envs.trainers.weights import weights_change_sync
 
 logger = logging.getLogger(__name__)
-
-
-class NothingScored(ProrlError):
-    """Not one episode of a whole step has a reward: there is nothing to train on."""
 
 
 class Trainer(Protocol):
@@ -76,10 +72,10 @@ class TrlRollouts:
         limits: AgentLimits | None = None,
     ) -> None:
         self._asking = Asking(url, environment, sampling, limits)
-        self._task = task or task_of
+        self._task = task or from_text
         self._weights = weights
         self._mode = mode
-        self._client = self._asking.sync_client()
+        self._client = connect_sync(url)
         self._calls = itertools.count()
         self._uploaded = -1
 
@@ -132,22 +128,7 @@ class TrlRollouts:
 def prompts(tasks: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
     """Task rows as rows of a TRL data set, for `Dataset.from_list`. The conversation's beginning is the
     environment's, so a prompt is only the task: as JSON, since rows may have differing columns."""
-    return [{"prompt": json.dumps(task, ensure_ascii=False)} for task in tasks]
-
-
-def task_of(prompt: Any) -> Mapping[str, Any]:
-    """The task row of a prompt that `prompts` made.
-
-    Raises:
-        InputError: it is no JSON object.
-    """
-    try:
-        row = json.loads(prompt)
-    except (TypeError, ValueError, RecursionError):
-        row = None
-    if not isinstance(row, dict):
-        raise InputError("the prompt is no task row", hint="make the data set with prompts(), or give task=")
-    return row
+    return [{"prompt": to_text(task)} for task in tasks]
 
 
 def service_reward(

@@ -1,12 +1,114 @@
-"""Results as a service gives them, and a service that a trainer without an event loop can call."""
+"""A service over real HTTP, in a thread of its own: a toy environment, a scripted model."""
 
-import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
-from hypothesis import strategies as st
+import pytest
 
-from prorl_envs.errors import FailureKind
-from prorl_envs.policy.types import VersionSpan
-from prorl_envs.rollout.types import Failure, JobState, Result, Stage, StopReason, Trajectory, TurnRecord
+from prorl_envs.config import ServiceSettings
+from prorl_envs.policy.link import ClientLimits
+from prorl_envs.policy.pool import ModelPool
+from prorl_envs.policy.servers import Servers
+from prorl_envs.rollout.server import serving
+from prorl_envs.rollout.service import RolloutService
+from prorl_envs.testing.scripted import Mix, Script, ScriptBook
+from prorl_envs.testing.server import ScriptedServer
+from prorl_envs.testing.tokenizer import builtin_renderer
+from prorl_envs.testing.toy import ToyWorld, empty_node
+
+
+def _finish(reward: float) -> Any:
+    say = {"tool": "say", "arguments": {"text": "one"}}
+    return [[say], [{"tool": "finish", "arguments": {"reward": reward}}]]
+
+
+#: Any task "Do ...": a solution of two turns that is worth 1, a wrong one worth 0.
+BOOK = ScriptBook({"Do ": Script(_finish(1.0), _finish(0.0))})
+
+
+@dataclass
+class ToyService:
+    """A service that runs, from the outside."""
+
+    world: ToyWorld
+    server: ScriptedServer
+    loop: asyncio.AbstractEventLoop
+    url: str = ""
+    service: RolloutService | None = None
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def wait[T](self, work: Coroutine[Any, Any, T]) -> T:
+        """Have the service's own loop do something."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+
+    def close_gate(self, step: str) -> None:
+        """Let no episode go beyond the beginning of this step."""
+
+        async def close() -> None:
+            self.world.gates[step] = asyncio.Event()
+
+        self.wait(close())
+
+    def until_entered(self, step: str, count: int) -> None:
+        """Return once so many steps were begun."""
+        entered = self.world.entered
+        condition = lambda: sum(n for (_, name), n in entered.items() if name == step) >= count  # noqa: E731
+        self.wait(self.world.until(condition))
+
+    def until_empty(self) -> None:
+        """Return once no episode is open any more."""
+        self.wait(self.world.until(lambda: self.world.open == 0))
+
+
+def task(name: str = "it", **fields: Any) -> dict[str, Any]:
+    """A task of the toy environment."""
+    return {"id": name, "instruction": f"Do {name}."} | fields
+
+
+@contextmanager
+def toy_service(mix: str = "solve=1,wrong=1", **options: Any) -> Iterator[ToyService]:
+    """A service whose model plays these behaviours.
+
+    Args:
+        options: of the scripted model server.
+    """
+    ready: threading.Event = threading.Event()
+    made: list[ToyService] = []
+
+    async def live() -> None:
+        renderer = builtin_renderer()
+        async with AsyncExitStack() as stack:
+            server = await stack.enter_async_context(ScriptedServer(BOOK, mix=Mix.parse(mix), **options))
+            pool = ModelPool(Servers.of(renderer, limits=ClientLimits(attempts=1)).connect)
+            stack.push_async_callback(pool.aclose)
+            pool.add(server.url)
+            toy = ToyService(ToyWorld(), server, asyncio.get_running_loop())
+            toy.service = RolloutService(
+                empty_node(), {"toy": toy.world.family()}, renderer, pool, ServiceSettings(attempts=1)
+            )
+            toy.url = await stack.enter_async_context(serving(toy.service))
+            made.append(toy)
+            ready.set()
+            await toy.over.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(live()), name="toy-service")
+    thread.start()
+    try:
+        while not ready.wait(0.05):
+            assert thread.is_alive(), "the service did not start"
+        yield made[0]
+    finally:
+        if made:
+            made[0].loop.call_soon_threadsafe(made[0].over.set)
+        thread.join()
+
+
+@pytest.fixture
+def toy() -> Iterator[ToyService]:
+    """A service where half of every group solves its task, and half does not."""
+    with toy_service() as running:
+        yield running

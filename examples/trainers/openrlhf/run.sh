@@ -1,0 +1,15 @@
+#!/bin/sh
+# OpenRLHF on episodes of the rollout service: run.sh tasks.jsonl [OpenRLHF's arguments]. OpenRLHF's engine samples;
+# the service wants to be given a model server all the same, and sends no turn there:
+#   prorl-envs serve --llm http://HOST:PORT/v1 --tokenizer Qwen/Qwen3-4B --port 8600
+set -eu
+here=$(dirname "$0")
+tasks=$1
+shift
+python "$here/../make_data.py" openrlhf "$tasks" train.jsonl
+exec python -m openrlhf.cli.train_ppo_ray \
+    --train.agent_func_path "$here/agent.py" \
+    --data.prompt_dataset train.jsonl --data.input_key task --data.label_key label \
+    --data.max_len 32768 --rollout.n_samples_per_prompt 8 --rollout.temperature 1.0 \
+    --algo.advantage.estimator group_norm --algo.advantage.is_correction_level token \
+    "$@"

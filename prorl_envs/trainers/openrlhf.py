@@ -1,0 +1,155 @@
+"""OpenRLHF (0.11): an agent executor that samples with OpenRLHF's own engine, in episodes of the service.
+
+OpenRLHF's engines live in its actors and answer no HTTP, so the executor asks the engine for each turn and
+has the service do the rest: it begins the episode, reads each answer, runs its tools, says what to append,
+and grades. The ids stay what was sampled. The file for `--train.agent_func_path`:
+
+    from openrlhf.utils.agent import AgentExecutorBase
+    from prorl_envs.trainers.openrlhf import Episodes
+
+    class AgentExecutor(AgentExecutorBase):
+        def __init__(self):
+            self.episodes = Episodes("http://127.0.0.1:8600", "bash")
+
+        async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, **_):
+            return await self.episodes.execute(prompt, label, sampling_params, max_length, llm_engine)
+
+Each prompt (or label) of the data set is a task row, as JSON. OpenRLHF updates weights while its engine is
+paused, and names no versions; it bounds staleness itself.
+"""
+
+import contextlib
+from copy import deepcopy
+from typing import Any
+from uuid import uuid4
+
+from prorl_envs.errors import ModelError, ProrlError
+from prorl_envs.rollout.client import RolloutClient
+from prorl_envs.rollout.episode_types import EpisodeRequest, EpisodeState, EpisodeView, TokenStep
+from prorl_envs.rollout.types import AgentLimits, Result
+from prorl_envs.trainers.asking import connect
+from prorl_envs.trainers.rollouts import EpisodeFailed
+from prorl_envs.trainers.rows import Status, one_row
+from prorl_envs.trainers.tasks import from_text
+
+
+class Episodes:
+    """What an `AgentExecutor` needs.
+
+    Args:
+        url: base URL of the service, which needs a tokenizer (`--tokenizer`) and no model server of its own.
+            Its token is read from `$PRORL_SERVER__TOKEN`.
+        environment: the service's environment that the tasks are of.
+        attempts: how often an episode that fails is begun again, before OpenRLHF is told.
+        limits: of the agent loop; by default as many tokens as OpenRLHF has room for.
+    """
+
+    def __init__(
+        self, url: str, environment: str, *, attempts: int = 3, limits: AgentLimits | None = None
+    ) -> None:
+        self._url = url
+        self._environment = environment
+        self._attempts = attempts
+        self._limits = limits
+        self._client: RolloutClient | None = None
+
+    async def execute(
+        self, prompt: str, label: Any, sampling_params: Any, max_length: int, llm_engine: Any
+    ) -> dict[str, Any]:
+        """One episode, as OpenRLHF's executors return it. Where it is cancelled, the episode is closed.
+
+        Args:
+            prompt: the task row as JSON.
+            sampling_params: vLLM's `SamplingParams`.
+            max_length: tokens of prompt and response together.
+            llm_engine: has `generate(ids, sampling_params)`.
+
+        Raises:
+            EpisodeFailed: there is no reward, for all attempts: OpenRLHF takes no sample without one.
+            InputError: the prompt is no task row.
+            SeveralRows: the episode forked.
+            Full, Unavailable: the service is full or away, and stays so.
+        """
+        task = from_text(prompt)
+        limits = self._limits or AgentLimits(max_tokens=max_length)
+        for _ in range(self._attempts):
+            request = EpisodeRequest(
+                id=f"openrlhf-{uuid4().hex}", environment=self._environment, task=task, limits=limits
+            )
+            result = await self._play(request, sampling_params, max_length, llm_engine)
+            if result.reward is not None:
+                with_logprobs = sampling_params.logprobs is not None
+                return {"prompt": prompt, "label": label} | as_openrlhf(result, logprobs=with_logprobs)
+        raise EpisodeFailed(result)
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        if self._client is not None:
+            await self._client.aclose()
+
+    async def _play(
+        self, request: EpisodeRequest, sampling_params: Any, max_length: int, llm_engine: Any
+    ) -> Result:
+        if self._client is None:
+            self._client = connect(self._url)
+        client = self._client
+        try:
+            view = await client.start_episode(request)
+            context = list(view.prompt.ids) if view.prompt else []
+            while view.state is EpisodeState.READY and len(context) < max_length:
+                step = await _sample(llm_engine, context, sampling_params, max_length)
+                view = await client.run_episode(request.id, step)
+                told = view.last.ids if view.last and view.last.ids else []
+                context += [*step.ids, *told]
+            if view.state in (EpisodeState.READY, EpisodeState.STOPPED):
+                view = await client.evaluate_episode(request.id)
+            return _result(view)
+        finally:
+            with contextlib.suppress(ProrlError):  # the service closes an idle one by itself
+                await client.close_episode(request.id)
+
+
+def as_openrlhf(result: Result, *, logprobs: bool = True) -> dict[str, Any]:
+    """An episode as what OpenRLHF's executors return, without prompt and label.
+
+    Args:
+        result: of an episode with a reward.
+        logprobs: OpenRLHF asked for log-probabilities.
+
+    Raises:
+        SeveralRows, NotContiguous.
+    """
+    row = one_row(result)
+    first = len(row.prompt_ids)
+    turns = row.turns if row.trains else ()
+    return {
+        "images": None,
+        "mm_train_inputs": None,
+        "observation_tokens": row.prompt_ids + row.response_ids,
+        "action_ranges": [(first + start, first + end) for start, end in turns if end > start],
+        "rollout_log_probs": [0.0] * first + row.logprobs if logprobs else None,
+        "reward": row.reward,
+        "scores": row.reward,
+        "truncated": row.status is Status.TRUNCATED,
+        "extra_logs": {"turns": len(row.turns)},
+    }
+
+
+async def _sample(llm_engine: Any, context: list[int], sampling_params: Any, max_length: int) -> TokenStep:
+    params = deepcopy(sampling_params)
+    room = max_length - len(context)
+    params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+    params.logprobs = 0 if params.logprobs is None else params.logprobs  # of the sampled tokens
+    output = (await llm_engine.generate(context, params)).outputs[0]
+    ids = list(output.token_ids)
+    if output.logprobs is None or len(output.logprobs) != len(ids):
+        raise ModelError("the engine gave no log-probability for each token")
+    logprobs = [each[token].logprob for token, each in zip(ids, output.logprobs, strict=True)]
+    full = output.finish_reason == "length"
+    return TokenStep(ids=ids, logprobs=logprobs, finish_reason="length" if full else "stop")
+
+
+def _result(view: EpisodeView) -> Result:
+    if view.result is None:
+        raise ModelError(f"the episode {view.id} ended without a result", hint="the service's log says why")
+    return view.result

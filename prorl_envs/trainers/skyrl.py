@@ -1,0 +1,158 @@
+"""SkyRL (0.4): a generator whose episodes the rollout service runs (`GeneratorInterface`).
+
+    class Experiment(BasePPOExp):
+        def get_generator(self, cfg, tokenizer, inference_engine_client):
+            return RolloutGenerator("http://127.0.0.1:8600", "bash", end_token=tokenizer.eos_token_id)
+
+SkyRL takes a number as every reward. An episode that failed gets the mean of its group, and a mask of 0: it
+moves no advantage of the others and has no gradient of its own. Needs `skyrl` for nothing: what it takes and
+gives are dicts.
+"""
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from prorl_envs.errors import InputError
+from prorl_envs.policy.types import Sampling
+from prorl_envs.rollout.types import AgentLimits, Result
+from prorl_envs.trainers.advantages import neutral_rewards
+from prorl_envs.trainers.asking import Asking
+from prorl_envs.trainers.rollouts import shared
+from prorl_envs.trainers.rows import Status, one_row, rows_of
+from prorl_envs.trainers.tasks import from_text, to_text
+
+
+class RolloutGenerator:
+    """A generator for SkyRL's trainers.
+
+    Args:
+        url: base URL of the service. Its token is read from `$PRORL_SERVER__TOKEN`.
+        environment: the service's environment that the tasks are of.
+        end_token: id that stands for what an episode without tokens would have said.
+        step_wise: SkyRL trains step-wise (`generator.step_wise_trajectories`): then an episode may be several
+            rows; else it must be one.
+        limits: of the agent loop; None is what the service has for the environment.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        environment: str,
+        *,
+        end_token: int,
+        step_wise: bool = False,
+        limits: AgentLimits | None = None,
+    ) -> None:
+        self._asking = Asking(url, environment, limits=limits)
+        self._end_token = end_token
+        self._step_wise = step_wise
+        self._calls = itertools.count()
+
+    async def generate(self, input_batch: Mapping[str, Any], **_: Any) -> dict[str, Any]:
+        """A `GeneratorInput` as a `GeneratorOutput`, in its order. Where it is cancelled, so are its groups.
+
+        Raises:
+            InputError: a row carries no task, or the service refuses it.
+            NothingScored: no episode has a reward.
+            SeveralRows: an episode forked, and SkyRL does not train step-wise.
+            Full, Unavailable: the service is full or away, and stays so.
+        """
+        rollouts = await shared(self._asking.url)
+        sampling = _sampling(input_batch.get("sampling_params") or {})
+        call = next(self._calls)
+        requests = [
+            self._asking.group(f"{call}/{index}", from_text(task), samples, sampling=sampling)
+            for index, (task, samples) in enumerate(_groups(input_batch))
+        ]
+        try:
+            async with asyncio.TaskGroup() as asked:
+                tasks = [asked.create_task(rollouts.group(request)) for request in requests]
+        except* Exception as errors:
+            raise errors.exceptions[0] from errors
+        results = [task.result() for task in tasks]
+        ids = input_batch.get("trajectory_ids")
+        return as_skyrl(results, ids, self._end_token, step_wise=self._step_wise)
+
+
+def rows(tasks: Iterable[Mapping[str, Any]], *, environment: str) -> list[dict[str, Any]]:
+    """Task rows as rows of SkyRL's data sets, to be written as parquet. SkyRL needs a prompt and the name of
+    one of its environments in each; neither is used."""
+    return [
+        {
+            "prompt": [{"role": "user", "content": str(task.get("instruction", task.get("id", "task")))}],
+            "env_class": environment,
+            "task": to_text(task),
+        }
+        for task in tasks
+    ]
+
+
+def as_skyrl(
+    groups: Sequence[Sequence[Result]],
+    trajectory_ids: Sequence[Any] | None,
+    end_token: int,
+    *,
+    step_wise: bool = False,
+) -> dict[str, Any]:
+    """Groups of results as a `GeneratorOutput`.
+
+    Args:
+        groups: the results, group by group.
+        trajectory_ids: SkyRL's ids, one for each result.
+        end_token: stands for what an episode without tokens would have said.
+        step_wise: an episode may be several rows, of which the last is marked.
+
+    Raises:
+        NothingScored, SeveralRows, NotContiguous.
+    """
+    results = [result for group in groups for result in group]
+    rewards = itertools.chain(*neutral_rewards([[result.reward for result in group] for group in groups]))
+    episodes = [rows_of(result) if step_wise else [one_row(result)] for result in results]
+    known = {row.group_id: row.prompt_ids for rows in episodes for row in rows if row.prompt_ids}
+    some = next(iter(known.values()), [end_token])
+    ids = trajectory_ids or [None] * len(results)
+    flat = [
+        (row.filled(known.get(row.group_id, some), end_token), reward, trajectory_id)
+        for rows, reward, trajectory_id in zip(episodes, rewards, ids, strict=True)
+        for row in rows
+    ]
+    statuses = Counter(row[-1].status for row in episodes)
+    return {
+        "prompt_token_ids": [row.prompt_ids for row, _, _ in flat],
+        "response_ids": [row.response_ids for row, _, _ in flat],
+        "rewards": [reward for _, reward, _ in flat],
+        "loss_masks": [row.mask for row, _, _ in flat],
+        "stop_reasons": ["length" if row.status is Status.TRUNCATED else "stop" for row, _, _ in flat],
+        "rollout_logprobs": [row.logprobs for row, _, _ in flat],
+        "rollout_metrics": {f"rollouts/mean_{status}": statuses[status] / len(episodes) for status in Status},
+        "trajectory_ids": [trajectory_id for _, _, trajectory_id in flat] if trajectory_ids else None,
+        "is_last_step": [row.last for row, _, _ in flat] if step_wise else None,
+        "trajectory_generation_times": None,
+        "trajectory_time_splits": None,
+        "rollout_expert_indices": None,
+        "rollout_sample_support": None,
+    }
+
+
+def _groups(batch: Mapping[str, Any]) -> Iterable[tuple[Any, int]]:
+    """The tasks of a batch, and how many samples of each are beside each other."""
+    extras = batch.get("env_extras") or []
+    if len(extras) != len(batch["prompts"]) or any("task" not in (extra or {}) for extra in extras):
+        raise InputError("a row has no column `task`", hint="make the data set with skyrl.rows()")
+    ids = batch.get("trajectory_ids") or range(len(extras))
+    keys = [getattr(one, "instance_id", one) for one in ids]
+    for _, indices in itertools.groupby(range(len(extras)), key=lambda index: keys[index]):
+        members = list(indices)
+        yield extras[members[0]]["task"], len(members)
+
+
+def _sampling(params: Mapping[str, Any]) -> Sampling:
+    """SkyRL's sampling parameters, in vLLM's or SGLang's names."""
+    names = {"temperature": "temperature", "top_p": "top_p", "max_tokens": "max_tokens"}
+    names["max_new_tokens"] = "max_tokens"
+    return Sampling(
+        **{mine: params[theirs] for theirs, mine in names.items() if params.get(theirs) is not None}
+    )

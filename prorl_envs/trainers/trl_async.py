@@ -1,0 +1,317 @@
+"""TRL's experimental `AsyncGRPOTrainer`, with its rollouts done by the rollout service (TRL 1.16).
+
+    trainer = AsyncGRPOTrainer(
+        model,
+        args=args,
+        train_dataset=...,
+        rollout_worker=TrlAsyncWorker(url, "bash", task_rows, max_staleness=args.max_staleness),
+        weight_transfer=TrlWeightTransfer(url, send),
+    )
+
+The worker keeps groups under way while the trainer trains. It makes the advantages, gives the trainer the
+episodes of groups whose rewards differ, and leaves the others out. Groups that are too old by the time new
+weights are there are cancelled at the service. It needs `trl` only for the type of what it puts in the queue.
+"""
+
+import asyncio
+import itertools
+import logging
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from statistics import pstdev
+from typing import Any
+
+from prorl_envs.errors import InputError
+from prorl_envs.policy.types import InFlight, Sampling
+from prorl_envs.rollout.types import AgentLimits, Result
+from prorl_envs.trainers.advantages import group_advantages, spread
+from prorl_envs.trainers.asking import Asking, connect_sync
+from prorl_envs.trainers.rollouts import Rollouts
+from prorl_envs.trainers.rows import rows_of
+from prorl_envs.trainers.weights import weights_change_sync
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two looks whether a full queue has room, and between two signs of life.
+TICK_S = 0.2
+
+
+class TrlAsyncWorker:
+    """A `rollout_worker`: fills `rollout_buffer` with `RolloutSample`s from a thread of its own.
+
+    Args:
+        url: base URL of the service. Its token is read from `$PRORL_SERVER__TOKEN`.
+        environment: the service's environment that the tasks are of.
+        tasks: its task rows; gone through again and again, each time in another order.
+        samples: episodes of a group.
+        groups: most groups under way at once.
+        max_staleness: versions by which a group may have begun earlier than the trainer's weights. Give it
+            the `max_staleness` of `AsyncGRPOConfig`, by which TRL drops samples that come later.
+        equal: give the trainer groups whose rewards are all equal too; they carry no gradient.
+        buffer: most samples that wait for the trainer; a worker whose buffer is full begins nothing.
+        sampling, limits: as the service takes them; None leaves them to the service. The temperature must be
+            the trainer's.
+        seed: of the order of tasks.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        environment: str,
+        tasks: Sequence[Mapping[str, Any]],
+        *,
+        samples: int = 8,
+        groups: int = 16,
+        max_staleness: int = 3,
+        equal: bool = False,
+        buffer: int = 256,
+        sampling: Sampling | None = None,
+        limits: AgentLimits | None = None,
+        seed: int = 0,
+    ) -> None:
+        if not tasks:
+            raise InputError("there are no tasks", hint="give the environment's task rows")
+        self.rollout_buffer: queue.Queue[Any] = queue.Queue(buffer)
+        self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue(4096)
+        self._asking = Asking(url, environment, sampling, limits)
+        self._tasks = tasks
+        self._samples = samples
+        self._groups = groups
+        self._max_staleness = max_staleness
+        self._equal = equal
+        self._seed = seed
+        self._version = 0
+        self._under_way: dict[asyncio.Task[None], int] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._main: asyncio.Task[None] | None = None
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._beat = time.monotonic()
+
+    def start(self) -> None:
+        """Begin. TRL calls it once the servers have the trainer's first weights."""
+        if self._thread is None:
+            self._beat = time.monotonic()
+            self._thread = threading.Thread(target=self._run, name="rollout-worker", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Cancel what is under way, here and at the service, and wait until that is done. Idempotent."""
+        if self._thread is None:
+            return
+        while self._thread.is_alive():
+            if self._loop is not None and self._main is not None and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._main.cancel)
+            self._thread.join(TICK_S)
+        self._thread = None
+
+    def update_model_version(self, model_version: int) -> None:
+        """The servers have these weights now. Groups that began too many versions ago are cancelled."""
+        self._version = model_version
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._evict)
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raises: RuntimeError: the worker has failed, or its loop stands still for so many seconds."""
+        if self._failure is not None:
+            raise RuntimeError(f"the rollout worker has failed: {self._failure}") from self._failure
+        age = time.monotonic() - self._beat
+        if age > stale_after_s:
+            raise RuntimeError(f"the rollout worker has given no sign of life for {age:.0f} s")
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._work())
+        except asyncio.CancelledError:
+            pass
+        except BaseException as error:  # noqa: BLE001 - handed to the trainer's thread by check_health
+            logger.error("the rollout worker ends: %s", error)
+            self._failure = error
+
+    async def _work(self) -> None:
+        self._loop, self._main = asyncio.get_running_loop(), asyncio.current_task()
+        async with Rollouts(self._asking.url) as rollouts:
+            try:
+                for number, task in enumerate(self._stream()):
+                    while len(self._under_way) >= self._groups or self.rollout_buffer.full():
+                        await self._some_end()
+                    self._begin(rollouts, number, task)
+            finally:
+                for group in self._under_way:
+                    group.cancel()
+                if self._under_way:
+                    await asyncio.wait(self._under_way)
+
+    async def _some_end(self) -> None:
+        """Return when a group has ended, at the latest after a tick.
+
+        Raises:
+            ProrlError: a group could not be had.
+        """
+        self._beat = time.monotonic()
+        if not self._under_way:
+            await asyncio.sleep(TICK_S)
+            return
+        done, _ = await asyncio.wait(self._under_way, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED)
+        for group in done:
+            del self._under_way[group]
+            if not group.cancelled() and (error := group.exception()) is not None:
+                raise error
+
+    def _stream(self) -> Iterator[Mapping[str, Any]]:
+        order = random.Random(self._seed)
+        while True:
+            yield from order.sample(list(self._tasks), len(self._tasks))
+
+    def _begin(self, rollouts: Rollouts, number: int, task: Mapping[str, Any]) -> None:
+        version = self._version
+        group = asyncio.create_task(self._group(rollouts, number, task, version))
+        self._under_way[group] = version
+
+    def _evict(self) -> None:
+        old = [
+            group
+            for group, version in self._under_way.items()
+            if self._version - version > self._max_staleness
+        ]
+        for group in old:
+            group.cancel()
+        if old:
+            self._tell({"rollout/evicted_groups": float(len(old))})
+
+    async def _group(self, rollouts: Rollouts, number: int, task: Mapping[str, Any], version: int) -> None:
+        results = await rollouts.group(self._asking.group(f"{number}", task, self._samples))
+        rewards = [result.reward for result in results]
+        self._tell(
+            {
+                "rollout/failed": sum(reward is None for reward in rewards) / len(rewards),
+                "rollout/equal_groups": float(spread(rewards) == 0),
+            }
+        )
+        if spread(rewards) > 0 or self._equal:
+            for sample in as_samples(results, number, version):
+                await self._put(sample)
+
+    async def _put(self, fields: Mapping[str, Any]) -> None:
+        sample = _rollout_sample(fields)
+        while True:
+            try:
+                return self.rollout_buffer.put_nowait(sample)
+            except queue.Full:
+                await asyncio.sleep(TICK_S)
+
+    def _tell(self, metrics: dict[str, float]) -> None:
+        if not self.metrics_queue.full():  # nobody else puts
+            self.metrics_queue.put_nowait(metrics)
+
+
+class TrlWeightTransfer:
+    """A `weight_transfer` that holds the service's turns while weights change, and names them.
+
+    Args:
+        url: base URL of the service.
+        send: puts the weights, `(name, tensor)` pairs, into the model servers: `send_weights` of TRL's
+            `WeightTransferClient` (NCCL), or your own.
+        begin, end: called before the first and after the last transfer, such as `init_weight_transfer` and
+            `destroy` of that client.
+        mode: what becomes of turns in flight.
+
+    Versions are counted from 1, as the trainer counts them.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        send: Callable[[Iterator[tuple[str, Any]]], None],
+        *,
+        begin: Callable[[], None] | None = None,
+        end: Callable[[], None] | None = None,
+        mode: InFlight = "keep",
+    ) -> None:
+        self._client = connect_sync(url)
+        self._send = send
+        self._init = begin
+        self._end = end
+        self._mode = mode
+        self._versions = itertools.count(1)
+        self._change = ExitStack()
+
+    def init_weight_transfer(self) -> None:
+        """Before the first transfer."""
+        if self._init is not None:
+            self._init()
+
+    def pause(self) -> None:
+        """Hold the service's turns. Raises: ProrlError: it cannot be had."""
+        self._change.enter_context(weights_change_sync(self._client, next(self._versions), mode=self._mode))
+
+    def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
+        """Put the weights into the model servers."""
+        self._send(iterator)
+
+    def resume(self) -> None:
+        """Name the new weights, and let turns go on. Raises: ProrlError: it cannot be had."""
+        self._change.close()
+
+    def destroy(self) -> None:
+        """After the last transfer. A transfer that failed leaves the turns held: nobody knows the weights."""
+        self._change.pop_all()
+        if self._end is not None:
+            self._end()
+        self._client.close()
+
+
+def as_samples(results: Sequence[Result], group_id: int, version: int) -> list[dict[str, Any]]:
+    """A group's results as the fields of `RolloutSample`s, with lists for arrays. Episodes without a reward,
+    and those of which nothing may be trained on, are left out.
+
+    Args:
+        results: of one group.
+        group_id: its number.
+        version: of the weights it began with, where the servers name no versions.
+
+    An episode of several rows gives several samples of the same advantage: TRL's loss is a mean over tokens.
+    """
+    rewards = [result.reward for result in results]
+    known = [reward for reward in rewards if reward is not None]
+    metrics = {"reward_std": pstdev(known) if known else 0.0}
+    samples = []
+    for result, advantage in zip(results, group_advantages(rewards), strict=True):
+        for row in rows_of(result):
+            if advantage is None or not row.trains:
+                continue
+            context = [0] * len(row.prompt_ids)
+            oldest = row.oldest_version
+            samples.append(
+                {
+                    "prompt": [],
+                    "completion": list(row.messages),
+                    "input_ids": row.prompt_ids + row.response_ids,
+                    "completion_mask": context + row.mask,
+                    "old_log_probs": [0.0] * len(context) + row.logprobs,
+                    "advantage": advantage,
+                    "model_version": version if oldest is None else oldest,
+                    "group_id": group_id,
+                    "metrics": metrics | {"reward": row.reward, "rollout/turns": float(len(row.turns))},
+                }
+            )
+    return samples
+
+
+def _rollout_sample(fields: Mapping[str, Any]) -> Any:
+    import numpy
+    from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+    return RolloutSample(
+        **{
+            **fields,
+            "input_ids": numpy.asarray(fields["input_ids"], dtype=numpy.int64),
+            "completion_mask": numpy.asarray(fields["completion_mask"], dtype=numpy.int64),
+            "old_log_probs": numpy.asarray(fields["old_log_probs"], dtype=numpy.float32),
+            "enqueued_at": time.time(),
+        }
+    )

@@ -1,0 +1,114 @@
+"""slime's own rollout loop over the service: SLIME_SOURCE names a checkout, as PyPI has no slime."""
+
+import asyncio
+import os
+import sys
+from argparse import Namespace
+from statistics import fmean
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+from prorl_envs.rollout.types import JobState
+from prorl_envs.testing.serving import served
+from prorl_envs.testing.tokenizer import tokenizer_folder
+from prorl_envs.trainers.asking import connect_sync
+from prorl_envs.trainers.rollouts import close_shared
+from prorl_envs.trainers.slime import rows
+from tests.trainers.conftest import task, toy_service
+
+pytestmark = [pytest.mark.trainers, pytest.mark.filterwarnings("ignore"), pytest.mark.anyio]
+if "SLIME_SOURCE" not in os.environ:
+    pytest.skip("SLIME_SOURCE names no checkout of slime", allow_module_level=True)
+sys.path.insert(0, os.environ["SLIME_SOURCE"])
+
+
+def router() -> FastAPI:
+    """SGLang's router as far as slime asks it when it has enough: it has no workers to abort."""
+    app = FastAPI()
+
+    @app.get("/workers")
+    async def workers() -> dict[str, list[str]]:
+        return {"workers": []}
+
+    return app
+
+
+def arguments(url: str, router_url: str) -> Namespace:
+    """slime's arguments, with those of the adapter."""
+    ours = {
+        "prorl_url": url,
+        "prorl_environment": "toy",
+        "custom_generate_function_path": "prorl_envs.trainers.slime.generate",
+        "dynamic_sampling_filter_path": "prorl_envs.trainers.slime.keep_informative",
+    }
+    address, port = router_url.removeprefix("http://").split(":")
+    rollout: dict[str, Any] = dict.fromkeys(
+        ("stop", "stop_token_ids", "sample_filter_path", "all_samples_process_path")
+    )
+    rollout |= {"num_gpus": 1, "num_gpus_per_engine": 1, "temperature": 1.0, "top_p": 1.0, "top_k": -1}
+    rollout |= {
+        "max_response_len": 256,
+        "skip_special_tokens": False,
+        "global_dataset": True,
+        "batch_size": 2,
+    }
+    sglang: dict[str, Any] = {
+        "server_concurrency": 64,
+        "dp_size": 1,
+        "router_ip": address,
+        "router_port": int(port),
+    }
+    theirs: dict[str, Any] = {f"rollout_{name}": value for name, value in rollout.items()}
+    theirs |= {f"sglang_{name}": value for name, value in sglang.items()}
+    theirs |= {
+        "over_sampling_batch_size": 3,
+        "n_samples_per_prompt": 4,
+        "hf_checkpoint": str(tokenizer_folder()),
+    }
+    theirs |= dict.fromkeys(
+        ("partial_rollout", "mask_offpolicy_in_partial_rollout", "group_rm", "use_distributed_post"), False
+    )
+    theirs |= {"reward_key": None}
+    return Namespace(**theirs, **ours)
+
+
+async def test_slime_rolls_out_its_batch_and_has_the_rest_cancelled() -> None:
+    from slime.rollout import sglang_rollout
+    from slime.utils.http_utils import init_http_client
+    from slime.utils.types import Sample
+
+    made = rows([task(str(number)) for number in range(40)])
+    given = iter(range(len(made)))
+
+    def data_source(count: int) -> list[list[Any]]:
+        return [
+            [Sample(group_index=group, index=4 * group + n, **made[group]) for n in range(4)]
+            for group, _ in zip(given, range(count), strict=False)
+        ]
+
+    with toy_service("solve=2,wrong=1,error500=1", latency_s=0.05) as toy, served(router()) as router_url:
+        args = arguments(toy.url, router_url)
+        init_http_client(args)
+        try:
+            output, aborted = await sglang_rollout.generate_rollout_async(args, 0, data_source)
+        finally:
+            await close_shared()
+        await asyncio.to_thread(toy.until_empty)
+        with connect_sync(toy.url) as client:
+            states = {result.state for result in client.page(limit=1000).results}
+    assert len(output.samples) == 2 and aborted == []
+    for group in output.samples:
+        known = [sample.reward for sample in group if not sample.remove_sample]
+        assert {0.0, 1.0} == set(known)
+        for sample in group:
+            sample._validate_response_metadata_lengths()
+            assert len(sample.tokens) > sample.response_length == len(sample.rollout_log_probs)
+            assert Sample.from_dict(sample.to_dict()).tokens == sample.tokens
+            if sample.remove_sample:
+                assert sample.loss_mask == [0] and sample.status is Sample.Status.ABORTED
+                assert sample.reward == pytest.approx(fmean(known))
+            else:
+                assert sample.status is Sample.Status.COMPLETED and sample.weight_versions
+    assert JobState.DONE in states

@@ -1,0 +1,193 @@
+"""TRL's own trainers, fed by a service."""
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prorl_envs.rollout.types import JobState
+from prorl_envs.trainers.asking import connect_sync
+from prorl_envs.trainers.trl import TrlRollouts, prompts, service_reward
+from prorl_envs.trainers.trl_async import TrlAsyncWorker, TrlWeightTransfer
+from tests.trainers.conftest import ToyService, task, toy_service
+
+pytestmark = [pytest.mark.trainers, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
+
+
+def grpo(model: Path, output: Path, rollouts: TrlRollouts, **options: Any) -> Any:
+    import trl
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+
+    args = trl.GRPOConfig(
+        output_dir=str(output),
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=256,
+        learning_rate=1e-2,
+        max_steps=2,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        **options,
+    )
+    return trl.GRPOTrainer(
+        model=str(model),
+        args=args,
+        train_dataset=Dataset.from_list(prompts(task(name) for name in ("a", "b", "c", "d"))),
+        processing_class=AutoTokenizer.from_pretrained(str(model)),
+        reward_funcs=service_reward,
+        rollout_func=rollouts,
+    )
+
+
+def test_grpo_trains_on_the_rows_of_the_service(tiny_model: Path, tmp_path: Path) -> None:
+    """Two steps, where a quarter of the samples fails: they are in no mean and no loss."""
+    uploads: list[int] = []
+
+    def upload(trainer: Any, version: int) -> None:
+        assert toy.server.counts.running == 0
+        uploads.append(version)
+
+    with toy_service("solve=2,wrong=1,error500=1") as toy:
+        rollouts = TrlRollouts(toy.url, "toy", weights=upload)
+        trainer = grpo(tiny_model, tmp_path, rollouts)
+        before = trainer.model.lm_head.weight.detach().clone()
+        batches: list[dict[str, Any]] = []
+        generate = trainer._generate_and_score_completions
+
+        def generate_and_keep(inputs: Any) -> Any:
+            batches.append(generate(inputs))
+            return batches[-1]
+
+        trainer._generate_and_score_completions = generate_and_keep
+        trainer.train()
+        rollouts.close()
+    assert uploads == [0, 1]
+    for batch in batches:
+        advantages = batch["advantages"].tolist()
+        assert sorted(round(advantage, 2) for advantage in advantages) == [-1.15, 0.0, 0.58, 0.58]
+        failed = advantages.index(0.0)
+        assert batch["tool_mask"][failed, 0] == 0
+        loss_mask = batch["completion_mask"] * batch["tool_mask"]
+        assert (loss_mask.sum(dim=1) > 0).sum() == 3 and loss_mask[failed].sum() == 0
+    logs = [log for log in trainer.state.log_history if "reward" in log]
+    assert len(logs) == 2
+    for log in logs:
+        assert log["reward"] == pytest.approx(2 / 3) and log["rollouts/failed"] == pytest.approx(0.25)
+        assert math.isfinite(log["loss"]) and log["grad_norm"] > 0
+    assert not (trainer.model.lm_head.weight == before).all()
+
+
+def test_an_interrupted_step_leaves_nothing_at_the_service(
+    tiny_model: Path, tmp_path: Path, toy: ToyService
+) -> None:
+    """The service is asked; the trainer is interrupted while it waits."""
+    toy.close_gate("eval")
+    rollouts = TrlRollouts(toy.url, "toy")
+    follow = rollouts._client.follow
+
+    def interrupted(*args: Any) -> Any:
+        toy.until_entered("eval", 4)
+        raise KeyboardInterrupt
+
+    rollouts._client.follow = interrupted  # type: ignore[method-assign, assignment]
+    trainer = grpo(tiny_model, tmp_path, rollouts)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    rollouts._client.follow = follow  # type: ignore[method-assign]
+    with connect_sync(toy.url) as client:
+        results = client.page().results
+        assert {result.state for result in results} == {JobState.CANCELLED}
+    toy.until_empty()
+    rollouts.close()
+
+
+class PlainAttention:
+    """What TRL has a GPU kernel for (FlashAttention 3): causal attention of packed sequences."""
+
+    @staticmethod
+    def flash_attn_varlen_func(
+        query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, *_: Any, softmax_scale: float, **__: Any
+    ) -> Any:
+        import torch
+
+        heads = query.shape[1] // key.shape[1]
+        parts = []
+        for (q0, q1), (k0, k1) in zip(
+            itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()), strict=True
+        ):
+            q = query[q0:q1].transpose(0, 1)
+            k, v = (x[k0:k1].repeat_interleave(heads, dim=1).transpose(0, 1) for x in (key, value))
+            seen = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril(k1 - k0 - (q1 - q0))
+            scores = (q @ k.transpose(1, 2) * softmax_scale).masked_fill(~seen, -math.inf)
+            parts.append((scores.softmax(-1) @ v).transpose(0, 1))
+        return torch.cat(parts)
+
+
+def test_the_asynchronous_trainer_trains(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three steps with weights that change under running episodes; groups without a gradient never arrive.
+
+    Two things of this trainer are for GPUs alone, and replaced: the attention kernel, and the look-up of the
+    GPU's speed for a metric.
+    """
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
+
+    monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)
+    monkeypatch.setattr(packing, "_flash_attn", lambda: PlainAttention)
+    sent: list[int] = []
+
+    def send(iterator: Any) -> None:
+        assert toy.server.counts.running == 0
+        sent.append(sum(1 for _ in iterator))
+
+    args = AsyncGRPOConfig(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_steps=3,
+        max_staleness=1,
+        token_budget=8192,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        save_strategy="no",
+        disable_tqdm=True,
+        dtype="float32",
+    )
+    tasks = [task(name) for name in ("a", "b", "c")]
+    with toy_service("solve=2,wrong=1,error500=1") as toy:
+        worker = TrlAsyncWorker(toy.url, "toy", tasks, samples=4, groups=2, max_staleness=args.max_staleness)
+        transfer = TrlWeightTransfer(toy.url, send, mode="finish")
+        trainer = AsyncGRPOTrainer(
+            str(tiny_model),
+            args=args,
+            train_dataset=Dataset.from_list(prompts(tasks)),
+            processing_class=AutoTokenizer.from_pretrained(str(tiny_model)),
+            rollout_worker=worker,
+            weight_transfer=transfer,
+        )
+        trainer.train()
+        with connect_sync(toy.url) as client:
+            status = client.status()
+            assert status.unfinished == 0, "a group goes on after the trainer's end"
+            versions = {
+                turn.weight_version
+                for result in client.page().results
+                if result.trajectory is not None
+                for turn in result.trajectory.turns
+            }
+    assert len(sent) >= 3 and len(set(sent)) == 1
+    assert {"1"} <= versions <= {str(version) for version in range(1, len(sent) + 1)}
+    logs = [log for log in trainer.state.log_history if "reward" in log]
+    assert logs and all(math.isfinite(log["loss"]) for log in logs)
+    assert all(log["sample/staleness_max"] <= 1 for log in logs)
