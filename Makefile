@@ -4,7 +4,7 @@ PYTHON := $(VENV)/bin/python
 # Tests that wait leave room for one more at a time than there are cores. WORKERS=0 runs them in order.
 WORKERS ?= $(shell expr $$(nproc) + 1)
 
-.PHONY: demo test test-thorough test-nemo test-ray test-vllm test-trainers verify-swebench lint format bench faults fuzz lock clean help
+.PHONY: demo test test-thorough test-nemo test-ray test-vllm test-trainers learn verify-swebench lint format bench faults fuzz lock clean help
 
 help:
 	@echo "make demo       set up, then run real rollouts end to end (ARGS='--help' shows the options)"
@@ -15,6 +15,7 @@ help:
 	@echo "make test-ray   nodes as actors on a Ray cluster of several Ray nodes (a minute; adds the extra)"
 	@echo "make test-vllm  the model client against a real vLLM on the CPU (its own environment, 6 GB, several minutes)"
 	@echo "make test-trainers  every adapter against its trainer's package (ARGS='trl verl'; environments of 1 to 6 GB)"
+	@echo "make learn      a small model that learns, through the whole system, on the CPU (its own environments, 12 GB; ARGS='--seeds 1')"
 	@echo "make lint       formatter, linter and type checker; make format mends what it can"
 	@echo "make fuzz       every parser of hostile input under a fuzzer (ARGS='--seconds 300 frames reports')"
 	@echo "make faults     every fault on purpose, round after round (ARGS='--seconds 300 service_killed')"
@@ -45,6 +46,9 @@ test-vllm:
 
 test-trainers:
 	@scripts/test-trainers.sh $(ARGS)
+
+learn:
+	@scripts/learn.sh $(ARGS)
 
 verify-swebench:
 	@scripts/setup.sh test $(VENV)

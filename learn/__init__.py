@@ -1,0 +1,1 @@
+"""A small model learns to use a shell: with a real trainer and model server, and the whole system between."""

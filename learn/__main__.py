@@ -1,0 +1,224 @@
+"""Train a model through the whole system: `python -m learn --vllm PYTHON`, as `make learn` calls it.
+
+Runs that were finished are not done again; one that was interrupted goes on from its last checkpoint.
+"""
+
+import argparse
+import itertools
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from learn import report
+from learn.demonstrations import demonstrations
+from learn.plan import ModelPlan, Plan, load_plan
+from learn.records import curve, read_records
+from learn.system import Examination, Weights, opening, rollout_service
+from learn.tasks import LearnTask, Split, tasks
+from prorl_envs.catalog import Catalog
+from prorl_envs.config import load_settings
+from prorl_envs.env.base import Prompt
+from prorl_envs.env.rows import rows as read_rows
+from prorl_envs.errors import InputError, ProrlError
+from prorl_envs.testing.vllm_server import VllmServer, vllm_server
+
+HERE = Path(__file__).parent
+console = Console(stderr=True)
+type Records = list[dict[str, Any]]
+
+
+def main() -> None:
+    options = _options()
+    try:
+        plan = load_plan(options.plan)
+        if options.model:
+            plan = plan.model_copy(update={"model": ModelPlan(name=options.model)})
+        if options.steps:
+            plan = plan.model_copy(update={"steps": options.steps})
+        runs = Session(plan, options.out, options.seeds, vllm=options.vllm, server=options.server).run()
+    except ProrlError as error:
+        console.print(f"error: {error.message}", markup=False)
+        if error.hint:
+            console.print(f"hint: {error.hint}", markup=False)
+        raise SystemExit(2) from None
+    Console().print(report.table(runs))
+    report.save_numbers(runs, options.out / "held_out.csv")
+    report.draw(runs, options.out / "held_out.svg")
+    console.print(f"{options.out}/held_out.csv and held_out.svg have the curves")
+
+
+class Session:
+    """All runs of a plan, one after the other, on one model server and one service.
+
+    Args:
+        plan: of each run.
+        out: where they write.
+        seeds: a trained run and a frozen one for each.
+        vllm: Python of an environment that has vLLM for the CPU.
+        server: URL of a vLLM that runs already, instead.
+    """
+
+    def __init__(
+        self, plan: Plan, out: Path, seeds: list[int], *, vllm: Path | None, server: str | None = None
+    ) -> None:
+        self.plan = plan
+        self.out = out
+        self.seeds = seeds
+        self.vllm = vllm
+        self.server = server
+
+    def run(self) -> dict[tuple[str, int], Records]:
+        """Do what is missing; the records of all runs.
+
+        Raises:
+            ProrlError: a server does not start, or the service ends a run.
+        """
+        wanted = [(arm, seed) for seed in self.seeds for arm in ("frozen", "trained")]
+        missing = [(arm, seed) for arm, seed in wanted if not self._finished(arm, seed)]
+        if missing:
+            self.out.mkdir(parents=True, exist_ok=True)
+            start = self._start()
+            with ExitStack() as stack:
+                console.print("starting the model server and the rollout service ...")
+                server = self._model_server(start, stack)
+                service = stack.enter_context(
+                    rollout_service(self.plan.service, server.url, start, self.out / "service.log")
+                )
+                for arm, seed in missing:
+                    self._do(arm, seed, start, server, service)
+        return {(arm, seed): read_records(self._folder(arm, seed) / "records.jsonl") for arm, seed in wanted}
+
+    def _model_server(self, model: str, stack: ExitStack) -> VllmServer:
+        if self.server is not None:
+            return VllmServer(self.server)
+        if self.vllm is None:
+            raise InputError("no model server", hint="--vllm PYTHON starts one, --server URL uses yours")
+        return stack.enter_context(
+            vllm_server(
+                self.vllm,
+                Path(model),
+                self.out / "vllm.log",
+                max_model_len=self.plan.max_model_len,
+                max_num_seqs=self.plan.max_num_seqs,
+            )
+        )
+
+    def _do(self, arm: str, seed: int, start: str, server: VllmServer, service: str) -> None:
+        from learn.training import Run, control, train
+
+        held_out, levels = self._rows("held_out", 0, self.plan.held_out_tasks)
+        rows, _ = self._rows("train", seed, self.plan.steps * self.plan.prompts)
+        folder = self._folder(arm, seed)
+        run = Run(
+            plan=self.plan,
+            seed=seed,
+            start=start,
+            folder=folder,
+            service=service,
+            weights=Weights(server, folder / "weights"),
+            examination=Examination(service, self.plan.environment, held_out, levels),
+            rows=rows,
+        )
+        columns = (
+            TextColumn(f"{arm} {seed}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}"),
+        )
+        with Progress(*columns, console=console) as bar:
+            shown = bar.add_task("", total=self.plan.steps)
+            said = {"train": "", "held_out": ""}
+
+            def progress(record: dict[str, Any]) -> None:
+                said[record["kind"]] = f"{record['reward']:.2f}"
+                about = f"reward {said['train'] or '-'}, held out {said['held_out'] or '-'}"
+                bar.update(shown, completed=record["step"], description=about)
+
+            (train if arm == "trained" else control)(run, progress)
+
+    def _start(self) -> str:
+        """The model that all runs begin with: a folder, or a name."""
+        if self.plan.model.name is not None:
+            return self.plan.model.name
+        folder = self.out / "start"
+        if not (folder / "model.safetensors").exists():
+            prepare(self.plan, folder)
+        return str(folder)
+
+    def _rows(self, split: Split, seed: int, count: int) -> tuple[list[dict[str, Any]], list[int]]:
+        """Task rows, and the level of each."""
+        given = self.plan.train if split == "train" else self.plan.held_out
+        if given is not None:
+            own = [row for _, row in read_rows(given)]
+            chosen = list(itertools.islice(itertools.cycle(own), count)) if split == "train" else own[:count]
+            return chosen, [1] * len(chosen)
+        made = list(itertools.islice(tasks(split, seed), count))
+        return [task.row for task in made], [task.level for task in made]
+
+    def _folder(self, arm: str, seed: int) -> Path:
+        return self.out / f"{arm}-{seed}"
+
+    def _finished(self, arm: str, seed: int) -> bool:
+        looks = curve(read_records(self._folder(arm, seed) / "records.jsonl"))
+        return bool(looks) and looks[-1][0] == self.plan.steps
+
+
+def prepare(plan: Plan, folder: Path) -> None:
+    """Make a small model that has imitated a little."""
+    import torch
+
+    from learn import imitation
+
+    torch.set_num_threads(plan.threads)
+    settings = load_settings(plan.service, os.environ)
+    family = Catalog.of(settings).family(plan.environment)
+
+    def prompts(task: LearnTask) -> Prompt:
+        return opening(family, task.row)
+
+    tokenizer = folder.with_name("tokenizer")
+    renderer = imitation.make_tokenizer(tokenizer, prompts, plan.model.seed)
+    model = imitation.make_model(plan.model, renderer)
+    shown = [
+        imitation.written(task, steps, prompts(task), renderer)
+        for task, steps in itertools.islice(
+            demonstrations(tasks("train", plan.model.seed), plan.model.seed), plan.model.demonstrations
+        )
+    ]
+    columns = (
+        TextColumn("imitation"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console) as bar:
+        total = len(shown) // plan.model.batch
+        task = bar.add_task("", total=total)
+
+        def progress(loss: float) -> None:
+            bar.update(task, advance=1, description=f"loss {loss:.3f}")
+
+        imitation.imitate(model, shown, plan.model, progress)
+    imitation.untie(model)
+    imitation.save(model, folder, tokenizer)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="learn", description=__doc__)
+    parser.add_argument("--plan", type=Path, default=HERE / "tiny.yaml", help="what a run is")
+    parser.add_argument("--out", type=Path, default=Path("runs/learn"), help="where the runs write")
+    parser.add_argument("--vllm", type=Path, help="Python of an environment that has vLLM for the CPU")
+    parser.add_argument("--server", help="URL of a vLLM in development mode that runs already, instead")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--steps", type=int, help="instead of the plan's")
+    parser.add_argument("--model", help="Hub name or folder of a model to train, instead of a small one")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

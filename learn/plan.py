@@ -1,0 +1,105 @@
+"""What a run is: read from YAML, so that a run can be repeated and a larger one is a file away."""
+
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from prorl_envs.errors import InputError
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelPlan(_Part):
+    """What is trained.
+
+    Args:
+        name: folder or Hub name of a model; None makes a small one on the spot and has it imitate.
+        layers, hidden, seed: of the small one.
+        demonstrations, imitation_rate: what it imitates, once each, and the highest learning rate.
+        batch: demonstrations of one step.
+    """
+
+    name: str | None = None
+    layers: Count = 3
+    hidden: Count = 96
+    seed: int = 0
+    demonstrations: Count = 8000
+    imitation_rate: float = Field(default=6e-3, gt=0)
+    batch: Count = 8
+
+
+class Plan(_Part):
+    """A run.
+
+    Args:
+        model: what is trained.
+        environment: the family or agent of the tasks, as the service's settings name it.
+        service: the service's settings; a path is read from the plan's own folder.
+        train, held_out: data files; None takes the made tasks (`learn.tasks`).
+        steps: optimizer steps.
+        prompts: tasks of one step; `samples`: rollouts of each.
+        learning_rate: constant, after a warm-up of two steps.
+        evaluate_every: steps between two looks at the held-out tasks.
+        held_out_tasks: tasks of one look, one rollout each. The same ones each time.
+        micro_batch: rollouts of one forward pass; divides a step's.
+        max_tokens: of one answer.
+        max_model_len, max_num_seqs: of the model server.
+        device: where the trainer computes; `dtype`: in what.
+        threads: of the trainer on a CPU.
+    """
+
+    model: ModelPlan = ModelPlan()
+    environment: str = "bash"
+    service: Path
+    train: Path | None = None
+    held_out: Path | None = None
+    steps: Count
+    prompts: Count
+    samples: Annotated[int, Field(ge=2)]
+    learning_rate: float = Field(gt=0)
+    evaluate_every: Count
+    held_out_tasks: Count
+    micro_batch: Count
+    max_tokens: Count = 48
+    max_model_len: Count = 512
+    max_num_seqs: Count = 64
+    device: str = "cpu"
+    dtype: str = "float32"
+    threads: Count = 1
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if (self.prompts * self.samples) % self.micro_batch:
+            raise ValueError("micro_batch does not divide prompts * samples")
+        if (self.train is None) != (self.held_out is None):
+            raise ValueError("train and held_out are named together, or neither")
+        return self
+
+
+def load_plan(path: Path) -> Plan:
+    """Read a plan.
+
+    Raises:
+        InputError: there is no such file, or what it says is wrong.
+    """
+    try:
+        given: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+    if not isinstance(given, dict):
+        raise InputError(f"{path} is no mapping")
+    for key in ("service", "train", "held_out"):
+        if isinstance(given.get(key), str):
+            given[key] = path.parent / given[key]
+    try:
+        return Plan.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InputError(f"{path}: {where or 'the plan'}: {first['msg']}") from error

@@ -1,0 +1,122 @@
+"""Runs as a table, a picture and a file of numbers."""
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from learn.records import curve
+
+#: Records of each run, by (arm, seed).
+type Runs = Mapping[tuple[str, int], list[dict[str, Any]]]
+
+_COLOURS = {"trained": "#1f6f8b", "frozen": "#9a9a9a"}
+_OTHERS = ("#c8553d", "#588157", "#8d6a9f", "#bc8a00")
+
+
+def table(runs: Runs) -> Table:
+    """Each run's first and last look at the held-out tasks."""
+    shown = Table(title="mean reward on held-out tasks", title_justify="left")
+    levels = sorted({level for records in runs.values() for level in _last(records).get("by_level", {})})
+    for name in (
+        "run",
+        "seed",
+        "steps",
+        "first",
+        "last",
+        *(f"level {level}" for level in levels),
+        "gap",
+        "stale",
+    ):
+        shown.add_column(name, justify="left" if name == "run" else "right")
+    for (arm, seed), records in runs.items():
+        points, last = curve(records), _last(records)
+        if not points:
+            continue
+        trained = [line for line in records if line["kind"] == "train"]
+        apart = [_number(last["by_level"].get(level)) for level in levels]
+        gap = max((line["logprob_gap"] for line in trained), default=None)
+        stale = str(sum(line["stale"] for line in trained))
+        shown.add_row(
+            arm,
+            str(seed),
+            str(points[-1][0]),
+            _number(points[0][1]),
+            _number(points[-1][1]),
+            *apart,
+            "" if gap is None else f"{gap:.0e}",
+            stale,
+        )
+    return shown
+
+
+def save_numbers(runs: Runs, path: Path) -> None:
+    """A line for each look at the held-out tasks, as CSV."""
+    levels = sorted({level for records in runs.values() for level in _last(records).get("by_level", {})})
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(
+            ["run", "seed", "step", "reward", *(f"level_{level}" for level in levels), "episodes"]
+        )
+        for (arm, seed), records in runs.items():
+            for line in records:
+                if line["kind"] == "held_out":
+                    apart = [_number(line["by_level"].get(level)) for level in levels]
+                    writer.writerow(
+                        [arm, seed, line["step"], _number(line["reward"]), *apart, line["scored"]]
+                    )
+
+
+def draw(runs: Runs, path: Path) -> None:
+    """The curves: all tasks, and each level apart; a thin line for each seed, a thick one for their mean."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "prorl-envs"  # the same picture from the same numbers
+    from matplotlib import pyplot
+
+    levels = sorted({level for records in runs.values() for level in _last(records).get("by_level", {})})
+    figure, panes = pyplot.subplots(1, 1 + len(levels), figsize=(3.1 * (1 + len(levels)), 3), sharey=True)
+    arms = list(dict.fromkeys(arm for arm, _ in runs))
+    for pane, level in zip(panes, [None, *levels], strict=True):
+        for number, arm in enumerate(arms):
+            colour = _COLOURS.get(arm, _OTHERS[number % len(_OTHERS)])
+            curves = [_points(records, level) for (own, _), records in runs.items() if own == arm]
+            for points in curves:
+                pane.plot(*zip(*points, strict=True), color=colour, alpha=0.35, linewidth=1)
+            pane.plot(*zip(*_mean(curves), strict=True), color=colour, linewidth=2.2, label=arm)
+        pane.set_title("held-out tasks" if level is None else f"level {level}", fontsize=10)
+        pane.set_xlabel("step")
+        pane.set_ylim(0, 1)
+        pane.grid(alpha=0.25)
+        pane.spines[["top", "right"]].set_visible(False)
+    panes[0].set_ylabel("mean reward")
+    panes[0].legend(frameon=False, loc="upper left")
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def _points(records: Sequence[dict[str, Any]], level: str | None) -> list[tuple[int, float]]:
+    looks = [line for line in records if line["kind"] == "held_out"]
+    values = [
+        (line["step"], line["reward"] if level is None else line["by_level"].get(level)) for line in looks
+    ]
+    return [(step, value) for step, value in values if value is not None]
+
+
+def _mean(curves: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, float]]:
+    """Their mean at the steps that all of them have."""
+    by_step = [dict(points) for points in curves]
+    steps = sorted(set.intersection(*(set(points) for points in by_step))) if by_step else []
+    return [(step, sum(points[step] for points in by_step) / len(by_step)) for step in steps]
+
+
+def _last(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return next((line for line in reversed(records) if line["kind"] == "held_out"), {})
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"

@@ -1,0 +1,192 @@
+"""One run: TRL's `GRPOTrainer`, with rollouts of the service and the held-out tasks in between."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from learn.plan import Plan
+from learn.records import Records
+from learn.system import Examination, Weights
+from prorl_envs.trainers.asking import connect_sync
+from prorl_envs.trainers.trl import TrlRollouts, prompts, service_reward
+from prorl_envs.trainers.weights import weights_change_sync
+
+#: Rollouts of each step whose log-probabilities the trainer computes too.
+_CHECKED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one run needs.
+
+    Args:
+        plan: of it.
+        seed: of the trainer's order of tasks.
+        start: the model it begins with, a folder or a name.
+        folder: where its records and checkpoints go.
+        service: URL of the rollout service.
+        weights: puts weights into the model server.
+        examination: the held-out tasks.
+        rows: tasks to train on, as many as its steps need.
+    """
+
+    plan: Plan
+    seed: int
+    start: str
+    folder: Path
+    service: str
+    weights: Weights
+    examination: Examination
+    rows: Sequence[dict[str, Any]]
+
+
+def train(run: Run, progress: Callable[[dict[str, Any]], None]) -> None:
+    """Train to the plan's last step, on from the last checkpoint where there is one.
+
+    Args:
+        progress: called with each record.
+    """
+    checkpoints = run.folder / "checkpoints"
+    last = newest(checkpoints)
+    records = Records(run.folder / "records.jsonl", since=step_of(last) if last else None)
+    rollouts = TrlRollouts(run.service, run.plan.environment, weights=run.weights)
+    watch = _Watch(run, rollouts, records, progress)
+    trainer = GRPOTrainer(
+        model=run.start,
+        args=_config(run, checkpoints),
+        train_dataset=Dataset.from_list(prompts(run.rows)),
+        processing_class=AutoTokenizer.from_pretrained(run.start),
+        reward_funcs=service_reward,
+        rollout_func=watch.rollouts,
+        callbacks=[watch],
+    )
+    trainer.remove_callback(PrinterCallback)
+    torch.set_num_threads(run.plan.threads)
+    try:
+        trainer.train(resume_from_checkpoint=str(last) if last else None)
+        with connect_sync(run.service) as client, weights_change_sync(client, run.plan.steps):
+            run.weights(trainer, run.plan.steps)
+        watch.examine(run.plan.steps)
+    finally:
+        rollouts.close()
+
+
+def control(run: Run, progress: Callable[[dict[str, Any]], None]) -> None:
+    """The same looks at the same held-out tasks, with the weights that the run begins with."""
+    records = Records(run.folder / "records.jsonl")
+    for step in examined(run.plan):
+        with connect_sync(run.service) as client, weights_change_sync(client, step):
+            run.weights.server.load(run.start)
+        progress(records.add("held_out", step, run.examination()))
+
+
+def examined(plan: Plan) -> list[int]:
+    """The steps at which the held-out tasks are looked at."""
+    return sorted({*range(0, plan.steps, plan.evaluate_every), plan.steps})
+
+
+def newest(checkpoints: Path) -> Path | None:
+    """The checkpoint of the latest step, or None."""
+    return max(checkpoints.glob("checkpoint-*"), key=step_of, default=None)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+class _Watch(TrainerCallback):  # type: ignore[misc]
+    """Writes down how a run goes, and looks at the held-out tasks every few steps."""
+
+    def __init__(
+        self, run: Run, rollouts: TrlRollouts, records: Records, progress: Callable[[dict[str, Any]], None]
+    ) -> None:
+        self._run = run
+        self._rollouts = rollouts
+        self._records = records
+        self._progress = progress
+        self._notes: dict[str, Any] = {}
+
+    def rollouts(self, given: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
+        """The service's rollouts; and before the weights change, a look at the held-out tasks."""
+        began = time.monotonic()
+        output = self._rollouts(given, trainer)
+        self._notes = {
+            "rollouts_s": time.monotonic() - began,
+            "stale": sum(version != str(trainer.state.global_step) for version in output["weight_version"]),
+            "failed": sum(reward is None for reward in output["reward"]),
+            "logprob_gap": logprob_gap(trainer, output),
+        }
+        if trainer.state.global_step % self._run.plan.evaluate_every == 0:
+            self.examine(trainer.state.global_step)
+        return output
+
+    def examine(self, step: int) -> None:
+        """Have the weights that are served play the held-out tasks."""
+        began = time.monotonic()
+        numbers = self._run.examination()
+        numbers["seconds"] = time.monotonic() - began
+        self._progress(self._records.add("held_out", step, numbers))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+        if "reward" not in logs:
+            return
+        kept = ("reward", "reward_std", "frac_reward_zero_std", "entropy", "grad_norm", "step_time")
+        numbers = {key: logs[key] for key in kept if key in logs}
+        length = {"length": logs.get("completions/mean_length")}
+        record = self._records.add("train", state.global_step, {**numbers, **length, **self._notes})
+        self._progress(record)
+
+
+def logprob_gap(trainer: Any, output: dict[str, list[Any]]) -> float:
+    """The largest difference between the model server's log-probability of a sampled token and the trainer's
+    own, over the first few rollouts: close to 0 only if both read the same ids with the same weights."""
+    pairs = list(zip(output["prompt_ids"], output["completion_ids"], strict=True))[:_CHECKED]
+    width = max(len(prompt) + len(completion) for prompt, completion in pairs)
+    ids = torch.zeros((len(pairs), width), dtype=torch.long)
+    for row, (prompt, completion) in enumerate(pairs):
+        ids[row, : len(prompt) + len(completion)] = torch.tensor([*prompt, *completion])
+    with torch.no_grad():  # padding on the right, which no earlier token sees
+        logprobs = trainer.model(input_ids=ids.to(trainer.model.device)).logits.float().log_softmax(-1).cpu()
+    gap = 0.0
+    for row, (prompt, completion) in enumerate(pairs):
+        own = logprobs[row, len(prompt) - 1 : len(prompt) + len(completion) - 1]
+        own = own.gather(1, torch.tensor(completion)[:, None])[:, 0]
+        served, mask = torch.tensor(output["logprobs"][row]), torch.tensor(output["env_mask"][row])
+        gap = max(gap, ((own - served).abs() * mask).max().item())
+    return gap
+
+
+def _config(run: Run, checkpoints: Path) -> GRPOConfig:
+    plan = run.plan
+    return GRPOConfig(
+        output_dir=str(checkpoints),
+        seed=run.seed,
+        use_cpu=plan.device == "cpu",
+        bf16=plan.dtype == "bfloat16",
+        max_steps=plan.steps,
+        per_device_train_batch_size=plan.micro_batch,
+        gradient_accumulation_steps=plan.prompts * plan.samples // plan.micro_batch,
+        num_generations=plan.samples,
+        learning_rate=plan.learning_rate,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=2,
+        max_grad_norm=1.0,
+        temperature=1.0,
+        max_completion_length=plan.max_tokens,
+        shuffle_dataset=False,
+        save_steps=plan.evaluate_every,
+        save_total_limit=1,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        gradient_checkpointing=plan.device != "cpu",
+        dataloader_pin_memory=False,
+        model_init_kwargs={"dtype": plan.dtype},
+    )

@@ -1,0 +1,85 @@
+"""The tasks that a small model learns on: what is held out stays out, and demonstrations are true."""
+
+import itertools
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from learn.demonstrations import demonstrations
+from learn.tasks import LEVELS, LearnTask, Split, held_out, tasks
+from prorl_envs.env.node import Node
+from prorl_envs.env.validate import validate
+from prorl_envs.envs.bash.env import BashEnvironment
+from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.tools.types import ToolCall
+
+
+@pytest.fixture
+async def node(run_dir: Path, tmp_path: Path) -> AsyncIterator[Node]:
+    async with Node(BubblewrapDriver(run_dir), tmp_path) as node:
+        yield node
+
+
+def some(split: Split, count: int, seed: int = 0) -> list[LearnTask]:
+    return list(itertools.islice(tasks(split, seed), count))
+
+
+def asked(task: LearnTask) -> tuple[str, ...]:
+    """What a task asks about, as its instruction says it."""
+    words = str(task.row["instruction"]).replace(".txt", "").replace(".sh", "").split()
+    if task.level == 3:
+        return (words[1], words[7], task.found)
+    return (words[4], words[2])
+
+
+def test_a_seed_gives_the_same_tasks_and_another_seed_others() -> None:
+    assert some("train", 30) == some("train", 30)
+    assert some("train", 30) != some("train", 30, seed=1)
+    assert [task.level for task in some("train", 6)] == [*LEVELS, *LEVELS]
+
+
+def test_what_held_out_tasks_ask_about_never_occurs_in_training() -> None:
+    trained = {asked(task) for task in some("train", 1500)}
+    examined = {asked(task) for task in some("held_out", 300)}
+    assert not trained & examined
+    assert all(held_out(*topic) for topic in examined) and not any(held_out(*topic) for topic in trained)
+
+
+def test_ids_differ_between_splits_and_seeds() -> None:
+    sets = [some("train", 50), some("train", 50, seed=1), some("held_out", 50)]
+    assert len({task.row["id"] for one in sets for task in one}) == 150
+
+
+@pytest.mark.anyio
+async def test_references_score_1_and_untouched_workspaces_0(node: Node) -> None:
+    given = [BashEnvironment.load(task.row) for task in some("held_out", 9)]
+    verdicts = await validate(BashEnvironment, node, given)
+    assert [(verdict.task_id, verdict.problems) for verdict in verdicts if not verdict.ok] == []
+
+
+@pytest.mark.anyio
+async def test_a_real_shell_prints_what_demonstrations_say(node: Node) -> None:
+    shown = [one for one in itertools.islice(demonstrations(tasks("train", 0), 0), 20) if one[1]]
+    printed, said = [], []
+    for task, steps in shown:
+        async with BashEnvironment(node) as env:
+            await env.init(BashEnvironment.load(task.row))
+            for number, step in enumerate(steps):
+                if not step.broken:
+                    call = ToolCall(id=str(number), name="bash", arguments={"command": step.command})
+                    printed.append((step.command, (await env.call(call, timeout_s=20)).text))
+                    said.append((step.command, step.output))
+    assert printed == said
+
+
+def test_demonstrations_are_right_now_and_then_and_not_more() -> None:
+    """The first call of one that needs no more is the reference or not."""
+    shown = [one for one in itertools.islice(demonstrations(tasks("train", 0), 0), 3000) if one[0].level == 2]
+    right = sum(
+        bool(steps) and steps[0].command == task.row["reference"][0]["arguments"]["command"]
+        for task, steps in shown
+    )
+    assert 0.05 < right / len(shown) < 0.25
+    assert len({json.dumps([step.command for step in steps]) for _, steps in shown}) > 100
