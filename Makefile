@@ -4,7 +4,7 @@ PYTHON := $(VENV)/bin/python
 # Tests that wait leave room for one more at a time than there are cores. WORKERS=0 runs them in order.
 WORKERS ?= $(shell expr $$(nproc) + 1)
 
-.PHONY: demo test test-thorough test-nemo test-ray test-vllm verify-swebench lint format bench faults fuzz lock clean help
+.PHONY: demo test test-thorough test-nemo test-ray test-vllm test-harnesses verify-swebench lint format bench faults fuzz lock clean help
 
 help:
 	@echo "make demo       set up, then run real rollouts end to end (ARGS='--help' shows the options)"
@@ -14,6 +14,7 @@ help:
 	@echo "make verify-swebench  reference, empty patch and cheats on every SWE-bench instance (ARGS='tasks.parquet')"
 	@echo "make test-ray   nodes as actors on a Ray cluster of several Ray nodes (a minute; adds the extra)"
 	@echo "make test-vllm  the model client against a real vLLM on the CPU (its own environment, 6 GB, several minutes)"
+	@echo "make test-harnesses  each known harness, unmodified, on tasks in sandboxes (PyPI, npm, 2 GB in the cache, some minutes)"
 	@echo "make lint       formatter, linter and type checker; make format mends what it can"
 	@echo "make fuzz       every parser of hostile input under a fuzzer (ARGS='--seconds 300 frames reports')"
 	@echo "make faults     every fault on purpose, round after round (ARGS='--seconds 300 service_killed')"
@@ -25,7 +26,7 @@ demo:
 
 test:
 	@scripts/setup.sh test $(VENV)
-	@$(PYTHON) -m pytest -m "not nemo and not ray and not vllm and not thorough" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(PYTHON) -m pytest -m "not nemo and not ray and not vllm and not harnesses and not thorough" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-thorough:
 	@scripts/setup.sh test $(VENV)
@@ -41,6 +42,10 @@ test-ray:
 
 test-vllm:
 	@scripts/test-vllm.sh $(ARGS)
+
+test-harnesses:
+	@scripts/setup.sh test $(VENV)
+	@$(PYTHON) -m pytest -m harnesses -n 0 $(ARGS) tests/rollout/endpoint/test_recipes.py
 
 verify-swebench:
 	@scripts/setup.sh test $(VENV)
