@@ -8,7 +8,7 @@ MINI_SWE_AGENT = Recipe(
     name="mini-swe-agent",
     install=Install(registry="pypi", packages=("mini-swe-agent==2.4.6", "litellm==1.106.2", "mcp==2.3.0")),
     command=(
-        *("{installed}/bin/python", "-m", "minisweagent.run.mini"),
+        *("{installed}/bin/python", "-I", "-m", "minisweagent.run.mini"),
         *("--yolo", "--exit-immediately", "--cost-limit", "0", "--model", "openai/{model}"),
         *("--output", "{home}/mini.traj.json", "--task", "{instruction}"),
     ),
@@ -123,7 +123,7 @@ OPENCODE = Recipe(
 OPENHANDS = Recipe(
     name="openhands",
     install=Install(registry="pypi", packages=("openhands-sdk==1.58.2", "openhands-tools==1.58.2")),
-    command=("{installed}/bin/python", "{home}/openhands_run.py"),
+    command=("{installed}/bin/python", "-I", "{home}/openhands_run.py"),
     files={
         "{home}/openhands_run.py": """\
 import os
