@@ -4,7 +4,7 @@ PYTHON := $(VENV)/bin/python
 # Tests that wait leave room for one more at a time than there are cores. WORKERS=0 runs them in order.
 WORKERS ?= $(shell expr $$(nproc) + 1)
 
-.PHONY: demo test test-thorough test-nemo test-ray test-vllm test-trainers learn verify-swebench lint format bench faults fuzz lock clean help
+.PHONY: demo test test-thorough test-nemo test-ray test-vllm test-trainers test-harnesses learn verify-swebench lint format bench faults fuzz lock clean help
 
 help:
 	@echo "make demo       set up, then run real rollouts end to end (ARGS='--help' shows the options)"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-vllm  the model client against a real vLLM on the CPU (its own environment, 6 GB, several minutes)"
 	@echo "make test-trainers  every adapter against its trainer's package (ARGS='trl verl'; environments of 1 to 6 GB)"
 	@echo "make learn      a small model that learns, through the whole system, on the CPU (its own environments, 12 GB; ARGS='--seeds 1')"
+	@echo "make test-harnesses  each known harness, unmodified, on tasks in sandboxes (PyPI, npm, 2 GB in the cache, some minutes)"
 	@echo "make lint       formatter, linter and type checker; make format mends what it can"
 	@echo "make fuzz       every parser of hostile input under a fuzzer (ARGS='--seconds 300 frames reports')"
 	@echo "make faults     every fault on purpose, round after round (ARGS='--seconds 300 service_killed')"
@@ -27,7 +28,7 @@ demo:
 
 test:
 	@scripts/setup.sh test $(VENV)
-	@$(PYTHON) -m pytest -m "not nemo and not ray and not vllm and not trainers and not thorough" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(PYTHON) -m pytest -m "not nemo and not ray and not vllm and not trainers and not harnesses and not thorough" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-thorough:
 	@scripts/setup.sh test $(VENV)
@@ -49,6 +50,10 @@ test-trainers:
 
 learn:
 	@scripts/learn.sh $(ARGS)
+
+test-harnesses:
+	@scripts/setup.sh test $(VENV)
+	@$(PYTHON) -m pytest -m harnesses -n 0 $(ARGS) tests/rollout/endpoint/test_recipes.py
 
 verify-swebench:
 	@scripts/setup.sh test $(VENV)

@@ -166,7 +166,11 @@ class ShortRenderer:
     def decode(self, ids: Sequence[int]) -> str:
         return "text"
 
-    def assistant(self, message: Message) -> list[int]:
+    @property
+    def tool_format(self) -> str:
+        return "hermes"
+
+    def assistant(self, message: Mapping[str, Any]) -> list[int]:
         return [5] * SAMPLED
 
 

@@ -10,7 +10,7 @@ import asyncio
 import difflib
 from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from prorl_envs.config import (
     AgentSettings,
     EnvironmentSettings,
+    HarnessSettings,
     LimitSettings,
     NemoSettings,
     SandboxSettings,
@@ -25,6 +26,9 @@ from prorl_envs.config import (
 )
 from prorl_envs.env.agents import BUILT_IN, Offer, Offers, with_tools
 from prorl_envs.env.base import Environment, Task
+from prorl_envs.env.harness.family import with_harness
+from prorl_envs.env.harness.recipe import Install, Recipe
+from prorl_envs.env.harness.recipes import RECIPES
 from prorl_envs.env.options import Options, with_options
 from prorl_envs.env.registry import environments, examples_of, known
 from prorl_envs.env.rows import read_tasks, rows
@@ -50,6 +54,7 @@ class Entry:
         settings: of the environment, with what its agent says over them.
         offers: the agent's tools; None for the family's own.
         where: begins what is said of a wrong tool.
+        harness: who works on its tasks instead of the service's own loop; None for nobody.
     """
 
     name: str
@@ -57,6 +62,7 @@ class Entry:
     settings: EnvironmentSettings
     offers: Offers | None = None
     where: str = ""
+    harness: Recipe | None = None
 
 
 def entries(settings: Settings) -> Iterator[Entry]:
@@ -79,8 +85,8 @@ def entries(settings: Settings) -> Iterator[Entry]:
 
 def _met(entry: Entry, agent: str, agents: Mapping[str, AgentSettings]) -> Entry:
     """`entry` as an agent meets it."""
-    if agent not in agents and agent not in BUILT_IN:
-        names = sorted({*agents, *BUILT_IN})
+    if agent not in agents and agent not in BUILT_IN and agent not in RECIPES:
+        names = sorted({*agents, *BUILT_IN, *RECIPES})
         close = difflib.get_close_matches(agent, names, n=1)
         hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(names)}"
         raise InputError(f"environments.{entry.environment}: no agent is called {agent!r}", hint=hint)
@@ -90,6 +96,16 @@ def _met(entry: Entry, agent: str, agents: Mapping[str, AgentSettings]) -> Entry
             name: Offer(**{**tool.model_dump(), "tool": tool.tool or name})
             for name, tool in given.tools.items()
         }
+    harness = RECIPES.get(agent) if agent not in agents else None
+    if given.harness is not None:
+        harness = recipe_of(given.harness, f"agents.{agent}.harness")
+    if harness is not None and (offers is not None or given.system_prompt is not None):
+        raise InputError(
+            f"agents.{agent}: a harness has tools and a system prompt of its own",
+            hint="remove tools and system_prompt; `instruction` says what it is told",
+        )
+    if entry.settings.nemo is not None and harness is not None:
+        raise InputError(f"environments.{entry.environment}: no harness works on a resources server's tasks")
     if entry.settings.nemo is not None and (offers is not None or given.system_prompt is not None):
         raise InputError(
             f"environments.{entry.environment}: its rows bring prompt and tools, not the agent {agent}",
@@ -107,6 +123,38 @@ def _met(entry: Entry, agent: str, agents: Mapping[str, AgentSettings]) -> Entry
         settings=before.model_copy(update=changes),
         offers=offers,
         where=f"agents.{agent}.tools",
+        harness=harness,
+    )
+
+
+def recipe_of(given: HarnessSettings, where: str) -> Recipe:
+    """The harness that settings describe.
+
+    Raises:
+        InputError: there is no such recipe, or neither recipe nor command.
+    """
+    if given.recipe and given.recipe not in RECIPES:
+        close = difflib.get_close_matches(given.recipe, RECIPES, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(sorted(RECIPES))}"
+        raise InputError(f"{where}: no recipe is called {given.recipe!r}", hint=hint)
+    if not given.recipe and not given.command:
+        raise InputError(f"{where}: neither a recipe nor a command", hint="name one of them")
+    base = RECIPES.get(given.recipe) or Recipe(name="command", command=given.command)
+    install = base.install
+    if given.packages:
+        registry = (
+            install.registry if install and "registry" not in given.model_fields_set else given.registry
+        )
+        install = Install(registry=registry, packages=given.packages, node=registry == "npm")
+    return replace(
+        base,
+        install=install,
+        command=given.command or base.command,
+        env={**base.env, **given.env},
+        files={**base.files, **given.files},
+        instruction=given.instruction or base.instruction,
+        stdin=given.stdin or base.stdin,
+        exits=frozenset(given.exits) or base.exits,
     )
 
 
@@ -141,6 +189,8 @@ class Catalog(Mapping[str, Family]):
             else:
                 base = _base(one.environment, one.settings)
                 chosen = with_options(one.name, base, _options(one.settings, settings.limits))
+                if one.harness is not None:
+                    chosen = with_harness(chosen, one.harness, f"environments.{one.name}")
                 families[one.name] = with_tools(chosen, one.offers, one.where) if one.offers else chosen
         return cls(families, servers)
 

@@ -332,20 +332,55 @@ class ToolSettings(_Section):
     optional: bool = False
 
 
+class HarnessSettings(_Section):
+    """An agent as others wrote it, which works in the sandbox with tools of its own. What is left empty is
+    the recipe's.
+
+    Args:
+        recipe: one that is built in; "" is a plain command.
+        registry: of the packages to install.
+        packages: with exact versions, as the registry's client takes them.
+        command: program and arguments, with the names in braces that docs/harnesses.md lists.
+        env: further variables.
+        files: further files, text by absolute path.
+        instruction: what it is told; `{task}` stands for the task's own words.
+        stdin: what it reads.
+        exits: exit statuses with which it ends in order.
+    """
+
+    recipe: str = ""
+    registry: Literal["pypi", "npm"] = "pypi"
+    packages: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+    env: dict[str, str] = Field(default_factory=dict)
+    files: dict[str, str] = Field(default_factory=dict)
+    instruction: str = ""
+    stdin: str = ""
+    exits: tuple[int, ...] = ()
+
+
 class AgentSettings(_Section):
     """How the model is met. What an agent says goes over what its environment says.
 
     Args:
+        harness: who works on the tasks instead of the service's own loop: settings, or the name of a recipe.
         system_prompt: first message of the episodes; None takes the environment's.
         tools: by the names that the model calls; None offers the family's own.
         limits: of the agent loop, where a request names none; see `AgentLimits`.
         sampling: how to sample, where a request does not say; see `Sampling`.
     """
 
+    harness: HarnessSettings | None = None
     system_prompt: str | None = Field(default=None, min_length=1)
     tools: dict[str, ToolSettings] | None = None
     limits: dict[str, Any] = Field(default_factory=dict)
     sampling: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("harness", mode="before")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        """`harness: codex` is that recipe as it is."""
+        return {"recipe": value} if isinstance(value, str) else value
 
     @field_validator("tools", mode="before")
     @classmethod

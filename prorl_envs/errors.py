@@ -10,6 +10,7 @@
         ├── ModelError        the model server failed or answered what it must not
         ├── EnvironmentFault  the environment could not prepare its task
         ├── GraderError       the grader itself failed, so there is no reward
+        ├── AgentFault        the harness failed, or never asked its model
         ├── StageTimeout      a stage used up its active time
         ├── NodeLost          the machine that carried it out is gone
         └── Cancelled         somebody asked for the end
@@ -119,6 +120,12 @@ class GraderError(RolloutFailure):
     """The grader itself failed: there is no reward, and none is made up."""
 
     kind = FailureKind.GRADER
+
+
+class AgentFault(RolloutFailure):
+    """A harness failed, or never asked its model: not the policy's doing, so nothing is graded."""
+
+    kind = FailureKind.AGENT
 
 
 class StageTimeout(RolloutFailure):

@@ -14,7 +14,14 @@ from pydantic import BaseModel
 from typer.core import TyperGroup
 
 from prorl_envs.cli.main import cli
-from prorl_envs.config import AgentSettings, EnvironmentSettings, NemoSettings, Settings, ToolSettings
+from prorl_envs.config import (
+    AgentSettings,
+    EnvironmentSettings,
+    HarnessSettings,
+    NemoSettings,
+    Settings,
+    ToolSettings,
+)
 
 ROOT = Path(__file__).parent.parent
 
@@ -132,6 +139,8 @@ def settings(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, ob
             yield from settings(AgentSettings, f"{name}.name.")
         elif name == "tools":
             yield from settings(ToolSettings, f"{prefix}{name}.name.")
+        elif name == "harness":
+            yield from settings(HarnessSettings, f"{prefix}{name}.")
         elif name == "nemo":
             yield from settings(NemoSettings, f"{prefix}{name}.")
         if isinstance(field.default, BaseModel):

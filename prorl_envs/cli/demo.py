@@ -121,7 +121,10 @@ def script(chosen: Sequence[Chosen]) -> ScriptBook:
     return ScriptBook(
         {
             one.task.instruction: Script(
-                [[{"tool": call.tool, "arguments": call.arguments}] for call in one.task.reference]
+                [
+                    *([{"tool": call.tool, "arguments": call.arguments}] for call in one.task.reference),
+                    *([{"content": answer}] for answer in [one.task.reference_answer] if answer),
+                ]
             )
             for one in chosen
         }

@@ -16,6 +16,7 @@ import typer
 from prorl_envs import __version__
 from prorl_envs.cli.check_llm import check_llm
 from prorl_envs.cli.console import out, report
+from prorl_envs.cli.harness import harness
 from prorl_envs.cli.image import image
 from prorl_envs.cli.nemo import gym_root, nemo
 from prorl_envs.cli.steer import add_commands
@@ -40,6 +41,7 @@ def _version(wanted: bool) -> None:
 
 
 cli.add_typer(nemo, name="nemo")
+cli.add_typer(harness, name="harness")
 cli.add_typer(image, name="image")
 cli.command("check-llm")(check_llm)
 cli.command()(view)

@@ -182,6 +182,9 @@ class BorrowedSandbox:
         except ConnectionResetError:
             return False
 
+    async def listen(self) -> NoReturn:
+        raise SandboxError("what listens in a borrowed sandbox is its owner's")
+
     async def spawn(self, entry: str, *, template: str = "base") -> socket.socket:
         """See `sandbox.base.Sandbox`; the owner forks it."""
         _, lent = await self._ask("spawn", entry=entry, template=template)

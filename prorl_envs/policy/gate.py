@@ -52,6 +52,7 @@ class HeldTime:
     def __init__(self) -> None:
         self._before = 0.0
         self._now: Callable[[], float] | None = None
+        self._calls = 0
 
     def seconds(self) -> float:
         """Up to now."""
@@ -59,13 +60,17 @@ class HeldTime:
 
     @contextmanager
     def counting(self, closed_s: Callable[[], float]) -> Iterator[None]:
-        """Count for as long as the block runs what `closed_s` grows by."""
-        began = closed_s()
-        self._now = lambda: closed_s() - began
+        """Count for as long as the block runs what `closed_s` grows by. Of blocks at the same time, once."""
+        if not self._calls:
+            began = closed_s()
+            self._now = lambda: closed_s() - began
+        self._calls += 1
         try:
             yield
         finally:
-            self._before, self._now = self.seconds(), None
+            self._calls -= 1
+            if not self._calls:
+                self._before, self._now = self.seconds(), None
 
 
 @asynccontextmanager

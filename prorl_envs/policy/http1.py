@@ -8,8 +8,9 @@ reuse follow RFC 9112.
 
 import asyncio
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import cast
 from urllib.parse import unquote
 
@@ -139,21 +140,25 @@ class Connection(asyncio.Protocol):
         self.idle_since = 0.0
         self._answer: asyncio.Future[Answer] | None = None
         self._until_end = False
+        self._heard: Callable[[bytes], None] | None = None
 
-    async def exchange(self, head: bytes, body: bytes, *, max_body: int) -> Answer:
+    async def exchange(
+        self, head: bytes, body: bytes, *, max_body: int, heard: Callable[[bytes], None] | None = None
+    ) -> Answer:
         """Send a request and read its answer. Who is cancelled meanwhile closes the connection.
 
         Args:
             head: from `Origin.head`.
             body: of the request.
             max_body: most bytes of the answer's body.
+            heard: told of the body of a successful answer as it comes; must not fail.
 
         Raises:
             Broken: the connection ends, or what comes is not HTTP.
             TooLong: more comes than may.
         """
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._answer = answer
+        self._answer, self._heard = answer, heard
         self.usable = False
         self._parser = httptools.HttpResponseParser(self)
         self._max_body, self._left = max_body, max_body + MAX_FRAME
@@ -220,6 +225,8 @@ class Connection(asyncio.Protocol):
         self._body += body
         if len(self._body) > self._max_body:
             self._fail(TooLong())
+        elif self._heard is not None and self._parser.get_status_code() == HTTPStatus.OK:
+            self._heard(body)
 
     def on_message_complete(self) -> None:
         if self._parser.get_status_code() < 200:  # news on the way to the answer, of no use here

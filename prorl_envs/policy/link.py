@@ -115,7 +115,12 @@ class ServerLink:
         await asyncio.sleep(0)  # the sockets are closed by the next turn of the loop
 
     async def request(
-        self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: dict[str, str] | None = None,
+        heard: Callable[[bytes], None] | None = None,
     ) -> bytes:
         """The body of a successful answer.
 
@@ -123,14 +128,23 @@ class ServerLink:
             method, path: of the request; the path begins with `/`.
             body: JSON.
             headers: further ones.
+            heard: told of the answer as it comes. Where it breaks off after that, it is not tried again.
 
         Raises:
             ServerUnavailable: no answer within the attempts.
             ProtocolError: the server refuses the request (`Refusal`), or sends too much.
         """
-        attempt = 1
-        while isinstance(outcome := await self._attempt(method, path, body, headers), _Failed):
-            if attempt >= self._limits.attempts:
+        attempt, begun = 1, False
+
+        def told(data: bytes) -> None:
+            nonlocal begun
+            begun = True
+            if heard is not None:
+                heard(data)
+
+        tell = told if heard else None
+        while isinstance(outcome := await self._attempt(method, path, body, headers, heard=tell), _Failed):
+            if attempt >= self._limits.attempts or begun:
                 raise outcome.error
             grown = self._limits.backoff_s * 2 ** (attempt - 1) * (0.5 + self._jitter())
             asked = grown if outcome.pause_s is None else outcome.pause_s
@@ -163,11 +177,14 @@ class ServerLink:
         headers: dict[str, str] | None,
         *,
         control: bool = False,
+        heard: Callable[[bytes], None] | None = None,
     ) -> bytes | _Failed:
         seconds = self._limits.control_s if control else self._limits.answer_s
         try:
             async with self._clock.timeout(seconds):
-                answer = await self._exchange(method, path, body or b"", headers, control=control)
+                answer = await self._exchange(
+                    method, path, body or b"", headers, control=control, heard=heard
+                )
         except TimeoutError as error:
             raise self._unavailable(f"did not answer within {seconds:g} s") from error
         except Unreachable as error:
@@ -179,7 +196,14 @@ class ServerLink:
         return self._judge(answer)
 
     async def _exchange(
-        self, method: str, path: str, body: bytes, headers: dict[str, str] | None, *, control: bool
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        headers: dict[str, str] | None,
+        *,
+        control: bool,
+        heard: Callable[[bytes], None] | None,
     ) -> Answer:
         head = self._origin.head(method, path, len(body), headers)
         async with nullcontext() if control else self._free:
@@ -188,7 +212,9 @@ class ServerLink:
             connection = self._reuse() or await self._connect()
             self._busy.add(connection)
             try:
-                return await connection.exchange(head, body, max_body=self._limits.max_body_bytes)
+                return await connection.exchange(
+                    head, body, max_body=self._limits.max_body_bytes, heard=heard
+                )
             finally:
                 self._busy.discard(connection)
                 if connection.usable:

@@ -5,7 +5,15 @@ from dataclasses import replace
 
 from prorl_envs.errors import ModelError
 from prorl_envs.policy.protocol import continued
-from prorl_envs.policy.types import ChatClient, Conversation, ModelClient, Sampled, Sampling
+from prorl_envs.policy.types import (
+    ChatClient,
+    Conversation,
+    Heard,
+    ModelClient,
+    Sampled,
+    Sampling,
+    Streaming,
+)
 
 #: How often one turn may be broken off and go on before it counts as failed.
 MAX_PARTS = 16
@@ -50,6 +58,7 @@ async def sample_on(
     sampling: Sampling,
     session: str,
     conversation: Conversation | None,
+    heard: Heard | None = None,
 ) -> Sampled:
     """One call of one server, in the terms that it takes.
 
@@ -58,4 +67,11 @@ async def sample_on(
     """
     if conversation is not None and isinstance(client, ChatClient):
         return await client.chat(conversation, sampling, session=session)
+    if heard is not None and isinstance(client, Streaming):
+        return await client.stream(prompt_ids, sampling, session=session, heard=heard)
     return await client.generate(prompt_ids, sampling, session=session)
+
+
+def following(heard: Heard, begun: Sequence[int]) -> Heard:
+    """Tells `heard` of a part of a turn as of what comes behind the parts before it."""
+    return (lambda ids: heard([*begun, *ids])) if begun else heard

@@ -9,12 +9,13 @@ from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.errors import ModelError
 from prorl_envs.policy.balance import ServerState
 from prorl_envs.policy.gate import Gate
-from prorl_envs.policy.parts import in_parts, sample_on
+from prorl_envs.policy.parts import following, in_parts, sample_on
 from prorl_envs.policy.protocol import Overloaded, ServerUnavailable
 from prorl_envs.policy.routing import Router, RouterSnapshot
 from prorl_envs.policy.servers import split_protocol
 from prorl_envs.policy.types import (
     Conversation,
+    Heard,
     InFlight,
     ModelClient,
     Sampled,
@@ -152,20 +153,24 @@ class ModelPool:
         *,
         session: str,
         conversation: Conversation | None = None,
+        heard: Heard | None = None,
     ) -> Sampled:
         """See `ModelClient.generate`. Where a server is unavailable the turn is sampled on another one. A
         turn that was broken off goes on where it was (0027 in docs/decisions), under the weights of then.
 
         Args:
             conversation: the prompt as messages, for servers that take no ids.
+            heard: told of the answer while it is sampled, by servers that can.
 
         Raises:
             ModelError: there is no server, each one is unavailable, or an answer breaks the protocol.
         """
 
         async def part(ids: Sequence[int], left: Sampling) -> Sampled:
+            told = heard and following(heard, ids[len(prompt_ids) :])
+
             async def on(url: str) -> Sampled:
-                return await sample_on(self._clients[url], ids, left, session, conversation)
+                return await sample_on(self._clients[url], ids, left, session, conversation, told)
 
             return await self.turn(session, len(ids), on)
 

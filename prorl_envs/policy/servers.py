@@ -16,12 +16,14 @@ from prorl_envs.policy.protocol import ProtocolError, Refusal
 from prorl_envs.policy.rendering import TemplateRenderer
 from prorl_envs.policy.sglang import SglangClient, read_info
 from prorl_envs.policy.types import (
+    Heard,
     InFlight,
     ModelClient,
     Sampled,
     Sampling,
     ServerNews,
     Steerable,
+    Streaming,
 )
 from prorl_envs.policy.vllm import VllmClient
 
@@ -162,6 +164,15 @@ class AutoClient:
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str) -> Sampled:
         """See `ModelClient.generate`."""
         return await (await self._found()).generate(prompt_ids, sampling, session=session)
+
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str, heard: Heard
+    ) -> Sampled:
+        """See `Streaming.stream`; a server that cannot tells of nothing."""
+        client = await self._found()
+        if isinstance(client, Streaming):
+            return await client.stream(prompt_ids, sampling, session=session, heard=heard)
+        return await client.generate(prompt_ids, sampling, session=session)
 
     @property
     def complaints(self) -> int:

@@ -5,7 +5,7 @@ log-probabilities; a new observation is rendered as its own ids and appended. No
 tokenised again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -14,6 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from prorl_envs.tools.types import ToolCall, ToolSpec
 
 type FinishReason = Literal["stop", "length", "abort"]
+
+type Heard = Callable[[Sequence[int]], None]
+"""Told of an answer while it is sampled: all its ids so far. Fewer than before: its sampling began anew."""
 
 type Reasoning = Literal["keep", "user_turn", "template"]
 """What becomes of earlier reasoning when a conversation goes on: it stays (the context only grows); it is
@@ -144,6 +147,17 @@ class ModelClient(Protocol):
 
 
 @runtime_checkable
+class Streaming(Protocol):
+    """A server that tells of an answer while it is sampled."""
+
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str, heard: Heard
+    ) -> Sampled:
+        """As `ModelClient.generate`, telling `heard` as ids come."""
+        ...
+
+
+@runtime_checkable
 class PooledModel(Protocol):
     """Samples on one of several servers, and holds turns while their weights change."""
 
@@ -154,11 +168,13 @@ class PooledModel(Protocol):
         *,
         session: str,
         conversation: Conversation | None = None,
+        heard: Heard | None = None,
     ) -> Sampled:
         """As `ModelClient.generate`.
 
         Args:
             conversation: the prompt as messages, for servers that take no ids.
+            heard: told of the answer while it is sampled, by servers that can.
         """
         ...
 
@@ -242,6 +258,10 @@ class Renderer(Protocol):
         next answer can begin. Never touches what was sampled; closes a truncated turn."""
         ...
 
+    def assistant(self, message: Mapping[str, Any]) -> list[int]:
+        """Ids of an answer that the model did not sample, as its template writes them."""
+        ...
+
     def parse(
         self, ids: Sequence[int], tools: Sequence[ToolSpec] = (), *, prompt_ids: Sequence[int] | None = None
     ) -> AssistantTurn:
@@ -262,3 +282,8 @@ class Renderer(Protocol):
 
     @property
     def stop_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def tool_format(self) -> str:
+        """How the model writes tool calls, as `formats.choice.FORMATS` has it."""
+        ...

@@ -12,29 +12,22 @@ import asyncio
 from collections.abc import Sequence
 from typing import Unpack
 
-import msgspec
-
 from prorl_envs.errors import ModelError
-from prorl_envs.policy.context import ids_json
 from prorl_envs.policy.link import LinkOptions, ServerLink, first_model, session_headers
-from prorl_envs.policy.protocol import (
-    Expectation,
-    ProtocolError,
-    Refusal,
-    WireSpan,
-    check_finish,
-    check_ids,
-    check_logprobs,
-    check_spans,
-    neutral_sampling,
-    version_name,
+from prorl_envs.policy.protocol import Expectation, Refusal
+from prorl_envs.policy.types import Heard, InFlight, Sampled, Sampling, ServerNews
+from prorl_envs.policy.vllm_wire import (
+    Told,
+    encode_generate,
+    encode_request,
+    read_answer,
+    read_stream,
+    read_version,
 )
-from prorl_envs.policy.types import InFlight, Sampled, Sampling, ServerNews, VersionSpan
 
-_TOKEN_ID = "token_id:"
+_COMPLETIONS = "/v1/completions"
 _GENERATE = "/inference/v1/generate"
 _METHOD_NOT_ALLOWED = 405
-_IDS_HINT = "the server must support return_token_ids (vLLM 0.10.2 or later)"
 #: What it calls the ways to treat requests in flight.
 _PAUSE_MODES: dict[InFlight, str] = {"finish": "wait", "abort": "abort", "keep": "keep"}
 
@@ -84,11 +77,31 @@ class VllmClient:
         if await self._generates():
             path, encode = _GENERATE, encode_generate
         else:
-            path, encode = "/v1/completions", encode_request
+            path, encode = _COMPLETIONS, encode_request
         body = encode(model, prompt_ids, sampling, self._stop_ids)
         answer = await self._link.request("POST", path, body, session_headers(session))
-        expected = Expectation(prompt_ids, sampling.max_tokens, self._vocab_size, self.url)
-        return read_answer(answer, expected)
+        return read_answer(answer, self._expected(prompt_ids, sampling))
+
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str, heard: Heard
+    ) -> Sampled:
+        """See `Streaming.stream`. A server with the route that names versions tells of nothing, as that route
+        comes before.
+
+        Raises:
+            ServerUnavailable, ProtocolError: as `generate`.
+        """
+        if await self._generates():
+            return await self.generate(prompt_ids, sampling, session=session)
+        model = await self.model_name()
+        body = encode_request(model, prompt_ids, sampling, self._stop_ids, stream=True)
+        told = Told(heard)
+        headers = session_headers(session)
+        answer = await self._link.request("POST", _COMPLETIONS, body, headers, told.feed)
+        return read_stream(answer, self._expected(prompt_ids, sampling))
+
+    def _expected(self, prompt_ids: Sequence[int], sampling: Sampling) -> Expectation:
+        return Expectation(prompt_ids, sampling.max_tokens, self._vocab_size, self.url)
 
     async def model_name(self) -> str:
         """The model asked for, or the first the server names."""
@@ -120,7 +133,7 @@ class VllmClient:
         version = ""
         if self._names_versions:
             try:
-                version = _read_version(await self._link.ask("GET", "/weight_info"))
+                version = read_version(await self._link.ask("GET", "/weight_info"))
             except Refusal as error:
                 self._names_versions = not error.unknown_route
         return ServerNews(self._model or served.id, version)
@@ -138,200 +151,3 @@ class VllmClient:
     async def aclose(self) -> None:
         """Close the connections; generations in flight end."""
         await self._link.aclose()
-
-
-class _ContentItem(msgspec.Struct):
-    logprob: float | None = None
-    token: str = ""
-    token_id: int | None = None
-
-
-class _Logprobs(msgspec.Struct):
-    tokens: list[str] | None = None
-    token_logprobs: list[float | None] | None = None
-    content: list[_ContentItem] | None = None
-
-
-class _Choice(msgspec.Struct):
-    finish_reason: str | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: msgspec.Raw = msgspec.Raw(b"null")  # as long as the history: seldom worth reading
-    logprobs: _Logprobs | None = None
-    weight_version: str | int | None = None
-    weight_versions: list[WireSpan] | None = None
-
-
-class _Meta(msgspec.Struct):
-    weight_version: str | int | None = None
-
-
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens_details: _Details | None = None
-
-
-class _Version(msgspec.Struct):
-    weight_version: str | int | None = None
-
-
-class _Answer(msgspec.Struct):
-    choices: list[_Choice]
-    prompt_token_ids: msgspec.Raw = msgspec.Raw(b"null")
-    weight_version: str | int | None = None
-    weight_versions: list[WireSpan] | None = None
-    meta_info: _Meta | None = None
-    usage: _Usage | None = None
-
-
-def encode_request(
-    model: str, prompt_ids: Sequence[int], sampling: Sampling, stop_ids: Sequence[int]
-) -> bytes:
-    """The body of one completion request."""
-    body: dict[str, object] = {
-        "model": model,
-        "prompt": msgspec.Raw(ids_json(prompt_ids)),
-        "max_tokens": sampling.max_tokens,
-        **neutral_sampling(sampling),
-        "stream": False,
-        "logprobs": 1,
-        "stop_token_ids": list(stop_ids),
-        "skip_special_tokens": False,
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
-    }
-    if sampling.seed is not None:
-        body["seed"] = sampling.seed
-    return msgspec.json.encode(body)
-
-
-def encode_generate(
-    model: str, prompt_ids: Sequence[int], sampling: Sampling, stop_ids: Sequence[int]
-) -> bytes:
-    """The body of one request to the route that names versions."""
-    params: dict[str, object] = {
-        **neutral_sampling(sampling),
-        "max_tokens": sampling.max_tokens,
-        "stop_token_ids": list(stop_ids),
-        "logprobs": 0,  # of the sampled token alone
-        "detokenize": False,
-    }
-    if sampling.seed is not None:
-        params["seed"] = sampling.seed
-    body = {
-        "model": model,
-        "token_ids": msgspec.Raw(ids_json(prompt_ids)),
-        "sampling_params": params,
-        "return_token_ids": True,
-        "stream": False,
-    }
-    return msgspec.json.encode(body)
-
-
-def read_answer(body: bytes, expected: Expectation) -> Sampled:
-    """Read and check one completion.
-
-    Raises:
-        ProtocolError: anything in it is missing, of the wrong type, or impossible.
-    """
-    try:
-        answer = msgspec.json.decode(body, type=_Answer)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"{expected.server} did not answer with a completion: {error}") from error
-    if len(answer.choices) != 1:
-        raise ProtocolError(f"{expected.server} answered with {len(answer.choices)} choices instead of one")
-    choice = answer.choices[0]
-    for echo in (choice.prompt_token_ids, answer.prompt_token_ids):
-        _check_prompt(echo, expected)
-    ids = _sampled_ids(choice, expected)
-    logprobs = check_logprobs(_sampled_logprobs(choice), len(ids), expected)
-    spans = _version_spans(answer, choice, len(ids), expected)
-    return Sampled(
-        ids=ids,
-        logprobs=logprobs,
-        finish_reason=check_finish(choice.finish_reason, len(ids), expected),
-        weight_version=spans[0].version if spans else _weight_version(answer, choice),
-        server=expected.server,
-        version_spans=spans,
-        cached_tokens=_cached_tokens(answer, expected),
-    )
-
-
-def _check_prompt(echo: msgspec.Raw, expected: Expectation) -> None:
-    if bytes(echo) in (b"null", ids_json(expected.prompt_ids)):
-        return  # compared as text, which is the same where a server writes no white space
-    try:
-        echoed = msgspec.json.decode(echo, type=list[int])
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"{expected.server} did not answer with a completion: {error}") from error
-    if echoed != list(expected.prompt_ids):
-        raise ProtocolError(
-            f"{expected.server} read another prompt than it was sent"
-            f" ({len(echoed)} ids instead of {len(expected.prompt_ids)})",
-            hint="does it add special tokens, or truncate prompts?",
-        )
-
-
-def _sampled_ids(choice: _Choice, expected: Expectation) -> tuple[int, ...]:
-    ids = choice.token_ids
-    if ids is None:
-        ids = _ids_in_tokens(choice.logprobs)
-    if ids is None:
-        raise ProtocolError(f"{expected.server} did not return the sampled token ids", hint=_IDS_HINT)
-    return check_ids(ids, expected)
-
-
-def _ids_in_tokens(logprobs: _Logprobs | None) -> list[int] | None:
-    """Ids from tokens written as `token_id:123`, the older way of returning them."""
-    if logprobs is None:
-        return None
-    if logprobs.content and all(item.token_id is not None for item in logprobs.content):
-        return [item.token_id for item in logprobs.content if item.token_id is not None]
-    tokens = logprobs.tokens if logprobs.tokens is not None else [i.token for i in logprobs.content or ()]
-    numbers = [token.removeprefix(_TOKEN_ID) for token in tokens if token.startswith(_TOKEN_ID)]
-    if not tokens or len(numbers) != len(tokens):
-        return None
-    if not all(number.isascii() and number.isdigit() and len(number) < 12 for number in numbers):
-        return None
-    return [int(number) for number in numbers]
-
-
-def _sampled_logprobs(choice: _Choice) -> Sequence[float | None] | None:
-    if choice.logprobs is None:
-        return None
-    if choice.logprobs.token_logprobs is None and choice.logprobs.content is not None:
-        return [item.logprob for item in choice.logprobs.content]
-    return choice.logprobs.token_logprobs
-
-
-def _weight_version(answer: _Answer, choice: _Choice) -> str:
-    meta = answer.meta_info.weight_version if answer.meta_info else None
-    named = (choice.weight_version, answer.weight_version, meta)
-    spans = choice.weight_versions or answer.weight_versions or ()
-    return next(
-        (version_name(version) for version in (*named, *(s.version for s in spans)) if version is not None),
-        "",
-    )
-
-
-def _version_spans(
-    answer: _Answer, choice: _Choice, count: int, expected: Expectation
-) -> tuple[VersionSpan, ...]:
-    spans = choice.weight_versions if choice.weight_versions is not None else answer.weight_versions
-    return check_spans(spans, count, expected) if spans else ()
-
-
-def _cached_tokens(answer: _Answer, expected: Expectation) -> int | None:
-    """What the server found in its cache, where that can be."""
-    details = answer.usage.prompt_tokens_details if answer.usage else None
-    cached = details.cached_tokens if details else None
-    return cached if cached is not None and 0 <= cached <= len(expected.prompt_ids) else None
-
-
-def _read_version(body: bytes) -> str:
-    try:
-        return version_name(msgspec.json.decode(body, type=_Version).weight_version)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return ""

@@ -42,6 +42,7 @@ TENANT_ROUTES = frozenset(
         "/v1/batches/{batch_id:path}/results",
         "/v1/episodes",
         "/v1/episodes/{episode_id:path}",
+        "/v1/episodes/{episode_id:path}/endpoint",
         "/v1/episodes/{episode_id:path}/run",
         "/v1/episodes/{episode_id:path}/eval",
         "/v1/status",

@@ -29,8 +29,8 @@ from prorl_envs.policy.types import (
 )
 from prorl_envs.rollout import budget, tracing
 from prorl_envs.rollout.ledger import Ledger
-from prorl_envs.rollout.types import AgentLimits, StopReason
-from prorl_envs.tools.types import ToolCall, ToolResult
+from prorl_envs.rollout.types import AgentLimits, StopReason, Trajectory
+from prorl_envs.tools.types import ToolCall, ToolResult, ToolSpec
 
 _CUT = (
     "Your answer was cut off after {tokens} tokens, before a tool call was complete. "
@@ -41,6 +41,24 @@ _CUT = (
 _PROMPTS = 64
 #: Ids at a prompt's end that say whether it began the reasoning.
 _PROMPT_END = 16
+
+
+class Record(Protocol):
+    """The conversation as tokens."""
+
+    @property
+    def forks(self) -> Sequence[Trajectory]: ...
+
+    @property
+    def turns(self) -> int: ...
+
+    @property
+    def model_s(self) -> float: ...
+
+    @property
+    def tools_s(self) -> float: ...
+
+    def trajectory(self) -> Trajectory | None: ...
 
 
 class ToolHost(Protocol):
@@ -59,11 +77,13 @@ class Transcript:
     Args:
         messages: the conversation, readable.
         ledger: the same as tokens; None before the prompt is rendered.
+        tools: on offer, where a harness has tools of its own.
         held: time for which its turns were held while weights changed. Deadlines do not count it.
     """
 
     messages: list[Message] = field(default_factory=list)
-    ledger: Ledger | None = None
+    ledger: Record | None = None
+    tools: Sequence[ToolSpec] | None = None
     held: HeldTime = field(default_factory=HeldTime)
 
 
@@ -219,7 +239,7 @@ class Loop:
         before = len(self.context) - len(sampled.ids)
         prompt_end = self.context[max(0, before - _PROMPT_END) : before]
         answer = self.agent.renderer.parse(sampled.ids, self.tools, prompt_ids=prompt_end)
-        self.transcript.messages.append(self._assistant_message(answer, sampled))
+        self.transcript.messages.append(assistant_message(self.agent.renderer, answer, sampled))
         if reason := self._judge(answer, sampled):
             return reason
         observations = await self.act(answer.tool_calls)
@@ -259,7 +279,7 @@ class Loop:
                 f"the model did not answer in {waited:.3g} of {self.limits.run_s:g} s",
                 hint="are the model servers hung or overloaded? else raise limits.run_s",
             ) from None
-        self._check(sampled, tokens)
+        check_sampled(sampled, tokens)
         self.ledger.sampled(sampled, clock.monotonic() - started - (held.seconds() - held_before))
         self.context.extend(sampled.ids)
         return sampled
@@ -273,17 +293,6 @@ class Loop:
             return await model.generate(
                 self.context, sampling, session=self.session, conversation=conversation
             )
-
-    @staticmethod
-    def _check(sampled: Sampled, tokens: int) -> None:
-        if len(sampled.ids) != len(sampled.logprobs):
-            raise ModelError("the model server sent another number of log-probabilities than of tokens")
-        if len(sampled.ids) > tokens:
-            raise ModelError(
-                f"the model server sampled {len(sampled.ids)} tokens, asked for {tokens} at most"
-            )
-        if sampled.finish_reason == "abort":
-            raise ModelError("the model server aborted the answer")
 
     def _judge(self, answer: AssistantTurn, sampled: Sampled) -> StopReason | None:
         """Does an answer without a readable tool call end the loop?"""
@@ -365,19 +374,32 @@ class Loop:
             step = self._next(sampled, shown)
         return step, shown
 
-    def _assistant_message(self, answer: AssistantTurn, sampled: Sampled) -> Message:
-        if answer.malformed:  # what was sampled says more than what could be read of it
-            renderer = self.agent.renderer
-            return {
-                "role": "assistant",
-                "content": unicode(renderer.decode(renderer.without_stop(sampled.ids))),
-            }
-        message: dict[str, Any] = {"role": "assistant", "content": unicode(answer.content)}
-        if answer.reasoning:
-            message["reasoning_content"] = unicode(answer.reasoning)
-        if answer.tool_calls:
-            message["tool_calls"] = [openai_call(call) for call in answer.tool_calls]
-        return message
+
+def check_sampled(sampled: Sampled, tokens: int) -> None:
+    """Raises:
+    ModelError: an answer that cannot be one to a request for so many tokens.
+    """
+    if len(sampled.ids) != len(sampled.logprobs):
+        raise ModelError("the model server sent another number of log-probabilities than of tokens")
+    if len(sampled.ids) > tokens:
+        raise ModelError(f"the model server sampled {len(sampled.ids)} tokens, asked for {tokens} at most")
+    if sampled.finish_reason == "abort":
+        raise ModelError("the model server aborted the answer")
+
+
+def assistant_message(renderer: Renderer, answer: AssistantTurn, sampled: Sampled) -> Message:
+    """An answer as a message."""
+    if answer.malformed:  # what was sampled says more than what could be read of it
+        return {
+            "role": "assistant",
+            "content": unicode(renderer.decode(renderer.without_stop(sampled.ids))),
+        }
+    message: dict[str, Any] = {"role": "assistant", "content": unicode(answer.content)}
+    if answer.reasoning:
+        message["reasoning_content"] = unicode(answer.reasoning)
+    if answer.tool_calls:
+        message["tool_calls"] = [openai_call(call) for call in answer.tool_calls]
+    return message
 
 
 def openai_call(call: ToolCall) -> dict[str, Any]:

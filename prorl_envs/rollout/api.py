@@ -27,6 +27,7 @@ from prorl_envs.rollout.metrics import CONTENT_TYPE
 from prorl_envs.rollout.paper_routes import add_paper_routes
 from prorl_envs.rollout.routes_batches import add_batches
 from prorl_envs.rollout.routes_dashboard import add_dashboard
+from prorl_envs.rollout.routes_endpoint import add_endpoint
 from prorl_envs.rollout.routes_episodes import add_episodes
 from prorl_envs.rollout.routes_models import add_models
 from prorl_envs.rollout.routes_nodes import add_nodes
@@ -96,6 +97,7 @@ def create_app(service: RolloutService, settings: ServerSettings) -> FastAPI:
     add_nodes(app, service)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(TokenGuard, keyring=keyring)
+    add_endpoint(app, service)  # last, so that it stands in front of the guards
     return app
 
 

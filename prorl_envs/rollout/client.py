@@ -30,6 +30,7 @@ from prorl_envs.rollout.batch_types import (
 from prorl_envs.rollout.episode_types import (
     AgentStep,
     CallStep,
+    EndpointView,
     EpisodeRequest,
     EpisodeView,
     TokenStep,
@@ -304,6 +305,16 @@ class RolloutClient:
             step = step.model_copy(update={"step": (await self.episode(episode_id)).steps})
         body, path = step.model_dump(mode="json", exclude_none=True), f"{_episode(episode_id)}/run"
         return await self._while_busy(await self._call(EpisodeView, "POST", path, wait_s=WORK_S, json=body))
+
+    async def open_endpoint(self, episode_id: str) -> EndpointView:
+        """A model endpoint for an agent of yours. What it answers is the episode's tokens.
+
+        Raises:
+            NotFound: it was ended.
+            OutOfOrder: it is not ready, or is driven by tokens.
+        """
+        path = f"{_episode(episode_id)}/endpoint"
+        return await self._call(EndpointView, "POST", path, wait_s=WORK_S)
 
     async def evaluate_episode(self, episode_id: str) -> EpisodeView:
         """Grade an episode and wait for its `result`; its sandbox is closed after that.

@@ -87,10 +87,13 @@ class Attempt:
         if self.told is not None:
             return self.told
         ledger = self.transcript.ledger
+        tools = self.transcript.tools
+        if tools is None:
+            tools = self.prompt.tools if self.prompt else ()
         return Account(
             prompted=self.prompt is not None,
             messages=list(self.transcript.messages),
-            tools=[tool.to_openai() for tool in self.prompt.tools] if self.prompt else [],
+            tools=[tool.to_openai() for tool in tools],
             trajectory=ledger.trajectory() if ledger else None,
             forks=ledger.forks if ledger else (),
             stop_reason=self.stop_reason,

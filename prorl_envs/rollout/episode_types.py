@@ -210,3 +210,17 @@ class EpisodeView(_Wire):
     last: StepView | None
     failure: Failure | None
     result: Result | None
+
+
+class EndpointView(_Wire):
+    """Where an agent finds its model.
+
+    Args:
+        key: of the endpoint, and of nothing else: whoever has it speaks as this episode's model caller.
+        anthropic_base_url, openai_base_url: what the vendors' clients are given, as this request reached the
+            service.
+    """
+
+    key: str
+    anthropic_base_url: str
+    openai_base_url: str

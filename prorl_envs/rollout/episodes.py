@@ -15,9 +15,12 @@ from typing import Any
 
 from prorl_envs.clock import Clock
 from prorl_envs.env.base import Message, Task
+from prorl_envs.env.harness.family import HarnessedEnvironment
 from prorl_envs.errors import FailureKind, InputError
 from prorl_envs.policy.types import Sampled
+from prorl_envs.rollout import stages
 from prorl_envs.rollout.agent import Agent, Loop, openai_call, unicode
+from prorl_envs.rollout.endpoint.session import ModelSession
 from prorl_envs.rollout.engine import Engine
 from prorl_envs.rollout.episode import Episode
 from prorl_envs.rollout.episode_types import (
@@ -53,6 +56,7 @@ class _Driven:
     steps: int = 0
     by_tokens: bool | None = None  # whether steps give tokens; None before the first
     last: StepView | None = None
+    model: ModelSession | None = None  # its endpoint, where the caller's agent asked for one
     result: Result | None = None
     work: asyncio.Task[None] | None = None
     closing: asyncio.Task[None] | None = None
@@ -95,6 +99,7 @@ class Episodes:
         self._most = most
         self._idle_s = idle_s
         self._open: dict[str, _Driven] = {}
+        self._models: dict[str, ModelSession] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
@@ -152,6 +157,32 @@ class Episodes:
         self._begin(driven, self._run(driven, step))
         return await self._answer(driven, wait_s)
 
+    async def endpoint(self, name: str) -> ModelSession:
+        """The model endpoint of an episode whose agent runs elsewhere; asking again gives the same. What it
+        answers is recorded as the episode's tokens.
+
+        Raises:
+            NotFound.
+            OutOfOrder: the episode is not ready, or is driven by tokens.
+        """
+        driven = self._get(name)
+        if driven.model is None:
+            _check_state(driven, EpisodeState.READY)
+            if driven.by_tokens:
+                raise OutOfOrder("the episode is driven by tokens", hint="open the endpoint before any step")
+            driven.by_tokens = False
+            job = driven.job
+            driven.model = ModelSession(
+                self._agent, job.attempt.transcript, job.request.limits, job.sampling, job.session
+            )
+            self._models[driven.model.key] = driven.model
+        driven.touched = self._clock.monotonic()
+        return driven.model
+
+    def model(self, key: str) -> ModelSession | None:
+        """The endpoint whose key it is; None for nobody's."""
+        return self._models.get(key)
+
     async def evaluate(self, name: str, *, wait_s: float) -> EpisodeView:
         """Grade an episode. Its sandbox is closed after that; asking again gives the same.
 
@@ -163,6 +194,7 @@ class Episodes:
         if driven.state not in (EpisodeState.EVAL, EpisodeState.GRADED):
             _check_state(driven, EpisodeState.READY, EpisodeState.STOPPED)
             driven.state = EpisodeState.EVAL
+            await self._close_model(driven)
             self._begin(driven, self._evaluate(driven))
         return await self._answer(driven, wait_s)
 
@@ -250,6 +282,8 @@ class Episodes:
     async def _act(self, driven: _Driven, step: StepRequest) -> None:
         loop, attempt = driven.at, driven.job.attempt
         match step:
+            case AgentStep() if isinstance(attempt.environment, HarnessedEnvironment):
+                await stages.run(driven.job, self._agent)
             case AgentStep():
                 attempt.stop_reason = await loop.finish()
             case TokenStep():
@@ -301,7 +335,14 @@ class Episodes:
             driven.closing = asyncio.create_task(self._close(driven))
         return driven.closing
 
+    async def _close_model(self, driven: _Driven) -> None:
+        """Answer its agent nothing more."""
+        if driven.model is not None:
+            self._models.pop(driven.model.key, None)
+            await driven.model.aclose()
+
     async def _close(self, driven: _Driven) -> None:
+        await self._close_model(driven)
         self._agent.forget(driven.job.session)
         if not await self._worker.close(driven.job):
             self._engine.close_failures += 1
@@ -327,6 +368,9 @@ class Episodes:
             if driven.state.busy and driven.work is not None:
                 await asyncio.wait([driven.work])
                 driven.touched = self._clock.monotonic()
+            if driven.model is not None:
+                now = self._clock.monotonic()
+                driven.touched = max(driven.touched, now if driven.model.calls else driven.model.touched)
             left = driven.touched + driven.idle_s - self._clock.monotonic()
             if left <= 0:
                 break

@@ -51,6 +51,11 @@ class Ledger:
         return len(self._ids)
 
     @property
+    def ids(self) -> list[int]:
+        """Of the row that grows; not to be changed."""
+        return self._ids
+
+    @property
     def turns(self) -> int:
         """Model calls so far."""
         return len(self._turns)

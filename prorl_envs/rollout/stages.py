@@ -2,14 +2,26 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 from prorl_envs.env.base import Environment, Grade, Prompt
+from prorl_envs.env.harness.family import HarnessedEnvironment
 from prorl_envs.env.node import Node
 from prorl_envs.errors import EnvironmentFault, GraderError
+from prorl_envs.policy.types import Sampling
 from prorl_envs.rollout.agent import Agent
+from prorl_envs.rollout.endpoint import playing as harness
 from prorl_envs.rollout.episode import Episode
-from prorl_envs.rollout.types import json_problem
+from prorl_envs.rollout.types import AgentLimits, json_problem
+
+
+class HowToPlay(TypedDict):
+    """What is the same whoever plays RUN."""
+
+    limits: AgentLimits
+    sampling: Sampling
+    session: str
+
 
 type Family = type[Environment[Any]]
 
@@ -28,14 +40,16 @@ async def run(episode: Episode, agent: Agent) -> None:
     environment, prompt = episode.attempt.environment, episode.attempt.prompt
     if environment is None or prompt is None:
         raise EnvironmentFault("RUN needs an initialised environment")
-    episode.attempt.stop_reason = await agent.play(
-        environment,
-        prompt,
-        episode.attempt.transcript,
-        limits=episode.request.limits,
-        sampling=episode.sampling,
-        session=episode.session,
-    )
+    how: HowToPlay = {
+        "limits": episode.request.limits,
+        "sampling": episode.sampling,
+        "session": episode.session,
+    }
+    transcript = episode.attempt.transcript
+    if isinstance(environment, HarnessedEnvironment):
+        episode.attempt.stop_reason = await harness.play(agent, environment, prompt, transcript, **how)
+    else:
+        episode.attempt.stop_reason = await agent.play(environment, prompt, transcript, **how)
     environment.expect_eval()
 
 

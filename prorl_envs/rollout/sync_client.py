@@ -129,6 +129,7 @@ class SyncRolloutClient:
     start_episode = _waiting(RolloutClient.start_episode)
     episode = _waiting(RolloutClient.episode)
     run_episode = _waiting(RolloutClient.run_episode)
+    open_endpoint = _waiting(RolloutClient.open_endpoint)
     evaluate_episode = _waiting(RolloutClient.evaluate_episode)
     close_episode = _waiting(RolloutClient.close_episode)
     submit_batch = _waiting(RolloutClient.submit_batch)

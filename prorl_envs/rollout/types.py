@@ -200,6 +200,8 @@ class Trajectory(_Wire):
             construction, and counted all the same.
         exact: the ids are those that the model read and sampled. False where a server gave text: then
             nothing in it may be trained on, and `mask_sample` is set.
+        parent: index in `Result.rows` of the row that it branched off from, where a harness rewrote the
+            history: the first `shared` ids are those of that row, which is where they are trained on.
     """
 
     ids: list[int]
@@ -208,6 +210,8 @@ class Trajectory(_Wire):
     turns: list[TurnRecord]
     drift: int = 0
     exact: bool = True
+    parent: int | None = None
+    shared: int = 0
 
 
 class Timings(_Wire):

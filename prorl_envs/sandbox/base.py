@@ -159,6 +159,18 @@ class Sandbox(Protocol):
         """
         ...
 
+    async def listen(self) -> socket.socket:
+        """A socket that listens on the sandbox's own loopback, at a free port: for services of whoever runs
+        it. What connects is inside, whoever accepts is outside, and no other way leads there.
+
+        Returns:
+            the socket, which the caller owns and closes before the sandbox.
+
+        Raises:
+            SandboxError: the sandbox has ended, or the kernel refused.
+        """
+        ...
+
     async def snapshot(self) -> "Snapshot":
         """Copy the files of the sandbox, which goes on; see `snapshot.Snapshot` for what is captured.
 

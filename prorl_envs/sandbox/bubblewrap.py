@@ -26,6 +26,7 @@ from prorl_envs.sandbox.isolated import IsolatedDriver, IsolatedSandbox
 from prorl_envs.sandbox.probe import explain, find_bwrap
 from prorl_envs.sandbox.processes import Process, not_in_forks, receive
 from prorl_envs.sandbox.rootfs import resolve_targets, write_upper
+from prorl_envs.sandbox.route import listen_on_host
 from prorl_envs.sandbox.snapshot import check_mount_points
 from prorl_envs.sandbox.system import write_etc, write_names
 from prorl_envs.sandbox.template import TEMPLATES, Template, TemplateSpec
@@ -172,6 +173,24 @@ class BubblewrapSandbox(IsolatedSandbox):
             env={**default_environment(self._spec), **self._spec.env},
             host_network=self._spec.network.open,
         )
+
+    async def listen(self) -> socket.socket:
+        """See `Sandbox.listen`."""
+        if self._first is None or not self.alive:
+            raise self.ended()
+        if self._spec.network.open:
+            return listen_on_host()
+        try:
+            netns = os.open(f"/proc/{self._first.pid}/ns/net", os.O_RDONLY)
+        except OSError:
+            raise self.ended() from None
+        try:
+            if not self._first.alive:  # or else the pid, and the namespace, may be another's by now
+                raise self.ended()
+            template = next(iter(self._driver.templates.values()))
+            return await template.listen(self.id, netns, 0)
+        finally:
+            os.close(netns)
 
     async def _set_up_network(self, info: dict[str, Any]) -> None:
         netns = os.open(f"/proc/{info['child-pid']}/ns/net", os.O_RDONLY)

@@ -32,6 +32,7 @@ from prorl_envs.sandbox.instance_runtime import CODE, Runtime, gather
 from prorl_envs.sandbox.isolated import IsolatedDriver, IsolatedSandbox
 from prorl_envs.sandbox.mounted import mount_places
 from prorl_envs.sandbox.processes import Process
+from prorl_envs.sandbox.route import listen_on_host
 from prorl_envs.sandbox.sif import system_partition
 from prorl_envs.sandbox.snapshot import Snapshot, check_mount_points, copy_trees
 from prorl_envs.sandbox.system import write_etc, write_names
@@ -236,6 +237,14 @@ class InstanceSandbox(IsolatedSandbox):
         if allow := self._spec.network.allow:
             listener = await self._process.listen(self.id, self._seen, PROXY_PORT)
             self._proxy = self._driver.gateway.serve(self.id, listener, allow)
+
+    async def listen(self) -> socket.socket:
+        """See `Sandbox.listen`."""
+        if self._process is None or not self.alive:
+            raise self.ended()
+        if self._spec.network.open:
+            return listen_on_host()
+        return await self._process.listen(self.id, self._seen, 0)
 
     def _imports(self, with_python: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """What the first process has ready: entries, and what is imported before."""

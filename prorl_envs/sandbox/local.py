@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.command import DEFAULT_ENV
 from prorl_envs.sandbox.containment import DEFAULT_LIMITS, NodeLimits
 from prorl_envs.sandbox.driver import NodeDriver, NodeSandbox
+from prorl_envs.sandbox.route import listen_on_host
 from prorl_envs.sandbox.template import TEMPLATES, TemplateSpec
 from prorl_envs.sandbox.template_process import ForkRequest
 
@@ -90,6 +92,10 @@ class LocalSandbox(NodeSandbox):
         own = {"HOME": str(self._root / "home"), "TMPDIR": str(self._root / "tmp"), MARK: self.id}
         env = {**DEFAULT_ENV, **own, **self._spec.env}
         return ForkRequest(entry=entry, workdir=str(self.workspace), env=env, isolated=False)
+
+    async def listen(self) -> socket.socket:
+        """See `Sandbox.listen`. The loopback is the host's, so others can connect too."""
+        return listen_on_host()
 
     async def _end(self) -> None:
         """Kill what carries this sandbox's mark."""

@@ -70,6 +70,11 @@ def listen_inside(netns: int | None, port: int) -> socket.socket:
     return socket.create_server(("127.0.0.1", port))
 
 
+def listen_on_host() -> socket.socket:
+    """A socket on this machine's own loopback, for sandboxes that have the host's network."""
+    return socket.create_server(("127.0.0.1", 0))
+
+
 def _enter(netns: int) -> None:
     owner = fcntl.ioctl(netns, _NS_GET_USERNS)
     os.setns(owner, os.CLONE_NEWUSER)

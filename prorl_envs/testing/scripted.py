@@ -87,7 +87,7 @@ class Script:
 
     Args:
         solve: the reference, one list of tool calls per turn; a call is {"tool", "arguments"} and may have
-            a "content" said beside it.
+            a "content" said beside it, or have that alone.
         wrong: a harmless attempt that does not solve the task; None derives one from the tools in `solve`.
     """
 
@@ -161,10 +161,16 @@ class ScriptBook:
 
 @dataclass(frozen=True, slots=True)
 class ReadPrompt:
-    """What the scripted model sees in a prompt: its task and how far it is."""
+    """What the scripted model sees in a prompt: its task and how far it is.
+
+    Args:
+        first_user: what the user said first; `users`: all that users said.
+        assistant_turns: answers before the one to sample.
+    """
 
     first_user: str
     assistant_turns: int
+    users: str = ""
 
 
 class PromptReader:
@@ -191,16 +197,18 @@ class PromptReader:
     def read(self, ids: Sequence[int]) -> ReadPrompt:
         """Total: a prompt without turns reads as an empty task."""
         starts = [at for at, number in enumerate(ids) if number == self._start]
-        first_user, turns = "", 0
+        users: list[str] = []
+        turns = 0
         for start, end in pairwise([*starts, len(ids)]):
             role = self._renderer.decode(ids[start + 1 : start + 13]).partition("\n")[0]
             if role == "assistant":
                 turns += 1
-            elif role == "user" and not first_user:
+            elif role == "user":
                 body = list(ids[start + 1 : end])
                 closed = body.index(self._end) if self._end in body else len(body)
-                first_user = self._renderer.decode(body[:closed]).partition("\n")[2]
-        return ReadPrompt(first_user, max(0, turns - 1))  # the last one is the turn to sample
+                users.append(self._renderer.decode(body[:closed]).partition("\n")[2])
+        first = next((text for text in users if text), "")
+        return ReadPrompt(first, max(0, turns - 1), "\n".join(users))  # the last one is the turn to sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +305,6 @@ def as_message(calls: Sequence[Call]) -> JsonObject:
                 "type": "function",
                 "function": {"name": call["tool"], "arguments": dict(call["arguments"])},
             }
-            for index, call in enumerate(calls)
+            for index, call in enumerate(call for call in calls if call.get("tool"))
         ],
     }

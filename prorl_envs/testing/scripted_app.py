@@ -1,15 +1,16 @@
 """The routes of the scripted model server; `server.py` runs them."""
 
 import asyncio
+import json
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Literal
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
@@ -83,6 +84,7 @@ class CompletionRequest(BaseModel):
     max_tokens: int = Field(default=16, ge=1)
     logprobs: int | None = Field(default=None, ge=0)
     stop_token_ids: list[int] = Field(default=[], max_length=1000)
+    stream: bool = False
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
 
@@ -179,28 +181,77 @@ class ScriptedService:
 
     async def complete(self, asked: CompletionRequest, request: Request) -> Response:
         """Answer one completion request as vLLM does, in the way its session is dealt."""
+        if asked.stream:
+            return await self._stream(asked, request)
         played = await self.play(asked.prompt, asked.max_tokens, asked.stop_token_ids, request)
         if isinstance(played, Response):
             return played
         return JSONResponse(self._answer(asked, played))
 
+    async def _stream(self, asked: CompletionRequest, request: Request) -> Response:
+        """The same, in pieces as they are sampled."""
+        news: asyncio.Queue[Played | None] = asyncio.Queue()
+        playing = asyncio.create_task(
+            self.play(asked.prompt, asked.max_tokens, asked.stop_token_ids, request, told=news.put_nowait)
+        )
+        playing.add_done_callback(lambda _: news.put_nowait(None))
+        first = await news.get()
+        if first is None and isinstance(failed := playing.result(), Response):
+            return failed
+
+        async def pieces() -> AsyncIterator[str]:
+            sent, latest = 0, first
+            while latest is not None:
+                yield self._piece(asked, latest, sent)
+                sent, latest = len(latest.ids), await news.get()
+            if isinstance(played := playing.result(), Played):
+                yield self._piece(asked, played, sent)
+                yield "data: [DONE]\n\n"
+
+        return StreamingResponse(pieces(), media_type="text/event-stream")
+
+    def _piece(self, asked: CompletionRequest, played: "Played", sent: int) -> str:
+        """One event, with what was not sent before."""
+        new = replace(played, ids=played.ids[sent:], logprobs=played.logprobs[sent:])
+        answer = self._answer(asked if sent == 0 else asked.model_copy(update={"prompt": []}), new)
+        if sent > 0:
+            answer["choices"][0].pop("prompt_token_ids", None)
+        answer["choices"][0]["finish_reason"] = played.finish_reason or None
+        return f"data: {json.dumps(answer)}\n\n"
+
     async def play(
-        self, prompt_ids: list[int], max_tokens: int, stop_ids: list[int], request: Request, rid: str = ""
+        self,
+        prompt_ids: list[int],
+        max_tokens: int,
+        stop_ids: list[int],
+        request: Request,
+        rid: str = "",
+        told: Callable[["Played"], None] | None = None,
     ) -> "Response | Played":
-        """Answer one request, in the way its session is dealt: with ids, or with how it fails."""
+        """Answer one request, in the way its session is dealt: with ids, or with how it fails.
+
+        Args:
+            told: of what is sampled by then, on the way.
+        """
         self.counts.running += 1
         self._notify()
         try:
-            return await self._play(prompt_ids, max_tokens, stop_ids, request, rid)
+            return await self._play(prompt_ids, max_tokens, stop_ids, request, rid, told)
         finally:
             self.counts.running -= 1
             self._notify()
 
     async def _play(
-        self, prompt_ids: list[int], max_tokens: int, stop_ids: list[int], request: Request, rid: str
+        self,
+        prompt_ids: list[int],
+        max_tokens: int,
+        stop_ids: list[int],
+        request: Request,
+        rid: str,
+        told: Callable[["Played"], None] | None,
     ) -> "Response | Played":
         prompt = self._reader.read(prompt_ids)
-        key = self._book.find(prompt.first_user)
+        key = self._book.find(prompt.first_user) or self._book.find(prompt.users)
         session = request.headers.get("x-session-id") or f"task:{key or ''}"
         undealt = self.options.unknown if key is None else None
         behaviour = undealt or self._dealer.deal(session, key or "")
@@ -222,7 +273,15 @@ class ScriptedService:
             key, behaviour, prompt.assistant_turns, session=session, max_tokens=begun + max_tokens
         )
         sample = sample.after(begun).until(stop_ids)
-        progress = await self.engine.spend(len(sample.ids), rid, self._until_client_leaves(request))
+
+        def sampled(count: int) -> None:
+            spans = ((self.engine.version, count),)
+            if told is not None:
+                told(Played(sample.ids[:count], sample.logprobs[:count], "", spans, cached))
+
+        progress = await self.engine.spend(
+            len(sample.ids), rid, self._until_client_leaves(request), sampled if told else None
+        )
         if progress is None:
             return _nobody_reads_it()
         if progress.aborted:
@@ -278,7 +337,7 @@ class ScriptedService:
             "index": 0,
             "text": self.decode(ids),
             "finish_reason": played.finish_reason,
-            "stop_reason": ids[-1] if played.finish_reason == "stop" else None,
+            "stop_reason": ids[-1] if ids and played.finish_reason == "stop" else None,
             "logprobs": None,
         }
         if asked.logprobs is not None:

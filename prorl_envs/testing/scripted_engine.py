@@ -5,7 +5,7 @@ sampled when something happened.
 """
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -73,12 +73,15 @@ class ScriptedEngine:
         self._aborted.add(rid)
         self._notify()
 
-    async def spend(self, total: int, rid: str, left: Awaitable[None]) -> Progress | None:
+    async def spend(
+        self, total: int, rid: str, left: Awaitable[None], told: Callable[[int], None] | None = None
+    ) -> Progress | None:
         """Take as long as sampling `total` ids would; None where the client left before the end.
 
         Args:
             rid: what `abort` knows the request as.
             left: done when the client leaves.
+            told: of how many ids are sampled, as they are; None asks for nothing on the way.
         """
         leaving = asyncio.ensure_future(left)
         progress = Progress(total)
@@ -89,10 +92,17 @@ class ScriptedEngine:
                     return None
             while not progress.aborted and progress.sampled < total:
                 version, began = self.version, self._clock.monotonic()
-                if not await self._either(leaving, self._seconds(total) - spent):
+                seconds = self._seconds(total) - spent
+                if told is not None and self._tokens_per_s:
+                    seconds = min(seconds, 1 / self._tokens_per_s)
+                if not await self._either(leaving, seconds):
                     return None
                 spent += self._clock.monotonic() - began
+                if progress.spans and progress.spans[-1][0] == version:
+                    progress.spans.pop()
                 progress.spans.append((version, self._by(spent, total)))
+                if told is not None:
+                    told(progress.sampled)
                 progress.aborted = rid in self._aborted or (
                     self._treatment == "abort" and progress.sampled < total
                 )

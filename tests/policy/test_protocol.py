@@ -11,7 +11,7 @@ from prorl_envs.errors import ModelError
 from prorl_envs.policy.link import first_model
 from prorl_envs.policy.protocol import Expectation
 from prorl_envs.policy.types import Sampling
-from prorl_envs.policy.vllm import encode_request, read_answer
+from prorl_envs.policy.vllm_wire import encode_request, read_answer
 
 EXPECTED = Expectation([1, 2, 3], max_tokens=4, vocab_size=10, server="http://s")
 

@@ -9,6 +9,7 @@ from prorl_envs.errors import ModelError, SandboxError
 from prorl_envs.policy.rendering import TemplateRenderer
 from prorl_envs.policy.types import Sampled, Sampling
 from prorl_envs.rollout.agent import Agent, Transcript
+from prorl_envs.rollout.ledger import Ledger
 from prorl_envs.rollout.types import AgentLimits, StopReason, Trajectory
 from prorl_envs.testing.clock import FakeClock
 from prorl_envs.testing.scripted import Call
@@ -60,7 +61,7 @@ class Played:
 
     @property
     def trajectory(self) -> Trajectory:
-        assert self.transcript.ledger is not None
+        assert isinstance(self.transcript.ledger, Ledger)
         return self.transcript.ledger.trajectory()
 
     @property

@@ -33,7 +33,7 @@ async def play(reasoning: str) -> tuple[Ledger, list[tuple[int, ...]]]:
         await agent.play(environment, prompt, transcript, limits=limits, sampling=sampling, session="s")
     finally:
         await environment.close()
-    assert transcript.ledger is not None
+    assert isinstance(transcript.ledger, Ledger)
     return transcript.ledger, model.prompts["s"]
 
 

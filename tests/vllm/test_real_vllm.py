@@ -17,7 +17,8 @@ from prorl_envs.policy.rendering import TemplateRenderer
 from prorl_envs.policy.server_checks import State, Subject, check_server
 from prorl_envs.policy.servers import Servers
 from prorl_envs.policy.types import Sampling
-from prorl_envs.policy.vllm import VllmClient, encode_request, read_answer
+from prorl_envs.policy.vllm import VllmClient
+from prorl_envs.policy.vllm_wire import encode_request, read_answer
 from prorl_envs.rollout.types import Result
 from prorl_envs.testing.drift import TOOL
 from tests.vllm.conftest import VERSIONS, RealServer

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from prorl_envs.clock import Clock
 from prorl_envs.errors import ModelError
 from prorl_envs.policy.gate import Gate
-from prorl_envs.policy.parts import in_parts, sample_on
+from prorl_envs.policy.parts import following, in_parts, sample_on
 from prorl_envs.policy.protocol import Overloaded, ServerUnavailable
-from prorl_envs.policy.types import Conversation, ModelClient, Sampled, Sampling, Steerable
+from prorl_envs.policy.types import Conversation, Heard, ModelClient, Sampled, Sampling, Steerable
 from prorl_envs.rollout.nodes.messages import (
     AskTurn,
     Forget,
@@ -37,6 +37,7 @@ class _Turn:
     session: str
     conversation: Conversation | None
     answer: asyncio.Future[Sampled]
+    heard: Heard | None = None
     call: asyncio.Task[Sampled] | None = None
 
 
@@ -67,12 +68,14 @@ class RoutedModel:
         *,
         session: str,
         conversation: Conversation | None = None,
+        heard: Heard | None = None,
     ) -> Sampled:
         """See `PooledModel.generate`."""
 
         async def part(ids: Sequence[int], left: Sampling) -> Sampled:
             answer: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
-            return await self._ask(_Turn(ids, left, session, conversation, answer))
+            told = heard and following(heard, ids[len(prompt_ids) :])
+            return await self._ask(_Turn(ids, left, session, conversation, answer, told))
 
         return await in_parts(part, prompt_ids, sampling, lambda: self._resample)
 
@@ -138,7 +141,7 @@ class RoutedModel:
         client = self._clients.get(told.address)
         if client is None:
             client = self._clients[told.address] = self._connect(told.address)
-        return await sample_on(client, turn.ids, turn.sampling, turn.session, turn.conversation)
+        return await sample_on(client, turn.ids, turn.sampling, turn.session, turn.conversation, turn.heard)
 
     def _sampled(self, turn: _Turn, told: SampleAt, call: asyncio.Task[Sampled]) -> None:
         """A call has ended: tell the head, and the turn where that was its end."""

@@ -1,0 +1,150 @@
+"""A family whose tasks a harness works on, in the family's own sandbox and with its own grader."""
+
+import platform
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from prorl_envs.env.base import Environment, Message, Prompt, ReferenceCall, Task
+from prorl_envs.env.harness.install import install, installed
+from prorl_envs.env.harness.recipe import ENDPOINT, INSTALLED, MODEL, Endpoint, Recipe, Spelling, filled
+from prorl_envs.env.node import Node
+from prorl_envs.env.sandboxed import SandboxedEnvironment
+from prorl_envs.errors import EnvironmentFault, InputError
+from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.command import DEFAULT_ENV
+from prorl_envs.tools.types import Completed, ToolSpec
+
+#: Bytes kept of what a harness writes, for whoever wonders why it failed.
+_OUTPUT_BYTES = 64 * 1024
+_FILE_S = 60.0
+#: Bytes of one argument of a command, which the kernel bounds.
+_ARGUMENT_BYTES = 128 * 1024 - 1
+_ARCHITECTURES = {"x86_64": "x64", "aarch64": "arm64"}
+
+
+class HarnessedEnvironment[TaskT: Task](SandboxedEnvironment[TaskT]):
+    """Stands in front of a family of one sandbox; `with_harness` makes the class."""
+
+    harness: ClassVar[Recipe]
+
+    @property
+    def tools(self) -> Sequence[ToolSpec]:
+        """None: the harness has its own."""
+        return ()
+
+    def prompt(self, task: TaskT) -> Prompt:
+        """What the harness is told, as a user's message."""
+        said = [m["content"] for m in super().prompt(task).messages if m["role"] == "user"]
+        text = filled(self.harness.instruction, {"task": "\n\n".join(said)})
+        messages: list[Message] = [{"role": "user", "content": text}]
+        return Prompt(messages=messages, tools=())
+
+    def sandbox_spec(self, task: TaskT) -> SandboxSpec:
+        spec = super().sandbox_spec(task)
+        shown = installed(self.harness, self.node.cache_dir)
+        mounts = [mount for mount in shown.mounts if mount not in spec.mounts]
+        env = dict(spec.env)
+        if shown.path:
+            env["PATH"] = ":".join([*shown.path, env.get("PATH", DEFAULT_ENV["PATH"])])
+        masks = [mask for mask in shown.masks if mask not in spec.masks]
+        return replace(spec, mounts=(*spec.mounts, *mounts), masks=(*spec.masks, *masks), env=env)
+
+    @classmethod
+    async def provision(cls, node: Node, task: TaskT, progress: Callable[[str], None]) -> None:
+        await super().provision(node, task, progress)
+        await install(cls.harness, node.cache_dir, progress)
+
+    @classmethod
+    def load(cls, row: Mapping[str, Any]) -> TaskT:
+        task = super().load(row)
+        if cls.harness.spelling is None:
+            return task
+        return task.model_copy(update=_spelled(task, cls.harness.spelling))
+
+    async def listen_inside(self) -> socket.socket:
+        """A socket on the sandbox's loopback, for the model's endpoint. The caller closes it.
+
+        Raises:
+            SandboxError: the sandbox has ended.
+        """
+        return await self._here("run").sandbox.listen()
+
+    async def run_harness(self, prompt: Prompt, endpoint: Endpoint, *, timeout_s: float) -> Completed:
+        """Run the harness to its end. Who is cancelled ends it.
+
+        Args:
+            prompt: what `init` returned.
+            endpoint: its model.
+            timeout_s: seconds after which it is killed.
+
+        Raises:
+            EnvironmentFault: its files cannot be written, or its program is not there.
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        place, recipe = self._here("run"), self.harness
+        asked = await place.tools.run(["/bin/sh", "-c", "pwd; echo $HOME"], timeout_s=_FILE_S)
+        workdir, home, *_ = [*asked.output.decode("utf-8", "replace").splitlines(), "", ""]
+        values = {
+            "instruction": str(prompt.messages[0]["content"]),
+            "url": endpoint.url,
+            "key": endpoint.key,
+            "model": MODEL,
+            "installed": INSTALLED,
+            "home": home,
+            "workdir": workdir,
+            "arch": _ARCHITECTURES.get(platform.machine(), platform.machine()),
+        }
+        command = [filled(part, values) for part in recipe.command]
+        if any(len(part.encode("utf-8", "replace")) > _ARGUMENT_BYTES for part in command):
+            raise EnvironmentFault(
+                f"the task is too long for the command line of {recipe.name}",
+                hint="have the harness read it: stdin: '{instruction}'",
+            )
+        try:
+            for path, text in recipe.files.items():
+                await place.tools.write(filled(path, values), filled(text, values).encode())
+            return await place.tools.run(
+                command,
+                env={name: filled(text, values) for name, text in {**ENDPOINT, **recipe.env}.items()},
+                stdin=filled(recipe.stdin, values).encode(),
+                timeout_s=timeout_s,
+                output_limit=_OUTPUT_BYTES,
+            )
+        except OSError as error:
+            raise EnvironmentFault(f"the harness {recipe.name} cannot be started: {error}") from error
+
+
+def with_harness(base: type[Environment[Any]], recipe: Recipe, where: str) -> type[Environment[Any]]:
+    """A subclass of `base` whose tasks `recipe`'s harness works on.
+
+    Args:
+        base: the family.
+        recipe: of the harness.
+        where: begins what is said of an error, such as `agents.mini`.
+
+    Raises:
+        InputError: the family has no sandbox in which a harness could run.
+    """
+    if not issubclass(base, SandboxedEnvironment):
+        raise InputError(f"{where}: {base.name} has no sandbox of its own in which a harness could run")
+    fields = {"__module__": base.__module__, "__doc__": base.__doc__, "harness": recipe, "finish_tool": ""}
+    return type(base.__name__, (HarnessedEnvironment, base), fields)
+
+
+def _spelled(task: Task, spelling: Spelling) -> dict[str, Any]:
+    """The reference as the harness's model would write it, as far as it is commands of a shell."""
+    calls, answer = [], task.reference_answer
+    for call in task.reference:
+        if call.tool == "bash":
+            arguments = spelling.arguments(str(call.arguments.get("command", "")))
+            calls.append(ReferenceCall(tool=spelling.tool, arguments=arguments))
+        elif call.tool == "finish":
+            answer = str(call.arguments.get("answer", "")) or answer
+        else:
+            return {}
+    if spelling.finish:
+        arguments = spelling.arguments(spelling.finish)
+        calls.append(ReferenceCall(tool=spelling.tool, arguments=arguments))
+    return {"reference": tuple(calls), "reference_answer": answer or "Done."}

@@ -1,0 +1,227 @@
+"""Anthropic's Messages, as its API reference has them (https://docs.anthropic.com/en/api/messages and
+/messages-streaming). Signatures of thinking are empty: nobody checks them here.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from prorl_envs.env.base import Message
+from prorl_envs.rollout.endpoint.chat import call_of, sse
+from prorl_envs.rollout.endpoint.types import (
+    Answered,
+    Asked,
+    Refused,
+    Why,
+    most_tokens,
+    objects,
+    text_at,
+    text_of,
+    tidied,
+    tool,
+)
+from prorl_envs.tools.types import JsonObject, ToolSpec
+
+#: What Anthropic calls each refusal.
+_KINDS: Mapping[Why, str] = {
+    Why.KEY: "authentication_error",
+    Why.ROUTE: "not_found_error",
+    Why.SIZE: "request_too_large",
+    Why.ENDED: "permission_error",
+    Why.BUSY: "rate_limit_error",
+    Why.MODEL: "api_error",
+}
+
+
+class Messages:
+    """Implements `Shape`."""
+
+    def read(self, body: Mapping[str, Any]) -> Asked:
+        """See `Shape.read`."""
+        messages: list[Message] = []
+        if system := text_of(body.get("system"), "system"):
+            messages.append({"role": "system", "content": system})
+        for item in objects(body.get("messages"), "messages"):
+            messages += _messages(item)
+        choice = body.get("tool_choice")
+        none = isinstance(choice, Mapping) and choice.get("type") == "none"
+        return Asked(
+            messages=tidied(messages),
+            tools=[] if none else _tools(body),
+            max_tokens=most_tokens(body, "max_tokens"),
+            stream=body.get("stream") is True,
+            model=str(body.get("model") or "")[:200],
+        )
+
+    def write(self, answered: Answered, asked: Asked) -> JsonObject:
+        """See `Shape.write`."""
+        turn = answered.turn
+        content: list[JsonObject] = []
+        if turn.reasoning:
+            content.append({"type": "thinking", "thinking": turn.reasoning, "signature": ""})
+        if turn.content or not turn.tool_calls:
+            content.append({"type": "text", "text": turn.content})
+        content += [
+            {"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments}
+            for call in turn.tool_calls
+        ]
+        return {
+            **_head(answered.number, asked),
+            "content": content,
+            "stop_reason": _stop(answered),
+            "usage": _usage(answered),
+        }
+
+    def telling(self, asked: Asked, number: int) -> "MessagesTelling":
+        """See `Shape.telling`."""
+        return MessagesTelling(_head(number, asked))
+
+    def error(self, refused: Refused) -> JsonObject:
+        """See `Shape.error`."""
+        kind = _KINDS.get(refused.why, "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": refused.message}}
+
+
+class MessagesTelling:
+    """Implements `Telling`."""
+
+    def __init__(self, head: JsonObject) -> None:
+        self._head = head
+        self._index = 0
+        self._open = ""
+
+    def begin(self) -> bytes:
+        """See `Telling.begin`."""
+        usage = {"input_tokens": 0, "output_tokens": 0}
+        return _event({"type": "message_start", "message": {**self._head, "content": [], "usage": usage}})
+
+    def reasoning(self, text: str) -> bytes:
+        """See `Telling.reasoning`."""
+        opened = self._switch({"type": "thinking", "thinking": "", "signature": ""})
+        return opened + self._delta({"type": "thinking_delta", "thinking": text})
+
+    def content(self, text: str) -> bytes:
+        """See `Telling.content`."""
+        return self._switch({"type": "text", "text": ""}) + self._delta({"type": "text_delta", "text": text})
+
+    def end(self, answered: Answered) -> bytes:
+        """See `Telling.end`."""
+        said = b""
+        if not answered.turn.tool_calls and self._open != "text":
+            said += self._switch({"type": "text", "text": ""})
+        for call in answered.turn.tool_calls:
+            said += self._close()
+            said += self._switch({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+            said += self._delta({"type": "input_json_delta", "partial_json": json.dumps(call.arguments)})
+        said += self._close()
+        delta = {"stop_reason": _stop(answered), "stop_sequence": None}
+        said += _event({"type": "message_delta", "delta": delta, "usage": _usage(answered)})
+        return said + _event({"type": "message_stop"})
+
+    def fail(self, refused: Refused) -> bytes:
+        """See `Telling.fail`."""
+        return _event(Messages().error(refused))
+
+    def _switch(self, block: JsonObject) -> bytes:
+        """Begin a block of another kind."""
+        if self._open == block["type"]:
+            return b""
+        closed = self._close()
+        self._open = block["type"]
+        return closed + _event({"type": "content_block_start", "index": self._index, "content_block": block})
+
+    def _delta(self, delta: JsonObject) -> bytes:
+        return _event({"type": "content_block_delta", "index": self._index, "delta": delta})
+
+    def _close(self) -> bytes:
+        if not self._open:
+            return b""
+        self._open = ""
+        self._index += 1
+        return _event({"type": "content_block_stop", "index": self._index - 1})
+
+
+def _event(data: JsonObject) -> bytes:
+    return sse(data, data["type"])
+
+
+def _messages(item: Mapping[str, Any]) -> list[Message]:
+    """One message as those of a chat: the results of tools first, each on its own, then what is said."""
+    role, content = item.get("role"), item.get("content")
+    if role == "system":
+        return [{"role": "system", "content": text_of(content, "messages")}]
+    if role not in ("user", "assistant"):
+        raise Refused(Why.INVALID, f"messages: unknown role {str(role)[:50]!r}")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    blocks = list(objects(content, "content"))
+    if role == "assistant":
+        return [_assistant(blocks)]
+    results: list[Message] = [
+        {
+            "role": "tool",
+            "tool_call_id": text_at(block, "tool_use_id", "tool_result"),
+            "content": text_of(block.get("content"), "tool_result"),
+        }
+        for block in blocks
+        if block.get("type") == "tool_result"
+    ]
+    said = [block for block in blocks if block.get("type") != "tool_result"]
+    if said or not results:
+        results.append(
+            {"role": "user", "content": "\n\n".join(text_of([block], "content") for block in said)}
+        )
+    return results
+
+
+def _assistant(blocks: list[Mapping[str, Any]]) -> Message:
+    said = [block for block in blocks if block.get("type") == "text"]
+    message: Message = {"role": "assistant", "content": text_of(said, "content")}
+    thought = [str(block.get("thinking", "")) for block in blocks if block.get("type") == "thinking"]
+    if thought:
+        message["reasoning_content"] = "\n".join(thought)
+    calls = [
+        call_of(text_at(block, "id", "tool_use"), text_at(block, "name", "tool_use"), block.get("input"))
+        for block in blocks
+        if block.get("type") == "tool_use"
+    ]
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _tools(body: Mapping[str, Any]) -> list[ToolSpec]:
+    offered = () if body.get("tools") is None else objects(body["tools"], "tools")
+    # Those without a schema are run by Anthropic's own servers.
+    return [
+        tool(item.get("name"), item.get("description"), item["input_schema"])
+        for item in offered
+        if item.get("input_schema") is not None
+    ]
+
+
+def _head(number: int, asked: Asked) -> JsonObject:
+    return {
+        "id": f"msg_{number:08}",
+        "type": "message",
+        "role": "assistant",
+        "model": asked.model,
+        "stop_reason": None,
+        "stop_sequence": None,
+    }
+
+
+def _stop(answered: Answered) -> str:
+    if answered.turn.tool_calls:
+        return "tool_use"
+    return "max_tokens" if answered.finish == "length" else "end_turn"
+
+
+def _usage(answered: Answered) -> JsonObject:
+    cached = answered.cached_tokens
+    return {
+        "input_tokens": answered.prompt_tokens - cached,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": answered.completion_tokens,
+    }

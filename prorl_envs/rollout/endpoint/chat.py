@@ -1,0 +1,193 @@
+"""OpenAI's Chat Completions, as its API reference has them
+(https://platform.openai.com/docs/api-reference/chat). Reasoning stands in `reasoning_content`, as vLLM has
+it.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from prorl_envs.env.base import Message
+from prorl_envs.rollout.agent import openai_call
+from prorl_envs.rollout.endpoint.types import (
+    Answered,
+    Asked,
+    Refused,
+    Why,
+    most_tokens,
+    objects,
+    text_at,
+    text_of,
+    tidied,
+    tool,
+)
+from prorl_envs.tools.types import JsonObject, ToolSpec
+
+_ROLES = {"developer": "system", "function": "tool"}
+_SYSTEM_ROLES = ("system", "user", "assistant", "tool")
+
+
+class ChatCompletions:
+    """Implements `Shape`."""
+
+    def read(self, body: Mapping[str, Any]) -> Asked:
+        """See `Shape.read`."""
+        if body.get("n") not in (None, 1):
+            raise Refused(Why.INVALID, "n: a request has one answer here")
+        options = body.get("stream_options")
+        return Asked(
+            messages=tidied([_message(item) for item in objects(body.get("messages"), "messages")]),
+            tools=[] if body.get("tool_choice") == "none" else _tools(body),
+            max_tokens=most_tokens(body, "max_completion_tokens", "max_tokens"),
+            stream=body.get("stream") is True,
+            usage=isinstance(options, Mapping) and options.get("include_usage") is True,
+            model=str(body.get("model") or "")[:200],
+        )
+
+    def write(self, answered: Answered, asked: Asked) -> JsonObject:
+        """See `Shape.write`."""
+        turn = answered.turn
+        message: JsonObject = {"role": "assistant", "content": turn.content or None, "refusal": None}
+        if turn.reasoning:
+            message["reasoning_content"] = turn.reasoning
+        if turn.tool_calls:
+            message["tool_calls"] = [openai_call(call) for call in turn.tool_calls]
+        else:
+            message["content"] = turn.content
+        choice = {"index": 0, "message": message, "finish_reason": _finish(answered), "logprobs": None}
+        head = _head("chat.completion", answered.number, asked)
+        return {**head, "choices": [choice], "usage": _usage(answered)}
+
+    def telling(self, asked: Asked, number: int) -> "ChatTelling":
+        """See `Shape.telling`."""
+        return ChatTelling(asked, _head("chat.completion.chunk", number, asked))
+
+    def error(self, refused: Refused) -> JsonObject:
+        """See `Shape.error`."""
+        return openai_error(refused)
+
+
+class ChatTelling:
+    """Implements `Telling`."""
+
+    def __init__(self, asked: Asked, head: JsonObject) -> None:
+        self._asked = asked
+        self._head = head
+
+    def begin(self) -> bytes:
+        """See `Telling.begin`."""
+        return self._chunk({"role": "assistant", "content": ""})
+
+    def reasoning(self, text: str) -> bytes:
+        """See `Telling.reasoning`."""
+        return self._chunk({"reasoning_content": text})
+
+    def content(self, text: str) -> bytes:
+        """See `Telling.content`."""
+        return self._chunk({"content": text})
+
+    def end(self, answered: Answered) -> bytes:
+        """See `Telling.end`."""
+        said = b""
+        if answered.turn.tool_calls:
+            calls = [{"index": i, **openai_call(call)} for i, call in enumerate(answered.turn.tool_calls)]
+            said = self._chunk({"tool_calls": calls})
+        said += self._chunk({}, _finish(answered))
+        if self._asked.usage:
+            said += sse({**self._head, "choices": [], "usage": _usage(answered)})
+        return said + b"data: [DONE]\n\n"
+
+    def fail(self, refused: Refused) -> bytes:
+        """See `Telling.fail`."""
+        return sse(openai_error(refused))
+
+    def _chunk(self, delta: JsonObject, finish: str | None = None) -> bytes:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
+        return sse({**self._head, "choices": [choice]})
+
+
+def sse(data: JsonObject, event: str = "") -> bytes:
+    """One server-sent event."""
+    name = f"event: {event}\n" if event else ""
+    return f"{name}data: {json.dumps(data, ensure_ascii=False)}\n\n".encode("utf-8", "replace")
+
+
+def openai_error(refused: Refused) -> JsonObject:
+    """A refusal as OpenAI's interfaces tell it."""
+    kind = "server_error" if refused.status >= 500 else "invalid_request_error"
+    return {"error": {"message": refused.message, "type": kind, "param": None, "code": refused.why.value}}
+
+
+def _message(item: Mapping[str, Any]) -> Message:
+    role = item.get("role")
+    role = _ROLES.get(role, role) if isinstance(role, str) else role
+    if role not in _SYSTEM_ROLES:
+        raise Refused(Why.INVALID, f"messages: unknown role {str(role)[:50]!r}")
+    message: Message = {"role": role, "content": text_of(item.get("content"), "messages")}
+    if role == "tool":
+        message["tool_call_id"] = str(item.get("tool_call_id") or item.get("name") or "")
+    if role != "assistant":
+        return message
+    calls = (
+        []
+        if item.get("tool_calls") is None
+        else [_call(c) for c in objects(item["tool_calls"], "tool_calls")]
+    )
+    if calls:
+        message["tool_calls"] = calls
+    reasoning = item.get("reasoning_content") or item.get("reasoning")
+    if isinstance(reasoning, str):
+        message["reasoning_content"] = reasoning
+    return message
+
+
+def _call(item: Mapping[str, Any]) -> JsonObject:
+    function = item.get("function")
+    if not isinstance(function, Mapping):
+        raise Refused(Why.INVALID, "tool_calls: one has no function")
+    return call_of(
+        str(item.get("id") or ""), text_at(function, "name", "tool_calls"), function.get("arguments")
+    )
+
+
+def call_of(id_: str, name: str, arguments: Any) -> JsonObject:
+    """A tool call of a message in a request. What is no JSON object there is kept as one argument: templates
+    take nothing else."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = {"arguments": arguments}
+    if not isinstance(arguments, dict):
+        arguments = {"arguments": arguments}
+    return {"id": id_, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+
+
+def _tools(body: Mapping[str, Any]) -> list[ToolSpec]:
+    tools = []
+    for item in () if body.get("tools") is None else objects(body["tools"], "tools"):
+        function = item.get("function")
+        if item.get("type") != "function" or not isinstance(function, Mapping):
+            raise Refused(Why.INVALID, "tools: only functions are offered to the model")
+        tools.append(tool(function.get("name"), function.get("description"), function.get("parameters")))
+    return tools
+
+
+def _head(kind: str, number: int, asked: Asked) -> JsonObject:
+    return {"id": f"chatcmpl-{number}", "object": kind, "created": int(time.time()), "model": asked.model}
+
+
+def _finish(answered: Answered) -> str:
+    if answered.turn.tool_calls:
+        return "tool_calls"
+    return "length" if answered.finish == "length" else "stop"
+
+
+def _usage(answered: Answered) -> JsonObject:
+    return {
+        "prompt_tokens": answered.prompt_tokens,
+        "completion_tokens": answered.completion_tokens,
+        "total_tokens": answered.prompt_tokens + answered.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": answered.cached_tokens},
+    }

@@ -1,0 +1,117 @@
+"""RUN by a harness: it works in the sandbox, and its model is the rollout's endpoint on that loopback."""
+
+import asyncio
+import hmac
+import logging
+from typing import Any
+
+from prorl_envs.env.base import Prompt
+from prorl_envs.env.harness.family import HarnessedEnvironment
+from prorl_envs.env.harness.recipe import MODEL, Endpoint
+from prorl_envs.errors import AgentFault, printable
+from prorl_envs.policy.gate import active_timeout
+from prorl_envs.policy.types import Sampling
+from prorl_envs.rollout.agent import Agent, Transcript
+from prorl_envs.rollout.endpoint.app import EndpointApp
+from prorl_envs.rollout.endpoint.doorstep import Doorstep
+from prorl_envs.rollout.endpoint.session import ModelSession
+from prorl_envs.rollout.types import AgentLimits, StopReason
+from prorl_envs.tools.types import Completed
+
+log = logging.getLogger(__name__)
+
+#: Seconds that a harness has to end by itself once its model answers no more.
+GRACE_S = 10.0
+#: Characters of its output that a failure quotes.
+_SAID = 1500
+
+
+async def play(
+    agent: Agent,
+    environment: HarnessedEnvironment[Any],
+    prompt: Prompt,
+    transcript: Transcript,
+    *,
+    limits: AgentLimits,
+    sampling: Sampling,
+    session: str,
+) -> StopReason:
+    """Run the environment's harness to its end, or to a limit.
+
+    Args: as of `Agent.play`.
+
+    Raises:
+        ModelError: its model failed, and that was the end of it.
+        AgentFault: the harness failed, or never asked its model.
+        SandboxError, ToolError, EnvironmentFault: our infrastructure failed.
+    """
+    model = ModelSession(agent, transcript, limits, sampling, session)
+    app = EndpointApp(lambda key: model if _same(key, model.key) else None, MODEL)
+    doorstep = Doorstep(app, await environment.listen_inside())
+    endpoint = Endpoint(port=doorstep.port, key=model.key)
+    running = asyncio.create_task(environment.run_harness(prompt, endpoint, timeout_s=limits.run_s))
+    try:
+        done = await _until_end(agent, model, transcript, running, limits.run_s)
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+        await model.aclose()
+        await doorstep.aclose()
+        agent.forget(session)
+    return _judge(environment.harness.exits, model, done, limits.run_s)
+
+
+async def _until_end(
+    agent: Agent,
+    model: ModelSession,
+    transcript: Transcript,
+    running: asyncio.Task[Completed],
+    seconds: float,
+) -> Completed | None:
+    """What came of the harness; None where it had to be ended."""
+    held = transcript.held
+    exhausted = asyncio.create_task(model.exhausted.wait())
+    try:
+        async with active_timeout(agent.clock, seconds, held.seconds) as deadline:
+            await asyncio.wait({running, exhausted}, return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                await asyncio.wait({running}, timeout=GRACE_S)
+    except TimeoutError:
+        if not deadline.expired():
+            raise
+        model.end(StopReason.TIME_LIMIT)
+    finally:
+        exhausted.cancel()
+    return running.result() if running.done() else None
+
+
+def _judge(exits: frozenset[int], model: ModelSession, done: Completed | None, seconds: float) -> StopReason:
+    said = _said(done, seconds)
+    log.debug("a harness %s", said)
+    if model.failure is not None:
+        raise model.failure
+    if model.recording.turns == 0:
+        hint = "does it heed the base URL and key that it is given?"
+        raise AgentFault(f"the harness asked its model nothing, and {said}", hint=hint)
+    if model.limit is not None:
+        return model.limit
+    if done is None or done.timed_out:
+        return StopReason.TIME_LIMIT
+    if done.exit_code in exits:
+        return StopReason.FINISHED
+    if model.full:
+        return StopReason.TOKEN_LIMIT
+    raise AgentFault(f"the harness {said}", hint="if that is an end in order, name it: exits")
+
+
+def _said(done: Completed | None, seconds: float) -> str:
+    """How it ended, and its last words."""
+    if done is None:
+        return f"did not end in {seconds:g} s"
+    how = f"ended with exit status {done.exit_code}" if not done.timed_out else "did not end in time"
+    words = printable(done.output[-_SAID:].decode("utf-8", "replace")).strip()
+    return f"{how}: {words}" if words else f"{how}, without a word"
+
+
+def _same(given: str, key: str) -> bool:
+    return hmac.compare_digest(given.encode("utf-8", "replace"), key.encode())

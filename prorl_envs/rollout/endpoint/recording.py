@@ -1,0 +1,262 @@
+"""What was asked and answered at a model endpoint, as rows of the token ledger.
+
+Each answer is a state: the ids up to its end. A request whose messages begin with those of a state, the
+answer included, goes on from the state's own ids, and what is new is bridged to them as in the agent loop.
+Nothing sampled is ever tokenised again. A request that rewrites its history goes on from the last state that
+it still begins with; what it says otherwise is context. So the rows form a tree. An answer is trained on in
+one row alone: in rows that branch off behind it, it is context.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+from prorl_envs.env.base import Message
+from prorl_envs.errors import InputError
+from prorl_envs.policy.continuation import Append, next_prompt
+from prorl_envs.policy.types import AssistantTurn, Reasoning, Renderer, Sampled
+from prorl_envs.rollout.agent import assistant_message
+from prorl_envs.rollout.ledger import Ledger
+from prorl_envs.rollout.types import Trajectory
+from prorl_envs.tools.types import ToolCall, ToolSpec
+
+#: Ids at a prompt's end that say whether it began the reasoning.
+PROMPT_END = 16
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    ledger: Ledger
+    latest: int  # number of its last answer
+    parent: "_Row | None" = None
+    shared: int = 0  # ids in common with the parent
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _State:
+    """A conversation up to the end of an answer."""
+
+    row: _Row
+    length: int
+    sampled: Sampled
+    messages: Sequence[Message]
+    at: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pending:
+    """A prompt, ready to be sampled from.
+
+    Args:
+        ids: the whole context.
+        messages: the same, with the recorded answers in their places.
+        tools: on offer.
+        key: of the conversation.
+        parent: the state that `ids` begin with; None for a conversation's beginning.
+        shared: how many ids are the state's.
+    """
+
+    ids: list[int]
+    messages: Sequence[Message]
+    tools: Sequence[ToolSpec]
+    key: bytes
+    parent: _State | None
+    shared: int = 0
+
+
+@dataclass(slots=True)
+class Recording:
+    """The conversations of one rollout. Implements what `Transcript.ledger` needs.
+
+    Args:
+        renderer: of the model.
+        reasoning: what becomes of earlier reasoning where a conversation goes on.
+    """
+
+    renderer: Renderer
+    reasoning: Reasoning = "keep"
+    turns: int = field(default=0, init=False)
+    _rows: list[_Row] = field(default_factory=list, init=False)
+    _states: dict[bytes, _State] = field(default_factory=dict, init=False)
+    _call_ids: dict[str, str] = field(default_factory=dict, init=False)
+
+    # What is asked and answered.
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Pending:
+        """The ids of a request. Changes nothing, so it may run in a thread of its own.
+
+        Args:
+            messages: as `Asked.messages`.
+            tools: on offer.
+
+        Raises:
+            InputError: the chat template refuses the conversation.
+        """
+        keys = _keys(messages, tools)
+        for index in range(len(messages) - 2, -1, -1):
+            if messages[index]["role"] == "assistant" and (state := self._states.get(keys[index])):
+                given = [*state.messages, *map(self._own_ids, messages[index + 1 :])]
+                pending = self._continued(state, given, len(state.messages), tools, keys[-1])
+                if pending is not None:
+                    return pending
+        given = [self._own_ids(message) for message in messages]
+        return Pending(self.renderer.prompt(given, tools), given, tools, keys[-1], None)
+
+    def answered(
+        self, pending: Pending, sampled: Sampled, *, asked_at: float, now: float
+    ) -> tuple[AssistantTurn, Sequence[Message]]:
+        """Record an answer.
+
+        Args:
+            pending: what it answers.
+            sampled: the answer.
+            asked_at, now: monotonic seconds.
+
+        Returns:
+            the answer, read, its tool calls with ids that are unique here; and the conversation with it.
+        """
+        number, self.turns = self.turns, self.turns + 1
+        row = self._row_for(pending, number, asked_at)
+        row.ledger.sent(pending.ids)
+        row.ledger.sampled(sampled, now - asked_at)
+        row.latest = number
+        turn = self.renderer.parse(sampled.ids, pending.tools, prompt_ids=pending.ids[-PROMPT_END:])
+        said = assistant_message(self.renderer, turn, sampled)
+        messages = [*pending.messages, said]
+        self._states[_key(pending.key, said)] = _State(row, len(row.ledger), sampled, messages, now)
+        return self._told(turn, said, number), messages
+
+    def _row_for(self, pending: Pending, number: int, asked_at: float) -> _Row:
+        """The row that the prompt is the end of."""
+        parent = pending.parent
+        if parent is not None and pending.shared == parent.length == len(parent.row.ledger):
+            parent.row.ledger.tools_took(max(asked_at - parent.at, 0.0))
+            parent.row.ledger.observed(pending.ids[parent.length :])
+            return parent.row
+        row = _Row(Ledger(pending.ids), number, parent.row if parent else None, pending.shared)
+        self._rows.append(row)
+        return row
+
+    def _continued(
+        self, state: _State, messages: Sequence[Message], known: int, tools: Sequence[ToolSpec], key: bytes
+    ) -> Pending | None:
+        """The prompt that goes on from a state, or None where the template cannot write what comes then."""
+        context = state.row.ledger.ids[: state.length]
+        new = messages[known:]
+        try:
+            if all(message["role"] != "assistant" for message in new):
+                step = next_prompt(
+                    self.renderer, self.reasoning, context, state.sampled, messages, len(new), tools
+                )
+                if isinstance(step, Append):
+                    return Pending([*context, *step.ids], messages, tools, key, state, state.length)
+                return Pending(step.ids, messages, tools, key, state, 0)
+            ids = self._grafted(context, state.sampled, new)
+        except InputError:
+            return None
+        return Pending(ids, messages, tools, key, state, state.length)
+
+    def _grafted(self, context: list[int], last: Sampled, new: Sequence[Message]) -> list[int]:
+        """A context with messages behind it some of which are the model's, but not as it said them."""
+        observations: list[Message] = []
+        for message in new:
+            if message["role"] != "assistant":
+                observations.append(message)
+                continue
+            said = self.renderer.assistant(message)
+            context += self.renderer.bridge(last, observations) + said
+            last, observations = Sampled(tuple(said), (), "stop", "", ""), []
+        return context + self.renderer.bridge(last, observations)
+
+    def _own_ids(self, message: Message) -> Message:
+        """A message with the ids of tool calls that the model's template was shown."""
+        if message["role"] == "tool":
+            id_ = message["tool_call_id"]
+            return {**message, "tool_call_id": self._call_ids.get(id_, id_)}
+        if calls := message.get("tool_calls"):
+            return {
+                **message,
+                "tool_calls": [{**c, "id": self._call_ids.get(c["id"], c["id"])} for c in calls],
+            }
+        return message
+
+    def _told(self, turn: AssistantTurn, said: Message, number: int) -> AssistantTurn:
+        """A turn as the harness is told of it. Calls that cannot be read are told as the text they are."""
+        calls = []
+        for index, call in enumerate(turn.tool_calls):
+            id_ = f"call_{number}_{index}_{blake2b(call.id.encode(), digest_size=4).hexdigest()}"
+            self._call_ids[id_] = call.id
+            calls.append(ToolCall(id_, call.name, call.arguments))
+        if turn.malformed:
+            return AssistantTurn(said["content"], (), turn.malformed)
+        return AssistantTurn(said["content"], tuple(calls), (), said.get("reasoning_content", ""))
+
+    # What there is to train on.
+
+    @property
+    def ordered(self) -> list[_Row]:
+        """The rows; that of the last answer is the last."""
+        return sorted(self._rows, key=lambda row: row.latest)
+
+    @property
+    def forks(self) -> list[Trajectory]:
+        """All rows but that of the last answer."""
+        rows = self.ordered
+        return [_trajectory(row, rows) for row in rows[:-1]]
+
+    def trajectory(self) -> Trajectory | None:
+        """The row of the last answer; None before there is one."""
+        rows = self.ordered
+        return _trajectory(rows[-1], rows) if rows else None
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(row.ledger.sampled_tokens for row in self._rows)
+
+    @property
+    def model_s(self) -> float:
+        return sum(row.ledger.model_s for row in self._rows)
+
+    @property
+    def tools_s(self) -> float:
+        return sum(row.ledger.tools_s for row in self._rows)
+
+
+def _trajectory(row: _Row, rows: Sequence[_Row]) -> Trajectory:
+    own = row.ledger.trajectory()
+    if row.parent is None or not row.shared:
+        return own
+    return own.model_copy(update={"parent": rows.index(row.parent), "shared": row.shared})
+
+
+def _keys(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[bytes]:
+    """For each message, what stands for the conversation up to it."""
+    offered = json.dumps([tool.to_openai() for tool in tools], sort_keys=True)
+    key = blake2b(offered.encode("utf-8", "replace"), digest_size=16).digest()
+    keys = []
+    for message in messages:
+        key = _key(key, message)
+        keys.append(key)
+    return keys
+
+
+def _key(before: bytes, message: Message) -> bytes:
+    """The key of a conversation with one more message. Of an answer it is what it says and calls that counts:
+    not the ids of calls, nor white space around it, nor its reasoning, of which harnesses keep what they
+    like."""
+    said: list[Any] = [message["role"], message.get("content") or ""]
+    if message["role"] == "assistant":
+        said[1] = said[1].strip()
+        said += [[call["function"]["name"], _arguments(call)] for call in message.get("tool_calls") or ()]
+    text = json.dumps(said, sort_keys=True)
+    return blake2b(before + text.encode(), digest_size=16).digest()
+
+
+def _arguments(call: Message) -> Any:
+    """The arguments of a call, read where they can be: clients write JSON in their own ways."""
+    try:
+        return json.loads(call["function"]["arguments"])
+    except (ValueError, RecursionError):
+        return call["function"]["arguments"]

@@ -1,0 +1,302 @@
+"""OpenAI's Responses, as its API reference has them (https://platform.openai.com/docs/api-reference/responses
+and /responses-streaming). Nothing is kept under an id: a request carries its whole conversation, as `store:
+false` asks for. Tools that OpenAI's own servers run are not offered to the model; free-form ones take one
+text.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from prorl_envs.env.base import Message
+from prorl_envs.rollout.endpoint.chat import call_of, openai_error, sse
+from prorl_envs.rollout.endpoint.types import (
+    Answered,
+    Asked,
+    Refused,
+    Why,
+    most_tokens,
+    objects,
+    text_at,
+    text_of,
+    tidied,
+    tool,
+)
+from prorl_envs.tools.types import JsonObject, ToolCall, ToolSpec
+
+#: The argument of free-form tools.
+FREE_TEXT = "input"
+_FREE: JsonObject = {
+    "type": "object",
+    "properties": {FREE_TEXT: {"type": "string"}},
+    "required": [FREE_TEXT],
+}
+_ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
+
+
+class Responses:
+    """Implements `Shape`."""
+
+    def read(self, body: Mapping[str, Any]) -> Asked:
+        """See `Shape.read`."""
+        if body.get("previous_response_id") is not None:
+            raise Refused(Why.INVALID, "previous_response_id: nothing is kept here; send the conversation")
+        if body.get("background") is True:
+            raise Refused(Why.INVALID, "background: answers are given at once here")
+        messages: list[Message] = []
+        if instructions := text_of(body.get("instructions"), "instructions"):
+            messages.append({"role": "system", "content": instructions})
+        given = body.get("input")
+        if isinstance(given, str):
+            messages.append({"role": "user", "content": given})
+        else:
+            for item in objects(given, "input"):
+                _add(messages, item)
+        none = body.get("tool_choice") == "none"
+        return Asked(
+            messages=tidied(messages),
+            tools=[] if none else _tools(body),
+            max_tokens=most_tokens(body, "max_output_tokens"),
+            stream=body.get("stream") is True,
+            model=str(body.get("model") or "")[:200],
+        )
+
+    def write(self, answered: Answered, asked: Asked) -> JsonObject:
+        """See `Shape.write`."""
+        return _whole(_head(asked, answered.number), answered, _items(answered, _free(asked)))
+
+    def telling(self, asked: Asked, number: int) -> "ResponsesTelling":
+        """See `Shape.telling`."""
+        return ResponsesTelling(_head(asked, number), number, _free(asked))
+
+    def error(self, refused: Refused) -> JsonObject:
+        """See `Shape.error`."""
+        return openai_error(refused)
+
+
+class ResponsesTelling:
+    """Implements `Telling`."""
+
+    def __init__(self, head: JsonObject, number: int, free: frozenset[str]) -> None:
+        self._head = head
+        self._number = number
+        self._free = free
+        self._sequence = 0
+        self._done: list[JsonObject] = []
+        self._open: JsonObject | None = None
+        self._text = ""
+
+    def begin(self) -> bytes:
+        """See `Telling.begin`."""
+        return self._event("response.created", response=self._head) + self._event(
+            "response.in_progress", response=self._head
+        )
+
+    def reasoning(self, text: str) -> bytes:
+        """See `Telling.reasoning`."""
+        said = self._switch("reasoning")
+        self._text += text
+        return said + self._event("response.reasoning_text.delta", delta=text, **self._place())
+
+    def content(self, text: str) -> bytes:
+        """See `Telling.content`."""
+        said = self._switch("message")
+        self._text += text
+        return said + self._event("response.output_text.delta", delta=text, logprobs=[], **self._place())
+
+    def end(self, answered: Answered) -> bytes:
+        """See `Telling.end`."""
+        said = self._switch("message") if not self._told(answered) else b""
+        said += self._close()
+        for index, call in enumerate(answered.turn.tool_calls):
+            said += self._call(_call_item(call, self._number, index, self._free))
+        whole = _whole(self._head, answered, self._done)
+        return said + self._event(f"response.{whole['status']}", response=whole)
+
+    def fail(self, refused: Refused) -> bytes:
+        """See `Telling.fail`."""
+        error = {"code": "server_error", "message": refused.message}
+        failed = {**self._head, "status": "failed", "error": error, "output": self._done}
+        return self._event("response.failed", response=failed)
+
+    def _told(self, answered: Answered) -> bool:
+        said = any(item["type"] == "message" for item in self._done)
+        said = said or (self._open is not None and self._open["type"] == "message")
+        return said or bool(answered.turn.tool_calls)
+
+    def _call(self, item: JsonObject) -> bytes:
+        key, kind = ("arguments", "function_call_arguments")
+        if item["type"] == "custom_tool_call":
+            key, kind = ("input", "custom_tool_call_input")
+        place = {"item_id": item["id"], "output_index": len(self._done)}
+        begun = {**item, key: "", "status": "in_progress"}
+        said = self._event("response.output_item.added", output_index=len(self._done), item=begun)
+        said += self._event(f"response.{kind}.delta", delta=item[key], **place)
+        named = {"name": item["name"]} if key == "arguments" else {}
+        said += self._event(f"response.{kind}.done", **{key: item[key]}, **named, **place)
+        said += self._event("response.output_item.done", output_index=len(self._done), item=item)
+        self._done.append(item)
+        return said
+
+    def _switch(self, kind: str) -> bytes:
+        """Begin an item of another kind."""
+        if self._open is not None and self._open["type"] == kind:
+            return b""
+        said = self._close()
+        index = len(self._done)
+        self._open = _text_item(kind, "", self._number, status="in_progress")
+        part = self._open["content"][0]
+        said += self._event(
+            "response.output_item.added", output_index=index, item={**self._open, "content": []}
+        )
+        return said + self._event("response.content_part.added", part=part, **self._place())
+
+    def _close(self) -> bytes:
+        if self._open is None:
+            return b""
+        kind, text = self._open["type"], self._text
+        item = _text_item(kind, text, self._number)
+        place = self._place()
+        if kind == "message":
+            said = self._event("response.output_text.done", text=text, logprobs=[], **place)
+        else:
+            said = self._event("response.reasoning_text.done", text=text, **place)
+        said += self._event("response.content_part.done", part=item["content"][0], **place)
+        said += self._event("response.output_item.done", output_index=len(self._done), item=item)
+        self._done.append(item)
+        self._open, self._text = None, ""
+        return said
+
+    def _place(self) -> JsonObject:
+        assert self._open is not None
+        return {"item_id": self._open["id"], "output_index": len(self._done), "content_index": 0}
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._sequence += 1
+        return sse({"type": kind, "sequence_number": self._sequence - 1, **fields}, kind)
+
+
+def _add(messages: list[Message], item: Mapping[str, Any]) -> None:
+    """Take one item of a conversation in. What the model said and called at once is one message."""
+    kind = item.get("type", "message")
+    match kind:
+        case "message":
+            role = _ROLES.get(str(item.get("role")))
+            if role is None:
+                raise Refused(Why.INVALID, f"input: unknown role {str(item.get('role'))[:50]!r}")
+            text = text_of(item.get("content"), "input")
+            if role == "assistant":
+                message = _answer(messages)
+                message["content"] += text
+            else:
+                messages.append({"role": role, "content": text})
+        case "function_call":
+            call = call_of(text_at(item, "call_id", kind), text_at(item, "name", kind), item.get("arguments"))
+            _answer(messages).setdefault("tool_calls", []).append(call)
+        case "custom_tool_call":
+            arguments = {FREE_TEXT: text_at(item, "input", kind)}
+            call = call_of(text_at(item, "call_id", kind), text_at(item, "name", kind), arguments)
+            _answer(messages).setdefault("tool_calls", []).append(call)
+        case "function_call_output" | "custom_tool_call_output":
+            output = text_of(item.get("output"), kind)
+            messages.append(
+                {"role": "tool", "tool_call_id": text_at(item, "call_id", kind), "content": output}
+            )
+        case "reasoning":
+            pass  # what was recorded has it
+        case _:
+            raise Refused(Why.INVALID, f"input: items of type {str(kind)[:50]!r} are not known here")
+
+
+def _answer(messages: list[Message]) -> Message:
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _tools(body: Mapping[str, Any]) -> list[ToolSpec]:
+    tools = []
+    for item in () if body.get("tools") is None else objects(body["tools"], "tools"):
+        if item.get("type") == "function":
+            tools.append(tool(item.get("name"), item.get("description"), item.get("parameters")))
+        elif item.get("type") == "custom":
+            tools.append(tool(item.get("name"), item.get("description"), _FREE))
+    return tools
+
+
+def _free(asked: Asked) -> frozenset[str]:
+    """The names of free-form tools."""
+    return frozenset(tool.name for tool in asked.tools if tool.parameters is _FREE)
+
+
+def _items(answered: Answered, free: frozenset[str]) -> list[JsonObject]:
+    turn, number = answered.turn, answered.number
+    items = []
+    if turn.reasoning:
+        items.append(_text_item("reasoning", turn.reasoning, number))
+    if turn.content or not turn.tool_calls:
+        items.append(_text_item("message", turn.content, number))
+    items += [_call_item(call, number, index, free) for index, call in enumerate(turn.tool_calls)]
+    return items
+
+
+def _text_item(kind: str, text: str, number: int, *, status: str = "completed") -> JsonObject:
+    if kind == "reasoning":
+        content: JsonObject = {"type": "reasoning_text", "text": text}
+        return {"id": f"rs_{number}", "type": kind, "summary": [], "content": [content], "status": status}
+    content = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {
+        "id": f"msg_{number}",
+        "type": kind,
+        "role": "assistant",
+        "status": status,
+        "content": [content],
+    }
+
+
+def _call_item(call: ToolCall, number: int, index: int, free: frozenset[str]) -> JsonObject:
+    item: JsonObject = {"call_id": call.id, "name": call.name, "status": "completed"}
+    text = call.arguments.get(FREE_TEXT)
+    if call.name in free and isinstance(text, str):
+        return {"id": f"ctc_{number}_{index}", "type": "custom_tool_call", **item, "input": text}
+    arguments = json.dumps(call.arguments)
+    return {"id": f"fc_{number}_{index}", "type": "function_call", **item, "arguments": arguments}
+
+
+def _head(asked: Asked, number: int) -> JsonObject:
+    return {
+        "id": f"resp_{number}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": asked.model,
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
+        "instructions": None,
+        "metadata": {},
+        "output": [],
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+        "temperature": None,
+        "top_p": None,
+        "usage": None,
+    }
+
+
+def _whole(head: JsonObject, answered: Answered, items: list[JsonObject]) -> JsonObject:
+    cut = answered.finish == "length"
+    return {
+        **head,
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "output": items,
+        "usage": {
+            "input_tokens": answered.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": answered.cached_tokens},
+            "output_tokens": answered.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": answered.prompt_tokens + answered.completion_tokens,
+        },
+    }

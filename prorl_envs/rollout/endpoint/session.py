@@ -1,0 +1,251 @@
+"""One rollout's model: harnesses call it over HTTP, the token protocol answers, every id is recorded."""
+
+import asyncio
+import logging
+import secrets
+from dataclasses import dataclass
+
+from prorl_envs.env.base import Message
+from prorl_envs.errors import InputError, ModelError
+from prorl_envs.policy.types import Conversation, PooledModel, Sampled, Sampling
+from prorl_envs.rollout import tracing
+from prorl_envs.rollout.agent import Agent, Transcript, check_sampled
+from prorl_envs.rollout.endpoint.recording import PROMPT_END, Pending, Recording
+from prorl_envs.rollout.endpoint.types import Answered, Asked, Refused, Why
+from prorl_envs.rollout.endpoint.unfolding import Live, Unfolding
+from prorl_envs.rollout.types import AgentLimits, StopReason
+
+log = logging.getLogger(__name__)
+
+#: How keys begin, so that one that got lost is known for what it is.
+KEY_PREFIX = "sk-prorl-"
+#: Characters of a request above which its ids are made in a thread.
+_LONG = 50_000
+#: No token has more characters, but for runs of white space.
+_CHARS_PER_TOKEN = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointLimits:
+    """What one rollout may ask of its endpoint, beside `AgentLimits`.
+
+    Args:
+        parallel: calls that are answered at a time; further ones wait.
+        waiting: calls that wait.
+        refused: requests that were refused, after which no further is read.
+        body_bytes: of a request.
+    """
+
+    parallel: int = 16
+    waiting: int = 64
+    refused: int = 1000
+    body_bytes: int = 16 << 20
+
+
+class ModelSession:
+    """The model endpoint of one rollout. Whoever has its key speaks as that rollout, and as no other.
+
+    Args:
+        agent: tokenizer, template and model servers.
+        transcript: filled as calls are answered.
+        limits: `max_turns` bounds the calls, `max_tokens` each context with its answer.
+        sampling: how to sample. A request can ask for fewer tokens; temperature and the like stay these, as
+            a trainer computes with them.
+        session: the model servers see the calls as one conversation.
+        bounds: against floods.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        transcript: Transcript,
+        limits: AgentLimits,
+        sampling: Sampling,
+        session: str,
+        bounds: EndpointLimits = EndpointLimits(),
+    ) -> None:
+        self.key = KEY_PREFIX + secrets.token_urlsafe(32)
+        self.bounds = bounds
+        self.recording = Recording(agent.renderer, agent.reasoning)
+        #: Set once a limit is reached: no further call is answered.
+        self.exhausted = asyncio.Event()
+        self.reason: StopReason | None = None
+        #: The limit that was reached, where one was.
+        self.limit: StopReason | None = None
+        #: What the last call failed with, where it did.
+        self.failure: ModelError | None = None
+        #: Whether the last call was refused for want of room in its context.
+        self.full = False
+        self.refused = 0
+        self.aborted = 0
+        self.touched = agent.clock.monotonic()
+        self._agent = agent
+        self._transcript = transcript
+        self._limits = limits
+        self._sampling = sampling
+        self._session = session
+        self._begun = 0
+        self._calls: set[asyncio.Task[object]] = set()
+        self._slots = asyncio.Semaphore(bounds.parallel)
+        transcript.ledger = self.recording
+
+    @property
+    def calls(self) -> int:
+        """Calls that are being answered, or wait."""
+        return len(self._calls)
+
+    async def call(self, asked: Asked, live: Live | None = None) -> Answered:
+        """Answer one request. Who is cancelled ends the generation, and nothing of it is recorded.
+
+        Args:
+            asked: what is asked for.
+            live: told of the answer while it is sampled, where the model's server can do that.
+
+        Raises:
+            Refused: a limit is reached, the conversation cannot be rendered, or the model failed.
+        """
+        self.touched = self._agent.clock.monotonic()
+        if self.reason is not None:
+            raise Refused(Why.ENDED, f"this rollout has ended: {self.reason}")
+        if len(self._calls) >= self.bounds.parallel + self.bounds.waiting:
+            raise Refused(Why.BUSY, "too many requests of this rollout at a time")
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls.add(task)
+        try:
+            async with self._slots:
+                return await self._call(asked, live)
+        except asyncio.CancelledError:
+            self.aborted += 1
+            self.count_refused()
+            raise
+        finally:
+            self._calls.discard(task)
+            self.touched = self._agent.clock.monotonic()
+
+    def count_tokens(self, asked: Asked) -> int:
+        """Tokens of a request's prompt.
+
+        Raises:
+            Refused: the conversation cannot be rendered.
+        """
+        self._check_size(asked)
+        try:
+            return len(self.recording.prompt(asked.messages, asked.tools).ids)
+        except InputError as error:
+            raise Refused(Why.INVALID, str(error)) from error
+
+    async def aclose(self) -> None:
+        """Answer nothing more, and end what is being answered. Idempotent."""
+        self.reason = self.reason or StopReason.FINISHED
+        calls = [call for call in self._calls if call is not asyncio.current_task()]
+        for call in calls:
+            call.cancel()
+        if calls:
+            await asyncio.wait(calls)
+
+    def end(self, reason: StopReason) -> None:
+        """A limit is reached: answer no further call; those that are being answered go on."""
+        self.reason = self.limit = self.reason or reason
+        self.exhausted.set()
+
+    def count_refused(self) -> None:
+        """A request came to nothing. Many end the rollout: nobody who works sends that many."""
+        self.refused += 1
+        if self.refused >= self.bounds.refused:
+            self.end(StopReason.TURN_LIMIT)
+
+    # Steps.
+
+    async def _call(self, asked: Asked, live: Live | None) -> Answered:
+        if self.reason is not None:
+            raise Refused(Why.ENDED, f"this rollout has ended: {self.reason}")
+        if self._begun >= self._limits.max_turns:
+            self.end(StopReason.TURN_LIMIT)
+            raise Refused(Why.ENDED, f"this rollout has made its {self._limits.max_turns} model calls")
+        self._begun += 1
+        try:
+            pending = await self._pending(asked)
+            if live is not None:
+                live.unfolding = Unfolding(self._agent.renderer, asked.tools, pending.ids[-PROMPT_END:])
+            sampled, asked_at = await self._sample(asked, pending, live)
+        except BaseException:
+            self._begun -= 1  # it can try again; `refused` and the time bound how often
+            raise
+        now = self._agent.clock.monotonic()
+        turn, messages = self.recording.answered(pending, sampled, asked_at=asked_at, now=now)
+        self._transcript.messages[:] = messages
+        self._transcript.tools = pending.tools
+        self.failure, self.full = None, False
+        return Answered(
+            number=self.recording.turns - 1,
+            turn=turn,
+            finish=sampled.finish_reason,
+            prompt_tokens=len(pending.ids),
+            completion_tokens=len(sampled.ids),
+            cached_tokens=sampled.cached_tokens or 0,
+        )
+
+    async def _pending(self, asked: Asked) -> Pending:
+        size = self._check_size(asked)
+        try:
+            if size > _LONG:
+                return await asyncio.to_thread(self.recording.prompt, asked.messages, asked.tools)
+            return self.recording.prompt(asked.messages, asked.tools)
+        except InputError as error:
+            raise Refused(Why.INVALID, str(error)) from error
+
+    def _check_size(self, asked: Asked) -> int:
+        """Characters of a request, which is not worth being tokenised where there are far too many."""
+        size = sum(map(_size, asked.messages)) + sum(len(repr(tool.parameters)) for tool in asked.tools)
+        if size > self._limits.max_tokens * _CHARS_PER_TOKEN:
+            raise self._too_long(size // 4)
+        return size
+
+    async def _sample(self, asked: Asked, pending: Pending, live: Live | None) -> tuple[Sampled, float]:
+        room = self._limits.max_tokens - len(pending.ids)
+        if room < 1:
+            raise self._too_long(len(pending.ids))
+        tokens = min(self._sampling.max_tokens, room, asked.max_tokens or room)
+        sampling = self._sampling.model_copy(update={"max_tokens": tokens})
+        asked_at = self._agent.clock.monotonic()
+        try:
+            with tracing.model_call(len(pending.ids)) as span:
+                sampled = await self._generate(pending, sampling, live)
+                tracing.note_sampled(span, sampled)
+            check_sampled(sampled, tokens)
+            if live is not None and live.restarted and live.told:
+                raise ModelError("the model's server was lost while it answered, and what it said was told")
+        except ModelError as error:
+            self.failure = error
+            log.info("session %s: the model failed: %s", self._session, error)
+            raise Refused(Why.MODEL, error.message) from error
+        return sampled, asked_at
+
+    async def _generate(self, pending: Pending, sampling: Sampling, live: Live | None) -> Sampled:
+        model = self._agent.model
+        if not isinstance(model, PooledModel):
+            return await model.generate(pending.ids, sampling, session=self._session)
+        said = Conversation(pending.messages, pending.tools)
+        with self._transcript.held.counting(model.paused_s):
+            return await model.generate(
+                pending.ids,
+                sampling,
+                session=self._session,
+                conversation=said,
+                heard=live.heard if live else None,
+            )
+
+    def _too_long(self, tokens: int) -> Refused:
+        most = self._limits.max_tokens
+        self.full = True
+        return Refused(
+            Why.CONTEXT,
+            f"prompt is too long: this model's maximum context length is {most} tokens, and the messages "
+            f"have {tokens}",
+        )
+
+
+def _size(message: Message) -> int:
+    calls = message.get("tool_calls") or ()
+    return len(message["content"]) + sum(len(call["function"]["arguments"]) for call in calls)

@@ -1,0 +1,120 @@
+"""Streams from a real model server over HTTP: text leaves as it is sampled, and who hangs up ends it."""
+
+import asyncio
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from prorl_envs.rollout.endpoint.unfolding import Unfolding
+from prorl_envs.testing.families import family_renderer
+from tests.rollout.endpoint.conftest import LS, Served, check_rows, scripted_endpoint
+
+pytestmark = pytest.mark.anyio
+
+WORDS = "First I look at what there is, then I write it down, and then I am done with all of it."
+TAPE = [
+    [{"tool": "ls", "arguments": {"command": "ls"}, "content": WORDS}],
+    [{"tool": "ls", "arguments": {"command": "ls -l"}, "content": WORDS}],
+]
+MESSAGES: list[Any] = [{"role": "user", "content": "the task"}]
+TOOLS: Any = [{"type": "function", "function": {"name": "ls", "parameters": LS}}]
+
+
+def openai_client(served: Served) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=served.key, max_retries=0)
+
+
+async def test_text_leaves_before_the_answer_is_whole() -> None:
+    slow = {"tokens_per_s": 100.0, "noncanonical": 0.3}
+    async with scripted_endpoint({"the task": TAPE}, server=slow) as (served, server):
+        async with openai_client(served) as client:
+            stream = await client.chat.completions.create(
+                model="m", messages=MESSAGES, tools=TOOLS, stream=True, stream_options={"include_usage": True}
+            )
+            text, early, calls = "", 0, []
+            async for chunk in stream:
+                delta = chunk.choices[0].delta if chunk.choices else None
+                if delta is not None and delta.content:
+                    early += server.counts.running
+                    text += delta.content
+                if delta is not None and delta.tool_calls:
+                    calls += delta.tool_calls
+        assert text == WORDS and len(calls) == 1
+        assert early >= 3, "pieces came while the server was still sampling"
+        check_rows(served.rows)
+        assert served.rows[0].turns[0].end - served.rows[0].turns[0].start == server.counts.sampled_tokens
+
+
+async def test_streams_and_whole_answers_are_one_row() -> None:
+    async with scripted_endpoint({"the task": TAPE}, server={"noncanonical": 0.3}) as (served, server):
+        messages = list(MESSAGES)
+        async with anthropic.AsyncAnthropic(base_url=served.url, api_key=served.key) as client:
+            for turn in range(3):
+                async with client.messages.stream(
+                    model="m", max_tokens=900, messages=messages, tools=[{"name": "ls", "input_schema": LS}]
+                ) as told:
+                    said = await told.get_final_message()
+                messages.append({"role": "assistant", "content": said.content})
+                results: list[Any] = [
+                    {"type": "tool_result", "tool_use_id": block.id, "content": f"result {turn}"}
+                    for block in said.content
+                    if block.type == "tool_use"
+                ]
+                messages.append({"role": "user", "content": results})
+        (row,) = served.rows
+        check_rows([row])
+        assert len(row.turns) == 3 and server.counts.violations == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_hangs_up_ends_the_generation(stream: bool) -> None:
+    async with scripted_endpoint({"the task": TAPE}, server={"tokens_per_s": 5.0}) as (served, server):
+        async with openai_client(served) as client:
+            asking: Any = client.chat.completions.create(model="m", messages=MESSAGES, stream=stream)
+            task = asyncio.create_task(_read(asking) if stream else asking)
+            await server.until(lambda counts: counts.running == 1)
+            task.cancel()
+            await asyncio.wait({task})
+        await asyncio.wait_for(server.until(lambda counts: counts.aborted == 1), 30)
+        assert served.rows == [] and served.session.calls == 0
+
+
+async def _read(asking: Any) -> None:
+    async for _ in await asking:
+        pass
+
+
+async def test_a_server_lost_within_a_stream_is_an_error_of_the_stream() -> None:
+    server = {"tokens_per_s": 60.0}
+    async with scripted_endpoint({"the task": TAPE}, server=server) as (served, played):
+        async with openai_client(served) as client:
+            stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
+            with pytest.raises(openai.APIError):
+                async for chunk in stream:
+                    if chunk.choices and chunk.choices[0].delta.content:
+                        live = next(iter(served.session._calls))
+                        live.cancel()
+        assert served.rows == [] and played.counts.requests == 1
+
+
+@pytest.mark.parametrize("family", ["hermes", "coder", "llama", "harmony", "gemma", "kimi"])
+def test_what_was_told_is_the_beginning_of_the_answer(family: str) -> None:
+    """However the ids are cut, nothing of a call is told as text, and nothing has to be taken back."""
+    renderer = family_renderer(family)
+    arguments = {"command": "a < b && c [d] {e}"}
+    message = {
+        "role": "assistant",
+        "content": "" if family in ("llama", "harmony") else "I <b>look</b> at [it]: {x}.",
+        "tool_calls": [{"id": "x", "type": "function", "function": {"name": "ls", "arguments": arguments}}],
+    }
+    ids = renderer.assistant(message)
+    whole = renderer.parse(ids)
+    unfolding = Unfolding(renderer, (), ())
+    told = ""
+    for end in range(1, len(ids)):
+        told += unfolding.grown(ids[:end])[1]
+        assert whole.content.startswith(told), (end, told)
+    told += unfolding.rest(whole)[1]
+    assert told == whole.content
