@@ -46,6 +46,8 @@ _PROMPT_END = 16
 class Record(Protocol):
     """The conversation as tokens."""
 
+    def __len__(self) -> int: ...
+
     @property
     def forks(self) -> Sequence[Trajectory]: ...
 

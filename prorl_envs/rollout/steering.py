@@ -138,7 +138,7 @@ class Steering:
             active=active,
             attempts=episode.attempts,
             since_s=now - (episode.started_at if active else episode.waiting_since),
-            turns=ledger.turns if ledger else 0,
-            tokens=len(ledger) if ledger else 0,
+            turns=0 if ledger is None else ledger.turns,
+            tokens=0 if ledger is None else len(ledger),
             node=episode.node,
         )

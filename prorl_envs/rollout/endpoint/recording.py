@@ -195,6 +195,10 @@ class Recording:
 
     # What there is to train on.
 
+    def __len__(self) -> int:
+        """Tokens of all rows."""
+        return sum(len(row.ledger) for row in self._rows)
+
     @property
     def ordered(self) -> list[_Row]:
         """The rows; that of the last answer is the last."""
