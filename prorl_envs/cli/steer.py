@@ -45,6 +45,7 @@ def _on[T](service: str | None, work: "Callable[[RolloutClient], Awaitable[T]]")
     from prorl_envs.cli.running import run
     from prorl_envs.config import load_settings
     from prorl_envs.rollout.client import RolloutClient
+    from prorl_envs.rollout.errors import Unauthorized
 
     settings = load_settings(None, os.environ).server
     host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
@@ -57,7 +58,11 @@ def _on[T](service: str | None, work: "Callable[[RolloutClient], Awaitable[T]]")
         async with RolloutClient(url, token=token, attempts=_ATTEMPTS) as client:
             return await work(client)
 
-    return run(main())
+    try:
+        return run(main())
+    except Unauthorized as error:
+        what = "the token is not the service's" if token else "the service asks for a token"
+        raise Unauthorized(what, hint="set PRORL_SERVER__TOKEN to its server.token") from error
 
 
 def _say(found: BaseModel | Sequence[BaseModel], as_json: bool, show: Callable[[], None]) -> None:

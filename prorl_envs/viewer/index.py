@@ -128,14 +128,14 @@ class Index:
 
     def _take_line(self) -> bool:
         """Take in the next line; False where it is not finished yet."""
-        self._file.seek(self.read)
         line = self._file.readline(MAX_LINE)
         self._unfinished = not line.endswith(b"\n") and len(line) < MAX_LINE and not _whole(line)
         if self._unfinished:
+            self._file.seek(self.read)
             return False
         offset, self.read = self.read, self.read + len(line)
         self._lines += 1
-        if line.strip():
+        if not line.isspace():
             try:
                 self.entries.append(Entry(offset, len(line), summary_of(line)))
             except InputError as error:

@@ -9,9 +9,9 @@ from msgspec import Raw, Struct
 from prorl_envs.errors import InputError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Summary:
-    """A result in short.
+    """A result in short. Not to be changed; a frozen one would take several times as long to make.
 
     Args:
         cursor, job_id, group_id, sample, environment, task_id, batch_id, state, reward, mask_sample,

@@ -8,11 +8,12 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, NamedTuple
 
 import pytest
+from pydantic import SecretStr
 from rich.console import Console
 
 from prorl_envs.cli.main import app
 from prorl_envs.cli.top import picture
-from prorl_envs.config import ServiceSettings
+from prorl_envs.config import ServerSettings, ServiceSettings
 from prorl_envs.policy.pool import ModelPool
 from prorl_envs.rollout.server import serving
 from prorl_envs.rollout.service import RolloutService
@@ -25,7 +26,8 @@ from tests.cli.conftest import Cli
 class Steered:
     """A service in a thread, whose tool calls wait for a gate."""
 
-    def __init__(self) -> None:
+    def __init__(self, server: ServerSettings | None = None) -> None:
+        self._server = server
         self.loop = asyncio.new_event_loop()
         self._ready, self._over = threading.Event(), asyncio.Event()
         self._thread = threading.Thread(
@@ -42,7 +44,7 @@ class Steered:
         pool.add("http://127.0.0.1:8000")
         settings = ServiceSettings(run=2, live=4)
         self.service = RolloutService(empty_node(), {"toy": self.world.family()}, renderer, pool, settings)
-        async with serving(self.service) as self.url:
+        async with serving(self.service, self._server) as self.url:
             self._ready.set()
             await self._over.wait()
 
@@ -151,6 +153,17 @@ def test_top_shows_it_all_and_fits(steered: Steered, cli: Cli) -> None:
     for height in (24, 50):
         console = Console(width=120, height=height, record=True, quiet=True)
         assert len(console.render_lines(picture(view, height=height))) <= height
+
+
+def test_a_token_comes_from_the_settings(steer: Steer, monkeypatch: pytest.MonkeyPatch) -> None:
+    locked = Steered(ServerSettings(port=0, token=SecretStr("a-token-of-sixteen")))
+    try:
+        refused = steer("status", service=locked.url)
+        assert refused.code == 2 and "hint: set PRORL_SERVER__TOKEN" in refused.err
+        monkeypatch.setenv("PRORL_SERVER__TOKEN", "a-token-of-sixteen")
+        assert steer("status", service=locked.url).code == 0
+    finally:
+        locked.end()
 
 
 def test_nobody_there_is_one_clear_error(steer: Steer) -> None:

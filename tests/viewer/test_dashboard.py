@@ -75,6 +75,8 @@ async def test_it_moves_as_the_service_does(chromium: Any, watched: tuple[Watche
         await page.get_by_role("region", name="Groups").get_by_role("link").wait_for()
         await page.get_by_role("link", name="Episodes").click()
         await page.get_by_text("6 episodes").wait_for()
+        await bench.submit("step1/b", 2)
+        await page.get_by_text("8 episodes").wait_for()  # the list grows by itself
 
 
 async def test_it_is_steered_from_the_page(chromium: Any, watched: tuple[Watched, str]) -> None:

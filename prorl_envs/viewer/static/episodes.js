@@ -91,7 +91,9 @@ export function episodesPage(source, query) {
   function draw() {
     const pool = inside ? source.entries.filter((entry) => inside.has(entry.key)) : source.entries;
     const fitting = pool.filter(matcher(state));
+    const held = facets.contains(document.activeElement) ? { ...document.activeElement.dataset } : null;
     fill(facets, FACETS.map((facet) => ticks(facet, counts(pool, state, facet))));
+    if (held) refocus(held.facet, held.value);
     for (const button of tabs.children) button.setAttribute("aria-pressed", String(button.dataset.view === state.view));
     const list = lists[state.view];
     if (place.firstChild !== list.node) fill(place, list.node);
@@ -110,7 +112,7 @@ export function episodesPage(source, query) {
     if (values.length < 2 && !state.ticked[facet.id].size) return null;
     const ticked = state.ticked[facet.id];
     return el("fieldset", {}, el("legend", {}, facet.name), values.slice(0, 30).map(([value, n]) => {
-      const box = el("input", { type: "checkbox", checked: ticked.has(value), on: { change: () => { ticked[box.checked ? "add" : "delete"](value); change({}); refocus(facet.id, value); } }, data: { facet: facet.id, value } });
+      const box = el("input", { type: "checkbox", checked: ticked.has(value), on: { change: () => { ticked[box.checked ? "add" : "delete"](value); change({}); } }, data: { facet: facet.id, value } });
       return el("label", { class: "tick" }, box, el("span", { class: "name" }, value.replaceAll("_", " ")), el("span", { class: "quiet" }, count(n)));
     }));
   }

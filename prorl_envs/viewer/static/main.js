@@ -11,7 +11,7 @@ const THEMES = ["light dark", "light", "dark"];
 const kind = document.documentElement.dataset.source;
 const live = kind === "live";
 const source = openSource(kind);
-const service = live ? new Service(source) : null;
+const service = live ? new Service(source, () => shown?.news?.()) : null;
 let shown = null;
 let turn = 0;
 

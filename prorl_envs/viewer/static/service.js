@@ -15,9 +15,13 @@ export class Service {
   #page = null;
   #past = [];
   #source;
+  #onNews;
+  #broken = false;
 
-  constructor(source) {
+  /** `onNews()` is called when the source has more. */
+  constructor(source, onNews) {
     this.#source = source;
+    this.#onNews = onNews;
     this.light = el("span", { class: "badge", role: "status" }, "connecting");
   }
 
@@ -28,10 +32,15 @@ export class Service {
         state: (there) => {
           this.light.className = `badge ${there ? "live" : "bad"}`;
           fill(this.light, there ? "live" : "not reached");
+          if (there && this.#broken) this.#source.load(this.#onNews).catch((error) => say(error.message)); // what was missed
+          this.#broken = !there;
         },
         event: (name, data) => {
           if (name === "refused") say(data.message);
-          if (name === "results") this.#source.add(data);
+          if (name === "results") {
+            this.#source.add(data);
+            this.#onNews();
+          }
           if (name === "now") this.#look(data);
           resolve();
         },
