@@ -200,7 +200,7 @@ def test_turns_that_do_not_end_leave_the_weights_alone() -> None:
 async def test_skyrl_generates_whole_batches() -> None:
     with toy_service() as toy:
         made = rows([task("a"), task("b")], environment="toy")
-        batch = {
+        batch: dict[str, Any] = {
             "prompts": [row["prompt"] for row in made for _ in range(2)],
             "env_extras": [{"task": row["task"]} for row in made for _ in range(2)],
             "trajectory_ids": [
