@@ -67,12 +67,13 @@ class RolloutGenerator:
             self._asking.group(f"{call}/{index}", from_text(task), samples, sampling=sampling)
             for index, (task, samples) in enumerate(_groups(input_batch))
         ]
+        asked = [asyncio.create_task(rollouts.group(request)) for request in requests]
         try:
-            async with asyncio.TaskGroup() as asked:
-                tasks = [asked.create_task(rollouts.group(request)) for request in requests]
-        except* Exception as errors:
-            raise errors.exceptions[0] from errors
-        results = [task.result() for task in tasks]
+            results = await asyncio.gather(*asked)
+        finally:  # where one fails or all are cancelled, the others are, too
+            for group in asked:
+                group.cancel()
+            await asyncio.wait(asked)
         ids = input_batch.get("trajectory_ids")
         return as_skyrl(results, ids, self._end_token, step_wise=self._step_wise)
 

@@ -14,6 +14,7 @@ weights are there are cancelled at the service. It needs `trl` only for the type
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import queue
@@ -41,7 +42,7 @@ TICK_S = 0.2
 
 
 class TrlAsyncWorker:
-    """A `rollout_worker`: fills `rollout_buffer` with `RolloutSample`s from a thread of its own.
+    """A `rollout_worker`: fills `rollout_buffer` with `RolloutSample`s from a thread of its own. Used once.
 
     Args:
         url: base URL of the service. Its token is read from `$PRORL_SERVER__TOKEN`.
@@ -103,17 +104,21 @@ class TrlAsyncWorker:
         """Cancel what is under way, here and at the service, and wait until that is done. Idempotent."""
         if self._thread is None:
             return
-        while self._thread.is_alive():
-            if self._loop is not None and self._main is not None and not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._main.cancel)
+        while self._thread.is_alive() and self._main is None:  # its loop is about to run
             self._thread.join(TICK_S)
+        if self._thread.is_alive() and self._loop is not None and self._main is not None:
+            # Once only: a second time would interrupt what cancels the rest.
+            with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+                self._loop.call_soon_threadsafe(self._main.cancel)
+        self._thread.join()
         self._thread = None
 
     def update_model_version(self, model_version: int) -> None:
         """The servers have these weights now. Groups that began too many versions ago are cancelled."""
         self._version = model_version
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._evict)
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended: check_health says why
+                self._loop.call_soon_threadsafe(self._evict)
 
     def check_health(self, stale_after_s: float) -> None:
         """Raises: RuntimeError: the worker has failed, or its loop stands still for so many seconds."""

@@ -200,7 +200,7 @@ def test_turns_that_do_not_end_leave_the_weights_alone() -> None:
 async def test_skyrl_generates_whole_batches() -> None:
     with toy_service() as toy:
         made = rows([task("a"), task("b")], environment="toy")
-        batch = {
+        batch: dict[str, Any] = {
             "prompts": [row["prompt"] for row in made for _ in range(2)],
             "env_extras": [{"task": row["task"]} for row in made for _ in range(2)],
             "trajectory_ids": [
@@ -215,8 +215,13 @@ async def test_skyrl_generates_whole_batches() -> None:
             assert output["rollout_metrics"]["rollouts/mean_completed"] == 1.0
             with pytest.raises(InputError, match="no column"):
                 await generator.generate(batch | {"env_extras": [{}] * 4})
+            toy.close_gate("eval")
+            extras = [*batch["env_extras"][:2], *[{"task": '{"id": 7}'}] * 2]
+            with pytest.raises(InputError, match="toy task"):  # and the good group is not left running
+                await generator.generate(batch | {"env_extras": extras})
         finally:
             await close_shared()
+        await asyncio.to_thread(toy.until_empty)
 
 
 async def test_slime_has_its_episode_cancelled_once_it_has_enough() -> None:

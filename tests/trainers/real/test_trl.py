@@ -178,8 +178,7 @@ def test_the_asynchronous_trainer_trains(
         )
         trainer.train()
         with connect_sync(toy.url) as client:
-            status = client.status()
-            assert status.unfinished == 0, "a group goes on after the trainer's end"
+            toy.until_empty()  # no group goes on after the trainer's end
             versions = {
                 turn.weight_version
                 for result in client.page().results
@@ -191,3 +190,32 @@ def test_the_asynchronous_trainer_trains(
     logs = [log for log in trainer.state.log_history if "reward" in log]
     assert logs and all(math.isfinite(log["loss"]) for log in logs)
     assert all(log["sample/staleness_max"] <= 1 for log in logs)
+
+
+def test_groups_that_became_too_old_are_cancelled_at_the_service(toy: ToyService) -> None:
+    toy.close_gate("eval")
+    worker = TrlAsyncWorker(toy.url, "toy", [task()], samples=2, groups=1, max_staleness=1)
+    worker.start()
+    try:
+        toy.until_entered("eval", 2)
+        worker.update_model_version(1)
+        worker.update_model_version(2)  # two versions behind: one too many
+        toy.until_entered("init", 4)  # its place is taken by the next group
+        with connect_sync(toy.url) as client:
+            [*old] = [result for result in client.page(wait_s=5).results if "/0/" in result.job_id]
+        assert [result.state for result in old] == [JobState.CANCELLED] * 2
+        assert worker.metrics_queue.get(timeout=5) == {"rollout/evicted_groups": 1.0}
+        worker.check_health(60)
+    finally:
+        worker.stop()
+    toy.until_empty()
+
+
+def test_a_worker_whose_service_refuses_its_tasks_is_not_well(toy: ToyService) -> None:
+    worker = TrlAsyncWorker(toy.url, "toy", [{"id": 7}], samples=2)
+    worker.start()
+    assert worker._thread is not None
+    worker._thread.join(60)
+    with pytest.raises(RuntimeError, match="toy task"):
+        worker.check_health(60)
+    worker.stop()
