@@ -77,7 +77,7 @@ class Session:
         Raises:
             ProrlError: a server does not start, or the service ends a run.
         """
-        wanted = [(arm, seed) for seed in self.seeds for arm in ("frozen", "trained")]
+        wanted = [(arm, seed) for arm in ("trained", "frozen") for seed in self.seeds]
         missing = [(arm, seed) for arm, seed in wanted if not self._finished(arm, seed)]
         if missing:
             self.out.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,9 @@ class Session:
         from learn.training import Run, control, train
 
         held_out, levels = self._rows("held_out", 0, self.plan.held_out_tasks)
-        rows, _ = self._rows("train", seed, self.plan.steps * self.plan.prompts)
+        rows, _ = self._rows(
+            "train", seed, self.plan.steps // self.plan.updates * self.plan.prompts + self.plan.prompts
+        )
         folder = self._folder(arm, seed)
         run = Run(
             plan=self.plan,

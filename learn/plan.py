@@ -43,9 +43,10 @@ class Plan(_Part):
         service: the service's settings; a path is read from the plan's own folder.
         train, held_out: data files; None takes the made tasks (`learn.tasks`).
         steps: optimizer steps.
-        prompts: tasks of one step; `samples`: rollouts of each.
+        updates: steps for which the same rollouts are used; the loss is clipped as PPO's is.
+        prompts: tasks whose rollouts are made at once; `samples`: rollouts of each.
         learning_rate: constant, after a warm-up of two steps.
-        evaluate_every: steps between two looks at the held-out tasks.
+        evaluate_every: steps between two looks at the held-out tasks, a multiple of `updates`.
         held_out_tasks: tasks of one look, one rollout each. The same ones each time.
         micro_batch: rollouts of one forward pass; divides a step's.
         max_tokens: of one answer.
@@ -60,6 +61,7 @@ class Plan(_Part):
     train: Path | None = None
     held_out: Path | None = None
     steps: Count
+    updates: Count = 1
     prompts: Count
     samples: Annotated[int, Field(ge=2)]
     learning_rate: float = Field(gt=0)
@@ -77,6 +79,8 @@ class Plan(_Part):
     def _whole(self) -> Self:
         if (self.prompts * self.samples) % self.micro_batch:
             raise ValueError("micro_batch does not divide prompts * samples")
+        if self.evaluate_every % self.updates:
+            raise ValueError("evaluate_every is no multiple of updates")
         if (self.train is None) != (self.held_out is None):
             raise ValueError("train and held_out are named together, or neither")
         return self

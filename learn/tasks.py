@@ -105,7 +105,7 @@ def _read(split: Split, id_: str, chance: random.Random) -> LearnTask:
         "id": id_,
         "instruction": f"Write the {entry} in {name}.txt to {ANSWER}",
         "files": {f"{name}.txt": _lines(right), f"{other}.txt": _lines(wrong)},
-        "checks": [{"type": "file_equals", "path": ANSWER, "text": f"{right[entry]}\n"}],
+        **_answer("[a-z]", right[entry]),
         "reference": _calls(f"grep {entry} {name}.txt | cut -d ' ' -f 2 > {ANSWER}"),
     }
     return LearnTask(row, 1, (name,), entry)
@@ -121,7 +121,7 @@ def _compute(split: Split, id_: str, chance: random.Random) -> LearnTask:
         "id": id_,
         "instruction": f"Write the {word} of {first}.txt and {second}.txt to {ANSWER}",
         "files": {f"{first}.txt": f"{one}\n", f"{second}.txt": f"{two}\n"},
-        "checks": [{"type": "file_equals", "path": ANSWER, "text": f"{compute(one, two)}\n"}],
+        **_answer("[0-9]", str(compute(one, two))),
         "reference": _calls(f"echo $(($(cat {first}.txt){sign}$(cat {second}.txt))) > {ANSWER}"),
     }
     return LearnTask(row, 2, (first, second), sign)
@@ -161,6 +161,13 @@ def _numbers(chance: random.Random) -> tuple[int, int]:
 
 def _lines(entries: dict[str, str]) -> str:
     return "".join(f"{entry} {value}\n" for entry, value in entries.items())
+
+
+def _answer(pattern: str, right: str) -> dict[str, Any]:
+    """A third of the reward is for an answer of the right kind in its place; the rest for the right one."""
+    kind = {"type": "file_matches", "path": ANSWER, "pattern": pattern, "weight": 1.0}
+    same = {"type": "file_equals", "path": ANSWER, "text": f"{right}\n", "weight": 2.0}
+    return {"checks": [kind, same], "scoring": "weighted"}
 
 
 def _calls(command: str) -> list[dict[str, Any]]:

@@ -174,6 +174,7 @@ def _config(run: Run, checkpoints: Path) -> GRPOConfig:
         per_device_train_batch_size=plan.micro_batch,
         gradient_accumulation_steps=plan.prompts * plan.samples // plan.micro_batch,
         num_generations=plan.samples,
+        num_iterations=plan.updates,
         learning_rate=plan.learning_rate,
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=2,

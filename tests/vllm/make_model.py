@@ -37,7 +37,7 @@ def _trained(conversations: list[list[int]], vocab_size: int, eos_id: int) -> Qw
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=4096,
-        tie_word_embeddings=True,
+        tie_word_embeddings=False,  # vLLM 0.32 keeps the old last layer where it is the embedding's
         eos_token_id=eos_id,
         bos_token_id=None,
         dtype="float32",
