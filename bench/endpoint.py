@@ -123,9 +123,8 @@ async def measured(shape: str, tokens: int) -> tuple[list[float], list[float], i
 
 async def main() -> None:
     print(f"{machine()}\n")
-    print(
-        "| shape | context, tokens | added CPU of a call, ms: median | added time: median | p95 |\n|---|---|---|---|---|"
-    )
+    print("| shape | context, tokens | added CPU of a call, ms: median | added time: median | p95 |")
+    print("|---|---|---|---|---|")
     for tokens in (1_000, 8_000, 32_000):
         for shape in SHAPES:
             passed, used, length = await measured(shape, tokens)
