@@ -9,7 +9,7 @@ import itertools
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
@@ -92,7 +92,8 @@ class EndpointApp:
             raise Refused(Why.ROUTE, f"there is no {method} {path[:100]}")
         if session.reason is not None:
             raise Refused(Why.ENDED, f"this rollout has ended: {session.reason}")
-        asked = shape.read(await _body(receive, session.bounds.body_bytes))
+        body, size = await _body(receive, session.bounds.body_bytes)
+        asked = replace(shape.read(body), size=size)
         if path.endswith("/count_tokens"):
             await _answer(send, 200, {"input_tokens": session.count_tokens(asked)})
             return
@@ -139,8 +140,8 @@ def _path(path: str) -> str:
     return path.removeprefix("/v1").rstrip("/")
 
 
-async def _body(receive: Receive, most: int) -> dict[str, Any]:
-    """The JSON object of a request.
+async def _body(receive: Receive, most: int) -> tuple[dict[str, Any], int]:
+    """The JSON object of a request, and its bytes.
 
     Raises:
         Refused: it is none, or too large, or does not come.
@@ -165,7 +166,7 @@ async def _body(receive: Receive, most: int) -> dict[str, Any]:
         raise Refused(Why.INVALID, _NOT_JSON) from None
     if not isinstance(body, dict):
         raise Refused(Why.INVALID, _NOT_JSON)
-    return body
+    return body, len(data)
 
 
 async def _left(receive: Receive) -> None:

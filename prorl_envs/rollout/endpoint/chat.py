@@ -154,14 +154,17 @@ def _call(item: Mapping[str, Any]) -> JsonObject:
 def call_of(id_: str, name: str, arguments: Any) -> JsonObject:
     """A tool call of a message in a request. What is no JSON object there is kept as one argument: templates
     take nothing else."""
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = {"arguments": arguments}
-    if not isinstance(arguments, dict):
-        arguments = {"arguments": arguments}
-    return {"id": id_, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
+    if not _is_object(text):
+        text = json.dumps({"arguments": arguments}) if arguments else "{}"
+    return {"id": id_, "type": "function", "function": {"name": name, "arguments": text}}
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _tools(body: Mapping[str, Any]) -> list[ToolSpec]:

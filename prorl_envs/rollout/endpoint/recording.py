@@ -237,8 +237,7 @@ def _trajectory(row: _Row, rows: Sequence[_Row]) -> Trajectory:
 
 def _keys(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[bytes]:
     """For each message, what stands for the conversation up to it."""
-    offered = json.dumps([tool.to_openai() for tool in tools], sort_keys=True)
-    key = blake2b(offered.encode("utf-8", "replace"), digest_size=16).digest()
+    key = _digest(json.dumps([(tool.name, tool.description, tool.parameters) for tool in tools]))
     keys = []
     for message in messages:
         key = _key(key, message)
@@ -250,12 +249,16 @@ def _key(before: bytes, message: Message) -> bytes:
     """The key of a conversation with one more message. Of an answer it is what it says and calls that counts:
     not the ids of calls, nor white space around it, nor its reasoning, of which harnesses keep what they
     like."""
-    said: list[Any] = [message["role"], message.get("content") or ""]
-    if message["role"] == "assistant":
-        said[1] = said[1].strip()
-        said += [[call["function"]["name"], _arguments(call)] for call in message.get("tool_calls") or ()]
-    text = json.dumps(said, sort_keys=True)
-    return blake2b(before + text.encode(), digest_size=16).digest()
+    role, content = message["role"], message["content"]
+    if role != "assistant":
+        return _digest(content, before + role.encode())
+    calls = [[call["function"]["name"], _arguments(call)] for call in message.get("tool_calls") or ()]
+    said = _digest(content.strip(), before + role.encode())
+    return _digest(json.dumps(calls, sort_keys=True), said) if calls else said
+
+
+def _digest(text: str, before: bytes = b"") -> bytes:
+    return blake2b(before + b"\0" + text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def _arguments(call: Message) -> Any:

@@ -5,7 +5,6 @@ import logging
 import secrets
 from dataclasses import dataclass
 
-from prorl_envs.env.base import Message
 from prorl_envs.errors import InputError, ModelError
 from prorl_envs.policy.types import Conversation, PooledModel, Sampled, Sampling
 from prorl_envs.rollout import tracing
@@ -19,10 +18,10 @@ log = logging.getLogger(__name__)
 
 #: How keys begin, so that one that got lost is known for what it is.
 KEY_PREFIX = "sk-prorl-"
-#: Characters of a request above which its ids are made in a thread.
-_LONG = 50_000
-#: No token has more characters, but for runs of white space.
-_CHARS_PER_TOKEN = 64
+#: Bytes of a request above which its ids are made in a thread.
+_LONG = 200_000
+#: No token has more in JSON, but for runs of white space.
+_BYTES_PER_TOKEN = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,20 +186,20 @@ class ModelSession:
         )
 
     async def _pending(self, asked: Asked) -> Pending:
-        size = self._check_size(asked)
+        self._check_size(asked)
         try:
-            if size > _LONG:
+            if asked.size > _LONG:
                 return await asyncio.to_thread(self.recording.prompt, asked.messages, asked.tools)
             return self.recording.prompt(asked.messages, asked.tools)
         except InputError as error:
             raise Refused(Why.INVALID, str(error)) from error
 
-    def _check_size(self, asked: Asked) -> int:
-        """Characters of a request, which is not worth being tokenised where there are far too many."""
-        size = sum(map(_size, asked.messages)) + sum(len(repr(tool.parameters)) for tool in asked.tools)
-        if size > self._limits.max_tokens * _CHARS_PER_TOKEN:
-            raise self._too_long(size // 4)
-        return size
+    def _check_size(self, asked: Asked) -> None:
+        """Raises:
+        Refused: there is far too much to be worth being tokenised.
+        """
+        if asked.size > self._limits.max_tokens * _BYTES_PER_TOKEN:
+            raise self._too_long(asked.size // 4)
 
     async def _sample(self, asked: Asked, pending: Pending, live: Live | None) -> tuple[Sampled, float]:
         room = self._limits.max_tokens - len(pending.ids)
@@ -244,8 +243,3 @@ class ModelSession:
             f"prompt is too long: this model's maximum context length is {most} tokens, and the messages "
             f"have {tokens}",
         )
-
-
-def _size(message: Message) -> int:
-    calls = message.get("tool_calls") or ()
-    return len(message["content"]) + sum(len(call["function"]["arguments"]) for call in calls)

@@ -69,6 +69,7 @@ class Asked:
         stream: whether it is told as it is sampled.
         usage: whether a stream ends with the numbers of tokens, where that is a choice.
         model: as the caller names it; answered, and not heeded.
+        size: bytes of the request.
     """
 
     messages: Sequence[Message]
@@ -77,6 +78,7 @@ class Asked:
     stream: bool = False
     usage: bool = True
     model: str = ""
+    size: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,92 @@
+"""Agents that run elsewhere: an episode's endpoint through the service's own address, by its own key."""
+
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from pydantic import SecretStr
+
+from prorl_envs.config import ServerSettings, ServiceSettings
+from prorl_envs.policy.rendering import TemplateRenderer
+from prorl_envs.rollout.client import RolloutClient
+from prorl_envs.rollout.episode_types import CallRequest, CallStep, EpisodeRequest, TokenStep
+from prorl_envs.rollout.errors import NotFound, OutOfOrder
+from prorl_envs.rollout.server import serving
+from prorl_envs.rollout.service import RolloutService
+from prorl_envs.testing.toy import ToyModel, ToyWorld, empty_node
+from tests.rollout.endpoint.conftest import check_rows
+
+pytestmark = pytest.mark.anyio
+
+TOKEN = "a token of sixteen or more"
+TASK = {"id": "t", "instruction": "Say it."}
+MESSAGES: list[Any] = [{"role": "user", "content": "Say it."}]
+
+
+def new_service(renderer: TemplateRenderer, **settings: Any) -> RolloutService:
+    model = ToyModel(renderer, lambda *_: "It.")
+    family = ToyWorld().family()
+    return RolloutService(empty_node(), {"toy": family}, renderer, model, ServiceSettings(**settings))
+
+
+def locked() -> ServerSettings:
+    return ServerSettings(port=0, token=SecretStr(TOKEN))
+
+
+async def test_an_episode_with_an_agent_of_the_caller_s(renderer: TemplateRenderer) -> None:
+    async with serving(new_service(renderer), locked()) as url, RolloutClient(url, token=TOKEN) as client:
+        await client.start_episode(EpisodeRequest(id="a", environment="toy", task=TASK))
+        endpoint = await client.open_endpoint("a")
+        assert endpoint == await client.open_endpoint("a"), "asking again gives the same"
+        async with openai.AsyncOpenAI(
+            base_url=endpoint.openai_base_url, api_key=endpoint.key, max_retries=0
+        ) as model:
+            said = await model.chat.completions.create(model="m", messages=MESSAGES)
+            assert said.choices[0].message.content == "It."
+            call = CallRequest(name="say", arguments={"text": "It."})
+            await client.run_episode("a", CallStep(tool_calls=[call]))
+            history = [
+                *MESSAGES,
+                {"role": "assistant", "content": "It."},
+                {"role": "user", "content": "Again."},
+            ]
+            await model.chat.completions.create(model="m", messages=history)
+            with pytest.raises(OutOfOrder):
+                await client.run_episode("a", TokenStep(ids=[1]))
+            result = (await client.evaluate_episode("a")).result
+            assert result is not None and result.reward == 1.0 and not result.mask_sample
+            (row,) = result.rows
+            check_rows([row])
+            assert len(row.turns) == 2
+            with pytest.raises(openai.AuthenticationError):
+                await model.chat.completions.create(model="m", messages=MESSAGES)
+
+
+async def test_keys_open_endpoints_and_nothing_else(renderer: TemplateRenderer) -> None:
+    async with serving(new_service(renderer), locked()) as url, RolloutClient(url, token=TOKEN) as client:
+        await client.start_episode(EpisodeRequest(id="a", environment="toy", task=TASK))
+        key = (await client.open_endpoint("a")).key
+        async with httpx.AsyncClient(base_url=url) as raw:
+            for path, token, status in [
+                ("/v1/status", key, 401),
+                ("/v1/episodes/a", key, 401),
+                ("/agent/v1/models", key, 200),
+                ("/agent/v1/models", TOKEN, 401),
+                ("/agent/v1/models", "x", 401),
+            ]:
+                answer = await raw.get(path, headers={"authorization": f"Bearer {token}"})
+                assert answer.status_code == status, path
+        await client.close_episode("a")
+        with pytest.raises(NotFound):
+            await client.open_endpoint("a")
+
+
+async def test_an_episode_driven_by_tokens_has_no_endpoint(renderer: TemplateRenderer) -> None:
+    async with serving(new_service(renderer)) as url, RolloutClient(url) as client:
+        await client.start_episode(EpisodeRequest(id="a", environment="toy", task=TASK))
+        await client.run_episode(
+            "a", TokenStep(ids=renderer.assistant({"role": "assistant", "content": "x"}))
+        )
+        with pytest.raises(OutOfOrder):
+            await client.open_endpoint("a")

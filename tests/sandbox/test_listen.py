@@ -1,0 +1,51 @@
+"""A socket of the host's on a sandbox's own loopback: inside it is reached, and from nowhere else."""
+
+import asyncio
+import socket
+
+import pytest
+
+from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.tools.workplace import Workplace
+
+pytestmark = pytest.mark.anyio
+
+CONNECT = "exec 3<>/dev/tcp/127.0.0.1/{port} && read -r line <&3 && echo got $line"
+
+
+async def test_what_connects_inside_is_accepted_outside(shared_driver: BubblewrapDriver) -> None:
+    places = [await Workplace.open(shared_driver, SandboxSpec()) for _ in range(2)]
+    try:
+        with await places[0].sandbox.listen() as listener:
+            port = listener.getsockname()[1]
+            asking = asyncio.create_task(places[0].tools.bash(CONNECT.format(port=port), timeout_s=20))
+            listener.setblocking(False)
+            client, _ = await asyncio.get_running_loop().sock_accept(listener)
+            with client:
+                client.sendall(b"hello\n")
+                assert (await asking).text == "got hello\n"
+            other = await places[1].tools.bash(CONNECT.format(port=port), timeout_s=20)
+            assert "refused" in other.text, "another sandbox has another loopback"
+            with socket.socket() as outside, pytest.raises(ConnectionRefusedError):
+                outside.connect(("127.0.0.1", port))
+    finally:
+        for place in places:
+            await place.aclose()
+
+
+async def test_two_listen_at_ports_of_their_own(shared_driver: BubblewrapDriver) -> None:
+    sandbox = await shared_driver.start(SandboxSpec())
+    try:
+        with await sandbox.listen() as one, await sandbox.listen() as two:
+            assert one.getsockname() != two.getsockname()
+    finally:
+        await sandbox.close()
+
+
+async def test_a_sandbox_that_has_ended_has_no_loopback(shared_driver: BubblewrapDriver) -> None:
+    sandbox = await shared_driver.start(SandboxSpec())
+    await sandbox.close()
+    with pytest.raises(SandboxError):
+        await sandbox.listen()
