@@ -37,13 +37,15 @@ class Counts:
 
     `violations` are prompts that do not begin with everything the session was sent and sampled before;
     `restarts` are sessions that began anew, `repeats` requests sent a second time, `told_to_abort` requests
-    for the end of another one, `refused` what was too much at once; `behaviours` counts sessions.
+    for the end of another one, `refused` what was too much at once; `behaviours` counts sessions, `emptied`
+    how often the prefix cache was.
     """
 
     requests: int = 0
     running: int = 0
     aborted: int = 0
     told_to_abort: int = 0
+    emptied: int = 0
     refused: int = 0
     prompt_tokens: int = 0
     sampled_tokens: int = 0

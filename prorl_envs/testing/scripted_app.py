@@ -372,7 +372,8 @@ def add_vllm(app: FastAPI, service: ScriptedService) -> None:
         return
 
     @app.post("/pause")
-    async def pause(mode: Literal["wait", "abort", "keep"] = "abort") -> JsonObject:
+    async def pause(mode: Literal["wait", "abort", "keep"] = "abort", clear_cache: bool = True) -> JsonObject:
+        service.counts.emptied += clear_cache
         treatment: dict[str, Treatment] = {"wait": "finish", "abort": "abort", "keep": "freeze"}
         service.engine.pause(treatment[mode], mode)
         return {"status": "paused"}
@@ -381,6 +382,11 @@ def add_vllm(app: FastAPI, service: ScriptedService) -> None:
     async def resume() -> JsonObject:
         service.engine.resume()
         return {"status": "resumed"}
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        service.counts.emptied += 1
+        return Response()
 
     @app.get("/weight_info")
     async def weight_info() -> JsonObject:

@@ -87,6 +87,7 @@ def add_sglang(app: FastAPI, service: ScriptedService) -> None:
 
     @app.post("/flush_cache")
     async def flush_cache() -> Response:
+        service.counts.emptied += 1
         return Response("Cache flushed.")
 
     @app.post("/update_weight_version")

@@ -16,7 +16,7 @@ from prorl_envs.policy.link import ClientLimits
 from prorl_envs.policy.parts import MAX_PARTS
 from prorl_envs.policy.pool import ModelPool
 from prorl_envs.policy.servers import Servers
-from prorl_envs.policy.types import Sampled, Sampling, VersionSpan
+from prorl_envs.policy.types import InFlight, Sampled, Sampling, VersionSpan
 from prorl_envs.testing.clock import FakeClock
 from prorl_envs.testing.scripted import ScriptBook
 from prorl_envs.testing.server import ScriptedServer
@@ -61,6 +61,17 @@ async def test_turns_wait_while_weights_change() -> None:
         assert answer.supported and not answer.problem
         assert (await waiting).weight_version == "v2"
         assert pool.servers[0].weight_version == "v2"
+
+
+@PROTOCOLS
+@pytest.mark.parametrize("mode", ["finish", "abort", "keep"])
+async def test_no_prefix_of_old_weights_stays_cached(protocol: str, mode: InFlight) -> None:
+    async with ScriptedServer(BOOK, protocol=protocol) as server, pool_on(server.url) as pool:
+        await turn(pool)
+        await pool.pause(mode)
+        before = server.counts.emptied
+        await pool.resume("v2")
+        assert server.counts.emptied == before + 1
 
 
 async def test_finish_waits_for_what_is_in_flight() -> None:

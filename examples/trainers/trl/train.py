@@ -32,7 +32,6 @@ def upload(trainer: Any, version: int) -> None:
     reload = {"method": "reload_weights", "kwargs": {"weights_path": str(WEIGHTS.resolve())}}
     for url in MODEL_SERVERS:
         httpx.post(f"{url}/collective_rpc", json=reload, timeout=600).raise_for_status()
-        httpx.post(f"{url}/reset_prefix_cache", timeout=60).raise_for_status()  # it was of other weights
 
 
 def main(tasks: Path) -> None:
