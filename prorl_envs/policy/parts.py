@@ -41,7 +41,7 @@ async def in_parts(
     for _ in range(MAX_PARTS):
         begun = whole.ids if whole else ()
         left = sampling.model_copy(update={"max_tokens": sampling.max_tokens - len(begun)})
-        part = await sample([*prompt_ids, *begun], left)
+        part = await sample([*prompt_ids, *begun] if begun else prompt_ids, left)
         whole = continued(whole, part) if whole else part
         if part.finish_reason != "abort":
             return whole

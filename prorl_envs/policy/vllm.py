@@ -143,7 +143,7 @@ class VllmClient:
         return await self._link.tell(f"/pause?mode={_PAUSE_MODES[mode]}&clear_cache=true")
 
     async def resume(self, weight_version: str) -> bool:
-        """See `Steerable.resume`. The prefix cache is emptied first, as a pause need not have told the server."""
+        """See `Steerable.resume`. The prefix cache is emptied: a pause need not have told the server."""
         if weight_version:
             await self._link.tell("/update_weight_version", {"new_version": weight_version})
             await self._link.tell("/reset_prefix_cache")
