@@ -45,12 +45,17 @@ def _iterating[**P, T](
         async def following() -> T | object:
             return await anext(items, _END)
 
+        async def close() -> None:
+            while items.ag_running:  # until the item that a signal cut short has noticed
+                await asyncio.sleep(0)
+            await items.aclose()
+
         try:
             while (item := self._call(following())) is not _END:
                 yield cast(T, item)
         finally:
             if self._thread.is_alive():
-                self._call(items.aclose())
+                self._call(close())
 
     return iterate
 

@@ -2,6 +2,9 @@
 
 import asyncio
 import inspect
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -82,3 +85,32 @@ def test_wrong_options_leave_no_thread() -> None:
     with pytest.raises(TypeError):
         SyncRolloutClient("http://127.0.0.1:9", no_such_option=1)
     assert not [thread for thread in threading.enumerate() if thread.name == "rollout-client"]
+
+
+FOLLOWING = """\
+import sys
+from prorl_envs.rollout.sync_client import SyncRolloutClient
+from prorl_envs.rollout.types import GroupRequest
+
+with SyncRolloutClient(sys.argv[1]) as client:
+    client.pause()
+    client.submit([GroupRequest(id="g", environment="toy", task={"id": "t", "instruction": "do"})])
+    print("following", flush=True)
+    try:
+        next(client.follow(["g"]))
+    except KeyboardInterrupt:
+        print("interrupted", client.group("g").complete)
+"""
+
+
+async def test_an_interrupt_of_what_is_followed_is_one_and_the_client_stays_usable(bench: Any) -> None:
+    async with over_tcp(bench) as url:
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", FOLLOWING, url, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        assert child.stdout is not None
+        assert await child.stdout.readline() == b"following\n"
+        await asyncio.sleep(0.2)  # it may come before anything is awaited, too
+        child.send_signal(signal.SIGINT)
+        output, errors = await child.communicate()
+    assert (output, errors) == (b"interrupted False\n", b"")
