@@ -4,7 +4,7 @@ PYTHON := $(VENV)/bin/python
 # Tests that wait leave room for one more at a time than there are cores. WORKERS=0 runs them in order.
 WORKERS ?= $(shell expr $$(nproc) + 1)
 
-.PHONY: demo test test-thorough test-nemo test-ray test-vllm test-trainers test-harnesses learn verify-swebench lint format bench faults fuzz lock clean help
+.PHONY: demo test test-thorough test-nemo test-ray test-vllm test-trainers test-harnesses learn verify-swebench docs lint format bench faults fuzz lock clean help
 
 help:
 	@echo "make demo       set up, then run real rollouts end to end (ARGS='--help' shows the options)"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-trainers  every adapter against its trainer's package (ARGS='trl verl'; environments of 1 to 6 GB)"
 	@echo "make learn      a small model that learns, through the whole system, on the CPU (its own environments, 12 GB; ARGS='--seeds 1')"
 	@echo "make test-harnesses  each known harness, unmodified, on tasks in sandboxes (PyPI, npm, 2 GB in the cache, some minutes)"
+	@echo "make docs       the documentation as a site, in build/site"
 	@echo "make lint       formatter, linter and type checker; make format mends what it can"
 	@echo "make fuzz       every parser of hostile input under a fuzzer (ARGS='--seconds 300 frames reports')"
 	@echo "make faults     every fault on purpose, round after round (ARGS='--seconds 300 service_killed')"
@@ -58,6 +59,12 @@ test-harnesses:
 verify-swebench:
 	@scripts/setup.sh test $(VENV)
 	@$(PYTHON) scripts/verify-swebench.py $(ARGS)
+
+docs:
+	@scripts/setup.sh demo $(VENV)
+	@VIRTUAL_ENV=$(VENV) $$(command -v uv || echo $(VENV)/bin/uv) pip install --quiet --group docs
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict $(ARGS)
+	@echo "build/site/index.html"
 
 lint:
 	@scripts/setup.sh test $(VENV)
