@@ -42,12 +42,15 @@ def _iterating[**P, T](
     def iterate(self: "SyncRolloutClient", /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
         items = cast(AsyncGenerator[T], method(self._client, *args, **kwargs))
 
+        taking: list[asyncio.Task[Any]] = []
+
         async def following() -> T | object:
+            taking[:] = filter(None, [asyncio.current_task()])
             return await anext(items, _END)
 
         async def close() -> None:
-            while items.ag_running:  # until the item that a signal cut short has noticed
-                await asyncio.sleep(0)
+            if taking:  # one that a signal cut short has to notice first
+                await asyncio.wait(taking)
             await items.aclose()
 
         try:
