@@ -36,6 +36,10 @@ from prorl_envs.tools.wire import (
 CONTROL_FD = 3
 #: Imported ahead of every session, where they are installed. Cells still have to import them to name them.
 LIBRARIES = ("numpy", "pandas", "sympy")
+#: Types that have no representation but text, unless somebody registered one.
+_PLAIN = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, range}
+)
 #: Characters of all rich representations handed on per cell.
 DISPLAY_CHARACTERS = 1024 * 1024
 
@@ -76,6 +80,14 @@ class Displays:
 class _Hook(DisplayHook):
     """Shows the value of a last expression as it is, without a numbered prompt."""
 
+    def compute_format_data(self, result: Any) -> Any:
+        # To ask every formatter takes a quarter of a short cell's time.
+        shell: Any = self.shell
+        formatter = shell.display_formatter
+        if type(result) in _PLAIN and not _is_registered(type(result), formatter.formatters):
+            return formatter.format(result, include=("text/plain",))
+        return super().compute_format_data(result)  # type: ignore[no-untyped-call]
+
     def write_output_prompt(self) -> None:
         pass
 
@@ -84,6 +96,18 @@ class _Hook(DisplayHook):
 
     def log_output(self, format_dict: dict[str, Any]) -> None:
         pass  # IPython would keep every output for ever
+
+
+def _is_registered(kind: type, formatters: dict[str, Any]) -> bool:
+    """Whether one of these shows a built-in type otherwise than as text."""
+    kinds = kind.__mro__
+    names = [(kind.__module__, kind.__name__) for kind in kinds]
+    return any(
+        not formatter.type_printers.keys().isdisjoint(kinds)
+        or not formatter.deferred_printers.keys().isdisjoint(names)
+        for mime, formatter in formatters.items()
+        if mime != "text/plain"
+    )
 
 
 class _Publisher(DisplayPublisher):

@@ -65,6 +65,20 @@ async def test_the_package_itself_is_out_of_reach(python_box: Toolbox) -> None:
     assert (await python_box.python(code, timeout_s=T)).text == "[]\n"
 
 
+@pytest.mark.parametrize(
+    "register",
+    ["for_type(int, show)", "for_type(object, show)", "for_type_by_name('builtins', 'int', show)"],
+)
+async def test_a_built_in_type_is_shown_as_somebody_registered(python_box: Toolbox, register: str) -> None:
+    formatter = "get_ipython().display_formatter.formatters['text/html']"
+    code = f"show = '<i>{{}}</i>'.format\nold = {formatter}.{register}\n41 + 1"
+    result = await python_box.python(code, timeout_s=T)
+    assert (result.text, result.data["display"]) == ("42\n", [{"text/html": "<i>42</i>"}])
+    await python_box.restart_python()
+    result = await python_box.python("41 + 1", timeout_s=T)
+    assert (result.text, result.data.get("display", [])) == ("42\n", [])
+
+
 async def test_rich_displays_are_handed_on_beside_the_text(python_box: Toolbox) -> None:
     code = "from IPython.display import HTML, display\ndisplay(HTML('<b>1</b>'))\nHTML('<b>2</b>')"
     result = await python_box.python(code, timeout_s=T)
