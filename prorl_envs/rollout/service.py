@@ -132,7 +132,7 @@ class RolloutService:
         )
         #: What a dashboard shows, and what it may change.
         self.steering = Steering(self, self._engine, lambda: node.use)
-        self.watch = Watch(self.clock, self.store, self.steering.now)
+        self.watch = Watch(self.clock, self.store, self.steering.now, self.settings.keep_results)
         #: What `/metrics` shows.
         self.metrics = Metrics(self.status, lambda: node.use, lambda: self.batches.views())
         #: By how ids of a tenant begin, the unfinished jobs it may have.

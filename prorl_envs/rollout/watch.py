@@ -32,7 +32,7 @@ from prorl_envs.rollout.watch_views import (
 )
 from prorl_envs.viewer.summary import Summary
 
-#: Summaries that are kept, and of these how many are read from the store when they are first asked for.
+#: Most summaries that are kept, and of these how many are read from the store when they are first asked for.
 KEPT, FROM_STORE = 20_000, 2_000
 #: Seconds of a bucket, and how many there are.
 BUCKET_S, BUCKETS = 10.0, 60
@@ -99,13 +99,14 @@ class Watch:
         clock: measures.
         store: has the results from before.
         look: the service now, as the parts of a `DashboardView` that are not about results.
+        results: how many the store keeps: of no more is there a summary.
     """
 
-    def __init__(self, clock: Clock, store: Store, look: Callable[[], Now]) -> None:
+    def __init__(self, clock: Clock, store: Store, look: Callable[[], Now], results: int) -> None:
         self._clock = clock
         self._store = store
         self._look = look
-        self._recent: deque[Summary] = deque(maxlen=KEPT)
+        self._recent: deque[Summary] = deque(maxlen=min(KEPT, results))
         self._buckets: dict[int, Bucket] = {}
         self._calls: deque[float] = deque(maxlen=CALLS)
         self._tools: deque[float] = deque(maxlen=CALLS)

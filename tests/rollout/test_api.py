@@ -272,6 +272,7 @@ async def test_the_document_names_every_route_and_error(client: httpx.AsyncClien
         "/v1/episodes/{episode_id}",
         "/v1/episodes/{episode_id}/run",
         "/v1/episodes/{episode_id}/eval",
+        "/v1/episodes/{episode_id}/endpoint",
         "/v1/pause",
         "/v1/resume",
         "/v1/drain",
