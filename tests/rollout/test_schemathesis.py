@@ -116,7 +116,8 @@ async def test_no_request_whatever_is_answered_with_a_500(renderer: TemplateRend
     assert world.open == 0
     assert len(answers) > 25
     never = {label for label, answered in answers.items() if not answered[200]}
-    # No token to derive it from; a job that is finished; started already; an episode that has run; one machine.
+    # No token to derive it from; a job that is finished; started already; an episode's
+    # model, which needs one that is called; a service of one machine.
     excused = {"POST /v1/jobs/{job_id}/token", "GET /v1/jobs/{job_id}/partial", "POST /start"}
     excused.add("POST /v1/episodes/{episode_id}/endpoint")
     excused |= {f"POST /v1/nodes/{{name}}/{what}" for what in ("drain", "resume")}

@@ -95,9 +95,9 @@ async def test_it_is_steered_from_the_page(chromium: Any, watched: tuple[Watched
         await page.get_by_role("button", name="Cancel g/1").click()
         await page.get_by_role("button", name="Cancel the job").click()
         await page.get_by_text("Cancelled.").wait_for()
-        assert (await bench.service.job("g/1")).state == "cancelled"
         bench.world.gates["call"].set()
         await bench.finish("g")
+        assert (await bench.service.job("g/1")).state == "cancelled"
         await page.goto(f"{url}/dashboard#/episode/g%2F1")
         await page.get_by_role("button", name="Retry").click()
         await page.wait_for_url("**/dashboard/#/episode/g%3Aretry-1%2F0")
