@@ -15,6 +15,8 @@ from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.server_utils import ServerClient
 from omegaconf import OmegaConf
 
+from prorl_envs.env.base import ReferenceCall
+from prorl_envs.env.registry import example_path, load_tasks
 from prorl_envs.nemo.rows import blank, nemo_row
 from prorl_envs.nemo.server import EnvironmentServer
 from prorl_envs.nemo.wire import KNOWS_MASKS, EnvironmentServerConfig
@@ -31,16 +33,19 @@ EASY = TASK | {"id": "easy", "checks": [{"type": "file_absent", "path": "nothing
 SOLVE = "printf hello > greeting.txt"
 
 
+FAMILIES = ("bash", "code", "ipython", "math", "stem", "swebench")
+
+
 @contextmanager
-def serving(**settings: Any) -> Iterator[str]:
+def serving(environment: str = "bash", **settings: Any) -> Iterator[str]:
     head = BaseServerConfig(host="127.0.0.1", port=0)
     config = EnvironmentServerConfig(
-        name="prorl_bash",
+        name=f"prorl_{environment}",
         host="127.0.0.1",
         port=0,
         entrypoint="app.py",
         domain="agent",
-        environment="bash",
+        environment=environment,
         **settings,
     )
     client = ServerClient(head_server_config=head, global_config_dict=OmegaConf.create({}))
@@ -110,6 +115,32 @@ def test_an_untouched_workspace_scores_nothing() -> None:
     with client() as agent:
         seed(agent)
         assert verify(agent).json()["reward"] == 0.0
+
+
+@pytest.mark.timeout(300)  # swebench builds its instance
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_verifier_of_each_family(name: str) -> None:
+    """Full, again the same, zero, and malformed."""
+    asked = nemo_row(blank(name), json.loads(example_path(name).read_text().splitlines()[0]))
+    reference = load_tasks(name, example_path(name))[0].reference
+    nonsense = answer((reference[0].tool, "{no JSON"), ("no_such_tool", "[]"))
+
+    def verdict(agent: httpx.Client, *calls: ReferenceCall, said: dict[str, Any]) -> dict[str, Any]:
+        agent.cookies.clear()
+        assert agent.post("/seed_session", json=asked).status_code == 200
+        for call in calls:
+            assert agent.post(f"/{call.tool}", json=call.arguments).status_code == 200
+        found: dict[str, Any] = agent.post("/verify", json=asked | {"response": said}).json()
+        assert (found["mask_sample"], found["failure_kind"]) == (False, None)
+        return found
+
+    with serving(name) as url, httpx.Client(base_url=url, timeout=200) as agent:
+        full, again = (verdict(agent, *reference, said=answer()) for _ in range(2))
+        assert (full["reward"], full["reward_components"]) == (1.0, again["reward_components"])
+        assert again["reward"] == 1.0
+        assert verdict(agent, said=answer())["reward"] == 0.0
+        wrong = ReferenceCall(tool=reference[0].tool, arguments={"no such argument": []})
+        assert verdict(agent, wrong, said=nonsense)["reward"] == 0.0
 
 
 def test_two_agents_do_not_meet() -> None:

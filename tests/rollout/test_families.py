@@ -26,8 +26,8 @@ from prorl_envs.testing.server import ScriptedServer
 pytestmark = pytest.mark.anyio
 
 FAMILIES = ("bash", "code", "ipython", "math", "stem")
-#: Of what graders saw, what is measured and differs from run to run.
-MEASURED = frozenset({"seconds", "memory"})
+#: Of what graders saw, what is measured and differs from run to run; a log says how long its tests took.
+MEASURED = frozenset({"seconds", "memory", "log_tail"})
 
 
 def first_row(name: str) -> dict[str, Any]:
@@ -36,12 +36,17 @@ def first_row(name: str) -> dict[str, Any]:
     return row
 
 
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "families", [FAMILIES, pytest.param(("swebench",), marks=pytest.mark.thorough)], ids=["quick", "swebench"]
+)
 async def test_references_score_one_and_others_nothing(
-    driver: BubblewrapDriver, renderer: TemplateRenderer, tmp_path: Path
+    driver: BubblewrapDriver, renderer: TemplateRenderer, tmp_path: Path, families: tuple[str, ...]
 ) -> None:
-    rows = {name: first_row(name) for name in FAMILIES}
+    rows = {name: first_row(name) for name in families}
+    tasks = [environments()[name].load(row) for name, row in rows.items()]
     book = ScriptBook.from_tapes(
-        {row["instruction"]: [[c] for c in row["reference"]] for row in rows.values()}
+        {task.instruction: [[call.model_dump()] for call in task.reference] for task in tasks}
     )
     async with AsyncExitStack() as stack:
         mix = Mix.parse("solve=1,wrong=1")
@@ -51,17 +56,17 @@ async def test_references_score_one_and_others_nothing(
         )
         stack.push_async_callback(pool.aclose)
         pool.add(server.url)
-        known = {name: environments()[name] for name in FAMILIES}
+        known = {name: environments()[name] for name in families}
         service = RolloutService(Node(driver, tmp_path), known, renderer, pool, ServiceSettings(run=4))
         client = await stack.enter_async_context(
             RolloutClient(await stack.enter_async_context(serving(service)))
         )
         groups = [GroupRequest(id=name, environment=name, task=row, samples=2) for name, row in rows.items()]
         await client.submit(groups)
-        results = [result async for result in client.follow(list(FAMILIES))]
-    assert [result.failure for result in results] == [None] * 2 * len(FAMILIES)
-    rewards = {name: sorted(r.reward or 0.0 for r in results if r.group_id == name) for name in FAMILIES}
-    assert rewards == {name: [0.0, 1.0] for name in FAMILIES}
+        results = [result async for result in client.follow(list(families))]
+    assert [result.failure for result in results] == [None] * 2 * len(families)
+    rewards = {name: sorted(r.reward or 0.0 for r in results if r.group_id == name) for name in families}
+    assert rewards == {name: [0.0, 1.0] for name in families}
     assert all(result.trajectory is not None and result.trajectory.drift == 0 for result in results)
     for result in results:
         if result.reward:
@@ -90,8 +95,9 @@ def through_gymnasium(row: dict[str, Any], result: Result) -> dict[str, Any]:
     try:
         _, info = env.reset(seed=1)
         prompt, tools, observations = info["messages"], info["tools"], []
-        for call in row["reference"]:
-            action = json.dumps({"name": call["tool"], "arguments": call["arguments"]})
+        reference = environments()[result.environment].load(row).reference
+        for call in reference:
+            action = json.dumps({"name": call.tool, "arguments": call.arguments})
             observation, reward, terminated, truncated, info = env.step(action)
             observations.append(observation)
         assert terminated and not truncated
@@ -100,7 +106,7 @@ def through_gymnasium(row: dict[str, Any], result: Result) -> dict[str, Any]:
     return {
         "prompt": prompt,
         "tools": tools,
-        "calls": [(call["tool"], call["arguments"]) for call in row["reference"]],
+        "calls": [(call.tool, call.arguments) for call in reference],
         "observations": observations[:-1],  # the loop ends with the finish call
         "reward": reward,
         "components": info["grade"]["components"],
