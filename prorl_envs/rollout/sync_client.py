@@ -42,15 +42,16 @@ def _iterating[**P, T](
     def iterate(self: "SyncRolloutClient", /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
         items = cast(AsyncGenerator[T], method(self._client, *args, **kwargs))
 
-        taking: list[asyncio.Task[Any]] = []
+        taking: asyncio.Task[Any] | None = None
 
         async def following() -> T | object:
-            taking[:] = filter(None, [asyncio.current_task()])
+            nonlocal taking
+            taking = asyncio.current_task()
             return await anext(items, _END)
 
         async def close() -> None:
-            if taking:  # one that a signal cut short has to notice first
-                await asyncio.wait(taking)
+            if taking is not None:  # one that a signal cut short has to notice first
+                await asyncio.wait([taking])
             await items.aclose()
 
         try:

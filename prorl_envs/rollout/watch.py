@@ -30,7 +30,7 @@ from prorl_envs.rollout.watch_views import (
     SandboxesView,
     SummaryPage,
 )
-from prorl_envs.viewer.summary import Summary
+from prorl_envs.viewer.summary import Summary, summary_from
 
 #: Most summaries that are kept, and of these how many are read from the store when they are first asked for.
 KEPT, FROM_STORE = 20_000, 2_000
@@ -45,34 +45,8 @@ MOST_STREAMS = 64
 
 def summarise(result: Result) -> Summary:
     """A result in short: the same as `summary_of` of its JSON."""
-    rows, times, failure = result.rows, result.timings, result.failure
-    return Summary(
-        cursor=result.cursor,
-        job_id=result.job_id,
-        group_id=result.group_id,
-        sample=result.sample,
-        environment=result.environment,
-        task_id=result.task_id,
-        batch_id=result.batch_id,
-        state=result.state.value,
-        reward=result.reward,
-        mask_sample=result.mask_sample,
-        stop_reason=result.stop_reason.value if result.stop_reason else None,
-        failure=failure.kind.value if failure else None,
-        failed_in=failure.stage.value if failure else None,
-        attempts=result.attempts,
-        turns=sum(len(row.turns) for row in rows),
-        tokens=sum(len(row.ids) for row in rows),
-        sampled=sum(turn.end - turn.start for row in rows for turn in row.turns),
-        rows=len(rows),
-        drift=sum(row.drift for row in rows),
-        queued_s=times.queued_s,
-        init_s=times.init_s,
-        run_s=times.run_s,
-        eval_s=times.eval_s,
-        model_s=times.model_s,
-        tools_s=times.tools_s,
-    )
+    rows = result.rows
+    return summary_from(result, rows, sum(len(row.ids) for row in rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 from msgspec import Raw, Struct
@@ -113,24 +114,35 @@ def summary_of(line: bytes) -> Summary:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"not a rollout result: {error}") from error
     rows = [*stored.forks, *([stored.trajectory] if stored.trajectory else [])]
-    timings, failure = stored.timings, stored.failure
+    return summary_from(stored, rows, sum(_length(row.ids) for row in rows))
+
+
+def summary_from(result: Any, rows: Sequence[Any], tokens: int) -> Summary:
+    """The summary of what has a result's fields, whoever read it.
+
+    Args:
+        result: a result, or the parts of one that a summary needs.
+        rows: all rows of its trajectory.
+        tokens: of all rows.
+    """
+    timings, failure = result.timings, result.failure
     return Summary(
-        cursor=stored.cursor,
-        job_id=stored.job_id,
-        group_id=stored.group_id,
-        sample=stored.sample,
-        environment=stored.environment,
-        task_id=stored.task_id,
-        batch_id=stored.batch_id,
-        state=stored.state,
-        reward=stored.reward,
-        mask_sample=stored.mask_sample,
-        stop_reason=stored.stop_reason,
-        failure=failure.kind if failure else None,
-        failed_in=failure.stage if failure else None,
-        attempts=stored.attempts,
+        cursor=result.cursor,
+        job_id=result.job_id,
+        group_id=result.group_id,
+        sample=result.sample,
+        environment=result.environment,
+        task_id=result.task_id,
+        batch_id=result.batch_id,
+        state=str(result.state),
+        reward=result.reward,
+        mask_sample=result.mask_sample,
+        stop_reason=str(result.stop_reason) if result.stop_reason else None,
+        failure=str(failure.kind) if failure else None,
+        failed_in=str(failure.stage) if failure else None,
+        attempts=result.attempts,
         turns=sum(len(row.turns) for row in rows),
-        tokens=sum(_length(row.ids) for row in rows),
+        tokens=tokens,
         sampled=sum(turn.end - turn.start for row in rows for turn in row.turns),
         rows=len(rows),
         drift=sum(row.drift for row in rows),
