@@ -61,8 +61,8 @@ class BubblewrapDriver(IsolatedDriver["BubblewrapSandbox"]):
     ) -> None:
         self.program = find_bwrap(bwrap)
         super().__init__(root, templates=templates, limits=limits)
-        #: Makes the processes. One made here stops the loop until it runs its program: 7 to 20 ms on a busy
-        #: machine.
+        #: Makes the processes. One made here stops the loop until it runs its program: 4 to 18 ms on a busy
+        #: machine (0052 in docs/decisions).
         self._starter = Template("starter", TemplateSpec(entries=()))
         self._etc: dict[int, asyncio.Task[Path]] = {}
 
