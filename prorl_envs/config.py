@@ -147,11 +147,12 @@ class ServerSettings(_Section):
 
 
 class NodeSettings(_Section):
-    """Further machines that carry jobs out.
+    """Further machines, and further processes of this one, that carry jobs out.
 
     Args:
-        port: TCP port on which they join, 0 a free one; None leaves all jobs to this machine, where `ray` is
-            None too.
+        port: TCP port on which they join, 0 a free one; None keeps other machines out, but for Ray's.
+        processes: of this machine that carry jobs out, each with an event loop of its own and its share of
+            the pools; 0 leaves them to the service's own process.
         host: address to bind; anything but loopback needs a token.
         token: what nodes prove to know, and the service to them.
         head: whether jobs run on the service's own machine too. Episodes that callers drive always do.
@@ -165,6 +166,7 @@ class NodeSettings(_Section):
     """
 
     port: int | None = Field(default=None, ge=0, le=65_535)
+    processes: int = Field(default=0, ge=0, le=1_024)
     host: str = "127.0.0.1"
     token: SecretStr | None = Field(default=None, min_length=16)
     head: bool = False
@@ -173,6 +175,11 @@ class NodeSettings(_Section):
     ray: str | None = Field(default=None, min_length=1)
     resource: str | None = Field(default=None, min_length=1)
     cpus: float = Field(default=1.0, ge=0)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether jobs run elsewhere than in the service's own process."""
+        return self.port is not None or self.ray is not None or self.processes > 0
 
 
 class ModelSettings(_Section):

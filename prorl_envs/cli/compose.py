@@ -133,7 +133,7 @@ async def rollout_service(
         await stack.enter_async_context(watching(pool))
         offered = await stack.enter_async_context(catalog)
         fleet = None
-        if settings.nodes.port is not None or settings.nodes.ray is not None:
+        if settings.nodes.wanted:
             from prorl_envs.cli.nodes import fleet_of
 
             fleet = await stack.enter_async_context(fleet_of(settings, model, pool, sorted(offered)))

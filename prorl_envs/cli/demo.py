@@ -17,6 +17,8 @@ from prorl_envs.cli.console import err, out, program
 from prorl_envs.cli.rollouts import carry_out
 from prorl_envs.config import Settings
 from prorl_envs.env.base import Task
+from prorl_envs.env.node import default_cache_dir
+from prorl_envs.errors import InputError
 from prorl_envs.policy.types import Sampling
 from prorl_envs.rollout.client import RolloutClient
 from prorl_envs.rollout.defaults import Defaults
@@ -24,7 +26,7 @@ from prorl_envs.rollout.server import serving
 from prorl_envs.rollout.types import AgentLimits, GroupRequest, GroupStatistics
 from prorl_envs.testing.scripted import Behaviour, Mix, Script, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
-from prorl_envs.testing.tokenizer import builtin_renderer
+from prorl_envs.testing.tokenizer import builtin_renderer, tokenizer_folder
 
 #: The slow ones first: their builds go on while the others run.
 FAMILIES = ("swebench", "bash", "ipython")
@@ -157,12 +159,31 @@ def _counts(rewards: Counter[float | None]) -> str:
     return ", ".join(f"{part} x{n}" for part, n in zip(parts, rewards.values(), strict=True))
 
 
+def scripted_tokenizer(settings: Settings) -> Path:
+    """A folder with the tokenizer of the model that is played; written on first use.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    cache = settings.cache_dir or default_cache_dir()
+    try:
+        return tokenizer_folder(cache)
+    except OSError as error:
+        raise InputError(
+            f"the tokenizer cannot be written to {cache}: {error.strerror}",
+            hint="name another place: PRORL_CACHE_DIR",
+        ) from error
+
+
 @asynccontextmanager
-async def _scripted(chosen: Sequence[Chosen], options: DemoOptions) -> AsyncIterator[Model]:
+async def _scripted(
+    settings: Settings, chosen: Sequence[Chosen], options: DemoOptions
+) -> AsyncIterator[Model]:
     server = ScriptedServer(script(chosen), mix=options.mix, seed=options.seed, noncanonical=0.05)
     async with server:
         err.print(f"model server:    {server.url}  (scripted: it plays known solutions, it is no model)")
-        yield Model(servers=[server.url], renderer=builtin_renderer(), name="scripted")
+        folder = str(scripted_tokenizer(settings)) if settings.nodes.wanted else ""
+        yield Model(servers=[server.url], renderer=builtin_renderer(), name="scripted", tokenizer=folder)
 
 
 @asynccontextmanager
@@ -192,7 +213,7 @@ async def demo(settings: Settings, options: DemoOptions, folder: Path, model: Mo
     pools = settings.service.model_copy(update={"init": max(INIT_POOL, settings.service.init)})
     settings = settings.model_copy(update={"service": pools})
     async with (
-        _given(model) if model else _scripted(chosen, options) as behind,
+        _given(model) if model else _scripted(settings, chosen, options) as behind,
         rollout_service(settings, behind) as service,
         serving(service) as url,
         RolloutClient(url) as client,

@@ -8,13 +8,14 @@ import secrets
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from prorl_envs.catalog import Catalog
 from prorl_envs.cli.compose import Model, node, servers_of
 from prorl_envs.cli.console import err
 from prorl_envs.cli.logs import exporting_traces, set_up_logging
+from prorl_envs.cli.running import settled
 from prorl_envs.config import ServiceSettings, Settings
 from prorl_envs.errors import InputError
 from prorl_envs.policy.loading import load_renderer
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 
 #: Seconds between two tries to reach the service: at first, and at most.
 _AGAIN_S, _AGAIN_AT_MOST_S = 1.0, 30.0
+#: What to call on this machine where any of its addresses is bound.
+_HERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 @asynccontextmanager
@@ -67,24 +70,30 @@ async def fleet_of(
         start_s=nodes.start_s,
     )
     fleet = Fleet(pool, terms, head_takes_jobs=nodes.head)
-    if nodes.ray is None:
-        async with joining(fleet, host=host, port=nodes.port or 0, token=token or "loopback"):
-            yield fleet
-        return
-    from prorl_envs.cli.ray_nodes import ray_cluster, ray_nodes  # an extra
+    async with AsyncExitStack() as stack:
+        if nodes.ray is None:
+            token = token or ("loopback" if nodes.port is not None else secrets.token_hex(32))
+            await stack.enter_async_context(joining(fleet, host=host, port=nodes.port or 0, token=token))
+        else:
+            from prorl_envs.cli.ray_nodes import ray_cluster, ray_nodes  # an extra
 
-    token = token or secrets.token_hex(32)  # Ray carries it to them
-    async with ray_cluster(nodes.ray) as address:
-        host = address if is_loopback(host) else host
-        async with (
-            joining(fleet, host=host, port=nodes.port or 0, token=token),
-            ray_nodes(settings, fleet, address, token),
-        ):
-            yield fleet
+            token = token or secrets.token_hex(32)  # Ray carries it to them
+            address = await stack.enter_async_context(ray_cluster(nodes.ray))
+            host = address if is_loopback(host) else host
+            await stack.enter_async_context(joining(fleet, host=host, port=nodes.port or 0, token=token))
+            await stack.enter_async_context(ray_nodes(settings, fleet, address, token))
+        if nodes.processes:
+            from prorl_envs.cli.processes import processes  # which is made of this
+
+            here = f"{_HERE.get(host, host)}:{fleet.port}"
+            await stack.enter_async_context(processes(settings, fleet, here, token))
+        yield fleet
 
 
 def _found(tokenizer: str) -> str:
     """A tokenizer's folder as other machines find it, or its Hub name."""
+    if not tokenizer:
+        return ""  # they have their own
     folder = Path(tokenizer)
     return str(folder.resolve()) if folder.is_dir() else tokenizer
 
@@ -131,6 +140,8 @@ async def work(
     @asynccontextmanager
     async def prepare(welcome: Welcome) -> AsyncIterator[Prepared]:
         folder = settings.model.tokenizer or welcome.tokenizer
+        if not folder:
+            raise InputError("the service names no tokenizer", hint="model.tokenizer: its folder or Hub name")
         renderer = await asyncio.to_thread(load_renderer, str(folder), tool_format=welcome.tool_format)
         model = Model(
             servers=(),
@@ -140,6 +151,7 @@ async def work(
             protocol=welcome.protocol,
         )
         async with node(settings) as opened, Catalog.of(settings) as offered:
+            settled()
             yield Prepared(opened, offered, renderer, servers_of(model).connect)
 
     channel = await connect(host, int(port), token)

@@ -7,13 +7,11 @@ from pathlib import Path
 
 from prorl_envs.catalog import Catalog
 from prorl_envs.cli.console import err, out
-from prorl_envs.cli.demo import Chosen, script
+from prorl_envs.cli.demo import Chosen, script, scripted_tokenizer
 from prorl_envs.config import Settings
-from prorl_envs.env.node import default_cache_dir
 from prorl_envs.errors import InputError
 from prorl_envs.testing.scripted import Behaviour, Mix, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
-from prorl_envs.testing.tokenizer import tokenizer_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +43,6 @@ def read_book(catalog: Catalog, environment: str, data: Path | None) -> ScriptBo
     return script(chosen)
 
 
-def tokenizer(settings: Settings) -> Path:
-    """A folder with the tokenizer of the model that is played; written on first use.
-
-    Raises:
-        InputError: it cannot be written.
-    """
-    cache = settings.cache_dir or default_cache_dir()
-    try:
-        return tokenizer_folder(cache)
-    except OSError as error:
-        raise InputError(
-            f"the tokenizer cannot be written to {cache}: {error.strerror}",
-            hint="name another place: PRORL_CACHE_DIR",
-        ) from error
-
-
 async def serve_script(
     settings: Settings, environment: str, data: Path | None, options: ScriptedOptions
 ) -> None:
@@ -69,7 +51,7 @@ async def serve_script(
     Raises:
         InputError: the data has nothing to play, or the port is taken.
     """
-    book, folder = read_book(Catalog.of(settings), environment, data), tokenizer(settings)
+    book, folder = read_book(Catalog.of(settings), environment, data), scripted_tokenizer(settings)
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)

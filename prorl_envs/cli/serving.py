@@ -3,6 +3,7 @@
 from prorl_envs.cli.compose import Model, rollout_service
 from prorl_envs.cli.console import err
 from prorl_envs.cli.logs import exporting_traces, set_up_logging
+from prorl_envs.cli.running import settled
 from prorl_envs.config import Settings
 from prorl_envs.rollout.server import serve_until_signal
 
@@ -29,4 +30,5 @@ async def serve(settings: Settings, model: Model) -> None:
     with exporting_traces():
         async with rollout_service(settings, model, durable=True) as service:
             fleet = service.fleet
+            settled()
             await serve_until_signal(service, settings.server, ready=ready)

@@ -11,12 +11,16 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
+from pydantic import SecretStr
 
 from prorl_envs.cli.compose import Model, rollout_service
+from prorl_envs.cli.processes import share
 from prorl_envs.config import LimitSettings, NodeSettings, ServiceSettings, Settings
+from prorl_envs.errors import InputError
 from prorl_envs.policy.rendering import TemplateRenderer
 from prorl_envs.rollout.service import RolloutService
-from prorl_envs.rollout.types import GroupRequest, Result
+from prorl_envs.rollout.types import GroupRequest, Result, Stage
+from prorl_envs.sandbox.files import sweep
 from prorl_envs.testing.scripted import Mix, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
 from prorl_envs.testing.tokenizer import tokenizer_folder
@@ -41,14 +45,16 @@ SCRIPT = Path(sys.executable).with_name("prorl-envs")
 
 
 @asynccontextmanager
-async def head(renderer: TemplateRenderer, folder: Path) -> AsyncIterator[tuple[RolloutService, int]]:
+async def head(
+    renderer: TemplateRenderer, folder: Path, nodes: NodeSettings | None = None
+) -> AsyncIterator[tuple[RolloutService, int]]:
     """A service with nodes that no machine has joined yet, and the port for them."""
     tokenizer = tokenizer_folder(folder)
     settings = Settings(
         service=SERVICE,
         cache_dir=folder,
         warm=0,
-        nodes=NodeSettings(port=0),
+        nodes=nodes or NodeSettings(port=0),
         limits=LimitSettings(reserve_bytes=0),
     )
     async with AsyncExitStack() as stack:
@@ -130,3 +136,58 @@ async def test_nodes_work_and_one_that_is_killed_is_replaced_by_another(
             assert [result.attempts for result in (await results(service, 5))[4:]] == [1]
             assert await other.wait() == 0
     assert "leaving when the jobs here are done" in (tmp_path / "other.log").read_text()
+
+
+async def test_processes_of_this_machine_share_the_jobs_and_one_that_is_killed_is_replaced(
+    renderer: TemplateRenderer, tmp_path: Path, run_dir: Path
+) -> None:
+    request = GroupRequest(id="g", environment="bash", task=TASK, samples=4)
+    async with head(renderer, tmp_path, NodeSettings(processes=2)) as (service, _):
+        assert service.fleet is not None
+        await until_ready(service, 2)
+        pools = [view.pools for view in service.fleet.views()]
+        assert [pool and pool[Stage.RUN].limit for pool in pools] == [1, 1]
+        await service.submit([request])
+        links = list(service.fleet.links)
+        while not all(link.orders and link.use for link in links):  # noqa: ASYNC110 - both are at work then
+            await asyncio.sleep(0.02)
+        pids = [int(link.use["pid"]) for link in links]
+        assert os.getpid() not in pids and all(os.getpriority(os.PRIO_PROCESS, pid) == 10 for pid in pids)
+        os.kill(pids[0], signal.SIGKILL)
+        found = await results(service, 4)
+        assert [result.reward for result in found] == [1.0] * 4, [result.failure for result in found]
+        assert max(result.attempts for result in found) == 2
+        await until_ready(service, 2)
+        ready = [link for link in service.fleet.links if link.state == "ready"]
+        assert len(ready) == 2 and links[1] in ready and links[0] not in ready
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert len(sweep(run_dir)) <= 1  # the folder of the process that was killed
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+async def test_processes_join_wherever_the_port_is_bound(
+    renderer: TemplateRenderer, tmp_path: Path, host: str
+) -> None:
+    nodes = NodeSettings(processes=1, host=host, token=SecretStr("a token of sixteen characters"))
+    async with head(renderer, tmp_path, nodes) as (service, _):
+        await until_ready(service, 1)
+
+
+async def test_more_processes_than_episodes_are_refused(renderer: TemplateRenderer, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="3 processes for 2 episodes at once"):
+        async with head(renderer, tmp_path, NodeSettings(processes=3)):
+            pass
+
+
+def test_the_pools_are_shared_out_exactly() -> None:
+    settings = Settings(
+        service=ServiceSettings(init=3, run=10, eval=1, live=11), warm=5, nodes=NodeSettings(processes=4)
+    )
+    parts = [share(settings, index) for index in range(4)]
+    assert [part.service.run for part in parts] == [3, 3, 2, 2]
+    assert [part.service.live for part in parts] == [3, 3, 3, 2]
+    assert [part.service.init for part in parts] == [1, 1, 1, 1]  # none can do without
+    assert [part.warm for part in parts] == [2, 1, 1, 1]
+    assert not any(part.nodes.wanted for part in parts)
