@@ -16,8 +16,8 @@ from prorl_envs.viewer.assets import HEADERS, Asset, assets, page
 from prorl_envs.viewer.episodes import MAX_QUERY, Episodes
 from prorl_envs.viewer.rows import Texts, rows_of
 
-#: Bytes that are read, or looked into, between two answers to the page.
-STEP = 32 << 20
+#: Bytes that are read, or looked into, between two answers to the page; and before the first, which shows rows.
+STEP, FIRST = 64 << 20, 8 << 20
 
 
 def offline_app(results: Episodes, token: str, texts: Texts | None = None) -> Starlette:
@@ -31,7 +31,7 @@ def offline_app(results: Episodes, token: str, texts: Texts | None = None) -> St
 
     async def episodes(request: Request) -> Response:
         """Entries from a number on, after reading on for a while."""
-        more = await asyncio.to_thread(results.extend, STEP)
+        more = await asyncio.to_thread(results.extend, STEP if results.summaries else FIRST)
         generation = results.generation
         known = _number(request.query_params.get("after", "0"))
         same = request.query_params.get("generation", str(generation)) == str(generation)

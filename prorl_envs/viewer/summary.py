@@ -200,9 +200,9 @@ def summary_from(result: Any, rows: Sequence[Any], tokens: int) -> Summary:
         failure=str(failure.kind) if failure else None,
         failed_in=str(failure.stage) if failure else None,
         attempts=result.attempts,
-        turns=sum(len(row.turns) for row in rows),
+        turns=sum([len(row.turns) for row in rows]),
         tokens=tokens,
-        sampled=sum(turn.end - turn.start for row in rows for turn in row.turns),
+        sampled=sum([turn.end - turn.start for row in rows for turn in row.turns]),
         rows=len(rows),
         drift=sum(row.drift for row in rows),
         queued_s=timings.queued_s,
@@ -238,21 +238,26 @@ def _shortened(line: bytes) -> bytes | None:
     parts = [line[:head]]
     while (start := line.find(_IDS, at)) >= 0:
         start += len(_IDS)
-        parts.append(line[at:start])
-        end = _end(line, start)
-        parts.append(b"%d" % (line.count(b",", start, end) + 1 if end > start else 0))
-        for name in (_MASK, _LOGPROBS):
-            if end < 0 or not line.startswith(name, end):
-                return None
-            end = _end(line, end + len(name))
+        mask = _after(line, _MASK, start)
+        logprobs = _after(line, _LOGPROBS, mask)
+        end = _end(line, logprobs)
         if end < 0:
             return None
+        # The mask is as long as the ids, and written shorter.
+        count = 0 if line.startswith(b"]", mask) else line.count(b",", mask, logprobs - len(_LOGPROBS)) + 1
+        parts += [line[at:start], b"%d" % count]
         at = end
     parts.append(line[at:])
     return b"".join(parts)
 
 
+def _after(line: bytes, name: bytes, start: int) -> int:
+    """Where the array `name` begins, which follows the one that begins at `start`; -1 where it does not."""
+    end = _end(line, start)
+    return end + len(name) if end >= 0 and line.startswith(name, end) else -1
+
+
 def _end(line: bytes, start: int) -> int:
     """Where an array of numbers ends that begins at `start`; -1 where there are no numbers alone in it."""
-    end = line.find(b"]", start)
+    end = line.find(b"]", start) if start >= 0 else -1
     return end if line.find(b'"', start, end) < 0 else -1
