@@ -55,7 +55,17 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "viewer": frozenset({"errors"}),
     # A service serves the pages that show it.
     "rollout": frozenset(
-        {"errors", "clock", "config", "env", "tools.types", "policy", "viewer.assets", "viewer.summary"}
+        {
+            "errors",
+            "clock",
+            "config",
+            "env",
+            "tools.types",
+            "policy",
+            "viewer.assets",
+            "viewer.episodes",
+            "viewer.summary",
+        }
     ),
     "testing": frozenset({"errors", "clock", "tools.types", "policy", "env", "sandbox", "rollout"}),
     "cli": frozenset({"*"}),

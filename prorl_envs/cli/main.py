@@ -19,6 +19,7 @@ from prorl_envs.cli.console import out, report
 from prorl_envs.cli.harness import harness
 from prorl_envs.cli.image import image
 from prorl_envs.cli.nemo import gym_root, nemo
+from prorl_envs.cli.sources import SourceArgument
 from prorl_envs.cli.steer import add_commands
 from prorl_envs.cli.view import view
 from prorl_envs.errors import InputError, ProrlError
@@ -60,25 +61,16 @@ def _root(
 
 @cli.command()
 def show(
-    results: Annotated[Path, typer.Argument(help="A results.jsonl.")],
+    source: SourceArgument,
     job: Annotated[str | None, typer.Argument(help="A job id, or the end of one.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON: the whole result, or one line for each.")
+    ] = False,
 ) -> None:
-    """Show one trajectory as a conversation, or list what a file holds."""
-    from prorl_envs.cli.show import render
-    from prorl_envs.cli.tables import samples_table
-    from prorl_envs.rollout.result_files import read_results
+    """Show one trajectory as a conversation, or list what is stored."""
+    from prorl_envs.cli.show import show
 
-    stored = list(read_results(results))
-    if job is None and len(stored) > 1:
-        out.print(samples_table(stored))
-        return
-    chosen = [r for r in stored if job is None or r.job_id == job] or [
-        r for r in stored if job is not None and r.job_id.endswith(job)
-    ]
-    if len(chosen) != 1:
-        what = "no result" if not chosen else f"{len(chosen)} results"
-        raise InputError(f"{what} of {results} match {job!r}", hint=f"prorl-envs show {results} lists them")
-    out.print(render(chosen[0]))
+    show(source, job, as_json=as_json)
 
 
 LlmOption = Annotated[

@@ -15,14 +15,13 @@ from rich.text import Text
 from prorl_envs.catalog import Catalog
 from prorl_envs.cli.compose import node, open_store
 from prorl_envs.cli.console import err, out, plain
+from prorl_envs.cli.sources import is_store
 from prorl_envs.config import ServiceSettings, Settings
 from prorl_envs.env.node import Node
 from prorl_envs.env.replay import Replayed, replay
 from prorl_envs.errors import InputError, RolloutFailure
 from prorl_envs.rollout.result_files import GROUPS, lines_of, ready, write_results
 from prorl_envs.rollout.types import GroupRequest, JobState, Result
-
-_SQLITE = b"SQLite format 3\0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +105,7 @@ async def stored(source: str) -> Stored:
         InputError: there is nothing that can be read.
     """
     found = Stored()
-    if source.startswith(("postgresql://", "postgres://")) or _is_store(Path(source)):
+    if is_store(source):
         async for result, request in _of_store(source):
             found.add(result)
             found.rows[request.id] = request
@@ -123,16 +122,6 @@ async def stored(source: str) -> Stored:
         else:
             found.bad.append(f"{where}: {asked}")
     return found
-
-
-def _is_store(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(len(_SQLITE)) == _SQLITE
-    except OSError as error:
-        raise InputError(
-            f"cannot read {path}: {error.strerror}", hint="a results.jsonl, or a store"
-        ) from error
 
 
 async def _of_store(source: str) -> AsyncIterator[tuple[Result, GroupRequest]]:

@@ -8,6 +8,7 @@ from prorl_envs.cli.console import err, out, plain, program
 from prorl_envs.cli.progress import follow
 from prorl_envs.cli.tables import groups_table, samples_table, tasks_table
 from prorl_envs.rollout.client import RolloutClient
+from prorl_envs.rollout.looking import summarise
 from prorl_envs.rollout.result_files import GROUPS, ready, write_results
 from prorl_envs.rollout.types import GroupRequest, GroupStatistics, Result
 
@@ -39,7 +40,7 @@ async def carry_out(
     write_results(path, results)
     write_results(path.with_name(GROUPS), requests)
     if every_sample:
-        out.print(samples_table(results))
+        out.print(samples_table(map(summarise, results)))
     out.print(tasks_table(results))
     out.print(groups_table(statistics))
     err.print(f"stages: {overlap}")

@@ -1,18 +1,25 @@
 """`prorl-envs show`: one trajectory, readable in a terminal."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
+import msgspec
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from prorl_envs.cli.console import plain
-from prorl_envs.cli.tables import reward_cell, tokens_of
+from prorl_envs.cli.console import out, plain
+from prorl_envs.cli.sources import open_episodes
+from prorl_envs.cli.tables import reward_cell, samples_table, tokens_of
+from prorl_envs.errors import InputError
 from prorl_envs.rollout.types import Result
+from prorl_envs.viewer.summary import Summary
+
+_WRITERS = "this command reads the results.jsonl that `run` and `demo` write, or the store of a service"
 
 STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "magenta"}
 
@@ -95,3 +102,45 @@ def render(result: Result) -> Group:
             Panel(plain(evidence), title="evidence of the grade", title_align="left", border_style="blue")
         )
     return Group(*parts)
+
+
+def show(source: str, job: str | None, *, as_json: bool = False) -> None:
+    """Print one result, or where there are several and none is named, a list.
+
+    Args:
+        source: a file of results, or a store.
+        job: a job id, or the end of one.
+        as_json: for machines.
+
+    Raises:
+        InputError: it cannot be read, or not one result fits.
+    """
+    with closing(open_episodes(source)) as episodes:
+        episodes.extend()
+        if episodes.bad:
+            line, problem = episodes.bad[0]
+            raise InputError(f"{episodes.name}:{line}: {problem}", hint=_WRITERS)
+        if job is None and len(episodes.summaries) > 1:
+            _list(episodes.summaries, as_json)
+            return
+        named = list(enumerate(episodes.summaries))
+        chosen = [number for number, one in named if job is None or one.job_id == job] or [
+            number for number, one in named if job is not None and one.job_id.endswith(job)
+        ]
+        if len(chosen) != 1:
+            what = "no result" if not chosen else f"{len(chosen)} results"
+            of = "" if job is None else f" match {job!r}"
+            raise InputError(f"{what} of {source}{of}", hint=f"prorl-envs show {source} lists them")
+        result = Result.model_validate_json(episodes.line(chosen[0]))
+    if as_json:
+        out.print(result.model_dump_json(), soft_wrap=True, markup=False, highlight=False)
+    else:
+        out.print(render(result))
+
+
+def _list(summaries: Sequence[Summary], as_json: bool) -> None:
+    if as_json:
+        lines = (msgspec.json.encode(one).decode() for one in summaries)
+        out.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
+    else:
+        out.print(samples_table(summaries))

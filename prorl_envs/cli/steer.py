@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from pydantic import BaseModel
+from rich import filesize
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
@@ -141,7 +142,7 @@ def jobs(
 
 def jobs_table(lines: "Sequence[JobLine]") -> Table:
     """One row per unfinished job."""
-    numbers = ("for s", "turns", "tokens", "attempt")
+    numbers = ("for s", "turns", "tokens", "memory", "attempt")
     table = _table("job", "environment", "state", *numbers, "node", numbers=numbers)
     for line in lines:
         where = line.state.value if line.active or line.state == "queued" else f"for {line.state.value}"
@@ -152,6 +153,7 @@ def jobs_table(lines: "Sequence[JobLine]") -> Table:
             f"{line.since_s:.1f}",
             str(line.turns),
             str(line.tokens),
+            "" if line.memory_bytes is None else filesize.decimal(line.memory_bytes),
             str(line.attempts),
             plain(line.node or "here"),
         )

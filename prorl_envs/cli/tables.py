@@ -9,16 +9,14 @@ from rich.table import Table
 from rich.text import Text
 
 from prorl_envs.cli.console import plain
+from prorl_envs.rollout.looking import summarise
 from prorl_envs.rollout.types import GroupStatistics, Result, Timings
+from prorl_envs.viewer.summary import Summary
 
 
 def reward_cell(result: Result) -> Text:
     """A sample's reward, or the kind of failure where there is none."""
-    if result.failure is not None:
-        return Text(result.failure.kind, style="yellow")
-    if result.reward is None:
-        return Text(result.state, style="yellow")
-    return Text(f"{result.reward:g}", style="green" if result.reward > 0 else "red")
+    return _outcome(summarise(result))
 
 
 def tokens_of(result: Result) -> tuple[int, int]:
@@ -26,7 +24,15 @@ def tokens_of(result: Result) -> tuple[int, int]:
     return sum(len(row.ids) for row in result.rows), sum(sum(row.loss_mask) for row in result.rows)
 
 
-def samples_table(results: Iterable[Result]) -> Table:
+def _outcome(one: Summary) -> Text:
+    if one.failure is not None:
+        return Text(plain(one.failure).plain, style="yellow")
+    if one.reward is None:
+        return Text(plain(one.state).plain, style="yellow")
+    return Text(f"{one.reward:g}", style="green" if one.reward > 0 else "red")
+
+
+def samples_table(summaries: Iterable[Summary]) -> Table:
     """One row per sample."""
     table = Table(
         title="samples", title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
@@ -35,17 +41,16 @@ def samples_table(results: Iterable[Result]) -> Table:
         table.add_column(name, overflow="fold")
     for name in ("turns", "tokens", "sampled", "init/run/eval s", "drift"):
         table.add_column(name, justify="right", no_wrap=True)
-    for r in results:
-        tokens, sampled = tokens_of(r)
+    for one in summaries:
         table.add_row(
-            plain(r.job_id),
-            reward_cell(r),
-            f"failed in {r.failure.stage}" if r.failure else r.stop_reason or "",
-            str(sum(len(row.turns) for row in r.rows)),
-            str(tokens),
-            str(sampled),
-            "/".join(f"{s:.1f}" for s in (r.timings.init_s, r.timings.run_s, r.timings.eval_s)),
-            str(sum(row.drift for row in r.rows)),
+            plain(one.job_id),
+            _outcome(one),
+            plain(f"failed in {one.failed_in}" if one.failed_in else one.stop_reason or ""),
+            str(one.turns),
+            str(one.tokens),
+            str(one.sampled),
+            "/".join(f"{seconds:.1f}" for seconds in (one.init_s, one.run_s, one.eval_s)),
+            str(one.drift),
         )
     return table
 

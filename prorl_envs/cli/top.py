@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator, Sequence
 
+from rich import filesize
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -94,8 +95,13 @@ def _pools(view: DashboardView) -> Table:
         bar = ProgressBar(total=pool.limit, completed=min(pool.active, pool.limit), width=_BAR)
         grid.add_row(stage.upper(), bar, f"{pool.active}/{pool.limit} active, {pool.waiting} waiting")
     use = view.sandboxes
+    held = (
+        f"; {filesize.decimal(use.busy_bytes or 0)} busy, {filesize.decimal(use.warm_bytes or 0)} warm"
+        if use.largest_bytes is not None
+        else ""
+    )
     grid.add_row(
-        "BOXES", "", f"{use.busy} busy, {use.warm} warm, {use.starting} starting, {use.failed} failed"
+        "BOXES", "", f"{use.busy} busy, {use.warm} warm, {use.starting} starting, {use.failed} failed{held}"
     )
     return grid
 

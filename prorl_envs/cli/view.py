@@ -11,16 +11,18 @@ from typing import Annotated
 import typer
 
 from prorl_envs.cli.console import err, out
+from prorl_envs.cli.sources import SourceArgument, open_episodes
 from prorl_envs.errors import InputError
-from prorl_envs.viewer.index import Entry, Index
+from prorl_envs.viewer.episodes import Episodes
 from prorl_envs.viewer.rows import Texts
+from prorl_envs.viewer.summary import Summary
 
 #: The tokenizer of the scripted model, which the demo uses.
 SCRIPTED = "scripted"
 
 
 def view(
-    results: Annotated[Path, typer.Argument(metavar="FILE", help="A results.jsonl.")],
+    source: SourceArgument,
     html: Annotated[
         Path | None, typer.Option(help="Write one HTML file, which opens without a server, and end.")
     ] = None,
@@ -42,15 +44,15 @@ def view(
 
     if only and html is None:
         raise InputError("--job chooses what goes into --html", hint="without it the page has a filter")
-    index = Index(results)
+    episodes = open_episodes(source)
     try:
         texts = _texts(tokenizer) if tokenizer else None
         if html is not None:
-            _export(index, html, only or [], texts)
+            _export(episodes, html, only or [], texts)
         else:
-            run(_serve(index, texts, port, browser))
+            run(_serve(episodes, texts, port, browser))
     finally:
-        index.close()
+        episodes.close()
 
 
 def _texts(name: str) -> Texts:
@@ -68,33 +70,34 @@ def _texts(name: str) -> Texts:
     return partial(token_texts, decode)
 
 
-async def _serve(index: Index, texts: Texts | None, port: int, browser: bool) -> None:
+async def _serve(episodes: Episodes, texts: Texts | None, port: int, browser: bool) -> None:
     from prorl_envs.rollout.server import answering
     from prorl_envs.viewer.offline import offline_app
 
     token = secrets.token_urlsafe(24)
-    app = offline_app(index, token, texts)
+    app = offline_app(episodes, token, texts)
     async with answering(app, port=port, last_requests_s=1, log_level="critical") as url:
         link = f"{url}/{token}/"
         out.print(link, soft_wrap=True)
-        err.print(f"{index.path} is at that link, for whoever has it; Ctrl-C ends it")
+        err.print(f"{episodes.name} is at that link, for whoever has it; Ctrl-C ends it")
         err.print(f"from another machine: ssh -L {url.rpartition(':')[2]}:{url.removeprefix('http://')} HOST")
         if browser:
             webbrowser.open(link)
         await asyncio.Event().wait()
 
 
-def _export(index: Index, target: Path, wanted: Sequence[str], texts: Texts | None) -> None:
+def _export(episodes: Episodes, target: Path, wanted: Sequence[str], texts: Texts | None) -> None:
     from prorl_envs.viewer.export import export_html
 
-    index.extend()
-    if index.bad:
-        line, problem = index.bad[0]
-        raise InputError(f"{index.path}:{line}: {problem}", hint="mend or drop the line")
-    chosen = [number for number, entry in enumerate(index.entries) if not wanted or _fits(entry, wanted)]
+    episodes.extend()
+    name = episodes.name
+    if episodes.bad:
+        line, problem = episodes.bad[0]
+        raise InputError(f"{name}:{line}: {problem}", hint="mend or drop the line")
+    chosen = [number for number, one in enumerate(episodes.summaries) if not wanted or _fits(one, wanted)]
     if not chosen:
-        raise InputError(f"nothing in {index.path} fits", hint=f"prorl-envs show {index.path} lists its jobs")
-    content = export_html((index.line(number) for number in chosen), index.path.name, texts)
+        raise InputError(f"nothing in {name} fits", hint=f"prorl-envs show {name} lists its jobs")
+    content = export_html((episodes.line(number) for number in chosen), name, texts)
     try:
         target.write_bytes(content)
     except OSError as error:
@@ -105,6 +108,5 @@ def _export(index: Index, target: Path, wanted: Sequence[str], texts: Texts | No
     err.print(f"{target}: {len(chosen)} {noun}, {len(content) / 1e6:.1f} MB; it opens in any browser")
 
 
-def _fits(entry: Entry, wanted: Sequence[str]) -> bool:
-    summary = entry.summary
-    return any(name in (summary.job_id, summary.group_id) or summary.job_id.endswith(name) for name in wanted)
+def _fits(one: Summary, wanted: Sequence[str]) -> bool:
+    return any(name in (one.job_id, one.group_id) or one.job_id.endswith(name) for name in wanted)

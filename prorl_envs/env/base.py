@@ -93,6 +93,11 @@ class Environment[TaskT: Task](ABC):
     def __init__(self, node: Node) -> None:
         self.node = node
 
+    @property
+    def sandbox_id(self) -> str | None:
+        """The id of the agent's sandbox on this machine, where it has one now. For operators."""
+        return None
+
     @classmethod
     @abstractmethod
     def load(cls, row: Mapping[str, Any]) -> TaskT:

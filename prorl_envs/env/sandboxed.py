@@ -82,6 +82,10 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
         return task  # type: ignore[return-value]  # task_type is the family's TaskT
 
     @property
+    def sandbox_id(self) -> str | None:
+        return None if self._place is None else self._place.sandbox.id
+
+    @property
     def tools(self) -> Sequence[ToolSpec]:
         return (*self.host_tools, *self.sandbox_tools, self.finish_spec)
 

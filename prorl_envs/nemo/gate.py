@@ -201,6 +201,10 @@ class BorrowedSandbox:
         """What was done to keep its limits, the owner is told."""
         return []
 
+    def memory(self) -> int | None:
+        """What it holds, the owner knows."""
+        return None
+
     async def snapshot(self) -> NoReturn:
         raise SandboxError("a borrowed sandbox's files are the owner's to copy")
 

@@ -32,6 +32,7 @@ TENANT_ROUTES = frozenset(
         "/v1/jobs/{job_id:path}/partial",
         "/v1/jobs/{job_id:path}/tokens",
         "/v1/jobs/{job_id:path}/retry",
+        "/v1/search",
         "/v1/summaries",
         "/v1/results",
         "/v1/results/stream",

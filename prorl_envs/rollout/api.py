@@ -33,6 +33,7 @@ from prorl_envs.rollout.routes_models import add_models
 from prorl_envs.rollout.routes_nodes import add_nodes
 from prorl_envs.rollout.routes_operation import add_operation
 from prorl_envs.rollout.routes_results import add_results, json_response
+from prorl_envs.rollout.routes_search import add_search
 from prorl_envs.rollout.service import RolloutService
 from prorl_envs.rollout.types import GroupRequest, Result
 from prorl_envs.rollout.views import (
@@ -85,6 +86,7 @@ def create_app(service: RolloutService, settings: ServerSettings) -> FastAPI:
     )
     _add_errors(app)
     add_dashboard(app, service)
+    add_search(app, service)
     _add_groups(app, service, settings, keyring)
     add_results(app, service, settings)
     add_batches(app, service, settings)

@@ -97,6 +97,27 @@ class PostgresStore(SqlStore):
         await super().aclose()
 
 
+def open_to_read(url: str) -> tuple[str, "_View"]:
+    """What the database is called, and a connection to it that takes no lock and writes nothing.
+
+    Raises:
+        InputError: it cannot be read, or holds no store.
+    """
+    name = _name(url)
+    try:
+        with contextlib.ExitStack() as stack:
+            view = _View(url)
+            stack.callback(view.close)
+            [there] = view.execute("SELECT to_regclass(?)", (f"{SCHEMA}.owner",)).fetchone() or (None,)
+            if there is None:
+                raise InputError(f"{name} holds no store", hint="serve --store makes one")
+            _check_format(view.session())
+            stack.pop_all()
+            return name, view
+    except psycopg.Error as error:
+        raise InputError(f"the store {name} cannot be read: {str(error).strip()}") from error
+
+
 class _Session:
     """A connection that speaks as `sqlite3.Connection` does, and is opened again once it is broken."""
 
@@ -243,10 +264,7 @@ def _prepare(session: psycopg.Connection[Any]) -> int:
         if there is None:
             session.execute(f"CREATE SCHEMA IF NOT EXISTS {SCHEMA}".encode())
             session.execute(_FORMATS[0].encode())
-        [version] = session.execute("SELECT format FROM owner").fetchone() or (0,)
-        if version > len(_FORMATS):
-            hint = "open it with the version that wrote it, or begin a new database"
-            raise InputError(f"the store has format {version}; this is {len(_FORMATS)}", hint=hint)
+        version = _check_format(session)
         for step in _FORMATS[max(version, 1) :]:
             session.execute(step.encode())
         counted = session.execute(
@@ -254,6 +272,14 @@ def _prepare(session: psycopg.Connection[Any]) -> int:
         )
         [epoch] = counted.fetchone() or (0,)
         return int(epoch)
+
+
+def _check_format(session: psycopg.Connection[Any]) -> int:
+    [version] = session.execute("SELECT format FROM owner").fetchone() or (0,)
+    if version > len(_FORMATS):
+        hint = "open it with the version that wrote it, or begin a new database"
+        raise InputError(f"the store has format {version}; this is {len(_FORMATS)}", hint=hint)
+    return int(version)
 
 
 def _plain(parameters: Sequence[Any]) -> tuple[Any, ...]:

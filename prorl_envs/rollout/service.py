@@ -35,6 +35,7 @@ from prorl_envs.rollout.news import EVERYTHING, News
 from prorl_envs.rollout.nodes.fleet import Fleet
 from prorl_envs.rollout.placement import Limits
 from prorl_envs.rollout.restart import sort_out
+from prorl_envs.rollout.sandbox_memory import SandboxMemory
 from prorl_envs.rollout.scheduler import Pause, Scheduler
 from prorl_envs.rollout.stages import Family
 from prorl_envs.rollout.statistics import group_statistics
@@ -131,7 +132,8 @@ class RolloutService:
             idle_s=self.settings.episode_idle_s,
         )
         #: What a dashboard shows, and what it may change.
-        self.steering = Steering(self, self._engine, lambda: node.use)
+        self._memory = SandboxMemory(self.clock, node.memory)
+        self.steering = Steering(self, self._engine, lambda: node.use, self._memory.look)
         self.watch = Watch(self.clock, self.store, self.steering.now, self.settings.keep_results)
         #: What `/metrics` shows.
         self.metrics = Metrics(self.status, lambda: node.use, lambda: self.batches.views())
@@ -196,6 +198,7 @@ class RolloutService:
             log.error("%d jobs do not end; their sandboxes end with the node", len(self._engine.scheduler))
         self.state = ServiceState.STOPPED
         await self.watch.aclose()
+        await self._memory.aclose()
         self._news.tell()
 
     # How it is operated.

@@ -11,7 +11,7 @@ from prorl_envs.rollout.store import StoredBatch, batch_conflict
 from prorl_envs.rollout.types import split_job_id
 
 if TYPE_CHECKING:
-    from prorl_envs.rollout.sqlite_store import Connection
+    from prorl_envs.rollout.sql_looking import Connection
 
 
 def keep(db: "Connection", batch: StoredBatch) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from prorl_envs.errors import InputError
+from prorl_envs.rollout.looking import ARRAYS, body_of
 from prorl_envs.rollout.types import Result
 
 #: In the file's header, so that a database of another program is not taken for one of ours.
@@ -65,7 +66,6 @@ CREATE TABLE batch_tasks (
 """
 FORMATS = (_FORMAT_1, _FORMAT_2, _FORMAT_3, _FORMAT_4)
 SCHEMA_VERSION = len(FORMATS)
-_ARRAYS = ("ids", "loss_mask", "logprobs")
 
 
 def lock(path: Path) -> int:
@@ -102,18 +102,62 @@ def open_file(path: Path) -> sqlite3.Connection:
         raise InputError(f"the store {path} cannot be opened: {error}") from error
 
 
-def _prepare(db: sqlite3.Connection) -> None:
-    def pragma(text: str) -> Any:
-        return db.execute(f"PRAGMA {text}").fetchone()[0]
+def open_to_read(path: Path) -> sqlite3.Connection:
+    """A connection to a store that a service may have open. It writes nothing and takes no lock of ours.
 
-    empty = db.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0] == 0
-    if not empty and pragma("application_id") != _APPLICATION_ID:
+    Raises:
+        InputError: it cannot be read, or is no store.
+    """
+    try:
+        with contextlib.ExitStack() as stack:
+            db = _connect_to_read(path, "mode=ro")
+            stack.callback(db.close)
+            _version(db)
+            stack.pop_all()
+            return db
+    except (OSError, sqlite3.Error) as error:
+        raise InputError(f"the store {path} cannot be read: {error}") from error
+
+
+def _connect_to_read(path: Path, how: str) -> sqlite3.Connection:
+    db = sqlite3.connect(f"{path.resolve().as_uri()}?{how}", uri=True, check_same_thread=False)
+    try:
+        db.execute("SELECT count(*) FROM sqlite_schema")
+    except sqlite3.OperationalError:
+        db.close()
+        # In a folder that is closed to us, what readers share cannot be made. Nobody writes where nothing is
+        # left to be written back; then it is not needed either.
+        beside = path.with_name(path.name + "-wal")
+        if how == "mode=ro" and not (beside.exists() and beside.stat().st_size):
+            return _connect_to_read(path, "immutable=1")
+        raise
+    return db
+
+
+def _version(db: sqlite3.Connection) -> int:
+    """The format of a store; 0 where the file is empty.
+
+    Raises:
+        InputError: it is none of ours, or newer.
+    """
+
+    def pragma(name: str) -> int:
+        return int(db.execute(f"PRAGMA {name}").fetchone()[0])
+
+    if db.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0] == 0:
+        return 0
+    if pragma("application_id") != _APPLICATION_ID:
         raise InputError("the file is a database of another program", hint="name another file")
-    version = 0 if empty else pragma("user_version")
-    if version > SCHEMA_VERSION or (version < 1 and not empty):
+    version = pragma("user_version")
+    if not 1 <= version <= SCHEMA_VERSION:
         hint = "open it with the version that wrote it, or begin a new file"
         raise InputError(f"the store has format {version}; this is {SCHEMA_VERSION}", hint=hint)
-    if pragma("journal_mode = WAL") != "wal":
+    return version
+
+
+def _prepare(db: sqlite3.Connection) -> None:
+    version = _version(db)
+    if db.execute("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
         raise InputError("the file system of the store has no shared memory", hint="use a local disk")
     db.execute("PRAGMA synchronous = FULL")
     if version < SCHEMA_VERSION:
@@ -128,7 +172,7 @@ def _environment_of(request: bytes) -> str:
 
 def pack(result: Result) -> tuple[bytes | None, ...]:
     """The columns from `body` on. The body is JSON without the token arrays."""
-    body = result.model_dump_json(exclude={"cursor": True, "trajectory": set(_ARRAYS)}).encode()
+    body = body_of(result)
     trajectory = result.trajectory
     if trajectory is None:
         return (zlib.compress(body, 1), None, None, None)
@@ -145,7 +189,7 @@ def unpack(row: Sequence[Any]) -> Result:
     cursor, _, _, _, body, *columns, _ = row
     fields = json.loads(zlib.decompress(body))
     if fields["trajectory"] is not None:
-        fields["trajectory"] |= dict(zip(_ARRAYS, map(_list, columns), strict=True))
+        fields["trajectory"] |= dict(zip(ARRAYS, map(_list, columns), strict=True))
     return Result.model_validate({**fields, "cursor": cursor})
 
 

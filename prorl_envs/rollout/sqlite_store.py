@@ -17,17 +17,18 @@ import os
 import sqlite3
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from prorl_envs.errors import FailureKind, ProrlError
-from prorl_envs.rollout import sqlite_batches
+from prorl_envs.rollout import sql_looking, sqlite_batches
 from prorl_envs.rollout.batch_types import BatchTask
 from prorl_envs.rollout.errors import NotFound, Unavailable
+from prorl_envs.rollout.looking import Hits
+from prorl_envs.rollout.sql_looking import Connection, condition
 from prorl_envs.rollout.sqlite_file import lock, open_file, pack, unpack
 from prorl_envs.rollout.store import (
     ALL,
@@ -42,34 +43,10 @@ from prorl_envs.rollout.store import (
     token_count,
 )
 from prorl_envs.rollout.types import GroupRequest, JobState, Result, split_job_id
+from prorl_envs.viewer.summary import Summary
 
 #: Rows looked at together when the oldest results go: mostly one is over the bounds.
 _TRIM_ROWS = 16
-
-
-class Rows(Protocol):
-    """What a statement found."""
-
-    @property
-    def rowcount(self) -> int: ...
-    def fetchone(self) -> Any: ...
-    def fetchall(self) -> list[Any]: ...
-    def __iter__(self) -> Iterator[Any]: ...
-
-
-class Connection(Protocol):
-    """As much of `sqlite3.Connection` as the store uses. A block of it commits, or rolls back on an error."""
-
-    def execute(self, sql: str, parameters: Sequence[Any] = ..., /) -> Rows: ...
-    def executemany(self, sql: str, parameters: Iterable[Sequence[Any]], /) -> object: ...
-    def __enter__(self) -> object: ...
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-        /,
-    ) -> object: ...
 
 
 class SqlStore:
@@ -137,6 +114,12 @@ class SqlStore:
         self, after: int, limit: int, *, max_tokens: int = PAGE_TOKENS, only: Selection = ALL
     ) -> list[Result]:
         return await self._read(partial(self._results, after, limit, max_tokens, only))
+
+    async def summaries(self, after: int, limit: int, *, only: Selection = ALL) -> list[Summary]:
+        return await self._read(partial(sql_looking.summaries, self._view, after, limit, only))
+
+    async def search(self, text: str, after: int, limit: int, *, only: Selection = ALL) -> Hits:
+        return await self._read(partial(sql_looking.search, self._view, text, after, limit, only))
 
     async def result(self, job_id: str) -> Result:
         return await self._read(partial(self._result, job_id))
@@ -377,7 +360,7 @@ class SqlStore:
         return newest or 0
 
     def _results(self, after: int, limit: int, max_tokens: int, only: Selection) -> list[Result]:
-        condition, values = _condition(only)
+        where, values = condition(only)
         with self._view:  # both queries see the same moment
             self._view.execute("BEGIN")
             first = self._view.execute("SELECT min(cursor) FROM results").fetchone()[0]
@@ -385,7 +368,7 @@ class SqlStore:
                 raise expired(first - 1, after)
             # Sizes first: what a page cannot hold is not read.
             sizes = self._view.execute(
-                f"SELECT cursor, tokens FROM results WHERE cursor > ?{condition} ORDER BY cursor LIMIT ?",
+                f"SELECT cursor, tokens FROM results WHERE cursor > ?{where} ORDER BY cursor LIMIT ?",
                 (after, *values, limit),
             ).fetchall()
             if not sizes:
@@ -397,7 +380,7 @@ class SqlStore:
                     break
                 last = cursor
             rows = self._view.execute(
-                f"SELECT * FROM results WHERE cursor > ? AND cursor <= ?{condition} ORDER BY cursor",
+                f"SELECT * FROM results WHERE cursor > ? AND cursor <= ?{where} ORDER BY cursor",
                 (after, last, *values),
             ).fetchall()
         return [unpack(row) for row in rows]
@@ -452,37 +435,6 @@ def _value_or_refusal(work: Callable[[], Any]) -> Any:
         return work()
     except ProrlError as refusal:
         return refusal
-
-
-def _condition(only: Selection) -> tuple[str, list[str]]:
-    """A selection as SQL. Groups are looked up by their id; the rest is tried on one result after the other,
-    since a reader has read most of them already."""
-    condition = ""
-    values: list[str] = []
-
-    def one_of(column: str, wanted: Collection[str]) -> str:
-        values.extend(sorted(wanted))
-        return f"{column} IN ({', '.join('?' * len(wanted))})"
-
-    if only.groups:
-        ids = one_of("id", only.groups)
-        condition += f" AND cursor IN (SELECT cursor FROM groups JOIN jobs USING (number) WHERE {ids})"
-    if only.environments:
-        names = one_of("environment", only.environments)
-        condition += f" AND EXISTS (SELECT 1 FROM groups WHERE groups.number = results.number AND {names})"
-    if only.prefix:
-        condition += (
-            " AND EXISTS (SELECT 1 FROM groups WHERE groups.number = results.number"
-            " AND substr(id, 1, length(?)) = ?)"
-        )
-        values.extend([only.prefix, only.prefix])
-    if only.states:
-        states = one_of("state", only.states)
-        condition += (
-            " AND EXISTS (SELECT 1 FROM jobs WHERE jobs.number = results.number"
-            f" AND jobs.cursor = results.cursor AND {states})"
-        )
-    return condition, values
 
 
 def _same(known: bytes, text: bytes) -> bool:

@@ -7,7 +7,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from prorl_envs.config import ServiceSettings
-from prorl_envs.env.node import NodeUse
+from prorl_envs.env.node import MemoryUse, NodeUse
 from prorl_envs.errors import InputError
 from prorl_envs.rollout.engine import Engine
 from prorl_envs.rollout.episode import Episode
@@ -33,13 +33,20 @@ class Steering:
     Args:
         service: whose jobs they are.
         engine: carries them out.
-        use: of the service's own machine, now.
+        use: of the service's own machine, now; `memory`: of its sandboxes, of late.
     """
 
-    def __init__(self, service: "RolloutService", engine: Engine, use: Callable[[], NodeUse]) -> None:
+    def __init__(
+        self,
+        service: "RolloutService",
+        engine: Engine,
+        use: Callable[[], NodeUse],
+        memory: Callable[[], MemoryUse],
+    ) -> None:
         self._service = service
         self._engine = engine
         self._use = use
+        self._memory = memory
 
     def now(self) -> Now:
         """The service at this moment."""
@@ -50,6 +57,7 @@ class Steering:
             status=service.status(),
             attempts_limit=self._engine.scheduler.attempts,
             use=self._use(),
+            memory=self._memory(),
             batches=service.batches.views(),
             nodes=service.fleet.views() if service.fleet is not None else [],
             running=[self._line(episode) for episode in longest],
@@ -128,7 +136,8 @@ class Steering:
 
     def _line(self, episode: Episode) -> JobLine:
         active, now = episode.id in self._engine.running, self._service.clock.monotonic()
-        ledger = episode.attempt.transcript.ledger
+        ledger, environment = episode.attempt.transcript.ledger, episode.attempt.environment
+        sandbox = None if environment is None else environment.sandbox_id
         return JobLine(
             id=episode.id,
             group_id=episode.request.id,
@@ -141,4 +150,5 @@ class Steering:
             turns=0 if ledger is None else ledger.turns,
             tokens=0 if ledger is None else len(ledger),
             node=episode.node,
+            memory_bytes=self._memory().busy.get(sandbox) if sandbox else None,
         )

@@ -4,16 +4,20 @@ The store knows what was asked for, how often each job was started, and what cam
 between is the service's, so a job costs three writes however many turns it takes.
 """
 
+import asyncio
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Protocol
 
 from prorl_envs.errors import FailureKind
 from prorl_envs.rollout.batch_types import BatchRequest, BatchTask
 from prorl_envs.rollout.errors import Conflict, CursorExpired, NotFound
+from prorl_envs.rollout.looking import Hits, body_of, look_through, summarise
 from prorl_envs.rollout.types import GroupRequest, JobState, Result, split_job_id
+from prorl_envs.viewer.summary import Summary
 
 #: Most tokens of one page of results: a token is some 25 bytes of JSON.
 PAGE_TOKENS = 500_000
@@ -187,6 +191,15 @@ class Store(Protocol):
         """
         ...
 
+    async def summaries(self, after: int, limit: int, *, only: Selection = ALL) -> list[Summary]:
+        """The same results in short, whatever is gone."""
+        ...
+
+    async def search(self, text: str, after: int, limit: int, *, only: Selection = ALL) -> Hits:
+        """Which results with a cursor greater than `after` have a text in a string; a step of it, that looks
+        at `limit` of them at most."""
+        ...
+
     async def result(self, job_id: str) -> Result:
         """Raises: NotFound: no such job, it is not finished, or its result is no longer kept."""
         ...
@@ -327,12 +340,8 @@ class MemoryStore:
     ) -> list[Result]:
         if 0 < after < self._dropped:
             raise expired(self._dropped, after)
-        first = max(after, self._dropped) + 1
         page: list[Result] = []
-        for cursor in range(first, self._cursor + 1):
-            result = self._results[cursor]
-            if result not in only:
-                continue
+        for result in self._after(after, only):
             max_tokens -= token_count(result)
             if page and max_tokens < 0:
                 break
@@ -340,6 +349,14 @@ class MemoryStore:
             if len(page) == limit:
                 break
         return page
+
+    async def summaries(self, after: int, limit: int, *, only: Selection = ALL) -> list[Summary]:
+        return [summarise(result) for result in islice(self._after(after, only), limit)]
+
+    async def search(self, text: str, after: int, limit: int, *, only: Selection = ALL) -> Hits:
+        page = list(islice(self._after(after, only), limit))
+        bodies = ((result.cursor, body_of(result)) for result in page)
+        return await asyncio.to_thread(look_through, bodies, text, after)
 
     async def result(self, job_id: str) -> Result:
         entry, sample = self._job(job_id)
@@ -385,6 +402,11 @@ class MemoryStore:
 
     async def aclose(self) -> None:
         """Nothing to end."""
+
+    def _after(self, after: int, only: Selection) -> Iterator[Result]:
+        first = max(after, self._dropped) + 1
+        kept = (self._results[cursor] for cursor in range(first, self._cursor + 1))
+        return (result for result in kept if result in only)
 
     def _entry(self, group_id: str) -> _Entry:
         entry = self._entries.get(group_id)

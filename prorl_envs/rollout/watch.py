@@ -10,13 +10,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from prorl_envs.clock import Clock
-from prorl_envs.env.node import NodeUse
+from prorl_envs.env.node import MemoryUse, NodeUse
 from prorl_envs.rollout.batch_types import BatchView
-from prorl_envs.rollout.errors import CursorExpired, Full
+from prorl_envs.rollout.errors import Full
+from prorl_envs.rollout.looking import summarise
 from prorl_envs.rollout.statistics import deviation
 from prorl_envs.rollout.store import Selection, Store
 from prorl_envs.rollout.types import JobState, Result
@@ -30,10 +31,11 @@ from prorl_envs.rollout.watch_views import (
     SandboxesView,
     SummaryPage,
 )
-from prorl_envs.viewer.summary import Summary, summary_from
+from prorl_envs.viewer.summary import Summary
 
-#: Most summaries that are kept, and of these how many are read from the store when they are first asked for.
-KEPT, FROM_STORE = 20_000, 2_000
+#: Most summaries that are kept of results since the start, and that are read from the store of those before
+#: it when they are first asked for; and how many of these at once.
+KEPT, AT_ONCE = 20_000, 500
 #: Seconds of a bucket, and how many there are.
 BUCKET_S, BUCKETS = 10.0, 60
 #: Results, and single calls, that percentiles are of.
@@ -43,24 +45,19 @@ GROUPS = 24
 MOST_STREAMS = 64
 
 
-def summarise(result: Result) -> Summary:
-    """A result in short: the same as `summary_of` of its JSON."""
-    rows = result.rows
-    return summary_from(result, rows, sum(len(row.ids) for row in rows))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Now:
     """The service at this moment, without its results.
 
     Args:
         status, attempts_limit, batches, nodes, running: as in `DashboardView`.
-        use: of the machine.
+        use: of the machine; `memory`: of its sandboxes.
     """
 
     status: StatusView
     attempts_limit: int
     use: NodeUse
+    memory: MemoryUse
     batches: list[BatchView]
     nodes: list[NodeView]
     running: list[JobLine]
@@ -84,7 +81,10 @@ class Watch:
         self._buckets: dict[int, Bucket] = {}
         self._calls: deque[float] = deque(maxlen=CALLS)
         self._tools: deque[float] = deque(maxlen=CALLS)
-        self._restoring: asyncio.Task[None] | None = None
+        self._before: list[Summary] = []
+        self._reading = asyncio.Lock()
+        self._start: int | None = None  # cursor of the first result that is not of before
+        self._read_to, self._all_read = 0, False
         self._streams = 0
         self._made: tuple[float, DashboardView] | None = None
         self._ended = asyncio.Event()
@@ -114,8 +114,10 @@ class Watch:
             limit: most of them.
             only: by prefix alone.
         """
-        await self._restored()
-        found = [summary for summary in self._recent if summary.cursor > after]
+        async with self._reading:
+            await self._read_on(after, limit, only)
+        known = chain(self._before, self._since_start() if self._all_read else ())
+        found = [summary for summary in known if summary.cursor > after]
         mine = list(islice((one for one in found if one.group_id.startswith(only.prefix)), limit))
         whole = len(mine) < limit and bool(found)
         return SummaryPage(
@@ -136,26 +138,27 @@ class Watch:
         """Cursor of the newest summary."""
         return self._recent[-1].cursor if self._recent else 0
 
-    async def _restored(self) -> None:
-        """Once: read the last results of before from the store."""
-        if self._restoring is None or (self._restoring.done() and self._restoring.exception()):
-            self._restoring = asyncio.create_task(self._restore())
-        await asyncio.shield(self._restoring)
+    async def _read_on(self, after: int, limit: int, only: Selection) -> None:
+        """Read results of before the start from the store, until so many are there as are asked for."""
+        if self._start is None:
+            self._start = self._recent[0].cursor if self._recent else await self._store.newest() + 1
+            self._read_to = max(0, self._start - 1 - KEPT)
 
-    async def _restore(self) -> None:
-        until = self._recent[0].cursor if self._recent else await self._store.newest() + 1
-        after = max(0, until - 1 - FROM_STORE)
-        found: list[Summary] = []
-        try:
-            while page := await self._store.results(after, 64):
-                found += [summarise(result) for result in page if result.cursor < until]
-                after = page[-1].cursor
-                if after >= until - 1:
-                    break
-        except CursorExpired:  # what was dropped meanwhile is not shown
-            pass
-        if room := KEPT - len(self._recent):
-            self._recent.extendleft(reversed(found[-room:]))
+        def wanted(found: Iterable[Summary]) -> int:
+            return sum(one.cursor > after and one.group_id.startswith(only.prefix) for one in found)
+
+        missing = limit - wanted(self._before)
+        while missing > 0 and not self._all_read:
+            page = await self._store.summaries(self._read_to, AT_ONCE)
+            fresh = [summary for summary in page if summary.cursor < self._start]
+            self._before += fresh
+            self._all_read = len(fresh) < AT_ONCE
+            self._read_to = fresh[-1].cursor if fresh else self._read_to
+            missing -= wanted(fresh)
+
+    def _since_start(self) -> Iterator[Summary]:
+        """Those of the results since the start that the store was not asked for."""
+        return (one for one in self._recent if self._start is None or one.cursor >= self._start)
 
     # Looking.
 
@@ -168,14 +171,14 @@ class Watch:
 
     def _view(self, now: float) -> DashboardView:
         look = self._look()
-        lately = list(islice(reversed(self._recent), LATELY))
+        lately = list(islice(chain(reversed(self._recent), reversed(self._before)), LATELY))
         rewards = [summary.reward for summary in lately if summary.reward is not None]
         bucket = int(now // BUCKET_S)
         return DashboardView(
             time=time.time(),
             status=look.status,
             attempts_limit=look.attempts_limit,
-            sandboxes=_sandboxes(look.use),
+            sandboxes=_sandboxes(look.use, look.memory),
             history=[
                 self._buckets.get(number, Bucket()) for number in range(bucket - BUCKETS + 1, bucket + 1)
             ],
@@ -230,9 +233,6 @@ class Watch:
     async def aclose(self) -> None:
         """End every stream."""
         self._ended.set()
-        if self._restoring is not None and not self._restoring.done():
-            self._restoring.cancel()
-            await asyncio.wait({self._restoring})
 
 
 def percentiles(values: Iterable[float]) -> Percentiles | None:
@@ -277,8 +277,9 @@ def _groups(lately: Sequence[Summary]) -> list[GroupLine]:
     return lines
 
 
-def _sandboxes(use: NodeUse) -> SandboxesView:
+def _sandboxes(use: NodeUse, memory: MemoryUse) -> SandboxesView:
     total, available = _memory()
+    known = bool(memory.busy or memory.warm)
     return SandboxesView(
         open=use.open,
         warm=use.warm,
@@ -290,6 +291,9 @@ def _sandboxes(use: NodeUse) -> SandboxesView:
         from_pool=use.from_pool,
         failed=use.failed,
         ready_s=use.seconds / use.given if use.given else None,
+        busy_bytes=sum(memory.busy.values()) if known else None,
+        warm_bytes=sum(memory.warm.values()) if known else None,
+        largest_bytes=max([*memory.busy.values(), *memory.warm.values()]) if known else None,
         memory_bytes=total,
         memory_used_bytes=None if total is None or available is None else total - available,
     )

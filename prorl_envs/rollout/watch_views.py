@@ -23,6 +23,18 @@ class SummaryPage(_View):
     next: int
 
 
+class SearchPage(_View):
+    """A step of a search.
+
+    Args:
+        jobs: ids of those whose result has the text.
+        next: cursor to go on with; the one that was asked for where nothing is left to look at.
+    """
+
+    jobs: list[str]
+    next: int
+
+
 class JobLine(_View):
     """An unfinished job.
 
@@ -33,6 +45,8 @@ class JobLine(_View):
         since_s: seconds it has been so.
         turns, tokens: of its attempt so far; 0 also where another machine carries it out.
         node: where it is, "" for the service's own machine.
+        memory_bytes: what its sandbox holds, as measured some seconds ago; None where nobody looked before,
+            it has none, or it is elsewhere.
     """
 
     id: str
@@ -46,6 +60,7 @@ class JobLine(_View):
     turns: int = 0
     tokens: int = 0
     node: str = ""
+    memory_bytes: int | None = None
 
 
 class JobPage(_View):
@@ -110,6 +125,9 @@ class SandboxesView(_View):
         starts_limit: most that may start at once; None where nothing speaks against more.
         given: given out so far; `from_pool`: of these, those that stood ready; `failed`: could not be had.
         ready_s: mean seconds from asking for one to having it.
+        busy_bytes, warm_bytes: memory that those hold, as it counts towards their limits, measured some
+            seconds ago; None where nobody looked before, or it cannot be told. `largest_bytes`: what the
+            largest holds.
         memory_bytes, memory_used_bytes: of the machine; None where it does not say.
     """
 
@@ -123,6 +141,9 @@ class SandboxesView(_View):
     from_pool: int
     failed: int
     ready_s: float | None
+    busy_bytes: int | None = None
+    warm_bytes: int | None = None
+    largest_bytes: int | None = None
     memory_bytes: int | None
     memory_used_bytes: int | None
 

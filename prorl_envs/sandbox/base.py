@@ -145,6 +145,11 @@ class Sandbox(Protocol):
         """
         ...
 
+    def memory(self) -> int | None:
+        """Bytes of memory that what runs in it holds now, as they count towards its limit; None where that
+        cannot be told apart from others', or it has ended. Blocks for some tenths of a millisecond."""
+        ...
+
     async def spawn(self, entry: str, *, template: str = "base") -> socket.socket:
         """Fork a process from a template into this sandbox and run `entry` there.
 

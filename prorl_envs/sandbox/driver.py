@@ -24,6 +24,7 @@ from prorl_envs.sandbox.mounted import sweep_mounts
 from prorl_envs.sandbox.snapshot import Snapshot, copy_trees
 from prorl_envs.sandbox.template import TEMPLATES, Template, TemplateSpec
 from prorl_envs.sandbox.template_process import ForkRequest, ToolServer
+from prorl_envs.sandbox.watch import memory_of
 
 
 class NodeDriver[S: "NodeSandbox"](ABC):
@@ -236,6 +237,11 @@ class NodeSandbox(ABC):
     def take_notices(self) -> list[str]:
         """See `base.Sandbox`."""
         return self.contained.take_notices()
+
+    def memory(self) -> int | None:
+        """See `base.Sandbox`."""
+        watch = self.contained.watch
+        return None if watch is None or not self.alive else memory_of(watch)
 
     def end(self, why: SandboxError) -> None:
         """Have it closed, for a reason that whoever uses it is told. Called by the watchdog."""

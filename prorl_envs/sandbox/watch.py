@@ -196,11 +196,33 @@ def _judge_processes(watch: Watch, proc: int, found: list[ProcessUse], limit: in
     return False
 
 
+def memory_of(watch: Watch) -> int | None:
+    """Bytes of memory that count towards a sandbox's limit; None where it has none of its own, or has ended.
+    May be called from any thread."""
+    first, root = watch.sandbox.first_pid, watch.sandbox.seen_root
+    if first is None or root is None:
+        return None
+    try:
+        proc = usage.open_proc(root)
+    except OSError:  # it is ending
+        return None
+    try:
+        return _exact(watch, proc, _its_own(watch, usage.processes(proc)))[1]
+    except OSError:
+        return None
+    finally:
+        os.close(proc)
+
+
+def _its_own(watch: Watch, found: list[ProcessUse]) -> list[ProcessUse]:
+    """Without what is ours in there, which is no use of the sandbox's; elsewhere that lies outside."""
+    return [process for process in found if process.pid not in {1, *watch.sandbox.servers_inside}]
+
+
 def _judge_memory(
     watch: Watch, first: int, proc: int, found: list[ProcessUse], limit: int, shared: int
 ) -> int:
-    # What is ours in there is no use of the sandbox's; elsewhere it lies outside.
-    found = [process for process in found if process.pid not in {1, *watch.sandbox.servers_inside}]
+    found = _its_own(watch, found)
     rough = sum(process.memory for process in found) + max(0, shared - watch.shared_before)
     now = time.monotonic()
     if rough < limit and now < watch.closely + _CLOSE_LOOK_S:

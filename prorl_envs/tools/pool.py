@@ -79,6 +79,11 @@ class WarmPool:
         """How many stand ready."""
         return sum(len(stock.ready) for stock in self._stocks.values())
 
+    @property
+    def ready_sandboxes(self) -> frozenset[str]:
+        """The ids of those that stand ready."""
+        return frozenset(place.sandbox.id for stock in self._stocks.values() for _, place in stock.ready)
+
     async def take(self, spec: SandboxSpec, *, python: bool = False) -> Workplace:
         """A workplace that nobody has used: one that stands ready, or a new one. The caller closes it.
 

@@ -3,10 +3,10 @@
 import json
 import os
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 
 from prorl_envs.errors import InputError
+from prorl_envs.viewer.episodes import Found, holds, needles
 from prorl_envs.viewer.summary import Summary, summary_of
 
 #: Longest line that is taken for a result, in bytes.
@@ -16,28 +16,15 @@ MAX_NAMED = 100
 _BLOCK = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A result in the file: its place in bytes, and in short what it is."""
-
-    offset: int
-    length: int
-    summary: Summary
-
-
 class Index:
-    """The results of one file, in its order. It may grow while it is looked at, and may be replaced.
-
-    Methods may be called from several threads.
+    """The results of one file, in its order: `Episodes`. It may grow while it is looked at, and may be
+    replaced.
 
     Args:
         path: a JSONL file.
 
     Attributes:
-        entries: what was found so far.
-        bad: lines that are no results, as (number of the line, what is wrong); `bad_lines`: how many.
         read: bytes that were looked at; `size`: of the file, when it was last looked at.
-        generation: how often another file took its place.
 
     Raises:
         InputError: it cannot be opened.
@@ -49,18 +36,14 @@ class Index:
         self._lock = threading.Lock()
         self._open()
 
+    @property
+    def name(self) -> str:
+        return self.path.name
+
     def close(self) -> None:
         self._file.close()
 
     def extend(self, max_bytes: int | None = None) -> bool:
-        """Read on.
-
-        Args:
-            max_bytes: roughly how far; None reads to the end.
-
-        Returns:
-            whether there is more.
-        """
         with self._lock:
             if self._replaced():
                 self._file.close()
@@ -73,36 +56,25 @@ class Index:
             return self.read < self.size and not self._unfinished
 
     def line(self, number: int) -> bytes:
-        """A result as JSON.
-
-        Args:
-            number: of its entry.
-
-        Raises:
-            InputError: there is no such entry, or the file has changed.
-        """
         with self._lock:
-            if not 0 <= number < len(self.entries):
+            if not 0 <= number < len(self._places):
                 raise InputError(f"no episode {number}")
-            entry = self.entries[number]
-            line = os.pread(self._file.fileno(), entry.length, entry.offset)
-        if len(line) < entry.length:
+            offset, length = self._places[number]
+            line = os.pread(self._file.fileno(), length, offset)
+        if len(line) < length:
             raise InputError("the file has become shorter", hint="load the page again")
         return line
 
-    def search(self, text: str) -> list[int]:
-        """The entries whose JSON has this text in a string, written as JSON writes it. Case counts.
-
-        Args:
-            text: what to look for, at least one character.
-        """
-        written = (json.dumps(text, ensure_ascii=ascii_alone)[1:-1] for ascii_alone in (False, True))
-        needles = {words.encode("utf-8", "replace") for words in written}
-        return [
-            number
-            for number in range(len(self.entries))
-            if any(needle in line for line in (self.line(number),) for needle in needles)
-        ]
+    def search(self, text: str, first: int = 0, max_bytes: int | None = None) -> Found:
+        wanted, numbers, number = needles(text), [], first
+        looked_at = 0
+        while number < len(self._places) and (max_bytes is None or looked_at < max_bytes):
+            line = self.line(number)
+            looked_at += len(line)
+            if holds(line, wanted):
+                numbers.append(number)
+            number += 1
+        return Found(numbers, number)
 
     def _open(self) -> None:
         try:
@@ -111,7 +83,8 @@ class Index:
             raise InputError(
                 f"cannot read {self.path}: {error.strerror}", hint="name a results.jsonl"
             ) from error
-        self.entries: list[Entry] = []
+        self.summaries: list[Summary] = []
+        self._places: list[tuple[int, int]] = []  # offset and length of each, in bytes
         self.bad: list[tuple[int, str]] = []
         self.bad_lines = self.read = self._lines = 0
         self._unfinished = False
@@ -137,11 +110,14 @@ class Index:
         self._lines += 1
         if not line.isspace():
             try:
-                self.entries.append(Entry(offset, len(line), summary_of(line)))
+                summary = summary_of(line)
             except InputError as error:
                 self.bad_lines += 1
                 if len(self.bad) < MAX_NAMED:
                     self.bad.append((self._lines, error.message))
+            else:
+                self._places.append((offset, len(line)))
+                self.summaries.append(summary)
         return True
 
 

@@ -1,4 +1,4 @@
-"""Serves a file of results to a browser on this machine. Who has not got the link gets nothing."""
+"""Serves stored results to a browser on this machine. Who has not got the link gets nothing."""
 
 import asyncio
 import hmac
@@ -13,48 +13,46 @@ from starlette.routing import Route
 
 from prorl_envs.errors import InputError
 from prorl_envs.viewer.assets import HEADERS, Asset, assets, page
-from prorl_envs.viewer.index import Index
+from prorl_envs.viewer.episodes import MAX_QUERY, Episodes
 from prorl_envs.viewer.rows import Texts, rows_of
 
-#: Bytes that are indexed between two answers to the page.
-STEP = 32 << 20
-#: Longest text to search for.
-MAX_QUERY = 1000
+#: Bytes that are read, or looked into, between two answers to the page; and before the first, which shows rows.
+STEP, FIRST = 64 << 20, 8 << 20
 
 
-def offline_app(index: Index, token: str, texts: Texts | None = None) -> Starlette:
+def offline_app(results: Episodes, token: str, texts: Texts | None = None) -> Starlette:
     """The application.
 
     Args:
-        index: of the file. The caller closes it.
+        results: what is served. The caller closes it.
         token: first part of every path; unguessable.
         texts: reads tokens; None leaves them numbers.
     """
 
     async def episodes(request: Request) -> Response:
         """Entries from a number on, after reading on for a while."""
-        more = await asyncio.to_thread(index.extend, STEP)
-        generation = index.generation
+        more = await asyncio.to_thread(results.extend, STEP if results.summaries else FIRST)
+        generation = results.generation
         known = _number(request.query_params.get("after", "0"))
         same = request.query_params.get("generation", str(generation)) == str(generation)
         body = {
-            "file": index.path.name,
-            "size": index.size,
-            "read": index.read,
+            "file": results.name,
+            "size": results.size,
+            "read": results.read,
             "more": more,
             "generation": generation,
-            "bad": index.bad,
-            "bad_lines": index.bad_lines,
+            "bad": results.bad,
+            "bad_lines": results.bad_lines,
             "texts": texts is not None,
-            "entries": [entry.summary for entry in index.entries[known if same else 0 :]],
+            "entries": results.summaries[known if same else 0 :],
         }
         return _json(msgspec.json.encode(body))
 
     async def line(request: Request) -> bytes:
         number = _number(request.path_params["number"])
-        if number >= len(index.entries):  # a link to it, before anybody has asked for the list
-            await asyncio.to_thread(index.extend)
-        return await asyncio.to_thread(index.line, number)
+        if number >= len(results.summaries):  # a link to it, before anybody has asked for the list
+            await asyncio.to_thread(results.extend)
+        return await asyncio.to_thread(results.line, number)
 
     async def episode(request: Request) -> Response:
         return _json(await line(request))
@@ -70,7 +68,9 @@ def offline_app(index: Index, token: str, texts: Texts | None = None) -> Starlet
         text = request.query_params.get("text", "")
         if not 0 < len(text) <= MAX_QUERY:
             raise InputError(f"a text of 1 to {MAX_QUERY} characters is searched for")
-        return _json(msgspec.json.encode({"numbers": await asyncio.to_thread(index.search, text)}))
+        first = _number(request.query_params.get("after", "0"))
+        found = await asyncio.to_thread(results.search, text, first, STEP)
+        return _json(msgspec.json.encode({**found._asdict(), "of": len(results.summaries)}))
 
     async def asset(request: Request) -> Response:
         found = assets().get(request.path_params["name"])

@@ -1,6 +1,7 @@
 """Text from inside on the screens of those who run the service: it must not steer their terminals."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from rich.console import Console, RenderableType
 
 from prorl_envs.cli import console, progress, show, tables
 from prorl_envs.errors import FailureKind, GraderError, InputError, printable
+from prorl_envs.rollout.looking import summarise
 from prorl_envs.rollout.types import Failure, GroupStatistics, JobState, Result, Stage, StopReason, Timings
 
 #: Window titles, the clipboard, an answer typed back, another direction of writing, a bell, an 8-bit escape.
@@ -47,13 +49,27 @@ def followed() -> progress.Picture:
     [
         show.render(result(failed=True)),
         show.render(result(failed=False)),
-        tables.samples_table([result(failed=True), result(failed=False)]),
+        tables.samples_table([summarise(result(failed=True)), summarise(result(failed=False))]),
+        tables.samples_table([replace(summarise(result(failed=True)), failure=EVIL, failed_in=EVIL)]),
+        tables.samples_table(
+            [replace(summarise(result(failed=False)), reward=None, state=EVIL, stop_reason=EVIL)]
+        ),
         tables.tasks_table([result(failed=True)]),
         tables.groups_table([group()]),
         followed(),
         console.plain(EVIL),
     ],
-    ids=["failure", "episode", "samples", "tasks", "groups", "progress", "plain"],
+    ids=[
+        "failure",
+        "episode",
+        "samples",
+        "failures of any kind",
+        "ends of any kind",
+        "tasks",
+        "groups",
+        "progress",
+        "plain",
+    ],
 )
 def test_what_the_commands_show_is_harmless(shown: RenderableType, tmp_path: Path) -> None:
     with (tmp_path / "screen").open("w", encoding="utf-8") as file:  # where a lone surrogate is an error

@@ -80,6 +80,8 @@ async def test_a_tenant_watches_and_repeats_only_its_own(bench: Any, connect: Co
     async with httpx.AsyncClient(transport=transport, base_url="http://h") as http:
         said = await http.get("/v1/summaries", headers={"Authorization": f"Bearer {ALICE}"})
         assert [one["job_id"] for one in said.json()["summaries"]] == ["alice/a/0"]
+        found = await http.get("/v1/search?text=Do", headers={"Authorization": f"Bearer {ALICE}"})
+        assert found.json()["jobs"] == ["alice/a/0"]
         for what in ("tokens", "partial"):
             answer = await http.get(f"/v1/jobs/free/0/{what}", headers={"Authorization": f"Bearer {ALICE}"})
             assert answer.status_code == 404

@@ -255,7 +255,7 @@ async def test_the_document_names_every_route_and_error(client: httpx.AsyncClien
         "/v1/jobs",
         "/v1/jobs/{job_id}",
         *(f"/v1/jobs/{{job_id}}/{what}" for what in ("partial", "tokens", "retry")),
-        *("/v1/dashboard", "/v1/dashboard/stream", "/v1/summaries", "/v1/limits"),
+        *("/v1/dashboard", "/v1/dashboard/stream", "/v1/summaries", "/v1/search", "/v1/limits"),
         "/v1/jobs/{job_id}/result",
         "/v1/jobs/{job_id}/token",
         "/v1/results",

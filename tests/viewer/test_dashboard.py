@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ from prorl_envs.policy.pool import ModelPool
 from prorl_envs.rollout.client import RolloutClient
 from prorl_envs.rollout.server import serving
 from prorl_envs.rollout.service import RolloutService
+from prorl_envs.rollout.sqlite_store import SqliteStore
 from prorl_envs.rollout.types import GroupRequest
 from prorl_envs.testing.tokenizer import builtin_renderer
 from prorl_envs.testing.toy import ToyModel, ToyWorld, empty_node
@@ -77,6 +79,12 @@ async def test_it_moves_as_the_service_does(chromium: Any, watched: tuple[Watche
         await page.get_by_text("6 episodes").wait_for()
         await bench.submit("step1/b", 2)
         await page.get_by_text("8 episodes").wait_for()  # the list grows by itself
+        await page.get_by_label("In what was said").fill("Mend it.")
+        await page.keyboard.press("Enter")
+        await page.get_by_text("0 episodes of 8").wait_for()
+        await bench.submit("step1/c", 1, instruction="Mend it.")
+        await page.get_by_text("1 episode of 9").wait_for()  # and so does what a search has found
+        assert "step1/c/0" in await page.get_by_role("grid").inner_text()
 
 
 async def test_it_is_steered_from_the_page(chromium: Any, watched: tuple[Watched, str]) -> None:
@@ -134,8 +142,8 @@ async def test_the_token_is_asked_for_and_stays_in_the_tab(chromium: Any) -> Non
             assert (await http.get("/dashboard/")).headers["content-security-policy"] == POLICY
             assert (await http.get("/dashboard/main.js")).status_code == 200
             assert (await http.get("/dashboard/secrets")).status_code == 404
-            for path in ("/v1/dashboard", "/v1/dashboard/stream", "/v1/summaries", "/v1/jobs"):
-                assert (await http.get(path)).status_code == 401
+            for path in ("dashboard", "dashboard/stream", "summaries", "jobs", "search?text=a"):
+                assert (await http.get(f"/v1/{path}")).status_code == 401
         context = await chromium.new_context()
         page = await context.new_page()
         await page.goto(f"{url}/dashboard")
@@ -214,11 +222,9 @@ async def test_unfinished_jobs_and_limits(watched: tuple[Watched, str]) -> None:
         await client.cancel_group("g")
 
 
-async def test_summaries_of_before_come_from_the_store(tmp_path: Any) -> None:
-    from prorl_envs.rollout.sqlite_store import SqliteStore
-
+async def test_summaries_of_before_come_from_the_store(tmp_path: Path) -> None:
     renderer = builtin_renderer()
-    told = []
+    told: list[list[tuple[str, int]]] = []
     for name in ("old", "new"):
         store = SqliteStore(tmp_path / "store.db")
         model = ToyModel(renderer, lambda *_: FINISH)
@@ -227,8 +233,12 @@ async def test_summaries_of_before_come_from_the_store(tmp_path: Any) -> None:
             row = {"id": "t", "instruction": "Do."}
             await client.submit([GroupRequest(id=name, environment="toy", task=row, samples=3)])
             await client.group(name, wait_s=30)
-            page = (await http.get(f"{url}/v1/summaries")).json()
-            told.append([(one["group_id"], one["cursor"]) for one in page["summaries"]])
+            told.append([])
+            after, more = 0, True
+            while more:  # as a page reads them
+                page = (await http.get(f"{url}/v1/summaries?limit=2&after={after}")).json()
+                told[-1] += [(one["group_id"], one["cursor"]) for one in page["summaries"]]
+                after, more = page["next"], bool(page["summaries"])
         await store.aclose()
     old = [("old", 1), ("old", 2), ("old", 3)]
     assert told == [old, [*old, ("new", 4), ("new", 5), ("new", 6)]]

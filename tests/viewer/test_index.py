@@ -1,16 +1,18 @@
 """The index of a file of results, as it is, as it grows, and as hostile as a file can be."""
 
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from prorl_envs.errors import InputError
+from prorl_envs.rollout.looking import body_of, summarise
 from prorl_envs.rollout.types import Result, Trajectory
-from prorl_envs.rollout.watch import summarise
 from prorl_envs.viewer.index import MAX_NAMED, Index
-from prorl_envs.viewer.summary import summary_of
+from prorl_envs.viewer.summary import summary_of, summary_of_body
 from tests.viewer.conftest import result, written
 
 
@@ -28,9 +30,44 @@ def forked(job: str) -> Result:
     return result(job, forks=[whole, empty], attempts=2, batch_id="b")
 
 
-@pytest.mark.parametrize("one", [result(), failed("g/1"), forked("a/b/2")], ids=["done", "failed", "forked"])
-def test_a_line_is_told_as_its_result_is(one: Result) -> None:
-    assert summary_of(one.model_dump_json().encode()) == summarise(one)
+#: Text that would lead astray whoever looked for the parts of a result without regard to quotes.
+BAIT = ',"components":{},"trajectory":{"ids":[1],"loss_mask":[1],"logprobs":[0.0],"state":"failed"}]}'
+
+
+def baited(job: str) -> Result:
+    """The bait as text, as a key, and as the very keys of a result in what it holds."""
+    inner = json.loads('{"x":1' + BAIT[:-2] + "}")
+    said = [{"role": "user", "content": BAIT, BAIT: [BAIT]}]
+    nested = {"a": inner, "trajectory": None, "state": "failed", "timings": {"run_s": 9}, "attempts": 9}
+    return result(job, task_id=BAIT, messages=said, evidence=nested, metadata={"b": inner, BAIT: 1, **nested})
+
+
+WRITTEN: dict[str, Callable[[bytes], bytes]] = {
+    "as it is": lambda line: line,
+    "spaced": lambda line: json.dumps(json.loads(line)).encode(),
+    "sorted": lambda line: json.dumps(json.loads(line), sort_keys=True, separators=(",", ":")).encode(),
+    "reversed": lambda line: json.dumps(
+        dict(reversed(json.loads(line).items())), separators=(",", ":")
+    ).encode(),
+}
+
+
+@pytest.mark.parametrize("way", WRITTEN)
+@pytest.mark.parametrize(
+    "one",
+    [result(), failed("g/1"), forked("a/b/2"), baited("g/3")],
+    ids=["done", "failed", "forked", "baited"],
+)
+def test_a_line_is_told_as_its_result_is(one: Result, way: str) -> None:
+    assert summary_of(WRITTEN[way](one.model_dump_json().encode())) == summarise(one)
+    told = summarise(one)
+    assert summary_of_body(WRITTEN[way](body_of(one)), told.cursor, told.tokens) == told
+
+
+def test_what_a_list_leaves_out_is_not_built() -> None:
+    line = result(messages=[{"role": "user", "content": "x" * 10_000}]).model_dump_json().encode()
+    broken = line.replace(b"xxx", b"x\xffx", 1)  # no UTF-8 in what was said: whoever opens it is told
+    assert summary_of(broken) == summary_of(line)
 
 
 def test_a_summary_says_what_a_list_shows() -> None:
@@ -51,16 +88,16 @@ def test_entries_and_their_lines(tmp_path: Path) -> None:
 def test_it_reads_in_steps_and_goes_on_where_a_run_writes(tmp_path: Path) -> None:
     path = written(tmp_path / "r.jsonl", *(result(f"g/{n}") for n in range(4)))
     index = Index(path)
-    assert index.extend(1) and len(index.entries) == 1
-    assert not index.extend() and len(index.entries) == 4
+    assert index.extend(1) and len(index.summaries) == 1
+    assert not index.extend() and len(index.summaries) == 4
     line = result("g/4").model_dump_json()
     with path.open("a") as file:
         file.write(line[:100])
         file.flush()
-        assert not index.extend() and len(index.entries) == 4, "a line that is being written is not taken"
+        assert not index.extend() and len(index.summaries) == 4, "a line that is being written is not taken"
         file.write(line[100:] + "\n")
     index.extend()
-    assert [entry.summary.job_id for entry in index.entries] == [f"g/{n}" for n in range(5)]
+    assert [one.job_id for one in index.summaries] == [f"g/{n}" for n in range(5)]
     index.close()
 
 
@@ -70,10 +107,10 @@ def test_another_file_in_its_place_is_read_anew(tmp_path: Path) -> None:
     index.extend()
     os.replace(written(tmp_path / "new", result("new/0"), result("new/1")), path)  # noqa: PTH105
     index.extend()
-    assert index.generation == 1 and [entry.summary.group_id for entry in index.entries] == ["new", "new"]
+    assert index.generation == 1 and [one.group_id for one in index.summaries] == ["new", "new"]
     path.unlink()
     index.extend()
-    assert len(index.entries) == 2, "one that was removed is still read"
+    assert len(index.summaries) == 2, "one that was removed is still read"
     index.close()
 
 
@@ -84,7 +121,7 @@ def test_lines_that_are_no_results_are_named_and_passed_over(tmp_path: Path) -> 
         file.write(result("g/1").model_dump_json().encode())  # without an end
     index = Index(path)
     index.extend()
-    assert [entry.summary.job_id for entry in index.entries] == ["g/0", "g/1"]
+    assert [one.job_id for one in index.summaries] == ["g/0", "g/1"]
     assert index.bad_lines == 204 and len(index.bad) == MAX_NAMED and index.bad[0][0] == 3
     index.close()
 
@@ -96,7 +133,9 @@ def test_text_is_found_however_json_writes_it(tmp_path: Path) -> None:
         file.write(msgspec.json.encode(msgspec.json.decode(path.read_bytes().splitlines()[1])) + b"\n")
     index = Index(path)
     index.extend()
-    assert index.search('"häuser"\n<b') == [1, 2] and index.search("Häuser") == []
+    assert index.search('"häuser"\n<b') == ([1, 2], 3) and index.search("Häuser") == ([], 3)
+    assert index.search("häuser", 0, 1) == ([], 1) and index.search("häuser", 1, 1) == ([1], 2), "in steps"
+    assert index.search("häuser", 3) == ([], 3)
     index.close()
 
 

@@ -1,7 +1,7 @@
 // The list of episodes, or of groups, with what is searched for and ticked beside it.
-import { el, fill } from "./dom.js";
+import { el, fill, say } from "./dom.js";
 import { FACETS, counts, grouped, matcher, parse, sorted, written } from "./filter.js";
-import { active, count, number, outcome, plural, seconds, tone } from "./format.js";
+import { active, count, number, outcome, percent, plural, seconds, tone } from "./format.js";
 import { VirtualList } from "./list.js";
 
 /** A reward as a chip; what has none says so. */
@@ -43,7 +43,7 @@ function link(entry) {
 /** The page. Returns {node, news, end}. */
 export function episodesPage(source, query) {
   const state = parse(query);
-  let inside = null;
+  let inside = null; // what a search in what was said has come to: {text, generation, keys, next, share, busy}
   const facets = el("div", {});
   const wide = matchMedia("(min-width: 721px)").matches;
   const summary = el("p", { class: "quiet summary", role: "status" });
@@ -52,10 +52,10 @@ export function episodesPage(source, query) {
     type: "search", id: "filter", value: state.text, placeholder: "words", autocomplete: "off", spellcheck: "false", "aria-describedby": "filter-help",
     on: { input: () => change({ text: field.value }) },
   });
-  const deep = source.searches && el("form", { class: "field", on: { submit: (event) => { event.preventDefault(); change({ inside: deepField.value }); lookInside(); } } });
+  const deep = el("form", { class: "field", on: { submit: (event) => { event.preventDefault(); change({ inside: deepField.value }); lookInside(); } } });
   const deepField = el("input", { type: "search", id: "inside", value: state.inside, placeholder: "exact text, then Enter", autocomplete: "off", maxlength: "1000", spellcheck: "false" });
   deepField.addEventListener("search", () => { if (!deepField.value) { change({ inside: "" }); lookInside(); } });
-  if (deep) deep.append(el("label", { for: "inside" }, "In what was said"), deepField);
+  deep.append(el("label", { for: "inside" }, "In what was said"), deepField);
   const lists = {
     episodes: new VirtualList({ label: "Episodes", columns: EPISODES, onOpen: (entry) => { location.hash = link(entry); }, onSort, empty: "No episode fits." }),
     groups: new VirtualList({ label: "Groups", columns: GROUPS.map((column) => ({ ...column, sortable: false })), onOpen: (group) => { location.hash = `#/group/${encodeURIComponent(group.key)}`; }, empty: "No group fits." }),
@@ -79,17 +79,38 @@ export function episodesPage(source, query) {
     change({ sort: id, descending: state.sort === id ? !state.descending : id !== "task" && id !== "job" && id !== "end" });
   }
 
+  /** Search in what was said: on from where the last search for the same text ended. */
   async function lookInside() {
-    inside = null;
-    if (state.inside) {
-      fill(summary, "looking …");
-      inside = await source.search(state.inside);
-    }
+    const { generation } = source;
+    if (!state.inside) inside = null;
+    else if (inside?.text !== state.inside || inside.generation !== generation) inside = { text: state.inside, generation, keys: new Set(), next: null, share: 0, busy: false };
     draw();
+    const mine = inside;
+    if (!mine || mine.busy) return;
+    mine.busy = true;
+    try {
+      for (let more = true; more && mine === inside; ) {
+        const { keys, next, share } = await source.look(mine.text, mine.next);
+        for (const key of keys) mine.keys.add(key);
+        more = next !== mine.next;
+        Object.assign(mine, { next, share });
+        if (more) draw();
+      }
+    } catch (error) {
+      say(error.message);
+    } finally {
+      mine.busy = false;
+      draw();
+    }
+  }
+
+  function news() {
+    draw();
+    if (inside && !inside.busy) lookInside();
   }
 
   function draw() {
-    const pool = inside ? source.entries.filter((entry) => inside.has(entry.key)) : source.entries;
+    const pool = inside ? source.entries.filter((entry) => inside.keys.has(entry.key)) : source.entries;
     const fitting = pool.filter(matcher(state));
     const held = facets.contains(document.activeElement) ? { ...document.activeElement.dataset } : null;
     fill(facets, FACETS.map((facet) => ticks(facet, counts(pool, state, facet))));
@@ -102,8 +123,9 @@ export function episodesPage(source, query) {
     const all = source.entries.length === fitting.length ? "" : ` of ${count(source.entries.length)}`;
     const rewards = fitting.filter(({ reward }) => reward !== null);
     const mean = rewards.length ? `, mean reward ${number(rewards.reduce((sum, { reward }) => sum + reward, 0) / rewards.length)}` : "";
-    const reading = source.progress < 1 ? ` (${Math.floor(source.progress * 100)}% of the file read)` : "";
-    fill(summary, `${plural(fitting.length, "episode")}${all}${mean}${reading}`);
+    const reading = source.progress < 1 ? `, ${percent(source.progress)} read` : "";
+    const looking = inside?.busy && inside.share < 1 ? `, ${percent(inside.share)} looked through …` : "";
+    fill(summary, `${plural(fitting.length, "episode")}${all}${mean}${reading}${looking}`);
     problem.hidden = !source.problems;
     fill(problem, source.problems);
   }
@@ -123,5 +145,5 @@ export function episodesPage(source, query) {
 
   draw();
   if (state.inside) lookInside();
-  return { node, title: "Episodes", news: draw, end: () => Object.values(lists).forEach((list) => list.end()) };
+  return { node, title: "Episodes", news, end: () => Object.values(lists).forEach((list) => list.end()) };
 }

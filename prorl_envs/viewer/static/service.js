@@ -221,7 +221,8 @@ function sandboxes(use) {
     el("dl", { class: "facts-list" }, [
       ["to have one", use.ready_s === null ? "–" : `${seconds(use.ready_s)} on average`], ["given", `${count(use.given)}, ${count(use.from_pool)} stood ready`],
       ["failed", count(use.failed)],
-    ].map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
+      use.busy_bytes !== null && ["memory", `${bytes(use.busy_bytes)} busy, ${bytes(use.warm_bytes)} warm; the largest ${bytes(use.largest_bytes)}`],
+    ].filter(Boolean).map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
     use.memory_bytes && el("div", {}, el("p", { class: "quiet" }, `machine memory ${bytes(use.memory_used_bytes)} of ${bytes(use.memory_bytes)}`), gauge(use.memory_used_bytes, use.memory_bytes, { label: "machine memory", kind: use.memory_used_bytes > 0.9 * use.memory_bytes ? "bad" : "" })),
   ];
 }
@@ -258,6 +259,7 @@ function jobsPanel() {
     { id: "since", name: "For", width: "5.5rem", numeric: true, cell: (line) => seconds(line.since_s) },
     { id: "turns", name: "Turns", width: "4rem", numeric: true, wide: true, cell: (line) => count(line.turns) },
     { id: "tokens", name: "Tokens", width: "5rem", numeric: true, wide: true, cell: (line) => count(line.tokens) },
+    { id: "memory", name: "Memory", width: "5.5rem", numeric: true, wide: true, cell: (line) => (line.memory_bytes === null ? "–" : bytes(line.memory_bytes)) },
     { id: "node", name: "Node", width: "6rem", wide: true, cell: (line) => line.node || "here" },
     { id: "cancel", name: "", width: "4rem", numeric: true, cell: (line) => el("button", { type: "button", class: "link", tabindex: "-1", "aria-label": `Cancel ${line.id}`, on: { click: () => control.cancelJob(line.id) } }, "cancel") },
   ];

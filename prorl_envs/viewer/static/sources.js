@@ -2,9 +2,11 @@
 import { client } from "./client.js";
 
 /** The source that the page names. Each has
- *  - kind, and what it can do: `texts` (reads tokens), `searches` (looks into what was said);
+ *  - kind, and what it can do: `texts` (reads tokens);
  *  - load(onNews): bring `entries`, summaries each with its `key`; calls onNews as more is there;
- *  - episode(key): the whole result; tokens(key): the text of each token by row; search(text): keys. */
+ *  - episode(key): the whole result; tokens(key): the text of each token by row;
+ *  - look(text, from): a step of a search in what was said, from null or the last step's `next`: {keys, next, share}
+ *    with the share of all that has been looked through. Nothing is left where `next` stays as it was. */
 export function source(kind) {
   if (kind === "live") return new Live();
   return kind === "file" ? new File() : new Embedded();
@@ -14,7 +16,7 @@ class Source {
   entries = [];
   problems = "";
   texts = false;
-  searches = true;
+  generation = 0; // counts how often other entries took the place of these
 
   entry(key) {
     return this.entries.find((entry) => entry.key === key);
@@ -28,17 +30,16 @@ class Source {
 class File extends Source {
   kind = "file";
   title = "";
-  #generation = 0;
   #timer = 0;
 
   async load(onNews) {
     clearTimeout(this.#timer);
     let more = true;
     while (more) {
-      const page = await client.get(`api/episodes?after=${this.entries.length}&generation=${this.#generation}`);
-      const fresh = page.generation !== this.#generation;
+      const page = await client.get(`api/episodes?after=${this.entries.length}&generation=${this.generation}`);
+      const fresh = page.generation !== this.generation;
       if (fresh) this.entries = [];
-      this.#generation = page.generation;
+      this.generation = page.generation;
       const first = this.entries.length;
       for (const [i, entry] of page.entries.entries()) this.entries.push({ ...entry, key: String(first + i) });
       ({ more, file: this.title, texts: this.texts } = page);
@@ -57,9 +58,9 @@ class File extends Source {
     return (await client.get(`api/episodes/${key}/tokens`)).rows;
   }
 
-  async search(text) {
-    const found = await client.get(`api/search?text=${encodeURIComponent(text)}`);
-    return new Set(found.numbers.map(String));
+  async look(text, from) {
+    const found = await client.get(`api/search?text=${encodeURIComponent(text)}&after=${from ?? 0}`);
+    return { keys: found.numbers.map(String), next: found.next, share: found.of ? found.next / found.of : 1 };
   }
 }
 
@@ -90,21 +91,26 @@ class Embedded extends Source {
     return this.data.tokens[Number(key)] ?? [];
   }
 
-  async search(text) {
+  async look(text, from) {
     const needle = JSON.stringify(text).slice(1, -1);
-    return new Set(this.entries.filter(({ key }) => JSON.stringify(this.data.results[Number(key)]).includes(needle)).map(({ key }) => key));
+    const fits = ({ key }) => JSON.stringify(this.data.results[Number(key)]).includes(needle);
+    return { keys: from === null ? this.entries.filter(fits).map(({ key }) => key) : [], next: this.entries.length, share: 1 };
   }
 }
 
 class Live extends Source {
   kind = "live";
   texts = true;
-  searches = false;
   title = "";
   #next = 0;
   #keys = new Set();
+  #loaded = null;
 
-  async load(onNews) {
+  load(onNews) {
+    return (this.#loaded = this.#load(onNews));
+  }
+
+  async #load(onNews) {
     for (let some = true; some; ) {
       const page = await client.get(`/v1/summaries?after=${this.#next}&limit=1000`);
       some = page.summaries.length > 0;
@@ -134,7 +140,12 @@ class Live extends Source {
     return (await client.get(`/v1/jobs/${encodeURIComponent(key)}/tokens`)).rows;
   }
 
-  async search() {
-    return new Set();
+  async look(text, from) {
+    await this.#loaded; // the oldest that is listed is known only then
+    const cursors = this.entries.map(({ cursor }) => cursor);
+    const first = cursors.reduce((a, b) => Math.min(a, b), Infinity) - 1, last = cursors.reduce((a, b) => Math.max(a, b), 0);
+    if (!cursors.length) return { keys: [], next: from, share: 1 };
+    const found = await client.get(`/v1/search?text=${encodeURIComponent(text)}&after=${from ?? first}`);
+    return { keys: found.jobs, next: found.next, share: Math.min(1, (found.next - first) / (last - first)) };
   }
 }

@@ -1,0 +1,27 @@
+"""What sandboxes hold, as operators see it."""
+
+import pytest
+
+from prorl_envs.env.node import Node
+from prorl_envs.sandbox.base import SandboxSpec
+
+pytestmark = pytest.mark.anyio
+
+#: Holds 50 MB until it is killed.
+HOLD = "python3 -c 'held = bytearray(50 << 20); print(1, flush=True); input()' < <(sleep 60) > out &"
+SEEN = "until test -s out; do sleep 0.02; done"
+
+
+async def test_what_a_command_holds_is_its_sandboxs(node: Node) -> None:
+    first, second = await node.workplace(SandboxSpec()), await node.workplace(SandboxSpec())
+    before = await node.memory()
+    assert before.busy.keys() == {first.sandbox.id, second.sandbox.id} and not before.warm
+    assert (await first.tools.bash(f"{HOLD}\n{SEEN}", timeout_s=30)).ok
+    after = await node.memory()
+    grown = after.busy[first.sandbox.id] - before.busy[first.sandbox.id]
+    assert 50 << 20 <= grown < 70 << 20
+    assert after.busy[second.sandbox.id] - before.busy[second.sandbox.id] < 5 << 20
+    await first.aclose()
+    assert (await node.memory()).busy.keys() == {second.sandbox.id}
+    await second.aclose()
+    assert first.sandbox.memory() is None

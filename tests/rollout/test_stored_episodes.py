@@ -1,0 +1,132 @@
+"""A store as those see it who look at it, beside the service that writes it."""
+
+import json
+import os
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from prorl_envs.errors import InputError
+from prorl_envs.rollout.looking import summarise
+from prorl_envs.rollout.sqlite_store import SqliteStore
+from prorl_envs.rollout.store import MemoryStore, NewGroup, Selection, Store
+from prorl_envs.rollout.stored_episodes import StoredEpisodes
+from prorl_envs.rollout.types import GroupRequest, Result
+from tests.viewer.conftest import result
+
+pytestmark = pytest.mark.anyio
+
+ROW = {"id": "fix-it", "instruction": "Do."}
+
+
+async def keep(store: Store, *results: Result) -> list[Result]:
+    groups = dict.fromkeys(one.group_id for one in results)
+    await store.submit(
+        [NewGroup(GroupRequest(id=g, environment="bash", task=ROW, samples=8), "t") for g in groups]
+    )
+    return [await store.record(one) for one in results]
+
+
+def said(job: str, words: str) -> Result:
+    return result(job, messages=[{"role": "user", "content": words}])
+
+
+async def test_it_is_read_beside_the_service_that_writes_it(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    store = SqliteStore(path)
+    kept = await keep(store, result("g/0"), result("g/1", reward=0.0), said("h/0", "näher"))
+    episodes = StoredEpisodes.of_file(path)
+    assert episodes.extend(1) and episodes.read == 1 < episodes.size == 3
+    assert not episodes.extend() and episodes.summaries == [summarise(one) for one in kept]
+    assert [Result.model_validate_json(episodes.line(n)) for n in range(3)] == kept
+    [late] = await keep(store, result("h/1"))
+    assert not episodes.extend() and episodes.summaries[3:] == [summarise(late)]
+    assert episodes.search("näher") == ([2], 4) and episodes.search("Mend", 1) == ([1, 3], 4)
+    assert episodes.search("Mend", 0, 1) == ([0], 1) and episodes.search("Mend", 4) == ([], 4)
+    with pytest.raises(InputError, match="no episode 4"):
+        episodes.line(4)
+    episodes.close()
+    await store.aclose()
+
+
+async def test_what_the_service_drops_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    store = SqliteStore(path, max_results=2)
+    await keep(store, result("g/0"), result("g/1"))
+    episodes = StoredEpisodes.of_file(path)
+    episodes.extend()
+    await keep(store, result("h/0"))
+    with pytest.raises(InputError, match="no longer kept"):
+        episodes.line(0)
+    assert not episodes.extend() and len(episodes.summaries) == 3
+    assert episodes.search("Mend") == ([1, 2], 3)
+    episodes.close()
+    await store.aclose()
+
+
+async def test_a_store_is_read_where_nothing_may_be_written(tmp_path: Path) -> None:
+    folder = tmp_path / "closed"
+    folder.mkdir()
+    store = SqliteStore(folder / "store.db")
+    await keep(store, result("g/0"))
+    await store.aclose()
+    before = sorted(folder.iterdir())
+    folder.chmod(0o500)
+    try:
+        episodes = StoredEpisodes.of_file(folder / "store.db")
+        episodes.extend()
+        assert [one.job_id for one in episodes.summaries] == ["g/0"]
+        episodes.close()
+        assert os.geteuid() == 0 or sorted(folder.iterdir()) == before
+    finally:
+        folder.chmod(0o700)
+
+
+async def test_what_is_no_store_is_one_clear_error(tmp_path: Path) -> None:
+    other = sqlite3.connect(tmp_path / "other.db")
+    other.execute("CREATE TABLE t (x)")
+    other.close()
+    for name, words in (("other.db", "another program"), ("none.db", "cannot be read")):
+        with pytest.raises(InputError, match=words):
+            StoredEpisodes.of_file(tmp_path / name)
+    assert not (tmp_path / "none.db").exists()
+
+
+@pytest.mark.parametrize("kind", ["memory", "sqlite"])
+async def test_both_stores_tell_and_search_alike(kind: str, tmp_path: Path) -> None:
+    store: Store = (
+        MemoryStore(max_results=5) if kind == "memory" else SqliteStore(tmp_path / "s", max_results=5)
+    )
+    await keep(store, said("alice/g/0", "gone"))
+    kept = await keep(
+        store,
+        *(said(f"alice/g/{n}", f'word {n} "a\nb"') for n in range(1, 4)),
+        said("bob/g/0", "word"),
+        result("x/0"),
+    )
+    assert await store.summaries(0, 9) == [summarise(one) for one in kept]
+    alice = Selection(prefix="alice/")
+    assert [one.sample for one in await store.summaries(2, 9, only=alice)] == [2, 3]
+    assert [one.sample for one in await store.summaries(0, 1)] == [1]
+    assert await store.search("word", 0, 99, only=alice) == ([f"alice/g/{n}" for n in (1, 2, 3)], 4)
+    assert await store.search("word", 0, 2) == (["alice/g/1", "alice/g/2"], 3), "a step of it"
+    assert await store.search("word", 3, 2) == (["alice/g/3", "bob/g/0"], 5)
+    assert await store.search("word", 6, 2) == ([], 6), "nothing is left"
+    assert (await store.search('"a\nb"', 0, 99)).jobs == [f"alice/g/{n}" for n in (1, 2, 3)]
+    assert (await store.search("Word", 0, 99)).jobs == []
+    assert (await store.search("loss_mask", 0, 99)).jobs == [], "the tokens are not looked at"
+    await store.aclose()
+
+
+async def test_forks_count(tmp_path: Path) -> None:
+    whole = result().trajectory
+    assert whole is not None
+    store = SqliteStore(tmp_path / "s")
+    [forked] = await keep(store, result("g/0", forks=[whole]))
+    await store.aclose()
+    episodes = StoredEpisodes.of_file(tmp_path / "s")
+    episodes.extend()
+    assert episodes.summaries == [summarise(forked)] and episodes.summaries[0].rows == 2
+    assert json.loads(episodes.line(0))["forks"] == [whole.model_dump()]
+    episodes.close()
