@@ -3,18 +3,27 @@
 python -m bench.endpoint
 
 A harness's conversation grows turn by turn over one kept connection. The model answers at once, in this
-process. What the service's own loop does in such a turn too (reading the answer, bridging to the next) is
-measured beside it and taken off: the rest is what the endpoint adds, the HTTP of both sides included.
+process, so what is measured is the endpoint alone. In turns with it a bare server of the same kind takes the
+same bytes and gives the same answer without looking at either: what the endpoint takes longer is what it
+adds. Of that, some is what the service's own loop does in such a turn too (reading the answer, bridging to
+the next), which is measured beside it.
+
+The time that passed is of interest on an idle machine; CPU time says the same on a busy one.
 """
 
 import argparse
 import asyncio
 import json
+import socket
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bench.__main__ import machine
 from prorl_envs.clock import SystemClock
@@ -22,15 +31,17 @@ from prorl_envs.policy.link import ServerLink
 from prorl_envs.policy.types import Sampled, Sampling
 from prorl_envs.rollout.agent import Agent, Transcript
 from prorl_envs.rollout.endpoint.app import EndpointApp
+from prorl_envs.rollout.endpoint.doorstep import Doorstep
 from prorl_envs.rollout.endpoint.session import ModelSession
-from prorl_envs.rollout.server import answering
 from prorl_envs.rollout.types import AgentLimits
 from prorl_envs.testing.scripted import as_message
 from prorl_envs.testing.tokenizer import builtin_renderer
 
 SCHEMA = {"type": "object", "properties": {"command": {"type": "string"}}}
 OBSERVATION = "total 0\n-rw-r--r-- 1 agent agent 12 Jan 1 00:00 file.txt\n" * 4
-TURNS = 30
+SAID = "look at the file and say more "
+#: Of these sizes, the context of the last turn, roughly.
+TOKENS = (1_000, 8_000, 32_000)
 
 
 class Instant:
@@ -52,6 +63,19 @@ class Instant:
 
     async def aclose(self) -> None:
         pass
+
+
+class Bare:
+    """A server that reads a request to its end and gives the answer that it was told to give."""
+
+    answer = b""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive()).get("more_body", False):
+            pass
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(self.answer))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": self.answer})
 
 
 def chat(history: list[Any], answer: Any) -> None:
@@ -90,49 +114,80 @@ SHAPES: dict[str, tuple[str, str, Any, Callable[[list[Any], Any], None]]] = {
 }
 
 
-async def measured(shape: str, tokens: int) -> tuple[list[float], list[float], int]:
-    """Seconds that each call but the first took, and of CPU, beside what the loop does too; and how long the
-    context was at last."""
-    path, field, tools, take = SHAPES[shape]
-    model, transcript = Instant(), Transcript()
+@dataclass(slots=True)
+class Spent:
+    """Seconds of each call: that passed, and of CPU."""
+
+    passed: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+    @asynccontextmanager
+    async def counting(self) -> AsyncIterator[None]:
+        began, cpu = time.perf_counter(), time.process_time()
+        yield
+        self.cpu.append(time.process_time() - cpu)
+        self.passed.append(time.perf_counter() - began)
+
+
+@asynccontextmanager
+async def linked(app: ASGIApp, key: str = "") -> AsyncIterator[ServerLink]:
+    """A connection to an application, served as in a sandbox."""
+    doorstep = Doorstep(app, socket.create_server(("127.0.0.1", 0)))
+    link = ServerLink(f"http://127.0.0.1:{doorstep.port}", api_key=key)
+    try:
+        yield link
+    finally:
+        await link.aclose()
+        await doorstep.aclose()
+
+
+async def measured(shape: str, tokens: int, turns: int) -> tuple[Spent, Spent, Spent, int]:
+    """What each call but the first took at the endpoint, at the bare server, and in the loop's own turn; and
+    how long the context was at last."""
+    path, name, tools, take = SHAPES[shape]
+    model, transcript, bare = Instant(), Transcript(), Bare()
     limits = AgentLimits(max_turns=1000, max_tokens=1_000_000)
     agent = Agent(builtin_renderer(), model, SystemClock())
     session = ModelSession(agent, transcript, limits, Sampling(max_tokens=500), "s")
     app = EndpointApp(lambda key: session if key == session.key else None)
-    history: list[Any] = [{"role": "user", "content": "look at the file and say more " * (tokens // 7)}]
-    passed, used = [], []
-    async with answering(app, log_level="critical") as url:
-        link = ServerLink(url, api_key=session.key)
-        for turn in range(TURNS + 1):
-            body = json.dumps({"model": "m", "max_tokens": 500, field: history, "tools": tools}).encode()
-            began, cpu = time.perf_counter(), time.process_time()
-            answer = await link.request("POST", path, body)
-            if turn:
-                passed.append(time.perf_counter() - began)
-                used.append(time.process_time() - cpu)
-                began, cpu = time.perf_counter(), time.process_time()
+    history: list[Any] = [{"role": "user", "content": SAID * (tokens // 7)}]
+    ours, theirs, own = Spent(), Spent(), Spent()
+    async with linked(app, session.key) as link, linked(bare, session.key) as other:
+        for turn in range(turns + 1):
+            body = json.dumps({"model": "m", "max_tokens": 500, name: history, "tools": tools}).encode()
+            async with ours.counting():
+                answer = await link.request("POST", path, body)
+            bare.answer = answer
+            async with theirs.counting():
+                await other.request("POST", path, body)
+            async with own.counting():
                 model.own_turn()
-                passed[-1] -= time.perf_counter() - began
-                used[-1] -= time.process_time() - cpu
+            if not turn:
+                ours, theirs, own = Spent(), Spent(), Spent()
             take(history, json.loads(answer))
-        await link.aclose()
     (row,) = [row for row in [session.recording.trajectory()] if row is not None]
-    assert len(row.turns) == TURNS + 1 and not session.recording.forks and row.drift == 0
-    return passed, used, len(row.ids)
+    assert len(row.turns) == turns + 1 and not session.recording.forks and row.drift == 0
+    return ours, theirs, own, len(row.ids)
 
 
-async def main() -> None:
+def _added(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    return [(mine - other) * 1e3 for mine, other in zip(ours, theirs, strict=True)]
+
+
+async def main(turns: int) -> None:
     print(f"{machine()}\n")
-    print("| shape | context, tokens | added CPU of a call, ms: median | added time: median | p95 |")
-    print("|---|---|---|---|---|")
-    for tokens in (1_000, 8_000, 32_000):
+    print("| shape | context, tokens | added CPU, ms | of it the loop's own | added time, ms | its p95 |")
+    print("|---|---|---|---|---|---|")
+    for tokens in TOKENS:
         for shape in SHAPES:
-            passed, used, length = await measured(shape, tokens)
-            p95 = statistics.quantiles(passed, n=20)[-1] * 1e3
-            cpu, median = statistics.median(used) * 1e3, statistics.median(passed) * 1e3
-            print(f"| {shape} | {length:,} | {cpu:.2f} | {median:.2f} | {p95:.2f} |")
+            ours, theirs, own, length = await measured(shape, tokens, turns)
+            cpu, passed = _added(ours.cpu, theirs.cpu), _added(ours.passed, theirs.passed)
+            loop, p95 = statistics.median(own.cpu) * 1e3, statistics.quantiles(passed, n=20)[-1]
+            numbers = [statistics.median(cpu), loop, statistics.median(passed), p95]
+            print(f"| {shape} | {length:,} | " + " | ".join(f"{number:.2f}" for number in numbers) + " |")
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(prog="python -m bench.endpoint", description=__doc__).parse_args()
-    sys.exit(asyncio.run(main()))
+    parser = argparse.ArgumentParser(prog="python -m bench.endpoint", description=__doc__)
+    parser.add_argument("--turns", type=int, default=30, help="calls of each conversation that are measured")
+    sys.exit(asyncio.run(main(parser.parse_args().turns)))

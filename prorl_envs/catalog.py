@@ -26,7 +26,7 @@ from prorl_envs.config import (
 )
 from prorl_envs.env.agents import BUILT_IN, Offer, Offers, with_tools
 from prorl_envs.env.base import Environment, Task
-from prorl_envs.env.harness.family import with_harness
+from prorl_envs.env.harness.family import with_harness, without_harness
 from prorl_envs.env.harness.recipe import Install, Recipe
 from prorl_envs.env.harness.recipes import RECIPES
 from prorl_envs.env.options import Options, with_options
@@ -247,6 +247,11 @@ class Catalog(Mapping[str, Family]):
         """The environment called `name` alone: entered, no other's server is started."""
         servers = {name: self._servers[name]} if name in self._servers else {}
         return Catalog({name: self.family(name)}, servers)
+
+    def by_hand(self, name: str) -> "Catalog":
+        """The environment called `name` alone, for whoever calls its tools: a harness is left out."""
+        only = self.only(name)
+        return Catalog({name: without_harness(only.family(name))}, only._servers)
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as exits:

@@ -10,7 +10,9 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from prorl_envs.catalog import Catalog, entries
+from prorl_envs.cli.console import err
 from prorl_envs.config import LimitSettings, ServiceSettings, Settings
+from prorl_envs.env.harness.family import harness_of
 from prorl_envs.env.node import Node, default_cache_dir
 from prorl_envs.env.search import SearchSettings
 from prorl_envs.errors import InputError
@@ -29,6 +31,13 @@ from prorl_envs.rollout.sqlite_store import SqliteStore, SqlStore
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.choice import choose_driver, make_driver
 from prorl_envs.sandbox.containment import NodeLimits
+
+
+def by_hand(catalog: Catalog, name: str) -> Catalog:
+    """The environment called `name` alone, for whoever calls its tools. Says that a harness is left out."""
+    if (harness := harness_of(catalog.family(name))) is not None:
+        err.print(f"{name}: without the harness {harness.name}, by the environment's own tools")
+    return catalog.by_hand(name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

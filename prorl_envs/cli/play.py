@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from prorl_envs.catalog import Catalog
-from prorl_envs.cli.compose import node
+from prorl_envs.cli.compose import by_hand, node
 from prorl_envs.cli.console import err, out, plain
 from prorl_envs.cli.show import message_panel
 from prorl_envs.config import Settings
@@ -58,7 +58,7 @@ async def play(settings: Settings, environment: str, task_id: str | None, data: 
     Raises:
         InputError: no such family or task.
     """
-    catalog = Catalog.of(settings)
+    catalog = by_hand(Catalog.of(settings), environment)
     chosen = catalog.family(environment)
     tasks = catalog.tasks(environment, data)
     task = next((task for task in tasks if task_id in (None, task.id)), None)
@@ -66,7 +66,7 @@ async def play(settings: Settings, environment: str, task_id: str | None, data: 
         raise InputError(f"{data} holds no task")
     if task is None:
         raise InputError(f"no task {task_id!r}", hint=", ".join(task.id for task in tasks))
-    async with node(settings) as opened, catalog.only(environment), chosen(opened) as env:
+    async with node(settings) as opened, catalog, chosen(opened) as env:
         with err.status("starting the episode"):
             prompt = await env.init(task)
         for message in prompt.messages:

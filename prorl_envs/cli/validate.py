@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prorl_envs.catalog import Catalog
-from prorl_envs.cli.compose import node
+from prorl_envs.cli.compose import by_hand, node
 from prorl_envs.cli.console import err, out
 from prorl_envs.config import Settings
 from prorl_envs.env.validate import Verdict, validate
@@ -41,7 +41,7 @@ async def validate_file(settings: Settings, environment: str, data: Path | None,
     Raises:
         InputError: no such environment, a row is wrong, or there is nothing to validate.
     """
-    catalog = Catalog.of(settings)
+    catalog = by_hand(Catalog.of(settings), environment)
     chosen = catalog.family(environment)
     tasks = []
     for task in catalog.tasks(environment, data):
@@ -51,7 +51,7 @@ async def validate_file(settings: Settings, environment: str, data: Path | None,
             tasks.append(task)
     if not tasks:
         raise InputError(f"there is no {environment} task that this machine can run")
-    async with node(settings) as opened, catalog.only(environment):
+    async with node(settings) as opened, catalog:
         with Progress(console=err, transient=True, disable=not err.is_terminal) as bar:
             row = bar.add_task(f"validating {environment}", total=len(tasks))
             verdicts = await validate(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prorl_envs.env.base import Environment, Grade, Message, Task
+from prorl_envs.env.harness.family import harness_of
 from prorl_envs.env.node import Node
 from prorl_envs.errors import InputError
 from prorl_envs.tools.types import ToolCall
@@ -53,9 +54,15 @@ async def replay[TaskT: Task](
         tool_timeout_s: seconds a call may take; None takes the family's.
 
     Raises:
-        InputError: a message is not what an agent loop writes down, or a tool is not on offer today.
+        InputError: a message is not what an agent loop writes down, or a tool is not on offer today, or the
+            calls were a harness's.
         RolloutFailure: the episode could not be carried through.
     """
+    if (harness := harness_of(family)) is not None:
+        raise InputError(
+            f"the harness {harness.name} worked on it with tools of its own, which are not called again",
+            hint="roll it out anew",
+        )
     made = differing = 0
     recorded = list(calls_of(messages))
     async with family(node) as environment:

@@ -13,6 +13,7 @@ from prorl_envs.catalog import Catalog
 from prorl_envs.config import load_settings
 from prorl_envs.env.base import Environment, Prompt, Task
 from prorl_envs.env.conversation import Conversation
+from prorl_envs.env.harness.family import harness_of
 from prorl_envs.env.node import Node
 from prorl_envs.errors import InputError, RolloutFailure, StageTimeout
 from prorl_envs.gym.actions import ActionError, parse_action
@@ -97,6 +98,11 @@ class TaskEnv(gymnasium.Env[str, str]):
         self._offered = Catalog.of(load_settings(Path(config) if config else None)).only(environment)
         self._started = False
         self._family = self._offered.family(environment)
+        if (harness := harness_of(self._family)) is not None:
+            raise InputError(
+                f"{environment}: the harness {harness.name} works on its tasks, and takes no actions",
+                hint="take the environment without it, or roll it out: prorl-envs run",
+            )
         self._tasks = {task.id: task for task in self._load(environment, tasks)}
         self._max_turns = max_turns
         self._step_timeout_s = step_timeout_s

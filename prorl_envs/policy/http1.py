@@ -140,10 +140,10 @@ class Connection(asyncio.Protocol):
         self.idle_since = 0.0
         self._answer: asyncio.Future[Answer] | None = None
         self._until_end = False
-        self._heard: Callable[[bytes], None] | None = None
+        self._heard: Callable[[bytes], bool] | None = None
 
     async def exchange(
-        self, head: bytes, body: bytes, *, max_body: int, heard: Callable[[bytes], None] | None = None
+        self, head: bytes, body: bytes, *, max_body: int, heard: Callable[[bytes], bool] | None = None
     ) -> Answer:
         """Send a request and read its answer. Who is cancelled meanwhile closes the connection.
 
@@ -151,7 +151,8 @@ class Connection(asyncio.Protocol):
             head: from `Origin.head`.
             body: of the request.
             max_body: most bytes of the answer's body.
-            heard: told of the body of a successful answer as it comes; must not fail.
+            heard: told of the body of a successful answer as it comes, which is then not kept, and says
+                whether it may go on; must not fail.
 
         Raises:
             Broken: the connection ends, or what comes is not HTTP.
@@ -222,11 +223,14 @@ class Connection(asyncio.Protocol):
         self._until_end = not self._framed
 
     def on_body(self, body: bytes) -> None:
+        if self._heard is not None and self._parser.get_status_code() == HTTPStatus.OK:
+            self._left = self._max_body + MAX_FRAME  # who listens knows how much is too much
+            if not self._heard(body):
+                self._fail(TooLong())
+            return
         self._body += body
         if len(self._body) > self._max_body:
             self._fail(TooLong())
-        elif self._heard is not None and self._parser.get_status_code() == HTTPStatus.OK:
-            self._heard(body)
 
     def on_message_complete(self) -> None:
         if self._parser.get_status_code() < 200:  # news on the way to the answer, of no use here

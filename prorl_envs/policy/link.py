@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TypedDict
+from typing import Protocol, TypedDict
 from urllib.parse import quote
 
 import httpx
@@ -58,6 +58,18 @@ class _Failed:
 
     error: ServerUnavailable
     pause_s: float | None = None
+
+
+class Listener(Protocol):
+    """Is told of an answer as it comes."""
+
+    def begin(self) -> None:
+        """An attempt begins: what was told before is void."""
+        ...
+
+    def feed(self, data: bytes) -> bool:
+        """More of the body; False where it is too much. Does not fail."""
+        ...
 
 
 class LinkOptions(TypedDict, total=False):
@@ -120,7 +132,7 @@ class ServerLink:
         path: str,
         body: bytes | None = None,
         headers: dict[str, str] | None = None,
-        heard: Callable[[bytes], None] | None = None,
+        heard: Listener | None = None,
     ) -> bytes:
         """The body of a successful answer.
 
@@ -128,23 +140,15 @@ class ServerLink:
             method, path: of the request; the path begins with `/`.
             body: JSON.
             headers: further ones.
-            heard: told of the answer as it comes. Where it breaks off after that, it is not tried again.
+            heard: is told of a successful answer as it comes; what is returned is then empty.
 
         Raises:
             ServerUnavailable: no answer within the attempts.
             ProtocolError: the server refuses the request (`Refusal`), or sends too much.
         """
-        attempt, begun = 1, False
-
-        def told(data: bytes) -> None:
-            nonlocal begun
-            begun = True
-            if heard is not None:
-                heard(data)
-
-        tell = told if heard else None
-        while isinstance(outcome := await self._attempt(method, path, body, headers, heard=tell), _Failed):
-            if attempt >= self._limits.attempts or begun:
+        attempt = 1
+        while isinstance(outcome := await self._attempt(method, path, body, headers, heard=heard), _Failed):
+            if attempt >= self._limits.attempts:
                 raise outcome.error
             grown = self._limits.backoff_s * 2 ** (attempt - 1) * (0.5 + self._jitter())
             asked = grown if outcome.pause_s is None else outcome.pause_s
@@ -177,7 +181,7 @@ class ServerLink:
         headers: dict[str, str] | None,
         *,
         control: bool = False,
-        heard: Callable[[bytes], None] | None = None,
+        heard: Listener | None = None,
     ) -> bytes | _Failed:
         seconds = self._limits.control_s if control else self._limits.answer_s
         try:
@@ -203,7 +207,7 @@ class ServerLink:
         headers: dict[str, str] | None,
         *,
         control: bool,
-        heard: Callable[[bytes], None] | None,
+        heard: Listener | None,
     ) -> Answer:
         head = self._origin.head(method, path, len(body), headers)
         async with nullcontext() if control else self._free:
@@ -211,9 +215,11 @@ class ServerLink:
                 raise self._unavailable("is no longer in use")
             connection = self._reuse() or await self._connect()
             self._busy.add(connection)
+            if heard is not None:
+                heard.begin()
             try:
                 return await connection.exchange(
-                    head, body, max_body=self._limits.max_body_bytes, heard=heard
+                    head, body, max_body=self._limits.max_body_bytes, heard=heard.feed if heard else None
                 )
             finally:
                 self._busy.discard(connection)

@@ -10,6 +10,7 @@ from prorl_envs.policy.types import (
     Conversation,
     Heard,
     ModelClient,
+    Partial,
     Sampled,
     Sampling,
     Streaming,
@@ -20,19 +21,21 @@ MAX_PARTS = 16
 
 
 async def in_parts(
-    sample: Callable[[Sequence[int], Sampling], Awaitable[Sampled]],
+    sample: Callable[[Sequence[int], Sampling, Heard | None], Awaitable[Sampled]],
     prompt_ids: Sequence[int],
     sampling: Sampling,
     resample: Callable[[], bool],
+    heard: Heard | None = None,
 ) -> Sampled:
     """Sample a turn to its end. Where it is broken off it goes on from what was sampled (0027 in
     docs/decisions).
 
     Args:
-        sample: samples a part, given the context and how much is left.
+        sample: samples a part, given the context, how much is left, and who is told of it meanwhile.
         prompt_ids: the context of the whole turn.
         sampling: how to sample.
         resample: whether a part that was broken off now is thrown away.
+        heard: told of the turn while it is sampled.
 
     Raises:
         ModelError: it was broken off too often, or what `sample` raises.
@@ -41,7 +44,8 @@ async def in_parts(
     for _ in range(MAX_PARTS):
         begun = whole.ids if whole else ()
         left = sampling.model_copy(update={"max_tokens": sampling.max_tokens - len(begun)})
-        part = await sample([*prompt_ids, *begun] if begun else prompt_ids, left)
+        told = _following(heard, whole) if heard is not None and whole is not None else heard
+        part = await sample([*prompt_ids, *begun] if begun else prompt_ids, left, told)
         whole = continued(whole, part) if whole else part
         if part.finish_reason != "abort":
             return whole
@@ -72,6 +76,12 @@ async def sample_on(
     return await client.generate(prompt_ids, sampling, session=session)
 
 
-def following(heard: Heard, begun: Sequence[int]) -> Heard:
+def _following(heard: Heard, before: Sampled) -> Heard:
     """Tells `heard` of a part of a turn as of what comes behind the parts before it."""
-    return (lambda ids: heard([*begun, *ids])) if begun else heard
+
+    def told(part: Partial) -> None:
+        version = before.weight_version or part.weight_version
+        ids, logprobs = [*before.ids, *part.ids], [*before.logprobs, *part.logprobs]
+        heard(Partial(ids, logprobs, version, part.server))
+
+    return told

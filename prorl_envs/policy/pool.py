@@ -9,7 +9,7 @@ from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.errors import ModelError
 from prorl_envs.policy.balance import ServerState
 from prorl_envs.policy.gate import Gate
-from prorl_envs.policy.parts import following, in_parts, sample_on
+from prorl_envs.policy.parts import in_parts, sample_on
 from prorl_envs.policy.protocol import Overloaded, ServerUnavailable
 from prorl_envs.policy.routing import Router, RouterSnapshot
 from prorl_envs.policy.servers import split_protocol
@@ -166,15 +166,13 @@ class ModelPool:
             ModelError: there is no server, each one is unavailable, or an answer breaks the protocol.
         """
 
-        async def part(ids: Sequence[int], left: Sampling) -> Sampled:
-            told = heard and following(heard, ids[len(prompt_ids) :])
-
+        async def part(ids: Sequence[int], left: Sampling, told: Heard | None) -> Sampled:
             async def on(url: str) -> Sampled:
                 return await sample_on(self._clients[url], ids, left, session, conversation, told)
 
             return await self.turn(session, len(ids), on)
 
-        return await in_parts(part, prompt_ids, sampling, lambda: self._resample)
+        return await in_parts(part, prompt_ids, sampling, lambda: self._resample, heard)
 
     async def turn(self, session: str, tokens: int, sample: Callable[[str], Awaitable[Sampled]]) -> Sampled:
         """Have a turn sampled, or a part of one, on the servers that the router names until one does it.

@@ -26,11 +26,16 @@ from prorl_envs.policy.protocol import (
     neutral_sampling,
     version_name,
 )
-from prorl_envs.policy.types import InFlight, Sampled, Sampling, ServerNews
+from prorl_envs.policy.streams import Events
+from prorl_envs.policy.types import Heard, InFlight, Sampled, Sampling, ServerNews
 
 #: What it calls the ways to treat requests in flight. `retract` puts them back into its queue, so that the
 #: cache can be emptied after the update, and goes on with them.
 _PAUSE_MODES: dict[InFlight, str] = {"finish": "retract", "abort": "abort", "keep": "retract"}
+
+_OTHER_IDS = "{} gave the log-probabilities of other ids than it sampled"
+#: Events of one answer, of a server that tells all again in each.
+_EVENTS = 64
 
 
 class _Reason(msgspec.Struct):
@@ -44,6 +49,7 @@ class _Meta(msgspec.Struct):
     weight_versions: list[WireSpan] | None = None
     cached_tokens: int | None = None
     prompt_tokens: int | None = None
+    completion_tokens: int | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -51,9 +57,154 @@ class _Answer(msgspec.Struct):
     output_ids: list[int] | None = None
 
 
+class _ServerInfo(msgspec.Struct):
+    incremental_streaming_output: bool = False
+    stream_output: bool = False  # what it was called before
+
+
 class _Info(msgspec.Struct):
     model_path: str = ""
     weight_version: str | int | None = None
+
+
+def encode_request(
+    prompt_ids: Sequence[int], sampling: Sampling, stop_ids: Sequence[int], rid: str, interval: int = 0
+) -> bytes:
+    """The body of one request; `interval` is of tokens between events, 0 for an answer in one piece."""
+    params: dict[str, Any] = {
+        **neutral_sampling(sampling),
+        "max_new_tokens": sampling.max_tokens,
+        "stop_token_ids": list(stop_ids),
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+    }
+    if sampling.seed is not None:
+        params["sampling_seed"] = sampling.seed
+    if interval:
+        params["stream_interval"] = interval
+    body = {
+        "rid": rid,
+        "input_ids": msgspec.Raw(ids_json(prompt_ids)),
+        "sampling_params": params,
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "top_logprobs_num": 0,
+        "stream": interval > 0,
+    }
+    return msgspec.json.encode(body)
+
+
+def read_info(body: bytes, server: str) -> ServerNews:
+    """What `/get_model_info` says.
+
+    Raises:
+        ProtocolError: it is of another shape.
+    """
+    try:
+        info = msgspec.json.decode(body, type=_Info)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"{server}/get_model_info is not SGLang's: {error}") from error
+    return ServerNews(info.model_path, version_name(info.weight_version))
+
+
+def read_incremental(body: bytes) -> bool:
+    """What `/get_server_info` says: whether each event of a stream has only what is new."""
+    try:
+        info = msgspec.json.decode(body, type=_ServerInfo)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return False
+    return info.incremental_streaming_output or info.stream_output
+
+
+def read_answer(body: bytes, expected: Expectation) -> Sampled:
+    """Read and check one answer of `/generate`.
+
+    Raises:
+        ProtocolError: anything in it is missing, of the wrong type, or impossible.
+    """
+    return _checked(_decoded(body, expected), expected)
+
+
+class GenerateEvents(Events):
+    """An answer of `/generate` as events, each with what is new or, as servers have it by default, with all
+    there is."""
+
+    def begin(self) -> None:
+        """See `Events.begin`."""
+        self._latest: _Meta | None = None
+        super().begin()
+
+    def _read(self, event: bytes) -> None:
+        answer = _decoded(event, self._expected)
+        meta, known = answer.meta_info, self._partial.ids
+        values, named = _pairs(meta.output_token_logprobs, self._expected)
+        ids = named if answer.output_ids is None else answer.output_ids
+        if ids != named:
+            raise ProtocolError(_OTHER_IDS.format(self._expected.server))
+        # Either way all tokens are counted. In the first event both are the same.
+        again = meta.completion_tokens in (None, len(ids)) and ids[: len(known)] == known
+        new = len(known) if again else 0
+        if meta.completion_tokens not in (None, len(known) + len(ids) - new):
+            raise ProtocolError(f"{self._expected.server} left tokens out of its stream")
+        self._sampled(ids[new:], values[new:], version_name(meta.weight_version))
+        self._latest = meta
+
+    def _judged(self) -> Sampled:
+        if self._latest is None:
+            raise ProtocolError(f"{self._expected.server} ended a stream in which there was nothing")
+        pairs = zip(self._partial.logprobs, self._partial.ids, strict=True)
+        self._latest.output_token_logprobs = [list(pair) for pair in pairs]
+        return _checked(_Answer(self._latest), self._expected)
+
+
+def _decoded(body: bytes, expected: Expectation) -> _Answer:
+    try:
+        return msgspec.json.decode(body, type=_Answer)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"{expected.server} did not answer as SGLang does: {error}") from error
+
+
+def _checked(answer: _Answer, expected: Expectation) -> Sampled:
+    meta = answer.meta_info
+    if meta.prompt_tokens is not None and meta.prompt_tokens != len(expected.prompt_ids):
+        raise ProtocolError(
+            f"{expected.server} read {meta.prompt_tokens} prompt ids, {len(expected.prompt_ids)} were sent",
+            hint="does it truncate prompts?",
+        )
+    values, named = _pairs(meta.output_token_logprobs, expected)
+    ids = check_ids(named if answer.output_ids is None else answer.output_ids, expected)
+    logprobs = check_logprobs(values, len(ids), expected)
+    if list(ids) != named:
+        raise ProtocolError(_OTHER_IDS.format(expected.server))
+    spans = check_spans(meta.weight_versions, len(ids), expected) if meta.weight_versions else ()
+    versions = [*(span.version for span in spans), meta.weight_version]
+    versions += [span.version for span in meta.weight_versions or ()]
+    cached = meta.cached_tokens
+    return Sampled(
+        ids=ids,
+        logprobs=logprobs,
+        finish_reason=check_finish(
+            meta.finish_reason.type if meta.finish_reason else None, len(ids), expected
+        ),
+        weight_version=next((version_name(version) for version in versions if version is not None), ""),
+        server=expected.server,
+        version_spans=spans,
+        cached_tokens=cached if cached is not None and 0 <= cached <= len(expected.prompt_ids) else None,
+    )
+
+
+def _pairs(items: list[list[Any]] | None, expected: Expectation) -> tuple[list[float], list[int]]:
+    """Log-probabilities and ids of the pairs (a text may follow)."""
+    values: list[float] = []
+    ids: list[int] = []
+    for item in items or ():
+        match item:
+            case [(float() | int()) as value, int() as number, *_] if not isinstance(number, bool):
+                values.append(float(value))
+                ids.append(number)
+            case _:
+                raise ProtocolError(f"{expected.server} returned a log-probability without its id")
+    return values, ids
 
 
 class SglangClient:
@@ -84,6 +235,8 @@ class SglangClient:
         self._stop_ids = tuple(stop_ids)
         self._vocab_size = vocab_size
         self._aborts: set[asyncio.Task[None]] = set()
+        self._incremental: bool | None = None
+        self._asking = asyncio.Lock()
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str) -> Sampled:
         """See `ModelClient.generate`.
@@ -92,18 +245,53 @@ class SglangClient:
             ServerUnavailable: no answer within the attempts.
             ProtocolError: the server refuses the request, or its answer breaks the token protocol.
         """
+        answer = await self._ask(prompt_ids, sampling, session)
+        return read_answer(answer, self._expected(prompt_ids, sampling))
+
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str, heard: Heard
+    ) -> Sampled:
+        """See `Streaming.stream`.
+
+        Raises:
+            ServerUnavailable, ProtocolError: as `generate`.
+        """
+        events = GenerateEvents(heard, self._expected(prompt_ids, sampling))
+        await self._ask(prompt_ids, sampling, session, events, await self._interval(sampling))
+        return events.whole()
+
+    async def _ask(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        session: str,
+        events: GenerateEvents | None = None,
+        interval: int = 0,
+    ) -> bytes:
         rid = uuid.uuid4().hex
-        body = encode_request(prompt_ids, sampling, self._stop_ids, rid)
+        body = encode_request(prompt_ids, sampling, self._stop_ids, rid, interval)
         try:
-            answer = await self._link.request("POST", "/generate", body, session_headers(session))
+            return await self._link.request("POST", "/generate", body, session_headers(session), events)
         except asyncio.CancelledError:
             # It looks at the connection now and then only; being told, it stops at once.
             abort = asyncio.create_task(self._abort(rid))
             self._aborts.add(abort)
             abort.add_done_callback(self._aborts.discard)
             raise
-        expected = Expectation(prompt_ids, sampling.max_tokens, self._vocab_size, self.url)
-        return read_answer(answer, expected)
+
+    def _expected(self, prompt_ids: Sequence[int], sampling: Sampling) -> Expectation:
+        return Expectation(prompt_ids, sampling.max_tokens, self._vocab_size, self.url)
+
+    async def _interval(self, sampling: Sampling) -> int:
+        """Tokens between two events. A server that was not started with `--incremental-streaming-output`
+        tells all again each time, so it is asked for few events."""
+        async with self._asking:
+            if self._incremental is None:
+                try:
+                    self._incremental = read_incremental(await self._link.ask("GET", "/get_server_info"))
+                except ModelError:
+                    self._incremental = False
+        return 1 if self._incremental else max(1, sampling.max_tokens // _EVENTS)
 
     @property
     def complaints(self) -> int:
@@ -136,91 +324,3 @@ class SglangClient:
             await self._link.tell("/abort_request", {"rid": rid})
         except ModelError:
             return  # the closed connection ends it too, only later
-
-
-def encode_request(prompt_ids: Sequence[int], sampling: Sampling, stop_ids: Sequence[int], rid: str) -> bytes:
-    """The body of one request."""
-    params: dict[str, Any] = {
-        **neutral_sampling(sampling),
-        "max_new_tokens": sampling.max_tokens,
-        "stop_token_ids": list(stop_ids),
-        "skip_special_tokens": False,
-        "spaces_between_special_tokens": False,
-    }
-    if sampling.seed is not None:
-        params["sampling_seed"] = sampling.seed
-    body = {
-        "rid": rid,
-        "input_ids": msgspec.Raw(ids_json(prompt_ids)),
-        "sampling_params": params,
-        "return_logprob": True,
-        "logprob_start_len": -1,
-        "top_logprobs_num": 0,
-        "stream": False,
-    }
-    return msgspec.json.encode(body)
-
-
-def read_info(body: bytes, server: str) -> ServerNews:
-    """What `/get_model_info` says.
-
-    Raises:
-        ProtocolError: it is of another shape.
-    """
-    try:
-        info = msgspec.json.decode(body, type=_Info)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"{server}/get_model_info is not SGLang's: {error}") from error
-    return ServerNews(info.model_path, version_name(info.weight_version))
-
-
-def read_answer(body: bytes, expected: Expectation) -> Sampled:
-    """Read and check one answer of `/generate`.
-
-    Raises:
-        ProtocolError: anything in it is missing, of the wrong type, or impossible.
-    """
-    try:
-        answer = msgspec.json.decode(body, type=_Answer)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"{expected.server} did not answer as SGLang does: {error}") from error
-    meta = answer.meta_info
-    if meta.prompt_tokens is not None and meta.prompt_tokens != len(expected.prompt_ids):
-        raise ProtocolError(
-            f"{expected.server} read {meta.prompt_tokens} prompt ids, {len(expected.prompt_ids)} were sent",
-            hint="does it truncate prompts?",
-        )
-    values, named = _pairs(meta.output_token_logprobs, expected)
-    ids = check_ids(named if answer.output_ids is None else answer.output_ids, expected)
-    logprobs = check_logprobs(values, len(ids), expected)
-    if list(ids) != named:
-        raise ProtocolError(f"{expected.server} gave the log-probabilities of other ids than it sampled")
-    spans = check_spans(meta.weight_versions, len(ids), expected) if meta.weight_versions else ()
-    versions = [*(span.version for span in spans), meta.weight_version]
-    versions += [span.version for span in meta.weight_versions or ()]
-    cached = meta.cached_tokens
-    return Sampled(
-        ids=ids,
-        logprobs=logprobs,
-        finish_reason=check_finish(
-            meta.finish_reason.type if meta.finish_reason else None, len(ids), expected
-        ),
-        weight_version=next((version_name(version) for version in versions if version is not None), ""),
-        server=expected.server,
-        version_spans=spans,
-        cached_tokens=cached if cached is not None and 0 <= cached <= len(expected.prompt_ids) else None,
-    )
-
-
-def _pairs(items: list[list[Any]] | None, expected: Expectation) -> tuple[list[float], list[int]]:
-    """Log-probabilities and ids of the pairs (a text may follow)."""
-    values: list[float] = []
-    ids: list[int] = []
-    for item in items or ():
-        match item:
-            case [(float() | int()) as value, int() as number, *_] if not isinstance(number, bool):
-                values.append(float(value))
-                ids.append(number)
-            case _:
-                raise ProtocolError(f"{expected.server} returned a log-probability without its id")
-    return values, ids

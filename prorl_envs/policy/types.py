@@ -15,8 +15,24 @@ from prorl_envs.tools.types import ToolCall, ToolSpec
 
 type FinishReason = Literal["stop", "length", "abort"]
 
-type Heard = Callable[[Sequence[int]], None]
-"""Told of an answer while it is sampled: all its ids so far. Fewer than before: its sampling began anew."""
+
+@dataclass(slots=True)
+class Partial:
+    """An answer while it is sampled.
+
+    Args:
+        ids, logprobs: all so far, of the same length; they grow.
+        weight_version, server: as of `Sampled`, as far as they are known.
+    """
+
+    ids: list[int]
+    logprobs: list[float]
+    weight_version: str
+    server: str
+
+
+type Heard = Callable[[Partial], None]
+"""Told of an answer while it is sampled. Fewer ids than before: its sampling began anew."""
 
 type Reasoning = Literal["keep", "user_turn", "template"]
 """What becomes of earlier reasoning when a conversation goes on: it stays (the context only grows); it is

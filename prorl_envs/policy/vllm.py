@@ -17,11 +17,10 @@ from prorl_envs.policy.link import LinkOptions, ServerLink, first_model, session
 from prorl_envs.policy.protocol import Expectation, Refusal
 from prorl_envs.policy.types import Heard, InFlight, Sampled, Sampling, ServerNews
 from prorl_envs.policy.vllm_wire import (
-    Told,
+    CompletionEvents,
     encode_generate,
     encode_request,
     read_answer,
-    read_stream,
     read_version,
 )
 
@@ -73,32 +72,31 @@ class VllmClient:
             ServerUnavailable: no answer within the attempts.
             ProtocolError: the server refuses the request, or its answer breaks the token protocol.
         """
-        model = await self.model_name()
-        if await self._generates():
-            path, encode = _GENERATE, encode_generate
-        else:
-            path, encode = _COMPLETIONS, encode_request
-        body = encode(model, prompt_ids, sampling, self._stop_ids)
+        path, body = await self._request(prompt_ids, sampling, stream=False)
         answer = await self._link.request("POST", path, body, session_headers(session))
         return read_answer(answer, self._expected(prompt_ids, sampling))
 
     async def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str, heard: Heard
     ) -> Sampled:
-        """See `Streaming.stream`. A server with the route that names versions tells of nothing, as that route
-        comes before.
+        """See `Streaming.stream`.
 
         Raises:
             ServerUnavailable, ProtocolError: as `generate`.
         """
-        if await self._generates():
-            return await self.generate(prompt_ids, sampling, session=session)
+        path, body = await self._request(prompt_ids, sampling, stream=True)
+        events = CompletionEvents(heard, self._expected(prompt_ids, sampling))
+        await self._link.request("POST", path, body, session_headers(session), events)
+        return events.whole()
+
+    async def _request(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, stream: bool
+    ) -> tuple[str, bytes]:
+        """The route, and what it is sent."""
         model = await self.model_name()
-        body = encode_request(model, prompt_ids, sampling, self._stop_ids, stream=True)
-        told = Told(heard)
-        headers = session_headers(session)
-        answer = await self._link.request("POST", _COMPLETIONS, body, headers, told.feed)
-        return read_stream(answer, self._expected(prompt_ids, sampling))
+        if await self._generates():
+            return _GENERATE, encode_generate(model, prompt_ids, sampling, self._stop_ids, stream=stream)
+        return _COMPLETIONS, encode_request(model, prompt_ids, sampling, self._stop_ids, stream=stream)
 
     def _expected(self, prompt_ids: Sequence[int], sampling: Sampling) -> Expectation:
         return Expectation(prompt_ids, sampling.max_tokens, self._vocab_size, self.url)

@@ -3,7 +3,6 @@
 Versions differ in where they put ids and log-probabilities; every shape seen is read here.
 """
 
-import contextlib
 from collections.abc import Sequence
 
 import msgspec
@@ -20,7 +19,8 @@ from prorl_envs.policy.protocol import (
     neutral_sampling,
     version_name,
 )
-from prorl_envs.policy.types import Heard, Sampled, Sampling, VersionSpan
+from prorl_envs.policy.streams import Events
+from prorl_envs.policy.types import Sampled, Sampling, VersionSpan
 
 _TOKEN_ID = "token_id:"
 _IDS_HINT = "the server must support return_token_ids (vLLM 0.10.2 or later)"
@@ -101,7 +101,12 @@ def encode_request(
 
 
 def encode_generate(
-    model: str, prompt_ids: Sequence[int], sampling: Sampling, stop_ids: Sequence[int]
+    model: str,
+    prompt_ids: Sequence[int],
+    sampling: Sampling,
+    stop_ids: Sequence[int],
+    *,
+    stream: bool = False,
 ) -> bytes:
     """The body of one request to the route that names versions."""
     params: dict[str, object] = {
@@ -113,13 +118,15 @@ def encode_generate(
     }
     if sampling.seed is not None:
         params["seed"] = sampling.seed
-    body = {
+    body: dict[str, object] = {
         "model": model,
         "token_ids": msgspec.Raw(ids_json(prompt_ids)),
         "sampling_params": params,
         "return_token_ids": True,
-        "stream": False,
+        "stream": stream,
     }
+    if stream:
+        body["stream_options"] = {"include_usage": True}
     return msgspec.json.encode(body)
 
 
@@ -132,47 +139,23 @@ def read_answer(body: bytes, expected: Expectation) -> Sampled:
     return _checked(_decoded(body, expected), expected)
 
 
-def read_stream(body: bytes, expected: Expectation) -> Sampled:
-    """Read and check a completion that came as server-sent events
-    (https://html.spec.whatwg.org/multipage/server-sent-events.html), each with the ids since the last.
+class CompletionEvents(Events):
+    """A completion that comes as events, each with the ids since the last."""
 
-    Raises:
-        ProtocolError: as `read_answer`, or it breaks off.
-    """
-    lines = body.split(b"\n")
-    events = [line.removeprefix(b"data:").strip() for line in lines if line.startswith(b"data:")]
-    if not events or events[-1] != b"[DONE]":
-        raise ProtocolError(f"{expected.server} broke its stream off", hint="its log may say why")
-    whole = _Answer([])
-    for event in events[:-1]:
-        _append(whole, _decoded(event, expected))
-    return _checked(whole, expected)
+    def begin(self) -> None:
+        """See `Events.begin`."""
+        self._whole = _Answer([])
+        super().begin()
 
+    def _read(self, event: bytes) -> None:
+        answer = _decoded(event, self._expected)
+        for choice in answer.choices:
+            if ids := _given_ids(choice):
+                self._sampled(ids, _sampled_logprobs(choice), _weight_version(answer, choice))
+        _append(self._whole, answer)
 
-class Told:
-    """Reads a stream as it comes, as far as it can be read; `read_stream` judges it when it is whole.
-
-    Args:
-        heard: told of all ids so far.
-    """
-
-    def __init__(self, heard: Heard) -> None:
-        self._heard = heard
-        self._rest = b""
-        self._ids: list[int] = []
-        heard(())
-
-    def feed(self, data: bytes) -> None:
-        """More of the body. Does not fail."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        before = len(self._ids)
-        for line in lines:
-            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError):
-                event = msgspec.json.decode(line.removeprefix(b"data:"), type=_Answer)
-                for choice in event.choices:
-                    self._ids += choice.token_ids or ()
-        if len(self._ids) > before:
-            self._heard(self._ids)
+    def _judged(self) -> Sampled:
+        return _checked(self._whole, self._expected)
 
 
 def _decoded(body: bytes, expected: Expectation) -> _Answer:
@@ -202,6 +185,7 @@ def _append(whole: _Answer, event: _Answer) -> None:
     if choice.logprobs is None or new.logprobs is None:
         choice.logprobs = choice.logprobs or new.logprobs
         return
+    choice.logprobs.content = _longer(choice.logprobs.content, new.logprobs.content)
     choice.logprobs.tokens = _longer(choice.logprobs.tokens, new.logprobs.tokens)
     choice.logprobs.token_logprobs = _longer(choice.logprobs.token_logprobs, new.logprobs.token_logprobs)
 
@@ -249,12 +233,14 @@ def _check_prompt(echo: msgspec.Raw, expected: Expectation) -> None:
 
 
 def _sampled_ids(choice: _Choice, expected: Expectation) -> tuple[int, ...]:
-    ids = choice.token_ids
-    if ids is None:
-        ids = _ids_in_tokens(choice.logprobs)
+    ids = _given_ids(choice)
     if ids is None:
         raise ProtocolError(f"{expected.server} did not return the sampled token ids", hint=_IDS_HINT)
     return check_ids(ids, expected)
+
+
+def _given_ids(choice: _Choice) -> list[int] | None:
+    return _ids_in_tokens(choice.logprobs) if choice.token_ids is None else choice.token_ids
 
 
 def _ids_in_tokens(logprobs: _Logprobs | None) -> list[int] | None:

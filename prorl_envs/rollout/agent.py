@@ -52,6 +52,9 @@ class Record(Protocol):
     def forks(self) -> Sequence[Trajectory]: ...
 
     @property
+    def aborted(self) -> Sequence[Trajectory]: ...
+
+    @property
     def turns(self) -> int: ...
 
     @property

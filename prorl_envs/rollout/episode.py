@@ -40,6 +40,7 @@ class Account:
         prompted: INIT has returned its prompt.
         messages: the conversation; `tools`: those on offer, in OpenAI's format.
         trajectory: the tokens; None before the prompt is rendered. `forks`: the rows before it.
+        aborted: answers that a harness did not wait for.
         stop_reason: why the agent loop ended, where it did.
         grade: where there is one.
         spent: on the agent loop.
@@ -50,6 +51,7 @@ class Account:
     tools: Sequence[dict[str, Any]] = ()
     trajectory: Trajectory | None = None
     forks: Sequence[Trajectory] = ()
+    aborted: Sequence[Trajectory] = ()
     stop_reason: StopReason | None = None
     grade: Grade | None = None
     spent: Spent = field(default_factory=Spent)
@@ -96,6 +98,7 @@ class Attempt:
             tools=[tool.to_openai() for tool in tools],
             trajectory=ledger.trajectory() if ledger else None,
             forks=ledger.forks if ledger else (),
+            aborted=ledger.aborted if ledger else (),
             stop_reason=self.stop_reason,
             grade=self.grade,
             spent=self.spent(),
@@ -199,6 +202,7 @@ class Episode:
             tools=list(account.tools),
             trajectory=account.trajectory,
             forks=list(account.forks),
+            aborted=list(account.aborted),
             timings=self.timings(),
             attempts=self.attempts,
             metadata=self.request.metadata,

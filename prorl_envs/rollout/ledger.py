@@ -56,6 +56,11 @@ class Ledger:
         return self._ids
 
     @property
+    def aborted(self) -> Sequence[Trajectory]:
+        """None: the loop waits for what it asked for."""
+        return ()
+
+    @property
     def turns(self) -> int:
         """Model calls so far."""
         return len(self._turns)

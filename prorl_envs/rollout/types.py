@@ -201,7 +201,8 @@ class Trajectory(_Wire):
         exact: the ids are those that the model read and sampled. False where a server gave text: then
             nothing in it may be trained on, and `mask_sample` is set.
         parent: index in `Result.rows` of the row that it branched off from, where a harness rewrote the
-            history: the first `shared` ids are those of that row, which is where they are trained on.
+            history: the first `shared` ids are those of that row, which is where they are trained on. So in
+            `Result.aborted`.
     """
 
     ids: list[int]
@@ -251,6 +252,9 @@ class Result(_Wire):
         forks: rows of the same episode that came before `trajectory`, where its history was rewritten
             (`service.reasoning`). Each is trained on alone; all share the reward, so that a loss is
             normalised per episode.
+        aborted: of each answer that a harness did not wait for, the context and what was sampled of it, where
+            the model's server told; its turn's `finish_reason` is abort. Not among `rows`: to train on it is
+            the trainer's choice.
         tools: the tools on offer, in OpenAI function format.
         attempts: how often the job was started; 0 where it was cancelled before.
     """
@@ -274,6 +278,7 @@ class Result(_Wire):
     tools: list[dict[str, Any]] = Field(default_factory=list)
     trajectory: Trajectory | None = None
     forks: list[Trajectory] = Field(default_factory=list)
+    aborted: list[Trajectory] = Field(default_factory=list)
     timings: Timings = Timings()
     attempts: int = 1
     metadata: dict[str, Any] = Field(default_factory=dict)

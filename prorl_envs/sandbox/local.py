@@ -94,7 +94,15 @@ class LocalSandbox(NodeSandbox):
         return ForkRequest(entry=entry, workdir=str(self.workspace), env=env, isolated=False)
 
     async def listen(self) -> socket.socket:
-        """See `Sandbox.listen`. The loopback is the host's, so others can connect too."""
+        """See `Sandbox.listen`. The loopback is the host's, so others can connect too: it warns of that."""
+        if not self.alive:
+            raise self.ended()
+        warnings.warn(
+            "a service for a local sandbox listens on this machine's own loopback: everybody on it can "
+            "connect, and nothing but the service's key keeps them out",
+            NoIsolationWarning,
+            stacklevel=2,
+        )
         return listen_on_host()
 
     async def _end(self) -> None:

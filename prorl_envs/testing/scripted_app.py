@@ -55,6 +55,8 @@ class ScriptedOptions:
         weight_version: named in every answer.
         dialect: where answers carry the sampled ids.
         protocol: whose interface it has, vLLM's or SGLang's.
+        generates: as vLLM, it has the route that names versions (`--enable-scale-out`).
+        incremental: as SGLang, events of its streams have what is new (`--incremental-streaming-output`).
         most: requests it works on at once; more are refused with 503. None refuses none.
         steerable: it has the routes that pause it and name its weights.
     """
@@ -69,6 +71,8 @@ class ScriptedOptions:
     weight_version: str = "scripted-0"
     dialect: Dialect = Dialect.TOKEN_IDS
     protocol: Literal["vllm", "sglang"] = "vllm"
+    generates: bool = False
+    incremental: bool = False
     most: int | None = None
     steerable: bool = True
 
@@ -119,6 +123,10 @@ class Played:
     finish_reason: str
     spans: tuple[tuple[str, int], ...]
     cached: int
+
+    def after(self, sent: int) -> "Played":
+        """What was sampled after so many tokens."""
+        return replace(self, ids=self.ids[sent:], logprobs=self.logprobs[sent:])
 
     @property
     def version(self) -> str:
@@ -181,18 +189,34 @@ class ScriptedService:
 
     async def complete(self, asked: CompletionRequest, request: Request) -> Response:
         """Answer one completion request as vLLM does, in the way its session is dealt."""
+        asks = (asked.prompt, asked.max_tokens, asked.stop_token_ids, request)
         if asked.stream:
-            return await self._stream(asked, request)
-        played = await self.play(asked.prompt, asked.max_tokens, asked.stop_token_ids, request)
+            return await self.stream(*asks, lambda played, sent: self._piece(asked, played, sent))
+        played = await self.play(*asks)
         if isinstance(played, Response):
             return played
         return JSONResponse(self._answer(asked, played))
 
-    async def _stream(self, asked: CompletionRequest, request: Request) -> Response:
-        """The same, in pieces as they are sampled."""
+    async def stream(
+        self,
+        prompt_ids: list[int],
+        max_tokens: int,
+        stop_ids: list[int],
+        request: Request,
+        piece: "Callable[[Played, int], JsonObject]",
+        *,
+        rid: str = "",
+        interval: int = 1,
+    ) -> Response:
+        """Answer one request in pieces, as they are sampled.
+
+        Args: as of `play`, and
+            piece: an event, of what is sampled by then and how much of that was told before.
+            interval: tokens between two events.
+        """
         news: asyncio.Queue[Played | None] = asyncio.Queue()
         playing = asyncio.create_task(
-            self.play(asked.prompt, asked.max_tokens, asked.stop_token_ids, request, told=news.put_nowait)
+            self.play(prompt_ids, max_tokens, stop_ids, request, rid, news.put_nowait)
         )
         playing.add_done_callback(lambda _: news.put_nowait(None))
         first = await news.get()
@@ -202,22 +226,23 @@ class ScriptedService:
         async def pieces() -> AsyncIterator[str]:
             sent, latest = 0, first
             while latest is not None:
-                yield self._piece(asked, latest, sent)
-                sent, latest = len(latest.ids), await news.get()
+                if len(latest.ids) >= sent + interval:
+                    yield _event(piece(latest, sent))
+                    sent = len(latest.ids)
+                latest = await news.get()
             if isinstance(played := playing.result(), Played):
-                yield self._piece(asked, played, sent)
+                yield _event(piece(played, sent))
                 yield "data: [DONE]\n\n"
 
         return StreamingResponse(pieces(), media_type="text/event-stream")
 
-    def _piece(self, asked: CompletionRequest, played: "Played", sent: int) -> str:
+    def _piece(self, asked: CompletionRequest, played: "Played", sent: int) -> JsonObject:
         """One event, with what was not sent before."""
-        new = replace(played, ids=played.ids[sent:], logprobs=played.logprobs[sent:])
-        answer = self._answer(asked if sent == 0 else asked.model_copy(update={"prompt": []}), new)
+        answer = self._answer(asked, played.after(sent))
         if sent > 0:
             answer["choices"][0].pop("prompt_token_ids", None)
         answer["choices"][0]["finish_reason"] = played.finish_reason or None
-        return f"data: {json.dumps(answer)}\n\n"
+        return answer
 
     async def play(
         self,
@@ -279,8 +304,9 @@ class ScriptedService:
             if told is not None:
                 told(Played(sample.ids[:count], sample.logprobs[:count], "", spans, cached))
 
+        sound = behaviour not in (Behaviour.BAD_IDS, Behaviour.SHORT_LOGPROBS)  # else all is told at the end
         progress = await self.engine.spend(
-            len(sample.ids), rid, self._until_client_leaves(request), sampled if told else None
+            len(sample.ids), rid, self._until_client_leaves(request), sampled if told and sound else None
         )
         if progress is None:
             return _nobody_reads_it()
@@ -436,6 +462,10 @@ def _spoilt(played: Played, behaviour: Behaviour, chance: random.Random) -> Play
     elif behaviour is Behaviour.SHORT_LOGPROBS:
         logprobs.pop()
     return replace(played, ids=tuple(ids), logprobs=tuple(logprobs))
+
+
+def _event(data: JsonObject) -> str:
+    return f"data: {json.dumps(data)}\n\n"
 
 
 def _nobody_reads_it() -> Response:

@@ -18,6 +18,7 @@ from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.policy.rendering import TemplateRenderer
 from prorl_envs.rollout.server import answering
 from prorl_envs.testing.audit import Counts, Exchange
+from prorl_envs.testing.generate_face import add_generate
 from prorl_envs.testing.scripted import ScriptBook
 from prorl_envs.testing.scripted_app import ScriptedOptions, ScriptedService, add_common, add_vllm
 from prorl_envs.testing.scripted_engine import ScriptedEngine
@@ -33,6 +34,8 @@ def scripted_app(service: ScriptedService) -> FastAPI:
         add_sglang(app, service)
     else:
         add_vllm(app, service)
+    if service.options.generates:
+        add_generate(app, service)
     return app
 
 

@@ -27,6 +27,7 @@ class SamplingParams(BaseModel):
 
     max_new_tokens: int = Field(default=128, ge=1)
     stop_token_ids: list[int] = Field(default=[], max_length=1000)
+    stream_interval: int = Field(default=1, ge=1)
 
 
 class GenerateRequest(BaseModel):
@@ -37,6 +38,7 @@ class GenerateRequest(BaseModel):
     input_ids: list[int] = Field(min_length=1, max_length=4_000_000)
     sampling_params: SamplingParams = SamplingParams()
     return_logprob: bool = False
+    stream: bool = False
     rid: str = ""
 
 
@@ -54,12 +56,22 @@ def add_sglang(app: FastAPI, service: ScriptedService) -> None:
     @app.post("/generate")
     async def generate(asked: GenerateRequest, request: Request) -> Response:
         params = asked.sampling_params
-        played = await service.play(
-            asked.input_ids, params.max_new_tokens, params.stop_token_ids, request, asked.rid
-        )
+        asks = (asked.input_ids, params.max_new_tokens, params.stop_token_ids, request)
+        if asked.stream:
+
+            def piece(played: Played, sent: int) -> JsonObject:
+                new = played.after(sent) if service.options.incremental else played
+                return _answer(service, asked, new, len(played.ids))
+
+            return await service.stream(*asks, piece, rid=asked.rid, interval=params.stream_interval)
+        played = await service.play(*asks, asked.rid)
         if isinstance(played, Response):
             return played
-        return JSONResponse(_answer(service, asked, played))
+        return JSONResponse(_answer(service, asked, played, len(played.ids)))
+
+    @app.get("/get_server_info")
+    async def get_server_info() -> JsonObject:
+        return {"model_path": MODEL_ID, "incremental_streaming_output": service.options.incremental}
 
     @app.get("/get_model_info")
     async def get_model_info() -> JsonObject:
@@ -96,20 +108,22 @@ def add_sglang(app: FastAPI, service: ScriptedService) -> None:
         return {"success": True}
 
 
-def _answer(service: ScriptedService, asked: GenerateRequest, played: Played) -> JsonObject:
+def _answer(service: ScriptedService, asked: GenerateRequest, played: Played, total: int) -> JsonObject:
+    """One answer or event; `total` counts what is sampled by then, be it in this event or before."""
     pairs = [[value, number, None] for value, number in zip(played.logprobs, played.ids, strict=False)]
-    reason: JsonObject = {"type": played.finish_reason}
-    if played.finish_reason == "stop":
+    reason: JsonObject | None = {"type": played.finish_reason} if played.finish_reason else None
+    if reason is not None and played.finish_reason == "stop" and played.ids:
         reason["matched"] = played.ids[-1]
     meta: JsonObject = {
         "id": asked.rid,
         "finish_reason": reason,
         "prompt_tokens": len(asked.input_ids),
-        "completion_tokens": len(played.ids),
+        "completion_tokens": total,
         "cached_tokens": played.cached,
         "weight_version": played.version,
-        "weight_versions": played.version_spans(),
     }
+    if reason is not None:
+        meta["weight_versions"] = played.version_spans()
     if asked.return_logprob:
         meta["output_token_logprobs"] = pairs
     return {"text": service.decode(played.ids), "output_ids": list(played.ids), "meta_info": meta}

@@ -7,9 +7,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from prorl_envs.conformance import host
+from prorl_envs.conformance.box import TIMEOUT_S, Box
 from prorl_envs.conformance.host import marked
-from prorl_envs.conformance.promise import NOT_LOCAL, PYTHON, Promises, expect, same
+from prorl_envs.conformance.promise import NOT_LOCAL, PYTHON, Broken, Promises, expect, same
 from prorl_envs.conformance.world import World
+from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import PROXY_PORT, Network
 
 promises = Promises("network")
@@ -355,3 +357,100 @@ async def only_way(world: World) -> None:
         await world.python_box.nothing_in_python(
             f"{_CONNECT}\nconnect(socket.AF_INET, ('127.0.0.1', {PROXY_PORT}))"
         )
+
+
+#: Greets each of its arguments, a port; prints what it is told, or why not.
+_GREET = """
+import socket, sys
+for port in sys.argv[1:]:
+    try:
+        with socket.create_connection(("127.0.0.1", int(port)), 20) as s:
+            s.sendall(b"hello from inside")
+            print(s.makefile().readline(), end="")
+    except ConnectionRefusedError:
+        print("refused")
+"""
+
+
+@asynccontextmanager
+async def _service(listener: socket.socket) -> AsyncIterator[tuple[int, list[bytes]]]:
+    """Answers whoever connects to a sandbox's listener; yields its port, and what it was told."""
+    heard: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.append(await reader.read(100))
+        writer.write(b"hello from outside\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, sock=listener):
+        yield listener.getsockname()[1], heard
+
+
+async def _greeted(box: Box, *ports: int) -> list[str]:
+    argv = [box.python, "-I", "-c", _GREET, *map(str, ports)]
+    done = await box.tools.run(argv, timeout_s=TIMEOUT_S)
+    return done.output.decode(errors="replace").splitlines()
+
+
+@promises.add(
+    "NET-017",
+    "A service of the host's can listen on the sandbox's own loopback, and is reached there.",
+    needs=(PYTHON,),
+)
+async def service_inside(world: World) -> None:
+    async with world.fresh(python=True) as box, _service(await box.sandbox.listen()) as (port, heard):
+        same(await _greeted(box, port, port), ["hello from outside"] * 2)
+        same(heard, [b"hello from inside"] * 2)
+
+
+@promises.add(
+    "NET-018",
+    "Such a service is reached from no other sandbox, nor from the host.",
+    needs=(PYTHON,),
+    exempt=NOT_LOCAL,
+)
+async def service_apart(world: World) -> None:
+    async with (
+        world.fresh(python=True) as box,
+        world.fresh(python=True) as other,
+        _service(await box.sandbox.listen()) as (port, heard),
+        _service(await other.sandbox.listen()) as (second, told),
+    ):
+        same(await _greeted(other, second), ["hello from outside"])
+        if port != second:
+            same(await _greeted(other, port), ["refused"])
+            with socket.socket() as outside:
+                expect(outside.connect_ex(("127.0.0.1", port)) != 0, "the host reaches it")
+        same((len(heard), len(told)), (0, 1))
+
+
+@promises.add(
+    "NET-019",
+    "With such a service, nothing else of the host's can be reached.",
+    needs=(PYTHON,),
+    exempt=NOT_LOCAL,
+)
+async def service_alone(world: World) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        async with world.fresh(python=True) as box, _service(await box.sandbox.listen()) as (port, _):
+            same(await _greeted(box, port, server.getsockname()[1]), ["hello from outside", "refused"])
+            await box.nothing_in_python(
+                f"{_CONNECT}\nconnect(socket.AF_INET, ('192.0.2.1', 80))\n"
+                f"connect(socket.AF_INET6, ('2001:db8::1', {port}))"
+            )
+        expect(nobody_came(server), "somebody connected")
+
+
+@promises.add(
+    "NET-020", "A sandbox that has ended has no loopback to listen on, and nobody comes by one it had."
+)
+async def service_of_the_dead(world: World) -> None:
+    async with world.fresh() as box:
+        sandbox, listener = box.sandbox, await box.sandbox.listen()
+    with listener:
+        expect(nobody_came(listener), "somebody connected")
+    try:
+        (await sandbox.listen()).close()
+    except SandboxError:
+        return
+    raise Broken("it listens on something")

@@ -28,6 +28,8 @@ class HarnessedEnvironment[TaskT: Task](SandboxedEnvironment[TaskT]):
     """Stands in front of a family of one sandbox; `with_harness` makes the class."""
 
     harness: ClassVar[Recipe]
+    #: The family itself.
+    unharnessed: ClassVar[type[Environment[Any]]]
 
     @property
     def tools(self) -> Sequence[ToolSpec]:
@@ -129,8 +131,24 @@ def with_harness(base: type[Environment[Any]], recipe: Recipe, where: str) -> ty
     """
     if not issubclass(base, SandboxedEnvironment):
         raise InputError(f"{where}: {base.name} has no sandbox of its own in which a harness could run")
-    fields = {"__module__": base.__module__, "__doc__": base.__doc__, "harness": recipe, "finish_tool": ""}
+    fields = {
+        "__module__": base.__module__,
+        "__doc__": base.__doc__,
+        "harness": recipe,
+        "unharnessed": base,
+        "finish_tool": "",
+    }
     return type(base.__name__, (HarnessedEnvironment, base), fields)
+
+
+def harness_of(family: type[Environment[Any]]) -> Recipe | None:
+    """The harness that works on a family's tasks; None where the service's own loop does."""
+    return family.harness if issubclass(family, HarnessedEnvironment) else None
+
+
+def without_harness(family: type[Environment[Any]]) -> type[Environment[Any]]:
+    """The family itself: its own tools, prompt and references, whoever else works on its tasks."""
+    return family.unharnessed if issubclass(family, HarnessedEnvironment) else family
 
 
 def _spelled(task: Task, spelling: Spelling) -> dict[str, Any]:

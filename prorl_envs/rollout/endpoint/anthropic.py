@@ -3,21 +3,27 @@
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from prorl_envs.env.base import Message
 from prorl_envs.rollout.endpoint.chat import call_of, sse
 from prorl_envs.rollout.endpoint.types import (
+    NULL,
     Answered,
     Asked,
+    Body,
     Refused,
     Why,
+    an_object,
+    as_item,
     most_tokens,
     objects,
+    opened,
     text_at,
     text_of,
-    tidied,
     tool,
 )
 from prorl_envs.tools.types import JsonObject, ToolSpec
@@ -33,25 +39,43 @@ _KINDS: Mapping[Why, str] = {
 }
 
 
+class _Request(msgspec.Struct):
+    """What is heeded of a request."""
+
+    messages: list[msgspec.Raw]
+    system: msgspec.Raw = NULL
+    tools: msgspec.Raw = NULL
+    tool_choice: Any = None
+    stream: Any = None
+    max_tokens: Any = None
+    model: Any = None
+
+
 class Messages:
     """Implements `Shape`."""
 
-    def read(self, body: Mapping[str, Any]) -> Asked:
-        """See `Shape.read`."""
-        messages: list[Message] = []
-        if system := text_of(body.get("system"), "system"):
-            messages.append({"role": "system", "content": system})
-        for item in objects(body.get("messages"), "messages"):
-            messages += _messages(item)
-        choice = body.get("tool_choice")
+    joins = False
+
+    def open(self, data: bytes) -> Body:
+        """See `Shape.open`."""
+        body = opened(data, _Request)
+        choice = body.tool_choice
         none = isinstance(choice, Mapping) and choice.get("type") == "none"
-        return Asked(
-            messages=tidied(messages),
-            tools=[] if none else _tools(body),
-            max_tokens=most_tokens(body, "max_tokens"),
-            stream=body.get("stream") is True,
-            model=str(body.get("model") or "")[:200],
+        asked = Asked(
+            max_tokens=most_tokens(max_tokens=body.max_tokens),
+            stream=body.stream is True,
+            model=str(body.model or "")[:200],
         )
+        items = [as_item("system", body.system), *map(bytes, body.messages)]
+        return Body(items, b"[]" if none else bytes(body.tools), asked)
+
+    def item(self, item: Any) -> Sequence[Message]:
+        """See `Shape.item`."""
+        return _messages(an_object(item, "messages"))
+
+    def tools(self, given: Any) -> Sequence[ToolSpec]:
+        """See `Shape.tools`."""
+        return _tools(given)
 
     def write(self, answered: Answered, asked: Asked) -> JsonObject:
         """See `Shape.write`."""
@@ -149,7 +173,8 @@ def _messages(item: Mapping[str, Any]) -> list[Message]:
     """One message as those of a chat: the results of tools first, each on its own, then what is said."""
     role, content = item.get("role"), item.get("content")
     if role == "system":
-        return [{"role": "system", "content": text_of(content, "messages")}]
+        text = text_of(content, "system")
+        return [{"role": "system", "content": text}] if text else []
     if role not in ("user", "assistant"):
         raise Refused(Why.INVALID, f"messages: unknown role {str(role)[:50]!r}")
     if isinstance(content, str):
@@ -190,8 +215,8 @@ def _assistant(blocks: list[Mapping[str, Any]]) -> Message:
     return message
 
 
-def _tools(body: Mapping[str, Any]) -> list[ToolSpec]:
-    offered = () if body.get("tools") is None else objects(body["tools"], "tools")
+def _tools(given: Any) -> list[ToolSpec]:
+    offered = () if given is None else objects(given, "tools")
     # Those without a schema are run by Anthropic's own servers.
     return [
         tool(item.get("name"), item.get("description"), item["input_schema"])

@@ -9,7 +9,7 @@ import itertools
 import json
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
@@ -17,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 from prorl_envs.rollout.endpoint.anthropic import Messages
 from prorl_envs.rollout.endpoint.chat import ChatCompletions
 from prorl_envs.rollout.endpoint.responses import Responses
-from prorl_envs.rollout.endpoint.session import ModelSession
+from prorl_envs.rollout.endpoint.session import EndpointLimits, ModelSession
 from prorl_envs.rollout.endpoint.types import Answered, Asked, Refused, Shape, Telling, Why
 from prorl_envs.rollout.endpoint.unfolding import Live
 
@@ -34,9 +34,6 @@ _SHAPES: Mapping[str, Shape] = {
 _PACE_S = 0.02
 #: Seconds that a client may take to read what it is sent.
 _READ_S = 120.0
-#: Seconds that a request's body may take to come.
-_BODY_S = 60.0
-_NOT_JSON = "the body is no JSON object"
 
 
 class _Gone(Exception):
@@ -92,8 +89,8 @@ class EndpointApp:
             raise Refused(Why.ROUTE, f"there is no {method} {path[:100]}")
         if session.reason is not None:
             raise Refused(Why.ENDED, f"this rollout has ended: {session.reason}")
-        body, size = await _body(receive, session.bounds.body_bytes)
-        asked = replace(shape.read(body), size=size)
+        data = await _body(receive, session.bounds)
+        asked = await session.reader.read(shape, data)
         if path.endswith("/count_tokens"):
             await _answer(send, 200, {"input_tokens": session.count_tokens(asked)})
             return
@@ -140,33 +137,26 @@ def _path(path: str) -> str:
     return path.removeprefix("/v1").rstrip("/")
 
 
-async def _body(receive: Receive, most: int) -> tuple[dict[str, Any], int]:
-    """The JSON object of a request, and its bytes.
+async def _body(receive: Receive, bounds: EndpointLimits) -> bytes:
+    """The body of a request.
 
     Raises:
-        Refused: it is none, or too large, or does not come.
+        Refused: it is too large, or does not come.
     """
     data = bytearray()
     try:
-        async with asyncio.timeout(_BODY_S):
+        async with asyncio.timeout(bounds.body_s):
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     raise _Gone
                 data += message.get("body", b"")
-                if len(data) > most:
-                    raise Refused(Why.SIZE, f"the body is larger than {most} bytes")
+                if len(data) > bounds.body_bytes:
+                    raise Refused(Why.SIZE, f"the body is larger than {bounds.body_bytes} bytes")
                 if not message.get("more_body", False):
-                    break
+                    return bytes(data)
     except TimeoutError:
         raise Refused(Why.INVALID, "the body did not come in time") from None
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError):  # of UTF-8 too
-        raise Refused(Why.INVALID, _NOT_JSON) from None
-    if not isinstance(body, dict):
-        raise Refused(Why.INVALID, _NOT_JSON)
-    return body, len(data)
 
 
 async def _left(receive: Receive) -> None:

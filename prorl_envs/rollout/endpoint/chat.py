@@ -5,21 +5,26 @@ it.
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from prorl_envs.env.base import Message
 from prorl_envs.rollout.agent import openai_call
 from prorl_envs.rollout.endpoint.types import (
+    NULL,
     Answered,
     Asked,
+    Body,
     Refused,
     Why,
+    an_object,
     most_tokens,
     objects,
+    opened,
     text_at,
     text_of,
-    tidied,
     tool,
 )
 from prorl_envs.tools.types import JsonObject, ToolSpec
@@ -28,22 +33,49 @@ _ROLES = {"developer": "system", "function": "tool"}
 _SYSTEM_ROLES = ("system", "user", "assistant", "tool")
 
 
+class _Request(msgspec.Struct):
+    """What is heeded of a request."""
+
+    messages: list[msgspec.Raw]
+    tools: msgspec.Raw = NULL
+    tool_choice: Any = None
+    n: Any = None
+    stream: Any = None
+    stream_options: Any = None
+    max_completion_tokens: Any = None
+    max_tokens: Any = None
+    model: Any = None
+
+
 class ChatCompletions:
     """Implements `Shape`."""
 
-    def read(self, body: Mapping[str, Any]) -> Asked:
-        """See `Shape.read`."""
-        if body.get("n") not in (None, 1):
+    joins = False
+
+    def open(self, data: bytes) -> Body:
+        """See `Shape.open`."""
+        body = opened(data, _Request)
+        if body.n not in (None, 1):
             raise Refused(Why.INVALID, "n: a request has one answer here")
-        options = body.get("stream_options")
-        return Asked(
-            messages=tidied([_message(item) for item in objects(body.get("messages"), "messages")]),
-            tools=[] if body.get("tool_choice") == "none" else _tools(body),
-            max_tokens=most_tokens(body, "max_completion_tokens", "max_tokens"),
-            stream=body.get("stream") is True,
+        options = body.stream_options
+        asked = Asked(
+            max_tokens=most_tokens(
+                max_completion_tokens=body.max_completion_tokens, max_tokens=body.max_tokens
+            ),
+            stream=body.stream is True,
             usage=isinstance(options, Mapping) and options.get("include_usage") is True,
-            model=str(body.get("model") or "")[:200],
+            model=str(body.model or "")[:200],
         )
+        tools = b"[]" if body.tool_choice == "none" else bytes(body.tools)
+        return Body([bytes(item) for item in body.messages], tools, asked)
+
+    def item(self, item: Any) -> Sequence[Message]:
+        """See `Shape.item`."""
+        return [_message(an_object(item, "messages"))]
+
+    def tools(self, given: Any) -> Sequence[ToolSpec]:
+        """See `Shape.tools`."""
+        return _tools(given)
 
     def write(self, answered: Answered, asked: Asked) -> JsonObject:
         """See `Shape.write`."""
@@ -167,9 +199,9 @@ def _is_object(text: str) -> bool:
         return False
 
 
-def _tools(body: Mapping[str, Any]) -> list[ToolSpec]:
+def _tools(given: Any) -> list[ToolSpec]:
     tools = []
-    for item in () if body.get("tools") is None else objects(body["tools"], "tools"):
+    for item in () if given is None else objects(given, "tools"):
         function = item.get("function")
         if item.get("type") != "function" or not isinstance(function, Mapping):
             raise Refused(Why.INVALID, "tools: only functions are offered to the model")

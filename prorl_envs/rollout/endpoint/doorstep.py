@@ -6,45 +6,82 @@ relayed, and nothing of the endpoint runs inside.
 
 import asyncio
 import logging
+import math
 import socket
 from typing import cast
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 log = logging.getLogger(__name__)
 
 #: Connections of one sandbox at a time; further ones wait in the kernel's queue.
 CONNECTIONS = 64
-#: Seconds that a connection may idle before its first request, and between two.
-_IDLE_S = 30
+#: Bytes and lines of a request before its body.
+HEAD_BYTES, _HEADERS = 64 * 1024, 128
+#: Seconds that a connection may idle before the head of its first request has come, and between two.
+IDLE_S = 30.0
 _RETRY_S = 0.2
 
 
-class _Connection(H11Protocol):
-    """One connection, which gives its place back when it ends."""
+class _Connection(HttpToolsProtocol):
+    """One connection, which gives its place back when it ends.
+
+    llhttp reads requests in a fifth of h11's time, and uvicorn puts no bounds on their heads: these do.
+    """
 
     def __init__(self, doorstep: "Doorstep") -> None:
         super().__init__(doorstep.config, doorstep.state, {})
         self._doorstep = doorstep
-        self._first: asyncio.TimerHandle | None = None
+        self._waiting: asyncio.TimerHandle | None = None
+        self._heading = True  # what comes is the head of a request
+        self._head = self._lines = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._first = self.loop.call_later(_IDLE_S, transport.abort)
+        self._wait()
 
-    def handle_events(self) -> None:
-        super().handle_events()
-        if self.cycle is not None and self._first is not None:
-            self._first.cancel()
+    def data_received(self, data: bytes) -> None:
+        self._head += len(data) if self._heading else 0
+        super().data_received(data)
+        if self._heading and self._head > HEAD_BYTES:
+            self.send_400_response("The head of the request is too large.")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._lines += 1
+        if self._lines > _HEADERS:
+            raise ValueError("too many headers")  # llhttp stops, and uvicorn answers 400
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._heading, self._head, self._lines = False, 0, 0
+        self._stop_waiting()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._heading = True
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._first is not None:
-            self._first.cancel()
+        self._stop_waiting()
         super().connection_lost(exc)
         self._doorstep.left(self)
+
+    def _wait(self) -> None:
+        """The head of a request has so much time to come, however slowly its bytes do."""
+        self._stop_waiting()
+        if self.cycle is None or self.cycle.response_complete:
+            self._waiting = self.loop.call_later(self._doorstep.idle_s, self.transport.abort)
+
+    def _stop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
 
 
 class Doorstep:
@@ -54,18 +91,27 @@ class Doorstep:
         app: what answers.
         listener: owned from here on.
         connections: at a time.
+        idle_s: seconds that a connection may be without a request.
     """
 
-    def __init__(self, app: ASGIApp, listener: socket.socket, *, connections: int = CONNECTIONS) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        listener: socket.socket,
+        *,
+        connections: int = CONNECTIONS,
+        idle_s: float = IDLE_S,
+    ) -> None:
+        self.idle_s = idle_s
         self.config = uvicorn.Config(
             app,
-            http="h11",
             lifespan="off",
             ws="none",
             log_config=None,
             access_log=False,
             server_header=False,
-            timeout_keep_alive=_IDLE_S,
+            proxy_headers=False,
+            timeout_keep_alive=math.ceil(idle_s) + 1,  # after ours
         )
         self.config.load()
         self.state = ServerState()

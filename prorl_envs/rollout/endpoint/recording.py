@@ -7,17 +7,17 @@ it still begins with; what it says otherwise is context. So the rows form a tree
 one row alone: in rows that branch off behind it, it is context.
 """
 
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
 
 from prorl_envs.env.base import Message
 from prorl_envs.errors import InputError
+from prorl_envs.policy.context import Context
 from prorl_envs.policy.continuation import Append, next_prompt
 from prorl_envs.policy.types import AssistantTurn, Reasoning, Renderer, Sampled
 from prorl_envs.rollout.agent import assistant_message
+from prorl_envs.rollout.endpoint.likeness import key_of, key_of_tools, keys_of
 from prorl_envs.rollout.ledger import Ledger
 from prorl_envs.rollout.types import Trajectory
 from prorl_envs.tools.types import ToolCall, ToolSpec
@@ -39,7 +39,7 @@ class _State:
     """A conversation up to the end of an answer."""
 
     row: _Row
-    length: int
+    context: Context
     sampled: Sampled
     messages: Sequence[Message]
     at: float
@@ -53,14 +53,15 @@ class Pending:
         ids: the whole context.
         messages: the same, with the recorded answers in their places.
         tools: on offer.
-        key: of the conversation.
+        tools_key, key: of these, and of the conversation.
         parent: the state that `ids` begin with; None for a conversation's beginning.
         shared: how many ids are the state's.
     """
 
-    ids: list[int]
+    ids: Context
     messages: Sequence[Message]
     tools: Sequence[ToolSpec]
+    tools_key: bytes
     key: bytes
     parent: _State | None
     shared: int = 0
@@ -79,30 +80,52 @@ class Recording:
     reasoning: Reasoning = "keep"
     turns: int = field(default=0, init=False)
     _rows: list[_Row] = field(default_factory=list, init=False)
+    _abandoned: list[_Row] = field(default_factory=list, init=False)
     _states: dict[bytes, _State] = field(default_factory=dict, init=False)
     _call_ids: dict[str, str] = field(default_factory=dict, init=False)
 
     # What is asked and answered.
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Pending:
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[ToolSpec],
+        keys: Sequence[bytes] = (),
+        tools_key: bytes = b"",
+    ) -> Pending:
         """The ids of a request. Changes nothing, so it may run in a thread of its own.
 
-        Args:
-            messages: as `Asked.messages`.
-            tools: on offer.
+        Args: as of `Asked`.
 
         Raises:
             InputError: the chat template refuses the conversation.
         """
-        keys = _keys(messages, tools)
-        for index in range(len(messages) - 2, -1, -1):
-            if messages[index]["role"] == "assistant" and (state := self._states.get(keys[index])):
-                given = [*state.messages, *map(self._own_ids, messages[index + 1 :])]
-                pending = self._continued(state, given, len(state.messages), tools, keys[-1])
-                if pending is not None:
-                    return pending
+        keys, tools_key = keys or keys_of(messages), tools_key or key_of_tools(tools)
+        for index, state in self._known(messages, keys, tools_key):
+            given = [*state.messages, *map(self._own_ids, messages[index + 1 :])]
+            known = len(state.messages)
+            if (found := self._continued(state, given, known, tools)) is not None:
+                return Pending(found[0], given, tools, tools_key, keys[-1], state, found[1])
         given = [self._own_ids(message) for message in messages]
-        return Pending(self.renderer.prompt(given, tools), given, tools, keys[-1], None)
+        return Pending(Context(self.renderer.prompt(given, tools)), given, tools, tools_key, keys[-1], None)
+
+    def new_text(self, messages: Sequence[Message], keys: Sequence[bytes], tools_key: bytes) -> int:
+        """Characters of a request that are not known as ids.
+
+        Args: as of `Asked`.
+        """
+        known = next((index for index, _ in self._known(messages, keys, tools_key)), -1)
+        return sum(len(message["content"]) for message in messages[known + 1 :])
+
+    def _known(
+        self, messages: Sequence[Message], keys: Sequence[bytes], tools_key: bytes
+    ) -> Iterator[tuple[int, _State]]:
+        """The answers among the messages up to which the conversation is recorded, the last one first."""
+        for index in range(len(messages) - 2, -1, -1):
+            if messages[index]["role"] == "assistant" and (
+                state := self._states.get(tools_key + keys[index])
+            ):
+                yield index, state
 
     def answered(
         self, pending: Pending, sampled: Sampled, *, asked_at: float, now: float
@@ -125,50 +148,65 @@ class Recording:
         turn = self.renderer.parse(sampled.ids, pending.tools, prompt_ids=pending.ids[-PROMPT_END:])
         said = assistant_message(self.renderer, turn, sampled)
         messages = [*pending.messages, said]
-        self._states[_key(pending.key, said)] = _State(row, len(row.ledger), sampled, messages, now)
+        context = pending.ids.fork()
+        context.extend(sampled.ids)
+        key = pending.tools_key + key_of(pending.key, said)
+        self._states[key] = _State(row, context, sampled, messages, now)
         return self._told(turn, said, number), messages
+
+    def abandoned(self, pending: Pending, sampled: Sampled, *, asked_at: float, now: float) -> None:
+        """Record what was sampled of an answer that its client did not wait for.
+
+        Args: as of `answered`; the answer is as long as it got.
+        """
+        self.turns += 1
+        row = _Row(Ledger(pending.ids), 0, pending.parent.row if pending.parent else None, pending.shared)
+        row.ledger.sent(pending.ids)
+        row.ledger.sampled(sampled, now - asked_at)
+        self._abandoned.append(row)
 
     def _row_for(self, pending: Pending, number: int, asked_at: float) -> _Row:
         """The row that the prompt is the end of."""
         parent = pending.parent
-        if parent is not None and pending.shared == parent.length == len(parent.row.ledger):
+        if parent is not None and pending.shared == len(parent.context) == len(parent.row.ledger):
             parent.row.ledger.tools_took(max(asked_at - parent.at, 0.0))
-            parent.row.ledger.observed(pending.ids[parent.length :])
+            parent.row.ledger.observed(pending.ids[pending.shared :])
             return parent.row
         row = _Row(Ledger(pending.ids), number, parent.row if parent else None, pending.shared)
         self._rows.append(row)
         return row
 
     def _continued(
-        self, state: _State, messages: Sequence[Message], known: int, tools: Sequence[ToolSpec], key: bytes
-    ) -> Pending | None:
-        """The prompt that goes on from a state, or None where the template cannot write what comes then."""
-        context = state.row.ledger.ids[: state.length]
-        new = messages[known:]
+        self, state: _State, messages: Sequence[Message], known: int, tools: Sequence[ToolSpec]
+    ) -> tuple[Context, int] | None:
+        """The ids that go on from a state, and how many of them are its own; None where the template cannot
+        write what comes then."""
+        ids, new = state.context.fork(), messages[known:]
         try:
             if all(message["role"] != "assistant" for message in new):
                 step = next_prompt(
-                    self.renderer, self.reasoning, context, state.sampled, messages, len(new), tools
+                    self.renderer, self.reasoning, ids, state.sampled, messages, len(new), tools
                 )
-                if isinstance(step, Append):
-                    return Pending([*context, *step.ids], messages, tools, key, state, state.length)
-                return Pending(step.ids, messages, tools, key, state, 0)
-            ids = self._grafted(context, state.sampled, new)
+                if not isinstance(step, Append):
+                    return Context(step.ids), 0
+                ids.extend(step.ids)
+            else:
+                self._graft(ids, state.sampled, new)
         except InputError:
             return None
-        return Pending(ids, messages, tools, key, state, state.length)
+        return ids, len(state.context)
 
-    def _grafted(self, context: list[int], last: Sampled, new: Sequence[Message]) -> list[int]:
-        """A context with messages behind it some of which are the model's, but not as it said them."""
+    def _graft(self, context: Context, last: Sampled, new: Sequence[Message]) -> None:
+        """Put messages behind a context some of which are the model's, but not as it said them."""
         observations: list[Message] = []
         for message in new:
             if message["role"] != "assistant":
                 observations.append(message)
                 continue
             said = self.renderer.assistant(message)
-            context += self.renderer.bridge(last, observations) + said
+            context.extend(self.renderer.bridge(last, observations) + said)
             last, observations = Sampled(tuple(said), (), "stop", "", ""), []
-        return context + self.renderer.bridge(last, observations)
+        context.extend(self.renderer.bridge(last, observations))
 
     def _own_ids(self, message: Message) -> Message:
         """A message with the ids of tool calls that the model's template was shown."""
@@ -210,6 +248,12 @@ class Recording:
         rows = self.ordered
         return [_trajectory(row, rows) for row in rows[:-1]]
 
+    @property
+    def aborted(self) -> list[Trajectory]:
+        """Of each answer that its client did not wait for, the context and what was sampled."""
+        rows = self.ordered
+        return [_trajectory(row, rows) for row in self._abandoned]
+
     def trajectory(self) -> Trajectory | None:
         """The row of the last answer; None before there is one."""
         rows = self.ordered
@@ -217,11 +261,11 @@ class Recording:
 
     @property
     def sampled_tokens(self) -> int:
-        return sum(row.ledger.sampled_tokens for row in self._rows)
+        return sum(row.ledger.sampled_tokens for row in (*self._rows, *self._abandoned))
 
     @property
     def model_s(self) -> float:
-        return sum(row.ledger.model_s for row in self._rows)
+        return sum(row.ledger.model_s for row in (*self._rows, *self._abandoned))
 
     @property
     def tools_s(self) -> float:
@@ -233,37 +277,3 @@ def _trajectory(row: _Row, rows: Sequence[_Row]) -> Trajectory:
     if row.parent is None or not row.shared:
         return own
     return own.model_copy(update={"parent": rows.index(row.parent), "shared": row.shared})
-
-
-def _keys(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[bytes]:
-    """For each message, what stands for the conversation up to it."""
-    key = _digest(json.dumps([(tool.name, tool.description, tool.parameters) for tool in tools]))
-    keys = []
-    for message in messages:
-        key = _key(key, message)
-        keys.append(key)
-    return keys
-
-
-def _key(before: bytes, message: Message) -> bytes:
-    """The key of a conversation with one more message. Of an answer it is what it says and calls that counts:
-    not the ids of calls, nor white space around it, nor its reasoning, of which harnesses keep what they
-    like."""
-    role, content = message["role"], message["content"]
-    if role != "assistant":
-        return _digest(content, before + role.encode())
-    calls = [[call["function"]["name"], _arguments(call)] for call in message.get("tool_calls") or ()]
-    said = _digest(content.strip(), before + role.encode())
-    return _digest(json.dumps(calls, sort_keys=True), said) if calls else said
-
-
-def _digest(text: str, before: bytes = b"") -> bytes:
-    return blake2b(before + b"\0" + text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-
-
-def _arguments(call: Message) -> Any:
-    """The arguments of a call, read where they can be: clients write JSON in their own ways."""
-    try:
-        return json.loads(call["function"]["arguments"])
-    except (ValueError, RecursionError):
-        return call["function"]["arguments"]

@@ -6,21 +6,27 @@ text.
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from prorl_envs.env.base import Message
 from prorl_envs.rollout.endpoint.chat import call_of, openai_error, sse
 from prorl_envs.rollout.endpoint.types import (
+    NULL,
     Answered,
     Asked,
+    Body,
     Refused,
     Why,
+    an_object,
+    as_item,
     most_tokens,
     objects,
+    opened,
     text_at,
     text_of,
-    tidied,
     tool,
 )
 from prorl_envs.tools.types import JsonObject, ToolCall, ToolSpec
@@ -35,32 +41,50 @@ _FREE: JsonObject = {
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
 
 
+class _Request(msgspec.Struct):
+    """What is heeded of a request."""
+
+    input: list[msgspec.Raw] | str
+    instructions: msgspec.Raw = NULL
+    tools: msgspec.Raw = NULL
+    tool_choice: Any = None
+    stream: Any = None
+    max_output_tokens: Any = None
+    previous_response_id: Any = None
+    background: Any = None
+    model: Any = None
+
+
 class Responses:
     """Implements `Shape`."""
 
-    def read(self, body: Mapping[str, Any]) -> Asked:
-        """See `Shape.read`."""
-        if body.get("previous_response_id") is not None:
+    joins = True
+
+    def open(self, data: bytes) -> Body:
+        """See `Shape.open`."""
+        body = opened(data, _Request)
+        if body.previous_response_id is not None:
             raise Refused(Why.INVALID, "previous_response_id: nothing is kept here; send the conversation")
-        if body.get("background") is True:
+        if body.background is True:
             raise Refused(Why.INVALID, "background: answers are given at once here")
-        messages: list[Message] = []
-        if instructions := text_of(body.get("instructions"), "instructions"):
-            messages.append({"role": "system", "content": instructions})
-        given = body.get("input")
-        if isinstance(given, str):
-            messages.append({"role": "user", "content": given})
-        else:
-            for item in objects(given, "input"):
-                _add(messages, item)
-        none = body.get("tool_choice") == "none"
-        return Asked(
-            messages=tidied(messages),
-            tools=[] if none else _tools(body),
-            max_tokens=most_tokens(body, "max_output_tokens"),
-            stream=body.get("stream") is True,
-            model=str(body.get("model") or "")[:200],
+        asked = Asked(
+            max_tokens=most_tokens(max_output_tokens=body.max_output_tokens),
+            stream=body.stream is True,
+            model=str(body.model or "")[:200],
         )
+        said = body.input
+        given = [as_item("user", said)] if isinstance(said, str) else [bytes(item) for item in said]
+        tools = b"[]" if body.tool_choice == "none" else bytes(body.tools)
+        return Body([as_item("system", body.instructions), *given], tools, asked)
+
+    def item(self, item: Any) -> Sequence[Message]:
+        """See `Shape.item`."""
+        message = _read(an_object(item, "input"))
+        return [] if message is None else [message]
+
+    def tools(self, given: Any) -> Sequence[ToolSpec]:
+        """See `Shape.tools`."""
+        return _tools(given)
 
     def write(self, answered: Answered, asked: Asked) -> JsonObject:
         """See `Shape.write`."""
@@ -177,8 +201,8 @@ class ResponsesTelling:
         return sse({"type": kind, "sequence_number": self._sequence - 1, **fields}, kind)
 
 
-def _add(messages: list[Message], item: Mapping[str, Any]) -> None:
-    """Take one item of a conversation in. What the model said and called at once is one message."""
+def _read(item: Mapping[str, Any]) -> Message | None:
+    """One item of a conversation, as a message or a part of one; None where it says nothing."""
     kind = item.get("type", "message")
     match kind:
         case "message":
@@ -186,38 +210,28 @@ def _add(messages: list[Message], item: Mapping[str, Any]) -> None:
             if role is None:
                 raise Refused(Why.INVALID, f"input: unknown role {str(item.get('role'))[:50]!r}")
             text = text_of(item.get("content"), "input")
-            if role == "assistant":
-                message = _answer(messages)
-                message["content"] += text
-            else:
-                messages.append({"role": role, "content": text})
+            return {"role": role, "content": text} if text or role != "system" else None
         case "function_call":
-            call = call_of(text_at(item, "call_id", kind), text_at(item, "name", kind), item.get("arguments"))
-            _answer(messages).setdefault("tool_calls", []).append(call)
+            return _called(text_at(item, "call_id", kind), text_at(item, "name", kind), item.get("arguments"))
         case "custom_tool_call":
             arguments = {FREE_TEXT: text_at(item, "input", kind)}
-            call = call_of(text_at(item, "call_id", kind), text_at(item, "name", kind), arguments)
-            _answer(messages).setdefault("tool_calls", []).append(call)
+            return _called(text_at(item, "call_id", kind), text_at(item, "name", kind), arguments)
         case "function_call_output" | "custom_tool_call_output":
             output = text_of(item.get("output"), kind)
-            messages.append(
-                {"role": "tool", "tool_call_id": text_at(item, "call_id", kind), "content": output}
-            )
+            return {"role": "tool", "tool_call_id": text_at(item, "call_id", kind), "content": output}
         case "reasoning":
-            pass  # what was recorded has it
+            return None  # what was recorded has it
         case _:
             raise Refused(Why.INVALID, f"input: items of type {str(kind)[:50]!r} are not known here")
 
 
-def _answer(messages: list[Message]) -> Message:
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
-    return messages[-1]
+def _called(id_: str, name: str, arguments: Any) -> Message:
+    return {"role": "assistant", "content": "", "tool_calls": [call_of(id_, name, arguments)]}
 
 
-def _tools(body: Mapping[str, Any]) -> list[ToolSpec]:
+def _tools(given: Any) -> list[ToolSpec]:
     tools = []
-    for item in () if body.get("tools") is None else objects(body["tools"], "tools"):
+    for item in () if given is None else objects(given, "tools"):
         if item.get("type") == "function":
             tools.append(tool(item.get("name"), item.get("description"), item.get("parameters")))
         elif item.get("type") == "custom":

@@ -6,9 +6,10 @@ import secrets
 from dataclasses import dataclass
 
 from prorl_envs.errors import InputError, ModelError
-from prorl_envs.policy.types import Conversation, PooledModel, Sampled, Sampling
+from prorl_envs.policy.types import Conversation, Partial, PooledModel, Sampled, Sampling
 from prorl_envs.rollout import tracing
 from prorl_envs.rollout.agent import Agent, Transcript, check_sampled
+from prorl_envs.rollout.endpoint.reading import LONG, Reader
 from prorl_envs.rollout.endpoint.recording import PROMPT_END, Pending, Recording
 from prorl_envs.rollout.endpoint.types import Answered, Asked, Refused, Why
 from prorl_envs.rollout.endpoint.unfolding import Live, Unfolding
@@ -18,8 +19,6 @@ log = logging.getLogger(__name__)
 
 #: How keys begin, so that one that got lost is known for what it is.
 KEY_PREFIX = "sk-prorl-"
-#: Bytes of a request above which its ids are made in a thread.
-_LONG = 200_000
 #: No token has more in JSON, but for runs of white space.
 _BYTES_PER_TOKEN = 64
 
@@ -33,12 +32,14 @@ class EndpointLimits:
         waiting: calls that wait.
         refused: requests that were refused, after which no further is read.
         body_bytes: of a request.
+        body_s: seconds that these may take to come.
     """
 
     parallel: int = 16
     waiting: int = 64
     refused: int = 1000
     body_bytes: int = 16 << 20
+    body_s: float = 60.0
 
 
 class ModelSession:
@@ -66,6 +67,7 @@ class ModelSession:
         self.key = KEY_PREFIX + secrets.token_urlsafe(32)
         self.bounds = bounds
         self.recording = Recording(agent.renderer, agent.reasoning)
+        self.reader = Reader()
         #: Set once a limit is reached: no further call is answered.
         self.exhausted = asyncio.Event()
         self.reason: StopReason | None = None
@@ -84,7 +86,7 @@ class ModelSession:
         self._sampling = sampling
         self._session = session
         self._begun = 0
-        self._calls: set[asyncio.Task[object]] = set()
+        self._calls: dict[asyncio.Task[object], Live] = {}
         self._slots = asyncio.Semaphore(bounds.parallel)
         transcript.ledger = self.recording
 
@@ -93,12 +95,18 @@ class ModelSession:
         """Calls that are being answered, or wait."""
         return len(self._calls)
 
+    @property
+    def lives(self) -> list[Live]:
+        """Their answers, as far as they are sampled."""
+        return list(self._calls.values())
+
     async def call(self, asked: Asked, live: Live | None = None) -> Answered:
-        """Answer one request. Who is cancelled ends the generation, and nothing of it is recorded.
+        """Answer one request. Who is cancelled ends the generation; what was sampled by then is kept as an
+        answer that was not finished, where the model's server tells of it (`Streaming`).
 
         Args:
             asked: what is asked for.
-            live: told of the answer while it is sampled, where the model's server can do that.
+            live: told of the answer while it is sampled; None where nobody reads it then.
 
         Raises:
             Refused: a limit is reached, the conversation cannot be rendered, or the model failed.
@@ -108,9 +116,9 @@ class ModelSession:
             raise Refused(Why.ENDED, f"this rollout has ended: {self.reason}")
         if len(self._calls) >= self.bounds.parallel + self.bounds.waiting:
             raise Refused(Why.BUSY, "too many requests of this rollout at a time")
-        task = asyncio.current_task()
+        task, live = asyncio.current_task(), live or Live()
         assert task is not None
-        self._calls.add(task)
+        self._calls[task] = live
         try:
             async with self._slots:
                 return await self._call(asked, live)
@@ -119,7 +127,7 @@ class ModelSession:
             self.count_refused()
             raise
         finally:
-            self._calls.discard(task)
+            del self._calls[task]
             self.touched = self._agent.clock.monotonic()
 
     def count_tokens(self, asked: Asked) -> int:
@@ -130,7 +138,8 @@ class ModelSession:
         """
         self._check_size(asked)
         try:
-            return len(self.recording.prompt(asked.messages, asked.tools).ids)
+            given = (asked.messages, asked.tools, asked.keys, asked.tools_key)
+            return len(self.recording.prompt(*given).ids)
         except InputError as error:
             raise Refused(Why.INVALID, str(error)) from error
 
@@ -156,18 +165,23 @@ class ModelSession:
 
     # Steps.
 
-    async def _call(self, asked: Asked, live: Live | None) -> Answered:
+    async def _call(self, asked: Asked, live: Live) -> Answered:
         if self.reason is not None:
             raise Refused(Why.ENDED, f"this rollout has ended: {self.reason}")
         if self._begun >= self._limits.max_turns:
             self.end(StopReason.TURN_LIMIT)
             raise Refused(Why.ENDED, f"this rollout has made its {self._limits.max_turns} model calls")
         self._begun += 1
+        pending, asked_at = None, 0.0
         try:
             pending = await self._pending(asked)
-            if live is not None:
-                live.unfolding = Unfolding(self._agent.renderer, asked.tools, pending.ids[-PROMPT_END:])
-            sampled, asked_at = await self._sample(asked, pending, live)
+            live.unfolding = Unfolding(self._agent.renderer, asked.tools, pending.ids[-PROMPT_END:])
+            asked_at = self._agent.clock.monotonic()
+            sampled = await self._sample(asked, pending, live)
+        except asyncio.CancelledError:
+            if pending is None or not self._keep(pending, live.partial, asked_at):
+                self._begun -= 1
+            raise
         except BaseException:
             self._begun -= 1  # it can try again; `refused` and the time bound how often
             raise
@@ -185,12 +199,23 @@ class ModelSession:
             cached_tokens=sampled.cached_tokens or 0,
         )
 
+    def _keep(self, pending: Pending, partial: Partial | None, asked_at: float) -> bool:
+        """Record what was sampled of an answer that nobody waits for any more, if something was."""
+        if partial is None or not partial.ids:
+            return False
+        ids, logprobs = tuple(partial.ids), tuple(partial.logprobs)
+        sampled = Sampled(ids, logprobs, "abort", partial.weight_version, partial.server)
+        now = self._agent.clock.monotonic()
+        self.recording.abandoned(pending, sampled, asked_at=asked_at, now=now)
+        return True
+
     async def _pending(self, asked: Asked) -> Pending:
         self._check_size(asked)
+        given = (asked.messages, asked.tools, asked.keys, asked.tools_key)
         try:
-            if asked.size > _LONG:
-                return await asyncio.to_thread(self.recording.prompt, asked.messages, asked.tools)
-            return self.recording.prompt(asked.messages, asked.tools)
+            if self.recording.new_text(asked.messages, asked.keys, asked.tools_key) > LONG:
+                return await asyncio.to_thread(self.recording.prompt, *given)
+            return self.recording.prompt(*given)
         except InputError as error:
             raise Refused(Why.INVALID, str(error)) from error
 
@@ -201,27 +226,26 @@ class ModelSession:
         if asked.size > self._limits.max_tokens * _BYTES_PER_TOKEN:
             raise self._too_long(asked.size // 4)
 
-    async def _sample(self, asked: Asked, pending: Pending, live: Live | None) -> tuple[Sampled, float]:
+    async def _sample(self, asked: Asked, pending: Pending, live: Live) -> Sampled:
         room = self._limits.max_tokens - len(pending.ids)
         if room < 1:
             raise self._too_long(len(pending.ids))
         tokens = min(self._sampling.max_tokens, room, asked.max_tokens or room)
         sampling = self._sampling.model_copy(update={"max_tokens": tokens})
-        asked_at = self._agent.clock.monotonic()
         try:
             with tracing.model_call(len(pending.ids)) as span:
                 sampled = await self._generate(pending, sampling, live)
                 tracing.note_sampled(span, sampled)
             check_sampled(sampled, tokens)
-            if live is not None and live.restarted and live.told:
+            if live.restarted and live.told:
                 raise ModelError("the model's server was lost while it answered, and what it said was told")
         except ModelError as error:
             self.failure = error
             log.info("session %s: the model failed: %s", self._session, error)
             raise Refused(Why.MODEL, error.message) from error
-        return sampled, asked_at
+        return sampled
 
-    async def _generate(self, pending: Pending, sampling: Sampling, live: Live | None) -> Sampled:
+    async def _generate(self, pending: Pending, sampling: Sampling, live: Live) -> Sampled:
         model = self._agent.model
         if not isinstance(model, PooledModel):
             return await model.generate(pending.ids, sampling, session=self._session)
@@ -232,7 +256,7 @@ class ModelSession:
                 sampling,
                 session=self._session,
                 conversation=said,
-                heard=live.heard if live else None,
+                heard=live.heard,
             )
 
     def _too_long(self, tokens: int) -> Refused:

@@ -1,14 +1,20 @@
 """What the shapes of a model endpoint have in common: requests, answers, refusals."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
+import msgspec
+
 from prorl_envs.env.base import Message
 from prorl_envs.policy.types import AssistantTurn, FinishReason
 from prorl_envs.tools.types import JsonObject, ToolSpec
 
+NOT_JSON = "the body is no JSON object"
+#: What a request does not say.
+NULL = msgspec.Raw(b"null")
 #: Takes the place of content that has no tokens: images, documents, sound.
 LEFT_OUT = "[left out: the model reads text alone]"
 
@@ -70,15 +76,33 @@ class Asked:
         usage: whether a stream ends with the numbers of tokens, where that is a choice.
         model: as the caller names it; answered, and not heeded.
         size: bytes of the request.
+        keys, tools_key: of the messages and the tools, as `likeness` has them; empty where not known.
     """
 
-    messages: Sequence[Message]
+    messages: Sequence[Message] = ()
     tools: Sequence[ToolSpec] = ()
     max_tokens: int | None = None
     stream: bool = False
     usage: bool = True
     model: str = ""
     size: int = 0
+    keys: Sequence[bytes] = ()
+    tools_key: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A request whose conversation is not read yet.
+
+    Args:
+        items: of the conversation, JSON each.
+        tools: on offer, JSON.
+        asked: the rest.
+    """
+
+    items: Sequence[bytes]
+    tools: bytes
+    asked: Asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +151,32 @@ class Telling(Protocol):
 class Shape(Protocol):
     """One vendor's interface."""
 
-    def read(self, body: Mapping[str, Any]) -> Asked:
-        """What a request asks for.
+    @property
+    def joins(self) -> bool:
+        """Items of an answer that follow each other are one message."""
+        ...
+
+    def open(self, data: bytes) -> Body:
+        """A request, its conversation not read yet.
 
         Raises:
             Refused: it is malformed, or asks for what there is not.
+        """
+        ...
+
+    def item(self, item: Any) -> Sequence[Message]:
+        """The messages of an item of the conversation.
+
+        Raises:
+            Refused: it is malformed.
+        """
+        ...
+
+    def tools(self, given: Any) -> Sequence[ToolSpec]:
+        """The tools on offer.
+
+        Raises:
+            Refused: one of them cannot be offered.
         """
         ...
 
@@ -146,6 +191,34 @@ class Shape(Protocol):
     def error(self, refused: Refused) -> JsonObject:
         """The body of a refusal."""
         ...
+
+
+def opened[BodyT](data: bytes, kind: type[BodyT]) -> BodyT:
+    """A body, as far as `kind` says.
+
+    Raises:
+        Refused: it is no JSON, or of another shape.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise Refused(Why.INVALID, str(error)) from None
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        pass
+    try:  # half a surrogate pair, which JSON can spell and no text can hold
+        mended = json.dumps(json.loads(data), ensure_ascii=False).encode("utf-8", "replace")
+        return msgspec.json.decode(mended, type=kind)
+    except (msgspec.MsgspecError, RecursionError, ValueError):  # of UTF-8 too
+        raise Refused(Why.INVALID, NOT_JSON) from None
+
+
+def as_item(role: str, content: msgspec.Raw | str) -> bytes:
+    """What stands beside a conversation, as an item of it.
+
+    Args:
+        content: JSON, or a text.
+    """
+    return msgspec.json.encode({"role": role, "content": content})
 
 
 def text_of(content: Any, where: str) -> str:
@@ -183,9 +256,18 @@ def objects(value: Any, where: str) -> Iterator[Mapping[str, Any]]:
     if not isinstance(value, list):
         raise Refused(Why.INVALID, f"{where} is no list")
     for item in value:
-        if not isinstance(item, Mapping):
-            raise Refused(Why.INVALID, f"{where} holds what is no object")
-        yield item
+        yield an_object(item, where)
+
+
+def an_object(value: Any, where: str) -> Mapping[str, Any]:
+    """The value itself.
+
+    Raises:
+        Refused: it is no object.
+    """
+    if not isinstance(value, Mapping):
+        raise Refused(Why.INVALID, f"{where} holds what is no object")
+    return value
 
 
 def text_at(value: Mapping[str, Any], key: str, where: str) -> str:
@@ -200,14 +282,13 @@ def text_at(value: Mapping[str, Any], key: str, where: str) -> str:
     return found
 
 
-def most_tokens(body: Mapping[str, Any], *keys: str) -> int | None:
-    """The first of some numbers of tokens that is given.
+def most_tokens(**given: Any) -> int | None:
+    """The first of some numbers of tokens, by name, that is given.
 
     Raises:
         Refused: it is none.
     """
-    for key in keys:
-        value = body.get(key)
+    for key, value in given.items():
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -229,32 +310,3 @@ def tool(name: Any, description: Any, parameters: Any) -> ToolSpec:
     if not isinstance(parameters, dict):
         raise Refused(Why.INVALID, f"tools: the parameters of {name[:100]} are no schema")
     return ToolSpec(name, description if isinstance(description, str) else "", parameters)
-
-
-def tidied(messages: Sequence[Message]) -> list[Message]:
-    """Messages as chat templates take them: what the system says at the beginning is one message, and what it
-    says later is said by a user; the names of tools stand beside their results.
-
-    Raises:
-        Refused: there is none for the model to answer.
-    """
-    system: list[str] = []
-    rest: list[Message] = []
-    names: dict[str, str] = {}
-    for message in messages:
-        role = message["role"]
-        if role == "system" and not rest:
-            system.append(message["content"])
-            continue
-        if role == "system":
-            message = {**message, "role": "user"}
-        for call in message.get("tool_calls", ()):
-            names[call["id"]] = call["function"]["name"]
-        if role == "tool" and (name := names.get(message["tool_call_id"])):
-            message = {**message, "name": name}
-        rest.append(message)
-    if not rest or rest[-1]["role"] == "assistant":
-        raise Refused(
-            Why.INVALID, "the last message must be a user's or a tool's: answers are not begun here"
-        )
-    return [{"role": "system", "content": "\n\n".join(system)}, *rest] if system else rest

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from prorl_envs.policy.types import AssistantTurn, Renderer
+from prorl_envs.policy.types import AssistantTurn, Partial, Renderer
 from prorl_envs.tools.types import ToolSpec
 
 #: What a call, in any of the forms that are known here, may begin with.
@@ -69,25 +69,26 @@ class Live:
         changed: set whenever more was sampled.
         unfolding: reads it; None before the prompt is ready.
         restarted: its sampling began anew, on another server.
+        partial: what is sampled by now; None where the model's server does not say.
     """
 
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     unfolding: Unfolding | None = None
     restarted: bool = False
-    _ids: Sequence[int] = ()
+    partial: Partial | None = None
     _count: int = 0
 
-    def heard(self, ids: Sequence[int]) -> None:
+    def heard(self, partial: Partial) -> None:
         """All that was sampled by now."""
-        self.restarted |= len(ids) < self._count
-        self._ids, self._count = ids, len(ids)
+        self.restarted |= len(partial.ids) < self._count
+        self.partial, self._count = partial, len(partial.ids)
         self.changed.set()
 
     def more(self) -> tuple[str, str]:
         """What can be told now, and was not: reasoning, content."""
-        if self.unfolding is None or self.restarted:
+        if self.unfolding is None or self.restarted or self.partial is None:
             return "", ""
-        return self.unfolding.grown(self._ids)
+        return self.unfolding.grown(self.partial.ids)
 
     @property
     def told(self) -> bool:

@@ -171,6 +171,8 @@ class Row(_Message):
     turns: bytes
     drift: int
     exact: bool
+    parent: int | None = None
+    shared: int = 0
 
 
 class Report(_Message):
@@ -181,6 +183,7 @@ class Report(_Message):
         text: as JSON, what is read of it: `messages`, `tools`, and of the grade `reward`, `components` and
             `evidence`; empty where only the rest is told.
         rows: its tokens: the forks, and the trajectory last.
+        aborted: see `Result`.
     """
 
     prompted: bool
@@ -190,6 +193,7 @@ class Report(_Message):
     held_s: float
     text: bytes = b""
     rows: list[Row] = []
+    aborted: list[Row] = []
 
 
 class Performed(_Message, tag=21):

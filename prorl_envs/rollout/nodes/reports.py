@@ -31,6 +31,7 @@ def whole_report(attempt: Attempt) -> Report:
     report = Report(account.prompted, account.stop_reason, *account.spent)
     report.text = json.dumps(said).encode()  # ASCII escapes, and integers of any size
     report.rows = [_row(row) for row in account.rows]
+    report.aborted = [_row(row) for row in account.aborted]
     return report
 
 
@@ -49,6 +50,7 @@ def account_of(report: Report) -> Account:
         tools=said.get("tools", ()),
         trajectory=rows[-1] if rows else None,
         forks=tuple(rows[:-1]),
+        aborted=[_trajectory(row) for row in report.aborted],
         stop_reason=StopReason(report.stop_reason) if report.stop_reason else None,
         grade=Grade(**grade) if grade else None,
         spent=Spent(report.model_s, report.tools_s, report.held_s),
@@ -68,6 +70,8 @@ def _row(row: Trajectory) -> Row:
         turns=_TURNS.dump_json(row.turns),
         drift=row.drift,
         exact=row.exact,
+        parent=row.parent,
+        shared=row.shared,
     )
 
 
@@ -79,4 +83,6 @@ def _trajectory(row: Row) -> Trajectory:
         turns=_TURNS.validate_json(row.turns),
         drift=row.drift,
         exact=row.exact,
+        parent=row.parent,
+        shared=row.shared,
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from prorl_envs.clock import Clock
 from prorl_envs.errors import ModelError
 from prorl_envs.policy.gate import Gate
-from prorl_envs.policy.parts import following, in_parts, sample_on
+from prorl_envs.policy.parts import in_parts, sample_on
 from prorl_envs.policy.protocol import Overloaded, ServerUnavailable
 from prorl_envs.policy.types import Conversation, Heard, ModelClient, Sampled, Sampling, Steerable
 from prorl_envs.rollout.nodes.messages import (
@@ -72,12 +72,11 @@ class RoutedModel:
     ) -> Sampled:
         """See `PooledModel.generate`."""
 
-        async def part(ids: Sequence[int], left: Sampling) -> Sampled:
+        async def part(ids: Sequence[int], left: Sampling, told: Heard | None) -> Sampled:
             answer: asyncio.Future[Sampled] = asyncio.get_running_loop().create_future()
-            told = heard and following(heard, ids[len(prompt_ids) :])
             return await self._ask(_Turn(ids, left, session, conversation, answer, told))
 
-        return await in_parts(part, prompt_ids, sampling, lambda: self._resample)
+        return await in_parts(part, prompt_ids, sampling, lambda: self._resample, heard)
 
     def paused_s(self) -> float:
         """See `PooledModel.paused_s`."""

@@ -1,5 +1,6 @@
 """A model endpoint on loopback, over a model of the test's own or the scripted server."""
 
+import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from prorl_envs.policy.servers import Servers
 from prorl_envs.policy.types import ModelClient, Sampling
 from prorl_envs.rollout.agent import Agent, Transcript
 from prorl_envs.rollout.endpoint.app import EndpointApp
+from prorl_envs.rollout.endpoint.doorstep import IDLE_S, Doorstep
 from prorl_envs.rollout.endpoint.session import EndpointLimits, ModelSession
 from prorl_envs.rollout.server import answering
 from prorl_envs.rollout.types import AgentLimits, Trajectory
@@ -66,6 +68,20 @@ async def endpoint(
             yield Served(url, session, transcript)
         finally:
             await session.aclose()
+
+
+@asynccontextmanager
+async def doorstep(
+    served: Served, *, connections: int = 8, idle_s: float = IDLE_S
+) -> AsyncIterator[Doorstep]:
+    """The session on a socket as a sandbox has it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    app = EndpointApp(lambda key: served.session if key == served.key else None)
+    step = Doorstep(app, listener, connections=connections, idle_s=idle_s)
+    try:
+        yield step
+    finally:
+        await step.aclose()
 
 
 @asynccontextmanager

@@ -2,19 +2,14 @@
 
 import asyncio
 import json
-import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
 
-from prorl_envs.rollout.endpoint.app import EndpointApp
-from prorl_envs.rollout.endpoint.doorstep import Doorstep
 from prorl_envs.rollout.endpoint.session import EndpointLimits
 from prorl_envs.rollout.types import AgentLimits
-from tests.rollout.endpoint.conftest import Served, check_rows, scripted_endpoint, toy_endpoint
+from tests.rollout.endpoint.conftest import check_rows, doorstep, scripted_endpoint, toy_endpoint
 
 pytestmark = pytest.mark.anyio
 
@@ -26,18 +21,6 @@ def request(key: str, body: Any = BODY, *, path: str = "/v1/chat/completions") -
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
     head += f"content-length: {len(data)}\r\n\r\n"
     return head.encode() + data
-
-
-@asynccontextmanager
-async def doorstep(served: Served, *, connections: int = 8) -> AsyncIterator[Doorstep]:
-    """The session on a socket as a sandbox has it."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    app = EndpointApp(lambda key: served.session if key == served.key else None)
-    step = Doorstep(app, listener, connections=connections)
-    try:
-        yield step
-    finally:
-        await step.aclose()
 
 
 async def ask(port: int, key: str, body: Any = BODY) -> httpx.Response:

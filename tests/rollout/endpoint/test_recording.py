@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from prorl_envs.env.base import Message
 from prorl_envs.policy.rendering import TemplateRenderer
 from prorl_envs.policy.types import Sampled
+from prorl_envs.rollout.endpoint.reading import tidied
 from prorl_envs.rollout.endpoint.recording import Recording
-from prorl_envs.rollout.endpoint.types import tidied
 from prorl_envs.rollout.types import Trajectory
 from prorl_envs.testing.families import family_renderer
 from prorl_envs.testing.tokenizer import builtin_renderer
@@ -35,7 +35,7 @@ class Talk:
         pending = self.recording.prompt(tidied(messages), TOOLS)
         ids = says if isinstance(says, list) else self.renderer.assistant(says)
         sampled = Sampled(tuple(ids), (-0.5,) * len(ids), "stop", "1", "here")
-        self.prompts.append(pending.ids)
+        self.prompts.append(list(pending.ids))
         turn, _ = self.recording.answered(pending, sampled, asked_at=1.0, now=2.0)
         said: Message = {"role": "assistant", "content": turn.content}
         if turn.tool_calls:
@@ -194,7 +194,9 @@ def test_parallel_calls_of_one_state_are_two_rows() -> None:
         talk.recording.answered(pending, sampled, asked_at=0.0, now=1.0)
     first, second = talk.rows
     assert (len(first.turns), len(second.turns)) == (2, 1)
-    assert first.ids[: first.turns[1].start] == two.ids and second.ids[: second.turns[0].start] == one.ids
+    assert first.ids[: first.turns[1].start] == list(two.ids) and second.ids[: second.turns[0].start] == list(
+        one.ids
+    )
 
 
 def test_calls_with_the_same_words_have_ids_of_their_own() -> None:

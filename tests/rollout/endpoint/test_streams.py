@@ -7,8 +7,11 @@ import anthropic
 import openai
 import pytest
 
+from prorl_envs.policy.types import Sampling
 from prorl_envs.rollout.endpoint.unfolding import Unfolding
+from prorl_envs.rollout.types import AgentLimits
 from prorl_envs.testing.families import family_renderer
+from tests.policy.test_streaming import KINDS
 from tests.rollout.endpoint.conftest import LS, Served, check_rows, scripted_endpoint
 
 pytestmark = pytest.mark.anyio
@@ -26,9 +29,11 @@ def openai_client(served: Served) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=served.key, max_retries=0)
 
 
-async def test_text_leaves_before_the_answer_is_whole() -> None:
-    slow = {"tokens_per_s": 100.0, "noncanonical": 0.3}
-    async with scripted_endpoint({"the task": TAPE}, server=slow) as (served, server):
+@pytest.mark.parametrize("kind", KINDS)
+async def test_text_leaves_before_the_answer_is_whole(kind: str) -> None:
+    slow = {**KINDS[kind], "tokens_per_s": 100.0, "noncanonical": 0.3}
+    sampling = Sampling(max_tokens=500)
+    async with scripted_endpoint({"the task": TAPE}, server=slow, sampling=sampling) as (served, server):
         async with openai_client(served) as client:
             stream = await client.chat.completions.create(
                 model="m", messages=MESSAGES, tools=TOOLS, stream=True, stream_options={"include_usage": True}
@@ -68,17 +73,51 @@ async def test_streams_and_whole_answers_are_one_row() -> None:
         assert len(row.turns) == 3 and server.counts.violations == 0
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_hangs_up_ends_the_generation(stream: bool) -> None:
-    async with scripted_endpoint({"the task": TAPE}, server={"tokens_per_s": 5.0}) as (served, server):
+async def test_what_was_sampled_for_a_client_that_hangs_up_is_kept_apart(stream: bool, kind: str) -> None:
+    """The generation ends, its tokens are in no row to train on, and the conversation goes on."""
+    options = {**KINDS[kind], "tokens_per_s": 30.0, "noncanonical": 0.3}
+    limits, sampling = AgentLimits(max_turns=2), Sampling(max_tokens=200)
+    opening = scripted_endpoint({"the task": TAPE}, server=options, limits=limits, sampling=sampling)
+    async with opening as (served, server):
         async with openai_client(served) as client:
             asking: Any = client.chat.completions.create(model="m", messages=MESSAGES, stream=stream)
             task = asyncio.create_task(_read(asking) if stream else asking)
-            await server.until(lambda counts: counts.running == 1)
+            await asyncio.wait_for(_sampled(served), 30)
             task.cancel()
             await asyncio.wait({task})
-        await asyncio.wait_for(server.until(lambda counts: counts.aborted == 1), 30)
-        assert served.rows == [] and served.session.calls == 0
+            await asyncio.wait_for(server.until(lambda counts: counts.running == 0), 30)
+            while served.session.calls:  # noqa: ASYNC110 - it ends by itself
+                await asyncio.sleep(0.01)
+            assert served.rows == []
+            await client.chat.completions.create(model="m", messages=MESSAGES, tools=TOOLS)
+            with pytest.raises(openai.PermissionDeniedError):
+                await client.chat.completions.create(model="m", messages=MESSAGES)
+        (kept,) = served.session.recording.aborted
+        (turn,) = kept.turns
+        (row,) = served.rows
+        check_rows([row, kept])
+        assert turn.finish_reason == "abort" and turn.end == len(kept.ids) > turn.start
+        assert turn.weight_version == ("scripted-0" if kind != "generate" else "")
+        whole = row.ids[row.turns[0].start :]
+        assert kept.ids[turn.start :] == whole[: turn.end - turn.start], "exactly what was sampled"
+
+
+async def _sampled(served: Served) -> None:
+    """Return once something was."""
+    while not any(live.partial and live.partial.ids for live in served.session.lives):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+async def test_the_end_of_a_rollout_keeps_what_was_sampled_till_then() -> None:
+    async with scripted_endpoint({"the task": TAPE}, server={"tokens_per_s": 30.0}) as (served, _):
+        async with openai_client(served) as client:
+            task = asyncio.create_task(client.chat.completions.create(model="m", messages=MESSAGES))
+            await asyncio.wait_for(_sampled(served), 30)
+            await served.session.aclose()
+            await asyncio.gather(task, return_exceptions=True)
+        assert served.rows == [] and len(served.session.recording.aborted) == 1
 
 
 async def _read(asking: Any) -> None:

@@ -1,0 +1,59 @@
+"""The route of a vLLM server that was started with `--enable-scale-out`: tokens in, tokens out, and versions.
+
+Its shapes are those of vLLM's `entrypoints/scale_out/token_in_token_out`, as far as rollouts need them:
+events have what is new, and the versions come with the last one.
+"""
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from prorl_envs.testing.scripted_app import Played, ScriptedService
+from prorl_envs.tools.types import JsonObject
+
+
+class TokenSampling(BaseModel):
+    """The sampling settings that matter to a script."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    max_tokens: int = Field(default=16, ge=1)
+    stop_token_ids: list[int] = Field(default=[], max_length=1000)
+
+
+class TokensRequest(BaseModel):
+    """The fields of a request that the scripted server heeds."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    token_ids: list[int] = Field(min_length=1, max_length=4_000_000)
+    sampling_params: TokenSampling = TokenSampling()
+    stream: bool = False
+
+
+def add_generate(app: FastAPI, service: ScriptedService) -> None:
+    """Let a scripted server have it."""
+
+    @app.post("/inference/v1/generate")
+    async def generate(asked: TokensRequest, request: Request) -> Response:
+        params = asked.sampling_params
+        asks = (asked.token_ids, params.max_tokens, params.stop_token_ids, request)
+        if asked.stream:
+            return await service.stream(*asks, lambda played, sent: _answer(asked, played, sent))
+        played = await service.play(*asks)
+        return played if isinstance(played, Response) else JSONResponse(_answer(asked, played, 0))
+
+
+def _answer(asked: TokensRequest, played: Played, sent: int) -> JsonObject:
+    new = played.after(sent)
+    known = zip(new.ids, new.logprobs, strict=False)
+    content = [{"token_id": number, "logprob": value, "top_logprobs": []} for number, value in known]
+    choice: JsonObject = {
+        "index": 0,
+        "token_ids": list(new.ids),
+        "logprobs": {"content": content},
+        "finish_reason": played.finish_reason or None,
+        "weight_versions": played.version_spans() if played.finish_reason else None,
+    }
+    answer: JsonObject = {"request_id": "scripted", "choices": [choice]}
+    return answer if sent else {**answer, "prompt_token_ids": asked.token_ids}
