@@ -79,6 +79,7 @@ class Session:
         """
         wanted = [(arm, seed) for arm in ("trained", "frozen") for seed in self.seeds]
         missing = [(arm, seed) for arm, seed in wanted if not self._finished(arm, seed)]
+        missing.sort(key=lambda run: run[1])  # what is interrupted has whole seeds
         if missing:
             self.out.mkdir(parents=True, exist_ok=True)
             start = self._start()

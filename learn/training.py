@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from learn.plan import Plan
-from learn.records import Records
+from learn.records import Records, curve, read_records
 from learn.system import Examination, Weights
 from prorl_envs.trainers.asking import connect_sync
 from prorl_envs.trainers.trl import TrlRollouts, prompts, service_reward
@@ -79,9 +79,14 @@ def train(run: Run, progress: Callable[[dict[str, Any]], None]) -> None:
 
 
 def control(run: Run, progress: Callable[[dict[str, Any]], None]) -> None:
-    """The same looks at the same held-out tasks, with the weights that the run begins with."""
-    records = Records(run.folder / "records.jsonl")
+    """The same looks at the same held-out tasks, with the weights that the run begins with. Those that there
+    are already count."""
+    path = run.folder / "records.jsonl"
+    seen = [step for step, _ in curve(read_records(path))]
+    records = Records(path, since=max(seen) + 1 if seen else None)
     for step in examined(run.plan):
+        if step in seen:
+            continue
         with connect_sync(run.service) as client, weights_change_sync(client, step):
             run.weights.server.load(run.start)
         progress(records.add("held_out", step, run.examination()))
