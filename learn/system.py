@@ -82,7 +82,7 @@ def summary(results: Sequence[Result], levels: Sequence[int]) -> dict[str, Any]:
     Returns:
         `reward`: the mean over episodes that have one, `stderr`: its standard error; `by_level`: the mean for
         each level; `scored`, `failed`: episodes; `turns`: mean number of model calls; `malformed`: share of
-        episodes that ended in a call that could not be read; `versions`: the versions of weights that sampled.
+        episodes that ended in a call that could not be read; `versions`: versions of weights that sampled.
     """
     scored = [
         (result, level) for result, level in zip(results, levels, strict=True) if result.reward is not None
