@@ -37,8 +37,9 @@ def main() -> None:
         plan = load_plan(options.plan)
         if options.model:
             plan = plan.model_copy(update={"model": ModelPlan(name=options.model)})
-        if options.steps:
-            plan = plan.model_copy(update={"steps": options.steps})
+        chosen = {"steps": options.steps, "staleness": options.staleness}
+        chosen |= {"dynamic": options.dynamic, "retokenise": options.retokenise}
+        plan = plan.changed({key: value for key, value in chosen.items() if value})
         runs = Session(plan, options.out, options.seeds, vllm=options.vllm, server=options.server).run()
     except ProrlError as error:
         console.print(f"error: {error.message}", markup=False)
@@ -72,13 +73,14 @@ class Session:
         self.server = server
 
     def run(self) -> dict[tuple[str, int], Records]:
-        """Do what is missing; the records of all runs.
+        """Do what is missing; the records of all runs, also of other arms that write to the same folder.
 
         Raises:
             ProrlError: a server does not start, or the service ends a run.
         """
-        wanted = [(arm, seed) for arm in ("trained", "frozen") for seed in self.seeds]
+        wanted = [(arm, seed) for arm in (self.plan.arm, "frozen") for seed in self.seeds]
         missing = [(arm, seed) for arm, seed in wanted if not self._finished(arm, seed)]
+        missing.sort(key=lambda run: run[1])  # what is interrupted has whole seeds
         if missing:
             self.out.mkdir(parents=True, exist_ok=True)
             start = self._start()
@@ -90,7 +92,7 @@ class Session:
                 )
                 for arm, seed in missing:
                     self._do(arm, seed, start, server, service)
-        return {(arm, seed): read_records(self._folder(arm, seed) / "records.jsonl") for arm, seed in wanted}
+        return found(self.out)
 
     def _model_server(self, model: str, stack: ExitStack) -> VllmServer:
         if self.server is not None:
@@ -124,6 +126,7 @@ class Session:
             weights=Weights(server, folder / "weights"),
             examination=Examination(service, self.plan.environment, held_out, levels),
             rows=rows,
+            reserve=(task.row for task in tasks("train", 1000 + seed)),
         )
         columns = (
             TextColumn(f"{arm} {seed}"),
@@ -141,7 +144,7 @@ class Session:
                 about = f"reward {said['train'] or '-'}, held out {said['held_out'] or '-'}"
                 bar.update(shown, completed=record["step"], description=about)
 
-            (train if arm == "trained" else control)(run, progress)
+            (control if arm == "frozen" else train)(run, progress)
 
     def _start(self) -> str:
         """The model that all runs begin with: a folder, or a name."""
@@ -168,6 +171,16 @@ class Session:
     def _finished(self, arm: str, seed: int) -> bool:
         looks = curve(read_records(self._folder(arm, seed) / "records.jsonl"))
         return bool(looks) and looks[-1][0] == self.plan.steps
+
+
+def found(out: Path) -> dict[tuple[str, int], Records]:
+    """The records of all runs in a folder, trained ones first."""
+    runs = {}
+    for path in out.glob("*-*/records.jsonl"):
+        arm, _, seed = path.parent.name.rpartition("-")
+        runs[arm, int(seed)] = read_records(path)
+    order = {"trained": 0, "frozen": 2}
+    return dict(sorted(runs.items(), key=lambda run: (order.get(run[0][0], 1), run[0])))
 
 
 def prepare(plan: Plan, folder: Path) -> None:
@@ -218,6 +231,15 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--server", help="URL of a vLLM in development mode that runs already, instead")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, help="instead of the plan's")
+    parser.add_argument(
+        "--dynamic", action="store_true", help="dynamic sampling: groups of equal rewards are replaced"
+    )
+    parser.add_argument(
+        "--staleness", type=int, help="asynchronous: rollouts are so many steps ahead, and no more"
+    )
+    parser.add_argument(
+        "--retokenise", action="store_true", help="drift on purpose: train on the text, tokenised again"
+    )
     parser.add_argument("--model", help="Hub name or folder of a model to train, instead of a small one")
     return parser.parse_args()
 

@@ -49,6 +49,9 @@ class Plan(_Part):
         evaluate_every: steps between two looks at the held-out tasks, a multiple of `updates`.
         held_out_tasks: tasks of one look, one rollout each. The same ones each time.
         micro_batch: rollouts of one forward pass; divides a step's.
+        dynamic: a group whose rewards are all equal is replaced by one of another task.
+        staleness: steps by which rollouts are asked for before they are trained on; 0 is synchronous.
+        retokenise: drift on purpose: the trainer gets ids of the rollouts' text tokenised again.
         max_tokens: of one answer.
         max_model_len, max_num_seqs: of the model server.
         device: where the trainer computes; `dtype`: in what.
@@ -68,6 +71,9 @@ class Plan(_Part):
     evaluate_every: Count
     held_out_tasks: Count
     micro_batch: Count
+    dynamic: bool = False
+    staleness: Annotated[int, Field(ge=0)] = 0
+    retokenise: bool = False
     max_tokens: Count = 48
     max_model_len: Count = 512
     max_num_seqs: Count = 64
@@ -83,7 +89,29 @@ class Plan(_Part):
             raise ValueError("evaluate_every is no multiple of updates")
         if (self.train is None) != (self.held_out is None):
             raise ValueError("train and held_out are named together, or neither")
+        if self.dynamic and self.staleness:
+            raise ValueError("dynamic sampling is synchronous here: leave staleness at 0")
+        if (self.dynamic or self.staleness) and self.train is not None:
+            raise ValueError("dynamic sampling and staleness are for the made tasks, which never end")
         return self
+
+    def changed(self, update: dict[str, Any]) -> "Plan":
+        """The same with other values.
+
+        Raises:
+            InputError: they are not possible.
+        """
+        return _checked({**self.model_dump(), **update}, "the plan")
+
+    @property
+    def arm(self) -> str:
+        """What a trained run is called: `trained`, or what is other about it."""
+        others = {
+            "dynamic": self.dynamic,
+            f"stale{self.staleness}": self.staleness > 0,
+            "retokenised": self.retokenise,
+        }
+        return "-".join(name for name, chosen in others.items() if chosen) or "trained"
 
 
 def load_plan(path: Path) -> Plan:
@@ -101,9 +129,13 @@ def load_plan(path: Path) -> Plan:
     for key in ("service", "train", "held_out"):
         if isinstance(given.get(key), str):
             given[key] = path.parent / given[key]
+    return _checked(given, str(path))
+
+
+def _checked(given: dict[str, Any], name: str) -> Plan:
     try:
         return Plan.model_validate(given)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        raise InputError(f"{path}: {where or 'the plan'}: {first['msg']}") from error
+        raise InputError(f"{name}: {where or 'the plan'}: {first['msg']}") from error

@@ -2,22 +2,24 @@
 
 import csv
 from collections.abc import Mapping, Sequence
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from learn.records import curve
-
+#: A line of the records: of a look at the held-out tasks, in most of what follows.
+type Look = dict[str, Any]
 #: Records of each run, by (arm, seed).
-type Runs = Mapping[tuple[str, int], list[dict[str, Any]]]
+type Runs = Mapping[tuple[str, int], list[Look]]
 
 _COLOURS = {"trained": "#1f6f8b", "frozen": "#9a9a9a"}
 _OTHERS = ("#c8553d", "#588157", "#8d6a9f", "#bc8a00")
 
 
 def table(runs: Runs) -> Table:
-    """Each run's first and last look at the held-out tasks."""
+    """Each run's first and last look at the held-out tasks, with standard errors over the tasks; and the mean
+    of an arm's seeds."""
     shown = Table(title="mean reward on held-out tasks", title_justify="left")
     levels = sorted({level for records in runs.values() for level in _last(records).get("by_level", {})})
     for name in (
@@ -32,8 +34,8 @@ def table(runs: Runs) -> Table:
     ):
         shown.add_column(name, justify="left" if name == "run" else "right")
     for (arm, seed), records in runs.items():
-        points, last = curve(records), _last(records)
-        if not points:
+        first, last = _first(records), _last(records)
+        if not last:
             continue
         trained = [line for line in records if line["kind"] == "train"]
         apart = [_number(last["by_level"].get(level)) for level in levels]
@@ -42,14 +44,43 @@ def table(runs: Runs) -> Table:
         shown.add_row(
             arm,
             str(seed),
-            str(points[-1][0]),
-            _number(points[0][1]),
-            _number(points[-1][1]),
+            str(last["step"]),
+            _with_error(first["reward"], first.get("stderr")),
+            _with_error(last["reward"], last.get("stderr")),
             *apart,
             "" if gap is None else f"{gap:.0e}",
             stale,
         )
+    for arm, ends in _by_arm(runs).items():
+        if len(ends) > 1:
+            means = [_pooled([end[which] for end in ends]) for which in (0, 1)]
+            shown.add_row(
+                arm, "all", "", *means, *_means_by_level([last for _, last in ends], levels), "", ""
+            )
     return shown
+
+
+def _by_arm(runs: Runs) -> dict[str, list[tuple[Look, Look]]]:
+    """First and last look of each run that has any."""
+    arms: dict[str, list[tuple[Look, Look]]] = {}
+    for (arm, _), records in runs.items():
+        if last := _last(records):
+            arms.setdefault(arm, []).append((_first(records), last))
+    return arms
+
+
+def _pooled(looks: Sequence[Look]) -> str:
+    """The mean of looks of one size, and its standard error."""
+    rewards, errors = [look["reward"] for look in looks], [look.get("stderr") for look in looks]
+    if None in rewards:
+        return ""
+    known = None if None in errors else sqrt(sum(error**2 for error in errors)) / len(errors)
+    return _with_error(sum(rewards) / len(rewards), known)
+
+
+def _means_by_level(looks: Sequence[Look], levels: Sequence[str]) -> list[str]:
+    columns = [[look["by_level"].get(level) for look in looks] for level in levels]
+    return ["" if None in values else _number(sum(values) / len(values)) for values in columns]
 
 
 def save_numbers(runs: Runs, path: Path) -> None:
@@ -58,14 +89,22 @@ def save_numbers(runs: Runs, path: Path) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(
-            ["run", "seed", "step", "reward", *(f"level_{level}" for level in levels), "episodes"]
+            ["run", "seed", "step", "reward", "stderr", *(f"level_{level}" for level in levels), "episodes"]
         )
         for (arm, seed), records in runs.items():
             for line in records:
                 if line["kind"] == "held_out":
                     apart = [_number(line["by_level"].get(level)) for level in levels]
                     writer.writerow(
-                        [arm, seed, line["step"], _number(line["reward"]), *apart, line["scored"]]
+                        [
+                            arm,
+                            seed,
+                            line["step"],
+                            _number(line["reward"]),
+                            _number(line.get("stderr")),
+                            *apart,
+                            line["scored"],
+                        ]
                     )
 
 
@@ -114,9 +153,17 @@ def _mean(curves: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, floa
     return [(step, sum(points[step] for points in by_step) / len(by_step)) for step in steps]
 
 
-def _last(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return next((line for line in reversed(records) if line["kind"] == "held_out"), {})
+def _first(records: Sequence[Look]) -> Look:
+    return next((line for line in records if line["kind"] == "held_out"), {})
+
+
+def _last(records: Sequence[Look]) -> Look:
+    return _first(list(reversed(records)))
 
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
+
+
+def _with_error(value: float | None, error: float | None) -> str:
+    return _number(value) if error is None else f"{_number(value)} ± {error:.3f}"

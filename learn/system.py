@@ -5,7 +5,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import sqrt
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 from prorl_envs.env.base import Environment, Prompt
@@ -78,16 +80,18 @@ def summary(results: Sequence[Result], levels: Sequence[int]) -> dict[str, Any]:
         levels: of each task.
 
     Returns:
-        `reward`: the mean over episodes that have one; `by_level`: the same for each level; `scored`,
-        `failed`: episodes; `turns`: mean number of model calls; `malformed`: share of episodes that ended in
-        a call that could not be read; `versions`: the versions of weights that sampled.
+        `reward`: the mean over episodes that have one, `stderr`: its standard error; `by_level`: the mean for
+        each level; `scored`, `failed`: episodes; `turns`: mean number of model calls; `malformed`: share of
+        episodes that ended in a call that could not be read; `versions`: versions of weights that sampled.
     """
     scored = [
         (result, level) for result, level in zip(results, levels, strict=True) if result.reward is not None
     ]
     turns = [turn for result, _ in scored for row in result.rows for turn in row.turns]
+    rewards = [result.reward or 0.0 for result, _ in scored]
     return {
-        "reward": _mean([result.reward or 0.0 for result, _ in scored]),
+        "reward": _mean(rewards),
+        "stderr": stdev(rewards) / sqrt(len(rewards)) if len(rewards) > 1 else None,
         "by_level": {
             str(level): _mean([result.reward or 0.0 for result, own in scored if own == level])
             for level in sorted(set(levels))

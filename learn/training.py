@@ -1,7 +1,7 @@
 """One run: TRL's `GRPOTrainer`, with rollouts of the service and the held-out tasks in between."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,12 @@ from datasets import Dataset
 from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from learn.ahead import AheadRollouts
+from learn.drift import retokenised
 from learn.plan import Plan
-from learn.records import Records
+from learn.records import Records, curve, read_records
 from learn.system import Examination, Weights
+from prorl_envs.policy.types import Sampling
 from prorl_envs.trainers.asking import connect_sync
 from prorl_envs.trainers.trl import TrlRollouts, prompts, service_reward
 from prorl_envs.trainers.weights import weights_change_sync
@@ -35,6 +38,7 @@ class Run:
         weights: puts weights into the model server.
         examination: the held-out tasks.
         rows: tasks to train on, as many as its steps need.
+        reserve: further ones, for dynamic sampling.
     """
 
     plan: Plan
@@ -45,6 +49,7 @@ class Run:
     weights: Weights
     examination: Examination
     rows: Sequence[dict[str, Any]]
+    reserve: Iterator[dict[str, Any]]
 
 
 def train(run: Run, progress: Callable[[dict[str, Any]], None]) -> None:
@@ -56,9 +61,9 @@ def train(run: Run, progress: Callable[[dict[str, Any]], None]) -> None:
     checkpoints = run.folder / "checkpoints"
     last = newest(checkpoints)
     records = Records(run.folder / "records.jsonl", since=step_of(last) if last else None)
-    rollouts = TrlRollouts(run.service, run.plan.environment, weights=run.weights)
+    rollouts = _rollouts(run)
     watch = _Watch(run, rollouts, records, progress)
-    trainer = GRPOTrainer(
+    trainer = (_OffPolicy if run.plan.staleness else GRPOTrainer)(
         model=run.start,
         args=_config(run, checkpoints),
         train_dataset=Dataset.from_list(prompts(run.rows)),
@@ -78,10 +83,41 @@ def train(run: Run, progress: Callable[[dict[str, Any]], None]) -> None:
         rollouts.close()
 
 
+def _rollouts(run: Run) -> TrlRollouts | AheadRollouts:
+    plan = run.plan
+    if not plan.staleness:
+        reserve = run.reserve if plan.dynamic else None
+        return TrlRollouts(run.service, plan.environment, weights=run.weights, reserve=reserve)
+    return AheadRollouts(
+        run.service,
+        plan.environment,
+        run.rows,
+        step=plan.prompts,
+        samples=plan.samples,
+        staleness=plan.staleness,
+        weights=run.weights,
+        sampling=Sampling(max_tokens=plan.max_tokens),
+    )
+
+
+class _OffPolicy(GRPOTrainer):  # type: ignore[misc]
+    """Takes the log-probabilities with which tokens were sampled for the old policy's, so that the clipped
+    ratio is to what sampled them. TRL does so for no rollouts but those of its own vLLM."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        output = super()._generate_and_score_completions(inputs)
+        return {**output, "old_per_token_logps": output["sampling_per_token_logps"]}
+
+
 def control(run: Run, progress: Callable[[dict[str, Any]], None]) -> None:
-    """The same looks at the same held-out tasks, with the weights that the run begins with."""
-    records = Records(run.folder / "records.jsonl")
+    """The same looks at the same held-out tasks, with the weights that the run begins with. Those that there
+    are already count."""
+    path = run.folder / "records.jsonl"
+    seen = [step for step, _ in curve(read_records(path))]
+    records = Records(path, since=max(seen) + 1 if seen else None)
     for step in examined(run.plan):
+        if step in seen:
+            continue
         with connect_sync(run.service) as client, weights_change_sync(client, step):
             run.weights.server.load(run.start)
         progress(records.add("held_out", step, run.examination()))
@@ -105,7 +141,11 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
     """Writes down how a run goes, and looks at the held-out tasks every few steps."""
 
     def __init__(
-        self, run: Run, rollouts: TrlRollouts, records: Records, progress: Callable[[dict[str, Any]], None]
+        self,
+        run: Run,
+        rollouts: TrlRollouts | AheadRollouts,
+        records: Records,
+        progress: Callable[[dict[str, Any]], None],
     ) -> None:
         self._run = run
         self._rollouts = rollouts
@@ -117,12 +157,17 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         """The service's rollouts; and before the weights change, a look at the held-out tasks."""
         began = time.monotonic()
         output = self._rollouts(given, trainer)
+        behind = [trainer.state.global_step - int(version) for version in output["weight_version"] if version]
         self._notes = {
             "rollouts_s": time.monotonic() - began,
-            "stale": sum(version != str(trainer.state.global_step) for version in output["weight_version"]),
+            "stale": sum(steps > 0 for steps in behind),
+            "staleness": max(behind, default=0),
             "failed": sum(reward is None for reward in output["reward"]),
             "logprob_gap": logprob_gap(trainer, output),
         }
+        if self._run.plan.retokenise:
+            output, drift = retokenised(output, trainer.processing_class.backend_tokenizer)
+            self._notes |= drift
         if trainer.state.global_step % self._run.plan.evaluate_every == 0:
             self.examine(trainer.state.global_step)
         return output

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from prorl_envs.errors import ProrlError
+from prorl_envs.errors import InputError, ProrlError
 from prorl_envs.policy.types import Sampling
+from prorl_envs.rollout.batch_types import BatchRequest, BatchTask
 from prorl_envs.rollout.client import RolloutClient
 from prorl_envs.rollout.sync_client import SyncRolloutClient
-from prorl_envs.rollout.types import AgentLimits, GroupRequest, Result
+from prorl_envs.rollout.types import AgentLimits, GroupRequest, Result, job_id
 
 #: The service's bearer token, where it has one: in the environment, so that it is in no file or log.
 TOKEN = "PRORL_SERVER__TOKEN"
@@ -88,6 +89,56 @@ def collect(client: SyncRolloutClient, groups: Sequence[GroupRequest]) -> list[l
         for result in client.follow(list(results), after):
             results[result.group_id][result.sample] = result
     return [[samples[sample] for sample in sorted(samples)] for samples in results.values()]
+
+
+def collect_informative(
+    client: SyncRolloutClient,
+    name: str,
+    groups: Sequence[GroupRequest],
+    reserve: Sequence[Mapping[str, Any]],
+) -> list[list[Result]]:
+    """As many groups as are given, whose rewards differ: those given, and in the place of those whose rewards
+    do not, groups of the tasks in reserve. Where these do not suffice, groups of equal rewards fill up.
+
+    Args:
+        name: of the batch that it becomes at the service.
+        groups: at least one, alike but for their tasks.
+
+    Returns:
+        for each group the results of its samples, in their order: informative ones first.
+
+    Raises:
+        InputError: the groups differ in more than their tasks, or the service refuses them.
+        Full, Unavailable: the service is full or away, and stays so.
+    """
+    one = groups[0]
+    if any(group != one.model_copy(update={"id": group.id, "task": group.task}) for group in groups):
+        raise InputError("the groups of a batch are alike", hint="ask for as many samples of each task")
+    rows = [*(group.task for group in groups), *reserve]
+    batch = BatchRequest(
+        id=name,
+        environment=one.environment,
+        tasks=[BatchTask(task=dict(row)) for row in rows],
+        groups=len(groups),
+        samples=one.samples,
+        sampling=one.sampling,
+        limits=one.limits,
+        metadata=one.metadata,
+    )
+    after = client.status().newest
+    try:
+        client.submit_batch(batch)
+        while not (view := client.batch(name, wait_s=60.0)).state.over:
+            pass
+    except BaseException:
+        with contextlib.suppress(ProrlError):  # it was not submitted, or the service is away
+            client.cancel_batch(name)
+        raise
+    chosen = [group.group_id for group in client.batch_groups(name).groups]
+    begun = [f"{name}/{index}" for index in range(view.started)]
+    chosen += [group for group in begun if group not in chosen][: len(groups) - len(chosen)]
+    results = {result.job_id: result for result in client.follow(chosen, after)}
+    return [[results[job_id(group, sample)] for sample in range(one.samples)] for group in chosen]
 
 
 @contextmanager

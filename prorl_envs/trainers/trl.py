@@ -13,18 +13,21 @@ throughout. TRL takes one row for each sample, so episodes must not fork (`servi
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from prorl_envs.policy.types import InFlight, Sampling
 from prorl_envs.rollout.types import AgentLimits, Result
 from prorl_envs.trainers.advantages import NothingScored
-from prorl_envs.trainers.asking import Asking, collect, connect_sync
+from prorl_envs.trainers.asking import Asking, collect, collect_informative, connect_sync
 from prorl_envs.trainers.rows import Row, one_row
 from prorl_envs.trainers.tasks import from_text, to_text
 from prorl_envs.trainers.weights import weights_change_sync
 
 logger = logging.getLogger(__name__)
+
+#: Most groups that are begun for each one that is wanted, where there is a reserve.
+OVERSAMPLED = 3
 
 
 class Trainer(Protocol):
@@ -55,6 +58,10 @@ class TrlRollouts:
         weights: puts the trainer's weights into the model servers, before rollouts with new ones are asked
             for; None where something else does. With it no token is sampled by older weights.
         mode: what becomes of others' turns in flight meanwhile; the trainer's own have ended.
+        reserve: further task rows, for dynamic sampling (DAPO, arXiv 2503.14476): a training group whose
+            rewards are all equal is replaced by one of the next of these, so that each step has as many
+            groups to learn from as the trainer's prompts make. Where `OVERSAMPLED` times as many do not give
+            that, the rest are of equal rewards. None trains on what the prompts give.
         sampling: how to sample. By default as the trainer's configuration says (`temperature`, `top_p`), and
             at most `max_completion_length` tokens a turn.
         limits: of the agent loop; None is what the service has for the environment.
@@ -68,6 +75,7 @@ class TrlRollouts:
         task: Callable[[Any], Mapping[str, Any]] | None = None,
         weights: UploadWeights | None = None,
         mode: InFlight = "finish",
+        reserve: Iterator[Mapping[str, Any]] | None = None,
         sampling: Sampling | None = None,
         limits: AgentLimits | None = None,
     ) -> None:
@@ -75,6 +83,7 @@ class TrlRollouts:
         self._task = task or from_text
         self._weights = weights
         self._mode = mode
+        self._reserve = reserve
         self._client = connect_sync(url)
         self._calls = itertools.count()
         self._uploaded = -1
@@ -88,7 +97,7 @@ class TrlRollouts:
             `job_id`, `weight_version`: one for each prompt; TRL gives them to the reward functions.
 
         Raises:
-            InputError: a prompt is no task.
+            InputError: a prompt is no task; or groups of a step differ in size, with `reserve`.
             NothingScored: no episode has a reward.
             SeveralRows: an episode forked.
             Full, Unavailable: the service is full or away, and stays so.
@@ -103,7 +112,12 @@ class TrlRollouts:
             self._asking.group(f"{name}/{index}", self._task(prompt), samples, sampling=_sampling(trainer))
             for index, (prompt, samples) in enumerate(runs)
         ]
-        results = [result for group in collect(self._client, groups) for result in group]
+        if self._reserve is None or not trainer.model.training:
+            found = collect(self._client, groups)
+        else:
+            extra = itertools.islice(self._reserve, (OVERSAMPLED - 1) * len(groups))
+            found = collect_informative(self._client, name, groups, list(extra))
+        results = [result for group in found for result in group]
         return as_trl(results, _end_token(trainer))
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,8 +27,8 @@ def _finish(reward: float) -> Any:
     return [[say], [{"tool": "finish", "arguments": {"reward": reward}}]]
 
 
-#: Any task "Do ...": a solution of two turns that is worth 1, a wrong one worth 0.
-BOOK = ScriptBook({"Do ": Script(_finish(1.0), _finish(0.0))})
+#: Any task "Do ...": a solution of two turns that is worth 1, a wrong one worth 0. "Know ..." is always 1.
+BOOK = ScriptBook({"Do ": Script(_finish(1.0), _finish(0.0)), "Know ": Script(_finish(1.0), _finish(1.0))})
 
 
 @dataclass
@@ -67,6 +68,19 @@ class ToyService:
 def task(name: str = "it", **fields: Any) -> dict[str, Any]:
     """A task of the toy environment."""
     return {"id": name, "instruction": f"Do {name}."} | fields
+
+
+def trl_trainer(step: int = 0, samples: int = 2) -> Any:
+    """What TRL's adapter reads of a trainer; the real one is in `real/`."""
+    return SimpleNamespace(
+        args=SimpleNamespace(temperature=1.0, top_p=1.0, max_completion_length=256),
+        state=SimpleNamespace(global_step=step),
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(is_main_process=True, process_index=0, wait_for_everyone=lambda: None),
+        processing_class=SimpleNamespace(eos_token_id=2),
+        num_generations=samples,
+        num_generations_eval=samples,
+    )
 
 
 @contextmanager

@@ -21,23 +21,10 @@ from prorl_envs.trainers.slime import episode
 from prorl_envs.trainers.tasks import from_text
 from prorl_envs.trainers.trl import TrlRollouts, prompts, service_reward
 from prorl_envs.trainers.weights import WeightUpdateFailed, weights_change, weights_change_sync
-from tests.trainers.conftest import ToyService, task, toy_service
+from tests.trainers.conftest import ToyService, task, toy_service, trl_trainer
 
 pytestmark = pytest.mark.anyio
 EXAMPLES = Path(__file__).parents[2] / "examples" / "trainers"
-
-
-def trainer(step: int = 0, samples: int = 2) -> Any:
-    """What TRL's adapter reads of a trainer; the real one is in `real/`."""
-    return SimpleNamespace(
-        args=SimpleNamespace(temperature=1.0, top_p=1.0, max_completion_length=256),
-        state=SimpleNamespace(global_step=step),
-        model=SimpleNamespace(training=True),
-        accelerator=SimpleNamespace(is_main_process=True, process_index=0, wait_for_everyone=lambda: None),
-        processing_class=SimpleNamespace(eos_token_id=2),
-        num_generations=samples,
-        num_generations_eval=samples,
-    )
 
 
 def repeated(*names: str, samples: int) -> list[str]:
@@ -54,7 +41,7 @@ def test_trl_gets_an_episode_for_each_prompt_and_new_weights_before_each_step(to
     rollouts = TrlRollouts(toy.url, "toy", weights=upload)
     try:
         for step in (0, 0, 1):
-            output = rollouts(repeated("a", "b", samples=2), trainer(step))
+            output = rollouts(repeated("a", "b", samples=2), trl_trainer(step))
             assert sorted(output["reward"]) == [0.0, 0.0, 1.0, 1.0]
             assert service_reward(reward=output["reward"]) == output["reward"]
             assert output["weight_version"] == [str(step)] * 4
@@ -69,7 +56,7 @@ def test_a_failed_sample_has_no_reward_and_no_loss() -> None:
     with toy_service("solve=1,error500=1") as toy:
         rollouts = TrlRollouts(toy.url, "toy")
         try:
-            output = rollouts(repeated("a", samples=2), trainer())
+            output = rollouts(repeated("a", samples=2), trl_trainer())
         finally:
             rollouts.close()
     assert sorted(map(str, output["reward"])) == ["1.0", "None"]
@@ -79,12 +66,32 @@ def test_a_failed_sample_has_no_reward_and_no_loss() -> None:
     assert output["prompt_ids"][failed] == output["prompt_ids"][1 - failed]
 
 
+def test_groups_without_a_gradient_are_replaced_from_the_reserve() -> None:
+    """Of the prompts' tasks one is always solved; the reserve has what differs."""
+    reserve = iter([task("c", instruction="Know c."), *(task(name) for name in "defgh")])
+    with toy_service("solve=1,wrong=1") as toy:
+        rollouts = TrlRollouts(toy.url, "toy", reserve=reserve)
+        given = [task("a"), task("b", instruction="Know b.")]
+        asked = [row["prompt"] for row in prompts(given) for _ in range(4)]
+        try:
+            output = rollouts(asked, trl_trainer(samples=4))
+            with pytest.raises(InputError, match="alike"):
+                rollouts(asked[:7], trl_trainer(samples=4))
+            filled = rollouts(asked[4:] * 2, trl_trainer(samples=4))  # and nothing is left in reserve
+        finally:
+            rollouts.close()
+    groups = [output["reward"][:4], output["reward"][4:]]
+    assert all(len(set(rewards)) == 2 for rewards in groups)
+    assert len({job.rpartition("/")[0] for job in output["job_id"]}) == 2
+    assert filled["reward"] == [1.0] * 8
+
+
 def test_a_step_without_any_reward_is_an_error() -> None:
     with toy_service("error500=1") as toy:
         rollouts = TrlRollouts(toy.url, "toy")
         try:
             with pytest.raises(NothingScored, match="model: 2"):
-                rollouts(repeated("a", samples=2), trainer())
+                rollouts(repeated("a", samples=2), trl_trainer())
         finally:
             rollouts.close()
 

@@ -1,0 +1,3 @@
+from tests.trainers.conftest import toy
+
+__all__ = ["toy"]
