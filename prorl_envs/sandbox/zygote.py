@@ -37,6 +37,7 @@ from typing import Any, NoReturn
 
 from prorl_envs.sandbox.descriptors import receive_descriptors
 from prorl_envs.sandbox.disk import measure
+from prorl_envs.sandbox.immortal import immortalise
 from prorl_envs.sandbox.inside import become_first, end_all_but, is_inside, serve_under
 from prorl_envs.sandbox.join import join, lead_session
 from prorl_envs.sandbox.route import add_default_route, listen_inside
@@ -74,6 +75,7 @@ def main() -> None:
         _say(control, error="".join(traceback.format_exception(error)))
         return
     gc.collect()
+    immortalise()
     gc.freeze()
     socket.send_fds(control, [json.dumps({"ready": True, **prepared.found}).encode()], prepared.descriptors)
     if prepared.inside:
