@@ -10,7 +10,7 @@ help:
 	@echo "make demo       set up, then run real rollouts end to end (ARGS='--help' shows the options)"
 	@echo "make test       set up, then run the tests"
 	@echo "make test-thorough  those that take longest, which make test leaves out"
-	@echo "make test-nemo  the tests against a real NeMo Gym (its own environment, several minutes)"
+	@echo "make test-nemo  the tests against a real NeMo Gym (its own environment, several minutes; NEMO_GYM=0.7 for another than 0.4)"
 	@echo "make verify-swebench  reference, empty patch and cheats on every SWE-bench instance (ARGS='tasks.parquet')"
 	@echo "make test-ray   nodes as actors on a Ray cluster of several Ray nodes (a minute; adds the extra)"
 	@echo "make test-vllm  the model client against a real vLLM on the CPU (its own environment, 6 GB, several minutes)"

@@ -1,4 +1,4 @@
-"""Data and computation tasks: a Python session with numpy, pandas and sympy, and an answer to find."""
+"""Data and computation tasks: a Python session with numpy, pandas, scipy and sympy, and an answer to find."""
 
 import importlib.util
 
@@ -16,7 +16,7 @@ from prorl_envs.tools.workplace import Workplace
 
 SETUP_TIMEOUT_S = 120.0
 #: What the system prompt promises.
-_PACKAGES = ("numpy", "pandas", "sympy")
+_PACKAGES = ("numpy", "pandas", "scipy", "sympy")
 
 #: Finish, with an answer.
 ANSWER = ToolSpec(
@@ -47,8 +47,8 @@ class IPythonEnvironment(SandboxedEnvironment[IPythonTask]):
     finish_spec = ANSWER
     system_prompt = (
         "You solve a task with a persistent IPython session in a Linux sandbox. Variables, imports and files "
-        "stay between calls; numpy, pandas and sympy are installed. Your working directory is /workspace. "
-        "There is no network. When you know the answer, call finish with it."
+        "stay between calls; numpy, pandas, scipy and sympy are installed. Your working directory is "
+        "/workspace. There is no network. When you know the answer, call finish with it."
     )
 
     def sandbox_spec(self, task: IPythonTask) -> SandboxSpec:
@@ -67,7 +67,7 @@ class IPythonEnvironment(SandboxedEnvironment[IPythonTask]):
             if not done.ok or done.data.get("error"):
                 raise EnvironmentFault(
                     f"setup failed: {done.text[-1000:]}",
-                    hint="numpy, pandas and sympy come with the extra prorl-envs[data]",
+                    hint="numpy, pandas, scipy and sympy come with the extra prorl-envs[data]",
                 )
 
     async def grade(self, task: IPythonTask, place: Workplace) -> Grade:

@@ -1,9 +1,8 @@
 """Which data set a row is of, and the row in this family's own fields. Pure.
 
 One reader for each schema; `normalised` finds the one that fits. A reader takes the columns it knows and
-leaves the
-rest: data sets are published again with more of them. A hint, a solution in a prompt or a discussion is
-    never taken.
+leaves the rest: data sets are published again with more of them. A hint, a solution in a prompt or a
+discussion is never taken.
 """
 
 import difflib
@@ -266,7 +265,8 @@ def _multi_swe(row: Row) -> dict[str, Any]:
     """Multi-SWE-bench: the image brings the tests and the script that applies and runs them."""
     name, number = f"{row['org']}/{row['repo']}", int(row["number"])
     text = "\n\n".join(
-        f"{issue.get('title') or ''}\n{issue.get('body') or ''}".strip() for issue in row["resolved_issues"]
+        f"{issue.get('title') or ''}\n{issue.get('body') or ''}".strip()
+        for issue in _listed_issues(row["resolved_issues"])
     )
     columns = ("f2p_tests", "s2p_tests", "n2p_tests")
     testbed = f"/home/{row['repo']}"
@@ -277,8 +277,8 @@ def _multi_swe(row: Row) -> dict[str, Any]:
         "base_commit": row["base"]["sha"],
         "patch": row["fix_patch"],
         "test_patch": row["test_patch"],
-        "FAIL_TO_PASS": [test for column in columns for test in row.get(column) or {}],
-        "PASS_TO_PASS": list(row["p2p_tests"] or {}),
+        "FAIL_TO_PASS": [test for column in columns for test in _names(row.get(column))],
+        "PASS_TO_PASS": _names(row["p2p_tests"]),
         "eval_script": script((), "bash /home/test-run.sh", testbed=testbed),
         "log_parser": f"{MULTI_SWE}{name}#{number}",
         "image": f"mswebench/{row['org']}_m_{row['repo']}:pr-{number}".lower(),
@@ -287,6 +287,21 @@ def _multi_swe(row: Row) -> dict[str, Any]:
             f"/home/{file}" for file in ("fix.patch", "test.patch", "run.sh", "test-run.sh", "fix-run.sh")
         ],
     }
+
+
+def _names(tests: Any) -> list[Any]:
+    """The names in a map of tests, which Multi-SWE's Parquet files hold as columns: name, run, test, fix."""
+    if isinstance(tests, Mapping) and isinstance(names := tests.get("name"), list):
+        return names
+    return list(tests or {})
+
+
+def _listed_issues(issues: Any) -> Sequence[Mapping[str, Any]]:
+    """A list of issues, or, as there, their titles and their bodies."""
+    if isinstance(issues, Mapping):
+        pairs = zip(issues["title"], issues["body"], strict=True)
+        return [{"title": title, "body": body} for title, body in pairs]
+    return list(issues)
 
 
 def _listed(value: Any) -> Sequence[Any]:

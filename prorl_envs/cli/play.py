@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,32 +19,37 @@ from prorl_envs.tools.types import ToolCall, ToolSpec
 
 HELP = """\
 A line is a call of the first tool. Other tools: /TOOL {"json": "arguments"}, or /TOOL text for a tool with
-one argument. /tools lists them; /say TEXT answers without a call, which ends the episode; /done ends it
-without an answer; /quit leaves without a grade."""
+one argument. Several lines go between \"\"\" and \"\"\". /tools lists the tools; /say TEXT answers without a
+call, which ends the episode; /done ends it without an answer; /quit leaves without a grade."""
+_QUOTES = '"""'
+_CALL = re.compile(r"/(\w+)(?:\s+(.*))?", re.DOTALL)
 
 
 def parse_line(line: str, tools: list[ToolSpec], number: int) -> ToolCall:
-    """The tool call that a typed line means.
+    """The tool call that a typed line, or several, mean.
 
     Raises:
         InputError: no such tool, or arguments that cannot be read.
     """
-    name, text = (tools[0].name if tools else "say"), line
-    if line.startswith("/"):
-        name, _, text = line[1:].partition(" ")
+    named = _CALL.fullmatch(line)
+    name = named[1] if named else tools[0].name if tools else "say"
     tool = next((tool for tool in tools if tool.name == name), None)
     if tool is None:
         raise InputError(f"no tool is called {name!r}", hint=", ".join(t.name for t in tools))
-    return ToolCall(id=f"call-{number}", name=name, arguments=_arguments(tool, text.strip()))
+    text = (named[2] or "") if named else line
+    as_json = named is not None and text.startswith("{")
+    return ToolCall(f"call-{number}", name, _json(text) if as_json else _only_argument(tool, text))
 
 
-def _arguments(tool: ToolSpec, text: str) -> dict[str, Any]:
-    if text.startswith("{"):
-        try:
-            arguments = json.loads(text)
-        except ValueError as error:
-            raise InputError(f"not JSON: {error}") from error
-        return dict(arguments)
+def _json(text: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"not JSON: {error}") from error
+
+
+def _only_argument(tool: ToolSpec, text: str) -> dict[str, Any]:
+    text = text.strip().removeprefix(_QUOTES).removesuffix(_QUOTES).strip("\n")
     names = list(tool.parameters.get("properties", {}))
     if not text:
         return {}
@@ -78,7 +84,9 @@ async def play(settings: Settings, environment: str, task_id: str | None, data: 
 async def _episode(env: Environment[Any], prompt: Prompt) -> None:
     number, tools, conversation = 0, list(prompt.tools), Conversation(prompt)
     while True:
-        line = await _ask()
+        line = await _ask("> ")
+        if line is not None and line.rstrip().endswith(_QUOTES) and line.count(_QUOTES) == 1:
+            line = await _until_quotes(line)
         if line is None or line.strip() == "/quit":
             return
         if line.strip() == "/done":
@@ -109,9 +117,19 @@ async def _episode(env: Environment[Any], prompt: Prompt) -> None:
     out.print(plain(json.dumps(grade.evidence, indent=2, ensure_ascii=False)))
 
 
-async def _ask() -> str | None:
-    """One line from the terminal; None at its end. Reading blocks, so it has a thread of its own."""
-    err.print("> ", end="")
+async def _until_quotes(first: str) -> str | None:
+    """The line, with those that follow until the next three quotes; None where the input ends before them."""
+    lines = [first]
+    while (line := await _ask(". ")) is not None:
+        lines.append(line)
+        if line.rstrip().endswith(_QUOTES):
+            return "\n".join(lines)
+    return None
+
+
+async def _ask(prompt: str) -> str | None:
+    """One line from the terminal; None at its end."""
+    err.print(prompt, end="")
     loop = asyncio.get_running_loop()
     line: asyncio.Future[str] = loop.create_future()
 

@@ -35,7 +35,7 @@ from prorl_envs.tools.wire import (
 
 CONTROL_FD = 3
 #: Imported ahead of every session, where they are installed. Cells still have to import them to name them.
-LIBRARIES = ("numpy", "pandas", "sympy")
+LIBRARIES = ("numpy", "pandas", "scipy.optimize", "scipy.stats", "sympy")
 #: Types that have no representation but text, unless somebody registered one.
 _PLAIN = frozenset(
     {type(None), bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, range}
@@ -193,7 +193,7 @@ def _import_libraries() -> None:
     # A forked process has no threads, so none may be started before the fork: OpenBLAS would.
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
     for name in LIBRARIES:
-        if importlib.util.find_spec(name) is not None:
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:
             importlib.import_module(name)
 
 

@@ -119,6 +119,13 @@ def test_play_lets_a_person_solve_a_task(cli: Cli) -> None:
     assert "reward 1" in done.stdout and "no tool is called 'nonsense'" in done.stderr
 
 
+def test_play_takes_several_lines_at_once(cli: Cli) -> None:
+    cell = '"""\ndef answer():\n    return 454396537\n\nprint({"sum": answer()})\n"""\n/finish 454396537\n'
+    done = cli("play", "ipython", "prime-sum", stdin=cell)
+    assert done.returncode == 0, done.stderr
+    assert "{'sum': 454396537}" in done.stdout and "reward 1" in done.stdout
+
+
 def test_play_ends_with_its_input(cli: Cli) -> None:
     done = cli("play", "bash", "greeting", stdin="ls\n")
     assert done.returncode == 0 and "reward" not in done.stdout
@@ -153,6 +160,9 @@ def test_parse_line() -> None:
     assert parse_line("ls -l", tools, 1).arguments == {"command": "ls -l"}
     call = parse_line('/str_replace_editor {"command": "view", "path": "/x"}', tools, 2)
     assert (call.name, call.arguments["path"]) == ("str_replace_editor", "/x")
+    for command in ("/usr/bin/env true", "{ echo a; echo b; }"):
+        assert parse_line(command, tools, 3).arguments == {"command": command}
+    assert parse_line('/bash """\na\n  b\n"""', tools, 3).arguments == {"command": "a\n  b"}
     with pytest.raises(InputError, match="no tool"):
         parse_line("/rm x", tools, 3)
     with pytest.raises(InputError, match="not JSON"):

@@ -49,8 +49,10 @@ def test_nemo_gym_finds_it_beside_its_own(tmp_path: Path) -> None:
     config = yaml.safe_load((server / "configs" / "prorl_lab_book.yaml").read_text())
     block = config["prorl_lab_book_resources_server"]["resources_servers"]["prorl_lab_book"]
     assert block["environment"] == "lab_book" and (server / block["entrypoint"]).is_file()
-    example = config["prorl_lab_book_simple_agent"]["responses_api_agents"]["simple_agent"]["datasets"][0]
-    rows = [json.loads(line) for line in (site / example["jsonl_fpath"]).read_text().splitlines()]
+    agent = config["prorl_lab_book_simple_agent"]["responses_api_agents"]["simple_agent"]
+    paths = {dataset["type"]: dataset["jsonl_fpath"] for dataset in agent["datasets"]}
+    assert paths["train"] == "data/prorl_lab_book/train.jsonl"
+    rows = [json.loads(line) for line in (site / paths["example"]).read_text().splitlines()]
     assert [row["verifier_metadata"]["task"]["id"] for row in rows] == ["count-lines", "shout"]
     assert {row["agent_ref"]["name"] for row in rows} == {"prorl_lab_book_simple_agent"}
     assert (site / "environments" / "prorl_lab_book" / "config.yaml").is_file()

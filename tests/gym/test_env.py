@@ -18,6 +18,7 @@ from prorl_envs.env.node import Node
 from prorl_envs.env.registry import example_path, load_tasks
 from prorl_envs.errors import InputError, SandboxError
 from prorl_envs.gym.env import TaskEnv
+from prorl_envs.gym.registration import IDS
 from prorl_envs.gym.runner import Runner
 from prorl_envs.sandbox.base import Sandbox, SandboxSpec
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
@@ -61,11 +62,17 @@ def env() -> Iterator[TaskEnv]:
     env.close()
 
 
+#: An instance takes half a minute to build, and a step that ends an episode runs its tests.
+SLOW = {"swebench": pytest.mark.thorough}
+
+
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    "env_id", [f"prorl_envs.gym:prorl/{name}-v0" for name in ("Bash", "Code", "IPython", "Math", "STEM")]
+    ("env_id", "family"), [pytest.param(*item, marks=SLOW.get(item[1], ())) for item in IDS.items()]
 )
-def test_gymnasiums_own_check(env_id: str) -> None:
-    env = gymnasium.make(env_id)
+def test_gymnasiums_own_check(env_id: str, family: str) -> None:
+    tasks = [json.loads(example_path(family).read_text().splitlines()[1])] if family in SLOW else None
+    env = gymnasium.make(f"prorl_envs.gym:{env_id}", tasks=tasks)
     check_env(env.unwrapped)
     env.close()
 

@@ -22,7 +22,7 @@ pytest.importorskip("nemo_gym", reason="run by scripts/test-nemo.sh in an enviro
 from prorl_envs.env.registry import example_path, load_tasks
 from prorl_envs.nemo.responses import check_contiguous
 from prorl_envs.nemo.root import GymRoot, gym_root
-from prorl_envs.nemo.rows import agent_name
+from prorl_envs.nemo.rows import agent_name, write_rows
 from prorl_envs.testing.openai_face import Behaviour, scripted_openai
 from tests.nemo.conftest import SERVICE_TOKEN
 
@@ -205,6 +205,20 @@ def test_the_environments_are_listed_and_valid_by_name(root: GymRoot) -> None:
     assert {f"prorl_{name}" for name in FAMILIES} <= names
     done = gym(root, "env", "validate", "--environment", "prorl_bash", "--model-type", "openai_model")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("selection", [("--resources-server", "prorl_bash"), ("--config", str(AGENT))])
+def test_tasks_become_training_data(root: GymRoot, selection: tuple[str, str]) -> None:
+    for kind in ("train", "validation"):
+        write_rows("bash", example_path("bash"), root.path / "data" / "prorl_bash" / f"{kind}.jsonl")
+    asked = ["--model-type", "openai_model", "--mode", "train_preparation", "--output-dir", "ready"]
+    done = gym(root, "dataset", "collate", *selection, *asked)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    ready = read_jsonl(root.path / "ready" / "train.jsonl")
+    assert len(ready) == len(example_rows("bash"))
+    agent = agent_name("bash") if "prorl_bash" in selection else "prorl_agent"
+    # 0.7 names where a row comes from, and leads it to an agent by that; 0.4 names the agent.
+    assert {row.get("task_source") or row["agent_ref"]["name"] for row in ready} == {agent}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -14,5 +14,5 @@ from prorl_envs.envs.ipython.task import IPythonTask
 async def test_every_example_discriminates(node: Node) -> None:
     tasks = [task for task in load_tasks("ipython", example_path("ipython")) if isinstance(task, IPythonTask)]
     verdicts = await validate(IPythonEnvironment, node, tasks, concurrency=2)
-    assert len(verdicts) == 10
+    assert len(verdicts) == 12
     assert {verdict.task_id: verdict.problems for verdict in verdicts if not verdict.ok} == {}

@@ -1,18 +1,22 @@
 """Every data set's own rows are told apart and read; what is wrong in one is named."""
 
+import importlib.util
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from prorl_envs.env.registry import example_path, load_tasks
 from prorl_envs.env.rows import read_tasks
+from prorl_envs.env.rows import rows as file_rows
 from prorl_envs.envs.swebench.env import SwebenchEnvironment
 from prorl_envs.envs.swebench.logs import Status
 from prorl_envs.envs.swebench.recipes import recipe
-from prorl_envs.envs.swebench.schemas import END_MARKER
+from prorl_envs.envs.swebench.schemas import END_MARKER, normalised
 from prorl_envs.envs.swebench.task import EnvironmentSpec, SwebenchTask
 from prorl_envs.errors import InputError
 
@@ -79,6 +83,57 @@ ROWS: Mapping[str, dict[str, Any]] = {
         ),
     },
 }
+
+MULTI_SWE: dict[str, Any] = {
+    "org": "Some",
+    "repo": "thing",
+    "number": 7,
+    "title": "Fix it",
+    "body": "the-solution",
+    "base": {"label": "some:main", "ref": "main", "sha": COMMIT},
+    "resolved_issues": [
+        {"number": 5, "title": "Broken", "body": "It is one."},
+        {"number": 6, "title": "Slow"},
+    ],
+    "hints": "the-hint",
+    "fix_patch": FIX,
+    "test_patch": TESTS,
+    "p2p_tests": {"suite:kept": {"run": "PASS", "test": "PASS", "fix": "PASS"}},
+    "f2p_tests": {"suite:two": {"run": "FAIL", "test": "FAIL", "fix": "PASS"}},
+    "s2p_tests": {},
+    "n2p_tests": {"suite:new": {"run": "NONE", "test": "FAIL", "fix": "PASS"}},
+}
+
+
+def in_columns(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of Multi-SWE as its Parquet files hold it: maps and lists of objects as columns."""
+    found = dict(row)
+    for group in ("p2p_tests", "f2p_tests", "s2p_tests", "n2p_tests"):
+        found[group] = {"name": list(row[group])} | {
+            when: [test[when] for test in row[group].values()] for when in ("run", "test", "fix")
+        }
+    found["resolved_issues"] = {
+        key: [issue.get(key) for issue in row["resolved_issues"]] for key in ("number", "title", "body")
+    }
+    return found
+
+
+@pytest.mark.parametrize("form", [dict, in_columns])
+def test_a_row_of_multi_swe_is_read_in_either_form(form: Any) -> None:
+    found = normalised(form(MULTI_SWE))
+    assert (found["dataset"], found["instance_id"]) == ("multi-swe", "Some__thing-7")
+    assert (found["image"], found["testbed"]) == ("mswebench/some_m_thing:pr-7", "/home/thing")
+    assert found["problem_statement"] == "Broken\nIt is one.\n\nSlow"
+    assert (found["FAIL_TO_PASS"], found["PASS_TO_PASS"]) == (["suite:two", "suite:new"], ["suite:kept"])
+    assert "cd /home/thing" in found["eval_script"] and "/home/fix.patch" in found["hidden_paths"]
+    assert found["log_parser"] == "multi-swe:Some/thing#7" and "the-" not in json.dumps(found)
+
+
+def test_a_row_of_multi_swe_says_whose_parser_it_needs() -> None:
+    if importlib.util.find_spec("multi_swe_bench") is not None:
+        pytest.skip("its parsers are installed")
+    with pytest.raises(InputError, match="pip install 'multi-swe-bench'"):
+        SwebenchEnvironment.load(MULTI_SWE)
 
 
 @pytest.mark.parametrize(
@@ -164,21 +219,43 @@ def test_a_missing_column_is_named_with_its_data_set() -> None:
         SwebenchEnvironment.load({"question": "?"})
 
 
-def test_parquet_is_read_and_a_wrong_row_has_its_number(tmp_path: Path) -> None:
-    import pyarrow
-    import pyarrow.parquet
+def as_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
 
-    rows = [dict(ROWS["swe-gym"]), {**ROWS["swe-gym"], "instance_id": "other__thing-8"}]
-    path = tmp_path / "train-00000-of-00001.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    assert [task.id for task in load_tasks("swebench", path)] == ["Some__Thing-7", "other__thing-8"]
-    rows[1]["patch"] = "no diff"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    with pytest.raises(InputError, match=r"\.parquet:2: patch: "):
+
+def as_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("name", ["swe-bench", *ROWS])
+@pytest.mark.parametrize(("write", "ending"), [(as_lines, "jsonl"), (as_parquet, "parquet")])
+def test_files_of_each_data_set_are_read_and_a_wrong_row_has_its_number(
+    tmp_path: Path, name: str, write: Any, ending: str
+) -> None:
+    row = ROWS.get(name) or json.loads(example_path("swebench").read_text().splitlines()[0])
+    key, text = ("commit_hash", "docker_image") if name == "r2e-gym" else ("instance_id", "patch")
+    rows = [dict(row), {**row, key: "another"}]
+    path = tmp_path / f"train-00000-of-00001.{ending}"
+    write(path, rows)
+    assert load_tasks("swebench", path) == [SwebenchEnvironment.load(row) for row in rows]
+    write(path, [rows[0], {**rows[1], text: "no diff"}])
+    with pytest.raises(InputError, match=rf"\.{ending}:2: {text.removeprefix('docker_')}: "):
         read_tasks(SwebenchEnvironment.load, path)
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    as_parquet(path, [dict(ROWS["swe-gym"])])
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(InputError, match="not parquet"):
         read_tasks(SwebenchEnvironment.load, path)
+
+
+def test_multi_swe_is_read_from_parquet(tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    as_parquet(path, [in_columns(MULTI_SWE)])
+    ((number, row),) = file_rows(path)
+    assert (number, normalised(row)) == (1, normalised(MULTI_SWE))
 
 
 def test_a_known_instance_gets_its_recipe() -> None:

@@ -1,0 +1,75 @@
+"""The page of each family against the family: it says what is there, and what it gives to copy works."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prorl_envs.catalog import Catalog
+from prorl_envs.config import load_settings
+from prorl_envs.env.node import Node
+from prorl_envs.env.registry import example_path, family, load_tasks
+from prorl_envs.env.validate import validate
+from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.testing.toy import empty_node
+
+FAMILIES = ("bash", "code", "ipython", "math", "stem", "swebench")
+HEADINGS = (
+    "What the model sees",
+    "What is scored",
+    "Your own data",
+    "Known ways to cheat, and what stops them",
+)
+NUMBERS = ("seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen")
+#: How a page says how many tasks its family ships.
+COUNT = re.compile(rf"\b({'|'.join(NUMBERS)})\s+(?:tasks|problems|questions|instances)\b")
+
+
+def sections(name: str) -> dict[str, str]:
+    """A page's text by heading."""
+    page = (Path(example_path(name)).parents[1] / "README.md").read_text()
+    parts = re.split(r"^## (.*)$", page, flags=re.MULTILINE)
+    return {"": parts[0]} | dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    """The tasks that a page gives to copy."""
+    blocks = re.findall(r"^```json\n(.*?)^```$", sections(name)["Your own data"], re.MULTILINE | re.DOTALL)
+    return [json.loads(block) for block in blocks]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_it_tells_what_is_seen_and_scored_and_what_stops_cheats(name: str) -> None:
+    found = sections(name)
+    assert [heading for heading in HEADINGS if len(found.get(heading, "")) < 200] == []
+    tools = {tool.name for tool in family(name)(empty_node()).tools}
+    assert tools <= set(re.findall(r"`(\w+)`", found["What the model sees"]))
+    assert "Not stopped" in found[HEADINGS[-1]]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_it_counts_the_tasks_that_are_shipped(name: str) -> None:
+    (count,) = {count for text in sections(name).values() for count in COUNT.findall(text)}
+    assert 7 + NUMBERS.index(count) == len(load_tasks(name, example_path(name)))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("name", [name for name in FAMILIES if rows(name)])
+async def test_its_own_row_discriminates(name: str, shared_driver: BubblewrapDriver, tmp_path: Path) -> None:
+    tasks = [family(name).load(row) for row in rows(name)]
+    (verdict,) = await validate(family(name), Node(shared_driver, tmp_path), tasks, repeats=1)
+    assert (verdict.untouched, verdict.problems) == (0.0, ()) and set(verdict.reference) == {1.0}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_its_settings_are_settings(name: str, tmp_path: Path) -> None:
+    blocks = [
+        block
+        for text in sections(name).values()
+        for block in re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    ]
+    for block in blocks:
+        (tmp_path / "settings.yaml").write_text(block)
+        assert name in Catalog.of(load_settings(tmp_path / "settings.yaml"))
