@@ -1,9 +1,9 @@
 """The documentation against the project: what a page names must exist."""
 
-import ast
 import re
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +46,6 @@ def pages() -> list[Path]:
 PAGES = pages()
 
 
-def each_page(found: list[Path]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("page", found, ids=lambda page: str(page.relative_to(ROOT)))
-
-
 def code_of(text: str) -> Iterator[str]:
     """Where commands are typed: fenced blocks without comments, and inline code. Prose is free."""
     yield from (COMMENT.sub("", body) for _, body in FENCE.findall(text))
@@ -67,17 +63,28 @@ def test_there_are_pages() -> None:
     assert ROOT / "README.md" in PAGES and ROOT / "docs" / "settings.md" in PAGES
 
 
-@each_page(PAGES)
-def test_relative_links_lead_somewhere(page: Path) -> None:
-    for link in LINK.findall(FENCE.sub("", page.read_text())):
-        if re.match(r"[a-z]+:", link):
-            continue
-        name, _, anchor = link.partition("#")
-        target = page.parent / name if name else page
-        assert target.exists(), f"{page.relative_to(ROOT)}: {link} leads nowhere"
-        assert target.resolve().is_relative_to(ROOT), f"{link} leads out of the project"
-        if anchor:
-            assert anchor in anchors(target.read_text()), f"{page.relative_to(ROOT)}: no heading {link}"
+def problem_of(link: str, page: Path) -> str:
+    """Why a link of a page leads nowhere; "" where it leads somewhere."""
+    if re.match(r"[a-z]+:", link):
+        return ""
+    name, _, anchor = link.partition("#")
+    target = page.parent / name if name else page
+    if not target.exists():
+        return "leads nowhere"
+    if not target.resolve().is_relative_to(ROOT):
+        return "leads out of the project"
+    return "has no such heading" if anchor and anchor not in anchors(target.read_text()) else ""
+
+
+def test_relative_links_lead_somewhere() -> None:
+    problems = [
+        f"{page.relative_to(ROOT)}: {link} {problem}"
+        for page in PAGES
+        for link in LINK.findall(FENCE.sub("", page.read_text()))
+        if (problem := problem_of(link, page))
+    ]
+    assert not problems
+    assert problem_of("none.md", ROOT / "README.md") and problem_of("#none", ROOT / "README.md")
 
 
 def test_the_list_of_decisions_is_complete() -> None:
@@ -87,9 +94,15 @@ def test_the_list_of_decisions_is_complete() -> None:
     assert listed == found
 
 
+@cache
+def program() -> Any:
+    """The command line as Typer makes it, which takes a while."""
+    return typer.main.get_command(cli)
+
+
 def check_command(words: list[str]) -> None:
     """Fails where a word that must be a command, or an option, is unknown to it."""
-    command: Any = typer.main.get_command(cli)
+    command = program()
     while isinstance(command, TyperGroup) and words and not words[0].startswith("-"):
         assert words[0] in command.commands, f"prorl-envs has no command {words[0]!r}"
         command, words = command.commands[words[0]], words[1:]
@@ -99,21 +112,24 @@ def check_command(words: list[str]) -> None:
             assert word.partition("=")[0] in known, f"{command.name} has no option {word}"
 
 
-@each_page(PAGES)
-def test_commands_exist(page: Path) -> None:
-    for code in code_of(page.read_text()):
-        for rest in COMMAND.findall(code.replace("\\\n", " ")):
-            check_command(rest.split())
+def test_commands_exist() -> None:
+    for page in PAGES:
+        for code in code_of(page.read_text()):
+            for rest in COMMAND.findall(code.replace("\\\n", " ")):
+                try:
+                    check_command(rest.split())
+                except AssertionError as error:
+                    pytest.fail(f"{page.relative_to(ROOT)}: {error}")
 
 
 def make_targets() -> set[str]:
     return set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
-@each_page(PAGES)
-def test_make_targets_exist(page: Path) -> None:
-    for code in code_of(page.read_text()):
-        assert set(TARGET.findall(code)) <= make_targets(), f"no such target: {code}"
+def test_make_targets_exist() -> None:
+    for page in PAGES:
+        for code in code_of(page.read_text()):
+            assert set(TARGET.findall(code)) <= make_targets(), f"{page.relative_to(ROOT)}: {code}"
 
 
 def test_every_make_target_is_phony() -> None:
@@ -157,19 +173,3 @@ def test_every_setting_is_described_with_its_default() -> None:
         default = known[name]
         shown = yaml.safe_load(cell) if cell else None
         assert (shown or None) == ((list(default) if isinstance(default, tuple) else default) or None), name
-
-
-def python_blocks(page: Path) -> list[str]:
-    return [body for language, body in FENCE.findall(page.read_text()) if language == "python"]
-
-
-@each_page([page for page in PAGES if python_blocks(page)])
-def test_python_blocks_compile_and_import_what_they_name(page: Path) -> None:
-    for block in python_blocks(page):
-        tree = ast.parse(block)
-        compile(tree, str(page), "exec")
-        if "prorl_envs.nemo.server" in block:  # needs NeMo Gym; the tests marked `nemo` run it
-            continue
-        imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-        module = ast.Module(body=list[ast.stmt](imports), type_ignores=[])
-        exec(compile(module, str(page), "exec"), {})

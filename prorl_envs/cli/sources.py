@@ -1,13 +1,14 @@
 """What commands read results from: a JSONL file, or the store of a service."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from prorl_envs.errors import InputError
-from prorl_envs.viewer.episodes import Episodes
-from prorl_envs.viewer.index import Index
+
+if TYPE_CHECKING:
+    from prorl_envs.viewer.episodes import Episodes
 
 SourceArgument = Annotated[
     str,
@@ -41,7 +42,7 @@ def is_store(source: str) -> bool:
         ) from error
 
 
-def open_episodes(source: str) -> Episodes:
+def open_episodes(source: str) -> "Episodes":
     """The results for those who look. The caller closes them.
 
     Args:
@@ -51,6 +52,8 @@ def open_episodes(source: str) -> Episodes:
         InputError: they cannot be read.
     """
     if not is_store(source):
+        from prorl_envs.viewer.index import Index
+
         return Index(Path(source))
     from prorl_envs.rollout.stored_episodes import StoredEpisodes
 

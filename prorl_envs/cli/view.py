@@ -6,16 +6,18 @@ import webbrowser
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from prorl_envs.cli.console import err, out
 from prorl_envs.cli.sources import SourceArgument, open_episodes
 from prorl_envs.errors import InputError
-from prorl_envs.viewer.episodes import Episodes
-from prorl_envs.viewer.rows import Texts
-from prorl_envs.viewer.summary import Summary
+
+if TYPE_CHECKING:
+    from prorl_envs.viewer.episodes import Episodes
+    from prorl_envs.viewer.rows import Texts
+    from prorl_envs.viewer.summary import Summary
 
 #: The tokenizer of the scripted model, which the demo uses.
 SCRIPTED = "scripted"
@@ -55,7 +57,7 @@ def view(
         episodes.close()
 
 
-def _texts(name: str) -> Texts:
+def _texts(name: str) -> "Texts":
     from prorl_envs.policy.token_texts import token_texts
 
     decode: Callable[[Sequence[int]], str]
@@ -70,7 +72,7 @@ def _texts(name: str) -> Texts:
     return partial(token_texts, decode)
 
 
-async def _serve(episodes: Episodes, texts: Texts | None, port: int, browser: bool) -> None:
+async def _serve(episodes: "Episodes", texts: "Texts | None", port: int, browser: bool) -> None:
     from prorl_envs.rollout.server import answering
     from prorl_envs.viewer.offline import offline_app
 
@@ -86,7 +88,7 @@ async def _serve(episodes: Episodes, texts: Texts | None, port: int, browser: bo
         await asyncio.Event().wait()
 
 
-def _export(episodes: Episodes, target: Path, wanted: Sequence[str], texts: Texts | None) -> None:
+def _export(episodes: "Episodes", target: Path, wanted: Sequence[str], texts: "Texts | None") -> None:
     from prorl_envs.viewer.export import export_html
 
     episodes.extend()
@@ -108,5 +110,5 @@ def _export(episodes: Episodes, target: Path, wanted: Sequence[str], texts: Text
     err.print(f"{target}: {len(chosen)} {noun}, {len(content) / 1e6:.1f} MB; it opens in any browser")
 
 
-def _fits(one: Summary, wanted: Sequence[str]) -> bool:
+def _fits(one: "Summary", wanted: Sequence[str]) -> bool:
     return any(name in (one.job_id, one.group_id) or one.job_id.endswith(name) for name in wanted)

@@ -79,6 +79,7 @@ def _difference(before: Holdings, after: Holdings) -> list[str]:
 def _processes(run_dir: Path) -> dict[tuple[int, int], str]:
     found = {}
     namespace, own, name = os.readlink("/proc/self/ns/mnt"), os.getpid(), os.fsencode(run_dir)
+    began = int(_read("self", "stat").rpartition(b")")[2].split()[19])
     for pid in os.listdir("/proc"):
         if not pid.isdigit() or int(pid) == own:
             continue
@@ -86,8 +87,8 @@ def _processes(run_dir: Path) -> dict[tuple[int, int], str]:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
             command, _, rest = _read(pid, "stat").rpartition(b")")
             fields = rest.split()
-            if int(fields[6]) & _KERNEL_THREAD:
-                continue
+            if int(fields[19]) < began or int(fields[6]) & _KERNEL_THREAD:
+                continue  # it was there before us
             arguments = _read(pid, "cmdline")
             # bubblewrap names the directory before it has mounted anything
             if int(fields[1]) == own or name in arguments or _sandboxed(pid, namespace, name):

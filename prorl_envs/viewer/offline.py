@@ -17,6 +17,7 @@ from prorl_envs.viewer.episodes import MAX_QUERY, Episodes
 from prorl_envs.viewer.rows import Texts, rows_of
 
 #: Bytes that are read, or looked into, between two answers to the page; and before the first, to show rows.
+#: Bytes that are read, or looked into, between two answers to the page; and before the first one.
 STEP, FIRST = 64 << 20, 8 << 20
 
 

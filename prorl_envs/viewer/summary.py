@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Raw, Struct
@@ -88,6 +88,7 @@ class _Stored(Struct):
     state: str
     reward: float | None
     mask_sample: bool
+    version: Literal[1] = 1
     cursor: int = 0
     batch_id: str | None = None
     stop_reason: str | None = None

@@ -1,5 +1,6 @@
 """Every code block of the documentation is parsed by what will read it; Python runs, with a service."""
 
+import ast
 import asyncio
 import json
 import re
@@ -11,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
 from typer.core import TyperGroup
 
 from prorl_envs.catalog import Catalog
 from prorl_envs.cli.compose import request_defaults
-from prorl_envs.cli.main import cli
 from prorl_envs.config import Settings
 from prorl_envs.env.node import Node
 from prorl_envs.policy.pool import ModelPool
@@ -28,6 +27,7 @@ from prorl_envs.testing.tokenizer import builtin_renderer
 from prorl_envs.testing.toy import ToyModel, ToyWorld, empty_node
 from prorl_envs.tools.types import ToolCall
 from tests.docs.blocks import BLOCKS, ROOT, Block, commands, each, pages
+from tests.test_docs import program
 from tests.viewer.conftest import result, written
 
 pytestmark = pytest.mark.anyio
@@ -59,7 +59,7 @@ def parse(words: list[str]) -> None:
     Raises:
         Exception: with a `format_message`, as Typer's parser has it.
     """
-    command: Any = typer.main.get_command(cli)
+    command = program()
     context = command.make_context("prorl-envs", list(words))
     while isinstance(command, TyperGroup) and (rest := [*context._protected_args, *context.args]):
         name, command, rest = command.resolve_command(context, rest)
@@ -213,7 +213,7 @@ USES: dict[str, Callable[[dict[str, Any], str], Awaitable[None]]] = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 async def service() -> AsyncIterator[str]:
     """A service whose `bash` does at once what it is told."""
     pool = ModelPool(lambda _: ToyModel(builtin_renderer(), lambda *_: [{"tool": "finish", "arguments": {}}]))
@@ -243,5 +243,9 @@ async def test_python_blocks_run(
 
 
 @each("python", runs=False)
-def test_python_blocks_that_are_not_run_compile(block: Block) -> None:
-    compile(block.body, block.id, "exec")
+def test_python_blocks_that_are_not_run_compile_and_import(block: Block) -> None:
+    tree = ast.parse(block.body)
+    compile(tree, block.id, "exec")
+    if "NeMo Gym" not in block.why:
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+        exec(compile(ast.Module(body=list[ast.stmt](imports), type_ignores=[]), block.id, "exec"), {})

@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from prorl_envs.env.registry import example_path
 from prorl_envs.rollout.sync_client import SyncRolloutClient
 from prorl_envs.rollout.types import GroupRequest
 from tests.cli.conftest import SCRIPT
@@ -54,6 +55,7 @@ class World:
             **os.environ,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "COLUMNS": "120",
+            "HOME": str(self.folder),
             "PRORL_CACHE_DIR": str(self.folder / "cache"),
             "PRORL_SERVER__PORT": self.service.rpartition(":")[2],
         }
@@ -88,6 +90,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     (folder / "examples").symlink_to(ROOT / "examples")
     [row] = [json.loads(b.body) for b in BLOCKS if b.page == "envs/bash/README.md" and b.language == "json"]
     (folder / "tasks.jsonl").write_text(json.dumps(row) + "\n")
+    (folder / "library").mkdir()
+    (folder / "library" / "falling.txt").write_text("Bodies fall with 9.81 metres per second squared.")
+    (folder / "questions.jsonl").write_text(example_path("stem").read_text().splitlines()[0] + "\n")
     stored = [result("demo/bash/git-rescue/0"), result("demo/bash/git-rescue/1", reward=0.0)]
     for name in ("demo", "run"):
         (folder / "runs" / name).mkdir(parents=True)

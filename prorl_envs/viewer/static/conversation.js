@@ -24,7 +24,7 @@ function turnBlock(turn, onTokens) {
   const matched = new Set(calls.map(({ id }) => answers.get(id)));
   return el("section", { class: "turn", id: `turn-${turn.number}`, tabindex: "-1", "aria-label": `Turn ${turn.number}` },
     el("header", { class: "turn-head" },
-      el("h3", {}, `Turn ${turn.number}`), record && facts(record),
+      el("h2", { class: "turn-name" }, `Turn ${turn.number}`), record && facts(record),
       record && onTokens && el("button", { type: "button", class: "link", on: { click: () => onTokens(turn) } }, "tokens")),
     reasoning && el("details", { class: "thought" }, el("summary", {}, `Reasoning, ${count(reasoning.length)} characters`), el("div", { class: "prose" }, reasoning)),
     prose(content),

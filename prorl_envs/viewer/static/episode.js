@@ -120,7 +120,7 @@ function details(result) {
   ];
   const metadata = Object.keys(result.metadata ?? {}).length > 0;
   return [el("dl", { class: "facts-list" }, known.filter(Boolean).map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, String(value))))),
-    metadata && el("div", {}, el("h4", {}, "Metadata"), tree(result.metadata))];
+    metadata && el("div", {}, el("h3", {}, "Metadata"), tree(result.metadata))];
 }
 
 function jsonView(result, key) {

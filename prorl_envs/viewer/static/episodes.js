@@ -20,7 +20,7 @@ export function strip(samples) {
 const EPISODES = [
   { id: "reward", name: "Reward", width: "5.5rem", cell: chip },
   { id: "task", name: "Task", grow: 2, cell: (entry) => [el("span", { class: "main" }, entry.task_id), el("span", { class: "quiet wide" }, entry.environment)] },
-  { id: "job", name: "Job", grow: 2, wide: true, cell: (entry) => el("a", { href: link(entry), tabindex: "-1" }, entry.job_id) },
+  { id: "job", name: "Job", grow: 2, wide: true, cell: jobLink },
   { id: "end", name: "Ended by", width: "7.5rem", cell: (entry) => el("span", { class: entry.failure ? "failure" : "" }, outcome(entry)) },
   { id: "turns", name: "Turns", width: "4.5rem", numeric: true, wide: true, cell: (entry) => count(entry.turns) },
   { id: "tokens", name: "Tokens", width: "5.5rem", numeric: true, wide: true, cell: (entry) => count(entry.tokens) },
@@ -35,6 +35,13 @@ const GROUPS = [
   { id: "std", name: "Std", width: "5rem", numeric: true, wide: true, cell: (group) => (group.std === null ? "–" : number(group.std)) },
   { id: "spread", name: "Differs", width: "5rem", wide: true, cell: (group) => (group.informative ? "yes" : el("span", { class: "quiet" }, "no")) },
 ];
+
+/** The end of an id, which is what samples differ by, stays in sight. */
+function jobLink(entry) {
+  const end = `/${entry.sample}`, whole = entry.job_id;
+  const parts = whole.endsWith(end) ? [el("span", {}, whole.slice(0, -end.length)), el("span", {}, end)] : whole;
+  return el("a", { class: "job", href: link(entry), tabindex: "-1", title: whole }, parts);
+}
 
 function link(entry) {
   return `#/episode/${encodeURIComponent(entry.key)}`;
@@ -63,7 +70,7 @@ export function episodesPage(source, query) {
   const tabs = el("div", { class: "tabs", role: "group", "aria-label": "Show" }, ["episodes", "groups"].map((view) =>
     el("button", { type: "button", data: { view }, on: { click: () => change({ view }) } }, view === "groups" ? "Groups" : "Episodes")));
   const place = el("div", { class: "list-place" });
-  const node = el("div", { class: "browse" },
+  const node = el("div", { class: "browse" }, el("h1", { class: "sr" }, "Episodes"),
     el("aside", { class: "filters", "aria-label": "Filters" },
       el("div", { class: "field" }, el("label", { for: "filter" }, "Filter"), field, el("p", { class: "help", id: "filter-help" }, "also turns>10 reward<1 time>60 tokens>5000")), deep,
       el("details", { class: "facets", open: wide }, el("summary", {}, "More filters"), facets)),

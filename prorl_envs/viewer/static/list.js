@@ -43,7 +43,7 @@ export class VirtualList {
 
   #heading(column, sort, descending) {
     const sorted = column.id === sort;
-    const name = column.name || "";
+    const name = column.name || el("span", { class: "sr" }, column.label);
     return el("div", {
       role: "columnheader", class: kinds(column), style: size(column),
       "aria-sort": sorted ? (descending ? "descending" : "ascending") : null,

@@ -219,7 +219,7 @@ function sandboxes(use) {
   return [
     el("p", { class: "figures" }, figure(count(use.busy), "busy"), figure(count(use.warm), "warm"), figure(count(use.starting), use.waiting ? `starting, ${count(use.waiting)} wait` : "starting")),
     el("dl", { class: "facts-list" }, [
-      ["to have one", use.ready_s === null ? "–" : `${seconds(use.ready_s)} on average`], ["given", `${count(use.given)}, ${count(use.from_pool)} stood ready`],
+      ["until ready", use.ready_s === null ? "–" : `${seconds(use.ready_s)} on average`], ["given", `${count(use.given)}, ${count(use.from_pool)} stood ready`],
       ["failed", count(use.failed)],
       use.busy_bytes !== null && ["memory", `${bytes(use.busy_bytes)} busy, ${bytes(use.warm_bytes)} warm; the largest ${bytes(use.largest_bytes)}`],
     ].filter(Boolean).map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
@@ -261,7 +261,7 @@ function jobsPanel() {
     { id: "tokens", name: "Tokens", width: "5rem", numeric: true, wide: true, cell: (line) => count(line.tokens) },
     { id: "memory", name: "Memory", width: "5.5rem", numeric: true, wide: true, cell: (line) => (line.memory_bytes === null ? "–" : bytes(line.memory_bytes)) },
     { id: "node", name: "Node", width: "6rem", wide: true, cell: (line) => line.node || "here" },
-    { id: "cancel", name: "", width: "4rem", numeric: true, cell: (line) => el("button", { type: "button", class: "link", tabindex: "-1", "aria-label": `Cancel ${line.id}`, on: { click: () => control.cancelJob(line.id) } }, "cancel") },
+    { id: "cancel", name: "", label: "actions", width: "4rem", numeric: true, cell: (line) => el("button", { type: "button", class: "link", tabindex: "-1", "aria-label": `Cancel ${line.id}`, on: { click: () => control.cancelJob(line.id) } }, "cancel") },
   ];
   const list = new VirtualList({ label: "Unfinished jobs", columns, rowHeight: 34, keyOf: (line) => line.id, onOpen: (line) => { location.hash = `#/episode/${encodeURIComponent(line.id)}`; }, empty: "No job is under way." });
   const heading = el("span", { class: "quiet" });

@@ -50,7 +50,7 @@ function rowView(row, texts, index, rows, firstTurn, focusTurn, info) {
   const sampled = row.logprobs.filter((_, i) => row.loss_mask[i]);
   const mean = sampled.length ? sampled.reduce((sum, value) => sum + value, 0) / sampled.length : NaN;
   return el("section", { class: "token-row", "aria-label": `Row ${index + 1}` },
-    rows > 1 && el("h3", {}, index < rows - 1 ? `Row ${index + 1} of ${rows}: a fork, before its history was rewritten` : `Row ${rows} of ${rows}: how it ended`),
+    rows > 1 && el("h2", {}, index < rows - 1 ? `Row ${index + 1} of ${rows}: a fork, before its history was rewritten` : `Row ${rows} of ${rows}: how it ended`),
     el("p", { class: "facts" }, el("span", {}, `${count(row.ids.length)} tokens`), el("span", {}, `${count(sampled.length)} to train on`),
       sampled.length > 0 && el("span", {}, `mean log-probability ${number(mean)}`), sampled.length > 0 && el("span", {}, `perplexity ${number(Math.exp(-mean))}`),
       el("span", {}, `drift ${row.drift ?? 0}`), row.exact === false && el("span", { class: "failure" }, "not exact")),
