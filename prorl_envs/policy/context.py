@@ -6,9 +6,13 @@ making them does not: the ids that were sent before are not turned into text aga
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from threading import Lock
 from typing import overload
 
 import msgspec
+
+#: Forks may grow in threads of their own.
+_growing = Lock()
 
 
 class Context(Sequence[int]):
@@ -36,10 +40,11 @@ class Context(Sequence[int]):
 
     def extend(self, ids: Iterable[int]) -> None:
         """Append."""
-        if len(self._ids) != self._length:  # a fork has grown
-            self._ids = self._ids[: self._length]
-        self._ids.extend(ids)
-        self._length = len(self._ids)
+        with _growing:
+            if len(self._ids) != self._length:  # a fork has grown
+                self._ids = self._ids[: self._length]
+            self._ids.extend(ids)
+            self._length = len(self._ids)
 
     def json(self) -> bytes:
         """All ids as a JSON array. What was encoded before is not encoded again."""

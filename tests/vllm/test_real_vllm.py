@@ -18,7 +18,7 @@ from prorl_envs.policy.server_checks import State, Subject, check_server
 from prorl_envs.policy.servers import Servers
 from prorl_envs.policy.types import Sampling
 from prorl_envs.policy.vllm import VllmClient
-from prorl_envs.policy.vllm_wire import encode_request, read_answer
+from prorl_envs.policy.vllm_wire import CompletionEvents, encode_request, read_answer
 from prorl_envs.rollout.types import Result
 from prorl_envs.testing.drift import TOOL
 from tests.vllm.conftest import VERSIONS, RealServer
@@ -78,6 +78,31 @@ async def test_both_routes_take_ids_and_give_the_same_ids(
     assert (call.name, call.arguments) == ("bash", {"command": f"echo {VERSIONS[0]}"})
     with pytest.raises(ProtocolError):
         read_answer(raw, Expectation(prompt[1:], GREEDY.max_tokens, renderer.vocab_size, server.url))
+
+
+async def test_both_routes_tell_of_an_answer_while_it_is_sampled(
+    server: RealServer, renderer: TemplateRenderer, prompt: list[int]
+) -> None:
+    told: list[list[int]] = [[], []]
+    expected = Expectation(prompt, GREEDY.max_tokens, renderer.vocab_size, server.url)
+    async with talking(server, renderer) as client:
+        whole = await client.generate(prompt, GREEDY, session="s")
+        streamed = await client.stream(
+            prompt, GREEDY, session="s", heard=lambda partial: told[0].append(len(partial.ids))
+        )
+    events = CompletionEvents(lambda partial: told[1].append(len(partial.ids)), expected)
+    link = ServerLink(server.url)
+    try:
+        body = encode_request("tiny", prompt, GREEDY, renderer.stop_ids, stream=True)
+        await link.request("POST", "/v1/completions", body, heard=events)
+    finally:
+        await link.aclose()
+    other = events.whole()
+    assert streamed.ids == whole.ids == other.ids
+    assert (streamed.weight_version, streamed.finish_reason) == (whole.weight_version, other.finish_reason)
+    assert streamed.logprobs == pytest.approx(whole.logprobs, abs=1e-3)
+    assert other.logprobs == pytest.approx(whole.logprobs, abs=1e-3)
+    assert all(len(set(counts)) > 3 and counts == sorted(counts) for counts in told)
 
 
 async def test_it_keeps_what_check_llm_asks_for(

@@ -43,9 +43,8 @@ class Installed:
 def place_of(recipe: Recipe, cache_dir: Path) -> Path:
     """Where a recipe's packages lie, or will: another directory for other packages or another Python."""
     install = recipe.install
-    said = json.dumps(
-        [install.registry, *install.packages, sys.version, platform.machine()] if install else []
-    )
+    what = [install.registry, *install.packages, *install.bare] if install else []
+    said = json.dumps([*what, sys.version, platform.machine()] if what else [])
     return cache_dir / "harnesses" / f"{recipe.name}-{blake2s(said.encode(), digest_size=6).hexdigest()}"
 
 
@@ -131,10 +130,9 @@ def _commands(install: Install, place: Path) -> list[list[str]]:
         return [[npm, "install", "--ignore-scripts", *quiet, "--prefix", str(place), *install.packages]]
     python = str(place / "bin" / "python")
     pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--quiet"]
-    return [
-        [sys.executable, "-m", "venv", str(place)],
-        [*pip, "--only-binary=:all:", *install.packages],
-    ]
+    pip += ["--only-binary=:all:"]  # the others' setup would run here
+    commands = [[sys.executable, "-m", "venv", str(place)], [*pip, *install.packages]]
+    return [*commands, [*pip, "--no-deps", *install.bare]] if install.bare else commands
 
 
 async def _run(command: list[str], place: Path) -> None:

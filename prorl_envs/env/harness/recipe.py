@@ -17,11 +17,13 @@ class Install:
     Args:
         registry: `pypi` makes a virtual environment, `npm` a `node_modules`.
         packages: with exact versions, as the registry's own client takes them.
+        bare: further ones of `pypi`, without what they depend on.
         node: whether Node.js is needed to run it.
     """
 
     registry: Literal["pypi", "npm"]
     packages: tuple[str, ...]
+    bare: tuple[str, ...] = ()
     node: bool = False
 
 

@@ -122,7 +122,18 @@ OPENCODE = Recipe(
 
 OPENHANDS = Recipe(
     name="openhands",
-    install=Install(registry="pypi", packages=("openhands-sdk==1.58.2", "openhands-tools==1.58.2")),
+    # Its tools depend on a browser, and on what comes as source alone: the default agent without a browser
+    # uses neither.
+    install=Install(
+        registry="pypi",
+        packages=(
+            "openhands-sdk==1.58.0",
+            "binaryornot==0.6.0",
+            "cachetools==8.0.1",
+            "libtmux==0.62.0",
+        ),
+        bare=("openhands-tools==1.58.0",),
+    ),
     command=("{installed}/bin/python", "-I", "{home}/openhands_run.py"),
     files={
         "{home}/openhands_run.py": """\

@@ -50,7 +50,7 @@ def account_of(report: Report) -> Account:
         tools=said.get("tools", ()),
         trajectory=rows[-1] if rows else None,
         forks=tuple(rows[:-1]),
-        aborted=[_trajectory(row) for row in report.aborted],
+        aborted=tuple(_trajectory(row) for row in report.aborted),
         stop_reason=StopReason(report.stop_reason) if report.stop_reason else None,
         grade=Grade(**grade) if grade else None,
         spent=Spent(report.model_s, report.tools_s, report.held_s),

@@ -1,6 +1,8 @@
 """Harnesses in real sandboxes without a network, through the service: a small agent of the standard library's
 means, and what goes wrong with agents."""
 
+import shutil
+import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -8,14 +10,22 @@ from typing import Any
 
 import pytest
 
+from prorl_envs.catalog import Catalog
+from prorl_envs.cli.compose import by_hand
+from prorl_envs.config import load_settings
+from prorl_envs.conformance.subject import DRIVERS
 from prorl_envs.env.harness.family import with_harness
 from prorl_envs.env.harness.recipe import Recipe, Spelling, filled
 from prorl_envs.env.node import Node
+from prorl_envs.env.replay import replay
 from prorl_envs.envs.bash.env import BashEnvironment
-from prorl_envs.errors import FailureKind, ModelError
+from prorl_envs.errors import FailureKind, InputError, ModelError
+from prorl_envs.gym.env import TaskEnv
 from prorl_envs.policy.pool import ModelPool
 from prorl_envs.policy.servers import Servers
 from prorl_envs.policy.types import ModelClient
+from prorl_envs.rollout.episode import Account, Attempt
+from prorl_envs.rollout.nodes.reports import account_of, whole_report
 from prorl_envs.rollout.service import RolloutService
 from prorl_envs.rollout.types import AgentLimits, GroupRequest, JobState, Result, StopReason
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
@@ -23,6 +33,7 @@ from prorl_envs.testing.scripted import Script, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
 from prorl_envs.testing.tokenizer import builtin_renderer
 from prorl_envs.testing.toy import ToyModel
+from tests.conftest import existing_driver
 from tests.rollout.endpoint.conftest import check_rows
 
 pytestmark = pytest.mark.anyio
@@ -124,6 +135,56 @@ async def test_an_agent_solves_a_task_in_a_sandbox_without_a_network(node: Node)
     assert server.counts.violations == 0 and server.counts.sessions == 3
 
 
+@pytest.mark.parametrize("kind", ["apptainer", "instance"])
+async def test_the_endpoint_is_on_the_loopback_of_other_drivers_sandboxes(
+    kind: str, run_dir: Path, tmp_path: Path
+) -> None:
+    root = Path(tempfile.mkdtemp(dir=run_dir))
+    driver = DRIVERS[existing_driver(kind)](root)
+    says = [{"tool": "shell", "arguments": {"command": "echo hello > hi.txt"}}]
+    model = toy(lambda _, turn: says if turn == 0 else "Done.")
+    try:
+        async with serving(Node(driver, tmp_path), recipe(AGENT), model) as service:
+            (result,) = await play(service)
+    finally:
+        await driver.aclose()
+        shutil.rmtree(root)
+    assert result.failure is None and result.reward == 1.0
+    check_rows(result.rows)
+
+
+async def test_an_answer_that_a_harness_hangs_up_on_is_in_its_result(node: Node) -> None:
+    """And comes whole through whatever carries results."""
+    script = (
+        CALL
+        + """\
+import http.client
+port = int(os.environ["PRORL_MODEL_URL"].rpartition(":")[2])
+connection = http.client.HTTPConnection("127.0.0.1", port)
+body = json.dumps({"model": "m", "messages": messages, "stream": True})
+connection.request("POST", "/v1/chat/completions", body, {"x-api-key": os.environ["OPENAI_API_KEY"]})
+connection.getresponse().read(200)
+connection.close()
+ask([{"role": "user", "content": "another"}])
+"""
+    )
+    words = [{"tool": "shell", "arguments": {}, "content": "a long answer " * 40}]
+    book = ScriptBook({str(ROW["instruction"]): Script([words])})
+    pool = ModelPool(Servers.of(builtin_renderer()).connect)
+    async with ScriptedServer(book, tokens_per_s=200.0) as server:
+        pool.add(server.url)
+        async with serving(node, recipe(script), pool) as service:
+            (result,) = await play(service)
+        await pool.aclose()
+    assert result.failure is None and len(result.rows) == 1
+    (kept,) = result.aborted
+    assert kept.turns[0].finish_reason == "abort" and sum(kept.loss_mask) > 0
+    assert Result.model_validate_json(result.model_dump_json()) == result
+    account = Account(trajectory=result.trajectory, forks=result.forks, aborted=[kept])
+    told = account_of(whole_report(Attempt(told=account)))
+    assert (told.trajectory, told.forks, told.aborted) == (result.trajectory, (), (kept,))
+
+
 def toy(play: Any) -> ToyModel:
     return ToyModel(builtin_renderer(), play)
 
@@ -216,3 +277,30 @@ assert len(said) == 8
 def test_what_is_put_in_is_not_looked_at() -> None:
     values = {"task": "{key} {task}", "key": "secret"}
     assert filled("a {task} {{x}} {key}", values) == "a {key} {task} {{x}} secret"
+
+
+SETTINGS = """\
+environments: {bash: {agents: [mine]}}
+agents: {mine: {harness: {command: ["true"]}}}
+"""
+
+
+def test_whoever_calls_tools_by_hand_is_not_a_harness(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Validated and played without it, which is said; refused where actions are the point."""
+    (tmp_path / "settings.yaml").write_text(SETTINGS)
+    config = tmp_path / "settings.yaml"
+    catalog = Catalog.of(load_settings(config))
+    assert catalog.family("bash@mine").harness.name == "command"  # type: ignore[attr-defined]
+    alone = by_hand(catalog, "bash@mine")
+    assert "without the harness command" in capsys.readouterr().err
+    assert alone.family("bash@mine").load(ROW).reference[-1].tool == "finish"
+    with pytest.raises(InputError, match="takes no actions"):
+        TaskEnv("bash@mine", config=config)
+
+
+async def test_a_harness_s_calls_are_not_made_again(node: Node) -> None:
+    family = with_harness(BashEnvironment, recipe(AGENT), "test")
+    with pytest.raises(InputError, match="tools of its own"):
+        await replay(family, node, family.load(ROW), [])

@@ -1,5 +1,8 @@
 """Agents that run elsewhere: an episode's endpoint through the service's own address, by its own key."""
 
+import sys
+from asyncio.subprocess import PIPE, create_subprocess_exec
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -8,18 +11,27 @@ import pytest
 from pydantic import SecretStr
 
 from prorl_envs.config import ServerSettings, ServiceSettings
+from prorl_envs.env.node import Node
+from prorl_envs.env.rows import read_tasks
+from prorl_envs.envs.bash.env import BashEnvironment
+from prorl_envs.policy.pool import ModelPool
 from prorl_envs.policy.rendering import TemplateRenderer
+from prorl_envs.policy.servers import Servers
 from prorl_envs.rollout.client import RolloutClient
 from prorl_envs.rollout.episode_types import CallRequest, CallStep, EpisodeRequest, TokenStep
 from prorl_envs.rollout.errors import NotFound, OutOfOrder
 from prorl_envs.rollout.server import serving
 from prorl_envs.rollout.service import RolloutService
+from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.testing.scripted import ScriptBook
+from prorl_envs.testing.server import ScriptedServer
 from prorl_envs.testing.toy import ToyModel, ToyWorld, empty_node
 from tests.rollout.endpoint.conftest import check_rows
 
 pytestmark = pytest.mark.anyio
 
 TOKEN = "a token of sixteen or more"
+ROOT = Path(__file__).parents[3]
 TASK = {"id": "t", "instruction": "Say it."}
 MESSAGES: list[Any] = [{"role": "user", "content": "Say it."}]
 
@@ -90,3 +102,25 @@ async def test_an_episode_driven_by_tokens_has_no_endpoint(renderer: TemplateRen
         )
         with pytest.raises(OutOfOrder):
             await client.open_endpoint("a")
+
+
+async def test_the_example_runs_as_it_is(
+    shared_driver: BubblewrapDriver, renderer: TemplateRenderer, tmp_path: Path
+) -> None:
+    """With OpenAI's own client, against a service with the scripted model."""
+    task = read_tasks(BashEnvironment.load, ROOT / "envs" / "bash" / "data" / "example.jsonl")[0]
+    tape = [[{"tool": call.tool, "arguments": call.arguments}] for call in task.reference]
+    book = ScriptBook.from_tapes({task.instruction: tape})
+    pool = ModelPool(Servers.of(renderer).connect)
+    async with ScriptedServer(book, noncanonical=0.3) as server:
+        pool.add(server.url)
+        node = Node(shared_driver, tmp_path)
+        service = RolloutService(node, {"bash": BashEnvironment}, renderer, pool)
+        async with serving(service) as url:
+            command = [sys.executable, "-W", "error", str(ROOT / "examples" / "agents" / "outside.py"), url]
+            example = await create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
+            said, wrong = await example.communicate()
+        await pool.aclose()
+    assert example.returncode == 0, wrong.decode()
+    assert "drift 0" in said.decode() and "reward 1.0" in said.decode(), said.decode()
+    assert server.counts.violations == 0

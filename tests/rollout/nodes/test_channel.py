@@ -143,35 +143,38 @@ async def test_a_pair_in_one_loop_behaves_like_a_connection() -> None:
 
 
 text = st.text(st.characters(exclude_categories=()), max_size=20)  # lone surrogates too
+trajectories = st.integers(0, 30).flatmap(
+    lambda n: st.builds(
+        Trajectory,
+        ids=st.lists(st.integers(0, 2**31 - 1), min_size=n, max_size=n),
+        loss_mask=st.lists(st.integers(0, 1), min_size=n, max_size=n),
+        logprobs=st.lists(st.floats(-1e9, 0.0), min_size=n, max_size=n),
+        turns=st.lists(
+            st.builds(
+                TurnRecord,
+                start=st.integers(0, 99),
+                end=st.integers(0, 99),
+                finish_reason=st.just("stop"),
+                weight_version=st.just("3"),
+                server=st.just("http://x"),
+                model_s=st.floats(0, 9),
+                tools_s=st.floats(0, 9),
+            ),
+            max_size=2,
+        ),
+        drift=st.integers(0, 3),
+        exact=st.booleans(),
+        parent=st.none() | st.integers(0, 3),
+        shared=st.integers(0, 30),
+    )
+)
 accounts = st.builds(
     Account,
     prompted=st.booleans(),
     messages=st.lists(st.fixed_dictionaries({"role": text, "content": text}), max_size=3),
     tools=st.lists(st.fixed_dictionaries({"name": text}), max_size=2),
-    trajectory=st.none()
-    | st.integers(0, 30).flatmap(
-        lambda n: st.builds(
-            Trajectory,
-            ids=st.lists(st.integers(0, 2**31 - 1), min_size=n, max_size=n),
-            loss_mask=st.lists(st.integers(0, 1), min_size=n, max_size=n),
-            logprobs=st.lists(st.floats(-1e9, 0.0), min_size=n, max_size=n),
-            turns=st.lists(
-                st.builds(
-                    TurnRecord,
-                    start=st.integers(0, 99),
-                    end=st.integers(0, 99),
-                    finish_reason=st.just("stop"),
-                    weight_version=st.just("3"),
-                    server=st.just("http://x"),
-                    model_s=st.floats(0, 9),
-                    tools_s=st.floats(0, 9),
-                ),
-                max_size=2,
-            ),
-            drift=st.integers(0, 3),
-            exact=st.booleans(),
-        )
-    ),
+    trajectory=st.none() | trajectories,
+    aborted=st.lists(trajectories, max_size=2).map(tuple),
     stop_reason=st.none() | st.sampled_from(StopReason),
     grade=st.none()
     | st.builds(
