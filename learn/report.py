@@ -71,11 +71,14 @@ def _by_arm(runs: Runs) -> dict[str, list[tuple[Look, Look]]]:
 
 def _pooled(looks: Sequence[Look]) -> str:
     """The mean of looks of one size, and its standard error."""
-    rewards, errors = [look["reward"] for look in looks], [look.get("stderr") for look in looks]
+    rewards = [look["reward"] for look in looks]
+    errors = [look["stderr"] for look in looks if look.get("stderr") is not None]
     if None in rewards:
         return ""
-    known = None if None in errors else sqrt(sum(error**2 for error in errors)) / len(errors)
-    return _with_error(sum(rewards) / len(rewards), known)
+    whole = len(errors) == len(looks)
+    return _with_error(
+        sum(rewards) / len(rewards), sqrt(sum(error**2 for error in errors)) / len(errors) if whole else None
+    )
 
 
 def _means_by_level(looks: Sequence[Look], levels: Sequence[str]) -> list[str]:

@@ -121,6 +121,8 @@ class ServerLink:
         body: bytes | None = None,
         headers: dict[str, str] | None = None,
         heard: Callable[[bytes], None] | None = None,
+        *,
+        final: str = "",
     ) -> bytes:
         """The body of a successful answer.
 
@@ -129,6 +131,7 @@ class ServerLink:
             body: JSON.
             headers: further ones.
             heard: told of the answer as it comes. Where it breaks off after that, it is not tried again.
+            final: an error that says this is not tried again.
 
         Raises:
             ServerUnavailable: no answer within the attempts.
@@ -144,7 +147,7 @@ class ServerLink:
 
         tell = told if heard else None
         while isinstance(outcome := await self._attempt(method, path, body, headers, heard=tell), _Failed):
-            if attempt >= self._limits.attempts or begun:
+            if attempt >= self._limits.attempts or begun or (final and final in outcome.error.message):
                 raise outcome.error
             grown = self._limits.backoff_s * 2 ** (attempt - 1) * (0.5 + self._jitter())
             asked = grown if outcome.pause_s is None else outcome.pause_s

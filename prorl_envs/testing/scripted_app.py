@@ -54,7 +54,7 @@ class ScriptedOptions:
         max_model_len: most tokens of prompt and answer; more is refused with 400, as vLLM does.
         weight_version: named in every answer.
         dialect: where answers carry the sampled ids.
-        protocol: whose interface it has, vLLM's or SGLang's.
+        protocol: whose interface it has, vLLM's, SGLang's or llama.cpp's.
         most: requests it works on at once; more are refused with 503. None refuses none.
         steerable: it has the routes that pause it and name its weights.
     """
@@ -68,7 +68,7 @@ class ScriptedOptions:
     max_model_len: int = 131_072
     weight_version: str = "scripted-0"
     dialect: Dialect = Dialect.TOKEN_IDS
-    protocol: Literal["vllm", "sglang"] = "vllm"
+    protocol: Literal["vllm", "sglang", "llamacpp"] = "vllm"
     most: int | None = None
     steerable: bool = True
 
@@ -160,6 +160,11 @@ class ScriptedService:
         #: Of sessions whose turn was broken off: length of the prompt that goes on, ids sampled so far.
         self._begun: dict[str, tuple[int, int]] = {}
         self.engine = ScriptedEngine(clock, options.latency_s, options.tokens_per_s, options.weight_version)
+
+    @property
+    def stop_ids(self) -> Sequence[int]:
+        """The ends of turns of the model it plays."""
+        return self._renderer.stop_ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Ids as text."""
@@ -399,14 +404,14 @@ def add_vllm(app: FastAPI, service: ScriptedService) -> None:
 
 
 def add_common(app: FastAPI, service: ScriptedService) -> None:
-    """What both kinds of server have, and what only a scripted one has."""
+    """What all kinds of server have, and what only a scripted one has."""
 
     @app.get("/v1/models")
     async def models() -> JsonObject:
         model = {
             "id": MODEL_ID,
             "object": "model",
-            "owned_by": "sglang" if service.options.protocol == "sglang" else OWNER,
+            "owned_by": OWNER if service.options.protocol == "vllm" else service.options.protocol,
             "max_model_len": service.options.max_model_len,
         }
         return {"object": "list", "data": [model]}

@@ -1,4 +1,4 @@
-"""The scripted model server: the token protocol of vLLM or SGLang over real HTTP, on loopback.
+"""The scripted model server: the token protocol of vLLM, SGLang or llama.cpp over real HTTP, on loopback.
 
     book = ScriptBook.from_tapes({"List the files.": [[{"tool": "bash", "arguments": {"command": "ls"}}]]})
     async with ScriptedServer(book, mix=Mix.parse("solve=2,wrong=1")) as server:
@@ -18,6 +18,7 @@ from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.policy.rendering import TemplateRenderer
 from prorl_envs.rollout.server import answering
 from prorl_envs.testing.audit import Counts, Exchange
+from prorl_envs.testing.llamacpp_face import add_llamacpp
 from prorl_envs.testing.scripted import ScriptBook
 from prorl_envs.testing.scripted_app import ScriptedOptions, ScriptedService, add_common, add_vllm
 from prorl_envs.testing.scripted_engine import ScriptedEngine
@@ -29,10 +30,8 @@ def scripted_app(service: ScriptedService) -> FastAPI:
     """The scripted model server as an ASGI application, with the face its options name."""
     app = FastAPI(title="Scripted model server", docs_url=None, redoc_url=None, openapi_url=None)
     add_common(app, service)
-    if service.options.protocol == "sglang":
-        add_sglang(app, service)
-    else:
-        add_vllm(app, service)
+    faces = {"vllm": add_vllm, "sglang": add_sglang, "llamacpp": add_llamacpp}
+    faces[service.options.protocol](app, service)
     return app
 
 
