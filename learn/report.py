@@ -52,11 +52,11 @@ def table(runs: Runs) -> Table:
             stale,
         )
     for arm, ends in _by_arm(runs).items():
-        if len(ends) > 1:
-            means = [_pooled([end[which] for end in ends]) for which in (0, 1)]
-            shown.add_row(
-                arm, "all", "", *means, *_means_by_level([last for _, last in ends], levels), "", ""
-            )
+        lasts = [last for _, last in ends]
+        if len(ends) > 1 and len({last["step"] for last in lasts}) == 1:  # else it would be a mean of nothing
+            means = [_pooled(looks) for looks in ([first for first, _ in ends], lasts)]
+            apart = _means_by_level(lasts, levels)
+            shown.add_row(arm, "all", str(lasts[0]["step"]), *means, *apart, "", "")
     return shown
 
 

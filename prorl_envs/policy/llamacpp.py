@@ -97,7 +97,7 @@ class LlamaCppClient:
         except ServerUnavailable as error:
             if _LOST not in error.message:
                 raise
-            hint = "a later version of llama.cpp keeps answers that are not UTF-8"
+            hint = "its text was not UTF-8: see issue 27543 of llama.cpp, and try another version of it"
             raise ProtocolError(f"{self.url} lost what it had sampled", hint=hint) from error
         expected = Expectation(prompt_ids, sampling.max_tokens, self._vocab_size, self.url)
         return read_answer(answer, expected, self._stop_ids)
