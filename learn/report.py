@@ -52,11 +52,11 @@ def table(runs: Runs) -> Table:
             stale,
         )
     for arm, ends in _by_arm(runs).items():
-        if len(ends) > 1:
-            means = [_pooled([end[which] for end in ends]) for which in (0, 1)]
-            shown.add_row(
-                arm, "all", "", *means, *_means_by_level([last for _, last in ends], levels), "", ""
-            )
+        lasts = [last for _, last in ends]
+        if len(ends) > 1 and len({last["step"] for last in lasts}) == 1:  # else it would be a mean of nothing
+            means = [_pooled(looks) for looks in ([first for first, _ in ends], lasts)]
+            apart = _means_by_level(lasts, levels)
+            shown.add_row(arm, "all", str(lasts[0]["step"]), *means, *apart, "", "")
     return shown
 
 
@@ -71,11 +71,14 @@ def _by_arm(runs: Runs) -> dict[str, list[tuple[Look, Look]]]:
 
 def _pooled(looks: Sequence[Look]) -> str:
     """The mean of looks of one size, and its standard error."""
-    rewards, errors = [look["reward"] for look in looks], [look.get("stderr") for look in looks]
+    rewards = [look["reward"] for look in looks]
+    errors = [look["stderr"] for look in looks if look.get("stderr") is not None]
     if None in rewards:
         return ""
-    known = None if None in errors else sqrt(sum(error**2 for error in errors)) / len(errors)
-    return _with_error(sum(rewards) / len(rewards), known)
+    whole = len(errors) == len(looks)
+    return _with_error(
+        sum(rewards) / len(rewards), sqrt(sum(error**2 for error in errors)) / len(errors) if whole else None
+    )
 
 
 def _means_by_level(looks: Sequence[Look], levels: Sequence[str]) -> list[str]:

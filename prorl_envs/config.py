@@ -188,8 +188,9 @@ class ModelSettings(_Section):
     Args:
         servers: base URLs to start with; more can be added while the service runs. One may name its protocol:
             `sglang+http://host:30000`.
-        protocol: what servers speak whose URL does not say: `vllm`, `sglang`, `auto` (finds out which of the
-            two), or `openai`, a chat server without token ids, whose trajectories are not for training.
+        protocol: what servers speak whose URL does not say: `vllm`, `sglang`, `llamacpp`, `auto` (finds out
+            which of these), or `openai`, a chat server without token ids, whose trajectories are not for
+            training.
         name: model name the servers know, where they ask for one.
         tokenizer: directory with `tokenizer.json` and the chat template.
         tool_format: how the model writes tool calls (`hermes`, `coder`, `glm`, ...); `auto` asks the chat
@@ -197,7 +198,7 @@ class ModelSettings(_Section):
     """
 
     servers: tuple[str, ...] = ()
-    protocol: Literal["auto", "vllm", "sglang", "openai"] = "auto"
+    protocol: Literal["auto", "vllm", "sglang", "llamacpp", "openai"] = "auto"
     name: str = ""
     tokenizer: ExpandedPath | None = None
     tool_format: str = "auto"

@@ -45,7 +45,7 @@ class Model:
     """The model behind the rollouts.
 
     Args:
-        servers: base URLs, at least one.
+        servers: base URLs; where there are none, turns wait until one is added.
         renderer: its tokenizer and chat template.
         name: as the servers know it; None takes the first they name.
         api_key: bearer token of the servers.
@@ -135,7 +135,7 @@ async def rollout_service(
         if store is not None:
             stack.push_async_callback(store.aclose)
         opened = await stack.enter_async_context(node(settings))
-        pool = ModelPool(servers_of(model).connect)
+        pool = ModelPool(servers_of(model).connect, wait=not model.servers)
         stack.push_async_callback(pool.aclose)
         for url in model.servers:
             pool.add(url)

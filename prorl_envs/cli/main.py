@@ -77,7 +77,7 @@ LlmOption = Annotated[
     list[str] | None,
     typer.Option(
         "--llm",
-        help="Base URL of a model server (vLLM or SGLang), such as http://host:8000/v1. May be repeated.",
+        help="Base URL of a model server (vLLM, SGLang, llama.cpp), such as http://host:8000/v1. Repeatable.",
     ),
 ]
 TokenizerOption = Annotated[
@@ -162,11 +162,12 @@ def serve(
         service = settings.service.model_validate({**settings.service.model_dump(), "store": store})
         settings = settings.model_copy(update={"service": service})
     servers = llm or list(settings.model.servers)
-    if not servers:
-        raise InputError(
-            "no model server is named", hint="--llm http://host:8000/v1, or model.servers in the file"
-        )
     folder = tokenizer or (str(settings.model.tokenizer) if settings.model.tokenizer else None)
+    if not servers and folder is None:
+        raise InputError(
+            "no model server is named",
+            hint="--llm http://host:8000/v1; or --tokenizer alone, where servers are added later",
+        )
 
     async def main() -> None:
         behind = await connect(

@@ -20,6 +20,8 @@ async def serve(settings: Settings, model: Model) -> None:
         err.print(f"dashboard:       {url}/dashboard")
         for server in model.servers:
             err.print(f"model server:    {server}")
+        if not model.servers:
+            err.print("model server:    none yet; turns wait for the first (POST /v1/model_servers)")
         if settings.service.store is not None:
             err.print(f"store:           {settings.service.store}")
         if fleet is not None:

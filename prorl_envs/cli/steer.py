@@ -278,7 +278,7 @@ def list_servers(context: typer.Context, service: ServiceOption = None, as_json:
 def add_server(
     url: Annotated[str, typer.Argument(help="Base URL, such as http://host:8000/v1.")],
     protocol: Annotated[
-        Literal["auto", "vllm", "sglang", "openai"], typer.Option(help="What it speaks.")
+        Literal["auto", "vllm", "sglang", "llamacpp", "openai"], typer.Option(help="What it speaks.")
     ] = "auto",
     service: ServiceOption = None,
     as_json: JsonOption = False,

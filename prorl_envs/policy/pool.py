@@ -44,6 +44,7 @@ class ModelPool:
 
     Args:
         connect: makes the client of a server from its URL, which may name a protocol (`Servers.connect`).
+        wait: hold turns until the first server is added; else they fail while there is none.
         router: the state of servers and sessions.
         clock: by default the machine's.
     """
@@ -52,6 +53,7 @@ class ModelPool:
         self,
         connect: Callable[[str], ModelClient],
         *,
+        wait: bool = False,
         router: Router | None = None,
         clock: Clock | None = None,
     ) -> None:
@@ -60,6 +62,10 @@ class ModelPool:
         self._clock = clock or SystemClock()
         self._clients: dict[str, ModelClient] = {}
         self._gate = Gate(self._clock)
+        self._waiting = wait
+        self._pausing = False
+        if wait:
+            self._gate.close()
         self._idle = asyncio.Event()  # replaced whenever a request ends
         self._calls: dict[asyncio.Future[Sampled], str] = {}
         self._addresses: dict[str, str] = {}
@@ -81,8 +87,13 @@ class ModelPool:
 
     @property
     def paused(self) -> bool:
-        """Weights are changing: no turn begins."""
+        """No turn begins: weights are changing, or the first server is waited for."""
         return self._gate.closed
+
+    @property
+    def waiting(self) -> bool:
+        """There has been no server yet, and turns are held until there is one."""
+        return self._waiting
 
     @property
     def resampled(self) -> bool:
@@ -121,6 +132,8 @@ class ModelPool:
             self._clients[base] = self._connect(url)
             self._addresses[base] = url
         self._router.add(base, version=self._weight_version)
+        self._waiting = False
+        self._open_if_free()
         return base
 
     async def remove(self, url: str, *, wait_s: float = 0.0) -> bool:
@@ -231,7 +244,7 @@ class ModelPool:
             wait_s: seconds to wait for turns in flight.
         """
         self._gate.close()
-        self._resample = resample
+        self._pausing, self._resample = True, resample
         self._tell_watchers()
         told: list[Told] = []
         if mode != "finish":
@@ -257,8 +270,8 @@ class ModelPool:
             self._router.forget_prefixes()
             for server in self._router.servers:
                 server.weight_version = weight_version
-        self._gate.open()
-        self._tell_watchers()
+        self._pausing = False
+        self._open_if_free()
         return told
 
     async def look(self, url: str) -> bool:
@@ -371,6 +384,12 @@ class ModelPool:
         except TimeoutError:
             pass
         return holds()
+
+    def _open_if_free(self) -> None:
+        """Let turns begin, unless something still holds them."""
+        if self._gate.closed and not self._pausing and not self._waiting:
+            self._gate.open()
+            self._tell_watchers()
 
     def _tell_watchers(self) -> None:
         for told in self._watchers:

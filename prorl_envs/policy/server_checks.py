@@ -8,7 +8,7 @@ check of pauses, which is tried on request.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from prorl_envs.errors import ModelError
@@ -18,6 +18,9 @@ from prorl_envs.policy.types import ModelClient, Sampled, Sampling, Steerable
 _GREEDY = Sampling(temperature=0.0, max_tokens=8)
 _AT_ONCE = 8
 _TRIES = 12
+#: As long a turn as a small context allows, to be ended in the middle, and how long it may have begun before.
+_LONG = Sampling(max_tokens=1024)
+_BEGUN_S = 0.3
 
 
 class State(StrEnum):
@@ -67,6 +70,10 @@ class Subject:
     servers: Servers
     url: str
     prompt_ids: Sequence[int]
+
+    def with_stops(self, *stop_ids: int) -> ModelClient:
+        """Another client of the same server, that knows these stop ids."""
+        return replace(self.servers, stop_ids=stop_ids).connect(self.url)
 
     async def sample(self, sampling: Sampling, prompt_ids: Sequence[int] | None = None) -> Sampled:
         """One answer."""
@@ -135,14 +142,7 @@ async def _length(subject: Subject) -> None:
 @_check("L3", "A stop id ends a turn, and comes back as its last id.")
 async def _stop(subject: Subject) -> None:
     first = (await subject.sample(_GREEDY)).ids[0]
-    servers = Servers(
-        stop_ids=(first,),
-        vocab_size=subject.servers.vocab_size,
-        protocol=subject.servers.protocol,
-        model=subject.servers.model,
-        options=subject.servers.options,
-    )
-    client = servers.connect(subject.url)
+    client = subject.with_stops(first)
     try:
         sampled = await client.generate(subject.prompt_ids, _GREEDY, session="check")
     finally:
@@ -218,3 +218,23 @@ async def _pause(subject: Subject) -> None:
         raise Absent("it cannot be told (vLLM: VLLM_SERVER_DEV_MODE=1): turns are held here instead")
     await client.resume("")
     await subject.sample(_GREEDY)
+
+
+@_check("L10", "A turn in flight ends when it is told to, and gives what it had sampled.", PAUSE_CHECKS)
+async def _abort(subject: Subject) -> None:
+    client = subject.with_stops()
+    turn = asyncio.create_task(client.generate(subject.prompt_ids, _LONG, session="check"))
+    try:
+        await asyncio.wait([turn], timeout=_BEGUN_S)
+        if not isinstance(client, Steerable) or not await client.pause("abort"):
+            raise Absent("it cannot be told: such turns are hung up on, and what they had sampled is lost")
+        try:
+            sampled = await turn
+        finally:
+            await client.resume("")
+    finally:
+        turn.cancel()
+        await asyncio.wait([turn])
+        await client.aclose()
+    if sampled.finish_reason != "abort":
+        raise Absent("it could not be seen: the turn was over before")

@@ -1,7 +1,8 @@
 """Which kind of server is at a URL: said with the URL, or found out by asking.
 
-`sglang+http://host:30000` names the protocol; a bare URL has the default one. `auto` tells vLLM and SGLang
-apart. It never settles for a server that gives no token ids: that lesser mode has to be asked for (`openai`).
+`sglang+http://host:30000` names the protocol; a bare URL has the default one. `auto` tells vLLM, SGLang and
+llama.cpp apart. It never settles for a server that gives no token ids: that lesser mode has to be asked for
+(`openai`).
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from typing import Any, Literal, Unpack, get_args
 from prorl_envs.errors import InputError, ModelError
 from prorl_envs.policy.chat import OpenAIChatClient
 from prorl_envs.policy.link import LinkOptions, ServerLink, base_url, first_model
+from prorl_envs.policy.llamacpp import LlamaCppClient
 from prorl_envs.policy.protocol import ProtocolError, Refusal
 from prorl_envs.policy.rendering import TemplateRenderer
 from prorl_envs.policy.sglang import SglangClient, read_info
@@ -27,7 +29,7 @@ from prorl_envs.policy.types import (
 )
 from prorl_envs.policy.vllm import VllmClient
 
-Protocol = Literal["auto", "vllm", "sglang", "openai"]
+Protocol = Literal["auto", "vllm", "sglang", "llamacpp", "openai"]
 PROTOCOLS: tuple[str, ...] = get_args(Protocol)
 
 
@@ -108,6 +110,8 @@ class Servers:
                 )
             case "sglang":
                 return SglangClient(url, stop_ids=self.stop_ids, vocab_size=self.vocab_size, **self.options)
+            case "llamacpp":
+                return LlamaCppClient(url, stop_ids=self.stop_ids, vocab_size=self.vocab_size, **self.options)
             case "openai" if self.encode is not None:
                 return OpenAIChatClient(url, encode=self.encode, model=self.model, **self.options)
             case "openai":
@@ -129,7 +133,7 @@ async def detect(link: ServerLink) -> str:
         if not error.unknown_route:
             raise
     else:
-        return "sglang" if model.owned_by == "sglang" else "vllm"
+        return model.owned_by if model.owned_by in ("sglang", "llamacpp") else "vllm"
     try:
         read_info(await link.request("GET", "/get_model_info"), link.url)
     except Refusal as error:

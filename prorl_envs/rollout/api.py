@@ -23,6 +23,7 @@ from prorl_envs.rollout.errors import (
     WrongMethod,
 )
 from prorl_envs.rollout.guards import BodyLimit, TokenGuard, error_response
+from prorl_envs.rollout.leases import Following
 from prorl_envs.rollout.metrics import CONTENT_TYPE
 from prorl_envs.rollout.paper_routes import add_paper_routes
 from prorl_envs.rollout.routes_batches import add_batches
@@ -97,6 +98,7 @@ def create_app(service: RolloutService, settings: ServerSettings) -> FastAPI:
     add_operation(app, service, settings)
     add_models(app, service, settings)
     add_nodes(app, service)
+    app.add_middleware(Following, leases=service.leases)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(TokenGuard, keyring=keyring)
     add_endpoint(app, service)  # last, so that it stands in front of the guards

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from prorl_envs.policy.types import Sampling
-from prorl_envs.rollout.types import AgentLimits, BatchId, JobId, json_problem
+from prorl_envs.rollout.types import AgentLimits, BatchId, JobId, Lease, json_problem
 
 #: Rows of one request.
 MAX_ROWS = 10_000
@@ -90,6 +90,8 @@ class BatchRequest(_Wire):
         tenant: who shares one place in the queue; None is the tenant of `carry_from`, else this batch alone.
         weight: this tenant's share of the pools, relative to others'.
         priority: jobs of a higher priority go first, always.
+        lease_s: seconds after which what is under way of it is cancelled, if nobody asks about it; as of a
+            group.
         metadata: given back with every group and result.
     """
 
@@ -112,6 +114,7 @@ class BatchRequest(_Wire):
     tenant: JobId | None = None
     weight: float = Field(default=1.0, ge=0.01, le=100, allow_inf_nan=False)
     priority: int = Field(default=0, ge=-100, le=100)
+    lease_s: Lease = None
     metadata: dict[str, Any] = Field(default_factory=dict)
 
     @field_validator("metadata")

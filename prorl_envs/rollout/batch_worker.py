@@ -15,6 +15,7 @@ from prorl_envs.rollout.batch_plan import BatchPlan, Group
 from prorl_envs.rollout.batch_record import Batch, group_request
 from prorl_envs.rollout.errors import Full, Unavailable
 from prorl_envs.rollout.fair_queue import Share
+from prorl_envs.rollout.leases import Leases
 from prorl_envs.rollout.store import NewGroup
 from prorl_envs.rollout.types import GroupRequest, job_id
 
@@ -28,6 +29,8 @@ PAUSE_S = 1.0
 
 class Host(Protocol):
     """What batches need of the service."""
+
+    leases: Leases
 
     def room_for(self, name: str) -> int:
         """Jobs that may still be accepted of whom this id is."""

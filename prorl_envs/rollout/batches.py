@@ -78,6 +78,7 @@ class Batches:
                     plan = self._batches[origin].plan
                     plan.started = max(plan.started, index + 1)
             if not batch.plan.state.over:
+                self._host.leases.grant("batches", batch.id, batch.request.lease_s)
                 await self._check_rest(batch)
 
     def start(self) -> None:
@@ -225,6 +226,7 @@ class Batches:
             source = self._source(request)
             stored = batch_record.new(request, source)
             await self._store.open_batch(stored)
+            self._host.leases.grant("batches", request.id, request.lease_s)
             batch = self._add(stored)
             if source is not None:
                 batch.plan.adopt(source.plan.pass_on(stored.carried))

@@ -230,7 +230,7 @@ def _router(router: RouterView) -> Iterator[Metric]:
     moves.add_metric(["lost"], router.lost)
     yield moves
     yield _gauge("prorl_router_spread", "Most calls in flight over the mean of the servers.", router.spread)
-    yield _gauge("prorl_router_paused", "1 while weights change.", router.paused)
+    yield _gauge("prorl_router_paused", "1 while turns are held.", router.paused)
     yield _counter("prorl_router_paused_seconds", "Seconds of that, all in all.", router.paused_s)
 
 

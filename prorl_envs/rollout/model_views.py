@@ -114,6 +114,7 @@ def router_view(pool: ModelPool) -> RouterView:
         spread=seen.spread,
         paused=pool.paused,
         paused_s=pool.paused_s(),
+        waiting=pool.waiting,
     )
 
 

@@ -29,6 +29,7 @@ from prorl_envs.rollout.episode_types import EpisodeRequest, EpisodeView
 from prorl_envs.rollout.episodes import Episodes
 from prorl_envs.rollout.errors import Conflict, Full, NotFound, Unavailable
 from prorl_envs.rollout.fair_queue import COMMON, Share
+from prorl_envs.rollout.leases import Leases
 from prorl_envs.rollout.metrics import Metrics
 from prorl_envs.rollout.model_views import router_view, server_views
 from prorl_envs.rollout.news import EVERYTHING, News
@@ -140,8 +141,12 @@ class RolloutService:
         #: By how ids of a tenant begin, the unfinished jobs it may have.
         self.quotas: Mapping[str, int] = {}
         self._submitting = asyncio.Lock()
-        self.batches = Batches(
+        self.batches: Batches = Batches(
             self, self.store, self.settings, self.clock, self._submitting, self.metrics.decided
+        )
+        #: Of groups and batches that somebody has to follow.
+        self.leases: Leases = Leases(
+            self.clock, {"groups": self.cancel_group, "batches": self.batches.cancel}
         )
         self._stopping = False
         self._newest = 0
@@ -163,8 +168,10 @@ class RolloutService:
             if left.task is not None:
                 share = self.batches.share(group.batch_id)
                 self._engine.readmit(group, left.task, left.samples, share=share)
+                self.leases.grant("groups", group.request.id, group.request.lease_s)
         self.state = ServiceState.SERVING  # only now: what is submitted is unfinished too
         self.batches.start()
+        self.leases.start()
 
     async def stop(self, *, drain_s: float = 0.0) -> None:
         """End. Nothing is accepted from here on; readers still read. Idempotent.
@@ -180,6 +187,7 @@ class RolloutService:
             self.state = ServiceState.DRAINING
         try:
             await self.batches.aclose()
+            await self.leases.aclose()
             async with self.clock.timeout(drain_s):
                 await self._engine.settled()
         except TimeoutError:
@@ -190,6 +198,7 @@ class RolloutService:
 
     async def _end(self) -> None:
         await self.batches.aclose()  # where it was interrupted
+        await self.leases.aclose()
         try:
             async with self.clock.timeout(2 * self.settings.close_s):  # an interrupt, then a close
                 await self.episodes.aclose()
@@ -312,6 +321,7 @@ class RolloutService:
             for group, task, new in zip(groups, tasks, fresh, strict=True):
                 if new:
                     self._engine.admit(group.request, task, batch_id=group.batch_id, share=share)
+                    self.leases.grant("groups", group.request.id, group.request.lease_s)
 
     async def group(self, group_id: str, *, wait_s: float = 0.0) -> GroupView:
         """Where a group is.

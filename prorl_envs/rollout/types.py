@@ -21,6 +21,10 @@ JobId = Annotated[str, Field(min_length=1, max_length=200, pattern=_ID)]
 BatchId = Annotated[str, Field(min_length=1, max_length=180, pattern=_ID)]
 
 
+#: Seconds without a sign of whoever asked; more than a client may take between two requests.
+Lease = Annotated[float | None, Field(ge=1, le=86_400)]
+
+
 class _Wire(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -126,6 +130,8 @@ class GroupRequest(_Wire):
         environment: name of a registered environment family.
         task: one data row of that family.
         samples: episodes wanted; job ids are `<group id>/<index>`.
+        lease_s: seconds after which what is left of it is cancelled, if nobody asks about it: a request that
+            names it renews that, and one that waits holds it. None goes on without anybody.
     """
 
     id: JobId
@@ -134,6 +140,7 @@ class GroupRequest(_Wire):
     samples: int = Field(default=1, ge=1, le=1024)
     sampling: Sampling = Sampling()
     limits: AgentLimits = AgentLimits()
+    lease_s: Lease = None
     metadata: dict[str, Any] = Field(default_factory=dict)
 
     @field_validator("task", "metadata")

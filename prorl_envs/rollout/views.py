@@ -88,7 +88,7 @@ class ModelServerView(_View):
         sessions: rollouts pinned to it.
         healthy: it did not fail last.
         draining: it gets nothing more.
-        protocol: what it speaks: vllm, sglang or openai; "" before that is found out.
+        protocol: what it speaks: vllm, sglang, llamacpp or openai; "" before that is found out.
         weight_version: of its weights, as it was last heard; "" where it is not known.
         turns: calls it was given.
         limit: calls it may have in flight, learnt from its complaints; None where there is no bound.
@@ -156,7 +156,9 @@ class RouterView(_View):
         told_hit_rate: the same as the servers tell it; None where none tells.
         moved: sessions that left a server for balance; `lost`: because it failed or was drained.
         spread: most calls in flight over the mean, of the servers that get work.
-        paused: weights are changing; `paused_s`: seconds of that, all in all.
+        paused: no turn begins, as weights are changing or there is no server yet; `paused_s`: seconds of
+            that, all in all.
+        waiting: there has been no model server yet, and turns are held until one is added.
     """
 
     turns: int
@@ -168,6 +170,7 @@ class RouterView(_View):
     spread: float
     paused: bool
     paused_s: float
+    waiting: bool = False
 
 
 class ModelServerRequest(_View):
@@ -175,12 +178,13 @@ class ModelServerRequest(_View):
 
     Args:
         url: base URL, http or https.
-        protocol: what it speaks; `auto` finds out whether vLLM's or SGLang's, None takes the service's
-            setting. `openai` is a chat server without token ids, whose trajectories are not for training.
+        protocol: what it speaks; `auto` finds out whether vLLM's, SGLang's or llama.cpp's, None takes the
+            service's setting. `openai` is a chat server without token ids, whose trajectories are not for
+            training.
     """
 
     url: str = Field(min_length=8, max_length=2000, pattern=r"^https?://[^\s/?#@]+[^\s?#@]*$")
-    protocol: Literal["auto", "vllm", "sglang", "openai"] | None = None
+    protocol: Literal["auto", "vllm", "sglang", "llamacpp", "openai"] | None = None
 
 
 class PauseRequest(_View):

@@ -57,6 +57,7 @@ class ScriptedOptions:
         protocol: whose interface it has, vLLM's or SGLang's.
         generates: as vLLM, it has the route that names versions (`--enable-scale-out`).
         incremental: as SGLang, events of its streams have what is new (`--incremental-streaming-output`).
+        protocol: whose interface it has, vLLM's, SGLang's or llama.cpp's.
         most: requests it works on at once; more are refused with 503. None refuses none.
         steerable: it has the routes that pause it and name its weights.
     """
@@ -73,6 +74,7 @@ class ScriptedOptions:
     protocol: Literal["vllm", "sglang"] = "vllm"
     generates: bool = False
     incremental: bool = False
+    protocol: Literal["vllm", "sglang", "llamacpp"] = "vllm"
     most: int | None = None
     steerable: bool = True
 
@@ -168,6 +170,11 @@ class ScriptedService:
         #: Of sessions whose turn was broken off: length of the prompt that goes on, ids sampled so far.
         self._begun: dict[str, tuple[int, int]] = {}
         self.engine = ScriptedEngine(clock, options.latency_s, options.tokens_per_s, options.weight_version)
+
+    @property
+    def stop_ids(self) -> Sequence[int]:
+        """The ends of turns of the model it plays."""
+        return self._renderer.stop_ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Ids as text."""
@@ -425,14 +432,14 @@ def add_vllm(app: FastAPI, service: ScriptedService) -> None:
 
 
 def add_common(app: FastAPI, service: ScriptedService) -> None:
-    """What both kinds of server have, and what only a scripted one has."""
+    """What all kinds of server have, and what only a scripted one has."""
 
     @app.get("/v1/models")
     async def models() -> JsonObject:
         model = {
             "id": MODEL_ID,
             "object": "model",
-            "owned_by": "sglang" if service.options.protocol == "sglang" else OWNER,
+            "owned_by": OWNER if service.options.protocol == "vllm" else service.options.protocol,
             "max_model_len": service.options.max_model_len,
         }
         return {"object": "list", "data": [model]}

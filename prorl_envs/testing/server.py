@@ -1,4 +1,4 @@
-"""The scripted model server: the token protocol of vLLM or SGLang over real HTTP, on loopback.
+"""The scripted model server: the token protocol of vLLM, SGLang or llama.cpp over real HTTP, on loopback.
 
     book = ScriptBook.from_tapes({"List the files.": [[{"tool": "bash", "arguments": {"command": "ls"}}]]})
     async with ScriptedServer(book, mix=Mix.parse("solve=2,wrong=1")) as server:
@@ -19,6 +19,7 @@ from prorl_envs.policy.rendering import TemplateRenderer
 from prorl_envs.rollout.server import answering
 from prorl_envs.testing.audit import Counts, Exchange
 from prorl_envs.testing.generate_face import add_generate
+from prorl_envs.testing.llamacpp_face import add_llamacpp
 from prorl_envs.testing.scripted import ScriptBook
 from prorl_envs.testing.scripted_app import ScriptedOptions, ScriptedService, add_common, add_vllm
 from prorl_envs.testing.scripted_engine import ScriptedEngine
@@ -36,6 +37,8 @@ def scripted_app(service: ScriptedService) -> FastAPI:
         add_vllm(app, service)
     if service.options.generates:
         add_generate(app, service)
+    faces = {"vllm": add_vllm, "sglang": add_sglang, "llamacpp": add_llamacpp}
+    faces[service.options.protocol](app, service)
     return app
 
 

@@ -18,6 +18,10 @@ from prorl_envs.rollout.types import AgentLimits, GroupRequest, Result, job_id
 
 #: The service's bearer token, where it has one: in the environment, so that it is in no file or log.
 TOKEN = "PRORL_SERVER__TOKEN"
+#: Seconds of the groups' lease, where there is to be one.
+LEASE = "PRORL_LEASE_S"
+#: Adapters that read all results ask about each group twice in that time.
+MIN_LEASE_S = 60.0
 #: Groups of one request. A service takes 16 MiB at once, and task rows may be long.
 CHUNK = 32
 
@@ -32,6 +36,8 @@ class Asking:
         sampling: how to sample; None leaves it to the adapter, or to the service.
         limits: of the agent loop; None is what the service has for the environment.
         run: begins the ids of all groups, so that two runs never meet.
+        lease_s: of each group: seconds without a sign of this process after which it is cancelled, 60 or
+            more. By default `$PRORL_LEASE_S`; None has them go on.
     """
 
     url: str
@@ -39,6 +45,7 @@ class Asking:
     sampling: Sampling | None = None
     limits: AgentLimits | None = None
     run: str = field(default_factory=lambda: f"run-{uuid4().hex[:12]}")
+    lease_s: float | None = field(default_factory=lambda: _lease())
 
     def group(
         self,
@@ -56,9 +63,30 @@ class Asking:
             environment=self.environment,
             task=dict(task),
             samples=samples,
+            lease_s=self.lease_s,
             metadata=dict(metadata or {}),
             **{key: value for key, value in chosen.items() if value is not None},  # type: ignore[arg-type]
         )
+
+
+def _lease() -> float | None:
+    """Seconds of the environment's lease.
+
+    Raises:
+        InputError: it is no number of seconds that gives the adapters time to ask.
+    """
+    given = os.environ.get(LEASE)
+    if not given:
+        return None
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not MIN_LEASE_S <= seconds <= 86_400:
+        raise InputError(
+            f"{LEASE} is {given[:40]!r}", hint=f"seconds, {MIN_LEASE_S:g} to 86400; leave it out for no lease"
+        )
+    return seconds
 
 
 def connect(url: str) -> RolloutClient:
@@ -123,6 +151,7 @@ def collect_informative(
         samples=one.samples,
         sampling=one.sampling,
         limits=one.limits,
+        lease_s=one.lease_s,
         metadata=one.metadata,
     )
     after = client.status().newest

@@ -79,6 +79,14 @@ def test_the_table_and_the_file_have_every_look(tmp_path: Path) -> None:
     shown = console.export_text()
     trained = next(line for line in shown.splitlines() if "trained" in line)
     assert " ".join(trained.replace("│", " ").split()) == "trained 1 2 0.250 0.750 1.000 0.500 2e-06 0"
+    assert " all " not in shown
+    look_at = {"kind": "held_out", "step": 2, "scored": 4, "stderr": 0.03}
+    seeds: Runs = {("trained", n): [look_at | look(0.25 * n, l1=0.5, l2=0.25 * n)] for n in (1, 2)}
+    console.print(table(seeds))
+    pooled = next(line for line in console.export_text().splitlines() if " all " in line)
+    assert " ".join(pooled.replace("│", " ").split()).startswith(
+        "trained all 2 0.375 ± 0.021 0.375 ± 0.021 0.500 0.375"
+    )
     save_numbers(runs, tmp_path / "held_out.csv")
     with (tmp_path / "held_out.csv").open() as file:
         rows = list(csv.DictReader(file))

@@ -24,7 +24,8 @@ def rollouts(*answers: list[int]) -> dict[str, list[Any]]:
     """One rollout: each answer is followed by an observation."""
     prompt = RENDERER.prompt([{"role": "user", "content": "Look."}])
     between = RENDERER.tokenizer.encode("\n<|im_start|>tool\nfile<|im_end|>\n<|im_start|>assistant\n").ids
-    ids, mask = [], []
+    ids: list[int] = []
+    mask: list[int] = []
     for answer in answers:
         ids += [*(between if ids else ()), *answer]
         mask += [*([0] * len(between) if mask else ()), *([1] * len(answer))]

@@ -14,6 +14,7 @@ from prorl_envs.errors import ModelError
 from prorl_envs.policy import chat, sglang
 from prorl_envs.policy.chat import OpenAIChatClient
 from prorl_envs.policy.link import ClientLimits
+from prorl_envs.policy.llamacpp import LlamaCppClient
 from prorl_envs.policy.protocol import Expectation, ProtocolError, ServerUnavailable
 from prorl_envs.policy.sglang import SglangClient
 from prorl_envs.policy.types import Conversation, Sampled, Sampling
@@ -45,6 +46,14 @@ async def ask_sglang(url: str) -> Sampled:
         await client.aclose()
 
 
+async def ask_llamacpp(url: str) -> Sampled:
+    client = LlamaCppClient(url, stop_ids=(), vocab_size=10, limits=LIMITS)
+    try:
+        return await client.generate([1, 2], SAMPLING, session="s")
+    finally:
+        await client.aclose()
+
+
 async def ask_chat(url: str) -> Sampled:
     client = OpenAIChatClient(url, encode=lambda _: [4, 5], model="m", limits=LIMITS)
     try:
@@ -53,7 +62,7 @@ async def ask_chat(url: str) -> Sampled:
         await client.aclose()
 
 
-ASKS = [ask_vllm, ask_sglang, ask_chat]
+ASKS = [ask_vllm, ask_sglang, ask_llamacpp, ask_chat]
 
 
 @asynccontextmanager

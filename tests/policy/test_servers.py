@@ -29,6 +29,7 @@ LIMITS = ClientLimits(attempts=1)
     [
         ("http://h:1/v1", ("", "http://h:1")),
         ("sglang+http://h:1", ("sglang", "http://h:1")),
+        ("llamacpp+http://h:1", ("llamacpp", "http://h:1")),
         ("openai+https://h/v1/", ("openai", "https://h")),
     ],
 )
@@ -42,7 +43,7 @@ def test_what_names_none(url: str) -> None:
         split_protocol(url)
 
 
-@pytest.mark.parametrize("protocol", ["vllm", "sglang"])
+@pytest.mark.parametrize("protocol", ["vllm", "sglang", "llamacpp"])
 async def test_asked_it_says_what_it_is(protocol: str) -> None:
     async with ScriptedServer(BOOK, protocol=protocol) as server:
         client = Servers.of(RENDERER, limits=LIMITS).connect(server.url)

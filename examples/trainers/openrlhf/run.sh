@@ -1,7 +1,7 @@
 #!/bin/sh
-# OpenRLHF on episodes of the rollout service: run.sh tasks.jsonl [OpenRLHF's arguments]. OpenRLHF's engine samples;
-# the service wants to be given a model server all the same, and sends no turn there:
-#   prorl-envs serve --llm http://HOST:PORT/v1 --tokenizer Qwen/Qwen3-4B --port 8600
+# OpenRLHF on episodes of the rollout service: run.sh tasks.jsonl [OpenRLHF's arguments]. OpenRLHF's engine samples, so
+# the service needs no model server:
+#   prorl-envs serve --tokenizer Qwen/Qwen3-4B --port 8600
 set -eu
 here=$(dirname "$0")
 tasks=$1

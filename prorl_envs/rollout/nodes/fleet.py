@@ -68,7 +68,7 @@ class Terms:
     fingerprint: str
     tokenizer: str = ""
     model: str = ""
-    protocol: Literal["auto", "vllm", "sglang", "openai"] = "auto"
+    protocol: Literal["auto", "vllm", "sglang", "llamacpp", "openai"] = "auto"
     tool_format: str = "auto"
     reasoning: Literal["keep", "user_turn", "template"] = "keep"
     beat_s: float = 5.0

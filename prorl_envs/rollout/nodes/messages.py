@@ -39,7 +39,7 @@ class Welcome(_Message, tag=1):
     version: str
     tokenizer: str
     model: str
-    protocol: Literal["auto", "vllm", "sglang", "openai"]
+    protocol: Literal["auto", "vllm", "sglang", "llamacpp", "openai"]
     tool_format: str
     reasoning: Literal["keep", "user_turn", "template"]
     beat_s: float

@@ -207,7 +207,7 @@ function servers({ status }) {
   const hits = router && [router.told_hit_rate ?? router.expected_hit_rate, router.told_hit_rate === null ? "expected" : "told by servers"];
   return el("div", {},
     list.length ? table(["Server", "State", "In flight", "Sessions", "Turns", ""], rows) : el("p", { class: "quiet" }, "No model server."),
-    el("p", { class: "legend" }, hits && hits[0] !== null && el("span", {}, `prefix hits ${percent(hits[0])} (${hits[1]})`), router && el("span", {}, `spread ${number(router.spread)}`), router?.paused && el("span", { class: "badge warn" }, "weights change"),
+    el("p", { class: "legend" }, hits && hits[0] !== null && el("span", {}, `prefix hits ${percent(hits[0])} (${hits[1]})`), router && el("span", {}, `spread ${number(router.spread)}`), router?.paused && el("span", { class: "badge warn" }, router.waiting ? "no model server yet" : "weights change"),
       el("button", { type: "button", on: { click: control.addServer } }, "Add …")));
 }
 

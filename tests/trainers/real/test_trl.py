@@ -219,3 +219,42 @@ def test_a_worker_whose_service_refuses_its_tasks_is_not_well(toy: ToyService) -
     with pytest.raises(RuntimeError, match="toy task"):
         worker.check_health(60)
     worker.stop()
+
+
+@pytest.mark.parametrize("variant", [{"staleness": 1}, {"dynamic": True}, {"retokenise": True}])
+def test_what_make_learn_changes_acts_on_the_trainer(
+    variant: dict[str, Any], tiny_model: Path, tmp_path: Path
+) -> None:
+    """Three steps of each ablation, with the trainer, rollouts and records of `make learn`."""
+    from learn.plan import load_plan
+    from learn.records import read_records
+    from learn.system import Examination
+    from learn.training import Run, train
+
+    sizes = {"steps": 3, "prompts": 2, "samples": 4, "micro_batch": 8, "evaluate_every": 3, "max_tokens": 64}
+    plan = load_plan(Path(__file__).parents[3] / "learn" / "tiny.yaml")
+    plan = plan.changed({**sizes, **variant, "environment": "toy"})
+    known = {"instruction": "Know it."}  # every sample of it is right
+    rows = [task(f"row{number}", **(known if number % 2 else {})) for number in range(8)]
+    uploads: list[int] = []
+    with toy_service() as toy:
+        run = Run(
+            plan=plan,
+            seed=1,
+            start=str(tiny_model),
+            folder=tmp_path,
+            service=toy.url,
+            weights=lambda _, version: uploads.append(version),  # type: ignore[arg-type]
+            examination=Examination(toy.url, "toy", [task("held")], [1]),
+            rows=rows,
+            reserve=iter([task(f"more{number}") for number in range(20)]),
+        )
+        train(run, lambda _: None)
+        toy.until_empty()
+    steps = [line for line in read_records(tmp_path / "records.jsonl") if line["kind"] == "train"]
+    assert [line["step"] for line in steps] == [1, 2, 3] and uploads == [0, 1, 2, 3]
+    assert [line["staleness"] for line in steps] == ([0, 1, 1] if "staleness" in variant else [0, 0, 0])
+    equal = [line["frac_reward_zero_std"] for line in steps]
+    assert equal == [0.0] * 3 if "dynamic" in variant else min(equal) >= 0.5
+    assert all(("drift" in line) == ("retokenise" in variant) for line in steps)
+    assert all(line["grad_norm"] > 0 for line in steps)

@@ -1,0 +1,208 @@
+"""One llama.cpp server, spoken to in token ids by its native interface.
+
+Protocol: `POST /completion` with ids as the prompt, `return_tokens` and `n_probs`
+(https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md). What is peculiar about it:
+
+- It stops at the ends of turns that its GGUF file names, and cannot be told of others by id. What it samples
+  behind a stop id of ours is cut off here, which changes no token before.
+- Of a character that is not whole it may sample the rest beyond the limit; that is cut off as well.
+- Sampling settings left out are its own defaults (top_k 40, min_p 0.05), so the whole chain is named.
+- It has no routes for pauses and versions of weights.
+- Some versions answer 500 where the text of what was sampled is not UTF-8 throughout, and lose it
+  (https://github.com/ggml-org/llama.cpp/issues/27543). Sampling again until it is would be another policy.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+import msgspec
+
+from prorl_envs.policy.context import ids_json
+from prorl_envs.policy.link import LinkOptions, ServerLink, first_model, session_headers
+from prorl_envs.policy.protocol import (
+    Expectation,
+    ProtocolError,
+    ServerUnavailable,
+    check_finish,
+    check_ids,
+    check_logprobs,
+)
+from prorl_envs.policy.types import FinishReason, InFlight, Sampled, Sampling, ServerNews
+
+#: Its name for what ended a turn, and ours.
+_FINISH: dict[str, FinishReason] = {"eos": "stop", "limit": "length"}
+#: What it says where it lost an answer whose text is not UTF-8.
+_LOST = "does not match the expected Content-only format"
+#: Seeds are 32 bits there, and the last one means none.
+_SEEDS = 2**32 - 1
+
+
+class _Probability(msgspec.Struct):
+    id: int
+    prob: float | None = None
+
+
+class _Timings(msgspec.Struct):
+    cache_n: int | None = None
+
+
+class _Answer(msgspec.Struct):
+    tokens: list[int]
+    stop_type: str
+    completion_probabilities: list[_Probability] | None = None
+    tokens_evaluated: int | None = None
+    truncated: bool = False
+    timings: _Timings | None = None
+
+
+class LlamaCppClient:
+    """Samples turns from one server. Implements `ModelClient` and `Steerable`.
+
+    Args:
+        url: base URL.
+        stop_ids: ids that end a turn (`Renderer.stop_ids`).
+        vocab_size: ids must lie below; None skips that check.
+        options: of `ServerLink`.
+
+    Raises:
+        InputError: the URL is not one.
+    """
+
+    protocol = "llamacpp"
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        stop_ids: Sequence[int],
+        vocab_size: int | None = None,
+        **options: Unpack[LinkOptions],
+    ) -> None:
+        self._link = ServerLink(url, **options)
+        self.url = self._link.url
+        self._stop_ids = frozenset(stop_ids)
+        self._vocab_size = vocab_size
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str) -> Sampled:
+        """See `ModelClient.generate`. Where the caller leaves, the server notices the closed connection.
+
+        Raises:
+            ServerUnavailable: no answer within the attempts.
+            ProtocolError: the server refuses the request, or its answer breaks the token protocol.
+        """
+        body, headers = encode_request(prompt_ids, sampling), session_headers(session)
+        try:
+            answer = await self._link.request("POST", "/completion", body, headers, final=_LOST)
+        except ServerUnavailable as error:
+            if _LOST not in error.message:
+                raise
+            hint = "its text was not UTF-8: see issue 27543 of llama.cpp, and try another version of it"
+            raise ProtocolError(f"{self.url} lost what it had sampled", hint=hint) from error
+        expected = Expectation(prompt_ids, sampling.max_tokens, self._vocab_size, self.url)
+        return read_answer(answer, expected, self._stop_ids)
+
+    @property
+    def complaints(self) -> int:
+        """See `Steerable.complaints`."""
+        return self._link.complaints
+
+    async def look(self) -> ServerNews:
+        """See `Steerable.look`."""
+        return ServerNews(first_model(await self._link.ask("GET", "/v1/models"), self.url).id)
+
+    async def pause(self, mode: InFlight) -> bool:
+        """See `Steerable.pause`: it has no such route."""
+        return False
+
+    async def resume(self, weight_version: str) -> bool:
+        """See `Steerable.resume`: it has no such route."""
+        return False
+
+    async def aclose(self) -> None:
+        """Close the connections; generations in flight end."""
+        await self._link.aclose()
+
+
+def encode_request(prompt_ids: Sequence[int], sampling: Sampling) -> bytes:
+    """The body of one request."""
+    body: dict[str, Any] = {
+        "prompt": msgspec.Raw(ids_json(prompt_ids)),
+        "n_predict": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "samplers": ["temperature", "top_p"],  # no other one is applied, and in the order of other servers
+        "seed": -1 if sampling.seed is None else sampling.seed % _SEEDS,
+        "return_tokens": True,
+        "n_probs": 1,
+        "post_sampling_probs": True,
+        "cache_prompt": True,
+        "stream": False,
+        "response_fields": [
+            "tokens",
+            "stop_type",
+            "completion_probabilities",
+            "tokens_evaluated",
+            "truncated",
+            "timings",
+        ],
+    }
+    return msgspec.json.encode(body)
+
+
+def read_answer(body: bytes, expected: Expectation, stop_ids: frozenset[int]) -> Sampled:
+    """Read and check one answer of `/completion`.
+
+    Raises:
+        ProtocolError: anything in it is missing, of the wrong type, or impossible.
+    """
+    try:
+        answer = msgspec.json.decode(body, type=_Answer)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"{expected.server} did not answer as llama.cpp does: {error}") from error
+    _check_context(answer, expected)
+    probabilities = answer.completion_probabilities or []
+    if [each.id for each in probabilities] != answer.tokens[: len(probabilities)]:
+        raise ProtocolError(f"{expected.server} gave the log-probabilities of other ids than it sampled")
+    ids, cut = _until_stop(answer.tokens, expected.max_tokens, stop_ids)
+    checked = check_ids(ids, expected)
+    values = [_logarithm(each.prob) for each in probabilities[: len(ids)]]
+    cached = answer.timings.cache_n if answer.timings else None
+    return Sampled(
+        ids=checked,
+        logprobs=check_logprobs(values, len(checked), expected),
+        finish_reason=check_finish(
+            cut or _FINISH.get(answer.stop_type, answer.stop_type), len(ids), expected
+        ),
+        weight_version="",
+        server=expected.server,
+        cached_tokens=cached if cached is not None and 0 <= cached <= len(expected.prompt_ids) else None,
+    )
+
+
+def _check_context(answer: _Answer, expected: Expectation) -> None:
+    """Raises: ProtocolError: the model did not see the prompt as it was sent, or not to its end."""
+    sent = len(expected.prompt_ids)
+    if answer.tokens_evaluated not in (None, sent):
+        raise ProtocolError(
+            f"{expected.server} read {answer.tokens_evaluated} prompt ids, {sent} were sent",
+            hint="does it add a token, or truncate prompts?",
+        )
+    if answer.truncated and (answer.stop_type != "limit" or len(answer.tokens) >= expected.max_tokens):
+        raise ProtocolError(
+            f"{expected.server} dropped a part of the context while it sampled",
+            hint="start it without --context-shift, or with a larger --ctx-size",
+        )
+
+
+def _until_stop(ids: list[int], most: int, stop_ids: frozenset[int]) -> tuple[list[int], FinishReason | None]:
+    """The ids up to the first stop id, or to the most there may be; and why they end there, if they go on."""
+    for at, number in enumerate(ids[:most]):
+        if number in stop_ids:
+            return ids[: at + 1], "stop"
+    return ids[:most], "length" if len(ids) > most else None
+
+
+def _logarithm(probability: float | None) -> float | None:
+    """None where there is none, or it is impossible for a sampled id."""
+    return math.log(probability) if probability is not None and probability > 0 else None

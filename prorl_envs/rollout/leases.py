@@ -1,0 +1,142 @@
+"""What is cancelled when nobody follows it any more: groups and batches that were asked for with a lease.
+
+A trainer that is killed says nothing. With `lease_s` its request holds for as long as somebody asks about it:
+any HTTP request that names the group or batch renews it, and while one is open, as those that wait are, it
+does not run out.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from urllib.parse import parse_qsl
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from prorl_envs.clock import Clock
+
+log = logging.getLogger(__name__)
+
+#: Seconds between two looks at what has run out.
+TICK_S = 1.0
+#: What follows an id in a path.
+_ENDS = {
+    "groups": (),
+    "jobs": ("/result", "/token"),
+    "batches": ("/groups", "/tasks", "/results"),
+}
+
+
+@dataclass(slots=True)
+class _Lease:
+    seconds: float
+    heard: float
+    open: int = 0
+
+
+class Leases:
+    """The leases that run.
+
+    Args:
+        clock: measures them.
+        ends: cancels what is called so, by its kind: `groups` or `batches`.
+    """
+
+    def __init__(self, clock: Clock, ends: Mapping[str, Callable[[str], Awaitable[object]]]) -> None:
+        self._clock = clock
+        self._ends = ends
+        self._leases: dict[tuple[str, str], _Lease] = {}
+        self._some = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def start(self) -> None:
+        """Begin to cancel what runs out."""
+        self._task = asyncio.create_task(self._watch())
+
+    async def aclose(self) -> None:
+        """Cancel nothing any more. Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    def grant(self, kind: str, name: str, seconds: float | None) -> None:
+        """Give a group or batch a lease, which begins now; none where there are no seconds."""
+        if seconds is not None:
+            self._leases[kind, name] = _Lease(seconds, self._clock.monotonic())
+            self._some.set()
+
+    @contextmanager
+    def followed(self, names: set[tuple[str, str]]) -> Iterator[None]:
+        """Somebody asks about these while the block runs."""
+        leases = [self._leases[name] for name in names if name in self._leases]
+        for lease in leases:
+            lease.open += 1
+        try:
+            yield
+        finally:
+            for lease in leases:
+                lease.open -= 1
+                lease.heard = self._clock.monotonic()
+
+    async def _watch(self) -> None:
+        while True:
+            if not self._leases:
+                self._some.clear()
+                await self._some.wait()
+            await self._clock.sleep(TICK_S)
+            now = self._clock.monotonic()
+            for (kind, name), lease in list(self._leases.items()):
+                if not lease.open and now - lease.heard >= lease.seconds:
+                    del self._leases[kind, name]
+                    await self._end(kind, name, lease.seconds)
+
+    async def _end(self, kind: str, name: str, seconds: float) -> None:
+        log.info(
+            "%s %s: nobody has asked about it for %g s; what is left of it is cancelled", kind, name, seconds
+        )
+        try:
+            await self._ends[kind](name)
+        except Exception:
+            log.exception("%s %s could not be cancelled", kind, name)
+
+
+class Following:
+    """Renews the leases that a request names.
+
+    Args:
+        app: what answers.
+        leases: of the service.
+    """
+
+    def __init__(self, app: ASGIApp, leases: Leases) -> None:
+        self._app = app
+        self._leases = leases
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not self._leases:
+            await self._app(scope, receive, send)
+            return
+        with self._leases.followed(named(scope["path"], scope["query_string"])):
+            await self._app(scope, receive, send)
+
+
+def named(path: str, query: bytes) -> set[tuple[str, str]]:
+    """The groups and batches that a request is about, by kind and id."""
+    _, version, kind, rest = (*path.split("/", 3), "", "", "")[:4]
+    if version != "v1":
+        return set()
+    if kind == "results":
+        return {("groups", value) for key, value in parse_qsl(query.decode("latin-1")) if key == "group"}
+    for end in _ENDS.get(kind, ()):
+        rest = rest.removesuffix(end)
+    match kind:
+        case "groups" | "batches" if rest:
+            return {(kind, rest)}
+        case "jobs":
+            return {("groups", rest.rpartition("/")[0])}
+        case _:
+            return set()

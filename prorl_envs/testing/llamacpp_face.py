@@ -1,0 +1,60 @@
+"""The scripted model server's third face: llama.cpp's native interface.
+
+Routes and shapes are those of a real `llama-server` (`tests/llamacpp`), as far as rollouts need them.
+"""
+
+import math
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field
+
+from prorl_envs.testing.scripted_app import Played, ScriptedService
+from prorl_envs.tools.types import JsonObject
+
+
+class CompletionRequest(BaseModel):
+    """The fields of a request that the scripted server heeds."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    prompt: list[int] = Field(min_length=1, max_length=4_000_000)
+    n_predict: int = Field(default=-1, ge=-1)
+    n_probs: int = 0
+    return_tokens: bool = False
+    response_fields: list[str] = []
+
+
+def add_llamacpp(app: FastAPI, service: ScriptedService) -> None:
+    """Let a scripted server answer as llama.cpp does, which knows ends of turns, and nothing of pauses."""
+
+    @app.post("/completion")
+    async def completion(asked: CompletionRequest, request: Request) -> Response:
+        most = asked.n_predict if asked.n_predict > 0 else service.options.max_model_len - len(asked.prompt)
+        played = await service.play(asked.prompt, most, list(service.stop_ids), request)
+        if isinstance(played, Response):
+            return played
+        answer = _answer(service, asked, played)
+        return JSONResponse(
+            {name: answer[name] for name in asked.response_fields or answer if name in answer}
+        )
+
+
+def _answer(service: ScriptedService, asked: CompletionRequest, played: Played) -> JsonObject:
+    probabilities = [
+        {"id": number, "token": service.decode([number]), "prob": math.exp(value), "top_probs": []}
+        for number, value in zip(played.ids, played.logprobs, strict=False)
+    ]
+    answer: JsonObject = {
+        "content": service.decode(played.ids),
+        "tokens": list(played.ids) if asked.return_tokens else [],
+        "stop": True,
+        "stop_type": {"stop": "eos", "length": "limit"}[played.finish_reason],
+        "truncated": False,
+        "tokens_evaluated": len(asked.prompt),
+        "tokens_cached": len(asked.prompt) + len(played.ids) - 1,
+        "timings": {"cache_n": played.cached, "prompt_n": len(asked.prompt) - played.cached},
+    }
+    if asked.n_probs:
+        answer["completion_probabilities"] = probabilities
+    return answer

@@ -1,0 +1,155 @@
+"""The llama.cpp client and `check-llm` against a real server, with a tiny random model made on the spot."""
+
+import asyncio
+import os
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from prorl_envs.policy.link import ClientLimits
+from prorl_envs.policy.llamacpp import LlamaCppClient
+from prorl_envs.policy.probe import probe
+from prorl_envs.policy.protocol import ProtocolError
+from prorl_envs.policy.rendering import TemplateRenderer
+from prorl_envs.policy.server_checks import State, Subject, check_server
+from prorl_envs.policy.servers import Servers
+from prorl_envs.policy.types import Sampled, Sampling
+from prorl_envs.testing.tokenizer import END_OF_TEXT, builtin_renderer, save_tokenizer
+from prorl_envs.testing.vllm_server import free_port, process, wait_until_healthy
+
+pytestmark = [pytest.mark.llamacpp, pytest.mark.anyio]
+
+RENDERER = builtin_renderer()
+PROMPT = RENDERER.prompt([{"role": "user", "content": "List the files."}])
+GREEDY = Sampling(temperature=0.0, max_tokens=12)
+
+
+@pytest.fixture(scope="session")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    server, python = os.environ.get("PRORL_LLAMA_SERVER"), os.environ.get("PRORL_GGUF_PYTHON")
+    if not server or not python:
+        pytest.skip("no llama.cpp: make test-llamacpp sets one up")
+    folder = tmp_path_factory.mktemp("llamacpp")
+    save_tokenizer(folder)
+    recipe = Path(__file__).with_name("make_gguf.py")
+    end = RENDERER.tokenizer.token_to_id(END_OF_TEXT)
+    subprocess.run([python, recipe, folder / "tokenizer.json", str(end), folder / "tiny.gguf"], check=True)
+    port = free_port()
+    command = [server, "--model", str(folder / "tiny.gguf"), "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--ctx-size", "2048", "--parallel", "2", "--threads", "1"]
+    libraries = {"LD_LIBRARY_PATH": str(Path(server).resolve().parent)}
+    log = folder / "server.log"
+    with process(command, log, {**os.environ, **libraries}) as running:
+        address = f"http://127.0.0.1:{port}"
+        wait_until_healthy(address, running, log)
+        yield address
+
+
+@asynccontextmanager
+async def talking(url: str, *stops: int) -> AsyncIterator[LlamaCppClient]:
+    limits = ClientLimits(attempts=1)
+    client = LlamaCppClient(url, stop_ids=stops, vocab_size=RENDERER.vocab_size, limits=limits)
+    try:
+        yield client
+    finally:
+        await client.aclose()
+
+
+async def some(client: LlamaCppClient, sampling: Sampling, count: int) -> list[Sampled]:
+    """So many answers; those whose text is not UTF-8 the server loses, and says so."""
+    found: list[Sampled] = []
+    while len(found) < count:
+        try:
+            found.append(await client.generate(PROMPT, sampling, session="s"))
+        except ProtocolError as error:
+            assert "lost what it had sampled" in error.message
+    return found
+
+
+async def test_it_is_found_out_and_probed(url: str) -> None:
+    report = await probe(url, prompt_ids=PROMPT, vocab_size=RENDERER.vocab_size)
+    assert report.ok, report.problem
+    assert report.model.endswith("tiny.gguf")
+    client = Servers.of(RENDERER).connect(url)
+    assert (await client.generate(PROMPT, Sampling(max_tokens=1), session="s")).ids
+    assert client.protocol == "llamacpp"  # type: ignore[attr-defined]
+    await client.aclose()
+
+
+async def test_its_probabilities_are_those_of_the_policy(url: str) -> None:
+    """Each of many single tokens, drawn at two temperatures: those drawn often have the probability that is
+    said of them, and the colder one's are the hotter one's, sharpened."""
+    async with talking(url) as client:
+        said: dict[float, dict[int, float]] = {}
+        for temperature in (0.7, 1.4):
+            answers = await some(client, Sampling(temperature=temperature, max_tokens=1), 300)
+            said[temperature] = {answer.ids[0]: answer.logprobs[0] for answer in answers}
+            top = max(said[temperature], key=said[temperature].__getitem__)
+            share = sum(answer.ids[0] == top for answer in answers) / len(answers)
+            chance = 2.718281828 ** said[temperature][top]
+            assert abs(share - chance) < 5 * (chance * (1 - chance) / len(answers)) ** 0.5
+    both = sorted(said[0.7].keys() & said[1.4].keys(), key=said[0.7].__getitem__)
+    low, high = both[0], both[-1]
+    colder, hotter = (said[t][high] - said[t][low] for t in (0.7, 1.4))
+    assert colder == pytest.approx(2 * hotter, rel=0.02), "a logit's difference over the temperature"
+
+
+async def test_sampled_ids_sent_back_are_gone_on_with(url: str) -> None:
+    async with talking(url) as client:
+        whole = await client.generate(PROMPT, GREEDY, session="s")
+        assert whole.finish_reason == "length" and len(whole.ids) == 12
+        rest = await client.generate(
+            [*PROMPT, *whole.ids[:5]], GREEDY.model_copy(update={"max_tokens": 7}), session="s"
+        )
+        assert rest.ids == whole.ids[5:]
+        assert rest.cached_tokens is not None and rest.cached_tokens > 0
+    async with talking(url, whole.ids[3]) as client:
+        stopped = await client.generate(PROMPT, GREEDY, session="s")
+        first = whole.ids.index(whole.ids[3])
+        assert (stopped.ids, stopped.finish_reason) == (whole.ids[: first + 1], "stop")
+
+
+async def test_a_seed_repeats_and_a_long_prompt_is_refused(url: str) -> None:
+    async with talking(url) as client:
+        short = Sampling(max_tokens=1, seed=2**40)
+        one, two = [(await client.generate(PROMPT, short, session="s")).ids for _ in range(2)]
+        assert one == two
+        with pytest.raises(ProtocolError, match="context"):
+            await client.generate(PROMPT * 100, Sampling(max_tokens=1), session="s")
+
+
+async def test_hanging_up_frees_its_slot(url: str) -> None:
+    async with talking(url) as client:
+        task = asyncio.ensure_future(client.generate(PROMPT, Sampling(max_tokens=900, seed=1), session="s"))
+        await asyncio.wait([task], timeout=0.05)
+        task.cancel()
+        await asyncio.wait([task])
+    async with httpx.AsyncClient() as asking:
+        while any(slot["is_processing"] for slot in (await asking.get(f"{url}/slots")).json()):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+async def test_check_llm_says_what_it_lacks(url: str) -> None:
+    servers = Servers.of(RENDERER, limits=ClientLimits(attempts=1))
+    client = servers.connect(url)
+    subject = Subject(client, servers, url, PROMPT)
+    try:
+        findings = {finding.id: finding for finding in await check_server(subject, pauses=True)}
+    finally:
+        await client.aclose()
+    lost = {name for name, one in findings.items() if "lost what it had sampled" in one.reason}
+    assert {name for name, one in findings.items() if one.state is State.BROKEN} <= lost
+    assert {"L8", "L9"} <= {name for name, one in findings.items() if one.state is State.ABSENT}
+    assert findings["L7"].state is State.KEPT, findings["L7"]
+
+
+def test_the_renderer_is_the_models(url: str) -> None:
+    """Its own tokenizer has the same ids as ours."""
+    text = "<|im_start|>user\nList the files.<|im_end|>\n"
+    theirs = httpx.post(f"{url}/tokenize", json={"content": text, "parse_special": True}).json()["tokens"]
+    renderer: TemplateRenderer = RENDERER
+    assert renderer.decode(theirs) == text

@@ -1,0 +1,165 @@
+"""The llama.cpp client against the scripted server's llama.cpp face, over real HTTP, and odd answers."""
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from prorl_envs.errors import ModelError
+from prorl_envs.policy.link import ClientLimits
+from prorl_envs.policy.llamacpp import LlamaCppClient, encode_request, read_answer
+from prorl_envs.policy.protocol import Expectation, ProtocolError, ServerUnavailable
+from prorl_envs.policy.types import Sampled, Sampling
+from prorl_envs.rollout.server import answering
+from prorl_envs.testing.scripted import Mix, ScriptBook
+from prorl_envs.testing.server import ScriptedServer
+from prorl_envs.testing.tokenizer import builtin_renderer
+
+pytestmark = pytest.mark.anyio
+
+RENDERER = builtin_renderer()
+BOOK = ScriptBook.from_tapes({"List the files.": [[{"tool": "bash", "arguments": {"command": "ls"}}]]})
+PROMPT = RENDERER.prompt([{"role": "user", "content": "List the files."}])
+EXPECTED = Expectation([1, 2], 3, 10, "http://llama")
+
+
+def server(**options: Any) -> ScriptedServer:
+    return ScriptedServer(BOOK, protocol="llamacpp", **options)
+
+
+@asynccontextmanager
+async def talking_to(url: str, **options: Any) -> AsyncIterator[LlamaCppClient]:
+    client = LlamaCppClient(url, stop_ids=RENDERER.stop_ids, vocab_size=RENDERER.vocab_size, **options)
+    try:
+        yield client
+    finally:
+        await client.aclose()
+
+
+async def test_ids_go_in_and_come_out_with_logprobs() -> None:
+    async with server() as llama, talking_to(llama.url) as client:
+        answer = await client.generate(PROMPT, Sampling(), session="s")
+        assert [call.arguments for call in RENDERER.parse(answer.ids).tool_calls] == [{"command": "ls"}]
+        assert len(answer.logprobs) == len(answer.ids) and max(answer.logprobs) <= 0
+        assert (answer.finish_reason, answer.weight_version, answer.cached_tokens) == ("stop", "", 0)
+        assert answer.ids[-1] in RENDERER.stop_ids
+        again = await client.generate([*PROMPT, *answer.ids], Sampling(), session="s")
+        assert again.cached_tokens == len(PROMPT) + len(answer.ids)
+        short = await client.generate(PROMPT, Sampling(max_tokens=5), session="t")
+        assert (len(short.ids), short.finish_reason) == (5, "length")
+        assert llama.counts.violations == 0
+        assert (await client.look()).model == "scripted"
+        assert not await client.pause("abort") and not await client.resume("2")
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "error", "says"),
+    [
+        ("bad_ids", ProtocolError, "outside the vocabulary"),
+        ("short_logprobs", ProtocolError, "log-probabilities for"),
+        ("error500", ServerUnavailable, "500"),
+        ("disconnect", ServerUnavailable, "broke the connection"),
+    ],
+)
+async def test_misbehaving_servers_become_typed_errors(
+    behaviour: str, error: type[ModelError], says: str
+) -> None:
+    limits = ClientLimits(attempts=2, backoff_s=0)
+    async with server(mix=Mix.parse(behaviour)) as llama, talking_to(llama.url, limits=limits) as client:
+        with pytest.raises(error, match=says):
+            await client.generate(PROMPT, Sampling(), session="s")
+
+
+async def test_hanging_up_ends_the_sampling() -> None:
+    async with server(latency_s=3600.0) as llama, talking_to(llama.url) as client:
+        task = asyncio.ensure_future(client.generate(PROMPT, Sampling(), session="s"))
+        await llama.until(lambda counts: counts.running == 1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await llama.until(lambda counts: counts.aborted == 1 and counts.running == 0)
+
+
+async def test_an_answer_that_the_server_lost_is_not_sampled_again() -> None:
+    """To sample until the text is UTF-8 would be another policy than the one that is trained."""
+    asked = 0
+
+    async def loses(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal asked
+        asked += 1
+        message = "The model produced output that does not match the expected Content-only format"
+        error = {"error": {"code": 500, "message": message, "type": "server_error"}}
+        await JSONResponse(error, status_code=500)(scope, receive, send)
+
+    async with answering(loses) as url, talking_to(url) as client:
+        with pytest.raises(ProtocolError, match="lost what it had sampled"):
+            await client.generate(PROMPT, Sampling(), session="s")
+    assert asked == 1
+
+
+def test_what_is_asked_for_is_the_policy_and_nothing_else() -> None:
+    asked = json.loads(encode_request([1, 2], Sampling(temperature=0.5, top_p=0.9, max_tokens=7)))
+    assert asked["prompt"] == [1, 2] and asked["n_predict"] == 7
+    assert asked["samplers"] == ["temperature", "top_p"] and asked["post_sampling_probs"]
+    assert (asked["temperature"], asked["top_p"], asked["seed"]) == (0.5, 0.9, -1)
+    assert 0 <= json.loads(encode_request([1], Sampling(seed=2**62)))["seed"] < 2**32 - 1
+
+
+def native(**changes: Any) -> bytes:
+    """An answer as llama.cpp gives it, with changes."""
+    answer = {
+        "tokens": [4, 5, 6],
+        "stop_type": "limit",
+        "truncated": False,
+        "tokens_evaluated": 2,
+        "completion_probabilities": [{"id": number, "prob": 0.5} for number in (4, 5, 6)],
+        "timings": {"cache_n": 1},
+    }
+    return json.dumps(answer | changes).encode()
+
+
+def read(body: bytes, *stops: int) -> Sampled:
+    return read_answer(body, EXPECTED, frozenset(stops))
+
+
+def test_what_is_sampled_behind_a_stop_id_or_the_limit_is_cut_off() -> None:
+    whole = read(native())
+    assert (whole.ids, whole.finish_reason, whole.cached_tokens) == ((4, 5, 6), "length", 1)
+    assert whole.logprobs == pytest.approx([math.log(0.5)] * 3)
+    stopped = read(native(), 5)
+    assert (stopped.ids, len(stopped.logprobs), stopped.finish_reason) == ((4, 5), 2, "stop")
+    more = [{"id": number, "prob": 0.5} for number in (4, 5, 6, 7)]
+    long = read(native(tokens=[4, 5, 6, 7], stop_type="eos", completion_probabilities=more))
+    assert (long.ids, long.finish_reason) == ((4, 5, 6), "length")
+    full = read(native(tokens=[4], truncated=True, completion_probabilities=[{"id": 4, "prob": 1.0}]))
+    assert (full.ids, full.finish_reason) == ((4,), "length"), "its context is full"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"tokens": None}, "did not answer as llama.cpp"),
+        ({"tokens": [4, 5, 99]}, "other ids"),
+        ({"tokens": [], "completion_probabilities": []}, "no ids"),
+        ({"completion_probabilities": None}, "no log-probabilities|0 log-probabilities"),
+        ({"completion_probabilities": [{"id": 4}, {"id": 5}, {"id": 6}]}, "impossible"),
+        ({"completion_probabilities": [{"id": n, "prob": 0.0} for n in (4, 5, 6)]}, "impossible"),
+        ({"completion_probabilities": [{"id": n, "prob": 7.0} for n in (4, 5, 6)]}, "impossible"),
+        ({"tokens_evaluated": 3}, "read 3 prompt ids"),
+        ({"truncated": True}, "dropped a part"),
+        ({"truncated": True, "stop_type": "eos"}, "dropped a part"),
+        ({"stop_type": "word"}, "unknown reason"),
+        ({"stop_type": 3}, "did not answer as llama.cpp"),
+    ],
+)
+def test_impossible_answers_are_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ProtocolError, match=says):
+        read(native(**changes))
+    with pytest.raises(ProtocolError):
+        read(b"\xff[")
