@@ -133,7 +133,6 @@ class ServerLink:
         body: bytes | None = None,
         headers: dict[str, str] | None = None,
         heard: Listener | None = None,
-        heard: Callable[[bytes], None] | None = None,
         *,
         final: str = "",
     ) -> bytes:
@@ -144,7 +143,6 @@ class ServerLink:
             body: JSON.
             headers: further ones.
             heard: is told of a successful answer as it comes; what is returned is then empty.
-            heard: told of the answer as it comes. Where it breaks off after that, it is not tried again.
             final: an error that says this is not tried again.
 
         Raises:
@@ -153,18 +151,7 @@ class ServerLink:
         """
         attempt = 1
         while isinstance(outcome := await self._attempt(method, path, body, headers, heard=heard), _Failed):
-            if attempt >= self._limits.attempts:
-        attempt, begun = 1, False
-
-        def told(data: bytes) -> None:
-            nonlocal begun
-            begun = True
-            if heard is not None:
-                heard(data)
-
-        tell = told if heard else None
-        while isinstance(outcome := await self._attempt(method, path, body, headers, heard=tell), _Failed):
-            if attempt >= self._limits.attempts or begun or (final and final in outcome.error.message):
+            if attempt >= self._limits.attempts or (final and final in outcome.error.message):
                 raise outcome.error
             grown = self._limits.backoff_s * 2 ** (attempt - 1) * (0.5 + self._jitter())
             asked = grown if outcome.pause_s is None else outcome.pause_s

@@ -54,10 +54,9 @@ class ScriptedOptions:
         max_model_len: most tokens of prompt and answer; more is refused with 400, as vLLM does.
         weight_version: named in every answer.
         dialect: where answers carry the sampled ids.
-        protocol: whose interface it has, vLLM's or SGLang's.
+        protocol: whose interface it has, vLLM's, SGLang's or llama.cpp's.
         generates: as vLLM, it has the route that names versions (`--enable-scale-out`).
         incremental: as SGLang, events of its streams have what is new (`--incremental-streaming-output`).
-        protocol: whose interface it has, vLLM's, SGLang's or llama.cpp's.
         most: requests it works on at once; more are refused with 503. None refuses none.
         steerable: it has the routes that pause it and name its weights.
     """
@@ -71,10 +70,9 @@ class ScriptedOptions:
     max_model_len: int = 131_072
     weight_version: str = "scripted-0"
     dialect: Dialect = Dialect.TOKEN_IDS
-    protocol: Literal["vllm", "sglang"] = "vllm"
+    protocol: Literal["vllm", "sglang", "llamacpp"] = "vllm"
     generates: bool = False
     incremental: bool = False
-    protocol: Literal["vllm", "sglang", "llamacpp"] = "vllm"
     most: int | None = None
     steerable: bool = True
 

@@ -31,14 +31,10 @@ def scripted_app(service: ScriptedService) -> FastAPI:
     """The scripted model server as an ASGI application, with the face its options name."""
     app = FastAPI(title="Scripted model server", docs_url=None, redoc_url=None, openapi_url=None)
     add_common(app, service)
-    if service.options.protocol == "sglang":
-        add_sglang(app, service)
-    else:
-        add_vllm(app, service)
-    if service.options.generates:
-        add_generate(app, service)
     faces = {"vllm": add_vllm, "sglang": add_sglang, "llamacpp": add_llamacpp}
     faces[service.options.protocol](app, service)
+    if service.options.generates:
+        add_generate(app, service)
     return app
 
 

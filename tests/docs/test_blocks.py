@@ -62,8 +62,9 @@ def parse(words: list[str]) -> None:
     command = program()
     context = command.make_context("prorl-envs", list(words))
     while isinstance(command, TyperGroup) and (rest := [*context._protected_args, *context.args]):
-        name, command, rest = command.resolve_command(context, rest)
-        context = command.make_context(name, rest, parent=context)
+        name, found, rest = command.resolve_command(context, rest)
+        assert found is not None  # else it has failed
+        command, context = found, found.make_context(name, rest, parent=context)
 
 
 def problem_of(words: list[str]) -> str:
