@@ -59,7 +59,7 @@ def parse(words: list[str]) -> None:
     Raises:
         Exception: with a `format_message`, as Typer's parser has it.
     """
-    command = program()
+    command: Any = program()
     context = command.make_context("prorl-envs", list(words))
     while isinstance(command, TyperGroup) and (rest := [*context._protected_args, *context.args]):
         name, found, rest = command.resolve_command(context, rest)

@@ -1,5 +1,6 @@
 """A store as those see it who look at it, beside the service that writes it."""
 
+import asyncio
 import json
 import os
 import sqlite3
@@ -130,3 +131,20 @@ async def test_forks_count(tmp_path: Path) -> None:
     assert episodes.summaries == [summarise(forked)] and episodes.summaries[0].rows == 2
     assert json.loads(episodes.line(0))["forks"] == [whole.model_dump()]
     episodes.close()
+
+
+async def test_a_database_is_read_beside_its_service(postgres_url: str) -> None:
+    from prorl_envs.rollout.postgres_store import PostgresStore
+
+    with pytest.raises(InputError, match="holds no store"):
+        await asyncio.to_thread(StoredEpisodes.of_postgres, postgres_url)
+    store = await asyncio.to_thread(PostgresStore, postgres_url)
+    kept = await keep(store, result("g/0"), said("g/1", "näher"))
+    episodes = await asyncio.to_thread(StoredEpisodes.of_postgres, postgres_url)
+    assert not episodes.extend() and episodes.summaries == [summarise(one) for one in kept]
+    assert Result.model_validate_json(episodes.line(1)) == kept[1]
+    assert episodes.search("näher") == ([1], 2)
+    assert await store.search("näher", 0, 9) == (["g/1"], 2)
+    assert await store.summaries(1, 9) == episodes.summaries[1:]
+    episodes.close()
+    await store.aclose()

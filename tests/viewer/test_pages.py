@@ -5,6 +5,7 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,11 @@ def hostile() -> Any:
         "x/0",
         task_id=ATTACK,
         environment=ATTACK,
-        evidence={"checks": [{"name": ATTACK, "passed": False, ATTACK: ATTACK}], ATTACK: [ATTACK]},
+        evidence={
+            "checks": [{"name": ATTACK, "passed": False, ATTACK: ATTACK}],
+            ATTACK: [ATTACK],
+            "long" * 50: {"word" * 30: "said" * 40},
+        },
         components={ATTACK: 0.5},
         metadata={ATTACK: {ATTACK: ATTACK}, "__proto__": {"x": 1}},
         tools=[{"type": "function", "function": {"name": ATTACK, "description": ATTACK}}],
@@ -190,6 +195,10 @@ async def test_samples_of_a_group_side_by_side(chromium: Any, address: str) -> N
         assert "carries a gradient" in await page.locator("main").inner_text()
 
 
+#: Pages, and what is there once they are drawn.
+WHERE = {"#/episode/4": ".verdict .evidence", "#/group/g": ".compare-grid", "#/episodes": ".list .row"}
+
+
 async def test_names_landmarks_and_a_narrow_window(chromium: Any, address: str) -> None:
     async with looking(
         chromium, f"{address}#/episode/0", viewport={"width": 380, "height": 700}, reduced_motion="reduce"
@@ -199,7 +208,18 @@ async def test_names_landmarks_and_a_narrow_window(chromium: Any, address: str) 
             assert await page.get_by_role(role).count() >= 1, role
         named = "n => n.ariaLabel || n.innerText.trim() || n.labels?.length"
         assert await page.evaluate(f"[...document.querySelectorAll('button, a, input')].every({named})")
-        assert await page.evaluate("document.documentElement.scrollWidth") <= 380
+        for where, shown in WHERE.items():  # one of them with long words in everything
+            await page.evaluate(f"location.hash = '{where}'")
+            await page.locator(shown).first.wait_for()
+            assert await page.evaluate("document.documentElement.scrollWidth") <= 380, where
+            levels = await page.evaluate("[...document.querySelectorAll('h1,h2,h3')].map(n => +n.tagName[1])")
+            assert levels[0] == 1, f"{where} has no name"
+            assert all(below - above <= 1 for above, below in pairwise(levels)), f"{where}: {levels}"
+            cut = await page.evaluate(
+                "[...document.querySelectorAll('.verdict *')].every("
+                "n => n.getBoundingClientRect().right <= n.closest('section').getBoundingClientRect().right)"
+            )
+            assert cut, f"{where}: what speaks for a reward goes beyond its panel"
         await page.keyboard.press("Tab")
         assert await page.evaluate("document.activeElement.className") == "skip"
         await page.keyboard.press("Enter")

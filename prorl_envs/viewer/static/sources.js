@@ -34,20 +34,24 @@ class File extends Source {
 
   async load(onNews) {
     clearTimeout(this.#timer);
-    let more = true;
-    while (more) {
-      const page = await client.get(`api/episodes?after=${this.entries.length}&generation=${this.generation}`);
+    for (let asked = this.#ask(); asked; ) {
+      const page = await asked;
       const fresh = page.generation !== this.generation;
       if (fresh) this.entries = [];
       this.generation = page.generation;
       const first = this.entries.length;
-      for (const [i, entry] of page.entries.entries()) this.entries.push({ ...entry, key: String(first + i) });
-      ({ more, file: this.title, texts: this.texts } = page);
-      this.progress = more ? page.read / page.size : 1;
+      for (const [i, entry] of page.entries.entries()) this.entries.push(Object.assign(entry, { key: String(first + i) }));
+      asked = page.more ? this.#ask() : null; // on its way while this is drawn
+      ({ file: this.title, texts: this.texts } = page);
+      this.progress = page.more ? page.read / page.size : 1;
       this.problems = page.bad_lines ? problems(page) : "";
-      if (page.entries.length || fresh || !more) onNews();
+      if (page.entries.length || fresh || !page.more) onNews();
     }
     this.#timer = setTimeout(() => this.load(onNews).catch(() => {}), 3000); // a run may be writing to it
+  }
+
+  #ask() {
+    return client.get(`api/episodes?after=${this.entries.length}&generation=${this.generation}`);
   }
 
   episode(key) {
