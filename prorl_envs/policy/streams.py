@@ -8,11 +8,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 
-from prorl_envs.policy.protocol import Expectation, ProtocolError, check_ids, check_logprobs
+from prorl_envs.errors import ModelError
+from prorl_envs.policy.protocol import (
+    Expectation,
+    ProtocolError,
+    ServerUnavailable,
+    check_ids,
+    check_logprobs,
+)
 from prorl_envs.policy.types import Heard, Partial, Sampled
 
 #: Bytes of one event: servers that tell all again each time have long ones.
 _EVENT_BYTES = 64 * 2**20
+_SAID = 500
 
 
 class Events(ABC):
@@ -32,7 +40,7 @@ class Events(ABC):
         """The answer begins, or begins anew."""
         self._rest = bytearray()
         self._ended = False
-        self._problem: ProtocolError | None = None
+        self._problem: ModelError | None = None
         self._partial = Partial([], [], "", self._expected.server)
         self._heard(self._partial)
 
@@ -50,7 +58,7 @@ class Events(ABC):
             for line in lines:
                 if line.startswith(b"data:"):
                     self._take(line.removeprefix(b"data:").strip())
-        except ProtocolError as error:
+        except ModelError as error:
             self._problem = error
         if len(self._partial.ids) > before:
             self._heard(self._partial)
@@ -60,6 +68,7 @@ class Events(ABC):
         """The answer, once all of it has come.
 
         Raises:
+            ServerUnavailable: the server says that it failed.
             ProtocolError: it breaks off, or anything in it is missing, of the wrong type, or impossible.
         """
         if self._problem is not None:
@@ -71,6 +80,9 @@ class Events(ABC):
     def _take(self, event: bytes) -> None:
         if event == b"[DONE]":
             self._ended = True
+        elif event.startswith(b'{"error"'):  # the status was sent before
+            said = event[:_SAID].decode("utf-8", "replace")
+            raise ServerUnavailable(f"{self._expected.server} failed within its answer: {said}")
         elif event:
             self._read(event)
 

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from prorl_envs.errors import ModelError
 from prorl_envs.policy.link import ClientLimits
 from prorl_envs.policy.pool import ModelPool
-from prorl_envs.policy.protocol import Expectation, ProtocolError
+from prorl_envs.policy.protocol import Expectation, ProtocolError, ServerUnavailable
 from prorl_envs.policy.servers import Servers
 from prorl_envs.policy.sglang import GenerateEvents
 from prorl_envs.policy.streams import Events
@@ -168,6 +168,15 @@ def test_events_that_make_no_sense_are_an_error(
         assert stream.feed(b"data: " + event + b"\n\n")
     stream.feed(b"data: [DONE]\n\n")
     with pytest.raises(ProtocolError, match=says):
+        stream.whole()
+
+
+@pytest.mark.parametrize("make", [CompletionEvents, GenerateEvents])
+def test_a_server_that_says_it_failed_has(make: Callable[..., Events]) -> None:
+    """As with status 500: another one may do."""
+    stream = make(lambda partial: None, EXPECTED)
+    stream.feed(b'data: {"error": {"message": "out of memory", "code": 500}}\n\ndata: [DONE]\n\n')
+    with pytest.raises(ServerUnavailable, match="out of memory"):
         stream.whole()
 
 
