@@ -10,7 +10,6 @@ ever.
 import ctypes
 import gc
 import sys
-import sysconfig
 from collections.abc import Iterator
 from types import CodeType
 from typing import Any
@@ -27,8 +26,7 @@ def possible() -> bool:
         and sys.version_info[:2] in _TRIED
         and sys.maxsize > 1 << 32
         and sys.byteorder == "little"
-        and not hasattr(sys, "gettotalrefcount")  # a debug build, which may begin with something else
-        and not sysconfig.get_config_var("Py_GIL_DISABLED")
+        and not sys.abiflags  # no debug build, and one with the interpreter's lock
     )
 
 

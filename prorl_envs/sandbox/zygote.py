@@ -75,7 +75,8 @@ def main() -> None:
         _say(control, error="".join(traceback.format_exception(error)))
         return
     gc.collect()
-    immortalise()
+    if not prepared.inside:  # that one has a fork or two, and a sandbox waits for it
+        immortalise()
     gc.freeze()
     socket.send_fds(control, [json.dumps({"ready": True, **prepared.found}).encode()], prepared.descriptors)
     if prepared.inside:
