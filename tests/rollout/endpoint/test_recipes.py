@@ -52,14 +52,20 @@ async def played(driver: BubblewrapDriver, environment: str, harness: str, row: 
         limits = AgentLimits(max_tokens=500_000, run_s=300)
         await service.submit([GroupRequest(id="g", environment=environment, task=row, limits=limits)])
         page = await service.results(0, limit=1, wait_s=1200)
-        assert server.counts.violations == 0
-        return page.results[0]
+        [result] = page.results
+        # A prompt that does not go on from the last one is a row of its own, or else tokens were lost.
+        assert server.counts.violations <= len(result.rows) - 1
+        return result
 
 
 def check(result: Result) -> None:
     assert result.failure is None, result.failure
     assert result.reward == 1.0 and result.stop_reason is StopReason.FINISHED and not result.mask_sample
     check_rows(result.rows)
+
+
+def check_unbroken(result: Result) -> None:
+    check(result)
     assert len(result.rows[-1].turns) >= 2, "the task's own conversation is one row"
     assert all(row.parent is None for row in result.rows)
 
@@ -68,11 +74,27 @@ def check(result: Result) -> None:
 async def test_a_shell_task(driver: BubblewrapDriver, harness: str) -> None:
     path = Path(__file__).parents[3] / "envs" / "bash" / "data" / "example.jsonl"
     row = json.loads(path.read_text().splitlines()[0])
-    check(await played(driver, "bash", harness, row))
+    check_unbroken(await played(driver, "bash", harness, row))
 
 
-@pytest.mark.parametrize("harness", ["mini-swe-agent", "codex", "claude-code"])
-async def test_an_issue_of_a_repository(driver: BubblewrapDriver, harness: str) -> None:
+def issue() -> dict[str, Any]:
     path = Path(__file__).parents[3] / "envs" / "swebench" / "data" / "example.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    check(await played(driver, "swebench", harness, next(r for r in rows if r["instance_id"] == INSTANCE)))
+    rows: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
+    return next(row for row in rows if row["instance_id"] == INSTANCE)
+
+
+@pytest.mark.parametrize("harness", ["mini-swe-agent", "codex"])
+async def test_an_issue_of_a_repository(driver: BubblewrapDriver, harness: str) -> None:
+    check_unbroken(await played(driver, "swebench", harness, issue()))
+
+
+async def test_a_harness_that_rewrites_what_the_model_said(driver: BubblewrapDriver) -> None:
+    """Claude Code leaves a `cd` to where it is already out of the call that it has in its history. So the
+    model goes on from something else than it said: two rows, and what was sampled stays as it was."""
+    result = await played(driver, "swebench", "claude-code", issue())
+    check(result)
+    said, answered = result.rows
+    renderer = builtin_renderer()
+    assert "cd /testbed && git apply" in renderer.decode(said.ids)
+    assert "cd /testbed && git apply" not in renderer.decode(answered.ids)
+    assert sum(said.loss_mask) > 100 and sum(answered.loss_mask) > 0
