@@ -38,6 +38,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         | {
             f"rollout.{module}"
             for module in (
+                "batch_types",
                 "checks",
                 "client",
                 "episode_types",
