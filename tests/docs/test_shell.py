@@ -57,6 +57,9 @@ class World:
             "COLUMNS": "120",
             "HOME": str(self.folder),
             "PRORL_CACHE_DIR": str(self.folder / "cache"),
+            # Nothing that a page forgets to mark installs anything into the environment of the tests.
+            "PIP_NO_INDEX": "1",
+            "UV_OFFLINE": "1",
             "PRORL_SERVER__PORT": self.service.rpartition(":")[2],
         }
 
@@ -133,7 +136,7 @@ def test_shell_blocks_run(block: Block, world: World) -> None:
 def interrupted(world: World, line: str) -> None:
     """Run a command until it says where it is, and end it as a user does."""
     process = subprocess.Popen(
-        ["bash", "-c", f"exec {line}"], cwd=world.folder, env=world.environ,
+        ["bash", "-c", f"exec env {line}"], cwd=world.folder, env=world.environ,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     assert process.stdout is not None

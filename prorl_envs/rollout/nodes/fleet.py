@@ -115,6 +115,7 @@ class Fleet:
         self._orders: dict[str, _Order] = {}  # by job
         self._number = 0
         self._serving: set[asyncio.Task[None]] = set()
+        self._closed = False
         pool.watch(self._hold)
 
     def attach(self, here: Crew, engine: Engine) -> None:
@@ -206,7 +207,10 @@ class Fleet:
     # Nodes.
 
     async def serve(self, channel: Channel[ToNode, ToHead]) -> None:
-        """Let a node that has just connected take part; returns when it is gone."""
+        """Let a node that has just connected take part; returns when it is gone, at once after the end."""
+        if self._closed:
+            channel.close()
+            return
         task = asyncio.current_task()
         assert task is not None
         self._serving.add(task)
@@ -249,7 +253,8 @@ class Fleet:
         self._attached.admit_jobs(name, jobs=True)
 
     async def aclose(self) -> None:
-        """Let every node close everything and go. Idempotent."""
+        """Let every node close everything and go, and take no other one. Idempotent."""
+        self._closed = True
         for link in self._links.values():
             link.channel.send(End())
         for task in list(self._serving):

@@ -175,6 +175,14 @@ async def test_processes_join_wherever_the_port_is_bound(
         await until_ready(service, 1)
 
 
+async def test_processes_that_are_still_on_their_way_end_with_the_service(
+    renderer: TemplateRenderer, tmp_path: Path
+) -> None:
+    async with asyncio.timeout(30):  # a half of what a process gets before it is killed
+        async with head(renderer, tmp_path, NodeSettings(processes=2)):
+            pass
+
+
 async def test_more_processes_than_episodes_are_refused(renderer: TemplateRenderer, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="3 processes for 2 episodes at once"):
         async with head(renderer, tmp_path, NodeSettings(processes=3)):
