@@ -71,16 +71,17 @@ async def fleet_of(
     )
     fleet = Fleet(pool, terms, head_takes_jobs=nodes.head)
     async with AsyncExitStack() as stack:
-        if nodes.ray is None:
-            token = token or ("loopback" if nodes.port is not None else secrets.token_hex(32))
-            await stack.enter_async_context(joining(fleet, host=host, port=nodes.port or 0, token=token))
-        else:
+        address = ""
+        if nodes.ray is not None:
             from prorl_envs.cli.ray_nodes import ray_cluster, ray_nodes  # an extra
 
-            token = token or secrets.token_hex(32)  # Ray carries it to them
             address = await stack.enter_async_context(ray_cluster(nodes.ray))
             host = address if is_loopback(host) else host
-            await stack.enter_async_context(joining(fleet, host=host, port=nodes.port or 0, token=token))
+        elif nodes.port is not None:
+            token = token or "loopback"  # what `prorl-envs node` says without one
+        token = token or secrets.token_hex(32)  # carried to those that we start ourselves
+        await stack.enter_async_context(joining(fleet, host=host, port=nodes.port or 0, token=token))
+        if nodes.ray is not None:
             await stack.enter_async_context(ray_nodes(settings, fleet, address, token))
         if nodes.processes:
             from prorl_envs.cli.processes import processes  # which is made of this
