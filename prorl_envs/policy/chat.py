@@ -16,7 +16,8 @@ import msgspec
 from prorl_envs.errors import ModelError
 from prorl_envs.policy.link import LinkOptions, ServerLink, first_model, session_headers
 from prorl_envs.policy.protocol import ProtocolError
-from prorl_envs.policy.types import Conversation, FinishReason, InFlight, Sampled, Sampling, ServerNews
+from prorl_envs.policy.types import Conversation, FinishReason, Sampled, Sampling
+from prorl_envs.policy.unsteered import Unsteered
 
 #: Most tool calls of one answer.
 MAX_CALLS = 64
@@ -45,7 +46,7 @@ class _Answer(msgspec.Struct):
     choices: list[_Choice]
 
 
-class OpenAIChatClient:
+class OpenAIChatClient(Unsteered):
     """Samples turns from one server, as text. Implements `ModelClient`, `ChatClient` and `Steerable`.
 
     Args:
@@ -68,8 +69,7 @@ class OpenAIChatClient:
         model: str | None = None,
         **options: Unpack[LinkOptions],
     ) -> None:
-        self._link = ServerLink(url, **options)
-        self.url = self._link.url
+        super().__init__(ServerLink(url, **options))
         self._encode = encode
         self._model = model
 
@@ -108,27 +108,6 @@ class OpenAIChatClient:
             server=self.url,
             exact=False,
         )
-
-    @property
-    def complaints(self) -> int:
-        """See `Steerable.complaints`."""
-        return self._link.complaints
-
-    async def look(self) -> ServerNews:
-        """See `Steerable.look`."""
-        return ServerNews(first_model(await self._link.ask("GET", "/v1/models"), self.url).id)
-
-    async def pause(self, mode: InFlight) -> bool:
-        """There is no way to."""
-        return False
-
-    async def resume(self, weight_version: str) -> bool:
-        """There is no way to."""
-        return False
-
-    async def aclose(self) -> None:
-        """Close the connections; generations in flight end."""
-        await self._link.aclose()
 
 
 def encode_request(model: str, conversation: Conversation, sampling: Sampling) -> bytes:

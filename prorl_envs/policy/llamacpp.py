@@ -19,7 +19,7 @@ from typing import Any, Unpack
 import msgspec
 
 from prorl_envs.policy.context import ids_json
-from prorl_envs.policy.link import LinkOptions, ServerLink, first_model, session_headers
+from prorl_envs.policy.link import LinkOptions, ServerLink, session_headers
 from prorl_envs.policy.protocol import (
     Expectation,
     ProtocolError,
@@ -28,7 +28,8 @@ from prorl_envs.policy.protocol import (
     check_ids,
     check_logprobs,
 )
-from prorl_envs.policy.types import FinishReason, InFlight, Sampled, Sampling, ServerNews
+from prorl_envs.policy.types import FinishReason, Sampled, Sampling
+from prorl_envs.policy.unsteered import Unsteered
 
 #: Its name for what ended a turn, and ours.
 _FINISH: dict[str, FinishReason] = {"eos": "stop", "limit": "length"}
@@ -56,7 +57,7 @@ class _Answer(msgspec.Struct):
     timings: _Timings | None = None
 
 
-class LlamaCppClient:
+class LlamaCppClient(Unsteered):
     """Samples turns from one server. Implements `ModelClient` and `Steerable`.
 
     Args:
@@ -79,8 +80,7 @@ class LlamaCppClient:
         vocab_size: int | None = None,
         **options: Unpack[LinkOptions],
     ) -> None:
-        self._link = ServerLink(url, **options)
-        self.url = self._link.url
+        super().__init__(ServerLink(url, **options))
         self._stop_ids = frozenset(stop_ids)
         self._vocab_size = vocab_size
 
@@ -101,27 +101,6 @@ class LlamaCppClient:
             raise ProtocolError(f"{self.url} lost what it had sampled", hint=hint) from error
         expected = Expectation(prompt_ids, sampling.max_tokens, self._vocab_size, self.url)
         return read_answer(answer, expected, self._stop_ids)
-
-    @property
-    def complaints(self) -> int:
-        """See `Steerable.complaints`."""
-        return self._link.complaints
-
-    async def look(self) -> ServerNews:
-        """See `Steerable.look`."""
-        return ServerNews(first_model(await self._link.ask("GET", "/v1/models"), self.url).id)
-
-    async def pause(self, mode: InFlight) -> bool:
-        """See `Steerable.pause`: it has no such route."""
-        return False
-
-    async def resume(self, weight_version: str) -> bool:
-        """See `Steerable.resume`: it has no such route."""
-        return False
-
-    async def aclose(self) -> None:
-        """Close the connections; generations in flight end."""
-        await self._link.aclose()
 
 
 def encode_request(prompt_ids: Sequence[int], sampling: Sampling) -> bytes:
