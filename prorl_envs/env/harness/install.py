@@ -16,6 +16,7 @@ from pathlib import Path
 
 from prorl_envs.env.harness.recipe import INSTALLED, Install, Recipe
 from prorl_envs.errors import EnvironmentFault
+from prorl_envs.images.lock import KeyLock
 from prorl_envs.sandbox.base import Mount
 from prorl_envs.sandbox.runtime import hidden_in
 
@@ -85,7 +86,7 @@ def installed(recipe: Recipe, cache_dir: Path) -> Installed:
 
 
 async def install(recipe: Recipe, cache_dir: Path, progress: Callable[[str], None]) -> Path:
-    """Install a recipe's packages, unless they are. Two at a time do no harm: one of them counts.
+    """Install a recipe's packages, unless they are. Of two at a time, on any node, one waits for the other.
 
     Args:
         progress: told in a few words what is being done.
@@ -99,25 +100,35 @@ async def install(recipe: Recipe, cache_dir: Path, progress: Callable[[str], Non
     place = place_of(recipe, cache_dir)
     if recipe.install is None or not missing(recipe, cache_dir):
         return place
-    progress(f"installing {', '.join(recipe.install.packages)}")
-    half = await asyncio.to_thread(_begin, place)
-    try:
-        for command in _commands(recipe.install, half):
-            await _run(command, half)
-        await asyncio.to_thread(_settle, half, place)
-    finally:
-        await asyncio.to_thread(shutil.rmtree, half, ignore_errors=True)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    lock = place.with_name(f".{place.name}.lock")
+    async with KeyLock(
+        lock, on_wait=lambda owner: progress(f"somebody else installs {recipe.name}: waiting")
+    ):
+        if not missing(recipe, cache_dir):
+            return place
+        progress(f"installing {', '.join(recipe.install.packages)}")
+        half = await asyncio.to_thread(_begin, place)
+        try:
+            for command in _commands(recipe.install, half):
+                await _run(command, half)
+            await asyncio.to_thread(_settle, half, place)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, half, ignore_errors=True)
     return place
 
 
 def _begin(place: Path) -> Path:
-    place.parent.mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
+    """An empty directory beside `place`, and none that a killed installation left."""
+    halves = f".{place.name}-"
+    for left in place.parent.glob(f"{halves}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=halves, dir=place.parent))
 
 
 def _settle(half: Path, place: Path) -> None:
     half.chmod(0o755)
-    with contextlib.suppress(OSError):  # somebody else was faster
+    with contextlib.suppress(OSError):  # somebody else was faster, by a lock that was taken for dead
         half.rename(place)
 
 
