@@ -1,6 +1,7 @@
 """The few system calls that Python does not wrap. Linux, any libc."""
 
 import ctypes
+import functools
 import os
 
 PR_SET_PDEATHSIG = 1
@@ -44,13 +45,18 @@ def drop_capabilities() -> None:
         OSError: the kernel refused; the caller must not go on.
     """
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
-    for capability in range(_CAPABILITY_MAX + 1):
-        if not _capability_exists(capability):
-            break
+    for capability in range(capabilities()):
         prctl(PR_CAPBSET_DROP, capability)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     empty = (ctypes.c_uint32 * 6)()
     _checked(_libc.capset(header, empty), "capset")
+
+
+@functools.cache
+def capabilities() -> int:
+    """How many this kernel has. A template calls it once, for all its forks."""
+    known = range(_CAPABILITY_MAX + 1)
+    return next((number for number in known if not _capability_exists(number)), len(known))
 
 
 def _capability_exists(capability: int) -> bool:

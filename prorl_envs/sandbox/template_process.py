@@ -164,7 +164,8 @@ class TemplateProcess:
         """
         try:
             # None where the template is in another program's keeping, which may count its processes.
-            setup = {"entries": entries, "preload": preload, "spares": self._wrapper is None}
+            spares = bool(entries) and self._wrapper is None
+            setup = {"entries": entries, "preload": preload, "spares": spares}
             more = {} if inside is None else {"inside": asdict(inside)}
             await self._send({**setup, **more}, [])
         except SandboxError:
@@ -290,14 +291,19 @@ class TemplateProcess:
 
 def pid_of(pidfd: int) -> int:
     """The number, here, of the process behind `pidfd`; -1 where it has ended."""
-    lines = Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pid:"))
+    # Not by a text file object, which costs more than all else here.
+    info = os.open(f"/proc/self/fdinfo/{pidfd}", os.O_RDONLY)
+    try:
+        lines = os.read(info, 4096).splitlines()
+    finally:
+        os.close(info)
+    return next(int(line.split()[1]) for line in lines if line.startswith(b"Pid:"))
 
 
 async def _birth(sandbox_id: str, status: socket.socket, undo: contextlib.ExitStack) -> ToolServer:
     """Wait for the template's message (the process, with its pidfd) and the child's own (it has joined).
 
-    They come in either order.
+    They come in either order; of a program that was spawned, as one.
     """
     server: ToolServer | None = None
     joined: dict[str, Any] = {}
@@ -309,6 +315,8 @@ async def _birth(sandbox_id: str, status: socket.socket, undo: contextlib.ExitSt
             server = ToolServer(sandbox_id, message["pid"], fds[0], status)
             undo.callback(server.close)
             undo.callback(server.process.kill)
+            if message.get("ready"):
+                joined = message
         elif message.get("ready"):
             joined = message
             if fds:

@@ -6,8 +6,8 @@ open. It is single-threaded and never runs anything a sandbox says; the fork doe
     host -> template    once, what to import; then one message per fork, with descriptors. For a tool server:
                         the sandbox's first process, the tool server's socket, the status socket. For a
                         default route or a listening socket: the network namespace, the status socket.
-                        For bubblewrap, where it
-                        must run beside the template: its standard streams, its info file, the status socket.
+                        For bubblewrap, which is spawned and not forked: its standard streams, its info file,
+                        the status socket.
                         For the size of a tree: its directory, the sandbox's first process where there is one,
                         the status socket.
     template -> host    `ready` with its pid, or the error, on the control socket; for each fork, on its
@@ -42,12 +42,14 @@ from prorl_envs.sandbox.inside import become_first, end_all_but, is_inside, serv
 from prorl_envs.sandbox.join import join, lead_session
 from prorl_envs.sandbox.route import add_default_route, listen_inside
 from prorl_envs.sandbox.seccomp import own_program
-from prorl_envs.sandbox.syscalls import PR_SET_CHILD_SUBREAPER, prctl
+from prorl_envs.sandbox.syscalls import PR_SET_CHILD_SUBREAPER, capabilities, prctl
 
 MESSAGE_LIMIT = 160 * 1024
 REPORT_LIMIT = 16 * 1024
 #: Milliseconds without a request after which the next spare is forked: beside the work, not in its way.
 _SPARE_MS = 20
+#: bubblewrap's descriptor for what it says of the namespaces it made.
+_INFO_FD = 3
 
 type Entry = Callable[[socket.socket], None]
 
@@ -104,6 +106,7 @@ class _Prepared:
 
 def _prepare(setup: dict[str, Any]) -> _Prepared:
     own_program()
+    capabilities()
     for name in setup["preload"]:
         module, _, function = name.partition(":")
         loaded = importlib.import_module(module)
@@ -152,14 +155,16 @@ def _serve(control: socket.socket, prepared: _Prepared) -> None:
             if not message:
                 break
             request = json.loads(message)
-            # A bubblewrap is not killed: at the wrong moment its child would wait for it forever.
+            if "bubblewrap" in request:
+                _spawn_bubblewrap(request["bubblewrap"], fds)
+                continue
             ours, theirs = _way_to_first(prepared, request)
             if spare is not None and _hand_over(spare, message, fds):
                 pid: int | None = _tell_of(spare.pid, fds)
             else:
                 pid = _fork(request, fds, prepared, theirs)
             spare, wanted = None, prepared.spares
-            if pid is not None and "bubblewrap" not in request:
+            if pid is not None:
                 children.add(pid)
             if ours is not None:
                 servers[ours.fileno()] = ours
@@ -217,7 +222,32 @@ def _fork(
     return _tell_of(pid, fds)
 
 
-def _tell_of(pid: int, fds: list[int]) -> int:
+def _spawn_bubblewrap(command: list[str], fds: list[int]) -> None:
+    """Start bubblewrap, without a copy of this process on the way: making one and tearing it down again takes
+    longer than bubblewrap takes to begin.
+
+    It is not among the children that end with this process: killed at the wrong moment, its own child would
+    wait for it forever. It makes a session of its own for what it starts.
+    """
+    streams, info, _ = fds
+    program, *options = command
+    actions = [(os.POSIX_SPAWN_DUP2, streams, fd) for fd in range(3)]
+    try:
+        pid = os.posix_spawn(
+            program,
+            [program, "--info-fd", str(_INFO_FD), *options],
+            {},
+            file_actions=[*actions, (os.POSIX_SPAWN_DUP2, info, _INFO_FD)],
+            # Python ignores these, and what is ignored stays so in programs.
+            setsigdef=(signal.SIGPIPE, signal.SIGXFSZ),
+        )
+    except OSError as error:
+        _refuse(fds, error)
+    else:
+        _tell_of(pid, fds, ready=True)
+
+
+def _tell_of(pid: int, fds: list[int], **more: object) -> int:
     """Give the host the handle of a child."""
     pidfd = os.pidfd_open(pid)
     *others, status_fd = fds
@@ -226,7 +256,7 @@ def _tell_of(pid: int, fds: list[int]) -> int:
         socket.socket(fileno=status_fd) as status,
         contextlib.suppress(BrokenPipeError, ConnectionResetError),
     ):
-        socket.send_fds(status, [json.dumps({"pid": pid}).encode()], [pidfd])
+        socket.send_fds(status, [json.dumps({"pid": pid, **more}).encode()], [pidfd])
     for fd in (pidfd, *others):
         os.close(fd)
     return pid
@@ -294,9 +324,6 @@ def _live(
         elif "listen" in request:
             with listen_inside(None if prepared.inside else fds[0], request["listen"]) as listener:
                 socket.send_fds(status, [b'{"ready": true}'], [listener.fileno()])
-        elif "bubblewrap" in request:
-            _say(status, ready=True)
-            _become_bubblewrap(request["bubblewrap"], fds[0], fds[1])
         elif "measure" in request:
             root, *pidfd, _ = fds
             use = measure(root, pidfd[0] if pidfd else None, **request["measure"])
@@ -313,16 +340,6 @@ def _live(
                 _report(status, error)
         finally:
             os._exit(code)
-
-
-def _become_bubblewrap(command: list[str], streams: int, info: int) -> NoReturn:
-    lead_session()
-    for fd in range(3):
-        os.dup2(streams, fd)
-    os.set_inheritable(info, True)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and a program would inherit that
-    program, *options = command
-    os.execve(program, [program, "--info-fd", str(info), *options], {})
 
 
 def _serve_tools(

@@ -17,6 +17,7 @@ from prorl_envs.tools.wire import (
     Bash,
     BashDone,
     Cancel,
+    Done,
     Framer,
     Refused,
     Reply,
@@ -95,18 +96,7 @@ class Connection:
             ServerLost: the server has ended, or did not answer in time.
             ToolError: the server answered something else, or too many requests are under way.
         """
-        if self.lost:
-            raise ServerLost(self._why)
-        if len(self._waiting) >= IN_FLIGHT_LIMIT:
-            raise ToolError(f"{IN_FLIGHT_LIMIT} requests are under way on this toolbox already")
-        request = make(next(self._ids))
-        future: asyncio.Future[AnyReply] = self._loop.create_future()
-        due = self._loop.time() + deadline_s
-        self._waiting[request.id] = _Waiting(request, future, due, deadline_s)
-        self._send(request)
-        # One timer for all requests, seldom set anew: setting one for each costs as much as sending it.
-        if self._deadline is None or self._deadline.when() > due:
-            self._watch_deadline(due)
+        request, future = self._ask(make, deadline_s)
         try:
             reply = await future
         except asyncio.CancelledError:
@@ -120,6 +110,43 @@ class Connection:
             raise OSError(reply.errno, reply.message)
         self.give_up(f"the tool server answered {type(reply).__name__}, not {reply_type.__name__}")
         raise ToolError(self._why)
+
+    def tell(self, make: Callable[[int], Request], *, deadline_s: float) -> None:
+        """Send a request that must be `Done` before any other can be, and do not wait for that.
+
+        Whoever asks next is told where it failed.
+
+        Args:
+            make, deadline_s: see `request`.
+
+        Raises:
+            ServerLost: the server has ended.
+            ToolError: it cannot be sent.
+        """
+        _, future = self._ask(make, deadline_s)
+        future.add_done_callback(self._on_told)
+
+    def _on_told(self, future: asyncio.Future[AnyReply]) -> None:
+        if future.exception() is None and not isinstance(reply := future.result(), Done):
+            why = reply.message if isinstance(reply, Refused) else f"it answered {type(reply).__name__}"
+            self.give_up(f"the tool server could not be set up: {why}")
+
+    def _ask(
+        self, make: Callable[[int], Request], deadline_s: float
+    ) -> tuple[Request, asyncio.Future[AnyReply]]:
+        if self.lost:
+            raise ServerLost(self._why)
+        if len(self._waiting) >= IN_FLIGHT_LIMIT:
+            raise ToolError(f"{IN_FLIGHT_LIMIT} requests are under way on this toolbox already")
+        request = make(next(self._ids))
+        future: asyncio.Future[AnyReply] = self._loop.create_future()
+        due = self._loop.time() + deadline_s
+        self._waiting[request.id] = _Waiting(request, future, due, deadline_s)
+        self._send(request)
+        # One timer for all requests, seldom set anew: setting one for each costs as much as sending it.
+        if self._deadline is None or self._deadline.when() > due:
+            self._watch_deadline(due)
+        return request, future
 
     def give_up(self, why: str) -> None:
         """Close at once; every request under way fails with `ServerLost`."""

@@ -135,7 +135,10 @@ class ServerLink:
             )
 
         try:
-            await connection.request(setup, Done, deadline_s=limits.margin_s)
+            if self._python:
+                await connection.request(setup, Done, deadline_s=limits.margin_s)
+            else:  # it has nothing to start, and the first call need not wait for its word
+                connection.tell(setup, deadline_s=limits.margin_s)
         except BaseException:
             await connection.aclose()
             raise
