@@ -102,6 +102,10 @@ class Caller:
         """Whether a group, job, batch or episode is the caller's."""
         return name == self.job if self.job else name.startswith(self.prefix)
 
+    def leads(self, name: str) -> bool:
+        """Whether a group or batch is the caller's as a whole: its tenant's, or the operator's."""
+        return not self.job and self.owns(name)
+
     def check_ids(self, *names: str) -> None:
         """Raises:
         Forbidden: a new id is not the caller's to give.
@@ -177,7 +181,11 @@ def _caller(name: str, tenant: TenantSettings) -> Caller:
     return Caller(name, tenant.jobs, tenant.batches)
 
 
-def caller_of(request: Request) -> Caller:
+# Dependencies are coroutines: the framework runs a plain function in a thread, and the way there and back
+# waits for the interpreter twice, which is long where an event loop has much to do.
+
+
+async def caller_of(request: Request) -> Caller:
     """Who sends a request, as the guard in front has found."""
     caller: Caller = request.state.caller
     return caller
@@ -186,12 +194,12 @@ def caller_of(request: Request) -> Caller:
 TheCaller = Annotated[Caller, Depends(caller_of)]
 
 
-def authorize(request: Request) -> None:
+async def authorize(request: Request) -> None:
     """Raises:
     Forbidden: the route is not for this caller.
     NotFound: what the path names is not the caller's, who is not told whether it exists.
     """
-    caller = caller_of(request)
+    caller = await caller_of(request)
     if caller == OPERATOR:
         return
     route: str = getattr(request.scope.get("route"), "path", "")

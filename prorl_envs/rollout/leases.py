@@ -1,8 +1,8 @@
 """What is cancelled when nobody follows it any more: groups and batches that were asked for with a lease.
 
 A trainer that is killed says nothing. With `lease_s` its request holds for as long as somebody asks about it:
-any HTTP request that names the group or batch renews it, and while one is open, as those that wait are, it
-does not run out.
+any HTTP request of its owner, or of the operator, that names the group or batch renews it, and while one is
+open, as those that wait are, it does not run out.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from urllib.parse import parse_qsl
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from prorl_envs.clock import Clock
+from prorl_envs.rollout.access import Caller
 
 log = logging.getLogger(__name__)
 
@@ -105,10 +106,11 @@ class Leases:
 
 
 class Following:
-    """Renews the leases that a request names.
+    """Renews the leases that a request names, where they are the caller's. A job's token renews none: who
+    looks at one job does not want the rest of its group.
 
     Args:
-        app: what answers.
+        app: what answers, behind the guard that knows the caller.
         leases: of the service.
     """
 
@@ -120,7 +122,9 @@ class Following:
         if scope["type"] != "http" or not self._leases:
             await self._app(scope, receive, send)
             return
-        with self._leases.followed(named(scope["path"], scope["query_string"])):
+        caller: Caller = scope["state"]["caller"]
+        about = named(scope["path"], scope["query_string"])
+        with self._leases.followed({(kind, name) for kind, name in about if caller.leads(name)}):
             await self._app(scope, receive, send)
 
 

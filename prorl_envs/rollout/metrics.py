@@ -15,12 +15,15 @@ from prometheus_client import (
     Summary,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from prorl_envs.env.node import NodeUse
 from prorl_envs.rollout.batch_plan import Judgement
 from prorl_envs.rollout.batch_types import BatchState, BatchView
+from prorl_envs.rollout.metrics_nodes import nodes, sandboxes, use_of
+from prorl_envs.rollout.nodes.fleet import Fleet
+from prorl_envs.rollout.placement import HEAD
 from prorl_envs.rollout.types import Result, Stage, Trajectory
 from prorl_envs.rollout.views import RouterView, StatusView
 
@@ -40,6 +43,7 @@ class Metrics:
         status: the service now.
         node: what it uses of its machine now.
         batches: those that are kept, now.
+        fleet: further machines, or None.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class Metrics:
         status: Callable[[], StatusView],
         node: Callable[[], NodeUse],
         batches: Callable[[], list[BatchView]],
+        fleet: Fleet | None = None,
     ) -> None:
         self._registry = registry = CollectorRegistry()
         self._groups = Counter(
@@ -92,7 +97,7 @@ class Metrics:
         self._drift = Counter(
             "prorl_drift_tokens", "Prompt tokens that differed from what was recorded.", registry=registry
         )
-        registry.register(_Now(status, node, batches))
+        registry.register(_Now(status, node, batches, fleet))
         ProcessCollector(registry=registry)
 
     def observe(self, result: Result) -> None:
@@ -153,16 +158,20 @@ class _Now(Collector):
         status: Callable[[], StatusView],
         node: Callable[[], NodeUse],
         batches: Callable[[], list[BatchView]],
+        fleet: Fleet | None,
     ) -> None:
         self._status = status
         self._node = node
         self._batches = batches
+        self._fleet = fleet
 
     def collect(self) -> Iterator[Metric]:
         status = self._status()
         yield from _service(status)
         yield from _model_servers(status)
-        yield from _sandboxes(self._node())
+        told = self._fleet.told() if self._fleet is not None else {}
+        yield from sandboxes({HEAD: self._node(), **{name: use_of(beat) for name, beat in told.items()}})
+        yield from nodes(self._fleet.views() if self._fleet is not None else (), told)
         yield from _kept_batches(self._batches())
 
     def describe(self) -> Iterator[Metric]:
@@ -232,24 +241,6 @@ def _router(router: RouterView) -> Iterator[Metric]:
     yield _gauge("prorl_router_spread", "Most calls in flight over the mean of the servers.", router.spread)
     yield _gauge("prorl_router_paused", "1 while turns are held.", router.paused)
     yield _counter("prorl_router_paused_seconds", "Seconds of that, all in all.", router.paused_s)
-
-
-def _sandboxes(use: NodeUse) -> Iterator[Metric]:
-    yield _gauge("prorl_sandboxes_open", "Sandboxes that are not closed.", use.open)
-    yield _gauge("prorl_sandboxes_warm", "Of these, those that stand ready.", use.warm)
-    yield _counter("prorl_sandboxes_from_pool", "Sandboxes that stood ready when asked for.", use.from_pool)
-    yield _counter("prorl_sandbox_failures", "Sandboxes that did not start.", use.failed)
-    yield _gauge("prorl_sandbox_starts_active", "Sandboxes that start now.", use.starting)
-    yield _gauge("prorl_sandbox_starts_waiting", "Sandboxes that wait for their turn to.", use.waiting)
-    yield _gauge("prorl_sandbox_starts_limit", "Most that may start at once.", use.starts_limit)
-    slowed = CounterMetricFamily(
-        "prorl_sandbox_starts_slowed", "How often that bound was lowered.", labels=["why"]
-    )
-    slowed.add_metric(["slow"], use.slow)
-    slowed.add_metric(["memory"], use.short)
-    yield slowed
-    what = "Seconds from asking for a sandbox to having it."
-    yield SummaryMetricFamily("prorl_sandbox_ready_seconds", what, use.given, use.seconds)
 
 
 def _kept_batches(batches: list[BatchView]) -> Iterator[Metric]:

@@ -15,6 +15,8 @@ from prorl_envs.rollout.types import Stage
 
 #: The machine that the service itself is on.
 HERE = ""
+#: What it is called beside others, in metrics. No node that joins is called so.
+HEAD = "head"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

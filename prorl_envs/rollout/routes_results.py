@@ -36,7 +36,7 @@ _LastEventId = Annotated[
 ]
 
 
-def _selection(
+async def _selection(
     caller: TheCaller,
     group: Annotated[_Names, Query(max_length=MAX_VALUES, description="Only of these groups.")] = [],  # noqa: B006
     environment: Annotated[_Names, Query(max_length=MAX_VALUES, description="Only of these.")] = [],  # noqa: B006

@@ -137,7 +137,7 @@ class RolloutService:
         self.steering = Steering(self, self._engine, lambda: node.use, self._memory.look)
         self.watch = Watch(self.clock, self.store, self.steering.now, self.settings.keep_results)
         #: What `/metrics` shows.
-        self.metrics = Metrics(self.status, lambda: node.use, lambda: self.batches.views())
+        self.metrics = Metrics(self.status, lambda: node.use, lambda: self.batches.views(), fleet)
         #: By how ids of a tenant begin, the unfinished jobs it may have.
         self.quotas: Mapping[str, int] = {}
         self._submitting = asyncio.Lock()

@@ -1,11 +1,13 @@
 """Tenants beside each other, tokens for one job, and what is the operator's alone."""
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
 import pytest
+from fastapi.routing import APIRoute
 from pydantic import SecretStr
 
 from prorl_envs.config import ServerSettings, TenantSettings, load_settings
@@ -15,7 +17,10 @@ from prorl_envs.rollout.api import create_app
 from prorl_envs.rollout.client import RolloutClient
 from prorl_envs.rollout.episode_types import EpisodeRequest
 from prorl_envs.rollout.errors import Forbidden, Full, NotFound, Unauthorized
+from prorl_envs.rollout.store import Selection
+from prorl_envs.rollout.types import JobState
 from prorl_envs.rollout.watch_views import LimitsRequest
+from prorl_envs.testing.clock import FakeClock
 
 pytestmark = pytest.mark.anyio
 
@@ -122,6 +127,51 @@ async def test_a_new_route_is_closed_to_tenants(bench: Any) -> None:
     assert paths >= TENANT_ROUTES, "a route was renamed"
     assert JOB_ROUTES <= TENANT_ROUTES
     assert {"/v1/pause", "/v1/model_servers", "/process", "/stop"} <= paths - TENANT_ROUTES
+
+
+async def test_no_route_hands_what_it_depends_on_to_a_thread(bench: Any) -> None:
+    """There and back a thread waits for the interpreter, behind all that the event loop has to do."""
+    todo = [
+        route.dependant for route in create_app(bench.service, SETTINGS).routes if isinstance(route, APIRoute)
+    ]
+    assert todo
+    while todo:
+        one = todo.pop()
+        todo += one.dependencies
+        call = one.call if inspect.isfunction(one.call) else type(one.call).__call__
+        assert inspect.iscoroutinefunction(call), f"{one.call} of {one.path}"
+
+
+async def test_a_lease_is_held_by_its_tenant_and_the_operator_alone(make_bench: Any) -> None:
+    clock = FakeClock()
+    bench = await make_bench(clock=clock)
+    bench.world.gates["call"] = asyncio.Event()
+    transport = httpx.ASGITransport(create_app(bench.service, SETTINGS))
+
+    def client(token: str) -> RolloutClient:
+        return RolloutClient("http://h", token=token, transport=transport, attempts=1)
+
+    names = ("alice/own", "alice/operators", "alice/strangers", "alice/token")
+    async with client(ALICE) as alice, client(BOB) as bob, client(OPERATOR) as operator:
+        leased = [bench.group(name).model_copy(update={"lease_s": 10}) for name in names]
+        await operator.submit(leased)
+        await bench.world.until(lambda: bench.world.inside["call"] == len(names))
+        async with client(await alice.job_token("alice/token/0")) as holder:
+            for second in range(15):
+                clock.advance(1)
+                for _ in range(5):
+                    await asyncio.sleep(0)
+                if second % 5 == 4:
+                    await alice.group("alice/own")
+                    await operator.group("alice/operators")
+                    with pytest.raises(NotFound):
+                        await bob.group("alice/strangers")
+                    strangers = Selection(groups=frozenset({"alice/strangers"}))
+                    assert not (await bob.page(only=strangers)).results
+                    await holder.job("alice/token/0")
+        await bench.world.until(lambda: bench.world.inside["call"] == 2)
+        states = [(await operator.group(name)).jobs[0].state for name in names]
+    assert states == [JobState.RUN, JobState.RUN, JobState.CANCELLED, JobState.CANCELLED]
 
 
 async def test_a_tenants_bound_is_its_own(bench: Any, connect: Connect) -> None:

@@ -40,7 +40,7 @@ from prorl_envs.rollout.nodes.messages import (
     Welcome,
 )
 from prorl_envs.rollout.nodes.reports import account_of
-from prorl_envs.rollout.placement import HERE, Limits, Place
+from prorl_envs.rollout.placement import HEAD, HERE, Limits, Place
 from prorl_envs.rollout.types import Failure, Stage
 from prorl_envs.rollout.views import NodeView, PoolView
 
@@ -111,7 +111,7 @@ class Fleet:
         self._is_attached = asyncio.Event()
         self._links: dict[str, Link] = {}
         self._lost: list[Link] = []
-        self._names: set[str] = set()
+        self._names = {HEAD}
         self._orders: dict[str, _Order] = {}  # by job
         self._number = 0
         self._serving: set[asyncio.Task[None]] = set()
@@ -137,6 +137,10 @@ class Fleet:
         """The same for people."""
         places = {place.name: place for place in self._attached.scheduler.nodes}
         return [_view(link, places.get(link.name)) for link in self.links]
+
+    def told(self) -> dict[str, dict[str, float]]:
+        """By name, what each node that is there told with its last beat: see `Beat`."""
+        return {link.name: link.use for link in self._links.values() if link.use}
 
     # What the engine asks for.
 

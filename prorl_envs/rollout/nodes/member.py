@@ -5,9 +5,11 @@ import contextlib
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from prorl_envs.clock import Clock
@@ -192,7 +194,8 @@ class Member:
 
     async def _beat(self) -> None:
         while True:
-            self._channel.send(Beat({**asdict(self._use()), "pid": os.getpid()}))
+            process = {"pid": os.getpid(), "cpu_s": time.process_time(), "memory": _resident_bytes()}
+            self._channel.send(Beat({**asdict(self._use()), **process}))
             await self._clock.sleep(self._beat_s)
 
     async def _end(self) -> None:
@@ -217,3 +220,9 @@ class Member:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.critical("the node met a bug", exc_info=error)
             self._channel.close()  # the head does what is here elsewhere
+
+
+def _resident_bytes() -> int:
+    """Memory of this process (`statm`'s second field, proc(5), in pages)."""
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")

@@ -273,7 +273,8 @@ class Beat(_Message, tag=28):
     """The node lives.
 
     Args:
-        use: `NodeUse` as a mapping, and the node's `pid`.
+        use: `NodeUse` as a mapping; the node's `pid`; its process's processor time `cpu_s`, in seconds, and
+            resident `memory`, in bytes.
     """
 
     use: dict[str, float]

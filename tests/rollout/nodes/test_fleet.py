@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from prorl_envs import __version__
 from prorl_envs.errors import FailureKind
@@ -277,3 +278,32 @@ async def test_a_silent_node_is_lost_and_a_silent_head_too(make_site: Any) -> No
     assert {link.name: link.why for link in site.fleet.links}["mute"] == "it has said nothing for 30 s"
     await other.gone()
     assert other.problem == "the head has said nothing for 30 s"
+
+
+async def test_the_heads_metrics_show_each_node(make_site: Any) -> None:
+    site = await make_site(head=True)
+
+    def seen() -> dict[tuple[str, ...], float]:
+        families = text_string_to_metric_families(site.service.metrics.text().decode())
+        return {
+            (one.name, *(value for _, value in sorted(one.labels.items()))): one.value
+            for family in families
+            for one in family.samples
+        }
+
+    await site.join("head", ready=False, run=3, live=5)
+    for name in ("a", "b"):
+        await site.join(name, run=3, live=5)
+    while len(site.fleet.told()) < 3:  # noqa: ASYNC110 - a beat is the first thing that a node says
+        await asyncio.sleep(0)
+    await site.nodes["b"].cut()
+    found = seen()
+    assert found["prorl_node_state", "b", "lost"] == 1
+    assert found["prorl_node_state", "a", "ready"] == found["prorl_node_state", "head~2", "ready"] == 1
+    assert found["prorl_node_pool_limit", "a", "run"] == 3
+    assert found["prorl_node_live_jobs_limit", "a"] == 5 and found["prorl_node_live_jobs", "a"] == 0
+    assert {key[1] for key in found if key[0] == "prorl_sandboxes_open"} == {"head", "a", "head~2"}
+    assert found["prorl_sandbox_ready_seconds_count", "a"] == 0
+    assert found["prorl_node_cpu_seconds_total", "a"] > 0
+    assert found["prorl_node_resident_memory_bytes", "a"] > 1_000_000
+    assert not any("b" in key[1:] for key in found if key[0] != "prorl_node_state"), "it is gone"
