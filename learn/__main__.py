@@ -6,6 +6,7 @@ Runs that were finished are not done again; one that was interrupted goes on fro
 import argparse
 import itertools
 import os
+import random
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,8 @@ def main() -> None:
         chosen = {"steps": options.steps, "staleness": options.staleness}
         chosen |= {"dynamic": options.dynamic, "retokenise": options.retokenise}
         plan = plan.changed({key: value for key, value in chosen.items() if value})
-        runs = Session(plan, options.out, options.seeds, vllm=options.vllm, server=options.server).run()
+        plans = [plan, *(plan.changed(other) for other in plan.ablations if options.ablations)]
+        runs = Session(plans, options.out, options.seeds, vllm=options.vllm, server=options.server).run()
     except ProrlError as error:
         console.print(f"error: {error.message}", markup=False)
         if error.hint:
@@ -53,10 +55,10 @@ def main() -> None:
 
 
 class Session:
-    """All runs of a plan, one after the other, on one model server and one service.
+    """All runs, one after the other, on one model server and one service.
 
     Args:
-        plan: of each run.
+        plans: of the trained runs; the first is of the model, the servers and the frozen runs too.
         out: where they write.
         seeds: a trained run and a frozen one for each.
         vllm: Python of an environment that has vLLM for the CPU.
@@ -64,9 +66,10 @@ class Session:
     """
 
     def __init__(
-        self, plan: Plan, out: Path, seeds: list[int], *, vllm: Path | None, server: str | None = None
+        self, plans: list[Plan], out: Path, seeds: list[int], *, vllm: Path | None, server: str | None = None
     ) -> None:
-        self.plan = plan
+        self.plan = plans[0]
+        self.plans = {plan.arm: plan for plan in plans}
         self.out = out
         self.seeds = seeds
         self.vllm = vllm
@@ -78,7 +81,7 @@ class Session:
         Raises:
             ProrlError: a server does not start, or the service ends a run.
         """
-        wanted = [(arm, seed) for arm in (self.plan.arm, "frozen") for seed in self.seeds]
+        wanted = [(arm, seed) for arm in (*self.plans, "frozen") for seed in self.seeds]
         missing = [(arm, seed) for arm, seed in wanted if not self._finished(arm, seed)]
         missing.sort(key=lambda run: run[1])  # what is interrupted has whole seeds
         if missing:
@@ -118,7 +121,7 @@ class Session:
         )
         folder = self._folder(arm, seed)
         run = Run(
-            plan=self.plan,
+            plan=self.plans.get(arm, self.plan),
             seed=seed,
             start=start,
             folder=folder,
@@ -188,6 +191,7 @@ def prepare(plan: Plan, folder: Path) -> None:
     import torch
 
     from learn import imitation
+    from learn.drift import split
 
     torch.set_num_threads(plan.threads)
     settings = load_settings(plan.service, os.environ)
@@ -199,8 +203,13 @@ def prepare(plan: Plan, folder: Path) -> None:
     tokenizer = folder.with_name("tokenizer")
     renderer = imitation.make_tokenizer(tokenizer, prompts, plan.model.seed)
     model = imitation.make_model(plan.model, renderer)
+    chance = random.Random(plan.model.seed)
+
+    def tokenised(ids: list[int]) -> list[int]:
+        return split(ids, renderer.tokenizer, plan.model.splits, chance)
+
     shown = [
-        imitation.written(task, steps, prompts(task), renderer)
+        imitation.written(task, steps, prompts(task), renderer, tokenised)
         for task, steps in itertools.islice(
             demonstrations(tasks("train", plan.model.seed), plan.model.seed), plan.model.demonstrations
         )
@@ -239,6 +248,9 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument(
         "--retokenise", action="store_true", help="drift on purpose: train on the text, tokenised again"
+    )
+    parser.add_argument(
+        "--ablations", action="store_true", help="the plan's ablations too, beside what it is without them"
     )
     parser.add_argument("--model", help="Hub name or folder of a model to train, instead of a small one")
     return parser.parse_args()

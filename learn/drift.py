@@ -1,5 +1,8 @@
-"""Drift on purpose: rollouts as a client has them that keeps text, and tokenises it again for the trainer."""
+"""Drift on purpose: rollouts as a client has them that keeps text, and tokenises it again for the trainer.
 
+A model that imitated answers which a tokenizer would write otherwise samples such, and its rollouts drift."""
+
+import random
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, groupby, zip_longest
@@ -39,6 +42,27 @@ def retokenised(
     logprobs = [[0.0] * len(completion) for completion in ids]
     counts = {"drift": changed / max(total, 1), "drifted": drifted / max(len(ids), 1)}
     return {**output, **new, "logprobs": logprobs}, counts
+
+
+def split(ids: Sequence[int], tokenizer: Tokenizer, share: float, chance: random.Random) -> list[int]:
+    """Another tokenisation of the same text: some tokens as two shorter ones.
+
+    Args:
+        ids: of the text.
+        tokenizer: of the model.
+        share: of the tokens that are cut at some place; kept whole where the parts are no tokens.
+        chance: draws tokens and places.
+    """
+    whole = tokenizer.get_added_tokens_decoder()
+    written: list[int] = []
+    for number in ids:
+        parts: list[int | None] = [number]
+        text = tokenizer.id_to_token(number)
+        if number not in whole and len(text) > 1 and chance.random() < share:
+            place = chance.randrange(1, len(text))
+            parts = [tokenizer.token_to_id(text[:place]), tokenizer.token_to_id(text[place:])]
+        written += [number] if None in parts else [part for part in parts if part is not None]
+    return written
 
 
 def _again(

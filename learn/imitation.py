@@ -53,12 +53,21 @@ def make_tokenizer(folder: Path, prompts: Callable[[LearnTask], Prompt], seed: i
 
 
 def written(
-    task: LearnTask, steps: Sequence[Step], prompt: Prompt, renderer: TemplateRenderer
+    task: LearnTask,
+    steps: Sequence[Step],
+    prompt: Prompt,
+    renderer: TemplateRenderer,
+    tokenised: Callable[[list[int]], list[int]] = list,
 ) -> Demonstration:
-    """A demonstration as token ids, put together as a rollout is."""
+    """A demonstration as token ids, put together as a rollout is.
+
+    Args:
+        tokenised: the ids that stand for an answer's.
+    """
     ids, answers = renderer.prompt(prompt.messages, prompt.tools), []
 
-    def say(answer: Sequence[int]) -> Sampled:
+    def say(canonical: list[int]) -> Sampled:
+        answer = tokenised(canonical)
         answers.append((len(ids), len(ids) + len(answer)))
         ids.extend(answer)
         return Sampled(tuple(answer), (0.0,) * len(answer), "stop", "", "")

@@ -22,6 +22,8 @@ class ModelPlan(_Part):
         name: folder or Hub name of a model; None makes a small one on the spot and has it imitate.
         layers, hidden, seed: of the small one.
         demonstrations, imitation_rate: what it imitates, once each, and the highest learning rate.
+        splits: share of the tokens of their answers that are shown as two, so that it samples ids which its
+            tokenizer would not write.
         batch: demonstrations of one step.
     """
 
@@ -31,6 +33,7 @@ class ModelPlan(_Part):
     seed: int = 0
     demonstrations: Count = 8000
     imitation_rate: float = Field(default=6e-3, gt=0)
+    splits: float = Field(default=0.0, ge=0, le=1)
     batch: Count = 8
 
 
@@ -56,6 +59,7 @@ class Plan(_Part):
         max_model_len, max_num_seqs: of the model server.
         device: where the trainer computes; `dtype`: in what.
         threads: of the trainer on a CPU.
+        ablations: what `--ablations` changes of this, each in runs of its own.
     """
 
     model: ModelPlan = ModelPlan()
@@ -80,6 +84,7 @@ class Plan(_Part):
     device: str = "cpu"
     dtype: str = "float32"
     threads: Count = 1
+    ablations: tuple[dict[str, Any], ...] = ()
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

@@ -1,12 +1,13 @@
 """What an ablation changes, against a service over real HTTP and with a real tokenizer."""
 
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from learn.ahead import AheadRollouts
-from learn.drift import retokenised
+from learn.drift import retokenised, split
 from learn.plan import load_plan
 from prorl_envs.errors import InputError
 from prorl_envs.policy.types import Sampling
@@ -62,6 +63,16 @@ def test_an_answer_sampled_in_other_tokens_drifts_and_is_counted() -> None:
     assert RENDERER.decode(again["completion_ids"][0]) == RENDERER.decode(output["completion_ids"][0])
     assert sum(again["env_mask"][0]) == 2 * (len(usual) + 1)
     assert counts["drifted"] == 1.0 and 0 < counts["drift"] <= 1
+
+
+def test_tokens_shown_as_two_are_the_same_text_and_drift() -> None:
+    usual = encoded("<tool_call>the file of the folder</tool_call><|im_end|>")
+    for share, longer in ((0.0, False), (1.0, True)):
+        shown = split(usual, RENDERER.tokenizer, share, random.Random(0))
+        assert RENDERER.decode(shown) == RENDERER.decode(usual)
+        assert (len(shown) > len(usual)) == longer
+        _, counts = retokenised(rollouts(shown), RENDERER.tokenizer)
+        assert counts["drifted"] == float(longer)
 
 
 def ahead(toy: ToyService, staleness: int, uploads: list[int]) -> AheadRollouts:
@@ -120,5 +131,7 @@ def test_a_variant_has_a_name_of_its_own() -> None:
     assert plan.arm == "trained" and plan.changed({"steps": 3}).steps == 3
     assert plan.changed({"dynamic": True}).arm == "dynamic"
     assert plan.changed({"staleness": 2, "retokenise": True}).arm == "stale2-retokenised"
+    arms = [plan.changed(other).arm for other in plan.ablations]
+    assert arms == ["retokenised", "stale2", "dynamic"]
     with pytest.raises(InputError, match="synchronous"):
         plan.changed({"staleness": 2, "dynamic": True})
