@@ -1,8 +1,5 @@
 """`prorl-envs view`: stored episodes in a browser, or in one HTML file that others can open."""
 
-import asyncio
-import secrets
-import webbrowser
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -73,6 +70,10 @@ def _texts(name: str) -> "Texts":
 
 
 async def _serve(episodes: "Episodes", texts: "Texts | None", port: int, browser: bool) -> None:
+    import asyncio
+    import secrets
+    import webbrowser
+
     from prorl_envs.rollout.server import answering
     from prorl_envs.viewer.offline import offline_app
 
