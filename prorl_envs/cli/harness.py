@@ -8,10 +8,10 @@ import typer
 from rich.table import Table
 
 from prorl_envs.cli.console import err, out, plain
-from prorl_envs.config import Settings, load_settings
 from prorl_envs.errors import InputError
 
 if TYPE_CHECKING:
+    from prorl_envs.config import Settings
     from prorl_envs.env.harness.recipe import Recipe
 
 harness = typer.Typer(help="Install agents that others wrote.", no_args_is_help=True)
@@ -22,6 +22,7 @@ ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML file w
 @harness.command("list")
 def list_harnesses(config: ConfigOption = None) -> None:
     """The harnesses that are known by name, and those of the settings."""
+    from prorl_envs.config import load_settings
     from prorl_envs.env.harness.install import missing
 
     settings = load_settings(config, os.environ)
@@ -40,6 +41,7 @@ def install_harnesses(
     """Install harnesses, once per machine. Their registries' own clients (pip, npm) fetch them; npm packages'
     scripts are not run."""
     from prorl_envs.cli.running import run
+    from prorl_envs.config import load_settings
     from prorl_envs.env.harness.install import install
 
     settings = load_settings(config, os.environ)
@@ -56,7 +58,7 @@ def install_harnesses(
     run(all_of_them())
 
 
-def _recipes(settings: Settings) -> dict[str, "Recipe"]:
+def _recipes(settings: "Settings") -> dict[str, "Recipe"]:
     from prorl_envs.catalog import recipe_of
     from prorl_envs.env.harness.recipes import RECIPES
 
@@ -68,7 +70,7 @@ def _recipes(settings: Settings) -> dict[str, "Recipe"]:
     return {**RECIPES, **own}
 
 
-def _cache(settings: Settings) -> Path:
+def _cache(settings: "Settings") -> Path:
     from prorl_envs.env.node import default_cache_dir
 
     return settings.cache_dir or default_cache_dir()

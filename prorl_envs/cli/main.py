@@ -2,9 +2,10 @@
 
 Exit status: 0 done; 1 the command ran and its outcome is bad; 2 wrong input or a missing part;
 130 interrupted.
+
+Help and completion need little of the package: what does the work is imported by the command that does it.
 """
 
-import asyncio
 import os
 import sys
 from dataclasses import replace
@@ -152,6 +153,8 @@ def serve(
     config: ConfigOption = None,
 ) -> None:
     """Serve rollouts over HTTP until a signal."""
+    import asyncio
+
     from prorl_envs.cli.compose import connect
     from prorl_envs.cli.serving import serve
 
@@ -190,6 +193,8 @@ def node(
     config: ConfigOption = None,
 ) -> None:
     """Carry out jobs of a rollout service on another machine, until a signal."""
+    import asyncio
+
     from prorl_envs.cli.nodes import serve_node
 
     asyncio.run(serve_node(_settings(config), head, name))
@@ -338,6 +343,8 @@ def scripted(
     config: ConfigOption = None,
 ) -> None:
     """Serve a scripted model that plays reference solutions, to try a service without a model."""
+    import asyncio
+
     from prorl_envs.cli.scripted import ScriptedOptions, serve_script
     from prorl_envs.testing.scripted import Mix
 

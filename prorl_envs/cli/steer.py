@@ -5,7 +5,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from pydantic import BaseModel
 from rich import filesize
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -15,6 +14,8 @@ from prorl_envs.cli.console import err, out, plain
 from prorl_envs.errors import InputError
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from prorl_envs.rollout.client import RolloutClient
     from prorl_envs.rollout.views import GroupView, ModelServerView, NodeView, StatusView
     from prorl_envs.rollout.watch_views import JobLine
@@ -66,7 +67,9 @@ def _on[T](service: str | None, work: "Callable[[RolloutClient], Awaitable[T]]")
         raise Unauthorized(what, hint="set PRORL_SERVER__TOKEN to its server.token") from error
 
 
-def _say(found: BaseModel | Sequence[BaseModel], as_json: bool, show: Callable[[], None]) -> None:
+def _say(found: "BaseModel | Sequence[BaseModel]", as_json: bool, show: Callable[[], None]) -> None:
+    from pydantic import BaseModel
+
     if not as_json:
         show()
     elif isinstance(found, BaseModel):
@@ -171,14 +174,14 @@ def cancel(
 ) -> None:
     """End jobs, groups or batches; what has finished keeps its result."""
 
-    async def work(client: "RolloutClient") -> list[BaseModel]:
+    async def work(client: "RolloutClient") -> "list[BaseModel]":
         return [await _cancelled(client, name, what) for name in ids]
 
     found = _on(service, work)
     _say(found, as_json, lambda: err.print(f"cancelled: {', '.join(ids)}"))
 
 
-async def _cancelled(client: "RolloutClient", name: str, what: str) -> BaseModel:
+async def _cancelled(client: "RolloutClient", name: str, what: str) -> "BaseModel":
     from prorl_envs.rollout.errors import NotFound
 
     ways: dict[str, Callable[[str], Awaitable[BaseModel]]] = {

@@ -1,8 +1,5 @@
 """`prorl-envs view`: stored episodes in a browser, or in one HTML file that others can open."""
 
-import asyncio
-import secrets
-import webbrowser
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -73,12 +70,19 @@ def _texts(name: str) -> "Texts":
 
 
 async def _serve(episodes: "Episodes", texts: "Texts | None", port: int, browser: bool) -> None:
+    import asyncio
+    import secrets
+    import webbrowser
+
     from prorl_envs.rollout.server import answering
-    from prorl_envs.viewer.offline import offline_app
+    from prorl_envs.viewer.offline import offline_app, reading_ahead
 
     token = secrets.token_urlsafe(24)
     app = offline_app(episodes, token, texts)
-    async with answering(app, port=port, last_requests_s=1, log_level="critical") as url:
+    async with (
+        reading_ahead(episodes),
+        answering(app, port=port, last_requests_s=1, log_level="critical") as url,
+    ):
         link = f"{url}/{token}/"
         out.print(link, soft_wrap=True)
         err.print(f"{episodes.name} is at that link, for whoever has it; Ctrl-C ends it")

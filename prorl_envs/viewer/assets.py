@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from prorl_envs.viewer.bundle import bundle
+
 STATIC = Path(__file__).parent / "static"
-_TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}
+SCRIPT, STYLE = "pages.js", "style.css"
 
 #: What a page may do: load its own scripts and styles, ask its own server, show images that are in the data.
 #: Nothing inline, nothing from elsewhere, no markup from strings, in nobody's frame.
@@ -36,11 +38,11 @@ class Asset:
 
 @cache
 def assets() -> dict[str, Asset]:
-    """Every script and style by its name."""
+    """The script and the style by their names."""
+    script = bundle(STATIC, "main.js").encode()
     return {
-        path.name: Asset(path.name, path.read_bytes(), f"{_TYPES[path.suffix]}; charset=utf-8")
-        for path in sorted(STATIC.iterdir())
-        if path.suffix in _TYPES and path.name != "page.html"
+        SCRIPT: Asset(SCRIPT, script, "text/javascript; charset=utf-8"),
+        STYLE: Asset(STYLE, (STATIC / STYLE).read_bytes(), "text/css; charset=utf-8"),
     }
 
 

@@ -1,8 +1,7 @@
 """One HTML file with episodes and all that shows them: to send to somebody, to open without a server.
 
-The modules of the page become one script, in the order in which they need each other, each a function that
-returns what it exports. The file's own policy names the hashes of that script and of the style, so nothing
-else in it can run, whatever the episodes say.
+The file's own policy names the hashes of its script and of its style, so nothing else in it can run, whatever
+the episodes say.
 """
 
 import base64
@@ -10,19 +9,14 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import msgspec
 
 from prorl_envs.errors import InputError
-from prorl_envs.viewer.assets import assets, page
+from prorl_envs.viewer.assets import SCRIPT, STYLE, assets, page
 from prorl_envs.viewer.rows import Texts, rows_of
 from prorl_envs.viewer.summary import Summary, summary_of
-
-ENTRY = "main.js"
-_IMPORT = re.compile(r'^import \{ ([^}]+) \} from "\./([\w.-]+)";\n', re.MULTILINE)
-_WHOLE = re.compile(r'^import \* as (\w+) from "\./([\w.-]+)";\n', re.MULTILINE)
-_EXPORT = re.compile(r"^export (async function|function|const|class) (\w+)", re.MULTILINE)
 
 
 def export_html(lines: Iterable[bytes], title: str, texts: Texts | None = None) -> bytes:
@@ -55,7 +49,7 @@ def export_html(lines: Iterable[bytes], title: str, texts: Texts | None = None) 
 
 
 def _document(data: str, title: str) -> str:
-    script, style = bundle(ENTRY), assets()["style.css"].content.decode()
+    script, style = (assets()[name].content.decode() for name in (SCRIPT, STYLE))
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
@@ -70,45 +64,6 @@ def _document(data: str, title: str) -> str:
     block = f'<script type="application/json" id="data">{data}</script>\n'
     tag = f'<script type="module">{script}</script>'
     return re.sub(r'<script type="module"[^>]*></script>', lambda _: block + tag, text)
-
-
-def bundle(entry: str) -> str:
-    """A module and all it needs as one script.
-
-    Args:
-        entry: name of the module.
-    """
-    ordered: list[str] = []
-    _visit(entry, ordered, ())
-    return "\n".join(_wrapped(name) for name in ordered)
-
-
-def _visit(name: str, ordered: list[str], above: Sequence[str]) -> None:
-    if name in above:
-        raise ValueError(f"modules import each other: {' -> '.join([*above, name])}")
-    if name in ordered:
-        return
-    source = assets()[name].content.decode()
-    for _, needed in [*_IMPORT.findall(source), *_WHOLE.findall(source)]:
-        _visit(needed, ordered, [*above, name])
-    ordered.append(name)
-
-
-def _wrapped(name: str) -> str:
-    source = assets()[name].content.decode()
-    exported = [found for _, found in _EXPORT.findall(source)]
-    source = _IMPORT.sub(lambda found: f"const {{ {_renamed(found[1])} }} = {_variable(found[2])};\n", source)
-    source = _WHOLE.sub(lambda found: f"const {found[1]} = {_variable(found[2])};\n", source)
-    source = _EXPORT.sub(r"\1 \2", source)
-    return f"const {_variable(name)} = (() => {{\n{source}\nreturn {{ {', '.join(exported)} }};\n}})();"
-
-
-def _renamed(names: str) -> str:
-    return names.replace(" as ", ": ")
-
-
-def _variable(name: str) -> str:
-    return "module_" + re.sub(r"\W", "_", name)
 
 
 def _digest(text: str) -> str:

@@ -1,9 +1,13 @@
 """Serves stored results to a browser on this machine. Who has not got the link gets nothing."""
 
 import asyncio
+import contextlib
 import hmac
 import json
-from collections.abc import Awaitable, Callable
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import fields
+from operator import attrgetter
 
 import msgspec
 from starlette.applications import Starlette
@@ -15,10 +19,35 @@ from prorl_envs.errors import InputError
 from prorl_envs.viewer.assets import HEADERS, Asset, assets, page
 from prorl_envs.viewer.episodes import MAX_QUERY, Episodes
 from prorl_envs.viewer.rows import Texts, rows_of
+from prorl_envs.viewer.summary import Summary
 
-#: Bytes that are read, or looked into, between two answers to the page; and before the first, to show rows.
 #: Bytes that are read, or looked into, between two answers to the page; and before the first one.
 STEP, FIRST = 64 << 20, 8 << 20
+#: Seconds that who answers waits at most for who reads to let go of the interpreter.
+_SWITCH_S = 0.0005
+_NAMES = tuple(field.name for field in fields(Summary))
+_VALUES = attrgetter(*_NAMES)
+
+
+@contextlib.asynccontextmanager
+async def reading_ahead(results: Episodes) -> AsyncIterator[None]:
+    """Read on while the block runs: by the time somebody has followed the link, most is there."""
+    ended = False
+
+    async def read() -> None:
+        with contextlib.suppress(InputError):  # who asks is told
+            while not ended and await asyncio.to_thread(results.extend, FIRST):
+                pass
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH_S)
+    task = asyncio.create_task(read())
+    try:
+        yield
+    finally:
+        ended = True
+        await task
+        sys.setswitchinterval(before)
 
 
 def offline_app(results: Episodes, token: str, texts: Texts | None = None) -> Starlette:
@@ -32,9 +61,11 @@ def offline_app(results: Episodes, token: str, texts: Texts | None = None) -> St
 
     async def episodes(request: Request) -> Response:
         """Entries from a number on, after reading on for a while."""
-        more = await asyncio.to_thread(results.extend, STEP if results.summaries else FIRST)
-        generation = results.generation
         known = _number(request.query_params.get("after", "0"))
+        more = results.read < results.size
+        if known or not results.summaries:  # the first rows wait for nothing
+            more = await asyncio.to_thread(results.extend, STEP if known else FIRST)
+        generation = results.generation
         same = request.query_params.get("generation", str(generation)) == str(generation)
         body = {
             "file": results.name,
@@ -45,7 +76,8 @@ def offline_app(results: Episodes, token: str, texts: Texts | None = None) -> St
             "bad": results.bad,
             "bad_lines": results.bad_lines,
             "texts": texts is not None,
-            "entries": results.summaries[known if same else 0 :],
+            "names": _NAMES,  # once, not in each of thousands
+            "entries": [_VALUES(one) for one in results.summaries[known if same else 0 :]],
         }
         return _json(msgspec.json.encode(body))
 

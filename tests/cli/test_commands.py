@@ -1,6 +1,8 @@
 """The smaller commands, and how errors look."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -166,3 +168,9 @@ def test_parse_line() -> None:
 
 def test_plain_keeps_lines_and_nothing_else() -> None:
     assert plain("a\tb\nc\x07\x9b31m\u202e").plain == "a\tb\nc\\x07\\x9b31m\\x202e"
+
+
+def test_help_and_completion_wait_for_little_of_the_package() -> None:
+    script = "import sys, prorl_envs.cli.main; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert not {"asyncio", "pydantic", "yaml", "prorl_envs.config"} & set(done.stdout.split())

@@ -1,6 +1,6 @@
 // The list of episodes, or of groups, with what is searched for and ticked beside it.
 import { el, fill, say } from "./dom.js";
-import { FACETS, counts, grouped, matcher, parse, sorted, written } from "./filter.js";
+import { FACETS, counts, fitting, grouped, parse, sorted, written } from "./filter.js";
 import { active, count, number, outcome, percent, plural, seconds, tone } from "./format.js";
 import { VirtualList } from "./list.js";
 
@@ -118,21 +118,21 @@ export function episodesPage(source, query) {
 
   function draw() {
     const pool = inside ? source.entries.filter((entry) => inside.keys.has(entry.key)) : source.entries;
-    const fitting = pool.filter(matcher(state));
+    const fits = fitting(pool, state);
     const held = facets.contains(document.activeElement) ? { ...document.activeElement.dataset } : null;
     fill(facets, FACETS.map((facet) => ticks(facet, counts(pool, state, facet))));
     if (held) refocus(held.facet, held.value);
     for (const button of tabs.children) button.setAttribute("aria-pressed", String(button.dataset.view === state.view));
     const list = lists[state.view];
     if (place.firstChild !== list.node) fill(place, list.node);
-    const shown = state.view === "groups" ? grouped(fitting) : sorted(fitting, state);
+    const shown = state.view === "groups" ? grouped(fits) : sorted(fits, state);
     list.update(shown, state);
-    const all = source.entries.length === fitting.length ? "" : ` of ${count(source.entries.length)}`;
-    const rewards = fitting.filter(({ reward }) => reward !== null);
+    const all = source.entries.length === fits.length ? "" : ` of ${count(source.entries.length)}`;
+    const rewards = fits.filter(({ reward }) => reward !== null);
     const mean = rewards.length ? `, mean reward ${number(rewards.reduce((sum, { reward }) => sum + reward, 0) / rewards.length)}` : "";
     const reading = source.progress < 1 ? `, ${percent(source.progress)} read` : "";
     const looking = inside?.busy && inside.share < 1 ? `, ${percent(inside.share)} looked through …` : "";
-    fill(summary, `${plural(fitting.length, "episode")}${all}${mean}${reading}${looking}`);
+    fill(summary, `${plural(fits.length, "episode")}${all}${mean}${reading}${looking}`);
     problem.hidden = !source.problems;
     fill(problem, source.problems);
   }

@@ -46,8 +46,14 @@ export function written(state) {
   return made.toString();
 }
 
-/** The test that an episode has to pass. */
-export function matcher(state, except = "") {
+/** Those that fit, a copy only where some do not. */
+export function fitting(entries, state, except = "") {
+  const tests = testsOf(state, except);
+  return tests.length ? entries.filter((entry) => tests.every((test) => test(entry))) : entries;
+}
+
+/** The tests that an episode has to pass. */
+function testsOf(state, except) {
   const words = state.text.toLowerCase().split(/\s+/).filter(Boolean);
   const tests = words.map((word) => {
     const found = COMPARISON.exec(word);
@@ -58,19 +64,22 @@ export function matcher(state, except = "") {
   for (const { id, of } of FACETS) {
     if (id !== except && state.ticked[id].size) tests.push((entry) => state.ticked[id].has(of(entry)));
   }
-  return (entry) => tests.every((test) => test(entry));
+  return tests;
 }
 
 /** Of each value of a facet, how many episodes would be left with it ticked. */
 export function counts(entries, state, { id, of }) {
   const found = new Map([...state.ticked[id]].map((value) => [value, 0]));
-  const fits = matcher(state, id);
-  for (const entry of entries) if (fits(entry)) found.set(of(entry), (found.get(of(entry)) ?? 0) + 1);
+  for (const entry of fitting(entries, state, id)) {
+    const value = of(entry);
+    found.set(value, (found.get(value) ?? 0) + 1);
+  }
   return [...found].sort(([a], [b]) => (a < b ? -1 : 1));
 }
 
 /** Sorted, a copy. */
 export function sorted(entries, { sort, descending }) {
+  if (sort === "order" && !descending) return entries.slice();
   const value = SORTS[sort] ?? SORTS.order;
   const keyed = entries.map((entry, index) => [value(entry, index), index, entry]);
   const way = descending ? -1 : 1;

@@ -11,9 +11,18 @@ const THEMES = ["light dark", "light", "dark"];
 const kind = document.documentElement.dataset.source;
 const live = kind === "live";
 const source = openSource(kind);
-const service = live ? new Service(source, () => shown?.news?.()) : null;
+const service = live ? new Service(source, news) : null;
+const REDRAWN_MS = 250;
 let shown = null;
 let turn = 0;
+let redraw = 0;
+
+/** There is more to show. While more comes, it is drawn now and then; the last of it at once. */
+function news(more = true) {
+  if (redraw && more) return;
+  clearTimeout(redraw);
+  redraw = setTimeout(() => { redraw = 0; shown?.news?.(); }, more ? REDRAWN_MS : 0);
+}
 
 async function route() {
   const [, name = "", rest = ""] = /^#\/(\w*)[/?]?(.*)$/.exec(location.hash) ?? [];
@@ -91,7 +100,7 @@ async function start() {
     await source.load(() => {
       fill(document.getElementById("where"), source.title ?? "");
       if (!turn && /^(#\/?(episodes.*)?)?$/.test(location.hash)) route(); // a list is of use before all is read
-      shown?.news?.();
+      news(source.progress < 1);
     });
   } catch (error) {
     say(error.message);

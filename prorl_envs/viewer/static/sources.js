@@ -39,8 +39,7 @@ class File extends Source {
       const fresh = page.generation !== this.generation;
       if (fresh) this.entries = [];
       this.generation = page.generation;
-      const first = this.entries.length;
-      for (const [i, entry] of page.entries.entries()) this.entries.push(Object.assign(entry, { key: String(first + i) }));
+      for (const values of page.entries) this.entries.push(entryOf(page.names, values, String(this.entries.length)));
       asked = page.more ? this.#ask() : null; // on its way while this is drawn
       ({ file: this.title, texts: this.texts } = page);
       this.progress = page.more ? page.read / page.size : 1;
@@ -66,6 +65,12 @@ class File extends Source {
     const found = await client.get(`api/search?text=${encodeURIComponent(text)}&after=${from ?? 0}`);
     return { keys: found.numbers.map(String), next: found.next, share: found.of ? found.next / found.of : 1 };
   }
+}
+
+function entryOf(names, values, key) {
+  const entry = { key };
+  for (let i = 0; i < names.length; i += 1) entry[names[i]] = values[i];
+  return entry;
 }
 
 function problems({ bad, bad_lines: lines }) {
@@ -116,7 +121,7 @@ class Live extends Source {
 
   async #load(onNews) {
     for (let some = true; some; ) {
-      const page = await client.get(`/v1/summaries?after=${this.#next}&limit=1000`);
+      const page = await client.get(`/v1/summaries?after=${this.#next}&limit=${this.#next ? 5000 : 500}`);
       some = page.summaries.length > 0;
       this.add(page.summaries);
       this.#next = page.next;

@@ -1,0 +1,52 @@
+"""The modules of the pages as one script: what a browser asks for once, and what a page of its own holds.
+
+They come in the order in which they need each other, each a function that returns what it exports.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+_IMPORT = re.compile(r'^import \{ ([^}]+) \} from "\./([\w.-]+)";\n', re.MULTILINE)
+_WHOLE = re.compile(r'^import \* as (\w+) from "\./([\w.-]+)";\n', re.MULTILINE)
+_EXPORT = re.compile(r"^export (async function|function|const|class) (\w+)", re.MULTILINE)
+
+
+def bundle(folder: Path, entry: str) -> str:
+    """A module and all it needs as one script.
+
+    Args:
+        folder: of the modules.
+        entry: name of the module.
+    """
+    ordered: list[str] = []
+    _visit(folder, entry, ordered, ())
+    return "\n".join(_wrapped(folder, name) for name in ordered)
+
+
+def _visit(folder: Path, name: str, ordered: list[str], above: Sequence[str]) -> None:
+    if name in above:
+        raise ValueError(f"modules import each other: {' -> '.join([*above, name])}")
+    if name in ordered:
+        return
+    source = (folder / name).read_text(encoding="utf-8")
+    for _, needed in [*_IMPORT.findall(source), *_WHOLE.findall(source)]:
+        _visit(folder, needed, ordered, [*above, name])
+    ordered.append(name)
+
+
+def _wrapped(folder: Path, name: str) -> str:
+    source = (folder / name).read_text(encoding="utf-8")
+    exported = [found for _, found in _EXPORT.findall(source)]
+    source = _IMPORT.sub(lambda found: f"const {{ {_renamed(found[1])} }} = {_variable(found[2])};\n", source)
+    source = _WHOLE.sub(lambda found: f"const {found[1]} = {_variable(found[2])};\n", source)
+    source = _EXPORT.sub(r"\1 \2", source)
+    return f"const {_variable(name)} = (() => {{\n{source}\nreturn {{ {', '.join(exported)} }};\n}})();"
+
+
+def _renamed(names: str) -> str:
+    return names.replace(" as ", ": ")
+
+
+def _variable(name: str) -> str:
+    return "module_" + re.sub(r"\W", "_", name)
