@@ -74,7 +74,7 @@ def create_app(service: RolloutService, settings: ServerSettings) -> FastAPI:
             f"binding {settings.host} lets others in, so a token is needed",
             hint="set server.token (PRORL_SERVER__TOKEN), 16 characters or more",
         )
-    service.quotas = {f"{name}/": tenant.jobs for name, tenant in settings.tenants.items()}
+    service.room.quotas = {f"{name}/": tenant.jobs for name, tenant in settings.tenants.items()}
     app = FastAPI(
         title="prorl-envs rollout service",
         version=__version__,
@@ -164,7 +164,7 @@ def _add_status(app: FastAPI, service: RolloutService) -> None:
     @app.get("/v1/environments")
     async def get_environments() -> EnvironmentList:
         """The environments on offer, with the JSON schema of their task rows."""
-        return EnvironmentList(environments=service.families())
+        return EnvironmentList(environments=service.offer.views())
 
     @app.get(
         "/metrics",

@@ -16,8 +16,10 @@ from prorl_envs.rollout.batch_record import Batch, group_request
 from prorl_envs.rollout.errors import Full, Unavailable
 from prorl_envs.rollout.fair_queue import Share
 from prorl_envs.rollout.leases import Leases
+from prorl_envs.rollout.offer import Offer
+from prorl_envs.rollout.room import Room
 from prorl_envs.rollout.store import NewGroup
-from prorl_envs.rollout.types import GroupRequest, job_id
+from prorl_envs.rollout.types import job_id
 
 log = logging.getLogger(__name__)
 
@@ -31,18 +33,8 @@ class Host(Protocol):
     """What batches need of the service."""
 
     leases: Leases
-
-    def room_for(self, name: str) -> int:
-        """Jobs that may still be accepted of whom this id is."""
-        ...
-
-    def quota_of(self, name: str) -> tuple[str, int] | None:
-        """How ids of the tenant begin whose id this is, and the unfinished jobs it may have."""
-        ...
-
-    def load(self, request: GroupRequest) -> Task:
-        """Raises: InputError: the environment is not known, or the row is wrong."""
-        ...
+    offer: Offer
+    room: Room
 
     def check_open(self) -> None:
         """Raises: Unavailable."""
@@ -127,7 +119,7 @@ class BatchWorker:
         except Unavailable:  # until it goes on
             self._blocked[batch.id] = batch
             return
-        fitting = indices[: min(CHUNK, self._host.room_for(batch.id) // batch.request.samples)]
+        fitting = indices[: min(CHUNK, self._host.room.left_for(batch.id) // batch.request.samples)]
         if len(fitting) < len(indices):
             self._blocked[batch.id] = batch
         if not fitting:
@@ -136,7 +128,7 @@ class BatchWorker:
             await self._start(batch, fitting)
         except Full:  # somebody else took the room meanwhile
             self._blocked[batch.id] = batch
-            if self._host.room_for(batch.id) >= batch.request.samples:  # and has given it back
+            if self._host.room.left_for(batch.id) >= batch.request.samples:  # and has given it back
                 self.freed()
         else:
             self.look_at(batch)
@@ -144,7 +136,7 @@ class BatchWorker:
     async def _start(self, batch: Batch, indices: range) -> None:
         request = batch.request
         requests = [group_request(request, batch.rows[index], index) for index in indices]
-        tasks = [self._host.load(group) for group in requests]
+        tasks = [self._host.offer.load(group) for group in requests]
         groups = [
             NewGroup(group, task.id, batch.id, request.weight_version)
             for group, task in zip(requests, tasks, strict=True)

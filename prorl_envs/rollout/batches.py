@@ -311,7 +311,7 @@ class Batches:
 
     def _check_bounds(self, request: BatchRequest) -> None:
         settings = self._settings
-        quota = self._host.quota_of(request.id)
+        quota = self._host.room.quota_of(request.id)
         bounds = {
             "groups": (request.groups, settings.batch_groups, "service.batch_groups"),
             "in_flight": (request.in_flight or 1, settings.batch_groups, "service.batch_groups"),
@@ -327,7 +327,7 @@ class Batches:
     async def _check_tasks(self, request: BatchRequest, tasks: Sequence[BatchTask], first: int) -> None:
         for index, row in enumerate(tasks, first):
             try:
-                self._host.load(batch_record.group_request(request, row, index))
+                self._host.offer.load(batch_record.group_request(request, row, index))
             except InputError as error:
                 raise InputError(f"task {index}: {error.message}", hint=error.hint) from error
             if index % 32 == 0:

@@ -220,7 +220,7 @@ class _Paper:
             return GroupRequest(
                 id=_group_id(body.job_id or uuid.uuid4().hex),
                 environment=environment,
-                task=self._service.row_of(environment, row),
+                task=self._service.offer.row_of(environment, row),
                 sampling=Sampling.model_validate(_only(params, Sampling)),
                 limits=AgentLimits(max_turns=params.get("max_iterations", AgentLimits().max_turns)),
             )

@@ -10,15 +10,12 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
-from typing import Any
 
 from prorl_envs import __version__
 from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.config import ServiceSettings
 from prorl_envs.env.base import Task
 from prorl_envs.env.node import Node
-from prorl_envs.env.registry import known
-from prorl_envs.errors import InputError
 from prorl_envs.policy.pool import ModelPool
 from prorl_envs.policy.types import ModelClient, Renderer
 from prorl_envs.rollout.agent import Agent
@@ -27,21 +24,23 @@ from prorl_envs.rollout.defaults import Defaults
 from prorl_envs.rollout.engine import Engine
 from prorl_envs.rollout.episode_types import EpisodeRequest, EpisodeView
 from prorl_envs.rollout.episodes import Episodes
-from prorl_envs.rollout.errors import Conflict, Full, NotFound, Unavailable
+from prorl_envs.rollout.errors import Conflict, NotFound, Unavailable
 from prorl_envs.rollout.fair_queue import COMMON, Share
+from prorl_envs.rollout.group_views import group_view, job_view
 from prorl_envs.rollout.leases import Leases
 from prorl_envs.rollout.metrics import Metrics
 from prorl_envs.rollout.model_views import router_view, server_views
 from prorl_envs.rollout.news import EVERYTHING, News
 from prorl_envs.rollout.nodes.fleet import Fleet
+from prorl_envs.rollout.offer import Offer
 from prorl_envs.rollout.placement import Limits
 from prorl_envs.rollout.restart import sort_out
+from prorl_envs.rollout.room import Quota, Room
 from prorl_envs.rollout.sandbox_memory import SandboxMemory
 from prorl_envs.rollout.scheduler import Pause, Scheduler
 from prorl_envs.rollout.stages import Family
-from prorl_envs.rollout.statistics import group_statistics
 from prorl_envs.rollout.steering import Steering
-from prorl_envs.rollout.store import ALL, MemoryStore, NewGroup, Selection, Store, StoredGroup
+from prorl_envs.rollout.store import ALL, MemoryStore, NewGroup, Selection, Store
 from prorl_envs.rollout.types import (
     GroupRequest,
     JobState,
@@ -51,7 +50,6 @@ from prorl_envs.rollout.types import (
     split_job_id,
 )
 from prorl_envs.rollout.views import (
-    EnvironmentView,
     GroupView,
     JobView,
     ModelServerView,
@@ -101,10 +99,10 @@ class RolloutService:
     ) -> None:
         #: Further machines, or None.
         self.fleet = fleet
-        self._defaults = defaults or {}
         self.settings = settings or ServiceSettings()
         self.clock = clock or SystemClock()
-        self.environments = environments
+        #: The environments.
+        self.offer = Offer(environments, defaults)
         self.renderer = renderer
         self.model = model
         self.store: Store = store or _memory_store(self.settings)
@@ -138,8 +136,8 @@ class RolloutService:
         self.watch = Watch(self.clock, self.store, self.steering.now, self.settings.keep_results)
         #: What `/metrics` shows.
         self.metrics = Metrics(self.status, lambda: node.use, lambda: self.batches.views(), fleet)
-        #: By how ids of a tenant begin, the unfinished jobs it may have.
-        self.quotas: Mapping[str, int] = {}
+        #: What may still be accepted.
+        self.room = Room(lambda: self.settings.queue, self._engine, self.episodes, self.store)
         self._submitting = asyncio.Lock()
         self.batches: Batches = Batches(
             self, self.store, self.settings, self.clock, self._submitting, self.metrics.decided
@@ -162,7 +160,7 @@ class RolloutService:
         unfinished = await self.store.unfinished()
         await self.batches.restore()  # before anything comes of their groups
         for group in unfinished:
-            left = sort_out(group, self.load)
+            left = sort_out(group, self.offer.load)
             for result in left.given_up:
                 self._engine.give_up(result)
             if left.task is not None:
@@ -267,7 +265,7 @@ class RolloutService:
     # What callers ask for.
 
     async def submit(
-        self, requests: Sequence[GroupRequest], *, quota: tuple[str, int] | None = None
+        self, requests: Sequence[GroupRequest], *, quota: Quota | None = None
     ) -> list[GroupView]:
         """Accept groups, all or none. The same request under the same id is the same submission.
 
@@ -281,7 +279,7 @@ class RolloutService:
             Full: the queue, or the quota, has no room for all of them.
             Unavailable: the service is not serving.
         """
-        tasks = [self.load(request) for request in requests]
+        tasks = [self.offer.load(request) for request in requests]
         groups = [NewGroup(request, task.id) for request, task in zip(requests, tasks, strict=True)]
         # A caller who goes away must not leave a group that is stored and never begun.
         await asyncio.shield(asyncio.create_task(self.accept(groups, tasks, quota=quota)))
@@ -292,7 +290,7 @@ class RolloutService:
         groups: Sequence[NewGroup],
         tasks: Sequence[Task],
         *,
-        quota: tuple[str, int] | None = None,
+        quota: Quota | None = None,
         share: Share = COMMON,
         kept: Callable[[], None] = lambda: None,
     ) -> None:
@@ -307,15 +305,15 @@ class RolloutService:
         Raises:
             Conflict, Full, Unavailable.
         """
-        groups = [replace(group, request=self._settled(group.request)) for group in groups]
+        groups = [replace(group, request=self.offer.settled(group.request)) for group in groups]
         async with self._submitting:
             self.check_open()
             for group in groups:
                 if group.batch_id is None and self.batches.owns(group.request.id):
                     raise Conflict(f"{group.request.id!r} is the id of a batch's group", hint="use another")
             begun_by = groups[0].batch_id if groups else None
-            quota = quota or (self.quota_of(begun_by) if begun_by else None)
-            await self._check_room([group.request for group in groups], quota)
+            quota = quota or (self.room.quota_of(begun_by) if begun_by else None)
+            await self.room.check([group.request for group in groups], quota)
             fresh = await self.store.submit(groups)
             kept()
             for group, task, new in zip(groups, tasks, fresh, strict=True):
@@ -335,7 +333,7 @@ class RolloutService:
         """
 
         async def look() -> tuple[GroupView, bool]:
-            view = self._group_view(await self.store.group(group_id))
+            view = group_view(await self.store.group(group_id), self._engine)
             return view, view.complete
 
         return await self._watch(look, group_id, wait_s)
@@ -356,7 +354,7 @@ class RolloutService:
             group = await self.store.group(group_id) if group_id else None
             if group is None or sample >= group.request.samples:
                 raise NotFound(f"no job {job!r}", hint="job ids are <group id>/<index>")
-            view = self._job_view(group, sample)
+            view = job_view(group, sample, self._engine)
             return view, view.state.final
 
         return await self._watch(look, group_id, wait_s)
@@ -425,7 +423,7 @@ class RolloutService:
         return seen
 
     async def start_episode(
-        self, request: EpisodeRequest, *, wait_s: float, quota: tuple[str, int] | None = None
+        self, request: EpisodeRequest, *, wait_s: float, quota: Quota | None = None
     ) -> EpisodeView:
         """Begin an episode that the caller drives, or look at it where it is known.
 
@@ -440,10 +438,9 @@ class RolloutService:
             Full: there are as many as there may be.
             Unavailable: the service is not serving.
         """
-        task = self.load(request)
+        task = self.offer.load(request)
         self.check_open()
-        if quota is not None and request.id not in self.episodes and self._room_of(quota) < 1:
-            raise Full(f"{quota[1]} unfinished jobs and episodes are the bound", hint="try again later")
+        self.room.check_episode(request.id, quota)
         return await self.episodes.start(request, task, wait_s=wait_s)
 
     def status(self) -> StatusView:
@@ -476,92 +473,14 @@ class RolloutService:
             router=router_view(self.model) if isinstance(self.model, ModelPool) else None,
         )
 
-    def families(self) -> list[EnvironmentView]:
-        """The environments on offer."""
-        return [
-            EnvironmentView(
-                name=name,
-                task_schema=self.environments[name].task_type.model_json_schema(),
-                about=(self.environments[name].__doc__ or "").partition("\n")[0],
-                limits=dict(self._defaults.get(name, Defaults()).limits),
-                sampling=dict(self._defaults.get(name, Defaults()).sampling),
-            )
-            for name in sorted(self.environments)
-        ]
-
     def model_servers(self) -> list[ModelServerView]:
         """The model servers, where the model is a pool of them."""
         return server_views(self.model) if isinstance(self.model, ModelPool) else []
-
-    # Jobs.
-
-    def _settled(self, request: GroupRequest) -> GroupRequest:
-        """The request with its environment's own defaults in it: what is stored says all of itself."""
-        return self._defaults.get(request.environment, Defaults()).applied(request)
 
     def has_model(self) -> bool:
         """Whether anything samples: the model is fixed, or a server of the pool takes turns."""
         servers = self.model_servers()
         return not isinstance(self.model, ModelPool) or any(not server.draining for server in servers)
-
-    def row_of(self, environment: str, row: dict[str, Any]) -> dict[str, Any]:
-        """A data row in the family's own words: its id may be called `instance_id`, as SWE-bench calls it.
-
-        Raises:
-            InputError: the environment is not known, or the row is wrong either way.
-        """
-        family = self._family(environment)
-        renamed = {("id" if key == "instance_id" else key): value for key, value in row.items()}
-        try:
-            family.load(row)
-        except InputError:
-            if len(renamed) < len(row) or "instance_id" not in row:
-                raise
-            family.load(renamed)
-            return renamed
-        return row
-
-    def load(self, request: GroupRequest | EpisodeRequest) -> Task:
-        """The validated task of a request.
-
-        Raises:
-            InputError: its environment is not known, or the row is wrong.
-        """
-        task: Task = self._family(request.environment).load(request.task)
-        return task
-
-    def _family(self, name: str) -> Family:
-        return known(self.environments, name)
-
-    async def _check_room(self, requests: Sequence[GroupRequest], quota: tuple[str, int] | None) -> None:
-        room = self.room
-        if quota is not None:
-            room = max(0, min(room, self._room_of(quota)))
-        if sum(request.samples for request in requests) <= room:
-            return  # whichever of them are known already: no need to ask the store for each
-        new = 0
-        for request in requests:
-            try:
-                await self.store.group(request.id)
-            except NotFound:
-                new += request.samples
-        if new > room:
-            raise Full(f"the queue has room for {room} of {new} new jobs", hint="try again later")
-
-    @property
-    def room(self) -> int:
-        """Jobs that the queue still has room for."""
-        return max(0, self.settings.queue - len(self._engine.scheduler))
-
-    def quota_of(self, name: str) -> tuple[str, int] | None:
-        """How ids of the tenant begin whose id this is, and the unfinished jobs it may have."""
-        prefix = name.partition("/")[0] + "/"
-        return (prefix, self.quotas[prefix]) if prefix in self.quotas else None
-
-    def room_for(self, name: str) -> int:
-        """Jobs that may still be accepted of whom this id is."""
-        quota = self.quota_of(name)
-        return self.room if quota is None else max(0, min(self.room, self._room_of(quota)))
 
     def _recorded(self, result: Result) -> None:
         """A result is kept; told in the order of the cursors."""
@@ -571,46 +490,9 @@ class RolloutService:
         self.batches.ended(result)
         self._announce(result)
 
-    def _room_of(self, quota: tuple[str, int]) -> int:
-        prefix, most = quota
-        return most - self._engine.unfinished_of[prefix] - self.episodes.count(prefix)
-
     def _announce(self, result: Result) -> None:
         """Wake everyone who waits for a result."""
         self._news.tell(EVERYTHING, result.group_id)
-
-    def _group_view(self, group: StoredGroup) -> GroupView:
-        request = group.request
-        return GroupView(
-            id=request.id,
-            environment=request.environment,
-            task_id=group.task_id,
-            jobs=[self._job_view(group, sample) for sample in range(request.samples)],
-            complete=group.complete,
-            statistics=group_statistics(group),
-            batch_id=group.batch_id,
-        )
-
-    def _job_view(self, group: StoredGroup, sample: int) -> JobView:
-        job, outcome = job_id(group.request.id, sample), group.outcomes[sample]
-        if outcome is not None:
-            return JobView(
-                id=job,
-                group_id=group.request.id,
-                sample=sample,
-                state=outcome.state,
-                attempts=outcome.attempts,
-                reward=outcome.reward,
-                failure=outcome.failure,
-                cursor=outcome.cursor,
-            )
-        return JobView(
-            id=job,
-            group_id=group.request.id,
-            sample=sample,
-            state=self._engine.scheduler.state(job) or JobState.QUEUED,
-            attempts=self._engine.attempts(job),
-        )
 
 
 def _memory_store(settings: ServiceSettings) -> MemoryStore:

@@ -1,0 +1,49 @@
+"""What callers see of groups and their jobs: what is stored, and where the rest is now."""
+
+from prorl_envs.rollout.engine import Engine
+from prorl_envs.rollout.statistics import group_statistics
+from prorl_envs.rollout.store import StoredGroup
+from prorl_envs.rollout.types import JobState, job_id
+from prorl_envs.rollout.views import GroupView, JobView
+
+
+def group_view(group: StoredGroup, engine: Engine) -> GroupView:
+    """A group.
+
+    Args:
+        group: as it is stored.
+        engine: has its unfinished jobs.
+    """
+    request = group.request
+    return GroupView(
+        id=request.id,
+        environment=request.environment,
+        task_id=group.task_id,
+        jobs=[job_view(group, sample, engine) for sample in range(request.samples)],
+        complete=group.complete,
+        statistics=group_statistics(group),
+        batch_id=group.batch_id,
+    )
+
+
+def job_view(group: StoredGroup, sample: int, engine: Engine) -> JobView:
+    """One job of a group, by the index of its sample."""
+    job, outcome = job_id(group.request.id, sample), group.outcomes[sample]
+    if outcome is not None:
+        return JobView(
+            id=job,
+            group_id=group.request.id,
+            sample=sample,
+            state=outcome.state,
+            attempts=outcome.attempts,
+            reward=outcome.reward,
+            failure=outcome.failure,
+            cursor=outcome.cursor,
+        )
+    return JobView(
+        id=job,
+        group_id=group.request.id,
+        sample=sample,
+        state=engine.scheduler.state(job) or JobState.QUEUED,
+        attempts=engine.attempts(job),
+    )
