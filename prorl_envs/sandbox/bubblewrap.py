@@ -108,7 +108,8 @@ class BubblewrapDriver(IsolatedDriver["BubblewrapSandbox"]):
         """The /etc of that user, written at first use."""
         if uid not in self._etc:
             self._etc[uid] = asyncio.create_task(asyncio.to_thread(self._write_etc, uid))
-        return await asyncio.shield(self._etc[uid])
+        written = self._etc[uid]
+        return written.result() if written.done() else await asyncio.shield(written)
 
     def _write_etc(self, uid: int) -> Path:
         path = self.directory.path / f"etc{uid}"

@@ -75,7 +75,7 @@ def join(
         install_filter()
     # Same-uid processes cannot trace or read it. After the capabilities: changing them resets this.
     prctl(PR_SET_DUMPABLE, 0)
-    _end_with(parent)
+    end_with(parent)
     os.environ.clear()
     os.environ.update(env)
 
@@ -108,7 +108,8 @@ def _lower_limit(kind: int, soft: int, hard: int) -> None:
     resource.setrlimit(kind, (min(soft, hard), hard))
 
 
-def _end_with(parent: int) -> None:
+def end_with(parent: int) -> None:
+    """Have the kernel kill this process once its parent, `parent`, has ended."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above
         os.kill(os.getpid(), signal.SIGKILL)

@@ -17,13 +17,14 @@ _CAPABILITY_VERSION_3 = 0x20080522
 _CAPABILITY_MAX = 63
 
 _libc = ctypes.CDLL(None, use_errno=True)
+# Every argument is an unsigned long: passed as a plain int, the upper half would be undefined.
+_libc.prctl.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
 
 
 def prctl(option: int, argument: int = 0) -> int:
     """Raises OSError where the kernel refuses."""
-    # Every argument is an unsigned long: passed as a plain int, the upper half would be undefined.
-    arguments = [ctypes.c_ulong(value) for value in (argument, 0, 0, 0)]
-    return _checked(_libc.prctl(ctypes.c_int(option), *arguments), f"prctl {option}")
+    result: int = _libc.prctl(option, argument, 0, 0, 0)
+    return result if result >= 0 else _checked(result, f"prctl {option}")
 
 
 def syscall(number: int, *arguments: int) -> int:
@@ -60,7 +61,7 @@ def capabilities() -> int:
 
 
 def _capability_exists(capability: int) -> bool:
-    result: int = _libc.prctl(ctypes.c_int(PR_CAPBSET_READ), ctypes.c_ulong(capability), 0, 0, 0)
+    result: int = _libc.prctl(PR_CAPBSET_READ, capability, 0, 0, 0)
     return result >= 0
 
 

@@ -10,9 +10,10 @@ matter.
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -61,6 +62,8 @@ class Watchdog:
         self._task: asyncio.Task[None] | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._changed = asyncio.Event()
+        #: When it looks again by itself.
+        self._asleep_until = 0.0
         self._disk_due = 0.0
         self._warned = False
         #: Which sandbox is being looked at.
@@ -88,7 +91,8 @@ class Watchdog:
         if self._task is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="watchdog")
             self._begin()
-        self._changed.set()
+        if any(due < self._asleep_until for due in self._times(watch)):
+            self._changed.set()
         if self._given_up:  # since `check`
             self._end_unwatched(watch)
         return watch
@@ -149,22 +153,21 @@ class Watchdog:
                 self._disk_due = time.monotonic() + DISK_S
                 await self._look_at_disk()
             self._changed.clear()
+            times = (due for watch in self._watches.values() for due in self._times(watch))
+            self._asleep_until = min(times, default=math.inf)
+            idle_s = max(0.0, self._asleep_until - time.monotonic())
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._idle_s()):
+                async with asyncio.timeout(None if math.isinf(idle_s) else idle_s):
                     await self._changed.wait()
 
-    def _idle_s(self) -> float | None:
-        """Seconds until something is due; None where nothing is to be looked after."""
-        times = [watch.due for watch in self._watches.values() if watch.looked_at]
-        times += [
-            watch.started + watch.limits.wall_s
-            for watch in self._watches.values()
-            if watch.limits.wall_s is not None
-        ]
-        watches = self._watches.values()
-        if watches and (self._reserve or any(watch.on_disk or watch.wake is not None for watch in watches)):
-            times.append(self._disk_due)
-        return max(0.0, min(times) - time.monotonic()) if times else None
+    def _times(self, watch: Watch) -> Iterator[float]:
+        """When something is due for it."""
+        if watch.looked_at:
+            yield watch.due
+        if watch.limits.wall_s is not None:
+            yield watch.started + watch.limits.wall_s
+        if self._reserve or watch.on_disk or watch.wake is not None:
+            yield self._disk_due
 
     def _end_the_old(self, now: float) -> None:
         for watch in tuple(self._watches.values()):

@@ -10,8 +10,10 @@ open. It is single-threaded and never runs anything a sandbox says; the fork doe
                         the status socket.
                         For the size of a tree: its directory, the sandbox's first process where there is one,
                         the status socket.
+                        While there is a spare, a child forked ahead, it alone reads the requests; it takes
+                        one and is an ordinary child from then on.
     template -> host    `ready` with its pid, or the error, on the control socket; for each fork, on its
-                        status socket, the child's pid with its pidfd
+                        status socket, the child's pid with its pidfd (a spare says that itself)
                         The first process of a sandbox (see `inside.py`) adds to `ready` what it found, and a
                         descriptor of itself and of its root directory. It joins nothing: tools get no
                         namespaces, and the descriptors in their place mean nothing.
@@ -39,7 +41,7 @@ from prorl_envs.sandbox.descriptors import receive_descriptors
 from prorl_envs.sandbox.disk import measure
 from prorl_envs.sandbox.immortal import immortalise
 from prorl_envs.sandbox.inside import become_first, end_all_but, is_inside, serve_under
-from prorl_envs.sandbox.join import join, lead_session
+from prorl_envs.sandbox.join import end_with, join, lead_session
 from prorl_envs.sandbox.route import add_default_route, listen_inside
 from prorl_envs.sandbox.seccomp import own_program
 from prorl_envs.sandbox.syscalls import PR_SET_CHILD_SUBREAPER, capabilities, prctl
@@ -52,14 +54,6 @@ _SPARE_MS = 20
 _INFO_FD = 3
 
 type Entry = Callable[[socket.socket], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Spare:
-    """A child that waits for a request, and the socket on which it gets it."""
-
-    pid: int
-    channel: socket.socket
 
 
 def main() -> None:
@@ -141,12 +135,22 @@ def _serve(control: socket.socket, prepared: _Prepared) -> None:
     poll = select.poll()
     poll.register(control, select.POLLIN)
     poll.register(wakeup, select.POLLIN)
-    spare: _Spare | None = None
+    #: Closes when the spare takes a request, or dies.
+    spare: socket.socket | None = None
     wanted = prepared.spares
     while True:
         ready = {fd for fd, _ in poll.poll(_SPARE_MS if wanted else None)}
         if not ready:
-            spare, wanted = _fork_spare(prepared), False
+            wanted = False
+            spare = _fork_spare(prepared, control, children)
+            if spare is not None:
+                poll.unregister(control)
+                poll.register(spare, select.POLLIN)
+        if spare is not None and spare.fileno() in ready:
+            poll.unregister(spare)
+            spare.close()
+            spare, wanted = None, True
+            poll.register(control, select.POLLIN)
         if wakeup.fileno() in ready:
             wakeup.recv(4096)
             _reap(children)
@@ -159,11 +163,7 @@ def _serve(control: socket.socket, prepared: _Prepared) -> None:
                 _spawn_bubblewrap(request["bubblewrap"], fds)
                 continue
             ours, theirs = _way_to_first(prepared, request)
-            if spare is not None and _hand_over(spare, message, fds):
-                pid: int | None = _tell_of(spare.pid, fds)
-            else:
-                pid = _fork(request, fds, prepared, theirs)
-            spare, wanted = None, prepared.spares
+            pid = _fork(request, fds, prepared, theirs)
             if pid is not None:
                 children.add(pid)
             if ours is not None:
@@ -249,55 +249,57 @@ def _spawn_bubblewrap(command: list[str], fds: list[int]) -> None:
 
 def _tell_of(pid: int, fds: list[int], **more: object) -> int:
     """Give the host the handle of a child."""
-    pidfd = os.pidfd_open(pid)
     *others, status_fd = fds
-    # Where the host gave up on it, the child sees the same and ends.
-    with (
-        socket.socket(fileno=status_fd) as status,
-        contextlib.suppress(BrokenPipeError, ConnectionResetError),
-    ):
-        socket.send_fds(status, [json.dumps({"pid": pid, **more}).encode()], [pidfd])
-    for fd in (pidfd, *others):
+    with socket.socket(fileno=status_fd) as status:
+        _say_pid(status, pid, **more)
+    for fd in others:
         os.close(fd)
     return pid
 
 
-def _hand_over(spare: _Spare, message: bytes, fds: list[int]) -> bool:
-    """Whether the spare took the request: it may have been killed."""
-    with spare.channel as channel:
-        try:
-            socket.send_fds(channel, [message], fds)
-        except (BrokenPipeError, ConnectionResetError):
-            return False
-        return True
+def _say_pid(status: socket.socket, pid: int, **more: object) -> None:
+    pidfd = os.pidfd_open(pid)
+    # Where the host gave up on it, the child sees the same and ends.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        socket.send_fds(status, [json.dumps({"pid": pid, **more}).encode()], [pidfd])
+    os.close(pidfd)
 
 
-def _fork_spare(prepared: _Prepared) -> _Spare | None:
+def _fork_spare(prepared: _Prepared, control: socket.socket, children: set[int]) -> socket.socket | None:
+    """Fork a child ahead, which takes the next request itself: nobody waits for the fork or for this process.
+
+    Returns:
+        What closes when it has taken one, or died; None where there is no spare.
+    """
     parent = os.getpid()
-    channel, inside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    free, inside = socket.socketpair()
     try:
         pid = os.fork()
     except OSError:  # the next request will say so
-        channel.close()
+        free.close()
         return None
     finally:
         if os.getpid() == parent:
             inside.close()
     if pid == 0:
-        _live_as_spare(inside.fileno(), prepared, parent)
-    return _Spare(pid, channel)
+        _live_as_spare(control.fileno(), inside.fileno(), prepared, parent)
+    children.add(pid)
+    return free
 
 
-def _live_as_spare(channel: int, prepared: _Prepared, parent: int) -> NoReturn:
+def _live_as_spare(control: int, free: int, prepared: _Prepared, parent: int) -> NoReturn:
     try:
-        _close_all_but([channel])
+        _close_all_but([control, free])
         _reset_signals()
         lead_session()  # can take milliseconds where the machine is busy
-        message, fds = receive_descriptors(socket.socket(fileno=channel), MESSAGE_LIMIT, 3)
+        end_with(parent)
+        with socket.socket(fileno=control) as requests:
+            message, fds = receive_descriptors(requests, MESSAGE_LIMIT, 3)
+            os.close(free)
         if message:
-            _live(json.loads(message), fds, prepared, parent, None)
+            _live(json.loads(message), fds, prepared, parent, None, spare=True)
     finally:
-        os._exit(0)  # the template has ended
+        os._exit(0)  # the host has gone
 
 
 def _refuse(fds: list[int], error: OSError) -> None:
@@ -309,15 +311,24 @@ def _refuse(fds: list[int], error: OSError) -> None:
 
 
 def _live(
-    request: dict[str, Any], fds: list[int], prepared: _Prepared, parent: int, first: socket.socket | None
+    request: dict[str, Any],
+    fds: list[int],
+    prepared: _Prepared,
+    parent: int,
+    first: socket.socket | None,
+    *,
+    spare: bool = False,
 ) -> NoReturn:
     """The child's whole life. Leaves by `os._exit` alone, so that it never runs the template's code."""
     code = 1
     status: socket.socket | None = None
     try:
-        _close_all_but([*fds, *(() if first is None else (first.fileno(),))])
         status = socket.socket(fileno=fds[-1])
-        _reset_signals()
+        if spare:  # which has done the rest
+            _say_pid(status, os.getpid())
+        else:
+            _close_all_but([*fds, *(() if first is None else (first.fileno(),))])
+            _reset_signals()
         if "route" in request:
             add_default_route(fds[0])
             _say(status, ready=True)

@@ -136,10 +136,13 @@ async def test_a_failed_start_leaves_nothing(own_driver: BubblewrapDriver, tmp_p
 async def test_a_sandbox_that_ends_by_itself_is_known_to_have_ended(shell_driver: BubblewrapDriver) -> None:
     sandbox = await shell_driver.start(SandboxSpec())
     with await sandbox.spawn(RUN_SCRIPTS) as sock:
+        first = os.pidfd_open(sandbox.pid)
         os.kill(sandbox.pid, signal.SIGKILL)
         with pytest.raises(EOFError):
             for _ in itertools.count():  # the tool server outlives the namespace until it next forks
                 await ask(sock, "true")
+    select.select([first], [], [])  # it has ended once all in it have
+    os.close(first)
     assert not sandbox.alive
     with pytest.raises(SandboxError, match="ended"):
         await sandbox.spawn(RUN_SCRIPTS)
@@ -333,11 +336,12 @@ asyncio.run(BubblewrapDriver(bwrap=Path(sys.argv[1])).start(SandboxSpec()))
 
 @pytest.mark.parametrize(
     ("whom", "ends"),
-    [("$(cut -d' ' -f4 /proc/$PPID/stat)", -signal.SIGKILL), ("$PPID", 0)],
+    # A starter that dies before it has told the service of bubblewrap fails the start, later no more.
+    [("$(cut -d' ' -f4 /proc/$PPID/stat)", {-signal.SIGKILL}), ("$PPID", {0, 1})],
     ids=["service", "starter"],
 )
 def test_a_killed_service_or_starter_while_bubblewrap_begins_leaves_no_process(
-    run_dir: Path, tmp_path: Path, whom: str, ends: int
+    run_dir: Path, tmp_path: Path, whom: str, ends: set[int]
 ) -> None:
     before = Holdings.now(run_dir)
     program = tmp_path / "bwrap"
@@ -345,7 +349,7 @@ def test_a_killed_service_or_starter_while_bubblewrap_begins_leaves_no_process(
     program.write_text(f'#!/bin/sh\nkill -KILL {whom}; sleep 0.3; exec {find_bwrap(None)} "$@"\n')
     program.chmod(0o755)
     service = subprocess.run([sys.executable, "-c", STARTING, program], check=False)
-    assert service.returncode == ends
+    assert service.returncode in ends
     assert not wait_for_processes(before, run_dir)
     asyncio.run(BubblewrapDriver().aclose())
     assert leaks_since(before, run_dir) == []
