@@ -107,7 +107,11 @@ class Agent:
     model: ModelClient
     clock: Clock
     reasoning: Reasoning = "keep"
+    pooled: PooledModel | None = field(init=False, repr=False)  # the model, where it is one; slow to ask
     _prompts: OrderedDict[str, list[int]] = field(default_factory=OrderedDict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.pooled = self.model if isinstance(self.model, PooledModel) else None
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """Ids of the conversation's beginning. The samples of a group begin alike, so it is rendered once."""
@@ -149,8 +153,8 @@ class Agent:
 
     def forget(self, session: str) -> None:
         """A conversation has ended: no model server needs to be kept for it."""
-        if isinstance(self.model, PooledModel):
-            self.model.forget(session)
+        if self.pooled is not None:
+            self.pooled.forget(session)
 
 
 class Loop:
@@ -265,7 +269,9 @@ class Loop:
         if self.seconds_left <= 0:
             return None
         tokens = min(self.sampling.max_tokens, self.room)
-        sampling = self.sampling.model_copy(update={"max_tokens": tokens})
+        sampling = self.sampling
+        if tokens < sampling.max_tokens:
+            sampling = sampling.model_copy(update={"max_tokens": tokens})
         self.ledger.sent(self.context)
         clock, held = self.agent.clock, self.transcript.held
         started, held_before = clock.monotonic(), held.seconds()
@@ -290,9 +296,9 @@ class Loop:
         return sampled
 
     async def _generate(self, sampling: Sampling) -> Sampled:
-        model = self.agent.model
-        if not isinstance(model, PooledModel):
-            return await model.generate(self.context, sampling, session=self.session)
+        model = self.agent.pooled
+        if model is None:
+            return await self.agent.model.generate(self.context, sampling, session=self.session)
         conversation = Conversation(self.transcript.messages, self.tools)
         with self.transcript.held.counting(model.paused_s):
             return await model.generate(
