@@ -27,8 +27,9 @@ _MAX_ID = 2**32 - 1
 _TAIL = 16
 #: Fields of a message that a template writes beside its own text.
 _PROSE = ("content", "reasoning_content", "thinking")
-#: Characters of a text that is encoded without the interpreter's lock, which is given back a little later.
-_LONG = 4096
+#: Characters that take milliseconds to be made into tokens. That is done without the interpreter's lock, so
+#: that a thread is the place for it.
+LONG = 8192
 
 
 class TemplateRenderer:
@@ -240,9 +241,9 @@ class TemplateRenderer:
     def _encode(self, text: str, mark: str) -> list[int]:
         ids: list[int] = []
         for piece in text.split(mark):
-            if len(piece) < _LONG:
+            if len(piece) < LONG:
                 ids += self._tokenizer.encode(piece, add_special_tokens=False).ids
-            else:  # so that a thread that does this holds up no other
+            else:  # the lock is given back for this one alone
                 ids += self._tokenizer.encode_batch_fast([piece], add_special_tokens=False)[0].ids
         return ids
 
