@@ -5,6 +5,7 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol, runtime_checkable
 
@@ -17,6 +18,14 @@ class Deadline(Protocol):
         ...
 
 
+class Alarm(Protocol):
+    """What is called later."""
+
+    def cancel(self) -> None:
+        """Do not call. Idempotent."""
+        ...
+
+
 @runtime_checkable
 class Clock(Protocol):
     """A monotonic clock and the waits that go with it."""
@@ -26,6 +35,10 @@ class Clock(Protocol):
         ...
 
     async def sleep(self, seconds: float) -> None: ...
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Alarm:
+        """Call something in the running event loop, after `seconds`."""
+        ...
 
     def timeout(self, seconds: float | None) -> AbstractAsyncContextManager[Deadline]:
         """Cancel the block after `seconds` and raise TimeoutError on leaving it; None never does.
@@ -43,6 +56,9 @@ class SystemClock:
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
+
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> Alarm:
+        return asyncio.get_running_loop().call_later(seconds, callback)
 
     def timeout(self, seconds: float | None) -> AbstractAsyncContextManager[Deadline]:
         return asyncio.timeout(seconds)

@@ -31,6 +31,20 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+#: What every dict has beside its items. Jinja looks for these first.
+_OF_DICTS = frozenset(dir(dict))
+_json = json.JSONEncoder(ensure_ascii=False).encode
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Finds the fields of messages, which are plain dicts, as Jinja does, without an exception each."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if type(obj) is dict and attribute not in _OF_DICTS:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        return super().getattr(obj, attribute)
+
+
 class ChatTemplate:
     """A compiled chat template.
 
@@ -50,7 +64,7 @@ class ChatTemplate:
         *,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        environment = ImmutableSandboxedEnvironment(
+        environment = _Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
         )
         environment.filters["tojson"] = _tojson
@@ -60,7 +74,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
             raise InputError(f"the chat template is not valid Jinja: {error}") from error
-        self._variables = dict(variables or {})
+        self._variables = {**self._template.globals, **(variables or {})}
 
     def render(
         self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] = (), *, generation_prompt: bool
@@ -76,12 +90,14 @@ class ChatTemplate:
             InputError: the template refuses this conversation.
         """
         try:
-            return self._template.render(
+            said = {
                 **self._variables,
-                messages=list(messages),
-                tools=list(tools) or None,
-                add_generation_prompt=generation_prompt,
-            )
+                "messages": list(messages),
+                "tools": list(tools) or None,
+                "add_generation_prompt": generation_prompt,
+            }
+            # What `Template.render` does, with the variables put together once.
+            return "".join(self._template.root_render_func(self._template.new_context(said, shared=True)))
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
             raise InputError(
                 f"the chat template refuses this conversation: {error}",
@@ -155,6 +171,8 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own `tojson` escapes for HTML; templates mean plain JSON."""
+    if not (ensure_ascii or indent or separators or sort_keys):
+        return _json(value)
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -76,17 +76,20 @@ class HeldTime:
 @asynccontextmanager
 async def active_timeout(clock: Clock, seconds: float, held: Callable[[], float]) -> AsyncIterator[Deadline]:
     """As `Clock.timeout`, not counting what `held` grows by meanwhile."""
-    loop = asyncio.get_running_loop()
     began, held_before = clock.monotonic(), held()
+    # It rings in a later round of the loop, in which the block below has been entered.
+    alarm = clock.call_later(seconds, lambda: ring())
 
-    async def watch(deadline: asyncio.Timeout) -> None:
-        while (left := seconds - (clock.monotonic() - began) + (held() - held_before)) > 0:
-            await clock.sleep(left)
-        deadline.reschedule(loop.time())
+    def ring() -> None:
+        nonlocal alarm
+        left = seconds - (clock.monotonic() - began) + (held() - held_before)
+        if left > 0:
+            alarm = clock.call_later(left, ring)
+        else:
+            deadline.reschedule(asyncio.get_running_loop().time())
 
     async with asyncio.timeout(None) as deadline:
-        watching = asyncio.create_task(watch(deadline))
         try:
             yield deadline
         finally:
-            watching.cancel()
+            alarm.cancel()

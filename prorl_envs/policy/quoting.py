@@ -16,15 +16,17 @@ A literal can also be assembled from a message and what the template puts next t
 A mark is never put next to leading or trailing white space, so a template that trims still trims.
 """
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from itertools import count, pairwise
 from typing import Any
 
+import msgspec
+
 # Unicode noncharacters: they "should never be interchanged", so no honest text holds them.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+_BEGUN, _ESCAPED = _OPEN.encode(), _OPEN.encode("ascii", "backslashreplace")
 #: Texts so short are mostly keys, roles and names, which come again in every message: where to cut them is
 #: remembered, for so many of them.
 _SHORT, _REMEMBERED = 64, 4096
@@ -125,10 +127,10 @@ def _free_of_marks(value: Any) -> bool:
     """Whether nothing in `value` looks like a mark, by its JSON: quick, and so in nearly every conversation.
     A backslash becomes two there, of which the second still begins an escape."""
     try:
-        text = json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):  # no JSON: look closer
+        text = msgspec.json.encode(value)
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError):  # look closer
         return False
-    return _OPEN not in text and in_ascii_json(_OPEN) not in text
+    return _BEGUN not in text and _ESCAPED not in text
 
 
 def _strings(value: Any) -> Iterable[str]:

@@ -25,6 +25,11 @@ from prorl_envs.tools.types import JsonObject, ToolCall, ToolSpec
 _MAX_ID = 2**32 - 1
 #: Tokens at a prompt's end that are looked at for a beginning of reasoning.
 _TAIL = 16
+#: Fields of a message that a template writes beside its own text.
+_PROSE = ("content", "reasoning_content", "thinking")
+#: Characters that take milliseconds to be made into tokens. That is done without the interpreter's lock, so
+#: that a thread is the place for it.
+LONG = 8192
 
 
 class TemplateRenderer:
@@ -224,10 +229,10 @@ class TemplateRenderer:
     def _quote_message(self, message: JsonObject, mark: str) -> JsonObject:
         assistant = message["role"] == "assistant"
         quoter = self._assistant if assistant else self._outside
-        quoted: JsonObject = quoter.quote_tree(message, mark)
-        for key in ("content", "reasoning_content", "thinking"):
-            if isinstance(message.get(key), str):
-                quoted[key] = quoter.quote_tree(message[key], mark, leading=True)
+        prose = {key: message[key] for key in _PROSE if isinstance(message.get(key), str)}
+        quoted: JsonObject = quoter.quote_tree({**message, **dict.fromkeys(prose)}, mark)
+        for key, text in prose.items():
+            quoted[key] = quoter.quote_tree(text, mark, leading=True)
         for call, source in zip(quoted.get("tool_calls", ()), message.get("tool_calls", ()), strict=True):
             arguments = source["function"].get("arguments")
             call["function"]["arguments"] = self._outside.quote_tree(arguments, mark, leading=True)
@@ -236,7 +241,10 @@ class TemplateRenderer:
     def _encode(self, text: str, mark: str) -> list[int]:
         ids: list[int] = []
         for piece in text.split(mark):
-            ids += self._tokenizer.encode(piece, add_special_tokens=False).ids
+            if len(piece) < LONG:
+                ids += self._tokenizer.encode(piece, add_special_tokens=False).ids
+            else:  # the lock is given back for this one alone
+                ids += self._tokenizer.encode_batch_fast([piece], add_special_tokens=False)[0].ids
         return ids
 
     def _find_ends(self) -> TurnEnds:

@@ -5,10 +5,12 @@ observation rendered as its own tokens; where a template is let rewrite the hist
 loop reads sampled text to find tool calls and never turns it into tokens again.
 """
 
+import asyncio
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from prorl_envs.clock import Clock
@@ -17,6 +19,7 @@ from prorl_envs.errors import ModelError
 from prorl_envs.policy.context import Context
 from prorl_envs.policy.continuation import Append, Fork, next_prompt
 from prorl_envs.policy.gate import HeldTime, active_timeout
+from prorl_envs.policy.rendering import LONG
 from prorl_envs.policy.types import (
     AssistantTurn,
     Conversation,
@@ -107,7 +110,12 @@ class Agent:
     model: ModelClient
     clock: Clock
     reasoning: Reasoning = "keep"
+    pooled: PooledModel | None = field(init=False, repr=False)  # the model, where it is one; slow to ask
+    _reading: asyncio.Lock = field(default_factory=asyncio.Lock, init=False, repr=False)
     _prompts: OrderedDict[str, list[int]] = field(default_factory=OrderedDict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.pooled = self.model if isinstance(self.model, PooledModel) else None
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """Ids of the conversation's beginning. The samples of a group begin alike, so it is rendered once."""
@@ -141,23 +149,38 @@ class Agent:
         Raises:
             ModelError, SandboxError, ToolError: a boundary failed.
         """
-        loop = Loop(self, environment, prompt, transcript, limits, sampling, session)
+        loop = await self.begin(environment, prompt, transcript, limits, sampling, session)
         try:
             return await loop.finish()
         finally:
             self.forget(session)
 
+    async def begin(
+        self,
+        environment: ToolHost,
+        prompt: Prompt,
+        transcript: Transcript,
+        limits: AgentLimits,
+        sampling: Sampling,
+        session: str,
+    ) -> "Loop":
+        """A loop that has read its prompt and taken no turn. Arguments as of `play`."""
+        async with self._reading:  # what one sample of a group has rendered, the others find
+            said = sum(len(message.get("content") or "") for message in prompt.messages)
+            ids = await elsewhere(said, partial(self.prompt_ids, prompt))
+        return Loop(self, environment, prompt, ids, transcript, limits, sampling, session)
+
     def forget(self, session: str) -> None:
         """A conversation has ended: no model server needs to be kept for it."""
-        if isinstance(self.model, PooledModel):
-            self.model.forget(session)
+        if self.pooled is not None:
+            self.pooled.forget(session)
 
 
 class Loop:
     """One run of the loop, which may be taken a step at a time: by `turn`, where the model samples, or by
     `answer`, where the caller did. Time counts while it is awake; a new loop is.
 
-    Args: as `Agent.play`.
+    Args: as `Agent.play`, and `prompt_ids`: the prompt as ids.
     """
 
     def __init__(
@@ -165,6 +188,7 @@ class Loop:
         agent: Agent,
         environment: ToolHost,
         prompt: Prompt,
+        prompt_ids: Sequence[int],
         transcript: Transcript,
         limits: AgentLimits,
         sampling: Sampling,
@@ -181,7 +205,7 @@ class Loop:
         self.warned = False
         self.tools = prompt.tools
         self.tool_names = frozenset(tool.name for tool in prompt.tools)
-        self.context = Context(agent.prompt_ids(prompt))
+        self.context = Context(prompt_ids)
         self.ledger = Ledger(self.context)
         self.transcript = transcript
         transcript.messages.extend(prompt.messages)
@@ -253,7 +277,7 @@ class Loop:
         if self.repeats.noticed(answer.tool_calls, observations):
             return StopReason.LOOP
         observations.extend({"role": "user", "content": note} for note in self._notes(answer, sampled))
-        return self._observe(sampled, observations)
+        return await self._observe(sampled, observations)
 
     async def _sample(self) -> Sampled | None:
         """Sample one turn; None where the time limit came first.
@@ -265,7 +289,9 @@ class Loop:
         if self.seconds_left <= 0:
             return None
         tokens = min(self.sampling.max_tokens, self.room)
-        sampling = self.sampling.model_copy(update={"max_tokens": tokens})
+        sampling = self.sampling
+        if tokens < sampling.max_tokens:
+            sampling = sampling.model_copy(update={"max_tokens": tokens})
         self.ledger.sent(self.context)
         clock, held = self.agent.clock, self.transcript.held
         started, held_before = clock.monotonic(), held.seconds()
@@ -290,9 +316,9 @@ class Loop:
         return sampled
 
     async def _generate(self, sampling: Sampling) -> Sampled:
-        model = self.agent.model
-        if not isinstance(model, PooledModel):
-            return await model.generate(self.context, sampling, session=self.session)
+        model = self.agent.pooled
+        if model is None:
+            return await self.agent.model.generate(self.context, sampling, session=self.session)
         conversation = Conversation(self.transcript.messages, self.tools)
         with self.transcript.held.counting(model.paused_s):
             return await model.generate(
@@ -336,12 +362,12 @@ class Loop:
             observations.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text})
         return observations
 
-    def _observe(self, sampled: Sampled, observations: Sequence[Message]) -> StopReason | None:
+    async def _observe(self, sampled: Sampled, observations: Sequence[Message]) -> StopReason | None:
         """Go on from the observations, unless they would leave no room for an answer."""
-        step = self._next(sampled, observations)
+        step = await self._next(sampled, observations)
         reserve = self.limits.reserve_tokens
         if reserve and not self.warned and self._left(step) <= reserve:
-            step, observations = self._squeezed(sampled, observations)
+            step, observations = await self._squeezed(sampled, observations)
         if self._left(step) < 1:
             return StopReason.TOKEN_LIMIT
         if isinstance(step, Fork):
@@ -353,31 +379,48 @@ class Loop:
         self.transcript.messages.extend(observations)
         return None
 
-    def _next(self, sampled: Sampled, observations: Sequence[Message]) -> Append | Fork:
+    async def _next(self, sampled: Sampled, observations: Sequence[Message]) -> Append | Fork:
         messages = [*self.transcript.messages, *observations]
         agent = self.agent
-        return next_prompt(
-            agent.renderer, agent.reasoning, self.context, sampled, messages, len(observations), self.tools
+        rendered = observations if agent.reasoning == "keep" else messages
+        return await elsewhere(
+            sum(len(message.get("content") or "") for message in rendered),
+            partial(
+                next_prompt,
+                agent.renderer,
+                agent.reasoning,
+                self.context,
+                sampled,
+                messages,
+                len(observations),
+                self.tools,
+            ),
         )
 
     def _left(self, step: Append | Fork) -> int:
         """Tokens the context may grow by after this step."""
         return (self.limits.max_tokens if isinstance(step, Fork) else self.room) - len(step.ids)
 
-    def _squeezed(
+    async def _squeezed(
         self, sampled: Sampled, observations: Sequence[Message]
     ) -> tuple[Append | Fork, list[Message]]:
         """The observations, cut so that the reserve stays, as far as they can be, and the last warning."""
         self.warned = True
         warning = budget.last_words(self.limits.reserve_tokens)
         shown = [*observations, warning]
-        step = self._next(sampled, shown)
+        step = await self._next(sampled, shown)
         for size in budget.sizes(observations):
             if self._left(step) >= self.limits.reserve_tokens:
                 break
             shown = [*budget.shorter(observations, size), warning]
-            step = self._next(sampled, shown)
+            step = await self._next(sampled, shown)
         return step, shown
+
+
+async def elsewhere[T](characters: int, work: Callable[[], T]) -> T:
+    """Make tokens of so many characters, in a thread where that takes milliseconds: else everybody who waits
+    for the event loop waits for that."""
+    return work() if characters < LONG else await asyncio.to_thread(work)
 
 
 def check_sampled(sampled: Sampled, tokens: int) -> None:

@@ -245,8 +245,7 @@ class Episodes:
         job, attempt = driven.job, driven.job.attempt
         if attempt.environment is None or attempt.prompt is None:
             raise AssertionError("INIT has made them")
-        driven.loop = loop = Loop(
-            self._agent,
+        driven.loop = loop = await self._agent.begin(
             attempt.environment,
             attempt.prompt,
             attempt.transcript,

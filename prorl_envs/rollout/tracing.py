@@ -26,13 +26,17 @@ _tracer = trace.get_tracer("prorl_envs", __version__)
 current_job: ContextVar[str] = ContextVar("current_job", default="")
 
 
+#: The span of what nobody traces; the API's own span of nothing costs 50 us.
+_NO_SPAN: AbstractContextManager[Span] = nullcontext(trace.INVALID_SPAN)
+
+
 def _traced() -> bool:
     return not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
 
 
 def _current(name: str) -> AbstractContextManager[Span]:
-    """A new span, the current one while the block runs. The API's own span of nothing costs 50 us."""
-    return _tracer.start_as_current_span(name) if _traced() else nullcontext(trace.INVALID_SPAN)
+    """A new span, the current one while the block runs."""
+    return _tracer.start_as_current_span(name) if _traced() else _NO_SPAN
 
 
 def begin_job(job: str, environment: str, task: str) -> Span:
@@ -88,9 +92,13 @@ def note_failure(span: Span, failure: Failure) -> None:
     span.set_status(Status(StatusCode.ERROR))
 
 
-@contextmanager
-def model_call(prompt_tokens: int) -> Iterator[Span]:
+def model_call(prompt_tokens: int) -> AbstractContextManager[Span]:
     """While a model server samples one turn."""
+    return _model_call(prompt_tokens) if _traced() else _NO_SPAN
+
+
+@contextmanager
+def _model_call(prompt_tokens: int) -> Iterator[Span]:
     with _current("model_call") as span:
         span.set_attribute("gen_ai.operation.name", "text_completion")
         span.set_attribute("gen_ai.usage.input_tokens", prompt_tokens)
@@ -105,9 +113,13 @@ def note_sampled(span: Span, sampled: Sampled) -> None:
     span.set_attribute("prorl.weight_version", sampled.weight_version)
 
 
-@contextmanager
-def tool_call(call: ToolCall, known: bool) -> Iterator[Span]:
+def tool_call(call: ToolCall, known: bool) -> AbstractContextManager[Span]:
     """While a tool runs. A name that the model made up is not passed on."""
+    return _tool_call(call, known) if _traced() else _NO_SPAN
+
+
+@contextmanager
+def _tool_call(call: ToolCall, known: bool) -> Iterator[Span]:
     with _current("tool_call") as span:
         span.set_attribute("gen_ai.operation.name", "execute_tool")
         span.set_attribute("gen_ai.tool.name", call.name if known else "unknown")

@@ -3,8 +3,21 @@
 import asyncio
 import heapq
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+
+
+class FakeAlarm:
+    """A `prorl_envs.clock.Alarm`: calls when `wake` is set, unless it was cancelled, also in between."""
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self.wake: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._callback: Callable[[], None] | None = callback
+        self.wake.add_done_callback(lambda _: self._callback and self._callback())
+
+    def cancel(self) -> None:
+        self._callback = None
+        self.wake.cancel()
 
 
 class FakeClock:
@@ -37,6 +50,15 @@ class FakeClock:
         self._changed.set()
         await wake
 
+    def call_later(self, seconds: float, callback: Callable[[], None]) -> "FakeAlarm":
+        """As `asyncio.AbstractEventLoop.call_later`, in this clock's time."""
+        alarm = FakeAlarm(callback)
+        heapq.heappush(self._sleepers, (self._now + seconds, next(self._order), alarm.wake))
+        self._changed.set()
+        if seconds <= 0:
+            alarm.wake.set_result(None)
+        return alarm
+
     @asynccontextmanager
     async def timeout(self, seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
         """As `asyncio.timeout`, in this clock's time."""
@@ -45,24 +67,11 @@ class FakeClock:
                 yield deadline
                 return
             loop = asyncio.get_running_loop()
-            wake: asyncio.Future[None] = loop.create_future()
-
-            left = False
-
-            def expire(_: asyncio.Future[None]) -> None:
-                if not left:  # the loop calls this a turn later, and the block may have been left in between
-                    deadline.reschedule(loop.time())
-
-            wake.add_done_callback(expire)
-            heapq.heappush(self._sleepers, (self._now + seconds, next(self._order), wake))
-            self._changed.set()
-            if seconds <= 0:
-                wake.set_result(None)
+            alarm = self.call_later(seconds, lambda: deadline.reschedule(loop.time()))
             try:
                 yield deadline
             finally:
-                left = True
-                wake.cancel()
+                alarm.cancel()
 
     @property
     def sleeping(self) -> tuple[float, ...]:

@@ -2,18 +2,23 @@
 
 import asyncio
 import json
+import re
+import threading
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from prorl_envs.errors import ModelError, SandboxError
-from prorl_envs.policy.rendering import TemplateRenderer
+from prorl_envs.policy.chat_template import ChatTemplate
+from prorl_envs.policy.rendering import LONG, TemplateRenderer
 from prorl_envs.policy.types import Sampled, Sampling
 from prorl_envs.rollout.agent import Agent, Transcript
 from prorl_envs.rollout.ledger import Ledger
 from prorl_envs.rollout.types import AgentLimits, StopReason, Trajectory
 from prorl_envs.testing.clock import FakeClock
 from prorl_envs.testing.scripted import Call
-from prorl_envs.testing.tokenizer import builtin_renderer
+from prorl_envs.testing.tokenizer import CHAT_TEMPLATE, builtin_renderer
 from prorl_envs.testing.toy import Fault, Play, ToyModel, ToyTask, ToyWorld, empty_node
 
 pytestmark = pytest.mark.anyio
@@ -136,6 +141,37 @@ async def test_long_observations_lose_their_middle(renderer: TemplateRenderer) -
     assert len(seen) < 350 and "characters left out]" in seen
     assert seen in renderer.decode(played.trajectory.ids)
     check_truth(played)
+
+
+class Noting(TemplateRenderer):
+    """Notes in which threads it makes bridges."""
+
+    threads: list[bool]
+
+    def bridge(self, sampled: Sampled, observations: Sequence[dict[str, Any]]) -> list[int]:
+        self.threads.append(threading.current_thread() is threading.main_thread())
+        return super().bridge(sampled, observations)
+
+
+async def test_what_takes_long_to_render_does_not_hold_the_event_loop(renderer: TemplateRenderer) -> None:
+    """And it is the same tokens, encoded in one way or the other."""
+    noting = Noting(renderer.tokenizer, ChatTemplate(CHAT_TEMPLATE))
+    noting.threads = []
+    turns = [[say("short")], [say("long <|im_end|> " * (LONG // 10))], [FINISH]]
+    played = Played(noting, lambda _, turn: turns[turn], max_tokens=100_000)
+    played.sampling = Sampling(max_tokens=50_000)
+    assert await played.run() is StopReason.FINISHED
+    assert noting.threads == [True, False]
+    check_truth(played)
+    observed = played.prompts[2][played.trajectory.turns[1].end :]
+    said = noting.decode(observed)
+    assert turns[1][0]["arguments"]["text"] in said
+    pieces = re.split("(?<=long <)", said)  # where the mark is, that keeps tool output out of control
+    assert list(observed) == [
+        number
+        for piece in pieces
+        for number in renderer.tokenizer.encode(piece, add_special_tokens=False).ids
+    ]
 
 
 async def test_a_reserve_leaves_room_for_the_end(renderer: TemplateRenderer) -> None:

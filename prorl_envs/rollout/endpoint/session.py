@@ -4,12 +4,13 @@ import asyncio
 import logging
 import secrets
 from dataclasses import dataclass
+from functools import partial
 
 from prorl_envs.errors import InputError, ModelError
 from prorl_envs.policy.types import Conversation, Partial, PooledModel, Sampled, Sampling
 from prorl_envs.rollout import tracing
-from prorl_envs.rollout.agent import Agent, Transcript, check_sampled
-from prorl_envs.rollout.endpoint.reading import LONG, Reader
+from prorl_envs.rollout.agent import Agent, Transcript, check_sampled, elsewhere
+from prorl_envs.rollout.endpoint.reading import Reader
 from prorl_envs.rollout.endpoint.recording import PROMPT_END, Pending, Recording
 from prorl_envs.rollout.endpoint.types import Answered, Asked, Refused, Why
 from prorl_envs.rollout.endpoint.unfolding import Live, Unfolding
@@ -213,9 +214,8 @@ class ModelSession:
         self._check_size(asked)
         given = (asked.messages, asked.tools, asked.keys, asked.tools_key)
         try:
-            if self.recording.new_text(asked.messages, asked.keys, asked.tools_key) > LONG:
-                return await asyncio.to_thread(self.recording.prompt, *given)
-            return self.recording.prompt(*given)
+            new = self.recording.new_text(asked.messages, asked.keys, asked.tools_key)
+            return await elsewhere(new, partial(self.recording.prompt, *given))
         except InputError as error:
             raise Refused(Why.INVALID, str(error)) from error
 
