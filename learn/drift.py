@@ -57,7 +57,7 @@ def split(ids: Sequence[int], tokenizer: Tokenizer, share: float, chance: random
     written: list[int] = []
     for number in ids:
         parts: list[int | None] = [number]
-        text = tokenizer.id_to_token(number)
+        text = tokenizer.id_to_token(number) or ""
         if number not in whole and len(text) > 1 and chance.random() < share:
             place = chance.randrange(1, len(text))
             parts = [tokenizer.token_to_id(text[:place]), tokenizer.token_to_id(text[place:])]
