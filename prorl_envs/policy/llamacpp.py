@@ -16,13 +16,14 @@ Protocol: `POST /completion` with ids as the prompt, `return_tokens` and `n_prob
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any, Unpack
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import msgspec
 
+from prorl_envs.policy.clients import TokenClient, Unsteered
 from prorl_envs.policy.context import ids_json
-from prorl_envs.policy.link import LinkOptions, ServerLink, session_headers
+from prorl_envs.policy.link import session_headers
 from prorl_envs.policy.protocol import (
     Expectation,
     ProtocolError,
@@ -33,7 +34,6 @@ from prorl_envs.policy.protocol import (
 )
 from prorl_envs.policy.streams import Events
 from prorl_envs.policy.types import FinishReason, Heard, Sampled, Sampling
-from prorl_envs.policy.unsteered import Unsteered
 
 #: Its name for what ended a turn, and ours.
 _FINISH: dict[str, FinishReason] = {"eos": "stop", "limit": "length"}
@@ -63,32 +63,13 @@ class _Answer(msgspec.Struct):
     timings: _Timings | None = None
 
 
-class LlamaCppClient(Unsteered):
-    """Samples turns from one server. Implements `ModelClient` and `Steerable`.
+class LlamaCppClient(TokenClient, Unsteered):
+    """Samples turns from one server. Implements `ModelClient`, `Streaming` and `Steerable`.
 
-    Args:
-        url: base URL.
-        stop_ids: ids that end a turn (`Renderer.stop_ids`).
-        vocab_size: ids must lie below; None skips that check.
-        options: of `ServerLink`.
-
-    Raises:
-        InputError: the URL is not one.
+    Args: as of `TokenClient`.
     """
 
     protocol = "llamacpp"
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        stop_ids: Sequence[int],
-        vocab_size: int | None = None,
-        **options: Unpack[LinkOptions],
-    ) -> None:
-        super().__init__(ServerLink(url, **options))
-        self._stop_ids = frozenset(stop_ids)
-        self._vocab_size = vocab_size
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str) -> Sampled:
         """See `ModelClient.generate`. Where the caller leaves, the server notices the closed connection.
@@ -121,9 +102,6 @@ class LlamaCppClient(Unsteered):
                 raise
             raise _lost(self.url) from error
 
-    def _expected(self, prompt_ids: Sequence[int], sampling: Sampling) -> Expectation:
-        return Expectation(prompt_ids, sampling.max_tokens, self._vocab_size, self.url)
-
 
 def encode_request(prompt_ids: Sequence[int], sampling: Sampling, *, stream: bool = False) -> bytes:
     """The body of one request."""
@@ -152,7 +130,7 @@ def encode_request(prompt_ids: Sequence[int], sampling: Sampling, *, stream: boo
     return msgspec.json.encode(body)
 
 
-def read_answer(body: bytes, expected: Expectation, stop_ids: frozenset[int]) -> Sampled:
+def read_answer(body: bytes, expected: Expectation, stop_ids: Collection[int]) -> Sampled:
     """Read and check one answer of `/completion`.
 
     Raises:
@@ -171,7 +149,7 @@ class CompletionEvents(Events):
         stop_ids: as `read_answer`.
     """
 
-    def __init__(self, heard: Heard, expected: Expectation, stop_ids: frozenset[int]) -> None:
+    def __init__(self, heard: Heard, expected: Expectation, stop_ids: Collection[int]) -> None:
         self._stop_ids = stop_ids
         super().__init__(heard, expected)
 
@@ -277,7 +255,9 @@ def _check_context(answer: _Answer, expected: Expectation) -> None:
         )
 
 
-def _until_stop(ids: list[int], most: int, stop_ids: frozenset[int]) -> tuple[list[int], FinishReason | None]:
+def _until_stop(
+    ids: list[int], most: int, stop_ids: Collection[int]
+) -> tuple[list[int], FinishReason | None]:
     """The ids up to the first stop id, or to the most there may be; and why they end there, if they go on."""
     for at, number in enumerate(ids[:most]):
         if number in stop_ids:

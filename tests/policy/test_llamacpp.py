@@ -3,29 +3,23 @@
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from prorl_envs.errors import ModelError
-from prorl_envs.policy.link import ClientLimits
 from prorl_envs.policy.llamacpp import CompletionEvents, LlamaCppClient, encode_request, read_answer
-from prorl_envs.policy.protocol import Expectation, ProtocolError, ServerUnavailable
+from prorl_envs.policy.protocol import Expectation, ProtocolError
 from prorl_envs.policy.types import Sampled, Sampling
 from prorl_envs.rollout.server import answering
-from prorl_envs.testing.scripted import Mix, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
-from prorl_envs.testing.tokenizer import builtin_renderer
+from tests.policy.listing import BOOK, PROMPT, RENDERER
+from tests.policy.listing import talking_to as talking
 
 pytestmark = pytest.mark.anyio
 
-RENDERER = builtin_renderer()
-BOOK = ScriptBook.from_tapes({"List the files.": [[{"tool": "bash", "arguments": {"command": "ls"}}]]})
-PROMPT = RENDERER.prompt([{"role": "user", "content": "List the files."}])
 EXPECTED = Expectation([1, 2], 3, 10, "http://llama")
 LOST = b"The model produced output that does not match the expected Content-only format"
 
@@ -34,13 +28,7 @@ def server(**options: Any) -> ScriptedServer:
     return ScriptedServer(BOOK, protocol="llamacpp", **options)
 
 
-@asynccontextmanager
-async def talking_to(url: str, **options: Any) -> AsyncIterator[LlamaCppClient]:
-    client = LlamaCppClient(url, stop_ids=RENDERER.stop_ids, vocab_size=RENDERER.vocab_size, **options)
-    try:
-        yield client
-    finally:
-        await client.aclose()
+talking_to = partial(talking, LlamaCppClient)
 
 
 async def test_ids_go_in_and_come_out_with_logprobs() -> None:
@@ -57,24 +45,6 @@ async def test_ids_go_in_and_come_out_with_logprobs() -> None:
         assert llama.counts.violations == 0
         assert (await client.look()).model == "scripted"
         assert not await client.pause("abort") and not await client.resume("2")
-
-
-@pytest.mark.parametrize(
-    ("behaviour", "error", "says"),
-    [
-        ("bad_ids", ProtocolError, "outside the vocabulary"),
-        ("short_logprobs", ProtocolError, "log-probabilities for"),
-        ("error500", ServerUnavailable, "500"),
-        ("disconnect", ServerUnavailable, "broke the connection"),
-    ],
-)
-async def test_misbehaving_servers_become_typed_errors(
-    behaviour: str, error: type[ModelError], says: str
-) -> None:
-    limits = ClientLimits(attempts=2, backoff_s=0)
-    async with server(mix=Mix.parse(behaviour)) as llama, talking_to(llama.url, limits=limits) as client:
-        with pytest.raises(error, match=says):
-            await client.generate(PROMPT, Sampling(), session="s")
 
 
 async def test_hanging_up_ends_the_sampling() -> None:
