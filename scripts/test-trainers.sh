@@ -61,5 +61,5 @@ for name in ${names:-trl verl skyrl openrlhf atropos}; do
         printf '%s\n' "$stamp" >"$venv/.prorl"
     fi
     say "== $name"
-    PRORL_TRAINER=$name "$venv/bin/python" -m pytest -m trainers -n 0 "tests/trainers/real/test_$(printf '%s' "$name" | tr - _).py" "$@"
+    TEST_TRAINER=$name "$venv/bin/python" -m pytest -m trainers -n 0 "tests/trainers/real/test_$(printf '%s' "$name" | tr - _).py" "$@"
 done

@@ -4,4 +4,4 @@
 set -eu
 cd "$(dirname "$0")/.."
 python=$(scripts/setup-vllm.sh)
-PRORL_VLLM_PYTHON="$python" exec "${VENV:-.venv}/bin/python" -m pytest -m vllm -n 0 tests/vllm "$@"
+TEST_VLLM_PYTHON="$python" exec "${VENV:-.venv}/bin/python" -m pytest -m vllm -n 0 tests/vllm "$@"

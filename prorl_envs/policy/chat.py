@@ -14,10 +14,10 @@ from typing import Any, Unpack
 import msgspec
 
 from prorl_envs.errors import ModelError
-from prorl_envs.policy.link import LinkOptions, ServerLink, first_model, session_headers
+from prorl_envs.policy.clients import Unsteered
+from prorl_envs.policy.link import LinkOptions, first_model, session_headers
 from prorl_envs.policy.protocol import ProtocolError
 from prorl_envs.policy.types import Conversation, FinishReason, Sampled, Sampling
-from prorl_envs.policy.unsteered import Unsteered
 
 #: Most tool calls of one answer.
 MAX_CALLS = 64
@@ -69,7 +69,7 @@ class OpenAIChatClient(Unsteered):
         model: str | None = None,
         **options: Unpack[LinkOptions],
     ) -> None:
-        super().__init__(ServerLink(url, **options))
+        super().__init__(url, **options)
         self._encode = encode
         self._model = model
 

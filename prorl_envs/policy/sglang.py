@@ -13,8 +13,9 @@ from typing import Any, Unpack
 import msgspec
 
 from prorl_envs.errors import ModelError
+from prorl_envs.policy.clients import TokenClient
 from prorl_envs.policy.context import ids_json
-from prorl_envs.policy.link import LinkOptions, ServerLink, session_headers
+from prorl_envs.policy.link import LinkOptions, session_headers
 from prorl_envs.policy.protocol import (
     Expectation,
     ProtocolError,
@@ -207,17 +208,10 @@ def _pairs(items: list[list[Any]] | None, expected: Expectation) -> tuple[list[f
     return values, ids
 
 
-class SglangClient:
-    """Samples turns from one server. Implements `ModelClient` and `Steerable`.
+class SglangClient(TokenClient):
+    """Samples turns from one server. Implements `ModelClient`, `Streaming` and `Steerable`.
 
-    Args:
-        url: base URL.
-        stop_ids: ids that end a turn (`Renderer.stop_ids`).
-        vocab_size: ids must lie below; None skips that check.
-        options: of `ServerLink`.
-
-    Raises:
-        InputError: the URL is not one.
+    Args: as of `TokenClient`.
     """
 
     protocol = "sglang"
@@ -230,10 +224,7 @@ class SglangClient:
         vocab_size: int | None = None,
         **options: Unpack[LinkOptions],
     ) -> None:
-        self._link = ServerLink(url, **options)
-        self.url = self._link.url
-        self._stop_ids = tuple(stop_ids)
-        self._vocab_size = vocab_size
+        super().__init__(url, stop_ids=stop_ids, vocab_size=vocab_size, **options)
         self._aborts: set[asyncio.Task[None]] = set()
         self._incremental: bool | None = None
         self._asking = asyncio.Lock()
@@ -279,9 +270,6 @@ class SglangClient:
             abort.add_done_callback(self._aborts.discard)
             raise
 
-    def _expected(self, prompt_ids: Sequence[int], sampling: Sampling) -> Expectation:
-        return Expectation(prompt_ids, sampling.max_tokens, self._vocab_size, self.url)
-
     async def _interval(self, sampling: Sampling) -> int:
         """Tokens between two events. A server that was not started with `--incremental-streaming-output`
         tells all again each time, so it is asked for few events."""
@@ -292,11 +280,6 @@ class SglangClient:
                 except ModelError:
                     self._incremental = False
         return 1 if self._incremental else max(1, sampling.max_tokens // _EVENTS)
-
-    @property
-    def complaints(self) -> int:
-        """See `Steerable.complaints`."""
-        return self._link.complaints
 
     async def look(self) -> ServerNews:
         """See `Steerable.look`."""
@@ -317,7 +300,7 @@ class SglangClient:
         """Close the connections; generations in flight end."""
         if self._aborts:
             await asyncio.wait(self._aborts)
-        await self._link.aclose()
+        await super().aclose()
 
     async def _abort(self, rid: str) -> None:
         try:

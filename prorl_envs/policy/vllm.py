@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from typing import Unpack
 
 from prorl_envs.errors import ModelError
-from prorl_envs.policy.link import LinkOptions, ServerLink, first_model, session_headers
-from prorl_envs.policy.protocol import Expectation, Refusal
+from prorl_envs.policy.clients import TokenClient
+from prorl_envs.policy.link import LinkOptions, first_model, session_headers
+from prorl_envs.policy.protocol import Refusal
 from prorl_envs.policy.types import Heard, InFlight, Sampled, Sampling, ServerNews
 from prorl_envs.policy.vllm_wire import (
     CompletionEvents,
@@ -31,18 +32,11 @@ _METHOD_NOT_ALLOWED = 405
 _PAUSE_MODES: dict[InFlight, str] = {"finish": "wait", "abort": "abort", "keep": "keep"}
 
 
-class VllmClient:
-    """Samples turns from one server. Implements `ModelClient` and `Steerable`.
+class VllmClient(TokenClient):
+    """Samples turns from one server. Implements `ModelClient`, `Streaming` and `Steerable`.
 
-    Args:
-        url: base URL, with or without `/v1`.
-        stop_ids: ids that end a turn (`Renderer.stop_ids`).
-        vocab_size: ids must lie below; None skips that check.
+    Args: as of `TokenClient`, and
         model: model name; None takes the first the server names.
-        options: of `ServerLink`.
-
-    Raises:
-        InputError: the URL is not one.
     """
 
     protocol = "vllm"
@@ -56,10 +50,7 @@ class VllmClient:
         model: str | None = None,
         **options: Unpack[LinkOptions],
     ) -> None:
-        self._link = ServerLink(url, **options)
-        self.url = self._link.url
-        self._stop_ids = tuple(stop_ids)
-        self._vocab_size = vocab_size
+        super().__init__(url, stop_ids=stop_ids, vocab_size=vocab_size, **options)
         self._model = model
         self._names_versions = True
         self._has_generate: bool | None = None
@@ -98,9 +89,6 @@ class VllmClient:
             return _GENERATE, encode_generate(model, prompt_ids, sampling, self._stop_ids, stream=stream)
         return _COMPLETIONS, encode_request(model, prompt_ids, sampling, self._stop_ids, stream=stream)
 
-    def _expected(self, prompt_ids: Sequence[int], sampling: Sampling) -> Expectation:
-        return Expectation(prompt_ids, sampling.max_tokens, self._vocab_size, self.url)
-
     async def model_name(self) -> str:
         """The model asked for, or the first the server names."""
         if self._model is None:
@@ -119,11 +107,6 @@ class VllmClient:
                 except ModelError:
                     return False  # the request itself will say what is wrong
             return self._has_generate
-
-    @property
-    def complaints(self) -> int:
-        """See `Steerable.complaints`."""
-        return self._link.complaints
 
     async def look(self) -> ServerNews:
         """See `Steerable.look`."""
@@ -146,7 +129,3 @@ class VllmClient:
             await self._link.tell("/update_weight_version", {"new_version": weight_version})
             await self._link.tell("/reset_prefix_cache")
         return await self._link.tell("/resume")
-
-    async def aclose(self) -> None:
-        """Close the connections; generations in flight end."""
-        await self._link.aclose()

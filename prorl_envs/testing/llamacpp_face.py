@@ -22,6 +22,7 @@ class CompletionRequest(BaseModel):
     n_predict: int = Field(default=-1, ge=-1)
     n_probs: int = 0
     return_tokens: bool = False
+    stream: bool = False
     response_fields: list[str] = []
 
 
@@ -31,13 +32,27 @@ def add_llamacpp(app: FastAPI, service: ScriptedService) -> None:
     @app.post("/completion")
     async def completion(asked: CompletionRequest, request: Request) -> Response:
         most = asked.n_predict if asked.n_predict > 0 else service.options.max_model_len - len(asked.prompt)
-        played = await service.play(asked.prompt, most, list(service.stop_ids), request)
+        asks = (asked.prompt, most, list(service.stop_ids), request)
+        if asked.stream:
+            return await service.stream(*asks, lambda played, sent: _event(service, asked, played, sent))
+        played = await service.play(*asks)
         if isinstance(played, Response):
             return played
-        answer = _answer(service, asked, played)
-        return JSONResponse(
-            {name: answer[name] for name in asked.response_fields or answer if name in answer}
-        )
+        return JSONResponse(_chosen(asked, _answer(service, asked, played)))
+
+
+def _chosen(asked: CompletionRequest, answer: JsonObject) -> JsonObject:
+    return {name: answer[name] for name in asked.response_fields or answer if name in answer}
+
+
+def _event(service: ScriptedService, asked: CompletionRequest, played: Played, sent: int) -> JsonObject:
+    """What was not sent before; the last event alone says how it ended, and heeds the chosen fields."""
+    answer = _answer(service, asked, played.after(sent))
+    answer["tokens_predicted"] = len(played.ids)
+    if played.finish_reason:
+        return _chosen(asked, answer)
+    named = ("content", "tokens", "completion_probabilities", "tokens_predicted", "tokens_evaluated")
+    return {name: answer[name] for name in named if name in answer} | {"stop": False}
 
 
 def _answer(service: ScriptedService, asked: CompletionRequest, played: Played) -> JsonObject:
@@ -49,8 +64,9 @@ def _answer(service: ScriptedService, asked: CompletionRequest, played: Played) 
         "content": service.decode(played.ids),
         "tokens": list(played.ids) if asked.return_tokens else [],
         "stop": True,
-        "stop_type": {"stop": "eos", "length": "limit"}[played.finish_reason],
+        "stop_type": {"stop": "eos", "length": "limit"}.get(played.finish_reason, "none"),
         "truncated": False,
+        "tokens_predicted": len(played.ids),
         "tokens_evaluated": len(asked.prompt),
         "tokens_cached": len(asked.prompt) + len(played.ids) - 1,
         "timings": {"cache_n": played.cached, "prompt_n": len(asked.prompt) - played.cached},

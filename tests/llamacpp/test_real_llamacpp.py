@@ -1,8 +1,10 @@
 """The llama.cpp client and `check-llm` against a real server, with a tiny random model made on the spot."""
 
 import asyncio
+import json
 import os
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +20,7 @@ from prorl_envs.policy.rendering import TemplateRenderer
 from prorl_envs.policy.server_checks import State, Subject, check_server
 from prorl_envs.policy.servers import Servers
 from prorl_envs.policy.types import Sampled, Sampling
+from prorl_envs.rollout.types import Result
 from prorl_envs.testing.tokenizer import END_OF_TEXT, builtin_renderer, save_tokenizer
 from prorl_envs.testing.vllm_server import free_port, process, wait_until_healthy
 
@@ -30,7 +33,7 @@ GREEDY = Sampling(temperature=0.0, max_tokens=12)
 
 @pytest.fixture(scope="session")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    server, python = os.environ.get("PRORL_LLAMA_SERVER"), os.environ.get("PRORL_GGUF_PYTHON")
+    server, python = os.environ.get("TEST_LLAMA_SERVER"), os.environ.get("TEST_GGUF_PYTHON")
     if not server or not python:
         pytest.skip("no llama.cpp: make test-llamacpp sets one up")
     folder = tmp_path_factory.mktemp("llamacpp")
@@ -40,7 +43,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     subprocess.run([python, recipe, folder / "tokenizer.json", str(end), folder / "tiny.gguf"], check=True)
     port = free_port()
     command = [server, "--model", str(folder / "tiny.gguf"), "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--ctx-size", "2048", "--parallel", "2", "--threads", "1"]
+    command += ["--ctx-size", "8192", "--parallel", "2", "--threads", "1"]
     libraries = {"LD_LIBRARY_PATH": str(Path(server).resolve().parent)}
     log = folder / "server.log"
     with process(command, log, {**os.environ, **libraries}) as running:
@@ -113,13 +116,31 @@ async def test_sampled_ids_sent_back_are_gone_on_with(url: str) -> None:
         assert (stopped.ids, stopped.finish_reason) == (whole.ids[: first + 1], "stop")
 
 
+async def test_an_answer_is_told_while_it_is_sampled(url: str) -> None:
+    heard: list[int] = []
+    async with talking(url) as client:
+        whole = await client.generate(PROMPT, GREEDY, session="s")
+        told = await client.stream(
+            PROMPT, GREEDY, session="s", heard=lambda partial: heard.append(len(partial.ids))
+        )
+    assert (told.ids, told.finish_reason) == (whole.ids, "length")
+    assert told.logprobs == pytest.approx(whole.logprobs, abs=1e-3)
+    assert heard[0] == 0 and heard[-1] == 12 and len(set(heard)) > 2
+    async with talking(url, whole.ids[3]) as client:
+        stopped = await client.stream(PROMPT, GREEDY, session="s", heard=lambda _: None)
+        assert (stopped.ids, stopped.finish_reason) == (
+            whole.ids[: whole.ids.index(whole.ids[3]) + 1],
+            "stop",
+        )
+
+
 async def test_a_seed_repeats_and_a_long_prompt_is_refused(url: str) -> None:
     async with talking(url) as client:
         short = Sampling(max_tokens=1, seed=2**40)
         one, two = [(await client.generate(PROMPT, short, session="s")).ids for _ in range(2)]
         assert one == two
         with pytest.raises(ProtocolError, match="context"):
-            await client.generate(PROMPT * 100, Sampling(max_tokens=1), session="s")
+            await client.generate(PROMPT * 500, Sampling(max_tokens=1), session="s")
 
 
 async def test_hanging_up_frees_its_slot(url: str) -> None:
@@ -145,6 +166,25 @@ async def test_check_llm_says_what_it_lacks(url: str) -> None:
     assert {name for name, one in findings.items() if one.state is State.BROKEN} <= lost
     assert {"L8", "L9"} <= {name for name, one in findings.items() if one.state is State.ABSENT}
     assert findings["L7"].state is State.KEPT, findings["L7"]
+
+
+def test_a_whole_rollout(url: str, tmp_path: Path) -> None:
+    """The command a user has: the bash family, in sandboxes, sampled by a real server."""
+    save_tokenizer(tmp_path / "tokenizer")
+    command = [Path(sys.executable).with_name("prorl-envs"), "run", "bash", "--llm", url]
+    command += ["--tokenizer", tmp_path / "tokenizer", "--limit", "1", "--samples", "2"]
+    command += ["--max-turns", "2", "--out", tmp_path / "runs"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = next(tmp_path.rglob("results.jsonl")).read_text().splitlines()
+    results = [Result.model_validate(json.loads(line)) for line in lines]
+    played = [result.trajectory for result in results if result.trajectory is not None]
+    assert len(results) == 2 and played
+    for trajectory in played:
+        assert (trajectory.drift, trajectory.exact) == (0, True)
+        assert sum(trajectory.loss_mask) == sum(turn.end - turn.start for turn in trajectory.turns)
+    for result in results:
+        assert result.failure is None or "lost what it had sampled" in result.failure.message
 
 
 def test_the_renderer_is_the_models(url: str) -> None:

@@ -3,43 +3,32 @@
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from prorl_envs.errors import ModelError
-from prorl_envs.policy.link import ClientLimits
-from prorl_envs.policy.llamacpp import LlamaCppClient, encode_request, read_answer
-from prorl_envs.policy.protocol import Expectation, ProtocolError, ServerUnavailable
+from prorl_envs.policy.llamacpp import CompletionEvents, LlamaCppClient, encode_request, read_answer
+from prorl_envs.policy.protocol import Expectation, ProtocolError
 from prorl_envs.policy.types import Sampled, Sampling
 from prorl_envs.rollout.server import answering
-from prorl_envs.testing.scripted import Mix, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
-from prorl_envs.testing.tokenizer import builtin_renderer
+from tests.policy.listing import BOOK, PROMPT, RENDERER
+from tests.policy.listing import talking_to as talking
 
 pytestmark = pytest.mark.anyio
 
-RENDERER = builtin_renderer()
-BOOK = ScriptBook.from_tapes({"List the files.": [[{"tool": "bash", "arguments": {"command": "ls"}}]]})
-PROMPT = RENDERER.prompt([{"role": "user", "content": "List the files."}])
 EXPECTED = Expectation([1, 2], 3, 10, "http://llama")
+LOST = b"The model produced output that does not match the expected Content-only format"
 
 
 def server(**options: Any) -> ScriptedServer:
     return ScriptedServer(BOOK, protocol="llamacpp", **options)
 
 
-@asynccontextmanager
-async def talking_to(url: str, **options: Any) -> AsyncIterator[LlamaCppClient]:
-    client = LlamaCppClient(url, stop_ids=RENDERER.stop_ids, vocab_size=RENDERER.vocab_size, **options)
-    try:
-        yield client
-    finally:
-        await client.aclose()
+talking_to = partial(talking, LlamaCppClient)
 
 
 async def test_ids_go_in_and_come_out_with_logprobs() -> None:
@@ -56,24 +45,6 @@ async def test_ids_go_in_and_come_out_with_logprobs() -> None:
         assert llama.counts.violations == 0
         assert (await client.look()).model == "scripted"
         assert not await client.pause("abort") and not await client.resume("2")
-
-
-@pytest.mark.parametrize(
-    ("behaviour", "error", "says"),
-    [
-        ("bad_ids", ProtocolError, "outside the vocabulary"),
-        ("short_logprobs", ProtocolError, "log-probabilities for"),
-        ("error500", ServerUnavailable, "500"),
-        ("disconnect", ServerUnavailable, "broke the connection"),
-    ],
-)
-async def test_misbehaving_servers_become_typed_errors(
-    behaviour: str, error: type[ModelError], says: str
-) -> None:
-    limits = ClientLimits(attempts=2, backoff_s=0)
-    async with server(mix=Mix.parse(behaviour)) as llama, talking_to(llama.url, limits=limits) as client:
-        with pytest.raises(error, match=says):
-            await client.generate(PROMPT, Sampling(), session="s")
 
 
 async def test_hanging_up_ends_the_sampling() -> None:
@@ -93,8 +64,7 @@ async def test_an_answer_that_the_server_lost_is_not_sampled_again() -> None:
     async def loses(scope: Scope, receive: Receive, send: Send) -> None:
         nonlocal asked
         asked += 1
-        message = "The model produced output that does not match the expected Content-only format"
-        error = {"error": {"code": 500, "message": message, "type": "server_error"}}
+        error = {"error": {"code": 500, "message": LOST.decode(), "type": "server_error"}}
         await JSONResponse(error, status_code=500)(scope, receive, send)
 
     async with answering(loses) as url, talking_to(url) as client:
@@ -122,6 +92,56 @@ def native(**changes: Any) -> bytes:
         "timings": {"cache_n": 1},
     }
     return json.dumps(answer | changes).encode()
+
+
+def event(number: int, **changes: Any) -> bytes:
+    """One id, as llama.cpp tells of it."""
+    told = {"tokens": [number], "stop": False, "completion_probabilities": [{"id": number, "prob": 0.5}]}
+    return b"data: " + json.dumps(told | changes).encode() + b"\n\n"
+
+
+def last(**changes: Any) -> bytes:
+    """What comes after the last id."""
+    ended = {"tokens": [], "stop_type": "limit", "tokens_predicted": 3, "timings": {"cache_n": 1}}
+    return b"data: " + json.dumps(ended | changes).encode() + b"\n\n"
+
+
+def listen(*events: bytes, stops: tuple[int, ...] = ()) -> Sampled:
+    heard: list[int] = []
+    listener = CompletionEvents(lambda partial: heard.append(len(partial.ids)), EXPECTED, frozenset(stops))
+    listener.feed(b"".join(events))
+    answer = listener.whole()
+    assert heard[-1] == len(answer.ids)
+    return answer
+
+
+def test_a_stream_ends_with_what_there_is_about_it() -> None:
+    three = [event(number) for number in (4, 5, 6)]
+    whole = listen(*three, last())
+    assert (whole, whole.cached_tokens) == (read(native()), 1)
+    stopped = listen(*three, last(), stops=(5,))
+    assert (stopped.ids, len(stopped.logprobs), stopped.finish_reason) == ((4, 5), 2, "stop")
+    long = listen(*three, event(7), last(stop_type="eos", tokens_predicted=4))
+    assert (long.ids, long.finish_reason) == ((4, 5, 6), "length")
+
+
+@pytest.mark.parametrize(
+    ("events", "says"),
+    [
+        ([event(4), event(6), last()], "left ids out"),
+        ([event(4), event(5), event(6)], "broke its stream off"),
+        ([event(4, completion_probabilities=[{"id": 5, "prob": 0.5}])], "other ids"),
+        ([event(4, completion_probabilities=None)], "0 log-probabilities"),
+        ([event(99)], "outside the vocabulary"),
+        ([event(4), event(5), event(6), last(truncated=True)], "dropped a part"),
+        ([event(4), event(5), event(6), last(tokens_evaluated=7)], "read 7 prompt ids"),
+        ([event(4, tokens="x")], "did not answer as llama.cpp"),
+        ([event(4), b'data: {"error":{"message":"' + LOST + b'"}}\n\n'], "lost what it had sampled"),
+    ],
+)
+def test_impossible_streams_are_refused(events: list[bytes], says: str) -> None:
+    with pytest.raises(ProtocolError, match=says):
+        listen(*events)
 
 
 def read(body: bytes, *stops: int) -> Sampled:

@@ -18,15 +18,11 @@ from prorl_envs.policy.pool import ModelPool
 from prorl_envs.policy.servers import Servers
 from prorl_envs.policy.types import InFlight, Sampled, Sampling, VersionSpan
 from prorl_envs.testing.clock import FakeClock
-from prorl_envs.testing.scripted import ScriptBook
 from prorl_envs.testing.server import ScriptedServer
-from prorl_envs.testing.tokenizer import builtin_renderer
+from tests.policy.listing import BOOK, PROMPT, RENDERER
 
 pytestmark = pytest.mark.anyio
 
-RENDERER = builtin_renderer()
-BOOK = ScriptBook.from_tapes({"List the files.": [[{"tool": "bash", "arguments": {"command": "ls"}}]]})
-PROMPT = RENDERER.prompt([{"role": "user", "content": "List the files."}])
 PROTOCOLS = pytest.mark.parametrize("protocol", ["vllm", "sglang"])
 
 

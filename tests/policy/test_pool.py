@@ -13,15 +13,11 @@ from prorl_envs.policy.pool import ModelPool
 from prorl_envs.policy.protocol import ProtocolError, ServerUnavailable
 from prorl_envs.policy.types import Sampling
 from prorl_envs.policy.vllm import VllmClient
-from prorl_envs.testing.scripted import Mix, ScriptBook
+from prorl_envs.testing.scripted import Mix
 from prorl_envs.testing.server import ScriptedServer
-from prorl_envs.testing.tokenizer import builtin_renderer
+from tests.policy.listing import BOOK, PROMPT, RENDERER
 
 pytestmark = pytest.mark.anyio
-
-RENDERER = builtin_renderer()
-BOOK = ScriptBook.from_tapes({"List the files.": [[{"tool": "bash", "arguments": {"command": "ls"}}]]})
-PROMPT = RENDERER.prompt([{"role": "user", "content": "List the files."}])
 
 
 @asynccontextmanager

@@ -11,16 +11,12 @@ from prorl_envs.policy.protocol import ProtocolError, ServerUnavailable
 from prorl_envs.policy.servers import AutoClient, Protocol, Servers, split_protocol
 from prorl_envs.policy.types import Sampling, Steerable
 from prorl_envs.testing.openai_face import scripted_openai
-from prorl_envs.testing.scripted import ScriptBook
 from prorl_envs.testing.scripted_app import Dialect
 from prorl_envs.testing.server import ScriptedServer
-from prorl_envs.testing.tokenizer import builtin_renderer
+from tests.policy.listing import BOOK, PROMPT, RENDERER
 
 pytestmark = pytest.mark.anyio
 
-RENDERER = builtin_renderer()
-BOOK = ScriptBook.from_tapes({"List the files.": [[{"tool": "bash", "arguments": {"command": "ls"}}]]})
-PROMPT = RENDERER.prompt([{"role": "user", "content": "List the files."}])
 LIMITS = ClientLimits(attempts=1)
 
 

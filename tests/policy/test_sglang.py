@@ -1,40 +1,27 @@
 """The SGLang client against the scripted server's SGLang face, over real HTTP."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 
-from prorl_envs.errors import ModelError
-from prorl_envs.policy.link import ClientLimits
-from prorl_envs.policy.protocol import ProtocolError, ServerUnavailable
+from prorl_envs.policy.protocol import ServerUnavailable
 from prorl_envs.policy.sglang import SglangClient
 from prorl_envs.policy.types import Sampling, VersionSpan
 from prorl_envs.testing.clock import FakeClock
-from prorl_envs.testing.scripted import Mix, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
-from prorl_envs.testing.tokenizer import builtin_renderer
+from tests.policy.listing import BOOK, PROMPT, RENDERER
+from tests.policy.listing import talking_to as talking
 
 pytestmark = pytest.mark.anyio
-
-RENDERER = builtin_renderer()
-BOOK = ScriptBook.from_tapes({"List the files.": [[{"tool": "bash", "arguments": {"command": "ls"}}]]})
-PROMPT = RENDERER.prompt([{"role": "user", "content": "List the files."}])
 
 
 def server(**options: Any) -> ScriptedServer:
     return ScriptedServer(BOOK, protocol="sglang", **options)
 
 
-@asynccontextmanager
-async def talking_to(url: str, **options: Any) -> AsyncIterator[SglangClient]:
-    client = SglangClient(url, stop_ids=RENDERER.stop_ids, vocab_size=RENDERER.vocab_size, **options)
-    try:
-        yield client
-    finally:
-        await client.aclose()
+talking_to = partial(talking, SglangClient)
 
 
 async def test_ids_go_in_and_come_out_with_logprobs() -> None:
@@ -49,33 +36,6 @@ async def test_ids_go_in_and_come_out_with_logprobs() -> None:
         again = await client.generate([*PROMPT, *answer.ids], Sampling(), session="s")
         assert again.cached_tokens == len(PROMPT) + len(answer.ids)
         assert sglang.counts.violations == 0
-
-
-async def test_max_tokens_truncates() -> None:
-    async with server() as sglang, talking_to(sglang.url) as client:
-        answer = await client.generate(PROMPT, Sampling(max_tokens=5), session="s")
-        assert (len(answer.ids), answer.finish_reason) == (5, "length")
-
-
-@pytest.mark.parametrize(
-    ("behaviour", "error", "says"),
-    [
-        ("bad_ids", ProtocolError, "outside the vocabulary"),
-        ("short_logprobs", ProtocolError, "log-probabilities for"),
-        ("error500", ServerUnavailable, "500"),
-        ("disconnect", ServerUnavailable, "broke the connection"),
-    ],
-)
-async def test_misbehaving_servers_become_typed_errors(
-    behaviour: str, error: type[ModelError], says: str
-) -> None:
-    limits = ClientLimits(attempts=2, backoff_s=0)
-    async with (
-        server(mix=Mix.parse(behaviour)) as sglang,
-        talking_to(sglang.url, limits=limits) as client,
-    ):
-        with pytest.raises(error, match=says):
-            await client.generate(PROMPT, Sampling(), session="s")
 
 
 async def test_cancelling_tells_the_server_to_stop() -> None:

@@ -36,6 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "generate": {"generates": True},
     "sglang": {"protocol": "sglang"},
     "sglang-incremental": {"protocol": "sglang", "incremental": True},
+    "llamacpp": {"protocol": "llamacpp"},
 }
 
 

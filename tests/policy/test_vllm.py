@@ -2,16 +2,14 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import pytest
 from starlette.types import Receive, Scope, Send
 
 from prorl_envs.clock import SystemClock
-from prorl_envs.errors import InputError, ModelError
+from prorl_envs.errors import InputError
 from prorl_envs.policy.link import ClientLimits, base_url
 from prorl_envs.policy.probe import probe
 from prorl_envs.policy.protocol import ProtocolError, ServerUnavailable
@@ -19,25 +17,16 @@ from prorl_envs.policy.types import Sampling
 from prorl_envs.policy.vllm import VllmClient
 from prorl_envs.rollout.server import answering
 from prorl_envs.testing.clock import FakeClock
-from prorl_envs.testing.scripted import Mix, ScriptBook
+from prorl_envs.testing.scripted import Mix
 from prorl_envs.testing.scripted_app import Dialect, ScriptedOptions, ScriptedService
 from prorl_envs.testing.server import ScriptedServer, scripted_app
-from prorl_envs.testing.tokenizer import builtin_renderer
+from tests.policy.listing import BOOK, PROMPT, RENDERER
+from tests.policy.listing import talking_to as talking
 
 pytestmark = pytest.mark.anyio
 
-RENDERER = builtin_renderer()
-BOOK = ScriptBook.from_tapes({"List the files.": [[{"tool": "bash", "arguments": {"command": "ls"}}]]})
-PROMPT = RENDERER.prompt([{"role": "user", "content": "List the files."}])
 
-
-@asynccontextmanager
-async def talking_to(url: str, **settings: Any) -> AsyncIterator[VllmClient]:
-    client = VllmClient(url, stop_ids=RENDERER.stop_ids, vocab_size=RENDERER.vocab_size, **settings)
-    try:
-        yield client
-    finally:
-        await client.aclose()
+talking_to = partial(talking, VllmClient)
 
 
 @pytest.mark.parametrize("dialect", [Dialect.TOKEN_IDS, Dialect.TOKEN_STRINGS])
@@ -55,36 +44,6 @@ async def test_ids_go_in_and_come_out_with_logprobs(dialect: Dialect) -> None:
         assert replace(again, cached_tokens=0) == answer
         assert again.cached_tokens == len(PROMPT)
         assert server.counts.repeats == 1
-
-
-async def test_max_tokens_truncates() -> None:
-    async with ScriptedServer(BOOK) as server, talking_to(server.url) as client:
-        answer = await client.generate(PROMPT, Sampling(max_tokens=5), session="s")
-        assert len(answer.ids) == 5
-        assert answer.finish_reason == "length"
-
-
-@pytest.mark.parametrize(
-    ("behaviour", "error", "says"),
-    [
-        ("bad_ids", ProtocolError, "outside the vocabulary"),
-        ("short_logprobs", ProtocolError, "log-probabilities for"),
-        ("error500", ServerUnavailable, "500"),
-        ("disconnect", ServerUnavailable, "broke the connection"),
-    ],
-)
-async def test_misbehaving_servers_become_typed_errors(
-    behaviour: str, error: type[ModelError], says: str
-) -> None:
-    limits = ClientLimits(attempts=3, backoff_s=0)
-    async with (
-        ScriptedServer(BOOK, mix=Mix.parse(behaviour)) as server,
-        talking_to(server.url, limits=limits) as client,
-    ):
-        with pytest.raises(error, match=says) as caught:
-            await client.generate(PROMPT, Sampling(), session="s")
-        assert server.url in caught.value.message
-        assert server.counts.requests == (3 if error is ServerUnavailable else 1)
 
 
 async def test_an_overloaded_server_is_tried_again() -> None:

@@ -40,7 +40,7 @@ def anyio_backend() -> str:
 @pytest.fixture(scope="session")
 def python() -> Path:
     """The Python of vLLM's environment."""
-    named = os.environ.get("PRORL_VLLM_PYTHON")
+    named = os.environ.get("TEST_VLLM_PYTHON")
     if not named:
         pytest.skip("no vLLM: make test-vllm sets one up")
     return Path(named)
@@ -59,8 +59,8 @@ def models(python: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def server(python: Path, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    """vLLM with the first version loaded, which ends with the tests; or the one PRORL_VLLM_URL names."""
-    if running := os.environ.get("PRORL_VLLM_URL"):
+    """vLLM with the first version loaded, which ends with the tests; or the one TEST_VLLM_URL names."""
+    if running := os.environ.get("TEST_VLLM_URL"):
         yield RealServer(running, models)
         return
     log = tmp_path_factory.mktemp("vllm") / "server.log"

@@ -9,7 +9,7 @@ import pytest
 from prorl_envs.testing.tokenizer import VOCAB_SIZE, save_tokenizer
 
 # Else there is no trainer to import.
-collect_ignore_glob = [] if "PRORL_TRAINER" in os.environ else ["test_*.py"]
+collect_ignore_glob = [] if "TEST_TRAINER" in os.environ else ["test_*.py"]
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,23 @@
+"""A model that lists the files when it is asked to, and clients of the servers that play it."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from prorl_envs.policy.clients import TokenClient
+from prorl_envs.testing.scripted import ScriptBook
+from prorl_envs.testing.tokenizer import builtin_renderer
+
+RENDERER = builtin_renderer()
+BOOK = ScriptBook.from_tapes({"List the files.": [[{"tool": "bash", "arguments": {"command": "ls"}}]]})
+PROMPT = RENDERER.prompt([{"role": "user", "content": "List the files."}])
+
+
+@asynccontextmanager
+async def talking_to[C: TokenClient](kind: type[C], url: str, **options: Any) -> AsyncIterator[C]:
+    """A client of the model's server, closed with the block."""
+    client = kind(url, stop_ids=RENDERER.stop_ids, vocab_size=RENDERER.vocab_size, **options)
+    try:
+        yield client
+    finally:
+        await client.aclose()
