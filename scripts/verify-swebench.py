@@ -201,4 +201,7 @@ async def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(main()))
+    try:
+        sys.exit(asyncio.run(main()))
+    except ProrlError as error:
+        sys.exit(f"error: {error}")

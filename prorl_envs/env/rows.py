@@ -1,4 +1,4 @@
-"""Reading task data: JSONL or Parquet in, tasks out, with every fault named by file, line and field."""
+"""Reading task data: lines of JSON, one array, or Parquet in, tasks out; every fault named by file, line, field."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +15,8 @@ from prorl_envs.errors import InputError
 #: Most bytes of one line of a data file, and most rows of one file.
 MAX_LINE_BYTES = 16 * 2**20
 MAX_ROWS = 1_000_000
+#: Most bytes of a file that is one JSON array, which is read as a whole.
+MAX_ARRAY_BYTES = 2**29
 
 
 def validate_row[TaskT: Task](task_type: type[TaskT], row: Mapping[str, Any]) -> TaskT:
@@ -45,8 +47,8 @@ def read_tasks[TaskT: Task](load: Callable[[Mapping[str, Any]], TaskT], path: Pa
 
     Args:
         load: makes a task of a row and raises InputError.
-        path: the file; JSONL (UTF-8, one JSON object per line, blank lines ignored), or parquet where its
-            name ends so; or a directory of tasks (see `directories.py`).
+        path: the file; JSONL (UTF-8, one JSON object per line, blank lines ignored), or one JSON array of
+            objects, or parquet where its name ends so; or a directory of tasks (see `directories.py`).
 
     Raises:
         InputError: `file:line: field: problem`, for unreadable files, bad JSON, bad rows, repeated ids
@@ -89,21 +91,35 @@ def rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with path.open("rb") as file:
+        if file.peek().lstrip().startswith(b"["):
+            yield from _array_rows(path, file.read(MAX_ARRAY_BYTES + 1))
+            return
         for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), start=1):
             if len(line) > MAX_LINE_BYTES:
                 raise InputError(f"{path}:{number}: line: longer than {MAX_LINE_BYTES} bytes")
             if line.strip():
-                yield number, _parse(path, number, line)
+                where = f"{path}:{number}: line"
+                yield number, _object(where, _parse(where, line))
 
 
-def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
+def _array_rows(path: Path, text: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
+    if len(text) > MAX_ARRAY_BYTES:
+        hint = "one JSON object per line has no such bound"
+        raise InputError(f"{path}: an array of more than {MAX_ARRAY_BYTES} bytes", hint=hint)
+    for number, row in enumerate(_parse(f"{path}", text), start=1):
+        yield number, _object(f"{path}:{number}: row", row)
+
+
+def _parse(where: str, text: bytes) -> Any:
     # ValueError covers bad JSON, bad UTF-8 and over-long integers; RecursionError deep nesting.
     try:
-        row = json.loads(line)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(
-            f"{path}:{number}: line: not JSON: {error}", hint="one JSON object per line, UTF-8"
-        ) from error
+        hint = "one JSON object per line, or an array of them, UTF-8"
+        raise InputError(f"{where}: not JSON: {error}", hint=hint) from error
+
+
+def _object(where: str, row: Any) -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise InputError(f"{path}:{number}: line: a {type(row).__name__}, not a JSON object")
+        raise InputError(f"{where}: a {type(row).__name__}, not a JSON object")
     return row

@@ -30,14 +30,22 @@ def test_rows_in_order_blank_lines_ignored(tmp_path: Path) -> None:
     assert [(task.id, task.instruction) for task in tasks] == [("a", "Do."), ("b", "Größer 🙂")]
 
 
+def test_an_array_is_as_good_as_lines(tmp_path: Path) -> None:
+    tasks = read(tmp_path, b"\n [" + line() + b"," + line(id="b") + b"]\n")
+    assert [task.id for task in tasks] == ["a", "b"]
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
         (line() + b"{", "tasks.jsonl:2: line: not JSON"),
         (b"\xff\n", "tasks.jsonl:1: line: not JSON"),
-        (b"[" * 100_000, "tasks.jsonl:1: line: not JSON"),
+        (b"[" * 100_000, "tasks.jsonl: not JSON"),
+        (b"[" + line() + b"] []", "tasks.jsonl: not JSON"),
+        (b"[" + line() + b",7]", "tasks.jsonl:2: row: a int"),
+        (b"[" + line() + b"," + line(id=7) + b"]", "tasks.jsonl:2: id: "),
         (b'{"n": ' + b"9" * 5000 + b"}", "tasks.jsonl:1: line: not JSON"),
-        (b"[1]", "tasks.jsonl:1: line: a list"),
+        (line() + b"[1]", "tasks.jsonl:2: line: a list"),
         (line(id=""), "tasks.jsonl:1: id: "),
         (line(id=7), "tasks.jsonl:1: id: "),
         (line(extra=1), "tasks.jsonl:1: extra: "),
