@@ -1,4 +1,4 @@
-"""Reading task data: lines of JSON, one array, or Parquet in, tasks out; every fault named by file, line, field."""
+"""Reading task data: lines of JSON, one array, or Parquet in, tasks out; faults by file, line and field."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
