@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from bench.__main__ import machine
+from prorl_envs.clock import SystemClock
 from prorl_envs.config import ServiceSettings
 from prorl_envs.env.base import Environment, Grade, Message, Prompt, Task
 from prorl_envs.policy.pool import ModelPool
@@ -78,17 +79,11 @@ class _SkippingSelector(selectors.DefaultSelector):
         return found
 
 
-class LoopClock:
-    """The loop's time as a `prorl_envs.clock.Clock`."""
+class LoopClock(SystemClock):
+    """The loop's time, whatever that is."""
 
     def monotonic(self) -> float:
         return asyncio.get_running_loop().time()
-
-    async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-
-    def timeout(self, seconds: float | None) -> asyncio.Timeout:
-        return asyncio.timeout(seconds)
 
 
 @contextmanager
