@@ -190,9 +190,7 @@ class CellShell(InteractiveShell):
             and "async" not in transformed_cell
         ):
             return False
-        found: bool = super().should_run_async(  # type: ignore[no-untyped-call]
-            raw_cell, transformed_cell=transformed_cell, **more
-        )
+        found: bool = super().should_run_async(raw_cell, transformed_cell=transformed_cell, **more)
         return found
 
     def system(self, cmd: str) -> None:
