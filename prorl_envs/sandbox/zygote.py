@@ -49,7 +49,7 @@ from prorl_envs.sandbox.syscalls import PR_SET_CHILD_SUBREAPER, capabilities, pr
 MESSAGE_LIMIT = 160 * 1024
 REPORT_LIMIT = 16 * 1024
 #: Milliseconds without a request after which the next spare is forked: beside the work, not in its way.
-_SPARE_MS = 20
+_SPARE_MS = 8
 #: bubblewrap's descriptor for what it says of the namespaces it made.
 _INFO_FD = 3
 

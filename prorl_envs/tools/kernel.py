@@ -138,7 +138,7 @@ def _displays(part: DisplayHook | DisplayPublisher) -> Displays:
     return part.shell.displays
 
 
-class _Transformers(TransformerManager):
+class Transformers(TransformerManager):
     """Looks for magics only where there can be one: to tokenize takes a tenth of a short cell's time."""
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class CellShell(InteractiveShell):
         super().__init__(  # type: ignore[no-untyped-call]
             config=Config(HistoryManager={"enabled": False, "hist_file": ":memory:"}),
             colors="nocolor",
-            input_transformer_manager=_Transformers(),
+            input_transformer_manager=Transformers(),
         )
 
     def init_ipython_dir(self, ipython_dir: str | None) -> None:
