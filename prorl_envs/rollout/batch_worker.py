@@ -42,7 +42,7 @@ class Host(Protocol):
 
     async def accept(
         self, groups: Sequence[NewGroup], tasks: Sequence[Task], *, share: Share, kept: Callable[[], None]
-    ) -> None:
+    ) -> object:
         """Keep groups, call `kept`, and have their jobs done.
 
         Raises:

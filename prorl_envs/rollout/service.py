@@ -281,9 +281,16 @@ class RolloutService:
         """
         tasks = [self.offer.load(request) for request in requests]
         groups = [NewGroup(request, task.id) for request, task in zip(requests, tasks, strict=True)]
-        # A caller who goes away must not leave a group that is stored and never begun.
-        await asyncio.shield(asyncio.create_task(self.accept(groups, tasks, quota=quota)))
-        return [await self.group(request.id) for request in requests]
+        # A caller who goes away must not leave a group that is stored and never begun. The task begins at
+        # once: where the loop is busy, each of its rounds takes long.
+        accepting = asyncio.Task(
+            self.accept(groups, tasks, quota=quota), loop=asyncio.get_running_loop(), eager_start=True
+        )
+        fresh = await asyncio.shield(accepting)
+        return [
+            self._group_view(_begun(group)) if new else await self.group(group.request.id)
+            for group, new in zip(groups, fresh, strict=True)
+        ]
 
     async def accept(
         self,
@@ -293,7 +300,7 @@ class RolloutService:
         quota: Quota | None = None,
         share: Share = COMMON,
         kept: Callable[[], None] = lambda: None,
-    ) -> None:
+    ) -> list[bool]:
         """Keep groups, all or none, and begin those that are new.
 
         Args:
@@ -301,6 +308,9 @@ class RolloutService:
             quota: as of `submit`.
             share: whose they are.
             kept: called when they are kept, before anything comes of them.
+
+        Returns:
+            of each, whether it is new.
 
         Raises:
             Conflict, Full, Unavailable.
@@ -320,6 +330,7 @@ class RolloutService:
                 if new:
                     self._engine.admit(group.request, task, batch_id=group.batch_id, share=share)
                     self.leases.grant("groups", group.request.id, group.request.lease_s)
+        return fresh
 
     async def group(self, group_id: str, *, wait_s: float = 0.0) -> GroupView:
         """Where a group is.
@@ -493,6 +504,12 @@ class RolloutService:
     def _announce(self, result: Result) -> None:
         """Wake everyone who waits for a result."""
         self._news.tell(EVERYTHING, result.group_id)
+
+
+def _begun(group: NewGroup) -> StoredGroup:
+    """A group that has just been accepted, as the store has it."""
+    nothing = (0,) * group.request.samples
+    return StoredGroup(group.request, group.task_id, (None,) * len(nothing), nothing, nothing)
 
 
 def _memory_store(settings: ServiceSettings) -> MemoryStore:

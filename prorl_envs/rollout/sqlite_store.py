@@ -18,7 +18,7 @@ import sqlite3
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -90,7 +90,7 @@ class SqlStore:
         self._max_age_s = max_age_s
         self._now = now or steady_time()
         self._waiting: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
-        self._committing: asyncio.Task[None] | None = None
+        self._committing: asyncio.Future[None] | None = None  # done when nothing waits to be written
         self._closed = False
         self._writer = ThreadPoolExecutor(1, "store-write")
         self._reader = ThreadPoolExecutor(1, "store-read")
@@ -161,28 +161,43 @@ class SqlStore:
         self._check_open()
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._waiting.append((work, future))
-        if self._committing is None or self._committing.done():
-            self._committing = asyncio.create_task(self._commit())
+        if self._committing is None:
+            self._committing = asyncio.get_running_loop().create_future()
+            asyncio.get_running_loop().call_soon(self._commit)  # with what others write until then
         return await future
 
-    async def _commit(self) -> None:
-        """Write until nothing waits."""
+    # Callbacks, not a task: each round of a busy loop that is saved is waited for by nobody.
+
+    def _commit(self) -> None:
+        """Write what waits."""
         loop = asyncio.get_running_loop()
-        while self._waiting:
-            batch, self._waiting = self._waiting, []
-            done = loop.run_in_executor(self._writer, self._transaction, [work for work, _ in batch])
-            await asyncio.wait([done])
-            error = done.exception()
-            outcomes = done.result() if error is None else [error] * len(batch)
-            for (_, future), outcome in zip(batch, outcomes, strict=True):
-                if future.done():  # its caller was cancelled
-                    continue
-                if isinstance(outcome, self.errors):
-                    outcome = self._unavailable("written", outcome)
-                if isinstance(outcome, BaseException):
-                    future.set_exception(outcome)
-                else:
-                    future.set_result(outcome)
+        batch, self._waiting = self._waiting, []
+
+        def tell(done: Future[list[Any]]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits any more
+                loop.call_soon_threadsafe(self._committed, [future for _, future in batch], done)
+
+        self._writer.submit(self._transaction, [work for work, _ in batch]).add_done_callback(tell)
+
+    def _committed(self, waiting: Sequence[asyncio.Future[Any]], done: Future[list[Any]]) -> None:
+        """Tell those whose writing is done, or has failed, and write what has come meanwhile."""
+        error = done.exception()
+        for future, outcome in zip(
+            waiting, done.result() if error is None else [error] * len(waiting), strict=True
+        ):
+            if future.done():  # its caller was cancelled
+                continue
+            if isinstance(outcome, self.errors):
+                outcome = self._unavailable("written", outcome)
+            if isinstance(outcome, BaseException):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
+        if self._waiting:
+            self._commit()
+        elif self._committing is not None:
+            self._committing.set_result(None)
+            self._committing = None
 
     async def _read[T](self, work: Callable[[], T]) -> T:
         self._check_open()
