@@ -51,7 +51,9 @@ def main() -> None:
     Console().print(report.table(runs))
     report.save_numbers(runs, options.out / "held_out.csv")
     report.draw(runs, options.out / "held_out.svg")
-    console.print(f"{options.out}/held_out.csv and held_out.svg have the curves")
+    report.save_steps(runs, options.out / "steps.csv")
+    report.draw_steps(runs, options.out / "steps.svg")
+    console.print(f"{options.out} has the curves: held_out.svg and steps.svg, and .csv of both")
 
 
 class Session:

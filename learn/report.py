@@ -4,6 +4,7 @@ import csv
 from collections.abc import Mapping, Sequence
 from math import sqrt
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from rich.table import Table
@@ -14,6 +15,8 @@ type Look = dict[str, Any]
 type Runs = Mapping[tuple[str, int], list[Look]]
 
 _COLOURS = {"trained": "#1f6f8b", "frozen": "#9a9a9a"}
+#: Steps that a point of the curve of rollouts is the mean of.
+_SMOOTH = 5
 _OTHERS = ("#c8553d", "#588157", "#8d6a9f", "#bc8a00")
 
 
@@ -37,7 +40,7 @@ def table(runs: Runs) -> Table:
         first, last = _first(records), _last(records)
         if not last:
             continue
-        trained = [line for line in records if line["kind"] == "train"]
+        trained = _steps(records)
         apart = [_number(last["by_level"].get(level)) for level in levels]
         gap = max((line["logprob_gap"] for line in trained), default=None)
         stale = str(sum(line["stale"] for line in trained))
@@ -111,34 +114,90 @@ def save_numbers(runs: Runs, path: Path) -> None:
                     )
 
 
+def save_steps(runs: Runs, path: Path) -> None:
+    """A line for each step of the trained runs, as CSV: the mean reward of its rollouts, and what was seen of
+    them."""
+    counted = ("reward", "logprob_gap", "staleness", "frac_reward_zero_std", "drift", "drifted")
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["run", "seed", "step", *counted])
+        for (arm, seed), records in runs.items():
+            for line in _steps(records):
+                numbers = [f"{line[name]:.3g}" if name in line else "" for name in counted]
+                writer.writerow([arm, seed, line["step"], *numbers])
+
+
+def draw_steps(runs: Runs, path: Path) -> None:
+    """The mean reward of each step's rollouts: dots, and a line of means over the last few steps."""
+    pyplot = _pyplot()
+    trained = {run: _steps(records) for run, records in runs.items() if _steps(records)}
+    arms = list(dict.fromkeys(arm for arm, _ in trained))
+    figure, pane = pyplot.subplots(figsize=(6.2, 3.4))
+    for (arm, seed), lines in trained.items():
+        colour = _colour(arm, arms)
+        steps, rewards = [line["step"] for line in lines], [line["reward"] for line in lines]
+        means = [mean(rewards[max(0, at - _SMOOTH + 1) : at + 1]) for at in range(len(rewards))]
+        pane.plot(steps, rewards, ".", color=colour, alpha=0.3, markersize=4)
+        first = seed == min(other for own, other in trained if own == arm)
+        pane.plot(steps, means, color=colour, linewidth=1.8, alpha=0.9, label=arm if first else None)
+    pane.set_title(f"rollouts trained on, mean of {_SMOOTH} steps", fontsize=10)
+    pane.set_ylabel("mean reward")
+    _finish(pane)
+    pane.set_ylim(0, 0.6)
+    pane.legend(frameon=False, loc="upper left")
+    _save(figure, path)
+
+
 def draw(runs: Runs, path: Path) -> None:
     """The curves: all tasks, and each level apart; a thin line for each seed, a thick one for their mean."""
+    pyplot = _pyplot()
+    levels = sorted({level for records in runs.values() for level in _last(records).get("by_level", {})})
+    figure, panes = pyplot.subplots(1, 1 + len(levels), figsize=(3.1 * (1 + len(levels)), 3), sharey=True)
+    arms = list(dict.fromkeys(arm for arm, _ in runs))
+    for pane, level in zip(panes, [None, *levels], strict=True):
+        for arm in arms:
+            colour = _colour(arm, arms)
+            curves = [_points(records, level) for (own, _), records in runs.items() if own == arm]
+            for points in curves:
+                pane.plot(*zip(*points, strict=True), color=colour, alpha=0.35, linewidth=1)
+            pane.plot(*zip(*_mean(curves), strict=True), color=colour, linewidth=2.2, label=arm)
+        pane.set_title("held-out tasks" if level is None else f"level {level}", fontsize=10)
+        _finish(pane)
+        pane.set_ylim(0, 1)
+    panes[0].set_ylabel("mean reward")
+    panes[0].legend(frameon=False, loc="upper left")
+    _save(figure, path)
+
+
+def _pyplot() -> Any:
     import matplotlib
 
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "prorl-envs"  # the same picture from the same numbers
     from matplotlib import pyplot
 
-    levels = sorted({level for records in runs.values() for level in _last(records).get("by_level", {})})
-    figure, panes = pyplot.subplots(1, 1 + len(levels), figsize=(3.1 * (1 + len(levels)), 3), sharey=True)
-    arms = list(dict.fromkeys(arm for arm, _ in runs))
-    for pane, level in zip(panes, [None, *levels], strict=True):
-        for number, arm in enumerate(arms):
-            colour = _COLOURS.get(arm, _OTHERS[number % len(_OTHERS)])
-            curves = [_points(records, level) for (own, _), records in runs.items() if own == arm]
-            for points in curves:
-                pane.plot(*zip(*points, strict=True), color=colour, alpha=0.35, linewidth=1)
-            pane.plot(*zip(*_mean(curves), strict=True), color=colour, linewidth=2.2, label=arm)
-        pane.set_title("held-out tasks" if level is None else f"level {level}", fontsize=10)
-        pane.set_xlabel("step")
-        pane.set_ylim(0, 1)
-        pane.grid(alpha=0.25)
-        pane.spines[["top", "right"]].set_visible(False)
-    panes[0].set_ylabel("mean reward")
-    panes[0].legend(frameon=False, loc="upper left")
+    return pyplot
+
+
+def _colour(arm: str, arms: Sequence[str]) -> str:
+    others = [one for one in arms if one not in _COLOURS]
+    return _COLOURS.get(arm) or _OTHERS[others.index(arm) % len(_OTHERS)]
+
+
+def _finish(pane: Any) -> None:
+    pane.set_xlabel("step")
+    pane.grid(alpha=0.25)
+    pane.spines[["top", "right"]].set_visible(False)
+
+
+def _save(figure: Any, path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+    _pyplot().close(figure)
+
+
+def _steps(records: Sequence[Look]) -> list[Look]:
+    return [line for line in records if line["kind"] == "train"]
 
 
 def _points(records: Sequence[dict[str, Any]], level: str | None) -> list[tuple[int, float]]:

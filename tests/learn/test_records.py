@@ -10,7 +10,7 @@ from rich.console import Console
 
 from learn.plan import load_plan
 from learn.records import Records, curve, read_records
-from learn.report import Runs, save_numbers, table
+from learn.report import Runs, save_numbers, save_steps, table
 from learn.system import summary
 from prorl_envs.errors import InputError
 from prorl_envs.rollout.types import JobState, Result, StopReason
@@ -86,6 +86,11 @@ def test_the_table_and_the_file_have_every_look(tmp_path: Path) -> None:
     pooled = next(line for line in console.export_text().splitlines() if " all " in line)
     assert " ".join(pooled.replace("│", " ").split()).startswith(
         "trained all 2 0.375 ± 0.021 0.375 ± 0.021 0.500 0.375"
+    )
+    save_steps(runs, tmp_path / "steps.csv")
+    assert (tmp_path / "steps.csv").read_text() == (
+        "run,seed,step,reward,logprob_gap,staleness,frac_reward_zero_std,drift,drifted\n"
+        "trained,1,1,0.2,2e-06,,,,\n"
     )
     save_numbers(runs, tmp_path / "held_out.csv")
     with (tmp_path / "held_out.csv").open() as file:
