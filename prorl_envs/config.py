@@ -504,7 +504,8 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read: {error}") from error
+        problem = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
+        raise InputError(f"{path}: cannot be read: {problem}", hint="--config names a YAML file") from error
     except yaml.YAMLError as error:
         raise InputError(f"{path}: not YAML: {error}") from error
     if values is None:

@@ -28,6 +28,10 @@ from prorl_envs.errors import InputError, ProrlError
 if TYPE_CHECKING:
     from prorl_envs.config import Settings
 
+#: What the help lists together.
+_ROLLOUTS, _STORED, _ENVIRONMENTS = "Rollouts", "Stored episodes", "Tasks and environments"
+_MACHINE, _NEMO = "This machine", "NeMo Gym"
+
 cli = typer.Typer(
     name="prorl-envs",
     help="Agentic RL environments on rootless sandboxes, served as rollouts.",
@@ -42,13 +46,6 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-cli.add_typer(nemo, name="nemo")
-cli.add_typer(harness, name="harness")
-cli.add_typer(image, name="image")
-cli.command("check-llm")(check_llm)
-cli.command()(view)
-
-
 @cli.callback()
 def _root(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
@@ -58,20 +55,6 @@ def _root(
 ) -> None:
     if driver is not None:
         os.environ["PRORL_DRIVER"] = driver  # a setting for every command, read with the others
-
-
-@cli.command()
-def show(
-    source: SourceArgument,
-    job: Annotated[str | None, typer.Argument(help="A job id, or the end of one.")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON: the whole result, or one line for each.")
-    ] = False,
-) -> None:
-    """Show one trajectory as a conversation, or list what is stored."""
-    from prorl_envs.cli.show import show
-
-    show(source, job, as_json=as_json)
 
 
 LlmOption = Annotated[
@@ -95,7 +78,7 @@ def _settings(config: Path | None) -> "Settings":
     return load_settings(config, os.environ)
 
 
-@cli.command()
+@cli.command(rich_help_panel=_ROLLOUTS)
 def demo(
     llm: LlmOption = None,
     tokenizer: TokenizerOption = None,
@@ -137,7 +120,7 @@ def demo(
         raise typer.Exit(1)
 
 
-@cli.command()
+@cli.command(rich_help_panel=_ROLLOUTS)
 def serve(
     llm: LlmOption = None,
     tokenizer: TokenizerOption = None,
@@ -186,7 +169,7 @@ def serve(
     asyncio.run(main())
 
 
-@cli.command()
+@cli.command(rich_help_panel=_ROLLOUTS)
 def node(
     head: Annotated[str, typer.Argument(help="HOST:PORT where nodes join: the service's nodes.port.")],
     name: Annotated[str | None, typer.Option(help="Name of this node; by default the host's.")] = None,
@@ -200,7 +183,7 @@ def node(
     asyncio.run(serve_node(_settings(config), head, name))
 
 
-@cli.command()
+@cli.command(rich_help_panel=_ROLLOUTS)
 def run(
     environment: Annotated[str, typer.Argument(help="Environment family.")],
     llm: LlmOption = None,
@@ -246,7 +229,7 @@ def run(
     run(command.here(settings, llm, tokenizer, model, _api_key(), requests, out_dir))
 
 
-@cli.command()
+@cli.command(rich_help_panel=_ROLLOUTS)
 def play(
     environment: Annotated[str, typer.Argument(help="Environment family.")],
     task: Annotated[str | None, typer.Argument(help="Task id; by default the first.")] = None,
@@ -262,7 +245,21 @@ def play(
     run(play(_settings(config), environment, task, data))
 
 
-@cli.command()
+@cli.command(rich_help_panel=_STORED)
+def show(
+    source: SourceArgument,
+    job: Annotated[str | None, typer.Argument(help="A job id, or the end of one.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON: the whole result, or one line for each.")
+    ] = False,
+) -> None:
+    """Show one trajectory as a conversation, or list what is stored."""
+    from prorl_envs.cli.show import show
+
+    show(source, job, as_json=as_json)
+
+
+@cli.command(rich_help_panel=_ENVIRONMENTS)
 def validate(
     environment: Annotated[str, typer.Argument(help="Environment family.")],
     data: Annotated[
@@ -279,7 +276,7 @@ def validate(
         raise typer.Exit(1)
 
 
-@cli.command()
+@cli.command(rich_help_panel=_STORED)
 def replay(
     source: Annotated[
         str, typer.Argument(metavar="FILE", help="A results.jsonl, or a service's store: a file, or its URL.")
@@ -302,7 +299,7 @@ def replay(
         raise typer.Exit(1)
 
 
-@cli.command()
+@cli.command(rich_help_panel=_ENVIRONMENTS)
 def prepare(
     environment: Annotated[str, typer.Argument(help="Environment family.")],
     data: Annotated[
@@ -319,7 +316,7 @@ def prepare(
         raise typer.Exit(1)
 
 
-@cli.command()
+@cli.command(rich_help_panel=_ENVIRONMENTS)
 def new(
     name: Annotated[str, typer.Argument(help="Of the environment and its Python package.")],
     flavour: Annotated[str, typer.Option(help="What it begins with: bash, editor or ipython.")] = "bash",
@@ -331,7 +328,7 @@ def new(
     new(name, flavour, parent)
 
 
-@cli.command()
+@cli.command(rich_help_panel=_ENVIRONMENTS)
 def scripted(
     environment: Annotated[str, typer.Argument(help="Environment family.")],
     data: Annotated[
@@ -352,7 +349,7 @@ def scripted(
     asyncio.run(serve_script(_settings(config), environment, data, options))
 
 
-@cli.command()
+@cli.command(rich_help_panel=_MACHINE)
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")] = False,
 ) -> None:
@@ -364,7 +361,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-@cli.command()
+@cli.command(rich_help_panel=_MACHINE)
 def conformance(
     driver: Annotated[str, typer.Option(help="Sandbox driver, such as bubblewrap.")] = "bubblewrap",
     image: Annotated[
@@ -386,8 +383,13 @@ def conformance(
         raise typer.Exit(1)
 
 
+cli.command(rich_help_panel=_STORED)(view)
+cli.add_typer(image, name="image", rich_help_panel=_ENVIRONMENTS)
+cli.add_typer(harness, name="harness", rich_help_panel=_ENVIRONMENTS)
+cli.command("check-llm", rich_help_panel=_MACHINE)(check_llm)
 add_commands(cli)
-cli.command("gym-root")(gym_root)  # `nemo gym-root` in short
+cli.add_typer(nemo, name="nemo", rich_help_panel=_NEMO)
+cli.command("gym-root", rich_help_panel=_NEMO)(gym_root)  # `nemo gym-root` in short
 
 
 def _api_key() -> str | None:

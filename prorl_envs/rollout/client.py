@@ -542,8 +542,8 @@ class RolloutClient:
         return await asyncio.to_thread(_parse, view, response.content)
 
     def _away(self, error: httpx.TransportError) -> Unavailable:
-        message = f"the rollout service at {self.url} does not answer: {type(error).__name__} {error}"
-        return Unavailable(message.strip(), hint="is it running there?")
+        message = f"the rollout service at {self.url} does not answer: {error or type(error).__name__}"
+        return Unavailable(message, hint="`prorl-envs serve` starts one; is it at another address?")
 
 
 def _parse[V: BaseModel](view: type[V], content: bytes | str) -> V:

@@ -21,7 +21,7 @@ const EPISODES = [
   { id: "reward", name: "Reward", width: "5.5rem", cell: chip },
   { id: "task", name: "Task", grow: 2, cell: (entry) => [el("span", { class: "main" }, entry.task_id), el("span", { class: "quiet wide" }, entry.environment)] },
   { id: "job", name: "Job", grow: 2, wide: true, cell: jobLink },
-  { id: "end", name: "Ended by", width: "7.5rem", cell: (entry) => el("span", { class: entry.failure ? "failure" : "" }, outcome(entry)) },
+  { id: "end", name: "Ended by", width: "9rem", cell: (entry) => el("span", { class: entry.failure ? "failure" : "" }, outcome(entry)) },
   { id: "turns", name: "Turns", width: "4.5rem", numeric: true, wide: true, cell: (entry) => count(entry.turns) },
   { id: "tokens", name: "Tokens", width: "5.5rem", numeric: true, wide: true, cell: (entry) => count(entry.tokens) },
   { id: "time", name: "Time", width: "6rem", numeric: true, wide: true, cell: (entry) => seconds(active(entry)) },

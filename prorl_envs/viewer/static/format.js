@@ -13,7 +13,7 @@ export function count(number) {
 export function seconds(value) {
   if (!Number.isFinite(value)) return "–";
   if (value <= 0) return "0 s";
-  if (value < 0.0995) return `${(value * 1000).toPrecision(value < 0.00995 ? 1 : 2)} ms`;
+  if (value < 0.0995) return `${Number((value * 1000).toPrecision(value < 0.0095 ? 1 : 2))} ms`;
   if (value < 9.95) return `${value.toFixed(1)} s`;
   if (value < 59.5) return `${Math.round(value)} s`;
   const minutes = Math.floor((value + 0.5) / 60);
@@ -52,7 +52,7 @@ export function tone(reward) {
 
 /** In a word or two, how an episode ended. */
 export function outcome(entry) {
-  if (entry.failure) return entry.failure;
+  if (entry.failure && entry.failure !== "cancelled") return `failed: ${entry.failure}`;
   return (entry.stop_reason ?? entry.state).replaceAll("_", " ");
 }
 

@@ -1,0 +1,203 @@
+"""How smooth the pages of a busy service are in a browser, and what they cost the service.
+
+python -m bench.dashboard                     # 5,000 jobs in flight, two hundred results a second
+python -m bench.dashboard --jobs 1000 --seconds 5
+
+The service is real, its environments hold no sandbox, and its model answers after a while. Service and
+browser share this machine, so frames are late where it is busy; the time that the page's own thread takes is
+not: it is the processor's.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from bench.__main__ import machine
+from bench.listing import chromium
+from bench.results import p99
+from prorl_envs.config import ServiceSettings
+from prorl_envs.policy.types import Sampled, Sampling
+from prorl_envs.rollout.server import serving
+from prorl_envs.rollout.service import RolloutService
+from prorl_envs.rollout.types import GroupRequest
+from prorl_envs.testing.scripted import as_message
+from prorl_envs.testing.tokenizer import builtin_renderer
+from prorl_envs.testing.toy import ToyWorld, empty_node
+
+SAMPLES, GROUPS = 8, 25
+#: Share of the jobs that is in RUN.
+RUN_SHARE = 0.1
+#: Results before anything is measured.
+FIRST = 1000
+#: Looks that the median is of.
+LOOKS = 20
+
+#: Collects, from here on, the seconds of each frame and of each task that held the page's thread for long.
+_RECORD = """() => {
+  window.frames_s = []; window.long_s = [];
+  new PerformanceObserver((list) => {
+    for (const { duration } of list.getEntries()) window.long_s.push(duration / 1000);
+  }).observe({ type: "longtask" });
+  let last = performance.now();
+  const step = (now) => {
+    window.frames_s.push((now - last) / 1000);
+    last = now;
+    requestAnimationFrame(step);
+  };
+  requestAnimationFrame(step);
+}"""
+
+
+class SlowModel:
+    """Finishes every task, after so many seconds on average."""
+
+    def __init__(self, mean_s: float) -> None:
+        self._mean_s = mean_s
+        self.renderer = builtin_renderer()
+        self._random = random.Random(0)
+        finish = {"tool": "finish", "arguments": {}}
+        ids = tuple(self.renderer.assistant(as_message([finish])))
+        self._answer = Sampled(ids, (-0.5,) * len(ids), "stop", "1", "in-process")
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str) -> Sampled:
+        await asyncio.sleep(self._mean_s * (0.5 + self._random.random()))
+        return self._answer
+
+    async def aclose(self) -> None:
+        """Nothing to end."""
+
+
+@contextlib.asynccontextmanager
+async def busy(jobs: int, rate: float) -> AsyncIterator[tuple[RolloutService, str]]:
+    """A service with so many jobs in flight for as long as the block runs, of which so many end in a second;
+    and its URL."""
+    running = max(1, int(jobs * RUN_SHARE))
+    model, world = SlowModel(running / rate), ToyWorld()
+    world.logging = False
+    settings = ServiceSettings(init=64, run=running, eval=64, live=2 * running, queue=jobs + GROUPS * SAMPLES)
+    service = RolloutService(empty_node(), {"toy": world.family()}, model.renderer, model, settings)
+    names = itertools.count()
+
+    def group(number: int) -> GroupRequest:
+        task = {"id": f"task-{number}", "instruction": "Do it.", "reward": number % 3 / 2}
+        if number % 40 == 0:
+            task["faults"] = {"eval": "grader"}
+        return GroupRequest(
+            id=f"step{number // 1000}/task-{number}", environment="toy", task=task, samples=SAMPLES
+        )
+
+    async def refill() -> None:
+        while True:
+            while service.status().unfinished < jobs:
+                await service.submit([group(next(names)) for _ in range(GROUPS)])
+            await asyncio.sleep(0.05)
+
+    async with serving(service) as url:
+        task = asyncio.create_task(refill())
+        try:
+            yield service, url
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+
+async def watched(browser: Any, service: RolloutService, url: str, seconds: float) -> dict[str, float]:
+    """What a page does in so many seconds: all that are counted are of these."""
+    page = await browser.new_page()
+    cdp = await page.context.new_cdp_session(page)
+    received: Counter[str] = Counter()
+    paths: dict[str, str] = {}
+    cdp.on("Network.requestWillBeSent", lambda e: paths.update({e["requestId"]: e["request"]["url"]}))
+    cdp.on(
+        "Network.dataReceived",
+        lambda e: received.update(
+            {paths[e["requestId"]].partition("?")[0].rpartition("/")[2]: e["dataLength"]}
+        ),
+    )
+    await cdp.send("Network.enable")
+    await cdp.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+    async def busy_s() -> float:
+        found = (await cdp.send("Performance.getMetrics"))["metrics"]
+        return next(float(one["value"]) for one in found if one["name"] == "TaskDuration")
+
+    await page.goto(url)
+    await page.get_by_text("live", exact=True).wait_for()
+    await page.locator(".list .row").first.wait_for()
+    await asyncio.sleep(3)
+    await page.evaluate(_RECORD)
+    received.clear()
+    began, before, ended = time.perf_counter(), await busy_s(), service.watch.newest
+    await asyncio.sleep(seconds)
+    took, spent = time.perf_counter() - began, await busy_s() - before
+    frames, long = await page.evaluate("[window.frames_s, window.long_s]")
+    nodes = await page.evaluate("document.getElementsByTagName('*').length")
+    await page.close()
+    return {
+        "results a second": (service.watch.newest - ended) / took,
+        "processor share of the page's thread, %": 100 * spent / took,
+        "median frame, ms": 1000 * statistics.median(frames),
+        "99th percentile frame, ms": 1000 * p99(frames),
+        "tasks over 50 ms, a minute": 60 * len(long) / took,
+        "longest task, ms": 1000 * max(long, default=0.0),
+        "elements in the page": nodes,
+        "kB/s of the stream": received["stream"] / took / 1000,
+        "kB/s of the list of jobs": received["jobs"] / took / 1000,
+    }
+
+
+async def looks(service: RolloutService) -> dict[str, float]:
+    """Milliseconds of the processor that one look takes of the service."""
+    took: dict[str, list[float]] = {"the snapshot of the stream": [], "a page of jobs": []}
+    for _ in range(LOOKS):
+        began = time.process_time()
+        size = len(service.watch.view(fresh_s=0).model_dump_json())
+        took["the snapshot of the stream"].append(time.process_time() - began)
+        began = time.process_time()
+        service.steering.jobs(limit=1000).model_dump_json()
+        took["a page of jobs"].append(time.process_time() - began)
+        await asyncio.sleep(0)
+    return {
+        **{f"{name}, ms": 1000 * statistics.median(found) for name, found in took.items()},
+        "kB of the snapshot": size / 1000,
+    }
+
+
+async def bench(jobs: int, rate: float, seconds: float) -> None:
+    def tell(where: str, rows: dict[str, float]) -> None:
+        for name, value in rows.items():
+            print(f"| {where}: {name} | {value:,.1f} |", flush=True)
+
+    print(f"{machine()}\n\n{jobs:,} jobs in flight\n\n| | |\n|---|---|")
+    async with chromium() as browser, busy(jobs, rate) as (service, url):
+        while service.watch.newest < FIRST or service.status().unfinished < 0.9 * jobs:
+            await asyncio.sleep(0.5)
+        tell("service", await looks(service))
+        if browser is None:
+            print("no browser: apt-get install chromium")
+            return
+        for name, where in (("dashboard", "#/"), ("episodes", "#/episodes")):
+            tell(name, await watched(browser, service, f"{url}/dashboard/{where}", seconds))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--jobs", type=int, default=5000, help="in flight")
+    parser.add_argument("--rate", type=float, default=200.0, help="of them that end in a second")
+    parser.add_argument("--seconds", type=float, default=15.0, help="that each page is watched for")
+    options = parser.parse_args()
+    asyncio.run(bench(options.jobs, options.rate, options.seconds))
+
+
+if __name__ == "__main__":
+    main()
