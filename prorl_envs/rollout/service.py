@@ -40,7 +40,7 @@ from prorl_envs.rollout.sandbox_memory import SandboxMemory
 from prorl_envs.rollout.scheduler import Pause, Scheduler
 from prorl_envs.rollout.stages import Family
 from prorl_envs.rollout.steering import Steering
-from prorl_envs.rollout.store import ALL, MemoryStore, NewGroup, Selection, Store
+from prorl_envs.rollout.store import ALL, MemoryStore, NewGroup, Selection, Store, StoredGroup
 from prorl_envs.rollout.types import (
     GroupRequest,
     JobState,
@@ -288,7 +288,7 @@ class RolloutService:
         )
         fresh = await asyncio.shield(accepting)
         return [
-            self._group_view(_begun(group)) if new else await self.group(group.request.id)
+            group_view(_begun(group), self._engine) if new else await self.group(group.request.id)
             for group, new in zip(groups, fresh, strict=True)
         ]
 
