@@ -15,6 +15,7 @@ import re
 import signal
 import socket
 import sys
+import warnings
 from collections.abc import Iterator
 from io import TextIOWrapper
 from typing import Any, NoReturn
@@ -105,6 +106,10 @@ class _Hook(DisplayHook):
 
     def write_format_data(self, format_dict: dict[str, Any], md_dict: dict[str, Any] | None = None) -> None:
         _displays(self).show(format_dict)
+
+    def cull_cache(self) -> None:
+        with warnings.catch_warnings(action="ignore"):  # it would tell the model
+            super().cull_cache()  # type: ignore[no-untyped-call]
 
     def log_output(self, format_dict: dict[str, Any]) -> None:
         pass  # IPython would keep every output for ever

@@ -86,3 +86,10 @@ async def test_nothing_is_kept_of_what_cells_print(python_box: Toolbox) -> None:
     await python_box.python("1 / 0", timeout_s=T)
     code = "get_ipython().history_manager.exceptions"
     assert "ZeroDivision" not in (await python_box.python(code, timeout_s=T)).text
+
+
+async def test_old_outputs_go_without_a_word(python_box: Toolbox) -> None:
+    await python_box.python("get_ipython().displayhook.cache_size = 4", timeout_s=T)
+    shown = [(await python_box.python(f"{value} + 0", timeout_s=T)).text for value in range(8)]
+    assert shown == [f"{value}\n" for value in range(8)]
+    assert (await python_box.python("len(Out) <= 4, Out[max(Out)]", timeout_s=T)).text == "(True, 7)\n"
