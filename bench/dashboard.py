@@ -145,7 +145,7 @@ async def watched(browser: Any, service: RolloutService, url: str, seconds: floa
         "results a second": (service.watch.newest - ended) / took,
         "processor share of the page's thread, %": 100 * spent / took,
         "median frame, ms": 1000 * statistics.median(frames),
-        "99th percentile frame, ms": 1000 * (p99(frames) or 0.0),
+        "99th percentile frame, ms": 1000 * (p99(frames) or max(frames)),
         "tasks over 50 ms, a minute": 60 * len(long) / took,
         "longest task, ms": 1000 * max(long, default=0.0),
         "elements in the page": nodes,

@@ -39,7 +39,7 @@ def test_a_link_until_it_is_interrupted(tmp_path: Path) -> None:
     ) as serving:
         assert serving.stdout is not None
         link = serving.stdout.readline().strip()
-        assert httpx.get(f"{link}api/episodes").json()["entries"][0]["job_id"] == "g/0"
+        assert "g/0" in httpx.get(f"{link}api/episodes").json()["entries"][0]
         assert httpx.get(link.rpartition("/")[0][:-1] + "/").status_code == 404
         serving.send_signal(signal.SIGINT)
         serving.wait()

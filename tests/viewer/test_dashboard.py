@@ -140,7 +140,7 @@ async def test_the_token_is_asked_for_and_stays_in_the_tab(chromium: Any) -> Non
     async with serving(bench.service, settings) as url:
         async with httpx.AsyncClient(base_url=url) as http:
             assert (await http.get("/dashboard/")).headers["content-security-policy"] == POLICY
-            assert (await http.get("/dashboard/main.js")).status_code == 200
+            assert (await http.get("/dashboard/pages.js")).status_code == 200
             assert (await http.get("/dashboard/secrets")).status_code == 404
             for path in ("dashboard", "dashboard/stream", "summaries", "jobs", "search?text=a"):
                 assert (await http.get(f"/v1/{path}")).status_code == 401

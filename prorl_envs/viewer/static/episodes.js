@@ -36,11 +36,13 @@ const GROUPS = [
   { id: "spread", name: "Differs", width: "5rem", wide: true, cell: (group) => (group.informative ? "yes" : el("span", { class: "quiet" }, "no")) },
 ];
 
-/** The end of an id, which is what samples differ by, stays in sight. */
 function jobLink(entry) {
-  const end = `/${entry.sample}`, whole = entry.job_id;
-  const parts = whole.endsWith(end) ? [el("span", {}, whole.slice(0, -end.length)), el("span", {}, end)] : whole;
-  return el("a", { class: "job", href: link(entry), tabindex: "-1", title: whole }, parts);
+  return el("a", { class: "job", href: link(entry), tabindex: "-1", title: entry.job_id, "aria-label": entry.job_id }, jobName(entry.job_id, entry.group_id));
+}
+
+/** The end of an id, which is what samples differ by, stays in sight. */
+export function jobName(job, group) {
+  return job.startsWith(`${group}/`) ? [el("span", {}, group), el("span", {}, job.slice(group.length))] : job;
 }
 
 function link(entry) {

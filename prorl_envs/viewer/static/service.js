@@ -3,7 +3,7 @@ import { el, fill, say } from "./dom.js";
 import { gauge, ranking, sparkline, stacked } from "./charts.js";
 import { client } from "./client.js";
 import * as control from "./control.js";
-import { strip } from "./episodes.js";
+import { jobName, strip } from "./episodes.js";
 import { follow } from "./feed.js";
 import { bytes, count, number, percent, plural, seconds } from "./format.js";
 import { VirtualList } from "./list.js";
@@ -253,10 +253,10 @@ function nodes(list) {
 
 function jobsPanel() {
   const columns = [
-    { id: "job", name: "Job", grow: 3, cell: (line) => el("a", { href: `#/episode/${encodeURIComponent(line.id)}`, tabindex: "-1" }, line.id) },
+    { id: "job", name: "Job", grow: 3, cell: (line) => el("a", { class: "job", href: `#/episode/${encodeURIComponent(line.id)}`, tabindex: "-1", title: line.id, "aria-label": line.id }, jobName(line.id, line.group_id)) },
     { id: "task", name: "Task", grow: 2, wide: true, cell: (line) => [el("span", { class: "main" }, line.task_id), el("span", { class: "quiet" }, line.environment)] },
-    { id: "state", name: "State", width: "8rem", cell: (line) => el("span", { class: `badge ${line.active ? "live" : ""}` }, line.active ? line.state.toUpperCase() : line.state === "queued" ? "queued" : `waits for ${line.state.toUpperCase()}`) },
-    { id: "since", name: "For", width: "5.5rem", numeric: true, cell: (line) => seconds(line.since_s) },
+    { id: "state", name: "State", width: "7rem", cell: (line) => el("span", { class: `badge ${line.active ? "live" : ""}` }, line.active ? line.state.toUpperCase() : line.state === "queued" ? "queued" : `waits for ${line.state.toUpperCase()}`) },
+    { id: "since", name: "For", width: "5.5rem", numeric: true, wide: true, cell: (line) => seconds(line.since_s) },
     { id: "turns", name: "Turns", width: "4rem", numeric: true, wide: true, cell: (line) => count(line.turns) },
     { id: "tokens", name: "Tokens", width: "5rem", numeric: true, wide: true, cell: (line) => count(line.tokens) },
     { id: "memory", name: "Memory", width: "5.5rem", numeric: true, wide: true, cell: (line) => (line.memory_bytes === null ? "–" : bytes(line.memory_bytes)) },
