@@ -78,9 +78,8 @@ async def _serve(episodes: "Episodes", texts: "Texts | None", port: int, browser
     from prorl_envs.viewer.offline import offline_app, reading_ahead
 
     token = secrets.token_urlsafe(24)
-    app = offline_app(episodes, token, texts)
     async with (
-        reading_ahead(episodes),
+        reading_ahead(episodes, offline_app(episodes, token, texts)) as app,
         answering(app, port=port, last_requests_s=1, log_level="critical") as url,
     ):
         link = f"{url}/{token}/"

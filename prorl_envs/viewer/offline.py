@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from prorl_envs.errors import InputError
 from prorl_envs.viewer.assets import HEADERS, Asset, assets, page
@@ -30,22 +31,35 @@ _VALUES = attrgetter(*_NAMES)
 
 
 @contextlib.asynccontextmanager
-async def reading_ahead(results: Episodes) -> AsyncIterator[None]:
-    """Read on while the block runs: by the time somebody has followed the link, most is there."""
-    ended = False
+async def reading_ahead(results: Episodes, app: ASGIApp) -> AsyncIterator[ASGIApp]:
+    """Read on until the first request, which is quicker with nothing beside it; each that asks reads on too.
+
+    Args:
+        results: what is read. By the time that somebody follows the link, most of it is there.
+        app: that shows it.
+
+    Returns:
+        The application to serve.
+    """
+    waited_for = False
 
     async def read() -> None:
         with contextlib.suppress(InputError):  # who asks is told
-            while not ended and await asyncio.to_thread(results.extend, FIRST):
+            while not waited_for and await asyncio.to_thread(results.extend, FIRST):
                 pass
+
+    async def noticed(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal waited_for
+        waited_for = True
+        await app(scope, receive, send)
 
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)
     task = asyncio.create_task(read())
     try:
-        yield
+        yield noticed
     finally:
-        ended = True
+        waited_for = True
         await task
         sys.setswitchinterval(before)
 

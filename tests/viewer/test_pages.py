@@ -100,8 +100,8 @@ async def offline(path: Path) -> AsyncIterator[str]:
     app = offline_app(index, "secret", partial(token_texts, builtin_renderer().decode))
     try:
         async with (
-            reading_ahead(index),
-            answering(app, last_requests_s=1, log_level="critical") as url,
+            reading_ahead(index, app) as served,
+            answering(served, last_requests_s=1, log_level="critical") as url,
         ):
             yield f"{url}/secret/"
     finally:
