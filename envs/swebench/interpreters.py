@@ -95,15 +95,19 @@ def _candidates() -> Iterator[Path]:
         if folder != pyenv / "shims":
             yield from _named(folder)
     for pattern, root in (("cpython-3.*/bin", uv), ("versions/3.*/bin", pyenv)):
-        for folder in sorted(root.glob(pattern), reverse=True):
+        for folder in reversed(_found(root, pattern)):
             yield from _named(folder)
 
 
-def _named(folder: Path) -> Iterator[Path]:
+def _named(folder: Path) -> list[Path]:
+    return [path for path in _found(folder, "python3.*") if path.name[8:].isdigit()]
+
+
+def _found(folder: Path, pattern: str) -> list[Path]:
     try:
-        yield from sorted(path for path in folder.glob("python3.*") if path.name[8:].isdigit())
-    except OSError:  # a folder on PATH that cannot be read holds nothing for us
-        return
+        return sorted(folder.glob(pattern))
+    except OSError:  # one that cannot be read, as another user's, holds nothing for us
+        return []
 
 
 def _ask(executable: Path) -> Interpreter | None:

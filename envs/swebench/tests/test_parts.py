@@ -38,6 +38,13 @@ def test_this_interpreter_is_found() -> None:
     assert choose(["3.0", minor]) is found
 
 
+def test_places_that_cannot_be_looked_at_hold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYENV_ROOT", "UV_PYTHON_INSTALL_DIR", "PATH"):
+        monkeypatch.setenv(name, f"/{'x' * 300}")  # longer than a name can be: an error for root, too
+    found = interpreters.__wrapped__()
+    assert list(found) == [f"{sys.version_info.major}.{sys.version_info.minor}"]
+
+
 def test_no_interpreter_is_an_error_that_says_what_there_is() -> None:
     with pytest.raises(EnvironmentFault, match=r"no Python 3\.0 or 3\.1, only .*3\.") as caught:
         choose(["3.0", "3.1"])
