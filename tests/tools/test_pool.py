@@ -185,7 +185,7 @@ async def test_closing_while_one_starts_leaves_nothing(driver: CountingDriver, r
 
 
 async def test_a_workplace_that_cannot_be_equipped_leaves_no_sandbox(driver: CountingDriver) -> None:
-    opening = asyncio.create_task(Workplace.open(driver, PLAIN))
+    opening = asyncio.create_task(Workplace.open(driver, PLAIN, python=True))  # which waits to be told
     await driver.changed.wait()
     opening.cancel()
     with pytest.raises(asyncio.CancelledError):
