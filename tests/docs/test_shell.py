@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -66,13 +67,17 @@ class World:
 
 @contextmanager
 def running(folder: Path, *arguments: str, until: str) -> Iterator[str]:
-    """A command of ours while the block runs, and the first line of it that a pattern fits."""
-    process = subprocess.Popen(
-        [SCRIPT, *arguments], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "COLUMNS": "200", "PRORL_CACHE_DIR": str(folder / "cache")},
-    )  # fmt: skip
-    assert process.stdout is not None
-    with process:
+    """A command of ours while the block runs, and the first line of it that a pattern fits. Its sandboxes lie
+    apart: a service keeps some ready from one test to the next, which is no leak."""
+    places = {"PRORL_CACHE_DIR": str(folder / "cache")}
+    with (
+        tempfile.TemporaryDirectory(prefix="prt-") as apart,
+        subprocess.Popen(
+            [SCRIPT, *arguments], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, "COLUMNS": "200", **places, "PRORL_RUN_DIR": apart},
+        ) as process,
+    ):  # fmt: skip
+        assert process.stdout is not None
         try:
             said = ""
             for line in process.stdout:
