@@ -168,6 +168,6 @@ def test_a_token_comes_from_the_settings(steer: Steer, monkeypatch: pytest.Monke
 
 def test_nobody_there_is_one_clear_error(steer: Steer) -> None:
     away = steer("status", service="http://127.0.0.1:9")
-    assert away.code == 2 and "does not answer" in away.err and "hint: is it running" in away.err
+    assert away.code == 2 and "does not answer" in away.err and "is it at another address?" in away.err
     wrong = steer("status", service="localhost")
     assert wrong.code == 2 and "is no URL" in wrong.err
