@@ -266,6 +266,7 @@ def main() -> None:
             if os.getpid() != pid:  # the cell forked, and this is the child
                 os._exit(0)
             if shell.exiting:  # the end of this process is the answer
+                control.detach()  # closed any earlier, it would have the server kill this process
                 return
             control.sendall(encode(reply))
 

@@ -4,6 +4,8 @@ A session belongs to the agent, and it may spoil its own. What must hold: each c
 says what became of it, the tools answer afterwards, and the neighbour notices nothing.
 """
 
+import asyncio
+
 import pytest
 
 from prorl_envs.tools.client import Toolbox
@@ -172,8 +174,10 @@ async def test_the_end_of_the_next_cell_told_ahead(python_box: Toolbox) -> None:
     ahead = 'for number in range(1, 300): send(b"\\x93\\xcd" + struct.pack(">H", number) + b"\\xa3lie\\x90")'
     result = await python_box.python(f"{CHANNEL}\n{ahead}", timeout_s=T)
     assert result.data["error"] in ("lie", None)
-    await python_box.python("exit()", timeout_s=T)
-    await python_box.python("1", timeout_s=T)
+    told = (await python_box.python("exit()", timeout_s=T)).text
+    async with asyncio.timeout(T):
+        while "the Python session exited with status 0" not in told:  # a lie may come before its end
+            told = (await python_box.python("1", timeout_s=T)).text
     assert (await python_box.python("6 * 7", timeout_s=T)).text == "42\n"
 
 

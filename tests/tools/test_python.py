@@ -122,12 +122,19 @@ async def test_what_ignores_the_interrupt_is_killed_with_the_session(python_box:
     assert (await python_box.python("lost", timeout_s=T)).data["error"] == "NameError"
 
 
-@pytest.mark.parametrize("code", ["exit()", "import os\nos._exit(3)", "import os\nos.kill(os.getpid(), 9)"])
-async def test_a_session_that_ends_is_said_and_replaced(python_box: Toolbox, code: str) -> None:
+@pytest.mark.parametrize(
+    ("code", "ended"),
+    [
+        ("exit()", "exited with status 0"),
+        ("import os\nos._exit(3)", "exited with status 3"),
+        ("import os\nos.kill(os.getpid(), 9)", "was killed by signal 9"),
+    ],
+)
+async def test_a_session_that_ends_is_said_and_replaced(python_box: Toolbox, code: str, ended: str) -> None:
     await python_box.python("lost = 1", timeout_s=T)
     result = await python_box.python(code, timeout_s=T)
     assert not result.ok
-    assert "the next cell gets a new one" in result.text
+    assert f"{ended}; the next cell gets a new one" in result.text
     assert (await python_box.python("lost", timeout_s=T)).data["error"] == "NameError"
 
 
