@@ -49,6 +49,8 @@ from prorl_envs.rollout.views import (
 )
 
 MAX_GROUPS = 1000
+#: What is said of a service itself, also while it starts.
+_OF_ITSELF = frozenset({"/health", "/ready", "/metrics", "/v1/status"})
 
 type _Groups = Annotated[list[GroupRequest], Field(min_length=1, max_length=MAX_GROUPS)]
 _Submission = Annotated[
@@ -74,6 +76,12 @@ def create_app(service: RolloutService, settings: ServerSettings) -> FastAPI:
             f"binding {settings.host} lets others in, so a token is needed",
             hint="set server.token (PRORL_SERVER__TOKEN), 16 characters or more",
         )
+
+    async def started(request: Request) -> None:
+        """Else what the store knows and the service does not yet would seem not to exist."""
+        if request.url.path not in _OF_ITSELF:
+            service.check_started()
+
     service.room.quotas = {f"{name}/": tenant.jobs for name, tenant in settings.tenants.items()}
     app = FastAPI(
         title="prorl-envs rollout service",
@@ -83,7 +91,7 @@ def create_app(service: RolloutService, settings: ServerSettings) -> FastAPI:
         redirect_slashes=False,
         responses=_error_answers(),
         # Only declares the token; `TokenGuard` checks it, before the body is read.
-        dependencies=[Depends(HTTPBearer(auto_error=False)), Depends(authorize)],
+        dependencies=[Depends(HTTPBearer(auto_error=False)), Depends(authorize), Depends(started)],
     )
     _add_errors(app)
     add_dashboard(app, service)

@@ -210,14 +210,20 @@ class RolloutService:
 
     # How it is operated.
 
+    def check_started(self) -> None:
+        """Raises:
+        Unavailable: the store is still being read, so nothing is known of what was accepted before.
+        """
+        if self.state is ServiceState.STARTING:
+            raise Unavailable(f"the service is {self.state}", hint="ask again soon", retry_after_s=1.0)
+
     def check_open(self) -> None:
         """Raises:
         Unavailable: nothing new is taken now.
         """
+        self.check_started()
         if self.state is not ServiceState.SERVING:
-            soon = 1.0 if self.state is ServiceState.STARTING else 0.0
-            hint = "submit to another, or later"
-            raise Unavailable(f"the service is {self.state}", hint=hint, retry_after_s=soon)
+            raise Unavailable(f"the service is {self.state}", hint="submit to another, or later")
 
     def pause(self, mode: Pause) -> None:
         """Go on accepting, and start less, until `resume`. A service that starts again is not paused.
@@ -259,7 +265,8 @@ class RolloutService:
         self.batches.freed()
 
     def _check_operable(self) -> None:
-        if self._stopping or self.state is ServiceState.STARTING:
+        self.check_started()
+        if self._stopping:
             raise Unavailable(f"the service is {self.state}")
 
     # What callers ask for.

@@ -20,6 +20,7 @@ from prorl_envs.rollout.errors import WIRE_ERRORS
 from prorl_envs.rollout.service import RolloutService
 from prorl_envs.rollout.types import Result
 from prorl_envs.testing.toy import ToyModel, ToyWorld, empty_node
+from tests.rollout.batch_bench import PacedModel
 
 pytestmark = pytest.mark.anyio
 
@@ -188,6 +189,28 @@ async def test_ready_follows_the_service_and_health_the_process(
     refused = await client.post("/v1/groups", json=body())
     assert error_of(refused)["type"] == "unavailable"
     assert "retry-after" in refused.headers
+
+
+async def test_nothing_is_said_to_be_unknown_before_the_store_is_read(
+    make_bench: Any, renderer: TemplateRenderer
+) -> None:
+    """A reader of a service that was killed asks the next one at once."""
+    store = (await make_bench()).service.store
+    service = RolloutService(
+        empty_node(), {"toy": ToyWorld().family()}, renderer, PacedModel(renderer), store=store
+    )
+    async with http(service) as client:
+        for path in ("/v1/batches/b", "/v1/batches", "/v1/groups/g", "/v1/jobs/g/0", "/v1/episodes/e"):
+            refused = await client.get(path)
+            assert error_of(refused)["type"] == "unavailable", path
+            assert refused.headers["retry-after"] == "1"
+        assert (await client.delete("/v1/batches/b")).status_code == 503
+        assert (await client.get("/ready")).status_code == 503
+        for path in ("/health", "/metrics", "/v1/status"):
+            assert (await client.get(path)).status_code == 200
+        await service.start()
+        assert (await client.get("/v1/batches/b")).status_code == 404
+        await service.stop()
 
 
 async def test_the_token_is_asked_of_everybody(bench: Any) -> None:
