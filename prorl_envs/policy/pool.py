@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from prorl_envs.clock import Clock, SystemClock
@@ -135,6 +135,20 @@ class ModelPool:
         self._waiting = False
         self._open_if_free()
         return base
+
+    def restore(self, urls: Iterable[str], weight_version: str) -> None:
+        """Take in the servers of a pool before this one.
+
+        Args:
+            urls: as they were added.
+            weight_version: what the last resume named there.
+
+        Raises:
+            InputError: not a URL.
+        """
+        self._weight_version = weight_version
+        for url in urls:
+            self.add(url)
 
     async def remove(self, url: str, *, wait_s: float = 0.0) -> bool:
         """Give a server no more turns. Those in flight end in their own time; sessions move elsewhere.

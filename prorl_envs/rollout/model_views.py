@@ -1,12 +1,16 @@
 """What callers see of the model servers, and what they may do with them."""
 
+import logging
 import math
 from collections.abc import Iterable
+
+from pydantic import BaseModel
 
 from prorl_envs.policy.pool import ModelPool, Told
 from prorl_envs.policy.servers import split_protocol
 from prorl_envs.policy.types import ModelClient
 from prorl_envs.rollout.errors import Conflict, NotFound
+from prorl_envs.rollout.store import Store
 from prorl_envs.rollout.views import (
     ModelServerList,
     ModelServerRequest,
@@ -18,16 +22,42 @@ from prorl_envs.rollout.views import (
     ToldView,
 )
 
+log = logging.getLogger(__name__)
+
+
+#: The store's name of the servers that callers added.
+_KEPT = "model_servers"
+
+
+class _Kept(BaseModel):
+    servers: list[str]
+    weight_version: str
+
 
 class ModelServers:
-    """The model servers of a service, as its callers steer them.
+    """The model servers of a service, as its callers steer them. The next service on the same store has those
+    that they added, with the weights they had; what it is started with is its own.
 
     Args:
         model: of the service.
+        store: of the service.
     """
 
-    def __init__(self, model: ModelClient) -> None:
+    def __init__(self, model: ModelClient, store: Store) -> None:
         self._model = model
+        self._store = store
+        self._added: dict[str, str] = {}  # by base URL, as it was given
+
+    async def restore(self) -> None:
+        """Take in what callers of the service before had added."""
+        text = await self._store.kept(_KEPT)
+        if text is None or not isinstance(self._model, ModelPool):
+            return
+        kept = _Kept.model_validate_json(text)
+        if kept.servers:
+            log.info("model servers of the service before: %s", ", ".join(kept.servers))
+            self._model.restore(kept.servers, kept.weight_version)
+            self._added = {split_protocol(url)[1]: url for url in kept.servers}
 
     def all(self) -> ModelServerList:
         """The servers in use; none where the model is no pool of them."""
@@ -35,14 +65,17 @@ class ModelServers:
             return ModelServerList(servers=[])
         return ModelServerList(servers=server_views(self._model), paused=self._model.paused)
 
-    def add(self, asked: ModelServerRequest) -> ModelServerList:
+    async def add(self, asked: ModelServerRequest) -> ModelServerList:
         """Offer a further server to new rollouts. Adding one again changes nothing.
 
         Raises:
             InputError: not a URL.
             Conflict: this service's model is no pool.
+            Unavailable: it is in use, and would not be after a restart: ask again.
         """
-        self._pool().add(f"{asked.protocol}+{asked.url}" if asked.protocol else asked.url)
+        url = f"{asked.protocol}+{asked.url}" if asked.protocol else asked.url
+        self._added.setdefault(self._pool().add(url), url)
+        await self._keep()
         return self.all()
 
     async def remove(self, url: str, wait_s: float) -> ModelServerList:
@@ -55,6 +88,8 @@ class ModelServers:
         pool = self._pool()
         if split_protocol(url)[1] not in {server.url for server in pool.servers}:
             raise NotFound(f"no model server {url!r}")
+        if self._added.pop(split_protocol(url)[1], None) is not None:
+            await self._keep()
         await pool.remove(url, wait_s=wait_s)
         return self.all()
 
@@ -75,7 +110,14 @@ class ModelServers:
             Conflict: this service's model is no pool.
         """
         pool = self._pool()
-        return _pause_view(pool, await pool.resume(asked.weight_version))
+        view = _pause_view(pool, await pool.resume(asked.weight_version))
+        if self._added:
+            await self._keep()
+        return view
+
+    async def _keep(self) -> None:
+        kept = _Kept(servers=list(self._added.values()), weight_version=self._pool().weight_version)
+        await self._store.keep(_KEPT, kept.model_dump_json())
 
     def _pool(self) -> ModelPool:
         if not isinstance(self._model, ModelPool):

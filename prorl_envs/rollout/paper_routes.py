@@ -20,7 +20,6 @@ from starlette.requests import Request
 from prorl_envs.errors import FailureKind, InputError, ProrlError
 from prorl_envs.policy.types import Sampling
 from prorl_envs.rollout.errors import Unavailable, to_wire
-from prorl_envs.rollout.model_views import ModelServers
 from prorl_envs.rollout.service import RolloutService, ServiceState
 from prorl_envs.rollout.types import AgentLimits, GroupRequest, Result, StopReason, job_id, json_problem
 from prorl_envs.rollout.views import ModelServerRequest
@@ -84,7 +83,7 @@ class PaperError(Exception):
 
 def add_paper_routes(app: FastAPI, service: RolloutService) -> None:
     """Add the routes."""
-    paper, servers = _Paper(service), ModelServers(service.model)
+    paper, servers = _Paper(service), service.model_servers
 
     @app.exception_handler(PaperError)
     async def on_error(_: Request, error: PaperError) -> JSONResponse:
@@ -123,14 +122,14 @@ def add_paper_routes(app: FastAPI, service: RolloutService) -> None:
     async def paper_add_llm_server(body: LlmServerRequest) -> Answer:
         """Offer a further model server."""
         with _dialect():
-            servers.add(ModelServerRequest.model_construct(url=body.address))
+            await servers.add(ModelServerRequest.model_construct(url=body.address))
         return Answer(status=f"added {body.address}")
 
     @app.post("/clear_llm_server", tags=["paper"])
     async def paper_clear_llm_server() -> Answer:
         """Take all model servers away."""
         with _dialect():
-            for server in service.model_servers():
+            for server in servers.all().servers:
                 if not server.draining:
                     await servers.remove(server.url, wait_s=0.0)
         return Answer(status="cleared")

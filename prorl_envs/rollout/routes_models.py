@@ -5,7 +5,6 @@ from typing import Annotated
 from fastapi import Body, FastAPI, Query
 
 from prorl_envs.config import ServerSettings
-from prorl_envs.rollout.model_views import ModelServers
 from prorl_envs.rollout.service import RolloutService
 from prorl_envs.rollout.views import (
     ModelServerList,
@@ -21,7 +20,7 @@ _DEFAULT_RESUME = ResumeRequest()
 
 def add_models(app: FastAPI, service: RolloutService, settings: ServerSettings) -> None:
     """Add, remove, watch, pause and resume the servers of a service."""
-    servers = ModelServers(service.model)
+    servers = service.model_servers
     max_wait_s = settings.max_wait_s
 
     @app.get("/v1/model_servers")
@@ -32,7 +31,7 @@ def add_models(app: FastAPI, service: RolloutService, settings: ServerSettings) 
     @app.post("/v1/model_servers")
     async def add_model_server(body: ModelServerRequest) -> ModelServerList:
         """Offer a further model server to new rollouts."""
-        return servers.add(body)
+        return await servers.add(body)
 
     @app.delete("/v1/model_servers")
     async def remove_model_server(

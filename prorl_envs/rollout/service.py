@@ -29,7 +29,7 @@ from prorl_envs.rollout.fair_queue import COMMON, Share
 from prorl_envs.rollout.group_views import group_view, job_view
 from prorl_envs.rollout.leases import Leases
 from prorl_envs.rollout.metrics import Metrics
-from prorl_envs.rollout.model_views import router_view, server_views
+from prorl_envs.rollout.model_views import ModelServers, router_view
 from prorl_envs.rollout.news import EVERYTHING, News
 from prorl_envs.rollout.nodes.fleet import Fleet
 from prorl_envs.rollout.offer import Offer
@@ -52,7 +52,6 @@ from prorl_envs.rollout.types import (
 from prorl_envs.rollout.views import (
     GroupView,
     JobView,
-    ModelServerView,
     PoolView,
     ResultPage,
     StatusView,
@@ -106,6 +105,8 @@ class RolloutService:
         self.renderer = renderer
         self.model = model
         self.store: Store = store or _memory_store(self.settings)
+        #: Its model servers, as callers steer them.
+        self.model_servers = ModelServers(model, self.store)
         self.state = ServiceState.STARTING
         agent = Agent(renderer, model, self.clock, self.settings.reasoning)
         worker = Worker(
@@ -157,6 +158,7 @@ class RolloutService:
         """Go on with what the store knows to be unfinished, each as a further attempt, and begin to serve.
         What cannot go on fails, and holds up nothing else."""
         self._newest = await self.store.newest()
+        await self.model_servers.restore()
         unfinished = await self.store.unfinished()
         await self.batches.restore()  # before anything comes of their groups
         for group in unfinished:
@@ -487,17 +489,13 @@ class RolloutService:
             close_failures=engine.close_failures,
             internal_errors=engine.internal_errors + self.episodes.internal_errors,
             newest=self._newest,
-            model_servers=self.model_servers(),
+            model_servers=self.model_servers.all().servers,
             router=router_view(self.model) if isinstance(self.model, ModelPool) else None,
         )
 
-    def model_servers(self) -> list[ModelServerView]:
-        """The model servers, where the model is a pool of them."""
-        return server_views(self.model) if isinstance(self.model, ModelPool) else []
-
     def has_model(self) -> bool:
         """Whether anything samples: the model is fixed, or a server of the pool takes turns."""
-        servers = self.model_servers()
+        servers = self.model_servers.all().servers
         return not isinstance(self.model, ModelPool) or any(not server.draining for server in servers)
 
     def _recorded(self, result: Result) -> None:

@@ -64,7 +64,11 @@ CREATE TABLE batch_tasks (
     number INTEGER, position INTEGER, body BLOB NOT NULL, PRIMARY KEY (number, position)
 ) WITHOUT ROWID;
 """
-FORMATS = (_FORMAT_1, _FORMAT_2, _FORMAT_3, _FORMAT_4)
+#: What a service must know when it goes on.
+_FORMAT_5 = """
+CREATE TABLE kept (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+"""
+FORMATS = (_FORMAT_1, _FORMAT_2, _FORMAT_3, _FORMAT_4, _FORMAT_5)
 SCHEMA_VERSION = len(FORMATS)
 
 

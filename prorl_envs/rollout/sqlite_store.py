@@ -144,6 +144,12 @@ class SqlStore:
     async def batches(self) -> list[tuple[StoredBatch, list[StoredGroup]]]:
         return await self._read(self._batches)
 
+    async def keep(self, name: str, value: str) -> None:
+        await self._write(partial(self._keep, name, value))
+
+    async def kept(self, name: str) -> str | None:
+        return await self._read(partial(self._kept, name))
+
     async def aclose(self) -> None:
         """Finish what was asked for and let go of the file. Idempotent."""
         self._closed = True
@@ -330,7 +336,17 @@ class SqlStore:
         if gone.rowcount:
             self._db.execute("DELETE FROM jobs WHERE number = ?", (number,))
 
+    def _keep(self, name: str, value: str) -> None:
+        self._db.execute(
+            "INSERT INTO kept VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
+            (name, value),
+        )
+
     # In the reading thread.
+
+    def _kept(self, name: str) -> str | None:
+        row = self._view.execute("SELECT value FROM kept WHERE name = ?", (name,)).fetchone()
+        return str(row[0]) if row else None
 
     def _group(self, group_id: str) -> StoredGroup:
         for group in self._groups("id = ?", group_id):

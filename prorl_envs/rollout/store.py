@@ -235,6 +235,14 @@ class Store(Protocol):
         becomes of their results."""
         ...
 
+    async def keep(self, name: str, value: str) -> None:
+        """Keep a value under a name, instead of what was there: what a service must know when it goes on."""
+        ...
+
+    async def kept(self, name: str) -> str | None:
+        """The value under a name, or None."""
+        ...
+
     async def aclose(self) -> None: ...
 
 
@@ -283,6 +291,7 @@ class MemoryStore:
         self._cursor = 0
         self._dropped = 0  # cursor of the newest result no longer kept
         self._batches: dict[str, StoredBatch] = {}
+        self._values: dict[str, str] = {}
 
     async def submit(self, groups: Sequence[NewGroup]) -> list[bool]:
         new: dict[str, NewGroup] = {}
@@ -399,6 +408,12 @@ class MemoryStore:
         for entry in self._entries.values():
             groups.setdefault(entry.batch_id, []).append(_view(entry))
         return [(batch, groups.get(name, [])) for name, batch in self._batches.items()]
+
+    async def keep(self, name: str, value: str) -> None:
+        self._values[name] = value
+
+    async def kept(self, name: str) -> str | None:
+        return self._values.get(name)
 
     async def aclose(self) -> None:
         """Nothing to end."""

@@ -37,6 +37,16 @@ async def test_everything_is_there_after_a_restart(opened: OpenStore) -> None:
         assert (await store.record(result("b"))).cursor > kept[-1].cursor
 
 
+async def test_a_value_under_a_name_is_the_last_one(opened: OpenStore) -> None:
+    async with opened() as store:
+        assert await store.kept("a") is None
+        for value in ("1", "é\n2"):
+            await store.keep("a", value)
+        await store.keep("b", "")
+    async with opened() as store:
+        assert [await store.kept(name) for name in "abc"] == ["é\n2", "", None]
+
+
 async def test_bounds_hold_over_a_restart(opened: OpenStore) -> None:
     async with opened(max_tokens=100) as store:
         await store.submit([group(samples=5)])

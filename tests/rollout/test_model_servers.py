@@ -24,6 +24,7 @@ from prorl_envs.testing.clock import FakeClock
 from prorl_envs.testing.openai_face import scripted_openai
 from prorl_envs.testing.scripted import Call, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
+from tests.rollout.conftest import OpenStore
 
 pytestmark = pytest.mark.anyio
 
@@ -183,3 +184,34 @@ def test_results_of_before_are_read() -> None:
     old = {"ids": [1, 2], "loss_mask": [0, 1], "logprobs": [0.0, -1.0], "drift": 0}
     read = Trajectory.model_validate({**old, "turns": [{**turn, "model_s": 1.0, "tools_s": 0.0}]})
     assert read.exact and read.turns[0].exact and read.turns[0].version_spans == []
+
+
+async def test_what_callers_added_is_there_after_a_restart(
+    make_bench: Any, renderer: TemplateRenderer, opened: OpenStore
+) -> None:
+    """Jobs that go on need their servers, and who added these may not know that the service was killed."""
+    own = "http://127.0.0.1:1"
+    async with (
+        ScriptedServer(BOOK, protocol="sglang") as server,
+        ScriptedServer(BOOK) as gone,
+        opened() as store,
+        pool_on(renderer, own) as first,
+        pool_on(renderer) as second,
+        pool_on(renderer, own) as third,
+    ):
+        async with client_of((await make_bench(model=first, kept_in=store)).service) as client:
+            await client.add_model_server(server.url, protocol="sglang")
+            await client.add_model_server(gone.url)
+            await client.remove_model_server(own)
+            await client.remove_model_server(gone.url)
+            await client.pause_model_servers()
+            await client.resume_model_servers("step-3")
+        bench = await make_bench(model=second, kept_in=store)
+        [known] = bench.service.model_servers.all().servers
+        assert (known.url, known.protocol, known.weight_version) == (server.url, "sglang", "step-3")
+        [turn, *_] = check(await bench.result(bench.group())).turns
+        assert turn.weight_version == "step-3"
+        async with client_of(bench.service) as client:
+            assert await client.remove_model_server(server.url, wait_s=30) == []
+        await make_bench(model=third, kept_in=store)
+        assert [state.url for state in third.servers] == [own], "what it was started with"

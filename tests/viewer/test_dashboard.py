@@ -117,7 +117,9 @@ async def test_it_is_steered_from_the_page(chromium: Any, watched: tuple[Watched
         await page.get_by_role("button", name="Drain http://127.0.0.1:8001").click()
         await page.get_by_role("dialog").get_by_role("button", name="Drain").click()
         await page.get_by_text("It gets nothing more.").wait_for()
-        assert [server.url for server in bench.service.model_servers()] == ["http://127.0.0.1:8000"]
+        assert [server.url for server in bench.service.model_servers.all().servers] == [
+            "http://127.0.0.1:8000"
+        ]
 
 
 async def test_hostile_words_of_a_running_service_are_text(
