@@ -13,6 +13,7 @@ from prorl_envs.sandbox.base import Limits
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.containment import NodeLimits
 from prorl_envs.testing.leaks import Holdings, leaks_since
+from prorl_envs.testing.sandbox_entry import LIGHT_TEMPLATES
 
 # Property tests have no deadline: a busy machine is no failure.
 settings.register_profile("no deadline", deadline=None)
@@ -82,9 +83,11 @@ async def driver(run_dir: Path) -> AsyncIterator[BubblewrapDriver]:
 async def shared_driver(run_dir: Path) -> AsyncIterator[BubblewrapDriver]:
     """One driver for a module's tests, its templates started up front. Each test closes its sandboxes.
 
+    Its Python sessions import numpy and the others themselves, as those in an instance do.
+
     Without a watchdog: a look of its own that is under way when a test ends would pass for a leak.
     """
-    driver = BubblewrapDriver(limits=UNWATCHED)
+    driver = BubblewrapDriver(limits=UNWATCHED, templates=LIGHT_TEMPLATES)
     try:
         await driver.warm()
         yield driver
