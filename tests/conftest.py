@@ -73,17 +73,18 @@ def existing_driver(name: str) -> str:
 
 @pytest.fixture
 async def driver(run_dir: Path) -> AsyncIterator[BubblewrapDriver]:
-    """A driver of the test's own. Real sandboxes: where the machine cannot, the error says what to do."""
-    driver = BubblewrapDriver()
+    """A driver of the test's own. Real sandboxes: where the machine cannot, the error says what to do.
+
+    Its Python sessions import numpy and the others themselves, as those in an instance do.
+    """
+    driver = BubblewrapDriver(templates=LIGHT_TEMPLATES)
     yield driver
     await driver.aclose()
 
 
 @pytest.fixture(scope="module")
 async def shared_driver(run_dir: Path) -> AsyncIterator[BubblewrapDriver]:
-    """One driver for a module's tests, its templates started up front. Each test closes its sandboxes.
-
-    Its Python sessions import numpy and the others themselves, as those in an instance do.
+    """One like it for a module's tests, its templates started up front. Each test closes its sandboxes.
 
     Without a watchdog: a look of its own that is under way when a test ends would pass for a leak.
     """
