@@ -1,14 +1,16 @@
 """Fixtures of the families' tests: a node of real sandboxes, and the check that nothing is left."""
 
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from prorl_envs.env.node import Node
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.template import TemplateSpec
 from prorl_envs.testing.leaks import Holdings, leaks_since
+from prorl_envs.testing.sandbox_entry import LIGHT_TEMPLATES
 
 
 @pytest.fixture(scope="session")
@@ -24,9 +26,15 @@ def family_run_dir() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-async def node(family_run_dir: Path) -> AsyncIterator[Node]:
+def templates() -> Mapping[str, TemplateSpec]:
+    """What the module's node forks its tools from; a module that tries the libraries ahead has its own."""
+    return LIGHT_TEMPLATES
+
+
+@pytest.fixture(scope="module")
+async def node(family_run_dir: Path, templates: Mapping[str, TemplateSpec]) -> AsyncIterator[Node]:
     """One node for a module's tests, its templates started up front."""
-    driver = BubblewrapDriver(family_run_dir)
+    driver = BubblewrapDriver(family_run_dir, templates=templates)
     cache = family_run_dir / "cache"
     cache.mkdir(exist_ok=True)  # outlives the tests that put something into it
     async with Node(driver, cache) as node:

@@ -13,6 +13,7 @@ from prorl_envs.sandbox.base import Limits
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.containment import NodeLimits
 from prorl_envs.testing.leaks import Holdings, leaks_since
+from prorl_envs.testing.sandbox_entry import LIGHT_TEMPLATES
 
 # Property tests have no deadline: a busy machine is no failure.
 settings.register_profile("no deadline", deadline=None)
@@ -72,19 +73,22 @@ def existing_driver(name: str) -> str:
 
 @pytest.fixture
 async def driver(run_dir: Path) -> AsyncIterator[BubblewrapDriver]:
-    """A driver of the test's own. Real sandboxes: where the machine cannot, the error says what to do."""
-    driver = BubblewrapDriver()
+    """A driver of the test's own. Real sandboxes: where the machine cannot, the error says what to do.
+
+    Its Python sessions import numpy and the others themselves, as those in an instance do.
+    """
+    driver = BubblewrapDriver(templates=LIGHT_TEMPLATES)
     yield driver
     await driver.aclose()
 
 
 @pytest.fixture(scope="module")
 async def shared_driver(run_dir: Path) -> AsyncIterator[BubblewrapDriver]:
-    """One driver for a module's tests, its templates started up front. Each test closes its sandboxes.
+    """One like it for a module's tests, its templates started up front. Each test closes its sandboxes.
 
     Without a watchdog: a look of its own that is under way when a test ends would pass for a leak.
     """
-    driver = BubblewrapDriver(limits=UNWATCHED)
+    driver = BubblewrapDriver(limits=UNWATCHED, templates=LIGHT_TEMPLATES)
     try:
         await driver.warm()
         yield driver

@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Self
 
 from prorl_envs.env.node import Node
 
@@ -26,6 +26,10 @@ class Runner:
         self._thread: threading.Thread | None = None
         self._loop: Future[asyncio.AbstractEventLoop] = Future()
         self._stop = asyncio.Event()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself: gymnasium copies what an environment was made with, and those made with one share it."""
+        return self
 
     def run[T](self, make: Callable[[Node], Coroutine[Any, Any, T]]) -> T:
         """Run `make(node)` to its end and return what it returns. An interrupt of the caller cancels it."""

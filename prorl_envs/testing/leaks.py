@@ -19,6 +19,9 @@ from typing import Self
 
 #: PF_KTHREAD of <linux/sched.h>, among the flags of proc(5)'s stat.
 _KERNEL_THREAD = 0x00200000
+#: Number, and inode in /proc, of processes that can be none of ours: they are not read again. Another process
+#: of that number has another inode.
+_STRANGERS: set[tuple[str, int]] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +83,17 @@ def _processes(run_dir: Path) -> dict[tuple[int, int], str]:
     found = {}
     namespace, own, name = os.readlink("/proc/self/ns/mnt"), os.getpid(), os.fsencode(run_dir)
     began = int(_read("self", "stat").rpartition(b")")[2].split()[19])
-    for pid in os.listdir("/proc"):
-        if not pid.isdigit() or int(pid) == own:
+    for entry in os.scandir("/proc"):
+        pid, known = entry.name, (entry.name, entry.inode())
+        if not pid.isdigit() or int(pid) == own or known in _STRANGERS:
             continue
         # Such a one has ended, or is another user's.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
             command, _, rest = _read(pid, "stat").rpartition(b")")
             fields = rest.split()
             if int(fields[19]) < began or int(fields[6]) & _KERNEL_THREAD:
-                continue  # it was there before us
+                _STRANGERS.add(known)  # it was there before us
+                continue
             arguments = _read(pid, "cmdline")
             # bubblewrap names the directory before it has mounted anything
             if int(fields[1]) == own or name in arguments or _sandboxed(pid, namespace, name):

@@ -11,6 +11,7 @@ from prorl_envs.sandbox.cgroups import Mechanism
 from prorl_envs.sandbox.choice import make_driver
 from prorl_envs.sandbox.containment import NodeLimits
 from prorl_envs.sandbox.runtime import python_runtime
+from prorl_envs.testing.sandbox_entry import LIGHT_TEMPLATES
 from prorl_envs.tools.client import Toolbox
 from prorl_envs.tools.link import ToolLimits
 from tests.attacks.attempts import Driver, OpenBox
@@ -28,7 +29,8 @@ def driver_name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 async def attacked(run_dir: Path, driver_name: str) -> AsyncIterator[Driver]:
     """The driver of a module's attacks, whose limits the watchdog keeps."""
-    driver = make_driver(driver_name, limits=NodeLimits(each=LIMITS, mechanism=Mechanism.WATCHDOG))
+    limits = NodeLimits(each=LIMITS, mechanism=Mechanism.WATCHDOG)
+    driver = make_driver(driver_name, templates=LIGHT_TEMPLATES, limits=limits)
     try:
         await driver.warm()
         yield driver

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,9 @@ import pytest
 from prorl_envs.conformance.runner import Outcome, run_suite
 from prorl_envs.conformance.subject import DRIVERS, Subject
 from prorl_envs.conformance.suite import PROMISES
+from prorl_envs.sandbox.base import Driver
+from prorl_envs.sandbox.choice import make_driver
+from prorl_envs.testing.sandbox_entry import LIGHT_TEMPLATES
 from tests.conformance.images import write_image
 from tests.sandbox.rootfs import build_sif, missing_for_sif
 
@@ -22,6 +26,11 @@ SUBJECTS = {
     "instance-sif": ("instance", "sif"),
     "local": ("local", ""),
 }
+
+
+def light(name: str, root: Path) -> Driver:
+    """A driver as `DRIVERS` has it, but for the libraries that a Python session finds imported."""
+    return make_driver(name, root, templates=LIGHT_TEMPLATES)
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +58,8 @@ def outcomes(image: Callable[[str], Path | None], run_dir: Path) -> Outcomes:
     def get(name: str) -> list[Outcome]:
         if name not in known:
             driver, kind = SUBJECTS[name]
-            subject = Subject(driver=driver, make=DRIVERS[driver], image=image(kind))
+            make = DRIVERS[driver] if driver == "bubblewrap" else partial(light, driver)
+            subject = Subject(driver=driver, make=make, image=image(kind))
             known[name] = asyncio.run(run_suite(subject, PROMISES))
         return known[name]
 

@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from prorl_envs.conformance.subject import DRIVERS, Subject
 from prorl_envs.conformance.suite import PROMISES, RETIRED, THEMES, chosen
 from prorl_envs.conformance.world import World
 from prorl_envs.errors import InputError
-from tests.conformance.conftest import SUBJECTS, Outcomes
+from tests.conformance.conftest import SUBJECTS, Outcomes, light
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -107,7 +108,7 @@ NOTICED = [
 
 def test_a_driver_that_isolates_nothing_and_claims_to_is_found_out() -> None:
     """And the machine is none the worse: what would harm it is not tried."""
-    careless = Subject(driver="careless", make=DRIVERS["local"])
+    careless = Subject(driver="careless", make=partial(light, "local"))
     harmful = [promise.id for promise in PROMISES if promise.harmful and not promise.needs]
     found = asyncio.run(run_suite(careless, [p for p in PROMISES if p.id in {*NOTICED, *harmful}]))
     assert [outcome.id for outcome in found if outcome.state is not State.BROKEN] == []

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 import pytest
@@ -24,6 +24,7 @@ from prorl_envs.sandbox.base import Sandbox, SandboxSpec
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.snapshot import Snapshot
 from prorl_envs.testing.resources import ResourcesDesk, desk_row
+from prorl_envs.testing.sandbox_entry import LIGHT_TEMPLATES
 from prorl_envs.testing.serving import served
 
 GREETING = {"task": "greeting"}
@@ -55,6 +56,16 @@ class FaultyDriver:
         await self.driver.aclose()
 
 
+@pytest.fixture(scope="module")
+def runner(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    """One for the tests that try every family, its templates started up front."""
+    cache = tmp_path_factory.mktemp("cache")
+    runner = Runner(lambda: Node(BubblewrapDriver(templates=LIGHT_TEMPLATES), cache))
+    runner.run(lambda node: cast(BubblewrapDriver, node.driver).warm())
+    yield runner
+    runner.close()
+
+
 @pytest.fixture
 def env() -> Iterator[TaskEnv]:
     env = TaskEnv("bash", render_mode="ansi", max_turns=4)
@@ -70,17 +81,17 @@ SLOW = {"swebench": pytest.mark.thorough}
 @pytest.mark.parametrize(
     ("env_id", "family"), [pytest.param(*item, marks=SLOW.get(item[1], ())) for item in IDS.items()]
 )
-def test_gymnasiums_own_check(env_id: str, family: str) -> None:
+def test_gymnasiums_own_check(env_id: str, family: str, runner: Runner) -> None:
     tasks = [json.loads(example_path(family).read_text().splitlines()[1])] if family in SLOW else None
-    env = gymnasium.make(f"prorl_envs.gym:{env_id}", tasks=tasks)
+    env = gymnasium.make(f"prorl_envs.gym:{env_id}", tasks=tasks, runner=runner)
     check_env(env.unwrapped)
     env.close()
 
 
 @pytest.mark.parametrize("family", ["bash", "code", "ipython", "math", "stem"])
-def test_the_first_examples_reference_scores_one(family: str) -> None:
+def test_the_first_examples_reference_scores_one(family: str, runner: Runner) -> None:
     task = load_tasks(family, example_path(family))[0]
-    env = TaskEnv(family)
+    env = TaskEnv(family, runner=runner)
     observation, info = env.reset(options={"task": task.id})
     assert task.instruction in observation
     assert info["messages"][-1]["content"] == task.instruction
@@ -116,8 +127,8 @@ def test_an_answer_without_a_tool_call_ends_the_episode_and_is_graded(env: TaskE
     assert "grade" in info
 
 
-def test_an_answer_without_a_tool_call_may_hold_what_is_graded() -> None:
-    env = TaskEnv("math", tasks=[{"id": "t", "instruction": "What is 6 * 7?", "answer": "42"}])
+def test_an_answer_without_a_tool_call_may_hold_what_is_graded(runner: Runner) -> None:
+    env = TaskEnv("math", tasks=[{"id": "t", "instruction": "What is 6 * 7?", "answer": "42"}], runner=runner)
     for said, reward in ((r"It is \boxed{42}.", 1.0), (r"It is \boxed{43}.", 0.0), ("It is 42.", 0.0)):
         env.reset()
         assert env.step(said)[1:4] == (reward, True, False)

@@ -12,6 +12,7 @@ from prorl_envs.config import ServiceSettings
 from prorl_envs.env.node import Node
 from prorl_envs.env.registry import environments, example_path
 from prorl_envs.gym.env import TaskEnv
+from prorl_envs.gym.runner import Runner
 from prorl_envs.policy.pool import ModelPool
 from prorl_envs.policy.rendering import TemplateRenderer
 from prorl_envs.policy.vllm import VllmClient
@@ -20,6 +21,7 @@ from prorl_envs.rollout.server import serving
 from prorl_envs.rollout.service import RolloutService
 from prorl_envs.rollout.types import GroupRequest, Result
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.testing.sandbox_entry import LIGHT_TEMPLATES
 from prorl_envs.testing.scripted import Mix, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
 
@@ -68,11 +70,8 @@ async def test_references_score_one_and_others_nothing(
     rewards = {name: sorted(r.reward or 0.0 for r in results if r.group_id == name) for name in families}
     assert rewards == {name: [0.0, 1.0] for name in families}
     assert all(result.trajectory is not None and result.trajectory.drift == 0 for result in results)
-    for result in results:
-        if result.reward:
-            assert said(result) == await asyncio.to_thread(
-                through_gymnasium, rows[result.environment], result
-            )
+    played = await asyncio.to_thread(through_gymnasium, rows, tmp_path)
+    assert {r.environment: said(r) for r in results if r.reward} == played
 
 
 def said(result: Result) -> dict[str, Any]:
@@ -89,13 +88,21 @@ def said(result: Result) -> dict[str, Any]:
     }
 
 
-def through_gymnasium(row: dict[str, Any], result: Result) -> dict[str, Any]:
-    """The same of an episode in which the reference is played as actions."""
-    env = TaskEnv(result.environment, tasks=[row])
+def through_gymnasium(rows: dict[str, dict[str, Any]], cache: Path) -> dict[str, dict[str, Any]]:
+    """The same of episodes in which the references are played as actions, by family."""
+    runner = Runner(lambda: Node(BubblewrapDriver(templates=LIGHT_TEMPLATES), cache))
+    try:
+        return {name: stepped(name, row, runner) for name, row in rows.items()}
+    finally:
+        runner.close()
+
+
+def stepped(name: str, row: dict[str, Any], runner: Runner) -> dict[str, Any]:
+    env = TaskEnv(name, tasks=[row], runner=runner)
     try:
         _, info = env.reset(seed=1)
         prompt, tools, observations = info["messages"], info["tools"], []
-        reference = environments()[result.environment].load(row).reference
+        reference = environments()[name].load(row).reference
         for call in reference:
             action = json.dumps({"name": call.tool, "arguments": call.arguments})
             observation, reward, terminated, truncated, info = env.step(action)

@@ -55,10 +55,10 @@ async def limited(request: pytest.FixtureRequest, run_dir: Path) -> AsyncIterato
 
 @pytest.fixture(scope="module")
 async def watched(run_dir: Path) -> AsyncIterator[BubblewrapDriver]:
-    """Where the mechanism makes no difference."""
+    """Where the mechanism makes no difference, and no Python session is opened."""
     driver = BubblewrapDriver(limits=NodeLimits(each=LIMITS, mechanism=Mechanism.WATCHDOG))
     try:
-        await driver.warm()
+        await driver.warm("base")
         yield driver
     finally:
         await driver.aclose()

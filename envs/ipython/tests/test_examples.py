@@ -1,5 +1,7 @@
 """Every example task discriminates, for real: reference 1, untouched 0, twice the same."""
 
+from collections.abc import Mapping
+
 import pytest
 
 from prorl_envs.env.node import Node
@@ -7,6 +9,13 @@ from prorl_envs.env.registry import example_path, load_tasks
 from prorl_envs.env.validate import validate
 from prorl_envs.envs.ipython.env import IPythonEnvironment
 from prorl_envs.envs.ipython.task import IPythonTask
+from prorl_envs.sandbox.template import TEMPLATES, TemplateSpec
+
+
+@pytest.fixture(scope="module")
+def templates() -> Mapping[str, TemplateSpec]:
+    """As a node has them: sessions find their libraries imported."""
+    return TEMPLATES
 
 
 @pytest.mark.anyio

@@ -1,6 +1,6 @@
 """The instances' builds are shared by all modules of a test run."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -9,6 +9,7 @@ from prorl_envs.env.node import Node
 from prorl_envs.env.registry import example_path, load_tasks
 from prorl_envs.envs.swebench.task import SwebenchTask
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.template import TemplateSpec
 
 
 @pytest.fixture(scope="session")
@@ -17,8 +18,10 @@ def build_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-async def node(family_run_dir: Path, build_cache: Path) -> AsyncIterator[Node]:
-    driver = BubblewrapDriver(family_run_dir)
+async def node(
+    family_run_dir: Path, templates: Mapping[str, TemplateSpec], build_cache: Path
+) -> AsyncIterator[Node]:
+    driver = BubblewrapDriver(family_run_dir, templates=templates)
     async with Node(driver, build_cache) as node:
         await driver.warm()
         yield node

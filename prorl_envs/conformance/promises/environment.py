@@ -59,36 +59,37 @@ async def secret_in_environments(world: World) -> None:
     same((found, seen.splitlines()[-1:]), ([], ["end"]))
 
 
-#: Looks for two halves in a row in all memory it can read; a buffer of its own may hold a copy of each.
+#: Looks for two halves in a row in all memory it can read, first in what is small and writable: where all
+#: is shown, it soon finds the service. A buffer of its own may hold a copy of each half.
 _MEMORY = """
 import sys
-def search(first, second, own):
-    found = set()
+def areas(own):
     for name in os.listdir("/proc"):
         if not name.isdigit() or (int(name) == os.getpid()) != own:
             continue
         try:
             maps = open("/proc/%s/maps" % name).read().splitlines()
-            memory = open("/proc/%s/mem" % name, "rb", 0)
         except OSError:
             continue
         for line in maps:
             area, modes = line.split()[:2]
             low, high = (int(part, 16) for part in area.split("-"))
-            if modes[0] != "r" or "[v" in line:
-                continue
-            try:
-                for at in range(low, high, 1 << 20):
+            if modes[0] == "r" and "[v" not in line:
+                yield modes[1] != "w", high - low, low, name, line
+def search(first, second, own):
+    for _, size, low, name, line in sorted(areas(own)):
+        try:
+            with open("/proc/%s/mem" % name, "rb", 0) as memory:
+                for at in range(low, low + size, 1 << 20):
                     memory.seek(at)
-                    data = memory.read(min(high - at, (1 << 20) + 64))
+                    data = memory.read(min(low + size - at, (1 << 20) + 64))
                     place = data.find(first)
                     while place >= 0:
                         if data[place + len(first):place + len(first) + len(second)] == second:
-                            found.add("process %s %s" % (name, line))
+                            yield "process %s %s" % (name, line)
                         place = data.find(first, place + 1)
-            except (OSError, ValueError, OverflowError):
-                pass
-    return found
+        except (OSError, ValueError, OverflowError):
+            pass
 """
 
 
@@ -100,7 +101,10 @@ def search(first, second, own):
 )
 async def secret_in_memory(world: World) -> None:
     first, second = halves(world.planted.secret).split()
-    code = f"{_MEMORY}\nfor text in search(sys.argv[1].encode(), sys.argv[2].encode(), False): print(text)"
+    look = (
+        "for text in search(sys.argv[1].encode(), sys.argv[2].encode(), False):\n    print(text)\n    break"
+    )
+    code = f"{_MEMORY}\n{look}"
     await world.python_box.nothing_in_python(code, first, second)
 
 
@@ -111,7 +115,7 @@ async def secret_in_memory(world: World) -> None:
 )
 async def secret_in_session(world: World) -> None:
     first, second = halves(world.planted.secret).split()
-    code = f"import os\n{_MEMORY}\nsorted(search(b'{first}', b'{second}', True))"
+    code = f"import os\n{_MEMORY}\nsorted(set(search(b'{first}', b'{second}', True)))"
     async with world.session() as tools:
         same((await tools.python(code, timeout_s=60)).text, "[]\n")
 
