@@ -80,7 +80,8 @@ def table(models: Mapping[str, Path], tokenizer: Path, family: type[Environment[
     ]
     shown = Table(title="probability of the right choice, held-out tasks", title_justify="left")
     for name in ("choice", "blind", *models):
-        shown.add_column(name, justify="left" if name == "choice" else "right")
+        words = name == "choice"
+        shown.add_column(name, justify="left" if words else "right", no_wrap=not words)
     for what, choice in kinds.items():
         shown.add_row(what, f"{1 / choice.of:.2f}", *(f"{column[what]:.2f}" for column in columns))
     return shown
