@@ -19,7 +19,9 @@ def test_every_right_choice_stands_in_a_command_that_solves_the_task() -> None:
             if "value" in choice.what:
                 assert task.row["checks"][1]["text"] == f"{choice.right}\n"
                 assert choice.command == f"echo {choice.right} > answer.txt"
+            elif "first" in choice.what:
+                assert choice.command == f"cat {task.names[0]}.sh"
             else:
                 assert choice.command == reference["arguments"]["command"]
-    assert len(kinds) == 8
+    assert len(kinds) == 10
     assert set(kinds.values()) == {10}
