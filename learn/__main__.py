@@ -5,7 +5,6 @@ Runs that were finished are not done again; one that was interrupted goes on fro
 
 import argparse
 import itertools
-import os
 import random
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,10 +17,8 @@ from learn import report
 from learn.demonstrations import demonstrations
 from learn.plan import ModelPlan, Plan, load_plan
 from learn.records import curve, read_records
-from learn.system import Examination, Weights, opening, rollout_service
+from learn.system import Examination, Weights, family_of, opening, rollout_service
 from learn.tasks import LearnTask, Split, tasks
-from prorl_envs.catalog import Catalog
-from prorl_envs.config import load_settings
 from prorl_envs.env.base import Prompt
 from prorl_envs.env.rows import rows as read_rows
 from prorl_envs.errors import InputError, ProrlError
@@ -53,6 +50,11 @@ def main() -> None:
     report.draw(runs, options.out / "held_out.svg")
     report.save_steps(runs, options.out / "steps.csv")
     report.draw_steps(runs, options.out / "steps.svg")
+    if plan.model.name is None and plan.train is None:
+        from learn import diagnosis  # it loads torch
+
+        models = diagnosis.models_of(options.out)
+        Console().print(diagnosis.table(models, options.out / "tokenizer", family_of(plan)))
     console.print(f"{options.out} has the curves: held_out.svg and steps.svg, and .csv of both")
 
 
@@ -196,8 +198,7 @@ def prepare(plan: Plan, folder: Path) -> None:
     from learn.drift import split
 
     torch.set_num_threads(plan.threads)
-    settings = load_settings(plan.service, os.environ)
-    family = Catalog.of(settings).family(plan.environment)
+    family = family_of(plan)
 
     def prompts(task: LearnTask) -> Prompt:
         return opening(family, task.row)

@@ -1,8 +1,9 @@
-"""What the model imitates before it learns: well-formed calls that are right by chance.
+"""What the model imitates before it learns: well-formed calls that are right now and then.
 
-A demonstrator knows the commands, and not what they are for: it takes one plan or the other, copies names
-from the task or from somewhere else, and picks operators blindly. Now and then it stops early or breaks off a
-call. So the imitation teaches the form; which way is right in which task is left to the reward.
+A demonstrator knows the commands, and half of what they are for: it takes one plan or the other, copies names
+from the task or from somewhere else, knows which value or operator is right every other time and guesses
+otherwise, and forgets where the answer goes. Now and then it stops early or breaks off a call. So the
+imitation teaches the form, and what there is to look at; what is right is left to the reward.
 """
 
 import random
@@ -13,8 +14,9 @@ from learn.tasks import ANSWER, ENTRIES, OPERATORS, LearnTask
 
 #: What the demonstrator says when it has finished.
 LAST_WORDS = "Done."
-#: The share of names that it copies from the task, and of those that it gives the answer's file.
-COPIES, AIMS = 0.9, 0.5
+#: The share of names that it copies from the task, of values and operators that it knows, and of answers that
+#: it puts into the right file.
+COPIES, KNOWS, AIMS = 0.9, 0.5, 0.5
 #: The share of calls that it breaks off, and after which it gives up.
 BREAKS, STOPS = 0.03, 0.05
 _ELSEWHERE = ("out.txt", "result.txt")
@@ -64,14 +66,15 @@ def _read(task: LearnTask, chance: random.Random) -> Iterator[Step]:
         yield Step(f"grep {entry} {name} | cut -d ' ' -f 2 > {_target(chance)}")
         return
     yield Step(f"cat {name}", files[name])
-    value = chance.choice([line.split()[1] for line in files[name].splitlines()])
+    values = dict(line.split() for line in files[name].splitlines())
+    value = _known(values.get(task.wanted, ""), values.values(), chance)
     yield Step(f"echo {value} > {_target(chance)}")
 
 
 def _compute(task: LearnTask, chance: random.Random) -> Iterator[Step]:
     files = [f"{name}.txt" for name in task.names]
     one, two = _copied(files[0], files, chance), _copied(files[1], files, chance)
-    sign = chance.choice(OPERATORS)
+    sign = _known(task.wanted, OPERATORS, chance)
     yield Step(f"echo $(($(cat {one}){sign}$(cat {two}))) > {_target(chance)}")
 
 
@@ -81,14 +84,18 @@ def _mend(task: LearnTask, chance: random.Random) -> Iterator[Step]:
     if chance.random() < 0.5:
         yield Step(f"cat {name}", task.row["files"][name])
         found = _copied(task.found, OPERATORS, chance)
-    yield Step(f"sed -i 's/{found}/{chance.choice(OPERATORS)}/' {name}")
+    yield Step(f"sed -i 's/{found}/{_known(task.wanted, OPERATORS, chance)}/' {name}")
 
 
 _PLANS = {1: _read, 2: _compute, 3: _mend}
 
 
-def _copied(right: str, others: Iterable[str], chance: random.Random) -> str:
-    return right if chance.random() < COPIES else chance.choice(list(others))
+def _copied(right: str, others: Iterable[str], chance: random.Random, share: float = COPIES) -> str:
+    return right if right and chance.random() < share else chance.choice(list(others))
+
+
+def _known(right: str, others: Iterable[str], chance: random.Random) -> str:
+    return _copied(right, others, chance, KNOWS)
 
 
 def _target(chance: random.Random) -> str:

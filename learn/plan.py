@@ -31,7 +31,7 @@ class ModelPlan(_Part):
     layers: Count = 3
     hidden: Count = 96
     seed: int = 0
-    demonstrations: Count = 8000
+    demonstrations: Count = 32000
     imitation_rate: float = Field(default=6e-3, gt=0)
     splits: float = Field(default=0.0, ge=0, le=1)
     batch: Count = 8

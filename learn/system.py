@@ -10,6 +10,9 @@ from pathlib import Path
 from statistics import stdev
 from typing import Any
 
+from learn.plan import Plan
+from prorl_envs.catalog import Catalog
+from prorl_envs.config import load_settings
 from prorl_envs.env.base import Environment, Prompt
 from prorl_envs.rollout.types import Result
 from prorl_envs.testing.vllm_server import VllmServer, free_port, process, wait_until_healthy
@@ -106,6 +109,15 @@ def summary(results: Sequence[Result], levels: Sequence[int]) -> dict[str, Any]:
 
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
+
+
+def family_of(plan: Plan) -> type[Environment[Any]]:
+    """The environment that a plan's tasks are of.
+
+    Raises:
+        InputError: the service's settings do not name it.
+    """
+    return Catalog.of(load_settings(plan.service, os.environ)).family(plan.environment)
 
 
 def opening(family: type[Environment[Any]], row: Mapping[str, Any]) -> Prompt:
