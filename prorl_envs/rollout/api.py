@@ -49,8 +49,6 @@ from prorl_envs.rollout.views import (
 )
 
 MAX_GROUPS = 1000
-#: What is said of a service itself, also while it starts.
-_OF_ITSELF = frozenset({"/health", "/ready", "/metrics", "/v1/status"})
 
 type _Groups = Annotated[list[GroupRequest], Field(min_length=1, max_length=MAX_GROUPS)]
 _Submission = Annotated[
@@ -79,7 +77,8 @@ def create_app(service: RolloutService, settings: ServerSettings) -> FastAPI:
 
     async def started(request: Request) -> None:
         """Else what the store knows and the service does not yet would seem not to exist."""
-        if request.url.path not in _OF_ITSELF:
+        path = request.url.path
+        if path.startswith("/v1/") and path != "/v1/status":
             service.check_started()
 
     service.room.quotas = {f"{name}/": tenant.jobs for name, tenant in settings.tenants.items()}
