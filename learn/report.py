@@ -143,7 +143,7 @@ def draw_steps(runs: Runs, path: Path) -> None:
     pane.set_title(f"rollouts trained on, mean of {_SMOOTH} steps", fontsize=10)
     pane.set_ylabel("mean reward")
     _finish(pane)
-    pane.set_ylim(0, 0.6)
+    pane.set_ylim(0, 1)
     pane.legend(frameon=False, loc="upper left")
     _save(figure, path)
 
