@@ -6,6 +6,8 @@ Runs that were finished are not done again; one that was interrupted goes on fro
 import argparse
 import itertools
 import random
+import signal
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ type Records = list[dict[str, Any]]
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # servers end with their blocks
     options = _options()
     try:
         plan = load_plan(options.plan)

@@ -16,5 +16,5 @@ exec python -m verl.trainer.main_ppo \
     actor_rollout_ref.model.path=Qwen/Qwen3-4B \
     actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=8 \
     "$agent.agent_loop_config_path=$here/agent.yaml" \
-    "$agent.agent_loop_manager_class=prorl_envs.trainers.verl.RolloutManager" \
+    "++$agent.agent_loop_manager_class=prorl_envs.trainers.verl.RolloutManager" \
     "$@"

@@ -1,15 +1,22 @@
 """verl's own agent loop worker, and its TransferQueue one, with episodes of a service."""
 
+import importlib.util
+import pkgutil
+import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from prorl_envs.testing.tokenizer import tokenizer_folder
 from prorl_envs.trainers.asking import connect_sync
 from prorl_envs.trainers.rollouts import EpisodeFailed, close_shared
-from prorl_envs.trainers.verl import announce_updates, rows
+from prorl_envs.trainers.verl import RolloutManager, announce_updates, rows
 from tests.trainers.conftest import ToyService, task, toy_service
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "trainers" / "verl"
 
 pytestmark = [pytest.mark.trainers, pytest.mark.filterwarnings("ignore"), pytest.mark.anyio]
 
@@ -122,3 +129,26 @@ def test_an_update_of_weights_is_announced(toy: ToyService, monkeypatch: pytest.
         [server] = client.model_servers()
         router = client.status().router
     assert server.weight_version == "7" and router is not None and not router.paused
+
+
+def test_verl_knows_every_setting_of_the_example(tmp_path: Path) -> None:
+    """The script as a user calls it, up to verl: a setting that verl's own files lack ends it at once."""
+    from hydra import compose, initialize_config_dir
+
+    shim = tmp_path / "python"
+    shim.write_text('#!/bin/sh\n[ "$1" != -m ] || printf "%s\\n" "$@"\n')
+    shim.chmod(0o755)
+    command = ["sh", str(EXAMPLE / "train.sh"), "tasks.jsonl", "trainer.n_gpus_per_node=1"]
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    told = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
+    _, module, *overrides = told.splitlines()
+    spec = importlib.util.find_spec("verl")
+    assert module == "verl.trainer.main_ppo" and spec is not None and spec.submodule_search_locations
+    folder = Path(spec.submodule_search_locations[0]) / "trainer" / "config"
+    with initialize_config_dir(str(folder), version_base=None):
+        config = compose("ppo_trainer", overrides=overrides)
+    agent = config.actor_rollout_ref.rollout.agent
+    named = pkgutil.resolve_name(agent.agent_loop_manager_class.replace(".Rollout", ":Rollout"))
+    assert named is RolloutManager
+    [loop] = yaml.safe_load(Path(agent.agent_loop_config_path).read_text())
+    assert loop["name"] == rows([task("a")], environment="bash")[0]["agent_name"]
