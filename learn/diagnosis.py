@@ -23,7 +23,7 @@ from learn.demonstrations import Step
 from learn.imitation import written
 from learn.plan import load_plan
 from learn.system import family_of, opening
-from learn.tasks import LearnTask, Split, tasks
+from learn.tasks import LearnTask, tasks
 from prorl_envs.env.base import Environment
 from prorl_envs.policy.loading import load_renderer
 from prorl_envs.policy.rendering import TemplateRenderer
@@ -53,12 +53,10 @@ def probability(
     return exp(sum(scores[at - 1, ids[at]].item() for at in own))
 
 
-def probabilities(
-    model: Any, renderer: TemplateRenderer, family: type[Environment[Any]], split: Split = "held_out"
-) -> dict[str, float]:
-    """Means over tasks, by what is chosen."""
+def probabilities(model: Any, renderer: TemplateRenderer, family: type[Environment[Any]]) -> dict[str, float]:
+    """Means over held-out tasks, by what is chosen."""
     found: dict[str, list[float]] = {}
-    for task in itertools.islice(tasks(split, 0), TASKS):
+    for task in itertools.islice(tasks("held_out", 0), TASKS):
         for choice in choices(task):
             found.setdefault(choice.what, []).append(probability(model, renderer, family, task, choice))
     return {what: mean(values) for what, values in found.items()}

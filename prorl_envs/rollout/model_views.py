@@ -24,7 +24,6 @@ from prorl_envs.rollout.views import (
 
 log = logging.getLogger(__name__)
 
-
 #: The store's name of the servers that callers added.
 _KEPT = "model_servers"
 
@@ -86,9 +85,10 @@ class ModelServers:
             InputError, Conflict: as for adding.
         """
         pool = self._pool()
-        if split_protocol(url)[1] not in {server.url for server in pool.servers}:
+        _, base = split_protocol(url)
+        if base not in {server.url for server in pool.servers}:
             raise NotFound(f"no model server {url!r}")
-        if self._added.pop(split_protocol(url)[1], None) is not None:
+        if self._added.pop(base, None) is not None:
             await self._keep()
         await pool.remove(url, wait_s=wait_s)
         return self.all()
