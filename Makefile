@@ -4,7 +4,7 @@ PYTHON := $(VENV)/bin/python
 # Tests that wait leave room for one more at a time than there are cores. WORKERS=0 runs them in order.
 WORKERS ?= $(shell expr $$(nproc) + 1)
 
-.PHONY: demo test test-thorough test-nemo test-ray test-vllm test-llamacpp test-trainers test-harnesses learn verify-swebench docs lint format bench faults fuzz lock clean help
+.PHONY: demo test test-thorough test-nemo test-ray test-vllm test-llamacpp test-cgroup2 test-trainers test-harnesses learn verify-swebench docs lint format bench faults fuzz lock clean help
 
 help:
 	@echo "make demo       set up, then run real rollouts end to end (ARGS='--help' shows the options)"
@@ -15,6 +15,7 @@ help:
 	@echo "make test-ray   nodes as actors on a Ray cluster of several Ray nodes (a minute; adds the extra)"
 	@echo "make test-vllm  the model client against a real vLLM on the CPU (its own environment, 6 GB, several minutes)"
 	@echo "make test-llamacpp  the model client against a real llama.cpp server (its own environment, 200 MB, a minute)"
+	@echo "make test-cgroup2  limits kept by delegated control groups, in a virtual machine (Debian with QEMU and systemd, 500 MB)"
 	@echo "make test-trainers  every adapter against its trainer's package (ARGS='trl verl'; environments of 1 to 6 GB)"
 	@echo "make learn      a small model that learns, through the whole system, on the CPU (its own environments, 12 GB; ARGS='--seeds 1')"
 	@echo "make test-harnesses  each known harness, unmodified, on tasks in sandboxes (PyPI, npm, 2 GB in the cache, some minutes)"
@@ -49,6 +50,9 @@ test-vllm:
 
 test-llamacpp:
 	@scripts/test-llamacpp.sh $(ARGS)
+
+test-cgroup2:
+	@scripts/test-cgroup2.sh $(ARGS)
 
 test-trainers:
 	@scripts/test-trainers.sh $(ARGS)

@@ -32,14 +32,15 @@ pytestmark = pytest.mark.anyio
 LIMITS = Limits(memory_bytes=96 << 20, processes=40, open_files=1024, disk_bytes=20 << 20, disk_files=2000)
 
 
-def has_legacy_groups() -> bool:
+def has(groups: Mechanism) -> bool:
     try:
-        return find_groups(Mechanism.CGROUP1) is not None
+        return find_groups(groups) is not None
     except SandboxError:
         return False
 
 
-MECHANISMS = [Mechanism.WATCHDOG, *([Mechanism.CGROUP1] if has_legacy_groups() else [])]
+GROUPS = [groups for groups in (Mechanism.CGROUP2, Mechanism.CGROUP1) if has(groups)]
+MECHANISMS = [Mechanism.WATCHDOG, *GROUPS]
 SPEC = SandboxSpec(limits=LIMITS)
 
 
@@ -358,7 +359,7 @@ SERVICE = """
     from prorl_envs.sandbox.containment import NodeLimits
 
     async def main():
-        driver = BubblewrapDriver(limits=NodeLimits(mechanism=Mechanism.CGROUP1))
+        driver = BubblewrapDriver(limits=NodeLimits(mechanism=Mechanism(sys.argv[1])))
         sandbox = await driver.start(SandboxSpec())
         print(driver.directory.path, flush=True)
         await asyncio.Event().wait()
@@ -367,11 +368,11 @@ SERVICE = """
 """
 
 
-@pytest.fixture
-def abandoned_groups(run_dir: Path) -> Iterator[tuple[list[Path], Path]]:
+@pytest.fixture(params=GROUPS)
+def abandoned_groups(request: pytest.FixtureRequest, run_dir: Path) -> Iterator[tuple[list[Path], Path]]:
     """The groups, and the driver directory, of a service that was killed."""
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(SERVICE)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", textwrap.dedent(SERVICE), request.param], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     directory = Path(process.stdout.readline().strip())
@@ -387,7 +388,6 @@ def abandoned_groups(run_dir: Path) -> Iterator[tuple[list[Path], Path]]:
             left.rmdir()
 
 
-@pytest.mark.skipif(not has_legacy_groups(), reason="needs control groups of version 1")
 def test_the_groups_of_a_killed_service_are_removed_with_its_directory(
     abandoned_groups: tuple[list[Path], Path], run_dir: Path
 ) -> None:
