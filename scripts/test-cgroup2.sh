@@ -1,8 +1,9 @@
 #!/bin/sh
 # The tests of limits where the kernel keeps them: test-cgroup2.sh [COMMAND [ARG ...]].
 # In a virtual machine with this machine's own system, which it cannot change, and Debian's kernel. systemd, which
-# has to be installed here, delegates a subtree of control groups to an ordinary user, whom the command runs as:
-# without one, the tests, what `prorl-envs doctor` says, and the conformance suite. Needs a Debian or a relative.
+# has to be installed here, delegates a subtree of control groups to an ordinary user, whom the
+# command runs as; $DELEGATED before a program in it gives that a scope of its own. Without a command: what
+# `prorl-envs doctor` says, the tests, and the conformance suite. Needs a Debian or a relative.
 #   CGROUP2_DIR  where the kernel is kept, and what the machine said at its start, boot.log (.build/cgroup2, 500 MB)
 #   CGROUP2_ACCEL  kvm, or tcg where a machine has a /dev/kvm that does not work (kvm where there is one to write to)
 set -eu
@@ -40,9 +41,9 @@ version=$(cat "$kept/.installed")
 
 [ $# -gt 0 ] || set -- sh -c '
     status=0
-    prorl-envs doctor || status=1
-    python -m pytest -p no:cacheprovider -n 0 tests/sandbox/test_cgroups.py tests/sandbox/test_limits.py || status=1
-    prorl-envs conformance --driver bubblewrap || status=1
+    $DELEGATED prorl-envs doctor || status=1
+    $DELEGATED python -m pytest -p no:cacheprovider -n 0 tests/sandbox/test_cgroups.py tests/sandbox/test_limits.py || status=1
+    $DELEGATED prorl-envs conformance --driver bubblewrap || status=1
     exit $status'
 words=
 for word; do words="$words '$(printf '%s' "$word" | sed "s/'/'\\\\''/g")'"; done
@@ -54,7 +55,8 @@ cd '$checkout'
 PATH="\$(realpath '$venv')/bin:\$PATH" HOME=/home/guest TMPDIR=/home/guest/tmp COLUMNS=120 PYTHONDONTWRITEBYTECODE=1
 export PATH HOME TMPDIR COLUMNS PYTHONDONTWRITEBYTECODE
 mkdir -p "\$TMPDIR"
-exec systemd-run --user --scope --quiet -p Delegate=yes$words
+export DELEGATED='systemd-run --user --scope --quiet -p Delegate=yes' # a scope each: the service must be alone in it
+exec$words
 END
 cat > "$kept/first/init" <<END
 #!/bin/busybox sh
