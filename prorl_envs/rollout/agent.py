@@ -32,6 +32,7 @@ from prorl_envs.policy.types import (
 )
 from prorl_envs.rollout import budget, tracing
 from prorl_envs.rollout.ledger import Ledger
+from prorl_envs.rollout.turnstile import Turnstile
 from prorl_envs.rollout.types import AgentLimits, StopReason, Trajectory
 from prorl_envs.tools.types import ToolCall, ToolResult, ToolSpec
 
@@ -113,6 +114,8 @@ class Agent:
     pooled: PooledModel | None = field(init=False, repr=False)  # the model, where it is one; slow to ask
     _reading: asyncio.Lock = field(default_factory=asyncio.Lock, init=False, repr=False)
     _prompts: OrderedDict[str, list[int]] = field(default_factory=OrderedDict, init=False, repr=False)
+    #: Before whatever an episode computes for longer than a request to the service needs.
+    turnstile: Turnstile = field(default_factory=Turnstile, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.pooled = self.model if isinstance(self.model, PooledModel) else None
@@ -265,6 +268,7 @@ class Loop:
 
     async def _heed(self, sampled: Sampled) -> StopReason | None:
         """Do what an answer asks for."""
+        await self.agent.turnstile.through()
         before = len(self.context) - len(sampled.ids)
         prompt_end = self.context[max(0, before - _PROMPT_END) : before]
         answer = self.agent.renderer.parse(sampled.ids, self.tools, prompt_ids=prompt_end)
@@ -364,6 +368,7 @@ class Loop:
 
     async def _observe(self, sampled: Sampled, observations: Sequence[Message]) -> StopReason | None:
         """Go on from the observations, unless they would leave no room for an answer."""
+        await self.agent.turnstile.through()
         step = await self._next(sampled, observations)
         reserve = self.limits.reserve_tokens
         if reserve and not self.warned and self._left(step) <= reserve:

@@ -50,7 +50,8 @@ class NodeDriver[S: "NodeSandbox"](ABC):
         limits: NodeLimits = DEFAULT_LIMITS,
     ) -> None:
         self.directory = DriverDirectory(root.resolve() if root is not None else node_local_base())
-        self.templates = {name: Template(name, spec) for name, spec in templates.items()}
+        self.nice = limits.nice
+        self.templates = {name: Template(name, spec, nice=self.nice) for name, spec in templates.items()}
         self.containment = Containment(limits, self.directory)
         self._sandboxes: set[S] = set()
         self._sweeping: asyncio.Task[list[Path]] | None = None

@@ -227,7 +227,9 @@ class InstanceSandbox(IsolatedSandbox):
         runtime, with_python = self._ready.runtime, shows_python(self._inside)
         python = runtime.command_of_host() if with_python else runtime.command()
         try:
-            self._process = TemplateProcess("inside", self._driver.wrapper(command, python))
+            self._process = TemplateProcess(
+                "inside", self._driver.nice, self._driver.wrapper(command, python)
+            )
         except OSError as error:
             raise SandboxError(f"Apptainer cannot be run: {error}") from error
         entries, preload = self._imports(with_python)
