@@ -206,6 +206,20 @@ def delegated(proc: Path = Path("/proc")) -> tuple[Path | None, str]:
     return place, ""
 
 
+def sessions_weigh_alike(proc: Path = Path("/proc")) -> bool:
+    """Whether the kernel shares the processors out by session (sched_autogroup), so that being nice makes no
+    difference to other sessions: see sched(7). It does not do so in a group that has a weight.
+    """
+    switch = proc / "sys/kernel/sched_autogroup_enabled"
+    if not switch.exists() or switch.read_text().strip() != "1":
+        return False
+    memberships = _memberships(proc)
+    if "cpu" in memberships:
+        return memberships["cpu"] == "/"
+    mount = next((at for at, kind, _ in _mounts(proc) if kind == "cgroup2"), None)
+    return mount is None or not (mount / memberships.get("", "/").lstrip("/") / "cpu.weight").exists()
+
+
 def _is_marked(place: Path) -> bool:
     """Whether systemd says that the group is its user's to divide. To root, everything seems to be."""
     for name in ("user.delegate", "trusted.delegate"):

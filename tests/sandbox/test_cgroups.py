@@ -13,6 +13,7 @@ from prorl_envs.sandbox.cgroups import (
     Mechanism,
     delegated,
     find_groups,
+    sessions_weigh_alike,
     settings,
     sweep_groups,
 )
@@ -145,3 +146,20 @@ def test_a_killed_service_s_groups_are_removed_and_no_others(tmp_path: Path) -> 
 
 def test_a_directory_without_groups_has_none_to_remove(tmp_path: Path) -> None:
     sweep_groups(tmp_path)
+
+
+def test_sessions_weigh_alike_only_without_a_group_that_has_a_weight(tmp_path: Path) -> None:
+    proc = unified_tree(tmp_path)
+    assert not sessions_weigh_alike(proc)  # a kernel that cannot
+    switch = proc / "sys/kernel/sched_autogroup_enabled"
+    switch.parent.mkdir(parents=True)
+    switch.write_text("0\n")
+    assert not sessions_weigh_alike(proc)
+    switch.write_text("1\n")
+    assert sessions_weigh_alike(proc)
+    (tmp_path / "tree/app.scope/cpu.weight").write_text("100\n")
+    assert not sessions_weigh_alike(proc)
+    (proc / "self/cgroup").write_text("3:cpu,cpuacct:/\n0::/app.scope\n")
+    assert sessions_weigh_alike(proc)
+    (proc / "self/cgroup").write_text("3:cpu,cpuacct:/slurm/job\n0::/app.scope\n")
+    assert not sessions_weigh_alike(proc)
