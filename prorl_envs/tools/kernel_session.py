@@ -4,15 +4,29 @@ The kernel runs what the model wrote, so every word of it is hostile: frames are
 the cell that runs.
 """
 
+import time
+
 from prorl_envs.tools.fork import Kernel
 from prorl_envs.tools.loop import Loop, Timer, has_ended
 from prorl_envs.tools.reader import OutputReader
-from prorl_envs.tools.session import Cause, Running, Session
-from prorl_envs.tools.wire import Cell, Framer, Python, PythonDone, WireError, decode_cell_done, encode
+from prorl_envs.tools.session import Answer, Cause, Running, Session
+from prorl_envs.tools.wire import (
+    Cell,
+    Framer,
+    Python,
+    PythonDone,
+    ReturnPython,
+    WireError,
+    decode_cell_done,
+    encode,
+)
 
 #: Bytes of the longest frame a kernel may send: its display data and room for the rest.
 FRAME_LIMIT = 8 * 1024 * 1024
 _READ_SIZE = 262144
+#: Seconds after a cell was handed over in which the kernel, which ignores interrupts between cells, may still
+#: be about to read it.
+_BEGIN_S = 0.05
 
 
 class KernelSession(Session[Python]):
@@ -31,9 +45,38 @@ class KernelSession(Session[Python]):
         self._framer = Framer(FRAME_LIMIT)
         self._kernel: Kernel | None = None
         self._reader: OutputReader | None = None
-        self._kill_timer: Timer | None = None
+        self._began = 0.0
+        #: The next step against a cell that is to end.
+        self._stop_timer: Timer | None = None
         self._notice = ""
         self._breach = ""
+        self._lent = False
+
+    def submit(self, request: Python, answer: Answer) -> None:
+        if self._lent:  # it was sent before the host knew
+            self._own()
+        super().submit(request, answer)
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What is handed over where the session is lent; see `lent.LentPython`."""
+        assert self._kernel is not None
+        return self._kernel.output, self._kernel.control.fileno(), self._kernel.pidfd
+
+    def take_back(self, returned: ReturnPython, answer: Answer) -> None:
+        """Go on where the host left off; `answer` is called once the cell under way has ended.
+
+        Raises:
+            WireError: the session was not lent.
+        """
+        if not self._lent:
+            raise WireError("the Python session is not lent")
+        self._own()
+        self.output.feed(returned.output)
+        if returned.running is not None:
+            self._began = time.monotonic() - returned.spent_s
+            self.resume(returned.running, answer, returned.spent_s)
+        self._hear(returned.heard)
 
     def start(self) -> Kernel:
         """Fork a kernel.
@@ -45,8 +88,8 @@ class KernelSession(Session[Python]):
         self._framer = Framer(FRAME_LIMIT)
         self._breach = ""
         self._reader = OutputReader(self.loop, kernel.output, self.output)
-        self.loop.watch(kernel.control.fileno(), self._on_control)
-        self.loop.watch(kernel.pidfd, self._on_exit)
+        self._lent = False
+        self._watch(kernel)
         return kernel
 
     def close(self) -> None:
@@ -61,7 +104,27 @@ class KernelSession(Session[Python]):
 
     def _begin(self, request: Python) -> None:
         kernel = self._kernel or self.start()
+        self._began = time.monotonic()
         kernel.send(encode(Cell(request.id, request.code)))
+
+    def _watch(self, kernel: Kernel) -> None:
+        self.loop.watch(kernel.control.fileno(), self._on_control)
+        self.loop.watch(kernel.pidfd, self._on_exit)
+
+    def _own(self) -> None:
+        """The end of a loan."""
+        assert self._kernel is not None and self._reader is not None
+        self._lent = False
+        self._reader.start()
+        self._watch(self._kernel)
+
+    def _lend(self, running: Running[Python], done: PythonDone) -> PythonDone:
+        """Let the host run the next cells itself, if this one has ended as most do."""
+        self._lent = done.lent = running.cause is None and not self.queued
+        if self._lent:
+            for fd in self.descriptors:
+                self.loop.forget(fd)
+        return done
 
     def _discard(self) -> int:
         """Forget the ended kernel; return its exit status."""
@@ -82,7 +145,12 @@ class KernelSession(Session[Python]):
         if not data:  # closed by a cell, or at its end
             self.loop.forget(self._kernel.control.fileno())
             self._kernel.kill()
-            return
+        else:
+            self._hear(data)
+
+    def _hear(self, data: bytes) -> None:
+        """What the kernel said."""
+        assert self._kernel is not None and self._reader is not None
         try:
             replies = [decode_cell_done(frame) for frame in self._framer.feed(data)]
         except WireError:
@@ -92,7 +160,9 @@ class KernelSession(Session[Python]):
         for done in replies:
             if self.running is not None and done.id == self.running.request.id:
                 self._reader.drain()
-                self.finish(lambda running: self._reply(running, done.error, done.display))  # noqa: B023 - called at once
+                self.finish(
+                    lambda running: self._lend(running, self._reply(running, done.error, done.display))  # noqa: B023 - called at once
+                )
 
     def _on_exit(self) -> None:
         assert self._reader is not None
@@ -110,8 +180,8 @@ class KernelSession(Session[Python]):
     def _reply(
         self, running: Running[Python], error: str, display: list[dict[str, str]], notice: str = ""
     ) -> PythonDone:
-        if self._kill_timer is not None:
-            self._kill_timer.cancel()
+        if self._stop_timer is not None:
+            self._stop_timer.cancel()
         captured = self.output.take()
         notices = [self._notice, f"[{running.stopped}]" if running.cause else "", notice]
         self._notice = ""
@@ -126,6 +196,11 @@ class KernelSession(Session[Python]):
         )
 
     def _interrupt(self, running: Running[Python]) -> None:
+        early_s = self._began + _BEGIN_S - time.monotonic()
+        if early_s > 0:
+            self._stop_timer = self.loop.call_later(early_s, lambda: self._interrupt(running))
+            return
+
         def kill() -> None:
             running.killed = True
             if self._kernel is not None:
@@ -133,4 +208,4 @@ class KernelSession(Session[Python]):
 
         assert self._kernel is not None
         self._kernel.interrupt()
-        self._kill_timer = self.loop.call_later(self.grace_s, kill)
+        self._stop_timer = self.loop.call_later(self.grace_s, kill)
