@@ -4,8 +4,6 @@ The kernel runs what the model wrote, so every word of it is hostile: frames are
 the cell that runs.
 """
 
-import time
-
 from prorl_envs.tools.fork import Kernel
 from prorl_envs.tools.loop import Loop, Timer, has_ended
 from prorl_envs.tools.reader import OutputReader
@@ -24,9 +22,6 @@ from prorl_envs.tools.wire import (
 #: Bytes of the longest frame a kernel may send: its display data and room for the rest.
 FRAME_LIMIT = 8 * 1024 * 1024
 _READ_SIZE = 262144
-#: Seconds after a cell was handed over in which the kernel, which ignores interrupts between cells, may still
-#: be about to read it.
-_BEGIN_S = 0.05
 
 
 class KernelSession(Session[Python]):
@@ -45,9 +40,7 @@ class KernelSession(Session[Python]):
         self._framer = Framer(FRAME_LIMIT)
         self._kernel: Kernel | None = None
         self._reader: OutputReader | None = None
-        self._began = 0.0
-        #: The next step against a cell that is to end.
-        self._stop_timer: Timer | None = None
+        self._kill_timer: Timer | None = None
         self._notice = ""
         self._breach = ""
         self._lent = False
@@ -74,7 +67,6 @@ class KernelSession(Session[Python]):
         self._own()
         self.output.feed(returned.output)
         if returned.running is not None:
-            self._began = time.monotonic() - returned.spent_s
             self.resume(returned.running, answer, returned.spent_s)
         self._hear(returned.heard)
 
@@ -104,7 +96,6 @@ class KernelSession(Session[Python]):
 
     def _begin(self, request: Python) -> None:
         kernel = self._kernel or self.start()
-        self._began = time.monotonic()
         kernel.send(encode(Cell(request.id, request.code)))
 
     def _watch(self, kernel: Kernel) -> None:
@@ -180,8 +171,8 @@ class KernelSession(Session[Python]):
     def _reply(
         self, running: Running[Python], error: str, display: list[dict[str, str]], notice: str = ""
     ) -> PythonDone:
-        if self._stop_timer is not None:
-            self._stop_timer.cancel()
+        if self._kill_timer is not None:
+            self._kill_timer.cancel()
         captured = self.output.take()
         notices = [self._notice, f"[{running.stopped}]" if running.cause else "", notice]
         self._notice = ""
@@ -196,11 +187,6 @@ class KernelSession(Session[Python]):
         )
 
     def _interrupt(self, running: Running[Python]) -> None:
-        early_s = self._began + _BEGIN_S - time.monotonic()
-        if early_s > 0:
-            self._stop_timer = self.loop.call_later(early_s, lambda: self._interrupt(running))
-            return
-
         def kill() -> None:
             running.killed = True
             if self._kernel is not None:
@@ -208,4 +194,4 @@ class KernelSession(Session[Python]):
 
         assert self._kernel is not None
         self._kernel.interrupt()
-        self._stop_timer = self.loop.call_later(self.grace_s, kill)
+        self._kill_timer = self.loop.call_later(self.grace_s, kill)

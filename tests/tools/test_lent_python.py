@@ -142,13 +142,14 @@ async def test_at_its_deadline_a_cell_is_interrupted(lent: Toolbox) -> None:
 
 
 async def test_a_cell_can_be_cancelled_at_once(lent: Toolbox) -> None:
-    call = asyncio.create_task(lent.python("import time; time.sleep(100)", timeout_s=T))
-    await asyncio.sleep(0)
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    assert (await lent.python("kept", timeout_s=T)).duration_s < 10
-    assert await usable(lent)
+    for _ in range(8):  # it may be anywhere on its way
+        call = asyncio.create_task(lent.python("import time; time.sleep(100)", timeout_s=T))
+        await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert (await lent.python("kept", timeout_s=T)).duration_s < 10
+        assert await usable(lent)
 
 
 async def test_a_restarted_session_is_lent_anew(lent: Toolbox) -> None:
