@@ -267,6 +267,8 @@ class Connection:
         if not isinstance(request, Bash if isinstance(done, BashDone) else Python):
             raise WireError("a session lent at the wrong moment")
         session = _session(request)
+        if session in self._lent:
+            raise WireError("a session lent twice")
         # A request that was sent before this was known, as after a cancelled call, is the server's.
         late = sum(_is_for(waiting.request, session) for waiting in self._waiting.values()) > 1
         if late or len(self._descriptors) != DESCRIPTORS:  # there may be no more to be had
