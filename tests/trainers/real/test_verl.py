@@ -24,7 +24,12 @@ from tests.trainers.conftest import ToyService, task, toy_service
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "trainers" / "verl"
 
-pytestmark = [pytest.mark.trainers, pytest.mark.filterwarnings("ignore"), pytest.mark.anyio]
+pytestmark = [
+    pytest.mark.trainers,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.anyio,
+    pytest.mark.timeout(400),  # Ray starts a dozen processes, of which two import verl
+]
 
 
 def worker(url: str, kind: type[Any] | None = None) -> Any:
@@ -179,7 +184,6 @@ def assert_same(row: dict[str, Any], output: dict[str, Any]) -> None:
     assert row["rm_scores"].tolist() == [0.0] * (len(response) - 1) + [output["reward_score"]]
 
 
-@pytest.mark.timeout(400)  # Ray starts a dozen processes, of which two import verl
 def test_what_the_trainer_reads_is_what_the_service_ran(
     queue: Any, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
