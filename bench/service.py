@@ -26,6 +26,7 @@ import httpx
 
 from bench.__main__ import machine
 from bench.results import p99
+from prorl_envs.cli.running import settled
 from prorl_envs.config import ServerSettings, ServiceSettings
 from prorl_envs.env.base import Grade, Task
 from prorl_envs.env.node import Node
@@ -242,6 +243,7 @@ async def bench(options: argparse.Namespace, folder: Path) -> None:
     toy = Subject(empty_node(), world.family(), renderer, {"tool": "say", "arguments": {"text": "done 2"}})
     async with Node(make_driver(choose_driver()), folder, warm=AT_ONCE) as node:
         shell = Subject(node, ShellEnvironment, renderer, {"tool": "bash", "arguments": COMMAND})
+        settled()  # as `prorl-envs serve` does
         await bare(node, 2 * AT_ONCE)  # templates, and the pool's idea of the demand
         floor = Measured()
         rows = {

@@ -45,8 +45,10 @@ from prorl_envs.tools.wire import (
     Content,
     Edit,
     Framer,
+    Python,
     PythonDone,
     Refused,
+    ReturnPython,
     WireError,
     decode_cell,
     decode_cell_done,
@@ -102,6 +104,7 @@ def _frame_seeds() -> Iterator[bytes]:
     messages: list[msgspec.Struct] = [
         Bash(1, "main", "echo hello", 10.0),
         Edit(2, "view", "/a", view_range=[1, -1]),
+        ReturnPython(6, Python(6, "1", 10.0), 0.1, b"out", b"\0\0\0\x10"),
         Cell(3, "print(1)"),
         CellDone(3, "", [{"text/html": "<b>"}]),
         BashDone(1, "hello\n", 0, 0, "/workspace", False, ""),

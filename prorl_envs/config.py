@@ -217,6 +217,7 @@ class LimitSettings(_Section):
         wall_s: seconds after which it is closed.
         reserve_bytes: of the disk below `run_dir`, kept free: below it the sandbox that holds most is ended.
         mechanism: auto, cgroup2, cgroup1 or watchdog.
+        nice: by how much sandboxes yield the processors to the service and all others.
     """
 
     memory_bytes: int | None = Field(default=8 << 30, ge=32 << 20)
@@ -229,6 +230,7 @@ class LimitSettings(_Section):
     wall_s: float | None = Field(default=None, ge=0.1)
     reserve_bytes: int = Field(default=1 << 30, ge=0)
     mechanism: Literal["auto", "cgroup2", "cgroup1", "watchdog"] = "auto"
+    nice: int = Field(default=10, ge=0, le=19)
 
 
 class SearchSection(_Section):

@@ -28,8 +28,9 @@ packages() {
             wandb cloudpathlib fsspec s3fs orjson pybase64 aiohttp datasets peft accelerate polars func-timeout tqdm ;;
         openrlhf) echo torch transformers ray aiohttp numpy tqdm pylatexenc datasets ;;
         atropos) echo 'atroposlib==0.4.*' ;;
-        slime) echo torch numpy ray tqdm transformers pylatexenc aiohttp sympy pillow ;;
-        nemo-rl) echo torch ray 'transformers<5.12' pillow numpy requests nvidia-ml-py ;;
+        slime) echo torch numpy ray tqdm transformers pylatexenc aiohttp sympy pillow wandb ;;
+        nemo-rl) echo torch 'transformers<5.12' 'nemo-gym==0.4.*' hydra-core nvidia-ml-py soundfile swanlab tensorboard \
+            tensordict torchdata wandb ;;
         *) fail "no trainer is called $1" "trl verl skyrl openrlhf atropos slime nemo-rl" ;;
     esac
 }

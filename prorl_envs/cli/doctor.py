@@ -23,7 +23,7 @@ from prorl_envs.env.sandboxed import workplace
 from prorl_envs.errors import InputError, SandboxError
 from prorl_envs.sandbox.apptainer_probe import apptainer_checks, image_checks
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.cgroups import Mechanism, delegated, find_groups
+from prorl_envs.sandbox.cgroups import Mechanism, delegated, find_groups, sessions_weigh_alike
 from prorl_envs.sandbox.choice import choose_driver
 from prorl_envs.sandbox.files import node_local_base
 from prorl_envs.sandbox.instance_probe import instance_check
@@ -67,6 +67,15 @@ def _limits(settings: Settings) -> Check:
         return Check(name="limits", ok=True, found="cgroup v1")
     why = "" if asked == "watchdog" else f" (no cgroup v2: {problem})"
     return Check(name="limits", ok=True, found=f"watchdog{why}")
+
+
+def _priority(settings: Settings) -> Check:
+    """Whether `limits.nice` makes a difference."""
+    if settings.limits.mechanism != "cgroup1" and delegated()[0] is None and sessions_weigh_alike():
+        found = "sandboxes do not yield to the service: sched_autogroup shares processors out by session"
+        remedy = "`sysctl kernel.sched_autogroup_enabled=0`, or a job with a CPU control group of its own"
+        return Check(name="priority", ok=False, found=found, remedy=remedy)
+    return Check(name="priority", ok=True, found=f"sandboxes yield by nice {settings.limits.nice}")
 
 
 def _cache(folder: Path) -> Check:
@@ -136,6 +145,7 @@ async def doctor(settings: Settings, *, as_json: bool = False) -> bool:
     needed.append(_cache(settings.cache_dir or default_cache_dir()))
     needed += await asyncio.to_thread(lambda: list(_families()))
     others += await asyncio.to_thread(lambda: list(image_checks()))
+    others.append(_priority(settings))
     fit = all(check.ok for check in needed)
     if as_json:
         _print_json(fit, needed, others)

@@ -36,7 +36,10 @@ _BUILDING = (
         "--add-subgids 100000-165535 USER`, or build where you have them",
     ),
     (
-        ("creating namespace", "create user namespace", "clone: operation not permitted", "unshare: "),
+        (
+            *("creating namespace", "create user namespace", "no user namespace available"),
+            *("clone: operation not permitted", "unshare: "),
+        ),
         "this machine allows no user namespaces: build on another, and bring the SIF",
     ),
     (("mksquashfs not found", '"mksquashfs": executable file not found'), "install squashfs-tools"),

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict, Unpack
 
 from prorl_envs.clock import Clock
 from prorl_envs.env.base import Message, Prompt
@@ -32,6 +32,7 @@ from prorl_envs.policy.types import (
 )
 from prorl_envs.rollout import budget, tracing
 from prorl_envs.rollout.ledger import Ledger
+from prorl_envs.rollout.turnstile import Turnstile
 from prorl_envs.rollout.types import AgentLimits, StopReason, Trajectory
 from prorl_envs.tools.types import ToolCall, ToolResult, ToolSpec
 
@@ -95,6 +96,19 @@ class Transcript:
     held: HeldTime = field(default_factory=HeldTime)
 
 
+class HowToPlay(TypedDict):
+    """What is the same whoever plays.
+
+    limits: turns, tokens of the whole context, malformed answers in a row, seconds.
+    sampling: how to sample each turn; `max_tokens` shrinks to the room that is left.
+    session: the model servers see this as one conversation.
+    """
+
+    limits: AgentLimits
+    sampling: Sampling
+    session: str
+
+
 @dataclass(slots=True)
 class Agent:
     """Plays episodes with one model.
@@ -113,6 +127,8 @@ class Agent:
     pooled: PooledModel | None = field(init=False, repr=False)  # the model, where it is one; slow to ask
     _reading: asyncio.Lock = field(default_factory=asyncio.Lock, init=False, repr=False)
     _prompts: OrderedDict[str, list[int]] = field(default_factory=OrderedDict, init=False, repr=False)
+    #: Before whatever an episode computes for longer than a request to the service needs.
+    turnstile: Turnstile = field(default_factory=Turnstile, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.pooled = self.model if isinstance(self.model, PooledModel) else None
@@ -131,10 +147,7 @@ class Agent:
         environment: ToolHost,
         prompt: Prompt,
         transcript: Transcript,
-        *,
-        limits: AgentLimits,
-        sampling: Sampling,
-        session: str,
+        **how: Unpack[HowToPlay],
     ) -> StopReason:
         """Run the loop to its end.
 
@@ -142,33 +155,29 @@ class Agent:
             environment: its tools are called; it must be initialised.
             prompt: what `init` returned.
             transcript: filled as the loop goes.
-            limits: turns, tokens of the whole context, malformed answers in a row, seconds.
-            sampling: how to sample each turn; `max_tokens` shrinks to the room that is left.
-            session: the model servers see this as one conversation.
+            how: see `HowToPlay`.
 
         Raises:
             ModelError, SandboxError, ToolError: a boundary failed.
         """
-        loop = await self.begin(environment, prompt, transcript, limits, sampling, session)
+        loop = await self.begin(environment, prompt, transcript, **how)
         try:
             return await loop.finish()
         finally:
-            self.forget(session)
+            self.forget(loop.session)
 
     async def begin(
         self,
         environment: ToolHost,
         prompt: Prompt,
         transcript: Transcript,
-        limits: AgentLimits,
-        sampling: Sampling,
-        session: str,
+        **how: Unpack[HowToPlay],
     ) -> "Loop":
         """A loop that has read its prompt and taken no turn. Arguments as of `play`."""
         async with self._reading:  # what one sample of a group has rendered, the others find
             said = sum(len(message.get("content") or "") for message in prompt.messages)
             ids = await elsewhere(said, partial(self.prompt_ids, prompt))
-        return Loop(self, environment, prompt, ids, transcript, limits, sampling, session)
+        return Loop(self, environment, prompt, ids, transcript, **how)
 
     def forget(self, session: str) -> None:
         """A conversation has ended: no model server needs to be kept for it."""
@@ -190,6 +199,7 @@ class Loop:
         prompt: Prompt,
         prompt_ids: Sequence[int],
         transcript: Transcript,
+        *,
         limits: AgentLimits,
         sampling: Sampling,
         session: str,
@@ -265,6 +275,7 @@ class Loop:
 
     async def _heed(self, sampled: Sampled) -> StopReason | None:
         """Do what an answer asks for."""
+        await self.agent.turnstile.through()
         before = len(self.context) - len(sampled.ids)
         prompt_end = self.context[max(0, before - _PROMPT_END) : before]
         answer = self.agent.renderer.parse(sampled.ids, self.tools, prompt_ids=prompt_end)
@@ -364,6 +375,7 @@ class Loop:
 
     async def _observe(self, sampled: Sampled, observations: Sequence[Message]) -> StopReason | None:
         """Go on from the observations, unless they would leave no room for an answer."""
+        await self.agent.turnstile.through()
         step = await self._next(sampled, observations)
         reserve = self.limits.reserve_tokens
         if reserve and not self.warned and self._left(step) <= reserve:

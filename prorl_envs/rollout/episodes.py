@@ -249,9 +249,9 @@ class Episodes:
             attempt.environment,
             attempt.prompt,
             attempt.transcript,
-            job.request.limits,
-            job.sampling,
-            job.session,
+            limits=job.request.limits,
+            sampling=job.sampling,
+            session=job.session,
         )
         loop.sleep()
         tools = [tool.to_openai() for tool in attempt.prompt.tools]

@@ -255,9 +255,10 @@ class SqlStore:
                     group.weight_version,
                 ),
             ).fetchone()
-            self._db.executemany(
-                "INSERT INTO jobs (number, sample) VALUES (?, ?)",
-                [(number, sample) for sample in range(samples)],
+            # One statement: beside a busy event loop, each waits for the interpreter again.
+            self._db.execute(
+                f"INSERT INTO jobs (number, sample) VALUES {', '.join(['(?, ?)'] * samples)}",
+                [value for sample in range(samples) for value in (number, sample)],
             )
         return fresh
 

@@ -2,26 +2,16 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any
 
 from prorl_envs.env.base import Environment, Grade, Prompt
 from prorl_envs.env.harness.family import HarnessedEnvironment
 from prorl_envs.env.node import Node
 from prorl_envs.errors import EnvironmentFault, GraderError
-from prorl_envs.policy.types import Sampling
-from prorl_envs.rollout.agent import Agent
+from prorl_envs.rollout.agent import Agent, HowToPlay
 from prorl_envs.rollout.endpoint import playing as harness
 from prorl_envs.rollout.episode import Episode
-from prorl_envs.rollout.types import AgentLimits, json_problem
-
-
-class HowToPlay(TypedDict):
-    """What is the same whoever plays RUN."""
-
-    limits: AgentLimits
-    sampling: Sampling
-    session: str
-
+from prorl_envs.rollout.types import json_problem
 
 type Family = type[Environment[Any]]
 

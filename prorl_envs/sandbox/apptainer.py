@@ -7,6 +7,7 @@ template process runs there, and forks the bubblewraps that make the sandboxes. 
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from prorl_envs.errors import SandboxError
@@ -57,8 +58,8 @@ class ApptainerDriver(BubblewrapDriver):
             env=doorway_environment(doorway, environment()),
             explain=explain_doorway,
         )
-        self._door_spec = TemplateSpec(entries=(), wrapper=wrapper)
-        self._door = _Door(self._door_spec)
+        self._make_door = partial(_Door, TemplateSpec(entries=(), wrapper=wrapper), limits.nice)
+        self._door = self._make_door()
         self._choosing = asyncio.Lock()
 
     @property
@@ -92,7 +93,7 @@ class ApptainerDriver(BubblewrapDriver):
         async with self._choosing:
             await self._door.template.start()
             if image is not None and not await asyncio.to_thread(self._door.shows, image):
-                stale, self._door = self._door, _Door(self._door_spec)
+                stale, self._door = self._door, self._make_door()
                 await self._leave(stale, entered=False)
             self._door.users += 1
             return self._door
@@ -106,8 +107,8 @@ class ApptainerDriver(BubblewrapDriver):
 class _Door:
     """One run of Apptainer. A sandbox made through it outlives it."""
 
-    def __init__(self, spec: TemplateSpec) -> None:
-        self.template = Template("apptainer", spec)
+    def __init__(self, spec: TemplateSpec, nice: int) -> None:
+        self.template = Template("apptainer", spec, nice=nice)
         self.users = 0
 
     def shows(self, path: Path) -> bool:

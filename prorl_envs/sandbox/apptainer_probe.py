@@ -40,7 +40,7 @@ class Installation:
     Args:
         product: the first word of its version, such as `apptainer`; empty where it was not understood.
         version: its numbers.
-        setuid: whether its setuid program is there. Only `InstanceDriver` uses it.
+        setuid: whether its setuid program is there, and allowed. Only `InstanceDriver` uses it.
         forbidden: settings of its configuration that stand in the way, as they should read.
     """
 
@@ -81,11 +81,12 @@ def read_installation(program: Path) -> Installation:
     found = _VERSION.search(_output(program, "--version"))
     product, numbers = (found[1], found[2]) if found else ("", "0")
     built = _build_settings(_output(program, "buildcfg"))
+    configured = _configured(built)
     return Installation(
         product=product,
         version=tuple(map(int, numbers.split("."))),
-        setuid=_has_setuid(built),
-        forbidden=_forbidden(built),
+        setuid=_has_setuid(built) and configured.get("allow setuid", "yes") != "no",
+        forbidden=tuple(f"{name} = yes" for name in _NEEDED if configured.get(name, "yes") == "no"),
     )
 
 
@@ -231,14 +232,14 @@ def _has_setuid(built: dict[str, str]) -> bool:
     return False
 
 
-def _forbidden(built: dict[str, str]) -> tuple[str, ...]:
+def _configured(built: dict[str, str]) -> dict[str, str]:
+    """The site's settings; none where this user may not read them: a start says what stands in its way."""
     try:
         text = Path(built.get("CONF_FILE", "/nonexistent")).read_text(errors="replace")
     except OSError:
-        return ()  # not to be read by this user: the start says what stands in its way
+        return {}
     pairs = (line.partition("=") for line in text.splitlines() if not line.startswith("#"))
-    values = {key.strip(): value.strip() for key, _, value in pairs}
-    return tuple(f"{name} = yes" for name in _NEEDED if values.get(name, "yes") == "no")
+    return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def _has_name() -> bool:

@@ -63,7 +63,7 @@ class BubblewrapDriver(IsolatedDriver["BubblewrapSandbox"]):
         super().__init__(root, templates=templates, limits=limits)
         #: Makes the processes. One made here stops the loop until it runs its program: 4 to 18 ms on a busy
         #: machine (0052 in docs/decisions).
-        self._starter = Template("starter", TemplateSpec(entries=()))
+        self._starter = Template("starter", TemplateSpec(entries=()), nice=limits.nice)
         self._etc: dict[int, asyncio.Task[Path]] = {}
 
     async def warm(self, *names: str) -> None:

@@ -26,6 +26,8 @@ _SERVICE = "prorl-service"
 #: In a driver's directory: where its groups are, for whoever sweeps after it.
 RECORD = "groups"
 _CPU_PERIOD_US = 100_000
+#: Of a group in version 1, and how much less each step of `nice` is to the kernel's scheduler: sched(7).
+_CPU_SHARES, _LESS_PER_NICE = 1024, 1.25
 _REMOVE_S = 5.0
 
 
@@ -59,8 +61,11 @@ class Group:
         """Where a process has to be entered."""
         return tuple(dict.fromkeys(map(str, self._folders.values())))
 
-    def make(self, limits: Limits) -> None:
+    def make(self, limits: Limits, nice: int) -> None:
         """Make it, with its limits.
+
+        Args:
+            nice: its weight among other groups is that of a process which is that nice.
 
         Raises:
             SandboxError: the kernel refused.
@@ -68,7 +73,7 @@ class Group:
         try:
             for folder in self.folders:
                 Path(folder).mkdir()
-            for controller, name, value in settings(limits, unified=self._unified):
+            for controller, name, value in settings(limits, nice, unified=self._unified):
                 if controller in self._folders:
                     (self._folders[controller] / name).write_text(value)
             self._bound_swap(limits)
@@ -130,8 +135,12 @@ class Groups:
         (directory / RECORD).write_text(json.dumps({"driver": driver_id, "places": places}))
 
 
-def settings(limits: Limits, *, unified: bool) -> Iterator[tuple[str, str, str]]:
-    """The controller, file and value of each limit. Pure."""
+def settings(limits: Limits, nice: int, *, unified: bool) -> Iterator[tuple[str, str, str]]:
+    """The controller, file and value of each limit, and of the weight. Pure."""
+    if unified:
+        yield "cpu", "cpu.weight.nice", str(nice)
+    else:
+        yield "cpu", "cpu.shares", str(round(_CPU_SHARES / _LESS_PER_NICE**nice))
     if limits.memory_bytes is not None:
         yield "memory", "memory.max" if unified else "memory.limit_in_bytes", str(limits.memory_bytes)
     if limits.processes is not None:
@@ -195,6 +204,20 @@ def delegated(proc: Path = Path("/proc")) -> tuple[Path | None, str]:
     if os.geteuid() == 0 and Path("/run/systemd/system").is_dir() and not _is_marked(place):
         return None, f"{place} belongs to systemd"
     return place, ""
+
+
+def sessions_weigh_alike(proc: Path = Path("/proc")) -> bool:
+    """Whether the kernel shares the processors out by session (sched_autogroup), so that being nice makes no
+    difference to other sessions: see sched(7). It does not do so in a group that has a weight.
+    """
+    switch = proc / "sys/kernel/sched_autogroup_enabled"
+    if not switch.exists() or switch.read_text().strip() != "1":
+        return False
+    memberships = _memberships(proc)
+    if "cpu" in memberships:
+        return memberships["cpu"] == "/"
+    mount = next((at for at, kind, _ in _mounts(proc) if kind == "cgroup2"), None)
+    return mount is None or not (mount / memberships.get("", "/").lstrip("/") / "cpu.weight").exists()
 
 
 def _is_marked(place: Path) -> bool:

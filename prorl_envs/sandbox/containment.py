@@ -27,19 +27,24 @@ class NodeLimits:
         each: of a sandbox whose spec names none.
         reserve_bytes: of the disk, kept free: below it the sandbox that holds most is ended. 0 keeps nothing.
         mechanism: what keeps them.
+        nice: by how much sandboxes yield the processors to others, as `nice` counts: from 0 to 19.
     """
 
     each: Limits = field(default_factory=Limits)
     reserve_bytes: int = 1 << 30
     mechanism: Mechanism = Mechanism.AUTO
+    nice: int = 10
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self:
         """From the values of `config.LimitSettings`."""
-        own = {"reserve_bytes", "mechanism"}
+        own = {"reserve_bytes", "mechanism", "nice"}
         each = Limits(**{name: value for name, value in settings.items() if name not in own})
         return cls(
-            each=each, reserve_bytes=settings["reserve_bytes"], mechanism=Mechanism(settings["mechanism"])
+            each=each,
+            reserve_bytes=settings["reserve_bytes"],
+            mechanism=Mechanism(settings["mechanism"]),
+            nice=settings["nice"],
         )
 
 
@@ -146,7 +151,7 @@ class Containment:
         if groups is not None:
             group = groups.group(sandbox.id)
             sandbox.contained.group = group
-            await asyncio.to_thread(group.make, limits)
+            await asyncio.to_thread(group.make, limits, self._limits.nice)
 
     def watch(self, sandbox: Containable) -> None:
         """After its launch, before anything is told to run in it."""

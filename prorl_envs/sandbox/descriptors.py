@@ -1,9 +1,54 @@
-"""Receiving descriptors over a Unix socket."""
+"""How many descriptors there are to be had, and receiving some over a Unix socket."""
 
 import array
+import os
+import resource
 import socket
 
+from prorl_envs.errors import SandboxError
+
 _SIZE = array.array("i").itemsize
+#: Descriptors that a process may have open, where the machine lets it: a sandbox takes about ten of them. Not
+#: all that a machine may offer, for some programs look at each number there could be.
+_MANY = 65_536
+#: What tools need below.
+_FEW = 1024
+#: Kept for ending what there is: without any, not even a directory can be removed.
+_RESERVE = 128
+
+
+def allow_many() -> None:
+    """Raise this process's own limit of descriptors, mostly 1,024, as far as anybody may: to the hard one.
+
+    Raises:
+        SandboxError: that is too low for a single sandbox.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:
+        hard = _MANY
+    elif hard < _FEW:
+        raise SandboxError(
+            f"a process may open no more than {hard} files here; tools need {_FEW}",
+            hint="raise the hard limit: `ulimit -Hn`, LimitNOFILE= of systemd",
+        )
+    if soft != resource.RLIM_INFINITY and soft < min(hard, _MANY):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, _MANY), hard))
+
+
+def check_room() -> None:
+    """Raises SandboxError where a further sandbox would leave too few descriptors to end those there are."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        lowest = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        lowest = limit
+    else:
+        os.close(lowest)
+    if limit != resource.RLIM_INFINITY and lowest > limit - _RESERVE:
+        raise SandboxError(
+            f"this process has nearly all of its {limit} descriptors open",
+            hint="raise the hard limit (`ulimit -Hn`), or have fewer sandboxes at once (service.run)",
+        )
 
 
 def receive_descriptors(sock: socket.socket, size: int, count: int) -> tuple[bytes, list[int]]:

@@ -5,6 +5,7 @@ is one of them. So Apptainer is used for what it is allowed, and for nothing els
 environment reach a sandbox, which bubblewrap builds inside as it would outside.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,6 +26,7 @@ _REMEDIES = {
     "no such file or directory": _CONFIGURATION.format("user bind control = yes"),
 }
 _SAID_LIMIT = 500
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def write_doorway(path: Path, host: Path = Path("/")) -> None:
@@ -66,11 +68,16 @@ def doorway_environment(doorway: Path, inside: Mapping[str, str]) -> Mapping[str
     }
 
 
+def on_one_line(output: str) -> str:
+    """What Apptainer said, without colours: its starter uses them whatever it is told."""
+    return " ".join(_COLOUR.sub("", output).split())
+
+
 def explain_doorway(output: str) -> SandboxError:
     """The error for a start that failed, from what Apptainer or bubblewrap said."""
     if any(line.startswith("bwrap: ") for line in output.splitlines()):
         return explain(output)
-    said = " ".join(output.split())[:_SAID_LIMIT] or "Apptainer ended without a word"
+    said = on_one_line(output)[:_SAID_LIMIT] or "Apptainer ended without a word"
     lower = said.lower()
     hint = next((remedy for words, remedy in _REMEDIES.items() if words in lower), "")
     if "user namespace" in lower:

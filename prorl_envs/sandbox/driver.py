@@ -18,6 +18,7 @@ from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import Limits, SandboxSpec
 from prorl_envs.sandbox.command import check
 from prorl_envs.sandbox.containment import DEFAULT_LIMITS, Contained, Containment, NodeLimits
+from prorl_envs.sandbox.descriptors import allow_many, check_room
 from prorl_envs.sandbox.disk import DiskUse
 from prorl_envs.sandbox.files import DriverDirectory, node_local_base, remove_tree, sweep
 from prorl_envs.sandbox.mounted import sweep_mounts
@@ -37,7 +38,7 @@ class NodeDriver[S: "NodeSandbox"](ABC):
         limits: of sandboxes that ask for none of their own, and how they are kept.
 
     Raises:
-        SandboxError: no directory can be made.
+        SandboxError: no directory can be made, or too few files can be opened.
     """
 
     name: str
@@ -49,8 +50,10 @@ class NodeDriver[S: "NodeSandbox"](ABC):
         templates: Mapping[str, TemplateSpec] = TEMPLATES,
         limits: NodeLimits = DEFAULT_LIMITS,
     ) -> None:
+        allow_many()
         self.directory = DriverDirectory(root.resolve() if root is not None else node_local_base())
-        self.templates = {name: Template(name, spec) for name, spec in templates.items()}
+        self.nice = limits.nice
+        self.templates = {name: Template(name, spec, nice=self.nice) for name, spec in templates.items()}
         self.containment = Containment(limits, self.directory)
         self._sandboxes: set[S] = set()
         self._sweeping: asyncio.Task[list[Path]] | None = None
@@ -64,6 +67,7 @@ class NodeDriver[S: "NodeSandbox"](ABC):
             SandboxError: with the runtime's own words and a remedy as hint.
         """
         self._check_open()
+        check_room()
         spec = self.containment.complete(spec)
         check(spec)
         if snapshot is not None:

@@ -21,10 +21,10 @@ from prorl_envs.sandbox.command import HOME, default_environment, mount_points
 from prorl_envs.sandbox.containment import DEFAULT_LIMITS, NodeLimits
 from prorl_envs.sandbox.doorway import doorway_environment
 from prorl_envs.sandbox.instance_command import (
-    SETTINGS,
     InstanceFiles,
     apptainer_command,
     explain_instance,
+    explain_shared,
     write_points,
     write_system,
 )
@@ -227,7 +227,9 @@ class InstanceSandbox(IsolatedSandbox):
         runtime, with_python = self._ready.runtime, shows_python(self._inside)
         python = runtime.command_of_host() if with_python else runtime.command()
         try:
-            self._process = TemplateProcess("inside", self._driver.wrapper(command, python))
+            self._process = TemplateProcess(
+                "inside", self._driver.nice, self._driver.wrapper(command, python)
+            )
         except OSError as error:
             raise SandboxError(f"Apptainer cannot be run: {error}") from error
         entries, preload = self._imports(with_python)
@@ -272,13 +274,7 @@ class InstanceSandbox(IsolatedSandbox):
         if found["pid"] != 1 and "pid" not in shared:
             shared.append("pid")
         if shared:
-            settings = ", ".join(SETTINGS[name] for name in shared if name in SETTINGS)
-            raise SandboxError(
-                f"Apptainer gave the sandbox no namespace of its own for: {', '.join(shared)}",
-                hint=f"the administrator must set {settings} in Apptainer's configuration"
-                if settings
-                else "`prorl-envs doctor` checks this machine",
-            )
+            raise explain_shared(shared)
 
     async def _prepare_files(self) -> dict[int, Path]:
         """Make the directories. Returns the copies of overlay mounts, by their index."""

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.command import HOME, SandboxFiles, mount_points
+from prorl_envs.sandbox.doorway import on_one_line
 from prorl_envs.sandbox.instance_runtime import PLACE
 from prorl_envs.sandbox.probe import NAMESPACES_REMEDY
 from prorl_envs.sandbox.system import kernel_files, root_directories
@@ -19,21 +20,30 @@ from prorl_envs.sandbox.system import kernel_files, root_directories
 #: What Apptainer would mount by itself and we do otherwise, or not at all.
 _NO_MOUNTS = "sys,tmp,cwd,bind-paths,hostfs"
 _CONFIGURATION = "the administrator must set `{}` in Apptainer's configuration"
+_LIMITED = (
+    "the administrator must add to `limit container {0}` in Apptainer's configuration, or unset it: each "
+    "image counts, and each sandbox without one is a directory of this user's below PRORL_RUN_DIR"
+)
 #: What Apptainer says, and what to do about it. The first that is found counts.
 _REMEDIES = {
     "unknown flag": "Apptainer 1.2 or later, or SingularityCE 3.11 or later",
     "disallows users from running sandbox": _CONFIGURATION.format("allow container dir = yes"),
-    "disallows users from running sif": _CONFIGURATION.format("allow container sif = yes"),
+    "disallows users from running unencrypted sif": _CONFIGURATION.format("allow container sif = yes"),
+    "not in an allowed configured path": _LIMITED.format("paths"),
+    "not owned by required user": _LIMITED.format("owners"),
+    "not owned by required group": _LIMITED.format("groups"),
+    "/proc/net/dev": _CONFIGURATION.format("mount proc = yes"),
     "user bind control": _CONFIGURATION.format("user bind control = yes"),
     "not allowed by configuration": _CONFIGURATION.format("allow user ns = yes"),
-    "user namespace": f"install Apptainer's setuid program (`apptainer-suid`), or {NAMESPACES_REMEDY}",
+    "user namespace": "install Apptainer's setuid program (`apptainer-suid`), with "
+    f"`allow setuid = yes` in its configuration, or {NAMESPACES_REMEDY}",
     "writable-tmpfs": _CONFIGURATION.format("enable overlay = yes"),
     "overlay": _CONFIGURATION.format("enable overlay = yes"),
     "destination": "where a mount is to appear must exist in the image or below a writable directory",
 }
 _SAID_LIMIT = 500
 #: What each namespace that is missing is named in Apptainer's configuration.
-SETTINGS = {"pid": "allow pid ns = yes", "ipc": "allow ipc ns = yes", "uts": "allow uts ns = yes"}
+_SETTINGS = {"pid": "allow pid ns = yes", "ipc": "allow ipc ns = yes", "uts": "allow uts ns = yes"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,9 +221,24 @@ def _make_point(target: str, places: Mapping[str, Path], is_directory: bool) -> 
 
 def explain_instance(output: str) -> SandboxError:
     """The error for a start that failed, from what Apptainer said."""
-    said = " ".join(output.split())[-_SAID_LIMIT:] or "Apptainer ended without a word"
+    said = on_one_line(output)[-_SAID_LIMIT:] or "Apptainer ended without a word"
     lower = said.lower()
     hint = next((remedy for words, remedy in _REMEDIES.items() if words in lower), "")
     return SandboxError(
         f"Apptainer did not start the sandbox: {said}", hint=hint or "`prorl-envs doctor` checks this machine"
+    )
+
+
+def explain_shared(names: Sequence[str]) -> SandboxError:
+    """The error for a sandbox that shares namespaces with the host.
+
+    Args:
+        names: those of the namespaces, as in `/proc/self/ns`.
+    """
+    settings = ", ".join(f"`{_SETTINGS[name]}`" for name in names if name in _SETTINGS)
+    return SandboxError(
+        f"Apptainer gave the sandbox no namespace of its own for: {', '.join(names)}",
+        hint=f"the administrator must set {settings} in Apptainer's configuration"
+        if settings
+        else "`prorl-envs doctor` checks this machine",
     )

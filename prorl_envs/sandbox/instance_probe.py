@@ -13,6 +13,7 @@ from prorl_envs.sandbox.instance_command import (
     InstanceFiles,
     apptainer_command,
     explain_instance,
+    explain_shared,
     write_system,
 )
 from prorl_envs.sandbox.probe import Check
@@ -72,6 +73,6 @@ def _try_start(program: Path, base: Path, *, setuid: bool) -> SandboxError | Non
         )
     if done.returncode != 0:
         return explain_instance(done.stdout + done.stderr)
-    if done.stdout.split() != ["1", "lo"]:
-        return explain_instance(f"it gave no namespaces of its own: {done.stdout}{done.stderr}")
-    return None
+    number, *interfaces = done.stdout.split()
+    shared = [name for name, kept in (("pid", number == "1"), ("net", interfaces == ["lo"])) if not kept]
+    return explain_shared(shared) if shared else None

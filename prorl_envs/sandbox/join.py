@@ -80,6 +80,11 @@ def join(
     os.environ.update(env)
 
 
+def yield_processors(nice: int) -> None:
+    """Make this process at least that nice, and all that it starts."""
+    os.setpriority(os.PRIO_PROCESS, 0, max(nice, os.getpriority(os.PRIO_PROCESS, 0)))
+
+
 def lead_session() -> None:
     """Make this process the leader of a session, unless it is one already."""
     if os.getsid(0) != os.getpid():

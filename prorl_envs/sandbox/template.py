@@ -57,11 +57,13 @@ class Template:
     Args:
         name: its name in messages.
         spec: what it prepares.
+        nice: of it and its forks, at least.
     """
 
-    def __init__(self, name: str, spec: TemplateSpec) -> None:
+    def __init__(self, name: str, spec: TemplateSpec, *, nice: int) -> None:
         self.name = name
         self.spec = spec
+        self._nice = nice
         self._starting = asyncio.Lock()
         self._process: TemplateProcess | None = None
 
@@ -167,7 +169,7 @@ class Template:
             return self._process
 
     async def _start(self) -> TemplateProcess:
-        process = TemplateProcess(self.name, self.spec.wrapper)
+        process = TemplateProcess(self.name, self._nice, self.spec.wrapper)
         try:
             await process.prepare(self.spec.entries, self.spec.preload, self.spec.start_timeout_s)
         except BaseException:

@@ -111,10 +111,11 @@ class ToolServer:
 
 
 class TemplateProcess:
-    """Starts on construction; `prepare` waits until it is ready."""
+    """Starts on construction; `prepare` waits until it is ready. Arguments as of `Template`."""
 
-    def __init__(self, name: str, wrapper: Wrapper | None = None) -> None:
+    def __init__(self, name: str, nice: int, wrapper: Wrapper | None = None) -> None:
         self._name = name
+        self._nice = nice
         self._wrapper = wrapper
         self._said = ""
         self.own_pid: int | None = None
@@ -165,7 +166,7 @@ class TemplateProcess:
         try:
             # None where the template is in another program's keeping, which may count its processes.
             spares = bool(entries) and self._wrapper is None
-            setup = {"entries": entries, "preload": preload, "spares": spares}
+            setup = {"entries": entries, "preload": preload, "spares": spares, "nice": self._nice}
             more = {} if inside is None else {"inside": asdict(inside)}
             await self._send({**setup, **more}, [])
         except SandboxError:

@@ -41,7 +41,7 @@ from prorl_envs.sandbox.descriptors import receive_descriptors
 from prorl_envs.sandbox.disk import measure
 from prorl_envs.sandbox.immortal import immortalise
 from prorl_envs.sandbox.inside import become_first, end_all_but, is_inside, serve_under
-from prorl_envs.sandbox.join import end_with, join, lead_session
+from prorl_envs.sandbox.join import end_with, join, lead_session, yield_processors
 from prorl_envs.sandbox.route import add_default_route, listen_inside
 from prorl_envs.sandbox.seccomp import own_program
 from prorl_envs.sandbox.syscalls import PR_SET_CHILD_SUBREAPER, capabilities, prctl
@@ -99,6 +99,7 @@ class _Prepared:
 
 
 def _prepare(setup: dict[str, Any]) -> _Prepared:
+    yield_processors(setup["nice"])
     own_program()
     capabilities()
     for name in setup["preload"]:

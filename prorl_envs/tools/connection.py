@@ -6,12 +6,13 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
-from typing import Self
+from typing import Any, Self
 
 from prorl_envs.errors import ToolError
 from prorl_envs.sandbox.descriptors import receive_descriptors
-from prorl_envs.tools.lent import DESCRIPTORS, LentShell
+from prorl_envs.tools.lent import DESCRIPTORS, Lent, LentPython, LentShell
 from prorl_envs.tools.wire import (
     AnyReply,
     Bash,
@@ -19,10 +20,11 @@ from prorl_envs.tools.wire import (
     Cancel,
     Done,
     Framer,
+    Python,
+    PythonDone,
     Refused,
     Reply,
     Request,
-    Return,
     WireError,
     decode_reply,
     encode,
@@ -68,7 +70,8 @@ class Connection:
         self._unsent = bytearray()
         self._waiting: dict[int, _Waiting] = {}
         self._descriptors: list[int] = []
-        self._lent: dict[str, LentShell] = {}
+        #: By the shell's session; the Python session is None.
+        self._lent: dict[str | None, Lent[Any]] = {}
         self._deadline: asyncio.TimerHandle | None = None
         self._why = "the tool server ended"
         #: Whether nothing can be asked any more.
@@ -158,8 +161,8 @@ class Connection:
         self._sock.close()
         if self._deadline is not None:
             self._deadline.cancel()
-        for shell in self._lent.values():
-            shell.close()
+        for lent in self._lent.values():
+            lent.close()
         self._lent.clear()
         self._drop_descriptors()
         for waiting in self._waiting.values():
@@ -186,17 +189,17 @@ class Connection:
         else:
             self._watch_deadline(first.due)
 
-    # To the server, or to a shell it has lent.
+    # To the server, or to what it has lent.
 
     def _send(self, request: Request) -> None:
-        if isinstance(request, Bash):
-            shell = self._lent.get(request.session)
-            if shell is not None and shell.begin(request):
+        if isinstance(request, Bash | Python):
+            lent = self._lent.get(_session(request))
+            if lent is not None and lent.begin(request):
                 return
         elif isinstance(request, Cancel):
-            for shell in tuple(self._lent.values()):
-                if shell.runs(request.id):
-                    shell.give_back()
+            for lent in tuple(self._lent.values()):
+                if lent.runs(request.id):
+                    lent.give_back()
         try:
             frame = encode(request)
         except WireError as error:
@@ -223,7 +226,7 @@ class Connection:
         except (BrokenPipeError, ConnectionResetError):  # the reader finds it at its end
             return len(data)
 
-    # From the server, or from a shell it has lent.
+    # From the server, or from what it has lent.
 
     def _on_readable(self) -> None:
         try:
@@ -249,34 +252,43 @@ class Connection:
         waiting = self._waiting.get(reply.id)
         if waiting is None:
             raise WireError("a reply to no request")
-        if isinstance(reply, BashDone) and reply.lent:
-            if not isinstance(waiting.request, Bash):
-                raise WireError("a shell lent at the wrong moment")
+        if isinstance(reply, BashDone | PythonDone) and reply.lent:
             self._borrow(waiting.request, reply)
         del self._waiting[reply.id]
         if not waiting.future.done():
             waiting.future.set_result(reply)
 
-    def _borrow(self, request: Bash, done: BashDone) -> None:
-        """Take the lent shell, or leave it: then the server has it back with its session's next command."""
-        # A command that was sent before this was known, as after a cancelled call, is the server's.
-        late = sum(_is_for(waiting.request, request.session) for waiting in self._waiting.values()) > 1
+    def _borrow(self, request: Request, done: BashDone | PythonDone) -> None:
+        """Take what is lent, or leave it: then the server has it back with its session's next request.
+
+        Raises:
+            WireError: it is lent at the wrong moment.
+        """
+        if not isinstance(request, Bash if isinstance(done, BashDone) else Python):
+            raise WireError("a session lent at the wrong moment")
+        session = _session(request)
+        if session in self._lent:
+            raise WireError("a session lent twice")
+        # A request that was sent before this was known, as after a cancelled call, is the server's.
+        late = sum(_is_for(waiting.request, session) for waiting in self._waiting.values()) > 1
         if late or len(self._descriptors) != DESCRIPTORS:  # there may be no more to be had
             self._drop_descriptors()
             return
         descriptors, self._descriptors = self._descriptors, []
+        limit, give_back, answer = self._output_limit, partial(self._give_back, session), self._take
         with contextlib.suppress(OSError, ValueError):
-            self._lent[request.session] = LentShell(
-                request.session,
-                done,
-                descriptors,
-                output_limit=self._output_limit,
-                give_back=self._give_back,
-                answer=self._take,
-            )
+            if session is None:
+                self._lent[None] = LentPython(
+                    descriptors, output_limit=limit, give_back=give_back, answer=answer
+                )
+            else:
+                assert isinstance(done, BashDone)
+                self._lent[session] = LentShell(
+                    session, done, descriptors, output_limit=limit, give_back=give_back, answer=answer
+                )
 
-    def _give_back(self, returned: Return) -> None:
-        del self._lent[returned.session]
+    def _give_back(self, session: str | None, returned: Request) -> None:
+        del self._lent[session]
         self._send(returned)
 
     def _drop_descriptors(self) -> None:
@@ -284,5 +296,10 @@ class Connection:
             os.close(self._descriptors.pop())
 
 
-def _is_for(request: Request, session: str) -> bool:
-    return isinstance(request, Bash) and request.session == session
+def _session(request: Bash | Python) -> str | None:
+    """What runs a request: a shell by its name, or the Python session."""
+    return request.session if isinstance(request, Bash) else None
+
+
+def _is_for(request: Request, session: str | None) -> bool:
+    return isinstance(request, Bash | Python) and _session(request) == session

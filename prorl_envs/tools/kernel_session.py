@@ -7,8 +7,17 @@ the cell that runs.
 from prorl_envs.tools.fork import Kernel
 from prorl_envs.tools.loop import Loop, Timer, has_ended
 from prorl_envs.tools.reader import OutputReader
-from prorl_envs.tools.session import Cause, Running, Session
-from prorl_envs.tools.wire import Cell, Framer, Python, PythonDone, WireError, decode_cell_done, encode
+from prorl_envs.tools.session import Answer, Cause, Running, Session
+from prorl_envs.tools.wire import (
+    Cell,
+    Framer,
+    Python,
+    PythonDone,
+    ReturnPython,
+    WireError,
+    decode_cell_done,
+    encode,
+)
 
 #: Bytes of the longest frame a kernel may send: its display data and room for the rest.
 FRAME_LIMIT = 8 * 1024 * 1024
@@ -34,6 +43,32 @@ class KernelSession(Session[Python]):
         self._kill_timer: Timer | None = None
         self._notice = ""
         self._breach = ""
+        self._lent = False
+
+    def submit(self, request: Python, answer: Answer) -> None:
+        if self._lent:  # it was sent before the host knew
+            self._own()
+        super().submit(request, answer)
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """What is handed over where the session is lent; see `lent.LentPython`."""
+        assert self._kernel is not None
+        return self._kernel.output, self._kernel.control.fileno(), self._kernel.pidfd
+
+    def take_back(self, returned: ReturnPython, answer: Answer) -> None:
+        """Go on where the host left off; `answer` is called once the cell under way has ended.
+
+        Raises:
+            WireError: the session was not lent.
+        """
+        if not self._lent:
+            raise WireError("the Python session is not lent")
+        self._own()
+        self.output.feed(returned.output)
+        if returned.running is not None:
+            self.resume(returned.running, answer, returned.spent_s)
+        self._hear(returned.heard)
 
     def start(self) -> Kernel:
         """Fork a kernel.
@@ -45,8 +80,8 @@ class KernelSession(Session[Python]):
         self._framer = Framer(FRAME_LIMIT)
         self._breach = ""
         self._reader = OutputReader(self.loop, kernel.output, self.output)
-        self.loop.watch(kernel.control.fileno(), self._on_control)
-        self.loop.watch(kernel.pidfd, self._on_exit)
+        self._lent = False
+        self._watch(kernel)
         return kernel
 
     def close(self) -> None:
@@ -62,6 +97,25 @@ class KernelSession(Session[Python]):
     def _begin(self, request: Python) -> None:
         kernel = self._kernel or self.start()
         kernel.send(encode(Cell(request.id, request.code)))
+
+    def _watch(self, kernel: Kernel) -> None:
+        self.loop.watch(kernel.control.fileno(), self._on_control)
+        self.loop.watch(kernel.pidfd, self._on_exit)
+
+    def _own(self) -> None:
+        """The end of a loan."""
+        assert self._kernel is not None and self._reader is not None
+        self._lent = False
+        self._reader.start()
+        self._watch(self._kernel)
+
+    def _lend(self, running: Running[Python], done: PythonDone) -> PythonDone:
+        """Let the host run the next cells itself, if this one has ended as most do."""
+        self._lent = done.lent = running.cause is None and not self.queued
+        if self._lent:
+            for fd in self.descriptors:
+                self.loop.forget(fd)
+        return done
 
     def _discard(self) -> int:
         """Forget the ended kernel; return its exit status."""
@@ -82,7 +136,12 @@ class KernelSession(Session[Python]):
         if not data:  # closed by a cell, or at its end
             self.loop.forget(self._kernel.control.fileno())
             self._kernel.kill()
-            return
+        else:
+            self._hear(data)
+
+    def _hear(self, data: bytes) -> None:
+        """What the kernel said."""
+        assert self._kernel is not None and self._reader is not None
         try:
             replies = [decode_cell_done(frame) for frame in self._framer.feed(data)]
         except WireError:
@@ -92,7 +151,9 @@ class KernelSession(Session[Python]):
         for done in replies:
             if self.running is not None and done.id == self.running.request.id:
                 self._reader.drain()
-                self.finish(lambda running: self._reply(running, done.error, done.display))  # noqa: B023 - called at once
+                self.finish(
+                    lambda running: self._lend(running, self._reply(running, done.error, done.display))  # noqa: B023 - called at once
+                )
 
     def _on_exit(self) -> None:
         assert self._reader is not None

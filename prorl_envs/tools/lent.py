@@ -1,51 +1,222 @@
-"""A shell that its tool server has lent to the host: a short command runs without waking the server.
+"""What a tool server has lent to the host: short commands and cells run without waking the server.
 
-The server keeps the shell, and lends the descriptors by which it is driven: the terminal, the pipe of reports
-and the process. The host then types a command and reads its end itself. Whatever is out of the ordinary goes
-back to the server, with what was read until then: a command that is not over at once, that writes much, or
-is to be stopped; a text that cannot be typed; input; output while no command runs; the end of the shell. So
-nothing is decided here, and a sandbox takes little of the host's time.
+The server keeps the shell, or the Python session, and lends the descriptors by which it is driven: its
+output, the channel on which it says how things ended, and the process. The host then begins a request and
+reads its end itself. Whatever is out of the ordinary goes back to the server, with what was read until then:
+what is not over at once, or writes much, or is to be stopped; a text that cannot be typed; input; output
+while nothing runs; the end of the process. So nothing is decided here, and a sandbox takes little of the
+host's time.
 """
 
 import asyncio
+import contextlib
 import os
 import stat
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from prorl_envs.tools.dialects import BASH
 from prorl_envs.tools.foreground import settings
 from prorl_envs.tools.output import OutputBuffer
 from prorl_envs.tools.reports import Reports
-from prorl_envs.tools.wire import Bash, BashDone, Return
+from prorl_envs.tools.wire import (
+    HEADER_SIZE,
+    Bash,
+    BashDone,
+    Cell,
+    Framer,
+    Python,
+    PythonDone,
+    Request,
+    Return,
+    ReturnPython,
+    WireError,
+    decode_cell_done,
+    encode,
+)
 
-#: How many descriptors come with a lent shell: terminal, reports, process.
+#: How many descriptors come with a loan: output, channel, process.
 DESCRIPTORS = 3
-#: Seconds after which a command, at the latest twice that, is the server's.
+#: Seconds after which a request, at the latest twice that, is the server's.
 _HOLD_S = 0.02
 #: Bytes of output after which it is.
 _OUTPUT_LIMIT = 16 * 1024
-_REPORT_SIZE, _OUTPUT_SIZE = 8192, 65536
-#: Reads that empty a terminal whose writers may go on.
+#: Bytes of a cell, and of how it ended, beyond which it is.
+_CELL_LIMIT = 16 * 1024
+_CHANNEL_SIZE, _OUTPUT_SIZE = 8192, 65536
+#: Reads that empty an output whose writers may go on.
 _DRAIN_READS = 16
 
-type GiveBack = Callable[[Return], None]
-type Answer = Callable[[BashDone], None]
+type GiveBack = Callable[[Request], None]
+type Answer = Callable[[BashDone | PythonDone], None]
 
 
-class LentShell:
+class Lent[RequestT: Bash | Python](ABC):
     """Watches its descriptors from here on, in the running loop, until `give_back` or `close`.
 
     Args:
-        session: whose shell it is.
-        done: the answer with which it was lent.
         descriptors: DESCRIPTORS of them, owned from here on.
-        output_limit: bytes of output kept of each command.
+        output_limit: bytes of output kept of each request.
         give_back: takes the message for the server that ends this.
-        answer: takes the answer to a command.
+        answer: takes the answer to a request.
 
     Raises:
         OSError, ValueError: the descriptors are not what they should be.
     """
+
+    #: What output and channel are.
+    _kinds: tuple[Callable[[int], bool], Callable[[int], bool]]
+
+    def __init__(
+        self, descriptors: Sequence[int], *, output_limit: int, give_back: GiveBack, answer: Answer
+    ) -> None:
+        self._output_limit = output_limit
+        self._give_back, self._answer = give_back, answer
+        self._source, self._channel, self._process = self._descriptors = tuple(descriptors)
+        self._running: RequestT | None = None
+        self._output = bytearray()
+        self._started = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+        try:
+            for fd, kind in zip((self._source, self._channel), self._kinds, strict=True):
+                if not kind(os.fstat(fd).st_mode) or os.get_blocking(fd):
+                    raise ValueError(f"descriptor {fd} is not what it should be")
+            self._loop.add_reader(self._source, self._on_output)
+            self._loop.add_reader(self._channel, self._on_channel)
+            self._loop.add_reader(self._process, self.give_back)
+        except (OSError, ValueError):
+            self.close()
+            raise
+
+    def begin(self, request: RequestT) -> bool:
+        """Have a request run; False where it was given back instead."""
+        words = self._words(request)
+        if words is None:
+            self.give_back()
+            return False
+        try:
+            self._say(words)
+        except OSError:  # nobody reads it, or it is gone: the server finds out what is the matter
+            self.give_back()
+            return False
+        self._running, self._started = request, self._loop.time()
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._started + _HOLD_S, self._on_time)
+        return True
+
+    def runs(self, request_id: int) -> bool:
+        """Whether this request is under way here."""
+        return self._running is not None and self._running.id == request_id
+
+    def give_back(self) -> None:
+        """Let the server go on."""
+        self.close()
+        self._give_back(self._returned(self._loop.time() - self._started))
+
+    def close(self) -> None:
+        """Close the descriptors, and do nothing more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for fd in self._descriptors:
+            self._loop.remove_reader(fd)
+            os.close(fd)
+
+    @abstractmethod
+    def _words(self, request: RequestT) -> bytes | bytearray | None:
+        """What begins a request; None where the server has to."""
+
+    @abstractmethod
+    def _say(self, words: bytes | bytearray) -> None:
+        """Raises OSError where it cannot be said at once."""
+
+    @abstractmethod
+    def _returned(self, spent_s: float) -> Request:
+        """The message that ends the loan."""
+
+    @abstractmethod
+    def _hear(self, data: bytes) -> BashDone | PythonDone | None:
+        """The answer to the running request, where these bytes of the channel complete it.
+
+        Raises:
+            WireError: they are the server's to judge.
+        """
+
+    def _on_time(self) -> None:
+        self._timer = None
+        if self._running is None:
+            return
+        due = self._started + _HOLD_S
+        if due <= self._loop.time():
+            self.give_back()
+        else:
+            self._timer = self._loop.call_at(due, self._on_time)
+
+    def _on_output(self) -> None:
+        # Mostly the end is there as well by now: that saves a round of the loop.
+        if self._running is not None and self._on_channel():
+            return
+        allowed = 0 if self._running is None else _OUTPUT_LIMIT
+        if not self._read_output() or len(self._output) > allowed:
+            self.give_back()
+
+    def _read_output(self) -> bool:
+        """Read once; returns whether there may be more, now or later."""
+        try:
+            data = os.read(self._source, _OUTPUT_SIZE)
+        except BlockingIOError:  # a terminal may seem readable and yet have nothing
+            return True
+        except OSError:  # EIO: a terminal's last user has left
+            return False
+        self._output += data
+        return bool(data)
+
+    def _on_channel(self) -> bool:
+        """Returns whether that was the end of the request, or of the loan."""
+        try:
+            data = os.read(self._channel, _CHANNEL_SIZE)
+        except BlockingIOError:  # read with the output
+            return False
+        except ConnectionResetError:
+            data = b""
+        try:
+            done = self._hear(data)
+        except WireError:
+            self.give_back()
+            return True
+        if done is None:
+            return False
+        self._running = None
+        self._answer(done)
+        return True
+
+    def _text(self) -> tuple[str, int]:
+        """The output of the request that has ended, what was written before its end included; and bytes left
+        out. See `OutputReader.drain`."""
+        before = -1
+        for _ in range(_DRAIN_READS):
+            if len(self._output) == before:
+                break
+            before = len(self._output)
+            self._read_output()
+        data, self._output = self._output, bytearray()
+        if len(data) <= self._output_limit:
+            return data.decode("utf-8", "replace"), 0
+        buffer = OutputBuffer(self._output_limit)
+        buffer.feed(bytes(data))
+        captured = buffer.take()
+        return captured.text(), captured.omitted
+
+
+class LentShell(Lent[Bash]):
+    """A shell. Its output is its terminal, its channel the pipe of reports.
+
+    Args:
+        session: whose shell it is.
+        done: the answer with which it was lent.
+    """
+
+    _kinds = stat.S_ISCHR, stat.S_ISFIFO
 
     def __init__(
         self,
@@ -60,146 +231,86 @@ class LentShell:
         self._session = session
         self._status, self._cwd = done.exit_code or 0, done.cwd
         self._settings = done.lent
-        self._output_limit = output_limit
-        self._give_back, self._answer = give_back, answer
-        self._terminal, self._report, self._process = self._descriptors = tuple(descriptors)
         self._reports = Reports()
         self._nonce = ""
-        self._running: Bash | None = None
-        self._output = bytearray()
-        self._started = 0.0
-        self._timer: asyncio.TimerHandle | None = None
-        self._loop = asyncio.get_running_loop()
-        try:
-            _check(self._terminal, stat.S_ISCHR)
-            _check(self._report, stat.S_ISFIFO)
-            self._loop.add_reader(self._terminal, self._on_output)
-            self._loop.add_reader(self._report, self._on_report)
-            self._loop.add_reader(self._process, self.give_back)
-        except (OSError, ValueError):
-            self.close()
-            raise
+        super().__init__(descriptors, output_limit=output_limit, give_back=give_back, answer=answer)
 
-    def begin(self, request: Bash) -> bool:
-        """Have the shell run a command; False where it was given back instead."""
+    def _words(self, request: Bash) -> bytes | None:
         nonce = os.urandom(8).hex()
         line, content = BASH.line(request.command, nonce=nonce, status=self._status)
         plain = content is None and not (request.is_input or request.restart)
-        if not plain or settings(self._terminal) != self._settings:
-            self.give_back()
-            return False
-        self._running, self._nonce = request, nonce
-        self._started = self._loop.time()
-        if self._timer is None:
-            self._timer = self._loop.call_at(self._started + _HOLD_S, self._on_time)
-        try:
-            os.write(self._terminal, line)
-        except OSError:  # nobody reads it, or it is gone: the server finds out what is the matter
-            self.give_back()
-        return True
+        if not plain or settings(self._source) != self._settings:
+            return None
+        self._nonce = nonce
+        return line
 
-    def runs(self, request_id: int) -> bool:
-        """Whether this request is under way here."""
-        return self._running is not None and self._running.id == request_id
+    def _say(self, words: bytes | bytearray) -> None:
+        os.write(self._source, words)
 
-    def give_back(self) -> None:
-        """Let the server go on."""
-        self.close()
+    def _returned(self, spent_s: float) -> Return:
         running = self._running
-        self._give_back(
-            Return(
-                0 if running is None else running.id,
-                self._session,
-                self._status,
-                self._cwd,
-                running,
-                self._nonce,
-                self._loop.time() - self._started,
-                bytes(self._output),
-                self._reports.rest,
-            )
+        return Return(
+            0 if running is None else running.id,
+            self._session,
+            self._status,
+            self._cwd,
+            running,
+            self._nonce,
+            spent_s,
+            bytes(self._output),
+            self._reports.rest,
         )
 
-    def close(self) -> None:
-        """Close the descriptors, and do nothing more."""
-        if self._timer is not None:
-            self._timer.cancel()
-        for fd in self._descriptors:
-            self._loop.remove_reader(fd)
-            os.close(fd)
-
-    def _on_time(self) -> None:
-        self._timer = None
-        if self._running is None:
-            return
-        due = self._started + _HOLD_S
-        if due <= self._loop.time():
-            self.give_back()
-        else:
-            self._timer = self._loop.call_at(due, self._on_time)
-
-    def _on_output(self) -> None:
-        # Mostly the report has come as well by now: that saves a round of the loop.
-        if self._running is not None and self._on_report():
-            return
-        allowed = 0 if self._running is None else _OUTPUT_LIMIT
-        if not self._read_output() or len(self._output) > allowed:
-            self.give_back()
-
-    def _read_output(self) -> bool:
-        """Read once; returns whether there may be more, now or later."""
-        try:
-            data = os.read(self._terminal, _OUTPUT_SIZE)
-        except BlockingIOError:  # a terminal may seem readable and yet have nothing
-            return True
-        except OSError:  # EIO: its last user has left
-            return False
-        self._output += data
-        return bool(data)
-
-    def _on_report(self) -> bool:
-        """Returns whether that was the end of the command, or of the loan."""
-        try:
-            data = os.read(self._report, _REPORT_SIZE)
-        except BlockingIOError:  # read with the output
-            return False
-        running = self._running
+    def _hear(self, data: bytes) -> BashDone | None:
         report = self._reports.feed(data, self._nonce)
-        if not data or running is None:
-            self.give_back()
-        elif report is None:
-            return False
-        else:
-            self._status, self._cwd = report
-            self._running = None
-            self._drain()
-            self._answer(self._done(running.id))
-        return True
-
-    def _drain(self) -> None:
-        """What was written before the report: see `OutputReader.drain`."""
-        before = -1
-        for _ in range(_DRAIN_READS):
-            if len(self._output) == before:
-                break
-            before = len(self._output)
-            self._read_output()
-
-    def _done(self, request_id: int) -> BashDone:
-        text, omitted = _text(self._output, self._output_limit)
-        self._output.clear()
-        return BashDone(request_id, text, omitted, self._status, self._cwd, False, "")
+        if not data or self._running is None:
+            raise WireError("the shell is gone, or says something unasked")
+        if report is None:
+            return None
+        self._status, self._cwd = report
+        text, omitted = self._text()
+        return BashDone(self._running.id, text, omitted, self._status, self._cwd, False, "")
 
 
-def _text(output: bytearray, limit: int) -> tuple[str, int]:
-    if len(output) <= limit:
-        return output.decode("utf-8", "replace"), 0
-    buffer = OutputBuffer(limit)
-    buffer.feed(bytes(output))
-    captured = buffer.take()
-    return captured.text(), captured.omitted
+class LentPython(Lent[Python]):
+    """A Python session. Its output is a pipe, its channel the socket for cells. What comes from there is from
+    the very process that runs the model's code: it is small and typed, or the server's to judge.
+    """
 
+    _kinds = stat.S_ISFIFO, stat.S_ISSOCK
 
-def _check(fd: int, kind: Callable[[int], bool]) -> None:
-    if not kind(os.fstat(fd).st_mode) or os.get_blocking(fd):
-        raise ValueError(f"descriptor {fd} is not what it should be")
+    def __init__(
+        self, descriptors: Sequence[int], *, output_limit: int, give_back: GiveBack, answer: Answer
+    ) -> None:
+        self._heard = bytearray()
+        super().__init__(descriptors, output_limit=output_limit, give_back=give_back, answer=answer)
+
+    def _words(self, request: Python) -> bytearray | None:
+        if len(request.code) > _CELL_LIMIT:
+            return None
+        with contextlib.suppress(WireError):
+            return encode(Cell(request.id, request.code))
+        return None  # no Unicode: the server is not told of it either, and the caller is
+
+    def _say(self, words: bytes | bytearray) -> None:
+        # A session that does not read can take a part of it, and then misses its end like that of any cell.
+        os.write(self._channel, words)
+
+    def _returned(self, spent_s: float) -> ReturnPython:
+        running = self._running
+        id_ = 0 if running is None else running.id
+        return ReturnPython(id_, running, spent_s, bytes(self._output), bytes(self._heard))
+
+    def _hear(self, data: bytes) -> PythonDone | None:
+        self._heard += data
+        if not data or self._running is None or len(self._heard) > _CELL_LIMIT:
+            raise WireError("the session is gone, says something unasked, or says much")
+        frames = Framer(_CELL_LIMIT).feed(self._heard)
+        if not frames:
+            return None
+        done = decode_cell_done(frames[0])
+        if done.id != self._running.id or len(frames[0]) + HEADER_SIZE != len(self._heard):
+            raise WireError("the end of another cell, or more than one")
+        self._heard.clear()
+        text, omitted = self._text()
+        return PythonDone(done.id, text, omitted, done.error, False, "", done.display)

@@ -37,10 +37,12 @@ from prorl_envs.tools.wire import (
     Framer,
     Patch,
     Python,
+    PythonDone,
     Read,
     Refused,
     Reply,
     Return,
+    ReturnPython,
     Run,
     RunDone,
     Setup,
@@ -166,7 +168,9 @@ class ToolServer:
                 shell = self._shells[request.session]
                 shell.take_back(request, partial(self._answer_bash, shell))
             case Python():
-                self._python().submit(request, self._answer)
+                self._python().submit(request, self._answer_python)
+            case ReturnPython():
+                self._python().take_back(request, self._answer_python)
             case Run():
                 self._run(request)
             case Read():
@@ -211,6 +215,10 @@ class ToolServer:
     def _answer_bash(self, shell: ShellSession, reply: Reply) -> None:
         lent = isinstance(reply, BashDone) and reply.lent
         self._answer(reply, shell.descriptors if lent else ())
+
+    def _answer_python(self, reply: Reply) -> None:
+        lent = isinstance(reply, PythonDone) and reply.lent
+        self._answer(reply, self._python().descriptors if lent else ())
 
     def _python(self) -> KernelSession:
         if self._kernel is None:

@@ -1,5 +1,6 @@
 """What a shell session and a Python session have in common: one request at a time, each with an end."""
 
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -12,6 +13,9 @@ from prorl_envs.tools.wire import Bash, Python, Refused, Reply
 
 #: Requests that may wait for the one that runs.
 QUEUE_LIMIT = 64
+#: Seconds after its beginning in which a request is not interrupted: what runs it may still be about to read
+#: it. An interrupt then is lost, or takes what was typed with it, and only killing helps.
+_RIPE_S = 0.05
 
 type Answer = Callable[[Reply], None]
 
@@ -25,11 +29,18 @@ class Cause(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Running[RequestT: Bash | Python]:
-    """The request under way."""
+    """The request under way.
+
+    Args:
+        ripe: when it may be interrupted, by the monotonic clock.
+        cause: why it is being stopped.
+        killed: whether more than an interrupt was needed.
+    """
 
     request: RequestT
     answer: Answer
     deadline: Timer | None = None
+    ripe: float = 0.0
     cause: Cause | None = None
     killed: bool = False
 
@@ -136,6 +147,7 @@ class Session[RequestT: Bash | Python](ABC):
                 self._set_deadline(running, request.timeout_s)
 
     def _set_deadline(self, running: Running[RequestT], left_s: float) -> None:
+        running.ripe = time.monotonic() + _RIPE_S - (running.request.timeout_s - left_s)
         running.deadline = self.loop.call_later(left_s, lambda: self._stop(Cause.TIMEOUT))
 
     def _stop(self, cause: Cause) -> None:
@@ -143,4 +155,8 @@ class Session[RequestT: Bash | Python](ABC):
         assert running is not None
         if running.cause is None:
             running.cause = cause
+            self.loop.call_later(running.ripe - time.monotonic(), lambda: self._interrupt_ripe(running))
+
+    def _interrupt_ripe(self, running: Running[RequestT]) -> None:
+        if self.running is running:
             self._interrupt(running)

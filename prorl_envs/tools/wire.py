@@ -21,6 +21,8 @@ MIME_LIMIT = 64
 ERROR_NAME_LIMIT = 200
 
 _LENGTH = struct.Struct(">I")
+#: Bytes of a frame before its message.
+HEADER_SIZE = _LENGTH.size
 
 
 class WireError(ValueError):
@@ -150,6 +152,22 @@ class Return(Request, tag=21):
     report: bytes
 
 
+class ReturnPython(Request, tag=22):
+    """A lent Python session goes back to the server: see `lent.py`. Answered with `PythonDone` where a cell
+    runs, and else not at all.
+
+    Args:
+        running: the cell under way, under whose id this is; None where there is none.
+        spent_s: seconds it has run.
+        output, heard: what was read of its output, and of what the session said.
+    """
+
+    running: Python | None
+    spent_s: float
+    output: bytes
+    heard: bytes
+
+
 class Reply(msgspec.Struct, array_like=True, gc=False):
     """Base of what the server answers."""
 
@@ -177,7 +195,8 @@ class BashDone(Reply, tag=1):
 
 
 class PythonDone(Reply, tag=2):
-    """The end of a cell; `error` names the exception's class, or is empty."""
+    """The end of a cell; `error` names the exception's class, or is empty. With `lent`, the session is the
+    host's from now on: see `lent.py`."""
 
     output: str
     omitted: int
@@ -185,6 +204,7 @@ class PythonDone(Reply, tag=2):
     timed_out: bool
     notice: str
     display: Bundles
+    lent: bool = False
 
 
 class RunDone(Reply, tag=3):
@@ -233,12 +253,14 @@ class CellDone(msgspec.Struct, array_like=True, gc=False):
     display: Bundles
 
 
-type AnyRequest = Setup | Bash | Python | Run | Write | Read | Edit | Cancel | EndProcesses | Patch | Return
+type AnyRequest = (
+    Setup | Bash | Python | Run | Write | Read | Edit | Cancel | EndProcesses | Patch | Return | ReturnPython
+)
 type AnyReply = Done | BashDone | PythonDone | RunDone | Content | Edited | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(
-    Setup | Bash | Python | Run | Write | Read | Edit | Cancel | EndProcesses | Patch | Return
+    Setup | Bash | Python | Run | Write | Read | Edit | Cancel | EndProcesses | Patch | Return | ReturnPython
 )
 _replies: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(
     Done | BashDone | PythonDone | RunDone | Content | Edited | Refused
@@ -255,12 +277,12 @@ def encode(message: msgspec.Struct) -> bytearray:
     """
     frame = bytearray(64)
     try:
-        _encoder.encode_into(message, frame, _LENGTH.size)
+        _encoder.encode_into(message, frame, HEADER_SIZE)
     except UnicodeEncodeError as error:
         raise WireError(f"text that is no Unicode: {error}") from error
-    if len(frame) - _LENGTH.size > FRAME_LIMIT:
+    if len(frame) - HEADER_SIZE > FRAME_LIMIT:
         raise WireError(f"message of {len(frame)} bytes; a frame holds {FRAME_LIMIT}")
-    _LENGTH.pack_into(frame, 0, len(frame) - _LENGTH.size)
+    _LENGTH.pack_into(frame, 0, len(frame) - HEADER_SIZE)
     return frame
 
 
@@ -312,14 +334,14 @@ class Framer:
         self._buffer += data
         frames = []
         start = 0
-        while len(self._buffer) - start >= _LENGTH.size:
+        while len(self._buffer) - start >= HEADER_SIZE:
             (length,) = _LENGTH.unpack_from(self._buffer, start)
             if length > self._limit:
                 raise WireError(f"frame of {length} bytes announced; the limit is {self._limit}")
-            end = start + _LENGTH.size + length
+            end = start + HEADER_SIZE + length
             if len(self._buffer) < end:
                 break
-            frames.append(bytes(self._buffer[start + _LENGTH.size : end]))
+            frames.append(bytes(self._buffer[start + HEADER_SIZE : end]))
             start = end
         del self._buffer[:start]
         return frames

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from prorl_envs.errors import InputError, SandboxError
-from prorl_envs.images.apptainer import Rights
+from prorl_envs.images.apptainer import Rights, failure
 from prorl_envs.images.builder import ImageBuilder
 from prorl_envs.images.inspect import inspect
 from prorl_envs.images.modes import Mode
@@ -385,3 +385,9 @@ def test_a_builder_sees_no_secrets(tmp_path: Path) -> None:
 )
 def test_how_a_definition_is_built(may: Rights, identity: bool, unpack: bool) -> None:
     assert (may.identity, may.unpack_base) == (identity, unpack)
+
+
+def test_a_build_without_user_namespaces_says_to_build_elsewhere() -> None:
+    """What a setuid Apptainer says where the kernel gives its user none."""
+    said = "FATAL:   /etc/subuid mapping found but no user namespace available for fakeroot"
+    assert "build on another" in failure("apptainer build", 255, said, remote=False).hint

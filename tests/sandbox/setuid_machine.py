@@ -1,8 +1,9 @@
 """A machine as some clusters are: Apptainer is setuid, and ordinary users get no user namespaces.
 
 `python -m tests.sandbox.setuid_machine PROGRAM [ARG ...]`, as root, runs a program as the user `nobody` on
-what it takes for such a machine. Apptainer's starter gets its bit in a mount namespace of this process's own,
-and a system call filter refuses user namespaces as a kernel does that has a limit of none.
+what it takes for such a machine. The first Apptainer in PATH is used as it is where it is installed setuid;
+else its starter gets the bit in a mount namespace of this process's own. A system call filter refuses user
+namespaces as a kernel does that has a limit of none.
 """
 
 import ctypes
@@ -60,6 +61,8 @@ def _mount(*words: str | Path) -> None:
 
 def _make_setuid() -> None:
     starter = _starter()
+    if starter.with_name("starter-suid").exists():
+        return
     scratch = Path(tempfile.mkdtemp())
     _mount("-t", "tmpfs", "-o", "mode=755", "tmpfs", scratch)
     shutil.copytree(starter.parent, scratch, dirs_exist_ok=True)

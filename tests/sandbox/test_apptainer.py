@@ -180,6 +180,18 @@ def test_settings_that_forbid_are_found(tmp_path: Path) -> None:
     assert "allow container dir" in settings.found
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a setuid program of root's")
+@pytest.mark.parametrize(("setting", "used"), [("yes", True), ("no", False)])
+def test_a_setuid_program_counts_where_the_site_allows_it(tmp_path: Path, setting: str, used: bool) -> None:
+    """Apptainer makes a user namespace where it does not."""
+    (tmp_path / "apptainer" / "bin").mkdir(parents=True)
+    program(tmp_path / "apptainer" / "bin" / "starter-suid", "exit 1").chmod(0o4755)
+    conf = tmp_path / "apptainer.conf"
+    conf.write_text(f"allow setuid = {setting}\n")
+    chosen = program(tmp_path / "x", f'echo "APPTAINER_CONF_FILE={conf}"; echo "LIBEXECDIR={tmp_path}"')
+    assert read_installation(chosen).setuid is used
+
+
 def test_a_chosen_program_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SandboxError, match="absent"):
         find_apptainer(tmp_path / "absent")

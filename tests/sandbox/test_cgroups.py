@@ -13,6 +13,7 @@ from prorl_envs.sandbox.cgroups import (
     Mechanism,
     delegated,
     find_groups,
+    sessions_weigh_alike,
     settings,
     sweep_groups,
 )
@@ -94,23 +95,26 @@ def test_version_one_is_used_on_request_only(tmp_path: Path) -> None:
 
 
 def test_what_is_written() -> None:
-    assert list(settings(LIMITS, unified=True)) == [
+    assert list(settings(LIMITS, 10, unified=True)) == [
+        ("cpu", "cpu.weight.nice", "10"),
         ("memory", "memory.max", str(1 << 30)),
         ("pids", "pids.max", "100"),
         ("cpu", "cpu.max", "150000 100000"),
     ]
-    assert list(settings(LIMITS, unified=False)) == [
+    assert list(settings(LIMITS, 10, unified=False)) == [
+        ("cpu", "cpu.shares", "110"),
         ("memory", "memory.limit_in_bytes", str(1 << 30)),
         ("pids", "pids.max", "100"),
         ("cpu", "cpu.cfs_period_us", "100000"),
         ("cpu", "cpu.cfs_quota_us", "150000"),
     ]
-    assert not list(settings(Limits(memory_bytes=None, processes=None), unified=True))
+    nothing = Limits(memory_bytes=None, processes=None)
+    assert list(settings(nothing, 0, unified=False)) == [("cpu", "cpu.shares", "1024")]
 
 
 def test_a_group_and_what_the_kernel_says_of_it(tmp_path: Path) -> None:
     group = Groups(dict.fromkeys(("memory", "pids"), tmp_path), unified=True).group("abc-1")
-    group.make(LIMITS)
+    group.make(LIMITS, 10)
     folder = tmp_path / "prorl-abc-1"
     assert group.folders == (str(folder),)
     assert (folder / "memory.max").read_text() == str(1 << 30)
@@ -124,7 +128,7 @@ def test_a_group_and_what_the_kernel_says_of_it(tmp_path: Path) -> None:
 def test_a_group_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     group = Group({"memory": tmp_path / "absent/prorl-abc-1"}, unified=True)
     with pytest.raises(SandboxError, match="cannot make a sandbox's control group"):
-        group.make(LIMITS)
+        group.make(LIMITS, 10)
 
 
 def test_a_killed_service_s_groups_are_removed_and_no_others(tmp_path: Path) -> None:
@@ -142,3 +146,20 @@ def test_a_killed_service_s_groups_are_removed_and_no_others(tmp_path: Path) -> 
 
 def test_a_directory_without_groups_has_none_to_remove(tmp_path: Path) -> None:
     sweep_groups(tmp_path)
+
+
+def test_sessions_weigh_alike_only_without_a_group_that_has_a_weight(tmp_path: Path) -> None:
+    proc = unified_tree(tmp_path)
+    assert not sessions_weigh_alike(proc)  # a kernel that cannot
+    switch = proc / "sys/kernel/sched_autogroup_enabled"
+    switch.parent.mkdir(parents=True)
+    switch.write_text("0\n")
+    assert not sessions_weigh_alike(proc)
+    switch.write_text("1\n")
+    assert sessions_weigh_alike(proc)
+    (tmp_path / "tree/app.scope/cpu.weight").write_text("100\n")
+    assert not sessions_weigh_alike(proc)
+    (proc / "self/cgroup").write_text("3:cpu,cpuacct:/\n0::/app.scope\n")
+    assert sessions_weigh_alike(proc)
+    (proc / "self/cgroup").write_text("3:cpu,cpuacct:/slurm/job\n0::/app.scope\n")
+    assert not sessions_weigh_alike(proc)

@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from prorl_envs.errors import SandboxError, SandboxLimit
+from prorl_envs.sandbox.apptainer_probe import find_apptainer
 from prorl_envs.sandbox.base import Limits, Mount, SandboxSpec
+from prorl_envs.sandbox.doorway import explain_doorway
 from prorl_envs.sandbox.instance import InstanceDriver, InstanceSandbox, shows_python
 from prorl_envs.sandbox.instance_command import InstanceFiles, apptainer_command, explain_instance
 from prorl_envs.sandbox.instance_probe import instance_check
@@ -173,7 +175,7 @@ async def test_a_site_that_gives_no_namespace_is_found_out(
     run_dir: Path, tmp_path: Path, left_out: str, setting: str
 ) -> None:
     """Apptainer only warns, and here not even that."""
-    real = shutil.which("apptainer") or shutil.which("singularity")
+    real = find_apptainer()
     leave = f'"{left_out}"' + ("|--hostname|sandbox" if left_out == "--uts" else "")
     program = tmp_path / "apptainer"
     program.write_text(
@@ -186,6 +188,9 @@ async def test_a_site_that_gives_no_namespace_is_found_out(
         with pytest.raises(SandboxError, match="no namespace of its own") as caught:
             await driver.start(SandboxSpec())
         assert setting in caught.value.hint
+        if left_out == "--pid":
+            check = instance_check(run_dir, program)
+            assert not check.ok and setting in check.remedy
     finally:
         await driver.aclose()
 
@@ -261,14 +266,24 @@ def test_paths_with_commas_and_quotes_stay_one_mount() -> None:
     ("said", "hint"),
     [
         ("FATAL: configuration disallows users from running sandbox containers", "allow container dir = yes"),
-        ("configuration disallows users from running SIF based containers", "allow container sif = yes"),
-        ("ERROR: Failed to create user namespace: maximum number exceeded", "setuid program"),
+        ("configuration disallows users from running unencrypted SIF containers", "container sif = yes"),
+        ("FATAL: apptainer image is not in an allowed configured path", "limit container paths"),
+        ("FATAL: apptainer image is not owned by required user(s)", "limit container owners"),
+        ("FATAL: apptainer image is not owned by required group(s)", "limit container groups"),
+        ("1 /bin/sh: 1: cannot open /proc/net/dev: No such file", "mount proc = yes"),
+        ("ERROR: Failed to create user namespace: maximum number exceeded", "allow setuid = yes"),
         ("Error: unknown flag: --no-eval", "1.2 or later"),
         ("", "doctor"),
     ],
 )  # fmt: skip
 def test_each_refusal_has_its_remedy(said: str, hint: str) -> None:
     assert hint in explain_instance(said).hint
+
+
+def test_what_apptainer_says_is_shown_without_its_colours() -> None:
+    said = "\x1b[91mERROR : Failed to create user namespace\x1b[0m"
+    for error in (explain_instance(said), explain_doorway(said)):
+        assert error.message.endswith("the sandbox: ERROR : Failed to create user namespace")
 
 
 def test_this_machines_apptainer_can_be_a_sandbox(run_dir: Path) -> None:

@@ -11,6 +11,7 @@ import textwrap
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,13 @@ async def test_many_processes_that_together_take_too_much_are_reduced(box: Toolb
 async def test_memory_within_the_limit_is_nobody_s_business(box: Toolbox) -> None:
     result = await box.bash("python3 -c 'x = bytearray(50 << 20); print(len(x))'", timeout_s=30)
     assert result.text == f"{50 << 20}\n"
+
+
+async def test_sandboxes_come_after_the_service(open_box: OpenBox, limited: BubblewrapDriver) -> None:
+    box = await open_box(limited, python=True)
+    assert (await box.bash("nice", timeout_s=10)).text == "10\n"
+    assert (await box.python("import os; os.getpriority(os.PRIO_PROCESS, 0)", timeout_s=30)).text == "10\n"
+    assert os.getpriority(os.PRIO_PROCESS, 0) == 0
 
 
 async def test_files_in_memory_count(box: Toolbox) -> None:
@@ -322,11 +330,19 @@ async def test_the_local_driver_keeps_the_limits_of_single_processes(
     open_box: OpenBox, run_dir: Path
 ) -> None:
     with pytest.warns(NoIsolationWarning):
-        driver = LocalDriver(limits=NodeLimits(each=LIMITS))
+        driver = LocalDriver(limits=NodeLimits(each=replace(LIMITS, disk_bytes=None, file_bytes=20 << 20)))
     box = await open_box(driver, SandboxSpec())
     result = await box.bash("head -c 60M /dev/zero > file; stat -c %s file; ulimit -n", timeout_s=30)
     assert str(20 << 20) in result.text and result.text.endswith("1024\n")
     await driver.aclose()
+
+
+async def test_how_far_they_come_after_it_can_be_said(open_box: OpenBox, run_dir: Path) -> None:
+    driver = BubblewrapDriver(limits=NodeLimits(nice=3, mechanism=Mechanism.WATCHDOG))
+    try:
+        assert (await (await open_box(driver)).bash("nice", timeout_s=10)).text == "3\n"
+    finally:
+        await driver.aclose()
 
 
 @pytest.mark.parametrize(

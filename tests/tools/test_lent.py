@@ -92,13 +92,14 @@ async def test_at_its_deadline_a_command_is_interrupted(lent: Toolbox) -> None:
 
 
 async def test_a_command_can_be_cancelled_at_once(lent: Toolbox) -> None:
-    call = asyncio.create_task(lent.bash("sleep 100", timeout_s=T))
-    await asyncio.sleep(0)
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    assert (await lent.bash("echo $kept", timeout_s=T)).duration_s < 10
-    assert await usable(lent)
+    for _ in range(8):  # it may be anywhere on its way
+        call = asyncio.create_task(lent.bash("sleep 100", timeout_s=T))
+        await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert (await lent.bash("echo $kept", timeout_s=T)).duration_s < 10
+        assert await usable(lent)
 
 
 async def test_sessions_are_lent_apart(lent: Toolbox) -> None:

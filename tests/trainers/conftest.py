@@ -54,6 +54,14 @@ class ToyService:
 
         self.wait(close())
 
+    def open_gate(self, step: str) -> None:
+        """Let all episodes go on that wait at this step, and those to come."""
+
+        async def go() -> None:
+            self.world.gates.pop(step).set()
+
+        self.wait(go())
+
     def until_entered(self, step: str, count: int) -> None:
         """Return once so many steps were begun."""
         entered = self.world.entered

@@ -1,8 +1,10 @@
 """SkyRL's trainer on episodes of the rollout service. Takes SkyRL's own overrides:
 
     python examples/trainers/make_data.py skyrl tasks.jsonl train.parquet --environment bash
-    python examples/trainers/skyrl/main.py data.train_data="['train.parquet']" \
-        trainer.policy.model.path=Qwen/Qwen3-4B generator.n_samples_per_prompt=8
+    python examples/trainers/skyrl/main.py \
+        data.train_data="['train.parquet']" data.val_data="['train.parquet']" \
+        trainer.policy.model.path=Qwen/Qwen3-4B generator.n_samples_per_prompt=8 trainer.logger=console \
+        trainer.train_batch_size=64 trainer.policy_mini_batch_size=64
 
 SkyRL's inference servers are the service's model servers: give their addresses to `prorl-envs serve --llm`.
 """

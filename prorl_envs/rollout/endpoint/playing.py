@@ -3,19 +3,18 @@
 import asyncio
 import hmac
 import logging
-from typing import Any
+from typing import Any, Unpack
 
 from prorl_envs.env.base import Prompt
 from prorl_envs.env.harness.family import HarnessedEnvironment
 from prorl_envs.env.harness.recipe import MODEL, Endpoint
 from prorl_envs.errors import AgentFault, printable
 from prorl_envs.policy.gate import active_timeout
-from prorl_envs.policy.types import Sampling
-from prorl_envs.rollout.agent import Agent, Transcript
+from prorl_envs.rollout.agent import Agent, HowToPlay, Transcript
 from prorl_envs.rollout.endpoint.app import EndpointApp
 from prorl_envs.rollout.endpoint.doorstep import Doorstep
 from prorl_envs.rollout.endpoint.session import ModelSession
-from prorl_envs.rollout.types import AgentLimits, StopReason
+from prorl_envs.rollout.types import StopReason
 from prorl_envs.tools.types import Completed
 
 log = logging.getLogger(__name__)
@@ -31,10 +30,7 @@ async def play(
     environment: HarnessedEnvironment[Any],
     prompt: Prompt,
     transcript: Transcript,
-    *,
-    limits: AgentLimits,
-    sampling: Sampling,
-    session: str,
+    **how: Unpack[HowToPlay],
 ) -> StopReason:
     """Run the environment's harness to its end, or to a limit.
 
@@ -45,7 +41,8 @@ async def play(
         AgentFault: the harness failed, or never asked its model.
         SandboxError, ToolError, EnvironmentFault: our infrastructure failed.
     """
-    model = ModelSession(agent, transcript, limits, sampling, session)
+    limits = how["limits"]
+    model = ModelSession(agent, transcript, limits, how["sampling"], how["session"])
     app = EndpointApp(lambda key: model if _same(key, model.key) else None, MODEL)
     doorstep = Doorstep(app, await environment.listen_inside())
     endpoint = Endpoint(port=doorstep.port, key=model.key)
@@ -57,7 +54,7 @@ async def play(
         await asyncio.wait({running})
         await model.aclose()
         await doorstep.aclose()
-        agent.forget(session)
+        agent.forget(how["session"])
     return _judge(environment.harness.exits, model, done, limits.run_s)
 
 

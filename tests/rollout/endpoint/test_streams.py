@@ -31,7 +31,7 @@ def openai_client(served: Served) -> openai.AsyncOpenAI:
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_text_leaves_before_the_answer_is_whole(kind: str) -> None:
-    slow = {**KINDS[kind], "tokens_per_s": 100.0, "noncanonical": 0.3}
+    slow = {**KINDS[kind], "tokens_per_s": 40.0, "noncanonical": 0.3}
     sampling = Sampling(max_tokens=500)
     async with scripted_endpoint({"the task": TAPE}, server=slow, sampling=sampling) as (served, server):
         async with openai_client(served) as client:

@@ -1,14 +1,18 @@
-"""NeMo RL's own post-processing of what the NeMo Gym agent answers: NEMO_RL_SOURCE names a checkout, as PyPI
-has a placeholder. The agent itself is tested by make test-nemo."""
+"""NeMo RL's own post-processing of what the NeMo Gym agent answers, and its reading of the example:
+NEMO_RL_SOURCE names a checkout, as PyPI has a placeholder. The agent itself is tested by make test-nemo."""
 
+import json
 import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from prorl_envs.env.registry import example_path
 from prorl_envs.nemo.responses import output_items
+from prorl_envs.nemo.rows import write_rows
 from prorl_envs.rollout.checks import NotContiguous
 from prorl_envs.rollout.types import Result
 from prorl_envs.testing.tokenizer import tokenizer_folder
@@ -18,7 +22,10 @@ from tests.trainers.conftest import ToyService, task
 pytestmark = [pytest.mark.trainers, pytest.mark.filterwarnings("ignore")]
 if "NEMO_RL_SOURCE" not in os.environ:
     pytest.skip("NEMO_RL_SOURCE names no checkout of NeMo RL", allow_module_level=True)
-sys.path.insert(0, os.environ["NEMO_RL_SOURCE"])
+SOURCE = Path(os.environ["NEMO_RL_SOURCE"]).resolve()
+sys.path.insert(0, str(SOURCE))
+REPOSITORY = Path(__file__).parents[3]
+EXAMPLE = REPOSITORY / "examples" / "trainers" / "nemo_rl" / "grpo.yaml"
 
 
 def post_processed(items: list[dict[str, Any]]) -> Any:
@@ -64,3 +71,82 @@ def test_what_it_would_refuse_is_refused_here_first(result: Result) -> None:
     second["prompt_token_ids"] = [0, *second["prompt_token_ids"][1:]]
     with pytest.raises(AssertionError, match="Non-contiguous"):
         post_processed(items)
+
+
+@pytest.fixture
+def merged(tmp_path: Path) -> dict[str, Any]:
+    """The example over a recipe, as NeMo RL's script reads it."""
+    from nemo_rl.utils.config import load_config, register_omegaconf_resolvers
+    from omegaconf import OmegaConf
+
+    register_omegaconf_resolvers()
+    recipe = SOURCE / "examples" / "nemo_gym" / "grpo_qwen3_30ba3b_instruct.yaml"
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"defaults: [{recipe}, {EXAMPLE}]\n")
+    return dict(OmegaConf.to_container(load_config(path), resolve=True))
+
+
+def test_nemo_rl_takes_the_example(merged: dict[str, Any]) -> None:
+    from nemo_rl.algorithms.grpo import MasterConfig
+    from nemo_rl.data import DataConfig, ResponseDatasetConfig
+    from nemo_rl.environments.nemo_gym import should_use_nemo_gym
+    from nemo_rl.experience.rollouts import should_mask_flagged_samples
+    from nemo_rl.utils.config import load_config
+
+    config = MasterConfig(**merged)  # which allows what it does not know
+    assert should_use_nemo_gym(config) and should_mask_flagged_samples(config.env)
+    ours = load_config(EXAMPLE)
+    recipe = load_config(SOURCE / "examples" / "nemo_gym" / "grpo_qwen3_30ba3b_instruct.yaml")
+    assert set(ours) <= MasterConfig.model_fields.keys()
+    assert set(ours.env) <= set(recipe.env)
+    assert set(ours.env.nemo_gym) - set(recipe.env.nemo_gym) == {"prorl_agent"}
+    assert set(ours.data) <= DataConfig.__annotations__.keys()
+    for split in ours.data.values():
+        assert set(split) <= ResponseDatasetConfig.__annotations__.keys()
+
+
+def test_nemo_gym_resolves_the_agent_of_the_example(merged: dict[str, Any]) -> None:
+    """With what NeMo RL adds when it starts NeMo Gym, and the agent where it lies in this checkout."""
+    from nemo_gym.global_config import GlobalConfigDictParser, GlobalConfigDictParserConfig
+    from omegaconf import DictConfig, OmegaConf
+
+    from prorl_envs.nemo.agent import RolloutAgentConfig
+
+    given = merged["env"]["nemo_gym"]
+    [path] = given["config_paths"]
+    given |= {
+        "config_paths": [str(REPOSITORY / path.replace("responses_api_agents", "agents"))],
+        "policy_model_name": "m",
+        "policy_api_key": "dummy_key",
+        "policy_base_url": ["http://127.0.0.1:1"],
+        "default_host": "127.0.0.1",
+    }
+    parser = GlobalConfigDictParserConfig(
+        initial_global_config_dict=DictConfig(given), skip_load_from_cli=True, skip_load_from_dotenv=True
+    )
+    parsed = OmegaConf.to_container(GlobalConfigDictParser().parse(parser), resolve=True)
+    [(kind, block)] = parsed["prorl_agent"]["responses_api_agents"].items()
+    config = RolloutAgentConfig.model_validate(block | {"name": kind})
+    ours = merged["env"]["nemo_gym"]["prorl_agent"]["responses_api_agents"]["prorl_agent"]
+    assert set(ours) <= RolloutAgentConfig.model_fields.keys()
+    assert (config.service, config.environment, config.failures) == tuple(ours.values())
+
+
+def test_nemo_rl_reads_the_rows(
+    merged: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the example's comments say to write, by NeMo RL's own data set and processor."""
+    from nemo_rl.data.datasets.response_datasets import load_response_dataset
+    from nemo_rl.data.processors import PROCESSOR_REGISTRY
+
+    monkeypatch.chdir(tmp_path)
+    write_rows("bash", example_path("bash"), Path("rows.jsonl"))
+    written = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
+    agent = {"type": "responses_api_agents", "name": "prorl_agent"}
+    lines = [json.dumps(row | {"agent_ref": agent}) + "\n" for row in written]
+    Path(merged["data"]["train"]["data_path"]).write_text("".join(lines))
+    data = load_response_dataset(merged["data"]["default"] | merged["data"]["train"])
+    process = PROCESSOR_REGISTRY[merged["data"]["default"]["processor"]]
+    read = [process(row, None, None, None, index)["extra_env_info"] for index, row in enumerate(data.dataset)]
+    assert read == [row | {"agent_ref": agent} for row in written]
+    assert agent["name"] in merged["env"]["nemo_gym"]

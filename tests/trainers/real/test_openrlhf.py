@@ -1,10 +1,13 @@
-"""OpenRLHF's own conversion of responses, for episodes that its engine samples.
+"""OpenRLHF's own conversion of responses, for episodes that its engine samples; its reading of the example.
 
 OpenRLHF's rollouts import vLLM, which needs a GPU here: its place is taken by an empty module, and that of
 vLLM's engine by one that samples what a test says. All else is OpenRLHF.
 """
 
 import importlib.util
+import json
+import runpy
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -14,12 +17,13 @@ import pytest
 
 from prorl_envs.testing.scripted import as_message
 from prorl_envs.testing.tokenizer import builtin_renderer
-from prorl_envs.trainers.tasks import to_text
+from prorl_envs.trainers.tasks import from_text, to_text
 from tests.trainers.conftest import ToyService, task
 
 pytestmark = [pytest.mark.trainers, pytest.mark.filterwarnings("ignore"), pytest.mark.anyio]
 
-AGENT = Path(__file__).parents[3] / "examples" / "trainers" / "openrlhf" / "agent.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "trainers" / "openrlhf"
+AGENT = EXAMPLE / "agent.py"
 TURNS = [{"tool": "say", "arguments": {"text": "hm"}}, {"tool": "finish", "arguments": {"reward": 0.5}}]
 
 
@@ -81,3 +85,51 @@ async def test_an_episode_becomes_experience(toy: ToyService, monkeypatch: pytes
     assert (experience.rollout_log_probs[~experience.action_mask.bool()] == 0).all()
     assert not experience.truncated.item()
     toy.until_empty()
+
+
+class Started(Exception):
+    """OpenRLHF has read and checked its arguments."""
+
+
+def test_openrlhf_takes_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script as a user calls it, up to where OpenRLHF starts workers on GPUs, which are not there."""
+    import ray
+    from openrlhf import utils
+    from openrlhf.datasets import PromptDataset
+
+    monkeypatch.chdir(tmp_path)
+    Path("tasks.jsonl").write_text(json.dumps(task()) + "\n")
+    shim = tmp_path / "python"
+    shim.write_text(f'#!/bin/sh\n[ "$1" = -m ] || exec {sys.executable} "$@"\nprintf "%s\\n" "$@"\n')
+    shim.chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    command = ["sh", str(EXAMPLE / "run.sh"), "tasks.jsonl"]
+    told = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
+    module, *given = told.split("-m\n")[1].splitlines()
+
+    workers = {
+        "": ["create_vllm_engines"],
+        ".launcher": ["RayActorGroup", "ReferenceModelActor", "RewardModelActor"],
+        ".ppo_actor": ["PolicyModelActor"],
+        ".ppo_critic": ["CriticModelActor"],
+    }
+    for name, holds in workers.items():
+        absent = ModuleType(f"openrlhf.trainer.ray{name}")
+        vars(absent).update(dict.fromkeys(holds))
+        monkeypatch.setitem(sys.modules, absent.__name__, absent)
+    read: list[Any] = []
+
+    def start(args: Any) -> None:
+        read.append(args)
+        raise Started
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(utils, "get_strategy", start)
+    monkeypatch.setattr(sys, "argv", [module, *given])
+    with pytest.raises(Started):
+        runpy.run_module(module, run_name="__main__")
+    [args] = read
+    assert Path(args.train.agent_func_path).samefile(AGENT) and args.vllm.num_engines == 4
+    lines = [json.loads(line) for line in Path(args.data.prompt_dataset).read_text().splitlines()]
+    data = PromptDataset(lines, None, SimpleNamespace(args=args, is_rank_0=lambda: False))
+    assert from_text(data[0][1]) == task()

@@ -1,10 +1,17 @@
-"""SkyRL's own validation and concatenation of what the generator gives."""
+"""SkyRL's own validation and concatenation of what the generator gives, and its reading of the example."""
 
+import importlib.util
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
 
+from prorl_envs.testing.tokenizer import tokenizer_folder
 from prorl_envs.trainers.rollouts import close_shared
 from prorl_envs.trainers.skyrl import RolloutGenerator, as_skyrl, rows
 from tests.trainers.conftest import task, toy_service
@@ -67,3 +74,37 @@ def test_step_wise_rows_are_what_the_trainer_demands() -> None:
     output = as_skyrl([group], ids, 2, step_wise=True)
     assert len(output["response_ids"]) > 3
     validate_generator_output(3, output, step_wise=True)
+
+
+def test_skyrl_takes_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands of its docstring, up to where SkyRL starts workers on GPUs."""
+    from skyrl.backends.skyrl_train.workers.worker_dispatch import WorkerDispatch
+    from skyrl.train.config import SkyRLTrainConfig
+    from skyrl.train.dataset import PromptDataset
+    from skyrl.train.utils import validate_cfg
+    from transformers import AutoTokenizer
+
+    examples = Path(__file__).parents[3] / "examples"
+    spec = importlib.util.spec_from_file_location("example", examples / "trainers" / "skyrl" / "main.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    [commands] = [block for block in str(module.__doc__).split("\n\n") if "python " in block]
+    make, train = [shlex.split(line) for line in commands.replace("\\\n", "").strip().splitlines()]
+
+    monkeypatch.chdir(tmp_path)
+    tasks = [task(str(number)) for number in range(64)]
+    Path("tasks.jsonl").write_text("".join(json.dumps(one) + "\n" for one in tasks))
+    subprocess.run([sys.executable, examples.parent / make[1], *make[2:]], check=True)
+    config = SkyRLTrainConfig.from_cli_overrides(train[2:])
+    validate_cfg(config)
+    for source in (config.data.train_data, config.data.val_data):
+        tokenizer = AutoTokenizer.from_pretrained(str(tokenizer_folder()))
+        data = PromptDataset(source, tokenizer, config.trainer.max_prompt_length, num_workers=1)
+        assert len(data) >= config.trainer.train_batch_size
+        _, env_class, extra, _ = data[0]
+        assert env_class == rows(tasks, environment="bash")[0]["env_class"]
+        assert json.loads(extra["task"]) == tasks[0]
+    for ours in (module.Experiment, module.Trainer):  # what they change is there to be changed
+        assert {name for name in vars(ours) if not name.startswith("__")} <= set(dir(ours.__base__))
+    assert hasattr(WorkerDispatch, "save_weights_for_sampler")

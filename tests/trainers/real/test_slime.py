@@ -1,18 +1,24 @@
-"""slime's own rollout loop over the service: SLIME_SOURCE names a checkout, as PyPI has no slime."""
+"""slime's own rollout loop over the service, and its reading of the example: SLIME_SOURCE names a checkout,
+as PyPI has no slime."""
 
 import asyncio
+import json
 import os
+import subprocess
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
 
-from prorl_envs.rollout.types import JobState
+from prorl_envs.rollout.types import AgentLimits, JobState
 from prorl_envs.testing.serving import served
 from prorl_envs.testing.tokenizer import tokenizer_folder
+from prorl_envs.trainers import slime as adapter
 from prorl_envs.trainers.asking import connect_sync
 from prorl_envs.trainers.rollouts import close_shared
 from prorl_envs.trainers.slime import rows
@@ -22,6 +28,7 @@ pytestmark = [pytest.mark.trainers, pytest.mark.filterwarnings("ignore"), pytest
 if "SLIME_SOURCE" not in os.environ:
     pytest.skip("SLIME_SOURCE names no checkout of slime", allow_module_level=True)
 sys.path.insert(0, os.environ["SLIME_SOURCE"])
+EXAMPLE = Path(__file__).parents[3] / "examples" / "trainers" / "slime"
 
 
 def router() -> FastAPI:
@@ -112,3 +119,45 @@ async def test_slime_rolls_out_its_batch_and_has_the_rest_cancelled() -> None:
             else:
                 assert sample.status is Sample.Status.COMPLETED and sample.weight_versions
     assert JobState.DONE in states
+
+
+def parsed(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Namespace:
+    """These arguments as slime reads and checks them; an unknown one is an error. What its parser takes over
+    from Megatron and SGLang is left out: neither is there, and the example sets none of it."""
+    absent = SimpleNamespace(sglang_parse_args=None, validate_args=None)
+    monkeypatch.setitem(sys.modules, "slime.backends.sglang_utils.arguments", absent)
+    from slime.utils import arguments as slime_arguments
+
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    parser = slime_arguments.get_slime_extra_args_provider()(ArgumentParser(allow_abbrev=False))
+    args: Namespace = parser.parse_args(namespace=slime_arguments._pre_parse_mode())
+    slime_arguments.slime_validate_args(args)
+    return args
+
+
+def test_slime_takes_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script as a user calls it: its data, its arguments, and the file that they name."""
+    from slime.rollout.data_source import RolloutDataSource
+    from slime.utils.misc import load_function
+
+    monkeypatch.chdir(tmp_path)
+    tasks = [task("a"), task("b")]
+    Path("tasks.jsonl").write_text("".join(json.dumps(one) + "\n" for one in tasks))
+    shim = tmp_path / "python"
+    shim.write_text(f'#!/bin/sh\n[ "$1" = train.py ] || exec {sys.executable} "$@"\nprintf "%s\\n" "$@"\n')
+    shim.chmod(0o755)
+    command = ["sh", str(EXAMPLE / "run.sh"), "tasks.jsonl", "--num-rollout", "1"]
+    command += ["--hf-checkpoint", str(tokenizer_folder())]
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    told = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
+    _, given = told.split("train.py\n")
+    args = parsed(given.splitlines(), monkeypatch)
+    assert load_function(args.custom_generate_function_path) is adapter.generate
+    assert load_function(args.dynamic_sampling_filter_path) is adapter.keep_informative
+    assert (args.prorl_url, args.prorl_environment) == ("http://127.0.0.1:8600", "bash")
+    assert AgentLimits.model_validate(args.prorl_limits).max_turns == 30
+    group, other = RolloutDataSource(args).get_samples(2)
+    assert len(group) == len(other) == args.n_samples_per_prompt
+    assert json.loads(group[0].metadata["task"]) == tasks[0]
+    with pytest.raises(SystemExit):
+        parsed([*given.splitlines(), "--no-such-thing"], monkeypatch)

@@ -1,0 +1,69 @@
+"""A process's limit of open files: raised as far as anybody may, and never used up."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import asyncio, os, resource, sys
+
+from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.tools.client import Toolbox
+
+soft, hard, taken = map(int, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def main():
+    driver = BubblewrapDriver()
+    others = [os.open(os.devnull, os.O_RDONLY) for _ in range(taken)]
+    boxes = []
+    try:
+        for _ in range(20):
+            sandbox = await driver.start(SandboxSpec())
+            boxes.append(await Toolbox.open(sandbox))
+            for _ in range(2):  # by the second, its shell is lent
+                assert (await boxes[-1].bash("echo hi", timeout_s=30)).text == "hi\\n"
+    except SandboxError as error:
+        print(error)
+    print(len(boxes), "live")
+    for box in boxes:
+        await box.aclose()
+    await driver.aclose()
+
+
+try:
+    asyncio.run(main())
+except SandboxError as error:
+    print(error)
+"""
+
+
+def said(run_dir: Path, soft: int, hard: int, taken: int = 0) -> str:
+    """What a process with these limits says, which ends in order."""
+    command = [sys.executable, "-c", SCRIPT, str(soft), str(hard), str(taken)]
+    before = set(run_dir.iterdir())
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert set(run_dir.iterdir()) == before, "it leaves nothing behind"
+    return done.stdout
+
+
+def test_the_usual_soft_limit_is_raised(run_dir: Path) -> None:
+    assert said(run_dir, 128, 4096) == "20 live\n"
+
+
+def test_the_last_descriptors_are_kept_for_the_end(run_dir: Path) -> None:
+    text = said(run_dir, 1024, 1024, taken=790)
+    assert "nearly all of its 1024 descriptors open" in text and "raise the hard limit" in text
+    live = int(text.splitlines()[-1].removesuffix(" live"))
+    assert 0 < live < 20
+
+
+@pytest.mark.parametrize("hard", [256, 1023])
+def test_too_few_for_one_sandbox_is_said_at_once(run_dir: Path, hard: int) -> None:
+    assert f"a process may open no more than {hard} files here; tools need 1024" in said(run_dir, 256, hard)
