@@ -1,7 +1,7 @@
 """A service that has finished many jobs holds no more than one that has finished few."""
 
-import asyncio
 import gc
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +36,9 @@ class Finishing:
 
 def objects() -> Counter[str]:
     gc.collect()
-    return Counter(type(each).__name__ for each in gc.get_objects())
+    found = Counter(type(each).__name__ for each in gc.get_objects())
+    del found["ReferenceType"]  # sqlite3 has one of each cursor, and forgets them at every 200th
+    return found
 
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
@@ -48,7 +50,7 @@ async def test_objects_do_not_grow_with_the_jobs_done(
     bench.world.logging = False
     task = {"id": "t", "instruction": "Do it."}
     seen, after = [], 0
-    for number in range(4):
+    for number in range(5):
         groups = [
             bench.group(f"{number}-{i}", samples=8).model_copy(update={"task": task})
             for i in range(JOBS // 8)
@@ -59,12 +61,9 @@ async def test_objects_do_not_grow_with_the_jobs_done(
             after = (await bench.service.results(after, limit=JOBS, wait_s=60)).next
         await bench.gone()
         seen.append(objects())
-    for _ in range(50):  # what is still on its way out is no growth, and goes
-        grown = objects() - seen[1]
-        if grown.total() < JOBS:
-            break
-        await asyncio.sleep(0.1)
-    assert grown.total() < JOBS, f"in {2 * JOBS} jobs: {grown.most_common(10)}"
+    # What is made once, or is still on its way out, is in one of these; what is kept of each job, in all.
+    grown = min((after - before for before, after in itertools.pairwise(seen[1:])), key=Counter.total)
+    assert grown.total() < JOBS // 2, f"in {JOBS} jobs: {grown.most_common(10)}"
     await bench.service.stop()
     if store is not None:
         await store.aclose()
