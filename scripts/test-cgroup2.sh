@@ -3,7 +3,7 @@
 # In a virtual machine with this machine's own system, which it cannot change, and Debian's kernel. systemd, which
 # has to be installed here, delegates a subtree of control groups to an ordinary user, whom the
 # command runs as; $DELEGATED before a program in it gives that a scope of its own. Without a command: what
-# `prorl-envs doctor` says, the tests, and the conformance suite. Needs a Debian or a relative.
+# `prorl-envs doctor` says, and the tests. Needs a Debian or a relative.
 #   CGROUP2_DIR  where the kernel is kept, and what the machine said at its start, boot.log (.build/cgroup2, 500 MB)
 #   CGROUP2_ACCEL  kvm, or tcg, which works everywhere and takes many times as long (tcg)
 set -eu
@@ -42,8 +42,8 @@ version=$(cat "$kept/.installed")
 [ $# -gt 0 ] || set -- sh -c '
     status=0
     $DELEGATED prorl-envs doctor || status=1
-    $DELEGATED python -m pytest -p no:cacheprovider -n 0 tests/sandbox/test_cgroups.py tests/sandbox/test_limits.py || status=1
-    $DELEGATED prorl-envs conformance --driver bubblewrap || status=1
+    $DELEGATED python -m pytest -p no:cacheprovider -n 0 --timeout 600 tests/sandbox/test_limits.py \
+        -k "cgroup2 and not python" || status=1
     exit $status'
 words=
 for word; do words="$words '$(printf '%s' "$word" | sed "s/'/'\\\\''/g")'"; done
@@ -116,7 +116,7 @@ qemu-system-x86_64 -accel "$accel" -cpu "$cpu" -smp 2 -m 4G -nodefaults -no-user
     -device virtio-rng-pci \
     -serial "file:$kept/boot.log" -serial stdio -serial "file:$kept/status" < /dev/null &
 qemu=$!
-trap 'kill $qemu 2>/dev/null' EXIT
+trap 'kill $qemu 2>/dev/null || :' EXIT
 trap 'exit 1' INT TERM
 wait $qemu
 status=$(tr -d '\r\n' < "$kept/status")

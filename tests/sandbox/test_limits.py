@@ -26,6 +26,7 @@ from prorl_envs.sandbox.files import sweep
 from prorl_envs.sandbox.local import LocalDriver, NoIsolationWarning
 from prorl_envs.sandbox.runtime import python_runtime
 from prorl_envs.sandbox.watchdog import FAULTS_LIMIT, Watchdog
+from prorl_envs.testing.sandbox_entry import LIGHT_TEMPLATES
 from prorl_envs.tools.client import Toolbox
 
 pytestmark = pytest.mark.anyio
@@ -47,7 +48,9 @@ SPEC = SandboxSpec(limits=LIMITS)
 
 @pytest.fixture(scope="module", params=MECHANISMS)
 async def limited(request: pytest.FixtureRequest, run_dir: Path) -> AsyncIterator[BubblewrapDriver]:
-    driver = BubblewrapDriver(limits=NodeLimits(each=LIMITS, mechanism=request.param))
+    driver = BubblewrapDriver(
+        limits=NodeLimits(each=LIMITS, mechanism=request.param), templates=LIGHT_TEMPLATES
+    )
     try:
         await driver.warm()
         yield driver
@@ -408,7 +411,7 @@ def test_the_groups_of_a_killed_service_are_removed_with_its_directory(
     abandoned_groups: tuple[list[Path], Path], run_dir: Path
 ) -> None:
     groups, directory = abandoned_groups
-    assert len(groups) >= 2
+    assert groups
     assert directory in sweep(run_dir)
     assert not any(group.exists() for group in groups)
 
