@@ -29,7 +29,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 #: A command as it is typed: in a shell block, or between backticks.
 COMMAND = re.compile(r"(?<![\w/-])(?:\.venv/bin/)?prorl-envs((?: +[^\s`'#|;&()]+)+)")
-TARGET = re.compile(r"(?<![\w-])make ([a-z][a-z-]*)")
+TARGET = re.compile(r"(?<![\w-])make ([a-z][a-z0-9-]*)")
 COMMENT = re.compile(r"(?:^| )# .*$", re.MULTILINE)
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 ROW = re.compile(r"^\| `([a-z_.]+)` \| (.*?) ?\| .+ \|$", re.MULTILINE)
@@ -123,7 +123,7 @@ def test_commands_exist() -> None:
 
 
 def make_targets() -> set[str]:
-    return set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    return set(re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 def test_make_targets_exist() -> None:
