@@ -37,8 +37,11 @@ _BUILDING = (
     ),
     (
         (
-            *("creating namespace", "create user namespace", "no user namespace available"),
-            *("clone: operation not permitted", "unshare: "),
+            "creating namespace",
+            "create user namespace",
+            "no user namespace available",
+            "clone: operation not permitted",
+            "unshare: ",
         ),
         "this machine allows no user namespaces: build on another, and bring the SIF",
     ),

@@ -43,12 +43,6 @@ class KernelSession(Session[Python]):
         self._kill_timer: Timer | None = None
         self._notice = ""
         self._breach = ""
-        self._lent = False
-
-    def submit(self, request: Python, answer: Answer) -> None:
-        if self._lent:  # it was sent before the host knew
-            self._own()
-        super().submit(request, answer)
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -62,7 +56,7 @@ class KernelSession(Session[Python]):
         Raises:
             WireError: the session was not lent.
         """
-        if not self._lent:
+        if not self.lent:
             raise WireError("the Python session is not lent")
         self._own()
         self.output.feed(returned.output)
@@ -80,7 +74,7 @@ class KernelSession(Session[Python]):
         self._framer = Framer(FRAME_LIMIT)
         self._breach = ""
         self._reader = OutputReader(self.loop, kernel.output, self.output)
-        self._lent = False
+        self.lent = False
         self._watch(kernel)
         return kernel
 
@@ -103,16 +97,15 @@ class KernelSession(Session[Python]):
         self.loop.watch(kernel.pidfd, self._on_exit)
 
     def _own(self) -> None:
-        """The end of a loan."""
         assert self._kernel is not None and self._reader is not None
-        self._lent = False
+        self.lent = False
         self._reader.start()
         self._watch(self._kernel)
 
     def _lend(self, running: Running[Python], done: PythonDone) -> PythonDone:
         """Let the host run the next cells itself, if this one has ended as most do."""
-        self._lent = done.lent = running.cause is None and not self.queued
-        if self._lent:
+        self.lent = done.lent = running.cause is None and not self.queued
+        if self.lent:
             for fd in self.descriptors:
                 self.loop.forget(fd)
         return done

@@ -68,10 +68,14 @@ class Session[RequestT: Bash | Python](ABC):
         self.grace_s = grace_s
         self.output = OutputBuffer(output_limit)
         self.running: Running[RequestT] | None = None
+        #: Whether the host drives what runs the requests: see `lent.py`.
+        self.lent = False
         self._waiting: deque[Running[RequestT]] = deque()
 
     def submit(self, request: RequestT, answer: Answer) -> None:
         """Run a request once those before it have ended; `answer` is called with its reply."""
+        if self.lent:  # it was sent before the host knew
+            self._own()
         if len(self._waiting) >= QUEUE_LIMIT:
             answer(Refused(request.id, 11, f"{QUEUE_LIMIT} requests already wait in this session"))
             return
@@ -103,6 +107,10 @@ class Session[RequestT: Bash | Python](ABC):
     @abstractmethod
     def close(self) -> None:
         """End what runs, without an answer."""
+
+    @abstractmethod
+    def _own(self) -> None:
+        """The end of a loan."""
 
     @abstractmethod
     def _settle(self) -> None:

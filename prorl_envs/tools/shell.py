@@ -78,12 +78,6 @@ class ShellSession(Session[Bash]):
         #: How often the report of the command has been asked for; whether none can come any more.
         self._asked = 0
         self._deaf = False
-        self._lent = False
-
-    def submit(self, request: Bash, answer: Answer) -> None:
-        if self._lent:  # it was sent before the host knew
-            self._own()
-        super().submit(request, answer)
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -97,7 +91,7 @@ class ShellSession(Session[Bash]):
         Raises:
             WireError: this shell was not lent.
         """
-        if not self._lent:
+        if not self.lent:
             raise WireError(f"session {returned.session!r} is not lent")
         self._own()
         self._status, self._cwd = returned.status, returned.cwd
@@ -180,7 +174,7 @@ class ShellSession(Session[Bash]):
         if terminal.dialect is SH and not self._told:
             self._told = True
             self._notices.append(_NO_BASH)
-        self._lent = False
+        self.lent = False
         self._watch_shell(terminal)
         return terminal
 
@@ -189,9 +183,8 @@ class ShellSession(Session[Bash]):
         self.loop.watch(terminal.pidfd, self._on_exit)
 
     def _own(self) -> None:
-        """The end of a loan."""
         assert self._terminal is not None and self._reader is not None
-        self._lent = False
+        self.lent = False
         self._reader.start()
         self._watch_shell(self._terminal)
 
@@ -201,7 +194,7 @@ class ShellSession(Session[Bash]):
             assert self._terminal is not None
             done.lent = self._terminal.lendable()
         if done.lent:
-            self._lent = True
+            self.lent = True
             for fd in self.descriptors:
                 self.loop.forget(fd)
         return done
