@@ -461,7 +461,7 @@ class Settings(_Section):
     search: SearchSection = SearchSection()
     cache_dir: ExpandedPath | None = None
     run_dir: ExpandedPath | None = None
-    driver: Literal["auto", "bubblewrap", "apptainer", "instance", "local"] = "auto"
+    driver: Literal["auto", "namespaces", "bubblewrap", "apptainer", "instance", "local"] = "auto"
     bwrap: ExpandedPath | None = None
     warm: int = Field(default=8, ge=0)
     pace: bool = True

@@ -9,9 +9,11 @@ from prorl_envs.sandbox.base import Driver
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.instance import InstanceDriver
 from prorl_envs.sandbox.local import LocalDriver
+from prorl_envs.sandbox.namespaces import NamespaceDriver
 
 #: How to make each driver, given an existing directory of its own.
 DRIVERS: Mapping[str, Callable[[Path], Driver]] = {
+    "namespaces": NamespaceDriver,
     "bubblewrap": BubblewrapDriver,
     "apptainer": ApptainerDriver,
     "instance": InstanceDriver,

@@ -70,7 +70,7 @@ class ProviderConfig(_Strict):
         options: see `Options`.
     """
 
-    driver: Literal["auto", "bubblewrap", "apptainer", "instance", "local"] | None = None
+    driver: Literal["auto", "namespaces", "bubblewrap", "apptainer", "instance", "local"] | None = None
     run_dir: Path | None = None
     default_timeout_s: float = Field(default=180.0, gt=0, allow_inf_nan=False)
     output_limit: int = Field(default=4 * 1024 * 1024, ge=1024, le=16 * 1024 * 1024)

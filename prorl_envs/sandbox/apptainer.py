@@ -67,7 +67,7 @@ class ApptainerDriver(BubblewrapDriver):
         """Of the Apptainer that runs, for operators; None where none was started."""
         return self._door.template.pid
 
-    async def _warm_runner(self) -> None:
+    async def _warm_starter(self) -> None:
         await self._door.template.start()
 
     async def run(

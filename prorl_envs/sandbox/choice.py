@@ -14,10 +14,11 @@ from prorl_envs.sandbox.files import node_local_base
 from prorl_envs.sandbox.instance import InstanceDriver
 from prorl_envs.sandbox.instance_probe import instance_check
 from prorl_envs.sandbox.local import LocalDriver
-from prorl_envs.sandbox.probe import Check, find_bwrap, isolation_check
+from prorl_envs.sandbox.namespaces import NamespaceDriver
+from prorl_envs.sandbox.probe import Check, enclosure_check, find_bwrap, isolation_check
 
 #: What can be asked for by name. `auto` is the first that works of those that isolate.
-DRIVERS = ("auto", "bubblewrap", "apptainer", "instance", "local")
+DRIVERS = ("auto", "namespaces", "bubblewrap", "apptainer", "instance", "local")
 
 
 def choose_driver(
@@ -43,6 +44,9 @@ def choose_driver(
         raise SandboxError(f"there is no driver {name!r}", hint=f"there are: {', '.join(DRIVERS)}")
     if name != "auto":
         return name
+    own = enclosure_check()
+    if own.ok:
+        return "namespaces"
     direct = _try_bubblewrap(bwrap)
     if direct.ok:
         return "bubblewrap"
@@ -52,7 +56,7 @@ def choose_driver(
     alone = instance_check(root or node_local_base(), apptainer)
     if alone.ok:
         return "instance"
-    tried = {"bubblewrap": direct, "apptainer": indirect, "instance": alone}
+    tried = {"namespaces": own, "bubblewrap": direct, "apptainer": indirect, "instance": alone}
     found = "; ".join(f"{name}: {check.found}" for name, check in tried.items())
     remedies = "; ".join(f"{name}: {check.remedy}" for name, check in tried.items())
     raise SandboxError(
@@ -78,6 +82,8 @@ def make_driver(
     Raises:
         SandboxError: its program is missing, or no directory can be made.
     """
+    if name == "namespaces":
+        return NamespaceDriver(root, **options)
     if name == "bubblewrap":
         return BubblewrapDriver(root, bwrap=bwrap, **options)
     if name == "apptainer":

@@ -1,8 +1,9 @@
-"""From a `SandboxSpec` to bubblewrap's command line. Pure: no process, no file is touched."""
+"""From a `SandboxSpec` to bubblewrap's command line, of which the part about mounts is the plan of every
+sandbox that is made of namespaces. Pure: no process, no file is touched."""
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -30,7 +31,6 @@ INIT = (
     "trap '' HUP INT QUIT ALRM TERM USR1 USR2 TSTP TTIN TTOU; trap 'died=1' CHLD; "
     'echo ready; while died=; read _ || [ "$died" ]; do jobs; done',
 )
-READY = b"ready\n"
 #: Directories of every sandbox that are mounted over an image's.
 COVERED = ("/proc", "/dev", "/run", "/tmp", HOME)
 
@@ -164,10 +164,19 @@ def _unusable(limits: Limits) -> str:
     return ""
 
 
-def bwrap_arguments(
-    spec: SandboxSpec, files: SandboxFiles, *, system_masks: tuple[str, ...] = ()
-) -> list[str]:
+def bwrap_arguments(spec: SandboxSpec, mounts: Sequence[str]) -> list[str]:
     """Everything after the program's name but `--info-fd`.
+
+    Args:
+        mounts: of `mount_options`.
+    """
+    return [*_isolation(spec), *mounts, *INIT]
+
+
+def mount_options(
+    spec: SandboxSpec, files: SandboxFiles, *, system_masks: tuple[str, ...] = ()
+) -> Iterator[str]:
+    """What a sandbox sees, as bubblewrap's options: in order, for whatever makes it (see `enclose.py`).
 
     Args:
         system_masks: hidden beside the spec's own `masks`.
@@ -175,22 +184,22 @@ def bwrap_arguments(
     # What is in them is memory, which the end of no process gives back: never all that the sandbox may have.
     memory = spec.limits.memory_bytes if spec.limits is not None else None
     shm, run = (size if memory is None else min(size, memory // 4) for size in (_SHM_BYTES, _RUN_BYTES))
-    return [
-        *_isolation(spec),
-        *(_host_system(spec, files) if files.image is None else _image_system(files.image, files)),
-        # Read-only as a whole: to the kernel, the user of a sandbox that root runs owns all of /proc/sys.
-        *("--proc", "/proc", *_kernel_masks(), "--remount-ro", "/proc", "--dev", "/dev"),
-        *("--perms", "1777", "--size", str(shm), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
-        *("--perms", "755", "--size", str(run), "--tmpfs", "/run"),
-        *("--bind", str(files.tmp), "/tmp"),
-        *(() if files.image is not None else ("--dir", "/var", "--symlink", "/tmp", "/var/tmp")),
-        *("--bind", str(files.home), HOME),
-        *("--bind", str(files.work), spec.workdir),
-        *(argument for index, mount in enumerate(spec.mounts) for argument in _mount(mount, files, index)),
-        *(argument for mask in (*spec.masks, *system_masks) for argument in _mask(mask)),
-        *(() if files.image is not None else ("--remount-ro", "/")),
-        *INIT,
-    ]
+    yield from _host_system(spec, files) if files.image is None else _image_system(files.image, files)
+    # Read-only as a whole: to the kernel, the user of a sandbox that root runs owns all of /proc/sys.
+    yield from ("--proc", "/proc", *_kernel_masks(), "--remount-ro", "/proc", "--dev", "/dev")
+    yield from ("--perms", "1777", "--size", str(shm), "--tmpfs", "/dev/shm", "--remount-ro", "/dev")
+    yield from ("--perms", "755", "--size", str(run), "--tmpfs", "/run")
+    yield from ("--bind", str(files.tmp), "/tmp")
+    if files.image is None:
+        yield from ("--dir", "/var", "--symlink", "/tmp", "/var/tmp")
+    yield from ("--bind", str(files.home), HOME)
+    yield from ("--bind", str(files.work), spec.workdir)
+    for index, mount in enumerate(spec.mounts):
+        yield from _mount(mount, files, index)
+    for mask in (*spec.masks, *system_masks):
+        yield from _mask(mask)
+    if files.image is None:
+        yield from ("--remount-ro", "/")
 
 
 # The same for all sandboxes of this process, and looked up on the disk.

@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import prorl_envs
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.files import PATH_LIMIT, node_local_base
 
 MINIMUM_VERSION = (0, 11, 0)
 _TIMEOUT_S = 20.0
+_SYSTEM = tuple(map(Path, ("/usr", "/bin", "/lib", "/lib64")))
 
 NAMESPACES_REMEDY = (
     "allow unprivileged user namespaces: `sysctl user.max_user_namespaces=65536`, and where they exist "
@@ -173,6 +175,42 @@ def isolation_check(bwrap: Path) -> Check:
     return Check(name="namespaces", ok=done.returncode == 0, found=found, remedy=NAMESPACES_REMEDY)
 
 
+_ENCLOSE = """\
+import socket, sys
+sys.path.append(sys.argv[1])
+from prorl_envs.sandbox.enclose import READY, clone_first
+mounts = [option for path in sys.argv[2:] for option in ("--ro-bind", path, path)]
+mounts += ["--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"]
+ours, theirs = socket.socketpair()
+request = {"mounts": mounts, "uid": 1, "hostname": "probe", "network": True, "command": ["/bin/echo", "ready"]}
+clone_first(request, theirs.fileno())
+theirs.close()
+said = ours.recv(4096)
+sys.exit(None if said == READY else said.decode(errors="replace"))
+"""
+
+
+def enclosure_check() -> Check:
+    """Whether this package can make the namespaces and mounts of a sandbox itself, tried. Blocks for some
+    30 ms."""
+    package = Path(prorl_envs.__path__[0]).resolve().parent
+    there = [str(path) for path in _SYSTEM if path.is_dir()]
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", _ENCLOSE, str(package), *there],
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    found = "works" if done.returncode == 0 else done.stderr.strip().rpartition("\n")[2]
+    return Check(
+        name="own namespaces",
+        ok=done.returncode == 0,
+        found=found,
+        remedy=f"Linux 5.12 or later; {NAMESPACES_REMEDY}",
+    )
+
+
 def _overlay(bwrap: Path, base: Path) -> Check:
     try:
         problem = _try_overlay(bwrap, base)
@@ -242,6 +280,6 @@ def _join(pid: int) -> str:
 
 def _minimal(bwrap: Path, *options: str, command: tuple[str, ...] = ("/bin/true",)) -> list[str]:
     system = [
-        str(part) for path in ("/usr", "/bin", "/lib", "/lib64") for part in ("--ro-bind-try", path, path)
+        str(part) for path in _SYSTEM for part in ("--ro-bind-try", path, path)
     ]
     return [str(bwrap), "--unshare-all", "--unshare-user", *system, "--proc", "/proc", *options, *command]

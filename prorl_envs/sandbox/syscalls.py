@@ -1,8 +1,10 @@
 """The few system calls that Python does not wrap. Linux, any libc."""
 
 import ctypes
+import errno
 import functools
 import os
+import signal
 
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
@@ -11,19 +13,30 @@ PR_CAPBSET_DROP = 24
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
 PR_CAP_AMBIENT = 47
+PR_CAP_AMBIENT_RAISE = 2
 PR_CAP_AMBIENT_CLEAR_ALL = 4
 
 _CAPABILITY_VERSION_3 = 0x20080522
 _CAPABILITY_MAX = 63
 
+_AT_FDCWD, _AT_RECURSIVE = ctypes.c_long(-100), 0x8000
+#: The same number everywhere.
+_MOUNT_SETATTR = ctypes.c_long(442)
+_SIZE_OF_CHANGE = ctypes.c_ulong(32)
+_MNT_DETACH = 2
+#: Its arguments come in an order of their own elsewhere.
+_CLONE = {"x86_64": 56, "aarch64": 220}
+_ZEROS = (ctypes.c_ulong(0),) * 4
+
 _libc = ctypes.CDLL(None, use_errno=True)
+_in_lock = ctypes.PyDLL(None, use_errno=True)
 # Every argument is an unsigned long: passed as a plain int, the upper half would be undefined.
 _libc.prctl.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
 
 
-def prctl(option: int, argument: int = 0) -> int:
+def prctl(option: int, argument: int = 0, second: int = 0) -> int:
     """Raises OSError where the kernel refuses."""
-    result: int = _libc.prctl(option, argument, 0, 0, 0)
+    result: int = _libc.prctl(option, argument, second, 0, 0)
     return result if result >= 0 else _checked(result, f"prctl {option}")
 
 
@@ -39,18 +52,82 @@ def remount(place: str, flags: int) -> None:
     _checked(_libc.mount(None, target, None, ctypes.c_ulong(flags), None), f"remount {place}")
 
 
+def mount(source: str, target: str, kind: str, flags: int, settings: str = "") -> None:
+    """Mount; see mount(2). Raises OSError where the kernel refuses."""
+    strings = (os.fsencode(text) for text in (source, target, kind))
+    result = _libc.mount(*strings, ctypes.c_ulong(flags), os.fsencode(settings))
+    _checked(result, f"{kind or 'mount'} at {target}")
+
+
+def mount_attributes(target: str, attributes: int, *, below: bool = False) -> None:
+    """Add attributes to the mount at `target`, and to all below it; see mount_setattr(2).
+
+    Raises:
+        OSError: the kernel refused; ENOSYS before Linux 5.12.
+    """
+    change = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
+    flags = _AT_RECURSIVE if below else 0
+    path = ctypes.c_char_p(os.fsencode(target))
+    result = _libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, path, ctypes.c_ulong(flags), change, _SIZE_OF_CHANGE)
+    _checked(result, f"attributes of the mount at {target}")
+
+
+def pivot_root(new: str, old: str) -> None:
+    """Make `new` the root, and put the present one at `old`. Raises OSError where the kernel refuses."""
+    _checked(_libc.pivot_root(os.fsencode(new), os.fsencode(old)), f"pivot_root to {new}")
+
+
+def detach(target: str) -> None:
+    """Take the mount at `target` away, with all below it. Raises OSError where the kernel refuses."""
+    _checked(_libc.umount2(os.fsencode(target), _MNT_DETACH), f"umount {target}")
+
+
+def clone(flags: int) -> int:
+    """Fork into new namespaces: `flags` are their CLONE_NEW*. For a single-threaded process, whose child does
+    not return to what its parent did.
+
+    Returns:
+        the child's pid, and 0 in the child.
+
+    Raises:
+        OSError: the kernel refused.
+    """
+    number = _CLONE.get(os.uname().machine)
+    if number is None:
+        raise OSError(errno.ENOSYS, f"no clone with namespaces on {os.uname().machine}")
+    # Holds the interpreter's lock: a copy of this thread alone could not take it back.
+    result = _in_lock.syscall(ctypes.c_long(number), ctypes.c_ulong(flags | signal.SIGCHLD), *_ZEROS)
+    return _checked(result, "clone into new namespaces")
+
+
 def drop_capabilities() -> None:
     """Empty the ambient, bounding, inheritable, permitted and effective sets of this thread.
 
     Raises:
         OSError: the kernel refused; the caller must not go on.
     """
+    _set_capabilities(frozenset())
+
+
+def keep_capability(number: int) -> None:
+    """The same, but for one capability, which programs inherit.
+
+    Raises:
+        OSError: the kernel refused; the caller must not go on.
+    """
+    _set_capabilities(frozenset((number,)))
+    prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, number)
+
+
+def _set_capabilities(kept: frozenset[int]) -> None:
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
     for capability in range(capabilities()):
-        prctl(PR_CAPBSET_DROP, capability)
+        if capability not in kept:
+            prctl(PR_CAPBSET_DROP, capability)
+    low = sum(1 << number for number in kept)  # all of them are below 32
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    empty = (ctypes.c_uint32 * 6)()
-    _checked(_libc.capset(header, empty), "capset")
+    sets = (ctypes.c_uint32 * 6)(low, low, low)
+    _checked(_libc.capset(header, sets), "capset")
 
 
 @functools.cache

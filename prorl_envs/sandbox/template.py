@@ -9,6 +9,7 @@ import logging
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.disk import DiskUse
@@ -138,6 +139,19 @@ class Template:
         """
         process = await self._ensure()
         return await process.bubblewrap(sandbox_id, command, streams, info)
+
+    async def enclose(self, sandbox_id: str, request: Mapping[str, Any], streams: int) -> Process:
+        """Start the first process of a new sandbox. It does not end with the template.
+
+        Args:
+            request: see `enclose.clone_first`.
+            streams: descriptor that becomes its standard streams.
+
+        Raises:
+            SandboxError: the template does not start, or the kernel makes no such namespaces.
+        """
+        process = await self._ensure()
+        return await process.enclose(sandbox_id, request, streams)
 
     async def measure(self, sandbox_id: str, fds: list[int], *, size: int, files: int) -> DiskUse:
         """Measure a tree in a process of its own: see `disk.measure`.

@@ -219,6 +219,11 @@ class TemplateProcess:
         server = await self._child_for(sandbox_id, {"bubblewrap": command}, [streams, info])
         return server.process
 
+    async def enclose(self, sandbox_id: str, request: Mapping[str, Any], streams: int) -> Process:
+        """See `Template.enclose`."""
+        server = await self._child_for(sandbox_id, {"enclose": request}, [streams])
+        return server.process
+
     async def measure(self, sandbox_id: str, fds: list[int], *, size: int, files: int) -> DiskUse:
         """See `Template.measure`."""
         server = await self._child_for(sandbox_id, {"measure": {"size": size, "files": files}}, fds)

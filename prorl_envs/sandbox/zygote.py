@@ -7,7 +7,8 @@ open. It is single-threaded and never runs anything a sandbox says; the fork doe
                         the sandbox's first process, the tool server's socket, the status socket. For a
                         default route or a listening socket: the network namespace, the status socket.
                         For bubblewrap, which is spawned and not forked: its standard streams, its info file,
-                        the status socket.
+                        the status socket. For a first process (`enclose.py`): its standard streams, the
+                        status socket.
                         For the size of a tree: its directory, the sandbox's first process where there is one,
                         the status socket.
                         While there is a spare, a child forked ahead, it alone reads the requests; it takes
@@ -39,6 +40,7 @@ from typing import Any, NoReturn
 
 from prorl_envs.sandbox.descriptors import receive_descriptors
 from prorl_envs.sandbox.disk import measure
+from prorl_envs.sandbox.enclose import clone_first
 from prorl_envs.sandbox.immortal import immortalise
 from prorl_envs.sandbox.inside import become_first, end_all_but, is_inside, serve_under
 from prorl_envs.sandbox.join import end_with, join, lead_session, yield_processors
@@ -163,6 +165,9 @@ def _serve(control: socket.socket, prepared: _Prepared) -> None:
             if "bubblewrap" in request:
                 _spawn_bubblewrap(request["bubblewrap"], fds)
                 continue
+            if "enclose" in request:
+                _enclose(request["enclose"], fds)
+                continue
             ours, theirs = _way_to_first(prepared, request)
             pid = _fork(request, fds, prepared, theirs)
             if pid is not None:
@@ -242,6 +247,17 @@ def _spawn_bubblewrap(command: list[str], fds: list[int]) -> None:
             # Python ignores these, and what is ignored stays so in programs.
             setsigdef=(signal.SIGPIPE, signal.SIGXFSZ),
         )
+    except OSError as error:
+        _refuse(fds, error)
+    else:
+        _tell_of(pid, fds, ready=True)
+
+
+def _enclose(request: dict[str, Any], fds: list[int]) -> None:
+    """Start the first process of a sandbox, which does not end with this one either."""
+    streams, _ = fds
+    try:
+        pid = clone_first(request, streams)
     except OSError as error:
         _refuse(fds, error)
     else:

@@ -1,0 +1,276 @@
+"""The driver that makes sandboxes itself: namespaces without root, a daemon or another program, in some
+milliseconds. What its sandboxes have in common with those that bubblewrap makes is here as well."""
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.base import PROXY_PORT, SandboxSpec
+from prorl_envs.sandbox.command import (
+    HOME,
+    INIT,
+    SandboxFiles,
+    default_environment,
+    has_own_names,
+    mount_options,
+    mount_points,
+)
+from prorl_envs.sandbox.containment import DEFAULT_LIMITS, NodeLimits
+from prorl_envs.sandbox.enclose import READY
+from prorl_envs.sandbox.images import ImageUse
+from prorl_envs.sandbox.isolated import IsolatedDriver, IsolatedSandbox
+from prorl_envs.sandbox.probe import explain
+from prorl_envs.sandbox.processes import Process, not_in_forks, receive
+from prorl_envs.sandbox.rootfs import resolve_targets, write_upper
+from prorl_envs.sandbox.route import listen_on_host
+from prorl_envs.sandbox.snapshot import check_mount_points
+from prorl_envs.sandbox.system import write_etc, write_names
+from prorl_envs.sandbox.template import TEMPLATES, Template, TemplateSpec
+from prorl_envs.sandbox.template_process import ForkRequest
+
+START_TIMEOUT_S = 30.0
+
+
+class NamespaceDriver(IsolatedDriver["NamespaceSandbox"]):
+    """Starts sandboxes by the kernel's own calls. They end with this process, however it ends.
+
+    Args:
+        root: see `NodeDriver`.
+        templates, limits: see `NodeDriver`.
+
+    Raises:
+        SandboxError: no directory can be made.
+    """
+
+    name = "namespaces"
+
+    def __init__(
+        self,
+        root: Path | None = None,
+        *,
+        templates: Mapping[str, TemplateSpec] = TEMPLATES,
+        limits: NodeLimits = DEFAULT_LIMITS,
+    ) -> None:
+        super().__init__(root, templates=templates, limits=limits)
+        #: Makes the processes. One made here stops the loop until it runs its program: 4 to 18 ms on a busy
+        #: machine (0052 in docs/decisions).
+        self.starter = Template("starter", TemplateSpec(entries=()), nice=limits.nice)
+        self._etc: dict[int, asyncio.Task[Path]] = {}
+
+    async def warm(self, *names: str) -> None:
+        """Start what makes sandboxes, and templates: see `NodeDriver`."""
+        await asyncio.gather(self._warm_starter(), super().warm(*names))
+
+    async def _warm_starter(self) -> None:
+        await self.starter.start()
+
+    async def _make(self, spec: SandboxSpec) -> "NamespaceSandbox":
+        self.check_network(spec)
+        etc = await self._etc_for(spec.uid)
+        image = await self.images.acquire(spec.image) if spec.image is not None else None
+        sandbox_id, root = self._place()
+        files = SandboxFiles(root, etc, None if image is None else image.root)
+        return self._sandbox(sandbox_id, spec, files, image)
+
+    def _sandbox(
+        self, sandbox_id: str, spec: SandboxSpec, files: SandboxFiles, image: ImageUse | None
+    ) -> "NamespaceSandbox":
+        return NamespaceSandbox(sandbox_id, spec, files, self, image)
+
+    async def _release(self) -> None:
+        # What still writes into the directory would keep it from being removed.
+        await asyncio.gather(*self._etc.values(), return_exceptions=True)
+        await self.starter.aclose()
+        await super()._release()
+
+    async def _etc_for(self, uid: int) -> Path:
+        """The /etc of that user, written at first use."""
+        if uid not in self._etc:
+            self._etc[uid] = asyncio.create_task(asyncio.to_thread(self._write_etc, uid))
+        written = self._etc[uid]
+        return written.result() if written.done() else await asyncio.shield(written)
+
+    def _write_etc(self, uid: int) -> Path:
+        path = self.directory.path / f"etc{uid}"
+        write_etc(path, uid=uid, home=HOME)
+        return path
+
+
+class NamespaceSandbox(IsolatedSandbox):
+    """A running sandbox. On the host it is its first process, which waits, and one socket, whose closing ends
+    it even where this service is killed.
+    """
+
+    def __init__(
+        self,
+        sandbox_id: str,
+        spec: SandboxSpec,
+        files: SandboxFiles,
+        driver: NamespaceDriver,
+        image: ImageUse | None = None,
+    ) -> None:
+        super().__init__(sandbox_id, spec, files.root, driver)
+        self._driver: NamespaceDriver = driver
+        self._files = files
+        self._image = image
+        self._lifetime: socket.socket | None = None
+
+    async def _launch(self) -> None:
+        try:
+            self._prepare_files()
+        except OSError as error:
+            raise SandboxError(f"cannot make a sandbox's directories: {error}") from error
+        try:
+            await self._begin()
+        except OSError as error:
+            raise SandboxError(f"the sandbox did not start: {error}") from error
+        if self._spec.default_route or self._spec.network.allow:
+            await self._set_up_network()
+
+    async def _begin(self) -> None:
+        """Make the sandbox, up to its first process.
+
+        Raises:
+            SandboxError: with what is wrong.
+            OSError: this process may have no more descriptors.
+        """
+        # A socket, not a pipe: from inside, a pipe could be opened again through /proc/1/fd and kept open.
+        self._lifetime, inside = socket.socketpair()
+        self._lifetime.setblocking(False)
+        not_in_forks(self._lifetime)
+        with inside:
+            await self._run(inside.fileno())
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                output = await self._read_until_ready()
+        except TimeoutError:
+            raise SandboxError(f"the sandbox was not ready in {START_TIMEOUT_S} s") from None
+        if not output.endswith(READY):
+            raise explain(output.decode(errors="replace"))
+
+    async def _run(self, streams: int) -> None:
+        """Have it made, with `streams` (a descriptor) as the standard streams of its first process."""
+        request = {
+            "mounts": self._mounts(),
+            "command": INIT,
+            "uid": self._spec.uid,
+            "hostname": self._spec.hostname,
+            "network": not self._spec.network.open,
+        }
+        try:
+            self._first = await self._driver.starter.enclose(self.id, request, streams)
+        except SandboxError as error:
+            raise explain(error.message) from error
+
+    def _mounts(self) -> list[str]:
+        masks = self._driver.system_masks if self._image is None else ()
+        return list(mount_options(self._inside, self._files, system_masks=masks))
+
+    def _open_place(self) -> int:
+        assert self._first is not None
+        return os.dup(self._first.pidfd)
+
+    def _request(self, entry: str) -> ForkRequest:
+        return ForkRequest(
+            entry=entry,
+            workdir=self._spec.workdir,
+            env={**default_environment(self._spec), **self._spec.env},
+            host_network=self._spec.network.open,
+        )
+
+    async def listen(self) -> socket.socket:
+        """See `Sandbox.listen`."""
+        if self._first is None or not self.alive:
+            raise self.ended()
+        if self._spec.network.open:
+            return listen_on_host()
+        with self._network() as netns:
+            return await self._any_template().listen(self.id, netns, 0)
+
+    async def _set_up_network(self) -> None:
+        with self._network() as netns:
+            if self._spec.default_route:
+                await self._any_template().route(self.id, netns)
+            if allow := self._spec.network.allow:
+                listener = await self._any_template().listen(self.id, netns, PROXY_PORT)
+                self._proxy = self._driver.gateway.serve(self.id, listener, allow)
+
+    @contextlib.contextmanager
+    def _network(self) -> Iterator[int]:
+        """A descriptor of its network namespace.
+
+        Raises:
+            SandboxError: it has ended.
+        """
+        assert self._first is not None
+        try:
+            netns = os.open(f"/proc/{self._first.pid}/ns/net", os.O_RDONLY)
+        except OSError:
+            raise self.ended() from None
+        try:
+            if not self._first.alive:  # or else the pid, and the namespace, may be another's by now
+                raise self.ended()
+            yield netns
+        finally:
+            os.close(netns)
+
+    def _any_template(self) -> Template:
+        return next(iter(self._driver.templates.values()))
+
+    def _state(self) -> Iterator[str]:
+        return (path.name for path in self._files.state(self._spec))
+
+    def _prepare_files(self) -> None:
+        self._files.root.mkdir(mode=0o700, exist_ok=self._restored)
+        made = () if self._restored else self._files.state(self._spec)
+        for directory in (*made, *self._files.scratch(self._spec)):
+            directory.mkdir(mode=0o700)
+        if has_own_names(self._spec):
+            write_names(self._files.root, self._spec.hostname)
+        image = self._files.image
+        if image is not None:
+            self._inside = resolve_targets(image, self._inside)
+        if self._restored:
+            check_mount_points(self._files.places(self._inside), mount_points(self._inside))
+        elif image is not None:
+            write_upper(image, self._files.upper, self._inside)
+
+    async def _read_until_ready(self) -> bytes:
+        """What the first process says, and what makes it, up to READY or the end of both."""
+        assert self._lifetime is not None
+        output = b""
+        while not output.endswith(READY) and len(output) < 16384:
+            data, _ = await receive(self._lifetime, 4096)
+            if not data:
+                break
+            output += data
+        return output
+
+    def _before_end(self) -> None:
+        if self._lifetime is not None:
+            self._lifetime.shutdown(socket.SHUT_WR)  # a first process still on its way ends when it is there
+
+    async def _release(self) -> None:
+        if self._image is not None:
+            await self._driver.images.release(self._image)
+
+    def _processes(self) -> Iterator[Process | None]:
+        """Its own on the host, the one whose end ends all others first."""
+        yield self._first
+
+    async def _end_processes(self) -> None:
+        # Tool servers as well: a pid namespace ends only once parents outside it have reaped their children.
+        servers = [server.process for server in self._servers]
+        own = [process for process in self._processes() if process is not None]
+        for process in (*servers, *own[:1]):
+            process.kill()
+        for process in (*servers, *own):
+            await process.wait()
+        if self._lifetime is not None:
+            while (await receive(self._lifetime, 4096))[0]:  # until nothing holds the other end any more
+                pass
+            self._lifetime.close()
