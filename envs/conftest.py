@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from prorl_envs.env.node import Node
-from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.namespaces import NamespaceDriver
 from prorl_envs.sandbox.template import TemplateSpec
 from prorl_envs.testing.leaks import Holdings, leaks_since
 from prorl_envs.testing.sandbox_entry import LIGHT_TEMPLATES
@@ -34,7 +34,7 @@ def templates() -> Mapping[str, TemplateSpec]:
 @pytest.fixture(scope="module")
 async def node(family_run_dir: Path, templates: Mapping[str, TemplateSpec]) -> AsyncIterator[Node]:
     """One node for a module's tests, its templates started up front."""
-    driver = BubblewrapDriver(family_run_dir, templates=templates)
+    driver = NamespaceDriver(family_run_dir, templates=templates)
     cache = family_run_dir / "cache"
     cache.mkdir(exist_ok=True)  # outlives the tests that put something into it
     async with Node(driver, cache) as node:

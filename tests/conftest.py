@@ -10,8 +10,8 @@ import pytest
 from hypothesis import settings
 
 from prorl_envs.sandbox.base import Limits
-from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.containment import NodeLimits
+from prorl_envs.sandbox.namespaces import NamespaceDriver
 from prorl_envs.testing.leaks import Holdings, leaks_since
 from prorl_envs.testing.sandbox_entry import LIGHT_TEMPLATES
 
@@ -57,7 +57,7 @@ def no_leaks(run_dir: Path) -> Iterator[None]:
         pytest.fail("left behind:\n" + "\n".join(leaks))
 
 
-@pytest.fixture(scope="module", params=["bubblewrap", "apptainer"])
+@pytest.fixture(scope="module", params=["namespaces", "apptainer"])
 def driver_name(request: pytest.FixtureRequest) -> str:
     """Either of the drivers that isolate with tool servers outside."""
     return existing_driver(request.param)
@@ -72,23 +72,23 @@ def existing_driver(name: str) -> str:
 
 
 @pytest.fixture
-async def driver(run_dir: Path) -> AsyncIterator[BubblewrapDriver]:
+async def driver(run_dir: Path) -> AsyncIterator[NamespaceDriver]:
     """A driver of the test's own. Real sandboxes: where the machine cannot, the error says what to do.
 
     Its Python sessions import numpy and the others themselves, as those in an instance do.
     """
-    driver = BubblewrapDriver(templates=LIGHT_TEMPLATES)
+    driver = NamespaceDriver(templates=LIGHT_TEMPLATES)
     yield driver
     await driver.aclose()
 
 
 @pytest.fixture(scope="module")
-async def shared_driver(run_dir: Path) -> AsyncIterator[BubblewrapDriver]:
+async def shared_driver(run_dir: Path) -> AsyncIterator[NamespaceDriver]:
     """One like it for a module's tests, its templates started up front. Each test closes its sandboxes.
 
     Without a watchdog: a look of its own that is under way when a test ends would pass for a leak.
     """
-    driver = BubblewrapDriver(limits=UNWATCHED, templates=LIGHT_TEMPLATES)
+    driver = NamespaceDriver(limits=UNWATCHED, templates=LIGHT_TEMPLATES)
     try:
         await driver.warm()
         yield driver

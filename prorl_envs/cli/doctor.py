@@ -27,7 +27,7 @@ from prorl_envs.sandbox.cgroups import Mechanism, delegated, find_groups, sessio
 from prorl_envs.sandbox.choice import choose_driver
 from prorl_envs.sandbox.files import node_local_base
 from prorl_envs.sandbox.instance_probe import instance_check
-from prorl_envs.sandbox.probe import Check, checks
+from prorl_envs.sandbox.probe import Check, bubblewrap_checks, enclosure_checks, machine_checks
 
 
 def _machine() -> Iterator[tuple[str, str]]:
@@ -105,29 +105,28 @@ def _families() -> Iterator[Check]:
 
 def _drivers(settings: Settings) -> tuple[list[Check], list[Check]]:
     """The checks of the driver that is used here, and those of what is not needed for it. Blocks."""
-    direct = list(checks(settings.run_dir, settings.bwrap))
-    indirect = list(apptainer_checks(settings.run_dir, settings.apptainer, settings.bwrap))
-    alone = [instance_check(settings.run_dir or node_local_base(), settings.apptainer)]
+    common = list(machine_checks(settings.run_dir))
+    found = {
+        "namespaces": [*common, *enclosure_checks(settings.run_dir)],
+        "bubblewrap": [*common, *bubblewrap_checks(settings.run_dir, settings.bwrap)],
+        "apptainer": list(apptainer_checks(settings.run_dir, settings.apptainer, settings.bwrap)),
+        "instance": [instance_check(settings.run_dir or node_local_base(), settings.apptainer)],
+        "local": [],
+    }
     try:
         name = choose_driver(
             settings.driver, settings.run_dir, bwrap=settings.bwrap, apptainer=settings.apptainer
         )
+        said = f"{name} ({settings.driver})"
+        if name == "local":
+            said = "local: NO ISOLATION, what a model writes runs as this user"
+        chosen = Check(name="driver", ok=True, found=said)
     except SandboxError as error:
-        return [*direct, Check(name="driver", ok=False, found=error.message, remedy=error.hint)], [
-            *indirect,
-            *alone,
-        ]
-    chosen = Check(name="driver", ok=True, found=f"{name} ({settings.driver})")
-    if name == "bubblewrap":
-        return [*direct, chosen], [*indirect, *alone]
-    if name == "apptainer":
-        return [*indirect, chosen], [*direct, *alone]
-    if name == "instance":
-        return [*alone, chosen], [*direct, *indirect]
-    isolates = Check(
-        name="driver", ok=True, found="local: NO ISOLATION, what a model writes runs as this user"
-    )
-    return [isolates], [*direct, *indirect, *alone]
+        name = "namespaces"
+        chosen = Check(name="driver", ok=False, found=error.message, remedy=error.hint)
+    needed = [*found.pop(name), chosen]
+    others = dict.fromkeys(check for checks in found.values() for check in checks if check not in needed)
+    return needed, list(others)
 
 
 async def doctor(settings: Settings, *, as_json: bool = False) -> bool:

@@ -9,6 +9,9 @@ there can be no other. See mount_namespaces(7), user_namespaces(7), pivot_root(2
 needs Linux 5.12.
 """
 
+# The starter imports no pathlib, which each of its forks would pay for.
+# ruff: noqa: PTH102, PTH112, PTH120, PTH211
+
 import contextlib
 import fcntl
 import functools
@@ -27,6 +30,7 @@ from prorl_envs.sandbox.syscalls import (
     keep_capability,
     mount,
     mount_attributes,
+    open_in_root,
     pivot_root,
     prctl,
 )
@@ -52,7 +56,7 @@ _READ_ONLY, _NO_SETUID, _NO_DEVICES = 1, 2, 4  # mount_setattr's
 #: The descriptor of what the first process becomes.
 _PROGRAM = 3
 #: Where the host's root, and the sandbox's to be, are meanwhile; and a directory to begin with.
-_HOST, _ROOT, _BASE = "/host", "/root", "/tmp"  # noqa: S108 - covered in a namespace of its own
+_HOST, _ROOT, _BASE = "/host", "/root", "/tmp"
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 _DEVICE_LINKS = {
     "stdin": "/proc/self/fd/0",
@@ -72,7 +76,7 @@ def clone_first(request: Mapping[str, Any], streams: int) -> int:
     Args:
         request: `mounts` are bubblewrap's options for them; `uid` is the user and group inside; `hostname`;
             `network`, whether the sandbox gets one of its own; `command`, what the first process becomes
-            where it cannot become the `waiter`.
+            where it cannot become the `waiter`, or `tries_command` says that it is to show it can be run.
         streams: descriptor that becomes its standard streams. It says READY there, or why it could not start,
             and ends when that is closed on the other side.
 
@@ -82,7 +86,8 @@ def clone_first(request: Mapping[str, Any], streams: int) -> int:
     Raises:
         OSError: the kernel does not make such namespaces.
     """
-    user, group, program = os.geteuid(), os.getegid(), waiter()
+    user, group = os.geteuid(), os.getegid()
+    program = None if request["tries_command"] else waiter()
     pid = clone(_NAMESPACES | (os.CLONE_NEWNET if request["network"] else 0))
     if pid == 0:
         try:
@@ -116,10 +121,10 @@ def _become_first(program: int | None, command: Sequence[str]) -> None:
         prctl(PR_SET_DUMPABLE, 1)  # or the host's ordinary user could not reach it by its files in /proc
         os.write(1, READY)
         with contextlib.suppress(OSError):
-            os.execve(program, ["sandbox"], {})  # noqa: S606
+            os.execve(program, ["sandbox"], {})
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
-        os.execve(command[0], command, {})  # noqa: S606
+        os.execve(command[0], command, {})
     except OSError as error:
         raise OSError(error.errno, f"execvp {command[0]}: {error.strerror}") from None
 
@@ -301,11 +306,16 @@ def _escaped(path: str) -> str:
 
 @functools.cache
 def _resolved(source: str) -> str:
-    """Where a path of the host is for now. Its links are the host's, and would not lead there from here."""
+    """A path, for now, of what the host has at another: whose links are the host's, and lead elsewhere here.
+
+    It goes by a descriptor, which is closed when this process becomes a program.
+    """
     try:
-        return os.path.realpath(_HOST + source, strict=True)
+        return f"{_HOST}/proc/self/fd/{open_in_root(_HOST, source)}"
     except OSError as error:
-        raise OSError(error.errno, f"Can't find source path {source}: {error.strerror}") from None
+        raise OSError(
+            error.errno, f"Can't find source path {source}: {os.strerror(error.errno or 0)}"
+        ) from None
 
 
 def _make(place: str, *, directory: bool) -> None:

@@ -157,6 +157,7 @@ class NamespaceSandbox(IsolatedSandbox):
         request = {
             "mounts": self._mounts(),
             "command": INIT,
+            "tries_command": self._image is not None,  # its shell may be none, or another machine's
             "uid": self._spec.uid,
             "hostname": self._spec.hostname,
             "network": not self._spec.network.open,

@@ -7,8 +7,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import prorl_envs
@@ -110,15 +111,23 @@ def blocking_settings(proc: Path = Path("/proc")) -> list[str]:
     return found
 
 
-def checks(base: Path | None = None, chosen: Path | None = None) -> Iterator[Check]:
-    """Look at this machine, cheapest first. Runs bubblewrap a few times: some 50 ms; blocks.
+def machine_checks(base: Path | None = None) -> Iterator[Check]:
+    """Look at what no driver does without that needs no Apptainer.
 
     Args:
         base: the directory drivers would use; None for the default one.
-        chosen: the bubblewrap program drivers would use; None for the default one.
     """
     yield _user_namespaces()
     yield _directory(base or node_local_base())
+
+
+def bubblewrap_checks(base: Path | None = None, chosen: Path | None = None) -> Iterator[Check]:
+    """What bubblewrap can do here, cheapest first. Runs it a few times: some 50 ms; blocks.
+
+    Args:
+        base: see `machine_checks`.
+        chosen: the bubblewrap program drivers would use; None for the default one.
+    """
     try:
         bwrap = find_bwrap(chosen)
     except SandboxError as error:
@@ -126,8 +135,30 @@ def checks(base: Path | None = None, chosen: Path | None = None) -> Iterator[Che
         return
     yield _version(bwrap)
     yield isolation_check(bwrap)
-    yield _overlay(bwrap, base or node_local_base())
+    yield _overlay("bubblewrap's overlay", base or node_local_base(), partial(_bwrap_refusal, bwrap))
     yield _joining(bwrap)
+
+
+def enclosure_checks(base: Path | None = None) -> Iterator[Check]:
+    """What can be done here without bubblewrap, tried. Blocks for some 80 ms.
+
+    Args:
+        base: see `machine_checks`.
+    """
+    yield enclosure_check()
+    yield _overlay("overlay", base or node_local_base(), _enclosure_refusal)
+
+
+def enclosure_check() -> Check:
+    """Whether the namespaces and mounts of a sandbox can be made without bubblewrap, tried. Blocks for some
+    40 ms."""
+    refusal = _enclosure_refusal()
+    return Check(
+        name="own namespaces",
+        ok=not refusal,
+        found=refusal or "works",
+        remedy=f"Linux 5.12 or later; {NAMESPACES_REMEDY}",
+    )
 
 
 def _user_namespaces() -> Check:
@@ -168,70 +199,60 @@ def isolation_command(bwrap: Path) -> list[str]:
 
 def isolation_check(bwrap: Path) -> Check:
     """Whether bubblewrap can make them, tried. Blocks for some 5 ms."""
-    done = subprocess.run(
-        isolation_command(bwrap), capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-    )
-    found = "works" if done.returncode == 0 else done.stderr.strip()
-    return Check(name="namespaces", ok=done.returncode == 0, found=found, remedy=NAMESPACES_REMEDY)
+    refusal = _refusal(isolation_command(bwrap))
+    return Check(name="namespaces", ok=not refusal, found=refusal or "works", remedy=NAMESPACES_REMEDY)
+
+
+def _bwrap_refusal(bwrap: Path, *options: str) -> str:
+    return _refusal(_minimal(bwrap, *options))
+
+
+def _refusal(command: list[str]) -> str:
+    """What is said by a program that fails; empty where it does not."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    return "" if done.returncode == 0 else done.stderr.strip() or f"exit status {done.returncode}"
 
 
 _ENCLOSE = """\
 import socket, sys
 sys.path.append(sys.argv[1])
 from prorl_envs.sandbox.enclose import READY, clone_first
-mounts = [option for path in sys.argv[2:] for option in ("--ro-bind", path, path)]
-mounts += ["--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"]
+mounts = [*sys.argv[2:], "--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"]
 ours, theirs = socket.socketpair()
-request = {"mounts": mounts, "uid": 1, "hostname": "probe", "network": True, "command": ["/bin/echo", "ready"]}
-clone_first(request, theirs.fileno())
+request = {"mounts": mounts, "uid": 1, "hostname": "probe", "network": True, "tries_command": False}
+clone_first({**request, "command": ["/bin/echo", "ready"]}, theirs.fileno())
 theirs.close()
 said = ours.recv(4096)
 sys.exit(None if said == READY else said.decode(errors="replace"))
 """
 
 
-def enclosure_check() -> Check:
-    """Whether this package can make the namespaces and mounts of a sandbox itself, tried. Blocks for some
-    30 ms."""
+def _enclosure_refusal(*options: str) -> str:
+    """What stands in the way of a sandbox with further mounts; empty where nothing does."""
+    system = [option for path in _SYSTEM if path.is_dir() for option in ("--ro-bind", str(path), str(path))]
     package = Path(prorl_envs.__path__[0]).resolve().parent
-    there = [str(path) for path in _SYSTEM if path.is_dir()]
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", _ENCLOSE, str(package), *there],
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
-    found = "works" if done.returncode == 0 else done.stderr.strip().rpartition("\n")[2]
-    return Check(
-        name="own namespaces",
-        ok=done.returncode == 0,
-        found=found,
-        remedy=f"Linux 5.12 or later; {NAMESPACES_REMEDY}",
-    )
+    said = _refusal([sys.executable, "-I", "-S", "-c", _ENCLOSE, str(package), *system, *options])
+    return said.rpartition("\n")[2]
 
 
-def _overlay(bwrap: Path, base: Path) -> Check:
+def _overlay(name: str, base: Path, refusal: Callable[..., str]) -> Check:
+    """Whether `refusal` (of some options) says nothing of an overlay below `base`."""
     try:
-        problem = _try_overlay(bwrap, base)
+        problem = _try_overlay(base, refusal)
     except OSError as error:
         problem = f"cannot be tried in {base}: {error.strerror}"
-    return Check(name="overlay", ok=not problem, found=problem or "works", remedy=_OVERLAY_REMEDY)
+    return Check(name=name, ok=not problem, found=problem or "works", remedy=_OVERLAY_REMEDY)
 
 
-def _try_overlay(bwrap: Path, base: Path) -> str:
-    """What stands in the way of an overlay below `base`."""
+def _try_overlay(base: Path, refusal: Callable[..., str]) -> str:
     with tempfile.TemporaryDirectory(dir=base if base.is_dir() else None) as scratch:
         upper, work = Path(scratch, "upper"), Path(scratch, "work")
         upper.mkdir()
         work.mkdir()
-        options = ("--overlay-src", "/usr", "--overlay", str(upper), str(work), "/mnt")
-        done = subprocess.run(
-            _minimal(bwrap, *options), capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-        )
+        problem = refusal("--overlay-src", "/usr", "--overlay", str(upper), str(work), "/mnt")
         for left in work.iterdir():
             left.chmod(0o700)
-    return "" if done.returncode == 0 else done.stderr.strip() or f"exit status {done.returncode}"
+    return problem
 
 
 _JOIN = """\
@@ -279,7 +300,5 @@ def _join(pid: int) -> str:
 
 
 def _minimal(bwrap: Path, *options: str, command: tuple[str, ...] = ("/bin/true",)) -> list[str]:
-    system = [
-        str(part) for path in _SYSTEM for part in ("--ro-bind-try", path, path)
-    ]
+    system = [str(part) for path in _SYSTEM for part in ("--ro-bind-try", path, path)]
     return [str(bwrap), "--unshare-all", "--unshare-user", *system, "--proc", "/proc", *options, *command]

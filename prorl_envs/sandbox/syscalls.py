@@ -20,9 +20,10 @@ _CAPABILITY_VERSION_3 = 0x20080522
 _CAPABILITY_MAX = 63
 
 _AT_FDCWD, _AT_RECURSIVE = ctypes.c_long(-100), 0x8000
-#: The same number everywhere.
-_MOUNT_SETATTR = ctypes.c_long(442)
-_SIZE_OF_CHANGE = ctypes.c_ulong(32)
+#: The same numbers everywhere.
+_MOUNT_SETATTR, _OPENAT2 = ctypes.c_long(442), ctypes.c_long(437)
+_SIZE_OF_CHANGE, _SIZE_OF_HOW = ctypes.c_ulong(32), ctypes.c_ulong(24)
+_RESOLVE_IN_ROOT = 0x10
 _MNT_DETACH = 2
 #: Its arguments come in an order of their own elsewhere.
 _CLONE = {"x86_64": 56, "aarch64": 220}
@@ -70,6 +71,23 @@ def mount_attributes(target: str, attributes: int, *, below: bool = False) -> No
     path = ctypes.c_char_p(os.fsencode(target))
     result = _libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, path, ctypes.c_ulong(flags), change, _SIZE_OF_CHANGE)
     _checked(result, f"attributes of the mount at {target}")
+
+
+def open_in_root(root: str, path: str) -> int:
+    """A descriptor of what `path` would be for a process whose root is `root`, links and all; it can be used
+    as a path only. See openat2(2).
+
+    Raises:
+        OSError: there is no such file.
+    """
+    how = (ctypes.c_uint64 * 3)(os.O_PATH | os.O_CLOEXEC, 0, _RESOLVE_IN_ROOT)
+    directory = os.open(root, os.O_PATH | os.O_DIRECTORY)
+    try:
+        name = ctypes.c_char_p(os.fsencode(path))
+        result = _libc.syscall(_OPENAT2, ctypes.c_long(directory), name, how, _SIZE_OF_HOW)
+        return _checked(result, path)
+    finally:
+        os.close(directory)
 
 
 def pivot_root(new: str, old: str) -> None:

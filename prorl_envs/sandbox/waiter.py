@@ -1,9 +1,8 @@
 """A program that waits: what a sandbox's first process becomes.
 
-It reads its standard input to the end and exits, without a library and without a page of its own: some 150
-bytes that all sandboxes share, where a shell takes a millisecond of the processor to start and 100 KB. It must
-not be an interpreter's copy either, which takes a megabyte. The instructions are in the order of the comments
-beside them; numbers of calls are from the kernel's tables, the file's layout from elf(5).
+It reads its standard input to the end and exits, without a library and almost without memory: some 150 bytes
+that all sandboxes share, where a shell takes a millisecond of the processor and 100 KB, and a copy of this
+interpreter a megabyte. Numbers of calls are from the kernel's tables, the file's layout from elf(5).
 """
 
 import functools

@@ -20,7 +20,7 @@ from tests.conftest import existing_driver
 LIMITS = Limits(memory_bytes=256 << 20, processes=40, open_files=1024, disk_bytes=20 << 20, disk_files=2000)
 
 
-@pytest.fixture(scope="module", params=["bubblewrap", "apptainer", "instance"])
+@pytest.fixture(scope="module", params=["namespaces", "apptainer", "instance"])
 def driver_name(request: pytest.FixtureRequest) -> str:
     """Every driver that isolates: with tool servers outside, and inside."""
     return existing_driver(request.param)

@@ -14,7 +14,7 @@ from tests.attacks.attempts import T, python, usable
 # The tool server is the same whichever driver joins it to its sandbox.
 pytestmark = [
     pytest.mark.anyio,
-    pytest.mark.parametrize("driver_name", ["bubblewrap", "instance"], indirect=True, scope="module"),
+    pytest.mark.parametrize("driver_name", ["namespaces", "instance"], indirect=True, scope="module"),
 ]
 
 #: Where the shell reports: it keeps that pipe for itself while a command runs, under another number.

@@ -12,7 +12,7 @@ from tests.attacks.attempts import T
 
 pytestmark = [
     pytest.mark.anyio,
-    pytest.mark.parametrize("driver_name", ["bubblewrap"], indirect=True, scope="module"),
+    pytest.mark.parametrize("driver_name", ["namespaces"], indirect=True, scope="module"),
 ]
 
 #: Each leaves the file `ran` where it is run.

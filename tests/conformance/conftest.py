@@ -20,6 +20,8 @@ type Outcomes = Callable[[str], list[Outcome]]
 
 #: Every driver with every kind of image: its name, and which image. A new driver is a line here.
 SUBJECTS = {
+    "namespaces": ("namespaces", ""),
+    "namespaces-sif": ("namespaces", "sif"),
     "bubblewrap": ("bubblewrap", ""),
     "bubblewrap-sif": ("bubblewrap", "sif"),
     "apptainer-sif": ("apptainer", "sif"),
@@ -58,7 +60,7 @@ def outcomes(image: Callable[[str], Path | None], run_dir: Path) -> Outcomes:
     def get(name: str) -> list[Outcome]:
         if name not in known:
             driver, kind = SUBJECTS[name]
-            make = DRIVERS[driver] if driver == "bubblewrap" else partial(light, driver)
+            make = DRIVERS[driver] if driver == "namespaces" else partial(light, driver)
             subject = Subject(driver=driver, make=make, image=image(kind))
             known[name] = asyncio.run(run_suite(subject, PROMISES))
         return known[name]

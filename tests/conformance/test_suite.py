@@ -26,8 +26,8 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "conformance.md"
 ROW = re.compile(r"^\| ([A-Z]+-\d+) \| (.*?) \| (.*?) ?\| (.*?) ?\|$", re.MULTILINE)
 
 
-#: Of each of these, `make test` runs another that takes the same way to an image.
-THOROUGH = {"bubblewrap-sif", "instance-sif"}
+#: Of each of these, `make test` runs another that takes the same way.
+THOROUGH = {"namespaces-sif", "bubblewrap", "bubblewrap-sif", "instance-sif"}
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_every_promise_is_kept(name: str, outcomes: Outcomes) -> None:
 LEFT_OUT = ("no image was given", "on this machine: ")
 
 
-@pytest.mark.parametrize("name", ["bubblewrap", "local"])
+@pytest.mark.parametrize("name", ["namespaces", "local"])
 def test_without_an_image_only_images_and_what_the_driver_does_not_promise_are_left_out(
     name: str, outcomes: Outcomes
 ) -> None:
@@ -140,7 +140,7 @@ def test_an_error_of_any_kind_breaks_its_promise_and_no_other(
             [(kept, ()), (broken, ()), (faulty, ()), (kept, ("no-such",)), (untried, ())]
         )
     ]
-    subject = Subject(driver="bubblewrap", make=DRIVERS["bubblewrap"])
+    subject = Subject(driver="namespaces", make=DRIVERS["namespaces"])
     report = tmp_path / "outcomes.json"
     assert asyncio.run(conformance(subject, promises, report)) is False
     printed = capsys.readouterr().out

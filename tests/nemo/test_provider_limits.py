@@ -89,7 +89,7 @@ async def test_limits_that_are_not_kept_are_told_or_refused(caplog: pytest.LogCa
     await strict.stop()
 
 
-@pytest.mark.parametrize("driver", ["auto", "bubblewrap", "apptainer"])
+@pytest.mark.parametrize("driver", ["auto", "namespaces", "bubblewrap", "apptainer"])
 async def test_a_driver_is_taken_by_its_name(driver: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with sandbox({"driver": driver}) as box:
         await box.start()

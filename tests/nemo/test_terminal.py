@@ -7,7 +7,7 @@ import pytest
 
 from prorl_envs.nemo.terminal import ENTRY, TerminalSession
 from prorl_envs.sandbox.base import Sandbox, SandboxSpec
-from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.namespaces import NamespaceDriver
 from prorl_envs.tools.terminal_wire import Open
 from prorl_envs.tools.wire import encode
 
@@ -20,7 +20,7 @@ class Over(Exception):
 
 
 @pytest.fixture
-async def sandbox(shared_driver: BubblewrapDriver) -> AsyncIterator[Sandbox]:
+async def sandbox(shared_driver: NamespaceDriver) -> AsyncIterator[Sandbox]:
     sandbox = await shared_driver.start(SandboxSpec())
     yield sandbox
     await sandbox.close()

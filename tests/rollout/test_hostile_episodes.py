@@ -16,7 +16,7 @@ from prorl_envs.rollout.client import RolloutClient
 from prorl_envs.rollout.server import serving
 from prorl_envs.rollout.service import RolloutService
 from prorl_envs.rollout.types import AgentLimits, GroupRequest, Result, StopReason
-from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.namespaces import NamespaceDriver
 from prorl_envs.testing.scripted import ScriptBook
 from prorl_envs.testing.server import ScriptedServer
 
@@ -50,7 +50,7 @@ def request(name: str, **changes: object) -> GroupRequest:
 
 @asynccontextmanager
 async def running(
-    driver: BubblewrapDriver, renderer: TemplateRenderer, folder: Path, agents: Mapping[str, str]
+    driver: NamespaceDriver, renderer: TemplateRenderer, folder: Path, agents: Mapping[str, str]
 ) -> AsyncIterator[RolloutClient]:
     tapes = {
         instruction(name): [[{"tool": "bash", "arguments": {"command": command}}]]
@@ -78,7 +78,7 @@ def observation(result: Result) -> str:
 
 
 async def test_each_gets_what_it_left_behind(
-    driver: BubblewrapDriver, renderer: TemplateRenderer, tmp_path: Path
+    driver: NamespaceDriver, renderer: TemplateRenderer, tmp_path: Path
 ) -> None:
     async with running(driver, renderer, tmp_path, AGENTS) as client:
         came = await outcomes(client, *(request(name) for name in AGENTS))
@@ -97,7 +97,7 @@ async def test_each_gets_what_it_left_behind(
 
 
 async def test_a_check_that_never_ends_is_a_failed_check(
-    driver: BubblewrapDriver, renderer: TemplateRenderer, tmp_path: Path
+    driver: NamespaceDriver, renderer: TemplateRenderer, tmp_path: Path
 ) -> None:
     """What hangs there is the agent's own work, as far as the grader can tell: it had its time."""
     hangs = {"type": "command", "name": "hangs", "command": "sleep 1000", "timeout_s": 0.5}
@@ -109,7 +109,7 @@ async def test_a_check_that_never_ends_is_a_failed_check(
 
 
 async def test_a_grader_that_fails_gives_no_reward(
-    driver: BubblewrapDriver, renderer: TemplateRenderer, tmp_path: Path
+    driver: NamespaceDriver, renderer: TemplateRenderer, tmp_path: Path
 ) -> None:
     agents = {"unlucky": "echo yes >answer", "solver": AGENTS["solver"]}
     no_pattern = {"type": "file_matches", "path": "answer", "pattern": "("}

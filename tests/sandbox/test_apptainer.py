@@ -211,8 +211,12 @@ def test_what_images_need_is_named() -> None:
     assert all(check.found and check.remedy for check in image_checks())
 
 
-def test_bubblewrap_is_chosen_where_it_works(run_dir: Path) -> None:
-    assert choose_driver("auto") == "bubblewrap"
+def test_what_needs_no_program_is_chosen_where_it_works(run_dir: Path) -> None:
+    assert choose_driver("auto") == "namespaces"
+
+
+def test_a_bubblewrap_that_is_named_is_meant(run_dir: Path) -> None:
+    assert choose_driver("auto", bwrap=find_bwrap()) == "bubblewrap"
 
 
 def test_where_nothing_works_each_reason_is_given(tmp_path: Path, run_dir: Path) -> None:

@@ -11,7 +11,7 @@ import asyncio, os, resource, sys
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.namespaces import NamespaceDriver
 from prorl_envs.tools.client import Toolbox
 
 soft, hard, taken = map(int, sys.argv[1:])
@@ -19,7 +19,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def main():
-    driver = BubblewrapDriver()
+    driver = NamespaceDriver()
     others = [os.open(os.devnull, os.O_RDONLY) for _ in range(taken)]
     boxes = []
     try:

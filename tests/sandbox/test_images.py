@@ -15,11 +15,11 @@ import pytest
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import Mount, SandboxSpec
-from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.choice import make_driver
 from prorl_envs.sandbox.images import Images
 from prorl_envs.sandbox.local import LocalDriver, NoIsolationWarning
 from prorl_envs.sandbox.mounted import mount, sweep_mounts
+from prorl_envs.sandbox.namespaces import NamespaceDriver
 from prorl_envs.sandbox.rootfs import resolve
 from prorl_envs.sandbox.runtime import python_runtime
 from prorl_envs.testing.leaks import Holdings, leaks_since
@@ -51,7 +51,7 @@ def image(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture
-async def driver(run_dir: Path, driver_name: str) -> AsyncIterator[BubblewrapDriver]:
+async def driver(run_dir: Path, driver_name: str) -> AsyncIterator[NamespaceDriver]:
     """A driver of the test's own: what it mounts is unmounted at the end of the test."""
     driver = scripted_driver(driver_name)
     yield driver
@@ -70,7 +70,7 @@ def squashfuse_pids(run_dir: Path) -> list[int]:
 
 
 async def test_the_system_is_the_images_and_nothing_of_the_host_shows(
-    driver: BubblewrapDriver, image: Path, tmp_path: Path
+    driver: NamespaceDriver, image: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "host").touch()
     sandbox = await driver.start(SandboxSpec(image=image, hostname="box"))
@@ -98,7 +98,7 @@ async def test_a_bash_action_works(run_dir: Path, driver_name: str, image: Path)
         await driver.aclose()
 
 
-async def test_the_workspace_is_seen_on_the_host(driver: BubblewrapDriver, image: Path) -> None:
+async def test_the_workspace_is_seen_on_the_host(driver: NamespaceDriver, image: Path) -> None:
     sandbox = await driver.start(SandboxSpec(image=image))
     await run_script(sandbox, "echo kept > file")
     assert (sandbox.workspace / "file").read_text() == "kept\n"
@@ -106,7 +106,7 @@ async def test_the_workspace_is_seen_on_the_host(driver: BubblewrapDriver, image
 
 
 async def test_changes_are_a_sandboxs_own_and_never_the_images(
-    driver: BubblewrapDriver, image: Path, directory: Path
+    driver: NamespaceDriver, image: Path, directory: Path
 ) -> None:
     first = await driver.start(SandboxSpec(image=image))
     second = await driver.start(SandboxSpec(image=image))
@@ -122,7 +122,7 @@ async def test_changes_are_a_sandboxs_own_and_never_the_images(
 
 
 async def test_a_directorys_files_can_be_changed_and_the_image_is_not(
-    driver: BubblewrapDriver, directory: Path
+    driver: NamespaceDriver, directory: Path
 ) -> None:
     sandbox = await driver.start(SandboxSpec(image=directory))
     script = "echo changed > /etc/image; rm /bin/id; cat /etc/image; ls /bin"
@@ -135,9 +135,9 @@ async def test_a_directorys_files_can_be_changed_and_the_image_is_not(
 
 
 async def test_sandboxes_and_drivers_share_one_mount(
-    driver: BubblewrapDriver, sif: Path, run_dir: Path
+    driver: NamespaceDriver, sif: Path, run_dir: Path
 ) -> None:
-    other = BubblewrapDriver(templates=SCRIPT_TEMPLATES)
+    other = NamespaceDriver(templates=SCRIPT_TEMPLATES)
     try:
         started = [driver.start(SandboxSpec(image=sif)) for _ in range(4)]
         started += [other.start(SandboxSpec(image=sif)) for _ in range(4)]
@@ -153,7 +153,7 @@ async def test_sandboxes_and_drivers_share_one_mount(
 
 
 async def test_a_mount_whose_squashfuse_died_is_made_again(
-    driver: BubblewrapDriver, sif: Path, run_dir: Path
+    driver: NamespaceDriver, sif: Path, run_dir: Path
 ) -> None:
     await driver.start(SandboxSpec(image=sif))
     (pid,) = squashfuse_pids(run_dir)
@@ -161,7 +161,7 @@ async def test_a_mount_whose_squashfuse_died_is_made_again(
     signal.pidfd_send_signal(squashfuse, signal.SIGKILL)
     select.select([squashfuse], [], [])
     os.close(squashfuse)
-    other = BubblewrapDriver(templates=SCRIPT_TEMPLATES)
+    other = NamespaceDriver(templates=SCRIPT_TEMPLATES)
     try:
         sandbox = await other.start(SandboxSpec(image=sif))
         assert await run_script(sandbox, "cat /etc/image") == "from the image\n"
@@ -191,7 +191,7 @@ def test_a_directory_that_others_can_reach_is_neither_used_nor_swept(sif: Path, 
     assert (shared / "planted").exists()
 
 
-async def test_a_start_cancelled_while_mounting_leaves_nothing(driver: BubblewrapDriver, sif: Path) -> None:
+async def test_a_start_cancelled_while_mounting_leaves_nothing(driver: NamespaceDriver, sif: Path) -> None:
     for delay_ms in (0, 5, 20, 40):
         start = asyncio.create_task(driver.start(SandboxSpec(image=sif)))
         await asyncio.wait([start], timeout=delay_ms / 1000)
@@ -228,13 +228,13 @@ def test_a_killed_service_leaves_no_process_no_mount_and_its_files_are_swept(
         assert service.stdout is not None
         assert service.stdout.readline() == "busy\n"
         service.kill()
-    asyncio.run(BubblewrapDriver().aclose())  # the next driver sweeps
+    asyncio.run(NamespaceDriver().aclose())  # the next driver sweeps
     assert leaks_since(before, run_dir) == []
     assert fuse_mounts(run_dir) == []
 
 
 async def test_what_is_below_a_mount_or_mask_is_found_through_the_images_links(
-    driver: BubblewrapDriver, tmp_path: Path
+    driver: NamespaceDriver, tmp_path: Path
 ) -> None:
     root = write_rootfs(tmp_path / "root")
     (root / "data").symlink_to("/opt")
@@ -283,7 +283,7 @@ def test_links_in_circles_are_refused(tmp_path: Path) -> None:
         resolve(tmp_path, "/a")
 
 
-async def test_an_image_whose_tmp_is_a_link_is_refused(driver: BubblewrapDriver, tmp_path: Path) -> None:
+async def test_an_image_whose_tmp_is_a_link_is_refused(driver: NamespaceDriver, tmp_path: Path) -> None:
     root = write_rootfs(tmp_path / "root")
     (root / "tmp").rmdir()
     (root / "tmp").symlink_to("/oldroot/tmp")
@@ -292,14 +292,14 @@ async def test_an_image_whose_tmp_is_a_link_is_refused(driver: BubblewrapDriver,
 
 
 async def test_an_image_without_a_shell_is_refused_with_the_reason(
-    driver: BubblewrapDriver, tmp_path: Path
+    driver: NamespaceDriver, tmp_path: Path
 ) -> None:
     with pytest.raises(SandboxError, match="/bin/sh") as caught:
         await driver.start(SandboxSpec(image=write_rootfs(tmp_path / "root", ())))
     assert "an image needs" in str(caught.value)
 
 
-async def test_what_is_no_image_is_refused(driver: BubblewrapDriver, tmp_path: Path) -> None:
+async def test_what_is_no_image_is_refused(driver: NamespaceDriver, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no image")
     with pytest.raises(SandboxError, match="not an image"):
         await driver.start(SandboxSpec(image=tmp_path / "file"))
@@ -308,7 +308,7 @@ async def test_what_is_no_image_is_refused(driver: BubblewrapDriver, tmp_path: P
 
 
 async def test_a_sif_that_was_cut_short_is_refused(
-    driver: BubblewrapDriver, sif: Path, tmp_path: Path
+    driver: NamespaceDriver, sif: Path, tmp_path: Path
 ) -> None:
     cut = tmp_path / "cut.sif"
     shutil.copy(sif, cut)
@@ -338,7 +338,7 @@ async def test_a_busybox_is_enough(run_dir: Path, driver_name: str, tmp_path: Pa
         await driver.aclose()
 
 
-async def test_a_tool_server_imports_nothing_from_the_sandbox(driver: BubblewrapDriver) -> None:
+async def test_a_tool_server_imports_nothing_from_the_sandbox(driver: NamespaceDriver) -> None:
     """In an image's writable system an agent could lie in wait with a module of a known name."""
     mounts, masks, env = python_runtime()
     sandbox = await driver.start(SandboxSpec(mounts=mounts, masks=masks, env=env))

@@ -15,7 +15,7 @@ import pytest
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import Driver, Mount, Sandbox, SandboxSpec
-from prorl_envs.sandbox.bubblewrap import BubblewrapDriver, BubblewrapSandbox
+from prorl_envs.sandbox.namespaces import NamespaceDriver, NamespaceSandbox
 from prorl_envs.sandbox.probe import find_bwrap
 from prorl_envs.testing.leaks import Holdings, leaks_since
 from prorl_envs.testing.sandbox_entry import FAIL, RUN_SCRIPTS, ask, run_script
@@ -23,7 +23,7 @@ from prorl_envs.testing.sandbox_entry import FAIL, RUN_SCRIPTS, ask, run_script
 pytestmark = pytest.mark.anyio
 
 
-async def test_the_driver_and_its_sandboxes_keep_the_contract(shell_driver: BubblewrapDriver) -> None:
+async def test_the_driver_and_its_sandboxes_keep_the_contract(shell_driver: NamespaceDriver) -> None:
     assert isinstance(shell_driver, Driver)
     sandbox = await shell_driver.start(SandboxSpec())
     assert isinstance(sandbox, Sandbox)
@@ -32,14 +32,14 @@ async def test_the_driver_and_its_sandboxes_keep_the_contract(shell_driver: Bubb
     assert not sandbox.alive
 
 
-async def test_closing_is_idempotent_and_concurrent(shell_driver: BubblewrapDriver) -> None:
+async def test_closing_is_idempotent_and_concurrent(shell_driver: NamespaceDriver) -> None:
     sandbox = await shell_driver.start(SandboxSpec())
     await asyncio.gather(*(sandbox.close() for _ in range(5)))
     await sandbox.close()
     assert not sandbox.workspace.exists()
 
 
-async def test_closing_goes_on_when_the_caller_is_cancelled(shell_driver: BubblewrapDriver) -> None:
+async def test_closing_goes_on_when_the_caller_is_cancelled(shell_driver: NamespaceDriver) -> None:
     sandbox = await shell_driver.start(SandboxSpec())
     closing = asyncio.create_task(sandbox.close())
     await asyncio.sleep(0)
@@ -50,7 +50,7 @@ async def test_closing_goes_on_when_the_caller_is_cancelled(shell_driver: Bubble
     assert not sandbox.workspace.exists()
 
 
-async def test_closing_ends_busy_and_detached_processes(shell_driver: BubblewrapDriver) -> None:
+async def test_closing_ends_busy_and_detached_processes(shell_driver: NamespaceDriver) -> None:
     sandbox = await shell_driver.start(SandboxSpec())
     with await sandbox.spawn(RUN_SCRIPTS) as sock:
         await ask(sock, "(setsid sleep 600 > /dev/null 2>&1 &); (nohup sleep 600 > /dev/null 2>&1 &)")
@@ -61,7 +61,7 @@ async def test_closing_ends_busy_and_detached_processes(shell_driver: Bubblewrap
             await ask(sock, "true")
 
 
-async def test_closing_the_driver_closes_everything(own_driver: BubblewrapDriver, run_dir: Path) -> None:
+async def test_closing_the_driver_closes_everything(own_driver: NamespaceDriver, run_dir: Path) -> None:
     sandboxes = [await own_driver.start(SandboxSpec()) for _ in range(3)]
     socks = [await sandbox.spawn(RUN_SCRIPTS) for sandbox in sandboxes]
     await own_driver.aclose()
@@ -73,18 +73,18 @@ async def test_closing_the_driver_closes_everything(own_driver: BubblewrapDriver
         await own_driver.start(SandboxSpec())
 
 
-async def test_closing_the_driver_ends_what_is_starting(own_driver: BubblewrapDriver) -> None:
+async def test_closing_the_driver_ends_what_is_starting(own_driver: NamespaceDriver) -> None:
     starts = [asyncio.create_task(own_driver.start(SandboxSpec())) for _ in range(4)]
     await own_driver.start(SandboxSpec())
     await own_driver.aclose()
     outcomes = await asyncio.gather(*starts, return_exceptions=True)
     for outcome in outcomes:
         assert isinstance(outcome, SandboxError) or (
-            isinstance(outcome, BubblewrapSandbox) and not outcome.alive
+            isinstance(outcome, NamespaceSandbox) and not outcome.alive
         )
 
 
-async def test_many_sandboxes_at_once(shell_driver: BubblewrapDriver) -> None:
+async def test_many_sandboxes_at_once(shell_driver: NamespaceDriver) -> None:
     async def one(number: int) -> str:
         sandbox = await shell_driver.start(SandboxSpec(env={"NUMBER": str(number)}))
         try:
@@ -97,7 +97,7 @@ async def test_many_sandboxes_at_once(shell_driver: BubblewrapDriver) -> None:
 
 @pytest.mark.parametrize("delay_ms", [0, 1, 2, 4, 6, 8, 12, 30, 60, 90])
 async def test_a_start_cancelled_at_any_moment_leaves_nothing(
-    shell_driver: BubblewrapDriver, delay_ms: int
+    shell_driver: NamespaceDriver, delay_ms: int
 ) -> None:
     """Where it was quicker than the cancellation, the sandbox is there and is closed."""
     before = set(shell_driver.sandboxes)
@@ -113,7 +113,7 @@ async def test_a_start_cancelled_at_any_moment_leaves_nothing(
 
 @pytest.mark.parametrize("delay_ms", [0, 1, 2, 3, 5])
 async def test_a_spawn_cancelled_at_any_moment_leaves_nothing(
-    shell_driver: BubblewrapDriver, delay_ms: int
+    shell_driver: NamespaceDriver, delay_ms: int
 ) -> None:
     sandbox = await shell_driver.start(SandboxSpec())
     spawn = asyncio.create_task(sandbox.spawn(RUN_SCRIPTS))
@@ -125,7 +125,7 @@ async def test_a_spawn_cancelled_at_any_moment_leaves_nothing(
     await sandbox.close()
 
 
-async def test_a_failed_start_leaves_nothing(own_driver: BubblewrapDriver, tmp_path: Path) -> None:
+async def test_a_failed_start_leaves_nothing(own_driver: NamespaceDriver, tmp_path: Path) -> None:
     absent = SandboxSpec(mounts=(Mount(source=tmp_path / "absent", target="/x"),))
     for _ in range(3):
         with pytest.raises(SandboxError):
@@ -133,7 +133,7 @@ async def test_a_failed_start_leaves_nothing(own_driver: BubblewrapDriver, tmp_p
     assert not own_driver.sandboxes
 
 
-async def test_a_sandbox_that_ends_by_itself_is_known_to_have_ended(shell_driver: BubblewrapDriver) -> None:
+async def test_a_sandbox_that_ends_by_itself_is_known_to_have_ended(shell_driver: NamespaceDriver) -> None:
     sandbox = await shell_driver.start(SandboxSpec())
     with await sandbox.spawn(RUN_SCRIPTS) as sock:
         first = os.pidfd_open(sandbox.pid)
@@ -149,7 +149,7 @@ async def test_a_sandbox_that_ends_by_itself_is_known_to_have_ended(shell_driver
     await sandbox.close()
 
 
-async def test_a_lost_tool_server_is_seen_and_another_can_be_forked(shell_driver: BubblewrapDriver) -> None:
+async def test_a_lost_tool_server_is_seen_and_another_can_be_forked(shell_driver: NamespaceDriver) -> None:
     sandbox = await shell_driver.start(SandboxSpec())
     with await sandbox.spawn(RUN_SCRIPTS) as sock:
         await ask(sock, "echo kept > file")
@@ -161,7 +161,7 @@ async def test_a_lost_tool_server_is_seen_and_another_can_be_forked(shell_driver
 
 
 async def test_the_tool_server_can_be_inspected_by_no_process_of_the_same_user(
-    shell_driver: BubblewrapDriver,
+    shell_driver: NamespaceDriver,
 ) -> None:
     sandbox = await shell_driver.start(SandboxSpec())
     with await sandbox.spawn(RUN_SCRIPTS):
@@ -175,7 +175,7 @@ async def test_the_tool_server_can_be_inspected_by_no_process_of_the_same_user(
 
 
 async def test_a_failing_entry_ends_the_socket_and_is_logged(
-    shell_driver: BubblewrapDriver, caplog: pytest.LogCaptureFixture
+    shell_driver: NamespaceDriver, caplog: pytest.LogCaptureFixture
 ) -> None:
     sandbox = await shell_driver.start(SandboxSpec())
     with caplog.at_level(logging.WARNING), await sandbox.spawn(FAIL) as sock:
@@ -189,7 +189,7 @@ async def test_a_failing_entry_ends_the_socket_and_is_logged(
     [("os:abort", "base", "no entry"), (RUN_SCRIPTS, "absent", "no template")],
 )
 async def test_what_is_not_listed_cannot_be_spawned(
-    shell_driver: BubblewrapDriver, entry: str, template: str, word: str
+    shell_driver: NamespaceDriver, entry: str, template: str, word: str
 ) -> None:
     sandbox = await shell_driver.start(SandboxSpec())
     with pytest.raises(SandboxError, match=word):
@@ -197,7 +197,7 @@ async def test_what_is_not_listed_cannot_be_spawned(
     await sandbox.close()
 
 
-async def test_a_dead_template_is_replaced_and_sandboxes_live_on(own_driver: BubblewrapDriver) -> None:
+async def test_a_dead_template_is_replaced_and_sandboxes_live_on(own_driver: NamespaceDriver) -> None:
     sandbox = await own_driver.start(SandboxSpec())
     with await sandbox.spawn(RUN_SCRIPTS) as sock:
         template = own_driver.templates["base"].pid
@@ -210,7 +210,7 @@ async def test_a_dead_template_is_replaced_and_sandboxes_live_on(own_driver: Bub
     await sandbox.close()
 
 
-async def test_concurrent_first_spawns_share_one_template(own_driver: BubblewrapDriver) -> None:
+async def test_concurrent_first_spawns_share_one_template(own_driver: NamespaceDriver) -> None:
     sandbox = await own_driver.start(SandboxSpec())
     answers = await asyncio.gather(*(run_script(sandbox, "echo $PPID") for _ in range(4)))
     assert answers == ["0\n"] * 4  # the parent is outside
@@ -288,7 +288,7 @@ def test_a_forked_worker_does_not_keep_a_killed_services_sandboxes(run_dir: Path
         select.select([worker], [], [])
         os.close(worker)
     assert not kept
-    asyncio.run(BubblewrapDriver().aclose())
+    asyncio.run(NamespaceDriver().aclose())
 
 
 def interrupted_service(driver_name: str, moment: str, number: signal.Signals) -> None:
@@ -320,7 +320,7 @@ def test_a_killed_service_leaves_no_process_and_its_files_are_swept(
     before = Holdings.now(run_dir)
     interrupted_service(driver_name, moment, signal.SIGKILL)
     assert set(run_dir.iterdir()) - set(map(Path, before.directories))
-    asyncio.run(BubblewrapDriver().aclose())  # the next driver sweeps
+    asyncio.run(NamespaceDriver().aclose())  # the next driver sweeps
     assert leaks_since(before, run_dir) == []
 
 
@@ -351,5 +351,5 @@ def test_a_killed_service_or_starter_while_bubblewrap_begins_leaves_no_process(
     service = subprocess.run([sys.executable, "-c", STARTING, program], check=False)
     assert service.returncode in ends
     assert not wait_for_processes(before, run_dir)
-    asyncio.run(BubblewrapDriver().aclose())
+    asyncio.run(NamespaceDriver().aclose())
     assert leaks_since(before, run_dir) == []

@@ -18,12 +18,12 @@ import pytest
 
 from prorl_envs.errors import SandboxError, SandboxLimit
 from prorl_envs.sandbox.base import Driver, Limits, SandboxSpec
-from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.cgroups import Mechanism, find_groups
 from prorl_envs.sandbox.containment import NodeLimits, rlimits
 from prorl_envs.sandbox.disk import DiskUse
 from prorl_envs.sandbox.files import sweep
 from prorl_envs.sandbox.local import LocalDriver, NoIsolationWarning
+from prorl_envs.sandbox.namespaces import NamespaceDriver
 from prorl_envs.sandbox.runtime import python_runtime
 from prorl_envs.sandbox.watchdog import FAULTS_LIMIT, Watchdog
 from prorl_envs.testing.sandbox_entry import LIGHT_TEMPLATES
@@ -47,8 +47,8 @@ SPEC = SandboxSpec(limits=LIMITS)
 
 
 @pytest.fixture(scope="module", params=MECHANISMS)
-async def limited(request: pytest.FixtureRequest, run_dir: Path) -> AsyncIterator[BubblewrapDriver]:
-    driver = BubblewrapDriver(
+async def limited(request: pytest.FixtureRequest, run_dir: Path) -> AsyncIterator[NamespaceDriver]:
+    driver = NamespaceDriver(
         limits=NodeLimits(each=LIMITS, mechanism=request.param), templates=LIGHT_TEMPLATES
     )
     try:
@@ -59,9 +59,9 @@ async def limited(request: pytest.FixtureRequest, run_dir: Path) -> AsyncIterato
 
 
 @pytest.fixture(scope="module")
-async def watched(run_dir: Path) -> AsyncIterator[BubblewrapDriver]:
+async def watched(run_dir: Path) -> AsyncIterator[NamespaceDriver]:
     """Where the mechanism makes no difference, and no Python session is opened."""
-    driver = BubblewrapDriver(limits=NodeLimits(each=LIMITS, mechanism=Mechanism.WATCHDOG))
+    driver = NamespaceDriver(limits=NodeLimits(each=LIMITS, mechanism=Mechanism.WATCHDOG))
     try:
         await driver.warm("base")
         yield driver
@@ -88,7 +88,7 @@ async def open_box() -> AsyncIterator[OpenBox]:
 
 
 @pytest.fixture
-async def box(open_box: OpenBox, limited: BubblewrapDriver) -> AsyncIterator[Toolbox]:
+async def box(open_box: OpenBox, limited: NamespaceDriver) -> AsyncIterator[Toolbox]:
     """A sandbox whose shell has survived by the end of the test, beside one that has noticed nothing."""
     neighbour, box = await open_box(limited), await open_box(limited)
     templates = {name: template.pid for name, template in limited.templates.items()}
@@ -129,7 +129,7 @@ async def test_memory_within_the_limit_is_nobody_s_business(box: Toolbox) -> Non
     assert result.text == f"{50 << 20}\n"
 
 
-async def test_sandboxes_come_after_the_service(open_box: OpenBox, limited: BubblewrapDriver) -> None:
+async def test_sandboxes_come_after_the_service(open_box: OpenBox, limited: NamespaceDriver) -> None:
     box = await open_box(limited, python=True)
     assert (await box.bash("nice", timeout_s=10)).text == "10\n"
     assert (await box.python("import os; os.getpriority(os.PRIO_PROCESS, 0)", timeout_s=30)).text == "10\n"
@@ -192,7 +192,7 @@ async def test_a_flood_of_output_hurts_nobody(box: Toolbox) -> None:
 
 
 async def test_the_python_session_that_takes_too_much_is_killed_itself(
-    open_box: OpenBox, limited: BubblewrapDriver
+    open_box: OpenBox, limited: NamespaceDriver
 ) -> None:
     mounts, masks, env = python_runtime()
     spec = SandboxSpec(mounts=mounts, masks=masks, env=env, limits=Limits(memory_bytes=256 << 20))
@@ -204,7 +204,7 @@ async def test_the_python_session_that_takes_too_much_is_killed_itself(
     assert (await box.python("print(6 * 7)", timeout_s=30)).text == "42\n"
 
 
-async def test_a_file_ends_at_the_limit(open_box: OpenBox, watched: BubblewrapDriver) -> None:
+async def test_a_file_ends_at_the_limit(open_box: OpenBox, watched: NamespaceDriver) -> None:
     box = await open_box(watched)
     result = await box.bash("kept=8; head -c 60M /dev/zero > file; stat -c %s file", timeout_s=30)
     assert str(20 << 20) in result.text and "File size limit exceeded" in result.text
@@ -222,7 +222,7 @@ WRITER = """
 
 async def test_a_command_that_fills_the_disk_is_killed_and_files_can_be_removed(
     open_box: OpenBox,
-    watched: BubblewrapDriver,
+    watched: NamespaceDriver,
 ) -> None:
     box = await open_box(watched)
     result = await box.bash("kept=8\n" + script(WRITER), timeout_s=60)
@@ -232,7 +232,7 @@ async def test_a_command_that_fills_the_disk_is_killed_and_files_can_be_removed(
 
 
 async def test_a_shell_that_fills_the_disk_itself_is_killed(
-    open_box: OpenBox, watched: BubblewrapDriver
+    open_box: OpenBox, watched: NamespaceDriver
 ) -> None:
     box = await open_box(watched)
     line = "x" * 65536
@@ -244,14 +244,14 @@ async def test_a_shell_that_fills_the_disk_itself_is_killed(
     assert (await box.bash("rm f*; echo here", timeout_s=10)).text == "here\n"
 
 
-async def test_small_files_count_even_when_empty(open_box: OpenBox, watched: BubblewrapDriver) -> None:
+async def test_small_files_count_even_when_empty(open_box: OpenBox, watched: NamespaceDriver) -> None:
     box = await open_box(watched)
     result = await box.bash("for i in {1..3500}; do : > f$i; done; sleep 20", timeout_s=60)
     assert "[the sandbox's limit of 2000 files was reached" in result.text
 
 
 async def test_directories_closed_to_readers_hide_nothing(
-    open_box: OpenBox, watched: BubblewrapDriver
+    open_box: OpenBox, watched: NamespaceDriver
 ) -> None:
     box = await open_box(watched)
     hide = "mkdir d$i; head -c 1M /dev/zero > d$i/x; chmod 0 d$i; sleep 0.2"
@@ -259,7 +259,7 @@ async def test_directories_closed_to_readers_hide_nothing(
     assert "disk limit of 20 MB was reached" in result.text
 
 
-async def test_removed_files_that_are_open_count(open_box: OpenBox, watched: BubblewrapDriver) -> None:
+async def test_removed_files_that_are_open_count(open_box: OpenBox, watched: NamespaceDriver) -> None:
     box = await open_box(watched)
     result = await box.bash(
         script("""
@@ -278,13 +278,13 @@ async def test_removed_files_that_are_open_count(open_box: OpenBox, watched: Bub
     assert "disk limit of 20 MB was reached" in result.text
 
 
-async def test_a_sparse_file_counts_with_what_it_holds(open_box: OpenBox, watched: BubblewrapDriver) -> None:
+async def test_a_sparse_file_counts_with_what_it_holds(open_box: OpenBox, watched: NamespaceDriver) -> None:
     box = await open_box(watched)
     result = await box.bash("for i in 1 2 3; do truncate -s 19M f$i; done; sleep 1; echo fine", timeout_s=30)
     assert result.text == "fine\n"
 
 
-async def test_one_far_beyond_its_disk_limit_is_ended(open_box: OpenBox, watched: BubblewrapDriver) -> None:
+async def test_one_far_beyond_its_disk_limit_is_ended(open_box: OpenBox, watched: NamespaceDriver) -> None:
     box = await open_box(watched)
     burst = script("""
         import os, time
@@ -299,7 +299,7 @@ async def test_one_far_beyond_its_disk_limit_is_ended(open_box: OpenBox, watched
         await box.bash("echo hello", timeout_s=10)
 
 
-async def test_one_too_old_is_ended(open_box: OpenBox, watched: BubblewrapDriver) -> None:
+async def test_one_too_old_is_ended(open_box: OpenBox, watched: NamespaceDriver) -> None:
     box = await open_box(watched, SandboxSpec(limits=Limits(wall_s=1.0)))
     with pytest.raises(SandboxLimit, match="was ended: it was 1 s old"):
         await box.bash("sleep 60", timeout_s=90)
@@ -312,7 +312,7 @@ async def test_one_too_old_is_ended(open_box: OpenBox, watched: BubblewrapDriver
 async def test_on_a_full_disk_who_holds_most_is_ended(open_box: OpenBox, run_dir: Path) -> None:
     status = os.statvfs(run_dir)
     more_than_there_is = status.f_blocks * status.f_frsize
-    driver = BubblewrapDriver(limits=NodeLimits(reserve_bytes=more_than_there_is))
+    driver = NamespaceDriver(limits=NodeLimits(reserve_bytes=more_than_there_is))
     small, large = await open_box(driver, SandboxSpec()), await open_box(driver, SandboxSpec())
     with pytest.raises(SandboxLimit, match="disk is nearly full"):
         await large.bash("head -c 80M /dev/urandom > file; sleep 60", timeout_s=90)
@@ -322,7 +322,7 @@ async def test_on_a_full_disk_who_holds_most_is_ended(open_box: OpenBox, run_dir
 
 async def test_without_limits_nothing_is_looked_at(open_box: OpenBox, run_dir: Path) -> None:
     free = Limits(memory_bytes=None, processes=None, disk_bytes=None, disk_files=None)
-    driver = BubblewrapDriver(limits=NodeLimits(each=free, reserve_bytes=0))
+    driver = NamespaceDriver(limits=NodeLimits(each=free, reserve_bytes=0))
     box = await open_box(driver, SandboxSpec())
     assert (await box.bash("head -c 30M /dev/zero > f; sleep 0.5; echo fine", timeout_s=30)).text == "fine\n"
     assert driver.containment.looking_s == 0
@@ -341,7 +341,7 @@ async def test_the_local_driver_keeps_the_limits_of_single_processes(
 
 
 async def test_how_far_they_come_after_it_can_be_said(open_box: OpenBox, run_dir: Path) -> None:
-    driver = BubblewrapDriver(limits=NodeLimits(nice=3, mechanism=Mechanism.WATCHDOG))
+    driver = NamespaceDriver(limits=NodeLimits(nice=3, mechanism=Mechanism.WATCHDOG))
     try:
         assert (await (await open_box(driver)).bash("nice", timeout_s=10)).text == "3\n"
     finally:
@@ -353,7 +353,7 @@ async def test_how_far_they_come_after_it_can_be_said(open_box: OpenBox, run_dir
     [Limits(memory_bytes=1 << 20), Limits(processes=3), Limits(open_files=64), Limits(disk_bytes=0)],
     ids=repr,
 )
-async def test_limits_that_leave_no_room_are_refused(watched: BubblewrapDriver, limits: Limits) -> None:
+async def test_limits_that_leave_no_room_are_refused(watched: NamespaceDriver, limits: Limits) -> None:
     with pytest.raises(SandboxError, match="not a usable limit"):
         await watched.start(SandboxSpec(limits=limits))
 
@@ -373,12 +373,12 @@ def test_a_file_may_be_as_large_as_the_disk_limit_unless_told_otherwise() -> Non
 SERVICE = """
     import asyncio, sys, time
     from prorl_envs.sandbox.base import SandboxSpec
-    from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+    from prorl_envs.sandbox.namespaces import NamespaceDriver
     from prorl_envs.sandbox.cgroups import Mechanism
     from prorl_envs.sandbox.containment import NodeLimits
 
     async def main():
-        driver = BubblewrapDriver(limits=NodeLimits(mechanism=Mechanism(sys.argv[1])))
+        driver = NamespaceDriver(limits=NodeLimits(mechanism=Mechanism(sys.argv[1])))
         sandbox = await driver.start(SandboxSpec())
         print(driver.directory.path, flush=True)
         await asyncio.Event().wait()
@@ -416,7 +416,7 @@ def test_the_groups_of_a_killed_service_are_removed_with_its_directory(
     assert not any(group.exists() for group in groups)
 
 
-async def test_a_driver_says_which_limits_it_keeps(run_dir: Path, watched: BubblewrapDriver) -> None:
+async def test_a_driver_says_which_limits_it_keeps(run_dir: Path, watched: NamespaceDriver) -> None:
     assert watched.kept >= {"memory_bytes", "processes", "disk_bytes", "disk_files", "wall_s"}
     assert "cpus" not in watched.kept
     with pytest.warns(NoIsolationWarning):
@@ -468,7 +468,7 @@ async def test_a_watchdog_that_fails_at_a_sandbox_ends_it_and_watches_on(
 
 
 async def test_no_sandbox_runs_where_limits_are_no_longer_kept(open_box: OpenBox, run_dir: Path) -> None:
-    driver = BubblewrapDriver(limits=NodeLimits(each=LIMITS, mechanism=Mechanism.WATCHDOG))
+    driver = NamespaceDriver(limits=NodeLimits(each=LIMITS, mechanism=Mechanism.WATCHDOG))
     try:
         box = await open_box(driver)
         for _ in range(FAULTS_LIMIT):

@@ -7,7 +7,7 @@ import pytest
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.namespaces import NamespaceDriver
 from prorl_envs.tools.workplace import Workplace
 
 pytestmark = pytest.mark.anyio
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.anyio
 CONNECT = "exec 3<>/dev/tcp/127.0.0.1/{port} && read -r line <&3 && echo got $line"
 
 
-async def test_what_connects_inside_is_accepted_outside(shared_driver: BubblewrapDriver) -> None:
+async def test_what_connects_inside_is_accepted_outside(shared_driver: NamespaceDriver) -> None:
     places = [await Workplace.open(shared_driver, SandboxSpec()) for _ in range(2)]
     try:
         with await places[0].sandbox.listen() as listener:
@@ -35,7 +35,7 @@ async def test_what_connects_inside_is_accepted_outside(shared_driver: Bubblewra
             await place.aclose()
 
 
-async def test_two_listen_at_ports_of_their_own(shared_driver: BubblewrapDriver) -> None:
+async def test_two_listen_at_ports_of_their_own(shared_driver: NamespaceDriver) -> None:
     sandbox = await shared_driver.start(SandboxSpec())
     try:
         with await sandbox.listen() as one, await sandbox.listen() as two:
@@ -44,7 +44,7 @@ async def test_two_listen_at_ports_of_their_own(shared_driver: BubblewrapDriver)
         await sandbox.close()
 
 
-async def test_a_sandbox_that_has_ended_has_no_loopback(shared_driver: BubblewrapDriver) -> None:
+async def test_a_sandbox_that_has_ended_has_no_loopback(shared_driver: NamespaceDriver) -> None:
     sandbox = await shared_driver.start(SandboxSpec())
     await sandbox.close()
     with pytest.raises(SandboxError):

@@ -12,7 +12,14 @@ import pytest
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
-from prorl_envs.sandbox.probe import blocking_settings, checks, explain, find_bwrap
+from prorl_envs.sandbox.probe import (
+    blocking_settings,
+    bubblewrap_checks,
+    enclosure_checks,
+    explain,
+    find_bwrap,
+    machine_checks,
+)
 
 
 @pytest.fixture
@@ -57,7 +64,8 @@ def test_settings_that_forbid_are_found(tmp_path: Path) -> None:
 
 def test_this_machine_can() -> None:
     """Where this fails, it says what to do."""
-    problems = [f"{check.name}: {check.found}; remedy: {check.remedy}" for check in checks() if not check.ok]
+    found = (*machine_checks(), *bubblewrap_checks(), *enclosure_checks())
+    problems = [f"{check.name}: {check.found}; remedy: {check.remedy}" for check in found if not check.ok]
     assert not problems
 
 
@@ -106,7 +114,7 @@ def test_a_machine_without_user_namespaces_says_so() -> None:
 def test_an_old_bubblewrap_says_so(chosen_bwrap: Path) -> None:
     chosen_bwrap.write_text("#!/bin/sh\necho 'bwrap: Unknown option --disable-userns' >&2\nexit 1\n")
     chosen_bwrap.chmod(0o755)
-    version = next(check for check in checks() if check.name == "bubblewrap")
+    version = next(check for check in bubblewrap_checks() if check.name == "bubblewrap")
     assert not version.ok
     with pytest.raises(SandboxError, match="Unknown option") as caught:
         asyncio.run(start_one())

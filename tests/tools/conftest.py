@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.namespaces import NamespaceDriver
 from prorl_envs.sandbox.runtime import python_runtime
 from prorl_envs.tools.client import Toolbox
 from prorl_envs.tools.link import ToolLimits
@@ -15,7 +15,7 @@ LIMITS = ToolLimits(grace_s=0.5)
 
 
 @pytest.fixture
-async def box(shared_driver: BubblewrapDriver) -> AsyncIterator[Toolbox]:
+async def box(shared_driver: NamespaceDriver) -> AsyncIterator[Toolbox]:
     """Shell, editor and files in a fresh sandbox."""
     sandbox = await shared_driver.start(SandboxSpec())
     toolbox = await Toolbox.open(sandbox, limits=LIMITS)
@@ -25,7 +25,7 @@ async def box(shared_driver: BubblewrapDriver) -> AsyncIterator[Toolbox]:
 
 
 @pytest.fixture
-async def python_box(shared_driver: BubblewrapDriver) -> AsyncIterator[Toolbox]:
+async def python_box(shared_driver: NamespaceDriver) -> AsyncIterator[Toolbox]:
     """The same with a Python session."""
     mounts, masks, _ = python_runtime()
     spec = SandboxSpec(mounts=mounts, masks=masks)

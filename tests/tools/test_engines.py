@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.namespaces import NamespaceDriver
 from prorl_envs.sandbox.runtime import python_runtime
 from prorl_envs.tools.client import Toolbox
 from prorl_envs.tools.link import ToolLimits
@@ -21,7 +21,7 @@ PNG = base64.b64decode(
 )
 
 
-async def opened(driver: BubblewrapDriver, engine: PythonEngine) -> Toolbox:
+async def opened(driver: NamespaceDriver, engine: PythonEngine) -> Toolbox:
     mounts, masks, env = python_runtime()
     sandbox = await driver.start(SandboxSpec(mounts=mounts, masks=masks, env=env))
     limits = ToolLimits(grace_s=1.0)
@@ -29,7 +29,7 @@ async def opened(driver: BubblewrapDriver, engine: PythonEngine) -> Toolbox:
 
 
 @pytest.fixture(scope="module", params=[PythonEngine.FORKED, PythonEngine.KERNEL])
-async def kept(shared_driver: BubblewrapDriver, request: pytest.FixtureRequest) -> AsyncIterator[Toolbox]:
+async def kept(shared_driver: NamespaceDriver, request: pytest.FixtureRequest) -> AsyncIterator[Toolbox]:
     """One session for all tests that leave it as it was: a kernel takes seconds to start."""
     box = await opened(shared_driver, request.param)
     await box.python("pass", timeout_s=T)  # what it keeps is there before a test looks around
@@ -39,7 +39,7 @@ async def kept(shared_driver: BubblewrapDriver, request: pytest.FixtureRequest) 
 
 
 @pytest.fixture(params=[PythonEngine.FORKED, PythonEngine.KERNEL])
-async def box(shared_driver: BubblewrapDriver, request: pytest.FixtureRequest) -> AsyncIterator[Toolbox]:
+async def box(shared_driver: NamespaceDriver, request: pytest.FixtureRequest) -> AsyncIterator[Toolbox]:
     """A session to be lost."""
     box = await opened(shared_driver, request.param)
     yield box

@@ -14,7 +14,7 @@ from jupyter_client.asynchronous.client import AsyncKernelClient
 
 from prorl_envs.errors import InputError, ToolError
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.namespaces import NamespaceDriver
 from prorl_envs.sandbox.runtime import python_runtime
 from prorl_envs.tools.client import Toolbox
 from prorl_envs.tools.jupyter import JupyterPython
@@ -26,7 +26,7 @@ T = 60.0
 
 
 @pytest.fixture
-async def kernel_box(shared_driver: BubblewrapDriver) -> AsyncIterator[Toolbox]:
+async def kernel_box(shared_driver: NamespaceDriver) -> AsyncIterator[Toolbox]:
     """A toolbox whose cells run in a Jupyter kernel."""
     mounts, masks, _ = python_runtime()
     spec = SandboxSpec(mounts=mounts, masks=masks)
@@ -113,7 +113,7 @@ async def test_a_lost_tool_server_is_said_and_replaced(kernel_box: Toolbox) -> N
 
 
 @pytest.mark.anyio
-async def test_an_image_without_ipykernel_is_told_apart(shared_driver: BubblewrapDriver) -> None:
+async def test_an_image_without_ipykernel_is_told_apart(shared_driver: NamespaceDriver) -> None:
     sandbox = await shared_driver.start(SandboxSpec())
     with pytest.raises(ToolError, match="exited with status 1"):
         await Toolbox.open(sandbox, python=PythonEngine.KERNEL, interpreter="false")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.namespaces import NamespaceDriver
 from prorl_envs.sandbox.pressure import memory_is_short
 from prorl_envs.tools.pool import WarmPool
 from prorl_envs.tools.starts import SLOW_S, Pace, Starts
@@ -153,7 +153,7 @@ async def test_nobody_is_forgotten(events: list[str]) -> None:
     assert (starts.running, starts.waiting) == (0, 0)
 
 
-async def test_real_sandboxes_start_one_by_one_while_memory_is_short(shared_driver: BubblewrapDriver) -> None:
+async def test_real_sandboxes_start_one_by_one_while_memory_is_short(shared_driver: NamespaceDriver) -> None:
     starts = Starts(lambda: True)
     starts.pace.memory_is_short(1, -10.0)
     pool = WarmPool(shared_driver, limit=0, starts=starts)

@@ -22,7 +22,7 @@ from prorl_envs.rollout.episode_types import CallRequest, CallStep, EpisodeReque
 from prorl_envs.rollout.errors import NotFound, OutOfOrder
 from prorl_envs.rollout.server import serving
 from prorl_envs.rollout.service import RolloutService
-from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.namespaces import NamespaceDriver
 from prorl_envs.testing.scripted import ScriptBook
 from prorl_envs.testing.server import ScriptedServer
 from prorl_envs.testing.toy import ToyModel, ToyWorld, empty_node
@@ -105,7 +105,7 @@ async def test_an_episode_driven_by_tokens_has_no_endpoint(renderer: TemplateRen
 
 
 async def test_the_example_runs_as_it_is(
-    shared_driver: BubblewrapDriver, renderer: TemplateRenderer, tmp_path: Path
+    shared_driver: NamespaceDriver, renderer: TemplateRenderer, tmp_path: Path
 ) -> None:
     """With OpenAI's own client, against a service with the scripted model."""
     task = read_tasks(BashEnvironment.load, ROOT / "envs" / "bash" / "data" / "example.jsonl")[0]
