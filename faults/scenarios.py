@@ -79,7 +79,7 @@ async def _kill_services(world: World, nursery: Nursery, port: int, groups: list
 
 
 async def sandboxes_killed(world: World) -> None:
-    """kill -9 of tool servers, templates, bubblewrap and first processes of sandboxes, under work"""
+    """kill -9 of tool servers, templates and first processes of sandboxes, under work"""
     async with world.model("solve=1") as model, world.service(model.url) as rollouts:
         before = Holdings.now(world.run_dir)
         await rollouts.submit(world.groups(2 * world.scale))

@@ -437,10 +437,10 @@ class Settings(_Section):
         cache_dir: node-local directory for what is built once; survives the process. None takes the user's.
         run_dir: directory on a local disk below which sandboxes keep their files while they run; None takes
             the temporary directory.
-        driver: what starts sandboxes: `bubblewrap`, `apptainer`, `instance` (an Apptainer for each sandbox,
-            where there are no user namespaces), `local` (no isolation at all), or `auto`, the first of
-            bubblewrap, apptainer and instance that works here.
-        bwrap: bubblewrap program; None takes the package's, else the system's.
+        driver: what starts sandboxes: `namespaces` (no other program), `bubblewrap`, `apptainer`, `instance`
+            (an Apptainer for each sandbox, where there are no user namespaces), `local` (no isolation at
+            all), or `auto`, the first of them that works here, `local` left out.
+        bwrap: bubblewrap program, which `auto` then takes; None takes the package's, else the system's.
         warm: most sandboxes that stand ready before they are asked for, 3 MB each; 0 keeps none.
         pace: whether fewer sandboxes start at once while they start slowly or memory is short.
         image_cache: directory for images that were built or pulled; may lie on a shared file system. None

@@ -20,7 +20,8 @@ from pathlib import Path
 from bench.subjects.protocol import Session, bash_task, cell_task, serve
 from prorl_envs.sandbox.apptainer import ApptainerDriver
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.bubblewrap import BubblewrapDriver, BubblewrapSandbox
+from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.namespaces import NamespaceDriver, NamespaceSandbox
 from prorl_envs.sandbox.runtime import python_runtime
 from prorl_envs.tools.client import Toolbox
 from prorl_envs.tools.pool import WarmPool
@@ -28,13 +29,15 @@ from prorl_envs.tools.python import PythonEngine
 from prorl_envs.tools.workplace import Workplace
 
 TIMEOUT_S = 60.0
+#: By the beginning of a kind; of others, the one that needs no other program.
+DRIVERS = {"apptainer": ApptainerDriver, "bubblewrap": BubblewrapDriver}
 ENGINES = {"ipython": PythonEngine.FORKED, "kernel": PythonEngine.KERNEL}
 
 
 class Box:
     """One sandbox with its tools."""
 
-    def __init__(self, sandbox: BubblewrapSandbox, tools: Toolbox, kind: str) -> None:
+    def __init__(self, sandbox: NamespaceSandbox, tools: Toolbox, kind: str) -> None:
         self.sandbox = sandbox
         self._tools = tools
         self._kind = kind
@@ -83,14 +86,14 @@ class Ours:
         self.task = cell_task if kind in ENGINES else bash_task
         self._spec = SandboxSpec(image=image)
         self._boxes: list[Box] = []
-        self._driver: BubblewrapDriver | None = None
+        self._driver: NamespaceDriver | None = None
         self._pool: WarmPool | None = None
 
     async def prepare(self) -> str:
         if self._kind in ENGINES:
             mounts, masks, env = python_runtime()
             self._spec = SandboxSpec(mounts=mounts, masks=masks, env=env)
-        self._driver = ApptainerDriver() if self._kind.startswith("apptainer") else BubblewrapDriver()
+        self._driver = DRIVERS.get(self._kind.partition("-")[0], NamespaceDriver)()
         await self._driver.warm("base", *(["ipython"] if self._kind == "ipython" else []))
         if self._kind == "pool":
             self._pool = WarmPool(self._driver, limit=4)
@@ -108,12 +111,12 @@ class Ours:
         return box
 
     def pids(self) -> list[int]:
-        """bubblewrap's own, the tool servers, and everything in the sandboxes; not the templates."""
+        """The tool servers, and everything in the sandboxes; not the templates."""
         found: set[int] = set()
         namespaces = set()
         for box in self._boxes:
             if box.sandbox.alive:
-                found |= {box.sandbox.pid, _parent(box.sandbox.pid), *box.sandbox.tool_servers}
+                found |= {box.sandbox.pid, *box.sandbox.tool_servers}
                 namespaces.add(os.readlink(f"/proc/{box.sandbox.pid}/ns/pid"))  # noqa: PTH115
         return sorted(found | {pid for pid, namespace in _namespaces() if namespace in namespaces})
 
@@ -122,10 +125,6 @@ class Ours:
             await self._pool.aclose()
         if self._driver is not None:
             await self._driver.aclose()
-
-
-def _parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def _namespaces() -> Iterator[tuple[int, str]]:

@@ -50,7 +50,8 @@ def _version(wanted: bool) -> None:
 def _root(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
     driver: Annotated[
-        str | None, typer.Option(help="What starts sandboxes: auto, bubblewrap, apptainer, instance, local.")
+        str | None,
+        typer.Option(help="Starts sandboxes: auto, namespaces, bubblewrap, apptainer, instance, local."),
     ] = None,
 ) -> None:
     if driver is not None:
@@ -363,7 +364,7 @@ def doctor(
 
 @cli.command(rich_help_panel=_MACHINE)
 def conformance(
-    driver: Annotated[str, typer.Option(help="Sandbox driver, such as bubblewrap.")] = "bubblewrap",
+    driver: Annotated[str, typer.Option(help="Sandbox driver, such as bubblewrap.")] = "namespaces",
     image: Annotated[
         Path | None, typer.Option(exists=True, help="Image of the sandboxes; by default the host's system.")
     ] = None,

@@ -110,7 +110,7 @@ def _keep(streams: int, program: int | None) -> None:
     os.closerange(_PROGRAM + (program is not None), os.sysconf("SC_OPEN_MAX"))
 
 
-def _become_first(program: int | None, command: Sequence[str]) -> None:
+def _become_first(program: int | None, command: list[str]) -> None:
     os.setsid()
     os.umask(0o022)
     # Without a handler no signal from inside reaches a first process; orphans are reaped by the kernel.

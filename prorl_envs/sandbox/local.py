@@ -125,13 +125,13 @@ def _refuse_mounts(spec: SandboxSpec) -> None:
     if spec.image is not None:
         raise SandboxError(
             f"the local driver cannot run the image {spec.image}",
-            hint="use the bubblewrap driver; `prorl-envs doctor` says what it lacks here",
+            hint="use a driver that isolates; `prorl-envs doctor` says what it lacks here",
         )
     for mount in spec.mounts:
         if mount.overlay or str(mount.source) != mount.target:
             raise SandboxError(
                 f"the local driver cannot mount {mount.source} at {mount.target}",
-                hint="use the bubblewrap driver; `prorl-envs doctor` says what it lacks here",
+                hint="use a driver that isolates; `prorl-envs doctor` says what it lacks here",
             )
 
 
@@ -139,7 +139,7 @@ def _refuse_allowlist(spec: SandboxSpec) -> None:
     if spec.network.allow:
         raise SandboxError(
             "the local driver cannot keep an allowlist: what runs in it has the host's network",
-            hint="use the bubblewrap driver; `prorl-envs doctor` says what it lacks here",
+            hint="use a driver that isolates; `prorl-envs doctor` says what it lacks here",
         )
 
 
