@@ -46,6 +46,7 @@ def test_the_waiter_ends_with_its_input_and_not_before(machine: str, tmp_path: P
         waiter.stdin.flush()
         with pytest.raises(subprocess.TimeoutExpired):
             waiter.wait(0.2)
+        assert Path(f"/proc/{waiter.pid}/comm").read_text() == "sandbox\n"
         waiter.stdin.close()
         assert waiter.wait(5) == 0
         assert waiter.stdout.read() == b""
