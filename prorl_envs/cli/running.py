@@ -15,7 +15,7 @@ from prorl_envs.cli.console import err
 INTERRUPTED = 130
 #: Seconds after which a thread that computes lets another one have the interpreter.
 SWITCH_S = 0.0001
-#: Objects that come, net, before the collector looks at them: with Python's 700, some 4 % of a service's time.
+#: Objects that come, net, before the collector looks: with Python's 700, some 4 % of a service's time.
 YOUNG = 10_000
 
 
