@@ -42,6 +42,8 @@ class NodeDriver[S: "NodeSandbox"](ABC):
     """
 
     name: str
+    #: Whether all that templates fork is filtered from the start.
+    _filtered = False
 
     def __init__(
         self,
@@ -53,7 +55,10 @@ class NodeDriver[S: "NodeSandbox"](ABC):
         allow_many()
         self.directory = DriverDirectory(root.resolve() if root is not None else node_local_base())
         self.nice = limits.nice
-        self.templates = {name: Template(name, spec, nice=self.nice) for name, spec in templates.items()}
+        self.templates = {
+            name: Template(name, spec, nice=self.nice, filtered=self._filtered)
+            for name, spec in templates.items()
+        }
         self.containment = Containment(limits, self.directory)
         self._sandboxes: set[S] = set()
         self._sweeping: asyncio.Task[list[Path]] | None = None

@@ -30,7 +30,7 @@ NAMESPACES = (
 )
 
 #: How much rather than others the kernel kills a sandbox's process where the machine's memory runs out.
-_OOM_SCORE = "500"
+_OOM_SCORE = b"500"
 
 
 def join(
@@ -102,8 +102,12 @@ def _enter(groups: Sequence[str]) -> None:
 def offer_to_oom_killer() -> None:
     """Have the kernel kill this process and what it starts before others, where memory runs out."""
     # Refused where the service's own is higher already, or where /proc is read-only: done before, there.
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123
-        file.write(_OOM_SCORE)
+    with contextlib.suppress(OSError):
+        file = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+        try:
+            os.write(file, _OOM_SCORE)
+        finally:
+            os.close(file)
 
 
 def _lower_limit(kind: int, soft: int, hard: int) -> None:

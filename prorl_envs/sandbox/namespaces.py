@@ -47,6 +47,7 @@ class NamespaceDriver(IsolatedDriver["NamespaceSandbox"]):
     """
 
     name = "namespaces"
+    _filtered = True
 
     def __init__(
         self,

@@ -134,6 +134,10 @@ _X32_BIT = 0x40000000
 _INSTRUCTION = struct.Struct("=HBBI")
 
 
+#: Whether this process is filtered, and so all its forks.
+_installed = False
+
+
 class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p))
 
@@ -185,16 +189,18 @@ def own_program() -> bytes | None:
 
 
 def install_filter() -> None:
-    """Filter this process and all that it starts, for good. Needs no-new-privileges to be set.
+    """Filter this process and all that it starts, for good, unless it was forked from one that did. Needs
+    no-new-privileges to be set.
 
     On other architectures than those listed nothing is filtered; the namespaces hold there as well.
 
     Raises:
         OSError: the kernel refused.
     """
+    global _installed
     architecture = ARCHITECTURES.get(os.uname().machine)
     code = own_program()
-    if architecture is None or code is None:
+    if architecture is None or code is None or _installed:
         return
     instructions = ctypes.create_string_buffer(code, len(code))
     program = _Program(len(code) // _INSTRUCTION.size, ctypes.addressof(instructions))
@@ -204,6 +210,7 @@ def install_filter() -> None:
         _SECCOMP_FILTER_FLAG_SPEC_ALLOW,
         ctypes.addressof(program),
     )
+    _installed = True
 
 
 def _load(offset: int) -> bytes:

@@ -124,25 +124,25 @@ def drop_capabilities() -> None:
     Raises:
         OSError: the kernel refused; the caller must not go on.
     """
-    _set_capabilities(frozenset())
+    prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
+    for capability in range(capabilities()):
+        prctl(PR_CAPBSET_DROP, capability)
+    _set_capabilities(0)
 
 
 def keep_capability(number: int) -> None:
-    """The same, but for one capability, which programs inherit.
+    """Empty them but for one, below 32, which programs inherit. The bounding set stays: to lower it takes as
+    long as all else that is done for a first process, which can gain nothing by it.
 
     Raises:
         OSError: the kernel refused; the caller must not go on.
     """
-    _set_capabilities(frozenset((number,)))
+    prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
+    _set_capabilities(1 << number)
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, number)
 
 
-def _set_capabilities(kept: frozenset[int]) -> None:
-    prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
-    for capability in range(capabilities()):
-        if capability not in kept:
-            prctl(PR_CAPBSET_DROP, capability)
-    low = sum(1 << number for number in kept)  # all of them are below 32
+def _set_capabilities(low: int) -> None:
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     sets = (ctypes.c_uint32 * 6)(low, low, low)
     _checked(_libc.capset(header, sets), "capset")

@@ -59,12 +59,14 @@ class Template:
         name: its name in messages.
         spec: what it prepares.
         nice: of it and its forks, at least.
+        filtered: whether the system calls of all its forks are filtered.
     """
 
-    def __init__(self, name: str, spec: TemplateSpec, *, nice: int) -> None:
+    def __init__(self, name: str, spec: TemplateSpec, *, nice: int, filtered: bool = False) -> None:
         self.name = name
         self.spec = spec
         self._nice = nice
+        self._filtered = filtered
         self._starting = asyncio.Lock()
         self._process: TemplateProcess | None = None
 
@@ -183,7 +185,7 @@ class Template:
             return self._process
 
     async def _start(self) -> TemplateProcess:
-        process = TemplateProcess(self.name, self._nice, self.spec.wrapper)
+        process = TemplateProcess(self.name, self._nice, self.spec.wrapper, filtered=self._filtered)
         try:
             await process.prepare(self.spec.entries, self.spec.preload, self.spec.start_timeout_s)
         except BaseException:

@@ -113,9 +113,12 @@ class ToolServer:
 class TemplateProcess:
     """Starts on construction; `prepare` waits until it is ready. Arguments as of `Template`."""
 
-    def __init__(self, name: str, nice: int, wrapper: Wrapper | None = None) -> None:
+    def __init__(
+        self, name: str, nice: int, wrapper: Wrapper | None = None, *, filtered: bool = False
+    ) -> None:
         self._name = name
         self._nice = nice
+        self._filtered = filtered
         self._wrapper = wrapper
         self._said = ""
         self.own_pid: int | None = None
@@ -166,9 +169,10 @@ class TemplateProcess:
         try:
             # None where the template is in another program's keeping, which may count its processes.
             spares = bool(entries) and self._wrapper is None
-            setup = {"entries": entries, "preload": preload, "spares": spares, "nice": self._nice}
+            setup = {"entries": entries, "preload": preload, "spares": spares}
+            own = {"nice": self._nice, "filtered": self._filtered}
             more = {} if inside is None else {"inside": asdict(inside)}
-            await self._send({**setup, **more}, [])
+            await self._send({**setup, **own, **more}, [])
         except SandboxError:
             if self._wrapper is None:
                 raise  # else it said why it ended, which is found out below

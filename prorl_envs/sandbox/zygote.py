@@ -45,8 +45,8 @@ from prorl_envs.sandbox.immortal import immortalise
 from prorl_envs.sandbox.inside import become_first, end_all_but, is_inside, serve_under
 from prorl_envs.sandbox.join import end_with, join, lead_session, yield_processors
 from prorl_envs.sandbox.route import add_default_route, listen_inside
-from prorl_envs.sandbox.seccomp import own_program
-from prorl_envs.sandbox.syscalls import PR_SET_CHILD_SUBREAPER, capabilities, prctl
+from prorl_envs.sandbox.seccomp import install_filter, own_program
+from prorl_envs.sandbox.syscalls import PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, capabilities, prctl
 
 MESSAGE_LIMIT = 160 * 1024
 REPORT_LIMIT = 16 * 1024
@@ -117,6 +117,9 @@ def _prepare(setup: dict[str, Any]) -> _Prepared:
         # Where this package lies is nothing for the cells of a Python session.
         sys.path[:] = [path for path in sys.path if path != inside["code"]]
         found, descriptors = become_first(route=inside["route"])
+    if setup["filtered"]:  # the kernel translates a filter anew for each process that installs it
+        prctl(PR_SET_NO_NEW_PRIVS, 1)
+        install_filter()
     return _Prepared(entries, inside is not None, setup["spares"], found, descriptors)
 
 
