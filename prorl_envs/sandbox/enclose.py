@@ -107,10 +107,15 @@ def _keep(streams: int, program: int | None) -> None:
         os.dup2(streams, fd)
     if program is not None:
         os.dup2(program, _PROGRAM, inheritable=False)
+    _close_after(program)
+
+
+def _close_after(program: int | None) -> None:
     os.closerange(_PROGRAM + (program is not None), os.sysconf("SC_OPEN_MAX"))
 
 
 def _become_first(program: int | None, command: list[str]) -> None:
+    _close_after(program)  # by which sources of mounts were found
     os.setsid()
     os.umask(0o022)
     # Without a handler no signal from inside reaches a first process; orphans are reaped by the kernel.
@@ -308,7 +313,7 @@ def _escaped(path: str) -> str:
 def _resolved(source: str) -> str:
     """A path, for now, of what the host has at another: whose links are the host's, and lead elsewhere here.
 
-    It goes by a descriptor, which is closed when this process becomes a program.
+    It goes by a descriptor, which is held until all is mounted.
     """
     try:
         return f"{_HOST}/proc/self/fd/{open_in_root(_HOST, source)}"

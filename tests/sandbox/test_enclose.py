@@ -111,6 +111,13 @@ def test_where_no_program_in_memory_may_run_a_shell_takes_its_place(fd: str, sai
     assert done.stdout == f"b'{said.decode()}' 0\n", done.stderr
 
 
+def test_no_user_namespace_can_be_made_inside_whatever_the_filter_says() -> None:
+    """The first process is not filtered: what holds it is that there can be one such namespace and no other."""
+    script = WITHOUT.format(fd="None").replace("echo instead;", "unshare --user true; echo instead;")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert "No space left on device" in done.stdout, done.stderr
+
+
 async def test_a_step_that_fails_is_named(driver: NamespaceDriver, tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
