@@ -89,6 +89,10 @@ class SqlStore:
         self._max_tokens = max_tokens
         self._max_age_s = max_age_s
         self._now = now or steady_time()
+        #: Of the newest result its cursor, and the tokens of all up to it; of the oldest its cursor, the
+        #: tokens before it, and when it was recorded. None where it has to be asked for.
+        self._last: tuple[int, int] | None = None
+        self._oldest: tuple[int, int, float] | None = None
         self._waiting: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
         self._committing: asyncio.Future[None] | None = None  # done when nothing waits to be written
         self._closed = False
@@ -223,9 +227,13 @@ class SqlStore:
     # In the writing thread. What refuses does so before it writes, so the others of its batch stand.
 
     def _transaction(self, batch: Sequence[Callable[[], Any]]) -> list[Any]:
-        with self._db:  # commits, or rolls all of it back
-            self._db.execute("BEGIN IMMEDIATE")
-            return [_value_or_refusal(work) for work in batch]
+        try:
+            with self._db:  # commits, or rolls all of it back
+                self._db.execute("BEGIN IMMEDIATE")
+                return [_value_or_refusal(work) for work in batch]
+        except BaseException:
+            self._last = self._oldest = None
+            raise
 
     def _submit(self, groups: Sequence[NewGroup]) -> list[bool]:
         new: dict[str, tuple[NewGroup, bytes]] = {}
@@ -276,56 +284,81 @@ class SqlStore:
         if changed.rowcount == 0:
             raise NotFound(f"no job {job_id!r}")
 
+    # Beside a busy event loop a statement waits for the interpreter at its end, and makes the loop wait:
+    # what is known without one is not asked for.
+
     def _record(self, result: Result) -> Result:
+        last, total = self._newest_known()
+        written = result.model_copy(update={"cursor": last + 1})
+        kind = result.failure.kind.value if result.failure else None
         row = self._db.execute(
-            "SELECT number, cursor FROM jobs JOIN groups USING (number) WHERE id = ? AND sample = ?",
+            "UPDATE jobs SET cursor = ?, state = ?, reward = ?, failure = ?, attempts = ?"
+            " WHERE number = (SELECT number FROM groups WHERE id = ?) AND sample = ? AND cursor IS NULL"
+            " RETURNING number",
+            (
+                written.cursor,
+                result.state.value,
+                result.reward,
+                kind,
+                result.attempts,
+                result.group_id,
+                result.sample,
+            ),
+        ).fetchone()
+        if row is None:
+            return self._recorded_before(result)
+        self._db.execute("UPDATE groups SET missing = missing - 1 WHERE number = ?", row)
+        tokens = token_count(result)
+        total += tokens
+        at = self._now()
+        values = (written.cursor, *row, tokens, total, *pack(written), at)
+        self._db.execute("INSERT INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+        self._last = written.cursor, total
+        while self._trim(written.cursor, total) == _TRIM_ROWS:
+            pass
+        return written
+
+    def _recorded_before(self, result: Result) -> Result:
+        row = self._db.execute(
+            "SELECT cursor FROM jobs JOIN groups USING (number) WHERE id = ? AND sample = ?",
             (result.group_id, result.sample),
         ).fetchone()
         if row is None:
             raise NotFound(f"no group {result.group_id!r}")
-        number, known = row
-        if known is not None:
-            kept = self._db.execute("SELECT * FROM results WHERE cursor = ?", (known,)).fetchone()
-            return unpack(kept) if kept else result.model_copy(update={"cursor": known})
-        self._db.execute("UPDATE groups SET missing = missing - 1 WHERE number = ?", (number,))
-        return self._append(number, result)
+        kept = self._db.execute("SELECT * FROM results WHERE cursor = ?", row).fetchone()
+        return unpack(kept) if kept else result.model_copy(update={"cursor": row[0]})
 
-    def _append(self, number: int, result: Result) -> Result:
-        newest = self._db.execute("SELECT cursor, total FROM results ORDER BY cursor DESC LIMIT 1").fetchone()
-        last, total = newest or (0, 0)
-        result = result.model_copy(update={"cursor": last + 1})
-        kind = result.failure.kind.value if result.failure else None
-        self._db.execute(
-            "UPDATE jobs SET cursor = ?, state = ?, reward = ?, failure = ?, attempts = ?"
-            " WHERE number = ? AND sample = ?",
-            (result.cursor, result.state.value, result.reward, kind, result.attempts, number, result.sample),
-        )
-        tokens = token_count(result)
-        total += tokens
-        values = (result.cursor, number, tokens, total, *pack(result), self._now())
-        self._db.execute("INSERT INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
-        while self._trim(result.cursor, total) == _TRIM_ROWS:
-            pass
-        return result
+    def _newest_known(self) -> tuple[int, int]:
+        """The cursor of the newest result, and the tokens of all up to it."""
+        if self._last is None:
+            newest = self._db.execute("SELECT cursor, total FROM results ORDER BY cursor DESC LIMIT 1")
+            self._last = newest.fetchone() or (0, 0)
+        return self._last
 
     def _trim(self, newest: int, total: int) -> int:
         """Drop some of the oldest results over the bounds, and say how many; the newest always stays."""
+        if self._oldest is not None and not self._is_over(*self._oldest, newest, total):
+            return 0
+        self._oldest = None
         oldest = self._db.execute(
-            "SELECT cursor, number, total - tokens, at FROM results WHERE cursor < ?"
+            "SELECT cursor, total - tokens, at, number FROM results WHERE cursor < ?"
             f" ORDER BY cursor LIMIT {_TRIM_ROWS}",
             (newest,),
         ).fetchall()
-        dropped = 0
-        for cursor, number, before, at in oldest:
-            if (
-                newest - cursor < self._max_results
-                and total - before <= self._max_tokens
-                and (self._max_age_s is None or self._now() - at <= self._max_age_s)
-            ):
-                break
-            self._drop(cursor, number)
-            dropped += 1
-        return dropped
+        for dropped, (*row, number) in enumerate(oldest):
+            if not self._is_over(*row, newest, total):
+                self._oldest = (row[0], row[1], row[2])
+                return dropped
+            self._drop(row[0], number)
+        return len(oldest)
+
+    def _is_over(self, cursor: int, before: int, at: float, newest: int, total: int) -> bool:
+        """Whether a result is over the bounds: its cursor, the tokens before it, when it was recorded."""
+        return (
+            newest - cursor >= self._max_results
+            or total - before > self._max_tokens
+            or (self._max_age_s is not None and self._now() - at > self._max_age_s)
+        )
 
     def _drop(self, cursor: int, number: int) -> None:
         self._db.execute("DELETE FROM results WHERE cursor = ?", (cursor,))

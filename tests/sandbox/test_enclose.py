@@ -112,7 +112,7 @@ def test_where_no_program_in_memory_may_run_a_shell_takes_its_place(fd: str, sai
 
 
 def test_no_user_namespace_can_be_made_inside_whatever_the_filter_says() -> None:
-    """The first process is not filtered: what holds it is that there can be one such namespace and no other."""
+    """The first process is not filtered: what holds it is that there can be one such namespace alone."""
     script = WITHOUT.format(fd="None").replace("echo instead;", "unshare --user true; echo instead;")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert "No space left on device" in done.stdout, done.stderr
