@@ -345,11 +345,11 @@ class SqlStore:
             f" ORDER BY cursor LIMIT {_TRIM_ROWS}",
             (newest,),
         ).fetchall()
-        for dropped, (*row, number) in enumerate(oldest):
-            if not self._is_over(*row, newest, total):
-                self._oldest = (row[0], row[1], row[2])
+        for dropped, (cursor, before, at, number) in enumerate(oldest):
+            if not self._is_over(cursor, before, at, newest, total):
+                self._oldest = cursor, before, at
                 return dropped
-            self._drop(row[0], number)
+            self._drop(cursor, number)
         return len(oldest)
 
     def _is_over(self, cursor: int, before: int, at: float, newest: int, total: int) -> bool:
