@@ -19,6 +19,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -47,6 +48,15 @@ from prorl_envs.viewer.summary import Summary
 
 #: Rows looked at together when the oldest results go: mostly one is over the bounds.
 _TRIM_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Write:
+    """Something to be written: see `SqlStore._write`."""
+
+    work: Callable[[], Any]
+    future: asyncio.Future[Any]
+    alone: bool
 
 
 class SqlStore:
@@ -93,14 +103,15 @@ class SqlStore:
         #: tokens before it, and when it was recorded. None where it has to be asked for.
         self._last: tuple[int, int] | None = None
         self._oldest: tuple[int, int, float] | None = None
-        self._waiting: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
+        self._waiting: list[_Write] = []
+        self._alone = False  # whether the last transaction left others waiting
         self._committing: asyncio.Future[None] | None = None  # done when nothing waits to be written
         self._closed = False
         self._writer = ThreadPoolExecutor(1, "store-write")
         self._reader = ThreadPoolExecutor(1, "store-read")
 
     async def submit(self, groups: Sequence[NewGroup]) -> list[bool]:
-        return await self._write(partial(self._submit, groups))
+        return await self._write(partial(self._submit, groups), alone=True)
 
     async def started(self, job_id: str, failures: int = 0) -> None:
         await self._write(partial(self._started, job_id, failures))
@@ -165,12 +176,17 @@ class SqlStore:
 
     # Between the event loop and the threads.
 
-    async def _write[T](self, work: Callable[[], T]) -> T:
+    async def _write[T](self, work: Callable[[], T], *, alone: bool = False) -> T:
         """Have `work` done in the next transaction; return when that is on the disk. Who is cancelled while
-        waiting does not know whether it was."""
+        waiting does not know whether it was.
+
+        Args:
+            alone: somebody waits for it, and not for results that would be recorded with it. Those are in the
+                transaction after it, whatever comes.
+        """
         self._check_open()
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._waiting.append((work, future))
+        self._waiting.append(_Write(work, future, alone))
         if self._committing is None:
             self._committing = asyncio.get_running_loop().create_future()
             asyncio.get_running_loop().call_soon(self._commit)  # with what others write until then
@@ -181,13 +197,16 @@ class SqlStore:
     def _commit(self) -> None:
         """Write what waits."""
         loop = asyncio.get_running_loop()
-        batch, self._waiting = self._waiting, []
+        batch = [] if self._alone else [write for write in self._waiting if write.alone]
+        batch = batch or self._waiting
+        self._waiting = [write for write in self._waiting if write not in batch]
+        self._alone = bool(self._waiting)
 
         def tell(done: Future[list[Any]]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits any more
-                loop.call_soon_threadsafe(self._committed, [future for _, future in batch], done)
+                loop.call_soon_threadsafe(self._committed, [write.future for write in batch], done)
 
-        self._writer.submit(self._transaction, [work for work, _ in batch]).add_done_callback(tell)
+        self._writer.submit(self._transaction, [write.work for write in batch]).add_done_callback(tell)
 
     def _committed(self, waiting: Sequence[asyncio.Future[Any]], done: Future[list[Any]]) -> None:
         """Tell those whose writing is done, or has failed, and write what has come meanwhile."""

@@ -5,6 +5,7 @@ that all sandboxes share, where a shell takes a millisecond of the processor and
 interpreter a megabyte. Numbers of calls are from the kernel's tables, the file's layout from elf(5).
 """
 
+import fcntl
 import functools
 import os
 import struct
@@ -15,7 +16,8 @@ _ELF_HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SEGMENT_HEADER = struct.Struct("<IIQQQQQQ")
 #: Where its instructions do.
 _START = _ADDRESS + _ELF_HEADER.size + _SEGMENT_HEADER.size
-_MFD_CLOEXEC, _MFD_EXEC = 1, 0x10
+_MFD_EXEC = 0x10  # not in `os`
+_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 #: By which it is known inside, other than as what the descriptor is called that it is executed by.
 _NAME = b"sandbox\0"
@@ -89,14 +91,16 @@ def waiter() -> int | None:
     forbids programs in memory."""
     try:
         content = program(os.uname().machine)
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         try:
-            fd = os.memfd_create("sandbox", _MFD_CLOEXEC | _MFD_EXEC)
+            fd = os.memfd_create("sandbox", flags | _MFD_EXEC)
         except OSError:  # before Linux 6.3 there is no such flag, and no need of it
-            fd = os.memfd_create("sandbox", _MFD_CLOEXEC)
+            fd = os.memfd_create("sandbox", flags)
     except (KeyError, OSError):
         return None
     os.write(fd, content)
-    # Executed through a descriptor that nobody can write by: a program that is open for writing is busy.
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)  # all sandboxes share it
+    # Executed through a descriptor that was opened to read: a program that is open for writing is busy.
     try:
         return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

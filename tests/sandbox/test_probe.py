@@ -20,6 +20,7 @@ from prorl_envs.sandbox.probe import (
     find_bwrap,
     machine_checks,
 )
+from prorl_envs.sandbox.seccomp import ARCHITECTURES
 
 
 @pytest.fixture
@@ -109,6 +110,32 @@ def test_a_machine_without_user_namespaces_says_so() -> None:
     assert "the sandbox did not start" in done.stdout
     assert "user.max_user_namespaces=0" in done.stdout
     assert done.returncode == 0, done.stderr
+
+
+#: Chooses a driver as before Linux 5.12: without the call that changes what can be done with mounts.
+OLD_KERNEL = """\
+import dataclasses, os
+from prorl_envs.sandbox import seccomp
+from prorl_envs.sandbox.choice import choose_driver
+from prorl_envs.sandbox.probe import enclosure_check
+from prorl_envs.sandbox.syscalls import PR_SET_NO_NEW_PRIVS, prctl
+
+own = seccomp.ARCHITECTURES[os.uname().machine]
+old = dataclasses.replace(own, refused={}, absent={"mount_setattr": 442}, by_argument={})
+seccomp.own_program = lambda: seccomp.filter_program(old)
+prctl(PR_SET_NO_NEW_PRIVS, 1)
+seccomp.install_filter()
+print(choose_driver("auto"), enclosure_check().found)
+"""
+
+
+@pytest.mark.skipif(os.uname().machine not in ARCHITECTURES, reason="no filter for this machine")
+def test_on_an_old_kernel_bubblewrap_is_chosen() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OLD_KERNEL], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.startswith("bubblewrap attributes of the mount at /"), done.stderr
+    assert done.stdout.endswith("Function not implemented\n")
 
 
 def test_an_old_bubblewrap_says_so(chosen_bwrap: Path) -> None:
