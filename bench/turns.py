@@ -37,6 +37,9 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
     said = json.dumps({"index": 0, "finish_reason": "stop", "token_ids": ids, "logprobs": logprobs})[:-1]
     while head := await reader.readuntil(b"\r\n\r\n"):
         length = head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0]
+        if not length:  # a question about the server, which has nothing to tell
+            writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
+            continue
         body = await reader.readexactly(int(length))
         start = body.index(b'"prompt":[') + len(b'"prompt":')
         prompt = body[start : body.index(b"]", start) + 1]
