@@ -50,7 +50,7 @@ from prorl_envs.viewer.summary import Summary
 _TRIM_ROWS = 16
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class _Write:
     """Something to be written: see `SqlStore._write`."""
 
@@ -104,7 +104,7 @@ class SqlStore:
         self._last: tuple[int, int] | None = None
         self._oldest: tuple[int, int, float] | None = None
         self._waiting: list[_Write] = []
-        self._alone = False  # whether the last transaction left others waiting
+        self._left = False  # whether the last transaction left others waiting
         self._committing: asyncio.Future[None] | None = None  # done when nothing waits to be written
         self._closed = False
         self._writer = ThreadPoolExecutor(1, "store-write")
@@ -197,10 +197,12 @@ class SqlStore:
     def _commit(self) -> None:
         """Write what waits."""
         loop = asyncio.get_running_loop()
-        batch = [] if self._alone else [write for write in self._waiting if write.alone]
-        batch = batch or self._waiting
-        self._waiting = [write for write in self._waiting if write not in batch]
-        self._alone = bool(self._waiting)
+        batch = [] if self._left else [write for write in self._waiting if write.alone]
+        if batch:
+            self._waiting = [write for write in self._waiting if not write.alone]
+        else:
+            batch, self._waiting = self._waiting, []
+        self._left = bool(self._waiting)
 
         def tell(done: Future[list[Any]]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits any more
@@ -329,8 +331,7 @@ class SqlStore:
         self._db.execute("UPDATE groups SET missing = missing - 1 WHERE number = ?", row)
         tokens = token_count(result)
         total += tokens
-        at = self._now()
-        values = (written.cursor, *row, tokens, total, *pack(written), at)
+        values = (written.cursor, *row, tokens, total, *pack(written), self._now())
         self._db.execute("INSERT INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
         self._last = written.cursor, total
         while self._trim(written.cursor, total) == _TRIM_ROWS:

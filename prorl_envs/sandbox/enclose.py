@@ -215,11 +215,11 @@ class _Mounts:
         Raises:
             OSError: the kernel refused; its text says what.
         """
-        calls: Mapping[str, Callable[[], None]] = {
+        calls: Mapping[str, Callable[[], object]] = {
             "--bind": self._bind,
             "--ro-bind": self._bind_read_only,
             "--dev": self._devices,
-            "--dir": self._directory,
+            "--dir": self._place,
             "--overlay": self._overlay,
             "--overlay-src": self._overlay_source,
             "--perms": self._permissions,
@@ -269,9 +269,6 @@ class _Mounts:
         settings = f"mode={self._mode or '755'}" + (f",size={self._size}" if self._size else "")
         self._mode = self._size = ""
         mount("tmpfs", self._place(), "tmpfs", _MS_NOSUID | _MS_NODEV, settings)
-
-    def _directory(self) -> None:
-        self._place()
 
     def _link(self) -> None:
         aim = self._next()

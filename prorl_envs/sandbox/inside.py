@@ -19,8 +19,8 @@ from prorl_envs.sandbox.syscalls import (
     PR_SET_DUMPABLE,
     PR_SET_NO_NEW_PRIVS,
     drop_capabilities,
+    mount,
     prctl,
-    remount,
 )
 
 _NAMESPACES = ("pid", "mnt", "net", "ipc", "uts")
@@ -133,4 +133,4 @@ def _make_read_only(place: str) -> None:
             if fields[4] == place:
                 # What is locked on a mount must be said again, or the kernel refuses.
                 flags |= sum(_KEPT_FLAGS.get(option, 0) for option in fields[5].split(","))
-    remount(place, flags)
+    mount("", place, "", flags)

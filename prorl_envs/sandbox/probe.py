@@ -112,7 +112,7 @@ def blocking_settings(proc: Path = Path("/proc")) -> list[str]:
 
 
 def machine_checks(base: Path | None = None) -> Iterator[Check]:
-    """Look at what no driver does without that needs no Apptainer.
+    """What every driver needs that does without Apptainer.
 
     Args:
         base: the directory drivers would use; None for the default one.
@@ -231,7 +231,10 @@ def _enclosure_refusal(*options: str) -> str:
     """What stands in the way of a sandbox with further mounts; empty where nothing does."""
     system = [option for path in _SYSTEM if path.is_dir() for option in ("--ro-bind", str(path), str(path))]
     package = Path(prorl_envs.__path__[0]).resolve().parent
-    said = _refusal([sys.executable, "-I", "-S", "-c", _ENCLOSE, str(package), *system, *options])
+    try:
+        said = _refusal([sys.executable, "-I", "-S", "-c", _ENCLOSE, str(package), *system, *options])
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
     return said.rpartition("\n")[2]
 
 

@@ -47,12 +47,6 @@ def syscall(number: int, *arguments: int) -> int:
     return _checked(_libc.syscall(ctypes.c_long(number), *values), f"system call {number}")
 
 
-def remount(place: str, flags: int) -> None:
-    """Change the flags of the mount at `place`. Raises OSError where the kernel refuses."""
-    target = ctypes.c_char_p(os.fsencode(place))
-    _checked(_libc.mount(None, target, None, ctypes.c_ulong(flags), None), f"remount {place}")
-
-
 def mount(source: str, target: str, kind: str, flags: int, settings: str = "") -> None:
     """Mount; see mount(2). Raises OSError where the kernel refuses."""
     strings = (os.fsencode(text) for text in (source, target, kind))

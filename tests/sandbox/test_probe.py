@@ -84,10 +84,10 @@ exec "$0" -c '
 import asyncio
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.choice import make_driver
 
 async def main():
-    driver = BubblewrapDriver()
+    driver = make_driver("DRIVER")
     try:
         await driver.start(SandboxSpec())
     except SandboxError as error:
@@ -100,9 +100,11 @@ asyncio.run(main())
 """
 
 
-def test_a_machine_without_user_namespaces_says_so() -> None:
+@pytest.mark.parametrize("driver", ["namespaces", "bubblewrap"])
+def test_a_machine_without_user_namespaces_says_so(driver: str) -> None:
+    script = FORBIDDEN.replace("DRIVER", driver)
     done = subprocess.run(
-        ["unshare", "--user", "--map-root-user", "sh", "-c", FORBIDDEN, sys.executable],
+        ["unshare", "--user", "--map-root-user", "sh", "-c", script, sys.executable],
         capture_output=True,
         text=True,
         check=False,
