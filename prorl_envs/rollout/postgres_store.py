@@ -82,6 +82,7 @@ class PostgresStore(SqlStore):
     """
 
     errors = (psycopg.Error,)
+    _near = False
 
     def __init__(self, url: str, **bounds: Any) -> None:
         name = _name(url)

@@ -17,6 +17,9 @@ from prorl_envs.rollout.types import Result
 
 #: In the file's header, so that a database of another program is not taken for one of ours.
 _APPLICATION_ID = 0x50524F4C
+#: Seconds that a statement waits for another program that writes to the file, which none should: the event
+#: loop may wait as long.
+_BUSY_S = 0.25
 
 # Each step makes of a file of the format before it one of its own; an empty file takes all of them. What was
 # released is not changed, only added to.
@@ -97,7 +100,7 @@ def open_file(path: Path) -> sqlite3.Connection:
     try:
         path.touch(mode=0o600)
         with contextlib.ExitStack() as stack:
-            db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
             stack.callback(db.close)
             _prepare(db)
             stack.pop_all()

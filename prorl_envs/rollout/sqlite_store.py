@@ -1,9 +1,9 @@
-"""A store that outlives the process: SQL, written by one thread; and one SQLite file as its database.
+"""A store that outlives the process: SQL, committed by one thread; and one SQLite file as its database.
 
 What is acknowledged is on the disk. Writes that wait while another is under way go to it together, in one
 transaction, so the price of a flush is shared by everyone who waits for it. Reads have a connection and a
-thread of their own and never wait for a write. A result is written once; its token arrays are compressed
-machine numbers.
+thread of their own and never wait for a write; who follows the results is given them from memory. A result is
+written once; its token arrays are compressed machine numbers.
 
 The file belongs on a local disk and to one service at a time. `docs/decisions/0009-durable-store.md` says
 why it is so, and what happens when the disk is full. `postgres_store.py` has the other database.
@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import math
 import os
 import sqlite3
 import time
@@ -36,11 +37,13 @@ from prorl_envs.rollout.store import (
     PAGE_TOKENS,
     NewGroup,
     Outcome,
+    Recent,
     Selection,
     StoredBatch,
     StoredGroup,
     conflict,
     expired,
+    first_page,
     token_count,
 )
 from prorl_envs.rollout.types import GroupRequest, JobState, Result, split_job_id
@@ -48,6 +51,9 @@ from prorl_envs.viewer.summary import Summary
 
 #: Rows looked at together when the oldest results go: mostly one is over the bounds.
 _TRIM_ROWS = 16
+#: What a transaction may weigh, in tokens to be packed, to be carried out on the event loop: some 3 ms. A
+#: submitted group weighs as much as so many.
+_LIGHT, _GROUP_WEIGHT = 16_384, 1_024
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,7 @@ class _Write:
 
     work: Callable[[], Any]
     future: asyncio.Future[Any]
+    weight: float
     alone: bool
 
 
@@ -78,6 +85,8 @@ class SqlStore:
     durable = True
     #: What the connections raise where the database fails.
     errors: ClassVar[tuple[type[Exception], ...]]
+    #: Whether a statement takes no longer than handing it to a thread.
+    _near: ClassVar[bool]
 
     def __init__(
         self,
@@ -103,6 +112,10 @@ class SqlStore:
         #: tokens before it, and when it was recorded. None where it has to be asked for.
         self._last: tuple[int, int] | None = None
         self._oldest: tuple[int, int, float] | None = None
+        #: Of the transaction under way: results recorded, the newest one dropped, whether others are to be.
+        self._recorded: list[Result] = []
+        self._dropped, self._drops_more = 0, False
+        self._recent = Recent()
         self._waiting: list[_Write] = []
         self._left = False  # whether the last transaction left others waiting
         self._committing: asyncio.Future[None] | None = None  # done when nothing waits to be written
@@ -111,23 +124,28 @@ class SqlStore:
         self._reader = ThreadPoolExecutor(1, "store-read")
 
     async def submit(self, groups: Sequence[NewGroup]) -> list[bool]:
-        return await self._write(partial(self._submit, groups), alone=True)
+        weight = len(groups) * _GROUP_WEIGHT
+        return await self._write(partial(self._submit, groups), weight=weight, alone=True)
 
     async def started(self, job_id: str, failures: int = 0) -> None:
-        await self._write(partial(self._started, job_id, failures))
+        await self._write(partial(self._started, job_id, failures), weight=0)
 
     async def record(self, result: Result) -> Result:
-        return await self._write(partial(self._record, result))
+        return await self._write(partial(self._record, result), weight=token_count(result))
 
     async def group(self, group_id: str) -> StoredGroup:
         return await self._read(partial(self._group, group_id))
 
     async def newest(self) -> int:
-        return await self._read(self._newest)
+        self._check_open()
+        return self._recent.newest or await self._read(self._newest)
 
     async def results(
         self, after: int, limit: int, *, max_tokens: int = PAGE_TOKENS, only: Selection = ALL
     ) -> list[Result]:
+        self._check_open()
+        if (recent := self._recent.after(after)) is not None:
+            return first_page((result for result in recent if result in only), limit, max_tokens)
         return await self._read(partial(self._results, after, limit, max_tokens, only))
 
     async def summaries(self, after: int, limit: int, *, only: Selection = ALL) -> list[Summary]:
@@ -176,17 +194,18 @@ class SqlStore:
 
     # Between the event loop and the threads.
 
-    async def _write[T](self, work: Callable[[], T], *, alone: bool = False) -> T:
+    async def _write[T](self, work: Callable[[], T], *, weight: float = math.inf, alone: bool = False) -> T:
         """Have `work` done in the next transaction; return when that is on the disk. Who is cancelled while
         waiting does not know whether it was.
 
         Args:
+            weight: see `_LIGHT`.
             alone: somebody waits for it, and not for results that would be recorded with it. Those are in the
                 transaction after it, whatever comes.
         """
         self._check_open()
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Write(work, future, alone))
+        self._waiting.append(_Write(work, future, weight, alone))
         if self._committing is None:
             self._committing = asyncio.get_running_loop().create_future()
             asyncio.get_running_loop().call_soon(self._commit)  # with what others write until then
@@ -208,11 +227,20 @@ class SqlStore:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits any more
                 loop.call_soon_threadsafe(self._committed, [write.future for write in batch], done)
 
-        self._writer.submit(self._transaction, [write.work for write in batch]).add_done_callback(tell)
+        works = [write.work for write in batch]
+        run = partial(self._transaction, works)
+        # Beside a busy loop a thread waits for the interpreter at the end of each statement, and makes the
+        # loop wait as often: what is light is carried out here, and the thread does nothing but commit.
+        if self._near and sum(write.weight for write in batch) <= _LIGHT:
+            run = partial(self._end, self._begin(works))
+        self._writer.submit(run).add_done_callback(tell)
 
     def _committed(self, waiting: Sequence[asyncio.Future[Any]], done: Future[list[Any]]) -> None:
         """Tell those whose writing is done, or has failed, and write what has come meanwhile."""
         error = done.exception()
+        if error is None:
+            self._recent.add(self._recorded, dropped=self._dropped)
+        self._recorded.clear()
         for future, outcome in zip(
             waiting, done.result() if error is None else [error] * len(waiting), strict=True
         ):
@@ -245,15 +273,31 @@ class SqlStore:
         hint = "what was accepted is safe; is the disk full, or the database in use or down?"
         return Unavailable(f"{self._name} cannot be {what}: {str(error).strip()}", hint=hint)
 
-    # In the writing thread. What refuses does so before it writes, so the others of its batch stand.
+    # In the writing thread, or while it has nothing to do. What refuses does so before it writes, so the
+    # others of its batch stand.
 
-    def _transaction(self, batch: Sequence[Callable[[], Any]]) -> list[Any]:
+    def _transaction(self, works: Sequence[Callable[[], Any]]) -> list[Any]:
+        return self._end(self._begin(works))
+
+    def _begin(self, works: Sequence[Callable[[], Any]]) -> list[Any] | BaseException:
+        """What came of each, or why the transaction has to be rolled back."""
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            return [_value_or_refusal(work) for work in works]
+        except BaseException as error:  # noqa: BLE001 - raised by `_end`
+            return error
+
+    def _end(self, outcomes: list[Any] | BaseException) -> list[Any]:
         try:
             with self._db:  # commits, or rolls all of it back
-                self._db.execute("BEGIN IMMEDIATE")
-                return [_value_or_refusal(work) for work in batch]
+                if isinstance(outcomes, BaseException):
+                    raise outcomes
+                while self._drops_more:
+                    self._trim()
+                return outcomes
         except BaseException:
             self._last = self._oldest = None
+            self._drops_more = False
             raise
 
     def _submit(self, groups: Sequence[NewGroup]) -> list[bool]:
@@ -334,8 +378,8 @@ class SqlStore:
         values = (written.cursor, *row, tokens, total, *pack(written), self._now())
         self._db.execute("INSERT INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
         self._last = written.cursor, total
-        while self._trim(written.cursor, total) == _TRIM_ROWS:
-            pass
+        self._recorded.append(written)
+        self._trim()
         return written
 
     def _recorded_before(self, result: Result) -> Result:
@@ -355,22 +399,24 @@ class SqlStore:
             self._last = newest.fetchone() or (0, 0)
         return self._last
 
-    def _trim(self, newest: int, total: int) -> int:
-        """Drop some of the oldest results over the bounds, and say how many; the newest always stays."""
+    def _trim(self) -> None:
+        """Drop some of the oldest results over the bounds; the newest always stays."""
+        newest, total = self._newest_known()
+        self._drops_more = False
         if self._oldest is not None and not self._is_over(*self._oldest, newest, total):
-            return 0
+            return
         self._oldest = None
         oldest = self._db.execute(
             "SELECT cursor, total - tokens, at, number FROM results WHERE cursor < ?"
             f" ORDER BY cursor LIMIT {_TRIM_ROWS}",
             (newest,),
         ).fetchall()
-        for dropped, (cursor, before, at, number) in enumerate(oldest):
+        for cursor, before, at, number in oldest:
             if not self._is_over(cursor, before, at, newest, total):
                 self._oldest = cursor, before, at
-                return dropped
+                return
             self._drop(cursor, number)
-        return len(oldest)
+        self._drops_more = len(oldest) == _TRIM_ROWS
 
     def _is_over(self, cursor: int, before: int, at: float, newest: int, total: int) -> bool:
         """Whether a result is over the bounds: its cursor, the tokens before it, when it was recorded."""
@@ -382,6 +428,7 @@ class SqlStore:
 
     def _drop(self, cursor: int, number: int) -> None:
         self._db.execute("DELETE FROM results WHERE cursor = ?", (cursor,))
+        self._dropped = cursor
         gone = self._db.execute(
             "DELETE FROM groups WHERE number = ? AND missing = 0 AND batch_id IS NULL"
             " AND NOT EXISTS (SELECT 1 FROM jobs WHERE jobs.number = groups.number AND cursor > ?)",
@@ -498,6 +545,7 @@ class SqliteStore(SqlStore):
     """
 
     errors = (sqlite3.Error,)
+    _near = True
 
     def __init__(self, path: Path, **bounds: Any) -> None:
         self.path = path.resolve()

@@ -7,7 +7,7 @@ between is the service's, so a job costs three writes however many turns it take
 import asyncio
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Protocol
@@ -21,6 +21,8 @@ from prorl_envs.viewer.summary import Summary
 
 #: Most tokens of one page of results: a token is some 25 bytes of JSON.
 PAGE_TOKENS = 500_000
+#: Of what has been recorded last and is kept in memory too: some 20 MB at most.
+RECENT_RESULTS, RECENT_TOKENS = 256, 200_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,15 +351,7 @@ class MemoryStore:
     ) -> list[Result]:
         if 0 < after < self._dropped:
             raise expired(self._dropped, after)
-        page: list[Result] = []
-        for result in self._after(after, only):
-            max_tokens -= token_count(result)
-            if page and max_tokens < 0:
-                break
-            page.append(result)
-            if len(page) == limit:
-                break
-        return page
+        return first_page(self._after(after, only), limit, max_tokens)
 
     async def summaries(self, after: int, limit: int, *, only: Selection = ALL) -> list[Summary]:
         return [summarise(result) for result in islice(self._after(after, only), limit)]
@@ -466,6 +460,49 @@ def _view(entry: _Entry) -> StoredGroup:
         entry.batch_id,
         entry.group.weight_version,
     )
+
+
+class Recent:
+    """The results that a store has recorded last, for those who follow them: they need not be read back."""
+
+    def __init__(self) -> None:
+        self._results: deque[Result] = deque()
+        self._tokens = 0
+
+    @property
+    def newest(self) -> int:
+        """The greatest cursor; 0 where there is no result."""
+        return self._results[-1].cursor if self._results else 0
+
+    def add(self, results: Sequence[Result], *, dropped: int) -> None:
+        """Keep further results in the order of their cursors, and forget those up to `dropped`."""
+        self._results += results
+        self._tokens += sum(map(token_count, results))
+        while self._results and (
+            self._results[0].cursor <= dropped
+            or len(self._results) > RECENT_RESULTS
+            or self._tokens > RECENT_TOKENS
+        ):
+            self._tokens -= token_count(self._results.popleft())
+
+    def after(self, cursor: int) -> Iterator[Result] | None:
+        """The results after a cursor; None where older ones than these may be among them."""
+        if not self._results or cursor < self._results[0].cursor - 1:
+            return None
+        return (result for result in self._results if result.cursor > cursor)
+
+
+def first_page(results: Iterable[Result], limit: int, max_tokens: int) -> list[Result]:
+    """The first of these results: see `Store.results`."""
+    page: list[Result] = []
+    for result in results:
+        max_tokens -= token_count(result)
+        if page and max_tokens < 0:
+            break
+        page.append(result)
+        if len(page) == limit:
+            break
+    return page
 
 
 def token_count(result: Result) -> int:
