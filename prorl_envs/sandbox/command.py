@@ -31,6 +31,8 @@ INIT = (
     "trap '' HUP INT QUIT ALRM TERM USR1 USR2 TSTP TTIN TTOU; trap 'died=1' CHLD; "
     'echo ready; while died=; read _ || [ "$died" ]; do jobs; done',
 )
+#: What an image must be able to run.
+TRIAL = ("/bin/sh", "-c", ":")
 #: Directories of every sandbox that are mounted over an image's.
 COVERED = ("/proc", "/dev", "/run", "/tmp", HOME)
 

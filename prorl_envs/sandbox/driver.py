@@ -42,8 +42,6 @@ class NodeDriver[S: "NodeSandbox"](ABC):
     """
 
     name: str
-    #: Whether all that templates fork is filtered from the start.
-    _filtered = False
 
     def __init__(
         self,
@@ -55,10 +53,7 @@ class NodeDriver[S: "NodeSandbox"](ABC):
         allow_many()
         self.directory = DriverDirectory(root.resolve() if root is not None else node_local_base())
         self.nice = limits.nice
-        self.templates = {
-            name: Template(name, spec, nice=self.nice, filtered=self._filtered)
-            for name, spec in templates.items()
-        }
+        self.templates = {name: self._template(name, spec) for name, spec in templates.items()}
         self.containment = Containment(limits, self.directory)
         self._sandboxes: set[S] = set()
         self._sweeping: asyncio.Task[list[Path]] | None = None
@@ -139,6 +134,9 @@ class NodeDriver[S: "NodeSandbox"](ABC):
         """Called by a sandbox that has closed."""
         self.containment.forget(sandbox)
         self._sandboxes.discard(sandbox)
+
+    def _template(self, name: str, spec: TemplateSpec) -> Template:
+        return Template(name, spec, nice=self.nice)
 
     @abstractmethod
     async def _make(self, spec: SandboxSpec) -> S:

@@ -12,7 +12,7 @@ needs Linux 5.12.
 # The starter imports no pathlib, which each of its forks would pay for.
 # ruff: noqa: PTH102, PTH112, PTH120, PTH211
 
-import contextlib
+import errno
 import fcntl
 import functools
 import os
@@ -23,23 +23,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from prorl_envs.sandbox.syscalls import (
-    PR_SET_DUMPABLE,
     PR_SET_NO_NEW_PRIVS,
-    clone,
     detach,
-    keep_capability,
     mount,
     mount_attributes,
     open_in_root,
     pivot_root,
     prctl,
 )
-from prorl_envs.sandbox.waiter import waiter
-
-READY = b"ready\n"
-#: The capability that the first process keeps. It is without power in a user namespace, and makes the process
-#: more privileged than all others inside, so that none can trace it and take its lifetime socket.
-_CAP_SYS_PACCT = 20
+from prorl_envs.sandbox.waiter import FOLDER, MAKER, PROCESSES, READY, ROOT, waiter
 
 _NAMESPACES = (
     os.CLONE_NEWUSER
@@ -53,10 +45,10 @@ _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8
 _MS_BIND, _MS_REC, _MS_PRIVATE, _MS_SLAVE = 1 << 12, 1 << 14, 1 << 18, 1 << 19
 _READ_ONLY, _NO_SETUID, _NO_DEVICES = 1, 2, 4  # mount_setattr's
 
-#: The descriptor of what the first process becomes.
-_PROGRAM = 3
-#: Where the host's root, and the sandbox's to be, are meanwhile; and a directory to begin with.
-_HOST, _ROOT, _BASE = "/host", "/root", "/tmp"
+#: Where the host's root is meanwhile, and a directory to begin with.
+_HOST, _BASE = "/host", "/tmp"
+#: Above the numbers that the first process's descriptors get.
+_HIGH = 16
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 _DEVICE_LINKS = {
     "stdin": "/proc/self/fd/0",
@@ -70,74 +62,28 @@ _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 _INTERFACE = struct.Struct("=16sH22x")
 
 
-def clone_first(request: Mapping[str, Any], streams: int) -> int:
-    """Start the first process of a new sandbox. For a single-threaded process.
+def enclose(request: Mapping[str, Any], lifetime: int) -> int:
+    """Put this process, which has one thread, into a new sandbox, of whose processes it sees none and is none.
 
     Args:
         request: `mounts` are bubblewrap's options for them; `uid` is the user and group inside; `hostname`;
-            `network`, whether the sandbox gets one of its own; `command`, what the first process becomes
-            where it cannot become the `waiter`, or `tries_command` says that it is to show it can be run.
-        streams: descriptor that becomes its standard streams. It says READY there, or why it could not start,
-            and ends when that is closed on the other side.
+            `network`, whether the sandbox gets one of its own; `command`, what must be possible to run there,
+            or nothing.
+        lifetime: socket whose other end, once closed, ends the sandbox.
 
     Returns:
-        its pid.
+        the pid of its first process.
 
     Raises:
-        OSError: the kernel does not make such namespaces.
+        OSError: the kernel does not make such namespaces, or refused a step; the process must end.
     """
     user, group = os.geteuid(), os.getegid()
-    program = None if request["tries_command"] else waiter()
-    pid = clone(_NAMESPACES | (os.CLONE_NEWNET if request["network"] else 0))
-    if pid == 0:
-        try:
-            _keep(streams, program)
-            _enclose(request, user, group)
-            _become_first(None if program is None else _PROGRAM, request["command"])
-        except BaseException as error:  # noqa: BLE001 - said where the host reads it
-            os.write(2, str(getattr(error, "strerror", None) or repr(error)).encode(errors="replace"))
-        finally:
-            os._exit(1)
-    return pid
-
-
-def _keep(streams: int, program: int | None) -> None:
-    """Let go of every descriptor but these."""
-    for fd in range(3):
-        os.dup2(streams, fd)
-    if program is not None:
-        os.dup2(program, _PROGRAM, inheritable=False)
-    _close_after(program)
-
-
-def _close_after(program: int | None) -> None:
-    os.closerange(_PROGRAM + (program is not None), os.sysconf("SC_OPEN_MAX"))
-
-
-def _become_first(program: int | None, command: list[str]) -> None:
-    _close_after(program)  # by which sources of mounts were found
-    os.setsid()
-    os.umask(0o022)
-    # Without a handler no signal from inside reaches a first process; orphans are reaped by the kernel.
-    for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)
-    if program is not None:
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-        prctl(PR_SET_DUMPABLE, 1)  # or the host's ordinary user could not reach it by its files in /proc
-        os.write(1, READY)
-        with contextlib.suppress(OSError):
-            os.execve(program, ["sandbox"], {})
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    try:
-        os.execve(command[0], command, {})
-    except OSError as error:
-        raise OSError(error.errno, f"execvp {command[0]}: {error.strerror}") from None
-
-
-def _enclose(request: Mapping[str, Any], user: int, group: int) -> None:
     # The host's view of processes, in which this one has a number as well.
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
+    folder = os.open("/proc/self", os.O_PATH | os.O_DIRECTORY)
+    os.unshare(_NAMESPACES | (os.CLONE_NEWNET if request["network"] else 0))
     os.umask(0)
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
     _map_user(proc, (0, user), (0, group))
     # One more user namespace below this one, and none below that.
     _write("sys/user/max_user_namespaces", "1", proc)
@@ -145,18 +91,78 @@ def _enclose(request: Mapping[str, Any], user: int, group: int) -> None:
     if request["network"]:
         _raise_loopback()
     _move_host_away()
-    _Mounts(request["mounts"]).make()
+    first = _First(lifetime, folder)
+    _Mounts(request["mounts"], first.start).make()
     mount("", _HOST, "", _MS_REC | _MS_PRIVATE)
     detach(_HOST)
-    os.chdir(_ROOT)
+    os.chdir(ROOT)
     pivot_root(".", ".")
     detach(".")
     os.chdir("/")
     os.unshare(os.CLONE_NEWUSER)
     _map_user(proc, (request["uid"], 0), (request["uid"], 0))
-    os.close(proc)
-    prctl(PR_SET_NO_NEW_PRIVS, 1)
-    keep_capability(_CAP_SYS_PACCT)
+    first.release()
+    if request["command"]:
+        _try(request["command"])
+    return first.pid
+
+
+class _First:
+    """The first process of the sandbox: see `waiter.py`."""
+
+    def __init__(self, lifetime: int, folder: int) -> None:
+        self._lifetime, self._folder = lifetime, folder
+        self._way: socket.socket | None = None
+        self.pid = 0
+
+    def start(self) -> None:
+        """Have it mount the sandbox's view of processes."""
+        program = waiter()
+        if program is None:
+            raise OSError(errno.ENOEXEC, "no program can be run from memory")
+        self._way, inside = socket.socketpair()
+        with inside:
+            places = {fd: self._lifetime for fd in range(3)} | {MAKER: inside.fileno(), FOLDER: self._folder}
+            # By way of high numbers, so that no target overwrites a source.
+            high = {fd: fcntl.fcntl(source, fcntl.F_DUPFD_CLOEXEC, _HIGH) for fd, source in places.items()}
+            # Without a handler no signal from inside reaches it; orphans are reaped by the kernel.
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+            self.pid = os.posix_spawn(
+                f"{_HOST}/proc/self/fd/{program}",
+                ["sandbox"],
+                {},
+                file_actions=[(os.POSIX_SPAWN_DUP2, source, fd) for fd, source in high.items()],
+                setsid=True,
+                setsigdef=(signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ),
+            )
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for fd in high.values():
+                os.close(fd)
+        self._await(PROCESSES, "Can't mount proc on /proc")
+
+    def release(self) -> None:
+        """Have it follow this process into its user namespace, and wait there."""
+        assert self._way is not None
+        self._way.send(READY)
+        self._await(READY, "the first process of the sandbox")
+        self._way.close()
+
+    def _await(self, word: bytes, what: str) -> None:
+        assert self._way is not None
+        if self._way.recv(1) != word:
+            _, status = os.waitpid(self.pid, 0)
+            number = os.waitstatus_to_exitcode(status)
+            raise OSError(max(number, 0), f"{what}: {os.strerror(number) if number > 0 else number}")
+
+
+def _try(command: list[str]) -> None:
+    try:
+        pid = os.posix_spawn(command[0], command, {})
+    except OSError as error:
+        raise OSError(error.errno, f"execvp {command[0]}: {error.strerror}") from None
+    _, status = os.waitpid(pid, 0)
+    if status:
+        raise OSError(errno.ENOEXEC, f"{command[0]} ended with {os.waitstatus_to_exitcode(status)}")
 
 
 def _map_user(proc: int, user: tuple[int, int], group: tuple[int, int]) -> None:
@@ -188,11 +194,11 @@ def _move_host_away() -> None:
     mount("", "/", "", _MS_REC | _MS_SLAVE)  # nothing of what follows is seen outside
     mount("tmpfs", _BASE, "tmpfs", _MS_NOSUID | _MS_NODEV)
     os.chdir(_BASE)
-    for place in (_HOST, _ROOT):
+    for place in (_HOST, ROOT):
         os.mkdir(place[1:], 0o755)
     pivot_root(".", _HOST[1:])
     os.chdir("/")
-    mount(_ROOT, _ROOT, "", _MS_BIND)
+    mount(ROOT, ROOT, "", _MS_BIND)
 
 
 class _Mounts:
@@ -202,8 +208,9 @@ class _Mounts:
         options: as bubblewrap takes them.
     """
 
-    def __init__(self, options: Sequence[str]) -> None:
+    def __init__(self, options: Sequence[str], mount_processes: Callable[[], None]) -> None:
         self._options = iter(options)
+        self._mount_processes = mount_processes
         #: Of the next file system in memory.
         self._mode = self._size = ""
         #: What lies below the next overlay.
@@ -237,11 +244,11 @@ class _Mounts:
 
     def _place(self, *, directory: bool = True) -> str:
         """The next mount point, which is made where there is none."""
-        place = _ROOT + self._next()
+        place = ROOT + self._next()
         try:
             _make(place, directory=directory)
         except OSError as error:
-            raise OSError(error.errno, f"Can't mkdir {place[len(_ROOT) :]}: {error.strerror}") from None
+            raise OSError(error.errno, f"Can't mkdir {place[len(ROOT) :]}: {error.strerror}") from None
         return place
 
     def _source(self) -> str:
@@ -257,7 +264,7 @@ class _Mounts:
         self._bind(_READ_ONLY)
 
     def _remount(self) -> None:
-        mount_attributes(_ROOT + self._next(), _READ_ONLY)
+        mount_attributes(ROOT + self._next(), _READ_ONLY)
 
     def _permissions(self) -> None:
         self._mode = self._next()
@@ -272,10 +279,11 @@ class _Mounts:
 
     def _link(self) -> None:
         aim = self._next()
-        os.symlink(aim, _ROOT + self._next())
+        os.symlink(aim, ROOT + self._next())
 
     def _processes(self) -> None:
-        mount("proc", self._place(), "proc", _MS_NOSUID | _MS_NOEXEC | _MS_NODEV)
+        self._place()
+        self._mount_processes()
 
     def _devices(self) -> None:
         place = self._place()

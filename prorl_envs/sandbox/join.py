@@ -33,37 +33,53 @@ NAMESPACES = (
 _OOM_SCORE = b"500"
 
 
-def join(
-    pidfd: int,
+def join(pidfd: int, *, host_network: bool = False) -> None:
+    """Enter the namespaces of the sandbox whose first process is `pidfd`.
+
+    Args:
+        host_network: True where the sandbox has the host's, which cannot be joined and need not be.
+
+    Raises:
+        OSError: the sandbox has ended.
+    """
+    os.setns(pidfd, NAMESPACES & ~os.CLONE_NEWNET if host_network else NAMESPACES)
+
+
+def begin(groups: Sequence[str]) -> None:
+    """First of all, while this is still an ordinary process of the host that does nothing yet.
+
+    Args:
+        groups: folders of the control groups to enter, so that all that starts here is born in them.
+    """
+    # A signal to one's own process group passes through pid namespaces: without a session of its own, a
+    # child that says kill(0, ...) would reach the template and every other tool server.
+    lead_session()
+    for group in groups:
+        with open(f"{group}/cgroup.procs", "w") as file:  # noqa: PTH123 - the template imports no pathlib
+            file.write("0")
+    offer_to_oom_killer()
+
+
+def settle(
     *,
     workdir: str,
     env: Mapping[str, str],
     parent: int,
     isolated: bool,
-    host_network: bool = False,
-    groups: Sequence[str] = (),
     rlimits: Sequence[Sequence[int]] = (),
 ) -> None:
-    """Enter the sandbox whose first process is `pidfd` and give up every privilege.
+    """Give up every privilege, in the sandbox.
 
     Args:
         workdir: absolute path inside, this process's first working directory.
         env: its complete environment from now on.
         parent: pid of the template; this process ends with it.
-        isolated: False joins nothing and does only the rest (for the driver that does not isolate).
-        host_network: True where the sandbox has the host's, which cannot be joined and need not be.
-        groups: folders of the control groups to enter, so that all that starts here is born in them.
+        isolated: False does without (for the driver that does not isolate).
         rlimits: kind, soft and hard bound of each resource; where the service's own are lower, those.
 
     Raises:
-        OSError: the sandbox has ended, or the kernel refused a step; the process must end.
+        OSError: the kernel refused a step; the process must end.
     """
-    # A signal to one's own process group passes through pid namespaces: without a session of its own, a
-    # child that says kill(0, ...) would reach the template and every other tool server.
-    lead_session()
-    _enter(groups)
-    if isolated:
-        os.setns(pidfd, NAMESPACES & ~os.CLONE_NEWNET if host_network else NAMESPACES)
     os.chdir(workdir)
     os.umask(0o022)
     for kind, soft, hard in rlimits:
@@ -89,14 +105,6 @@ def lead_session() -> None:
     """Make this process the leader of a session, unless it is one already."""
     if os.getsid(0) != os.getpid():
         os.setsid()
-
-
-def _enter(groups: Sequence[str]) -> None:
-    """First of all, while this is still an ordinary process of the host that does nothing yet."""
-    for group in groups:
-        with open(f"{group}/cgroup.procs", "w") as file:  # noqa: PTH123 - the template imports no pathlib
-            file.write("0")
-    offer_to_oom_killer()
 
 
 def offer_to_oom_killer() -> None:

@@ -12,7 +12,7 @@ from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import PROXY_PORT, SandboxSpec
 from prorl_envs.sandbox.command import (
     HOME,
-    INIT,
+    TRIAL,
     SandboxFiles,
     default_environment,
     has_own_names,
@@ -20,7 +20,6 @@ from prorl_envs.sandbox.command import (
     mount_points,
 )
 from prorl_envs.sandbox.containment import DEFAULT_LIMITS, NodeLimits
-from prorl_envs.sandbox.enclose import READY
 from prorl_envs.sandbox.images import ImageUse
 from prorl_envs.sandbox.isolated import IsolatedDriver, IsolatedSandbox
 from prorl_envs.sandbox.probe import explain
@@ -30,7 +29,7 @@ from prorl_envs.sandbox.route import listen_on_host
 from prorl_envs.sandbox.snapshot import check_mount_points
 from prorl_envs.sandbox.system import write_etc, write_names
 from prorl_envs.sandbox.template import TEMPLATES, Template, TemplateSpec
-from prorl_envs.sandbox.template_process import ForkRequest
+from prorl_envs.sandbox.template_process import ForkRequest, ToolServer
 
 START_TIMEOUT_S = 30.0
 
@@ -47,7 +46,8 @@ class NamespaceDriver(IsolatedDriver["NamespaceSandbox"]):
     """
 
     name = "namespaces"
-    _filtered = True
+    #: The template whose first entry a new sandbox is made with.
+    maker = "base"
 
     def __init__(
         self,
@@ -57,17 +57,11 @@ class NamespaceDriver(IsolatedDriver["NamespaceSandbox"]):
         limits: NodeLimits = DEFAULT_LIMITS,
     ) -> None:
         super().__init__(root, templates=templates, limits=limits)
-        #: Makes the processes. One made here stops the loop until it runs its program: 4 to 18 ms on a busy
-        #: machine (0052 in docs/decisions).
-        self.starter = Template("starter", TemplateSpec(entries=()), nice=limits.nice)
         self._etc: dict[int, asyncio.Task[Path]] = {}
 
-    async def warm(self, *names: str) -> None:
-        """Start what makes sandboxes, and templates: see `NodeDriver`."""
-        await asyncio.gather(self._warm_starter(), super().warm(*names))
-
-    async def _warm_starter(self) -> None:
-        await self.starter.start()
+    def _template(self, name: str, spec: TemplateSpec) -> Template:
+        makes = name == self.maker
+        return Template(name, spec, nice=self.nice, filtered=not makes, encloses=makes)
 
     async def _make(self, spec: SandboxSpec) -> "NamespaceSandbox":
         self.check_network(spec)
@@ -85,7 +79,6 @@ class NamespaceDriver(IsolatedDriver["NamespaceSandbox"]):
     async def _release(self) -> None:
         # What still writes into the directory would keep it from being removed.
         await asyncio.gather(*self._etc.values(), return_exceptions=True)
-        await self.starter.aclose()
         await super()._release()
 
     async def _etc_for(self, uid: int) -> Path:
@@ -119,6 +112,8 @@ class NamespaceSandbox(IsolatedSandbox):
         self._files = files
         self._image = image
         self._lifetime: socket.socket | None = None
+        #: Who made it, and the way to it, until somebody wants a tool server.
+        self._maker: tuple[ToolServer, socket.socket] | None = None
 
     async def _launch(self) -> None:
         try:
@@ -144,29 +139,44 @@ class NamespaceSandbox(IsolatedSandbox):
         self._lifetime.setblocking(False)
         not_in_forks(self._lifetime)
         with inside:
-            await self._run(inside.fileno())
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                output = await self._read_until_ready()
-        except TimeoutError:
-            raise SandboxError(f"the sandbox was not ready in {START_TIMEOUT_S} s") from None
-        if not output.endswith(READY):
-            raise explain(output.decode(errors="replace"))
+            try:
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    await self._run(inside.fileno())
+            except TimeoutError:
+                raise SandboxError(f"the sandbox was not ready in {START_TIMEOUT_S} s") from None
 
-    async def _run(self, streams: int) -> None:
-        """Have it made, with `streams` (a descriptor) as the standard streams of its first process."""
-        request = {
+    async def _run(self, lifetime: int) -> None:
+        """Have it made. It ends when the other end of `lifetime` (a descriptor) is closed."""
+        template = self._driver.templates[self._driver.maker]
+        enclosure = {
             "mounts": self._mounts(),
-            "command": INIT,
-            "tries_command": self._image is not None,  # its shell may be none, or another machine's
+            # Its shell may be none, or another machine's.
+            "command": TRIAL if self._image is not None else (),
             "uid": self._spec.uid,
             "hostname": self._spec.hostname,
             "network": not self._spec.network.open,
         }
+        request = self.contained.apply(self._request(template.spec.entries[0]))
         try:
-            self._first = await self._driver.starter.enclose(self.id, request, streams)
+            self._first, server, sock = await template.enclose(self.id, enclosure, request, lifetime)
         except SandboxError as error:
             raise explain(error.message) from error
+        self._maker = server, sock
+        self._servers.add(server)
+
+    async def _fork(
+        self, template: str, place: int, request: ForkRequest
+    ) -> tuple[ToolServer, socket.socket]:
+        if self._maker is not None and (template, request.entry) == (
+            self._driver.maker,
+            self._driver.templates[template].spec.entries[0],
+        ):
+            server, sock = self._maker
+            self._maker = None
+            if server.process.alive:
+                return server, sock
+            sock.close()
+        return await super()._fork(template, place, request)
 
     def _mounts(self) -> list[str]:
         masks = self._driver.system_masks if self._image is None else ()
@@ -241,17 +251,6 @@ class NamespaceSandbox(IsolatedSandbox):
         elif image is not None:
             write_upper(image, self._files.upper, self._inside)
 
-    async def _read_until_ready(self) -> bytes:
-        """What the first process says, and what makes it, up to READY or the end of both."""
-        assert self._lifetime is not None
-        output = b""
-        while not output.endswith(READY) and len(output) < 16384:
-            data, _ = await receive(self._lifetime, 4096)
-            if not data:
-                break
-            output += data
-        return output
-
     def _before_end(self) -> None:
         if self._lifetime is not None:
             self._lifetime.shutdown(socket.SHUT_WR)  # a first process still on its way ends when it is there
@@ -265,6 +264,8 @@ class NamespaceSandbox(IsolatedSandbox):
         yield self._first
 
     async def _end_processes(self) -> None:
+        if self._maker is not None:
+            self._maker[1].close()
         # Tool servers as well: a pid namespace ends only once parents outside it have reaped their children.
         servers = [server.process for server in self._servers]
         own = [process for process in self._processes() if process is not None]

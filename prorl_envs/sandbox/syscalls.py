@@ -5,6 +5,7 @@ import errno
 import functools
 import os
 import signal
+import struct
 
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
@@ -136,10 +137,13 @@ def keep_capability(number: int) -> None:
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, number)
 
 
+def capability_sets(low: int) -> tuple[bytes, bytes]:
+    """What capset(2) takes for a process to have these capabilities, of the first 32, and no others."""
+    return struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), struct.pack("=6I", *(low,) * 3, 0, 0, 0)
+
+
 def _set_capabilities(low: int) -> None:
-    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    sets = (ctypes.c_uint32 * 6)(low, low, low)
-    _checked(_libc.capset(header, sets), "capset")
+    _checked(_libc.capset(*capability_sets(low)), "capset")
 
 
 @functools.cache

@@ -59,14 +59,17 @@ class Template:
         name: its name in messages.
         spec: what it prepares.
         nice: of it and its forks, at least.
-        filtered: whether the system calls of all its forks are filtered.
+        filtered: whether the system calls of all its forks are filtered from the start.
+        encloses: whether it is to `enclose`.
     """
 
-    def __init__(self, name: str, spec: TemplateSpec, *, nice: int, filtered: bool = False) -> None:
+    def __init__(
+        self, name: str, spec: TemplateSpec, *, nice: int, filtered: bool = False, encloses: bool = False
+    ) -> None:
         self.name = name
         self.spec = spec
         self._nice = nice
-        self._filtered = filtered
+        self._kind = {"filtered": filtered, "encloses": encloses}
         self._starting = asyncio.Lock()
         self._process: TemplateProcess | None = None
 
@@ -142,18 +145,23 @@ class Template:
         process = await self._ensure()
         return await process.bubblewrap(sandbox_id, command, streams, info)
 
-    async def enclose(self, sandbox_id: str, request: Mapping[str, Any], streams: int) -> Process:
-        """Start the first process of a new sandbox. It does not end with the template.
+    async def enclose(
+        self, sandbox_id: str, enclosure: Mapping[str, Any], request: ForkRequest, lifetime: int
+    ) -> tuple[Process, ToolServer, socket.socket]:
+        """Fork a process that makes a new sandbox around itself.
 
         Args:
-            request: see `enclose.clone_first`.
-            streams: descriptor that becomes its standard streams.
+            enclosure: see `enclose.enclose`.
+            lifetime: descriptor of a socket; the sandbox ends when its other end is closed.
+
+        Returns:
+            The first process of the sandbox, which does not end with the template, and what `fork` returns.
 
         Raises:
-            SandboxError: the template does not start, or the kernel makes no such namespaces.
+            SandboxError: the template does not start, or the kernel makes no such sandbox.
         """
         process = await self._ensure()
-        return await process.enclose(sandbox_id, request, streams)
+        return await process.enclose(sandbox_id, enclosure, request, lifetime)
 
     async def measure(self, sandbox_id: str, fds: list[int], *, size: int, files: int) -> DiskUse:
         """Measure a tree in a process of its own: see `disk.measure`.
@@ -185,7 +193,7 @@ class Template:
             return self._process
 
     async def _start(self) -> TemplateProcess:
-        process = TemplateProcess(self.name, self._nice, self.spec.wrapper, filtered=self._filtered)
+        process = TemplateProcess(self.name, self._nice, self.spec.wrapper, **self._kind)
         try:
             await process.prepare(self.spec.entries, self.spec.preload, self.spec.start_timeout_s)
         except BaseException:

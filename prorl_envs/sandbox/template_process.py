@@ -89,7 +89,8 @@ class ToolServer:
         self._sandbox_id = sandbox_id
         self._status = status
         self.answer: dict[str, Any] = {}
-        self.passed: socket.socket | None = None
+        #: A descriptor that came with it; whose it is, who takes it.
+        self.passed: int | None = None
         #: Its number where it was forked; on the host it may have another.
         self.own_pid = pid
         self.process = Process(pid_of(pidfd), pidfd)
@@ -114,11 +115,16 @@ class TemplateProcess:
     """Starts on construction; `prepare` waits until it is ready. Arguments as of `Template`."""
 
     def __init__(
-        self, name: str, nice: int, wrapper: Wrapper | None = None, *, filtered: bool = False
+        self,
+        name: str,
+        nice: int,
+        wrapper: Wrapper | None = None,
+        *,
+        filtered: bool = False,
+        encloses: bool = False,
     ) -> None:
         self._name = name
-        self._nice = nice
-        self._filtered = filtered
+        self._own = {"nice": nice, "filtered": filtered, "encloses": encloses}
         self._wrapper = wrapper
         self._said = ""
         self.own_pid: int | None = None
@@ -170,9 +176,8 @@ class TemplateProcess:
             # None where the template is in another program's keeping, which may count its processes.
             spares = bool(entries) and self._wrapper is None
             setup = {"entries": entries, "preload": preload, "spares": spares}
-            own = {"nice": self._nice, "filtered": self._filtered}
             more = {} if inside is None else {"inside": asdict(inside)}
-            await self._send({**setup, **own, **more}, [])
+            await self._send({**setup, **self._own, **more}, [])
         except SandboxError:
             if self._wrapper is None:
                 raise  # else it said why it ended, which is found out below
@@ -211,22 +216,31 @@ class TemplateProcess:
         """See `Template.listen`."""
         server = await self._child_for(sandbox_id, {"listen": port}, [netns])
         assert server.passed is not None
+        listener = socket.socket(fileno=server.passed)
         try:
             await server.process.wait()
         except BaseException:
-            server.passed.close()
+            listener.close()
             raise
-        return server.passed
+        return listener
 
     async def bubblewrap(self, sandbox_id: str, command: list[str], streams: int, info: int) -> Process:
         """See `Template.bubblewrap`."""
         server = await self._child_for(sandbox_id, {"bubblewrap": command}, [streams, info])
         return server.process
 
-    async def enclose(self, sandbox_id: str, request: Mapping[str, Any], streams: int) -> Process:
+    async def enclose(
+        self, sandbox_id: str, enclosure: Mapping[str, Any], request: ForkRequest, lifetime: int
+    ) -> tuple[Process, ToolServer, socket.socket]:
         """See `Template.enclose`."""
-        server = await self._child_for(sandbox_id, {"enclose": request}, [streams])
-        return server.process
+        with contextlib.ExitStack() as undo:
+            ours, theirs = _pair(socket.SOCK_STREAM, undo)
+            message = {**asdict(request), "enclosure": enclosure}
+            server = await self._child_for(sandbox_id, message, [lifetime, theirs.fileno()])
+            theirs.close()
+            undo.pop_all()
+            assert server.passed is not None
+            return Process(pid_of(server.passed), server.passed), server, ours
 
     async def measure(self, sandbox_id: str, fds: list[int], *, size: int, files: int) -> DiskUse:
         """See `Template.measure`."""
@@ -317,7 +331,7 @@ async def _birth(sandbox_id: str, status: socket.socket, undo: contextlib.ExitSt
     """
     server: ToolServer | None = None
     joined: dict[str, Any] = {}
-    passed: socket.socket | None = None
+    passed: int | None = None
     while server is None or not joined:
         answer, fds = await receive(status, 2 * REPORT_LIMIT, descriptors=1)
         message: dict[str, Any] = json.loads(answer) if answer else {"summary": "the process ended"}
@@ -330,10 +344,14 @@ async def _birth(sandbox_id: str, status: socket.socket, undo: contextlib.ExitSt
         elif message.get("ready"):
             joined = message
             if fds:
-                passed = undo.enter_context(socket.socket(fileno=fds[0]))
+                [passed] = fds
+                undo.callback(os.close, passed)
         elif joined and answer:  # it failed so soon that its report overtook the template's message
             _log_failure(sandbox_id, message)
+        elif "refused" in message:
+            raise SandboxError(message["refused"])
         else:
+            print(message.get("error"))
             raise SandboxError(
                 f"a process could not join the sandbox: {message['summary']}",
                 hint="the sandbox may have ended; `prorl-envs doctor` checks this machine",

@@ -1,14 +1,35 @@
-"""A program that waits: what a sandbox's first process becomes.
+"""The program that a sandbox's first process is: it mounts the sandbox's view of processes, lets go of every
+privilege, and waits for the end of its standard input.
 
-It reads its standard input to the end and exits, without a library and almost without memory: some 180 bytes
-that all sandboxes share, where a shell takes a millisecond of the processor and 100 KB, and a copy of this
-interpreter a megabyte. Numbers of calls are from the kernel's tables, the file's layout from elf(5).
+Some hundred instructions without a library and almost without memory, which all sandboxes share: a shell takes
+a millisecond of the processor and 100 KB, a copy of this interpreter a megabyte. It is a list of system calls,
+and exits with the error of the first that fails. Numbers of calls are from the kernel's tables, the file's layout from elf(5).
 """
 
 import fcntl
 import functools
 import os
 import struct
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from prorl_envs.sandbox.syscalls import PR_SET_DUMPABLE, capability_sets
+
+#: Where its descriptors are: what ends it, the way to who makes the sandbox, and that one's folder in /proc.
+LIFETIME, MAKER, FOLDER = 0, 3, 4
+#: What it tells the maker, in turn.
+PROCESSES, READY = b"p", b"r"
+#: Where the sandbox's root is while it is made.
+ROOT = "/root"
+
+_MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8
+_PR_SET_NAME = 15
+#: The capability that it keeps. It is without power in a user namespace, and makes the process more privileged
+#: than all others inside, so that none can trace it and take its lifetime socket.
+_CAP_SYS_PACCT = 20
+#: By which it is known inside, other than as what the descriptor is called that it is executed by.
+_NAME = b"sandbox\0"
 
 #: Where the file lies in memory.
 _ADDRESS = 0x400000
@@ -19,75 +40,189 @@ _START = _ADDRESS + _ELF_HEADER.size + _SEGMENT_HEADER.size
 _MFD_EXEC = 0x10  # not in `os`
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
-#: By which it is known inside, other than as what the descriptor is called that it is executed by.
-_NAME = b"sandbox\0"
+
+class _Stack:
+    """An argument that points to memory that can be written."""
 
 
-def _x86_64() -> bytes:
-    code = bytes.fromhex(
-        "b89d000000"  # eax = prctl
-        "bf0f000000"  # edi = PR_SET_NAME
-        "be00000000"  # esi = the name, filled in below
-        "0f05"  # call the kernel
-        "31ff"  # again: edi = 0, standard input
-        "4889e6"  # rsi = the stack
-        "ba01000000"  # edx = 1 byte
-        "31c0"  # eax = read
-        "0f05"  # call the kernel
-        "85c0"  # something was read:
-        "7fee"  #   again
-        "31ff"  # edi = 0
-        "b8e7000000"  # eax = exit_group
-        "0f05"  # call the kernel
-    )
-    name = struct.pack("<I", _START + len(code))
-    return code[:11] + name + code[15:] + _NAME
+_STACK = _Stack()
 
 
-def _aarch64() -> bytes:
-    code = [
-        0xD28001E0,  # x0 = PR_SET_NAME
-        0x10000001,  # x1 = the name, so many instructions from here
-        0xD28014E8,  # x8 = prctl
-        0xD4000001,  # call the kernel
-        0xD2800000,  # again: x0 = 0, standard input
-        0x910003E1,  # x1 = the stack
-        0xD2800022,  # x2 = 1 byte
-        0xD28007E8,  # x8 = read
-        0xD4000001,  # call the kernel
-        0xF100001F,  # something was read:
-        0x54FFFF4C,  #   again
-        0xD2800000,  # x0 = 0
-        0xD2800BC8,  # x8 = exit_group
-        0xD4000001,  # call the kernel
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A system call.
+
+    Args:
+        name: as in `_NUMBERS`.
+        arguments: numbers, data to point to, or `_STACK`.
+        least: a result below it ends the program.
+    """
+
+    name: str
+    arguments: tuple[int | bytes | _Stack, ...]
+    least: int = 0
+
+
+def _calls() -> list[_Call]:
+    proc = f"{ROOT}/proc\0".encode()
+    user_namespace = LIFETIME, MAKER, FOLDER, FOLDER + 1
+    return [
+        _Call("prctl", (_PR_SET_NAME, _NAME)),
+        _Call("mount", (b"proc\0", proc, b"proc\0", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, 0)),
+        _Call("write", (MAKER, PROCESSES, 1), 1),
+        _Call("read", (MAKER, _STACK, 1), 1),
+        _Call("openat", (FOLDER, b"ns/user\0", os.O_RDONLY)),
+        _Call("setns", (user_namespace[-1], os.CLONE_NEWUSER)),
+        _Call("capset", capability_sets(1 << _CAP_SYS_PACCT)),
+        _Call(
+            "prctl", (PR_SET_DUMPABLE, 1)
+        ),  # or the host's ordinary user could not reach its files in /proc
+        _Call("write", (MAKER, READY, 1), 1),
+        *(_Call("close", (fd,)) for fd in user_namespace[1:]),
     ]
-    code[1] |= (len(code) - 1) << 5
-    return struct.pack(f"<{len(code)}I", *code) + _NAME
 
 
-#: By machine: ELF's number of it, and the instructions.
-_PROGRAMS = {"x86_64": (62, _x86_64()), "aarch64": (183, _aarch64())}
+class _Machine(ABC):
+    """Writes instructions.
+
+    Args:
+        elf: ELF's number of the machine.
+        numbers: its kernel's of the calls.
+    """
+
+    elf: int
+    numbers: Mapping[str, int]
+
+    @abstractmethod
+    def move(self, index: int, value: int) -> bytes:
+        """Make a number the argument of a call."""
+
+    @abstractmethod
+    def move_stack(self, index: int) -> bytes:
+        """Make the address of the stack the argument of a call."""
+
+    @abstractmethod
+    def call(self, name: str) -> bytes: ...
+
+    @abstractmethod
+    def leave_if_less(self, least: int, distance: int) -> bytes:
+        """Go on at a distance from here where the result of a call is less."""
+
+    @abstractmethod
+    def jump(self, distance: int) -> bytes: ...
+
+    @abstractmethod
+    def move_error(self) -> bytes:
+        """Make the error number of a call, or 0, the first argument of the next."""
 
 
-def program(machine: str) -> bytes:
+class _X86(_Machine):
+    elf = 62
+    numbers = {
+        "prctl": 157, "mount": 165, "write": 1, "read": 0, "openat": 257, "setns": 308, "capset": 126,
+        "close": 3, "exit_group": 231,
+    }  # fmt: skip
+
+    def move(self, index: int, value: int) -> bytes:
+        register = (b"\xbf", b"\xbe", b"\xba", b"\x41\xba", b"\x41\xb8")[index]  # edi, esi, edx, r10d, r8d
+        return register + struct.pack("<I", value)
+
+    def move_stack(self, index: int) -> bytes:
+        return b"\x48\x89" + bytes([0xE0 | (7, 6, 2)[index]])
+
+    def call(self, name: str) -> bytes:
+        return b"\xb8" + struct.pack("<I", self.numbers[name]) + b"\x0f\x05"
+
+    def leave_if_less(self, least: int, distance: int) -> bytes:
+        return struct.pack("<3sB2si", b"\x48\x83\xf8", least, b"\x0f\x8c", distance - 10)
+
+    def jump(self, distance: int) -> bytes:
+        return struct.pack("<Bi", 0xE9, distance - 5)
+
+    def move_error(self) -> bytes:
+        return b"\x89\xc7\xf7\xdf"
+
+
+class _Arm(_Machine):
+    elf = 183
+    numbers = {
+        "prctl": 167, "mount": 40, "write": 64, "read": 63, "openat": 56, "setns": 268, "capset": 91,
+        "close": 57, "exit_group": 94,
+    }  # fmt: skip
+
+    def move(self, index: int, value: int) -> bytes:
+        low, high = value & 0xFFFF, value >> 16
+        return struct.pack("<2I", 0x52800000 | low << 5 | index, 0x72A00000 | high << 5 | index)
+
+    def move_stack(self, index: int) -> bytes:
+        return struct.pack("<I", 0x910003E0 | index)
+
+    def call(self, name: str) -> bytes:
+        return self.move(8, self.numbers[name]) + struct.pack("<I", 0xD4000001)
+
+    def leave_if_less(self, least: int, distance: int) -> bytes:
+        steps = (distance - 4) // 4 & 0x7FFFF
+        return struct.pack("<2I", 0xF100001F | least << 10, 0x5400000B | steps << 5)
+
+    def jump(self, distance: int) -> bytes:
+        return struct.pack("<I", 0x14000000 | distance // 4 & 0x3FFFFFF)
+
+    def move_error(self) -> bytes:
+        return struct.pack("<I", 0x4B0003E0)
+
+
+_MACHINES: Mapping[str, _Machine] = {"x86_64": _X86(), "aarch64": _Arm()}
+
+
+def program(name: str) -> bytes:
     """The file of the program for a machine, as `uname -m` names it. Pure.
 
     Raises:
         KeyError: there is none for this one.
     """
-    number, code = _PROGRAMS[machine]
-    size = _START - _ADDRESS + len(code)
+    machine = _MACHINES[name]
+    code, end, _ = _instructions(machine, 0, 0)
+    code, _, data = _instructions(machine, end, _START + len(code))
     identity = b"\x7fELF" + bytes((2, 1, 1))  # 64 bits, little-endian, version 1
     executable, loaded, readable_executable = 2, 1, 5
     sizes = (_ELF_HEADER.size, _SEGMENT_HEADER.size, 1, 0, 0, 0)
-    header = (identity, executable, number, 1, _START, _ELF_HEADER.size, 0, 0, *sizes)
+    header = (identity, executable, machine.elf, 1, _START, _ELF_HEADER.size, 0, 0, *sizes)
+    size = _START - _ADDRESS + len(code) + len(data)
     segment = (loaded, readable_executable, 0, _ADDRESS, _ADDRESS, size, size, 0x1000)
-    return _ELF_HEADER.pack(*header) + _SEGMENT_HEADER.pack(*segment) + code
+    return _ELF_HEADER.pack(*header) + _SEGMENT_HEADER.pack(*segment) + code + data
+
+
+def _instructions(machine: _Machine, end: int, data_at: int) -> tuple[bytes, int, bytes]:
+    """The instructions, where among them the end is, and the data behind them; given the last two's places."""
+    code, data = b"", b""
+
+    def add(call: _Call) -> None:
+        nonlocal code, data
+        for index, argument in enumerate(call.arguments):
+            if isinstance(argument, _Stack):
+                code += machine.move_stack(index)
+            elif isinstance(argument, int):
+                code += machine.move(index, argument)
+            else:
+                code += machine.move(index, data_at + len(data))
+                data += argument + bytes(-len(argument) % 4)
+        code += machine.call(call.name)
+
+    for call in _calls():
+        add(call)
+        code += machine.leave_if_less(call.least, end - len(code))
+    again = len(code)
+    add(_Call("read", (LIFETIME, _STACK, 1)))
+    code += machine.leave_if_less(1, end - len(code))
+    code += machine.jump(again - len(code))
+    end = len(code)
+    code += machine.move_error() + machine.call("exit_group")
+    return code, end, data
 
 
 @functools.cache
 def waiter() -> int | None:
-    """A descriptor of the program, to be executed by `os.execve`; None where this machine has none, or
+    """A descriptor of the program, to be executed by `os.posix_spawn`; None where this machine has none, or
     forbids programs in memory."""
     try:
         content = program(os.uname().machine)

@@ -40,13 +40,14 @@ from typing import Any, NoReturn
 
 from prorl_envs.sandbox.descriptors import receive_descriptors
 from prorl_envs.sandbox.disk import measure
-from prorl_envs.sandbox.enclose import clone_first
+from prorl_envs.sandbox.enclose import enclose
 from prorl_envs.sandbox.immortal import immortalise
 from prorl_envs.sandbox.inside import become_first, end_all_but, is_inside, serve_under
-from prorl_envs.sandbox.join import end_with, join, lead_session, yield_processors
+from prorl_envs.sandbox.join import begin, end_with, join, lead_session, settle, yield_processors
 from prorl_envs.sandbox.route import add_default_route, listen_inside
 from prorl_envs.sandbox.seccomp import install_filter, own_program
 from prorl_envs.sandbox.syscalls import PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, capabilities, prctl
+from prorl_envs.sandbox.waiter import waiter
 
 MESSAGE_LIMIT = 160 * 1024
 REPORT_LIMIT = 16 * 1024
@@ -90,12 +91,14 @@ class _Prepared:
         entries: what its forks may run.
         inside: whether it is the first process of a sandbox.
         spares: whether to keep a child forked ahead.
+        held: descriptors that forks keep until they are in their sandbox.
         found, descriptors: what it tells the host.
     """
 
     entries: dict[str, Entry]
     inside: bool
     spares: bool
+    held: list[int]
     found: dict[str, object]
     descriptors: list[int]
 
@@ -120,7 +123,8 @@ def _prepare(setup: dict[str, Any]) -> _Prepared:
     if setup["filtered"]:  # the kernel translates a filter anew for each process that installs it
         prctl(PR_SET_NO_NEW_PRIVS, 1)
         install_filter()
-    return _Prepared(entries, inside is not None, setup["spares"], found, descriptors)
+    held = [program] if setup["encloses"] and (program := waiter()) is not None else []
+    return _Prepared(entries, inside is not None, setup["spares"], held, found, descriptors)
 
 
 def _load(name: str) -> Entry:
@@ -167,9 +171,6 @@ def _serve(control: socket.socket, prepared: _Prepared) -> None:
             request = json.loads(message)
             if "bubblewrap" in request:
                 _spawn_bubblewrap(request["bubblewrap"], fds)
-                continue
-            if "enclose" in request:
-                _enclose(request["enclose"], fds)
                 continue
             ours, theirs = _way_to_first(prepared, request)
             pid = _fork(request, fds, prepared, theirs)
@@ -256,17 +257,6 @@ def _spawn_bubblewrap(command: list[str], fds: list[int]) -> None:
         _tell_of(pid, fds, ready=True)
 
 
-def _enclose(request: dict[str, Any], fds: list[int]) -> None:
-    """Start the first process of a sandbox, which does not end with this one either."""
-    streams, _ = fds
-    try:
-        pid = clone_first(request, streams)
-    except OSError as error:
-        _refuse(fds, error)
-    else:
-        _tell_of(pid, fds, ready=True)
-
-
 def _tell_of(pid: int, fds: list[int], **more: object) -> int:
     """Give the host the handle of a child."""
     *others, status_fd = fds
@@ -309,7 +299,7 @@ def _fork_spare(prepared: _Prepared, control: socket.socket, children: set[int])
 
 def _live_as_spare(control: int, free: int, prepared: _Prepared, parent: int) -> NoReturn:
     try:
-        _close_all_but([control, free])
+        _close_all_but([control, free, *prepared.held])
         _reset_signals()
         lead_session()  # can take milliseconds where the machine is busy
         end_with(parent)
@@ -347,7 +337,7 @@ def _live(
         if spare:  # which has done the rest
             _say_pid(status, os.getpid())
         else:
-            _close_all_but([*fds, *(() if first is None else (first.fileno(),))])
+            _close_all_but([*fds, *prepared.held, *(() if first is None else (first.fileno(),))])
             _reset_signals()
         if "route" in request:
             add_default_route(fds[0])
@@ -376,34 +366,48 @@ def _live(
 def _serve_tools(
     request: dict[str, Any], fds: list[int], entry: Entry, parent: int, status: socket.socket
 ) -> None:
-    pidfd, tool_fd, _ = fds
-    join(
-        pidfd,
+    place, tool_fd, _ = fds
+    found: list[int] = []
+    begin(request["groups"])
+    if "enclosure" in request:
+        try:
+            found.append(os.pidfd_open(enclose(request["enclosure"], place)))
+        except OSError as error:
+            _say(status, refused=error.strerror or str(error))
+            raise
+        _close_others([tool_fd, status.fileno(), *found])
+    elif request["isolated"]:
+        join(place, host_network=request["host_network"])
+        os.close(place)
+    settle(
         workdir=request["workdir"],
         env=request["env"],
         parent=parent,
         isolated=request["isolated"],
-        host_network=request["host_network"],
-        groups=request["groups"],
         rlimits=request["rlimits"],
     )
-    os.close(pidfd)
     if request["isolated"] or is_inside():
         # What was not imported by now would come from the sandbox's files, and run outside its pid namespace.
         sys.meta_path.remove(PathFinder)
-    _say(status, ready=True)
+    socket.send_fds(status, [b'{"ready": true}'], found)
+    for fd in found:
+        os.close(fd)
     entry(socket.socket(fileno=tool_fd))
 
 
 def _close_all_but(keep: list[int]) -> None:
     """Close every descriptor but `keep`, and point 0-2 at /dev/null."""
+    _close_others(keep)
+    for fd in range(3):
+        _replace_with_null(fd)
+
+
+def _close_others(keep: list[int]) -> None:
     low = 3
     for fd in sorted(keep):
         os.closerange(low, fd)
         low = fd + 1
     os.closerange(low, os.sysconf("SC_OPEN_MAX"))
-    for fd in range(3):
-        _replace_with_null(fd)
 
 
 def _replace_with_null(fd: int) -> None:
