@@ -112,28 +112,23 @@ class BubblewrapSandbox(NamespaceSandbox):
         self._info = os.memfd_create("namespaces")
         try:
             await super()._begin()
-            # Whole: it is written before the first process runs.
-            self._first = _hold_first(json.loads(os.pread(self._info, _INFO_BYTES, 0)))
         finally:
             os.close(self._info)
 
-    async def _run(self, streams: int) -> None:
+    async def _run(self, lifetime: int) -> None:
         options = bwrap_arguments(self._inside, self._mounts())
-        self._monitor = await self._driver.run(self.id, options, streams, self._info, self._files.image)
-        output = await self._read_until_ready()
-        if not output.endswith(READY):
-            raise explain(output.decode(errors="replace"))
+        self._monitor = await self._driver.run(self.id, options, lifetime, self._info, self._files.image)
 
-    async def _read_until_ready(self) -> bytes:
-        """What the first process says, and what makes it, up to READY or the end of both."""
+    async def _await_first(self) -> None:
         assert self._lifetime is not None
-        output = b""
+        output = b""  # of the first process and what makes it, up to READY or the end of both
         while not output.endswith(READY) and len(output) < 16384:
             data, _ = await receive(self._lifetime, 4096)
             if not data:
-                break
+                raise explain(output.decode(errors="replace"))
             output += data
-        return output
+        # Whole: it is written before the first process runs.
+        self._first = _hold_first(json.loads(os.pread(self._info, _INFO_BYTES, 0)))
 
     def _processes(self) -> Iterator[Process | None]:
         yield from (self._first, self._monitor)

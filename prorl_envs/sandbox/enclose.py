@@ -1,7 +1,8 @@
 """Makes a sandbox by the kernel's own calls, from the options that bubblewrap would get.
 
-Runs in the starter (`zygote.py`): a child is cloned straight into new namespaces, mounts what the options ask
-for, gives up its capabilities and becomes the sandbox's first process. It knows nothing of the host side.
+Runs in a fork of a template (`zygote.py`), which goes into new namespaces, mounts what the options ask for,
+and stays: a tool server that need not join what it has made, nor be forked for it. Of the pid namespace it is
+no part; the sandbox's first process is a program of its own (`waiter.py`). It knows nothing of the host side.
 
 What bubblewrap does is done, in its order. The host's root is moved away first, so that no link in an image
 leads there. Mounts belong to a user namespace above the one that the sandbox's processes are in, below which
@@ -9,9 +10,10 @@ there can be no other. See mount_namespaces(7), user_namespaces(7), pivot_root(2
 needs Linux 5.12.
 """
 
-# The starter imports no pathlib, which each of its forks would pay for.
+# The template imports no pathlib, which each of its forks would pay for.
 # ruff: noqa: PTH102, PTH112, PTH120, PTH211
 
+import contextlib
 import errno
 import fcntl
 import functools
@@ -63,16 +65,16 @@ _INTERFACE = struct.Struct("=16sH22x")
 
 
 def enclose(request: Mapping[str, Any], lifetime: int) -> int:
-    """Put this process, which has one thread, into a new sandbox, of whose processes it sees none and is none.
+    """Make a sandbox around this process, which has one thread. What it has of capabilities then, and of
+    descriptors that lead out, is still to go.
 
     Args:
         request: `mounts` are bubblewrap's options for them; `uid` is the user and group inside; `hostname`;
-            `network`, whether the sandbox gets one of its own; `command`, what must be possible to run there,
-            or nothing.
+            `network`, whether the sandbox gets one of its own; `command`, what it must be able to run.
         lifetime: socket whose other end, once closed, ends the sandbox.
 
     Returns:
-        the pid of its first process.
+        the pid of its first process, a child of this one.
 
     Raises:
         OSError: the kernel does not make such namespaces, or refused a step; the process must end.
@@ -80,8 +82,8 @@ def enclose(request: Mapping[str, Any], lifetime: int) -> int:
     user, group = os.geteuid(), os.getegid()
     # The host's view of processes, in which this one has a number as well.
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
-    folder = os.open("/proc/self", os.O_PATH | os.O_DIRECTORY)
-    os.unshare(_NAMESPACES | (os.CLONE_NEWNET if request["network"] else 0))
+    first = _First(lifetime, os.open("/proc/self", os.O_PATH | os.O_DIRECTORY))
+    _unshare(_NAMESPACES | (os.CLONE_NEWNET if request["network"] else 0))
     os.umask(0)
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     _map_user(proc, (0, user), (0, group))
@@ -91,7 +93,6 @@ def enclose(request: Mapping[str, Any], lifetime: int) -> int:
     if request["network"]:
         _raise_loopback()
     _move_host_away()
-    first = _First(lifetime, folder)
     _Mounts(request["mounts"], first.start).make()
     mount("", _HOST, "", _MS_REC | _MS_PRIVATE)
     detach(_HOST)
@@ -99,7 +100,7 @@ def enclose(request: Mapping[str, Any], lifetime: int) -> int:
     pivot_root(".", ".")
     detach(".")
     os.chdir("/")
-    os.unshare(os.CLONE_NEWUSER)
+    _unshare(os.CLONE_NEWUSER)
     _map_user(proc, (request["uid"], 0), (request["uid"], 0))
     first.release()
     if request["command"]:
@@ -107,52 +108,66 @@ def enclose(request: Mapping[str, Any], lifetime: int) -> int:
     return first.pid
 
 
+def _unshare(flags: int) -> None:
+    try:
+        os.unshare(flags)
+    except OSError as error:
+        raise OSError(error.errno, f"new namespaces: {error.strerror}") from None
+
+
 class _First:
-    """The first process of the sandbox: see `waiter.py`."""
+    """The first process of the sandbox: see `waiter.py`.
+
+    Args:
+        lifetime: becomes its standard streams.
+        folder: that of this process in the host's /proc.
+
+    Raises:
+        OSError: no program can be run from memory.
+    """
 
     def __init__(self, lifetime: int, folder: int) -> None:
+        program = waiter()
+        if program is None:
+            raise OSError(errno.ENOEXEC, "this machine runs no program from memory")
+        self._program = program
         self._lifetime, self._folder = lifetime, folder
-        self._way: socket.socket | None = None
+        self._way, self._its_way = socket.socketpair()
         self.pid = 0
 
     def start(self) -> None:
         """Have it mount the sandbox's view of processes."""
-        program = waiter()
-        if program is None:
-            raise OSError(errno.ENOEXEC, "no program can be run from memory")
-        self._way, inside = socket.socketpair()
-        with inside:
-            places = {fd: self._lifetime for fd in range(3)} | {MAKER: inside.fileno(), FOLDER: self._folder}
-            # By way of high numbers, so that no target overwrites a source.
-            high = {fd: fcntl.fcntl(source, fcntl.F_DUPFD_CLOEXEC, _HIGH) for fd, source in places.items()}
-            # Without a handler no signal from inside reaches it; orphans are reaped by the kernel.
-            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-            self.pid = os.posix_spawn(
-                f"{_HOST}/proc/self/fd/{program}",
-                ["sandbox"],
-                {},
-                file_actions=[(os.POSIX_SPAWN_DUP2, source, fd) for fd, source in high.items()],
-                setsid=True,
-                setsigdef=(signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ),
-            )
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for fd in high.values():
-                os.close(fd)
+        streams = dict.fromkeys(range(3), self._lifetime)
+        places = {**streams, MAKER: self._its_way.fileno(), FOLDER: self._folder, _HIGH: self._program}
+        # By way of high numbers, so that no target overwrites a source.
+        high = {fd: fcntl.fcntl(source, fcntl.F_DUPFD_CLOEXEC, _HIGH + 1) for fd, source in places.items()}
+        # Without a handler no signal from inside reaches it; orphans are reaped by the kernel.
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        self.pid = os.posix_spawn(
+            f"{_HOST}/proc/self/fd/{high[_HIGH]}",
+            ["sandbox"],
+            {},
+            file_actions=[(os.POSIX_SPAWN_DUP2, source, fd) for fd, source in high.items() if fd < _HIGH],
+            setsid=True,
+            setsigdef=(signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ),
+        )
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._its_way.close()
+        for fd in high.values():
+            os.close(fd)
         self._await(PROCESSES, "Can't mount proc on /proc")
 
     def release(self) -> None:
         """Have it follow this process into its user namespace, and wait there."""
-        assert self._way is not None
         self._way.send(READY)
-        self._await(READY, "the first process of the sandbox")
-        self._way.close()
+        self._await(READY, "the first process")
 
     def _await(self, word: bytes, what: str) -> None:
-        assert self._way is not None
         if self._way.recv(1) != word:
-            _, status = os.waitpid(self.pid, 0)
-            number = os.waitstatus_to_exitcode(status)
-            raise OSError(max(number, 0), f"{what}: {os.strerror(number) if number > 0 else number}")
+            number = errno.EPERM
+            with contextlib.suppress(ChildProcessError):  # it ended before this process waited for children
+                number = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            raise OSError(number, f"{what}: {os.strerror(number) if number > 0 else f'signal {-number}'}")
 
 
 def _try(command: list[str]) -> None:

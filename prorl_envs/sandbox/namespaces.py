@@ -138,12 +138,13 @@ class NamespaceSandbox(IsolatedSandbox):
         self._lifetime, inside = socket.socketpair()
         self._lifetime.setblocking(False)
         not_in_forks(self._lifetime)
-        with inside:
-            try:
-                async with asyncio.timeout(START_TIMEOUT_S):
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                with inside:
                     await self._run(inside.fileno())
-            except TimeoutError:
-                raise SandboxError(f"the sandbox was not ready in {START_TIMEOUT_S} s") from None
+                await self._await_first()
+        except TimeoutError:
+            raise SandboxError(f"the sandbox was not ready in {START_TIMEOUT_S} s") from None
 
     async def _run(self, lifetime: int) -> None:
         """Have it made. It ends when the other end of `lifetime` (a descriptor) is closed."""
@@ -167,16 +168,18 @@ class NamespaceSandbox(IsolatedSandbox):
     async def _fork(
         self, template: str, place: int, request: ForkRequest
     ) -> tuple[ToolServer, socket.socket]:
-        if self._maker is not None and (template, request.entry) == (
-            self._driver.maker,
-            self._driver.templates[template].spec.entries[0],
-        ):
-            server, sock = self._maker
-            self._maker = None
-            if server.process.alive:
+        if self._maker is not None:
+            (server, sock), self._maker = self._maker, None
+            first = self._driver.templates[self._driver.maker].spec.entries[0]
+            if (template, request.entry) == (self._driver.maker, first) and server.process.alive:
                 return server, sock
+            # Another kind is wanted, as for a Python session: mostly that alone.
             sock.close()
+            server.process.kill()
         return await super()._fork(template, place, request)
+
+    async def _await_first(self) -> None:
+        """Return once the first process runs. Here it does."""
 
     def _mounts(self) -> list[str]:
         masks = self._driver.system_masks if self._image is None else ()

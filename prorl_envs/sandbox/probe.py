@@ -216,14 +216,14 @@ def _refusal(command: list[str]) -> str:
 _ENCLOSE = """\
 import socket, sys
 sys.path.append(sys.argv[1])
-from prorl_envs.sandbox.enclose import READY, clone_first
+from prorl_envs.sandbox.enclose import enclose
 mounts = [*sys.argv[2:], "--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"]
 ours, theirs = socket.socketpair()
-request = {"mounts": mounts, "uid": 1, "hostname": "probe", "network": True, "tries_command": False}
-clone_first({**request, "command": ["/bin/echo", "ready"]}, theirs.fileno())
-theirs.close()
-said = ours.recv(4096)
-sys.exit(None if said == READY else said.decode(errors="replace"))
+request = {"mounts": mounts, "uid": 1, "hostname": "probe", "network": True, "command": ["/bin/true"]}
+try:
+    enclose(request, theirs.fileno())
+except OSError as error:
+    sys.exit(error.strerror)
 """
 
 

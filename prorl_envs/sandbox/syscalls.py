@@ -1,10 +1,8 @@
 """The few system calls that Python does not wrap. Linux, any libc."""
 
 import ctypes
-import errno
 import functools
 import os
-import signal
 import struct
 
 PR_SET_PDEATHSIG = 1
@@ -14,7 +12,6 @@ PR_CAPBSET_DROP = 24
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
 PR_CAP_AMBIENT = 47
-PR_CAP_AMBIENT_RAISE = 2
 PR_CAP_AMBIENT_CLEAR_ALL = 4
 
 _CAPABILITY_VERSION_3 = 0x20080522
@@ -26,12 +23,8 @@ _MOUNT_SETATTR, _OPENAT2 = ctypes.c_long(442), ctypes.c_long(437)
 _SIZE_OF_CHANGE, _SIZE_OF_HOW = ctypes.c_ulong(32), ctypes.c_ulong(24)
 _RESOLVE_IN_ROOT = 0x10
 _MNT_DETACH = 2
-#: Its arguments come in an order of their own elsewhere.
-_CLONE = {"x86_64": 56, "aarch64": 220}
-_ZEROS = (ctypes.c_ulong(0),) * 4
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_in_lock = ctypes.PyDLL(None, use_errno=True)
 # Every argument is an unsigned long: passed as a plain int, the upper half would be undefined.
 _libc.prctl.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
 
@@ -95,24 +88,6 @@ def detach(target: str) -> None:
     _checked(_libc.umount2(os.fsencode(target), _MNT_DETACH), f"umount {target}")
 
 
-def clone(flags: int) -> int:
-    """Fork into new namespaces: `flags` are their CLONE_NEW*. For a single-threaded process, whose child does
-    not return to what its parent did.
-
-    Returns:
-        the child's pid, and 0 in the child.
-
-    Raises:
-        OSError: the kernel refused.
-    """
-    number = _CLONE.get(os.uname().machine)
-    if number is None:
-        raise OSError(errno.ENOSYS, f"no clone with namespaces on {os.uname().machine}")
-    # Holds the interpreter's lock: a copy of this thread alone could not take it back.
-    result = _in_lock.syscall(ctypes.c_long(number), ctypes.c_ulong(flags | signal.SIGCHLD), *_ZEROS)
-    return _checked(result, "clone into new namespaces")
-
-
 def drop_capabilities() -> None:
     """Empty the ambient, bounding, inheritable, permitted and effective sets of this thread.
 
@@ -122,28 +97,12 @@ def drop_capabilities() -> None:
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
     for capability in range(capabilities()):
         prctl(PR_CAPBSET_DROP, capability)
-    _set_capabilities(0)
-
-
-def keep_capability(number: int) -> None:
-    """Empty them but for one, below 32, which programs inherit. The bounding set stays: to lower it takes as
-    long as all else that is done for a first process, which can gain nothing by it.
-
-    Raises:
-        OSError: the kernel refused; the caller must not go on.
-    """
-    prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
-    _set_capabilities(1 << number)
-    prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, number)
+    _checked(_libc.capset(*capability_sets(0)), "capset")
 
 
 def capability_sets(low: int) -> tuple[bytes, bytes]:
     """What capset(2) takes for a process to have these capabilities, of the first 32, and no others."""
     return struct.pack("=Ii", _CAPABILITY_VERSION_3, 0), struct.pack("=6I", *(low,) * 3, 0, 0, 0)
-
-
-def _set_capabilities(low: int) -> None:
-    _checked(_libc.capset(*capability_sets(low)), "capset")
 
 
 @functools.cache

@@ -351,7 +351,6 @@ async def _birth(sandbox_id: str, status: socket.socket, undo: contextlib.ExitSt
         elif "refused" in message:
             raise SandboxError(message["refused"])
         else:
-            print(message.get("error"))
             raise SandboxError(
                 f"a process could not join the sandbox: {message['summary']}",
                 hint="the sandbox may have ended; `prorl-envs doctor` checks this machine",

@@ -1,9 +1,10 @@
-"""The program that a sandbox's first process is: it mounts the sandbox's view of processes, lets go of every
+"""The program that a sandbox's first process is: it mounts the sandbox's view of processes, gives up every
 privilege, and waits for the end of its standard input.
 
-Some hundred instructions without a library and almost without memory, which all sandboxes share: a shell takes
-a millisecond of the processor and 100 KB, a copy of this interpreter a megabyte. It is a list of system calls,
-and exits with the error of the first that fails. Numbers of calls are from the kernel's tables, the file's layout from elf(5).
+A hundred instructions without a library and almost without memory, which all sandboxes share: a shell takes a
+millisecond of the processor and 100 KB, a copy of this interpreter a megabyte. It is a list of system calls,
+and exits with the error of the first that fails. Numbers of calls are from the kernel's tables, the file's
+layout from elf(5), instructions from the manuals of the two machines.
 """
 
 import fcntl
@@ -11,13 +12,15 @@ import functools
 import os
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from prorl_envs.sandbox.syscalls import PR_SET_DUMPABLE, capability_sets
 
-#: Where its descriptors are: what ends it, the way to who makes the sandbox, and that one's folder in /proc.
-LIFETIME, MAKER, FOLDER = 0, 3, 4
+#: Its descriptors: what ends it, the way to who makes the sandbox, that one's folder in the host's /proc; and
+#: the number that its next one gets.
+LIFETIME, MAKER, FOLDER, _NEXT = 0, 3, 4, 5
 #: What it tells the maker, in turn.
 PROCESSES, READY = b"p", b"r"
 #: Where the sandbox's root is while it is made.
@@ -25,8 +28,8 @@ ROOT = "/root"
 
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8
 _PR_SET_NAME = 15
-#: The capability that it keeps. It is without power in a user namespace, and makes the process more privileged
-#: than all others inside, so that none can trace it and take its lifetime socket.
+#: The capability that it keeps. It is without power in a user namespace, and makes the process more
+#: privileged than all others inside, so that none can trace it and take its lifetime socket.
 _CAP_SYS_PACCT = 20
 #: By which it is known inside, other than as what the descriptor is called that it is executed by.
 _NAME = b"sandbox\0"
@@ -41,45 +44,37 @@ _MFD_EXEC = 0x10  # not in `os`
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 
-class _Stack:
-    """An argument that points to memory that can be written."""
-
-
-_STACK = _Stack()
-
-
 @dataclass(frozen=True, slots=True)
-class _Call:
+class Call:
     """A system call.
 
     Args:
-        name: as in `_NUMBERS`.
-        arguments: numbers, data to point to, or `_STACK`.
+        name: as in a machine's `numbers`.
+        arguments: numbers, data to point to, or None for the address of the stack.
         least: a result below it ends the program.
     """
 
     name: str
-    arguments: tuple[int | bytes | _Stack, ...]
+    arguments: tuple[int | bytes | None, ...]
     least: int = 0
 
 
-def _calls() -> list[_Call]:
-    proc = f"{ROOT}/proc\0".encode()
-    user_namespace = LIFETIME, MAKER, FOLDER, FOLDER + 1
-    return [
-        _Call("prctl", (_PR_SET_NAME, _NAME)),
-        _Call("mount", (b"proc\0", proc, b"proc\0", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, 0)),
-        _Call("write", (MAKER, PROCESSES, 1), 1),
-        _Call("read", (MAKER, _STACK, 1), 1),
-        _Call("openat", (FOLDER, b"ns/user\0", os.O_RDONLY)),
-        _Call("setns", (user_namespace[-1], os.CLONE_NEWUSER)),
-        _Call("capset", capability_sets(1 << _CAP_SYS_PACCT)),
-        _Call(
-            "prctl", (PR_SET_DUMPABLE, 1)
-        ),  # or the host's ordinary user could not reach its files in /proc
-        _Call("write", (MAKER, READY, 1), 1),
-        *(_Call("close", (fd,)) for fd in user_namespace[1:]),
-    ]
+#: What comes before it waits. Its namespace of users is that of who makes the sandbox, once there is one.
+CALLS = (
+    Call("prctl", (_PR_SET_NAME, _NAME)),
+    Call("mount", (b"proc\0", f"{ROOT}/proc\0".encode(), b"proc\0", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, 0)),
+    Call("write", (MAKER, PROCESSES, 1), 1),
+    Call("read", (MAKER, None, 1), 1),
+    Call("openat", (FOLDER, b"ns/user\0", os.O_RDONLY)),
+    Call("setns", (_NEXT, os.CLONE_NEWUSER)),
+    Call("capset", capability_sets(1 << _CAP_SYS_PACCT)),
+    Call(
+        "prctl", (PR_SET_DUMPABLE, 1)
+    ),  # or the host's ordinary user could not reach it by its files in /proc
+    Call("write", (MAKER, READY, 1), 1),
+    *(Call("close", (fd,)) for fd in (MAKER, FOLDER, _NEXT)),
+)
+_WAIT = Call("read", (LIFETIME, None, 1), 1)
 
 
 class _Machine(ABC):
@@ -90,8 +85,8 @@ class _Machine(ABC):
         numbers: its kernel's of the calls.
     """
 
-    elf: int
-    numbers: Mapping[str, int]
+    elf: ClassVar[int]
+    numbers: ClassVar[Mapping[str, int]]
 
     @abstractmethod
     def move(self, index: int, value: int) -> bytes:
@@ -118,14 +113,14 @@ class _Machine(ABC):
 
 class _X86(_Machine):
     elf = 62
-    numbers = {
+    numbers: ClassVar = {
         "prctl": 157, "mount": 165, "write": 1, "read": 0, "openat": 257, "setns": 308, "capset": 126,
         "close": 3, "exit_group": 231,
     }  # fmt: skip
 
     def move(self, index: int, value: int) -> bytes:
-        register = (b"\xbf", b"\xbe", b"\xba", b"\x41\xba", b"\x41\xb8")[index]  # edi, esi, edx, r10d, r8d
-        return register + struct.pack("<I", value)
+        moves = b"\xbf", b"\xbe", b"\xba", b"\x41\xba", b"\x41\xb8"  # to edi, esi, edx, r10d, r8d
+        return moves[index] + struct.pack("<I", value)
 
     def move_stack(self, index: int) -> bytes:
         return b"\x48\x89" + bytes([0xE0 | (7, 6, 2)[index]])
@@ -145,7 +140,7 @@ class _X86(_Machine):
 
 class _Arm(_Machine):
     elf = 183
-    numbers = {
+    numbers: ClassVar = {
         "prctl": 167, "mount": 40, "write": 64, "read": 63, "openat": 56, "setns": 268, "capset": 91,
         "close": 57, "exit_group": 94,
     }  # fmt: skip
@@ -174,15 +169,15 @@ class _Arm(_Machine):
 _MACHINES: Mapping[str, _Machine] = {"x86_64": _X86(), "aarch64": _Arm()}
 
 
-def program(name: str) -> bytes:
-    """The file of the program for a machine, as `uname -m` names it. Pure.
+def program(name: str, calls: Sequence[Call] = CALLS) -> bytes:
+    """The file of a program that makes these calls, then waits, for a machine as `uname -m` names it. Pure.
 
     Raises:
         KeyError: there is none for this one.
     """
     machine = _MACHINES[name]
-    code, end, _ = _instructions(machine, 0, 0)
-    code, _, data = _instructions(machine, end, _START + len(code))
+    code, end, _ = _instructions(machine, calls, 0, 0)
+    code, _, data = _instructions(machine, calls, end, _START + len(code))
     identity = b"\x7fELF" + bytes((2, 1, 1))  # 64 bits, little-endian, version 1
     executable, loaded, readable_executable = 2, 1, 5
     sizes = (_ELF_HEADER.size, _SEGMENT_HEADER.size, 1, 0, 0, 0)
@@ -192,14 +187,15 @@ def program(name: str) -> bytes:
     return _ELF_HEADER.pack(*header) + _SEGMENT_HEADER.pack(*segment) + code + data
 
 
-def _instructions(machine: _Machine, end: int, data_at: int) -> tuple[bytes, int, bytes]:
-    """The instructions, where among them the end is, and the data behind them; given the last two's places."""
+def _instructions(
+    machine: _Machine, calls: Sequence[Call], end: int, data_at: int
+) -> tuple[bytes, int, bytes]:
+    """The instructions, where among them the end is, and the data behind them; given those two's places."""
     code, data = b"", b""
-
-    def add(call: _Call) -> None:
-        nonlocal code, data
+    for call in (*calls, _WAIT):
+        begin = len(code)
         for index, argument in enumerate(call.arguments):
-            if isinstance(argument, _Stack):
+            if argument is None:
                 code += machine.move_stack(index)
             elif isinstance(argument, int):
                 code += machine.move(index, argument)
@@ -207,14 +203,8 @@ def _instructions(machine: _Machine, end: int, data_at: int) -> tuple[bytes, int
                 code += machine.move(index, data_at + len(data))
                 data += argument + bytes(-len(argument) % 4)
         code += machine.call(call.name)
-
-    for call in _calls():
-        add(call)
         code += machine.leave_if_less(call.least, end - len(code))
-    again = len(code)
-    add(_Call("read", (LIFETIME, _STACK, 1)))
-    code += machine.leave_if_less(1, end - len(code))
-    code += machine.jump(again - len(code))
+    code += machine.jump(begin - len(code))
     end = len(code)
     code += machine.move_error() + machine.call("exit_group")
     return code, end, data

@@ -376,8 +376,9 @@ def _serve_tools(
             _say(status, refused=error.strerror or str(error))
             raise
         _close_others([tool_fd, status.fileno(), *found])
-    elif request["isolated"]:
-        join(place, host_network=request["host_network"])
+    else:
+        if request["isolated"]:
+            join(place, host_network=request["host_network"])
         os.close(place)
     settle(
         workdir=request["workdir"],
