@@ -29,7 +29,7 @@ from prorl_envs.sandbox.route import listen_on_host
 from prorl_envs.sandbox.snapshot import check_mount_points
 from prorl_envs.sandbox.system import write_etc, write_names
 from prorl_envs.sandbox.template import TEMPLATES, Template, TemplateSpec
-from prorl_envs.sandbox.template_process import ForkRequest, ToolServer
+from prorl_envs.sandbox.template_process import ForkRequest, Refused, ToolServer
 
 START_TIMEOUT_S = 30.0
 
@@ -46,8 +46,6 @@ class NamespaceDriver(IsolatedDriver["NamespaceSandbox"]):
     """
 
     name = "namespaces"
-    #: The template whose first entry a new sandbox is made with.
-    maker = "base"
 
     def __init__(
         self,
@@ -56,6 +54,8 @@ class NamespaceDriver(IsolatedDriver["NamespaceSandbox"]):
         templates: Mapping[str, TemplateSpec] = TEMPLATES,
         limits: NodeLimits = DEFAULT_LIMITS,
     ) -> None:
+        #: The template whose forks make sandboxes, and then serve what is its first entry.
+        self.maker = next(iter(templates))
         super().__init__(root, templates=templates, limits=limits)
         self._etc: dict[int, asyncio.Task[Path]] = {}
 
@@ -160,7 +160,7 @@ class NamespaceSandbox(IsolatedSandbox):
         request = self.contained.apply(self._request(template.spec.entries[0]))
         try:
             self._first, server, sock = await template.enclose(self.id, enclosure, request, lifetime)
-        except SandboxError as error:
+        except Refused as error:
             raise explain(error.message) from error
         self._maker = server, sock
         self._servers.add(server)

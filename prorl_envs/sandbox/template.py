@@ -158,7 +158,8 @@ class Template:
             The first process of the sandbox, which does not end with the template, and what `fork` returns.
 
         Raises:
-            SandboxError: the template does not start, or the kernel makes no such sandbox.
+            Refused: the kernel makes no such sandbox.
+            SandboxError: the template does not start, or the process ended.
         """
         process = await self._ensure()
         return await process.enclose(sandbox_id, enclosure, request, lifetime)

@@ -39,6 +39,10 @@ main()
 """
 
 
+class Refused(SandboxError):
+    """A sandbox could not be made; the message says what the kernel refused, and nothing more."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkRequest:
     """A tool server to be: see `join.join` and `Sandbox.spawn`."""
@@ -349,7 +353,7 @@ async def _birth(sandbox_id: str, status: socket.socket, undo: contextlib.ExitSt
         elif joined and answer:  # it failed so soon that its report overtook the template's message
             _log_failure(sandbox_id, message)
         elif "refused" in message:
-            raise SandboxError(message["refused"])
+            raise Refused(message["refused"])
         else:
             raise SandboxError(
                 f"a process could not join the sandbox: {message['summary']}",

@@ -7,8 +7,8 @@ open. It is single-threaded and never runs anything a sandbox says; the fork doe
                         the sandbox's first process, the tool server's socket, the status socket. For a
                         default route or a listening socket: the network namespace, the status socket.
                         For bubblewrap, which is spawned and not forked: its standard streams, its info file,
-                        the status socket. For a first process (`enclose.py`): its standard streams, the
-                        status socket.
+                        the status socket. For a tool server that makes its own sandbox (`enclose.py`): what
+                        ends that, in place of the first process.
                         For the size of a tree: its directory, the sandbox's first process where there is one,
                         the status socket.
                         While there is a spare, a child forked ahead, it alone reads the requests; it takes
@@ -19,8 +19,8 @@ open. It is single-threaded and never runs anything a sandbox says; the fork doe
                         descriptor of itself and of its root directory. It joins nothing: tools get no
                         namespaces, and the descriptors in their place mean nothing.
     child -> host       on the status socket: `ready` once it has joined, with the listening socket where one
-                        was asked for, or the error; and later, should
-                        the entry fail, its traceback
+                        was asked for, and the pidfd of the first process where it has made the sandbox; or
+                        the error; and later, should the entry fail, its traceback
 """
 
 import contextlib

@@ -3,6 +3,8 @@
 import asyncio
 import resource
 import sqlite3
+import threading
+import time
 import zlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -131,6 +133,67 @@ async def test_a_full_disk_refuses_and_keeps_what_was_accepted(tmp_path: Path) -
                 await store.group("b")
         assert await store.submit([group("b")]) == [True]
         assert (await store.record(result("a", 1))).cursor == kept.cursor + 1
+
+
+async def test_light_work_is_done_at_once_and_the_rest_beside_the_loop(tmp_path: Path) -> None:
+    here = threading.get_ident()
+    async with opened(tmp_path / "store.db") as store:
+        light = [store._write(threading.get_ident, weight=weight) for weight in (0, 10_000)]
+        assert await asyncio.gather(*light) == [here, here]
+        # Together they are more than the loop takes upon itself.
+        heavy = [store._write(threading.get_ident, weight=10_000) for _ in range(2)]
+        heavy.append(store._write(threading.get_ident))
+        assert here not in await asyncio.gather(*heavy)
+
+
+async def test_light_work_that_fails_takes_back_what_was_written_with_it(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise sqlite3.OperationalError("out of luck")
+
+    async with opened(tmp_path / "store.db") as store:
+        await store.submit([group()])
+        await store.record(result())
+        both = await asyncio.gather(
+            store.record(result(sample=1)), store._write(fail, weight=0), return_exceptions=True
+        )
+        assert all(isinstance(error, Unavailable) and "out of luck" in str(error) for error in both)
+        assert [found.sample for found in await store.results(0, 10)] == [0]
+        assert (await store.record(result(sample=1))).cursor == 2
+
+
+async def test_another_program_that_writes_holds_nobody_up_for_long(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    async with opened(path) as store:
+        await store.submit([group()])
+        other = sqlite3.connect(path, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        began = time.monotonic()
+        with pytest.raises(Unavailable, match="locked"):
+            await store.record(result())
+        assert time.monotonic() - began < 3
+        other.execute("ROLLBACK")
+        other.close()
+        assert (await store.record(result())).cursor == 1
+
+
+async def test_who_follows_results_is_given_them_from_memory_and_the_others_from_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prorl_envs.rollout.store.RECENT_RESULTS", 3)
+    async with opened(tmp_path / "store.db") as store:
+        await store.submit([group(samples=5)])
+        made = [await store.record(result(sample=sample, tokens=2)) for sample in range(5)]
+        followed, read = await store.results(2, 10), await store.results(1, 10)
+        assert [one is other for one, other in zip(followed, made[2:], strict=True)] == [True] * 3
+        assert read[1:] == followed
+        assert read[1] is not followed[0]
+        assert await store.results(5, 10) == []
+        assert await store.newest() == 5
+        monkeypatch.setattr("prorl_envs.rollout.store.RECENT_TOKENS", 5)
+        await store.submit([group("h")])
+        last = await store.record(result("h", tokens=2))
+        assert (await store.results(4, 10))[1] is last
+        assert (await store.results(3, 10))[2] is not last, "two tokens each, and five are kept"
 
 
 # Under a service.

@@ -27,6 +27,7 @@ from prorl_envs.rollout.types import (
 STORES: dict[str, Callable[..., Store]] = {
     "memory": lambda _, **bounds: MemoryStore(**bounds),
     "sqlite": lambda folder, **bounds: SqliteStore(folder / "store.db", **bounds),
+    "sqlite, read back": lambda folder, **bounds: SqliteStore(folder / "store.db", **bounds),
 }
 
 pytestmark = pytest.mark.anyio
@@ -36,9 +37,13 @@ type MakeStore = Callable[..., Store]
 
 
 @pytest.fixture(params=[*STORES, "postgres"])
-async def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[MakeStore]:
+async def make_store(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[MakeStore]:
     """Makes one store, with the bounds given."""
     made: list[Store] = []
+    if request.param == "sqlite, read back":
+        monkeypatch.setattr("prorl_envs.rollout.store.RECENT_RESULTS", 0)
     url = request.getfixturevalue("postgres_url") if request.param == "postgres" else ""
 
     def make(**bounds: Any) -> Store:
