@@ -70,7 +70,7 @@ def enclose(request: Mapping[str, Any], lifetime: int) -> int:
 
     Args:
         request: `mounts` are bubblewrap's options for them; `uid` is the user and group inside; `hostname`;
-            `network`, whether the sandbox gets one of its own; `command`, what it must be able to run.
+            `network`, whether the sandbox gets one of its own.
         lifetime: socket whose other end, once closed, ends the sandbox.
 
     Returns:
@@ -103,9 +103,20 @@ def enclose(request: Mapping[str, Any], lifetime: int) -> int:
     _unshare(os.CLONE_NEWUSER)
     _map_user(proc, (request["uid"], 0), (request["uid"], 0))
     first.release()
-    if request["command"]:
-        _try(request["command"])
     return first.pid
+
+
+def try_out(command: list[str]) -> None:
+    """Raises OSError where the sandbox cannot run it; nothing is run where it is empty."""
+    if not command:
+        return
+    try:
+        pid = os.posix_spawn(command[0], command, {})
+    except OSError as error:
+        raise OSError(error.errno, f"execvp {command[0]}: {error.strerror}") from None
+    _, status = os.waitpid(pid, 0)
+    if status:
+        raise OSError(errno.ENOEXEC, f"execvp {command[0]}: ended with {os.waitstatus_to_exitcode(status)}")
 
 
 def _unshare(flags: int) -> None:
@@ -168,16 +179,6 @@ class _First:
             with contextlib.suppress(ChildProcessError):  # it ended before this process waited for children
                 number = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
             raise OSError(number, f"{what}: {os.strerror(number) if number > 0 else f'signal {-number}'}")
-
-
-def _try(command: list[str]) -> None:
-    try:
-        pid = os.posix_spawn(command[0], command, {})
-    except OSError as error:
-        raise OSError(error.errno, f"execvp {command[0]}: {error.strerror}") from None
-    _, status = os.waitpid(pid, 0)
-    if status:
-        raise OSError(errno.ENOEXEC, f"{command[0]} ended with {os.waitstatus_to_exitcode(status)}")
 
 
 def _map_user(proc: int, user: tuple[int, int], group: tuple[int, int]) -> None:

@@ -216,12 +216,13 @@ def _refusal(command: list[str]) -> str:
 _ENCLOSE = """\
 import socket, sys
 sys.path.append(sys.argv[1])
-from prorl_envs.sandbox.enclose import enclose
+from prorl_envs.sandbox.enclose import enclose, try_out
 mounts = [*sys.argv[2:], "--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"]
 ours, theirs = socket.socketpair()
-request = {"mounts": mounts, "uid": 1, "hostname": "probe", "network": True, "command": ["/bin/true"]}
+request = {"mounts": mounts, "uid": 1, "hostname": "probe", "network": True}
 try:
     enclose(request, theirs.fileno())
+    try_out(["/bin/true"])
 except OSError as error:
     sys.exit(error.strerror)
 """

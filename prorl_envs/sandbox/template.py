@@ -151,7 +151,7 @@ class Template:
         """Fork a process that makes a new sandbox around itself.
 
         Args:
-            enclosure: see `enclose.enclose`.
+            enclosure: see `enclose.enclose`; and as `command`, what the sandbox must be able to run.
             lifetime: descriptor of a socket; the sandbox ends when its other end is closed.
 
         Returns:

@@ -71,8 +71,9 @@ CALLS = (
     Call(
         "prctl", (PR_SET_DUMPABLE, 1)
     ),  # or the host's ordinary user could not reach it by its files in /proc
+    *(Call("close", (fd,)) for fd in (FOLDER, _NEXT)),
     Call("write", (MAKER, READY, 1), 1),
-    *(Call("close", (fd,)) for fd in (MAKER, FOLDER, _NEXT)),
+    Call("close", (MAKER,)),
 )
 _WAIT = Call("read", (LIFETIME, None, 1), 1)
 

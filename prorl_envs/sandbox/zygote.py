@@ -35,12 +35,13 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.machinery import PathFinder
 from typing import Any, NoReturn
 
 from prorl_envs.sandbox.descriptors import receive_descriptors
 from prorl_envs.sandbox.disk import measure
-from prorl_envs.sandbox.enclose import enclose
+from prorl_envs.sandbox.enclose import enclose, try_out
 from prorl_envs.sandbox.immortal import immortalise
 from prorl_envs.sandbox.inside import become_first, end_all_but, is_inside, serve_under
 from prorl_envs.sandbox.join import begin, end_with, join, lead_session, settle, yield_processors
@@ -367,26 +368,30 @@ def _serve_tools(
     request: dict[str, Any], fds: list[int], entry: Entry, parent: int, status: socket.socket
 ) -> None:
     place, tool_fd, _ = fds
-    found: list[int] = []
-    begin(request["groups"])
-    if "enclosure" in request:
-        try:
-            found.append(os.pidfd_open(enclose(request["enclosure"], place)))
-        except OSError as error:
-            _say(status, refused=error.strerror or str(error))
-            raise
-        _close_others([tool_fd, status.fileno(), *found])
-    else:
-        if request["isolated"]:
-            join(place, host_network=request["host_network"])
-        os.close(place)
-    settle(
+    settled = partial(
+        settle,
         workdir=request["workdir"],
         env=request["env"],
         parent=parent,
         isolated=request["isolated"],
         rlimits=request["rlimits"],
     )
+    found: list[int] = []
+    begin(request["groups"])
+    if "enclosure" in request:
+        try:
+            found.append(os.pidfd_open(enclose(request["enclosure"], place)))
+            _close_others([tool_fd, status.fileno(), *found])
+            settled()
+            try_out(request["enclosure"]["command"])
+        except OSError as error:
+            _say(status, refused=error.strerror or str(error))
+            raise
+    else:
+        if request["isolated"]:
+            join(place, host_network=request["host_network"])
+        os.close(place)
+        settled()
     if request["isolated"] or is_inside():
         # What was not imported by now would come from the sandbox's files, and run outside its pid namespace.
         sys.meta_path.remove(PathFinder)

@@ -129,8 +129,9 @@ ours, theirs = socket.socketpair()
 mounts += ["--proc", "/proc", "--dev", "/dev"]
 request = {{"mounts": mounts, "uid": 1, "hostname": "x", "network": False}}
 try:
-    first = enclose.enclose({{**request, "command": {command}}}, theirs.fileno())
+    first = enclose.enclose(request, theirs.fileno())
     theirs.close()
+    enclose.try_out({command})
     print(os.listdir("/"))
     ours.close()
     print(os.waitpid(first, 0)[1])
@@ -177,13 +178,13 @@ def test_what_the_first_process_cannot_do_is_told(before: str, said: str) -> Non
 
 def test_what_a_sandbox_cannot_run_is_told() -> None:
     assert enclosed(command=["/bin/absent"]) == "execvp /bin/absent: No such file or directory\n"
-    assert enclosed(command=["/bin/sh", "-c", "exit 7"]) == "/bin/sh ended with 7\n"
+    assert enclosed(command=["/bin/sh", "-c", "exit 7"]) == "execvp /bin/sh: ended with 7\n"
 
 
 def test_no_user_namespace_can_be_made_inside_whatever_the_filter_says() -> None:
     """The first process is not filtered: what holds it is that there can be one such namespace alone."""
     assert enclosed(command=["/bin/sh", "-c", "unshare --user true 2>/dev/null; exit $((40 + $?))"]) == (
-        "/bin/sh ended with 41\n"
+        "execvp /bin/sh: ended with 41\n"
     )
 
 
