@@ -68,9 +68,8 @@ CALLS = (
     Call("openat", (FOLDER, b"ns/user\0", os.O_RDONLY)),
     Call("setns", (_NEXT, os.CLONE_NEWUSER)),
     Call("capset", capability_sets(1 << _CAP_SYS_PACCT)),
-    Call(
-        "prctl", (PR_SET_DUMPABLE, 1)
-    ),  # or the host's ordinary user could not reach it by its files in /proc
+    # Or the host's ordinary user could not reach it by its files in /proc.
+    Call("prctl", (PR_SET_DUMPABLE, 1)),
     *(Call("close", (fd,)) for fd in (FOLDER, _NEXT)),
     Call("write", (MAKER, READY, 1), 1),
     Call("close", (MAKER,)),
