@@ -3,7 +3,6 @@
 import asyncio
 import random
 import sqlite3
-from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -51,8 +50,8 @@ class Photographed(SqliteStore):
         super().__init__(path)
         self.pictures: list[Path] = []
 
-    def _transaction(self, batch: Sequence[Callable[[], Any]]) -> list[Any]:
-        done = super()._transaction(batch)
+    def _end(self, outcomes: list[Any] | BaseException) -> list[Any]:
+        done = super()._end(outcomes)
         self.pictures.append(self.path.with_name(f"picture{len(self.pictures)}.db"))
         self._photograph(self.pictures[-1])
         return done
