@@ -13,7 +13,6 @@ needs Linux 5.12.
 # The template imports no pathlib, which each of its forks would pay for.
 # ruff: noqa: PTH102, PTH112, PTH120, PTH211
 
-import contextlib
 import errno
 import fcntl
 import functools
@@ -152,8 +151,7 @@ class _First:
         places = {**streams, MAKER: self._its_way.fileno(), FOLDER: self._folder, _HIGH: self._program}
         # By way of high numbers, so that no target overwrites a source.
         high = {fd: fcntl.fcntl(source, fcntl.F_DUPFD_CLOEXEC, _HIGH + 1) for fd, source in places.items()}
-        # Without a handler no signal from inside reaches it; orphans are reaped by the kernel.
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        # Without a handler no signal from inside reaches it.
         self.pid = os.posix_spawn(
             f"{_HOST}/proc/self/fd/{high[_HIGH]}",
             ["sandbox"],
@@ -162,7 +160,6 @@ class _First:
             setsid=True,
             setsigdef=(signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ),
         )
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._its_way.close()
         for fd in high.values():
             os.close(fd)
@@ -175,9 +172,7 @@ class _First:
 
     def _await(self, word: bytes, what: str) -> None:
         if self._way.recv(1) != word:
-            number = errno.EPERM
-            with contextlib.suppress(ChildProcessError):  # it ended before this process waited for children
-                number = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            number = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
             raise OSError(number, f"{what}: {os.strerror(number) if number > 0 else f'signal {-number}'}")
 
 

@@ -10,6 +10,7 @@ layout from elf(5), instructions from the manuals of the two machines.
 import fcntl
 import functools
 import os
+import signal
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,8 @@ ROOT = "/root"
 
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8
 _PR_SET_NAME = 15
+#: The kernel's `struct sigaction`, and the size of its set of signals.
+_IGNORE, _SIGNALS_SIZE = struct.pack("<4Q", signal.SIG_IGN, 0, 0, 0), 8
 #: The capability that it keeps. It is without power in a user namespace, and makes the process more
 #: privileged than all others inside, so that none can trace it and take its lifetime socket.
 _CAP_SYS_PACCT = 20
@@ -68,6 +71,8 @@ CALLS = (
     Call("openat", (FOLDER, b"ns/user\0", os.O_RDONLY)),
     Call("setns", (_NEXT, os.CLONE_NEWUSER)),
     Call("capset", capability_sets(1 << _CAP_SYS_PACCT)),
+    # Orphans are reaped by the kernel.
+    Call("rt_sigaction", (signal.SIGCHLD, _IGNORE, 0, _SIGNALS_SIZE)),
     # Or the host's ordinary user could not reach it by its files in /proc.
     Call("prctl", (PR_SET_DUMPABLE, 1)),
     *(Call("close", (fd,)) for fd in (FOLDER, _NEXT)),
@@ -115,7 +120,7 @@ class _X86(_Machine):
     elf = 62
     numbers: ClassVar = {
         "prctl": 157, "mount": 165, "write": 1, "read": 0, "openat": 257, "setns": 308, "capset": 126,
-        "close": 3, "exit_group": 231,
+        "rt_sigaction": 13, "close": 3, "exit_group": 231,
     }  # fmt: skip
 
     def move(self, index: int, value: int) -> bytes:
@@ -142,7 +147,7 @@ class _Arm(_Machine):
     elf = 183
     numbers: ClassVar = {
         "prctl": 167, "mount": 40, "write": 64, "read": 63, "openat": 56, "setns": 268, "capset": 91,
-        "close": 57, "exit_group": 94,
+        "rt_sigaction": 134, "close": 57, "exit_group": 94,
     }  # fmt: skip
 
     def move(self, index: int, value: int) -> bytes:

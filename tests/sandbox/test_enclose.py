@@ -79,6 +79,7 @@ def test_a_program_makes_its_calls_and_ends_with_its_input_and_not_before(
         (Call("openat", (77, b"name\0", 0)), (errno.EBADF,)),
         (Call("setns", (77, 0)), (errno.EBADF,)),
         (Call("capset", (bytes(8), bytes(24))), (errno.EFAULT,)),
+        (Call("rt_sigaction", (9, bytes(32), 0, 8)), (errno.EINVAL,)),
         (Call("close", (77,)), (errno.EBADF,)),
         (Call("prctl", (9999,)), (errno.EINVAL,)),
         (Call("read", (0, None, 1), 2), (256 - 1,)),  # one byte, where more were wanted
