@@ -64,9 +64,9 @@ def fuse_mounts(run_dir: Path) -> list[str]:
     return [line.split()[4] for line in lines if " fuse.squashfuse" in line and str(run_dir) in line]
 
 
-def squashfuse_pids(run_dir: Path) -> list[int]:
+def squashfuse_pids(run_dir: Path) -> dict[int, str]:
     processes = Holdings.now(run_dir).processes
-    return [pid for (pid, _), text in processes.items() if "(squashfuse" in text]
+    return {pid: text for (pid, _), text in processes.items() if "(squashfuse" in text}
 
 
 async def test_the_system_is_the_images_and_nothing_of_the_host_shows(
@@ -156,7 +156,9 @@ async def test_a_mount_whose_squashfuse_died_is_made_again(
     driver: NamespaceDriver, sif: Path, run_dir: Path
 ) -> None:
     await driver.start(SandboxSpec(image=sif))
-    (pid,) = squashfuse_pids(run_dir)
+    pids = squashfuse_pids(run_dir)
+    assert len(pids) == 1, pids
+    (pid,) = pids
     squashfuse = os.pidfd_open(pid)
     signal.pidfd_send_signal(squashfuse, signal.SIGKILL)
     select.select([squashfuse], [], [])

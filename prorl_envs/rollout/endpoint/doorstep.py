@@ -5,6 +5,7 @@ relayed, and nothing of the endpoint runs inside.
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import socket
@@ -147,7 +148,7 @@ class Doorstep:
         while True:
             await self._slots.acquire()
             try:
-                client, _ = await loop.sock_accept(self._listener)
+                client = await _accepted(self._listener)
             except OSError as error:  # no descriptors or no memory, or the client has gone
                 log.warning("a sandbox's model endpoint cannot accept: %s", error)
                 self._slots.release()
@@ -161,3 +162,19 @@ class Doorstep:
             except OSError:
                 self.left(connection)
                 client.close()
+
+
+async def _accepted(listener: socket.socket) -> socket.socket:
+    """The next client. The loop's own `sock_accept` loses one that comes as it is cancelled."""
+    loop = asyncio.get_running_loop()
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            client, _ = listener.accept()
+            client.setblocking(False)
+            return client
+        ready = asyncio.Event()
+        loop.add_reader(listener, ready.set)
+        try:
+            await ready.wait()
+        finally:
+            loop.remove_reader(listener)

@@ -2,7 +2,9 @@
 endless ones, half ones. Each loses its own connection at the worst."""
 
 import asyncio
+import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -160,3 +162,14 @@ async def test_a_stream_that_nobody_reads_ends_its_own_generation() -> None:
             await asyncio.wait_for(server.until(lambda counts: counts.running == 1), 30)
             assert (await ask(step.port, served.key, {"messages": []})).status_code == 400, "others are heard"
         await asyncio.wait_for(server.until(lambda counts: counts.running == 0), 30)
+
+
+async def test_who_connects_as_it_closes_is_not_left_hanging() -> None:
+    async with toy_endpoint(lambda *_: "Hello.") as served, doorstep(served) as step:
+        await asyncio.sleep(0.01)  # it waits for clients
+        with socket.create_connection(("127.0.0.1", step.port)) as client:
+            await asyncio.sleep(0)  # the loop is about to learn of this one
+            await step.aclose()
+            client.settimeout(10)
+            with contextlib.suppress(ConnectionResetError):
+                assert client.recv(1) == b""
