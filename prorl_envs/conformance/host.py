@@ -77,8 +77,10 @@ def showing(name: str) -> list[int]:
 @contextmanager
 def bystander(*words: str) -> Iterator["subprocess.Popen[bytes]"]:
     """A process of the host's own, with `words` in its command line, that waits."""
-    command = [sys.executable, "-c", "import sys; sys.stdin.read()", *words]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+    command = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()", *words]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # a program that has just begun has no command line to be seen yet
         yield process
 
 
