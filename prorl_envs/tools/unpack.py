@@ -32,17 +32,19 @@ _CARRIED = (tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE)
 class _Header(tarfile.TarInfo):
     """A member's header; refuses what `pack` never writes before tarfile acts on it."""
 
-    @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
-        info = super().frombuf(buf, encoding, errors)
+    checked = False
+
+    def _proc_member(self, archive: tarfile.TarFile) -> Self:
         # A long name is read whole, and extended headers are worse.
-        if info.type in _LONG and not 0 <= info.size <= PATH_LIMIT + 1:
+        if self.type in _LONG and not 0 <= self.size <= PATH_LIMIT + 1:
             raise TransferRefused("the archive holds a name that is too long")
-        if info.type not in (*_LONG, *_CARRIED):
-            raise TransferRefused(f"the archive holds a member of type {info.type!r}")
-        if info.size < 0:
+        if self.type not in (*_LONG, *_CARRIED):
+            raise TransferRefused(f"the archive holds a member of type {self.type!r}")
+        if self.size < 0:
             raise TransferRefused("the archive holds a negative size")
-        return info
+        self.checked = True
+        member: Self = super()._proc_member(archive)  # type: ignore[misc]
+        return member
 
 
 def unpack(archive: Any, folder: int, name: str, limits: TreeLimits, *, merge: bool) -> Transferred:
@@ -66,6 +68,9 @@ def unpack(archive: Any, folder: int, name: str, limits: TreeLimits, *, merge: b
         ) as opened:
             while (info := opened.next()) is not None:
                 opened.members.clear()  # type: ignore[attr-defined]
+                assert isinstance(info, _Header)
+                if not info.checked:  # tarfile calls other methods than it did, as when `frombuf` was one
+                    raise TransferRefused("this Python's tarfile does not let headers be checked")
                 unpacker.entry(opened, info)
     except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:
         raise TransferRefused(f"not an archive: {error}") from error
