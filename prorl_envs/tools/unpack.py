@@ -69,7 +69,7 @@ def unpack(archive: Any, folder: int, name: str, limits: TreeLimits, *, merge: b
             while (info := opened.next()) is not None:
                 opened.members.clear()  # type: ignore[attr-defined]
                 assert isinstance(info, _Header)
-                if not info.checked:  # tarfile calls other methods than it did, as when `frombuf` was one
+                if not info.checked:  # tarfile no longer calls what checks it: so it was with `frombuf`
                     raise TransferRefused("this Python's tarfile does not let headers be checked")
                 unpacker.entry(opened, info)
     except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:

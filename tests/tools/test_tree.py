@@ -157,6 +157,15 @@ def test_a_hostile_archive_is_refused_and_reaches_nothing(here: Path, name: str)
         unpacked(HOSTILE[name], here)
 
 
+def test_headers_that_tarfile_does_not_let_check_are_refused(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("prorl_envs.tools.unpack._Header._proc_member")
+    with pytest.raises(TransferRefused, match="does not let headers be checked"):
+        unpacked(archive(TOP), here)
+    assert not (here / "out").exists()
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_nor_into_a_tree_that_is_there(here: Path, name: str) -> None:
     (here / "out").mkdir()
