@@ -131,6 +131,7 @@ async def test_an_episode_is_shown_as_a_conversation(chromium: Any, address: str
         assert await page.locator(".verdict .big").inner_text() == "1"
         await page.get_by_role("tab", name="Tokens").click()
         sampled = page.locator("#tokens-1 .token")
+        await sampled.first.wait_for()
         assert await sampled.all_inner_texts() == token_texts(builtin_renderer().decode, [76, 77, 78])
         assert [re.findall(r"p\d", await token.get_attribute("class")) for token in await sampled.all()] == [
             ["p5"], ["p2"], ["p0"],
