@@ -127,8 +127,8 @@ class Sandbox(Protocol):
 
     @property
     def workspace(self) -> Path:
-        """Host path of the directory seen inside as `spec.workdir`. Content is hostile: never follow
-        links in it, never run anything from it on the host."""
+        """Host path of the directory seen inside as `spec.workdir`, until the sandbox is closed. Content is
+        hostile: never follow links in it, never run anything from it on the host."""
         ...
 
     @property

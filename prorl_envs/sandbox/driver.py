@@ -360,12 +360,16 @@ class NodeSandbox(ABC):
     async def _release(self) -> None:  # noqa: B027 - most hold nothing
         """Give back what the sandbox used, once it has ended and its files are gone."""
 
+    def _remove_files(self) -> None:
+        """Remove its directory, once nothing runs in it. Called in a thread."""
+        remove_tree(self._root)
+
     async def _close(self) -> None:
         self._stop_copying.set()
         async with self._copying:
             await self._end()
         await self.contained.release()
-        await asyncio.to_thread(remove_tree, self._root)
+        await asyncio.to_thread(self._remove_files)
         await self._release()
         self._driver.forget(self)
 

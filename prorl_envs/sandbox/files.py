@@ -11,6 +11,7 @@ import os
 import secrets
 import stat
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
 from prorl_envs.errors import SandboxError
@@ -125,29 +126,43 @@ def remove_tree(path: Path) -> None:
         OSError: something cannot be removed.
     """
     try:
-        _make_accessible(path)
+        make_accessible(path)
         top = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:
         return
     try:
-        fresh_names = map(f"{secrets.token_hex(8)}-{{}}".format, itertools.count())
-        pending = _directories_left(top)
-        while pending:
-            name = pending.pop()
-            _make_accessible(name, top)
-            fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
-            try:
-                for child in _directories_left(fd):
-                    _make_accessible(child, fd)  # a directory can only be moved by who may write to it
-                    moved = next(fresh_names)
-                    os.rename(child, moved, src_dir_fd=fd, dst_dir_fd=top)
-                    pending.append(moved)
-            finally:
-                os.close(fd)
-            os.rmdir(name, dir_fd=top)
+        clear(top)
     finally:
         os.close(top)
     path.rmdir()
+
+
+def clear(top: int, *, but: Collection[str] = ()) -> list[str]:
+    """Remove what is in a directory (a descriptor) as `remove_tree` does.
+
+    Args:
+        but: names of directories in it that stay, and what is in them.
+
+    Returns:
+        those of them that there are.
+    """
+    fresh_names = map(f"{secrets.token_hex(8)}-{{}}".format, itertools.count())
+    directories = _directories_left(top)
+    pending = [name for name in directories if name not in but]
+    while pending:
+        name = pending.pop()
+        make_accessible(name, top)
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
+        try:
+            for child in _directories_left(fd):
+                make_accessible(child, fd)  # a directory can only be moved by who may write to it
+                moved = next(fresh_names)
+                os.rename(child, moved, src_dir_fd=fd, dst_dir_fd=top)
+                pending.append(moved)
+        finally:
+            os.close(fd)
+        os.rmdir(name, dir_fd=top)
+    return [name for name in directories if name in but]
 
 
 def _directories_left(fd: int) -> list[str]:
@@ -166,7 +181,8 @@ def _directories_left(fd: int) -> list[str]:
             return directories
 
 
-def _make_accessible(path: Path | str, dir_fd: int | None = None) -> None:
+def make_accessible(path: Path | str, dir_fd: int | None = None) -> None:
+    """Let this user into a directory of its own, whatever a sandbox did to its mode."""
     fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=dir_fd)
     try:
         if stat.S_IMODE(os.fstat(fd).st_mode) & 0o700 != 0o700:

@@ -27,6 +27,7 @@ from prorl_envs.sandbox.processes import Process, not_in_forks, receive
 from prorl_envs.sandbox.rootfs import resolve_targets, write_upper
 from prorl_envs.sandbox.route import listen_on_host
 from prorl_envs.sandbox.snapshot import check_mount_points
+from prorl_envs.sandbox.spares import Spares
 from prorl_envs.sandbox.system import write_etc, write_names
 from prorl_envs.sandbox.template import TEMPLATES, Template, TemplateSpec
 from prorl_envs.sandbox.template_process import ForkRequest, Refused, ToolServer
@@ -57,6 +58,7 @@ class NamespaceDriver(IsolatedDriver["NamespaceSandbox"]):
         #: The template whose forks make sandboxes, and then serve what is its first entry.
         self.maker = next(iter(templates))
         super().__init__(root, templates=templates, limits=limits)
+        self.spares = Spares(self.directory.path)
         self._etc: dict[int, asyncio.Task[Path]] = {}
 
     def _template(self, name: str, spec: TemplateSpec) -> Template:
@@ -112,8 +114,15 @@ class NamespaceSandbox(IsolatedSandbox):
         self._files = files
         self._image = image
         self._lifetime: socket.socket | None = None
+        #: Whether somebody knows where the workspace is, and may have mounted it elsewhere.
+        self._shown = False
         #: Who made it, and the way to it, until somebody wants a tool server.
         self._maker: tuple[ToolServer, socket.socket] | None = None
+
+    @property
+    def workspace(self) -> Path:
+        self._shown = True
+        return super().workspace
 
     async def _launch(self) -> None:
         try:
@@ -240,9 +249,9 @@ class NamespaceSandbox(IsolatedSandbox):
         return (path.name for path in self._files.state(self._spec))
 
     def _prepare_files(self) -> None:
-        self._files.root.mkdir(mode=0o700, exist_ok=self._restored)
-        made = () if self._restored else self._files.state(self._spec)
-        for directory in (*made, *self._files.scratch(self._spec)):
+        if not self._restored:
+            self._driver.spares.make(self._files.root, self._files.state(self._spec))
+        for directory in self._files.scratch(self._spec):
             directory.mkdir(mode=0o700)
         if has_own_names(self._spec):
             write_names(self._files.root, self._spec.hostname)
@@ -253,6 +262,12 @@ class NamespaceSandbox(IsolatedSandbox):
             check_mount_points(self._files.places(self._inside), mount_points(self._inside))
         elif image is not None:
             write_upper(image, self._files.upper, self._inside)
+
+    def _remove_files(self) -> None:
+        keep = {path.name for path in (self._files.tmp, self._files.home)}
+        if not self._shown:
+            keep.add(self._files.work.name)
+        self._driver.spares.retire(self._files.root, keep)
 
     def _before_end(self) -> None:
         if self._lifetime is not None:

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from prorl_envs.conformance.box import Box
+from prorl_envs.conformance.box import TIMEOUT_S, Box
 from prorl_envs.conformance.promise import IMAGE, NO_IMAGE, NOT_LOCAL, PYTHON, Promises, Untried, expect, same
 from prorl_envs.conformance.world import World
-from prorl_envs.sandbox.base import Mount, SandboxSpec
+from prorl_envs.sandbox.base import Driver, Mount, SandboxSpec
 
 promises = Promises("file systems")
 
@@ -379,3 +379,57 @@ async def small_image(world: World) -> None:
 )
 async def own_devices(world: World) -> None:
     await world.box.nothing(f"{WRITE}\nw /dev/x")
+
+
+#: Opens each of a sandbox's own directories, and tries what not every file system can do.
+_OWN = """
+import contextlib, fcntl, os, stat, struct
+GET, SET, NO_DUMP = 0x80086601, 0x40086602, 0x40  # FS_IOC_GETFLAGS, FS_IOC_SETFLAGS
+own = [os.open(path, os.O_RDONLY) for path in (os.environ["HOME"], "/tmp", os.getcwd())]
+def flags(fd):
+    return struct.unpack("q", fcntl.ioctl(fd, GET, bytes(8)))[0]
+def tried(call):
+    with contextlib.suppress(OSError):
+        return call()
+"""
+_SEEN = f"""{_OWN}
+for fd in own:
+    print(stat.filemode(os.fstat(fd).st_mode), os.listdir(fd))
+    print(tried(lambda: os.listxattr(fd)), tried(lambda: flags(fd)))
+"""
+_GIVEN = f"""{_OWN}
+for fd in own:
+    os.makedirs(f"/proc/self/fd/{{fd}}/deep/er")
+    tried(lambda: os.setxattr(fd, "user.given", b"on"))
+    tried(lambda: fcntl.ioctl(fd, SET, struct.pack("q", flags(fd) | NO_DUMP)))
+    os.fchmod(fd, 0)
+print("given")
+"""
+
+
+@promises.add(
+    "FS-026",
+    "Nothing that a sandbox gave its directories is found by the next.",
+    needs=(PYTHON,),
+    exempt=NOT_LOCAL,
+    harmful=True,
+)
+async def inherited(world: World) -> None:
+    async with world.own_driver() as (driver, _):
+        said = [await _said(world, driver, code) for code in (_SEEN, _GIVEN, _SEEN)]
+    same(said[1], "given\n")
+    same(said[2], said[0])
+
+
+async def _said(world: World, driver: Driver, code: str) -> str:
+    """What Python prints in a sandbox of its own."""
+    sandbox = await driver.start(world.spec(python=True))
+    try:
+        tools = await world.tools(sandbox)
+        try:
+            done = await tools.run([sys.executable, "-I", "-c", code], timeout_s=TIMEOUT_S)
+        finally:
+            await tools.aclose()
+    finally:
+        await sandbox.close()
+    return done.output.decode(errors="replace")
