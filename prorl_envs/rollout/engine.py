@@ -106,7 +106,10 @@ class Engine:
         """Take jobs in that an earlier service began or did not come to, each with what it used up."""
         now, attempts, failures = self._clock.monotonic(), group.attempts, group.failures
         begun_by = group.begun_by
-        episodes = [Episode(group.request, i, task, now, attempts[i], failures[i], begun_by) for i in samples]
+        episodes = [
+            Episode(group.request, i, task, now, attempts[i], failures[i], begun_by, readmitted=True)
+            for i in samples
+        ]
         self._admit(episodes, share)
 
     def _admit(self, episodes: Sequence[Episode], share: Share) -> None:
@@ -239,7 +242,11 @@ class Engine:
     async def _perform(self, episode: Episode, stage: Stage) -> Failure | None:
         with tracing.in_stage(episode.id, episode.span, stage, episode.attempts) as span:
             if stage is Stage.INIT:
-                await self._persist(partial(self._store.started, episode.id, episode.failures))
+                # A job that ends every service it comes to has to be found out.
+                at_once = episode.readmitted or episode.failures > 0
+                await self._persist(
+                    partial(self._store.started, episode.id, episode.failures, at_once=at_once)
+                )
             failure = await self._crew.perform(episode, stage)
             if failure is not None:
                 tracing.note_failure(span, failure)

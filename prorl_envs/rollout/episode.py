@@ -125,6 +125,7 @@ class Episode:
         span: its trace.
         failures: how many of these attempts failed; one that was interrupted by the end of a service did not.
         batch_id: the batch that began its group, if any.
+        readmitted: whether an earlier service accepted it.
         node: where its attempt is, or the last one was.
         started_at: clock time at which its last stage began, seconds.
     """
@@ -136,6 +137,7 @@ class Episode:
     attempts: int = 0
     failures: int = 0
     batch_id: str | None = None
+    readmitted: bool = False
     attempt: Attempt = field(default_factory=Attempt)
     queued_s: float = 0.0
     active_s: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))

@@ -54,14 +54,16 @@ _TRIM_ROWS = 16
 #: What a transaction may weigh, in tokens to be packed, to be carried out on the event loop: some 3 ms. A
 #: submitted group weighs as much as so many.
 _LIGHT, _GROUP_WEIGHT = 16_384, 1_024
+#: Seconds that a write waits, at most, for another to go with, where nobody waits for it.
+_COMPANY_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    """Something to be written: see `SqlStore._write`."""
+    """Something to be written: see `SqlStore._write`. Where nobody waits for it there is no future."""
 
     work: Callable[[], Any]
-    future: asyncio.Future[Any]
+    future: asyncio.Future[Any] | None
     weight: float
     alone: bool
 
@@ -118,7 +120,8 @@ class SqlStore:
         self._recent = Recent()
         self._waiting: list[_Write] = []
         self._left = False  # whether the last transaction left others waiting
-        self._committing: asyncio.Future[None] | None = None  # done when nothing waits to be written
+        self._committing: asyncio.Future[None] | None = None  # done when nobody waits for a write
+        self._company: asyncio.TimerHandle | None = None  # what waits without anybody goes alone then
         self._closed = False
         self._writer = ThreadPoolExecutor(1, "store-write")
         self._reader = ThreadPoolExecutor(1, "store-read")
@@ -127,8 +130,12 @@ class SqlStore:
         weight = len(groups) * _GROUP_WEIGHT
         return await self._write(partial(self._submit, groups), weight=weight, alone=True)
 
-    async def started(self, job_id: str, failures: int = 0) -> None:
-        await self._write(partial(self._started, job_id, failures), weight=0)
+    async def started(self, job_id: str, failures: int = 0, *, at_once: bool = True) -> None:
+        work = partial(self._started, job_id, failures)
+        if at_once:
+            await self._write(work, weight=0)
+        else:
+            self._write_with_others(work)
 
     async def record(self, result: Result) -> Result:
         return await self._write(partial(self._record, result), weight=token_count(result))
@@ -186,6 +193,8 @@ class SqlStore:
     async def aclose(self) -> None:
         """Finish what was asked for and let go of the file. Idempotent."""
         self._closed = True
+        if self._waiting:
+            self._hurry()
         if self._committing is not None:
             await asyncio.wait([self._committing])
         for executor in (self._writer, self._reader):
@@ -206,21 +215,37 @@ class SqlStore:
         self._check_open()
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Write(work, future, weight, alone))
+        self._hurry()
+        return await future
+
+    def _write_with_others(self, work: Callable[[], Any]) -> None:
+        """Have light `work` done in a transaction that comes soon."""
+        self._check_open()
+        self._waiting.append(_Write(work, None, 0.0, alone=False))
+        self._await_company()
+
+    def _hurry(self) -> None:
+        """See to it that what waits is written now, or next."""
+        if self._company is not None:
+            self._company.cancel()
+            self._company = None
         if self._committing is None:
             self._committing = asyncio.get_running_loop().create_future()
             asyncio.get_running_loop().call_soon(self._commit)  # with what others write until then
-        return await future
+
+    def _await_company(self) -> None:
+        if self._committing is None and self._company is None:
+            self._company = asyncio.get_running_loop().call_later(_COMPANY_S, self._hurry)
 
     # Callbacks, not a task: each round of a busy loop that is saved is waited for by nobody.
 
     def _commit(self) -> None:
         """Write what waits."""
         loop = asyncio.get_running_loop()
-        batch = [] if self._left else [write for write in self._waiting if write.alone]
-        if batch:
-            self._waiting = [write for write in self._waiting if not write.alone]
-        else:
-            batch, self._waiting = self._waiting, []
+        batch, self._waiting = self._waiting, []
+        if not self._left and any(write.alone for write in batch):
+            self._waiting = [write for write in batch if write.future is not None and not write.alone]
+            batch = [write for write in batch if write.future is None or write.alone]
         self._left = bool(self._waiting)
 
         def tell(done: Future[list[Any]]) -> None:
@@ -235,7 +260,7 @@ class SqlStore:
             run = partial(self._end, self._begin(works))
         self._writer.submit(run).add_done_callback(tell)
 
-    def _committed(self, waiting: Sequence[asyncio.Future[Any]], done: Future[list[Any]]) -> None:
+    def _committed(self, waiting: Sequence[asyncio.Future[Any] | None], done: Future[list[Any]]) -> None:
         """Tell those whose writing is done, or has failed, and write what has come meanwhile."""
         error = done.exception()
         if error is None:
@@ -244,7 +269,7 @@ class SqlStore:
         for future, outcome in zip(
             waiting, done.result() if error is None else [error] * len(waiting), strict=True
         ):
-            if future.done():  # its caller was cancelled
+            if future is None or future.done():  # nobody waits, or its caller was cancelled
                 continue
             if isinstance(outcome, self.errors):
                 outcome = self._unavailable("written", outcome)
@@ -252,11 +277,13 @@ class SqlStore:
                 future.set_exception(outcome)
             else:
                 future.set_result(outcome)
-        if self._waiting:
+        if any(write.future is not None for write in self._waiting) or (self._closed and self._waiting):
             self._commit()
         elif self._committing is not None:
             self._committing.set_result(None)
             self._committing = None
+            if self._waiting:
+                self._await_company()
 
     async def _read[T](self, work: Callable[[], T]) -> T:
         self._check_open()

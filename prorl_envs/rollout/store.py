@@ -155,11 +155,13 @@ class Store(Protocol):
         """Raises: NotFound."""
         ...
 
-    async def started(self, job_id: str, failures: int = 0) -> None:
+    async def started(self, job_id: str, failures: int = 0, *, at_once: bool = True) -> None:
         """Count an attempt at a job.
 
         Args:
             failures: how many attempts before it failed; the others were interrupted.
+            at_once: return when it is kept. Else it is kept with what is written next, and soon: a service
+                that is killed just then has not counted it.
 
         Raises:
             NotFound: no such job.
@@ -316,7 +318,7 @@ class MemoryStore:
     async def group(self, group_id: str) -> StoredGroup:
         return _view(self._entry(group_id))
 
-    async def started(self, job_id: str, failures: int = 0) -> None:
+    async def started(self, job_id: str, failures: int = 0, *, at_once: bool = True) -> None:
         entry, sample = self._job(job_id)
         entry.attempts[sample] += 1
         entry.failures[sample] = failures

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from prorl_envs.errors import InputError
-from prorl_envs.rollout.errors import CursorExpired, Unavailable
+from prorl_envs.rollout.errors import CursorExpired, NotFound, Unavailable
 from prorl_envs.rollout.types import JobState, Result, Trajectory, TurnRecord
 from tests.rollout.conftest import OpenStore
 from tests.rollout.test_store import group, result
@@ -35,6 +35,61 @@ async def test_everything_is_there_after_a_restart(opened: OpenStore) -> None:
         [unfinished] = await store.unfinished()
         assert (unfinished.request.id, unfinished.attempts) == ("b", (0, 1))
         assert (await store.record(result("b"))).cursor > kept[-1].cursor
+
+
+async def test_a_start_that_nobody_waits_for_is_written_with_what_is_next(opened: OpenStore) -> None:
+    async with opened() as store:
+        await store.submit([group(samples=3)])
+        await store.started("g/0", at_once=False)
+        await store.started("g/1", at_once=False)
+        assert (await store.group("g")).attempts == (0, 0, 0)
+        await store.record(result(sample=2))
+        assert (await store.group("g")).attempts[:2] == (1, 1)
+
+
+async def test_or_soon_by_itself(opened: OpenStore) -> None:
+    async with opened() as store:
+        await store.submit([group()])
+        await store.started("g/0", at_once=False)
+        while (await store.group("g")).attempts == (0, 0):  # noqa: ASYNC110 - the store has no event for it
+            await asyncio.sleep(0.01)
+
+
+async def test_or_when_the_store_is_closed(opened: OpenStore) -> None:
+    async with opened() as store:
+        await store.submit([group()])
+        await store.started("g/0", at_once=False)
+    async with opened() as store:
+        assert (await store.group("g")).attempts == (1, 0)
+
+
+async def test_it_is_written_though_what_went_with_it_was_refused(opened: OpenStore) -> None:
+    async with opened() as store:
+        await store.submit([group()])
+        await store.started("g/0", at_once=False)
+        with pytest.raises(NotFound):
+            await store.started("unknown/0")
+        assert (await store.group("g")).attempts == (1, 0)
+
+
+async def test_starts_beside_everything_else_are_all_counted(opened: OpenStore) -> None:
+    async with opened() as store:
+        await store.submit([group(str(number), samples=4) for number in range(20)])
+
+        async def job(number: int, sample: int) -> None:
+            await store.started(f"{number}/{sample}", at_once=False)
+            await asyncio.sleep(0.001 * (number % 3))
+            await store.started(f"{number}/{sample}", 1, at_once=bool(sample % 2))
+            if sample == 3:
+                await store.record(result(str(number), sample))
+            if sample == 2:
+                await store.submit([group(f"more{number}")])
+
+        await asyncio.gather(*(job(number, sample) for number in range(20) for sample in range(4)))
+    async with opened() as store:
+        for stored in await store.unfinished():
+            if not stored.request.id.startswith("more"):
+                assert stored.attempts[:3] == (2, 2, 2)
 
 
 async def test_a_value_under_a_name_is_the_last_one(opened: OpenStore) -> None:

@@ -17,7 +17,7 @@ from prorl_envs.rollout.errors import Unavailable
 from prorl_envs.rollout.restart import MAX_INTERRUPTIONS
 from prorl_envs.rollout.scheduler import Pause
 from prorl_envs.rollout.sqlite_store import SqliteStore
-from prorl_envs.rollout.store import NewGroup
+from prorl_envs.rollout.store import MemoryStore, NewGroup
 from prorl_envs.rollout.types import GroupRequest, JobState
 from prorl_envs.testing.clock import FakeClock
 
@@ -204,6 +204,39 @@ async def test_a_restart_forgives_the_interruption_and_not_the_failures_before_i
         assert failed.failure.kind is FailureKind.SANDBOX
         assert failed.attempts == 3, "one failed, one was interrupted, and the last one failed"
         await bench.service.stop()
+
+
+class Counting(MemoryStore):
+    """Remembers which starts were waited for."""
+
+    durable = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited_for: list[tuple[str, bool]] = []
+
+    async def started(self, job_id: str, failures: int = 0, *, at_once: bool = True) -> None:
+        self.waited_for.append((job_id, at_once))
+        await super().started(job_id, failures, at_once=at_once)
+
+
+async def test_only_a_start_that_may_be_the_last_of_this_service_is_waited_for(make_bench: Any) -> None:
+    store = Counting()
+    bench = await make_bench(kept_in=store, attempts=2)
+    await bench.submit(bench.group("fails-once", faults={"init": "sandbox"}))
+    await bench.finished(1)
+    bench.world.gates["init"] = asyncio.Event()
+    await bench.submit(bench.group("interrupted"))
+    await bench.world.until(lambda: bench.world.inside["init"] == 1)
+    await bench.service.stop()
+    bench = await make_bench(kept_in=store)
+    await bench.finished(2)
+    assert store.waited_for == [
+        ("fails-once/0", False),
+        ("fails-once/0", True),
+        ("interrupted/0", False),
+        ("interrupted/0", True),
+    ]
 
 
 async def test_a_job_that_ends_its_service_again_and_again_is_given_up(
