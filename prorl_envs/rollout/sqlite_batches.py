@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from prorl_envs.rollout.batch_types import BatchRequest, BatchTask
+from prorl_envs.rollout.sqlite_file import deflate
 from prorl_envs.rollout.store import StoredBatch, batch_conflict
 from prorl_envs.rollout.types import split_job_id
 
@@ -24,7 +25,7 @@ def keep(db: "Connection", batch: StoredBatch) -> None:
     if any(split_job_id(row[0])[0] == request.id for row in alike.fetchall()):
         raise batch_conflict(request.id)
     unsaid = _unsaid(request) | {"tasks": {i: _unsaid(task) for i, task in enumerate(request.tasks)}}
-    body = zlib.compress(request.model_dump_json(exclude=unsaid).encode(), 1)
+    body = deflate(request.model_dump_json(exclude=unsaid).encode())
     db.execute(
         "INSERT INTO batches (id, request, tenant, carried, dropped, closed) VALUES (?, ?, ?, ?, ?, ?)",
         (request.id, body, batch.tenant, json.dumps(batch.carried), batch.dropped, batch.closed),
@@ -38,7 +39,7 @@ def extend(db: "Connection", batch_id: str, first: int, tasks: Sequence[BatchTas
     """Append tasks."""
     [number] = db.execute("SELECT number FROM batches WHERE id = ?", (batch_id,)).fetchone()
     rows = [
-        (number, position, zlib.compress(task.model_dump_json(exclude=_unsaid(task)).encode(), 1))
+        (number, position, deflate(task.model_dump_json(exclude=_unsaid(task)).encode()))
         for position, task in enumerate(tasks, first)
     ]
     db.executemany("INSERT INTO batch_tasks (number, position, body) VALUES (?, ?, ?)", rows)

@@ -31,7 +31,7 @@ from prorl_envs.rollout.batch_types import BatchTask
 from prorl_envs.rollout.errors import NotFound, Unavailable
 from prorl_envs.rollout.looking import Hits
 from prorl_envs.rollout.sql_looking import Connection, condition
-from prorl_envs.rollout.sqlite_file import lock, open_file, pack, unpack
+from prorl_envs.rollout.sqlite_file import deflate, lock, open_file, pack, unpack
 from prorl_envs.rollout.store import (
     ALL,
     PAGE_TOKENS,
@@ -341,7 +341,7 @@ class SqlStore:
                 new[request.id] = group, text
         for group, text in new.values():
             samples = group.request.samples
-            environment, packed = group.request.environment, zlib.compress(text, 1)
+            environment, packed = group.request.environment, deflate(text)
             [number] = self._db.execute(
                 "INSERT INTO groups (id, task_id, environment, request, missing, batch_id, weight_version)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?) RETURNING number",

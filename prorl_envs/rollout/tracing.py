@@ -1,6 +1,6 @@
 """OpenTelemetry traces: a job, its stages, and in RUN every model call and tool call.
 
-Without an OpenTelemetry SDK all of this does nothing, and asks once a span whether there is one. Names of
+Without an OpenTelemetry SDK all of this does nothing, and asks once a stage whether there is one. Names of
 attributes follow https://opentelemetry.io/docs/specs/semconv/gen-ai/ where they fit. No prompt, output or
 task text goes into a span: traces travel to other systems than results do.
 """
@@ -30,8 +30,17 @@ current_job: ContextVar[str] = ContextVar("current_job", default="")
 _NO_SPAN: AbstractContextManager[Span] = nullcontext(trace.INVALID_SPAN)
 
 
-def _traced() -> bool:
+#: Whether somebody traces, as found when the stage began that this task works for; None outside of stages.
+_stage_traced: ContextVar[bool | None] = ContextVar("stage_traced", default=None)
+
+
+def _is_traced() -> bool:
     return not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
+
+
+def _traced() -> bool:
+    known = _stage_traced.get()
+    return _is_traced() if known is None else known
 
 
 def _current(name: str) -> AbstractContextManager[Span]:
@@ -59,13 +68,23 @@ def end_job(span: Span, state: JobState, reward: float | None, attempts: int) ->
 @contextmanager
 def in_stage(job: str, span: Span, stage: Stage, attempt: int) -> Iterator[Span]:
     """While one stage of a job runs in this task."""
-    token = current_job.set(job)
+    with (
+        _working_for(job),
+        trace.use_span(span) if _traced() else nullcontext(),
+        _current(stage) as of_stage,
+    ):
+        of_stage.set_attributes({"prorl.job": job, "prorl.attempt": attempt})
+        yield of_stage
+
+
+@contextmanager
+def _working_for(job: str) -> Iterator[None]:
+    of_job, of_traced = current_job.set(job), _stage_traced.set(_is_traced())
     try:
-        with trace.use_span(span) if _traced() else nullcontext(), _current(stage) as of_stage:
-            of_stage.set_attributes({"prorl.job": job, "prorl.attempt": attempt})
-            yield of_stage
+        yield
     finally:
-        current_job.reset(token)
+        _stage_traced.reset(of_traced)
+        current_job.reset(of_job)
 
 
 def carried() -> dict[str, str]:
@@ -78,12 +97,9 @@ def carried() -> dict[str, str]:
 @contextmanager
 def continued(job: str, carrier: dict[str, str]) -> Iterator[None]:
     """While a stage of a job is begun whose span is on another machine; tasks made here are in it."""
-    token = current_job.set(job)
-    try:
-        with trace.use_span(trace.get_current_span(_propagator.extract(carrier, context=Context()))):
-            yield
-    finally:
-        current_job.reset(token)
+    span = trace.get_current_span(_propagator.extract(carrier, context=Context()))
+    with _working_for(job), trace.use_span(span):
+        yield
 
 
 def note_failure(span: Span, failure: Failure) -> None:

@@ -143,12 +143,12 @@ class Watchdog:
         while True:
             now = time.monotonic()
             self._end_the_old(now)
-            node = usage.node_use()
-            due = [watch for watch in self._watches.values() if watch.looked_at and _is_due(watch, node, now)]
-            if due:
-                assert self._thread is not None
-                await loop.run_in_executor(self._thread, self._look, due, node)
-                self._end_the_guilty(due)
+            if candidates := [watch for watch in self._watches.values() if _may_be_due(watch, now)]:
+                node = usage.node_use()
+                if due := [watch for watch in candidates if _is_due(watch, node, now)]:
+                    assert self._thread is not None
+                    await loop.run_in_executor(self._thread, self._look, due, node)
+                    self._end_the_guilty(due)
             if now >= self._disk_due:
                 self._disk_due = time.monotonic() + DISK_S
                 await self._look_at_disk()
@@ -259,6 +259,11 @@ class Watchdog:
         elif not self._warned:
             self._warned = True
             logger.warning("less than %s are free in %s", size_words(self._reserve), self._directory)
+
+
+def _may_be_due(watch: Watch, now: float) -> bool:
+    """Whether it is due, or can be by what the machine uses."""
+    return watch.looked_at and (watch.due <= now or watch.wake is not None)
 
 
 def _is_due(watch: Watch, node: usage.NodeUse, now: float) -> bool:

@@ -15,7 +15,7 @@ import pytest
 
 from prorl_envs.errors import InputError
 from prorl_envs.rollout.errors import NotFound, Unavailable
-from prorl_envs.rollout.sqlite_file import FORMATS, pack
+from prorl_envs.rollout.sqlite_file import FORMATS, deflate, pack
 from prorl_envs.rollout.sqlite_store import SqliteStore
 from prorl_envs.rollout.store import Selection
 from prorl_envs.testing.clock import FakeClock
@@ -31,6 +31,14 @@ async def opened(path: Path, **bounds: int) -> AsyncIterator[SqliteStore]:
         yield store
     finally:
         await store.aclose()
+
+
+@pytest.mark.parametrize("size", [0, 1, 8191, 8192, 8193, 100_000])
+def test_content_of_any_size_comes_back_from_few_bytes(size: int) -> None:
+    text = b"ab" * size
+    packed = deflate(text[:size])
+    assert zlib.decompress(packed) == text[:size]
+    assert len(packed) < size / 20 + 20
 
 
 @contextmanager
