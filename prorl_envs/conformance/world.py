@@ -64,9 +64,11 @@ class World:
         return SandboxSpec(image=self.subject.image, **fields)
 
     @asynccontextmanager
-    async def fresh(self, *, python: bool = False, **fields: Any) -> AsyncIterator[Box]:
+    async def fresh(
+        self, *, python: bool = False, driver: Driver | None = None, **fields: Any
+    ) -> AsyncIterator[Box]:
         """A sandbox of one's own, with tools; the fields are those of `SandboxSpec`."""
-        sandbox = await self.driver.start(self.spec(python=python, **fields))
+        sandbox = await (driver or self.driver).start(self.spec(python=python, **fields))
         try:
             tools = await Toolbox.open(sandbox, limits=LIMITS)
             try:

@@ -11,7 +11,7 @@ from pathlib import Path
 from prorl_envs.conformance.box import TIMEOUT_S, Box
 from prorl_envs.conformance.promise import IMAGE, NO_IMAGE, NOT_LOCAL, PYTHON, Promises, Untried, expect, same
 from prorl_envs.conformance.world import World
-from prorl_envs.sandbox.base import Driver, Mount, SandboxSpec
+from prorl_envs.sandbox.base import Mount, SandboxSpec
 
 promises = Promises("file systems")
 
@@ -415,21 +415,11 @@ print("given")
     harmful=True,
 )
 async def inherited(world: World) -> None:
+    said = []
     async with world.own_driver() as (driver, _):
-        said = [await _said(world, driver, code) for code in (_SEEN, _GIVEN, _SEEN)]
-    same(said[1], "given\n")
+        for code in (_SEEN, _GIVEN, _SEEN):
+            async with world.fresh(python=True, driver=driver) as box:
+                done = await box.tools.run([box.python, "-I", "-c", code], timeout_s=TIMEOUT_S)
+            said.append(done.output)
+    same(said[1], b"given\n")
     same(said[2], said[0])
-
-
-async def _said(world: World, driver: Driver, code: str) -> str:
-    """What Python prints in a sandbox of its own."""
-    sandbox = await driver.start(world.spec(python=True))
-    try:
-        tools = await world.tools(sandbox)
-        try:
-            done = await tools.run([sys.executable, "-I", "-c", code], timeout_s=TIMEOUT_S)
-        finally:
-            await tools.aclose()
-    finally:
-        await sandbox.close()
-    return done.output.decode(errors="replace")
