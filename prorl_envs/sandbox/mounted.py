@@ -15,7 +15,7 @@ import re
 import shutil
 import stat
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -38,12 +38,19 @@ _REMEDY = (
     "`apptainer build --sandbox DIRECTORY IMAGE` and give the directory"
 )
 
-#: Unmounts once nobody holds the lock. That the file is still the one it locked is checked for the keeper
-#: that wakes late: by then another service may have mounted anew.
-_KEEPER = (
-    'exec 9<"$1/users" 2>/dev/null; flock -x 9 && '
-    '[ "$1/users" -ef /proc/self/fd/9 ] && exec "$2" -u -z "$1/root"'
-)
+#: Mounts, and leaves a keeper behind that unmounts once nobody holds the lock; a share of its own bridges the
+#: time until then, should the service be killed meanwhile. That the file is still the one it locked is checked
+#: for the keeper that wakes late: by then another service may have mounted anew.
+_MOUNT_AND_KEEP = """
+place=$1 offset=$2 image=$3
+exec 9<"$place/users"
+flock -s 9 || exit
+"$squashfuse" -o "ro,nosuid,nodev,offset=$offset" "$image" "$place/root" 9<&- || exit
+exec 9<"$place/users"  # the share ends; where the service lives, its own goes on
+{
+    flock -x 9 && [ "$place/users" -ef /proc/self/fd/9 ] && exec "$fusermount" -u -z "$place/root"
+} 2>/dev/null &
+"""
 
 
 class MountedImage:
@@ -143,8 +150,7 @@ def _share(image: Path, partition: Partition, place: Path) -> MountedImage:
     try:
         fcntl.flock(users, fcntl.LOCK_SH)  # waits at most for a keeper that is about to unmount
         if not _serves(share.root):
-            _mount(image, partition, share.root)
-            _start_keeper(place)
+            _mount(image, partition, place)
     except BaseException:
         _remove_unused(place, users)
         os.close(users)
@@ -195,28 +201,16 @@ def _serves(root: Path) -> bool:
     return True
 
 
-def _mount(image: Path, partition: Partition, root: Path) -> None:
-    root.mkdir(mode=0o700, exist_ok=True)
-    squashfuse = find_program("squashfuse_ll", "squashfuse")
-    _run([squashfuse, "-o", f"ro,nosuid,nodev,offset={partition.offset}", str(image.resolve()), str(root)])
-
-
-def _start_keeper(place: Path) -> None:
-    fusermount = find_program("fusermount3", "fusermount")
+def _mount(image: Path, partition: Partition, place: Path) -> None:
+    """In a process that goes on where this one is killed: what is mounted always has a keeper."""
+    (place / "root").mkdir(mode=0o700, exist_ok=True)
     find_program("flock")
-    # Not a child of this process: it may have to outlive it.
-    _run(
-        [
-            find_program("setsid"),
-            "--fork",
-            find_program("sh"),
-            "-c",
-            _KEEPER,
-            "keeper",
-            str(place),
-            fusermount,
-        ]
-    )
+    programs = {
+        "squashfuse": find_program("squashfuse_ll", "squashfuse"),
+        "fusermount": find_program("fusermount3", "fusermount"),
+    }
+    arguments = [str(place), str(partition.offset), str(image.resolve())]
+    _run([find_program("sh"), "-c", _MOUNT_AND_KEEP, "mount", *arguments], env=programs)
 
 
 def find_program(*names: str) -> str:
@@ -231,15 +225,16 @@ def find_program(*names: str) -> str:
     raise SandboxError(f"cannot mount an image: {names[0]} is not installed", hint=_REMEDY)
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str], *, env: Mapping[str, str] | None = None) -> None:
     try:
         done = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            env={"PATH": _PROGRAMS},
+            env={"PATH": _PROGRAMS, **(env or {})},
             cwd="/",
+            start_new_session=True,  # not ended by what is sent to the service and its group
             timeout=_TIMEOUT_S,
             check=False,
         )

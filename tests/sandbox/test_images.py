@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from prorl_envs.sandbox.base import Mount, SandboxSpec
 from prorl_envs.sandbox.choice import make_driver
 from prorl_envs.sandbox.images import Images
 from prorl_envs.sandbox.local import LocalDriver, NoIsolationWarning
-from prorl_envs.sandbox.mounted import mount, sweep_mounts
+from prorl_envs.sandbox.mounted import find_program, mount, sweep_mounts
 from prorl_envs.sandbox.namespaces import NamespaceDriver
 from prorl_envs.sandbox.rootfs import resolve
 from prorl_envs.sandbox.runtime import python_runtime
@@ -233,6 +234,38 @@ def test_a_killed_service_leaves_no_process_no_mount_and_its_files_are_swept(
     asyncio.run(NamespaceDriver().aclose())  # the next driver sweeps
     assert leaks_since(before, run_dir) == []
     assert fuse_mounts(run_dir) == []
+
+
+MOUNTER = """\
+import sys
+from pathlib import Path
+from prorl_envs.sandbox import mounted
+
+mounted._PROGRAMS = f"{sys.argv[3]}:{mounted._PROGRAMS}"
+mounted.mount(Path(sys.argv[1]), Path(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize(
+    "script", ['touch "$0.begun"; sleep 0.3; exec REAL "$@"', 'REAL "$@"; touch "$0.begun"; sleep 0.3']
+)
+def test_a_service_killed_while_it_mounts_leaves_no_mount(
+    sif: Path, run_dir: Path, tmp_path: Path, script: str
+) -> None:
+    slow = tmp_path / "squashfuse_ll"
+    slow.write_text("#!/bin/sh\n" + script.replace("REAL", find_program("squashfuse_ll", "squashfuse")))
+    slow.chmod(0o755)
+    base = run_dir / "mounts"
+    base.mkdir()
+    before = Holdings.now(run_dir)
+    with subprocess.Popen([sys.executable, "-c", MOUNTER, str(sif), str(base), str(tmp_path)]) as service:
+        while not slow.with_suffix(".begun").exists():
+            assert service.poll() is None
+            time.sleep(0.005)
+        service.kill()
+    assert leaks_since(before, run_dir) == []
+    assert len(sweep_mounts(base)) == 1
+    shutil.rmtree(base)
 
 
 async def test_what_is_below_a_mount_or_mask_is_found_through_the_images_links(
