@@ -39,8 +39,8 @@ _REMEDY = (
 )
 
 #: Mounts, and leaves a keeper behind that unmounts once nobody holds the lock; a share of its own bridges the
-#: time until then, should the service be killed meanwhile. That the file is still the one it locked is checked
-#: for the keeper that wakes late: by then another service may have mounted anew.
+#: time until then, should the service be killed meanwhile. That the file is still the one it locked is
+#: checked for the keeper that wakes late: by then another service may have mounted anew.
 _MOUNT_AND_KEEP = """
 place=$1 offset=$2 image=$3
 exec 9<"$place/users"
