@@ -111,12 +111,14 @@ class Ours:
         return box
 
     def pids(self) -> list[int]:
-        """The tool servers, and everything in the sandboxes; not the templates."""
+        """What made the sandboxes, the tool servers, and everything inside; not the templates."""
         found: set[int] = set()
         namespaces = set()
         for box in self._boxes:
             if box.sandbox.alive:
                 found |= {box.sandbox.pid, *box.sandbox.tool_servers}
+                if (maker := box.sandbox.maker_pid) is not None:
+                    found.add(maker)
                 namespaces.add(os.readlink(f"/proc/{box.sandbox.pid}/ns/pid"))  # noqa: PTH115
         return sorted(found | {pid for pid, namespace in _namespaces() if namespace in namespaces})
 

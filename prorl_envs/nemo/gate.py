@@ -193,6 +193,10 @@ class BorrowedSandbox:
         lent.setblocking(False)
         return lent
 
+    async def begin_shell(self) -> None:
+        """The shell that is begun without a tool server is the owner's."""
+        return
+
     def ended(self) -> SandboxError:
         """See `sandbox.base.Sandbox`; the owner may know more."""
         return SandboxError(f"sandbox {self._id} has ended")

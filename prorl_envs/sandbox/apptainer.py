@@ -76,8 +76,7 @@ class ApptainerDriver(BubblewrapDriver):
         """Run bubblewrap inside Apptainer."""
         door = await self._door_showing(image)
         try:
-            command = [str(self.program), *options]
-            return await door.template.bubblewrap(sandbox_id, command, streams, info)
+            return await door.template.spawn(sandbox_id, self.command(options), [streams, info])
         finally:
             await self._leave(door)
 

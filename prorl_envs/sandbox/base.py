@@ -113,6 +113,51 @@ class SandboxSpec:
     network: Network = field(default_factory=Network)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TerminalPlan:
+    """A program to begin on a pseudo-terminal of its own, as the sandbox's maker does.
+
+    Args:
+        programs: absolute paths inside, tried in turn.
+        arguments: what follows the program's own name.
+        env: its whole environment.
+        settings: the terminal's, as TCSETS takes them (the kernel's `struct termios`, 36 bytes).
+        size: rows and columns.
+        text_fd, report_fd: its descriptors of a memory file and of the writing end of a pipe.
+    """
+
+    programs: tuple[str, ...]
+    arguments: tuple[str, ...]
+    env: Mapping[str, str]
+    settings: bytes
+    size: tuple[int, int]
+    text_fd: int
+    report_fd: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """A program that runs on a terminal; the descriptors are their taker's.
+
+    Args:
+        pid: its number on the host; -1 where it has ended already.
+        terminal: the master's side, non-blocking.
+        report: the reading end of the pipe, non-blocking.
+        process: its pidfd.
+        text: the memory file.
+        exits: socket on which the process's parent tells how each of its children ended, as `siginfo_t` (128
+            bytes) from waitid(2); the sandbox's first process is the only other. End of file where the parent
+            is gone.
+    """
+
+    pid: int
+    terminal: int
+    report: int
+    process: int
+    text: int
+    exits: int
+
+
 @runtime_checkable
 class Sandbox(Protocol):
     """A running sandbox. Whoever started it closes it; it ends with the process that started it."""
@@ -161,6 +206,18 @@ class Sandbox(Protocol):
 
         Raises:
             SandboxError: the sandbox has ended, or the process could not join it.
+        """
+        ...
+
+    async def begin_shell(self) -> Begun | None:
+        """Begin the shell that `tools.born.plan` describes, without a tool server; once for a sandbox.
+
+        Returns:
+            what it is driven by; None where there is no such shell, or it was begun before: a tool server can
+            begin others.
+
+        Raises:
+            SandboxError: the sandbox has ended.
         """
         ...
 

@@ -1,7 +1,6 @@
 """The driver for bubblewrap: the same sandboxes, made by a program that a machine may allow what it allows to
 no other, or whose kernel is too old for `NamespaceDriver`."""
 
-import asyncio
 import contextlib
 import json
 import os
@@ -17,10 +16,12 @@ from prorl_envs.sandbox.images import ImageUse
 from prorl_envs.sandbox.namespaces import NamespaceDriver, NamespaceSandbox
 from prorl_envs.sandbox.probe import explain, find_bwrap
 from prorl_envs.sandbox.processes import Process, receive
-from prorl_envs.sandbox.template import TEMPLATES, Template, TemplateSpec
+from prorl_envs.sandbox.template import TEMPLATES, TemplateSpec
 
 #: What the first process says once it runs.
 READY = b"ready\n"
+#: bubblewrap's descriptor for what it says of the namespaces it made.
+_INFO_FD = 3
 #: More than bubblewrap says of the namespaces it made.
 _INFO_BYTES = 4096
 
@@ -49,23 +50,6 @@ class BubblewrapDriver(NamespaceDriver):
     ) -> None:
         self.program = find_bwrap(bwrap)
         super().__init__(root, templates=templates, limits=limits)
-        #: Makes the processes. One made here stops the loop until it runs its program: 4 to 18 ms on a busy
-        #: machine (0052 in docs/decisions).
-        self.starter = Template("starter", TemplateSpec(entries=()), nice=limits.nice)
-
-    async def warm(self, *names: str) -> None:
-        """Start what makes sandboxes, and templates: see `NodeDriver`."""
-        await asyncio.gather(self._warm_starter(), super().warm(*names))
-
-    async def _warm_starter(self) -> None:
-        await self.starter.start()
-
-    def _template(self, name: str, spec: TemplateSpec) -> Template:
-        return Template(name, spec, nice=self.nice, filtered=True)
-
-    async def _release(self) -> None:
-        await self.starter.aclose()
-        await super()._release()
 
     async def run(
         self, sandbox_id: str, options: list[str], streams: int, info: int, image: Path | None
@@ -82,7 +66,12 @@ class BubblewrapDriver(NamespaceDriver):
         Raises:
             SandboxError: it cannot be run.
         """
-        return await self.starter.bubblewrap(sandbox_id, [str(self.program), *options], streams, info)
+        return await self.starter.spawn(sandbox_id, self.command(options), [streams, info])
+
+    def command(self, options: list[str]) -> list[str]:
+        """What `Template.spawn` takes for bubblewrap to be run with these options."""
+        program = str(self.program)
+        return [program, program, "--info-fd", str(_INFO_FD), *options]
 
     def _sandbox(
         self, sandbox_id: str, spec: SandboxSpec, files: SandboxFiles, image: ImageUse | None

@@ -178,7 +178,7 @@ def bwrap_arguments(spec: SandboxSpec, mounts: Sequence[str]) -> list[str]:
 def mount_options(
     spec: SandboxSpec, files: SandboxFiles, *, system_masks: tuple[str, ...] = ()
 ) -> Iterator[str]:
-    """What a sandbox sees, as bubblewrap's options: in order, for whatever makes it (see `enclose.py`).
+    """What a sandbox sees, as bubblewrap's options: in order, for whatever makes it (see `making.py`).
 
     Args:
         system_masks: hidden beside the spec's own `masks`.

@@ -81,6 +81,11 @@ class Contained:
         groups = () if self.group is None else self.group.folders
         return replace(request, groups=groups, rlimits=rlimits(self.limits, isolated=request.isolated))
 
+    def enter(self, pid: int) -> None:
+        """Have the process, which has done nothing yet, and all it starts in the sandbox's control groups."""
+        if self.group is not None:
+            self.group.add(pid)
+
     def take_notices(self) -> list[str]:
         return [] if self.watch is None else self.watch.take()
 

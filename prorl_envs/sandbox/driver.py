@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from prorl_envs.errors import SandboxError
-from prorl_envs.sandbox.base import Limits, SandboxSpec
+from prorl_envs.sandbox.base import Begun, Limits, SandboxSpec
 from prorl_envs.sandbox.command import check
 from prorl_envs.sandbox.containment import DEFAULT_LIMITS, Contained, Containment, NodeLimits
 from prorl_envs.sandbox.descriptors import allow_many, check_room
@@ -308,6 +308,10 @@ class NodeSandbox(ABC):
     ) -> tuple[ToolServer, socket.socket]:
         """Fork a tool server: see `Template.fork`."""
         return await self._driver.templates[template].fork(self.id, place, request)
+
+    async def begin_shell(self) -> Begun | None:
+        """See `base.Sandbox`. Most begin none."""
+        return None
 
     async def snapshot(self) -> Snapshot:
         """Copy the files of the sandbox, which goes on: see `base.Sandbox`."""

@@ -19,6 +19,7 @@ from prorl_envs.sandbox.apptainer_probe import find_apptainer, uses_setuid
 from prorl_envs.sandbox.base import PROXY_PORT, SandboxSpec
 from prorl_envs.sandbox.command import HOME, default_environment, mount_points
 from prorl_envs.sandbox.containment import DEFAULT_LIMITS, NodeLimits
+from prorl_envs.sandbox.descriptors import pid_of
 from prorl_envs.sandbox.doorway import doorway_environment
 from prorl_envs.sandbox.instance_command import (
     InstanceFiles,
@@ -44,7 +45,6 @@ from prorl_envs.sandbox.template_process import (
     ToolServer,
     Wrapper,
     environment,
-    pid_of,
 )
 
 START_TIMEOUT_S = 60.0

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import prorl_envs
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.files import PATH_LIMIT, node_local_base
+from prorl_envs.sandbox.making import Making, why_refused
 
 MINIMUM_VERSION = (0, 11, 0)
 _TIMEOUT_S = 20.0
@@ -213,30 +213,22 @@ def _refusal(command: list[str]) -> str:
     return "" if done.returncode == 0 else done.stderr.strip() or f"exit status {done.returncode}"
 
 
-_ENCLOSE = """\
-import socket, sys
-sys.path.append(sys.argv[1])
-from prorl_envs.sandbox.enclose import enclose, try_out
-mounts = [*sys.argv[2:], "--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"]
-ours, theirs = socket.socketpair()
-request = {"mounts": mounts, "uid": 1, "hostname": "probe", "network": True}
-try:
-    enclose(request, theirs.fileno())
-    try_out(["/bin/true"])
-except OSError as error:
-    sys.exit(error.strerror)
-"""
-
-
 def _enclosure_refusal(*options: str) -> str:
     """What stands in the way of a sandbox with further mounts; empty where nothing does."""
     system = [option for path in _SYSTEM if path.is_dir() for option in ("--ro-bind", str(path), str(path))]
-    package = Path(prorl_envs.__path__[0]).resolve().parent
-    try:
-        said = _refusal([sys.executable, "-I", "-S", "-c", _ENCLOSE, str(package), *system, *options])
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    return said.rpartition("\n")[2]
+    making = Making(
+        mounts=(*system, *options, "--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"),
+        files=frozenset(),
+        own="/proc/",  # of which nothing is mounted
+        workdir="/",
+        uid=1,
+        hostname="probe",
+        network=True,
+        rlimits=(),
+        trial=("/bin/true",),
+        shell=None,
+    )
+    return why_refused(making)
 
 
 def _overlay(name: str, base: Path, refusal: Callable[..., str]) -> Check:

@@ -9,7 +9,6 @@ import logging
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.disk import DiskUse
@@ -60,16 +59,13 @@ class Template:
         spec: what it prepares.
         nice: of it and its forks, at least.
         filtered: whether the system calls of all its forks are filtered from the start.
-        encloses: whether it is to `enclose`.
     """
 
-    def __init__(
-        self, name: str, spec: TemplateSpec, *, nice: int, filtered: bool = False, encloses: bool = False
-    ) -> None:
+    def __init__(self, name: str, spec: TemplateSpec, *, nice: int, filtered: bool = False) -> None:
         self.name = name
         self.spec = spec
         self._nice = nice
-        self._kind = {"filtered": filtered, "encloses": encloses}
+        self._filtered = filtered
         self._starting = asyncio.Lock()
         self._process: TemplateProcess | None = None
 
@@ -131,38 +127,19 @@ class Template:
         process = await self._ensure()
         return await process.listen(sandbox_id, netns, port)
 
-    async def bubblewrap(self, sandbox_id: str, command: list[str], streams: int, info: int) -> Process:
-        """Run bubblewrap where the template runs. It does not end with the template.
+    async def spawn(self, sandbox_id: str, command: list[str], fds: list[int]) -> Process:
+        """Run a program where the template runs. It does not end with the template.
 
         Args:
-            command: the program and its options, without `--info-fd`.
-            streams: descriptor that becomes its standard streams.
-            info: descriptor that becomes its `--info-fd`.
+            command: the program's path, and what it is told, its name first. No path means one in memory.
+            fds: the descriptor that becomes its standard streams, those that become its next ones, and that
+                of a program in memory.
 
         Raises:
             SandboxError: the template does not start, or the process could not be made.
         """
         process = await self._ensure()
-        return await process.bubblewrap(sandbox_id, command, streams, info)
-
-    async def enclose(
-        self, sandbox_id: str, enclosure: Mapping[str, Any], request: ForkRequest, lifetime: int
-    ) -> tuple[Process, ToolServer, socket.socket]:
-        """Fork a process that makes a new sandbox around itself.
-
-        Args:
-            enclosure: see `enclose.enclose`; and as `command`, what the sandbox must be able to run.
-            lifetime: descriptor of a socket; the sandbox ends when its other end is closed.
-
-        Returns:
-            The first process of the sandbox, which does not end with the template, and what `fork` returns.
-
-        Raises:
-            Refused: the kernel makes no such sandbox.
-            SandboxError: the template does not start, or the process ended.
-        """
-        process = await self._ensure()
-        return await process.enclose(sandbox_id, enclosure, request, lifetime)
+        return await process.spawn(sandbox_id, command, fds)
 
     async def measure(self, sandbox_id: str, fds: list[int], *, size: int, files: int) -> DiskUse:
         """Measure a tree in a process of its own: see `disk.measure`.
@@ -194,7 +171,7 @@ class Template:
             return self._process
 
     async def _start(self) -> TemplateProcess:
-        process = TemplateProcess(self.name, self._nice, self.spec.wrapper, **self._kind)
+        process = TemplateProcess(self.name, self._nice, self.spec.wrapper, filtered=self._filtered)
         try:
             await process.prepare(self.spec.entries, self.spec.preload, self.spec.start_timeout_s)
         except BaseException:

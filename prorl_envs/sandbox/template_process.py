@@ -19,6 +19,7 @@ from typing import Any
 
 import prorl_envs
 from prorl_envs.errors import SandboxError, printable
+from prorl_envs.sandbox.descriptors import pid_of
 from prorl_envs.sandbox.disk import DiskUse
 from prorl_envs.sandbox.processes import Process, not_in_forks, receive, writable
 from prorl_envs.sandbox.zygote import MESSAGE_LIMIT, REPORT_LIMIT
@@ -37,10 +38,6 @@ sys.path.extend(path for path in sys.argv[1:] if path not in sys.path)
 from prorl_envs.sandbox.zygote import main
 main()
 """
-
-
-class Refused(SandboxError):
-    """A sandbox could not be made; the message says what the kernel refused, and nothing more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,10 +122,9 @@ class TemplateProcess:
         wrapper: Wrapper | None = None,
         *,
         filtered: bool = False,
-        encloses: bool = False,
     ) -> None:
         self._name = name
-        self._own = {"nice": nice, "filtered": filtered, "encloses": encloses}
+        self._own = {"nice": nice, "filtered": filtered}
         self._wrapper = wrapper
         self._said = ""
         self.own_pid: int | None = None
@@ -228,23 +224,10 @@ class TemplateProcess:
             raise
         return listener
 
-    async def bubblewrap(self, sandbox_id: str, command: list[str], streams: int, info: int) -> Process:
-        """See `Template.bubblewrap`."""
-        server = await self._child_for(sandbox_id, {"bubblewrap": command}, [streams, info])
+    async def spawn(self, sandbox_id: str, command: list[str], fds: list[int]) -> Process:
+        """See `Template.spawn`."""
+        server = await self._child_for(sandbox_id, {"command": command}, fds)
         return server.process
-
-    async def enclose(
-        self, sandbox_id: str, enclosure: Mapping[str, Any], request: ForkRequest, lifetime: int
-    ) -> tuple[Process, ToolServer, socket.socket]:
-        """See `Template.enclose`."""
-        with contextlib.ExitStack() as undo:
-            ours, theirs = _pair(socket.SOCK_STREAM, undo)
-            message = {**asdict(request), "enclosure": enclosure}
-            server = await self._child_for(sandbox_id, message, [lifetime, theirs.fileno()])
-            theirs.close()
-            undo.pop_all()
-            assert server.passed is not None
-            return Process(pid_of(server.passed), server.passed), server, ours
 
     async def measure(self, sandbox_id: str, fds: list[int], *, size: int, files: int) -> DiskUse:
         """See `Template.measure`."""
@@ -317,17 +300,6 @@ class TemplateProcess:
             asyncio.get_running_loop().remove_reader(self._stderr)
 
 
-def pid_of(pidfd: int) -> int:
-    """The number, here, of the process behind `pidfd`; -1 where it has ended."""
-    # Not by a text file object, which costs more than all else here.
-    info = os.open(f"/proc/self/fdinfo/{pidfd}", os.O_RDONLY)
-    try:
-        lines = os.read(info, 4096).splitlines()
-    finally:
-        os.close(info)
-    return next(int(line.split()[1]) for line in lines if line.startswith(b"Pid:"))
-
-
 async def _birth(sandbox_id: str, status: socket.socket, undo: contextlib.ExitStack) -> ToolServer:
     """Wait for the template's message (the process, with its pidfd) and the child's own (it has joined).
 
@@ -352,8 +324,6 @@ async def _birth(sandbox_id: str, status: socket.socket, undo: contextlib.ExitSt
                 undo.callback(os.close, passed)
         elif joined and answer:  # it failed so soon that its report overtook the template's message
             _log_failure(sandbox_id, message)
-        elif "refused" in message:
-            raise Refused(message["refused"])
         else:
             raise SandboxError(
                 f"a process could not join the sandbox: {message['summary']}",

@@ -6,9 +6,9 @@ open. It is single-threaded and never runs anything a sandbox says; the fork doe
     host -> template    once, what to import; then one message per fork, with descriptors. For a tool server:
                         the sandbox's first process, the tool server's socket, the status socket. For a
                         default route or a listening socket: the network namespace, the status socket.
-                        For bubblewrap, which is spawned and not forked: its standard streams, its info file,
-                        the status socket. For a tool server that makes its own sandbox (`enclose.py`): what
-                        ends that, in place of the first process.
+                        For a program, which is spawned and not forked: what becomes its standard streams,
+                        then what becomes its next descriptors, the program itself where it is in memory, the
+                        status socket.
                         For the size of a tree: its directory, the sandbox's first process where there is one,
                         the status socket.
                         While there is a spare, a child forked ahead, it alone reads the requests; it takes
@@ -19,8 +19,7 @@ open. It is single-threaded and never runs anything a sandbox says; the fork doe
                         descriptor of itself and of its root directory. It joins nothing: tools get no
                         namespaces, and the descriptors in their place mean nothing.
     child -> host       on the status socket: `ready` once it has joined, with the listening socket where one
-                        was asked for, and the pidfd of the first process where it has made the sandbox; or
-                        the error; and later, should the entry fail, its traceback
+                        was asked for; or the error; and later, should the entry fail, its traceback
 """
 
 import contextlib
@@ -35,27 +34,25 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from importlib.machinery import PathFinder
 from typing import Any, NoReturn
 
 from prorl_envs.sandbox.descriptors import receive_descriptors
 from prorl_envs.sandbox.disk import measure
-from prorl_envs.sandbox.enclose import enclose, try_out
 from prorl_envs.sandbox.immortal import immortalise
 from prorl_envs.sandbox.inside import become_first, end_all_but, is_inside, serve_under
 from prorl_envs.sandbox.join import begin, end_with, join, lead_session, settle, yield_processors
+from prorl_envs.sandbox.program import spawn
 from prorl_envs.sandbox.route import add_default_route, listen_inside
 from prorl_envs.sandbox.seccomp import install_filter, own_program
 from prorl_envs.sandbox.syscalls import PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, capabilities, prctl
-from prorl_envs.sandbox.waiter import waiter
 
 MESSAGE_LIMIT = 160 * 1024
 REPORT_LIMIT = 16 * 1024
 #: Milliseconds without a request after which the next spare is forked: beside the work, not in its way.
 _SPARE_MS = 8
-#: bubblewrap's descriptor for what it says of the namespaces it made.
-_INFO_FD = 3
+#: Descriptors that come with a request, at most.
+_DESCRIPTORS = 5
 
 type Entry = Callable[[socket.socket], None]
 
@@ -92,14 +89,12 @@ class _Prepared:
         entries: what its forks may run.
         inside: whether it is the first process of a sandbox.
         spares: whether to keep a child forked ahead.
-        held: descriptors that forks keep until they are in their sandbox.
         found, descriptors: what it tells the host.
     """
 
     entries: dict[str, Entry]
     inside: bool
     spares: bool
-    held: list[int]
     found: dict[str, object]
     descriptors: list[int]
 
@@ -124,8 +119,7 @@ def _prepare(setup: dict[str, Any]) -> _Prepared:
     if setup["filtered"]:  # the kernel translates a filter anew for each process that installs it
         prctl(PR_SET_NO_NEW_PRIVS, 1)
         install_filter()
-    held = [program] if setup["encloses"] and (program := waiter()) is not None else []
-    return _Prepared(entries, inside is not None, setup["spares"], held, found, descriptors)
+    return _Prepared(entries, inside is not None, setup["spares"], found, descriptors)
 
 
 def _load(name: str) -> Entry:
@@ -166,12 +160,12 @@ def _serve(control: socket.socket, prepared: _Prepared) -> None:
             wakeup.recv(4096)
             _reap(children)
         if control.fileno() in ready:
-            message, fds = receive_descriptors(control, MESSAGE_LIMIT, 3)
+            message, fds = receive_descriptors(control, MESSAGE_LIMIT, _DESCRIPTORS)
             if not message:
                 break
             request = json.loads(message)
-            if "bubblewrap" in request:
-                _spawn_bubblewrap(request["bubblewrap"], fds)
+            if "command" in request:
+                _spawn(request["command"], fds)
                 continue
             ours, theirs = _way_to_first(prepared, request)
             pid = _fork(request, fds, prepared, theirs)
@@ -233,25 +227,11 @@ def _fork(
     return _tell_of(pid, fds)
 
 
-def _spawn_bubblewrap(command: list[str], fds: list[int]) -> None:
-    """Start bubblewrap, without a copy of this process on the way: making one and tearing it down again takes
-    longer than bubblewrap takes to begin.
-
-    It is not among the children that end with this process: killed at the wrong moment, its own child would
-    wait for it forever. It makes a session of its own for what it starts.
-    """
-    streams, info, _ = fds
-    program, *options = command
-    actions = [(os.POSIX_SPAWN_DUP2, streams, fd) for fd in range(3)]
+def _spawn(command: list[str], fds: list[int]) -> None:
+    """Start a program. It is not among the children that end with this process: bubblewrap, killed at the
+    wrong moment, would have its own child wait for it forever."""
     try:
-        pid = os.posix_spawn(
-            program,
-            [program, "--info-fd", str(_INFO_FD), *options],
-            {},
-            file_actions=[*actions, (os.POSIX_SPAWN_DUP2, info, _INFO_FD)],
-            # Python ignores these, and what is ignored stays so in programs.
-            setsigdef=(signal.SIGPIPE, signal.SIGXFSZ),
-        )
+        pid = spawn(command, fds[:-1])
     except OSError as error:
         _refuse(fds, error)
     else:
@@ -300,12 +280,12 @@ def _fork_spare(prepared: _Prepared, control: socket.socket, children: set[int])
 
 def _live_as_spare(control: int, free: int, prepared: _Prepared, parent: int) -> NoReturn:
     try:
-        _close_all_but([control, free, *prepared.held])
+        _close_all_but([control, free])
         _reset_signals()
         lead_session()  # can take milliseconds where the machine is busy
         end_with(parent)
         with socket.socket(fileno=control) as requests:
-            message, fds = receive_descriptors(requests, MESSAGE_LIMIT, 3)
+            message, fds = receive_descriptors(requests, MESSAGE_LIMIT, _DESCRIPTORS)
             os.close(free)
         if message:
             _live(json.loads(message), fds, prepared, parent, None, spare=True)
@@ -338,7 +318,7 @@ def _live(
         if spare:  # which has done the rest
             _say_pid(status, os.getpid())
         else:
-            _close_all_but([*fds, *prepared.held, *(() if first is None else (first.fileno(),))])
+            _close_all_but([*fds, *(() if first is None else (first.fileno(),))])
             _reset_signals()
         if "route" in request:
             add_default_route(fds[0])
@@ -368,36 +348,21 @@ def _serve_tools(
     request: dict[str, Any], fds: list[int], entry: Entry, parent: int, status: socket.socket
 ) -> None:
     place, tool_fd, _ = fds
-    settled = partial(
-        settle,
+    begin(request["groups"])
+    if request["isolated"]:
+        join(place, host_network=request["host_network"])
+    os.close(place)
+    settle(
         workdir=request["workdir"],
         env=request["env"],
         parent=parent,
         isolated=request["isolated"],
         rlimits=request["rlimits"],
     )
-    found: list[int] = []
-    begin(request["groups"])
-    if "enclosure" in request:
-        try:
-            found.append(os.pidfd_open(enclose(request["enclosure"], place)))
-            _close_others([tool_fd, status.fileno(), *found])
-            settled()
-            try_out(request["enclosure"]["command"])
-        except OSError as error:
-            _say(status, refused=error.strerror or str(error))
-            raise
-    else:
-        if request["isolated"]:
-            join(place, host_network=request["host_network"])
-        os.close(place)
-        settled()
     if request["isolated"] or is_inside():
         # What was not imported by now would come from the sandbox's files, and run outside its pid namespace.
         sys.meta_path.remove(PathFinder)
-    socket.send_fds(status, [b'{"ready": true}'], found)
-    for fd in found:
-        os.close(fd)
+    _say(status, ready=True)
     entry(socket.socket(fileno=tool_fd))
 
 

@@ -17,8 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from prorl_envs.sandbox.program import NAME
+
 #: PF_KTHREAD of <linux/sched.h>, among the flags of proc(5)'s stat.
 _KERNEL_THREAD = 0x00200000
+#: What makes sandboxes, which a driver keeps for the next that is alike.
+_PROGRAM = f"/memfd:{NAME} (deleted)"
 #: Number, and inode in /proc, of processes that can be none of ours: they are not read again. Another process
 #: of that number has another inode.
 _STRANGERS: set[tuple[str, int]] = set()
@@ -122,7 +126,9 @@ def _descriptors() -> dict[tuple[int, str], str]:
     found = {}
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the one that listed the directory
-            found[int(number), os.readlink(f"/proc/self/fd/{number}")] = ""
+            target = os.readlink(f"/proc/self/fd/{number}")
+            if target != _PROGRAM:
+                found[int(number), target] = ""
     return found
 
 

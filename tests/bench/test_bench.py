@@ -57,7 +57,7 @@ def test_memory_is_counted_and_nothing_is_left(tmp_path: Path) -> None:
     row = json.loads(data.read_text())["memory"]["rows"]["ours bash"]
     assert row["memory"]["live"] == 3
     assert 0.5e6 < row["memory"]["pss"] < 20e6
-    assert row["memory"]["processes"] >= 3  # the first of the sandbox, the tool server, its bash
+    assert row["memory"]["processes"] >= 3  # the first of the sandbox, what made it, its bash
     assert not row["left"]
 
 

@@ -122,6 +122,7 @@ async def test_ending_all_processes_spares_the_tool_servers(driver: InstanceDriv
     sandbox = await driver.start(SandboxSpec())
     one, two = await open_tools(sandbox), await open_tools(sandbox)
     try:
+        await one.bash(":", timeout_s=20)
         await two.bash("setsid sleep 600 & while :; do (sleep 0.01); done &", timeout_s=20)
         servers = sandbox.tool_servers
         await one.end_processes()
