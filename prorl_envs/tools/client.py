@@ -69,7 +69,8 @@ class Toolbox:
         limits: ToolLimits | None = None,
         interpreter: str = "python3",
     ) -> Self:
-        """Fork a tool server into a running sandbox: that of the Python session where there is to be one.
+        """Take a running sandbox. The Python session begins now, where there is to be one; a tool server, or
+        the shell, with the first call.
 
         Args:
             sandbox: stays its owner's.
@@ -84,7 +85,6 @@ class Toolbox:
         engine = PythonEngine.FORKED if python is True else PythonEngine(python or PythonEngine.NONE)
         toolbox = cls(sandbox, engine, limits or ToolLimits(), interpreter)
         try:
-            # One server at first: the other tools' comes with their first call, and many episodes have none.
             if toolbox._python is not None:
                 await toolbox._python.start()
             else:
@@ -135,7 +135,7 @@ class Toolbox:
             shell = self._shells[session] = Session()
         started = time.monotonic()
         async with shell.lock:
-            connection = self._tools.live or await self._tools.connection()
+            connection = await self._tools.shell_connection(session)
             lost = shell.server is not None and shell.server is not connection
             shell.server = connection
             try:

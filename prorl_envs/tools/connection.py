@@ -4,15 +4,16 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any, Self
 
-from prorl_envs.errors import ToolError
+from prorl_envs.errors import RolloutFailure, ToolError
+from prorl_envs.sandbox.base import Begun
 from prorl_envs.sandbox.descriptors import receive_descriptors
-from prorl_envs.tools.lent import DESCRIPTORS, Lent, LentPython, LentShell
+from prorl_envs.tools.lent import DESCRIPTORS, BornShell, Lent, LentPython, LentShell
 from prorl_envs.tools.wire import (
     AnyReply,
     Bash,
@@ -25,6 +26,7 @@ from prorl_envs.tools.wire import (
     Refused,
     Reply,
     Request,
+    Setup,
     WireError,
     decode_reply,
     encode,
@@ -32,6 +34,8 @@ from prorl_envs.tools.wire import (
 
 #: Requests that may be under way at a time.
 IN_FLIGHT_LIMIT = 256
+#: Seconds after which a server that is not set up is given up.
+_SETUP_S = 15.0
 #: Bytes received at a time: below what `malloc` asks the kernel for.
 _RECEIVE_SIZE = 65536
 
@@ -56,13 +60,22 @@ class Connection:
     Not by an asyncio transport, which receives no descriptors.
 
     Args:
-        sock: connected stream socket, owned from here on.
         output_limit: bytes of output kept of each command.
+        reach: has a server started where one is needed; what it returns is owned from here on.
+        setup: makes the first request to it.
     """
 
-    def __init__(self, sock: socket.socket, output_limit: int) -> None:
-        sock.setblocking(False)
-        self._sock = sock
+    def __init__(
+        self,
+        output_limit: int,
+        reach: Callable[[], Awaitable[socket.socket]] | None = None,
+        setup: Callable[[int], Setup] | None = None,
+    ) -> None:
+        self._sock: socket.socket | None = None
+        self._reach, self._setup = reach, setup
+        self._reaching: asyncio.Task[None] | None = None
+        #: What goes to the server with the next bytes.
+        self._passed: tuple[int, ...] = ()
         self._output_limit = output_limit
         self._loop = asyncio.get_running_loop()
         self._ids = count(1)
@@ -76,12 +89,41 @@ class Connection:
         self._why = "the tool server ended"
         #: Whether nothing can be asked any more.
         self.lost = False
-        self._loop.add_reader(sock, self._on_readable)
 
     @classmethod
     async def open(cls, sock: socket.socket, *, output_limit: int = 32 * 1024) -> Self:
         """Take over a connected stream socket."""
-        return cls(sock, output_limit)
+        connection = cls(output_limit)
+        connection._take_over(sock)
+        return connection
+
+    async def reach(self, *, deadline_s: float) -> None:
+        """Have a server started now, and set up.
+
+        Raises:
+            OSError, SandboxError, ToolError: it could not be.
+        """
+        assert self._reach is not None and self._setup is not None
+        self._take_over(await self._reach())
+        await self.request(self._setup, Done, deadline_s=deadline_s)
+
+    def borrow(self, session: str, begun: Begun, *, cwd: str, settings: bytes) -> None:
+        """Take a shell that no server began, for a session that has none.
+
+        Args:
+            begun: owned from here on.
+            cwd: where it was begun.
+            settings: its terminal's.
+        """
+        limit, give_back = self._output_limit, partial(self._give_back_born, session)
+        with contextlib.suppress(OSError, ValueError):  # then the server begins one
+            shell = BornShell(
+                session, begun, cwd, settings, output_limit=limit, give_back=give_back, answer=self._take
+            )
+            if self.lost:
+                shell.close()
+            else:
+                self._lent[session] = shell
 
     async def request[R: Reply](
         self, make: Callable[[int], Request], reply_type: type[R], *, deadline_s: float
@@ -151,14 +193,18 @@ class Connection:
             self._watch_deadline(due)
         return request, future
 
-    def give_up(self, why: str) -> None:
-        """Close at once; every request under way fails with `ServerLost`."""
+    def give_up(self, why: str, error: Exception | None = None) -> None:
+        """Close at once; every request under way fails with `error`, or else `ServerLost`."""
         if self.lost:
             return
         self.lost, self._why = True, why
-        self._loop.remove_reader(self._sock)
-        self._loop.remove_writer(self._sock)
-        self._sock.close()
+        if self._sock is not None:
+            self._loop.remove_reader(self._sock)
+            self._loop.remove_writer(self._sock)
+            self._sock.close()
+        if self._reaching is not None:
+            self._reaching.cancel()
+        self._drop_passed()
         if self._deadline is not None:
             self._deadline.cancel()
         for lent in self._lent.values():
@@ -167,7 +213,7 @@ class Connection:
         self._drop_descriptors()
         for waiting in self._waiting.values():
             if not waiting.future.done():
-                waiting.future.set_exception(ServerLost(why))
+                waiting.future.set_exception(error or ServerLost(why))
         self._waiting.clear()
 
     async def aclose(self) -> None:
@@ -205,30 +251,67 @@ class Connection:
         except WireError as error:
             del self._waiting[request.id]
             raise ToolError(str(error), hint="send less at a time") from error
-        if not self._unsent:
-            sent = self._write(frame)
-            if sent == len(frame):
-                return
-            del frame[:sent]
+        if self._unsent or self._sock is None:
+            self._unsent += frame
+            self._reach_server()
+            return
+        sent = self._write(self._sock, frame)
+        if sent < len(frame):
+            self._unsent += frame[sent:]
             self._loop.add_writer(self._sock, self._on_writable)
-        self._unsent += frame
 
     def _on_writable(self) -> None:
-        del self._unsent[: self._write(self._unsent)]
+        assert self._sock is not None
+        del self._unsent[: self._write(self._sock, self._unsent)]
         if not self._unsent:
             self._loop.remove_writer(self._sock)
 
-    def _write(self, data: bytearray) -> int:
+    def _write(self, sock: socket.socket, data: bytearray) -> int:
         try:
-            return self._sock.send(data)
+            if not self._passed:
+                return sock.send(data)
+            sent = socket.send_fds(sock, [data], self._passed)
         except BlockingIOError:
             return 0
         except (BrokenPipeError, ConnectionResetError):  # the reader finds it at its end
             return len(data)
+        self._drop_passed()
+        return sent
+
+    def _drop_passed(self) -> None:
+        passed, self._passed = self._passed, ()
+        for fd in passed:
+            os.close(fd)
+
+    def _reach_server(self) -> None:
+        """Have a server started for what is to be sent, unless there is one or it is under way."""
+        if self._sock is None and self._reaching is None:
+            self._reaching = self._loop.create_task(self._start_server())
+
+    async def _start_server(self) -> None:
+        assert self._reach is not None and self._setup is not None
+        try:
+            sock = await self._reach()
+            self._take_over(sock)
+            unsent, self._unsent = self._unsent, bytearray()
+            # The first call need not wait for the server's word.
+            self.tell(self._setup, deadline_s=_SETUP_S)
+        except (RolloutFailure, OSError) as error:
+            self._reaching = None
+            self.give_up(str(error), error)
+            return
+        self._unsent += unsent
+        self._loop.add_writer(sock, self._on_writable)
+
+    def _take_over(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._loop.add_reader(sock, self._on_readable)
 
     # From the server, or from what it has lent.
 
     def _on_readable(self) -> None:
+        assert self._sock is not None
         try:
             data, descriptors = receive_descriptors(self._sock, _RECEIVE_SIZE, DESCRIPTORS)
         except BlockingIOError:
@@ -289,6 +372,13 @@ class Connection:
 
     def _give_back(self, session: str | None, returned: Request) -> None:
         del self._lent[session]
+        self._send(returned)
+
+    def _give_back_born(self, session: str, returned: Request) -> None:
+        shell = self._lent.pop(session)
+        assert isinstance(shell, BornShell)
+        adoption, self._passed = shell.adoption
+        self._send(adoption)
         self._send(returned)
 
     def _drop_descriptors(self) -> None:

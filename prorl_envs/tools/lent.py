@@ -15,12 +15,15 @@ import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
+from prorl_envs.sandbox.base import Begun
 from prorl_envs.tools.dialects import BASH
 from prorl_envs.tools.foreground import settings
 from prorl_envs.tools.output import OutputBuffer
 from prorl_envs.tools.reports import Reports
+from prorl_envs.tools.terminal import Terminal, put_text
 from prorl_envs.tools.wire import (
     HEADER_SIZE,
+    Adopt,
     Bash,
     BashDone,
     Cell,
@@ -37,10 +40,13 @@ from prorl_envs.tools.wire import (
 
 #: How many descriptors come with a loan: output, channel, process.
 DESCRIPTORS = 3
-#: Seconds after which a request, at the latest twice that, is the server's.
-_HOLD_S = 0.02
+#: Seconds after which a request, at the latest twice that, is the server's; and where there is none yet, for
+#: to start one costs more.
+_HOLD_S, _BORN_HOLD_S = 0.02, 0.1
 #: Bytes of output after which it is.
 _OUTPUT_LIMIT = 16 * 1024
+#: Bytes of a command's text beyond which it is, for they stay in memory.
+_TEXT_LIMIT = 64 * 1024
 #: Bytes of a cell, and of how it ended, beyond which it is.
 _CELL_LIMIT = 16 * 1024
 _CHANNEL_SIZE, _OUTPUT_SIZE = 8192, 65536
@@ -64,6 +70,7 @@ class Lent[RequestT: Bash | Python](ABC):
         OSError, ValueError: the descriptors are not what they should be.
     """
 
+    _hold_s = _HOLD_S
     #: What output and channel are.
     _kinds: tuple[Callable[[int], bool], Callable[[int], bool]]
 
@@ -102,7 +109,7 @@ class Lent[RequestT: Bash | Python](ABC):
             return False
         self._running, self._started = request, self._loop.time()
         if self._timer is None:
-            self._timer = self._loop.call_at(self._started + _HOLD_S, self._on_time)
+            self._timer = self._loop.call_at(self._started + self._hold_s, self._on_time)
         return True
 
     def runs(self, request_id: int) -> bool:
@@ -116,11 +123,16 @@ class Lent[RequestT: Bash | Python](ABC):
 
     def close(self) -> None:
         """Close the descriptors, and do nothing more."""
+        self._let_go()
+        for fd in self._descriptors:
+            os.close(fd)
+
+    def _let_go(self) -> None:
+        """Watch nothing any more."""
         if self._timer is not None:
             self._timer.cancel()
         for fd in self._descriptors:
             self._loop.remove_reader(fd)
-            os.close(fd)
 
     @abstractmethod
     def _words(self, request: RequestT) -> bytes | bytearray | None:
@@ -146,7 +158,7 @@ class Lent[RequestT: Bash | Python](ABC):
         self._timer = None
         if self._running is None:
             return
-        due = self._started + _HOLD_S
+        due = self._started + self._hold_s
         if due <= self._loop.time():
             self.give_back()
         else:
@@ -238,11 +250,16 @@ class LentShell(Lent[Bash]):
     def _words(self, request: Bash) -> bytes | None:
         nonce = os.urandom(8).hex()
         line, content = BASH.line(request.command, nonce=nonce, status=self._status)
-        plain = content is None and not (request.is_input or request.restart)
-        if not plain or settings(self._source) != self._settings:
+        if request.is_input or request.restart or settings(self._source) != self._settings:
+            return None
+        if content is not None and not self._put(content):
             return None
         self._nonce = nonce
         return line
+
+    def _put(self, content: bytes) -> bool:
+        """Put what cannot be typed where the shell reads it; False where that is not known here."""
+        return False
 
     def _say(self, words: bytes | bytearray) -> None:
         os.write(self._source, words)
@@ -270,6 +287,64 @@ class LentShell(Lent[Bash]):
         self._status, self._cwd = report
         text, omitted = self._text()
         return BashDone(self._running.id, text, omitted, self._status, self._cwd, False, "")
+
+
+class BornShell(LentShell):
+    """A shell that no server began, as if lent by the one that is still to come.
+
+    Args:
+        begun: its descriptors, owned from here on.
+        settings: its terminal's, as it was begun.
+    """
+
+    _hold_s = _BORN_HOLD_S
+
+    def __init__(
+        self,
+        session: str,
+        begun: Begun,
+        cwd: str,
+        settings: bytes,
+        *,
+        output_limit: int,
+        give_back: GiveBack,
+        answer: Answer,
+    ) -> None:
+        self._begun, self._settings_begun = begun, settings
+        done = BashDone(0, "", 0, 0, cwd, False, "", lent=settings)
+        descriptors = begun.terminal, begun.report, begun.process
+        super().__init__(
+            session, done, descriptors, output_limit=output_limit, give_back=give_back, answer=answer
+        )
+        try:
+            os.write(begun.terminal, BASH.prepare.encode())
+        except OSError:
+            self.close()
+            raise
+
+    def _put(self, content: bytes) -> bool:
+        if len(content) > _TEXT_LIMIT:
+            return False
+        put_text(self._begun.text, content)
+        return True
+
+    @property
+    def adoption(self) -> tuple[Adopt, tuple[int, ...]]:
+        """What a server is told so that the shell can go to it, and the descriptors that it gets."""
+        begun = self._begun
+        fds = (begun.terminal, begun.report, begun.process, begun.text, begun.exits)
+        return Adopt(0, self._session, begun.pid, self._settings_begun), fds
+
+    def give_back(self) -> None:
+        self._let_go()  # the descriptors go with it
+        self._give_back(self._returned(self._loop.time() - self._started))
+
+    def close(self) -> None:
+        """End the shell with its command."""
+        self._let_go()
+        terminal = Terminal(self._begun, BASH, self._settings_begun)
+        terminal.kill()
+        terminal.close()
 
 
 class LentPython(Lent[Python]):

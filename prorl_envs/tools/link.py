@@ -2,18 +2,17 @@
 
 import asyncio
 import math
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from prorl_envs.errors import InputError, ToolError
 from prorl_envs.sandbox.base import Sandbox
+from prorl_envs.tools import born
 from prorl_envs.tools.connection import Connection, ServerLost
-from prorl_envs.tools.wire import Done, Reply, Request, Setup
+from prorl_envs.tools.wire import Reply, Request, Setup
 
 ENTRY = "prorl_envs.tools.server:serve"
-#: Variables of every tool's processes, unless the sandbox's own say otherwise: nobody presses a pager's key,
-#: and the model reads no colours.
-ENVIRONMENT = {"PAGER": "cat", "GIT_PAGER": "cat", "MANPAGER": "cat", "TERM": "dumb"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +54,7 @@ class ServerLink:
         self._python = python
         self._connection: Connection | None = None
         self._starting = asyncio.Lock()
+        self._asked_for_shell = False
         self._closed = False
 
     @property
@@ -115,34 +115,45 @@ class ServerLink:
         if self._connection is not None:
             await self._connection.aclose()
 
-    async def _start(self) -> Connection:
-        sock = await self.sandbox.spawn(ENTRY, template=self._template)
-        try:
-            connection = await Connection.open(sock, output_limit=self.limits.output_bytes)
-        except BaseException:
-            sock.close()
-            raise
-        limits = self.limits
+    async def shell_connection(self, session: str) -> Connection:
+        """The live connection, for a command in a session's shell: one that was begun without a server, where
+        there is one to be had.
 
-        def setup(request_id: int) -> Setup:
-            return Setup(
-                request_id,
-                self.sandbox.spec.workdir,
-                {**ENVIRONMENT, **self.sandbox.spec.env},
-                limits.output_bytes,
-                limits.grace_s,
-                self._python,
-            )
-
-        try:
-            if self._python:
-                await connection.request(setup, Done, deadline_s=limits.margin_s)
-            else:  # it has nothing to start, and the first call need not wait for its word
-                connection.tell(setup, deadline_s=limits.margin_s)
-        except BaseException:
-            await connection.aclose()
-            raise
+        Raises:
+            SandboxError: the sandbox has ended.
+            ToolError: the toolbox is closed, or a new server cannot be set up.
+        """
+        connection = await self.connection()
+        if session == born.SESSION and not self._asked_for_shell:
+            self._asked_for_shell = True
+            begun = await self.sandbox.begin_shell()
+            if begun is not None:
+                workdir, settings = self.sandbox.spec.workdir, born.terminal_settings()
+                connection.borrow(session, begun, cwd=workdir, settings=settings)
         return connection
+
+    async def _start(self) -> Connection:
+        connection = Connection(self.limits.output_bytes, self._reach, self._setup)
+        if self._python:  # it has something to start
+            try:
+                await connection.reach(deadline_s=self.limits.margin_s)
+            except BaseException:
+                await connection.aclose()
+                raise
+        return connection
+
+    async def _reach(self) -> socket.socket:
+        return await self.sandbox.spawn(ENTRY, template=self._template)
+
+    def _setup(self, request_id: int) -> Setup:
+        return Setup(
+            request_id,
+            self.sandbox.spec.workdir,
+            {**born.ENVIRONMENT, **self.sandbox.spec.env},
+            self.limits.output_bytes,
+            self.limits.grace_s,
+            self._python,
+        )
 
 
 def check_timeout(timeout_s: float) -> None:

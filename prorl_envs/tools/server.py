@@ -11,6 +11,9 @@ from functools import partial
 
 import msgspec
 
+from prorl_envs.sandbox.base import Begun
+from prorl_envs.sandbox.descriptors import receive_descriptors
+from prorl_envs.tools.dialects import BASH
 from prorl_envs.tools.editor import Editor
 from prorl_envs.tools.files import read_file, write_file
 from prorl_envs.tools.fork import end_processes
@@ -21,10 +24,12 @@ from prorl_envs.tools.patch_files import apply_patch
 from prorl_envs.tools.process import FreshProcess
 from prorl_envs.tools.reader import Leftovers
 from prorl_envs.tools.shell import ShellSession
+from prorl_envs.tools.terminal import Terminal
 from prorl_envs.tools.text import EditError
 from prorl_envs.tools.undo import UndoHistory
 from prorl_envs.tools.wire import (
     CONTENT_LIMIT,
+    Adopt,
     AnyRequest,
     Bash,
     BashDone,
@@ -46,6 +51,7 @@ from prorl_envs.tools.wire import (
     Run,
     RunDone,
     Setup,
+    WireError,
     Write,
     decode_request,
     encode,
@@ -54,6 +60,8 @@ from prorl_envs.tools.wire import (
 #: Shell sessions of one sandbox.
 SESSION_LIMIT = 16
 _RECEIVE_SIZE = 32768
+#: How many descriptors come with a shell.
+_DESCRIPTORS = 5
 _REHEARSAL_S = 10.0
 
 
@@ -106,6 +114,8 @@ class ToolServer:
         self._kernel: KernelSession | None = None
         self._processes: dict[int, FreshProcess] = {}
         self._leftovers = Leftovers(self._loop)
+        #: What came with requests that have not come whole.
+        self._descriptors: list[int] = []
 
     def run(self) -> None:
         self._loop.watch(self._sock.fileno(), self._on_request)
@@ -132,14 +142,17 @@ class ToolServer:
         for process in self._processes.values():
             process.close()
         self._leftovers.close()
+        for fd in self._descriptors:
+            os.close(fd)
         self._loop.close()
         self._sock.close()
 
     def _on_request(self) -> None:
         try:
-            data = self._sock.recv(_RECEIVE_SIZE)
+            data, descriptors = receive_descriptors(self._sock, _RECEIVE_SIZE, _DESCRIPTORS)
         except ConnectionResetError:
-            data = b""
+            data, descriptors = b"", []
+        self._descriptors += descriptors
         if not data:
             self._loop.stop()
             return
@@ -167,6 +180,8 @@ class ToolServer:
             case Return():
                 shell = self._shells[request.session]
                 shell.take_back(request, partial(self._answer_bash, shell))
+            case Adopt():
+                self._adopt(request)
             case Python():
                 self._python().submit(request, self._answer_python)
             case ReturnPython():
@@ -202,15 +217,29 @@ class ToolServer:
                 why = f"[not run: {SESSION_LIMIT} sessions are open already; use one of them]"
                 self._answer(BashDone(request.id, "", 0, None, "", False, why, False, True))
                 return
-            self._shells[name] = ShellSession(
-                self._loop,
-                workdir=self._setup.workdir,
-                env=os.environ,
-                output_limit=self._setup.output_limit,
-                grace_s=self._setup.grace_s,
-            )
+            self._shells[name] = self._new_shell()
         shell = self._shells[name]
         shell.submit(request, partial(self._answer_bash, shell))
+
+    def _new_shell(self) -> ShellSession:
+        return ShellSession(
+            self._loop,
+            workdir=self._setup.workdir,
+            env=os.environ,
+            output_limit=self._setup.output_limit,
+            grace_s=self._setup.grace_s,
+        )
+
+    def _adopt(self, request: Adopt) -> None:
+        descriptors, self._descriptors = self._descriptors, []
+        if len(descriptors) != _DESCRIPTORS or request.session in self._shells:
+            raise WireError("a shell without its descriptors, or one too many")
+        terminal, report, process, text, exits = descriptors
+        begun = Begun(
+            pid=request.pid, terminal=terminal, report=report, process=process, text=text, exits=exits
+        )
+        shell = self._shells[request.session] = self._new_shell()
+        shell.adopt(Terminal(begun, BASH, request.settings))
 
     def _answer_bash(self, shell: ShellSession, reply: Reply) -> None:
         lent = isinstance(reply, BashDone) and reply.lent

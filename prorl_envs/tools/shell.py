@@ -102,6 +102,13 @@ class ShellSession(Session[Bash]):
             self.resume(returned.running, answer, returned.spent_s)
             self._watch(max(0.0, _FIRST_LOOK_S - returned.spent_s))
 
+    def adopt(self, terminal: Terminal) -> None:
+        """Take a shell that another process began and the host drives: before anything is run here."""
+        self._terminal = terminal
+        self._reader = OutputReader(self.loop, terminal.fd, self.output)
+        self._reader.stop()
+        self.lent = True
+
     def close(self) -> None:
         """End the shell and its command. Background jobs stay, without a terminal, until the sandbox ends."""
         if self._terminal is not None:
@@ -166,7 +173,7 @@ class ShellSession(Session[Bash]):
     def _open(self) -> Terminal:
         if not os.path.isdir(self._cwd):  # noqa: PTH112 - pathlib would be this process's only use of it
             self._cwd = self._workdir
-        terminal = self._terminal = Terminal(self._cwd, self._env)
+        terminal = self._terminal = Terminal.open(self._cwd, self._env)
         self._reader = OutputReader(self.loop, terminal.fd, self.output)
         self._reports = Reports()
         self._status = 0

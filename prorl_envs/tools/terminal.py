@@ -10,18 +10,23 @@ import fcntl
 import os
 import shutil
 import signal
+import struct
 import sys
 import termios
 from collections.abc import Mapping
+from typing import Self
 
 from ptyprocess import PtyProcess  # type: ignore[import-untyped]
 
+from prorl_envs.sandbox.base import Begun
 from prorl_envs.tools.dialects import BASH, SH, Dialect
 from prorl_envs.tools.foreground import TIOCGPTN, Situation, by_line, look, settings
 
 # From <asm-generic/ioctls.h>: signal the foreground process group of a pty, whatever its `stty isig` says.
 _TIOCSIG = 0x40045436
-_ROWS, _COLUMNS = 50, 160
+ROWS, COLUMNS = 50, 160
+#: Of a `siginfo_t`: why the process ended, and its status or signal.
+_ENDING, _ENDING_SIZE = struct.Struct("=8xi12xi"), 128
 #: Where a shell's descriptors are on the way to it: numbers that nothing of this process has.
 _TEXT_FD, _REPORT_FD = 990, 991
 
@@ -30,32 +35,52 @@ class Terminal:
     """One running shell, bash or else `sh`. Does the system calls; decides nothing.
 
     Args:
-        cwd: where it starts; where that cannot be entered, in the server's own directory.
-        env: its whole environment.
-
-    Raises:
-        OSError: there is no shell, or no pseudo-terminal.
+        begun: its descriptors, owned from here on; without `exits` it is a child of this process.
+        settings_raw: its terminal's, as it was begun.
     """
 
-    def __init__(self, cwd: str, env: Mapping[str, str]) -> None:
-        path, self.dialect = _find_shell(env)
-        self._text = os.memfd_create("command", os.MFD_CLOEXEC)
-        self.report, report_write = os.pipe()
+    def __init__(self, begun: Begun, dialect: Dialect, settings_raw: bytes) -> None:
+        self.dialect = dialect
+        self.pid = begun.pid
+        self._process = PtyProcess(self.pid, begun.terminal)
+        self.fd: int = self._process.fd
+        self.report, self.pidfd = begun.report, begun.process
+        self._text, self._exits = begun.text, begun.exits
+        self._settings = settings_raw
+        self._unread = False
+
+    @classmethod
+    def open(cls, cwd: str, env: Mapping[str, str]) -> Self:
+        """Start a shell.
+
+        Args:
+            cwd: where it starts; where that cannot be entered, in the server's own directory.
+            env: its whole environment.
+
+        Raises:
+            OSError: there is no shell, or no pseudo-terminal.
+        """
+        path, dialect = _find_shell(env)
+        text = os.memfd_create("command", os.MFD_CLOEXEC)
+        report, report_write = os.pipe()
         try:
-            self._process = _spawn(path, self.dialect, cwd, env, self._text, report_write)
+            pid, master = _spawn(path, dialect, cwd, env, text, report_write)
         except BaseException:
-            os.close(self._text)
-            os.close(self.report)
+            os.close(text)
+            os.close(report)
             raise
         finally:
             os.close(report_write)
-        self.pid: int = self._process.pid
-        self.pidfd = os.pidfd_open(self.pid)
-        self.fd: int = self._process.fd
-        os.set_blocking(self.report, False)
-        self._settings = termios.tcgetattr(self.fd)
-        self._settings_raw = settings(self.fd)
-        self._unread = False
+        os.set_blocking(report, False)
+        begun = Begun(
+            pid=pid, terminal=master, report=report, process=os.pidfd_open(pid), text=text, exits=-1
+        )
+        terminal = cls(begun, dialect, settings(master))
+        terminal.prepare()
+        return terminal
+
+    def prepare(self) -> None:
+        """What is typed first."""
         self._type(self.dialect.prepare.encode())
 
     def evaluate(self, text: str, *, nonce: str, status: int) -> None:
@@ -63,9 +88,7 @@ class Terminal:
         self._restore_settings()
         line, content = self.dialect.line(text, nonce=nonce, status=status)
         if content is not None:
-            os.ftruncate(self._text, 0)
-            os.pwrite(self._text, content, 0)
-            os.lseek(self._text, 0, os.SEEK_SET)
+            put_text(self._text, content)
         self._type(line)
 
     def ask_report(self, *, nonce: str, repair: bool = False) -> None:
@@ -80,8 +103,8 @@ class Terminal:
 
     def lendable(self) -> bytes:
         """The terminal's settings, if another can drive the shell by typing alone; else nothing."""
-        usual = self.dialect is BASH and not self._unread and settings(self.fd) == self._settings_raw
-        return self._settings_raw if usual else b""
+        usual = self.dialect is BASH and not self._unread and settings(self.fd) == self._settings
+        return self._settings if usual else b""
 
     def look(self) -> Situation:
         """What the foreground is doing."""
@@ -97,9 +120,9 @@ class Terminal:
         if self._unread:
             self._unread = False
             # Drops what was typed and never read.
-            termios.tcsetattr(self.fd, termios.TCSAFLUSH, self._settings)
-        elif termios.tcgetattr(self.fd) != self._settings:
-            termios.tcsetattr(self.fd, termios.TCSANOW, self._settings)
+            fcntl.ioctl(self.fd, termios.TCSETSF, self._settings)
+        elif settings(self.fd) != self._settings:
+            fcntl.ioctl(self.fd, termios.TCSETS, self._settings)
 
     def interrupt(self) -> None:
         """What Ctrl-C does, even where the terminal's settings would not let it."""
@@ -123,17 +146,26 @@ class Terminal:
     def kill(self) -> None:
         """Kill the shell and its foreground."""
         self.kill_foreground()
-        signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # another has reaped it
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     def reap(self) -> int:
         """The exit status of the ended shell, negative for a signal; waits for it."""
-        _, status = os.waitpid(self.pid, 0)
-        return os.waitstatus_to_exitcode(status)
+        if self._exits < 0:
+            _, status = os.waitpid(self.pid, 0)
+            return os.waitstatus_to_exitcode(status)
+        os.set_blocking(self._exits, True)
+        ending = os.read(self._exits, _ENDING_SIZE)
+        if len(ending) < _ENDING_SIZE:  # who began it was killed
+            return -signal.SIGKILL
+        code, status = map(int, _ENDING.unpack_from(ending))
+        return status if code == os.CLD_EXITED else -status
 
     def close(self) -> None:
         """Close all descriptors. The shell must have been reaped."""
-        for fd in (self._text, self.report, self.pidfd):
-            os.close(fd)
+        for fd in (self._text, self.report, self.pidfd, self._exits):
+            if fd >= 0:
+                os.close(fd)
         # Its own close() sleeps, and signals a process that is gone.
         self._process.fileobj.close()
         self._process.closed = True
@@ -158,6 +190,13 @@ class Terminal:
             os.write(self.fd, line)
 
 
+def put_text(fd: int, content: bytes) -> None:
+    """Put a command's text into the memory file from which a shell reads it."""
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, content, 0)
+    os.lseek(fd, 0, os.SEEK_SET)
+
+
 def _find_shell(env: Mapping[str, str]) -> tuple[str, Dialect]:
     for dialect in (BASH, SH):
         path = shutil.which(dialect.name, path=env.get("PATH"))
@@ -168,10 +207,10 @@ def _find_shell(env: Mapping[str, str]) -> tuple[str, Dialect]:
 
 def _spawn(
     path: str, dialect: Dialect, cwd: str, env: Mapping[str, str], text: int, report: int
-) -> PtyProcess:
+) -> tuple[int, int]:
     master, slave = os.openpty()
     try:
-        _set_up(slave)
+        set_up(slave)
         number = fcntl.ioctl(master, TIOCGPTN, bytes(4))
         pid = _spawn_on(
             f"/dev/pts/{int.from_bytes(number, sys.byteorder)}", path, dialect, cwd, env, text, report
@@ -181,16 +220,17 @@ def _spawn(
         raise
     finally:
         os.close(slave)
-    return PtyProcess(pid, master)
+    return pid, master
 
 
-def _set_up(terminal: int) -> None:
+def set_up(terminal: int) -> None:
+    """Make the settings of a new terminal a shell's."""
     # Before the shell sees them: it goes back to what it found when a command is killed.
     settings = termios.tcgetattr(terminal)
     settings[1] &= ~termios.OPOST  # "\n" stays "\n"
     settings[3] &= ~termios.ECHO
     termios.tcsetattr(terminal, termios.TCSANOW, settings)
-    termios.tcsetwinsize(terminal, (_ROWS, _COLUMNS))
+    termios.tcsetwinsize(terminal, (ROWS, COLUMNS))
 
 
 def _spawn_on(

@@ -152,6 +152,21 @@ class Return(Request, tag=21):
     report: bytes
 
 
+class Adopt(Request, tag=23):
+    """A shell that another process began is the server's from now on, and lent. It is not answered.
+
+    With it come the descriptors of a `sandbox.base.Begun`, in that order.
+
+    Args:
+        pid: its number, outside of the sandbox.
+        settings: its terminal's, as it was begun.
+    """
+
+    session: str
+    pid: int
+    settings: bytes
+
+
 class ReturnPython(Request, tag=22):
     """A lent Python session goes back to the server: see `lent.py`. Answered with `PythonDone` where a cell
     runs, and else not at all.
@@ -254,14 +269,24 @@ class CellDone(msgspec.Struct, array_like=True, gc=False):
 
 
 type AnyRequest = (
-    Setup | Bash | Python | Run | Write | Read | Edit | Cancel | EndProcesses | Patch | Return | ReturnPython
+    Setup
+    | Bash
+    | Python
+    | Run
+    | Write
+    | Read
+    | Edit
+    | Cancel
+    | EndProcesses
+    | Patch
+    | Return
+    | ReturnPython
+    | Adopt
 )
 type AnyReply = Done | BashDone | PythonDone | RunDone | Content | Edited | Refused
 
 _encoder = msgspec.msgpack.Encoder()
-_requests: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(
-    Setup | Bash | Python | Run | Write | Read | Edit | Cancel | EndProcesses | Patch | Return | ReturnPython
-)
+_requests: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(AnyRequest.__value__)
 _replies: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(
     Done | BashDone | PythonDone | RunDone | Content | Edited | Refused
 )
