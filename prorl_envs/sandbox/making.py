@@ -331,9 +331,10 @@ _NULL, _PROC, _FOLDER, _TO_FIRST, _TO_MAKER = range(OWN + 1, OWN + 6)
 
 def _begin(writer: _Writer, making: Making) -> None:
     call = writer.call
+    # First of all: who ends with something unread takes what it said before with it.
+    call("read", WAY, Stack(), 1, least=1, otherwise=END)
     call("close_range", WAY, OWN, _CLOSE_ON_EXEC)
     call("close_range", OWN + 1, _ALL, 0)
-    call("read", WAY, Stack(), 1, least=1, otherwise=END)
     # Refused where the service's own is higher already.
     call("openat", _HERE, "/proc/self/oom_score_adj", os.O_WRONLY, least=ANY)
     call("write", OWN + 1, _OOM_SCORE, len(_OOM_SCORE), least=ANY)
