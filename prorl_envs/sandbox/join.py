@@ -30,7 +30,7 @@ NAMESPACES = (
 )
 
 #: How much rather than others the kernel kills a sandbox's process where the machine's memory runs out.
-_OOM_SCORE = b"500"
+OOM_SCORE = b"500"
 
 
 def join(pidfd: int, *, host_network: bool = False) -> None:
@@ -83,7 +83,7 @@ def settle(
     os.chdir(workdir)
     os.umask(0o022)
     for kind, soft, hard in rlimits:
-        _lower_limit(kind, soft, hard)
+        resource.setrlimit(kind, lowered(kind, soft, hard))
     if isolated:
         drop_capabilities()
     prctl(PR_SET_NO_NEW_PRIVS, 1)
@@ -113,16 +113,17 @@ def offer_to_oom_killer() -> None:
     with contextlib.suppress(OSError):
         file = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
         try:
-            os.write(file, _OOM_SCORE)
+            os.write(file, OOM_SCORE)
         finally:
             os.close(file)
 
 
-def _lower_limit(kind: int, soft: int, hard: int) -> None:
+def lowered(kind: int, soft: int, hard: int) -> tuple[int, int]:
+    """Soft and hard bound of a resource; where this process's own are lower, those."""
     _, current = resource.getrlimit(kind)
     if current != resource.RLIM_INFINITY:
         hard = min(hard, current)
-    resource.setrlimit(kind, (min(soft, hard), hard))
+    return min(soft, hard), hard
 
 
 def end_with(parent: int) -> None:

@@ -16,7 +16,6 @@ needs Linux 5.12.
 import contextlib
 import errno
 import os
-import resource
 import signal
 import socket
 import stat
@@ -27,6 +26,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 from prorl_envs.sandbox.base import TerminalPlan
+from prorl_envs.sandbox.join import OOM_SCORE, lowered
 from prorl_envs.sandbox.program import (
     ANY,
     END,
@@ -86,8 +86,6 @@ _DEVICE_LINKS = {
     "core": "/proc/kcore",
     "ptmx": "pts/ptmx",
 }
-#: How much rather than others the kernel kills a sandbox's process where the machine's memory runs out.
-_OOM_SCORE = b"500"
 #: The capability that the first process keeps. It is without power in a user namespace, and makes the process
 #: more privileged than all others inside, so that none can trace it and take its lifetime socket.
 _CAP_SYS_PACCT = 20
@@ -337,7 +335,7 @@ def _begin(writer: _Writer, making: Making) -> None:
     call("close_range", OWN + 1, _ALL, 0)
     # Refused where the service's own is higher already.
     call("openat", _HERE, "/proc/self/oom_score_adj", os.O_WRONLY, least=ANY)
-    call("write", OWN + 1, _OOM_SCORE, len(_OOM_SCORE), least=ANY)
+    call("write", OWN + 1, OOM_SCORE, len(OOM_SCORE), least=ANY)
     call("close", OWN + 1, least=ANY)
     writer.openat(_HERE, "/dev/null", os.O_RDWR)
     writer.openat(_HERE, "/proc", os.O_PATH | os.O_DIRECTORY)
@@ -558,8 +556,7 @@ def _settle(writer: _Writer, making: Making, *, keep: int) -> None:
     call("chdir", making.workdir, what=f"chdir {making.workdir}")
     call("umask", 0o022)
     for kind, soft, hard in making.rlimits:
-        soft, hard = _lowered(kind, soft, hard)
-        call("prlimit64", 0, kind, struct.pack("=2Q", soft, hard), 0, what="resource limits")
+        call("prlimit64", 0, kind, struct.pack("=2Q", *lowered(kind, soft, hard)), 0, what="resource limits")
     call("prctl", PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
     for capability in range(capabilities()):
         call("prctl", PR_CAPBSET_DROP, capability, 0, 0, 0)
@@ -569,14 +566,6 @@ def _settle(writer: _Writer, making: Making, *, keep: int) -> None:
         call("seccomp", _SECCOMP_SET_FILTER, _SPEC_ALLOW, program, what="system call filter")
     # Same-uid processes cannot trace or read it. After the capabilities: changing them resets this.
     call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
-
-
-def _lowered(kind: int, soft: int, hard: int) -> tuple[int, int]:
-    """Bounds of a resource; where the service's own are lower, those."""
-    _, own = resource.getrlimit(kind)
-    if own != resource.RLIM_INFINITY:
-        hard = min(hard, own)
-    return min(soft, hard), hard
 
 
 def _try_out(writer: _Writer) -> None:

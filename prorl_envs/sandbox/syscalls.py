@@ -17,13 +17,6 @@ PR_CAP_AMBIENT_CLEAR_ALL = 4
 _CAPABILITY_VERSION_3 = 0x20080522
 _CAPABILITY_MAX = 63
 
-_AT_FDCWD, _AT_RECURSIVE = ctypes.c_long(-100), 0x8000
-#: The same numbers everywhere.
-_MOUNT_SETATTR, _OPENAT2 = ctypes.c_long(442), ctypes.c_long(437)
-_SIZE_OF_CHANGE, _SIZE_OF_HOW = ctypes.c_ulong(32), ctypes.c_ulong(24)
-_RESOLVE_IN_ROOT = 0x10
-_MNT_DETACH = 2
-
 _libc = ctypes.CDLL(None, use_errno=True)
 # Every argument is an unsigned long: passed as a plain int, the upper half would be undefined.
 _libc.prctl.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
@@ -46,46 +39,6 @@ def mount(source: str, target: str, kind: str, flags: int, settings: str = "") -
     strings = (os.fsencode(text) for text in (source, target, kind))
     result = _libc.mount(*strings, ctypes.c_ulong(flags), os.fsencode(settings))
     _checked(result, f"{kind or 'mount'} at {target}")
-
-
-def mount_attributes(target: str, attributes: int, *, below: bool = False) -> None:
-    """Add attributes to the mount at `target`, and to all below it; see mount_setattr(2).
-
-    Raises:
-        OSError: the kernel refused; ENOSYS before Linux 5.12.
-    """
-    change = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
-    flags = _AT_RECURSIVE if below else 0
-    path = ctypes.c_char_p(os.fsencode(target))
-    result = _libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, path, ctypes.c_ulong(flags), change, _SIZE_OF_CHANGE)
-    _checked(result, f"attributes of the mount at {target}")
-
-
-def open_in_root(root: str, path: str) -> int:
-    """A descriptor of what `path` would be for a process whose root is `root`, links and all; it can be used
-    as a path only. See openat2(2).
-
-    Raises:
-        OSError: there is no such file.
-    """
-    how = (ctypes.c_uint64 * 3)(os.O_PATH | os.O_CLOEXEC, 0, _RESOLVE_IN_ROOT)
-    directory = os.open(root, os.O_PATH | os.O_DIRECTORY)
-    try:
-        name = ctypes.c_char_p(os.fsencode(path))
-        result = _libc.syscall(_OPENAT2, ctypes.c_long(directory), name, how, _SIZE_OF_HOW)
-        return _checked(result, path)
-    finally:
-        os.close(directory)
-
-
-def pivot_root(new: str, old: str) -> None:
-    """Make `new` the root, and put the present one at `old`. Raises OSError where the kernel refuses."""
-    _checked(_libc.pivot_root(os.fsencode(new), os.fsencode(old)), f"pivot_root to {new}")
-
-
-def detach(target: str) -> None:
-    """Take the mount at `target` away, with all below it. Raises OSError where the kernel refuses."""
-    _checked(_libc.umount2(os.fsencode(target), _MNT_DETACH), f"umount {target}")
 
 
 def drop_capabilities() -> None:
