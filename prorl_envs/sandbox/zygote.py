@@ -368,17 +368,13 @@ def _serve_tools(
 
 def _close_all_but(keep: list[int]) -> None:
     """Close every descriptor but `keep`, and point 0-2 at /dev/null."""
-    _close_others(keep)
-    for fd in range(3):
-        _replace_with_null(fd)
-
-
-def _close_others(keep: list[int]) -> None:
     low = 3
     for fd in sorted(keep):
         os.closerange(low, fd)
         low = fd + 1
     os.closerange(low, os.sysconf("SC_OPEN_MAX"))
+    for fd in range(3):
+        _replace_with_null(fd)
 
 
 def _replace_with_null(fd: int) -> None:
