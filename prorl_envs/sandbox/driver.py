@@ -364,8 +364,12 @@ class NodeSandbox(ABC):
     async def _release(self) -> None:  # noqa: B027 - most hold nothing
         """Give back what the sandbox used, once it has ended and its files are gone."""
 
+    def _leave_files(self) -> bool:
+        """Whether its directory is gone already, since that takes no time. Called once nothing runs in it."""
+        return False
+
     def _remove_files(self) -> None:
-        """Remove its directory, once nothing runs in it. Called in a thread."""
+        """Remove its directory, where it is still there. Called in a thread."""
         remove_tree(self._root)
 
     async def _close(self) -> None:
@@ -373,7 +377,8 @@ class NodeSandbox(ABC):
         async with self._copying:
             await self._end()
         await self.contained.release()
-        await asyncio.to_thread(self._remove_files)
+        if not self._leave_files():
+            await asyncio.to_thread(self._remove_files)
         await self._release()
         self._driver.forget(self)
 

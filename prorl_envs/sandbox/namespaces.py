@@ -336,11 +336,16 @@ class NamespaceSandbox(IsolatedSandbox):
         elif image is not None:
             write_upper(image, self._files.upper, self._inside)
 
+    def _leave_files(self) -> bool:
+        return self._driver.spares.take_back(self._files.root, self._kept())
+
     def _remove_files(self) -> None:
-        keep = {path.name for path in (self._files.tmp, self._files.home)}
-        if not self._shown:
-            keep.add(self._files.work.name)
-        self._driver.spares.retire(self._files.root, keep)
+        self._driver.spares.retire(self._files.root, self._kept())
+
+    def _kept(self) -> set[str]:
+        """The names of directories that another sandbox may get."""
+        names = {"tmp", "home", "work"}
+        return names - {"work"} if self._shown else names
 
     def _before_end(self) -> None:
         if self._lifetime is not None:

@@ -10,7 +10,7 @@ import errno
 import fcntl
 import itertools
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,9 +20,8 @@ from prorl_envs.sandbox.files import clear, make_accessible, remove_tree
 _LIMIT = 256
 #: Bytes of a directory that is empty and never held much. Some file systems never shrink one.
 _EMPTY_SIZE = 4096
-#: FS_IOC_GETFLAGS and FS_IOC_FSGETXATTR of <linux/fs.h>, the bytes that each gives, and those of them that
-#: are no setting (how many extents there are).
-_SETTINGS = ((0x80086601, 8, slice(0)), (0x801C581F, 28, slice(8, 12)))
+#: FS_IOC_GETFLAGS and FS_IOC_FSGETXATTR of <linux/fs.h>.
+_GET_FLAGS, _GET_EXTENDED = 0x80086601, 0x801C581F
 
 
 class Spares:
@@ -54,6 +53,24 @@ class Spares:
         for directory in below:
             directory.mkdir(mode=0o700, exist_ok=True)
 
+    def take_back(self, root: Path, keep: Collection[str]) -> bool:
+        """As `retire`, where that takes a few system calls: there is nothing but what is kept, and nothing in
+        that. Else False, and all is still there.
+
+        Args: as of `retire`.
+        """
+        if len(self._spares) >= _LIMIT:
+            return False
+        try:
+            if not _untouched(root, keep):
+                return False
+            spare = self._base / next(self._names)
+            root.rename(spare)
+        except OSError:  # `retire` finds out what is the matter
+            return False
+        self._spares.append(spare)
+        return True
+
     def retire(self, root: Path, keep: Collection[str]) -> None:
         """Empty the directory of a sandbox in which nothing runs any more, for another; or remove it.
 
@@ -78,54 +95,90 @@ class Spares:
         remove_tree(root)
 
 
+def _untouched(root: Path, keep: Collection[str]) -> bool:
+    """Whether there is nothing but empty directories that are kept, as if just made."""
+    with _opened(root) as top:
+        with os.scandir(top) as entries:
+            names = [entry.name for entry in entries]
+        given = _given(top)
+        return all(name in keep and _is_empty(name, top, given) for name in names)
+
+
+def _is_empty(name: str, top: int, given: object) -> bool:
+    with _opened(name, top) as fd:
+        if os.fstat(fd).st_size > _EMPTY_SIZE:  # even to find it empty may take long
+            return False
+        with os.scandir(fd) as entries:
+            if next(entries, None) is not None:
+                return False
+        return _as_new(fd, given)
+
+
 def _emptied(root: Path, keep: Collection[str]) -> bool:
     """Remove what is below a directory, but for those kept. Returns whether these are as if just made."""
-    top = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
+    with _opened(root) as top:
         kept = clear(top, but=keep)
-        return all(_as_new(name, top) for name in kept)
-    finally:
-        os.close(top)
+        given = _given(top)  # no sandbox ever saw it
+        return all(_cleared(name, top, given) for name in kept)
 
 
-def _as_new(name: str, top: int) -> bool:
+def _cleared(name: str, top: int, given: object) -> bool:
     make_accessible(name, top)
-    fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
-    try:
+    with _opened(name, top) as fd:
         clear(fd)
-        os.fchmod(fd, 0o700)
-        os.utime(fd)
-        # No sandbox ever saw the directory above.
-        return os.fstat(fd).st_size <= _EMPTY_SIZE and _given(fd) == _given(top)
+        return _as_new(fd, given)
+
+
+@contextmanager
+def _opened(path: Path | str, dir_fd: int | None = None) -> Iterator[int]:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=dir_fd)
+    try:
+        yield fd
     finally:
         os.close(fd)
+
+
+def _as_new(fd: int, given: object) -> bool:
+    """Give an empty directory the mode and times of a new one; whether it then is like one.
+
+    Args:
+        given: what a new one has, of `_given`.
+    """
+    os.fchmod(fd, 0o700)
+    os.utime(fd)
+    return os.fstat(fd).st_size <= _EMPTY_SIZE and _given(fd) == given
 
 
 def _given(fd: int) -> object:
     """What a directory can be given besides mode and times: owners, attributes, access lists, flags."""
     status = os.fstat(fd)
-    return status.st_uid, status.st_gid, _attributes(fd), [_setting(fd, *each) for each in _SETTINGS]
+    return (
+        status.st_uid,
+        status.st_gid,
+        _known(_attributes, fd),
+        _known(_flags, fd),
+        _known(_extended_flags, fd),
+    )
 
 
 def _attributes(fd: int) -> dict[str, bytes]:
-    with _nothing_where_there_is_none():
-        return {name: os.getxattr(fd, name) for name in os.listxattr(fd)}
-    return {}
+    return {name: os.getxattr(fd, name) for name in os.listxattr(fd)}
 
 
-def _setting(fd: int, request: int, size: int, no_setting: slice) -> bytes:
-    with _nothing_where_there_is_none():
-        setting = bytearray(fcntl.ioctl(fd, request, bytes(size)))
-        del setting[no_setting]
-        return bytes(setting)
-    return b""
+def _flags(fd: int) -> bytes:
+    return fcntl.ioctl(fd, _GET_FLAGS, bytes(8))
 
 
-@contextmanager
-def _nothing_where_there_is_none() -> Iterator[None]:
-    """Of a kind of setting that a file system does not know."""
+def _extended_flags(fd: int) -> bytes:
+    flags = fcntl.ioctl(fd, _GET_EXTENDED, bytes(28))
+    return flags[:8] + flags[12:]  # without how many extents there are
+
+
+def _known[T](read: Callable[[int], T], fd: int) -> T | None:
+    """What `read` gives; None of a kind of setting that the file system does not know."""
     try:
-        yield
+        return read(fd)
     except OSError as error:
-        if error.errno not in (errno.ENOTTY, errno.EOPNOTSUPP):
-            raise
+        if error.errno in (errno.ENOTTY, errno.EOPNOTSUPP):
+            return None
+        raise

@@ -125,10 +125,40 @@ def test_what_a_sandbox_gave_is_not_found(place: Place, give: Callable[[Path], N
     assert seen(place.make()) == fresh
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("give", [None, files, mode, attribute, flag, growth])
+def test_what_is_taken_back_at_once_is_as_if_just_made_and_all_else_stays(
+    place: Place, give: Callable[[Path], None] | None, name: str
+) -> None:
+    fresh, numbers = seen(first := place.make()), inodes(first)
+    if give is not None:
+        give(first / name)
+    given = seen(first)
+    taken = place.spares.take_back(first, NAMES)
+    assert taken == (give in (None, mode))
+    if taken:
+        assert seen(second := place.make()) == fresh
+        assert inodes(second) == numbers
+    else:
+        assert seen(first) == given
+        place.spares.retire(first, NAMES)
+        assert seen(place.make()) == fresh
+
+
+@pytest.mark.parametrize("what", ["hostname", "work"])
+def test_what_holds_something_else_is_not_taken_back(place: Place, what: str) -> None:
+    first = place.make()
+    (first / what).touch(exist_ok=True)
+    assert not place.spares.take_back(first, ("tmp", "home"))
+    assert first.exists()
+    assert place.waiting() == []
+
+
 def test_one_that_has_grown_is_not_kept_where_no_flag_tells(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spares, "_SETTINGS", ())
+    monkeypatch.setattr(spares, "_GET_FLAGS", 0)
+    monkeypatch.setattr(spares, "_GET_EXTENDED", 0)
     fresh = seen(first := place.make())
     growth(first / "tmp")
     place.spares.retire(first, NAMES)
@@ -160,12 +190,16 @@ def test_what_is_not_to_be_kept_is_removed(place: Place) -> None:
 
 def test_no_more_wait_than_the_limit(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spares, "_LIMIT", 2)
-    for root in [place.make() for _ in range(3)]:
+    *roots, last = [place.make() for _ in range(4)]
+    for root in roots:
         place.spares.retire(root, NAMES)
+    assert not place.spares.take_back(last, NAMES)
+    place.spares.retire(last, NAMES)
     assert len(place.waiting()) == len(list(place.base.iterdir())) == 2
 
 
 def test_what_was_never_made_is_not_retired(place: Place) -> None:
+    assert not place.spares.take_back(place.base / "absent", NAMES)
     place.spares.retire(place.base / "absent", NAMES)
     assert place.waiting() == []
 
