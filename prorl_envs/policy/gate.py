@@ -1,8 +1,9 @@
 """Holds turns while weights change, and says how long that took, so that deadlines do not count it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
 
 from prorl_envs.clock import Clock, Deadline
 
@@ -73,23 +74,38 @@ class HeldTime:
                 self._before, self._now = self.seconds(), None
 
 
-@asynccontextmanager
-async def active_timeout(clock: Clock, seconds: float, held: Callable[[], float]) -> AsyncIterator[Deadline]:
-    """As `Clock.timeout`, not counting what `held` grows by meanwhile."""
-    began, held_before = clock.monotonic(), held()
-    # It rings in a later round of the loop, in which the block below has been entered.
-    alarm = clock.call_later(seconds, lambda: ring())
+class ActiveTimeout:
+    """As `Clock.timeout`, not counting what `held` grows by meanwhile. For `async with`, once.
 
-    def ring() -> None:
-        nonlocal alarm
-        left = seconds - (clock.monotonic() - began) + (held() - held_before)
+    Args:
+        clock: measures.
+        seconds: after which the block is cancelled.
+        held: seconds that do not count, up to now.
+    """
+
+    # No closure that calls itself: in each such one the collector would find a circle, ten and more a job.
+    __slots__ = ("_alarm", "_began", "_clock", "_deadline", "_held", "_held_before", "_seconds")
+
+    def __init__(self, clock: Clock, seconds: float, held: Callable[[], float]) -> None:
+        self._clock, self._seconds, self._held = clock, seconds, held
+        self._deadline = asyncio.timeout(None)
+
+    async def __aenter__(self) -> Deadline:
+        self._began, self._held_before = self._clock.monotonic(), self._held()
+        await self._deadline.__aenter__()
+        self._alarm = self._clock.call_later(self._seconds, self._ring)
+        return self._deadline
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._alarm.cancel()
+        await self._deadline.__aexit__(kind, error, trace)
+
+    def _ring(self) -> None:
+        held_s = self._held() - self._held_before
+        left = self._seconds - (self._clock.monotonic() - self._began) + held_s
         if left > 0:
-            alarm = clock.call_later(left, ring)
+            self._alarm = self._clock.call_later(left, self._ring)
         else:
-            deadline.reschedule(asyncio.get_running_loop().time())
-
-    async with asyncio.timeout(None) as deadline:
-        try:
-            yield deadline
-        finally:
-            alarm.cancel()
+            self._deadline.reschedule(asyncio.get_running_loop().time())

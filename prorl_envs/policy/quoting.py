@@ -95,7 +95,7 @@ class Quoter:
     def quote_tree(self, value: Any, mark: str, *, leading: bool = False) -> Any:
         """A JSON-like tree with every string in it quoted, keys included."""
         if isinstance(value, str):
-            return self.quote(valid_unicode(value), mark, leading=leading)
+            return self.quote(value if value.isascii() else valid_unicode(value), mark, leading=leading)
         if isinstance(value, dict | Mapping):  # the first is quick to see
             return {
                 self.quote(valid_unicode(str(key)), mark): self.quote_tree(item, mark, leading=leading)

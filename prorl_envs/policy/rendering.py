@@ -227,15 +227,22 @@ class TemplateRenderer:
         return text.replace(in_ascii_json(mark), mark), mark
 
     def _quote_message(self, message: JsonObject, mark: str) -> JsonObject:
-        assistant = message["role"] == "assistant"
-        quoter = self._assistant if assistant else self._outside
-        prose = {key: message[key] for key in _PROSE if isinstance(message.get(key), str)}
-        quoted: JsonObject = quoter.quote_tree({**message, **dict.fromkeys(prose)}, mark)
-        for key, text in prose.items():
-            quoted[key] = quoter.quote_tree(text, mark, leading=True)
-        for call, source in zip(quoted.get("tool_calls", ()), message.get("tool_calls", ()), strict=True):
-            arguments = source["function"].get("arguments")
-            call["function"]["arguments"] = self._outside.quote_tree(arguments, mark, leading=True)
+        quoter = self._assistant if message["role"] == "assistant" else self._outside
+        quoted: JsonObject = {}
+        for key, value in message.items():
+            if key == "tool_calls":
+                quoted[key] = [self._quote_call(call, mark, quoter) for call in value]
+            else:
+                prose = key in _PROSE and isinstance(value, str)
+                quoted[quoter.quote_tree(key, mark)] = quoter.quote_tree(value, mark, leading=prose)
+        return quoted
+
+    def _quote_call(self, call: JsonObject, mark: str, quoter: Quoter) -> JsonObject:
+        """A tool call. What the model may write in an answer, it may not in the arguments."""
+        function = call["function"]
+        quoted: JsonObject = quoter.quote_tree({**call, "function": {**function, "arguments": None}}, mark)
+        arguments = function.get("arguments")
+        quoted["function"]["arguments"] = self._outside.quote_tree(arguments, mark, leading=True)
         return quoted
 
     def _encode(self, text: str, mark: str) -> list[int]:

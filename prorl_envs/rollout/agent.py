@@ -18,7 +18,7 @@ from prorl_envs.env.base import Message, Prompt
 from prorl_envs.errors import ModelError
 from prorl_envs.policy.context import Context
 from prorl_envs.policy.continuation import Append, Fork, next_prompt
-from prorl_envs.policy.gate import HeldTime, active_timeout
+from prorl_envs.policy.gate import ActiveTimeout, HeldTime
 from prorl_envs.policy.rendering import LONG
 from prorl_envs.policy.types import (
     AssistantTurn,
@@ -307,7 +307,7 @@ class Loop:
         clock, held = self.agent.clock, self.transcript.held
         started, held_before = clock.monotonic(), held.seconds()
         try:
-            async with active_timeout(clock, self.seconds_left, held.seconds) as deadline:
+            async with ActiveTimeout(clock, self.seconds_left, held.seconds) as deadline:
                 with tracing.model_call(len(self.context)) as span:
                     sampled = await self._generate(sampling)
                     tracing.note_sampled(span, sampled)

@@ -10,7 +10,7 @@ from collections.abc import Coroutine, Mapping
 from prorl_envs.clock import Clock
 from prorl_envs.env.node import Node
 from prorl_envs.errors import FailureKind, ProrlError, RolloutFailure, printable
-from prorl_envs.policy.gate import active_timeout
+from prorl_envs.policy.gate import ActiveTimeout
 from prorl_envs.rollout import stages
 from prorl_envs.rollout.agent import Agent, unicode
 from prorl_envs.rollout.episode import Episode
@@ -97,7 +97,7 @@ class Worker:
         deadline = None
         try:
             held = episode.attempt.transcript.held
-            async with active_timeout(self._clock, seconds, held.seconds) as deadline:
+            async with ActiveTimeout(self._clock, seconds, held.seconds) as deadline:
                 await work
         except Exception as error:  # noqa: BLE001 - the one place where failures become data
             if deadline is not None and deadline.expired():

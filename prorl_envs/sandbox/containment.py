@@ -166,9 +166,10 @@ class Containment:
             contained.group.add(sandbox.first_pid)
         contained.watch = self._watchdog.add(sandbox, contained.limits, contained.group)
 
-    def forget(self, sandbox: Watched) -> None:
+    def forget(self, sandbox: Containable) -> None:
         """It has closed."""
         self._watchdog.remove(sandbox)
+        sandbox.contained.watch = None  # else each would hold the other, until the collector finds them
 
     async def aclose(self) -> None:
         """Once all sandboxes are closed. Idempotent."""

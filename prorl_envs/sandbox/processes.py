@@ -137,4 +137,5 @@ class Process:
         self.close()
         self._ended.set()
         if self._on_exit is not None:
-            self._on_exit()
+            callback, self._on_exit = self._on_exit, None  # whose it is has this as well
+            callback()

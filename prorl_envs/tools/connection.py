@@ -198,6 +198,7 @@ class Connection:
         if self.lost:
             return
         self.lost, self._why = True, why
+        self._reach = self._setup = None  # whose they are has this as well
         if self._sock is not None:
             self._loop.remove_reader(self._sock)
             self._loop.remove_writer(self._sock)

@@ -10,7 +10,7 @@ import pytest
 from prorl_envs.clock import Clock
 from prorl_envs.errors import ModelError
 from prorl_envs.policy.balance import ServerState
-from prorl_envs.policy.gate import Gate, HeldTime, active_timeout
+from prorl_envs.policy.gate import ActiveTimeout, Gate, HeldTime
 from prorl_envs.policy.health import Rhythm, due, watching
 from prorl_envs.policy.link import ClientLimits
 from prorl_envs.policy.parts import MAX_PARTS
@@ -273,7 +273,7 @@ async def test_time_behind_a_closed_gate_is_not_active_time() -> None:
 
     async def wait() -> bool:
         with held.counting(gate.closed_s):
-            async with active_timeout(clock, 10.0, held.seconds) as deadline:
+            async with ActiveTimeout(clock, 10.0, held.seconds) as deadline:
                 await passed.wait()
         return deadline.expired()
 

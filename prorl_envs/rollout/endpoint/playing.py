@@ -9,7 +9,7 @@ from prorl_envs.env.base import Prompt
 from prorl_envs.env.harness.family import HarnessedEnvironment
 from prorl_envs.env.harness.recipe import MODEL, Endpoint
 from prorl_envs.errors import AgentFault, printable
-from prorl_envs.policy.gate import active_timeout
+from prorl_envs.policy.gate import ActiveTimeout
 from prorl_envs.rollout.agent import Agent, HowToPlay, Transcript
 from prorl_envs.rollout.endpoint.app import EndpointApp
 from prorl_envs.rollout.endpoint.doorstep import Doorstep
@@ -69,7 +69,7 @@ async def _until_end(
     held = transcript.held
     exhausted = asyncio.create_task(model.exhausted.wait())
     try:
-        async with active_timeout(agent.clock, seconds, held.seconds) as deadline:
+        async with ActiveTimeout(agent.clock, seconds, held.seconds) as deadline:
             await asyncio.wait({running, exhausted}, return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
                 await asyncio.wait({running}, timeout=GRACE_S)
