@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from prorl_envs.errors import InputError
@@ -33,15 +34,20 @@ class _GenerationTag(Extension):
 
 #: What every dict has beside its items. Jinja looks for these first.
 _OF_DICTS = frozenset(dir(dict))
+#: What templates ask of `loop`.
+_OF_LOOPS = frozenset({"first", "last", "index", "index0", "length"})
 _json = json.JSONEncoder(ensure_ascii=False).encode
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Finds the fields of messages, which are plain dicts, as Jinja does, without an exception each."""
+    """Finds the fields of messages, which are plain dicts, as Jinja does, without an exception each; and
+    those of loops without asking whether they are safe."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is dict and attribute not in _OF_DICTS:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if type(obj) is LoopContext and attribute in _OF_LOOPS:
+            return getattr(obj, attribute)
         return super().getattr(obj, attribute)
 
 

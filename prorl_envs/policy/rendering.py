@@ -7,7 +7,9 @@ tool results), it never sees the sampled ids, and it cannot change them. See doc
 """
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from hashlib import blake2s
+from itertools import chain
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -17,6 +19,7 @@ from prorl_envs.policy import plain_tools
 from prorl_envs.policy.chat_template import ChatTemplate, normalise
 from prorl_envs.policy.formats.choice import FORMATS, TRIAL_TOOL, choose_format, trial_message
 from prorl_envs.policy.formats.reading import Declared, Format, continued, left_open
+from prorl_envs.policy.pieces import Pieces
 from prorl_envs.policy.quoting import Quoter, in_ascii_json
 from prorl_envs.policy.turn_ends import ANCHOR, QUESTION, TurnEnds, find_ends
 from prorl_envs.policy.types import AssistantTurn, Sampled
@@ -25,11 +28,10 @@ from prorl_envs.tools.types import JsonObject, ToolCall, ToolSpec
 _MAX_ID = 2**32 - 1
 #: Tokens at a prompt's end that are looked at for a beginning of reasoning.
 _TAIL = 16
+#: Such ends that are remembered, for most are a template's.
+_ENDS = 256
 #: Fields of a message that a template writes beside its own text.
 _PROSE = ("content", "reasoning_content", "thinking")
-#: Characters that take milliseconds to be made into tokens. That is done without the interpreter's lock, so
-#: that a thread is the place for it.
-LONG = 8192
 
 
 class TemplateRenderer:
@@ -72,8 +74,12 @@ class TemplateRenderer:
         special = {token.content for token in added.values() if token.special}
         self._assistant = Quoter({*special, *self._ends.stops})
         self._stop_ids = tuple(dict.fromkeys((*(self._added[text] for text in self._ends.stops), *stop_ids)))
-        self._check_pieces()
         opening = template.render([QUESTION], generation_prompt=True)
+        written = (text for text in self._added if text in opening)
+        self._pieces = Pieces(tokenizer, [*self._ends.stops, *written])
+        self._control = frozenset(added)
+        self._opened_by = lru_cache(_ENDS)(lambda ids: left_open(self.decode(ids), only_last=True))
+        self._check_pieces()
         self._opened = left_open(opening)
         self._tools_known = self._knows_tools()
         self._format = self._choose_format(tool_format, opening)
@@ -186,7 +192,7 @@ class TemplateRenderer:
         """
         opened = self._opened
         if prompt_ids is not None:
-            opened = left_open(self.decode(prompt_ids[-_TAIL:]), only_last=True)
+            opened = self._opened_by(self._end_of(prompt_ids))
         turn = self._format.turn(
             self.decode(self.without_stop(ids)), opened=opened, declared=Declared.of(tools)
         )
@@ -196,6 +202,12 @@ class TemplateRenderer:
             for index, call in enumerate(turn.calls)
         )
         return AssistantTurn(turn.content, calls, turn.malformed, turn.reasoning)
+
+    def _end_of(self, prompt_ids: Sequence[int]) -> tuple[int, ...]:
+        """From the last control token on. No beginning of reasoning has one in its middle."""
+        tail = tuple(prompt_ids[-_TAIL:])
+        starts = (start for start in reversed(range(len(tail))) if tail[start] in self._control)
+        return tail[next(starts, 0) :]
 
     def without_stop(self, ids: Sequence[int]) -> Sequence[int]:
         """An answer without the stop tokens at its end."""
@@ -246,13 +258,7 @@ class TemplateRenderer:
         return quoted
 
     def _encode(self, text: str, mark: str) -> list[int]:
-        ids: list[int] = []
-        for piece in text.split(mark):
-            if len(piece) < LONG:
-                ids += self._tokenizer.encode(piece, add_special_tokens=False).ids
-            else:  # the lock is given back for this one alone
-                ids += self._tokenizer.encode_batch_fast([piece], add_special_tokens=False)[0].ids
-        return ids
+        return list(chain.from_iterable(map(self._pieces.encode, text.split(mark))))
 
     def _find_ends(self) -> TurnEnds:
         def write(messages: Sequence[Mapping[str, Any]], as_text: bool, generation_prompt: bool) -> str:

@@ -19,7 +19,7 @@ from prorl_envs.errors import ModelError
 from prorl_envs.policy.context import Context
 from prorl_envs.policy.continuation import Append, Fork, next_prompt
 from prorl_envs.policy.gate import ActiveTimeout, HeldTime
-from prorl_envs.policy.rendering import LONG
+from prorl_envs.policy.pieces import LONG
 from prorl_envs.policy.types import (
     AssistantTurn,
     Conversation,

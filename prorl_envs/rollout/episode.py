@@ -23,6 +23,8 @@ from prorl_envs.rollout.types import (
     job_id,
 )
 
+_NO_TIME = dict.fromkeys(Stage, 0.0)
+
 
 class Spent(NamedTuple):
     """Seconds of the agent loop, as in `Timings`."""
@@ -140,7 +142,7 @@ class Episode:
     readmitted: bool = False
     attempt: Attempt = field(default_factory=Attempt)
     queued_s: float = 0.0
-    active_s: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
+    active_s: dict[Stage, float] = field(default_factory=_NO_TIME.copy)
     model_s: float = 0.0
     tools_s: float = 0.0
     span: Span = INVALID_SPAN

@@ -188,9 +188,9 @@ def pack(result: Result) -> tuple[bytes | None, ...]:
         return (deflate(body), None, None, None)
     return (
         deflate(body),
-        _numbers("BHIq", trajectory.ids),
-        _numbers("BHIq", trajectory.loss_mask),
-        _numbers("fd", trajectory.logprobs),
+        _whole(trajectory.ids),
+        _whole(trajectory.loss_mask),
+        _real(trajectory.logprobs),
     )
 
 
@@ -214,15 +214,22 @@ def unpack(row: Sequence[Any]) -> Result:
     return Result.model_validate({**fields, "cursor": cursor})
 
 
-def _numbers(codes: str, values: Sequence[float]) -> bytes:
-    """Numbers in the first machine type that holds each of them exactly, compressed. A log-probability of
-    single precision stays four bytes."""
-    for code in codes:
+def _whole(values: Sequence[int]) -> bytes:
+    """Whole numbers in the smallest machine type that holds each of them, compressed."""
+    for code in "BHIq":
         with contextlib.suppress(OverflowError):  # the next one is wider
-            packed = array(code, values)
-            if code == codes[-1] or packed.tolist() == values:
-                return deflate(code.encode() + packed.tobytes())
+            return _deflated(array(code, values))
     raise OverflowError("a number of more than 64 bits")
+
+
+def _real(values: list[float]) -> bytes:
+    """Numbers in single precision where that holds each of them exactly, else in double, compressed."""
+    single = array("f", values)
+    return _deflated(single if single.tolist() == values else array("d", values))
+
+
+def _deflated(numbers: "array[Any]") -> bytes:
+    return deflate(numbers.typecode.encode() + numbers.tobytes())
 
 
 def _list(packed: bytes) -> list[Any]:

@@ -491,7 +491,10 @@ class Recent:
         """The results after a cursor; None where older ones than these may be among them."""
         if not self._results or cursor < self._results[0].cursor - 1:
             return None
-        return (result for result in self._results if result.cursor > cursor)
+        # From the end: who follows has read nearly all.
+        older = (count for count, result in enumerate(reversed(self._results)) if result.cursor <= cursor)
+        newer = next(older, len(self._results))
+        return islice(self._results, len(self._results) - newer, None)
 
 
 def first_page(results: Iterable[Result], limit: int, max_tokens: int) -> list[Result]:

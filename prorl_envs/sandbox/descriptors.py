@@ -75,7 +75,7 @@ def pid_of(pidfd: int) -> int:
     # Not by a text file object, which costs more than all else here.
     info = os.open(f"/proc/self/fdinfo/{pidfd}", os.O_RDONLY)
     try:
-        lines = os.read(info, 4096).splitlines()
+        _, _, behind = os.read(info, 4096).partition(b"\nPid:")
     finally:
         os.close(info)
-    return next(int(line.split()[1]) for line in lines if line.startswith(b"Pid:"))
+    return int(behind.partition(b"\n")[0])

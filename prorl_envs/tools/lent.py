@@ -20,7 +20,7 @@ from prorl_envs.tools.dialects import BASH
 from prorl_envs.tools.foreground import settings
 from prorl_envs.tools.output import OutputBuffer
 from prorl_envs.tools.reports import Reports
-from prorl_envs.tools.terminal import Terminal, put_text
+from prorl_envs.tools.terminal import end, put_text
 from prorl_envs.tools.wire import (
     HEADER_SIZE,
     Adopt,
@@ -342,9 +342,7 @@ class BornShell(LentShell):
     def close(self) -> None:
         """End the shell with its command."""
         self._let_go()
-        terminal = Terminal(self._begun, BASH, self._settings_begun)
-        terminal.kill()
-        terminal.close()
+        end(self._begun)
 
 
 class LentPython(Lent[Python]):

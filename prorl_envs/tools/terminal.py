@@ -131,7 +131,7 @@ class Terminal:
     @property
     def at_prompt(self) -> bool:
         """Whether the shell itself is in the foreground."""
-        return self._foreground() == self.pid
+        return _foreground(self.fd) == self.pid
 
     def resume(self) -> None:
         """Let a stopped shell go on."""
@@ -139,15 +139,11 @@ class Terminal:
 
     def kill_foreground(self) -> None:
         """Kill the process group of the running command; the shell itself is spared if it is not in it."""
-        group = self._foreground()
-        if group > 0 and self._is_ours(group):
-            _signal_group(group, signal.SIGKILL)
+        _kill_foreground(self.fd, self.pid)
 
     def kill(self) -> None:
         """Kill the shell and its foreground."""
-        self.kill_foreground()
-        with contextlib.suppress(ProcessLookupError):  # another has reaped it
-            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        _kill(self.fd, self.pid, self.pidfd)
 
     def reap(self) -> int:
         """The exit status of the ended shell, negative for a signal; waits for it."""
@@ -170,24 +166,17 @@ class Terminal:
         self._process.fileobj.close()
         self._process.closed = True
 
-    def _is_ours(self, group: int) -> bool:
-        # A terminal may name a group whose processes have all ended. The number can then be another's by now,
-        # even of a process outside the sandbox.
-        try:
-            return os.getsid(group) == self.pid
-        except ProcessLookupError:  # only the leader has ended, and keeps its number while the group lives
-            return True
-
-    def _foreground(self) -> int:
-        try:
-            return os.tcgetpgrp(self.fd)
-        except OSError:
-            return -1  # nobody has the terminal any more
-
     def _type(self, line: bytes) -> None:
         # A full input queue means a program that does not read: the deadline deals with it.
         with contextlib.suppress(BlockingIOError):
             os.write(self.fd, line)
+
+
+def end(begun: Begun) -> None:
+    """Kill a shell and its foreground, and close its descriptors."""
+    _kill(begun.terminal, begun.pid, begun.process)
+    for fd in (begun.terminal, begun.report, begun.process, begun.text, begun.exits):
+        os.close(fd)
 
 
 def put_text(fd: int, content: bytes) -> None:
@@ -270,6 +259,30 @@ def _spawn_on(
             os.close(fd)
 
 
-def _signal_group(group: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, number)
+def _kill(terminal: int, shell: int, pidfd: int) -> None:
+    _kill_foreground(terminal, shell)
+    with contextlib.suppress(ProcessLookupError):  # another has reaped it
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+
+def _kill_foreground(terminal: int, shell: int) -> None:
+    group = _foreground(terminal)
+    if group > 0 and _is_its(shell, group):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+
+
+def _is_its(shell: int, group: int) -> bool:
+    # A terminal may name a group whose processes have all ended. The number can then be another's by now,
+    # even of a process outside the sandbox.
+    try:
+        return os.getsid(group) == shell
+    except ProcessLookupError:  # only the leader has ended, and keeps its number while the group lives
+        return True
+
+
+def _foreground(terminal: int) -> int:
+    try:
+        return os.tcgetpgrp(terminal)
+    except OSError:
+        return -1  # nobody has the terminal any more

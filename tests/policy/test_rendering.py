@@ -13,6 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from prorl_envs.errors import InputError
 from prorl_envs.policy.chat_template import ChatTemplate, normalise
+from prorl_envs.policy.formats.reading import left_open
 from prorl_envs.policy.loading import load_renderer
 from prorl_envs.policy.rendering import TemplateRenderer
 from prorl_envs.policy.types import FinishReason, Sampled
@@ -154,6 +155,14 @@ def test_a_rendered_call_is_read_back(command: str, content: str) -> None:
     turn = RENDERER.parse(RENDERER.assistant(assistant_call(command)))
     assert [(call.name, call.arguments) for call in turn.tool_calls] == [("bash", {"command": command})]
     assert turn.malformed == ()
+
+
+@given(st.lists(PIECES, max_size=20).map("".join))
+def test_reasoning_is_begun_where_the_prompt_ends_so(before: str) -> None:
+    prompt = RENDERER.tokenizer.encode(before, add_special_tokens=False).ids
+    turn = RENDERER.parse(RENDERER.tokenizer.encode("so</think>answer").ids, prompt_ids=prompt)
+    begun = left_open(RENDERER.decode(prompt[-16:]), only_last=True) == "</think>"
+    assert (turn.reasoning, turn.content) == (("so", "answer") if begun else ("", "so</think>answer"))
 
 
 def test_calls_of_one_turn_have_ids_of_their_own() -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from prorl_envs.errors import ModelError, SandboxError
 from prorl_envs.policy.chat_template import ChatTemplate
-from prorl_envs.policy.rendering import LONG, TemplateRenderer
+from prorl_envs.policy.pieces import LONG
+from prorl_envs.policy.rendering import TemplateRenderer
 from prorl_envs.policy.types import Sampled, Sampling
 from prorl_envs.rollout.agent import Agent, Transcript
 from prorl_envs.rollout.ledger import Ledger
