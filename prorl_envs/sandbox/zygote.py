@@ -100,7 +100,6 @@ class _Prepared:
 
 
 def _prepare(setup: dict[str, Any]) -> _Prepared:
-    yield_processors(setup["nice"])
     own_program()
     capabilities()
     for name in setup["preload"]:
@@ -109,6 +108,8 @@ def _prepare(setup: dict[str, Any]) -> _Prepared:
         if function:
             getattr(loaded, function)()
     entries = {name: _load(name) for name in setup["entries"]}
+    # Only now: whoever wants the first sandbox waits for what was imported.
+    yield_processors(setup["nice"])
     found: dict[str, object] = {"pid": os.getpid()}
     descriptors: list[int] = []
     inside = setup.get("inside")

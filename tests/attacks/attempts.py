@@ -23,7 +23,7 @@ def python(text: str) -> str:
 async def usable(box: Toolbox) -> ToolResult:
     """The bash tool answers as it should, if need be after one call that tells of the loss."""
     result = await box.bash("echo $((6 * 7))", timeout_s=5)
-    if not result.text.endswith("42\n") or result.data["waiting"] or result.data["exit_code"] != 0:
+    if not result.text.startswith("42\n") or result.data["waiting"] or result.data["exit_code"] != 0:
         result = await box.bash("echo $((6 * 7))", timeout_s=T, restart=True)
     assert result.text.startswith("42\n"), result.text
     assert result.data["exit_code"] == 0
