@@ -105,7 +105,7 @@ async def measure(count: int, options: argparse.Namespace, folder: Path) -> None
             started("scripted", "bash", "--data", str(data), until="--llm", env={})
         )
         head, line = await stack.enter_async_context(
-            started("serve", *line.split(), until="rollout service:", env=settings)
+            started("serve", *line.split(), "--store", "memory", until="rollout service:", env=settings)
         )
         url = line.split()[2]
         client = await stack.enter_async_context(RolloutClient(url))

@@ -25,7 +25,7 @@ def rollout_service(settings: Path, model_server: str, tokenizer: str, log: Path
     port = free_port()
     program = Path(sys.executable).with_name("prorl-envs")
     command = [str(program), "serve", "--llm", model_server, "--tokenizer", tokenizer]
-    command += ["--config", str(settings), "--port", str(port)]
+    command += ["--config", str(settings), "--port", str(port), "--store", "memory"]
     with process(command, log, dict(os.environ)) as running:
         url = f"http://127.0.0.1:{port}"
         wait_until_healthy(url, running, log)

@@ -29,15 +29,21 @@ PREFIX = "PRORL_"
 ExpandedPath = Annotated[Path, AfterValidator(Path.expanduser)]
 
 
+#: What a service that is served keeps jobs and results in where nothing is named; and what names memory.
+DEFAULT_STORE, IN_MEMORY = Path("runs/service.db"), "memory"
+
+
 def _store(value: object) -> object:
+    if value == IN_MEMORY:
+        return None
     if isinstance(value, str):
         is_url = value.startswith(("postgresql://", "postgres://"))
         return SecretStr(value) if is_url else Path(value).expanduser()
     return value
 
 
-#: A file, or the URL of a PostgreSQL database, which may hold a password.
-StoreLocation = Annotated[Path | SecretStr, BeforeValidator(_store)]
+#: A file, or the URL of a PostgreSQL database, which may hold a password; None where it is memory.
+StoreLocation = Annotated[Path | SecretStr | None, BeforeValidator(_store)]
 
 
 class _Section(BaseModel):
@@ -66,8 +72,8 @@ class ServiceSettings(_Section):
         batch_tasks: most tasks of one batch.
         keep_batches: batches that are over and kept for readers, their groups' statistics with them.
         store: what keeps groups and results, for a service that is served: a file on a local disk, or a
-            PostgreSQL database (`postgresql://...`). What is unfinished goes on at the next start. None keeps
-            them in memory, for as long as the service runs.
+            PostgreSQL database (`postgresql://...`). What is unfinished goes on at the next start. None, or
+            `memory`, keeps them for as long as the service runs.
         reasoning: what becomes of a model's earlier reasoning: `keep` keeps it in the context, which only
             grows; `user_turn` lets the chat template drop it where a user speaks, `template` at every turn.
             What is rewritten begins another row of the result.
@@ -91,7 +97,7 @@ class ServiceSettings(_Section):
     batch_groups: int = Field(default=4096, ge=1)
     batch_tasks: int = Field(default=20_000, ge=1)
     keep_batches: int = Field(default=64, ge=1)
-    store: StoreLocation | None = None
+    store: StoreLocation = DEFAULT_STORE
     reasoning: Literal["keep", "user_turn", "template"] = "keep"
 
 

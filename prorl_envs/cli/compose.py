@@ -11,7 +11,7 @@ from pydantic import SecretStr
 
 from prorl_envs.catalog import Catalog, entries
 from prorl_envs.cli.console import err
-from prorl_envs.config import LimitSettings, ServiceSettings, Settings
+from prorl_envs.config import DEFAULT_STORE, LimitSettings, ServiceSettings, Settings
 from prorl_envs.env.harness.family import harness_of
 from prorl_envs.env.node import Node, default_cache_dir
 from prorl_envs.env.search import SearchSettings
@@ -124,7 +124,7 @@ async def rollout_service(
     Args:
         settings: all of them.
         model: the model behind it.
-        durable: keep groups and results in `service.store`, where one is named.
+        durable: keep groups and results in `service.store`.
 
     Raises:
         InputError: the file cannot be opened, or an environment is wrong or its server does not start.
@@ -164,7 +164,7 @@ def request_defaults(settings: Settings) -> dict[str, Defaults]:
 
 
 def open_store(settings: ServiceSettings) -> SqlStore | None:
-    """What keeps jobs and results, where the settings name it.
+    """What keeps jobs and results; None for memory.
 
     Raises:
         InputError: it cannot be opened, or another service has it.
@@ -178,6 +178,8 @@ def open_store(settings: ServiceSettings) -> SqlStore | None:
         case None:
             return None
         case Path():
+            if settings.store == DEFAULT_STORE:
+                settings.store.parent.mkdir(exist_ok=True)
             return SqliteStore(settings.store, **bounds)
         case SecretStr():
             from prorl_envs.rollout.postgres_store import PostgresStore  # an extra

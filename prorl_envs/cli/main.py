@@ -131,7 +131,8 @@ def serve(
     store: Annotated[
         str | None,
         typer.Option(
-            help="What keeps jobs and results over a restart: a file, or postgresql://HOST/DATABASE."
+            help="What keeps jobs and results: a file, postgresql://HOST/DATABASE, or memory, which a "
+            "restart forgets.  [default: runs/service.db]"
         ),
     ] = None,
     config: ConfigOption = None,

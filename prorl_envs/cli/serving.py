@@ -22,8 +22,9 @@ async def serve(settings: Settings, model: Model) -> None:
             err.print(f"model server:    {server}")
         if not model.servers:
             err.print("model server:    none yet; turns wait for the first (POST /v1/model_servers)")
-        if settings.service.store is not None:
-            err.print(f"store:           {settings.service.store}")
+        unfinished = service.status().unfinished
+        going_on = f"   ({unfinished} unfinished jobs go on)" if unfinished else ""
+        err.print(f"store:           {settings.service.store or 'memory; a restart forgets'}{going_on}")
         if fleet is not None:
             err.print(f"nodes join at:   port {fleet.port} of {settings.nodes.host}")
         err.print("Ctrl-C ends it")

@@ -74,6 +74,11 @@ CREATE TABLE kept (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 FORMATS = (_FORMAT_1, _FORMAT_2, _FORMAT_3, _FORMAT_4, _FORMAT_5)
 SCHEMA_VERSION = len(FORMATS)
 
+#: File systems on which another machine may be at the same file, without the memory that readers share.
+_OF_SEVERAL_MACHINES = frozenset(
+    {"nfs", "nfs4", "lustre", "cifs", "smb3", "beegfs", "gpfs", "ceph", "glusterfs", "juicefs", "sshfs"}
+)
+
 #: Bytes that a small compressor looks back: the largest content for which it is as good as another.
 _SMALL = 8192
 
@@ -85,6 +90,9 @@ def lock(path: Path) -> int:
     SQLite's own locks.
     """
     beside = path.with_name(path.name + "-lock")
+    if kind := _shared_by_machines(path.parent):
+        hint = "name a file on a local disk, a PostgreSQL database, or memory"
+        raise InputError(f"the store {path} would lie on {kind}, where SQLite is not safe", hint=hint)
     try:
         descriptor = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -96,6 +104,31 @@ def lock(path: Path) -> int:
         hint = "each service needs a file of its own"
         raise InputError(f"the store {path} is open in another service", hint=hint) from error
     return descriptor
+
+
+def _shared_by_machines(folder: Path) -> str:
+    """The type of a folder's file system, where that is one of several machines; else nothing."""
+    try:
+        device, mounts = folder.stat().st_dev, Path("/proc/self/mountinfo").read_text("utf-8", "replace")
+    except OSError:  # no such folder, as opening the store will say
+        return ""
+    kind = type_of(device, mounts)
+    return kind if kind.removeprefix("fuse.") in _OF_SEVERAL_MACHINES else ""
+
+
+def type_of(device: int, mounts: str) -> str:
+    """The type of the file system on a device; "" where it is not known.
+
+    Args:
+        device: as `os.stat` gives it.
+        mounts: what proc_pid_mountinfo(5) holds.
+    """
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in mounts.splitlines():
+        mount, _, source = line.partition(" - ")
+        if number in mount.split():
+            return source.partition(" ")[0]
+    return ""
 
 
 def open_file(path: Path) -> sqlite3.Connection:

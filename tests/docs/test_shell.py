@@ -108,7 +108,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     with ExitStack() as stack:
         scripted = running(folder, "scripted", "bash", "--data", "tasks.jsonl", until=r"--llm .*")
         model = stack.enter_context(scripted)
-        served = running(folder, "serve", *model.split(), "--port", "0", until=r"http://127[\d.:]+(?= )")
+        options = [*model.split(), "--port", "0", "--store", "memory"]
+        served = running(folder, "serve", *options, until=r"http://127[\d.:]+(?= )")
         service = stack.enter_context(served)
         with SyncRolloutClient(service) as client:
             names = {"step7/greeting": 1, "step7/log": 4}

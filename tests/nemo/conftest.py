@@ -56,7 +56,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     environ = {"PRORL_RUN_DIR": str(tmp_path_factory.mktemp("run")), "PRORL_SERVER__TOKEN": SERVICE_TOKEN}
     with command("--llm", "scripted", "bash", "--mix", "solve=1") as options:
         port = free_port()
-        arguments = ["serve", *options.split(), "--port", port]
+        arguments = ["serve", *options.split(), "--port", port, "--store", "memory"]
         with command("Ctrl-C ends it", *arguments, **environ):
             yield f"http://127.0.0.1:{port}"
 

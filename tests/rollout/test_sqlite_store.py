@@ -1,6 +1,7 @@
 """What the store in a file promises beyond the rest: about its file, and on full disks."""
 
 import asyncio
+import os
 import resource
 import sqlite3
 import threading
@@ -15,7 +16,7 @@ import pytest
 
 from prorl_envs.errors import InputError
 from prorl_envs.rollout.errors import NotFound, Unavailable
-from prorl_envs.rollout.sqlite_file import FORMATS, deflate, pack
+from prorl_envs.rollout.sqlite_file import FORMATS, deflate, pack, type_of
 from prorl_envs.rollout.sqlite_store import SqliteStore
 from prorl_envs.rollout.store import Selection
 from prorl_envs.testing.clock import FakeClock
@@ -225,3 +226,22 @@ async def test_a_service_on_a_full_disk_halts_and_goes_on(make_bench: Any, tmp_p
         [kept] = await bench.finished(1)
         assert (kept.job_id, kept.reward, kept.attempts) == ("g/0", 1.0, 1)
         await bench.service.stop()
+
+
+MOUNTS = """\
+22 1 254:1 / / rw,relatime shared:1 - ext4 /dev/vda1 rw
+31 22 0:45 / /home rw,relatime shared:9 - nfs4 filer:/home rw,vers=4.2
+32 22 0:46 / /scratch\\040fast rw - fuse.sshfs other:/ rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("major", "minor", "kind"), [(254, 1, "ext4"), (0, 45, "nfs4"), (0, 46, "fuse.sshfs"), (0, 47, "")]
+)
+def test_the_type_of_a_file_system_is_found(major: int, minor: int, kind: str) -> None:
+    assert type_of(os.makedev(major, minor), MOUNTS) == kind
+
+
+def test_here_it_is_a_local_one(tmp_path: Path) -> None:
+    mounts = Path("/proc/self/mountinfo").read_text()
+    assert type_of(tmp_path.stat().st_dev, mounts) not in ("", "nfs", "nfs4", "lustre")
