@@ -35,7 +35,8 @@ def serving(
             while not said or "Ctrl-C" not in said[-1]:
                 said.append(running.stderr.readline())
                 assert said[-1], f"it ended: {said}"
-            yield said[0].removeprefix("rollout service: ").split()[0], "".join(said)
+            [url] = [line.split()[2] for line in said if line.startswith("rollout service:")]
+            yield url, "".join(said)
     finally:
         running.send_signal(ended_by)
         ended = running.wait(60)
