@@ -1,6 +1,7 @@
 """Puts the parts together: node, environments, renderer, model servers, service. Nothing else does."""
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -179,7 +180,8 @@ def open_store(settings: ServiceSettings) -> SqlStore | None:
             return None
         case Path():
             if settings.store == DEFAULT_STORE:
-                settings.store.parent.mkdir(exist_ok=True)
+                with contextlib.suppress(OSError):  # the store says that it cannot be opened
+                    settings.store.parent.mkdir(exist_ok=True)
             return SqliteStore(settings.store, **bounds)
         case SecretStr():
             from prorl_envs.rollout.postgres_store import PostgresStore  # an extra

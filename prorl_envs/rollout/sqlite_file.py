@@ -79,6 +79,8 @@ _OF_SEVERAL_MACHINES = frozenset(
     {"nfs", "nfs4", "lustre", "cifs", "smb3", "beegfs", "gpfs", "ceph", "glusterfs", "juicefs", "sshfs"}
 )
 
+_ELSEWHERE = "--store, or service.store: a file on a local disk, a PostgreSQL database, or memory"
+
 #: Bytes that a small compressor looks back: the largest content for which it is as good as another.
 _SMALL = 8192
 
@@ -91,18 +93,20 @@ def lock(path: Path) -> int:
     """
     beside = path.with_name(path.name + "-lock")
     if kind := _shared_by_machines(path.parent):
-        hint = "name a file on a local disk, a PostgreSQL database, or memory"
-        raise InputError(f"the store {path} would lie on {kind}, where SQLite is not safe", hint=hint)
+        raise InputError(f"the store {path} would lie on {kind}, where SQLite is not safe", hint=_ELSEWHERE)
     try:
         descriptor = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise InputError(f"the store {path} cannot be opened: {error.strerror}") from error
+        raise InputError(f"the store {path} cannot be opened: {error.strerror}", hint=_ELSEWHERE) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except BlockingIOError as error:
         os.close(descriptor)
         hint = "each service needs a file of its own"
         raise InputError(f"the store {path} is open in another service", hint=hint) from error
+    except OSError as error:
+        os.close(descriptor)
+        raise InputError(f"the store {path} cannot be locked: {error.strerror}", hint=_ELSEWHERE) from error
     return descriptor
 
 

@@ -89,3 +89,12 @@ def test_without_a_tokenizer_it_says_what_it_needs(tmp_path: Path) -> None:
     ended = subprocess.run([SCRIPT, "serve"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert "no model server is named" in ended.stderr and "--tokenizer alone" in ended.stderr
+
+
+def test_where_nothing_can_be_kept_it_says_what_to_do(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "runs").write_text("in the way")
+    command = [str(SCRIPT), "serve", "--tokenizer", "tokenizer", "--port", "0"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "runs/service.db cannot be opened" in ended.stderr and "--store" in ended.stderr
