@@ -11,33 +11,40 @@ there can be no other. See mount_namespaces(7), user_namespaces(7), pivot_root(2
 needs Linux 5.12.
 """
 
-# ruff: noqa: PTH112
-
 import contextlib
 import errno
 import os
 import signal
 import socket
-import stat
 import struct
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from prorl_envs.sandbox.base import TerminalPlan
 from prorl_envs.sandbox.join import OOM_SCORE, lowered
+from prorl_envs.sandbox.making_mounts import (
+    CLONE_PIDFD,
+    HOST,
+    MS_NODEV,
+    MS_NOEXEC,
+    MS_NOSUID,
+    MS_PRIVATE,
+    MS_REC,
+    ROOT,
+    TO_FIRST,
+    TO_MAKER,
+    Mounts,
+)
+from prorl_envs.sandbox.making_steps import GO, HERE, LIFETIME, OWN, Writer
 from prorl_envs.sandbox.program import (
     ANY,
     END,
-    FAIL,
     FAILURE,
     NAME,
     WAY,
-    Argument,
     Call,
-    Jump,
-    Label,
     Stack,
     Step,
     Table,
@@ -56,19 +63,11 @@ from prorl_envs.sandbox.syscalls import (
     capability_sets,
 )
 
-#: Its descriptors when it begins: the socket whose other end, once closed, ends the sandbox, which is its
-#: standard streams; the way to the host; the directory of the sandbox.
-LIFETIME, OWN = 0, 4
-#: What the host tells it: to begin; and to begin the shell. What it tells the host: that this is done, with
-#: descriptors.
-GO = b"g"
 #: How the trial ended; how a child ended, a `siginfo_t`.
 _STATUS, ENDING_SIZE = struct.Struct("=i"), 128
 
 #: Programs that are kept.
 _KNOWN = 32
-#: Where the sandbox's root is while it is made, and the host's; and a directory to begin with.
-_ROOT, _HOST, _BASE = "/root", "/host", "/tmp"
 _NAMESPACES = (
     os.CLONE_NEWUSER
     | os.CLONE_NEWNS
@@ -77,26 +76,14 @@ _NAMESPACES = (
     | os.CLONE_NEWUTS
     | os.CLONE_NEWCGROUP
 )
-_DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
-_DEVICE_LINKS = {
-    "stdin": "/proc/self/fd/0",
-    "stdout": "/proc/self/fd/1",
-    "stderr": "/proc/self/fd/2",
-    "fd": "/proc/self/fd",
-    "core": "/proc/kcore",
-    "ptmx": "pts/ptmx",
-}
 #: The capability that the first process keeps. It is without power in a user namespace, and makes the process
 #: more privileged than all others inside, so that none can trace it and take its lifetime socket.
 _CAP_SYS_PACCT = 20
 
 # Numbers of the kernel's.
-_HERE, _ALL, _CLOSE_ON_EXEC = -100, 0xFFFFFFFF, 4
-_MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8
-_MS_BIND, _MS_REC, _MS_PRIVATE, _MS_SLAVE = 1 << 12, 1 << 14, 1 << 18, 1 << 19
-_READ_ONLY, _NO_SETUID, _NO_DEVICES, _BELOW = 1, 2, 4, 0x8000  # mount_setattr's
-_DETACH, _IN_ROOT = 2, 0x10
-_CLONE_VM, _CLONE_PIDFD, _CLONE_VFORK = 0x100, 0x1000, 0x4000
+_ALL, _CLOSE_ON_EXEC = 0xFFFFFFFF, 4
+_DETACH = 2
+_CLONE_VM, _CLONE_VFORK = 0x100, 0x4000
 _P_ALL, _WEXITED = 0, 4
 _PR_SET_NAME, _SECCOMP_SET_FILTER, _SPEC_ALLOW = 15, 1, 4
 _SIOCSIFFLAGS, _INTERFACE_UP = 0x8914, 0x1 | 0x8
@@ -235,9 +222,9 @@ def steps(making: Making) -> list[Step]:
     Raises:
         ValueError: a path has a zero byte.
     """
-    writer = _Writer()
+    writer = Writer()
     _begin(writer, making)
-    first = _Mounts(writer, making).make()
+    first = Mounts(writer, making.mounts, making.own).make()
     _enter(writer, making)
     _settle(writer, making, keep=first)
     if making.trial:
@@ -252,101 +239,31 @@ def steps(making: Making) -> list[Step]:
     return writer.steps
 
 
-class _Writer:
-    """Collects steps, and knows which descriptors are open after them."""
-
-    def __init__(self) -> None:
-        self.steps: list[Step] = []
-        self.open = {*range(3), WAY, OWN}
-
-    def call(
-        self,
-        name: str,
-        *arguments: Argument | str,
-        what: str = "",
-        least: int | None = 0,
-        but: int = 0,
-        otherwise: str = FAIL,
-    ) -> None:
-        given = tuple(text(value) if isinstance(value, str) else value for value in arguments)
-        self.steps.append(Call(name, given, what, least, but, otherwise))
-
-    def label(self, name: str) -> None:
-        self.steps.append(Label(name))
-
-    def jump(self, to: str, *, if_none: bool = False) -> None:
-        self.steps.append(Jump(to, if_none))
-
-    def fresh(self) -> int:
-        """The number of the descriptor that is made next."""
-        number = next(number for number in range(len(self.open) + 1) if number not in self.open)
-        self.open.add(number)
-        return number
-
-    def openat(self, directory: int, path: str, flags: int, what: str = "") -> int:
-        self.call("openat", directory, path, flags | os.O_CLOEXEC, what=what)
-        return self.fresh()
-
-    def close(self, fd: int) -> None:
-        self.call("close", fd)
-        self.open.discard(fd)
-
-    def put(self, directory: int, path: str, content: str, what: str) -> None:
-        """Write into a file."""
-        fd = self.openat(directory, path, os.O_WRONLY, what)
-        self.call("write", fd, content.encode(), len(content), what=what)
-        self.close(fd)
-
-    def send(self, *fds: int) -> None:
-        """Pass descriptors to the host: see cmsg(3)."""
-        length = 16 + 4 * len(fds)
-        control = struct.pack(f"=Qii{len(fds)}i", length, socket.SOL_SOCKET, socket.SCM_RIGHTS, *fds)
-        control += bytes(-len(control) % 8)
-        message = Table((0, 0, Table((GO, len(GO))), 1, control, length, 0))
-        self.call("sendmsg", WAY, message, 0)
-
-    def execute(self, programs: Iterable[str], arguments: Iterable[str], env: Mapping[str, str]) -> None:
-        """Become the first of these programs that there is."""
-        after: list[bytes | int] = [*map(text, arguments), 0]
-        environment = Table((*(text(f"{name}={value}") for name, value in env.items()), 0))
-        *tried, last = programs
-        for path in tried:
-            self.call("execve", path, Table((text(path), *after)), environment, least=ANY)
-        self.call("execve", last, Table((text(last), *after)), environment, what=f"execvp {last}")
+#: Descriptors that are opened at once, before the way between the maker and the first process: something to
+#: read nothing from; the host's view of processes, and the folder of this process in it.
+_NULL, _PROC, _FOLDER = range(OWN + 1, TO_FIRST)
 
 
-def text(value: str) -> bytes:
-    """As the kernel takes it. Raises ValueError where it cannot."""
-    if "\0" in value:
-        raise ValueError(f"a zero byte in {value!r}")
-    return os.fsencode(value) + b"\0"
-
-
-#: Descriptors that are opened at once: something to read nothing from; the host's view of processes, and the
-#: folder of this process in it; the way between the maker and the first process.
-_NULL, _PROC, _FOLDER, _TO_FIRST, _TO_MAKER = range(OWN + 1, OWN + 6)
-
-
-def _begin(writer: _Writer, making: Making) -> None:
+def _begin(writer: Writer, making: Making) -> None:
     call = writer.call
     # First of all: who ends with something unread takes what it said before with it.
     call("read", WAY, Stack(), 1, least=1, otherwise=END)
     call("close_range", WAY, OWN, _CLOSE_ON_EXEC)
     call("close_range", OWN + 1, _ALL, 0)
     # Refused where the service's own is higher already.
-    call("openat", _HERE, "/proc/self/oom_score_adj", os.O_WRONLY, least=ANY)
+    call("openat", HERE, "/proc/self/oom_score_adj", os.O_WRONLY, least=ANY)
     call("write", OWN + 1, OOM_SCORE, len(OOM_SCORE), least=ANY)
     call("close", OWN + 1, least=ANY)
-    writer.openat(_HERE, "/dev/null", os.O_RDWR)
-    writer.openat(_HERE, "/proc", os.O_PATH | os.O_DIRECTORY)
-    writer.openat(_HERE, "/proc/self", os.O_PATH | os.O_DIRECTORY)
+    writer.openat(HERE, "/dev/null", os.O_RDWR)
+    writer.openat(HERE, "/proc", os.O_PATH | os.O_DIRECTORY)
+    writer.openat(HERE, "/proc/self", os.O_PATH | os.O_DIRECTORY)
     call("socketpair", socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC, 0, Stack())
-    assert (writer.fresh(), writer.fresh()) == (_TO_FIRST, _TO_MAKER)
+    assert (writer.fresh(), writer.fresh()) == (TO_FIRST, TO_MAKER)
     # A descriptor leads to the mounts of the namespace before, the working directory to those of the new one.
     call("fchdir", OWN)
     writer.close(OWN)
     call("unshare", _NAMESPACES | (os.CLONE_NEWNET if making.network else 0), what="new namespaces")
-    assert writer.openat(_HERE, ".", os.O_PATH | os.O_DIRECTORY) == OWN
+    assert writer.openat(HERE, ".", os.O_PATH | os.O_DIRECTORY) == OWN
     call("umask", 0)
     call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     _map_user(writer, (0, os.geteuid()), (0, os.getegid()))
@@ -360,7 +277,7 @@ def _begin(writer: _Writer, making: Making) -> None:
         writer.close(fd)
 
 
-def _map_user(writer: _Writer, user: tuple[int, int], group: tuple[int, int]) -> None:
+def _map_user(writer: Writer, user: tuple[int, int], group: tuple[int, int]) -> None:
     """Say who this process is in its new user namespace: numbers there, and in the one above."""
     for name, content in (
         ("setgroups", "deny"),
@@ -370,182 +287,22 @@ def _map_user(writer: _Writer, user: tuple[int, int], group: tuple[int, int]) ->
         writer.put(_PROC, f"self/{name}", content, "setting up uid map")
 
 
-class _Mounts:
-    """Carries out bubblewrap's options for mounts."""
-
-    def __init__(self, writer: _Writer, making: Making) -> None:
-        self._writer, self._own = writer, making.own
-        self._options = iter(making.mounts)
-        #: Of the next file system in memory.
-        self._mode = self._size = ""
-        #: What lies below the next overlay.
-        self._lower = ""
-        #: By their paths on the host, what has been opened.
-        self._sources: dict[str, str] = {}
-        #: Directories that are there.
-        self._made: set[str] = set()
-        #: The descriptor of the first process.
-        self._first = -1
-
-    def make(self) -> int:
-        """Make all of them, and the first process; return its descriptor."""
-        self._move_host_away()
-        calls: Mapping[str, Callable[[], object]] = {
-            "--bind": self._bind,
-            "--ro-bind": lambda: self._bind(_READ_ONLY),
-            "--dev": self._devices,
-            "--dir": self._place,
-            "--overlay": self._overlay,
-            "--overlay-src": self._overlay_source,
-            "--perms": self._permissions,
-            "--proc": self._processes,
-            "--remount-ro": self._remount,
-            "--size": self._limit,
-            "--symlink": self._link,
-            "--tmpfs": self._memory,
-        }
-        for option in self._options:
-            calls[option]()
-        assert self._first >= 0, "there is no sandbox without /proc"
-        return self._first
-
-    def _mount(self, source: str, place: str, kind: str, flags: int, settings: str = "") -> None:
-        what = f"{kind or 'mount'} at {place.removeprefix(_ROOT)}"
-        self._writer.call("mount", source, place, kind, flags, settings, what=what)
-        self._made = {path for path in self._made if not path.startswith(place.rstrip("/") + "/")}
-
-    def _attributes(self, place: str, attributes: int, *, below: bool = False) -> None:
-        change = struct.pack("=4Q", attributes, 0, 0, 0)
-        flags, what = _BELOW if below else 0, f"attributes of the mount at {place.removeprefix(_ROOT)}"
-        self._writer.call("mount_setattr", _HERE, place, flags, change, len(change), what=what)
-
-    def _move_host_away(self) -> None:
-        call = self._writer.call
-        self._mount("", "/", "", _MS_REC | _MS_SLAVE)  # nothing of what follows is seen outside
-        self._mount("tmpfs", _BASE, "tmpfs", _MS_NOSUID | _MS_NODEV)
-        call("chdir", _BASE)
-        for place in (_HOST, _ROOT):
-            call("mkdirat", _HERE, place[1:], 0o755)
-        call("pivot_root", ".", _HOST[1:], what="pivot_root")
-        call("chdir", "/")
-        self._mount(_ROOT, _ROOT, "", _MS_BIND)
-
-    def _next(self) -> str:
-        return next(self._options)
-
-    def _place(self, *, directory: bool = True) -> str:
-        """The next mount point, which is made where there is none."""
-        path = self._next()
-        self._make(_ROOT + path, directory=directory, what=f"Can't mkdir {path}")
-        return _ROOT + path
-
-    def _make(self, place: str, *, directory: bool, what: str) -> None:
-        if place in self._made or place == _ROOT or place == _ROOT + "/":
-            return
-        above = [place[:end] for end in range(len(_ROOT) + 1, len(place)) if place[end] == "/"]
-        for path in above:
-            if path not in self._made:
-                self._writer.call("mkdirat", _HERE, path, 0o755, least=ANY)
-        if directory:
-            self._writer.call("mkdirat", _HERE, place, 0o755, but=errno.EEXIST, what=what)
-        else:
-            self._writer.call("mknodat", _HERE, place, stat.S_IFREG | 0o644, 0, but=errno.EEXIST, what=what)
-        self._made.update(above, [place])
-
-    def _source(self, path: str) -> str:
-        """A path, for now, of what the host has at another, whose links lead elsewhere here.
-
-        It goes by a descriptor, which is held until all is mounted.
-        """
-        if path not in self._sources:
-            what = f"Can't find source path {path}"
-            writer, flags = self._writer, os.O_PATH | os.O_CLOEXEC
-            if path.startswith(self._own):
-                fd = writer.openat(OWN, path[len(self._own) :], os.O_PATH | os.O_NOFOLLOW, what)
-            else:
-                root = writer.openat(_HERE, _HOST, os.O_PATH | os.O_DIRECTORY)
-                how = struct.pack("=3Q", flags, 0, _IN_ROOT)
-                writer.call("openat2", root, path, how, len(how), what=what)
-                fd = writer.fresh()
-                writer.close(root)
-            self._sources[path] = f"{_HOST}/proc/self/fd/{fd}"
-        return self._sources[path]
-
-    def _bind(self, attributes: int = 0) -> None:
-        path = self._next()
-        source = self._source(path)
-        place = self._place(directory=os.path.isdir(path))
-        self._mount(source, place, "", _MS_BIND | _MS_REC)
-        self._attributes(place, attributes | _NO_SETUID | _NO_DEVICES, below=True)
-
-    def _remount(self) -> None:
-        self._attributes(_ROOT + self._next(), _READ_ONLY)
-
-    def _permissions(self) -> None:
-        self._mode = self._next()
-
-    def _limit(self) -> None:
-        self._size = self._next()
-
-    def _memory(self) -> None:
-        settings = f"mode={self._mode or '755'}" + (f",size={self._size}" if self._size else "")
-        self._mode = self._size = ""
-        self._mount("tmpfs", self._place(), "tmpfs", _MS_NOSUID | _MS_NODEV, settings)
-
-    def _link(self) -> None:
-        aim, place = self._next(), self._next()
-        self._writer.call("symlinkat", aim, _HERE, _ROOT + place, what=f"Can't create {place}")
-
-    def _processes(self) -> None:
-        self._place()
-        writer = self._writer
-        # No copy of the host's memory is in it: it is this program's.
-        writer.call("clone", _CLONE_PIDFD | signal.SIGCHLD, 0, Stack(), what="the first process")
-        writer.jump("first", if_none=True)
-        self._first = writer.fresh()
-        writer.close(_TO_MAKER)
-        writer.call("read", _TO_FIRST, Stack(), 1, least=1, what="the first process")
-
-    def _devices(self) -> None:
-        place, call = self._place(), self._writer.call
-        self._mount("tmpfs", place, "tmpfs", _MS_NOSUID, "mode=755")
-        for name in _DEVICES:
-            self._make(f"{place}/{name}", directory=False, what=f"Can't create {name}")
-            self._mount(f"{_HOST}/dev/{name}", f"{place}/{name}", "", _MS_BIND)
-        self._attributes(place, _NO_SETUID, below=True)
-        for name, aim in _DEVICE_LINKS.items():
-            call("symlinkat", aim, _HERE, f"{place}/{name}")
-        for name in ("shm", "pts"):
-            self._make(f"{place}/{name}", directory=True, what=f"Can't mkdir {name}")
-        settings = "newinstance,ptmxmode=0666,mode=620"
-        self._mount("devpts", f"{place}/pts", "devpts", _MS_NOSUID | _MS_NOEXEC, settings)
-
-    def _overlay_source(self) -> None:
-        self._lower = self._source(self._next())
-
-    def _overlay(self) -> None:
-        # Such paths have nothing in them that would have to be escaped.
-        upper, work = self._source(self._next()), self._source(self._next())
-        settings = f"upperdir={upper},workdir={work},lowerdir={self._lower},userxattr"
-        self._mount("overlay", self._place(), "overlay", _MS_NOSUID | _MS_NODEV, settings)
-
-
-def _enter(writer: _Writer, making: Making) -> None:
+def _enter(writer: Writer, making: Making) -> None:
     """Leave what is left of the host behind, for the user namespace of the sandbox's processes."""
     call = writer.call
-    call("mount", "", _HOST, "", _MS_REC | _MS_PRIVATE, "")
-    call("umount2", _HOST, _DETACH)
-    call("chdir", _ROOT)
+    call("mount", "", HOST, "", MS_REC | MS_PRIVATE, "")
+    call("umount2", HOST, _DETACH)
+    call("chdir", ROOT)
     call("pivot_root", ".", ".", what="pivot_root")
     call("umount2", ".", _DETACH)
     call("chdir", "/")
     call("unshare", os.CLONE_NEWUSER, what="new namespaces")
     _map_user(writer, (making.uid, 0), (making.uid, 0))
-    call("write", _TO_FIRST, GO, 1, least=1)
-    call("read", _TO_FIRST, Stack(), 1, least=1, what="the first process")
+    call("write", TO_FIRST, GO, 1, least=1)
+    call("read", TO_FIRST, Stack(), 1, least=1, what="the first process")
 
 
-def _settle(writer: _Writer, making: Making, *, keep: int) -> None:
+def _settle(writer: Writer, making: Making, *, keep: int) -> None:
     """Give up every privilege, and every descriptor but one and the way to the host."""
     call = writer.call
     for stream in range(3):
@@ -568,14 +325,14 @@ def _settle(writer: _Writer, making: Making, *, keep: int) -> None:
     call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
-def _try_out(writer: _Writer) -> None:
+def _try_out(writer: Writer) -> None:
     writer.call("clone", _CLONE_VM | _CLONE_VFORK | signal.SIGCHLD, 0, 0, what="execvp")
     writer.jump("trial", if_none=True)
     writer.call("wait4", -1, Stack(), 0, 0)
     writer.call("write", WAY, Stack(), _STATUS.size)
 
 
-def _serve_shell(writer: _Writer, making: Making) -> None:
+def _serve_shell(writer: Writer, making: Making) -> None:
     """Wait for the host to want the shell, begin it, and tell how it and the first process end."""
     call, plan = writer.call, making.shell
     call("read", WAY, Stack(), 1, least=1, otherwise=END)
@@ -587,13 +344,13 @@ def _serve_shell(writer: _Writer, making: Making) -> None:
     call("pipe2", Stack(), os.O_CLOEXEC)
     report, its_report = writer.fresh(), writer.fresh()
     flags = os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK
-    terminal = writer.openat(_HERE, "/dev/ptmx", flags, "a terminal")
+    terminal = writer.openat(HERE, "/dev/ptmx", flags, "a terminal")
     call("ioctl", terminal, _TIOCSPTLCK, bytes(4), what="a terminal")
     call("ioctl", terminal, _TCSETS, plan.settings, what="a terminal")
     size = struct.pack("=4H", *plan.size, 0, 0)
     call("ioctl", terminal, _TIOCSWINSZ, size, what="a terminal")
     # It and the child have one memory, and this one waits: nothing is copied.
-    call("clone", _CLONE_VM | _CLONE_VFORK | _CLONE_PIDFD | signal.SIGCHLD, 0, Stack(), what="a shell")
+    call("clone", _CLONE_VM | _CLONE_VFORK | CLONE_PIDFD | signal.SIGCHLD, 0, Stack(), what="a shell")
     writer.jump("shell", if_none=True)
     writer.send(terminal, report, writer.fresh(), content)
     call("close_range", WAY + 1, _ALL, 0)
@@ -614,31 +371,31 @@ def _serve_shell(writer: _Writer, making: Making) -> None:
     writer.execute(plan.programs, plan.arguments, plan.env)
 
 
-def _be_first(writer: _Writer) -> None:
+def _be_first(writer: Writer) -> None:
     """The first process: it mounts the sandbox's view of processes, gives up every privilege, and waits for
     the end of its standard input. Without a handler no signal from inside reaches it."""
     call, what = writer.call, "the first process"
     writer.label("first")
-    call("close", _TO_FIRST)
+    call("close", TO_FIRST)
     call("setsid", what=what)
     call("prctl", _PR_SET_NAME, "sandbox", 0, 0, 0)
-    flags = _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
-    call("mount", "proc", f"{_ROOT}/proc", "proc", flags, "", what="Can't mount proc on /proc")
-    call("write", _TO_MAKER, GO, 1, least=1, what=what)
+    flags = MS_NOSUID | MS_NODEV | MS_NOEXEC
+    call("mount", "proc", f"{ROOT}/proc", "proc", flags, "", what="Can't mount proc on /proc")
+    call("write", TO_MAKER, GO, 1, least=1, what=what)
     # Its namespace of users is that of its maker, once there is one.
-    call("read", _TO_MAKER, Stack(), 1, least=1, what=what)
+    call("read", TO_MAKER, Stack(), 1, least=1, what=what)
     call("openat", _FOLDER, "ns/user", os.O_RDONLY, what=what)
-    call("setns", _TO_FIRST, os.CLONE_NEWUSER, what=what)
+    call("setns", TO_FIRST, os.CLONE_NEWUSER, what=what)
     call("capset", *capability_sets(1 << _CAP_SYS_PACCT), what=what)
     # Orphans are reaped by the kernel.
     call("rt_sigaction", signal.SIGCHLD, _IGNORE, 0, _SIGNALS_SIZE, what=what)
     # Or the host's ordinary user could not reach it by its files in /proc.
     call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0, what=what)
     # Before anything runs inside.
-    call("close_range", _TO_MAKER + 1, _ALL, 0, what=what)
-    call("close_range", WAY, _TO_MAKER - 1, 0, what=what)
-    call("write", _TO_MAKER, GO, 1, least=1, what=what)
-    call("close", _TO_MAKER, what=what)
+    call("close_range", TO_MAKER + 1, _ALL, 0, what=what)
+    call("close_range", WAY, TO_MAKER - 1, 0, what=what)
+    call("write", TO_MAKER, GO, 1, least=1, what=what)
+    call("close", TO_MAKER, what=what)
     writer.label("wait")
     call("read", LIFETIME, Stack(), 1, least=1, otherwise=END)
     writer.jump("wait")

@@ -24,7 +24,8 @@ from prorl_envs.sandbox.containment import DEFAULT_LIMITS, NodeLimits
 from prorl_envs.sandbox.descriptors import pid_of
 from prorl_envs.sandbox.images import ImageUse
 from prorl_envs.sandbox.isolated import IsolatedDriver, IsolatedSandbox
-from prorl_envs.sandbox.making import ENDING_SIZE, GO, Making, Program, Programs
+from prorl_envs.sandbox.making import ENDING_SIZE, Making, Program, Programs
+from prorl_envs.sandbox.making_steps import GO
 from prorl_envs.sandbox.probe import explain
 from prorl_envs.sandbox.processes import Process, not_in_forks, receive
 from prorl_envs.sandbox.program import NAME

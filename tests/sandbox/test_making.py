@@ -29,13 +29,13 @@ from prorl_envs.sandbox.containment import NodeLimits
 from prorl_envs.sandbox.making import (
     _KNOWN,
     ENDING_SIZE,
-    GO,
     Making,
     Program,
     Programs,
     steps,
     why_refused,
 )
+from prorl_envs.sandbox.making_steps import GO
 from prorl_envs.sandbox.namespaces import SHELL, NamespaceDriver, NamespaceSandbox
 from prorl_envs.sandbox.processes import readable, receive
 from prorl_envs.sandbox.program import ANY, FAIL, Call, Label, Step, in_memory, program, spawn
