@@ -22,6 +22,7 @@ from typing import Any
 from bench.__main__ import machine
 from bench.listing import chromium
 from bench.results import p99
+from prorl_envs.cli.running import run
 from prorl_envs.config import ServiceSettings
 from prorl_envs.policy.types import Sampled, Sampling
 from prorl_envs.rollout.server import serving
@@ -196,7 +197,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=200.0, help="of them that end in a second")
     parser.add_argument("--seconds", type=float, default=15.0, help="that each page is watched for")
     options = parser.parse_args()
-    asyncio.run(bench(options.jobs, options.rate, options.seconds))
+    run(bench(options.jobs, options.rate, options.seconds))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from prorl_envs.cli.running import run
 from prorl_envs.rollout.sqlite_store import SqliteStore
 from prorl_envs.rollout.store import MemoryStore, NewGroup, Store
 from prorl_envs.rollout.types import (
@@ -136,7 +137,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1000, help="groups submitted, and results recorded")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        asyncio.run(bench(Path(folder), options.tokens, options.count))
+        run(bench(Path(folder), options.tokens, options.count))
 
 
 if __name__ == "__main__":

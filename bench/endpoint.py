@@ -12,7 +12,6 @@ The time that passed is of interest on an idle machine; CPU time says the same o
 """
 
 import argparse
-import asyncio
 import json
 import socket
 import statistics
@@ -26,6 +25,7 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bench.__main__ import machine
+from prorl_envs.cli.running import run
 from prorl_envs.clock import SystemClock
 from prorl_envs.policy.link import ServerLink
 from prorl_envs.policy.types import Sampled, Sampling
@@ -190,4 +190,4 @@ async def main(turns: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m bench.endpoint", description=__doc__)
     parser.add_argument("--turns", type=int, default=30, help="calls of each conversation that are measured")
-    sys.exit(asyncio.run(main(parser.parse_args().turns)))
+    sys.exit(run(main(parser.parse_args().turns)))

@@ -21,6 +21,7 @@ import httpcore
 import httpx
 
 from bench.__main__ import machine
+from prorl_envs.cli.running import run
 from prorl_envs.policy.link import ServerLink
 
 PATH = "/v1/completions"
@@ -163,7 +164,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     print(machine())
-    asyncio.run(bench(options))
+    run(bench(options))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 
 from bench.__main__ import machine
+from prorl_envs.cli.running import run
 from prorl_envs.rollout.server import answering
 from prorl_envs.rollout.sqlite_store import SqliteStore
 from prorl_envs.rollout.store import NewGroup
@@ -232,7 +233,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of which the medians are printed")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        asyncio.run(bench(Path(folder), options.count, options.tokens, options.rounds))
+        run(bench(Path(folder), options.count, options.tokens, options.rounds))
 
 
 if __name__ == "__main__":

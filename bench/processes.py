@@ -24,6 +24,7 @@ import httpx
 
 from bench.__main__ import machine
 from bench.results import p99
+from prorl_envs.cli.running import run
 from prorl_envs.rollout.client import RolloutClient
 from prorl_envs.rollout.types import GroupRequest
 
@@ -179,7 +180,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
     print(machine())
-    asyncio.run(bench(options))
+    run(bench(options))
 
 
 if __name__ == "__main__":

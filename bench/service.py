@@ -26,7 +26,7 @@ import httpx
 
 from bench.__main__ import machine
 from bench.results import p99
-from prorl_envs.cli.running import settled
+from prorl_envs.cli.running import run, settled
 from prorl_envs.config import ServerSettings, ServiceSettings
 from prorl_envs.env.base import Grade, Task
 from prorl_envs.env.node import Node
@@ -312,7 +312,7 @@ def main() -> None:
     logging.getLogger("prorl_envs").setLevel(logging.CRITICAL)
     print(machine())
     with tempfile.TemporaryDirectory(prefix="prb-") as folder:
-        asyncio.run(bench(options, Path(folder)))
+        run(bench(options, Path(folder)))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ python -m bench.soak --jobs 100000 --toy             # without sandboxes
 """
 
 import argparse
-import asyncio
 import gc
 import logging
 import os
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from bench.__main__ import machine
 from bench.service import COMMAND, SAMPLES, ShellEnvironment, Subject
+from prorl_envs.cli.running import run
 from prorl_envs.env.node import Node
 from prorl_envs.rollout.client import RolloutClient
 from prorl_envs.rollout.server import serving
@@ -128,7 +128,7 @@ def main() -> None:
     logging.getLogger("prorl_envs").setLevel(logging.CRITICAL)
     print(machine(), "\n")
     with tempfile.TemporaryDirectory(prefix="prb-") as folder:
-        curve = asyncio.run(soak(options, Path(folder)))
+        curve = run(soak(options, Path(folder)))
     sys.exit(not flat(curve))
 
 

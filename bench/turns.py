@@ -20,6 +20,7 @@ from itertools import pairwise
 from typing import Any
 
 from bench.__main__ import machine
+from prorl_envs.cli.running import run
 from prorl_envs.policy.context import Context
 from prorl_envs.policy.types import Sampled, Sampling
 from prorl_envs.policy.vllm import VllmClient
@@ -139,7 +140,7 @@ def main() -> None:
         asyncio.run(serve())
         return
     print(machine())
-    asyncio.run(bench([int(part) for part in options.histories.split(",")], options.turns))
+    run(bench([int(part) for part in options.histories.split(",")], options.turns))
 
 
 if __name__ == "__main__":

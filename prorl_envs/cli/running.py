@@ -7,8 +7,6 @@ import sys
 from collections.abc import Coroutine
 from typing import Any
 
-import typer
-
 from prorl_envs.cli.console import err
 
 #: The shell's custom: 128 and the signal's number.
@@ -24,13 +22,13 @@ def run[T](main: Coroutine[Any, Any, T]) -> T:
     what it holds; further ones change nothing, since nothing good comes of leaving that half done.
 
     Raises:
-        typer.Exit: it was interrupted.
+        SystemExit: it was interrupted.
     """
     try:
         return asyncio.run(_guarded(main))
     except asyncio.CancelledError:
         err.print("interrupted; everything that ran has been ended")
-        raise typer.Exit(INTERRUPTED) from None
+        raise SystemExit(INTERRUPTED) from None
 
 
 async def _guarded[T](main: Coroutine[Any, Any, T]) -> T:
