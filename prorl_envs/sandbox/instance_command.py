@@ -33,6 +33,7 @@ _REMEDIES = {
     "not owned by required user": _LIMITED.format("owners"),
     "not owned by required group": _LIMITED.format("groups"),
     "/proc/net/dev": _CONFIGURATION.format("mount proc = yes"),
+    "/proc/self/": _CONFIGURATION.format("mount proc = yes"),
     "user bind control": _CONFIGURATION.format("user bind control = yes"),
     "not allowed by configuration": _CONFIGURATION.format("allow user ns = yes"),
     "user namespace": "install Apptainer's setuid program (`apptainer-suid`), with "

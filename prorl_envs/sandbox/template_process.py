@@ -193,6 +193,8 @@ class TemplateProcess:
         if not answer and self._wrapper is not None:
             self._log_stderr()
             raise self._wrapper.explain(self._said)
+        if "error" in message and self._wrapper is not None:  # what it lacks, a site's settings keep from it
+            raise self._wrapper.explain(message["error"].strip().splitlines()[-1])
         if "error" in message:
             raise SandboxError(f"template {self._name!r} did not start: {message['error'].strip()}")
 

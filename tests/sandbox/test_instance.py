@@ -198,6 +198,23 @@ async def test_a_site_that_gives_no_namespace_is_found_out(
         await driver.aclose()
 
 
+async def test_a_site_that_shows_no_processes_is_found_out(tmp_path: Path) -> None:
+    program = tmp_path / "apptainer"
+    program.write_text(
+        '#!/bin/bash\nwords=()\nfor word; do words+=("$word"); '
+        f'[ "$word" != exec ] || words+=(--no-mount proc); done\nexec {find_apptainer()} "${{words[@]}}"\n'
+    )
+    program.chmod(0o755)
+    driver = InstanceDriver(templates=SCRIPT_TEMPLATES, apptainer=program)
+    try:
+        with pytest.raises(SandboxError, match="No such file or directory: '/proc/self") as caught:
+            await driver.start(SandboxSpec())
+        assert "mount proc = yes" in caught.value.hint
+        assert "Traceback" not in caught.value.message
+    finally:
+        await driver.aclose()
+
+
 async def test_a_python_session_without_the_hosts_python_is_refused(driver: InstanceDriver) -> None:
     mounts, masks, env = python_runtime()
     assert shows_python(SandboxSpec(mounts=mounts, masks=masks, env=env))
