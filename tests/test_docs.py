@@ -170,6 +170,6 @@ def test_every_setting_is_described_with_its_default() -> None:
     known = dict(settings(Settings))
     assert sorted(name for name, _ in described) == sorted(known)
     for name, cell in described:
-        default = known[name]
+        default = str(known[name]) if isinstance(known[name], Path) else known[name]
         shown = yaml.safe_load(cell) if cell else None
         assert (shown or None) == ((list(default) if isinstance(default, tuple) else default) or None), name
