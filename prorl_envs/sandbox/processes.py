@@ -111,9 +111,10 @@ class Process:
 
     def on_exit(self, callback: Callable[[], None]) -> None:
         """Have `callback` called in the loop once the process has ended; at once where it has."""
-        self._on_exit = callback
         if self._ended.is_set():
             callback()
+        else:
+            self._on_exit = callback
 
     def kill(self) -> None:
         """Send SIGKILL; nothing happens to a process that has ended."""

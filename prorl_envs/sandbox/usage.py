@@ -163,6 +163,14 @@ class NodeUse:
     shared: int
     tasks: int
 
+    def __add__(self, other: "NodeUse") -> "NodeUse":
+        return NodeUse(self.memory + other.memory, self.shared + other.shared, self.tasks + other.tasks)
+
+    def least(self, other: "NodeUse") -> "NodeUse":
+        """The lesser of each."""
+        pairs = (self.memory, other.memory), (self.shared, other.shared), (self.tasks, other.tasks)
+        return NodeUse(*map(min, pairs))
+
 
 def node_use() -> NodeUse:
     """What the whole machine uses now. Costs some tens of microseconds."""

@@ -87,6 +87,7 @@ class Watch:
         group: its control group; None where the watchdog keeps the limits itself.
         due: when to look next; earlier where `wake` is reached.
         wake: what the machine would use if this one, idle until now, could be half of the way to a limit.
+        room: by how much that is more than the least the machine has used since the last look.
         activity: processor time and processes at the last look; what has not changed has written nothing.
         measured: when its tree was last measured, and how long that took.
         held: bytes and files on the file system then.
@@ -102,6 +103,7 @@ class Watch:
     started: float = field(default_factory=time.monotonic)
     due: float = 0.0
     wake: usage.NodeUse | None = None
+    room: usage.NodeUse | None = None
     files: usage.MemoryFiles | None = None
     closely: float = 0.0
     shared_before: int = 0

@@ -145,7 +145,7 @@ class Watchdog:
             self._end_the_old(now)
             if candidates := [watch for watch in self._watches.values() if _may_be_due(watch, now)]:
                 node = usage.node_use()
-                if due := [watch for watch in candidates if _is_due(watch, node, now)]:
+                if due := [watch for watch in candidates if is_due(watch, node, now)]:
                     assert self._thread is not None
                     await loop.run_in_executor(self._thread, self._look, due, node)
                     self._end_the_guilty(due)
@@ -205,7 +205,8 @@ class Watchdog:
             self.looking_s += took
             now = time.monotonic()
             pause_s = next_look_s(*left, took_s=took)
-            watch.wake = _wake(node, *left) if watch.idle and pause_s > DISK_S else None
+            watch.room = half_way(*left) if watch.idle and pause_s > DISK_S else None
+            watch.wake = None if watch.room is None else node + watch.room
             watch.due = _together(now + (pause_s if watch.wake is None else IDLE_S), now)
         self._subject = None
 
@@ -266,17 +267,24 @@ def _may_be_due(watch: Watch, now: float) -> bool:
     return watch.looked_at and (watch.due <= now or watch.wake is not None)
 
 
-def _is_due(watch: Watch, node: usage.NodeUse, now: float) -> bool:
-    wake = watch.wake
-    woken = wake is not None and (node.memory >= wake.memory or node.tasks >= wake.tasks)
-    return woken or watch.due <= now
+def is_due(watch: Watch, node: usage.NodeUse, now: float) -> bool:
+    """Whether to look at a sandbox now, given what the machine uses."""
+    wake, room = watch.wake, watch.room
+    if watch.due <= now or wake is None or room is None:
+        return watch.due <= now
+    if node.memory >= wake.memory or node.tasks >= wake.tasks:
+        return True
+    # What others give back meanwhile must not hide what this one takes: counted from the least there was.
+    if node.memory + room.memory < wake.memory or node.tasks + room.tasks < wake.tasks:
+        watch.wake = wake.least(node + room)
+    return False
 
 
-def _wake(node: usage.NodeUse, memory_left: int | None, processes_left: int | None) -> usage.NodeUse:
-    """What the machine would use if a sandbox had gone half of its way to a limit from now."""
+def half_way(memory_left: int | None, processes_left: int | None) -> usage.NodeUse:
+    """By how much the machine would use more if a sandbox had gone half of its way to a limit."""
     memory = 1 << 62 if memory_left is None else memory_left // 2
     tasks = 1 << 62 if processes_left is None else processes_left // 2
-    return usage.NodeUse(node.memory + memory, node.shared, node.tasks + tasks)
+    return usage.NodeUse(memory, 0, tasks)
 
 
 def _together(due: float, now: float) -> float:

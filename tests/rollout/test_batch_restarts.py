@@ -50,6 +50,13 @@ class Photographed(SqliteStore):
         super().__init__(path)
         self.pictures: list[Path] = []
 
+    def _commit(self) -> None:
+        """One write a transaction: how many share one depends on the machine."""
+        first, *others = self._waiting
+        self._waiting = [first]
+        super()._commit()
+        self._waiting += others
+
     def _end(self, outcomes: list[Any] | BaseException) -> list[Any]:
         done = super()._end(outcomes)
         self.pictures.append(self.path.with_name(f"picture{len(self.pictures)}.db"))

@@ -89,6 +89,9 @@ async def test_a_broken_session_is_opened_again(postgres_url: str) -> None:
         assert [r.job_id for r in await store.results(0, 10)] == ["a/0"]
 
 
+HELD = "another session holds the lock"
+
+
 async def test_a_service_whose_database_another_one_had_writes_no_more(postgres_url: str) -> None:
     async with opened(postgres_url) as store:
         await store.submit([group("a")])
@@ -98,8 +101,12 @@ async def test_a_service_whose_database_another_one_had_writes_no_more(postgres_
             for _ in range(2):
                 with pytest.raises(Unavailable):
                     await store.record(result("a"))
-        with pytest.raises(Unavailable, match="another service had the database"):
-            await store.record(result("a"))
+        said = ""
+        while "another service had the database" not in said:
+            with pytest.raises(Unavailable) as caught:
+                await store.record(result("a"))
+            assert said in ("", HELD), "the database ends the other's session when it comes to it"
+            said = HELD if HELD in str(caught.value) else str(caught.value)
 
 
 async def test_a_commit_whose_answer_is_lost_is_asked_after(postgres_url: str) -> None:
