@@ -18,6 +18,7 @@ from faults.world import World
 from prorl_envs.errors import InputError
 from prorl_envs.rollout.client import RolloutClient
 from prorl_envs.rollout.errors import Conflict, NotFound
+from prorl_envs.rollout.restart import MAX_INTERRUPTIONS
 from prorl_envs.rollout.sqlite_store import SqliteStore
 from prorl_envs.rollout.types import AgentLimits, GroupRequest, JobState, Result, StopReason, job_id
 from prorl_envs.testing.audit import Counts
@@ -59,7 +60,8 @@ async def _kill_services(world: World, nursery: Nursery, port: int, groups: list
             submitting = tasks.create_task(submit())
             reading = tasks.create_task(world.read(client))
             following = tasks.create_task(follow())
-            for _ in range(3 * world.scale):
+            # No more than after which a job is held to be the reason.
+            for _ in range(min(3 * world.scale, MAX_INTERRUPTIONS - 1)):
                 target = model.counts.requests + world.chance.randrange(20)
                 with nursery.service(model.url, port) as process:
                     await model.until(partial(_asked, target))
@@ -93,7 +95,7 @@ async def sandboxes_killed(world: World) -> None:
             if victims and not reading.done():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(world.chance.choice(victims)[0], signal.SIGKILL)
-        world.check(await reading)
+        world.check(await reading, warned="what this one held is lost")
 
 
 async def model_server_killed(world: World) -> None:
