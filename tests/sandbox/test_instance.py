@@ -171,6 +171,18 @@ async def test_a_directory_closed_to_its_user_counts_towards_the_disk(driver: In
         await sandbox.close()
 
 
+def site(folder: Path, case: str) -> Path:
+    """A program that runs Apptainer as a site's settings would have it: each word of its command goes through
+    this case of bash's `case $word in`, or stays as it is."""
+    program = folder / "apptainer"
+    program.write_text(
+        "#!/bin/bash\nwords=()\nfor word; do case $word in "
+        f'{case} *) words+=("$word");; esac; done\nexec {find_apptainer()} "${{words[@]}}"\n'
+    )
+    program.chmod(0o755)
+    return program
+
+
 @pytest.mark.parametrize(
     ("left_out", "setting"), [("--pid", "allow pid ns"), ("--ipc", "allow ipc ns"), ("--uts", "allow uts ns")]
 )
@@ -178,14 +190,8 @@ async def test_a_site_that_gives_no_namespace_is_found_out(
     run_dir: Path, tmp_path: Path, left_out: str, setting: str
 ) -> None:
     """Apptainer only warns, and here not even that."""
-    real = find_apptainer()
     leave = f'"{left_out}"' + ("|--hostname|sandbox" if left_out == "--uts" else "")
-    program = tmp_path / "apptainer"
-    program.write_text(
-        "#!/bin/bash\nwords=()\nfor word; do case $word in "
-        f'{leave}) ;; *) words+=("$word");; esac; done\nexec {real} "${{words[@]}}"\n'
-    )
-    program.chmod(0o755)
+    program = site(tmp_path, f"{leave}) ;;")
     driver = InstanceDriver(templates=SCRIPT_TEMPLATES, apptainer=program)
     try:
         with pytest.raises(SandboxError, match="no namespace of its own") as caught:
@@ -199,12 +205,7 @@ async def test_a_site_that_gives_no_namespace_is_found_out(
 
 
 async def test_a_site_that_shows_no_processes_is_found_out(tmp_path: Path) -> None:
-    program = tmp_path / "apptainer"
-    program.write_text(
-        '#!/bin/bash\nwords=()\nfor word; do words+=("$word"); '
-        f'[ "$word" != exec ] || words+=(--no-mount proc); done\nexec {find_apptainer()} "${{words[@]}}"\n'
-    )
-    program.chmod(0o755)
+    program = site(tmp_path, "exec) words+=(exec --no-mount proc);;")
     driver = InstanceDriver(templates=SCRIPT_TEMPLATES, apptainer=program)
     try:
         with pytest.raises(SandboxError, match="No such file or directory: '/proc/self") as caught:
