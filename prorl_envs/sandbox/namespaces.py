@@ -345,8 +345,8 @@ class NamespaceSandbox(IsolatedSandbox):
 
     def _kept(self) -> set[str]:
         """The names of directories that another sandbox may get."""
-        names = {"tmp", "home", "work"}
-        return names - {"work"} if self._shown else names
+        files = self._files
+        return {path.name for path in (files.tmp, files.home, *(() if self._shown else (files.work,)))}
 
     def _before_end(self) -> None:
         if self._lifetime is not None:
