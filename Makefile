@@ -1,10 +1,10 @@
 # Two commands matter: `make demo` and `make test`. Each sets up what it needs first.
 VENV ?= .venv
 PYTHON := $(VENV)/bin/python
-# Tests that wait leave room for one more at a time than there are cores. WORKERS=0 runs them in order.
-WORKERS ?= $(shell expr $$(nproc) + 1)
+# Half of the time of the tests is waiting, so that two a core keep both busy. WORKERS=0 runs them in order.
+WORKERS ?= $(shell expr 2 \* $$(nproc))
 
-.PHONY: demo test test-thorough test-nemo test-ray test-vllm test-llamacpp test-cgroup2 test-trainers test-harnesses learn verify-swebench docs lint format bench faults fuzz lock clean help
+.PHONY: demo test test-thorough test-nemo test-ray test-vllm test-llamacpp test-cgroup2 test-trainers test-harnesses learn verify-swebench docs lint format bench faults fuzz mutation coverage release lock clean help
 
 help:
 	@echo "make demo       set up, then run real rollouts end to end (ARGS='--help' shows the options)"
@@ -23,6 +23,9 @@ help:
 	@echo "make lint       formatter, linter and type checker; make format mends what it can"
 	@echo "make fuzz       every parser of hostile input under a fuzzer (ARGS='--seconds 300 frames reports')"
 	@echo "make faults     every fault on purpose, round after round (ARGS='--seconds 300 service_killed')"
+	@echo "make mutation   mutation tests of the pure core (ARGS='--sample 300 --seed x --only "prorl_envs/model/*"')"
+	@echo "make coverage   the tests with coverage of subprocesses, as a table per package (ARGS='tests/tools')"
+	@echo "make release    build, check and publish on the package index (ARGS=--no-upload: all but the last)"
 	@echo "make bench      the performance tables, beside peers from PyPI (ARGS='--only bash --rounds 5')"
 
 demo:
@@ -35,14 +38,14 @@ test:
 
 test-thorough:
 	@scripts/setup.sh test $(VENV)
-	@$(PYTHON) -m pytest -m "thorough" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	@TESTS_ON_DISK=1 $(PYTHON) -m pytest -m "thorough" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-nemo:
 	@scripts/test-nemo.sh $(ARGS)
 
 test-ray:
 	@scripts/setup.sh test $(VENV)
-	@VIRTUAL_ENV=$(VENV) $$(command -v uv || echo $(VENV)/bin/uv) pip install --quiet -e '.[ray]'
+	@VENV=$(VENV) scripts/uv.sh pip install -e '.[ray]'
 	@$(PYTHON) -m pytest -m ray -n 0 $(ARGS) tests/cli/test_ray.py
 
 test-vllm:
@@ -70,7 +73,7 @@ verify-swebench:
 
 docs:
 	@scripts/setup.sh demo $(VENV)
-	@VIRTUAL_ENV=$(VENV) $$(command -v uv || echo $(VENV)/bin/uv) pip install --quiet --group docs
+	@VENV=$(VENV) scripts/uv.sh pip install --group docs
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict $(ARGS)
 	@echo "build/site/index.html"
 
@@ -79,6 +82,7 @@ lint:
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/mypy
+	@echo "tests that may run twice:"; grep -rnE "mark\.flaky\(" tests envs --include=*.py --exclude=test_reports.py || echo "  none"
 
 format:
 	@scripts/setup.sh test $(VENV)
@@ -96,11 +100,26 @@ faults:
 
 fuzz:
 	@scripts/setup.sh test $(VENV)
-	@VIRTUAL_ENV=$(VENV) $$(command -v uv || echo $(VENV)/bin/uv) pip install --quiet -e '.[fuzz]'
+	@VENV=$(VENV) scripts/uv.sh pip install -e '.[fuzz]'
 	@$(PYTHON) -m fuzz $(ARGS)
 
+mutation:
+	@scripts/setup.sh test $(VENV)
+	@VENV=$(VENV) scripts/uv.sh pip install --group mutation
+	@$(PYTHON) scripts/mutation.py $(ARGS)
+
+coverage:
+	@scripts/setup.sh test $(VENV)
+	@VENV=$(VENV) scripts/uv.sh pip install --group mutation
+	@$(PYTHON) scripts/measure_coverage.py $(ARGS)
+
+release:
+	@scripts/setup.sh test $(VENV)
+	@VENV=$(VENV) $(PYTHON) scripts/release.py $(ARGS)
+
 lock:
-	@uv lock
+	@scripts/setup.sh demo $(VENV)
+	@VENV=$(VENV) scripts/uv.sh lock
 
 clean:
 	@rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

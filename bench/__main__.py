@@ -29,7 +29,7 @@ FIGURES = ("bash", "ready", "memory", "cell")
 
 def main() -> None:
     options = _options()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of the clean-up
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # raises, so that resources are cleaned up
     scale = Scale(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Scale)})
     image, no_image = _image()
     print(machine(), "\n")
@@ -79,7 +79,7 @@ def _measure(bench: Bench, figure: str) -> tuple[dict[str, Row], list[Claim], st
 
 
 def machine() -> str:
-    """The machine, and how busy it is."""
+    """Return a line about the machine and its load."""
     cpus = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     model = cpus[0].partition(":")[2].strip() if cpus else platform.machine()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
@@ -97,7 +97,7 @@ def _load() -> str:
 
 
 def _image() -> tuple[Path | None, str]:
-    """A small SIF of this machine's own programs, kept for the next run; or why there is none."""
+    """Return a small SIF of this machine's own programs, kept for the next run, or why there is none."""
     sif = ENVIRONMENTS / "image.sif"
     if sif.exists():
         return sif, ""

@@ -1,4 +1,4 @@
-"""What is measured: ours, the floors and the peers, by figure."""
+"""Catalogue of measurements: our subjects, the floors and the peers, by figure."""
 
 from dataclasses import dataclass, field
 
@@ -8,13 +8,13 @@ class Entry:
     """One row of a table.
 
     Args:
-        module: below `bench.subjects`; also the name of a peer's environment and of its pinned packages.
-        kind: which way of using it.
-        label: what the table calls it.
-        keeps: whether directory, variables and functions live on between actions.
-        isolates: what its commands cannot reach.
-        peer: it runs in an environment of its own.
-        image: it is given the SIF.
+        module: module below `bench.subjects`; also names a peer's environment and its pinned packages.
+        kind: the variant of the module.
+        label: its name in the table.
+        keeps: whether directory, variables and functions persist between actions.
+        isolates: resources that its commands cannot reach.
+        peer: whether it runs in its own environment.
+        image: it needs the SIF.
         needs: programs without which it cannot run.
     """
 

@@ -1,11 +1,11 @@
-"""How smooth the pages of a busy service are in a browser, and what they cost the service.
+"""Frame times of a busy service's pages in a browser, and their cost to the service.
 
 python -m bench.dashboard                     # 5,000 jobs in flight, two hundred results a second
 python -m bench.dashboard --jobs 1000 --seconds 5
 
-The service is real, its environments hold no sandbox, and its model answers after a while. Service and
-browser share this machine, so frames are late where it is busy; the time that the page's own thread takes is
-not: it is the processor's.
+The service is real, its environments hold no sandbox, and its model answers after a delay. Service and
+browser share this machine, so its load delays frames. The time of the page's own thread is processor time,
+which the load does not change.
 """
 
 import argparse
@@ -22,25 +22,25 @@ from typing import Any
 from bench.__main__ import machine
 from bench.listing import chromium
 from bench.results import p99
-from prorl_envs.cli.running import run
-from prorl_envs.config import ServiceSettings
-from prorl_envs.policy.types import Sampled, Sampling
-from prorl_envs.rollout.server import serving
-from prorl_envs.rollout.service import RolloutService
-from prorl_envs.rollout.types import GroupRequest
+from prorl_envs.app.run_loop import run
+from prorl_envs.config import ServerSettings, ServiceSettings
+from prorl_envs.model.types import Sampled, Sampling
+from prorl_envs.rollout.api.types import GroupRequest
+from prorl_envs.rollout.http.server import serving
+from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.testing.scripted import as_message
 from prorl_envs.testing.tokenizer import builtin_renderer
-from prorl_envs.testing.toy import ToyWorld, empty_node
+from tests.support.toy import ToyWorld, empty_node
 
 SAMPLES, GROUPS = 8, 25
-#: Share of the jobs that is in RUN.
+#: Share of the jobs in RUN.
 RUN_SHARE = 0.1
-#: Results before anything is measured.
+#: Number of results before the measurement starts.
 FIRST = 1000
-#: Looks that the median is of.
+#: Number of requests per median.
 LOOKS = 20
 
-#: Collects, from here on, the seconds of each frame and of each task that held the page's thread for long.
+#: From now on, collects the seconds of each frame and of each task that blocked the page's thread for long.
 _RECORD = """() => {
   window.frames_s = []; window.long_s = [];
   new PerformanceObserver((list) => {
@@ -57,7 +57,7 @@ _RECORD = """() => {
 
 
 class SlowModel:
-    """Finishes every task, after so many seconds on average."""
+    """Model that finishes every task after the given seconds on average."""
 
     def __init__(self, mean_s: float) -> None:
         self._mean_s = mean_s
@@ -72,17 +72,18 @@ class SlowModel:
         return self._answer
 
     async def aclose(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there is no connection."""
 
 
 @contextlib.asynccontextmanager
 async def busy(jobs: int, rate: float) -> AsyncIterator[tuple[RolloutService, str]]:
-    """A service with so many jobs in flight for as long as the block runs, of which so many end in a second;
-    and its URL."""
+    """Run a service with `jobs` jobs in flight, of which a given number ends each second; yield its URL."""
     running = max(1, int(jobs * RUN_SHARE))
     model, world = SlowModel(running / rate), ToyWorld()
     world.logging = False
-    settings = ServiceSettings(init=64, run=running, eval=64, live=2 * running, queue=jobs + GROUPS * SAMPLES)
+    settings = ServiceSettings(
+        init=64, run=running, eval=64, max_jobs_with_sandbox=2 * running, queue=jobs + GROUPS * SAMPLES
+    )
     service = RolloutService(empty_node(), {"toy": world.family()}, model.renderer, model, settings)
     names = itertools.count()
 
@@ -100,7 +101,7 @@ async def busy(jobs: int, rate: float) -> AsyncIterator[tuple[RolloutService, st
                 await service.submit([group(next(names)) for _ in range(GROUPS)])
             await asyncio.sleep(0.05)
 
-    async with serving(service) as url:
+    async with serving(service, ServerSettings(port=0, generate_token=False)) as url:
         task = asyncio.create_task(refill())
         try:
             yield service, url
@@ -111,7 +112,7 @@ async def busy(jobs: int, rate: float) -> AsyncIterator[tuple[RolloutService, st
 
 
 async def watched(browser: Any, service: RolloutService, url: str, seconds: float) -> dict[str, float]:
-    """What a page does in so many seconds: all that are counted are of these."""
+    """Measure a page for some seconds: every count is of this period."""
     page = await browser.new_page()
     cdp = await page.context.new_cdp_session(page)
     received: Counter[str] = Counter()
@@ -156,7 +157,7 @@ async def watched(browser: Any, service: RolloutService, url: str, seconds: floa
 
 
 async def looks(service: RolloutService) -> dict[str, float]:
-    """Milliseconds of the processor that one look takes of the service."""
+    """Return the service's processor time for one page request, in milliseconds."""
     took: dict[str, list[float]] = {"the snapshot of the stream": [], "a page of jobs": []}
     for _ in range(LOOKS):
         began = time.process_time()

@@ -1,12 +1,12 @@
-"""Random episodes of every model family, hostile observations and all: does any prompt drift?
+"""Drift in random episodes of every model family, with hostile observations.
 
 python -m bench.drift                          # ten thousand episodes a family
 python -m bench.drift --templates FOLDER       # the models' own templates: NAME.jinja, as TRL ships them
 
-Every prompt must begin with all ids before; faithful histories must say what the template says; observations
-must bring no control token of their own; calls must be read as they were meant. The last column is a
-deliberate drift: the share of positions at which a client would be wrong that tokenises the history again, in
-the same episodes. Exit status 1 where anything drifts, or the deliberate drift is not seen.
+Every prompt must start with all earlier ids; faithful histories must match the template; observations must
+not add control tokens; calls must be parsed as written. The last column is a deliberate drift: the share of
+wrong positions for a client that tokenises the history again, in the same episodes. The exit status is 1 if
+anything drifts, or if the deliberate drift is not detected.
 """
 
 import argparse
@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 
 from prorl_envs.errors import InputError
-from prorl_envs.policy.rendering import TemplateRenderer
-from prorl_envs.testing.drift import Counts, Episodes
-from prorl_envs.testing.families import TEMPLATES, family_renderer, renderer_of, templates_in
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from tests.support.drift import DriftCounts, DriftEpisodes
+from tests.support.families import TEMPLATES, family_renderer, renderer_of, templates_in
 
 _HEAD = ("template", "calls", "compared", "episodes", "turns", "tokens", "drift", "tokenised again", "s")
 _ROW = "| {:28} | {:9} | {:14} | {:>8} | {:>7} | {:>9} | {:>5} | {:>15} | {:>5} |"
@@ -34,7 +34,7 @@ def main() -> None:
         if options.only and name not in options.only.split(","):
             continue
         try:
-            episodes = Episodes(make(), options.seed)
+            episodes = DriftEpisodes(make(), options.seed)
         except InputError as error:
             print(f"{name}: {error.message}", file=sys.stderr)
             continue
@@ -55,8 +55,8 @@ def _subjects(folder: Path | None) -> Iterator[tuple[str, Callable[[], TemplateR
     yield from ((name, partial(renderer_of, source)) for name, source in templates_in(folder).items())
 
 
-def _row(name: str, episodes: Episodes, seconds: float) -> str:
-    counts: Counts = episodes.counts
+def _row(name: str, episodes: DriftEpisodes, seconds: float) -> str:
+    counts: DriftCounts = episodes.counts
     compared = [
         what for what, kept in (("calls", episodes.keeps_calls), ("text", episodes.keeps_answers)) if kept
     ]

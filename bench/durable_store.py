@@ -1,4 +1,4 @@
-"""What it costs to keep jobs and results in a file, against the memory and against bare flushes.
+"""Cost of a store in a file, compared with a store in memory and with bare flushes.
 
 python -m bench.durable_store --folder FOLDER     # on the disk in question
 """
@@ -14,10 +14,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from prorl_envs.cli.running import run
-from prorl_envs.rollout.sqlite_store import SqliteStore
-from prorl_envs.rollout.store import MemoryStore, NewGroup, Store
-from prorl_envs.rollout.types import (
+from prorl_envs.app.run_loop import run
+from prorl_envs.rollout.api.types import (
     GroupRequest,
     JobState,
     Result,
@@ -26,6 +24,8 @@ from prorl_envs.rollout.types import (
     TurnRecord,
     job_id,
 )
+from prorl_envs.rollout.store.base import MemoryStore, NewGroup, Store
+from prorl_envs.rollout.store.sqlite import SqliteStore
 
 SAMPLES = 8
 TURNS = 10
@@ -33,7 +33,7 @@ VOCABULARY = 150_000
 
 
 def groups(count: int, prefix: str) -> list[NewGroup]:
-    """Groups of a task with 2 kB of instruction."""
+    """Make groups of a task with 2 kB of instruction."""
     task = {"id": "t", "instruction": "Do what has to be done. " * 80}
     return [
         NewGroup(GroupRequest(id=f"{prefix}{i}", environment="bash", task=task, samples=SAMPLES), "t")
@@ -42,7 +42,7 @@ def groups(count: int, prefix: str) -> list[NewGroup]:
 
 
 def results(group: NewGroup, tokens: int, chance: random.Random) -> Iterator[Result]:
-    """A result for each sample: half of its tokens sampled, log-probabilities in single precision."""
+    """Make a result for each sample: half of its tokens sampled, log-probabilities in single precision."""
     span = tokens // (2 * TURNS)
     mask = ([0] * span + [1] * span) * TURNS
     for sample in range(SAMPLES):
@@ -69,7 +69,7 @@ def results(group: NewGroup, tokens: int, chance: random.Random) -> Iterator[Res
 
 
 async def rate[T](work: Callable[[T], Awaitable[object]], items: list[T], at_once: int) -> float:
-    """Items per second with so many callers at once."""
+    """Return the items per second with this many concurrent callers."""
     queue = iter(items)
 
     async def caller() -> None:
@@ -94,7 +94,7 @@ async def measure(name: str, store: Store, tokens: int, count: int) -> None:
 
 
 def flushes(folder: Path, count: int = 200) -> float:
-    """Bare appends of a page with a flush each, per second: the floor of a lone caller."""
+    """Return the rate of single-page appends with a flush each, per second: the floor for one caller."""
     with (folder / "floor").open("wb") as file:
         started = time.perf_counter()
         for _ in range(count):
@@ -105,7 +105,7 @@ def flushes(folder: Path, count: int = 200) -> float:
 
 
 async def restart(path: Path, jobs: int) -> None:
-    """Print how long a restarted service waits for its store, with so many unfinished jobs in it."""
+    """Print the time that a restarted service waits for its store with this many unfinished jobs."""
     store = SqliteStore(path)
     await store.submit(groups(jobs // SAMPLES, "unfinished-"))
     await store.aclose()

@@ -1,14 +1,14 @@
-"""What a rollout's model endpoint adds to a call: three shapes, and histories of several lengths.
+"""Overhead of a rollout's model endpoint per call: three API formats, histories of several lengths.
 
 python -m bench.endpoint
 
 A harness's conversation grows turn by turn over one kept connection. The model answers at once, in this
-process, so what is measured is the endpoint alone. In turns with it a bare server of the same kind takes the
-same bytes and gives the same answer without looking at either: what the endpoint takes longer is what it
-adds. Of that, some is what the service's own loop does in such a turn too (reading the answer, bridging to
-the next), which is measured beside it.
+process, so only the endpoint is measured. In alternation, a bare server of the same kind receives the same
+bytes and returns the same answer without parsing either: the difference is the endpoint's overhead. The
+service's own loop does part of that work too (parsing the answer, bridging to the next turn), which is
+measured separately.
 
-The time that passed is of interest on an idle machine; CPU time says the same on a busy one.
+On an idle machine read the wall time, on a busy one the CPU time.
 """
 
 import argparse
@@ -25,27 +25,28 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bench.__main__ import machine
-from prorl_envs.cli.running import run
+from prorl_envs.app.run_loop import run
 from prorl_envs.clock import SystemClock
-from prorl_envs.policy.link import ServerLink
-from prorl_envs.policy.types import Sampled, Sampling
-from prorl_envs.rollout.agent import Agent, Transcript
+from prorl_envs.listener.listener import HttpListener
+from prorl_envs.model.http.client import ModelHttpClient
+from prorl_envs.model.types import Sampled, Sampling
+from prorl_envs.rollout.agent.agent_loop import Agent, Transcript
+from prorl_envs.rollout.api.types import AgentLimits
 from prorl_envs.rollout.endpoint.app import EndpointApp
-from prorl_envs.rollout.endpoint.doorstep import Doorstep
+from prorl_envs.rollout.endpoint.harness_run import INSIDE
 from prorl_envs.rollout.endpoint.session import ModelSession
-from prorl_envs.rollout.types import AgentLimits
 from prorl_envs.testing.scripted import as_message
 from prorl_envs.testing.tokenizer import builtin_renderer
 
 SCHEMA = {"type": "object", "properties": {"command": {"type": "string"}}}
 OBSERVATION = "total 0\n-rw-r--r-- 1 agent agent 12 Jan 1 00:00 file.txt\n" * 4
 SAID = "look at the file and say more "
-#: Of these sizes, the context of the last turn, roughly.
+#: Context sizes; the last turn has about this many tokens.
 TOKENS = (1_000, 8_000, 32_000)
 
 
 class Instant:
-    """A model that answers at once with one call."""
+    """Model that answers at once with one call."""
 
     def __init__(self) -> None:
         self._renderer = renderer = builtin_renderer()
@@ -56,7 +57,7 @@ class Instant:
         return Sampled(self._ids, (-0.1,) * len(self._ids), "stop", "1", "here")
 
     def own_turn(self) -> None:
-        """What the service's own loop does in a turn beside asking its model."""
+        """Do the work of the service's own loop in a turn, except the model call."""
         sampled = Sampled(self._ids, (-0.1,) * len(self._ids), "stop", "1", "here")
         call = self._renderer.parse(sampled.ids).tool_calls[0]
         self._renderer.bridge(sampled, [{"role": "tool", "tool_call_id": call.id, "content": OBSERVATION}])
@@ -66,7 +67,7 @@ class Instant:
 
 
 class Bare:
-    """A server that reads a request to its end and gives the answer that it was told to give."""
+    """Server that reads a whole request and returns a prepared answer."""
 
     answer = b""
 
@@ -79,7 +80,7 @@ class Bare:
 
 
 def chat(history: list[Any], answer: Any) -> None:
-    """Take an answer and its result into a conversation, as a harness does."""
+    """Append an answer and its result to a conversation, as a harness does."""
     said = answer["choices"][0]["message"]
     call = said["tool_calls"][0]["id"]
     history += [said, {"role": "tool", "tool_call_id": call, "content": OBSERVATION}]
@@ -116,7 +117,7 @@ SHAPES: dict[str, tuple[str, str, Any, Callable[[list[Any], Any], None]]] = {
 
 @dataclass(slots=True)
 class Spent:
-    """Seconds of each call: that passed, and of CPU."""
+    """Return each call's seconds: wall time, and CPU time."""
 
     passed: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
@@ -130,20 +131,20 @@ class Spent:
 
 
 @asynccontextmanager
-async def linked(app: ASGIApp, key: str = "") -> AsyncIterator[ServerLink]:
-    """A connection to an application, served as in a sandbox."""
-    doorstep = Doorstep(app, socket.create_server(("127.0.0.1", 0)))
-    link = ServerLink(f"http://127.0.0.1:{doorstep.port}", api_key=key)
+async def linked(app: ASGIApp, key: str = "") -> AsyncIterator[ModelHttpClient]:
+    """Open a connection to an application, served as in a sandbox."""
+    listener = HttpListener(app, socket.create_server(("127.0.0.1", 0)), INSIDE)
+    link = ModelHttpClient(f"http://127.0.0.1:{listener.port}", api_key=key)
     try:
         yield link
     finally:
         await link.aclose()
-        await doorstep.aclose()
+        await listener.aclose()
 
 
 async def measured(shape: str, tokens: int, turns: int) -> tuple[Spent, Spent, Spent, int]:
-    """What each call but the first took at the endpoint, at the bare server, and in the loop's own turn; and
-    how long the context was at last."""
+    """Return each call's time (without the first) at the endpoint, the bare server and the service's own
+    loop, and the length of the last context."""
     path, name, tools, take = SHAPES[shape]
     model, transcript, bare = Instant(), Transcript(), Bare()
     limits = AgentLimits(max_turns=1000, max_tokens=1_000_000)

@@ -1,4 +1,4 @@
-"""The measurements: each figure's subjects side by side, in turns."""
+"""The measurements: each figure's subjects, side by side and in alternation."""
 
 import contextlib
 import tempfile
@@ -12,7 +12,7 @@ from bench.catalogue import Entry
 from bench.memory import Memory, pss
 from bench.process import SubjectError, SubjectProcess
 from bench.results import Row
-from prorl_envs.testing.leaks import Holdings, leaks_since
+from prorl_envs.testing.leaks import OpenResources, leaks_since
 
 ANSWER_TIMEOUT_S = 120.0
 OPEN_TIMEOUT_S = 600.0
@@ -20,18 +20,18 @@ OPEN_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """How much is measured.
+    """Amount of measurements.
 
     Args:
-        rounds: turns that each subject has.
-        batch: actions of a turn, where `turn_s` allows.
+        rounds: turns of each subject.
+        batch: actions of a turn, if `turn_s` allows.
         turn_s: seconds after which a slow subject's turn ends.
         starts: sandboxes of a turn of figure 2.
-        sessions: how many at once for the rates.
+        sessions: concurrent sessions for the rates.
         rate_rounds: turns of a rate.
         rate_s: seconds of such a turn.
-        idle: idle sandboxes to measure the memory of.
-        live: idle sandboxes to have at once.
+        idle: idle sandboxes whose memory is measured.
+        live: idle sandboxes at once.
     """
 
     rounds: int = 30
@@ -47,14 +47,14 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Runs figures.
+    """Runner of figures.
 
     Args:
-        scratch: an existing directory; its path is short, as sockets lie below it.
-        image: a SIF; None where none can be built.
-        no_image: why not.
-        chosen: says which subjects to measure.
-        say: told what is being done.
+        scratch: an existing directory; its path is short, since it contains sockets.
+        image: a SIF; None if none can be built.
+        no_image: the reason why there is none.
+        chosen: selects the subjects to measure.
+        say: called with progress messages.
     """
 
     scale: Scale
@@ -94,10 +94,10 @@ class Bench:
         return {row.entry.key: row for row in running.rows}
 
     def memory(self) -> dict[str, Row]:
-        """Figure 3: one subject after the other, as what they share must not be divided among them."""
+        """Figure 3: one subject after the other, since memory that several share is divided among them."""
         rows = {}
         for entry in filter(self.chosen, catalogue.IDLE):
-            before = Holdings.now(self.scratch)
+            before = OpenResources.now(self.scratch)
             with self._running("memory", [entry]) as running:
                 self._turns(running, _idle(self.scale.idle if entry.module == "ours" else 5))
                 if entry is catalogue.OURS:
@@ -119,7 +119,7 @@ class Bench:
     def _together(
         self, running: "_Running", operation: str, **arguments: int
     ) -> list[tuple[Row, dict[str, Any]]]:
-        """What is not measured, in all subjects at once."""
+        """Run an unmeasured operation in all subjects at once."""
         answers = []
 
         def answer(row: Row, process: SubjectProcess) -> None:
@@ -139,7 +139,7 @@ class Bench:
 
     @contextlib.contextmanager
     def _running(self, figure: str, entries: Sequence[Entry]) -> Iterator["_Running"]:
-        """Start the subjects of a figure, and end them."""
+        """Start the subjects of a figure, and close them."""
         running = _Running([], [])
         self.say(f"{figure}: starting")
         try:
@@ -215,7 +215,7 @@ def _rate(budget_s: float) -> Step:
 
 
 def _idle(count: int) -> Step:
-    """What each of so many idle sessions costs. The first one of all is not counted: others share with it."""
+    """Memory of each of several idle sessions. The first is not counted: the others share memory with it."""
 
     def step(row: Row, process: SubjectProcess) -> None:
         process.ask("open", count=1, timeout_s=ANSWER_TIMEOUT_S)
@@ -247,5 +247,5 @@ def _live(count: int) -> Step:
 def _count_pss(row: Row, process: SubjectProcess, name: str, sessions: int) -> None:
     pids = process.ask("pids", timeout_s=ANSWER_TIMEOUT_S)["pids"]
     row.memory["processes"] = len(pids) / sessions
-    with contextlib.suppress(PermissionError):  # only root may look at tool servers
+    with contextlib.suppress(PermissionError):  # only root may inspect tool servers
         row.memory[name] = pss(pids) / sessions

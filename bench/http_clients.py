@@ -1,9 +1,9 @@
-"""What a call of a model server costs its caller: our client beside general ones, in one run.
+"""CPU time of a model server's caller: our client and general ones, in one run.
 
 python -m bench.http_clients
 
 Every client sends the same request to the same server, which answers at once, and reads the whole answer.
-aiohttp and niquests have rows where they are installed.
+aiohttp and niquests have rows if they are installed.
 """
 
 import argparse
@@ -21,8 +21,8 @@ import httpcore
 import httpx
 
 from bench.__main__ import machine
-from prorl_envs.cli.running import run
-from prorl_envs.policy.link import ServerLink
+from prorl_envs.app.run_loop import run
+from prorl_envs.model.http.client import ModelHttpClient
 
 PATH = "/v1/completions"
 HEADERS = {"content-type": "application/json"}
@@ -31,7 +31,7 @@ SESSION = {"x-session-id": "s"}
 
 class Ours:
     def __init__(self, url: str) -> None:
-        self._link = ServerLink(url)
+        self._link = ModelHttpClient(url)
 
     async def post(self, body: bytes) -> bytes:
         return await self._link.request("POST", PATH, body, SESSION)
@@ -41,7 +41,7 @@ class Ours:
 
 
 class Httpx:
-    """A client for each connection: the pool within one looks at all its connections at every request."""
+    """One client per connection: within a client, each request would scan the pool's connections."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -59,7 +59,7 @@ class Httpx:
 
 
 class Httpcore:
-    """A connection each, as above."""
+    """One connection each, as above."""
 
     def __init__(self, url: str) -> None:
         self._url = httpcore.URL(url + PATH)
@@ -124,7 +124,7 @@ def request(tokens: int) -> bytes:
 
 
 async def cost(post: Callable[[bytes], Awaitable[bytes]], body: bytes, at_once: int, calls: int) -> float:
-    """CPU of one call, in ms."""
+    """Return the CPU time of one call, in ms."""
     began = time.process_time()
     for _ in range(calls):
         for answer in await asyncio.gather(*(post(body) for _ in range(at_once))):

@@ -1,5 +1,4 @@
-"""How long ten thousand stored episodes take to be listed, opened and searched, beside reading and decoding
-the bytes alone.
+"""Time to list, open and search ten thousand stored episodes, compared with reading and decoding the bytes.
 
 python -m bench.listing                        # a file and a store of 10,000, each some 260 MB
 python -m bench.listing --tokens 20000 --count 1000
@@ -20,26 +19,26 @@ from typing import Any
 import httpx
 
 from bench.__main__ import machine
-from prorl_envs.cli.running import run
-from prorl_envs.rollout.server import answering
-from prorl_envs.rollout.sqlite_store import SqliteStore
-from prorl_envs.rollout.store import NewGroup
-from prorl_envs.rollout.stored_episodes import StoredEpisodes
-from prorl_envs.rollout.types import GroupRequest, JobState, Result, StopReason, Trajectory, TurnRecord
-from prorl_envs.viewer.episodes import Episodes
+from prorl_envs.app.run_loop import run
+from prorl_envs.rollout.api.types import GroupRequest, JobState, Result, StopReason, Trajectory, TurnRecord
+from prorl_envs.rollout.http.server import answering
+from prorl_envs.rollout.store.base import NewGroup
+from prorl_envs.rollout.store.read_only import StoredEpisodes
+from prorl_envs.rollout.store.sqlite import SqliteStore
+from prorl_envs.viewer.episodes import EpisodeSource
 from prorl_envs.viewer.index import Index
 from prorl_envs.viewer.offline import offline_app, reading_ahead
 
 SAMPLES, TURNS = 8, 10
-#: Seconds until somebody has followed a link that was printed.
+#: Seconds until a reader follows a printed link.
 FOLLOWED_S = 1.5
-#: Bytes of what is said in a turn.
+#: Bytes of text in a turn.
 SAID = 700
 NEEDLE = "the needle in the last one"
 
 
 def results(count: int, tokens: int) -> Iterator[Result]:
-    """Episodes of ten turns, half of the tokens sampled, log-probabilities in single precision."""
+    """Make episodes of ten turns, half of the tokens sampled, log-probabilities in single precision."""
     span = tokens // (2 * TURNS)
     mask = ([0] * span + [1] * span) * TURNS
     logprobs = [-0.1234567 * (1 + i % 7) * kind for i, kind in enumerate(mask)]
@@ -79,7 +78,7 @@ def results(count: int, tokens: int) -> Iterator[Result]:
 
 
 async def keep(path: Path, kept: list[Result]) -> None:
-    """A store of these."""
+    """Make a store of these episodes."""
     store = SqliteStore(path, max_tokens=1 << 40)
     names = dict.fromkeys(one.group_id for one in kept)
     await store.submit(
@@ -94,7 +93,7 @@ async def keep(path: Path, kept: list[Result]) -> None:
 
 
 def floors(path: Path) -> dict[str, float]:
-    """Seconds to read the file's bytes, and to decode its JSON with the standard library."""
+    """Return the seconds to read the file's bytes, and to decode its JSON with the standard library."""
     began = time.perf_counter()
     with path.open("rb", buffering=0) as file:
         while file.read(1 << 20):
@@ -107,8 +106,8 @@ def floors(path: Path) -> dict[str, float]:
     return {"read the bytes": read, "decode the JSON": time.perf_counter() - began}
 
 
-async def measured(found: Callable[[], Episodes], count: int) -> dict[str, float]:
-    """Seconds until a page has what it shows, over HTTP, from the start of the server on."""
+async def measured(found: Callable[[], EpisodeSource], count: int) -> dict[str, float]:
+    """Return the seconds from the server's start until the page has its data, over HTTP."""
     began = time.perf_counter()
     episodes, took = found(), {}
 
@@ -144,7 +143,7 @@ async def measured(found: Callable[[], Episodes], count: int) -> dict[str, float
 
 @contextlib.asynccontextmanager
 async def chromium() -> AsyncIterator[Any]:
-    """A browser; None where there is none."""
+    """Open a browser; None if there is none."""
     program = shutil.which("chromium") or shutil.which("google-chrome")
     try:
         from playwright.async_api import async_playwright
@@ -161,9 +160,9 @@ async def chromium() -> AsyncIterator[Any]:
         await browser.close()
 
 
-async def seen(browser: Any, found: Callable[[], Episodes], count: int) -> dict[str, float]:
-    """Seconds until a browser shows it, from the navigation and from the click on. The navigation begins as
-    soon as the server does, and for "later" when somebody who reads the link has followed it."""
+async def seen(browser: Any, found: Callable[[], EpisodeSource], count: int) -> dict[str, float]:
+    """Return the seconds until a browser shows the page, from the navigation and from the click. The
+    navigation starts with the server, and for "later" once a reader has followed the link."""
     took = {}
     for waits_s, when in ((0.0, ""), (FOLLOWED_S, ", later")):
         page = await browser.new_page()
@@ -189,7 +188,7 @@ async def seen(browser: Any, found: Callable[[], Episodes], count: int) -> dict[
 
 
 async def rounds(times: int, work: Callable[[], Awaitable[dict[str, float]]]) -> dict[str, float]:
-    """Medians."""
+    """Compute medians."""
     found = [await work() for _ in range(times)]
     return {name: statistics.median(one[name] for one in found) for name in found[0]}
 
@@ -201,7 +200,7 @@ async def bench(folder: Path, count: int, tokens: int, times: int) -> None:
         file.writelines(one.model_dump_json() + "\n" for one in kept)
     await keep(store, kept)
     del kept
-    ways: dict[str, Callable[[], Episodes]] = {
+    ways: dict[str, Callable[[], EpisodeSource]] = {
         "file": lambda: Index(path),
         "store": lambda: StoredEpisodes.of_file(store),
     }

@@ -1,15 +1,15 @@
-"""What processes cost in memory, as the kernel counts it."""
+"""Memory of processes, as the kernel counts it."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-#: Of /proc/meminfo: what the kernel keeps for processes, namespaces, mounts and sockets.
+#: Fields of /proc/meminfo: kernel memory for processes, namespaces, mounts and sockets.
 KERNEL = ("Slab", "KernelStack", "PageTables", "SecPageTables", "Percpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Of the whole machine, in bytes."""
+    """Return the memory in use on the whole machine, in bytes."""
 
     kernel: int
     available: int
@@ -22,16 +22,16 @@ class Memory:
 
 
 def pss(pids: list[int]) -> int:
-    """Bytes of all these processes, what several share divided among them.
+    """Return the bytes of all these processes; shared memory is divided among its users.
 
     Raises:
-        PermissionError: another user's; tool servers count as such for everyone but root.
+        PermissionError: a process is another user's. For everyone but root, that includes tool servers.
     """
     total = 0
     for pid in pids:
         try:
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        except (FileNotFoundError, ProcessLookupError):  # ended
+        except (FileNotFoundError, ProcessLookupError):  # it exited
             continue
         total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
     return total

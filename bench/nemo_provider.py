@@ -1,4 +1,4 @@
-"""NeMo Gym's sandbox API over our provider and over its own Apptainer provider: one image, one run, in turns.
+"""NeMo Gym's sandbox API over our provider and over its own Apptainer provider: one image, in alternation.
 
 python -m bench.nemo_provider               # in an environment with NeMo Gym; needs apptainer and busybox
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 from nemo_gym.sandbox import AsyncSandbox, SandboxSpec
 
-#: As root, Apptainer needs to be told that it has no more rights than others.
+#: As root, Apptainer needs the option that drops root's privileges.
 PROVIDERS: dict[str, dict[str, Any]] = {
     "prorl": {},
     "apptainer": {"create": {"extra_start_args": ["--userns"]}},
@@ -30,7 +30,7 @@ type Action = Callable[[Any], Awaitable[None]]
 
 
 def build_image(folder: Path) -> Path:
-    """A SIF of busybox alone."""
+    """Build a SIF of busybox alone."""
     root, sif = folder / "root", folder / "image.sif"
     for name in ("bin", "tmp", "etc", "proc", "sys", "dev", "root", "var/tmp", "home"):
         (root / name).mkdir(parents=True)
@@ -52,7 +52,7 @@ async def one(box: Any) -> None:
 
 
 async def many(box: Any, commands: int = 64) -> None:
-    """Commands at once."""
+    """Number of concurrent commands."""
     for done in await asyncio.gather(*(box.exec("true") for _ in range(commands))):
         assert done.return_code == 0, done
 
@@ -64,7 +64,7 @@ async def timed(action: Action, box: Any) -> float:
 
 
 async def bench(image: Path, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of each action by provider, taken in turns."""
+    """Return the seconds of each action by provider, measured in alternation."""
     seconds: dict[str, dict[str, list[float]]] = {}
     async with AsyncExitStack() as exits:
         boxes = {}
@@ -73,7 +73,7 @@ async def bench(image: Path, rounds: int) -> dict[str, dict[str, list[float]]]:
                 box = AsyncSandbox({name: config}, SandboxSpec(image=str(image)))
                 started = time.perf_counter()
                 await exits.enter_async_context(await box.start())
-                if turn:  # the first one starts what the others share
+                if turn:  # the first one starts shared processes
                     seconds.setdefault("start to ready", {}).setdefault(name, []).append(
                         time.perf_counter() - started
                     )

@@ -1,4 +1,4 @@
-"""A subject's process, from the harness's side."""
+"""A subject's process, seen from the harness."""
 
 import json
 import os
@@ -12,26 +12,26 @@ from pathlib import Path
 from typing import Any
 
 from bench.catalogue import Entry
-from prorl_envs.sandbox.probe import find_bwrap
+from prorl_envs.sandbox.drivers.probe import find_bwrap
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENTS = ROOT / ".build" / "bench"
 CLOSE_TIMEOUT_S = 60.0
-#: In the environment of a subject and of all that it starts, so that what it leaves is known as its own.
+#: Set in the environment of a subject and all its children, so that leaked processes can be attributed.
 MARK = "PRORL_BENCH_SUBJECT"
 
 
 class SubjectError(Exception):
-    """A subject that cannot be measured; the text is what the table says."""
+    """A subject cannot be measured; the table shows the text."""
 
 
 class SubjectProcess:
-    """Runs one subject. Used from one thread; closed by whoever made it.
+    """Process of one subject. Used from one thread; its creator closes it.
 
     Args:
-        entry: what to run.
-        scratch: an existing empty directory of its own: home, temporary files, sockets, log.
-        image: the SIF, for those that take one.
+        entry: the subject.
+        scratch: an existing empty directory for its home, temporary files, sockets and log.
+        image: the SIF, for subjects that need one.
     """
 
     def __init__(self, entry: Entry, scratch: Path, image: Path | None) -> None:
@@ -57,16 +57,16 @@ class SubjectProcess:
             )
 
     def ask(self, operation: str, *, timeout_s: float, **arguments: float) -> dict[str, Any]:
-        """Have the subject carry out an operation of `bench.subjects.protocol`.
+        """Let the subject run an operation of `bench.subjects.protocol`.
 
         Raises:
-            SubjectError: it ended, or did not answer in time.
+            SubjectError: it exited, or did not answer in time.
         """
         self.tell(operation, **arguments)
         return self.answer(operation, timeout_s=timeout_s)
 
     def tell(self, operation: str, **arguments: float) -> None:
-        """Have it begin, and go on meanwhile. Raises SubjectError where it has ended."""
+        """Start an operation without waiting for it. Raises SubjectError if the subject has exited."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"op": operation, **arguments}).encode() + b"\n")
@@ -74,20 +74,20 @@ class SubjectProcess:
             raise SubjectError(self._last_words()) from None
 
     def answer(self, operation: str, *, timeout_s: float) -> dict[str, Any]:
-        """The answer to what it was told last. Raises SubjectError as `ask` does."""
+        """Return the answer to the last request. Raises SubjectError as `ask` does."""
         answer: dict[str, Any] = json.loads(self._read_line(operation, time.monotonic() + timeout_s))
         return answer
 
     def finish(self) -> None:
-        """Have it end, and go on meanwhile. Idempotent."""
+        """Ask the subject to exit, without waiting. Idempotent."""
         assert self._process.stdin is not None
         self._process.stdin.close()
 
     def close(self) -> list[str]:
-        """End the subject and everything it started.
+        """Stop the subject and everything it started.
 
         Returns:
-            What it left behind, which was then killed: process names.
+            Names of leaked processes, which were killed.
         """
         assert self._process.stdout is not None
         self.finish()
@@ -107,7 +107,7 @@ class SubjectProcess:
         kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
         return kept | {
             MARK: str(self._scratch),
-            "HOME": str(self._scratch / "home"),  # without anybody's .bashrc
+            "HOME": str(self._scratch / "home"),  # without a user's .bashrc
             "TMPDIR": str(self._scratch / "tmp"),
             "TMUX_TMPDIR": str(self._scratch / "tmp"),
             "PRORL_RUN_DIR": str(self.run_dir),
@@ -115,7 +115,7 @@ class SubjectProcess:
             "LANG": "C.UTF-8",
             "TERM": "xterm-256color",
             "MSWEA_SILENT_STARTUP": "1",
-            "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # OpenHands' import fails where the fetch does
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # OpenHands' import fails if the fetch fails
         }
 
     def _read_line(self, operation: str, deadline: float) -> bytes:
@@ -148,13 +148,13 @@ class SubjectProcess:
                             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
                     finally:
                         os.close(pidfd)
-            except OSError:  # ended meanwhile, or not ours to see
+            except OSError:  # it exited, or cannot be read
                 continue
         return names
 
 
 def interpreter(entry: Entry) -> Path:
-    """The Python that runs the subject.
+    """Return the Python that runs the subject.
 
     Raises:
         SubjectError: it is not installed, or a program it needs is not.
@@ -174,6 +174,6 @@ def interpreter(entry: Entry) -> Path:
 
 
 def last_line(path: Path) -> str:
-    """The last line of a log that says something, short enough for a table."""
+    """Return the last non-empty line of a log, shortened for a table."""
     lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1][:200].replace("|", "/") if lines else ""

@@ -1,10 +1,10 @@
-"""What processes of its own bring a service: jobs a second, whose CPU, what submitting takes meanwhile.
+"""Effect of a service's worker processes: jobs per second, CPU by process, and latency of submissions.
 
 python -m bench.processes                        # some minutes
 python -m bench.processes --processes 0,1,2,4
 
-`prorl-envs serve` as users start it, with `nodes.processes` as given, jobs of ten commands in a real sandbox
-each, and the scripted model server in a process of its own, which the cores have to bear as well.
+`prorl-envs serve` as users start it, with different values of `nodes.processes`. Each job runs ten commands
+in a real sandbox. The scripted model server has its own process, which uses the same cores.
 """
 
 import argparse
@@ -24,9 +24,10 @@ import httpx
 
 from bench.__main__ import machine
 from bench.results import p99
-from prorl_envs.cli.running import run
-from prorl_envs.rollout.client import RolloutClient
-from prorl_envs.rollout.types import GroupRequest
+from prorl_envs.app.run_loop import run
+from prorl_envs.rollout.api.types import GroupRequest
+from prorl_envs.rollout.client.client import RolloutClient
+from prorl_envs.rollout.client.token_files import LocalToken
 
 SAMPLES = 8
 SCRIPT = Path(sys.executable).with_name("prorl-envs")
@@ -44,7 +45,7 @@ TASK = {
 
 @asynccontextmanager
 async def started(*command: str, until: str, env: dict[str, str]) -> AsyncIterator[tuple[int, str]]:
-    """A program of ours, when it has said so: its number, and the line."""
+    """Start one of our programs; return its pid and its first line once that is printed."""
     process = await asyncio.create_subprocess_exec(
         SCRIPT,
         *command,
@@ -68,7 +69,7 @@ async def started(*command: str, until: str, env: dict[str, str]) -> AsyncIterat
 
 
 def cpu_s(pid: int) -> float:
-    """Seconds of processor time of a process."""
+    """Return the processor seconds of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -81,7 +82,7 @@ def groups(jobs: int, names: "itertools.count[int]") -> list[GroupRequest]:
 
 
 async def read(client: RolloutClient, jobs: int, after: int) -> int:
-    """Read so many results; each must have a reward."""
+    """Read the given number of results; each must have a reward."""
     while jobs > 0:
         page = await client.page(after, limit=64, wait_s=60)
         assert all(result.reward == 1.0 for result in page.results), page.results[0].failure
@@ -103,14 +104,14 @@ async def measure(count: int, options: argparse.Namespace, folder: Path) -> None
     }
     async with AsyncExitStack() as stack:
         _, line = await stack.enter_async_context(
-            started("scripted", "bash", "--data", str(data), until="--llm", env={})
+            started("scripted-model", "bash", "--data", str(data), until="--llm", env={})
         )
         head, line = await stack.enter_async_context(
             started("serve", *line.split(), "--store", "memory", until="rollout service:", env=settings)
         )
         url = line.split()[2]
         client = await stack.enter_async_context(RolloutClient(url))
-        plain = await stack.enter_async_context(httpx.AsyncClient(base_url=url))
+        plain = await stack.enter_async_context(httpx.AsyncClient(base_url=url, auth=LocalToken()))
         pids = await processes_of(head, plain, count)
         names = itertools.count()
         await client.submit(groups(options.run * SAMPLES, names))
@@ -129,7 +130,7 @@ async def measure(count: int, options: argparse.Namespace, folder: Path) -> None
 
 
 async def processes_of(head: int, plain: httpx.AsyncClient, count: int) -> list[int]:
-    """The service's processes, when all have joined."""
+    """Return the service's processes, once all have joined."""
     while len((await plain.get("/v1/nodes")).json()["nodes"]) < count:
         await asyncio.sleep(0.2)
     children = Path(f"/proc/{head}/task/{head}/children").read_text().split()
@@ -141,7 +142,7 @@ async def processes_of(head: int, plain: httpx.AsyncClient, count: int) -> list[
 async def submits(
     client: RolloutClient, plain: httpx.AsyncClient, count: int, names: "itertools.count[int]"
 ) -> tuple[list[float], list[float]]:
-    """Seconds that groups take to submit, and what the least request took before each."""
+    """Return the seconds to submit groups, and the shortest request before each."""
     took, floor = [], []
     for _ in range(count):
         marks = [time.perf_counter()]

@@ -1,4 +1,4 @@
-"""The run as Markdown, ready for docs/performance.md. Pure."""
+"""Format a run as Markdown for docs/performance.md. Pure."""
 
 from collections.abc import Iterable, Iterator
 
@@ -115,7 +115,7 @@ def _table(head: Iterable[str], body: Iterable[Iterable[str]]) -> Iterator[str]:
 
 
 def _remark(row: Row) -> str:
-    """The version, then how many times the times rest on, then what went wrong."""
+    """Return the version, the number of measured times, and the problems."""
     parts = [row.version] if row.version else []
     if count := len(row.seconds) or len(row.ready):
         parts.append(f"n={count}")
@@ -157,7 +157,7 @@ def _megabytes(size: float | None) -> str:
 
 
 def _number(value: float | None) -> str:
-    """Three digits that count."""
+    """Format with three significant digits."""
     if value is None:
         return "-"
     for limit, digits in ((1, 3), (10, 2), (100, 1)):

@@ -1,4 +1,4 @@
-"""What a run found, and whether that is what was asked. Pure."""
+"""Results of a run, and comparison with the targets. Pure."""
 
 import statistics
 from collections.abc import Callable, Mapping
@@ -13,15 +13,15 @@ class Row:
     """One subject in one figure.
 
     Args:
-        version: what the subject says it is.
+        version: reported by the subject.
         seconds: of each action, in the order taken.
-        ready: seconds of each new session, from being asked for to its first right answer.
+        ready: seconds of each new session, from the request to its first right answer.
         rates: actions a second of many sessions at once, one per round.
-        wrong: answers that were not what the command or cell prints.
-        answers: all answers.
+        wrong: number of answers that differ from the output of the command or cell.
+        answers: number of all answers.
         memory: bytes, and numbers of sessions, by name.
-        failed: why there is nothing, or nothing more.
-        left: processes that it left behind.
+        failed: why there are no results, or no more.
+        left: names of leaked processes.
     """
 
     entry: Entry
@@ -42,15 +42,15 @@ type Measure = Callable[[float | None], float | None]
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One thing asked of us.
+    """One target.
 
     Args:
-        text: what, in words.
+        text: description.
         asked: the bound.
-        at_most: it is an upper bound, else a lower one.
+        at_most: whether the bound is an upper one, else a lower one.
         unit: of `asked` and `measured`; empty for a ratio.
-        measured: None where it could not be.
-        reason: why not.
+        measured: None if it could not be measured.
+        reason: why it could not be measured.
     """
 
     text: str
@@ -82,7 +82,7 @@ def ratio(above: float | None, below: float | None) -> float | None:
 
 
 def bash_claims(rows: Rows, sessions: int) -> list[Claim]:
-    """Figure 1."""
+    """Targets of figure 1."""
     ours = _seconds(rows, catalogue.OURS)
     claims = [
         _claim(rows, catalogue.PTY, "action, times the raw pty", 5, True, lambda floor: ratio(ours, floor))
@@ -104,7 +104,7 @@ def bash_claims(rows: Rows, sessions: int) -> list[Claim]:
 
 
 def ready_claims(rows: Rows) -> list[Claim]:
-    """Figure 2."""
+    """Targets of figure 2."""
     ours, pool, sif = (_ready(rows, entry) for entry in (catalogue.OURS, catalogue.POOL, catalogue.SIF))
     bare, container = _ready(rows, catalogue.BWRAP), _ready(rows, catalogue.EXEC)
     return [
@@ -129,7 +129,7 @@ def ready_claims(rows: Rows) -> list[Claim]:
 
 
 def memory_claims(rows: Rows, live: int) -> list[Claim]:
-    """Figure 3."""
+    """Targets of figure 3."""
     claims = []
     for entry, limit, text in (
         (catalogue.OURS, 3, "idle sandbox, PSS"),
@@ -147,7 +147,7 @@ def memory_claims(rows: Rows, live: int) -> list[Claim]:
 
 
 def cell_claims(rows: Rows) -> list[Claim]:
-    """Figure 4. Against the faster of ipykernel's two transports."""
+    """Targets of figure 4, against the faster of ipykernel's two transports."""
     ours = _seconds(rows, catalogue.IPYTHON)
     kernels = [_seconds(rows, entry) for entry in (catalogue.KERNEL, catalogue.KERNEL_IPC)]
     best = min((seconds for seconds in kernels if seconds is not None), default=None)

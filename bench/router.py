@@ -2,9 +2,9 @@
 
 python -m bench.router
 
-Nothing is measured here but decisions: servers, caches and time are simulated from a seed, and ours is the
-very `Router` that the service uses. A server works on all its requests at once, the slower the more they are;
-what a request must prefill is what its server's cache (least recently used goes first) does not hold.
+Only decisions are measured: servers, caches and time are simulated from a seed. Ours is the `Router` of the
+service. A server works on all its requests at once, and slows down with their number. A request must prefill
+the tokens that its server's cache (evicting the least recently used) does not hold.
 """
 
 import argparse
@@ -18,20 +18,20 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Protocol
 
-from prorl_envs.policy.routing import Router
+from prorl_envs.model.routing.state import Router
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What is simulated.
+    """Parameters of a simulation.
 
     Args:
         servers: at the start; `late` are added at `late_at` and `dead` die at `dead_at` (seconds).
-        groups, samples: how much there is to do.
-        live: episodes at once.
+        groups, samples: the amount of work.
+        live: concurrent episodes.
         prompt, turns: the median of prompts, in tokens, and of turns.
-        cache: tokens a server's prefix cache holds.
-        seed: of everything random.
+        cache: capacity of a server's prefix cache, in tokens.
+        seed: of all random choices.
     """
 
     servers: int = 16
@@ -48,15 +48,15 @@ class Settings:
     seed: int = 1
 
 
-#: Seconds a decoded token takes on an idle server, and what each request in flight adds.
+#: Seconds per decoded token on an idle server, and the increase per request in flight.
 DECODE_S, DECODE_SHARE_S = 0.015, 0.0004
-#: A token to prefill, in decoded tokens of work.
+#: Work per prefilled token, in decoded tokens.
 PREFILL = 0.02
 
 
 @dataclass(slots=True)
 class Episode:
-    """One job: a prompt it shares with its group, and turns of (ids sampled, ids observed, tool seconds)."""
+    """One job: a prompt that its group shares, and turns of (ids sampled, ids observed, tool seconds)."""
 
     group: int
     sample: int
@@ -71,11 +71,11 @@ class Episode:
 
 
 def episodes(settings: Settings) -> Iterator[Episode]:
-    """The work, in the order it begins. Lengths, turns and tool times have heavy tails."""
+    """Return the jobs in the order in which they start. Lengths, turns and tool times have heavy tails."""
     chance = random.Random(settings.seed)
     for group in range(settings.groups):
         prompt = 400 + min(int(settings.prompt * chance.lognormvariate(0.0, 0.6)), 32_000)
-        hard = settings.turns * chance.lognormvariate(0.0, 0.5)  # turns that this task takes, about
+        hard = settings.turns * chance.lognormvariate(0.0, 0.5)  # approximate number of turns of this task
         for sample in range(settings.samples):
             count = max(1, min(int(hard * chance.lognormvariate(0.0, 0.4)), 80))
             turns = [
@@ -90,7 +90,7 @@ def episodes(settings: Settings) -> Iterator[Episode]:
 
 
 class Cache:
-    """A server's prefix cache: prompts of groups and what follows them, by session."""
+    """A server's prefix cache: prompts of groups and their continuations, by session."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -98,7 +98,7 @@ class Cache:
         self._total = 0
 
     def use(self, episode: Episode) -> int:
-        """Tokens of the episode's context that are found; afterwards all of it is held."""
+        """Return how many tokens of the episode's context are cached; then cache the whole context."""
         own, shared = (episode.group, episode.sample), (episode.group, -1)
         found = self._held.get(shared, 0)
         if found:
@@ -116,7 +116,7 @@ class Cache:
 
 
 class Server:
-    """Works on everything at once: `worked` is the work each request has got since the start."""
+    """Simulated server of several requests at once: `worked` is each request's share since the start."""
 
     def __init__(self, url: str, cache: int) -> None:
         self.url = url
@@ -136,12 +136,12 @@ class Server:
         return self.since + max(0.0, self.active[0][0] - self.worked) * self._seconds()
 
     def _seconds(self) -> float:
-        """Of one unit of work."""
+        """Return the seconds per unit of work."""
         return DECODE_S + DECODE_SHARE_S * len(self.active)
 
 
 class Policy(Protocol):
-    """A router, as the simulation drives it."""
+    """Interface of routers in the simulation."""
 
     def add(self, url: str) -> None: ...
     def remove(self, url: str) -> None: ...
@@ -151,7 +151,7 @@ class Policy(Protocol):
 
 
 class _Known:
-    """What the simple routers share: the servers, and who is where."""
+    """Common state of the simple routers: the servers, and the server of each session."""
 
     def __init__(self) -> None:
         self.load: dict[str, int] = {}
@@ -185,7 +185,7 @@ class _Known:
 
 
 class RoundRobin(_Known):
-    """Each call goes to the next server."""
+    """Round robin: each call goes to the next server."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,21 +197,21 @@ class RoundRobin(_Known):
 
 
 class LeastLoaded(_Known):
-    """Each call goes where the least is in flight."""
+    """Least loaded: each call goes to the server with the least work in flight."""
 
     def choose(self, episode: Episode) -> str:
         return min(self.load, key=self.load.__getitem__)
 
 
 class StickyLeastLoaded(_Known):
-    """A session stays; it begins where the least is in flight."""
+    """Sticky sessions: a session starts on the server with the least work in flight."""
 
     def choose(self, episode: Episode) -> str:
         return self.pinned(episode, lambda: min(self.load, key=self.load.__getitem__))
 
 
 class CumulativeHeap(_Known):
-    """As the paper's published code: a session stays; it begins where the fewest sessions ever began."""
+    """The paper's published code: sticky sessions; a session starts on the server that started the fewest."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class CumulativeHeap(_Known):
 
 
 class ConsistentHashing(_Known):
-    """A session goes where the hash of its name says, on a ring with 100 points a server."""
+    """Consistent hashing of the session's name, on a ring with 100 points per server."""
 
     def choose(self, episode: Episode) -> str:
         ring = self._ring()
@@ -246,7 +246,7 @@ class ConsistentHashing(_Known):
 
 
 class PerfectAffinity(_Known):
-    """All of a group stays on one server, whatever its load: the most hits there can be."""
+    """Group affinity: a whole group uses one server, whatever its load: the most hits possible."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,15 +289,15 @@ def _hash(text: str) -> int:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a run came to.
+    """Results of a run.
 
     Args:
-        prompt, hit: tokens sent, tokens found in caches.
-        spread: seconds-weighted mean of max/mean in flight while there is more to begin; `worst`: 95th
+        prompt, hit: tokens sent, and tokens found in caches.
+        spread: seconds-weighted mean of max/mean in flight while jobs are waiting; `worst`: 95th
             percentile.
         late: share of an added server in the work in flight over its fair share, 15 to 60 seconds after it
-            was added; `late_peak`: the most from the first second on.
-        makespan: seconds to the end of everything.
+            was added; `late_peak`: the maximum after the first second.
+        makespan: seconds until all jobs are done.
     """
 
     prompt: int = 0
@@ -340,7 +340,7 @@ def _percentile(weighted: list[tuple[float, float]], share: float) -> float:
 
 
 class Simulation:
-    """One router over one workload."""
+    """Simulation of one router with one workload."""
 
     def __init__(self, settings: Settings, policy: Policy) -> None:
         self.settings = settings
@@ -356,7 +356,7 @@ class Simulation:
         self._looked = 0.0
 
     def run(self) -> Outcome:
-        """Until everything is done."""
+        """Run until all jobs are done."""
         for number in range(self.settings.servers):
             self._add(f"s{number}")
         self._at(self.settings.late_at, self._add_late)
@@ -387,7 +387,7 @@ class Simulation:
             server = self._servers.pop(f"s{number}")
             server.version += 1
             self.policy.remove(server.url)
-            for _, _, episode in server.active:  # sent again, elsewhere
+            for _, _, episode in server.active:  # sent again, to another server
                 self.policy.end(episode, server.url)
                 self._start(episode)
 
@@ -437,13 +437,13 @@ class Simulation:
             self._begin()
 
     def _look(self) -> None:
-        """Account for the time since the last look: nothing changed in it."""
+        """Account for the time since the last update, during which nothing changed."""
         seconds, self._looked = self.now - self._looked, self.now
         loads = [len(server.active) for server in self._servers.values()]
         mean = sum(loads) / len(loads)
         if not self._more or seconds <= 0 or self.now < 60 or not mean:
             return
-        if not 0 <= self.now - self.settings.late_at < 60:  # what a late server does is told apart
+        if not 0 <= self.now - self.settings.late_at < 60:  # a late server is counted separately
             self.outcome.spreads.append((max(loads) / mean, seconds))
         elif self._late:
             share = sum(len(self._servers[url].active) for url in self._late) / len(self._late) / mean
@@ -464,7 +464,7 @@ ROUTERS: dict[str, Callable[[], Policy]] = {
 
 
 def table(settings: Settings) -> str:
-    """Markdown: a row per router."""
+    """Format as Markdown: a row per router."""
     lines = [
         "| router | prefix hits | of perfect affinity | max/mean in flight | 95th percentile"
         " | late server's share, 15-60 s (peak) | makespan s |",

@@ -1,14 +1,14 @@
-"""A service past one machine: what more nodes bring, and what they cost the head. Figure 6.
+"""Scaling a service past one machine: throughput by number of nodes, and load of the head. Figure 6.
 
 python -m bench.scale                          # 1 to 8 nodes, a minute
 python -m bench.scale --nodes 8,64,256 --run 8 # more machines with fewer episodes each
 
-The service, its scheduler, store in memory, router and fleet, and every node's worker and agent loop are the
-very ones that are served, with queues for a network (each message is encoded and decoded). Simulated are the
-model servers (one per node; a token takes the longer the more a server has in flight), the sandboxes (they
-wait), and time: it skips whatever waiting there is, and passes while the head computes, so a head that cannot
-keep up shows. What nodes compute is on other machines and takes no time here. What a durable store adds is
-`bench.durable_store`'s.
+The service with its scheduler, store in memory, router and fleet is the real one, and so are each node's
+worker and agent loop. Queues replace the network (each message is encoded and decoded). Simulated are the
+model servers (one per node; they slow down with the number of requests in flight), the sandboxes (they wait),
+and time. Simulated time skips all waiting and advances while the head computes, so a head that cannot keep up
+shows. Computation of nodes would be on other machines and takes no time here. `bench.durable_store` measures
+the cost of a durable store.
 """
 
 import argparse
@@ -28,35 +28,35 @@ from typing import Any, ClassVar
 
 from bench.__main__ import machine
 from prorl_envs.clock import SystemClock
-from prorl_envs.config import ServiceSettings
+from prorl_envs.config import RetentionSettings, ServiceSettings
 from prorl_envs.env.base import Environment, Grade, Message, Prompt, Task
-from prorl_envs.policy.pool import ModelPool
-from prorl_envs.policy.types import AssistantTurn, Sampled, Sampling
+from prorl_envs.model.routing.pool import ModelPool
+from prorl_envs.model.types import AssistantTurn, Sampled, Sampling
+from prorl_envs.rollout.api.types import AgentLimits, GroupRequest
 from prorl_envs.rollout.nodes import channel
 from prorl_envs.rollout.nodes.channel import ChannelClosed, TcpChannel, channel_pair
 from prorl_envs.rollout.nodes.fleet import Fleet, Terms
-from prorl_envs.rollout.nodes.joining import Prepared, fingerprint, take_part
-from prorl_envs.rollout.nodes.messages import AskTurn, Forget, Welcome, decode_to_head, decode_to_node
-from prorl_envs.rollout.placement import Limits
-from prorl_envs.rollout.service import RolloutService
-from prorl_envs.rollout.types import AgentLimits, GroupRequest
-from prorl_envs.testing.toy import empty_node
+from prorl_envs.rollout.nodes.lifecycle import NodeResources, fingerprint, take_part
+from prorl_envs.rollout.nodes.messages import Forget, Hello, RouteTurn, decode_to_head, decode_to_node
+from prorl_envs.rollout.scheduling.placement import StageLimits
+from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.tools.types import ToolCall, ToolResult, ToolSpec
+from tests.support.toy import empty_node
 
-#: Seconds that a sampled token takes on an idle server, and what each turn in flight adds.
+#: Seconds per sampled token on an idle server, and the increase per turn in flight.
 DECODE_S, DECODE_SHARE_S = 0.015, 0.0004
-SAMPLED, OBSERVED, PROMPT = 200, 300, 1500  # tokens: of a turn, of what its tools answer, of a task
-TURNS = 10  # at the median; their number and lengths are log-normal
+SAMPLED, OBSERVED, PROMPT = 200, 300, 1500  # tokens: of a turn, of its tool results, of a task
+TURNS = 10  # medians; the number of turns and the lengths are log-normal
 INIT_S, TOOL_S, EVAL_S = 1.0, 1.5, 5.0
 SAMPLES = 8
 
 _SEEDS = itertools.count()
-#: Whose work the running callback is.
+#: Side whose work the running callback is.
 SIDE: contextvars.ContextVar[str] = contextvars.ContextVar("side", default="head")
 
 
 class SkippingLoop(asyncio.SelectorEventLoop):
-    """An event loop that does not wait. Its time is what was skipped, and the processor time of the head."""
+    """Event loop that never waits. Its time is the skipped time plus the processor time of the head."""
 
     def __init__(self) -> None:
         self.skipped = 0.0
@@ -80,7 +80,7 @@ class _SkippingSelector(selectors.DefaultSelector):
 
 
 class LoopClock(SystemClock):
-    """The loop's time, whatever that is."""
+    """Return the loop's time."""
 
     def monotonic(self) -> float:
         return asyncio.get_running_loop().time()
@@ -88,7 +88,7 @@ class LoopClock(SystemClock):
 
 @contextmanager
 def computing_counted(loop: SkippingLoop) -> Iterator[None]:
-    """Count this thread's processor time by side, callback by callback, while the block runs."""
+    """Count this thread's processor time by side, callback by callback, for the duration of the block."""
     handles: Any = events.Handle
     ordinary = handles._run
 
@@ -108,7 +108,7 @@ def computing_counted(loop: SkippingLoop) -> Iterator[None]:
 
 
 class WaitingEnvironment(Environment[Task]):
-    """A sandbox that takes time and nothing else."""
+    """Environment that only takes time, without a sandbox."""
 
     name: ClassVar[str] = "waiting"
     task_type = Task
@@ -135,11 +135,11 @@ class WaitingEnvironment(Environment[Task]):
         return Grade(reward=float(self._chance.random() < 0.5))
 
     async def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there is no connection."""
 
 
 class ShortRenderer:
-    """Makes ids without a tokenizer: what that costs is the nodes' business."""
+    """Renderer that makes ids without a tokenizer, whose cost would be the nodes'."""
 
     stop_ids: tuple[int, ...] = (1,)
 
@@ -170,7 +170,7 @@ class ShortRenderer:
 
 
 class ModelServer:
-    """A model server: what it takes for a turn depends on what else it has."""
+    """Simulated model server: the time of a turn depends on the number of turns in flight."""
 
     def __init__(self, seed: int) -> None:
         self._chance = random.Random(seed)
@@ -195,20 +195,20 @@ class ModelServer:
         return Sampled(ids, (-0.5,) * tokens, "stop", "1", "simulated", cached_tokens=len(prompt_ids))
 
     async def aclose(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there is no connection."""
 
 
 @dataclass(slots=True)
 class Row:
-    """One number of nodes.
+    """Results for one number of nodes.
 
     Args:
-        rate: episodes a second of simulated time, in the steady part; `tokens`: sampled, a second. Of the two
-            the latter differs less by chance.
-        head_s, node_s: processor seconds of the head, of all nodes, an episode.
-        load: of one core, that the head had at this rate.
-        messages, bytes: through the head, an episode.
-        spread: most in flight of a server over the mean, at the middle.
+        rate: episodes a second of simulated time, in the steady part; `tokens`: sampled, a second. The
+            latter varies less by chance.
+        head_s, node_s: processor seconds per episode, of the head and of all nodes.
+        load: the head's load at this rate, in cores.
+        messages, bytes: through the head, per episode.
+        spread: largest number of turns in flight on a server over the mean, half-way.
     """
 
     nodes: int
@@ -224,7 +224,7 @@ class Row:
 
 @dataclass(slots=True)
 class Traffic:
-    """Frames that were made."""
+    """Frames that were encoded."""
 
     messages: int = 0
     bytes: int = 0
@@ -249,7 +249,7 @@ class Traffic:
 
 @asynccontextmanager
 async def site(count: int, run: int) -> AsyncIterator[tuple[RolloutService, list[ModelServer]]]:
-    """A service with so many nodes and as many model servers."""
+    """Service with this many nodes and as many model servers."""
     clock, renderer = LoopClock(), ShortRenderer()
     servers = {f"http://server{number}:8000": ModelServer(number) for number in range(count)}
     pool = ModelPool(servers.__getitem__, clock=clock)
@@ -258,17 +258,19 @@ async def site(count: int, run: int) -> AsyncIterator[tuple[RolloutService, list
     terms = Terms(environments=["waiting"], fingerprint=fingerprint(renderer))
     fleet = Fleet(pool, terms, clock)
     families: Any = {"waiting": WaitingEnvironment}
-    settings = ServiceSettings(queue=10_000_000, keep_tokens=2_000_000)
+    settings = ServiceSettings(queue=10_000_000, retention=RetentionSettings(max_tokens=2_000_000))
     service = RolloutService(empty_node(), families, renderer, pool, settings, clock=clock, fleet=fleet)
-    prepared = Prepared(empty_node(), families, renderer, servers.__getitem__)
+    prepared = NodeResources(empty_node(), families, renderer, servers.__getitem__)
 
     @asynccontextmanager
-    async def prepare(welcome: Welcome) -> AsyncIterator[Prepared]:
+    async def prepare(welcome: Hello) -> AsyncIterator[NodeResources]:
         yield prepared
 
     node_side = contextvars.copy_context()
     node_side.run(SIDE.set, "node")
-    limits = Limits(init=max(2, run // 4), run=run, eval=max(2, run // 4), live=run + run // 2)
+    limits = StageLimits(
+        init=max(2, run // 4), run=run, eval=max(2, run // 4), max_jobs_with_sandbox=run + run // 2
+    )
 
     async def work(end: Any, name: str) -> None:
         with contextlib.suppress(ChannelClosed):  # the end
@@ -306,7 +308,7 @@ def groups(first: int, count: int) -> list[GroupRequest]:
 
 
 async def measure(count: int, run: int, episodes: int) -> Row:
-    """What goes on in the steady part, when all nodes are full, for so many episodes."""
+    """Measure the steady part, when all nodes are full, for this many episodes."""
     row, at_once = Row(count), count * run
     loop = asyncio.get_running_loop()
     assert isinstance(loop, SkippingLoop)
@@ -328,7 +330,7 @@ async def measure(count: int, run: int, episodes: int) -> Row:
                 await finished(before + episodes // 2)
                 status = service.status()
                 assert status.router is not None
-                row.spread = status.router.spread
+                row.spread = status.router.load_imbalance
                 await finished(before + episodes)
             seconds, head_s, node_s = loop.time() - began, loop.head_s - head_s, loop.node_s - node_s
             tokens = sum(server.sampled for server in servers) - tokens
@@ -341,7 +343,7 @@ async def measure(count: int, run: int, episodes: int) -> Row:
 
 
 def simulated(count: int, run: int, episodes: int) -> Row:
-    """One row, in a loop of its own."""
+    """Return one row, measured in its own event loop."""
     with asyncio.Runner(loop_factory=SkippingLoop) as runner:
         row = runner.run(measure(count, run, episodes))
     gc.collect()
@@ -349,7 +351,7 @@ def simulated(count: int, run: int, episodes: int) -> Row:
 
 
 async def over_tcp(messages: int = 20_000) -> float:
-    """Processor seconds that one message takes on one side of a connection, system calls included."""
+    """Return the processor seconds of one message on one side of a connection, system calls included."""
     ends: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
     server = await asyncio.start_server(lambda r, w: ends.set_result((r, w)), "127.0.0.1", 0)
     reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
@@ -357,8 +359,8 @@ async def over_tcp(messages: int = 20_000) -> float:
     reader, writer = await ends
     theirs: TcpChannel[Any, Any] = TcpChannel(reader, writer, decode_to_head)
     began = time.process_time()
-    for number in range(messages // 2):  # one at a time: nothing shares a system call
-        mine.send(AskTurn(number, "group/1", 5000))
+    for number in range(messages // 2):  # one at a time: messages share no system call
+        mine.send(RouteTurn(number, "group/1", 5000))
         await theirs.receive()
         mine.send(Forget("group/1"))
         await theirs.receive()

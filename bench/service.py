@@ -1,10 +1,10 @@
-"""What the rollout service itself costs a job: with an instant model, beside the same work without it.
+"""Overhead of the rollout service per job: with an instant model, compared with the same work without it.
 
 python -m bench.service                       # some minutes
 python -m bench.service --jobs 100 --queues 100,1000
 
-Every job is ten turns with a `bash` call each in a sandbox of its own. The floor is the same sandboxes and
-calls in a bare loop; the toy has the service and no sandbox. All take turns within one run.
+Every job is ten turns with a `bash` call each in its own sandbox. The floor is the same sandboxes and calls
+in a bare loop; the toy has the service and no sandbox. All alternate within one run.
 """
 
 import argparse
@@ -26,41 +26,41 @@ import httpx
 
 from bench.__main__ import machine
 from bench.results import p99
-from prorl_envs.cli.running import run, settled
+from prorl_envs.app.run_loop import run, settled
 from prorl_envs.config import ServerSettings, ServiceSettings
 from prorl_envs.env.base import Grade, Task
 from prorl_envs.env.node import Node
 from prorl_envs.env.sandboxed import SandboxedEnvironment
-from prorl_envs.policy.rendering import TemplateRenderer
-from prorl_envs.policy.types import Sampled, Sampling
-from prorl_envs.rollout.client import RolloutClient
-from prorl_envs.rollout.server import serving
-from prorl_envs.rollout.service import RolloutService
-from prorl_envs.rollout.sqlite_store import SqliteStore
-from prorl_envs.rollout.stages import Family
-from prorl_envs.rollout.types import AgentLimits, GroupRequest
-from prorl_envs.sandbox.choice import choose_driver, make_driver
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.model.types import Sampled, Sampling
+from prorl_envs.rollout.api.types import AgentLimits, GroupRequest
+from prorl_envs.rollout.client.client import RolloutClient
+from prorl_envs.rollout.episode.stages import Family
+from prorl_envs.rollout.http.server import serving
+from prorl_envs.rollout.service.service import RolloutService
+from prorl_envs.rollout.store.sqlite import SqliteStore
+from prorl_envs.sandbox.drivers.select import choose_driver, make_driver
 from prorl_envs.testing.scripted import as_message
 from prorl_envs.testing.tokenizer import builtin_renderer
-from prorl_envs.testing.toy import ToyWorld, empty_node
+from prorl_envs.tools.pool.sandbox_session import SandboxSession
 from prorl_envs.tools.schemas import BASH, FINISH
 from prorl_envs.tools.types import ToolCall
-from prorl_envs.tools.workplace import Workplace
+from tests.support.toy import ToyWorld, empty_node
 
 TURNS = 10
 SAMPLES = 8
-#: What it says differs each time, so that nobody who remembers the last has it easier.
+#: The command differs each time, so that no cache helps.
 COMMAND = {"command": "echo done $RANDOM"}
-#: Sandboxes at once, and jobs in RUN: enough for two cores.
+#: Concurrent sandboxes, and jobs in RUN: enough for two cores.
 AT_ONCE = 8
 
 
 class ShellTask(Task):
-    """No task at all."""
+    """Empty task."""
 
 
 class ShellEnvironment(SandboxedEnvironment[ShellTask]):
-    """A sandbox with a shell, and a grade for nothing: what is left is the service."""
+    """Environment with a shell and a trivial grade: only the service is measured."""
 
     name = "shell"
     task_type = ShellTask
@@ -68,15 +68,15 @@ class ShellEnvironment(SandboxedEnvironment[ShellTask]):
     finish_spec = FINISH
     system_prompt = "Call bash."
 
-    async def prepare(self, task: ShellTask, place: Workplace) -> None:
+    async def prepare(self, task: ShellTask, place: SandboxSession) -> None:
         """Nothing to prepare."""
 
-    async def grade(self, task: ShellTask, place: Workplace) -> Grade:
+    async def grade(self, task: ShellTask, place: SandboxSession) -> Grade:
         return Grade(reward=1.0)
 
 
 class InstantModel:
-    """Answers every prompt with the same call, at once."""
+    """Model that answers every prompt with the same call, at once."""
 
     def __init__(self, renderer: TemplateRenderer, call: dict[str, Any]) -> None:
         ids = tuple(renderer.assistant(as_message([call])))
@@ -86,12 +86,12 @@ class InstantModel:
         return self._answer
 
     async def aclose(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there is no connection."""
 
 
 @dataclass(slots=True)
 class Measured:
-    """One subject's rounds: seconds and seconds of this process's CPU, a job."""
+    """One subject's rounds: seconds, and CPU seconds of this process, per job."""
 
     wall: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
@@ -103,14 +103,14 @@ class Measured:
 
 @asynccontextmanager
 async def timed(measured: Measured, jobs: int) -> AsyncIterator[None]:
-    """Add what the block takes, as `jobs` jobs."""
+    """Add the block's time, as the time of `jobs` jobs."""
     wall, cpu = time.perf_counter(), time.process_time()
     yield
     measured.add(jobs, time.perf_counter() - wall, time.process_time() - cpu)
 
 
 async def bare(node: Node, jobs: int) -> None:
-    """The same sandboxes and the same calls, without a service."""
+    """Run the same sandboxes and calls without a service."""
     numbers = iter(range(jobs))
 
     async def one() -> None:
@@ -126,7 +126,7 @@ async def bare(node: Node, jobs: int) -> None:
 
 
 def groups(environment: str, jobs: int, names: Iterator[int], turns: int = TURNS) -> list[GroupRequest]:
-    """Groups of so many jobs in all."""
+    """Make groups with this many jobs in total."""
     return [
         GroupRequest(
             id=f"g{next(names)}",
@@ -140,10 +140,10 @@ def groups(environment: str, jobs: int, names: Iterator[int], turns: int = TURNS
 
 
 class Subject:
-    """A kind of environment behind services that are made for each round.
+    """Environment behind services that are made for each round.
 
     Args:
-        node, family: what the environments are and where they run.
+        node, family: the environments' node and family.
         model: answers at once.
     """
 
@@ -163,7 +163,9 @@ class Subject:
         self._names = itertools.count()
 
     def service(self, store: SqliteStore | None = None) -> RolloutService:
-        settings = ServiceSettings(init=2, run=AT_ONCE, eval=2, live=AT_ONCE, queue=1_000_000)
+        settings = ServiceSettings(
+            init=2, run=AT_ONCE, eval=2, max_jobs_with_sandbox=AT_ONCE, queue=1_000_000
+        )
         return RolloutService(
             self._node, {"shell": self._family}, self._renderer, self._model, settings, store
         )
@@ -178,7 +180,7 @@ class Subject:
         await service.start()
         try:
             await service.submit(self.groups(queue))
-            after = 0  # what was done while the others were submitted does not count
+            after = 0  # work done during the submission does not count
             while found := (await service.results(after, limit=1000)).results:
                 after = found[-1].cursor
             async with timed(measured, jobs):
@@ -200,7 +202,7 @@ async def read(service: RolloutService, jobs: int, after: int) -> None:
 
 
 async def submitter(url: str, count: int, pause_s: float) -> tuple[list[float], list[float]]:
-    """Submit groups one by one; the seconds each took, and what the least request took before each."""
+    """Submit groups one by one; return the seconds of each, and of the shortest request before each."""
     names, took, floor = itertools.count(), [], []
     async with RolloutClient(url) as client, httpx.AsyncClient(base_url=url) as plain:
         await client.status()
@@ -220,7 +222,7 @@ async def submitter(url: str, count: int, pause_s: float) -> tuple[list[float], 
 async def submits(
     subject: Subject, count: int, queue: int, folder: Path | None
 ) -> tuple[list[float], list[float]]:
-    """Seconds of submissions over HTTP, while `queue` jobs wait and as many as can are worked on."""
+    """Return the seconds of submissions over HTTP, while `queue` jobs wait and the pools are full."""
     store = SqliteStore(folder / "submits.db") if folder else None
     service = subject.service(store)
     try:
@@ -242,10 +244,10 @@ async def bench(options: argparse.Namespace, folder: Path) -> None:
     renderer, world = builtin_renderer(), ToyWorld()
     world.logging = False
     toy = Subject(empty_node(), world.family(), renderer, {"tool": "say", "arguments": {"text": "done 2"}})
-    async with Node(make_driver(choose_driver()), folder, warm=AT_ONCE) as node:
+    async with Node(make_driver(choose_driver()), folder, warm_pool_size=AT_ONCE) as node:
         shell = Subject(node, ShellEnvironment, renderer, {"tool": "bash", "arguments": COMMAND})
         settled()  # as `prorl-envs serve` does
-        await bare(node, 2 * AT_ONCE)  # templates, and the pool's idea of the demand
+        await bare(node, 2 * AT_ONCE)  # templates, and the pool's estimate of the demand
         floor = Measured()
         rows = {
             (f"service, {name}{kind}", queue): (subject, Measured(), where)
@@ -283,7 +285,7 @@ SUBMITS = """
 
 
 def line(name: str, queue: int | None, measured: Measured, floor: Measured | None) -> None:
-    """One row; a ratio is the median of the rounds' own."""
+    """Format one row; a ratio is the median of the rounds' ratios."""
     wall, cpu = statistics.median(measured.wall), statistics.median(measured.cpu)
     cells = ["", ""]
     if floor is not None and floor is not measured:

@@ -1,4 +1,4 @@
-"""Many jobs through one service, and what it holds meanwhile: memory, descriptors, processes, file.
+"""Resources of a service during many jobs: memory, descriptors, processes, file.
 
 python -m bench.soak                                 # 10,000 jobs with a sandbox each
 python -m bench.soak --jobs 100000 --toy             # without sandboxes
@@ -18,23 +18,23 @@ from pathlib import Path
 
 from bench.__main__ import machine
 from bench.service import COMMAND, SAMPLES, ShellEnvironment, Subject
-from prorl_envs.cli.running import run
+from prorl_envs.app.run_loop import run
 from prorl_envs.env.node import Node
-from prorl_envs.rollout.client import RolloutClient
-from prorl_envs.rollout.server import serving
-from prorl_envs.rollout.sqlite_store import SqliteStore
-from prorl_envs.sandbox.choice import choose_driver, make_driver
-from prorl_envs.testing.leaks import Holdings
+from prorl_envs.rollout.client.client import RolloutClient
+from prorl_envs.rollout.http.server import serving
+from prorl_envs.rollout.store.sqlite import SqliteStore
+from prorl_envs.sandbox.drivers.select import choose_driver, make_driver
+from prorl_envs.testing.leaks import OpenResources
 from prorl_envs.testing.tokenizer import builtin_renderer
-from prorl_envs.testing.toy import ToyWorld, empty_node
+from tests.support.toy import ToyWorld, empty_node
 
-#: What may be more at the end than after the first quarter.
+#: Largest accepted growth from the first quarter to the end.
 MAY_GROW = {"memory": 10_000_000, "descriptors": 8, "processes": 8}
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What this process and its sandboxes hold at a moment: bytes, and numbers."""
+    """Resources of this process and its sandboxes at a moment: bytes, and numbers."""
 
     jobs: int
     seconds: float
@@ -54,7 +54,7 @@ def look(jobs: int, seconds: float, run_dir: Path, store: Path) -> Held:
         seconds,
         pages * os.sysconf("SC_PAGE_SIZE"),
         len(list(Path("/proc/self/fd").iterdir())),
-        len(Holdings.now(run_dir).processes),
+        len(OpenResources.now(run_dir).processes),
         len(gc.get_objects()),
         sum(path.stat().st_size for path in files),
     )
@@ -66,7 +66,9 @@ async def soak(options: argparse.Namespace, folder: Path) -> list[Held]:
     world.logging = False
     run_dir, path = folder / "run", folder / "store.db"
     run_dir.mkdir()
-    node = empty_node() if options.toy else Node(make_driver(choose_driver(), run_dir), folder, warm=4)
+    node = (
+        empty_node() if options.toy else Node(make_driver(choose_driver(), run_dir), folder, warm_pool_size=4)
+    )
     say = {"tool": "say", "arguments": {"text": "done 2"}}
     call = say if options.toy else {"tool": "bash", "arguments": COMMAND}
     family = world.family() if options.toy else ShellEnvironment
@@ -90,7 +92,7 @@ async def feed(
     options: argparse.Namespace,
     look_at: Callable[[int, float], Held],
 ) -> list[Held]:
-    """Keep some jobs ahead of what is done, and look at `points` moments."""
+    """Keep some jobs queued, and take a sample at `points` moments."""
     curve: list[Held] = []
     started, done, asked, after = time.monotonic(), 0, 0, 0
     print("| jobs | s | MB | descriptors | processes | objects | file MB |\n|---|---|---|---|---|---|---|")
@@ -133,7 +135,7 @@ def main() -> None:
 
 
 def flat(curve: list[Held]) -> bool:
-    """Say what grew between the second quarter and the last, by their medians."""
+    """Print the growth between the second quarter and the last, by their medians."""
     quarter = max(len(curve) // 4, 1)
     early, late = curve[quarter : 2 * quarter] or curve[:1], curve[-quarter:]
     good = True

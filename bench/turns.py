@@ -1,11 +1,11 @@
-"""What one turn costs as the history grows: bytes on the wire, and CPU of each part that is ours.
+"""Cost of one turn by the length of its history: bytes on the wire, and CPU of each of our parts.
 
 python -m bench.turns
 
 A request to a vLLM server carries the whole context as ids, and its answer repeats it, so their bytes grow
-with the history whatever we do. What is made of those bytes should not: the table has the CPU of a turn with
-`NEW` new tokens after histories of growing length, with a context that keeps its JSON and, as the floor's
-opposite, with a plain list that is encoded anew.
+with the history. The CPU time should not grow. The table has the CPU time of a turn with `NEW` new tokens
+after histories of growing length: with a context that caches its JSON and, for comparison, with a plain list
+that is encoded again for each turn.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from itertools import pairwise
 from typing import Any
 
 from bench.__main__ import machine
-from prorl_envs.cli.running import run
-from prorl_envs.policy.context import Context
-from prorl_envs.policy.types import Sampled, Sampling
-from prorl_envs.policy.vllm import VllmClient
-from prorl_envs.rollout.ledger import Ledger
+from prorl_envs.app.run_loop import run
+from prorl_envs.model.servers.vllm import VllmClient
+from prorl_envs.model.tokens.context import Context
+from prorl_envs.model.types import Sampled, Sampling
+from prorl_envs.rollout.agent.token_ledger import Ledger
 
 NEW = 150
 SAMPLED = 100
@@ -32,13 +32,13 @@ VOCABULARY = 150_000
 
 
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Speak just enough HTTP to answer completions as vLLM does; nothing of a prompt is read as numbers."""
+    """Minimal HTTP server that answers completions like vLLM, without parsing the numbers of a prompt."""
     ids = list(range(SAMPLED))
     logprobs = {"tokens": [f"token_id:{i}" for i in ids], "token_logprobs": [-0.5] * SAMPLED}
     said = json.dumps({"index": 0, "finish_reason": "stop", "token_ids": ids, "logprobs": logprobs})[:-1]
     while head := await reader.readuntil(b"\r\n\r\n"):
         length = head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0]
-        if not length:  # a question about the server, which has nothing to tell
+        if not length:  # a request for the server's properties, of which it has none
             writer.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
             continue
         body = await reader.readexactly(int(length))
@@ -51,7 +51,7 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 async def serve() -> None:
-    """Print the URL, then answer until the standard input ends."""
+    """Print the URL, then answer until standard input ends."""
 
     async def guarded(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -72,7 +72,8 @@ async def turn(
     chance: random.Random,
     grow: Callable[..., Any],
 ) -> list[float]:
-    """One turn, as the agent loop has it; seconds of CPU of the ledger's check, the call, and the growth."""
+    """Run one turn as the agent loop does; return the CPU seconds of the ledger's check, the call, and the
+    growth."""
     marks = [time.process_time()]
     ledger.sent(context)
     marks.append(time.process_time())
@@ -88,13 +89,13 @@ async def turn(
 
 
 async def measure(url: str, tokens: int, turns: int, kind: type[Context] | type[list[int]]) -> list[float]:
-    """Medians of the parts of a turn after a history of so many tokens."""
+    """Return medians of a turn's parts after a history of this many tokens."""
     chance = random.Random(tokens)
     ids = [chance.randrange(VOCABULARY) for _ in range(tokens)]
     context, ledger = kind(ids), Ledger(ids)
     client = VllmClient(url, stop_ids=(1,), vocab_size=VOCABULARY, model="m")
     try:
-        await turn(client, context, ledger, chance, context.extend)  # the first has everything to encode
+        await turn(client, context, ledger, chance, context.extend)  # the first encodes everything
         rows = [await turn(client, context, ledger, chance, context.extend) for _ in range(turns)]
     finally:
         await client.aclose()

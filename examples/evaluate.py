@@ -2,9 +2,7 @@
 
 import asyncio
 
-from prorl_envs.env.node import Node
-from prorl_envs.env.registry import example_path, family, load_tasks
-from prorl_envs.tools.types import ToolCall
+from prorl_envs import Node, ToolCall, example_path, family, load_tasks
 
 
 async def main() -> float:

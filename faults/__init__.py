@@ -1,1 +1,1 @@
-"""What goes wrong on real machines, done on purpose: no GPU, no model, and the same each time with a seed."""
+"""Fault injection: failures of real machines, without GPU or model, reproducible with a seed."""

@@ -1,4 +1,4 @@
-"""Does faults on purpose, round after round, and says what each came to.
+"""Inject faults, round after round, and print the outcome of each.
 
 python -m faults                                # each for 30 seconds
 python -m faults --seconds 600 --seed 7 service_killed cancellations
@@ -29,7 +29,7 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.names) - set(SCENARIOS):
         parser.error(f"no fault {', '.join(sorted(unknown))}; there are: {', '.join(SCENARIOS)}")
-    logging.getLogger("prorl_envs").setLevel(logging.CRITICAL + 1)  # failures are what is wanted here
+    logging.getLogger("prorl_envs").setLevel(logging.CRITICAL + 1)  # failures are intended here
     good = [
         repeat(name, SCENARIOS[name], options.seconds, options.seed, options.scale)
         for name in options.names or SCENARIOS
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def repeat(name: str, scenario: Scenario, seconds: float, seed: int, scale: int) -> bool:
-    """Do one fault until its time is up or something is found; tell whether nothing was."""
+    """Repeat one fault until its time is up or a problem is found; return whether none was found."""
     begin, rounds, jobs = time.monotonic(), 0, 0
     print(f"{name:22} {(scenario.__doc__ or '').splitlines()[0]}", flush=True)
     while rounds == 0 or time.monotonic() < begin + seconds:
@@ -55,10 +55,10 @@ def repeat(name: str, scenario: Scenario, seconds: float, seed: int, scale: int)
 
 
 def once(scenario: Scenario, seed: int, scale: int) -> int:
-    """One round; the number of its jobs.
+    """Run one round; return the number of its jobs.
 
     Raises:
-        AssertionError, TimeoutError: something was lost, is there twice, is left, or never ends.
+        AssertionError, TimeoutError: a job was lost or duplicated, a resource leaked, or the round hangs.
     """
     with new_world(seed, scale) as world:
         asyncio.run(asyncio.wait_for(scenario(world), _ROUND_S))

@@ -1,4 +1,4 @@
-"""Services and model servers in processes of their own, to be killed."""
+"""Services and model servers in their own processes, to be killed."""
 
 import json
 import os
@@ -16,9 +16,9 @@ import prorl_envs
 #: `prorl-envs serve --llm MODEL --port PORT --store STORE`, with the built-in tokenizer and small pools.
 SERVE = """
 import asyncio, sys
-from prorl_envs.cli.compose import Model
-from prorl_envs.cli.serving import serve as serving
-from prorl_envs.config import ServerSettings, ServiceSettings, Settings
+from prorl_envs.app.compose import Model
+from prorl_envs.cli.commands.serving import serve as serving
+from prorl_envs.config import SandboxSection, ServerSettings, ServiceSettings, Settings
 from prorl_envs.testing.tokenizer import builtin_renderer
 
 def serve(model, port, store, cache):
@@ -26,12 +26,16 @@ def serve(model, port, store, cache):
         service=ServiceSettings(init=2, run=4, eval=2, drain_s=0, store=store),
         server=ServerSettings(port=int(port)),
         cache_dir=cache,
-        warm=0,
+        sandbox=SandboxSection(warm_pool_size=0),
     )
-    asyncio.run(serving(settings, Model(servers=[model], renderer=builtin_renderer())))
+
+    async def connect(earlier):
+        return Model(servers=[model], renderer=builtin_renderer())
+
+    asyncio.run(serving(settings, connect))
 """
 _NOW = "\nserve(*sys.argv[1:])"
-#: Forks a service for each line of arguments, says its pid, and in the end its status.
+#: Forks a service for each line of arguments, prints its pid, and finally its status.
 _NURSERY = """
 import json, os
 for line in sys.stdin:
@@ -55,7 +59,7 @@ async def main():
 
 asyncio.run(main())
 """
-#: Runs a command with a small disk of its own at a folder, seen by nobody else: no root is needed.
+#: Runs a command with its own small disk at a folder, in a private mount namespace: needs no root.
 SMALL_DISK = (
     *("unshare", "--user", "--map-root-user", "--mount", "sh", "-c"),
     'mount -t tmpfs -o "size=$2" tmpfs "$1" && shift 2 && exec "$@"',
@@ -64,25 +68,25 @@ SMALL_DISK = (
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Return a port on which no process listens now."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 class Service:
-    """A service in a process of its own."""
+    """Service in its own process."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
 
     def kill(self) -> None:
-        """At once, as `kill -9`."""
+        """Kill it at once, as `kill -9`."""
         self._send(signal.SIGKILL)
 
     def terminate(self) -> None:
-        """In order."""
+        """Ask it to shut down."""
         self._send(signal.SIGTERM)
 
     def _send(self, number: int) -> None:
@@ -91,7 +95,7 @@ class Service:
 
 
 class Nursery:
-    """Starts services, one at a time, from a process that has imported what they need: seconds of CPU each.
+    """Starter of services, one at a time, forked from a process with all imports, which saves CPU time.
 
     Args:
         folder: for their log, caches and stores.
@@ -110,7 +114,7 @@ class Nursery:
 
     @contextmanager
     def service(self, model: str, port: int) -> Iterator[Service]:
-        """A service, until the block ends it; it is killed where an error ends the block.
+        """Run a service for the duration of the block; kill it if the block raises.
 
         Args:
             model: URL of its model server; `port`: its own.
@@ -144,7 +148,7 @@ class Nursery:
 def service_on_a_small_disk(
     model: str, port: int, folder: Path, disk: Path, size: str
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A service whose store lies on a disk of so many bytes, at the folder `disk`, seen by nobody else."""
+    """Run a service whose store is on a small disk at the folder `disk`, in a private mount namespace."""
     arguments = [SERVE + _NOW, model, str(port), str(disk / "store.db"), str(folder / "cache")]
     command = [*SMALL_DISK, str(disk), size, sys.executable, "-c", *arguments]
     with process(command, folder / "service.log") as started:
@@ -153,14 +157,14 @@ def service_on_a_small_disk(
 
 @contextmanager
 def model_server(port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A model server in a process of its own, until the block ends it."""
+    """Run a model server in its own process for the duration of the block."""
     with process([sys.executable, "-c", MODEL, str(port)], log) as started:
         yield started
 
 
 @contextmanager
 def process(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process; it is killed where an error ends the block, else waited for."""
+    """Run a process; kill it if the block raises, else wait for it."""
     environ = _environ(log.parent)
     with log.open("ab") as output, subprocess.Popen(command, env=environ, stderr=output) as started:
         try:

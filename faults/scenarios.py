@@ -1,6 +1,6 @@
-"""The faults. Each function is one round: it does the fault at random moments and checks the books after it.
+"""The faults. Each function is one round: it injects the fault at random moments and checks the results.
 
-What a round leaves running is looked for by whoever runs it.
+The caller of a round checks for leaked processes.
 """
 
 import asyncio
@@ -16,19 +16,19 @@ from typing import Any
 from faults.processes import Nursery, free_port, model_server, service_on_a_small_disk
 from faults.world import World
 from prorl_envs.errors import InputError
-from prorl_envs.rollout.client import RolloutClient
-from prorl_envs.rollout.errors import Conflict, NotFound
-from prorl_envs.rollout.restart import MAX_INTERRUPTIONS
-from prorl_envs.rollout.sqlite_store import SqliteStore
-from prorl_envs.rollout.types import AgentLimits, GroupRequest, JobState, Result, StopReason, job_id
-from prorl_envs.testing.audit import Counts
+from prorl_envs.rollout.api.errors import Conflict, NotFound
+from prorl_envs.rollout.api.types import AgentLimits, GroupRequest, JobState, Result, StopReason, job_id
+from prorl_envs.rollout.client.client import RolloutClient
+from prorl_envs.rollout.service.recovery import MAX_INTERRUPTIONS
+from prorl_envs.rollout.store.sqlite import SqliteStore
+from prorl_envs.testing.audit import AuditCounts
 from prorl_envs.testing.clock import FakeClock
-from prorl_envs.testing.leaks import Holdings
-from prorl_envs.testing.toy import Fault
+from prorl_envs.testing.leaks import OpenResources
+from tests.support.toy import Fault
 
 type Scenario = Callable[[World], Coroutine[Any, Any, None]]
 
-#: What clients of a killed service may have to wait for: its next start.
+#: Time that clients of a killed service may have to wait: until its next start.
 _PATIENT: dict[str, Any] = {"attempts": 2000, "max_pause_s": 0.2}
 _TOY: dict[str, Any] = {"environment": "toy"}
 
@@ -46,21 +46,21 @@ async def _kill_services(world: World, nursery: Nursery, port: int, groups: list
         world.model("solve=1") as model,
         RolloutClient(f"http://127.0.0.1:{port}", **_PATIENT) as client,
     ):
-        before = Holdings.now(world.run_dir)
+        before = OpenResources.now(world.run_dir)
 
         async def follow() -> list[Result]:
             await client.submit(groups[:2])
             return [result async for result in client.follow([group.id for group in groups[:2]])]
 
         async def submit() -> None:
-            for group in groups:  # twice, as a caller does who did not hear the first answer
+            for group in groups:  # twice, like a caller that missed the first answer
                 await asyncio.gather(client.submit([group]), client.submit([group]))
 
         async with asyncio.TaskGroup() as tasks:
             submitting = tasks.create_task(submit())
             reading = tasks.create_task(world.read(client))
             following = tasks.create_task(follow())
-            # No more than after which a job is held to be the reason.
+            # Not more often than the number at which the job itself is blamed.
             for _ in range(min(3 * world.scale, MAX_INTERRUPTIONS - 1)):
                 target = model.counts.requests + world.chance.randrange(20)
                 with nursery.service(model.url, port) as process:
@@ -81,15 +81,15 @@ async def _kill_services(world: World, nursery: Nursery, port: int, groups: list
 
 
 async def sandboxes_killed(world: World) -> None:
-    """kill -9 of tool servers, templates and first processes of sandboxes, under work"""
+    """kill -9 of tool servers, templates and first processes of sandboxes, while jobs run"""
     async with world.model("solve=1") as model, world.service(model.url) as rollouts:
-        before = Holdings.now(world.run_dir)
+        before = OpenResources.now(world.run_dir)
         await rollouts.submit(world.groups(2 * world.scale))
         reading = asyncio.create_task(world.read(rollouts))
         for _ in range(6 * world.scale):
             target = model.counts.requests + world.chance.randrange(6)
             await _first_of(reading, model.until(partial(_asked, target)))
-            found = Holdings.now(world.run_dir).processes
+            found = OpenResources.now(world.run_dir).processes
             names = [pid for pid, text in found.items() if "(bash)" not in text]
             victims = sorted(set(names) - before.processes.keys()) or sorted(names)
             if victims and not reading.done():
@@ -125,8 +125,8 @@ async def slow_models(world: World) -> None:
     world.check(results, reward=None)
     left = [result for result in results if result.failure and result.failure.kind == "model"]
     graded = [result for result in results if result.reward is not None]
-    # On a busy machine an agent may have used up half of its time before its model leaves it: not so often
-    # that nothing is left to say, and never before the first answer.
+    # On a busy machine an agent may have used half of its time before its model stalls: so not too often, or
+    # no answer would arrive in time, and never before the first answer.
     late = [result for result in graded if result.stop_reason is StopReason.TIME_LIMIT]
     assert len(left) >= world.scale, "an episode was graded whose model never answered"
     assert len(left) + len(late) >= 2 * world.scale, "an episode was graded that its model left"
@@ -135,7 +135,7 @@ async def slow_models(world: World) -> None:
 
 
 async def broken_answers(world: World) -> None:
-    """model servers that answer with other ids, too few numbers, half an answer, or errors"""
+    """model servers that answer with wrong ids, too few numbers, half an answer, or errors"""
     mix = "solve=1,flaky=1,bad_ids=1,short_logprobs=1,disconnect=1,error500=1"
     async with world.model(mix) as model, world.service(model.url) as rollouts:
         await rollouts.submit(world.groups(world.scale, samples=6))
@@ -146,12 +146,12 @@ async def broken_answers(world: World) -> None:
 
 
 async def full_disk(world: World) -> None:
-    """a disk that is full for a while, below the store of a service at work"""
+    """a disk that is temporarily full, below the store of a busy service"""
     if shutil.which("unshare") is None:
         raise InputError("unshare is not installed", hint="apt-get install util-linux")
     disk, port = world.path("disk"), free_port()
     disk.mkdir()
-    before = Holdings.now(world.run_dir)
+    before = OpenResources.now(world.run_dir)
     async with (
         world.model("solve=1") as model,
         RolloutClient(f"http://127.0.0.1:{port}", **_PATIENT) as client,
@@ -175,7 +175,7 @@ async def full_disk(world: World) -> None:
 
 
 async def broken_frames(world: World) -> None:
-    """callers that send garbage, half requests and nothing at all, beside one that works"""
+    """clients that send garbage, half requests and nothing at all, beside a correct one"""
     async with world.served_toys() as url:
         port = int(url.rpartition(":")[2])
         async with RolloutClient(url) as client:
@@ -191,9 +191,9 @@ async def broken_frames(world: World) -> None:
 
 
 async def clock_jumps(world: World) -> None:
-    """a clock that jumps ahead at any moment, under every deadline"""
+    """a clock that jumps ahead at random moments, during every timeout"""
     clock = FakeClock()
-    store = SqliteStore(world.path("store.db"), max_age_s=1e12)
+    store = SqliteStore(world.path("store.db"), ttl_s=1e12)
     try:
         async with world.toys(store, clock, attempts=2) as (rollouts, toys):
             toys.gates["call"] = asyncio.Event()
@@ -207,7 +207,7 @@ async def clock_jumps(world: World) -> None:
                     await asyncio.sleep(0)
             toys.gates["call"].set()
             while not reading.done():
-                clock.advance(1)  # pauses and waits end too
+                clock.advance(1)  # pauses and waits must end too
                 await asyncio.sleep(0)
             world.check(await reading, reward=None)
     finally:
@@ -215,7 +215,7 @@ async def clock_jumps(world: World) -> None:
 
 
 async def duplicates(world: World) -> None:
-    """requests twice, three times, in any order, with ids that are taken, cancelled before they are sent"""
+    """requests repeated, reordered, with ids already in use, and cancelled before they are sent"""
     async with world.served_toys() as url, RolloutClient(url) as client:
         groups = world.groups(20 * world.scale, samples=2, **_TOY, task=_toy_task())
         requests = [group for group in groups for _ in range(3)]
@@ -227,7 +227,7 @@ async def duplicates(world: World) -> None:
             group = requests[number]
             if group.id not in seen:
                 with contextlib.suppress(NotFound):
-                    await client.cancel_group(group.id)  # perhaps before it is known, perhaps not
+                    await client.cancel_group(group.id)  # the job may be unknown yet, or not
             await client.submit([group])
             seen.add(group.id)
             with contextlib.suppress(Conflict):
@@ -310,12 +310,12 @@ def _toy_task(faults: dict[str, Fault] | None = None) -> dict[str, object]:
     return {"id": "t", "instruction": "Say it.", "faults": faults or {}}
 
 
-def _asked(target: int, counts: Counts) -> bool:
+def _asked(target: int, counts: AuditCounts) -> bool:
     return counts.requests >= target
 
 
 async def _first_of(*what: Awaitable[object]) -> None:
-    """Return once one of them is done; those that were not tasks are ended."""
+    """Return once one of them is done; cancel the others, if they were not started as tasks."""
     tasks = [asyncio.ensure_future(each) for each in what]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task, each in zip(tasks, what, strict=True):

@@ -1,4 +1,4 @@
-"""What every fault is done to: a real service with real sandboxes, and the books that are kept of it."""
+"""Test environment of every fault: a real service with real sandboxes, and records of the expected jobs."""
 
 import asyncio
 import json
@@ -15,23 +15,23 @@ from prorl_envs.clock import Clock
 from prorl_envs.config import ServiceSettings
 from prorl_envs.env.node import Node
 from prorl_envs.envs.bash.env import BashEnvironment
-from prorl_envs.policy.link import ClientLimits
-from prorl_envs.policy.pool import ModelPool
-from prorl_envs.policy.types import ModelClient
-from prorl_envs.policy.vllm import VllmClient
-from prorl_envs.rollout.client import RolloutClient
-from prorl_envs.rollout.server import serving
-from prorl_envs.rollout.service import RolloutService
-from prorl_envs.rollout.sqlite_store import SqliteStore
-from prorl_envs.rollout.stages import Family
-from prorl_envs.rollout.store import Store
-from prorl_envs.rollout.types import AgentLimits, GroupRequest, JobState, Result, job_id
-from prorl_envs.sandbox.choice import choose_driver, make_driver
-from prorl_envs.testing.leaks import Holdings, leaks_since
+from prorl_envs.model.http.client import ClientLimits
+from prorl_envs.model.routing.pool import ModelPool
+from prorl_envs.model.servers.vllm import VllmClient
+from prorl_envs.model.types import ModelClient
+from prorl_envs.rollout.api.types import AgentLimits, GroupRequest, JobState, Result, job_id
+from prorl_envs.rollout.client.client import RolloutClient
+from prorl_envs.rollout.episode.stages import Family
+from prorl_envs.rollout.http.server import serving
+from prorl_envs.rollout.service.service import RolloutService
+from prorl_envs.rollout.store.base import Store
+from prorl_envs.rollout.store.sqlite import SqliteStore
+from prorl_envs.sandbox.drivers.select import choose_driver, make_driver
+from prorl_envs.testing.leaks import OpenResources, leaks_since
 from prorl_envs.testing.scripted import Mix, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
 from prorl_envs.testing.tokenizer import builtin_renderer
-from prorl_envs.testing.toy import ToyModel, ToyWorld, empty_node
+from tests.support.toy import ToyModel, ToyWorld, empty_node
 
 INSTRUCTION = "Write the sum of the numbers in numbers.txt to sum.txt."
 TASK = {
@@ -49,18 +49,18 @@ BOOK = ScriptBook.from_tapes(
         ]
     }
 )
-#: A page of results as large as any of these needs.
+#: Size of a page of results that is large enough for all of these.
 _ALL = 1_000_000
 
 
 @dataclass(slots=True)
 class World:
-    """One round's surroundings.
+    """Environment of one round.
 
     Args:
         run_dir: an empty directory with a short path, where sandboxes and stores keep their files.
-        chance: decides everything random.
-        scale: how much is done in a round; 1 in the tests.
+        chance: source of all random choices.
+        scale: amount of work in a round; 1 in the tests.
     """
 
     run_dir: Path
@@ -70,7 +70,7 @@ class World:
     submitted: list[GroupRequest] = field(default_factory=list)
 
     def groups(self, count: int, samples: int = 4, **fields: Any) -> list[GroupRequest]:
-        """New groups, entered in the books."""
+        """Make new groups, and record them."""
         groups = []
         for _ in range(count):
             self._names += 1
@@ -90,18 +90,18 @@ class World:
 
     @asynccontextmanager
     async def model(self, mix: str = "solve=1", **options: Any) -> AsyncIterator[ScriptedServer]:
-        """A scripted model server."""
+        """Scripted model server."""
         async with ScriptedServer(BOOK, mix=Mix.parse(mix), **options) as server:
             yield server
 
     @asynccontextmanager
     async def service(self, model_url: str, **settings: Any) -> AsyncIterator[RolloutService]:
-        """A started service with real sandboxes and a store in a file."""
+        """Started service with real sandboxes and a store in a file."""
         renderer = builtin_renderer()
         quick = ClientLimits(attempts=3, backoff_s=0.02, max_backoff_s=0.1, connect_s=2)
         async with AsyncExitStack() as stack:
             node = await stack.enter_async_context(
-                Node(make_driver(choose_driver(), self.run_dir), self.run_dir, warm=2)
+                Node(make_driver(choose_driver(), self.run_dir), self.run_dir, warm_pool_size=2)
             )
             pool = ModelPool(
                 lambda url: VllmClient(
@@ -124,7 +124,7 @@ class World:
     async def toys(
         self, store: Store | None = None, clock: Clock | None = None, **settings: Any
     ) -> AsyncIterator[tuple[RolloutService, ToyWorld]]:
-        """A started service over environments without sandboxes, for thousands of jobs."""
+        """Started service over environments without sandboxes, for thousands of jobs."""
         service, toys = _toys(store, clock, settings)
         await service.start()
         try:
@@ -135,14 +135,14 @@ class World:
 
     @asynccontextmanager
     async def served_toys(self) -> AsyncIterator[str]:
-        """The URL of such a service."""
+        """Yield the URL of such a service."""
         service, toys = _toys(None, None, {})
         async with serving(service) as url:
             yield url
         assert toys.open == 0, "an environment was not closed"
 
     async def read(self, source: RolloutService | RolloutClient) -> list[Result]:
-        """All results that there will be, in order, as they come."""
+        """Return all expected results, in order of arrival."""
         read: list[Result] = []
         while len(read) < self.jobs:
             after = read[-1].cursor if read else 0
@@ -156,13 +156,12 @@ class World:
     def check(
         self, results: Sequence[Result], *, reward: float | None = 1.0, warned: str | None = None
     ) -> None:
-        """Nothing lost, nothing twice, nothing scored that was not graded.
+        """Check that no result is lost or duplicated, and that no ungraded job has a reward.
 
         Args:
-            results: all there are.
-            reward: of every job that was graded; None where they differ.
-            warned: what an observation says where the reward of the job may be another, for the script does
-                not heed it.
+            results: all results.
+            reward: reward of every graded job; None if they differ.
+            warned: text in an observation after which the job's reward may differ; scripts ignore it.
         """
         asked = sorted(job_id(group.id, n) for group in self.submitted for n in range(group.samples))
         assert sorted(result.job_id for result in results) == asked, "a job was lost, or has two results"
@@ -177,22 +176,22 @@ class World:
             assert result.trajectory is None or result.trajectory.drift == 0
             assert result.failure is None or result.failure.kind != "internal", result.failure
 
-    async def nothing_new(self, before: Holdings) -> None:
-        """Return once no process is there that was not there `before`."""
-        while Holdings.now(self.run_dir).processes.keys() - before.processes.keys():
+    async def nothing_new(self, before: OpenResources) -> None:
+        """Return once all processes started since `before` have exited."""
+        while OpenResources.now(self.run_dir).processes.keys() - before.processes.keys():
             await asyncio.sleep(0.02)
 
 
 @contextmanager
 def new_world(seed: int, scale: int) -> Iterator[World]:
-    """Surroundings of one round; in the end nothing may be left of what was done in them.
+    """Set up the environment of one round; at its end no resource may be leaked.
 
     Raises:
-        AssertionError: something is left, which is named.
+        AssertionError: a resource was leaked, which is named.
     """
     run_dir = Path(tempfile.mkdtemp(prefix="prf-")).resolve()
     try:
-        before = Holdings.now(run_dir)
+        before = OpenResources.now(run_dir)
         yield World(run_dir, random.Random(seed), scale)
         for kept in run_dir.iterdir():  # stores and logs are ours
             if kept.is_file():

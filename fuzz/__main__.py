@@ -1,4 +1,4 @@
-"""Runs the targets one after the other, and says what each came to."""
+"""Run the targets one after the other, and print the outcome of each."""
 
 import argparse
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fuzz.targets import TARGETS
 
-#: What libFuzzer says at the end, and while it goes on.
+#: libFuzzer's output at the end, and during a run.
 _RUNS = re.compile(r"Done (\d+) runs|^#(\d+)\s", re.MULTILINE)
 _MEMORY_MB = 1024
 #: Seconds that one input may take.
@@ -34,12 +34,12 @@ def main() -> None:
 
 
 def fuzz(name: str, seconds: int, corpus: Path, found: Path) -> bool:
-    """Fuzz one target, print a line, and tell whether nothing was found.
+    """Fuzz one target, print a line, and return whether nothing was found.
 
     Args:
-        seconds: how long.
-        corpus: folder of inputs to begin with and to add to; the target's seeds are put there.
-        found: folder in which inputs that fail are put.
+        seconds: duration.
+        corpus: folder of initial inputs, to which the seeds and new inputs are added.
+        found: folder for failing inputs.
     """
     corpus.mkdir(parents=True, exist_ok=True)
     for number, seed in enumerate(TARGETS[name].seeds()):

@@ -1,6 +1,6 @@
-"""One small function per parser: it takes any bytes, and returns. Whatever it raises is a finding.
+"""One small function per parser: it accepts any bytes. An exception is a finding.
 
-Each has seeds, made by code: well-formed input for the fuzzer to begin with.
+Each has generated seeds: well-formed input from which the fuzzer starts.
 """
 
 import contextlib
@@ -18,26 +18,9 @@ from pathlib import Path
 import msgspec
 
 from prorl_envs.errors import SandboxError, TransferRefused
-from prorl_envs.sandbox.sif import labels, system_partition
-from prorl_envs.tools.foreground import Process, judge, parse_call, polled, selected, watched
-from prorl_envs.tools.jupyter_output import CellOutput
-from prorl_envs.tools.patch import Update, parse
-from prorl_envs.tools.patching import patched
-from prorl_envs.tools.reports import Reports
-from prorl_envs.tools.terminal_wire import (
-    Exited,
-    Input,
-    Open,
-    Output,
-    SendSignal,
-    decode_from_session,
-    decode_to_session,
-)
-from prorl_envs.tools.text import EditError, decode
-from prorl_envs.tools.tree import TreeLimits, pack
-from prorl_envs.tools.tree_wire import Channel, Chunk, End, Failed, Message, Pack, ended
-from prorl_envs.tools.unpack import unpack
-from prorl_envs.tools.wire import (
+from prorl_envs.sandbox.filesystem.sif import labels, system_partition
+from prorl_envs.tools.client.jupyter_output import CellOutput
+from prorl_envs.tools.protocol.messages import (
     Bash,
     BashDone,
     Cell,
@@ -47,8 +30,8 @@ from prorl_envs.tools.wire import (
     Framer,
     Python,
     PythonDone,
-    Refused,
     ReturnPython,
+    ToolRefused,
     WireError,
     decode_cell,
     decode_cell_done,
@@ -56,10 +39,42 @@ from prorl_envs.tools.wire import (
     decode_request,
     encode,
 )
+from prorl_envs.tools.protocol.shell_status import Reports
+from prorl_envs.tools.protocol.terminal import (
+    Exited,
+    Input,
+    Open,
+    Output,
+    SendSignal,
+    decode_from_session,
+    decode_to_session,
+)
+from prorl_envs.tools.protocol.transfer import (
+    Chunk,
+    Failed,
+    Message,
+    Pack,
+    TransferChannel,
+    TransferEnd,
+    ended,
+)
+from prorl_envs.tools.protocol.tree import TreeLimits, pack
+from prorl_envs.tools.protocol.unpack import unpack
+from prorl_envs.tools.server.files.patch import Update, parse
+from prorl_envs.tools.server.files.patch_match import patched
+from prorl_envs.tools.server.files.text import EditError, decode
+from prorl_envs.tools.server.input_detection import (
+    ForegroundProcess,
+    judge,
+    parse_call,
+    polled,
+    selected,
+    watched,
+)
 
 NONCE = "00112233445566ff"
 _LIMITS = TreeLimits(bytes=1 << 16, entries=40, depth=8)
-#: Bytes of input a target looks at.
+#: Maximum number of input bytes that a target reads.
 _SIZE = 1 << 15
 
 
@@ -77,14 +92,14 @@ class Target:
 
 
 def _cut(data: bytes) -> Iterator[bytes]:
-    """The input in pieces, whose size its first byte says."""
+    """Yield the input in pieces; the first byte sets their size."""
     size = data[0] + 1 if data else 1
     for start in range(1, len(data), size):
         yield data[start : start + size]
 
 
 def frames(data: bytes) -> None:
-    """The frames between the host, a tool server and a Python session: `wire`."""
+    """Parse the frames between the host, a tool server and a Python session: `wire`."""
     whole, pieces = Framer(4096), Framer(4096)
     found: list[bytes] = []
     with contextlib.suppress(WireError):
@@ -96,7 +111,7 @@ def frames(data: bytes) -> None:
     for frame in (*found, data):
         for decoder in decoders:
             with contextlib.suppress(WireError):
-                sent = encode(decoder(frame))  # nothing in it is beyond what we can send
+                sent = encode(decoder(frame))  # every decoded value can be encoded
                 assert encode(decoder(bytes(sent[4:]))) == sent
 
 
@@ -110,7 +125,7 @@ def _frame_seeds() -> Iterator[bytes]:
         BashDone(1, "hello\n", 0, 0, "/workspace", False, ""),
         PythonDone(3, "1\n", 0, "NameError", False, "", [{"image/png": "x"}]),
         Content(4, b"bytes", 5),
-        Refused(5, 2, "No such file"),
+        ToolRefused(5, 2, "No such file"),
     ]
     for message in messages:
         yield b"\x0f" + encode(message)
@@ -119,7 +134,7 @@ def _frame_seeds() -> Iterator[bytes]:
 
 
 def terminal(data: bytes) -> None:
-    """The frames of an interactive session: `terminal_wire`."""
+    """Parse the frames of an interactive session: `terminal_wire`."""
     for decoder in (decode_to_session, decode_from_session):
         with contextlib.suppress(WireError):
             message = decoder(data)
@@ -133,17 +148,17 @@ def _terminal_seeds() -> Iterator[bytes]:
 
 
 @contextlib.contextmanager
-def _channel(data: bytes) -> Iterator[Channel]:
-    """The host's end of a transfer whose other end says this."""
+def _channel(data: bytes) -> Iterator[TransferChannel]:
+    """Run the host's end of a transfer whose other end sends this input."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(data)
         theirs.shutdown(socket.SHUT_WR)
-        yield Channel(ours)
+        yield TransferChannel(ours)
 
 
 def transfer(data: bytes) -> None:
-    """What a tool server says in an upload, and in a download: `tree_wire`, `unpack`."""
+    """Use the input as a tool server's messages in an upload and in a download: `tree_wire`, `unpack`."""
     expected = (EOFError, WireError, OSError, TransferRefused)
     with _channel(data) as channel, contextlib.suppress(*expected):
         ended(channel.receive())
@@ -157,20 +172,24 @@ def _transfer_seeds() -> Iterator[bytes]:
         Pack("/workspace", _LIMITS, False),
         Failed(2, "No such file"),
         Failed(0, "it holds a device"),
-        End(2, 5, ["top/a: is a device"], 1),
+        TransferEnd(2, 5, ["top/a: is a device"], 1),
     ]
     for message in messages:
         yield bytes(encode(message))
     for archive in _archive_seeds():
         content = archive[1:]
         pieces = [Chunk(content[start : start + 700]) for start in range(0, len(content), 700)]
-        yield b"".join(encode(piece) for piece in pieces) + encode(End(3, 9, [], 0))
-        yield b"".join(encode(piece) for piece in pieces) + encode(Chunk(b"")) * 2 + encode(End(3, 9, [], 0))
+        yield b"".join(encode(piece) for piece in pieces) + encode(TransferEnd(3, 9, [], 0))
+        yield (
+            b"".join(encode(piece) for piece in pieces)
+            + encode(Chunk(b"")) * 2
+            + encode(TransferEnd(3, 9, [], 0))
+        )
 
 
 @contextlib.contextmanager
 def _place() -> Iterator[int]:
-    """A descriptor of an empty directory; nothing may come to be beside it, or lead out of it."""
+    """Yield a descriptor of an empty directory; nothing may be created beside it, or link out of it."""
     with tempfile.TemporaryDirectory(prefix="fuzz-") as scratch:
         here = Path(scratch, "in")
         here.mkdir()
@@ -187,7 +206,7 @@ def _place() -> Iterator[int]:
 
 
 def archive(data: bytes) -> None:
-    """An archive that anybody may have written: `unpack`. An odd first byte has its checksums mended."""
+    """Unpack an untrusted archive: `unpack`. If the first byte is odd, its checksums are corrected."""
     content = bytearray(data[1:])
     if data and data[0] & 1:
         for start in range(0, len(content) - 511, 512):
@@ -206,7 +225,7 @@ def _archive_seeds() -> Iterator[bytes]:
         (tree / "a" / "l").symlink_to("../g")
         for source in (tree, tree / "a" / "f"):
             out = io.BytesIO()
-            pack(str(source), out, _LIMITS, leave_out=False)
+            pack(str(source), out, _LIMITS, skip_unsupported=False)
             # Without the padding behind the last member.
             yield b"\x01" + out.getvalue().rstrip(b"\0").ljust(1024, b"\0")
     for kind in (tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.GNUTYPE_SPARSE, tarfile.XHDTYPE):
@@ -216,7 +235,7 @@ def _archive_seeds() -> Iterator[bytes]:
 
 
 def reports(data: bytes) -> None:
-    """How a shell says that a command has ended, behind anything else that was written there: `reports`."""
+    """Find a shell's report of a command's end, behind other output: `reports`."""
     reader = Reports()
     for piece in _cut(data):
         found = reader.feed(piece, NONCE)
@@ -236,7 +255,7 @@ def _report_seeds() -> Iterator[bytes]:
 
 
 def image(data: bytes) -> None:
-    """A SIF that anybody may have written: `sif`."""
+    """Parse an untrusted SIF: `sif`."""
     fd = os.memfd_create("image")
     try:
         os.write(fd, data)
@@ -262,7 +281,7 @@ def _image_seeds() -> Iterator[bytes]:
 
 
 def patch(data: bytes) -> None:
-    """A patch as a model writes it, and the file it is for: `patch`, `patching`."""
+    """Apply a patch as a model writes it to a file: `patch`, `patching`."""
     content, _, text = data.partition(b"\0")
     written = text.decode("utf-8", "replace")
     for candidate in (
@@ -284,14 +303,14 @@ def _patch_seeds() -> Iterator[bytes]:
 
 
 def foreground(data: bytes) -> None:
-    """What the kernel says of the processes at a terminal: `foreground`."""
+    """Parse the kernel's data about the processes at a terminal: `foreground`."""
     text = data.decode("ascii", "replace")
     parse_call(text)
     watched(text)
     polled(data)
     selected(data)
     flags = [bool(byte >> bit & 1) for byte in data[:8] for bit in range(6)]
-    processes = [Process(*flags[start : start + 6]) for start in range(0, len(flags), 6)]
+    processes = [ForegroundProcess(*flags[start : start + 6]) for start in range(0, len(flags), 6)]
     judge(processes, by_line=len(data) % 2 == 0)
 
 
@@ -304,7 +323,7 @@ def _foreground_seeds() -> Iterator[bytes]:
 
 
 def kernel(data: bytes) -> None:
-    """What a Jupyter kernel publishes: `jupyter_output`."""
+    """Process messages of a Jupyter kernel: `jupyter_output`."""
     try:
         messages = json.loads(data)
     except (ValueError, RecursionError):
@@ -341,5 +360,5 @@ TARGETS = {
 
 
 def run(name: str, data: bytes) -> None:
-    """Give a target one input. Whatever this raises is a finding."""
+    """Pass one input to a target. An exception is a finding."""
     TARGETS[name].run(data[:_SIZE])

@@ -1,1 +1,1 @@
-"""A small model learns to use a shell: with a real trainer and model server, and the whole system between."""
+"""Experiment: a small model learns to use a shell, with a real trainer, model server and the whole system."""

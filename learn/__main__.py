@@ -1,6 +1,6 @@
 """Train a model through the whole system: `python -m learn --vllm PYTHON`, as `make learn` calls it.
 
-Runs that were finished are not done again; one that was interrupted goes on from its last checkpoint.
+Finished runs are not repeated; an interrupted run resumes from its last checkpoint.
 """
 
 import argparse
@@ -21,10 +21,9 @@ from learn.plan import ModelPlan, Plan, load_plan
 from learn.records import curve, read_records
 from learn.system import Examination, Weights, family_of, opening, rollout_service
 from learn.tasks import LearnTask, Split, tasks
-from prorl_envs.env.base import Prompt
+from prorl_envs import InputError, Prompt, ProrlError
 from prorl_envs.env.rows import rows as read_rows
-from prorl_envs.errors import InputError, ProrlError
-from prorl_envs.testing.vllm_server import VllmServer, vllm_server
+from tests.support.vllm_server import VllmServer, vllm_server
 
 HERE = Path(__file__).parent
 console = Console(stderr=True)
@@ -32,7 +31,7 @@ type Records = list[dict[str, Any]]
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # servers end with their blocks
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # servers stop with their blocks
     options = _options()
     try:
         plan = load_plan(options.plan)
@@ -65,11 +64,11 @@ class Session:
     """All runs, one after the other, on one model server and one service.
 
     Args:
-        plans: of the trained runs; the first is of the model, the servers and the frozen runs too.
-        out: where they write.
-        seeds: a trained run and a frozen one for each.
+        plans: plans of the trained runs; the first also defines the model, the servers and the frozen runs.
+        out: output folder.
+        seeds: there is a trained run and a frozen one for each.
         vllm: Python of an environment that has vLLM for the CPU.
-        server: URL of a vLLM that runs already, instead.
+        server: URL of a running vLLM, used instead.
     """
 
     def __init__(
@@ -83,14 +82,14 @@ class Session:
         self.server = server
 
     def run(self) -> dict[tuple[str, int], Records]:
-        """Do what is missing; the records of all runs, also of other arms that write to the same folder.
+        """Do the missing runs. Return the records of all runs, including other arms in the same folder.
 
         Raises:
             ProrlError: a server does not start, or the service ends a run.
         """
         wanted = [(arm, seed) for arm in (*self.plans, "frozen") for seed in self.seeds]
         missing = [(arm, seed) for arm, seed in wanted if not self._finished(arm, seed)]
-        missing.sort(key=lambda run: run[1])  # what is interrupted has whole seeds
+        missing.sort(key=lambda run: run[1])  # an interrupted run has whole seeds
         if missing:
             self.out.mkdir(parents=True, exist_ok=True)
             start = self._start()
@@ -157,7 +156,7 @@ class Session:
             (control if arm == "frozen" else train)(run, progress)
 
     def _start(self) -> str:
-        """The model that all runs begin with: a folder, or a name."""
+        """Return the initial model of all runs: a folder, or a name."""
         if self.plan.model.name is not None:
             return self.plan.model.name
         folder = self.out / "start"
@@ -166,7 +165,7 @@ class Session:
         return str(folder)
 
     def _rows(self, split: Split, seed: int, count: int) -> tuple[list[dict[str, Any]], list[int]]:
-        """Task rows, and the level of each."""
+        """Return task rows, and the level of each."""
         given = self.plan.train if split == "train" else self.plan.held_out
         if given is not None:
             own = [row for _, row in read_rows(given)]
@@ -184,7 +183,7 @@ class Session:
 
 
 def found(out: Path) -> dict[tuple[str, int], Records]:
-    """The records of all runs in a folder, trained ones first."""
+    """Return the records of all runs in a folder, trained ones first."""
     runs = {}
     for path in out.glob("*-*/records.jsonl"):
         arm, _, seed = path.parent.name.rpartition("-")
@@ -194,7 +193,7 @@ def found(out: Path) -> dict[tuple[str, int], Records]:
 
 
 def prepare(plan: Plan, folder: Path) -> None:
-    """Make a small model that has imitated a little."""
+    """Make a small model, trained briefly by imitation."""
     import torch
 
     from learn import imitation

@@ -1,4 +1,4 @@
-"""The places in a task's commands where there is something to choose: what a model is asked about."""
+"""Choices in a task's commands, on which a model is tested."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from learn.tasks import ANSWER, ENTRIES, LearnTask
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A place in a command where there is something to choose.
+    """A choice in a command.
 
     Args:
-        what: is chosen.
-        of: number of things a blind one would choose from.
-        before: calls that were made before, with what they printed.
+        what: kind of the choice.
+        of: number of options of a random choice.
+        before: earlier calls, with their output.
         lead, right, rest: the command, with the right choice in the middle.
     """
 
@@ -31,7 +31,7 @@ class Choice:
 
 
 def choices(task: LearnTask) -> Iterator[Choice]:
-    """What a task asks one to choose."""
+    """Return the choices in a task."""
     yield from _OF_LEVEL[task.level](task)
 
 

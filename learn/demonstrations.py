@@ -1,9 +1,9 @@
-"""What the model imitates before it learns: well-formed calls that are right now and then.
+"""Demonstrations for the initial imitation: well-formed calls that are sometimes right.
 
-A demonstrator knows the commands, and half of what they are for: it takes one plan or the other, copies names
-from the task or from somewhere else, knows which value or operator is right every other time and guesses
-otherwise, and forgets where the answer goes. Now and then it stops early or breaks off a call. So the
-imitation teaches the form, and what there is to look at; what is right is left to the reward.
+A demonstrator knows the commands, but only partly their purpose: it chooses one of the plans at random,
+copies names from the task or elsewhere, knows the right value or operator half of the time and guesses
+otherwise, and may write the answer to the wrong file. Sometimes it stops early or breaks off a call. The
+imitation therefore teaches the form and the sources of information; the reward teaches the right choices.
 """
 
 import random
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from learn.tasks import ANSWER, ENTRIES, OPERATORS, LearnTask
 
-#: What the demonstrator says when it has finished.
+#: Final message of a demonstrator.
 LAST_WORDS = "Done."
-#: The share of names that it copies from the task, of values and operators that it knows, and of answers that
-#: it puts into the right file.
+#: Share of names that it copies from the task, of values and operators that it knows, and of answers that it
+#: puts into the right file.
 COPIES, KNOWS, AIMS = 0.9, 0.5, 0.5
-#: The share of calls that it breaks off, and after which it gives up.
+#: Share of calls that it breaks off, and share after which it gives up.
 BREAKS, STOPS = 0.03, 0.05
 _ELSEWHERE = ("out.txt", "result.txt")
 
@@ -27,9 +27,9 @@ class Step:
     """One call of a demonstration.
 
     Args:
-        command: what bash is told.
-        output: what it prints.
-        broken: the call is broken off, so it is never carried out.
+        command: the bash command.
+        output: its output.
+        broken: whether the call is broken off, so that it never runs.
     """
 
     command: str
@@ -38,10 +38,10 @@ class Step:
 
 
 def demonstrations(tasks: Iterator[LearnTask], seed: int) -> Iterator[tuple[LearnTask, list[Step]]]:
-    """A demonstration for each task.
+    """Make a demonstration for each task.
 
     Args:
-        seed: the same choices in the same order.
+        seed: determines all choices.
     """
     chance = random.Random(seed)
     for task in tasks:

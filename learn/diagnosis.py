@@ -1,7 +1,7 @@
-"""What a model has learnt: the probability it gives to the right choice, with all that is before it right.
+"""Diagnosis of a model: the probability it gives to each right choice, after right choices only.
 
-`python -m learn.diagnosis runs/learn` asks the start and every trained model of a folder. It says what
-rewards do not: which of the choices a rise is made of.
+`python -m learn.diagnosis runs/learn` tests the initial model and every trained model of a folder. Unlike
+rewards, it shows in which choices the model has improved.
 """
 
 import itertools
@@ -24,18 +24,18 @@ from learn.imitation import written
 from learn.plan import load_plan
 from learn.system import family_of, opening
 from learn.tasks import LearnTask, tasks
-from prorl_envs.env.base import Environment
-from prorl_envs.policy.loading import load_renderer
-from prorl_envs.policy.rendering import TemplateRenderer
+from prorl_envs import Environment
+from prorl_envs.model.tokens.loading import load_renderer
+from prorl_envs.model.tokens.rendering import TemplateRenderer
 
-#: Tasks that a model is asked about, a third of each level.
+#: Tasks on which a model is tested, a third of each level.
 TASKS = 90
 
 
 def probability(
     model: Any, renderer: TemplateRenderer, family: type[Environment[Any]], task: LearnTask, choice: Choice
 ) -> float:
-    """What a model gives to the tokens of the right choice, one after the other."""
+    """Return the probability that a model gives to the tokens of the right choice, one after the other."""
     shown = written(task, [*choice.before, Step(choice.command)], opening(family, task.row), renderer)
     start, end = shown.answers[len(choice.before)]
     ids = shown.ids[:end]
@@ -54,7 +54,7 @@ def probability(
 
 
 def probabilities(model: Any, renderer: TemplateRenderer, family: type[Environment[Any]]) -> dict[str, float]:
-    """Means over held-out tasks, by what is chosen."""
+    """Return means over held-out tasks, by kind of choice."""
     found: dict[str, list[float]] = {}
     for task in itertools.islice(tasks("held_out", 0), TASKS):
         for choice in choices(task):
@@ -63,12 +63,12 @@ def probabilities(model: Any, renderer: TemplateRenderer, family: type[Environme
 
 
 def table(models: Mapping[str, Path], tokenizer: Path, family: type[Environment[Any]]) -> Table:
-    """A column for each model.
+    """Make a column for each model.
 
     Args:
-        models: folders, by what they are called.
+        models: folders, by their labels.
         tokenizer: folder of the tokenizer of all of them.
-        family: of the tasks.
+        family: environment family of the tasks.
     """
     renderer = load_renderer(tokenizer)
     kinds = {c.what: c for task in itertools.islice(tasks("held_out", 0), 3) for c in choices(task)}
@@ -86,7 +86,7 @@ def table(models: Mapping[str, Path], tokenizer: Path, family: type[Environment[
 
 
 def models_of(out: Path) -> dict[str, Path]:
-    """The start and the newest weights of each run of a folder."""
+    """Return the initial model and the newest weights of each run of a folder."""
     trained = {path.parent.name: path for path in sorted(out.glob("*/weights"))}
     return {"start": out / "start", **trained}
 

@@ -1,6 +1,7 @@
-"""Drift on purpose: rollouts as a client has them that keeps text, and tokenises it again for the trainer.
+"""Deliberate drift: rollouts of a client that stores text and tokenises it again for the trainer.
 
-A model that imitated answers which a tokenizer would write otherwise samples such, and its rollouts drift."""
+A model that imitated answers in another tokenisation than the tokenizer's samples such: its rollouts drift.
+"""
 
 import random
 from bisect import bisect_right
@@ -17,13 +18,13 @@ def retokenised(
     """Tokenise rollouts again.
 
     Args:
-        output: of a `rollout_func` of TRL.
-        tokenizer: of the model.
+        output: output of a `rollout_func` of TRL.
+        tokenizer: the model's tokenizer.
 
     Returns:
-        the rollouts with the ids of their text; where an id's text begins says whether it was sampled. Such
-        ids have no log-probabilities, so these are 0. And what came of it: `drift`, the share of sampled ids
-        that are others now, or elsewhere; `drifted`, the share of rollouts that have any.
+        the rollouts with the ids of their text. The start of an id's text decides whether it was
+        sampled. Such ids have no log-probabilities, so these are 0. Also `drift`, the share of sampled ids
+        that differ now or have moved; and `drifted`, the share of rollouts that have any.
     """
     ids, masks, changed, drifted, total = [], [], 0, 0, 0
     prompts = []
@@ -45,13 +46,13 @@ def retokenised(
 
 
 def split(ids: Sequence[int], tokenizer: Tokenizer, share: float, chance: random.Random) -> list[int]:
-    """Another tokenisation of the same text: some tokens as two shorter ones.
+    """Tokenise the same text differently: some tokens as two shorter ones.
 
     Args:
-        ids: of the text.
-        tokenizer: of the model.
-        share: of the tokens that are cut at some place; kept whole where the parts are no tokens.
-        chance: draws tokens and places.
+        ids: the text's ids.
+        tokenizer: the model's tokenizer.
+        share: share of the tokens that are split; a token is kept if its parts are no tokens.
+        chance: source of random tokens and positions.
     """
     whole = tokenizer.get_added_tokens_decoder()
     written: list[int] = []
@@ -68,8 +69,7 @@ def split(ids: Sequence[int], tokenizer: Tokenizer, share: float, chance: random
 def _again(
     prompt: Sequence[int], completion: Sequence[int], mask: Sequence[int], tokenizer: Tokenizer
 ) -> tuple[list[int], list[int], list[int]]:
-    """Prompt, completion and mask of the same text. The completion begins where the first sampled text
-    does."""
+    """Return prompt, completion and mask of the same text. The first sampled text starts the completion."""
     pieces = [(0, list(prompt))]
     pieces += [
         (bit, [number for _, number in run])

@@ -1,4 +1,4 @@
-"""The beginning: a tokenizer, a small Qwen 3, and a little imitation so that it makes calls at all."""
+"""Initial model: a tokenizer, a small Qwen 3, and a short imitation phase that teaches it to make calls."""
 
 import itertools
 import json
@@ -14,26 +14,26 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from learn.demonstrations import LAST_WORDS, Step, demonstrations
 from learn.plan import ModelPlan
 from learn.tasks import LearnTask, tasks
-from prorl_envs.env.base import Prompt
-from prorl_envs.policy.loading import load_renderer
-from prorl_envs.policy.rendering import TemplateRenderer
-from prorl_envs.policy.types import Sampled
+from prorl_envs import Prompt
+from prorl_envs.model.tokens.loading import load_renderer
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.model.types import Sampled
 from prorl_envs.testing.tokenizer import END_OF_TEXT, save_tokenizer
 
-#: What of a call is always the same may be one token.
+#: Constant parts of a call, which may each be one token.
 WHOLE = ('{"name": "', '", "arguments": {"command": "', '"}}')
-#: A short chat template: every token costs time, and a model this small reads no schema.
+#: Short chat template: every token costs time, and a model this small does not use a schema.
 TEMPLATE = Path(__file__).with_name("template.jinja")
 _IGNORED = -100
 
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A demonstration as the model reads it.
+    """A demonstration as token ids.
 
     Args:
         ids: the whole conversation, shape [T].
-        answers: stretches of `ids` that the model says.
+        answers: ranges of `ids` that the model generates.
     """
 
     ids: list[int]
@@ -59,10 +59,10 @@ def written(
     renderer: TemplateRenderer,
     tokenised: Callable[[list[int]], list[int]] = list,
 ) -> Demonstration:
-    """A demonstration as token ids, put together as a rollout is.
+    """Convert a demonstration to token ids, assembled like a rollout.
 
     Args:
-        tokenised: the ids that stand for an answer's.
+        tokenised: replaces an answer's ids.
     """
     ids, answers = renderer.prompt(prompt.messages, prompt.tools), []
 
@@ -86,7 +86,7 @@ def written(
 
 
 def make_model(plan: ModelPlan, renderer: TemplateRenderer) -> Qwen3ForCausalLM:
-    """A Qwen 3 with random weights."""
+    """Make a Qwen 3 with random weights."""
     torch.manual_seed(plan.seed)
     tokenizer = renderer.tokenizer
     config = Qwen3Config(
@@ -98,7 +98,7 @@ def make_model(plan: ModelPlan, renderer: TemplateRenderer) -> Qwen3ForCausalLM:
         num_key_value_heads=plan.hidden // 32,
         head_dim=32,
         max_position_embeddings=4096,
-        # Conversations are short: positions that turn faster make copying easy to learn.
+        # Conversations are short: a smaller base of the rotary positions makes copying easy to learn.
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         tie_word_embeddings=True,
         eos_token_id=renderer.stop_ids[0],
@@ -115,7 +115,7 @@ def imitate(
     plan: ModelPlan,
     progress: Callable[[float], None],
 ) -> None:
-    """Train on what demonstrators said.
+    """Train on demonstrations.
 
     Args:
         progress: called with each step's loss, in nats per token.
@@ -141,8 +141,8 @@ def imitate(
 
 
 def untie(model: Qwen3ForCausalLM) -> None:
-    """Give the last layer weights of its own: where they are the embedding's, vLLM 0.32 keeps the old ones
-    there when it loads new ones."""
+    """Give the last layer its own weights: if they are shared with the embedding, vLLM 0.32 keeps the old
+    ones there when it loads new ones."""
     model.config.tie_word_embeddings = False
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
 
@@ -161,7 +161,7 @@ def _batch(shown: Sequence[Demonstration], pad: int) -> dict[str, Any]:
 
 
 def save(model: Any, folder: Path, tokenizer: Path) -> None:
-    """Write a model with its tokenizer, as a model server loads it."""
+    """Write a model with its tokenizer in the format of a model server."""
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(tokenizer / name, folder)

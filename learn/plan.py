@@ -1,4 +1,4 @@
-"""What a run is: read from YAML, so that a run can be repeated and a larger one is a file away."""
+"""Plan of a run, read from YAML, so that a run can be repeated, and a larger one needs only another file."""
 
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from prorl_envs.errors import InputError
+from prorl_envs import InputError
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -16,15 +16,15 @@ class _Part(BaseModel):
 
 
 class ModelPlan(_Part):
-    """What is trained.
+    """The trained model.
 
     Args:
-        name: folder or Hub name of a model; None makes a small one on the spot and has it imitate.
-        layers, hidden, seed: of the small one.
-        demonstrations, imitation_rate: what it imitates, once each, and the highest learning rate.
-        splits: share of the tokens of their answers that are shown as two, so that it samples ids which its
-            tokenizer would not write.
-        batch: demonstrations of one step.
+        name: folder or Hub name of a model; None makes a small one and trains it by imitation.
+        layers, hidden, seed: parameters of the small one.
+        demonstrations, imitation_rate: number of demonstrations, used once each, and maximum learning rate.
+        splits: share of the answers' tokens that are split in two, so that the model samples ids which its
+            tokenizer would not produce.
+        batch: demonstrations per step.
     """
 
     name: str | None = None
@@ -41,25 +41,25 @@ class Plan(_Part):
     """A run.
 
     Args:
-        model: what is trained.
-        environment: the family or agent of the tasks, as the service's settings name it.
+        model: the trained model.
+        environment: environment of the tasks, by its name in the service's settings.
         service: the service's settings; a path is read from the plan's own folder.
-        train, held_out: data files; None takes the made tasks (`learn.tasks`).
+        train, held_out: data files; None uses the generated tasks (`learn.tasks`).
         steps: optimizer steps.
         updates: steps for which the same rollouts are used; the loss is clipped as PPO's is.
-        prompts: tasks whose rollouts are made at once; `samples`: rollouts of each.
+        prompts: number of tasks that are rolled out at once; `samples`: rollouts of each.
         learning_rate: constant, after a warm-up of two steps.
-        evaluate_every: steps between two looks at the held-out tasks, a multiple of `updates`.
-        held_out_tasks: tasks of one look, one rollout each. The same ones each time.
-        micro_batch: rollouts of one forward pass; divides a step's.
-        dynamic: a group whose rewards are all equal is replaced by one of another task.
-        staleness: steps by which rollouts are asked for before they are trained on; 0 is synchronous.
-        retokenise: drift on purpose: the trainer gets ids of the rollouts' text tokenised again.
-        max_tokens: of one answer.
-        max_model_len, max_num_seqs: of the model server.
-        device: where the trainer computes; `dtype`: in what.
-        threads: of the trainer on a CPU.
-        ablations: what `--ablations` changes of this, each in runs of its own.
+        evaluate_every: steps between two evaluations on the held-out tasks, a multiple of `updates`.
+        held_out_tasks: tasks of one evaluation, one rollout each. The same ones each time.
+        micro_batch: rollouts per forward pass; divides the rollouts per step.
+        dynamic: whether a group with equal rewards is replaced by one of another task.
+        staleness: number of steps by which rollouts are requested ahead; 0 is synchronous.
+        retokenise: deliberate drift: the trainer gets ids of the rollouts' text tokenised again.
+        max_tokens: limit of one answer.
+        max_model_len, max_num_seqs: options of the model server.
+        device, dtype: device and number format of the trainer.
+        threads: threads of the trainer on a CPU.
+        ablations: changes that `--ablations` makes, each in its own runs.
     """
 
     model: ModelPlan = ModelPlan()
@@ -101,16 +101,16 @@ class Plan(_Part):
         return self
 
     def changed(self, update: dict[str, Any]) -> "Plan":
-        """The same with other values.
+        """Return a copy with other values.
 
         Raises:
-            InputError: they are not possible.
+            InputError: the values are invalid.
         """
         return _checked({**self.model_dump(), **update}, "the plan")
 
     @property
     def arm(self) -> str:
-        """What a trained run is called: `trained`, or what is other about it."""
+        """Return the name of a trained run: `trained`, or its difference from that."""
         others = {
             "dynamic": self.dynamic,
             f"stale{self.staleness}": self.staleness > 0,
@@ -123,7 +123,7 @@ def load_plan(path: Path) -> Plan:
     """Read a plan.
 
     Raises:
-        InputError: there is no such file, or what it says is wrong.
+        InputError: the file is missing or invalid.
     """
     try:
         given: Any = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What is kept of a run: a line of numbers for each step and each look at the held-out tasks."""
+"""Records of a run: a line of numbers for each step and each evaluation on the held-out tasks."""
 
 import json
 from pathlib import Path
@@ -8,12 +8,12 @@ Kind = Literal["train", "held_out"]
 
 
 class Records:
-    """The lines of one run.
+    """Records of one run.
 
     Args:
-        path: a JSONL file, made where there is none.
-        since: a run goes on after this step, so what was written of later ones does not count, nor of the
-            look at the held-out tasks that comes next; None begins anew.
+        path: a JSONL file, created if it is missing.
+        since: the run resumes after this step, so lines about later steps do not count, nor the next
+            evaluation on the held-out tasks; None starts a new run.
     """
 
     def __init__(self, path: Path, *, since: int | None = None) -> None:
@@ -27,7 +27,7 @@ class Records:
         path.write_text("".join(map(_line, kept)), encoding="utf-8")
 
     def add(self, kind: Kind, step: int, numbers: dict[str, Any]) -> dict[str, Any]:
-        """Write a line; it is given back."""
+        """Write a line, and return it."""
         record = {"kind": kind, "step": step, **numbers}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(_line(record))
@@ -35,7 +35,7 @@ class Records:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The lines of a run, without one that was not written to its end."""
+    """Return the lines of a run, without an incomplete last line."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -43,7 +43,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def curve(records: list[dict[str, Any]], key: str = "reward") -> list[tuple[int, float]]:
-    """The steps at which the held-out tasks were looked at, and a number of each."""
+    """Return the steps with an evaluation on the held-out tasks, and one of its numbers for each."""
     return [(line["step"], line[key]) for line in records if line["kind"] == "held_out"]
 
 

@@ -9,20 +9,20 @@ from typing import Any
 
 from rich.table import Table
 
-#: A line of the records: of a look at the held-out tasks, in most of what follows.
+#: A line of the records; below, usually of an evaluation on the held-out tasks.
 type Look = dict[str, Any]
 #: Records of each run, by (arm, seed).
 type Runs = Mapping[tuple[str, int], list[Look]]
 
 _COLOURS = {"trained": "#1f6f8b", "frozen": "#9a9a9a"}
-#: Steps that a point of the curve of rollouts is the mean of.
+#: Number of steps averaged for each point of the curve of rollouts.
 _SMOOTH = 5
 _OTHERS = ("#c8553d", "#588157", "#8d6a9f", "#bc8a00")
 
 
 def table(runs: Runs) -> Table:
-    """Each run's first and last look at the held-out tasks, with standard errors over the tasks; and the mean
-    of an arm's seeds."""
+    """Format each run's first and last evaluation on the held-out tasks, with standard errors over the tasks,
+    and the mean of an arm's seeds."""
     shown = Table(title="mean reward on held-out tasks", title_justify="left")
     levels = sorted({level for records in runs.values() for level in _last(records).get("by_level", {})})
     for name in (
@@ -56,7 +56,7 @@ def table(runs: Runs) -> Table:
         )
     for arm, ends in _by_arm(runs).items():
         lasts = [last for _, last in ends]
-        if len(ends) > 1 and len({last["step"] for last in lasts}) == 1:  # else it would be a mean of nothing
+        if len(ends) > 1 and len({last["step"] for last in lasts}) == 1:  # avoids the mean of an empty list
             means = [_pooled(looks) for looks in ([first for first, _ in ends], lasts)]
             apart = _means_by_level(lasts, levels)
             shown.add_row(arm, "all", str(lasts[0]["step"]), *means, *apart, "", "")
@@ -64,7 +64,7 @@ def table(runs: Runs) -> Table:
 
 
 def _by_arm(runs: Runs) -> dict[str, list[tuple[Look, Look]]]:
-    """First and last look of each run that has any."""
+    """Return the first and last evaluation of each run that has any."""
     arms: dict[str, list[tuple[Look, Look]]] = {}
     for (arm, _), records in runs.items():
         if last := _last(records):
@@ -73,7 +73,7 @@ def _by_arm(runs: Runs) -> dict[str, list[tuple[Look, Look]]]:
 
 
 def _pooled(looks: Sequence[Look]) -> str:
-    """The mean of looks of one size, and its standard error."""
+    """Return the mean of evaluations of equal size, and its standard error."""
     rewards = [look["reward"] for look in looks]
     errors = [look["stderr"] for look in looks if look.get("stderr") is not None]
     if None in rewards:
@@ -90,7 +90,7 @@ def _means_by_level(looks: Sequence[Look], levels: Sequence[str]) -> list[str]:
 
 
 def save_numbers(runs: Runs, path: Path) -> None:
-    """A line for each look at the held-out tasks, as CSV."""
+    """Write a line for each evaluation on the held-out tasks, as CSV."""
     levels = sorted({level for records in runs.values() for level in _last(records).get("by_level", {})})
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
@@ -115,8 +115,8 @@ def save_numbers(runs: Runs, path: Path) -> None:
 
 
 def save_steps(runs: Runs, path: Path) -> None:
-    """A line for each step of the trained runs, as CSV: the mean reward of its rollouts, and what was seen of
-    them."""
+    """Write a line for each step of the trained runs, as CSV: the mean reward of its rollouts, and their
+    other numbers."""
     counted = ("reward", "logprob_gap", "staleness", "frac_reward_zero_std", "drift", "drifted")
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
@@ -128,7 +128,7 @@ def save_steps(runs: Runs, path: Path) -> None:
 
 
 def draw_steps(runs: Runs, path: Path) -> None:
-    """The mean reward of each step's rollouts: dots, and a line of means over the last few steps."""
+    """Plot the mean reward of each step's rollouts: dots, and a line of means over the last few steps."""
     pyplot = _pyplot()
     trained = {run: _steps(records) for run, records in runs.items() if _steps(records)}
     arms = list(dict.fromkeys(arm for arm, _ in trained))
@@ -149,7 +149,7 @@ def draw_steps(runs: Runs, path: Path) -> None:
 
 
 def draw(runs: Runs, path: Path) -> None:
-    """The curves: all tasks, and each level apart; a thin line for each seed, a thick one for their mean."""
+    """Plot the curves: all tasks, and each level; a thin line per seed, a thick one for their mean."""
     pyplot = _pyplot()
     levels = sorted({level for records in runs.values() for level in _last(records).get("by_level", {})})
     figure, panes = pyplot.subplots(1, 1 + len(levels), figsize=(3.1 * (1 + len(levels)), 3), sharey=True)
@@ -173,7 +173,7 @@ def _pyplot() -> Any:
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "prorl-envs"  # the same picture from the same numbers
+    matplotlib.rcParams["svg.hashsalt"] = "prorl-envs"  # the same numbers yield the same picture
     from matplotlib import pyplot
 
     return pyplot
@@ -209,7 +209,7 @@ def _points(records: Sequence[dict[str, Any]], level: str | None) -> list[tuple[
 
 
 def _mean(curves: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, float]]:
-    """Their mean at the steps that all of them have."""
+    """Return their mean at the steps that all of them have."""
     by_step = [dict(points) for points in curves]
     steps = sorted(set.intersection(*(set(points) for points in by_step))) if by_step else []
     return [(step, sum(points[step] for points in by_step) / len(by_step)) for step in steps]

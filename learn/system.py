@@ -1,4 +1,4 @@
-"""What stands around the trainer: the rollout service, the way of the weights, and the held-out tasks."""
+"""Environment of the trainer: the rollout service, the transfer of weights, and the held-out tasks."""
 
 import os
 import sys
@@ -11,17 +11,16 @@ from statistics import stdev
 from typing import Any
 
 from learn.plan import Plan
+from prorl_envs import Environment, Prompt, Result
 from prorl_envs.catalog import Catalog
 from prorl_envs.config import load_settings
-from prorl_envs.env.base import Environment, Prompt
-from prorl_envs.rollout.types import Result
-from prorl_envs.testing.vllm_server import VllmServer, free_port, process, wait_until_healthy
-from prorl_envs.trainers.asking import Asking, collect, connect_sync
+from prorl_envs.trainers.asking import GroupTemplate, collect, connect_sync
+from tests.support.vllm_server import VllmServer, free_port, process, wait_until_healthy
 
 
 @contextmanager
 def rollout_service(settings: Path, model_server: str, tokenizer: str, log: Path) -> Iterator[str]:
-    """`prorl-envs serve` in a process of its own, which ends with the block; yields its URL."""
+    """Run `prorl-envs serve` in its own process for the duration of the block; yield its URL."""
     port = free_port()
     program = Path(sys.executable).with_name("prorl-envs")
     command = [str(program), "serve", "--llm", model_server, "--tokenizer", tokenizer]
@@ -34,31 +33,31 @@ def rollout_service(settings: Path, model_server: str, tokenizer: str, log: Path
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Brings a trainer's weights into a model server that sees the same files.
+    """Transfer of a trainer's weights to a model server that shares its file system.
 
     Args:
         server: the model server.
-        folder: for the newest weights.
+        folder: holds the newest weights.
     """
 
     server: VllmServer
     folder: Path
 
     def __call__(self, trainer: Any, version: int) -> None:
-        """As `prorl_envs.trainers.trl.UploadWeights`: turns are held meanwhile."""
+        """Transfer like `prorl_envs.trainers.trl.UploadWeights`: turns are held meanwhile."""
         trainer.accelerator.unwrap_model(trainer.model).save_pretrained(self.folder)
         self.server.load(self.folder)
 
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """Held-out tasks, each played once whenever it is asked for.
+    """Evaluation on held-out tasks, one episode each.
 
     Args:
         service: URL of the rollout service.
-        environment: of the tasks.
+        environment: the tasks' environment.
         rows: the tasks.
-        levels: of each, shown apart.
+        levels: level of each task, reported separately.
     """
 
     service: str
@@ -67,8 +66,8 @@ class Examination:
     levels: Sequence[int]
 
     def __call__(self) -> dict[str, Any]:
-        """How the model that is served does: see `summary`."""
-        asking = Asking(self.service, self.environment)
+        """Evaluate the served model: see `summary`."""
+        asking = GroupTemplate(self.service, self.environment)
         groups = [asking.group(str(index), row, 1) for index, row in enumerate(self.rows)]
         with connect_sync(self.service) as client:
             results = [samples[0] for samples in collect(client, groups)]
@@ -76,11 +75,11 @@ class Examination:
 
 
 def summary(results: Sequence[Result], levels: Sequence[int]) -> dict[str, Any]:
-    """Results in a few numbers.
+    """Summarise results.
 
     Args:
         results: one for each task.
-        levels: of each task.
+        levels: level of each task.
 
     Returns:
         `reward`: the mean over episodes that have one, `stderr`: its standard error; `by_level`: the mean for
@@ -112,7 +111,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def family_of(plan: Plan) -> type[Environment[Any]]:
-    """The environment that a plan's tasks are of.
+    """Return the environment of a plan's tasks.
 
     Raises:
         InputError: the service's settings do not name it.
@@ -121,6 +120,6 @@ def family_of(plan: Plan) -> type[Environment[Any]]:
 
 
 def opening(family: type[Environment[Any]], row: Mapping[str, Any]) -> Prompt:
-    """What a model is told at the beginning of a task, without a sandbox for it."""
-    environment = family.__new__(family)  # it has no place to run in, and needs none to speak
+    """Return the messages of a model at the start of a task, without a sandbox."""
+    environment = family.__new__(family)  # prompts need no sandbox
     return environment.prompt(family.load(row))

@@ -1,13 +1,13 @@
-"""The tasks: rows of the bash family, of three kinds, drawn by a seed.
+"""The tasks: rows of the bash family, of three kinds, generated from a seed.
 
-| level | task | what has to be got right |
+| level | task | choices |
 |---|---|---|
 | 1 | one entry of a file, into `answer.txt` | file, entry, where it goes |
 | 2 | the sum, difference or product of the numbers in two files | both files, the operator |
-| 3 | a script with a wrong operator, to be mended in place | the operator that is there, and the right one |
+| 3 | a script with a wrong operator, to be corrected in place | the wrong operator, and the right one |
 
-What a task asks about is a *topic*: a file with an entry, or with an operation (and the one it has by
-mistake). A quarter of the topics never occurs in training, and held-out tasks have no others.
+The subject of a task is its *topic*: a file with an entry, or with an operation (and the one it has by
+mistake). A quarter of the topics never occur in training; held-out tasks use only those.
 """
 
 import operator
@@ -37,7 +37,7 @@ VALUES: tuple[str, ...] = (
     "old",
 )
 VALUES += ("open", "pink", "red", "round", "short", "thin", "wet", "white")
-#: By the word the instruction uses: what a shell writes for it, and what it comes to.
+#: By the word in the instruction: the operator in a shell, and the function.
 OPERATIONS: dict[str, tuple[str, Callable[[int, int], int]]] = {
     "sum": ("+", operator.add),
     "difference": ("-", operator.sub),
@@ -45,20 +45,20 @@ OPERATIONS: dict[str, tuple[str, Callable[[int, int], int]]] = {
 }
 OPERATORS = tuple(sign for sign, _ in OPERATIONS.values())
 ANSWER = "answer.txt"
-#: One topic in so many is held out.
+#: One topic in this many is held out.
 HELD_OUT = 4
 
 
 @dataclass(frozen=True, slots=True)
 class LearnTask:
-    """One task, and what solves it.
+    """One task, and its solution.
 
     Args:
         row: a row of the bash family.
         level: 1 to 3.
-        names: the files it names, without their endings.
+        names: names of its files, without their suffixes.
         wanted: the entry (level 1) or the operator (levels 2 and 3) that belongs into the command.
-        found: level 3: the operator that is there.
+        found: level 3: the wrong operator in the script.
     """
 
     row: dict[str, Any]
@@ -69,11 +69,11 @@ class LearnTask:
 
 
 def tasks(split: Split, seed: int) -> Iterator[LearnTask]:
-    """Tasks without end, level after level in turn.
+    """Generate tasks endlessly, cycling through the levels.
 
     Args:
-        split: which topics; both never share one.
-        seed: the same tasks in the same order.
+        split: the set of topics; the splits share none.
+        seed: determines the tasks and their order.
     """
     chance = random.Random(f"{split}/{seed}")
     number = 0
@@ -84,7 +84,7 @@ def tasks(split: Split, seed: int) -> Iterator[LearnTask]:
 
 
 def held_out(*topic: str) -> bool:
-    """Whether a topic is kept from training."""
+    """Return whether a topic is held out of training."""
     return crc32("/".join(topic).encode()) % HELD_OUT == 0
 
 
@@ -99,7 +99,7 @@ def _read(split: Split, id_: str, chance: random.Random) -> LearnTask:
     entries = [entry, *chance.sample([e for e in ENTRIES if e != entry], 2)]
     chance.shuffle(entries)
     right, wrong = (dict(zip(entries, chance.sample(VALUES, 3), strict=True)) for _ in range(2))
-    while wrong[entry] == right[entry]:  # else the wrong file would do
+    while wrong[entry] == right[entry]:  # otherwise the wrong file would be right too
         wrong[entry] = chance.choice(VALUES)
     row = {
         "id": id_,
@@ -155,7 +155,7 @@ _DRAW: dict[int, Callable[[Split, str, random.Random], LearnTask]] = {1: _read, 
 
 
 def _numbers(chance: random.Random) -> tuple[int, int]:
-    """Two numbers whose sum, difference and product all differ."""
+    """Return two numbers whose sum, difference and product all differ."""
     return chance.randint(3, 19), chance.randint(3, 19)
 
 
@@ -164,7 +164,7 @@ def _lines(entries: dict[str, str]) -> str:
 
 
 def _answer(pattern: str, right: str) -> dict[str, Any]:
-    """A third of the reward is for an answer of the right kind in its place; the rest for the right one."""
+    """Give a third of the reward for an answer of the right kind in its place, the rest for the right one."""
     kind = {"type": "file_matches", "path": ANSWER, "pattern": pattern, "weight": 1.0}
     same = {"type": "file_equals", "path": ANSWER, "text": f"{right}\n", "weight": 2.0}
     return {"checks": [kind, same], "scoring": "weighted"}

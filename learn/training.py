@@ -1,4 +1,4 @@
-"""One run: TRL's `GRPOTrainer`, with rollouts of the service and the held-out tasks in between."""
+"""One run: TRL's `GRPOTrainer`, with rollouts of the service, and evaluations on the held-out tasks."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,29 +16,29 @@ from learn.drift import retokenised
 from learn.plan import Plan
 from learn.records import Records, curve, read_records
 from learn.system import Examination, Weights
-from prorl_envs.policy.types import Sampling
+from prorl_envs import Sampling
 from prorl_envs.trainers.asking import connect_sync
 from prorl_envs.trainers.trl import TrlRollouts, prompts, service_reward
 from prorl_envs.trainers.weights import weights_change_sync
 
-#: Rollouts of each step whose log-probabilities the trainer computes too.
+#: Number of rollouts per step whose log-probabilities the trainer computes too.
 _CHECKED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one run needs.
+    """Inputs of one run.
 
     Args:
-        plan: of it.
-        seed: of the trainer's order of tasks.
-        start: the model it begins with, a folder or a name.
-        folder: where its records and checkpoints go.
+        plan: plan of the run.
+        seed: seed of the trainer's order of tasks.
+        start: the initial model, a folder or a name.
+        folder: holds its records and checkpoints.
         service: URL of the rollout service.
         weights: puts weights into the model server.
-        examination: the held-out tasks.
-        rows: tasks to train on, as many as its steps need.
-        reserve: further ones, for dynamic sampling.
+        examination: evaluates on the held-out tasks.
+        rows: training tasks, as many as its steps need.
+        reserve: further tasks, for dynamic sampling.
     """
 
     plan: Plan
@@ -53,7 +53,7 @@ class Run:
 
 
 def train(run: Run, progress: Callable[[dict[str, Any]], None]) -> None:
-    """Train to the plan's last step, on from the last checkpoint where there is one.
+    """Train to the plan's last step; resume from the last checkpoint if there is one.
 
     Args:
         progress: called with each record.
@@ -101,8 +101,8 @@ def _rollouts(run: Run) -> TrlRollouts | AheadRollouts:
 
 
 class _OffPolicy(GRPOTrainer):  # type: ignore[misc]
-    """Takes the log-probabilities with which tokens were sampled for the old policy's, so that the clipped
-    ratio is to what sampled them. TRL does so for no rollouts but those of its own vLLM."""
+    """Trainer that uses the log-probabilities of sampling as those of the old policy, so that the clipped
+    ratio refers to the sampling policy. TRL does so only for rollouts of its own vLLM."""
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         output = super()._generate_and_score_completions(inputs)
@@ -110,8 +110,7 @@ class _OffPolicy(GRPOTrainer):  # type: ignore[misc]
 
 
 def control(run: Run, progress: Callable[[dict[str, Any]], None]) -> None:
-    """The same looks at the same held-out tasks, with the weights that the run begins with. Those that there
-    are already count."""
+    """Do the same evaluations on the held-out tasks with the initial weights, unless they are recorded."""
     path = run.folder / "records.jsonl"
     seen = [step for step, _ in curve(read_records(path))]
     records = Records(path, since=max(seen) + 1 if seen else None)
@@ -124,12 +123,12 @@ def control(run: Run, progress: Callable[[dict[str, Any]], None]) -> None:
 
 
 def examined(plan: Plan) -> list[int]:
-    """The steps at which the held-out tasks are looked at."""
+    """Return the steps with an evaluation on the held-out tasks."""
     return sorted({*range(0, plan.steps, plan.evaluate_every), plan.steps})
 
 
 def newest(checkpoints: Path) -> Path | None:
-    """The checkpoint of the latest step, or None."""
+    """Return the checkpoint of the latest step, or None."""
     return max(checkpoints.glob("checkpoint-*"), key=step_of, default=None)
 
 
@@ -138,7 +137,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 class _Watch(TrainerCallback):  # type: ignore[misc]
-    """Writes down how a run goes, and looks at the held-out tasks every few steps."""
+    """Recorder of a run's progress, with an evaluation on the held-out tasks every few steps."""
 
     def __init__(
         self,
@@ -154,7 +153,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         self._notes: dict[str, Any] = {}
 
     def rollouts(self, given: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:
-        """The service's rollouts; and before the weights change, a look at the held-out tasks."""
+        """Return the service's rollouts; evaluate on the held-out tasks before the weights change."""
         began = time.monotonic()
         output = self._rollouts(given, trainer)
         behind = [trainer.state.global_step - int(version) for version in output["weight_version"] if version]
@@ -173,7 +172,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         return output
 
     def examine(self, step: int) -> None:
-        """Have the weights that are served play the held-out tasks."""
+        """Evaluate the served weights on the held-out tasks."""
         began = time.monotonic()
         numbers = self._run.examination()
         numbers["seconds"] = time.monotonic() - began
@@ -190,8 +189,8 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
 
 
 def logprob_gap(trainer: Any, output: dict[str, list[Any]]) -> float:
-    """The largest difference between the model server's log-probability of a sampled token and the trainer's
-    own, over the first few rollouts: close to 0 only if both read the same ids with the same weights."""
+    """Return the largest difference between the model server's log-probability of a sampled token and the
+    trainer's, over the first few rollouts: close to 0 only if both use the same ids and weights."""
     pairs = list(zip(output["prompt_ids"], output["completion_ids"], strict=True))[:_CHECKED]
     width = max(len(prompt) + len(completion) for prompt, completion in pairs)
     ids = torch.zeros((len(pairs), width), dtype=torch.long)

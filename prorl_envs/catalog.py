@@ -1,13 +1,12 @@
-"""The environments on offer, by name: our families in this process, and NeMo Gym's resources servers.
+"""Catalog of offered environments, by name: families of this process, and NeMo Gym resources servers.
 
-    async with Catalog.of(load_settings(path)) as offered:   # starts the servers that are ours to start
+    async with Catalog.of(load_settings(path)) as offered:   # starts the configured resources servers
         family = offered["weather"]
 
-Without `environments` in the settings, every registered family is on offer.
+Without `environments` in the settings, every registered family is offered.
 """
 
 import asyncio
-import difflib
 from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -32,29 +31,29 @@ from prorl_envs.env.harness.recipes import RECIPES
 from prorl_envs.env.options import Options, with_options
 from prorl_envs.env.registry import environments, examples_of, known
 from prorl_envs.env.rows import read_tasks, rows
-from prorl_envs.errors import InputError
+from prorl_envs.errors import InputError, NoExampleData, name_hint
 from prorl_envs.remote.environment import nemo_family
 from prorl_envs.remote.servers import OwnServer, RunningServer
-from prorl_envs.sandbox.base import Limits, Network
+from prorl_envs.sandbox.base import Network, SandboxLimits
 
 type Family = type[Environment[Any]]
 
-#: Keys of `nemo` that mean something for a server that is started alone.
+#: Keys of `nemo` that only apply to a server that this process starts.
 _STARTING = frozenset({"instance", "overrides", "python", "roots", "pass_env", "start_s"})
 _LIMITS = frozenset(SandboxSettings.model_fields) - {"allow", "image"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """What is offered under a name.
+class CatalogEntry:
+    """An offered environment.
 
     Args:
-        name: that name: `ENVIRONMENT`, or `ENVIRONMENT@AGENT`.
+        name: its offered name: `ENVIRONMENT`, or `ENVIRONMENT@AGENT`.
         environment: its key in the settings.
-        settings: of the environment, with what its agent says over them.
+        settings: of the environment, overridden by its agent's.
         offers: the agent's tools; None for the family's own.
-        where: begins what is said of a wrong tool.
-        harness: who works on its tasks instead of the service's own loop; None for nobody.
+        where: prefix of error messages about a wrong tool.
+        harness: external agent that replaces the service's own loop, or None.
     """
 
     name: str
@@ -65,11 +64,11 @@ class Entry:
     harness: Recipe | None = None
 
 
-def entries(settings: Settings) -> Iterator[Entry]:
-    """What `environments` of the settings offers, each environment with each of its agents.
+def entries(settings: Settings) -> Iterator[CatalogEntry]:
+    """Yield the offered environments of the settings, each with each of its agents.
 
     Raises:
-        InputError: an entry contradicts itself, or names an agent that there is not.
+        InputError: an entry contradicts itself, or names an unknown agent.
     """
     for name, given in (settings.environments or {}).items():
         _check(name, given)
@@ -78,17 +77,15 @@ def entries(settings: Settings) -> Iterator[Entry]:
             if shown != name and shown in (settings.environments or {}):
                 raise InputError(f"environments.{shown}: is also {name} with the agent {agent}")
             if agent is None:
-                yield Entry(name=shown, environment=name, settings=given)
+                yield CatalogEntry(name=shown, environment=name, settings=given)
             else:
-                yield _met(Entry(name=shown, environment=name, settings=given), agent, settings.agents)
+                yield _met(CatalogEntry(name=shown, environment=name, settings=given), agent, settings.agents)
 
 
-def _met(entry: Entry, agent: str, agents: Mapping[str, AgentSettings]) -> Entry:
-    """`entry` as an agent meets it."""
+def _met(entry: CatalogEntry, agent: str, agents: Mapping[str, AgentSettings]) -> CatalogEntry:
+    """Return `entry` with the settings of an agent applied."""
     if agent not in agents and agent not in BUILT_IN and agent not in RECIPES:
-        names = sorted({*agents, *BUILT_IN, *RECIPES})
-        close = difflib.get_close_matches(agent, names, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(names)}"
+        hint = name_hint(agent, {*agents, *BUILT_IN, *RECIPES})
         raise InputError(f"environments.{entry.environment}: no agent is called {agent!r}", hint=hint)
     given, offers = agents.get(agent, AgentSettings()), BUILT_IN.get(agent) if agent not in agents else None
     if given.tools is not None:
@@ -117,7 +114,7 @@ def _met(entry: Entry, agent: str, agents: Mapping[str, AgentSettings]) -> Entry
         "limits": {**before.limits, **given.limits},
         "sampling": {**before.sampling, **given.sampling},
     }
-    return Entry(
+    return CatalogEntry(
         name=entry.name,
         environment=entry.environment,
         settings=before.model_copy(update=changes),
@@ -128,14 +125,13 @@ def _met(entry: Entry, agent: str, agents: Mapping[str, AgentSettings]) -> Entry
 
 
 def recipe_of(given: HarnessSettings, where: str) -> Recipe:
-    """The harness that settings describe.
+    """Return the harness that settings describe.
 
     Raises:
-        InputError: there is no such recipe, or neither recipe nor command.
+        InputError: the recipe is unknown, or there is neither recipe nor command.
     """
     if given.recipe and given.recipe not in RECIPES:
-        close = difflib.get_close_matches(given.recipe, RECIPES, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(sorted(RECIPES))}"
+        hint = name_hint(given.recipe, RECIPES)
         raise InputError(f"{where}: no recipe is called {given.recipe!r}", hint=hint)
     if not given.recipe and not given.command:
         raise InputError(f"{where}: neither a recipe nor a command", hint="name one of them")
@@ -159,7 +155,7 @@ def recipe_of(given: HarnessSettings, where: str) -> Recipe:
 
 
 class Catalog(Mapping[str, Family]):
-    """Environment classes by name. An asynchronous context manager: entered, its servers run.
+    """Environment classes by name. As an asynchronous context manager, it runs the resources servers.
 
     Args:
         families: the classes.
@@ -173,7 +169,7 @@ class Catalog(Mapping[str, Family]):
 
     @classmethod
     def of(cls, settings: Settings) -> Self:
-        """What the settings offer. Nothing is started yet.
+        """Return the catalog of the settings. Starts no server yet.
 
         Raises:
             InputError: an entry is wrong.
@@ -204,7 +200,7 @@ class Catalog(Mapping[str, Family]):
         return len(self._families)
 
     def family(self, name: str) -> Family:
-        """The environment called `name`.
+        """Return the environment called `name`.
 
         Raises:
             InputError: there is none; the hint names the closest.
@@ -212,7 +208,7 @@ class Catalog(Mapping[str, Family]):
         return known(self._families, name)
 
     def tasks(self, name: str, data: Path | None) -> list[Task]:
-        """The tasks of a data file, or of the environment's own examples.
+        """Return the tasks of a data file, or of the environment's own examples.
 
         Raises:
             InputError: no such environment, a row is wrong, or it ships no examples.
@@ -220,7 +216,7 @@ class Catalog(Mapping[str, Family]):
         return read_tasks(self.family(name).load, self.data(name, data))
 
     def rows(self, name: str, data: Path | None) -> list[tuple[dict[str, Any], Task]]:
-        """The rows of such a file, each with its task.
+        """Return the rows of such a file, each with its task.
 
         Raises:
             InputError: as `tasks`.
@@ -229,27 +225,27 @@ class Catalog(Mapping[str, Family]):
         return [(row, task) for (_, row), task in zip(rows(path), self.tasks(name, path), strict=True)]
 
     def data(self, name: str, data: Path | None) -> Path:
-        """`data`, or the environment's own examples.
+        """Return `data`, or the path of the environment's own examples.
 
         Raises:
-            InputError: it ships none.
+            NoExampleData: it ships none.
         """
         if data is not None:
             return data
         if name in self._servers:
-            raise InputError(
+            raise NoExampleData(
                 f"environment {name!r} ships no example data",
                 hint="give a data file; NeMo Gym's lie in resources_servers/NAME/data",
             )
         return examples_of(name, self.family(name))
 
     def only(self, name: str) -> "Catalog":
-        """The environment called `name` alone: entered, no other's server is started."""
+        """Return a catalog with only the environment called `name`: entering it starts no other server."""
         servers = {name: self._servers[name]} if name in self._servers else {}
         return Catalog({name: self.family(name)}, servers)
 
-    def by_hand(self, name: str) -> "Catalog":
-        """The environment called `name` alone, for whoever calls its tools: a harness is left out."""
+    def without_harness(self, name: str) -> "Catalog":
+        """Return a catalog of only the environment `name`, without its harness, for callers of its tools."""
         only = self.only(name)
         return Catalog({name: without_harness(only.family(name))}, only._servers)
 
@@ -360,7 +356,7 @@ def _options(entry: EnvironmentSettings, node: LimitSettings) -> Options:
     return Options(
         system_prompt=entry.system_prompt,
         limits={key: getattr(sandbox, key) for key in sorted(_LIMITS & given)},
-        default_limits=Limits(**common),
+        default_limits=SandboxLimits(**common),
         network=Network(allow=sandbox.allow) if "allow" in given else None,
         image=sandbox.image,
         own=entry.options,

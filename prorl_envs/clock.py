@@ -1,6 +1,6 @@
-"""Time as a parameter: code that waits or measures takes a `Clock`, so that tests own the time.
+"""Time as a parameter: code that waits or measures takes a `Clock`, so that tests control the time.
 
-`SystemClock` is the real one; `prorl_envs.testing` has one that a test moves by hand.
+`SystemClock` is the real clock; `prorl_envs.testing` has a clock that a test moves by hand.
 """
 
 import asyncio
@@ -11,37 +11,37 @@ from typing import Protocol, runtime_checkable
 
 
 class Deadline(Protocol):
-    """What entering `Clock.timeout` gives."""
+    """Value of the `Clock.timeout` context manager."""
 
     def expired(self) -> bool:
-        """True once the time was up, also after leaving the block."""
+        """Return whether the time was up, also after leaving the block."""
         ...
 
 
 class Alarm(Protocol):
-    """What is called later."""
+    """Handle of a scheduled callback."""
 
     def cancel(self) -> None:
-        """Do not call. Idempotent."""
+        """Cancel the callback. Idempotent."""
         ...
 
 
 @runtime_checkable
 class Clock(Protocol):
-    """A monotonic clock and the waits that go with it."""
+    """Monotonic clock, with waits and timeouts."""
 
     def monotonic(self) -> float:
-        """Seconds from an arbitrary start; never goes back."""
+        """Return the seconds since an arbitrary start; never decreases."""
         ...
 
     async def sleep(self, seconds: float) -> None: ...
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> Alarm:
-        """Call something in the running event loop, after `seconds`."""
+        """Call a function in the running event loop, after `seconds`."""
         ...
 
     def timeout(self, seconds: float | None) -> AbstractAsyncContextManager[Deadline]:
-        """Cancel the block after `seconds` and raise TimeoutError on leaving it; None never does.
+        """Cancel the block after `seconds` and raise TimeoutError on leaving it; None means no timeout.
 
         The meaning is that of `asyncio.timeout`: a cancellation from outside stays a cancellation.
         """
@@ -49,7 +49,7 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The machine's monotonic clock."""
+    """Monotonic clock of the machine."""
 
     def monotonic(self) -> float:
         return time.monotonic()

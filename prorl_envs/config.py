@@ -1,7 +1,9 @@
-"""Every setting, typed, in one place. Read once, at the edge: a YAML file, then the environment over it.
+"""All settings, typed, in one place. Read once at startup: a YAML file, overridden by the environment.
 
+```text
 service: {run: 64}          # file
 PRORL_SERVICE__RUN=64       # environment: sections and settings joined by two underscores
+```
 """
 
 import difflib
@@ -29,7 +31,7 @@ PREFIX = "PRORL_"
 ExpandedPath = Annotated[Path, AfterValidator(Path.expanduser)]
 
 
-#: What a service that is served keeps jobs and results in where nothing is named; and what names memory.
+#: Default location of jobs and results for a served service; value that selects memory instead.
 DEFAULT_STORE, IN_MEMORY = Path("runs/service.db"), "memory"
 
 
@@ -42,7 +44,7 @@ def _store(value: object) -> object:
     return value
 
 
-#: A file, or the URL of a PostgreSQL database, which may hold a password; None where it is memory.
+#: A file, or the URL of a PostgreSQL database, which may hold a password; None means memory.
 StoreLocation = Annotated[Path | SecretStr | None, BeforeValidator(_store)]
 
 
@@ -50,44 +52,64 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+class RetentionSettings(_Section):
+    """Finished work that a service keeps for readers.
+
+    Args:
+        max_results: maximum stored results; the oldest are deleted first
+        max_tokens: maximum tokens of all stored trajectories
+        ttl_s: retention of results in seconds; older ones are deleted when the next result arrives, the
+            newest is kept
+        max_batches: finished batches that are stored, with the statistics of their groups
+    """
+
+    max_results: int = Field(default=100_000, ge=1)
+    max_tokens: int = Field(default=50_000_000, ge=1)
+    ttl_s: float | None = Field(default=None, gt=0)
+    max_batches: int = Field(default=64, ge=1)
+
+    @property
+    def of_results(self) -> dict[str, Any]:
+        """The bounds that a store keeps to, as its keyword arguments."""
+        return self.model_dump(exclude={"max_batches"})
+
+
 class ServiceSettings(_Section):
     """The rollout service.
 
     Args:
-        init, run, eval: jobs active in each stage at once.
-        live: jobs that hold a sandbox at once, waiting between stages included; None takes the sum of the
-            three pools.
-        attempts: how often a job is tried when the infrastructure fails, the first time included.
-        queue: jobs accepted and not finished; more are refused until some finish.
-        keep_results: results kept for readers; the oldest go first.
-        keep_tokens: tokens of all trajectories kept for readers.
-        keep_s: seconds that results are kept for readers; older ones go when the next result comes.
-        grace_s: seconds a RUN stage may go over its time limit to end a tool call in order.
-        close_s: seconds a sandbox may take to close.
-        drain_s: seconds a graceful stop waits for accepted jobs before it ends them.
-        episodes: episodes that callers drive themselves at once; they count as `live` too.
-        episode_idle_s: seconds after which one that nobody asks for is closed.
-        batches: batches running at once; more are refused until one is over.
-        batch_groups: most informative groups a batch may want, and groups it may have under way.
-        batch_tasks: most tasks of one batch.
-        keep_batches: batches that are over and kept for readers, their groups' statistics with them.
-        store: what keeps groups and results, for a service that is served: a file on a local disk, or a
-            PostgreSQL database (`postgresql://...`). What is unfinished goes on at the next start. None, or
-            `memory`, keeps them for as long as the service runs.
-        reasoning: what becomes of a model's earlier reasoning: `keep` keeps it in the context, which only
-            grows; `user_turn` lets the chat template drop it where a user speaks, `template` at every turn.
-            What is rewritten begins another row of the result.
+        init: maximum active jobs in INIT
+        run: maximum active jobs in RUN
+        eval: maximum active jobs in EVAL
+        max_jobs_with_sandbox: maximum jobs that hold a sandbox, including those that wait between stages;
+            default: the sum of the three
+        attempts: attempts of a job if the infrastructure fails, including the first
+        queue: maximum accepted, unfinished jobs; more are refused
+        grace_s: seconds that RUN may exceed its time limit to complete a tool call
+        close_s: seconds that a sandbox may take to close
+        drain_s: seconds that a stopping service waits for accepted jobs before it cancels them
+        episodes: maximum [episodes that clients drive themselves](http-api.md#episodes-step-by-step); they
+            also count towards `max_jobs_with_sandbox`
+        episode_idle_s: seconds without a request after which such an episode is closed
+        batches: maximum running [batches](batches.md); more are refused
+        batch_groups: maximum informative groups that a batch may request, and maximum groups that it may run
+            at once
+        batch_tasks: maximum tasks of one batch
+        retention: amount of finished work that is kept for readers.
+        store: store of `serve`: a file on a local disk, or a PostgreSQL database,
+            `postgresql://USER:PASSWORD@HOST/DATABASE` (needs [the extra](install.md#extras) `postgres`);
+            `memory` is lost at a restart
+        reasoning: earlier reasoning of a model: `keep` leaves it in the context, which only grows; the chat
+            template may drop it at a user message (`user_turn`) or at every turn (`template`). A rewritten
+            context starts another row: `forks` of the result
     """
 
     init: int = Field(default=4, ge=1)
     run: int = Field(default=32, ge=1)
     eval: int = Field(default=4, ge=1)
-    live: int | None = Field(default=None, ge=1)
+    max_jobs_with_sandbox: int | None = Field(default=None, ge=1)
     attempts: int = Field(default=2, ge=1, le=10)
     queue: int = Field(default=100_000, ge=1)
-    keep_results: int = Field(default=100_000, ge=1)
-    keep_tokens: int = Field(default=50_000_000, ge=1)
-    keep_s: float | None = Field(default=None, gt=0)
     grace_s: float = Field(default=30.0, gt=0)
     close_s: float = Field(default=60.0, gt=0)
     drain_s: float = Field(default=30.0, ge=0)
@@ -96,18 +118,18 @@ class ServiceSettings(_Section):
     batches: int = Field(default=64, ge=1)
     batch_groups: int = Field(default=4096, ge=1)
     batch_tasks: int = Field(default=20_000, ge=1)
-    keep_batches: int = Field(default=64, ge=1)
+    retention: RetentionSettings = RetentionSettings()
     store: StoreLocation = DEFAULT_STORE
     reasoning: Literal["keep", "user_turn", "template"] = "keep"
 
 
 class TenantSettings(_Section):
-    """Somebody who shares the service.
+    """A tenant of the service.
 
     Args:
         token: bearer token of the tenant.
-        jobs: unfinished jobs and open episodes it may have.
-        batches: batches it may have running at once.
+        jobs: most unfinished jobs and open episodes of the tenant.
+        batches: most batches of the tenant that run at once.
     """
 
     token: SecretStr = Field(min_length=16)
@@ -119,31 +141,47 @@ class ServerSettings(_Section):
     """The HTTP server in front of the service.
 
     Args:
-        host: address to bind; anything but loopback needs a token.
-        port: TCP port; 0 takes a free one.
-        token: bearer token of the control plane; optional on loopback.
-        tenants: others who may use it, by name, each with a token and a bound; what belongs to one has an
-            id that begins with its name and a slash.
-        max_body_bytes: largest request body.
-        max_wait_s: longest a request for results waits.
-        max_page: most results in one answer.
-        paper_routes: whether the routes of the ProRL Agent paper are answered too.
+        host: address to bind; all but loopback need a token
+        port: TCP port; 0 uses a free one
+        token: bearer token that requests must have, 16 characters or more; on loopback one is generated if
+            none is set
+        generate_token: generate that token: [who may do what](http-api.md#who-may-do-what). If false, or with
+            `serve --no-token`, every user of the machine has access on loopback
+        tenants: other users of the service: by name, a `token` and quotas of unfinished `jobs` (10000) and
+            running `batches` (8): [who may do what](http-api.md#who-may-do-what)
+        max_connections: maximum open connections, at most half of the process's descriptors. At the limit, a
+            new one replaces the connection that has waited longest for a request, or gets 503 if all are busy
+        head_timeout_s: seconds for the head of a request, from the connection or its first byte
+        body_timeout_s: seconds from then to the end of its body
+        keep_alive_s: seconds that a connection may be idle between two requests
+        max_body_bytes: maximum size of a request body
+        max_wait_s: maximum wait of a request for results
+        max_page: maximum results in one response
+        paper_routes: serve [the routes of the ProRL Agent paper](http-api.md#the-papers-routes) too
+        paper_sources: environment by `data_source` of these routes, in addition to the [built-in
+            names](paper-clients.md#data-sources); a final `*` matches any suffix
     """
 
     host: str = "127.0.0.1"
     port: int = Field(default=8600, ge=0, le=65_535)
     token: SecretStr | None = Field(default=None, min_length=16)
+    generate_token: bool = True
     tenants: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")], TenantSettings] = (
         Field(default={})
     )
+    max_connections: int = Field(default=4096, ge=8)
+    head_timeout_s: float = Field(default=10.0, gt=0)
+    body_timeout_s: float = Field(default=120.0, gt=0)
+    keep_alive_s: float = Field(default=120.0, gt=0)
     max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
     max_wait_s: float = Field(default=60.0, ge=0)
     max_page: int = Field(default=1000, ge=1)
     paper_routes: bool = True
+    paper_sources: dict[str, str] = Field(default={})
 
     @property
     def loopback(self) -> bool:
-        """Whether only this machine can reach `host`."""
+        """True if only this machine can reach `host`."""
         if self.host == "localhost":
             return True
         try:
@@ -153,30 +191,34 @@ class ServerSettings(_Section):
 
 
 class NodeSettings(_Section):
-    """Further machines, and further processes of this one, that carry jobs out.
+    """Further machines, and further processes of this machine, that run jobs.
 
     Args:
-        port: TCP port on which they join, 0 a free one; None keeps other machines out, but for Ray's.
-        processes: of this machine that carry jobs out, each with an event loop of its own and its share of
-            the pools; 0 leaves them to the service's own process.
-        host: address to bind; anything but loopback needs a token.
-        token: what nodes prove to know, and the service to them.
-        head: whether jobs run on the service's own machine too. Episodes that callers drive always do.
-        silent_s: seconds without a word after which a node, or to a node the service, counts as lost.
-        start_s: seconds a node gets to prepare itself: to load the tokenizer, to try its sandboxes.
-        ray: address of a Ray cluster, whose machines then become nodes by themselves: `auto`, or HOST:PORT.
-        resource: custom resource of Ray that a machine must have; as much of it as there is runs there at
-        once.
-            None takes every machine, with the pools of `service`.
-        cpus: processors that each node asks Ray for.
+        port: TCP port for nodes to join, 0 for a free one. Without it, `nodes.processes` and `nodes.ray`, all
+            jobs run in the service's own process
+        processes: processes of this machine that run jobs, each with an event loop of its own and its share
+            of the pools and of `sandbox.warm_pool_size`: see [one machine, many
+            cores](scale.md#one-machine-many-cores)
+        host: address to bind; all but loopback need `nodes.token` (Ray generates one)
+        token: secret that nodes and service prove to each other, 16 characters or more; on loopback one is
+            generated, and nodes of the same user read it from a file beside that of `server.token`
+        run_on_head: run jobs in the service's own process too. Episodes driven step by step always run there
+        heartbeat_timeout_s: seconds without a message after which a node (or, for a node, the service) is
+            lost
+        start_s: seconds for a node to load the tokenizer and test its sandboxes
+        ray: address of a Ray cluster whose machines become nodes: `auto`, or HOST:PORT. Needs the extra `ray`
+        resource: custom Ray resource that a machine must have; its amount is the number of jobs at once on
+            that machine. Without it every other machine of the cluster is used, each with the pools of
+            `service`
+        cpus: processors that each node requests from Ray
     """
 
     port: int | None = Field(default=None, ge=0, le=65_535)
     processes: int = Field(default=0, ge=0, le=1_024)
     host: str = "127.0.0.1"
     token: SecretStr | None = Field(default=None, min_length=16)
-    head: bool = False
-    silent_s: float = Field(default=30.0, ge=1.0)
+    run_on_head: bool = False
+    heartbeat_timeout_s: float = Field(default=30.0, ge=1.0)
     start_s: float = Field(default=300.0, gt=0)
     ray: str | None = Field(default=None, min_length=1)
     resource: str | None = Field(default=None, min_length=1)
@@ -184,7 +226,7 @@ class NodeSettings(_Section):
 
     @property
     def wanted(self) -> bool:
-        """Whether jobs run elsewhere than in the service's own process."""
+        """True if jobs run outside the service's own process."""
         return self.port is not None or self.ray is not None or self.processes > 0
 
 
@@ -192,15 +234,17 @@ class ModelSettings(_Section):
     """The model servers.
 
     Args:
-        servers: base URLs to start with; more can be added while the service runs. One may name its protocol:
-            `sglang+http://host:30000`.
-        protocol: what servers speak whose URL does not say: `vllm`, `sglang`, `llamacpp`, `auto` (finds out
-            which of these), or `openai`, a chat server without token ids, whose trajectories are not for
-            training.
-        name: model name the servers know, where they ask for one.
-        tokenizer: directory with `tokenizer.json` and the chat template.
-        tool_format: how the model writes tool calls (`hermes`, `coder`, `glm`, ...); `auto` asks the chat
-            template.
+        servers: base URLs of the model servers at the start of `prorl-envs serve`; `--llm` overrides it. A
+            URL can name its protocol: `sglang+http://host:30000`
+        protocol: protocol of servers whose URL names none: `vllm`, `sglang`, `llamacpp`, `auto` (detects one
+            of these), or `openai`, a chat server without token ids, whose trajectories are marked and never
+            used for training
+        name: model name on the servers; `--model` overrides it
+        tokenizer: folder with the model's `tokenizer.json` and chat template; `--tokenizer` overrides it
+        tool_format: format of the model's tool calls: `auto` detects it from the chat template; or `hermes`,
+            `coder`, `glm`, `deepseek`, `dsml`, `kimi`, `mistral`, `gemma`, `harmony`, `llama`
+        ca_file: file of certificates (PEM) to verify `https://` servers with, instead of the public
+            authorities': [TLS](connect.md#keys-and-tls)
     """
 
     servers: tuple[str, ...] = ()
@@ -208,22 +252,27 @@ class ModelSettings(_Section):
     name: str = ""
     tokenizer: ExpandedPath | None = None
     tool_format: str = "auto"
+    ca_file: ExpandedPath | None = None
 
 
 class LimitSettings(_Section):
-    """What a sandbox may use, where its task family asks for nothing else; None is no bound.
+    """Default sandbox limits, for task families that set none; None means no limit.
 
     Args:
-        memory_bytes: of all its processes together.
-        processes: that live at a time.
-        open_files: of each process.
-        cpus: processors' worth of time; kept by control groups alone.
-        disk_bytes, disk_files: of what it writes.
-        file_bytes: of one file; None takes `disk_bytes`.
-        wall_s: seconds after which it is closed.
-        reserve_bytes: of the disk below `run_dir`, kept free: below it the sandbox that holds most is ended.
-        mechanism: auto, cgroup2, cgroup1 or watchdog.
-        nice: by how much sandboxes yield the processors to the service and all others.
+        memory_bytes: memory of all processes of a sandbox together, including files in memory
+        processes: simultaneous processes in a sandbox
+        open_files: open files per process
+        cpus: processor time, in processors; enforced only by control groups, not by the watchdog
+        disk_bytes: disk space of a sandbox's own files
+        disk_files: files and directories that a sandbox may create
+        file_bytes: size of one file; default: `limits.disk_bytes`
+        lifetime_s: lifetime of a sandbox in seconds
+        reserve_bytes: free disk space below `run_dir`; if less is free, the sandbox that uses the most is
+            killed
+        enforcement: enforces the limits: `cgroup2` and `cgroup1` are control groups, `watchdog` needs none;
+            `auto` uses `cgroup2` if it is delegated. `prorl-envs doctor` shows which is used
+        nice: `nice` value of sandboxes, 0 to 19; higher values give priority to the service and other
+            programs
     """
 
     memory_bytes: int | None = Field(default=8 << 30, ge=32 << 20)
@@ -233,21 +282,34 @@ class LimitSettings(_Section):
     disk_bytes: int | None = Field(default=16 << 30, ge=1 << 20)
     disk_files: int | None = Field(default=1_000_000, ge=100)
     file_bytes: int | None = Field(default=None, ge=1 << 20)
-    wall_s: float | None = Field(default=None, ge=0.1)
+    lifetime_s: float | None = Field(default=None, ge=0.1)
     reserve_bytes: int = Field(default=1 << 30, ge=0)
-    mechanism: Literal["auto", "cgroup2", "cgroup1", "watchdog"] = "auto"
+    enforcement: Literal["auto", "cgroup2", "cgroup1", "watchdog"] = "auto"
     nice: int = Field(default=10, ge=0, le=19)
 
 
-class SearchSection(_Section):
-    """What the search tool of environments asks. The host asks; no sandbox sees the key.
+class SandboxSection(_Section):
+    """Start of sandboxes.
 
     Args:
-        backend: `index`, an embedded full-text index, or the name of a web service.
-        corpus: folder of texts for `index`; None takes the sample.
-        url: address of the web service, where it is not the usual one.
-        key: of the web service.
-        timeout_s: seconds for one answer of it.
+        warm_pool_size: maximum size of the warm pool, 0.5 MB per sandbox; 0 disables it
+        adaptive_starts: start fewer sandboxes at once while starts are slow or memory is short
+    """
+
+    warm_pool_size: int = Field(default=8, ge=0)
+    adaptive_starts: bool = True
+
+
+class SearchSection(_Section):
+    """Backend of the environments' search tool. The host sends the queries; no sandbox sees the key.
+
+    Args:
+        backend: `index`, an embedded full-text index, or a web service: `brave`, `serper`, `tavily`,
+            `searxng`
+        corpus: folder of `.txt`, `.md` and `.jsonl` files for `index`; default: the sample
+        url: address of the web service, if it is not the usual one; required for `searxng`
+        key: key of the web service
+        timeout_s: seconds for one answer of the web service
     """
 
     backend: Literal["index", "brave", "serper", "tavily", "searxng"] = "index"
@@ -258,11 +320,11 @@ class SearchSection(_Section):
 
 
 class LogSettings(_Section):
-    """What a service logs, on its standard error.
+    """Log of a service, on its standard error.
 
     Args:
-        level: least level that is logged.
-        format: `text` for people, `json` for machines: one object a line, with the job and the trace.
+        level: lowest level that is logged: `debug`, `info`, `warning` or `error`
+        format: `text` for people, or `json`: one object per line, with its job and trace
     """
 
     level: Literal["debug", "info", "warning", "error"] = "info"
@@ -270,25 +332,24 @@ class LogSettings(_Section):
 
 
 class NemoSettings(_Section):
-    """A NeMo Gym resources server behind an environment: one that runs, or one that is started for it.
+    """A NeMo Gym resources server behind an environment: a running server, or one that the service starts.
 
     Args:
-        url: base URL of a server that runs.
-        config: YAML file of a server to start: a path, or one in NeMo Gym's own folder, such as
-            `resources_servers/mcqa/configs/mcqa.yaml`.
-        instance: which resources server of the file; None where it names one.
-        overrides: values of its block.
-        python: the Python of an environment that has NeMo Gym; None takes this one.
-        roots: further folders with `resources_servers/` in them.
-        pass_env: environment variables that the started server is given, beside the harmless ones.
-        start_s: seconds until a started server must answer.
-        finish_tool: the tool whose call ends an episode; "" where an answer without a call does.
-        on_error: what an internal error of a tool's route is: `show` it to the model as NeMo Gym's agents do,
-            or `fail` the episode.
-        connect_s: seconds that reaching the server may take.
-        seed_s, call_s, verify_s: seconds each kind of request may take, where the job's limits are not
-            shorter.
-        tool_bytes: of a tool's answer, what the model is shown.
+        url: base URL of a running server
+        config: YAML file of a server to start: a path, or a file in NeMo Gym's own folder
+        instance: resources server of the file, if it has several
+        overrides: values of the server's block
+        python: Python of an environment that has NeMo Gym; default: this one
+        roots: additional folders that contain `resources_servers/`
+        pass_env: environment variables to pass to the server
+        start_s: seconds for the server to start
+        finish_tool: the tool whose call ends an episode
+        on_error: an internal error of a tool: `show` it to the model, or `fail` the episode
+        connect_s: seconds to connect to the server
+        seed_s: seconds to start a session
+        call_s: seconds for a tool call, if it has no other limit
+        verify_s: seconds for a grade
+        tool_bytes: maximum bytes of a tool's answer shown to the model
     """
 
     url: str | None = None
@@ -308,11 +369,31 @@ class NemoSettings(_Section):
     tool_bytes: int = Field(default=64 * 1024, ge=1)
 
 
-class SandboxSettings(_Section):
-    """What the sandboxes of an environment get instead of the family's own; as far as the family allows.
+class ImagesSection(_Section):
+    """Layered images: pulls from registries, and builds of Dockerfiles, both without Apptainer.
 
     Args:
-        memory_bytes, processes, open_files, cpus, disk_bytes, disk_files, file_bytes, wall_s: as in
+        layers_dir: directory for unpacked layers, on a local disk. None takes `layers` in the cache
+            directory.
+        bases: local images by reference, such as `ubuntu:24.04`, used in place of a registry: directories,
+            SIF files, `.layers.json` files.
+        mirrors: by registry, the hosts to try before it, in order: `host:port`, or `host/prefix`.
+        insecure: registries, with their ports, that are reached by plain HTTP.
+        allow: hosts that builds can reach, in the forms of `Network.allow`.
+    """
+
+    layers_dir: ExpandedPath | None = None
+    bases: dict[str, ExpandedPath] = Field(default_factory=dict)
+    mirrors: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    insecure: tuple[str, ...] = ()
+    allow: tuple[str, ...] = ()
+
+
+class SandboxSettings(_Section):
+    """Overrides of the family's sandbox settings for one environment, as far as the family allows.
+
+    Args:
+        memory_bytes, processes, open_files, cpus, disk_bytes, disk_files, file_bytes, lifetime_s: as in
             `LimitSettings`.
         allow: hosts that are reachable.
         image: directory or SIF file.
@@ -325,7 +406,7 @@ class SandboxSettings(_Section):
     disk_bytes: int | None = Field(default=None, ge=1 << 20)
     disk_files: int | None = Field(default=None, ge=100)
     file_bytes: int | None = Field(default=None, ge=1 << 20)
-    wall_s: float | None = Field(default=None, ge=0.1)
+    lifetime_s: float | None = Field(default=None, ge=0.1)
     allow: tuple[str, ...] = ()
     image: ExpandedPath | None = None
 
@@ -334,12 +415,12 @@ class ToolSettings(_Section):
     """A tool as an agent is offered it.
 
     Args:
-        tool: the family's own name of it, or `think`, or `apply_patch` where there is an editor; "" where it
-            is offered under that.
-        description: instead of the tool's own.
-        arguments: the arguments on offer, each with the tool's own name of it, or null where it is taken and
-            not read; empty: the tool's own.
-        optional: a family without it offers the others.
+        tool: the family's name of the tool; or `think`; or `apply_patch`, if there is an editor; default: the
+            name on offer
+        description: replaces the tool's own
+        arguments: the arguments on offer, each with the tool's own name of it, or null for one that is
+            accepted and ignored; default: the tool's own
+        optional: omit the tool if a family does not have it
     """
 
     tool: str = ""
@@ -349,19 +430,18 @@ class ToolSettings(_Section):
 
 
 class HarnessSettings(_Section):
-    """An agent as others wrote it, which works in the sandbox with tools of its own. What is left empty is
-    the recipe's.
+    """External agent program that works in the sandbox with its own tools. Empty fields take recipe values.
 
     Args:
-        recipe: one that is built in; "" is a plain command.
-        registry: of the packages to install.
-        packages: with exact versions, as the registry's client takes them.
-        command: program and arguments, with the names in braces that docs/harnesses.md lists.
-        env: further variables.
-        files: further files, text by absolute path.
-        instruction: what it is told; `{task}` stands for the task's own words.
-        stdin: what it reads.
-        exits: exit statuses with which it ends in order.
+        recipe: a built-in recipe; default: a plain command
+        registry: registry of the packages to install: `pypi` or `npm`
+        packages: packages with exact versions, instead of the recipe's
+        command: program and arguments, instead of the recipe's
+        env: additional environment variables
+        files: additional files, text by absolute path
+        instruction: its prompt; `{task}` stands for the text of the task
+        stdin: its standard input
+        exits: exit statuses that mean success, instead of 0
     """
 
     recipe: str = ""
@@ -376,14 +456,16 @@ class HarnessSettings(_Section):
 
 
 class AgentSettings(_Section):
-    """How the model is met. What an agent says goes over what its environment says.
+    """Agent configuration. Agent settings override the environment's.
 
     Args:
-        harness: who works on the tasks instead of the service's own loop: settings, or the name of a recipe.
-        system_prompt: first message of the episodes; None takes the environment's.
-        tools: by the names that the model calls; None offers the family's own.
-        limits: of the agent loop, where a request names none; see `AgentLimits`.
-        sampling: how to sample, where a request does not say; see `Sampling`.
+        harness: works on the tasks instead of the service's own loop: the name of a recipe, or a mapping:
+            [harnesses](harnesses.md)
+        system_prompt: first message of the episodes; default: the environment's
+        tools: tools on offer, by the names that the model calls; default: the family's own. A list, `NAME:
+            TOOL`, or an entry for each:
+        limits: limits of the agent loop, if a request sets none: [list](agents.md#limits)
+        sampling: sampling, if a request sets none: `temperature`, `top_p`, `max_tokens`, `seed`
     """
 
     harness: HarnessSettings | None = None
@@ -395,13 +477,13 @@ class AgentSettings(_Section):
     @field_validator("harness", mode="before")
     @classmethod
     def _named(cls, value: Any) -> Any:
-        """`harness: codex` is that recipe as it is."""
+        """Expand `harness: codex` to the recipe of that name, unchanged."""
         return {"recipe": value} if isinstance(value, str) else value
 
     @field_validator("tools", mode="before")
     @classmethod
     def _short_forms(cls, value: Any) -> Any:
-        """`[bash, finish]` are tools under their own names; `run: bash` is another name and no more."""
+        """Expand short forms: `[bash, finish]` keeps the tools' names; `run: bash` only renames a tool."""
         if isinstance(value, list) and all(isinstance(name, str) for name in value):
             value = {name: name for name in value}
         if not isinstance(value, dict):
@@ -414,15 +496,16 @@ class EnvironmentSettings(_Section):
     """An environment that is offered under a name.
 
     Args:
-        family: the registered family behind it; None takes the one of the same name.
-        nemo: or else the NeMo Gym resources server behind it.
-        agent: one of `agents`, or a built-in one, which meets its tasks.
-        agents: others that do: each is offered as NAME@AGENT.
-        system_prompt: first message of its episodes; None takes the family's.
-        sandbox: what its sandboxes get.
-        options: the family's own, where it has any; its page names them.
-        limits: of the agent loop, where a request names none; see `AgentLimits`.
-        sampling: how to sample, where a request does not say; see `Sampling`.
+        family: the registered family; default: the one with the entry's name
+        nemo: a NeMo Gym resources server, instead of a family
+        agent: its agent: one of `agents`, or the built-in `codeact`
+        agents: additional agents; each is offered as `NAME@AGENT`
+        system_prompt: first message of its episodes
+        sandbox: overrides for its sandboxes, if the family allows them: the limits of a sandbox (except
+            `reserve_bytes` and `enforcement`), `allow` (hosts that can be reached), `image`
+        options: options of the family; see its page
+        limits: limits of the agent loop, if a request sets none: [list](agents.md#limits)
+        sampling: sampling, if a request sets none: `temperature`, `top_p`, `max_tokens`, `seed`
     """
 
     family: str | None = None
@@ -440,22 +523,22 @@ class Settings(_Section):
     """All settings.
 
     Args:
-        cache_dir: node-local directory for what is built once; survives the process. None takes the user's.
-        run_dir: directory on a local disk below which sandboxes keep their files while they run; None takes
-            the temporary directory.
-        driver: what starts sandboxes: `namespaces` (no other program), `bubblewrap`, `apptainer`, `instance`
-            (an Apptainer for each sandbox, where there are no user namespaces), `local` (no isolation at
-            all), or `auto`, the first of them that works here, `local` left out.
-        bwrap: bubblewrap program, which `auto` then takes; None takes the package's, else the system's.
-        warm: most sandboxes that stand ready before they are asked for, 3 MB each; 0 keeps none.
-        pace: whether fewer sandboxes start at once while they start slowly or memory is short.
-        image_cache: directory for images that were built or pulled; may lie on a shared file system. None
-            takes `images` in the cache directory.
-        image_build_s: seconds that building or pulling one image may take.
-        image_build_bytes: most bytes that a compressed archive may unpack to.
-        apptainer: Apptainer or SingularityCE program; None takes the first in PATH.
-        environments: what is offered, by name; None offers every registered family.
-        agents: system prompts, tools and limits, by name, which environments refer to.
+        sandbox: start of sandboxes.
+        cache_dir: built once and kept (SWE-bench environments, 30 MB each); default: `prorl-envs` in
+            `$XDG_CACHE_HOME` or `~/.cache`
+        run_dir: files of running sandboxes: a local disk, a path of at most 64 bytes; default: the temporary
+            directory
+        driver: starts sandboxes: `namespaces` (no other program); `bubblewrap`; `apptainer` (Apptainer or
+            SingularityCE); `apptainer-instance` (an Apptainer for each sandbox, for machines without user
+            namespaces); `local`, which isolates nothing; or `auto`, the first that works here (never `local`;
+            bubblewrap if `bwrap` is set). `prorl-envs --driver NAME COMMAND` overrides it
+        bwrap: the bubblewrap program; default: the one of this package, or else the system's
+        image_cache: images that were built or pulled; nodes may share it; default: `images` in `cache_dir`
+        image_build_s: seconds that building or pulling one image may take
+        image_build_bytes: maximum unpacked bytes of a compressed archive
+        apptainer: the Apptainer or SingularityCE program; default: `apptainer` or `singularity` in `PATH`
+        environments: environments on offer, by name; default: every registered family: [below](#environments)
+        agents: agents, by name: [below](#agents)
     """
 
     service: ServiceSettings = ServiceSettings()
@@ -464,13 +547,13 @@ class Settings(_Section):
     nodes: NodeSettings = NodeSettings()
     limits: LimitSettings = LimitSettings()
     log: LogSettings = LogSettings()
+    sandbox: SandboxSection = SandboxSection()
     search: SearchSection = SearchSection()
+    images: ImagesSection = ImagesSection()
     cache_dir: ExpandedPath | None = None
     run_dir: ExpandedPath | None = None
-    driver: Literal["auto", "namespaces", "bubblewrap", "apptainer", "instance", "local"] = "auto"
+    driver: Literal["auto", "namespaces", "bubblewrap", "apptainer", "apptainer-instance", "local"] = "auto"
     bwrap: ExpandedPath | None = None
-    warm: int = Field(default=8, ge=0)
-    pace: bool = True
     image_cache: ExpandedPath | None = None
     image_build_s: float = Field(default=3600.0, gt=0)
     image_build_bytes: int = Field(default=64 << 30, ge=1)
@@ -481,7 +564,7 @@ class Settings(_Section):
     @field_validator("environments", mode="before")
     @classmethod
     def _empty_is_default(cls, value: Any) -> Any:
-        """`bash:` with nothing behind it is the family as it is."""
+        """Expand `bash:` without a value to the family with its defaults."""
         if not isinstance(value, dict):
             return value
         return {name: {} if entry is None else entry for name, entry in value.items()}
@@ -492,20 +575,23 @@ def load_settings(path: Path | None = None, environ: Mapping[str, str] | None = 
 
     Args:
         path: YAML file, or None for the defaults.
-        environ: the process environment; variables that begin with PRORL_ count, the others do not.
+        environ: the process environment; only variables that start with PRORL_ are used.
 
     Raises:
-        InputError: the file cannot be read, a key is unknown or a value is wrong; the hint names the
-            closest key.
+        InputError: the file cannot be read, a key is unknown or a value is wrong; the message names the file
+            or the variable, the hint the closest key.
     """
     values = _read(path) if path else {}
+    variables = {}
     for name, text in sorted((environ or {}).items()):
         if name.startswith(PREFIX):
-            _override(values, name, text)
+            variables[_override(values, name, text)] = name
     try:
         return Settings.model_validate(values)
     except ValidationError as error:
-        raise _explain(error) from error
+        location = tuple(str(part) for part in error.errors()[0]["loc"])
+        named = [name for setting, name in variables.items() if setting == location[: len(setting)]]
+        raise _explain(error, named[0] if named else str(path or "the settings")) from error
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -523,9 +609,12 @@ def _read(path: Path) -> dict[str, Any]:
     return values
 
 
-def _override(values: dict[str, Any], name: str, text: str) -> None:
-    """Set what one environment variable names. Its text is read as YAML, so numbers and lists work; a
-    setting that is text in the end (a token of digits, say) stays as it was written."""
+def _override(values: dict[str, Any], name: str, text: str) -> tuple[str, ...]:
+    """Set the setting that one environment variable names; return the location of the setting.
+
+    The text is read as YAML, so numbers and lists work; a setting of type text (a token of digits, say)
+    stays as it was written.
+    """
     *sections, key = name.removeprefix(PREFIX).lower().split("__")
     target = values
     for section in sections:
@@ -533,6 +622,7 @@ def _override(values: dict[str, Any], name: str, text: str) -> None:
         if not isinstance(target, dict):
             raise InputError(f"{name}: {section} is not a section")
     target[key] = text if _is_text((*sections, key)) else _yaml_value(name, text)
+    return (*sections, key)
 
 
 def _is_text(location: tuple[str, ...]) -> bool:
@@ -547,35 +637,36 @@ def _yaml_value(name: str, text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        shown = "" if "TENANTS" in name else f": {text!r}"  # tokens are in there
+        shown = "" if "TENANTS" in name else f": {text!r}"  # tenant settings contain tokens
         raise InputError(f"{name}: not a YAML value{shown}") from error
 
 
-def _explain(error: ValidationError) -> InputError:
+def _explain(error: ValidationError, source: str) -> InputError:
+    """Return the first validation problem as an error that names the source of the settings."""
     first = error.errors()[0]
     location = [str(part) for part in first["loc"]]
     where = ".".join(location)
     if first["type"] != "extra_forbidden":
-        return InputError(f"setting {where}: {first['msg']}")
+        return InputError(f"{source}: setting {where}: {first['msg']}")
     known = _keys(location[:-1])
     close = difflib.get_close_matches(location[-1], known, n=1)
     hint = f"did you mean {'.'.join([*location[:-1], *close])}?" if close else ""
-    return InputError(f"unknown setting {where}", hint=hint or f"known: {', '.join(known)}")
+    return InputError(f"{source}: unknown setting {where}", hint=hint or f"known: {', '.join(known)}")
 
 
 def _keys(sections: list[str]) -> list[str]:
-    """The keys of a section."""
+    """Return the keys of a section."""
     annotation: Any = Settings
     names = iter(sections)
     for section in names:
         inner = annotation.model_fields[section].annotation
         annotation, named = _section_of(inner), "dict[" in str(inner)
-        if named:  # a mapping of sections: its keys are anybody's
+        if named:  # skip the key of a mapping of sections: it is user-defined
             next(names, None)
     return sorted(annotation.model_fields)
 
 
 def _section_of(annotation: Any) -> Any:
-    """The section in `Section | None`, `dict[str, Section] | None` or the like."""
+    """Return the section in `Section | None`, `dict[str, Section] | None` or the like."""
     parts = [_section_of(part) for part in get_args(annotation)]
     return next((part for part in (*parts, annotation) if hasattr(part, "model_fields")), None)

@@ -2,29 +2,35 @@
 
     ProrlError
     ├── InputError            the caller sent something wrong (bad task row, bad config, bad request)
-    └── RolloutFailure        an episode could not be carried through; becomes a typed Failure, never a reward
-        ├── SandboxError      the sandbox did not start, or ended while in use
-        │   └── SandboxLimit  it was ended because it went beyond one of its limits
+    │   ├── WrongFileType     a file of a type that the command does not read
+    │   └── NoExampleData     an environment without example tasks of its own
+    └── RolloutFailure        an episode failed; becomes a typed Failure, never a reward
+        ├── SandboxError      the sandbox did not start, or stopped while in use
+        │   └── SandboxLimit  the sandbox was killed because it exceeded one of its limits
         ├── ToolError         the tool server is lost or broke its protocol
-        ├── TransferRefused   a tree of files holds what is not carried in or out of a sandbox
-        ├── ModelError        the model server failed or answered what it must not
+        ├── TransferRefused   a file tree contains entries that cannot be copied into or out of a sandbox
+        ├── ModelError        the model server failed or gave an invalid answer
         ├── EnvironmentFault  the environment could not prepare its task
         ├── GraderError       the grader itself failed, so there is no reward
-        ├── AgentFault        the harness failed, or never asked its model
+        ├── AgentFault        the harness failed, or never called its model
         ├── StageTimeout      a stage used up its active time
-        ├── NodeLost          the machine that carried it out is gone
-        └── Cancelled         somebody asked for the end
+        ├── NodeLost          the machine that ran the job is gone
+        └── Cancelled         the episode was cancelled on request
 
-What the model may see (its command failed, its edit did not apply) is never one of these: that is an
-ordinary tool result. These are our own infrastructure's failures, and the model never sees them.
+Failures that the model may see (its command failed, its edit did not apply) are ordinary tool results and
+never one of these errors. These errors are failures of our infrastructure, and the model never sees them.
 """
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import ClassVar
 
+#: Names that a hint lists if none is close.
+_MOST_NAMES = 20
+
 
 class FailureKind(StrEnum):
-    """The boundary at which an episode failed. A closed set, part of the result format."""
+    """Boundary at which an episode failed. A closed set, part of the result format."""
 
     SANDBOX = "sandbox"
     TOOL = "tool"
@@ -39,16 +45,46 @@ class FailureKind(StrEnum):
 
 
 def printable(text: str) -> str:
-    """Text that may come from a sandbox, its control characters spelled out: no terminal acts on it."""
+    """Escape the control characters of a text, which may come from a sandbox, for display in a terminal."""
     return "".join(c if c in "\n\t" or c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 
 
-class ProrlError(Exception):
-    """Base of every error this package raises on purpose.
+def name_hint(name: str, known: Iterable[str]) -> str:
+    """Return a hint for a name that does not exist: the closest names, or some of the existing names.
 
     Args:
-        message: what went wrong, one sentence.
-        hint: what the reader can do about it, or empty.
+        name: as the caller wrote it.
+        known: the names that exist.
+    """
+    import difflib  # only an error needs it
+
+    names = sorted(known)
+    by_folded = {one.casefold(): one for one in names}
+    close = [by_folded[one] for one in difflib.get_close_matches(name.casefold(), by_folded, n=3, cutoff=0.7)]
+    if close:
+        return f"did you mean {' or '.join(close)}?"
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return f"known: {', '.join(names[:_MOST_NAMES]) or 'none'}{more}"
+
+
+def causes_of(error: BaseException) -> list[str]:
+    """Return the exceptions that led to an error, nearest first, each as `Type: message`. Printable."""
+    causes: list[str] = []
+    seen = {id(error)}
+    cause = error.__cause__ or error.__context__
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        causes.append(printable(f"{type(cause).__name__}: {cause}".removesuffix(": ")))
+        cause = cause.__cause__ or cause.__context__
+    return causes
+
+
+class ProrlError(Exception):
+    """Base class of every error that this package raises on purpose.
+
+    Args:
+        message: description of the problem, one sentence.
+        hint: remedy for the reader, or empty.
     """
 
     def __init__(self, message: str, *, hint: str = "") -> None:
@@ -57,91 +93,99 @@ class ProrlError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        # For logs and terminals, which a sandbox whose words are in the message must not steer.
+        # The message may contain text from a sandbox, which must not control a terminal.
         return printable(f"{self.message} (hint: {self.hint})" if self.hint else self.message)
 
 
 class InputError(ProrlError):
-    """The caller sent something wrong: a task row, a configuration, a request."""
+    """Invalid input from the caller: a task row, a configuration, a request."""
+
+
+class WrongFileType(InputError):
+    """A file of a type that the command does not read; the hint names the command that reads it."""
+
+
+class NoExampleData(InputError):
+    """An environment without example tasks of its own."""
 
 
 class RolloutFailure(ProrlError):
-    """An episode could not be carried through. `kind` is the boundary that failed."""
+    """Failure of an episode. `kind` is the boundary that failed."""
 
     kind: ClassVar[FailureKind] = FailureKind.INTERNAL
-    #: True where another attempt on a fresh sandbox may well succeed.
+    #: True if another attempt on a fresh sandbox may succeed.
     retryable: ClassVar[bool] = False
 
 
 class SandboxError(RolloutFailure):
-    """The sandbox did not start, or ended while it was in use."""
+    """Failure of a sandbox: it did not start, or stopped while it was in use."""
 
     kind = FailureKind.SANDBOX
     retryable = True
 
 
 class SandboxLimit(SandboxError):
-    """The sandbox was ended because it went beyond one of its limits; a fresh one would end the same way."""
+    """Sandbox that was killed because it exceeded one of its limits; a fresh sandbox would exceed it too."""
 
     retryable = False
 
 
 class ToolError(RolloutFailure):
-    """The tool server is lost or broke its protocol, and could not be replaced."""
+    """Loss or protocol error of the tool server, which could not be replaced."""
 
     kind = FailureKind.TOOL
     retryable = True
 
 
 class TransferRefused(RolloutFailure):
-    """A tree of files holds what is not carried in or out of a sandbox, or more than was allowed.
+    """File tree with entries that cannot be copied into or out of a sandbox, or with more data than allowed.
 
-    Out of a sandbox, that is most likely what the agent made of it. A grader that downloads decides what it
-    means.
+    For a copy out of a sandbox, the agent most likely created these entries. A grader that downloads files
+    decides how to handle this error.
     """
 
     kind = FailureKind.TOOL
 
 
 class ModelError(RolloutFailure):
-    """The model server failed, or its answer breaks the token protocol."""
+    """Failure of the model server, or an answer that breaks the token protocol."""
 
     kind = FailureKind.MODEL
     retryable = True
 
 
 class EnvironmentFault(RolloutFailure):
-    """The environment could not prepare its task."""
+    """Failure of the environment to prepare its task."""
 
     kind = FailureKind.ENVIRONMENT
 
 
 class GraderError(RolloutFailure):
-    """The grader itself failed: there is no reward, and none is made up."""
+    """Failure of the grader itself: there is no reward, and none is made up."""
 
     kind = FailureKind.GRADER
 
 
 class AgentFault(RolloutFailure):
-    """A harness failed, or never asked its model: not the policy's doing, so nothing is graded."""
+    """Harness that failed, or never called its model. The policy is not at fault, so nothing is graded."""
 
     kind = FailureKind.AGENT
 
 
 class StageTimeout(RolloutFailure):
-    """A stage used up its active time."""
+    """Timeout of a stage: its active time is used up."""
 
     kind = FailureKind.TIMEOUT
 
 
 class NodeLost(RolloutFailure):
-    """The machine that carried it out is gone, or does not answer."""
+    """Loss of the machine that ran the job: it is gone, or does not answer."""
 
     kind = FailureKind.NODE
     retryable = True
 
 
 class Cancelled(RolloutFailure):
-    """Somebody asked for the end of this episode."""
+    """Cancellation of the episode, on request."""
 
     kind = FailureKind.CANCELLED

@@ -1,43 +1,43 @@
-"""How much may be under way at once (calls of a model server, starts of sandboxes): found by complaints.
+"""Adaptive concurrency limit (calls of a model server, starts of sandboxes), derived from overload answers.
 
-Additive increase, multiplicative decrease, as TCP does it (Chiu and Jain, 1989): each "too many" takes a
-quarter off, once a second at most; each full round of answers adds one. Where nothing complains there is no
-bound.
+Additive increase, multiplicative decrease, as in TCP (Chiu and Jain, 1989): each overload answer reduces the
+limit by a quarter, at most once a second; each full round of answers adds one. Without overload answers there
+is no limit.
 """
 
 import math
 from dataclasses import dataclass
 
-#: What a complaint leaves, and seconds in which further ones are the same complaint.
+#: Factor applied on an overload answer; seconds in which further overload answers count as the same one.
 KEPT, SAME_S = 0.75, 1.0
-#: From here on there is no bound any more.
+#: At this value, the limit is removed.
 MANY = 4096.0
 
 
 @dataclass(slots=True)
-class Window:
-    """The bound of one server.
+class AimdWindow:
+    """Concurrency limit of one server.
 
     Args:
         limit: calls in flight, at least 1.
-        cut_at: monotonic seconds of the last complaint that counted.
+        cut_at: monotonic seconds of the last overload answer that counted.
     """
 
     limit: float = math.inf
     cut_at: float = -math.inf
 
     def full(self, in_flight: int) -> bool:
-        """A further call would be one too many."""
+        """Return whether a further call would exceed the limit."""
         return in_flight >= max(1, int(min(self.limit, MANY))) and self.limit < math.inf
 
     def complained(self, in_flight: int, now: float) -> None:
-        """The server said that it has too much, with so many calls in flight."""
+        """Reduce the limit: the server reported overload with `in_flight` calls in flight."""
         if now - self.cut_at >= SAME_S:
             self.limit = max(1.0, KEPT * min(self.limit, in_flight))
             self.cut_at = now
 
     def answered(self, in_flight: int) -> None:
-        """A call was answered; in flight, with it, were so many."""
+        """Raise the limit: a call was answered; `in_flight` includes that call."""
         if in_flight + 1 >= self.limit:
             self.limit += 1.0 / self.limit
             if self.limit >= MANY:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run a command as an ordinary user in a fresh clone of this checkout: `as-ordinary-user.sh make demo`.
-# Needs root. Makes a user, gives it a Python it may read where the only suitable one is private to root,
+# Needs root. Makes a user, gives it a readable Python if the only suitable one is private to root,
 # and removes both afterwards.
 set -euo pipefail
 [ "$(id -u)" = 0 ] || { echo "error: run as root" >&2; exit 1; }
@@ -11,8 +11,8 @@ user=prorl-$$
 home=$(mktemp -d "${TMPDIR:-/tmp}/prorl-home.XXXXXX")
 useradd --home-dir "$home" --no-create-home --shell /bin/bash "$user"
 finish() {
-    # Whatever the user still runs would be a leak; show it, and end it by its uid.
-    # A zombie has ended; it waits for init to take note.
+    # Processes that the user still runs are leaks: show them, and kill them by their uid.
+    # A zombie has exited; it waits until init reaps it.
     left=$(ps -o stat=,pid=,args= -u "$user" | awk '$1 !~ /^Z/' || true)
     [ -z "$left" ] || { echo "error: left running: $left" >&2; ps -o pid= -u "$user" | xargs -r kill -9; }
     rm -rf "$home"
@@ -31,7 +31,7 @@ as_user() {
 
 python=${SETUP_PYTHON:-}
 if [ -z "$python" ] && ! as_user sh -c 'python3.12 -c "" || python3.13 -c ""' 2>/dev/null; then
-    # A copy of root's interpreter, with its library found beside it wherever the copy lies.
+    # A copy of root's interpreter, with its library, which it finds relative to itself.
     for prefix in "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[2-9]*; do
         [ -x "$prefix/bin/python3" ] || continue
         cp -a "$prefix" "$home/python"

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Install what the image tests need on a Debian machine: Apptainer, squashfuse, FUSE, busybox. Needs root and a
-# Debian mirror. Where the release has no Apptainer, it comes from unstable and runs beside its own C library;
-# the system's stays as it is.
+# Install the programs of the image tests on a Debian machine: Apptainer, squashfuse, FUSE, busybox. Needs root and
+# a Debian mirror. If the release has no Apptainer, it comes from unstable, with its own C library; the system's C
+# library is unchanged.
 set -euo pipefail
 [ "$(id -u)" = 0 ] || { echo "error: run as root" >&2; exit 1; }
 export DEBIAN_FRONTEND=noninteractive
 
-install() { apt-get install -y -q --no-install-recommends "$@" >/dev/null; }
+install() { apt-get -o DPkg::Lock::Timeout=300 install -y -q --no-install-recommends "$@" >/dev/null; }
 
 apt-get update -q >/dev/null
 install squashfuse squashfs-tools fuse3 uidmap util-linux busybox-static
-# As udev does where it runs: FUSE is meant for every user.
+# As udev does if it runs: FUSE is meant for every user.
 if [ -e /dev/fuse ]; then chmod a+rw /dev/fuse; fi
 
 command -v apptainer >/dev/null && exit 0
@@ -31,7 +31,7 @@ unstable update
 unstable download apptainer libc6 libseccomp2 libsqlite3-0
 for package in "$scratch"/*.deb; do dpkg-deb -x "$package" "$scratch/files"; done
 
-# The libraries of unstable in a directory of their own, and the two programs told to look only there.
+# The libraries of unstable in a separate directory, the only one in which the two programs search.
 own=/opt/apptainer-lib
 architecture=$(dpkg-architecture -qDEB_HOST_MULTIARCH 2>/dev/null || gcc -dumpmachine 2>/dev/null || echo x86_64-linux-gnu)
 libexec=/usr/lib/$architecture/apptainer

@@ -1,24 +1,47 @@
 #!/bin/sh
 # Set up .venv for one of two purposes: `setup.sh demo` (light) or `setup.sh test` (with the developers' tools).
-# A second argument names another place than .venv. Finds a suitable Python by itself; SETUP_PYTHON names one.
-# Does nothing when all is in place.
+# A second argument names another directory than .venv. Needs only Python 3.9: uv is installed into .build/uv if
+# it is not in PATH, and a Python 3.12 if the machine has none. SETUP_PYTHON names an interpreter.
+# Does nothing if everything is in place.
 set -eu
 cd "$(dirname "$0")/.."
 purpose=${1:-demo}
-venv=${2:-.venv}
-
-say() { printf '%s\n' "$*" >&2; }
-fail() { say "error: $1"; say "hint: $2"; exit 1; }
+VENV=${2:-.venv}
+export VENV
+. scripts/common.sh
 
 suitable() { "$1" -c 'import sys, ssl, sqlite3; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; }
 
-find_python() {
-    if [ -n "${SETUP_PYTHON:-}" ]; then
-        suitable "$SETUP_PYTHON" || fail "SETUP_PYTHON=$SETUP_PYTHON is not a working Python 3.12 or later" \
-            "point it at another interpreter, or unset it"
-        printf '%s' "$SETUP_PYTHON"
-        return
+# Any Python that can run pip and uv.
+find_old_python() {
+    for name in python3 python3.14 python3.13 python3.12 python3.11 python3.10 python3.9 python; do
+        path=$(command -v "$name") || continue
+        if "$path" -c 'import sys, ssl, venv; sys.exit(sys.version_info < (3, 9))' 2>/dev/null; then
+            printf '%s' "$path"
+            return
+        fi
+    done
+    fail "neither uv nor a Python 3.9 or later was found" "install python3, or uv: https://docs.astral.sh/uv/"
+}
+
+install_uv() {
+    python=${SETUP_PYTHON:-$(find_old_python)}
+    say "installing uv into .build/uv with $python"
+    rm -rf .build/uv
+    pip=
+    if "$python" -c 'import ensurepip' 2>/dev/null; then
+        "$python" -m venv .build/uv
+    else
+        "$python" -m venv --without-pip .build/uv
+        pip=$(.build/uv/bin/python scripts/fetch-pip.py .build/uv) || fail "pip could not be downloaded" \
+            "check the network; PIP_INDEX_URL names another index, PIP_CERT the certificates of a proxy"
     fi
+    PYTHONPATH=$pip .build/uv/bin/python -m pip install --quiet --disable-pip-version-check uv || fail \
+        "uv could not be installed from the package index" "check the network, and pip's settings of proxy and index"
+}
+
+find_python() {
+    if [ -n "${SETUP_PYTHON:-}" ]; then printf '%s' "$SETUP_PYTHON"; return; fi
     for name in python3.12 python3.13 python3.14 python3 python; do
         path=$(command -v "$name") || continue
         if suitable "$path"; then printf '%s' "$path"; return; fi
@@ -26,47 +49,52 @@ find_python() {
     for path in "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[2-9]*/bin/python3 /opt/python*/bin/python3; do
         if [ -x "$path" ] && suitable "$path"; then printf '%s' "$path"; return; fi
     done
-    if command -v uv >/dev/null && path=$(uv python find --no-project '>=3.12' 2>/dev/null); then
-        printf '%s' "$path"
-        return
+    if path=$(scripts/uv.sh python find --no-project '>=3.12' 2>/dev/null); then printf '%s' "$path"; return; fi
+    say "no Python 3.12 or later was found; uv downloads one"
+    if scripts/uv.sh python install 3.12 >&2; then scripts/uv.sh python find --no-project 3.12; return; fi
+    # If GitHub cannot be reached, Debian's mirror often can.
+    if grep -qs '^ID=debian' /etc/os-release; then
+        say "that failed; unpacking Python 3.13 from Debian into .build/python3.13"
+        if path=$(scripts/unpack-python.sh 3.13 .build/python3.13); then printf '%s' "$path"; return; fi
     fi
-    if command -v uv >/dev/null && uv python install 3.12 >&2; then uv python find '>=3.12'; return; fi
-    fail "no Python 3.12 or later was found" \
-        "install python3.12 with its venv module, or uv (which can fetch one), or set SETUP_PYTHON"
+    fail "no Python 3.12 or later was found, and none could be downloaded" \
+        "install python3.12, or name an interpreter in SETUP_PYTHON, or a mirror of uv's Pythons in UV_PYTHON_INSTALL_MIRROR"
 }
 
-# Where Python is told to keep no bytecode, every start of a command would compile hundreds of modules for seconds.
+# If Python is set to write no bytecode, every start of a command would compile hundreds of modules for seconds.
 export UV_COMPILE_BYTECODE=1
 compile_ours() {
-    [ -z "${PYTHONDONTWRITEBYTECODE:-}" ] || "$venv/bin/python" -m compileall -q prorl_envs envs || true
+    [ -z "${PYTHONDONTWRITEBYTECODE:-}" ] || "$VENV/bin/python" -m compileall -q prorl_envs envs || true
 }
 
-stamp="$venv/.prorl-$purpose"
+stamp="$VENV/.prorl-$purpose"
 wanted=$(cat pyproject.toml uv.lock | cksum)
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then compile_ours; exit 0; fi
 
 [ "$(uname -s)" = Linux ] || fail "prorl-envs runs on Linux only" "its sandboxes are Linux namespaces"
-if [ ! -x "$venv/bin/python" ]; then
+[ -z "${SETUP_PYTHON:-}" ] || suitable "$SETUP_PYTHON" \
+    || fail "SETUP_PYTHON=$SETUP_PYTHON is not a working Python 3.12 or later" "name another interpreter, or unset it"
+trust_certificates
+use_index
+find_uv >/dev/null || install_uv
+if [ ! -x "$VENV/bin/python" ]; then
     python=$(find_python)
-    say "setting up $venv with $python"
-    "$python" -m venv "$venv" || fail "python -m venv failed" \
-        "on Debian and Ubuntu: apt-get install python3-venv; or install uv and run: uv venv $venv"
+    say "setting up $VENV with $python"
+    scripts/uv.sh venv --seed --allow-existing --python "$python" "$VENV"
 fi
-if command -v uv >/dev/null; then uv=uv; else
-    "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$venv/bin/python" -m ensurepip >/dev/null
-    [ -x "$venv/bin/uv" ] || "$venv/bin/python" -m pip install --quiet uv \
-        || fail "uv could not be installed from PyPI" "check the network, or the proxy and index settings of pip"
-    uv=$venv/bin/uv
-fi
+# For users of the environment without these scripts.
+command -v uv >/dev/null || [ -x "$VENV/bin/uv" ] || ln -f .build/uv/bin/uv "$VENV/bin/uv" 2>/dev/null \
+    || cp .build/uv/bin/uv "$VENV/bin/uv"
 
 groups="--no-default-groups"
 [ "$purpose" = test ] && groups="--group dev"
 # The lock file names the public index; behind a private mirror we resolve from pyproject.toml instead.
 # --inexact keeps what the other purpose installed.
 # shellcheck disable=SC2086
-UV_PROJECT_ENVIRONMENT=$venv "$uv" sync --quiet --frozen --inexact --extra data $groups || {
+UV_PROJECT_ENVIRONMENT=$VENV scripts/uv.sh sync --frozen --inexact --extra data $groups || {
     say "the locked set could not be installed; resolving again from the configured index"
-    VIRTUAL_ENV=$venv "$uv" pip install --quiet -e '.[data]' $([ "$purpose" = test ] && echo --group dev)
-} || fail "the dependencies could not be installed" "see the messages above; the index must serve PyPI's packages"
+    scripts/uv.sh pip install -e '.[data]' $([ "$purpose" = test ] && echo --group dev)
+} || fail "the dependencies could not be installed" "see the messages above: the index must serve PyPI's packages; \
+for an unknown issuer, name the certificates of your proxy in SSL_CERT_FILE (docs/install.md)"
 compile_ours
 printf '%s\n' "$wanted" > "$stamp"

@@ -1,28 +1,31 @@
-"""What the documentation's site has beyond docs/: pages that lie elsewhere in the repository, pages made of
-code, and the files that pages link to. A hook of MkDocs (mkdocs.yml); the sources' links stay as they are.
-"""
+"""MkDocs hook (mkdocs.yml) that adds to the site: pages from outside docs/, pages generated from code, and
+the files that pages link to. The links in the sources do not change."""
 
 import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
-from mkdocs.structure.pages import Page
 from typer.core import TyperGroup
 
+import prorl_envs
 from prorl_envs.cli.main import cli
+
+if TYPE_CHECKING:  # tests read this file without MkDocs
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
 
-#: Pages outside docs/, by where they lie, and what they are on the site.
+#: Pages outside docs/, by their path, and their paths on the site.
 PAGES = {
     "README.md": "index.md",
     "SECURITY.md": "security.md",
     "CONTRIBUTING.md": "contributing.md",
+    "AGENTS.md": "agents-md.md",
     "CHANGELOG.md": "changelog.md",
     "bench/README.md": "bench.md",
     "examples/README.md": "examples.md",
@@ -34,28 +37,42 @@ PAGES = {
     for path in ROOT.glob("envs/*/README.md")
 }
 
-#: Pages made of the docstrings of modules.
+#: Pages of the public API: the title of each, and the packages that provide its names.
+API_PAGES = {
+    "client": ("The client", ("rollout.client", "runs", "loggers")),
+    "types": ("Results and requests", ("rollout.api", "model")),
+    "environment": ("Environments", ("env",)),
+    "sandbox": ("Sandboxes and tools", ("sandbox", "tools", "images")),
+    "errors": ("Errors", ("errors",)),
+}
+#: Pages of integrations, which have their own modules.
 MODULES = {
-    "client": ("The client", ["prorl_envs.rollout.client", "prorl_envs.rollout.sync_client"]),
-    "types": (
-        "Results and requests",
-        ["prorl_envs.rollout.types", "prorl_envs.rollout.batch_types", "prorl_envs.policy.types"],
-    ),
-    "environment": (
-        "Environments",
-        ["prorl_envs.env.base", "prorl_envs.env.sandboxed", "prorl_envs.env.scoring"],
-    ),
-    "sandbox": (
-        "Sandboxes and tools",
-        ["prorl_envs.sandbox.base", "prorl_envs.tools.client", "prorl_envs.tools.types"],
-    ),
     "trainers": (
         "Trainers",
         ["prorl_envs.trainers.rows", "prorl_envs.trainers.weights", "prorl_envs.trainers.advantages"],
     ),
 }
 
-LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(\))")
+#: Search factors by the prefix of a page's path, else 1: instructions come before decisions and sources.
+BOOSTS = {
+    "index.md": 2.0,
+    "tutorial.md": 2.0,
+    "install.md": 2.0,
+    "connect.md": 2.0,
+    "evaluate.md": 2.0,
+    "troubleshooting.md": 2.0,
+    "glossary.md": 1.5,
+    "decisions/": 0.001,  # titles count a thousandfold
+    "changelog.md": 0.1,
+    "conformance.md": 0.3,
+    "attacks.md": 0.3,
+    "source/": 0.001,
+}
+
+#: A link or picture in Markdown, and the source of a picture in HTML.
+LINK = re.compile(r"""(\]\(|\b(?:src|srcset)=")([^)"\s#:]+)(#[^)"\s]*)?([)"])""")
+#: A badge, which would be fetched from elsewhere.
+BADGE = re.compile(r"^\[?!\[[^\]]*\]\(https://img\.shields\.io/.*\n", re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LANGUAGES = {
     ".py": "python",
@@ -67,10 +84,21 @@ LANGUAGES = {
 }
 
 
-def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what lies outside docs/, and what is made of code."""
+def public_names(packages: tuple[str, ...]) -> list[str]:
+    """Return the public names of these packages."""
+    beginnings = tuple(f"prorl_envs.{package}" for package in packages)
+    return [name for name in prorl_envs.__all__ if prorl_envs.MODULES[name].startswith(beginnings)]
+
+
+def on_files(files: "Files", config: "MkDocsConfig") -> "Files":
+    """Add the pages from outside docs/, and the generated ones."""
+    from mkdocs.structure.files import File
+
     for path, uri in PAGES.items():
         files.append(File.generated(config, uri, content=(ROOT / path).read_text()))
+    for name, (title, packages) in API_PAGES.items():
+        text = f"# {title}\n\n" + "".join(f"::: prorl_envs.{each}\n\n" for each in public_names(packages))
+        files.append(File.generated(config, f"reference/{name}.md", content=text))
     for name, (title, modules) in MODULES.items():
         text = f"# {title}\n\n" + "".join(f"::: {module}\n\n" for module in modules)
         files.append(File.generated(config, f"reference/{name}.md", content=text))
@@ -83,9 +111,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Have links lead to pages of the site."""
+def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files: "Files") -> str:
+    """Make links lead to pages of the site, and set the search rank."""
     here = page.file.src_uri
+    page.meta.setdefault("search", {})["boost"] = boost(here)
     path = next((path for path, uri in PAGES.items() if uri == here), f"docs/{here}")
 
     def moved(match: re.Match[str]) -> str:
@@ -95,11 +124,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return match[0]
         return f"{match[1]}{posixpath.relpath(uri, posixpath.dirname(here) or '.')}{match[3] or ''}{match[4]}"
 
-    return outside_fences(markdown, lambda text: LINK.sub(moved, text))
+    return outside_fences(markdown, lambda text: LINK.sub(moved, BADGE.sub("", text)))
+
+
+def boost(uri: str) -> float:
+    """Return the factor of a page in the search ranking."""
+    return next((factor for start, factor in BOOSTS.items() if uri.startswith(start)), 1.0)
 
 
 def outside_fences(text: str, change: Any) -> str:
-    """`text` with `change` made to what is not a block of code."""
+    """Return `text` with `change` applied to everything but code blocks."""
     parts, end = [], 0
     for fence in FENCE.finditer(text):
         parts += [change(text[end : fence.start()]), fence[0]]
@@ -108,14 +142,14 @@ def outside_fences(text: str, change: Any) -> str:
 
 
 def uri_of(target: str) -> str | None:
-    """Where a file of the repository, or a folder with a README, is on the site; None where it is not."""
+    """Return the site path of a repository file or of a folder with a README; None if the site lacks it."""
     if (ROOT / target).is_dir():
         target = f"{target}/README.md"
     if target in PAGES:
         return PAGES[target]
-    if target.startswith("docs/") and target.endswith(".md"):
-        return target.removeprefix("docs/")
-    return source_uri(target) if (ROOT / target).is_file() else None
+    if not (ROOT / target).is_file():
+        return None
+    return target.removeprefix("docs/") if target.startswith("docs/") else source_uri(target)
 
 
 def source_uri(path: str) -> str:
@@ -123,7 +157,7 @@ def source_uri(path: str) -> str:
 
 
 def linked() -> Iterator[str]:
-    """The files, no pages, to which pages link."""
+    """Return the linked files that are no pages."""
     found = set()
     for page in [*PAGES, *(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md"))]:
         for link in LINK.finditer(FENCE.sub("", (ROOT / page).read_text())):
@@ -134,7 +168,7 @@ def linked() -> Iterator[str]:
 
 
 def commands() -> str:
-    """The command line, from its own declarations."""
+    """Generate the page of the command line from its declarations."""
     lines = [
         "# Commands",
         "",
@@ -152,14 +186,14 @@ def commands() -> str:
 
 
 def walk(path: str, command: Any) -> Iterator[tuple[str, Any]]:
-    """Each command with its words."""
+    """Yield each command with its words."""
     yield path, command
     for name, inner in getattr(command, "commands", {}).items():
         yield from walk(f"{path} {name}", inner)
 
 
 def described(parameter: Any) -> str:
-    """A row of a command's table."""
+    """Format a row of a command's table."""
     if parameter.name == "help" or getattr(parameter, "hidden", False):
         return ""
     names = (

@@ -1,23 +1,23 @@
 #!/bin/sh
-# The tests of limits where the kernel keeps them: test-cgroup2.sh [COMMAND [ARG ...]].
-# In a virtual machine with this machine's own system, which it cannot change, and Debian's kernel. systemd, which
-# has to be installed here, delegates a subtree of control groups to an ordinary user, whom the
-# command runs as; $DELEGATED before a program in it gives that a scope of its own. Without a command: what
-# `prorl-envs doctor` says, and the tests. Needs a Debian or a relative.
-#   CGROUP2_DIR  where the kernel is kept, and what the machine said at its start, boot.log (.build/cgroup2, 500 MB)
+# Run the tests of limits that the kernel enforces: test-cgroup2.sh [COMMAND [ARG ...]].
+# They run in a virtual machine with this machine's own system, which it cannot change, and Debian's kernel. systemd,
+# which must be installed here, delegates a subtree of control groups to an ordinary user, who runs the command;
+# $DELEGATED before a program in it gives the program its own scope. Without a command: `prorl-envs doctor`, and the
+# tests. Needs a Debian or a relative.
+#   CGROUP2_DIR  directory of the kernel, and of the machine's boot messages, boot.log (.build/cgroup2, 500 MB)
 #   CGROUP2_ACCEL  kvm, or tcg, which works everywhere and takes many times as long (tcg)
 set -eu
 cd "$(dirname "$0")/.."
 checkout=$(pwd -P)
 venv=${VENV:-.venv}
 kept=${CGROUP2_DIR:-.build/cgroup2}
-say() { printf '%s\n' "$*" >&2; }
+. scripts/common.sh
 
 scripts/setup.sh test "$venv" >&2
 mkdir -p "$kept"
 kept=$(cd "$kept" && pwd -P)
 command -v qemu-system-x86_64 systemd-run >/dev/null \
-    || { say "error: QEMU or systemd is missing"; say "hint: apt-get install qemu-system-x86 systemd-sysv dbus-user-session"; exit 1; }
+    || fail "QEMU or systemd is missing" "apt-get install qemu-system-x86 systemd-sysv dbus-user-session"
 
 if [ ! -f "$kept/.installed" ]; then
     image=$(apt-cache depends linux-image-amd64 | sed -n 's/.*Depends: //p')

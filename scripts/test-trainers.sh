@@ -1,8 +1,9 @@
 #!/bin/sh
-# Every adapter of prorl_envs/trainers against its trainer's real package, each in an environment of its own:
+# Test every adapter of prorl_envs/trainers against its trainer's real package, each in its own environment:
 #   test-trainers.sh [NAME...] [-- pytest arguments]
-# Names: trl verl skyrl openrlhf atropos slime nemo-rl; without any, the first five.
-#   TRAINERS_VENVS  where the environments go (.build/trainers); kept, 1 to 6 GB each
+# Names: trl verl skyrl openrlhf atropos harbor slime nemo-rl; without any, the first six. Harbor is no trainer: it
+# reads exported trajectories, and its tasks are read here.
+#   TRAINERS_VENVS  directory of the environments (.build/trainers); kept, 1 to 6 GB each
 #   TORCH_BACKEND   passed to uv (cpu takes PyTorch's own index and saves gigabytes; by default PyPI's torch)
 #   SLIME_SOURCE    a checkout of slime, which is not on PyPI (there is another package of that name)
 #   NEMO_RL_SOURCE  a checkout of NeMo RL, of which PyPI has a placeholder
@@ -11,13 +12,11 @@ cd "$(dirname "$0")/.."
 venvs=${TRAINERS_VENVS:-.build/trainers}
 base=${VENV:-.venv}
 
-say() { printf '%s\n' "$*" >&2; }
-fail() { say "error: $1"; say "hint: $2"; exit 1; }
+. scripts/common.sh
 
 scripts/setup.sh test "$base"
-uv=$(command -v uv || printf '%s' "$base/bin/uv")
 
-# What to install of each. OpenRLHF and SkyRL demand flash-attn, deepspeed and vLLM, which a machine without a
+# Packages to install for each. OpenRLHF and SkyRL demand flash-attn, deepspeed and vLLM, which a machine without a
 # GPU can neither build nor use: they are installed without dependencies, and with those that their code for
 # rollouts imports.
 packages() {
@@ -28,10 +27,11 @@ packages() {
             wandb cloudpathlib fsspec s3fs orjson pybase64 aiohttp datasets peft accelerate polars func-timeout tqdm ;;
         openrlhf) echo torch transformers ray aiohttp numpy tqdm pylatexenc datasets ;;
         atropos) echo 'atroposlib==0.4.*' ;;
+        harbor) echo 'harbor==0.26.*' ;;
         slime) echo torch numpy ray tqdm transformers pylatexenc aiohttp sympy pillow wandb ;;
         nemo-rl) echo torch 'transformers<5.12' 'nemo-gym==0.4.*' hydra-core nvidia-ml-py soundfile swanlab tensorboard \
             tensordict torchdata wandb ;;
-        *) fail "no trainer is called $1" "trl verl skyrl openrlhf atropos slime nemo-rl" ;;
+        *) fail "no trainer is called $1" "trl verl skyrl openrlhf atropos harbor slime nemo-rl" ;;
     esac
 }
 bare() {
@@ -44,23 +44,23 @@ bare() {
 names=
 while [ $# -gt 0 ] && [ "$1" != -- ]; do names="$names $1"; shift; done
 [ $# -eq 0 ] || shift
-for name in ${names:-trl verl skyrl openrlhf atropos}; do
+for name in ${names:-trl verl skyrl openrlhf atropos harbor}; do
     wanted=$(packages "$name")
     venv=$venvs/$name
     if [ ! -x "$venv/bin/python" ]; then
         say "setting up $venv"
-        "$uv" venv --quiet --python "$base/bin/python" "$venv"
+        scripts/uv.sh venv --python "$base/bin/python" "$venv"
     fi
     stamp=$(printf '%s' "$wanted $(bare "$name")" | cksum)
     if [ "$(cat "$venv/.prorl" 2>/dev/null)" != "$stamp" ]; then
         # shellcheck disable=SC2086
-        "$uv" pip install --quiet --python "$venv/bin/python" ${TORCH_BACKEND:+--torch-backend "$TORCH_BACKEND"} \
+        scripts/uv.sh pip install --python "$venv/bin/python" ${TORCH_BACKEND:+--torch-backend "$TORCH_BACKEND"} \
             -e . pytest pytest-timeout pytest-xdist hypothesis anyio $wanted \
             || fail "the packages of $name could not be installed" "see the messages above"
         # shellcheck disable=SC2046
-        [ -z "$(bare "$name")" ] || "$uv" pip install --quiet --python "$venv/bin/python" --no-deps $(bare "$name")
+        [ -z "$(bare "$name")" ] || scripts/uv.sh pip install --python "$venv/bin/python" --no-deps $(bare "$name")
         printf '%s\n' "$stamp" >"$venv/.prorl"
     fi
     say "== $name"
-    TEST_TRAINER=$name "$venv/bin/python" -m pytest -m trainers -n 0 "tests/trainers/real/test_$(printf '%s' "$name" | tr - _).py" "$@"
+    TEST_TRAINER=$name "$venv/bin/python" -m pytest -m trainers -n 0 "tests/trainers/real/test_$(printf '%s' "$name" | tr - _)"*.py "$@"
 done

@@ -1,6 +1,6 @@
 #!/bin/sh
-# The tests against a real vLLM on the CPU, in an environment of its own: test-vllm.sh [pytest arguments].
-# The variables are those of setup-vllm.sh. A tiny model is made on the spot and kept beside it.
+# Run the tests against a real vLLM on the CPU, in its own environment: test-vllm.sh [pytest arguments].
+# The variables are those of setup-vllm.sh. A tiny model is made and kept beside it.
 set -eu
 cd "$(dirname "$0")/.."
 python=$(scripts/setup-vllm.sh)

@@ -1,10 +1,10 @@
-"""Shows that SWE-bench instances can be trusted on this machine, with verdicts that are the official ones.
+"""Check that SWE-bench instances are graded correctly on this machine, with the official verdicts.
 
     .venv/bin/python scripts/verify-swebench.py [DATA] [--official PYTHON] [--only ID ...] [--quick]
 
 For each instance that this machine can run: the reference must score 1, the untouched tree 0 and every cheat
-0. With --official, an interpreter that has the `swebench` package of version 5, the package's own
-`get_eval_report` reads the same logs, and must come to the same verdict and the same status of every test.
+0. --official names an interpreter with version 5 of the `swebench` package. The package's own
+`get_eval_report` then reads the same logs, and must give the same verdict and the same status of every test.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from typing import Any
 
 from rich.table import Table
 
-from prorl_envs.cli.compose import node
-from prorl_envs.cli.console import err, out
+from prorl_envs.app.compose import node
+from prorl_envs.cli.output.console import err, out
 from prorl_envs.config import load_settings
 from prorl_envs.env.base import Grade
 from prorl_envs.env.node import Node
@@ -33,7 +33,7 @@ from prorl_envs.envs.swebench.task import SwebenchTask
 from prorl_envs.errors import ProrlError
 from prorl_envs.tools.types import ToolCall
 
-#: Each is run in the repository, after nothing else.
+#: Commands of cheats. Each runs in the repository, alone.
 CHEATS = {
     "conftest": (
         "printf 'import pytest\\n@pytest.hookimpl(hookwrapper=True)\\n"
@@ -72,13 +72,13 @@ for line in sys.stdin:
 
 
 class Logged(SwebenchEnvironment):
-    """Keeps the log of the last run of the tests."""
+    """Grader that keeps the log of the last test run."""
 
     last: ScriptRun | None = None
 
     async def run_patch(self, task: SwebenchTask, submission: Submission) -> ScriptRun:
         run = await super().run_patch(task, submission)
-        if self.last is None:  # a second run is a check of the grader, on the untouched tree
+        if self.last is None:  # a second run checks the grader, on the untouched tree
             self.last = run
         return run
 
@@ -92,7 +92,7 @@ async def episode(opened: Node, task: SwebenchTask, command: str) -> tuple[Grade
 
 
 class Official:
-    """The package's own grading, in a process of an interpreter that has it."""
+    """Official grading, in a process of an interpreter that has the package."""
 
     def __init__(self, python: str) -> None:
         self._process = subprocess.Popen(
@@ -100,7 +100,7 @@ class Official:
         )
 
     def differs(self, task: SwebenchTask, grade: Grade, log: str) -> str:
-        """How the package's verdict on a log differs from ours; empty where it does not."""
+        """Return how the package's verdict on a log differs from ours; "" if it does not."""
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
             file.write(log)
             file.flush()
@@ -133,14 +133,14 @@ class Official:
         return answer
 
     def close(self) -> None:
-        """End the process."""
+        """Stop the process."""
         self._process.communicate()
 
 
 async def verify(
     opened: Node, task: SwebenchTask, judge: Official | None, cheats: dict[str, str]
 ) -> dict[str, Any]:
-    """One line of the report."""
+    """Format one line of the report."""
     started = time.monotonic()
     reference = str(task.reference[0].arguments["command"])
     line: dict[str, Any] = {"instance": task.id, "cheats": {}, "differs": []}

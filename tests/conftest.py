@@ -1,4 +1,4 @@
-"""Fixtures every room's tests share: the event loop, the drivers, and the check that nothing is left."""
+"""Fixtures that all tests share: the event loop, the drivers, and the leak check."""
 
 import os
 import shutil
@@ -7,28 +7,26 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
-from prorl_envs.sandbox.base import Limits
-from prorl_envs.sandbox.containment import NodeLimits
-from prorl_envs.sandbox.namespaces import NamespaceDriver
-from prorl_envs.testing.leaks import Holdings, leaks_since
+from prorl_envs.sandbox.base import SandboxLimits
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.limits.enforcement import NodeLimits
+from prorl_envs.testing.leaks import OpenResources, leaks_since
 from prorl_envs.testing.sandbox_entry import LIGHT_TEMPLATES
+from tests.places import drivers_directory
 
 # Property tests have no deadline: a busy machine is no failure.
 settings.register_profile("no deadline", deadline=None)
+# For mutation testing one failing example is enough; which one does not matter.
+settings.register_profile(
+    "mutation", deadline=None, phases=(Phase.explicit, Phase.generate), max_examples=40, database=None
+)
 settings.load_profile("no deadline")
 
 UNWATCHED = NodeLimits(
-    each=Limits(memory_bytes=None, processes=None, disk_bytes=None, disk_files=None), reserve_bytes=0
+    each=SandboxLimits(memory_bytes=None, processes=None, disk_bytes=None, disk_files=None), reserve_bytes=0
 )
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Says of each test that was run again why: pytest itself names it only."""
-    for report in terminalreporter.stats.get("rerun", []):
-        terminalreporter.write_sep("_", f"run again: {report.nodeid} ({report.when})")
-        terminalreporter.write_line(report.longreprtext)
 
 
 @pytest.fixture(scope="session")
@@ -38,15 +36,21 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def run_dir() -> Iterator[Path]:
-    """Where every driver of this test run makes its directory. Short: socket paths may lie below it."""
-    path = Path(tempfile.mkdtemp(prefix="prt-")).resolve()
-    before = os.environ.get("PRORL_RUN_DIR")
-    os.environ["PRORL_RUN_DIR"] = str(path)
+    """Directory in which drivers make theirs: on disk, or in memory for modules that make many drivers."""
+    yield from drivers_directory()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def state_dir() -> Iterator[Path]:
+    """State directory of the services and clients of this test run. It holds their tokens."""
+    path = Path(tempfile.mkdtemp(prefix="prt-state-"))
+    before = os.environ.get("XDG_STATE_HOME")
+    os.environ["XDG_STATE_HOME"] = str(path)
     yield path
     if before is None:
-        del os.environ["PRORL_RUN_DIR"]
+        del os.environ["XDG_STATE_HOME"]
     else:
-        os.environ["PRORL_RUN_DIR"] = before
+        os.environ["XDG_STATE_HOME"] = before
     shutil.rmtree(path)
 
 
@@ -54,10 +58,10 @@ def run_dir() -> Iterator[Path]:
 def no_leaks(run_dir: Path) -> Iterator[None]:
     """Fails a test that leaves a process, descriptor, mount, socket or driver directory.
 
-    What module- and session-scoped fixtures hold is theirs: they are set up before this one. They must have
-    what they keep ready by then, so a shared driver starts its templates up front.
+    Module- and session-scoped fixtures are set up before this one, so their resources do not count. They must
+    acquire everything at setup: a shared driver starts its templates up front.
     """
-    before = Holdings.now(run_dir)
+    before = OpenResources.now(run_dir)
     yield
     leaks = leaks_since(before, run_dir)
     if leaks:
@@ -66,13 +70,13 @@ def no_leaks(run_dir: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=["namespaces", "apptainer"])
 def driver_name(request: pytest.FixtureRequest) -> str:
-    """Either of the drivers that isolate with tool servers outside."""
+    """Name of each driver that isolates with its tool servers outside the sandbox."""
     return existing_driver(request.param)
 
 
 def existing_driver(name: str) -> str:
-    """The name of a driver, whose test is skipped where its program is not installed."""
-    needs_apptainer = name in ("apptainer", "instance")
+    """Name of a driver; skip the test if the driver's program is not installed."""
+    needs_apptainer = name in ("apptainer", "apptainer-instance")
     if needs_apptainer and not (shutil.which("apptainer") or shutil.which("singularity")):
         pytest.skip("neither Apptainer nor Singularity is installed")
     return name
@@ -80,9 +84,9 @@ def existing_driver(name: str) -> str:
 
 @pytest.fixture
 async def driver(run_dir: Path) -> AsyncIterator[NamespaceDriver]:
-    """A driver of the test's own. Real sandboxes: where the machine cannot, the error says what to do.
+    """Driver for one test, with real sandboxes. If the machine cannot run it, the error gives the remedy.
 
-    Its Python sessions import numpy and the others themselves, as those in an instance do.
+    Its Python sessions import numpy and the others themselves, as sessions in an instance do.
     """
     driver = NamespaceDriver(templates=LIGHT_TEMPLATES)
     yield driver
@@ -91,9 +95,9 @@ async def driver(run_dir: Path) -> AsyncIterator[NamespaceDriver]:
 
 @pytest.fixture(scope="module")
 async def shared_driver(run_dir: Path) -> AsyncIterator[NamespaceDriver]:
-    """One like it for a module's tests, its templates started up front. Each test closes its sandboxes.
+    """Driver for a module's tests, with its templates started up front. Each test closes its sandboxes.
 
-    Without a watchdog: a look of its own that is under way when a test ends would pass for a leak.
+    It has no watchdog: a check that is in progress at the end of a test would look like a leak.
     """
     driver = NamespaceDriver(limits=UNWATCHED, templates=LIGHT_TEMPLATES)
     try:

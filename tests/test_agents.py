@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import yaml
 
+from prorl_envs.app.compose import request_defaults
 from prorl_envs.catalog import Catalog
-from prorl_envs.cli.compose import request_defaults
 from prorl_envs.config import Settings, load_settings
 from prorl_envs.env.base import Environment
 from prorl_envs.env.node import Node
 from prorl_envs.env.validate import play
 from prorl_envs.errors import InputError
-from prorl_envs.rollout.types import AgentLimits
-from prorl_envs.testing.toy import empty_node
+from prorl_envs.rollout.api.types import AgentLimits
 from prorl_envs.tools.types import ToolCall
+from tests.support.toy import empty_node
 
 PAGE = Path(__file__).parent.parent / "docs" / "agents.md"
 ROW = {

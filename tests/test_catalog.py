@@ -1,4 +1,4 @@
-"""What the settings offer: entries that work, and what is said of those that do not."""
+"""Environments in the settings: valid entries work, invalid ones are refused with a reason."""
 
 from pathlib import Path
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import yaml
 
+from prorl_envs.app.compose import request_defaults
 from prorl_envs.catalog import Catalog
-from prorl_envs.cli.compose import request_defaults
 from prorl_envs.config import Settings, load_settings
 from prorl_envs.env.registry import environments
 from prorl_envs.errors import InputError
-from prorl_envs.rollout.types import AgentLimits, GroupRequest
+from prorl_envs.rollout.api.types import AgentLimits, GroupRequest
 from prorl_envs.sandbox.base import Network
-from prorl_envs.testing.toy import empty_node
+from tests.support.toy import empty_node
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -28,7 +28,7 @@ def test_by_default_every_registered_family_is_offered() -> None:
     assert list(Catalog.of(Settings())) == list(environments())
 
 
-def test_an_entry_is_a_family_under_a_name(tmp_path: Path) -> None:
+def test_an_entry_offers_a_family_under_a_name(tmp_path: Path) -> None:
     offered = Catalog.of(settings(tmp_path, {"bash": None, "easy": {"family": "bash"}}))
     assert sorted(offered) == ["bash", "easy"]
     assert offered["easy"].name == "easy" and issubclass(offered["easy"], environments()["bash"])
@@ -37,7 +37,7 @@ def test_an_entry_is_a_family_under_a_name(tmp_path: Path) -> None:
     ]
 
 
-def test_a_system_prompt_and_a_sandbox_of_its_own(tmp_path: Path) -> None:
+def test_an_entry_may_set_its_own_system_prompt_and_sandbox(tmp_path: Path) -> None:
     sandbox = {"memory_bytes": 1 << 30, "allow": ["pypi.org"]}
     entry = {"family": "bash", "system_prompt": "Be quick.", "sandbox": sandbox}
     offered = Catalog.of(settings(tmp_path, {"quick": entry}))
@@ -50,7 +50,7 @@ def test_a_system_prompt_and_a_sandbox_of_its_own(tmp_path: Path) -> None:
     assert plain.limits is None and plain.network == Network()
 
 
-def test_an_entrys_defaults_give_way_to_what_a_request_names(tmp_path: Path) -> None:
+def test_a_request_overrides_an_entrys_defaults(tmp_path: Path) -> None:
     entry = {"limits": {"max_turns": 5, "run_s": 60}, "sampling": {"temperature": 0.5}}
     defaults = request_defaults(settings(tmp_path, {"bash": entry}))["bash"]
     asked = {"id": "g", "environment": "bash", "task": {}, "limits": {"max_turns": 9}}
@@ -123,7 +123,7 @@ async def _enter(catalog: Catalog) -> None:
         (None, "has no NeMo Gym"),
     ],
 )
-async def test_a_server_that_cannot_be_started_says_why(
+async def test_a_server_that_cannot_be_started_gives_the_reason(
     tmp_path: Path, python: str | None, says: str
 ) -> None:
     nemo = {"config": "resources_servers/mcqa/configs/mcqa.yaml"} | ({"python": python} if python else {})

@@ -1,4 +1,4 @@
-"""Settings: from a file, over it from the environment, and what is refused with which hint."""
+"""Settings: read from a file, overridden by environment variables, and refused with a hint if wrong."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def test_the_defaults_serve_on_loopback() -> None:
     assert settings.server.token is None
 
 
-def test_the_environment_goes_over_the_file(tmp_path: Path) -> None:
+def test_environment_variables_override_the_file(tmp_path: Path) -> None:
     path = write(tmp_path, "service: {run: 8, init: 2}\nmodel: {servers: ['http://a']}\ncache_dir: ~/x\n")
     environ = {
         "PRORL_SERVICE__RUN": "64",
@@ -45,7 +45,7 @@ def test_the_token_is_not_printed() -> None:
     assert "very-secret" not in settings.model_dump_json()
 
 
-def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
+def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
     assert load_settings(write(tmp_path, "")) == load_settings()
 
 
@@ -62,7 +62,7 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
         ("a: [", "not YAML"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, text: str, says: str) -> None:
+def test_a_wrong_setting_is_named(tmp_path: Path, text: str, says: str) -> None:
     with pytest.raises(InputError) as caught:
         load_settings(write(tmp_path, text))
     assert says in str(caught.value)
@@ -82,13 +82,13 @@ def test_a_secret_is_not_quoted_by_the_error_that_refuses_it() -> None:
         ("PRORL_SERVICE__RUN", "[", "not a YAML value"),
     ],
 )
-def test_what_is_wrong_in_the_environment_is_named(name: str, value: str, says: str) -> None:
+def test_a_wrong_environment_variable_is_named(name: str, value: str, says: str) -> None:
     with pytest.raises(InputError) as caught:
         load_settings(None, {name: value})
     assert says in str(caught.value)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read"):
         load_settings(tmp_path / "none.yaml")
 
@@ -104,5 +104,5 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         ("::", False),
     ],
 )
-def test_which_hosts_are_loopback(host: str, loopback: bool) -> None:
+def test_loopback_hosts_are_recognised(host: str, loopback: bool) -> None:
     assert ServerSettings(host=host).loopback is loopback

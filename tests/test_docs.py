@@ -1,4 +1,4 @@
-"""The documentation against the project: what a page names must exist."""
+"""The documentation matches the project: everything that a page names exists."""
 
 import re
 import subprocess
@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from typer.core import TyperGroup
 
 from prorl_envs.cli.main import cli
+from prorl_envs.cli.output.settings_table import settings_schema, updated_page
 from prorl_envs.config import (
     AgentSettings,
     EnvironmentSettings,
@@ -27,9 +28,9 @@ ROOT = Path(__file__).parent.parent
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-#: A command as it is typed: in a shell block, or between backticks.
+#: A typed command: in a shell block, or between backticks.
 COMMAND = re.compile(r"(?<![\w/-])(?:\.venv/bin/)?prorl-envs((?: +[^\s`'#|;&()]+)+)")
-TARGET = re.compile(r"(?<![\w-])make ([a-z][a-z0-9-]*)")
+TARGET = re.compile(r"(?<![\w-])(?<!cannot )make ([a-z][a-z0-9-]*)")
 COMMENT = re.compile(r"(?:^| )# .*$", re.MULTILINE)
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 ROW = re.compile(r"^\| `([a-z_.]+)` \| (.*?) ?\| .+ \|$", re.MULTILINE)
@@ -47,14 +48,14 @@ PAGES = pages()
 
 
 def code_of(text: str) -> Iterator[str]:
-    """Where commands are typed: fenced blocks without comments, and inline code. Prose is free."""
+    """Yield the text that may hold commands: fenced blocks without comments, and inline code."""
     yield from (COMMENT.sub("", body) for _, body in FENCE.findall(text))
     yield from (line[4:] for line in text.splitlines() if line.startswith("    "))
     yield from re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
 
 
 def anchors(text: str) -> set[str]:
-    """The names that a page's headings get: lower case, no punctuation, hyphens for spaces."""
+    """Return the anchors of a page's headings: lower case, no punctuation, hyphens for spaces."""
     titles = HEADING.findall(FENCE.sub("", text))
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -64,7 +65,7 @@ def test_there_are_pages() -> None:
 
 
 def problem_of(link: str, page: Path) -> str:
-    """Why a link of a page leads nowhere; "" where it leads somewhere."""
+    """Return why a link of a page is broken; "" if it works."""
     if re.match(r"[a-z]+:", link):
         return ""
     name, _, anchor = link.partition("#")
@@ -76,7 +77,7 @@ def problem_of(link: str, page: Path) -> str:
     return "has no such heading" if anchor and anchor not in anchors(target.read_text()) else ""
 
 
-def test_relative_links_lead_somewhere() -> None:
+def test_relative_links_have_a_target() -> None:
     problems = [
         f"{page.relative_to(ROOT)}: {link} {problem}"
         for page in PAGES
@@ -89,19 +90,23 @@ def test_relative_links_lead_somewhere() -> None:
 
 def test_the_list_of_decisions_is_complete() -> None:
     folder = ROOT / "docs" / "decisions"
-    listed = dict(re.findall(r"^- \[(.*)\]\((.*)\)$", (folder / "README.md").read_text(), re.MULTILINE))
-    found = {HEADING.findall(page.read_text())[0]: page.name for page in folder.glob("0*.md")}
+    listed = dict(re.findall(r"^\| \[(.*)\]\((.*)\) \|", (folder / "README.md").read_text(), re.MULTILINE))
+    found = {
+        HEADING.findall(page.read_text())[0]: page.name
+        for page in folder.glob("*.md")
+        if page.name != "README.md"
+    }
     assert listed == found
 
 
 @cache
 def program() -> Any:
-    """The command line as Typer makes it, which takes a while."""
+    """Command line as Typer builds it, which takes a while."""
     return typer.main.get_command(cli)
 
 
 def check_command(words: list[str]) -> None:
-    """Fails where a word that must be a command, or an option, is unknown to it."""
+    """Fail if a word in the place of a command or option is unknown to the command line."""
     command = program()
     while isinstance(command, TyperGroup) and words and not words[0].startswith("-"):
         assert words[0] in command.commands, f"prorl-envs has no command {words[0]!r}"
@@ -122,6 +127,15 @@ def test_commands_exist() -> None:
                     pytest.fail(f"{page.relative_to(ROOT)}: {error}")
 
 
+def test_tables_have_a_head() -> None:
+    """An empty line inside a table would end it: the rows below it would be shown as text."""
+    for page in PAGES:
+        lines = ["", *page.read_text().splitlines(), ""]
+        for above, line, below in zip(lines, lines[1:], lines[2:], strict=False):
+            starts = line.startswith("|") and not above.startswith("|")
+            assert not starts or re.match(r"\|[-| :]+\|$", below), f"{page.relative_to(ROOT)}: {line}"
+
+
 def make_targets() -> set[str]:
     return set(re.findall(r"^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
@@ -137,19 +151,19 @@ def test_every_make_target_is_phony() -> None:
     assert phony is not None and set(phony[1].split()) == make_targets()
 
 
-def test_the_checks_themselves_notice() -> None:
+def test_the_checks_themselves_detect_errors() -> None:
     with pytest.raises(AssertionError, match="no command 'rnu'"):
         check_command(["rnu", "bash"])
     with pytest.raises(AssertionError, match="no option --sample"):
         check_command(["run", "bash", "--sample", "3"])
     assert COMMAND.findall("x && .venv/bin/prorl-envs nemo rows a b  # c") == [" nemo rows a b"]
-    assert not COMMAND.findall("pip install 'prorl-envs[nemo]'")
+    assert not COMMAND.findall("pip install './prorl-envs[nemo]'")
 
 
 def settings(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Every setting with its default, sections joined by a dot."""
+    """Return every setting with its default, sections joined by a dot."""
     for name, field in model.model_fields.items():
-        if name == "environments":  # a mapping, whose entries are described once
+        if name == "environments":  # a mapping whose entries are described once
             yield from settings(EnvironmentSettings, f"{prefix}{name}.name.")
         elif name == "agents" and not prefix:
             yield from settings(AgentSettings, f"{name}.name.")
@@ -163,6 +177,23 @@ def settings(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, ob
             yield from settings(type(field.default), f"{prefix}{name}.")
         else:
             yield prefix + name, field.get_default(call_default_factory=True)
+
+
+def test_the_tables_of_settings_are_up_to_date() -> None:
+    page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    assert updated_page(page) == page, "run scripts/settings_page.py"
+    assert updated_page(page.replace("| 8600 |", "| 1 |").replace("TCP port", "port")) == page
+    assert "`server.gone`" not in updated_page(page + "\n| `server.gone` | | x |\n")
+
+
+def test_the_schema_of_a_settings_file_describes_every_setting() -> None:
+    schema = settings_schema()
+    server = schema["$defs"]["ServerSettings"]
+    assert server["properties"]["port"]["description"] == "TCP port; 0 uses a free one"
+    assert server["properties"]["port"]["maximum"] == 65_535 and not server["additionalProperties"]
+    for section in (schema, *schema["$defs"].values()):
+        for name, one in section.get("properties", {}).items():
+            assert one.get("description") or one.get("$ref"), (section["title"], name)
 
 
 def test_every_setting_is_described_with_its_default() -> None:

@@ -1,4 +1,4 @@
-"""The tutorial as a reader does it: its blocks, in order, in one shell."""
+"""The tutorial as a reader follows it: its blocks, in order, in one shell."""
 
 import os
 import re
@@ -15,7 +15,7 @@ PYTHON = "python - <<'PROGRAM'\n{}PROGRAM\n"
 
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
-def test_every_block_runs_and_does_what_is_said(tmp_path: Path) -> None:
+def test_every_block_runs_with_the_described_effect(tmp_path: Path) -> None:
     blocks = BLOCK.findall(PAGE.read_text())
     script = ["set -em", "trap 'kill $(jobs -p) 2> /dev/null || true' EXIT"]
     script += [body if language == "bash" else PYTHON.format(body) for language, body in blocks]

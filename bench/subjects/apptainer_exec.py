@@ -1,4 +1,4 @@
-"""Apptainer with a process per command, as NeMo Gym's provider has it: `instance IMAGE`, or `image IMAGE`.
+"""Apptainer with a process per command, like NeMo Gym's provider: `instance IMAGE`, or `image IMAGE`.
 
 `instance` runs `apptainer exec instance://...`; its sessions share one instance, as instances take seconds to
 start and to stop. `image` runs `apptainer exec IMAGE`, a new container each time.
@@ -39,7 +39,7 @@ class Apptainer:
 
     def prepare(self) -> str:
         if self._kind == "instance":
-            # To the log, not to a pipe: the instance holds its outputs as long as it lives.
+            # To the log, not to a pipe: the instance holds its outputs open until it stops.
             subprocess.run(
                 [*APPTAINER, "instance", "start", "--userns", self._image, self._instance],
                 stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""What nothing of its kind can be faster than, and what is done without a session.
+"""Lower bounds: minimal subjects with a session, and commands without a session.
 
 pty     a bash on a pseudo-terminal, no sandbox: a line written, its output read
 bwrap   a bash on pipes in a sandbox made by bubblewrap alone, with the namespaces that ours have
@@ -13,7 +13,7 @@ import termios
 from ptyprocess import PtyProcess  # type: ignore[import-untyped]
 
 from bench.subjects.protocol import Session, bash_task, serve
-from prorl_envs.sandbox.probe import find_bwrap
+from prorl_envs.sandbox.drivers.probe import find_bwrap
 
 SYSTEM = [path for path in ("/usr", "/etc") if os.path.isdir(path)]  # noqa: PTH112
 LINKS = [path for path in ("/bin", "/sbin", "/lib", "/lib64") if os.path.islink(path)]  # noqa: PTH114
@@ -61,7 +61,7 @@ class Bwrap:
 
     def close(self) -> None:
         assert self._shell.stdin is not None and self._shell.stdout is not None
-        self._shell.stdin.close()  # bash ends, and with the first process the rest
+        self._shell.stdin.close()  # bash exits, and with the first process the others
         self._shell.stdout.close()
         self._shell.wait()
 

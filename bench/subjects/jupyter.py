@@ -21,7 +21,7 @@ TIMEOUT_S = 60.0
 
 
 class Output:
-    """What a cell prints and shows, gathered from the messages of its channel until the kernel is idle."""
+    """Collect a cell's output and displays from its channel's messages until the kernel is idle."""
 
     def __init__(self, request: str) -> None:
         self._request = request
@@ -46,7 +46,7 @@ class Output:
 
 
 class Kernel:
-    """A kernel of this process's own."""
+    """Kernel started by this process."""
 
     def __init__(self, transport: str) -> None:
         self._manager = KernelManager(kernel_name="python3", transport=transport)
@@ -73,7 +73,7 @@ class Kernel:
 
 
 class GatewayKernel:
-    """A kernel of the gateway's."""
+    """Kernel started by the gateway."""
 
     def __init__(self, port: int) -> None:
         self._http = f"http://127.0.0.1:{port}/api/kernels"

@@ -1,4 +1,4 @@
-"""The tmux session of OpenHands before 1.0, on which the paper's baseline stands."""
+"""The tmux session of OpenHands before 1.0, which the paper's baseline uses."""
 
 import importlib.metadata
 import tempfile

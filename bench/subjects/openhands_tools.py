@@ -14,7 +14,7 @@ from openhands.tools.terminal.terminal.factory import create_terminal_session
 from bench.subjects.protocol import Session, attempts, bash_task, free_port, serve
 
 START_TIMEOUT_S = 180.0
-#: The pty tool leaves the codes with which bash turns bracketed paste on and off in its text.
+#: The pty tool does not remove bash's codes for bracketed paste from its text.
 _PASTE_MODE = re.compile(r"\x1b\[\?2004[hl]")
 
 
@@ -33,7 +33,7 @@ class Terminal:
 
 
 class Request:
-    """A command by HTTP, over a connection of its own that is kept open."""
+    """Run a command over HTTP, on its own persistent connection."""
 
     def __init__(self, url: str) -> None:
         self._client = httpx.AsyncClient(base_url=url, timeout=60)

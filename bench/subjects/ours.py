@@ -18,18 +18,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench.subjects.protocol import Session, bash_task, cell_task, serve
-from prorl_envs.sandbox.apptainer import ApptainerDriver
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
-from prorl_envs.sandbox.namespaces import NamespaceDriver, NamespaceSandbox
-from prorl_envs.sandbox.runtime import python_runtime
-from prorl_envs.tools.client import Toolbox
-from prorl_envs.tools.pool import WarmPool
-from prorl_envs.tools.python import PythonEngine
-from prorl_envs.tools.workplace import Workplace
+from prorl_envs.sandbox.drivers.apptainer import ApptainerDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver, NamespaceSandbox
+from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
+from prorl_envs.tools.client.python import PythonEngine
+from prorl_envs.tools.client.toolbox import Toolbox
+from prorl_envs.tools.pool.sandbox_session import SandboxSession
+from prorl_envs.tools.pool.warm_pool import WarmPool
 
 TIMEOUT_S = 60.0
-#: By the beginning of a kind; of others, the one that needs no other program.
+#: Driver by the prefix of a kind; for other kinds, the driver that needs no other program.
 DRIVERS = {"apptainer": ApptainerDriver, "bubblewrap": BubblewrapDriver}
 ENGINES = {"ipython": PythonEngine.FORKED, "kernel": PythonEngine.KERNEL}
 
@@ -55,9 +55,9 @@ class Box:
 
 
 class Pooled:
-    """A sandbox that stood ready; closing it waits until another does, so that each is measured alone."""
+    """Session of the warm pool; closing it waits for a replacement, so that each start is measured alone."""
 
-    def __init__(self, pool: WarmPool, place: Workplace) -> None:
+    def __init__(self, pool: WarmPool, place: SandboxSession) -> None:
         self._pool = pool
         self._place = place
 
@@ -70,7 +70,7 @@ class Pooled:
 
 
 async def fill(pool: WarmPool) -> None:
-    """Have at least one sandbox stand ready: the pool starts ahead only what is asked for at once."""
+    """Keep at least one sandbox ready: the pool starts ahead only as many as were requested at once."""
     await pool.settled()
     while not pool.ready:
         places = await asyncio.gather(*(pool.take(SandboxSpec()) for _ in range(3)))
@@ -111,7 +111,8 @@ class Ours:
         return box
 
     def pids(self) -> list[int]:
-        """What made the sandboxes, the tool servers, and everything inside; not the templates."""
+        """Return the processes that made the sandboxes, the tool servers, and all processes inside; no
+        templates."""
         found: set[int] = set()
         namespaces = set()
         for box in self._boxes:
@@ -130,12 +131,12 @@ class Ours:
 
 
 def _namespaces() -> Iterator[tuple[int, str]]:
-    """Each process that may be looked at, with its pid namespace."""
+    """Yield each readable process with its pid namespace."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 yield int(entry.name), str((entry / "ns/pid").readlink())
-            except OSError:  # ended, or another user's
+            except OSError:  # it exited, or is another user's
                 continue
 
 

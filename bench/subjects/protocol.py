@@ -1,9 +1,9 @@
-"""How a subject is measured: the loop that its own interpreter runs, steered by the harness.
+"""Measurement loop of a subject, which its own interpreter runs and the harness controls.
 
-A subject is a process, ours and the floors too, so that nothing in one can slow another. It reads one JSON
-object per line from its standard input (`op`, and that operation's arguments) and answers each with a line on
-its standard output. It takes the time in its own process, from one reading of the clock
-to another, host to host. The end of its input ends it; an exception ends it as well, and is in its log.
+Each subject is a process, ours and the floors too, so that none can slow another. It reads one JSON object
+per line from its standard input (`op`, and that operation's arguments) and answers each with a line on its
+standard output. It measures times in its own process, by the host's clock. It exits at the end of its input,
+or after an exception, which is in its log.
 
 Imports the standard library only: every peer's interpreter runs it.
 """
@@ -24,70 +24,70 @@ from typing import Any, Protocol
 type Maybe[T] = T | Awaitable[T]
 type Task = Callable[[], tuple[str, str]]
 
-#: Sessions that are opened at once where the subject can.
+#: Number of sessions that are opened at once if the subject can.
 OPEN_AT_ONCE = 8
-#: What every Python session has before its first measured cell.
+#: State of every Python session before its first measured cell.
 STATE = "numbers = list(range(1000))"
 
 
 class Session(Protocol):
-    """One agent's shell, or Python."""
+    """Shell or Python session of one agent."""
 
     def act(self, text: str) -> Maybe[str]:
-        """Run a command or a cell, and return what it printed."""
+        """Run a command or a cell, and return its output."""
         ...
 
     def close(self) -> Maybe[None]: ...
 
 
 class Subject(Protocol):
-    """What is measured.
+    """Interface of subjects.
 
     Args:
         blocking: its sessions block the thread that uses them; many at once need a thread each.
-        task: makes a text to run and the output it must have.
+        task: makes a text to run, and its expected output.
     """
 
     blocking: bool
     task: Task
 
     def prepare(self) -> Maybe[str]:
-        """Start what all sessions share. Returns the name and version of what is measured."""
+        """Start everything that all sessions share. Return the subject's name and version."""
         ...
 
     def open(self) -> Maybe[Session]: ...
 
     def pids(self) -> list[int]:
-        """The processes that exist for the open sessions, and would not without them."""
+        """Return the processes that exist only because of the open sessions."""
         ...
 
     def close(self) -> Maybe[None]: ...
 
 
 def bash_task() -> tuple[str, str]:
-    """A command whose output cannot be guessed."""
+    """Return a command whose output cannot be guessed, with the output."""
     token = secrets.token_hex(8)
     return f"echo {token}", token
 
 
 def cell_task() -> tuple[str, str]:
-    """A cell that needs the session's state."""
+    """Return a cell that needs the session's state, with its output."""
     index, more = random.randrange(1000), random.randrange(1000)
     return f"numbers[{index}] + {more}", str(index + more)
 
 
 async def settle[T](value: Maybe[T]) -> T:
-    """The result, of a function that blocks or of a coroutine."""
+    """Return the result of a function that blocks or of a coroutine."""
     return await value if inspect.isawaitable(value) else value
 
 
 def run_cell_state(session: Session, task: Task) -> Maybe[str]:
-    """Give a new Python session its state; nothing in a shell."""
+    """Give a new Python session its state; do nothing in a shell."""
     return session.act(STATE) if task is cell_task else ""
 
 
 class Runner:
-    """Carries out what the harness asks, on one subject."""
+    """Runs the harness's operations on one subject."""
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
@@ -97,7 +97,7 @@ class Runner:
         return {"version": await settle(self._subject.prepare())}
 
     async def open(self, count: int) -> dict[str, Any]:
-        """Open sessions, and have each answer once. They stay open."""
+        """Open sessions, and wait for one answer of each. They stay open."""
         gate = asyncio.Semaphore(1 if self._subject.blocking else OPEN_AT_ONCE)
         started = time.perf_counter()
 
@@ -111,7 +111,7 @@ class Runner:
         return {"seconds": time.perf_counter() - started, **await self.answer()}
 
     async def answer(self) -> dict[str, Any]:
-        """Have each open session answer once."""
+        """Wait for one answer of each open session."""
         wrong = 0
         for session in self._sessions:
             text, expected = self._subject.task()
@@ -133,7 +133,7 @@ class Runner:
         return {"seconds": time.perf_counter() - started}
 
     async def act(self, count: int, budget_s: float) -> dict[str, Any]:
-        """Up to `count` actions in the first open session, one after the other, within the budget."""
+        """Run up to `count` actions in the first open session, one after the other, within the budget."""
         seconds: list[float] = []
         wrong = 0
         session = self._sessions[0]
@@ -147,7 +147,7 @@ class Runner:
         return {"seconds": seconds, "wrong": wrong}
 
     async def ready(self, count: int, budget_s: float) -> dict[str, Any]:
-        """Up to `count` new sessions, each from being asked for to its first answer."""
+        """Open up to `count` new sessions; measure each from the request to its first answer."""
         seconds: list[float] = []
         wrong = 0
         deadline = time.perf_counter() + budget_s
@@ -163,7 +163,7 @@ class Runner:
         return {"seconds": seconds, "wrong": wrong}
 
     async def rate(self, budget_s: float) -> dict[str, Any]:
-        """All open sessions at once, each running one command after the other until the budget is spent."""
+        """Use all open sessions at once, one command after the other in each, until the budget is spent."""
         started = time.perf_counter()
         deadline = started + budget_s
         if self._subject.blocking:
@@ -208,9 +208,9 @@ async def _async_until(session: Session, task: Task, deadline: float) -> tuple[i
 
 
 def serve(subject: Subject) -> None:
-    """Measure `subject` as the harness asks, until the end of standard input."""
+    """Measure `subject` as the harness requests, until the end of standard input."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what a peer prints goes to the log, not between the answers
+    os.dup2(2, 1)  # output of a peer goes to the log, not between the answers
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     asyncio.run(_serve(Runner(subject), answers.write))
@@ -231,7 +231,7 @@ async def _serve(runner: Runner, answer: Callable[[str], object]) -> None:
 
 
 def free_port() -> int:
-    """A TCP port on loopback that nothing listened on a moment ago; peers take a number, not a socket."""
+    """Return a free TCP port of loopback; peers take a number, not a socket."""
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -240,7 +240,7 @@ def free_port() -> int:
 
 
 def attempts(seconds: float, pause_s: float = 0.05) -> Iterator[float]:
-    """Moments at which to look whether a server has come up, until so many seconds are over."""
+    """Yield at intervals, to check whether a server is up, for this many seconds."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         yield deadline - time.monotonic()

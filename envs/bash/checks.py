@@ -1,10 +1,11 @@
-"""Running a task's checks in the grading sandbox."""
+"""Execution of a task's checks in the grading sandbox."""
 
 import json
 from collections.abc import Callable, Sequence
 
 from prorl_envs.env.answers import parse_number
 from prorl_envs.env.scoring import CheckResult
+from prorl_envs.env.task_files import contents
 from prorl_envs.envs.bash.directory import TESTS
 from prorl_envs.envs.bash.task import (
     Check,
@@ -15,20 +16,19 @@ from prorl_envs.envs.bash.task import (
     FileJson,
     FileMatches,
     TestsCheck,
-    contents,
 )
 from prorl_envs.errors import GraderError
+from prorl_envs.tools.pool.sandbox_session import SandboxSession
 from prorl_envs.tools.types import Completed, JsonObject
-from prorl_envs.tools.workplace import Workplace
 
-#: Most bytes of a file that a check reads, and of a command's output that it compares.
+#: Maximum bytes of a file that a check reads, and of a command's output that it compares.
 MAX_READ_BYTES = 4 * 2**20
-#: Most characters of what the agent made that go into the evidence.
+#: Maximum characters of the agent's files and output in the evidence.
 _EVIDENCE_CHARS = 2_000
 _FILE_TIMEOUT_S = 30.0
-#: What the grading sandbox has beside the workspace where test code runs.
+#: Directories that the grading sandbox has beside the workspace if test code runs.
 PLACES = (TESTS, "/logs/verifier")
-#: A link to where tests are about to lie would be what they expect.
+#: A link of the agent to the tests' directories could pass for files that the tests expect.
 _UNLINK = """
 find . -type l -exec sh -c 'for link do
     case "$(readlink -m -- "$link")" in {0}|{0}/*|{1}|{1}/*) rm -f -- "$link" ;; esac
@@ -38,11 +38,11 @@ done' sh {{}} +
 type Outcome = tuple[bool, JsonObject]
 
 
-async def run_check(name: str, check: Check, grader: Workplace) -> CheckResult:
+async def run_check(name: str, check: Check, grader: SandboxSession) -> CheckResult:
     """Run one check.
 
     Raises:
-        GraderError: the check itself cannot be run (its pattern is no pattern, its shell did not start).
+        GraderError: the check itself cannot be run (its pattern is invalid, its shell did not start).
     """
     passed, detail = await _run(check, grader)
     share = detail.get("reward") if isinstance(check, TestsCheck) and check.reward else None
@@ -50,7 +50,7 @@ async def run_check(name: str, check: Check, grader: Workplace) -> CheckResult:
     return CheckResult(name=name, passed=passed, weight=check.weight, share=share, detail=detail)
 
 
-async def _run(check: Check, grader: Workplace) -> Outcome:
+async def _run(check: Check, grader: SandboxSession) -> Outcome:
     match check:
         case CommandCheck():
             return await _command(check, grader)
@@ -69,12 +69,12 @@ async def _run(check: Check, grader: Workplace) -> Outcome:
             return await _content(check.path, grader, lambda text: _same_json(text, check.value))
 
 
-async def _command(check: CommandCheck, grader: Workplace) -> Outcome:
+async def _command(check: CommandCheck, grader: SandboxSession) -> Outcome:
     shell = ["/bin/bash", "--noprofile", "--norc", "-c", check.command]
-    # Where the output is compared, what goes to stderr is none of it.
+    # If the output is compared, stderr is not part of it.
     quiet = ["/bin/sh", "-c", 'exec "$@" 2>/dev/null', "sh"] if check.stdout is not None else []
     done = await _process(grader, [*quiet, *shell], check.timeout_s)
-    # What it left running could write into the workspace, and into the output of the checks to come.
+    # Background processes could write into the workspace, and into the output of later checks.
     await grader.tools.end_processes()
     output = done.output.decode(errors="replace")
     detail: JsonObject = {"exit_code": done.exit_code, "output": output[:_EVIDENCE_CHARS]}
@@ -86,11 +86,11 @@ async def _command(check: CommandCheck, grader: Workplace) -> Outcome:
     return done.exit_code == check.exit_code and same, detail
 
 
-async def _tests(check: TestsCheck, grader: Workplace) -> Outcome:
-    """Put the tests into place, run them, read what they say.
+async def _tests(check: TestsCheck, grader: SandboxSession) -> Outcome:
+    """Write the tests, run them, and read their result.
 
     Raises:
-        GraderError: they say no number although they ended in order.
+        GraderError: the tests cannot be run, and report no number.
     """
     unlink = ["/bin/sh", "-c", _UNLINK.format(*PLACES)]
     await _process(grader, unlink, _FILE_TIMEOUT_S)
@@ -119,8 +119,8 @@ async def _tests(check: TestsCheck, grader: Workplace) -> Outcome:
     return reward == 1.0, {**detail, "reward": reward}
 
 
-async def _content(path: str, grader: Workplace, judge: Callable[[str], bool]) -> Outcome:
-    """Read a file of the workspace and judge its text; a missing or over-long one fails."""
+async def _content(path: str, grader: SandboxSession, judge: Callable[[str], bool]) -> Outcome:
+    """Read a file of the workspace and judge its text; a missing or over-long file fails."""
     try:
         content = await grader.tools.read(_absolute(path, grader), limit=MAX_READ_BYTES + 1)
     except OSError as error:
@@ -131,8 +131,8 @@ async def _content(path: str, grader: Workplace, judge: Callable[[str], bool]) -
     return judge(text), {"path": path, "content": text[:_EVIDENCE_CHARS]}
 
 
-async def _matches(check: FileMatches, grader: Workplace) -> Outcome:
-    # By grep in the sandbox: no pattern can then be slow on the host, as Python's could.
+async def _matches(check: FileMatches, grader: SandboxSession) -> Outcome:
+    # By grep in the sandbox: a slow pattern cannot block the host, as with Python's regular expressions.
     argv = ["grep", "--extended-regexp", "--quiet", "--regexp", check.pattern]
     plain = await _content(check.path, grader, lambda text: True)
     if not plain[0]:
@@ -143,7 +143,7 @@ async def _matches(check: FileMatches, grader: Workplace) -> Outcome:
     return done.exit_code == 0, plain[1]
 
 
-async def _absent(check: FileAbsent, grader: Workplace) -> Outcome:
+async def _absent(check: FileAbsent, grader: SandboxSession) -> Outcome:
     argv = ["/bin/sh", "-c", '[ ! -e "$1" ] && [ ! -L "$1" ]', "sh", _absolute(check.path, grader)]
     done = await _process(grader, argv, _FILE_TIMEOUT_S)
     if done.exit_code not in (0, 1):
@@ -151,7 +151,7 @@ async def _absent(check: FileAbsent, grader: Workplace) -> Outcome:
     return done.exit_code == 0, {"path": check.path}
 
 
-async def _process(grader: Workplace, argv: Sequence[str], timeout_s: float) -> Completed:
+async def _process(grader: SandboxSession, argv: Sequence[str], timeout_s: float) -> Completed:
     try:
         return await grader.tools.run(argv, timeout_s=timeout_s, output_limit=MAX_READ_BYTES)
     except OSError as error:
@@ -165,5 +165,5 @@ def _same_json(text: str, value: object) -> bool:
         return False
 
 
-def _absolute(path: str, grader: Workplace) -> str:
+def _absolute(path: str, grader: SandboxSession) -> str:
     return f"{grader.sandbox.spec.workdir}/{path}"

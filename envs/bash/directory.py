@@ -1,8 +1,8 @@
-"""Tasks of Harbor and Terminal-Bench as rows of our own. Pure.
+"""Conversion of Harbor and Terminal-Bench tasks to our rows. Pure.
 
-Of the Dockerfile as much is understood as needs no container: FROM (the host's own system stands in for it),
-WORKDIR, COPY, and RUN where it installs nothing; the workspace is the last WORKDIR. Tasks that need more are
-refused by name, instead of being run in a system that lacks it.
+Only parts of the Dockerfile that need no container are supported: FROM (replaced by the host's own system),
+WORKDIR, COPY, and RUN if it installs nothing; the workspace is the last WORKDIR. Tasks that need more are
+refused by name, instead of being run in an incomplete system.
 """
 
 import json
@@ -19,7 +19,7 @@ from prorl_envs.errors import InputError
 
 type Files = Mapping[str, Any]
 
-#: What Harbor's verifiers write, and where tests lie.
+#: Output file of Harbor's verifiers, and the directory of tests.
 REWARD = "/logs/verifier/reward.txt"
 TESTS = "/tests"
 _INSTALLS = re.compile(r"\b(apt|apt-get|apk|yum|dnf|pip3?|uv|conda|npm|cargo|gem|curl|wget)\s")
@@ -29,10 +29,10 @@ _TEST_S = 120.0
 
 
 def own_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`row` in our own form, where it holds a task directory; what does not comes back as it is.
+    """Convert `row` if it holds a task directory; return any other row unchanged.
 
     Raises:
-        InputError: names the file of the task that is wrong or needs more than there is.
+        InputError: names the file of the task that is wrong or needs an unsupported feature.
     """
     files = row.get("directory")
     if files is None:
@@ -97,7 +97,7 @@ def _text(files: Files, name: str, *, required: bool = True) -> str:
 
 
 def _environment(files: Files, prefix: str) -> tuple[str, dict[str, Any], str]:
-    """The workspace's path and files, and what is run in it first."""
+    """Return the workspace's path and files, and its setup commands."""
     workdir, copies, setup = _WORKDIR, [], []
     for line, (verb, rest) in enumerate(_lines(files, f"{prefix}Dockerfile"), start=1):
         where = f"{prefix}Dockerfile: instruction {line} ({verb})"
@@ -143,7 +143,7 @@ def _words(where: str, rest: str) -> list[str]:
 def _copied(
     files: Files, prefix: str, where: str, base: str, words: list[str], workdir: str
 ) -> dict[str, Any]:
-    """What a COPY brings, by its path in the workspace."""
+    """Return the files of a COPY, by path in the workspace."""
     *sources, target = words
     into = target.endswith("/") or len(sources) > 1 or target in (".", "./")
     found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Shell tasks: a workspace, a persistent bash, and checks on what is left in the end."""
+"""Shell tasks: a workspace, a persistent bash, and checks of the final state."""
 
 import shutil
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from prorl_envs.env.base import Grade, Prompt
-from prorl_envs.env.sandboxed import SandboxedEnvironment, workplace
+from prorl_envs.env.sandboxed import SandboxedEnvironment, sandbox_session
 from prorl_envs.env.scoring import CheckResult, score
 from prorl_envs.envs.bash.checks import PLACES, run_check
 from prorl_envs.envs.bash.directory import own_row
@@ -14,18 +14,18 @@ from prorl_envs.envs.bash.snapshot import copy_workspace, grading_spec
 from prorl_envs.envs.bash.task import BashTask, TestsCheck
 from prorl_envs.errors import EnvironmentFault
 from prorl_envs.sandbox.base import Mount, SandboxSpec
+from prorl_envs.tools.pool.sandbox_session import SandboxSession
 from prorl_envs.tools.schemas import BASH, EDITOR, FINISH
-from prorl_envs.tools.workplace import Workplace
 
 SETUP_TIMEOUT_S = 300.0
 _WORKSPACE = "/workspace"
-#: Where sandboxes find programs: what is installed elsewhere on the host is not visible in them.
+#: PATH of sandboxes: programs installed elsewhere on the host are not visible in them.
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _REQUIRE = 'for p in "$@"; do command -v "$p" >/dev/null || { echo "no $p here"; exit 1; }; done'
 
 
 class BashEnvironment(SandboxedEnvironment[BashTask]):
-    """One shell task."""
+    """Shell tasks: a persistent shell, graded by checks of the workspace."""
 
     name = "bash"
     task_type = BashTask
@@ -58,7 +58,7 @@ class BashEnvironment(SandboxedEnvironment[BashTask]):
     def sandbox_spec(self, task: BashTask) -> SandboxSpec:
         return SandboxSpec(workdir=task.workdir)
 
-    async def prepare(self, task: BashTask, place: Workplace) -> None:
+    async def prepare(self, task: BashTask, place: SandboxSession) -> None:
         for path, content, executable in task.contents():
             target = f"{place.sandbox.spec.workdir}/{path}"
             try:
@@ -70,22 +70,22 @@ class BashEnvironment(SandboxedEnvironment[BashTask]):
         if task.setup:
             await self._run(place, task.setup, "setup")
 
-    def grader_spec(self, task: BashTask, place: Workplace) -> SandboxSpec:
+    def grader_spec(self, task: BashTask, place: SandboxSession) -> SandboxSpec:
         spec = grading_spec(place.sandbox.spec, place.sandbox.workspace)
         if not any(isinstance(check, TestsCheck) for check in task.checks):
             return spec
-        # Nothing lies there until the agent has gone; what is written there is the grading sandbox's own.
+        # Empty while the agent runs; the overlay of the grading sandbox keeps later files private.
         empty = self.node.cache_dir / "empty"
         empty.mkdir(parents=True, exist_ok=True)
         mounts = tuple(Mount(source=empty, target=path, overlay=True) for path in PLACES)
         return replace(spec, mounts=(*spec.mounts, *mounts))
 
-    async def grade(self, task: BashTask, place: Workplace) -> Grade:
-        async with workplace(self.node, self.grader_spec(task, place)) as grader:
-            # What still writes into the workspace could make the copy fail at will, instead of the checks.
+    async def grade(self, task: BashTask, place: SandboxSession) -> Grade:
+        async with sandbox_session(self.node, self.grader_spec(task, place)) as grader:
+            # A process that still writes into the workspace could make the copy fail, instead of the checks.
             await place.tools.end_processes()
             refusal = await copy_workspace(grader)
-            await self.leave()
+            await self.close_agent_sandbox()
             checks = task.named_checks()
             if refusal:
                 failed = [CheckResult(name=name, passed=False, weight=check.weight) for name, check in checks]
@@ -98,7 +98,7 @@ class BashEnvironment(SandboxedEnvironment[BashTask]):
             results = [await run_check(name, check, grader) for name, check in checks]
         return score(results, task.scoring)
 
-    async def _run(self, place: Workplace, script: str, *arguments: str) -> None:
+    async def _run(self, place: SandboxSession, script: str, *arguments: str) -> None:
         shell = ["/bin/bash", "--noprofile", "--norc", "-c", script, *arguments]
         done = await place.tools.run(shell, timeout_s=SETUP_TIMEOUT_S)
         if done.exit_code != 0:

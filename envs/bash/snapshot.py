@@ -1,8 +1,9 @@
-"""A copy of the agent's workspace in a sandbox of its own, where the checks run.
+"""Copy of the agent's workspace in a separate sandbox, in which the checks run.
 
-The agent's workspace is bound read-only into a fresh sandbox and copied by that sandbox's own tar: whatever
-the tree holds (links that lead out, named pipes, sparse giants, a file being replaced by a link right now)
-is met by a process that has no more rights than the agent had, and no path in it is opened on the host.
+The agent's workspace is bound read-only into a fresh sandbox and copied by that sandbox's own tar. Any
+hostile content of the tree (links that lead out, named pipes, huge sparse files, a file being replaced by a
+link during the copy) is handled by a process with no more rights than the agent had, and no path in it is
+opened on the host.
 """
 
 from enum import IntEnum
@@ -10,14 +11,14 @@ from pathlib import Path
 
 from prorl_envs.errors import GraderError
 from prorl_envs.sandbox.base import Mount, SandboxSpec
-from prorl_envs.tools.workplace import Workplace
+from prorl_envs.tools.pool.sandbox_session import SandboxSession
 
 #: Largest workspace that is graded, in bytes of its archive; each entry counts at least 512.
 MAX_BYTES = 256 * 2**20
-#: Seconds the copy may take.
+#: Timeout of the copy, in seconds.
 TIMEOUT_S = 120.0
 
-#: Longest path in it, in characters; the system's own limit is 4,096 bytes with everything before it.
+#: Longest path in it, in characters; the system's own limit is 4,096 bytes including the prefix.
 _MAX_PATH = 1000
 
 _SUBMISSION = "/submission"
@@ -29,9 +30,9 @@ class _Exit(IntEnum):
     REFUSED = 4
 
 
-# An unreadable directory would be copied empty, and what is in it would pass for removed; a path too long to
-# be named cannot be extracted. Both are refused. tar's exit status 1 says that a file changed meanwhile, 141
-# that head had enough.
+# An unreadable directory would be copied empty, and its files would count as removed; a path that is too long
+# cannot be extracted. Both are refused. tar's exit status 1 means that a file changed meanwhile, 141 that
+# head has reached its limit.
 _COPY = f"""
 if [ ! -r {_SUBMISSION} ] || [ ! -x {_SUBMISSION} ]; then printf .; exit {_Exit.REFUSED}; fi
 cd {_SUBMISSION} || exit 1
@@ -49,7 +50,7 @@ rm /tmp/snapshot
 
 
 def grading_spec(agent: SandboxSpec, workspace: Path) -> SandboxSpec:
-    """The grading sandbox: like the agent's, with the agent's workspace at hand.
+    """Return the spec of the grading sandbox: like the agent's, with the agent's workspace mounted.
 
     Args:
         agent: the agent's sandbox.
@@ -64,11 +65,11 @@ def grading_spec(agent: SandboxSpec, workspace: Path) -> SandboxSpec:
     )
 
 
-async def copy_workspace(grader: Workplace) -> str:
+async def copy_workspace(grader: SandboxSession) -> str:
     """Copy the submission into the grader's workspace.
 
     Returns:
-        why the workspace cannot be graded, where the agent is to blame; empty where it was copied.
+        why the workspace cannot be graded, if the agent caused it; empty if it was copied.
 
     Raises:
         GraderError: the copy failed for any other reason.

@@ -1,4 +1,4 @@
-"""Is an output, or a result, the expected one? Pure, total and bounded; nothing of it is evaluated."""
+"""Comparison of an output or a result with the expected one. Pure, total and bounded; evaluates no code."""
 
 import math
 from collections.abc import Mapping, Sequence, Set
@@ -6,12 +6,12 @@ from typing import Any
 
 from prorl_envs.envs.code.task import FunctionCase, FunctionTests, StdioTests, TextRule, ValueRule
 
-#: Longest token that is read as a number.
+#: Longest token that is parsed as a number.
 _MAX_NUMBER = 400
 
 
 def same_output(output: str, expected: str, tests: StdioTests) -> bool:
-    """Whether a program printed what it should."""
+    """Return true if a program printed the expected output."""
     match tests.compare:
         case TextRule.EXACT:
             return output == expected
@@ -27,7 +27,7 @@ def same_output(output: str, expected: str, tests: StdioTests) -> bool:
 
 
 def same_result(value: Any, case: FunctionCase, tests: FunctionTests) -> bool:
-    """Whether a call returned what it should.
+    """Return true if a call returned the expected result.
 
     Args:
         value: plain values only; hostile.
@@ -71,7 +71,8 @@ def _is_list(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Tuples as lists; numbers and booleans as themselves; keys as JSON has them, for rows are JSON."""
+    """Convert a value to JSON form, because rows are JSON: tuples to lists, keys to JSON keys; numbers and
+    booleans stay."""
     if _is_list(value):
         return [_plain(item) for item in value]
     if isinstance(value, Mapping):

@@ -11,13 +11,13 @@ from prorl_envs.envs.code.grading import run_cases
 from prorl_envs.envs.code.rows import own_row
 from prorl_envs.envs.code.task import MAX_SOLUTION_BYTES, SOLUTION, CodeTask
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.runtime import python_spec
+from prorl_envs.sandbox.filesystem.python_runtime import python_spec
+from prorl_envs.tools.pool.sandbox_session import SandboxSession
 from prorl_envs.tools.schemas import BASH, EDITOR, FINISH, PYTHON
-from prorl_envs.tools.workplace import Workplace
 
 
 class CodeEnvironment(SandboxedEnvironment[CodeTask]):
-    """One programming problem."""
+    """Programming problems: a file to write, graded by hidden tests."""
 
     name = "code"
     task_type = CodeTask
@@ -38,14 +38,14 @@ class CodeEnvironment(SandboxedEnvironment[CodeTask]):
     def sandbox_spec(self, task: CodeTask) -> SandboxSpec:
         return python_spec()
 
-    async def prepare(self, task: CodeTask, place: Workplace) -> None:
+    async def prepare(self, task: CodeTask, place: SandboxSession) -> None:
         if task.starter:
             await place.tools.write(SOLUTION, task.starter.encode("utf-8", "replace"))
 
-    async def grade(self, task: CodeTask, place: Workplace) -> Grade:
+    async def grade(self, task: CodeTask, place: SandboxSession) -> Grade:
         spec = place.sandbox.spec
         source, problem = await self._solution(place)
-        await self.leave()
+        await self.close_agent_sandbox()
         if problem:
             failed = [CheckResult(name=f"case-{n}", passed=False) for n, _ in enumerate(task.tests.cases, 1)]
             grade = score(failed, task.scoring)
@@ -53,8 +53,9 @@ class CodeEnvironment(SandboxedEnvironment[CodeTask]):
             return Grade(reward=grade.reward, components=grade.components, evidence=evidence)
         return score(await run_cases(task, source, self.node, spec), task.scoring)
 
-    async def _solution(self, place: Workplace) -> tuple[str, str]:
-        """The solution, or what is wrong with it; what was said last counts only where there is no file."""
+    async def _solution(self, place: SandboxSession) -> tuple[str, str]:
+        """Return the solution, or the reason why there is none; the last message counts only without a
+        file."""
         try:
             content = await place.tools.read(SOLUTION, limit=MAX_SOLUTION_BYTES + 1)
         except OSError as error:

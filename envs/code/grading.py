@@ -1,7 +1,7 @@
-"""Running a solution against its cases in a fresh sandbox, and judging what comes of it.
+"""Execution of a solution on its cases in a fresh sandbox, and comparison of the results.
 
-What is expected never enters the sandbox in which the solution runs, except where a task brings test code:
-that runs beside the solution in a process which is closed to it (see `runner.py`).
+Expected results never enter the sandbox in which the solution runs, except if a task brings test code: it
+runs beside the solution in a process that the solution cannot access (see `runner.py`).
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from importlib.resources import files
 from typing import Any
 
 from prorl_envs.env.node import Node
-from prorl_envs.env.sandboxed import workplace
+from prorl_envs.env.sandboxed import sandbox_session
 from prorl_envs.env.scoring import CheckResult
 from prorl_envs.envs.code.compare import same_output, same_result
 from prorl_envs.envs.code.task import (
@@ -28,23 +28,23 @@ from prorl_envs.envs.code.task import (
 )
 from prorl_envs.envs.code.values import decode, encode
 from prorl_envs.errors import GraderError, SandboxLimit
-from prorl_envs.sandbox.base import Limits, SandboxSpec
+from prorl_envs.sandbox.base import SandboxLimits, SandboxSpec
+from prorl_envs.tools.pool.sandbox_session import SandboxSession
 from prorl_envs.tools.types import Completed, JsonObject
-from prorl_envs.tools.workplace import Workplace
 
 type Case = StdioCase | FunctionCase | ScriptCase
 
-#: Most bytes that a batch is sent with, and that its results may take.
+#: Maximum bytes of a batch, and of its results.
 _BATCH_BYTES = 24 * 2**20
 _RESULT_BYTES = 40 * 2**20
-#: A JSON text may take so many bytes for one of the output.
+#: Maximum bytes of JSON text per byte of output.
 _JSON_BYTES = 6
 #: Bytes of output a case may have beyond four times the expected ones.
 _SLACK_BYTES = 16 * 1024
-#: Seconds for what surrounds the cases: the start of the runner, reading the batch.
+#: Seconds for the overhead of the cases: starting the runner, reading the batch.
 _OVERHEAD_S = 30.0
 _EVIDENCE_CHARS = 500
-#: Processes a solution may have, and how many of them may use all the memory that one may.
+#: Maximum number of processes of a solution, and how many of them may use the full memory limit of one.
 _PROCESSES, _PROCESSES_MEMORY = 128, 4
 _ENV = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "OPENBLAS_NUM_THREADS": "1"}
 _PYTHON = ("python3", "-s", "-P", "-c")
@@ -65,7 +65,7 @@ for case in given["cases"]:
 
 
 async def run_cases(task: CodeTask, source: str, node: Node, spec: SandboxSpec) -> list[CheckResult]:
-    """Every case's verdict on a solution.
+    """Return every case's verdict on a solution.
 
     Args:
         source: hostile.
@@ -73,14 +73,14 @@ async def run_cases(task: CodeTask, source: str, node: Node, spec: SandboxSpec) 
         spec: the agent's sandbox; the grading ones look the same.
 
     Raises:
-        GraderError: there is no verdict, and the solution is not to blame.
+        GraderError: there is no verdict, and the solution is not the cause.
         SandboxError, ToolError: our infrastructure failed.
     """
     outcomes: list[JsonObject] = []
     left = task.limits.total_s
     memory = _PROCESSES_MEMORY * task.limits.memory_mb * 2**20 + 2**30
-    spec = replace(spec, limits=Limits(memory_bytes=memory, processes=_PROCESSES, disk_bytes=2**31))
-    async with workplace(node, spec) as grader:
+    spec = replace(spec, limits=SandboxLimits(memory_bytes=memory, processes=_PROCESSES, disk_bytes=2**31))
+    async with sandbox_session(node, spec) as grader:
         await grader.tools.write(SOLUTION, source.encode("utf-8", "replace"))
         for batch in _batches(task):
             found = await _run_batch(task, source, batch, grader, left)
@@ -95,7 +95,7 @@ async def run_cases(task: CodeTask, source: str, node: Node, spec: SandboxSpec) 
 
 
 def _batches(task: CodeTask) -> Iterator[list[JsonObject]]:
-    """The cases as the runner takes them, so many at a time as fit into one message each way."""
+    """Yield the cases in the runner's format, in batches that fit into one message each way."""
     batch: list[JsonObject] = []
     given = taken = 0
     for case in task.tests.cases:
@@ -130,9 +130,9 @@ def _room(expected: str) -> int:
 
 
 async def _run_batch(
-    task: CodeTask, source: str, cases: Sequence[JsonObject], grader: Workplace, total_s: float
+    task: CodeTask, source: str, cases: Sequence[JsonObject], grader: SandboxSession, total_s: float
 ) -> list[JsonObject]:
-    """What the runner says of each case; shorter where it, or the solution, ended early."""
+    """Return the runner's result of each case; fewer if the runner or the solution stopped early."""
     secret = secrets.token_hex(16)
     limits = task.limits
     batch = {
@@ -154,7 +154,7 @@ async def _run_batch(
             output_limit=_RESULT_BYTES + 2**20,
             apart=True,
         )
-    except SandboxLimit as limit:  # the solution took more than a sandbox may
+    except SandboxLimit as limit:  # the solution exceeded the limits of a sandbox
         return [{"status": "lost", "error": limit.message}]
     except OSError as error:
         raise GraderError(f"the runner cannot be started: {error}") from error
@@ -162,8 +162,8 @@ async def _run_batch(
 
 
 def _read(done: Completed, secret: str) -> list[JsonObject]:
-    """The results, if they are the runner's own. One that ended without any was ended by the solution, as
-    nothing else runs there; only a runner that says why it cannot run is our own failure."""
+    """Return the results, if they are the runner's own. A runner without results was killed by the solution,
+    as nothing else runs there; only a runner that reports why it cannot run is our own failure."""
     try:
         answer = json.loads(done.output)
         if answer["secret"] == secret:
@@ -177,7 +177,7 @@ def _read(done: Completed, secret: str) -> list[JsonObject]:
 
 
 def runner_source() -> str:
-    """The program that runs cases, as one text."""
+    """Return the program that runs cases, as one text."""
     folder = files("prorl_envs.envs.code")
     own = folder.joinpath("runner.py").read_text("utf-8")
     imported = "from prorl_envs.envs.code.values import NotPlain, decode, encode\n"
@@ -185,7 +185,7 @@ def runner_source() -> str:
 
 
 def _verdicts(task: CodeTask, outcomes: Sequence[JsonObject]) -> list[JsonObject]:
-    """One verdict per case: `passed`, and what to show of it. Cases that were not run have not passed."""
+    """Return one verdict per case: `passed`, and its evidence. Cases that were not run have not passed."""
     verdicts: list[JsonObject] = []
     cases: Sequence[Case] = task.tests.cases
     for case, outcome in zip(cases, outcomes, strict=False):
@@ -217,7 +217,7 @@ def _right(task: CodeTask, case: Case, output: str) -> bool:
             except (ValueError, RecursionError):
                 return False
             return same_result(value, case, tests)
-    return True  # test code has judged
+    return True  # decided by the test code
 
 
 async def _checked(
@@ -227,7 +227,7 @@ async def _checked(
     node: Node,
     spec: SandboxSpec,
 ) -> list[JsonObject]:
-    """The verdicts, after the task's own checker had its say on those that passed so far."""
+    """Return the verdicts, with the task's own checker applied to those that passed so far."""
     open_cases = [number for number, verdict in enumerate(verdicts) if verdict["passed"]]
     if not open_cases:
         return list(verdicts)
@@ -248,13 +248,13 @@ async def _checked(
 async def _run_checker(
     checker: str, triples: Sequence[tuple[str, str, str]], node: Node, spec: SandboxSpec
 ) -> list[Any]:
-    """What the checker says of each; shorter where it was too slow.
+    """Return the checker's verdict on each case; fewer if it was too slow.
 
     Raises:
-        GraderError: it does not start.
+        GraderError: the checker does not start.
     """
     given = json.dumps({"checker": checker, "cases": triples}).encode()
-    async with workplace(node, spec) as place:
+    async with sandbox_session(node, spec) as place:
         done = await place.tools.run(
             [*_PYTHON, _CHECKER], env=_ENV, stdin=given, timeout_s=_OVERHEAD_S + len(triples), apart=True
         )

@@ -1,11 +1,13 @@
-"""Rows of public data sets of programming problems, as rows of our own.
+"""Conversion of public data sets of programming problems to our rows.
 
     APPS, TACO      question, input_output (JSON: inputs, outputs, fn_name), solutions, starter_code
     LiveCodeBench   question_content, public_test_cases, private_test_cases, metadata (JSON: func_name)
     HumanEval       prompt, entry_point, test, canonical_solution
     MBPP            text or prompt, code, test_list, test_imports or test_setup_code
+    Eurus, verl     prompt (chat messages), reward_model (ground_truth: inputs, outputs, fn_name, or the list
+                    of test cases of DeepCoder), perhaps as JSON texts
 
-Known by their fields; whatever has `tests` is taken for our own.
+Formats are recognised by their fields; any row with `tests` is taken for our own.
 """
 
 import ast
@@ -21,26 +23,27 @@ import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from prorl_envs.env.columns import decoded, user_text
 from prorl_envs.envs.code.task import SOLUTION
 from prorl_envs.errors import InputError
 from prorl_envs.tools.types import JsonObject
 
-#: Most bytes that a compressed field may unpack to.
+#: Maximum bytes that a compressed field may unpack to.
 _MAX_UNPACKED = 256 * 2**20
 _LIMITS = ("time_s", "memory_mb", "total_s")
 
 
 def own_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`row` in our own form; what is no known form comes back as it is.
+    """Convert `row` to our format; return a row of no known format unchanged.
 
     Raises:
-        InputError: a field of a known form is wrong.
+        InputError: a field of a known format is wrong.
     """
     if "tests" in row:
         return row
     for field, read in (
         ("input_output", _apps), ("public_test_cases", _livecodebench), ("entry_point", _humaneval),
-        ("test_list", _mbpp),
+        ("test_list", _mbpp), ("reward_model", _verl),
     ):  # fmt: skip
         if field in row:
             return read(row)
@@ -69,7 +72,7 @@ def _apps(row: Mapping[str, Any]) -> JsonObject:
 
 
 def _programs(inputs: list[Any], outputs: list[Any]) -> JsonObject:
-    """Inputs and outputs are texts, or lists of lines."""
+    """Convert inputs and outputs that are texts, or lists of lines."""
     joined = [
         ["\n".join(map(str, text)) if isinstance(text, list) else str(text) for text in texts]
         for texts in (inputs, outputs)
@@ -79,7 +82,8 @@ def _programs(inputs: list[Any], outputs: list[Any]) -> JsonObject:
 
 
 def _calls(name: Any, inputs: list[Any], outputs: list[Any]) -> JsonObject:
-    """An output may be the result, or a list that holds just the result: the data sets have both."""
+    """Convert calls. An output may be the result, or a list that holds only the result: the data sets have
+    both."""
     cases = []
     for number, (args, right) in enumerate(zip(inputs, outputs, strict=True)):
         args = _list(args, f"input_output.inputs.{number}")
@@ -114,7 +118,7 @@ def _livecodebench(row: Mapping[str, Any]) -> JsonObject:
 
 
 def _call(case: Mapping[str, Any]) -> JsonObject:
-    """Arguments stand one a line, each in JSON."""
+    """Parse a case whose arguments are one per line, each in JSON."""
     try:
         args = [json.loads(line) for line in str(case["input"]).splitlines() if line.strip()]
         return {"args": args, "expected": json.loads(str(case["output"]))}
@@ -142,14 +146,14 @@ def _is_json(text: str) -> bool:
 
 
 class _TextOnly(pickle.Unpickler):
-    """A pickle may name code to run; this one's names lead nowhere."""
+    """Unpickler that refuses all names, because a pickle may name code to run."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"names {module}.{name}")
 
 
 def _unpacked(text: str, field: str) -> str:
-    """LiveCodeBench packs its private cases: base64 of zlib of a pickled text."""
+    """Unpack LiveCodeBench's private cases: base64 of zlib of a pickled text."""
     try:
         unpack = zlib.decompressobj()
         data = unpack.decompress(base64.b64decode(text, validate=True), _MAX_UNPACKED)
@@ -198,8 +202,28 @@ def _mbpp(row: Mapping[str, Any]) -> JsonObject:
     }
 
 
+def _verl(row: Mapping[str, Any]) -> JsonObject:
+    judged = decoded(row["reward_model"])
+    truth = decoded(judged.get("ground_truth")) if isinstance(judged, Mapping) else None
+    problem, name = user_text(row.get("prompt"), "prompt"), row.get("id") or row.get("instance_id")
+    if name is None and isinstance(extra := decoded(row.get("extra_info")), Mapping):
+        name = extra.get("index")
+    more = {key: value for key, value in row.items() if key not in ("id", "prompt", "reward_model")}
+    cases = truth if isinstance(truth, list) else []
+    if not isinstance(truth, Mapping | list) or not all(isinstance(case, Mapping) for case in cases):
+        raise InputError("reward_model.ground_truth: neither inputs and outputs nor a list of test cases")
+    if cases and (function := cases[0].get("fn_name")):
+        inputs, outputs = ([case.get(key) for case in cases] for key in ("input", "output"))
+        truth = {"fn_name": function, "inputs": inputs, "outputs": outputs}
+    if isinstance(truth, Mapping):
+        return _apps({**more, "problem_id": name, "question": problem, "input_output": truth})
+    metadata = decoded(cases[0].get("metadata")) if cases else None
+    named = {**more, "question_id": name, "question_content": problem, "public_test_cases": cases}
+    return _livecodebench({**named, "metadata": metadata or {}})
+
+
 def _called(asserts: Iterable[str], prelude: str) -> list[str]:
-    """The functions that the tests call and nobody but the solution can define."""
+    """Return the functions that the tests call and that only the solution can define."""
     known = set(dir(builtins)) | {"math"}
     try:
         for node in ast.walk(ast.parse(prelude)):
@@ -221,7 +245,7 @@ def _called(asserts: Iterable[str], prelude: str) -> list[str]:
 
 
 def _told(problem: str, tests: JsonObject, starter: str) -> str:
-    """The problem, with what a solution must look like."""
+    """Return the problem with the required form of a solution."""
     if tests["type"] == "stdio":
         return f"{problem}\n\nWrite a program that reads from standard input and prints to standard output."
     told = f"{problem}\n\nWrite the function {tests['entry_point']}, or a class Solution with that method."
@@ -237,7 +261,7 @@ def _reference(code: str) -> JsonObject:
 
 
 def _limits(row: Mapping[str, Any]) -> JsonObject:
-    """The limits that a row gives, as ours: TACO writes `2.0 seconds` and `256.0 megabytes`."""
+    """Convert the limits of a row: TACO writes `2.0 seconds` and `256.0 megabytes`."""
     limits: JsonObject = {}
     for field, key in (("time_limit", "time_s"), ("memory_limit", "memory_mb")):
         if found := re.match(r"\s*(\d+(?:\.\d+)?)\s*(second|megabyte)?", str(row.get(field) or "")):
@@ -251,7 +275,7 @@ def _limits(row: Mapping[str, Any]) -> JsonObject:
 
 
 def _id(row: Mapping[str, Any], *fields: str) -> str:
-    """What names the row: `id`, the form's own field, or else a digest of the problem."""
+    """Return the row's id: `id`, the format's own field, or else a digest of the problem."""
     for field in ("id", *fields[:1]):
         if (value := row.get(field)) is not None and str(value):
             return str(value)[:200]

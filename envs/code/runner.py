@@ -1,15 +1,15 @@
-"""Runs a batch of cases in the grading sandbox. One process is started through the host, cases are forked.
+"""Runner of a batch of cases in the grading sandbox. The host starts one process; cases are forked from it.
 
-    runner    reads the batch from stdin, tells the nursery what to fork, keeps the time, prints the results
-    nursery   forked before the batch was read, so nothing of it is in its memory, nor in that of its forks
+    runner    reads the batch from stdin, sends fork requests to the nursery, keeps time, prints the results
+    nursery   forked before the batch was read, so none of it is in its memory, nor in that of its forks
     case      one fork per case: it gets its own input and nothing else, and the solution runs in it
-    tests     for test code, one fork more, in which the solution never runs; the two talk over a socket
+    tests     for test code, one fork more, in which the solution never runs; the two communicate by a socket
 
-The solution has the same user id as all of them. Runner, nursery and tests are not dumpable, so their memory
-and descriptors are closed to it. It can kill them, and fails its cases with that. The results carry a secret
-that came with the batch, so nothing else can print them.
+The solution has the same user id as all of them. Runner, nursery and tests are not dumpable, so the solution
+cannot access their memory and descriptors. It can kill them, which fails its cases. The results carry a
+secret that came with the batch, so no other process can forge them.
 
-Imports nothing of this package but `values`, whose text stands before this one in the sandbox.
+Imports nothing of this package but `values`, whose text precedes this one in the sandbox.
 """
 
 import atexit
@@ -43,25 +43,25 @@ from typing import Any, NoReturn
 
 from prorl_envs.envs.code.values import NotPlain, decode, encode
 
-#: Imported here so that it costs a case nothing; in a function's module all but the last are there.
+#: Imported here so that it costs a case nothing; in a function's module all but the last are available.
 _COMMON = (bisect, collections, functools, heapq, itertools, math, random, re, string, threading)
 
 _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
 _MESSAGE = 4096
-#: Most bytes of one call or result between test code and solution.
+#: Maximum bytes of one call or result between test code and solution.
 _CALL_LIMIT = 16 * 2**20
 _ERROR_BYTES = 2_000
-#: Most bytes of a file the solution writes, its output included.
+#: Maximum bytes of a file the solution writes, including its output.
 _FILE_LIMIT = 64 * 2**20
 _LENGTH = struct.Struct(">I")
-#: Seconds in which the nursery answers, unless a solution stopped it; never more than the cases may take.
+#: Timeout of the nursery's answers, unless a solution stopped it; at most the time of all cases.
 _ANSWER_S = 30.0
-#: Wall time allowed for so much processor time: machines are busy.
+#: Wall time allowed per processor time, because machines may be busy: factor, and constant seconds.
 _PATIENCE, _PATIENCE_S = 4.0, 2.0
 
 
 def main() -> None:
-    """Returns in the runner alone."""
+    """Run the cases of the batch; only the runner returns."""
     _prctl(_PR_SET_DUMPABLE, 0)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
@@ -91,7 +91,7 @@ def _run_all(batch: dict[str, Any], nursery: socket.socket) -> list[dict[str, An
             break
         try:
             result = _run_one({**batch, **case}, nursery, ends)
-        except (OSError, ValueError) as error:  # the solution ended the nursery, say
+        except (OSError, ValueError) as error:  # for example, the solution killed the nursery
             results.append({"status": "lost", "error": str(error)[:200]})
             break
         results.append(result)
@@ -110,7 +110,8 @@ def _run_one(case: dict[str, Any], nursery: socket.socket, ends: float) -> dict[
             _fill(given, case["input"].encode("utf-8", "replace"))
         if mode == "call":
             spec["args"], spec["kwargs"] = case["args"], case["kwargs"]
-        # A call's result and a program's output travel the same way; what a function prints goes nowhere.
+        # A call's result and a program's output use the same descriptor; output printed by a function is
+        # discarded.
         fds = [given, out, err, *(wire.fileno() for wire in wires[:1])]
         pids = [_fork(nursery, spec, fds)]
         if wires:
@@ -145,9 +146,9 @@ def _received(sock: socket.socket) -> bytes:
 
 
 def _wait(pid: int, case: dict[str, Any], ends: float) -> bool:
-    """Wait for a process, kill it at its deadline; whether it was killed."""
+    """Wait for a process, and kill it at its deadline; return true if it was killed."""
     limit = min(case["time_s"] * _PATIENCE + _PATIENCE_S, max(0.0, ends - time.monotonic()))
-    pidfd = os.pidfd_open(pid)  # not reaped before we say so
+    pidfd = os.pidfd_open(pid)  # not reaped before we request it
     try:
         poller = select.poll()
         poller.register(pidfd, select.POLLIN)
@@ -162,7 +163,7 @@ def _wait(pid: int, case: dict[str, Any], ends: float) -> bool:
 
 
 def _reap(nursery: socket.socket, pids: list[int]) -> list[list[float]]:
-    """Status, processor seconds and peak memory of each; whatever else they started is ended."""
+    """Return status, processor seconds and peak memory of each; kill all other processes they started."""
     nursery.send(json.dumps(pids).encode())
     usages: list[list[float]] = json.loads(_received(nursery))
     return usages
@@ -190,9 +191,9 @@ def _result(case: dict[str, Any], usage: list[float], late: bool, out: int, err:
 def _judged(
     case: dict[str, Any], pids: list[int], nursery: socket.socket, out: int, ends: float
 ) -> dict[str, Any]:
-    """The outcome of test code: `out` is written by the tests alone, `pids[1]`."""
+    """Return the outcome of test code: only the tests, `pids[1]`, write to `out`."""
     late = _wait(pids[1], case, ends)
-    # The tests are over, and with them the solution: it is not waited for.
+    # The tests have finished: the solution is killed without waiting for it.
     solution, _ = _reap(nursery, pids)
     seconds = solution[1]
     text = os.pread(out, _MESSAGE * 4, 0)
@@ -217,13 +218,13 @@ def _fill(fd: int, data: bytes) -> None:
 
 
 def _nursery(sock: socket.socket) -> tuple[dict[str, Any], int]:
-    """Fork at each request; returns only in a fork, with its job and the socket to the other side, or -1."""
+    """Fork at each request; return only in a fork, with its job and the socket to the other side, or -1."""
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
     os.close(null)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    gc.freeze()  # a case's collections need not look at, and so copy, what was there before it
+    gc.freeze()  # a case's collections skip older objects, which avoids copying their pages
     while True:
         message, fds, _, _ = socket.recv_fds(sock, _MESSAGE, 8)
         if not message:
@@ -241,7 +242,7 @@ def _nursery(sock: socket.socket) -> tuple[dict[str, Any], int]:
 
 
 def _end(pids: list[int]) -> list[list[float]]:
-    """End every process there is below, those that nobody waited for included, and say how the pids ended."""
+    """Kill all descendants, including orphans, and return the exit data of `pids`."""
     usages: dict[int, list[float]] = {}
     with contextlib.suppress(ChildProcessError):
         for _ in range(100_000):
@@ -269,7 +270,7 @@ def _children() -> list[int]:
 def _job(fds: list[int]) -> tuple[dict[str, Any], int]:
     with open(fds[0], "rb") as file:  # noqa: PTH123
         job: dict[str, Any] = json.load(file)
-    # First all above the numbers they shall have.
+    # First move all of them above their target numbers.
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in fds[1:]]
     os.closerange(3, 100)
     for fd, target in zip(high, (0, 3, 2, 4), strict=False):
@@ -291,7 +292,7 @@ def _perform(job: dict[str, Any], wire: int) -> NoReturn:
         _program(job)
     if job["mode"] == "call":
         _call(job)
-    os.close(3)  # the tests' verdict
+    os.close(3)  # the descriptor of the tests' verdict
     _serve(job, socket.socket(fileno=wire))
 
 
@@ -313,7 +314,7 @@ def _streams() -> None:
 
 
 def _program(job: dict[str, Any]) -> NoReturn:
-    """Ends as the interpreter does: with its threads, its exit functions and its exit status."""
+    """Run the program and exit as the interpreter does: with its threads, exit functions and exit status."""
     os.dup2(3, 1)
     os.close(3)
     _streams()
@@ -328,7 +329,8 @@ def _program(job: dict[str, Any]) -> NoReturn:
     except BaseException:  # noqa: BLE001 - the interpreter's own way with it
         sys.excepthook(*sys.exc_info())
         status = 1
-    # What remains of an interpreter's end but the taking down of every module, most of a short case's time.
+    # Same as the interpreter's exit without the teardown of every module, which takes most of a short case's
+    # time.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     with contextlib.suppress(ValueError):  # closed
@@ -344,7 +346,7 @@ def _exit_status(code: Any) -> int:
 
 
 def _load(job: dict[str, Any]) -> dict[str, Any]:
-    """The solution's names. Its module has what solutions of such tasks take for granted."""
+    """Load the solution and return its names. Its module has the imports that such solutions expect."""
     _streams()
     module = types.ModuleType("solution")
     module.__file__ = job["path"]
@@ -374,7 +376,7 @@ def _call(job: dict[str, Any]) -> NoReturn:
 
 
 def _serve(job: dict[str, Any], sock: socket.socket) -> NoReturn:
-    """Answer calls of the tests until they end."""
+    """Answer calls of the tests until they exit."""
     names = _load(job)
     while True:
         request = json.loads(_receive(sock))
@@ -406,7 +408,7 @@ def _exactly(sock: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
-# Test code, where the solution never runs.
+# Test code, in a process in which the solution never runs.
 
 
 def _tests(job: dict[str, Any], wire: int) -> NoReturn:
@@ -430,7 +432,7 @@ def _tests(job: dict[str, Any], wire: int) -> NoReturn:
 
 def _remote(sock: socket.socket, name: str) -> Any:
     def function(*args: Any, **kwargs: Any) -> Any:
-        # NotPlain passes: it is the tests that give what does not travel.
+        # NotPlain is not caught: it is the tests that pass an unsupported value.
         call = {"name": name, "args": encode(list(args)), "kwargs": encode(kwargs)}
         _send(sock, json.dumps(call).encode())
         answer = json.loads(_receive(sock))

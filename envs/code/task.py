@@ -1,4 +1,4 @@
-"""The rows of a code data file, in our own form; `rows.py` reads those of public data sets into it."""
+"""Row format of code data files; `rows.py` converts public data sets to it."""
 
 import ast
 from enum import StrEnum
@@ -9,9 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from prorl_envs.env.base import Task
 from prorl_envs.env.scoring import Scoring
 
-#: Most bytes of a solution that is graded.
+#: Maximum bytes of a solution that is graded.
 MAX_SOLUTION_BYTES = 1_000_000
-#: Where the solution is expected.
+#: Path of the solution.
 SOLUTION = "/workspace/solution.py"
 
 type Tolerance = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -20,7 +20,7 @@ type Name = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")]
 
 
 class TextRule(StrEnum):
-    """How a program's output is compared with the expected one."""
+    """Comparison of a program's output with the expected one."""
 
     EXACT = "exact"
     LINES = "lines"
@@ -29,7 +29,7 @@ class TextRule(StrEnum):
 
 
 class ValueRule(StrEnum):
-    """How a function's result is compared with the expected one."""
+    """Comparison of a function's result with the expected one."""
 
     EQUAL = "equal"
     FLOATS = "floats"
@@ -41,22 +41,22 @@ class _Model(BaseModel):
 
 
 class StdioCase(_Model):
-    """What the program reads, and what it should print."""
+    """Input of the program, and its expected output."""
 
     input: str
     output: str = ""
 
 
 class StdioTests(_Model):
-    """The solution is a program that reads stdin and prints to stdout.
+    """Tests of a program that reads stdin and prints to stdout.
 
     Args:
-        cases: what it reads and should print.
-        compare: `exact`: the same text; `lines`: but for white space at the end of lines and of the whole;
-            `tokens`: but for white space; `floats`: tokens, of which numbers may differ by the tolerance.
-        rel_tol, abs_tol: of `floats`.
-        checker: Python that defines `check(input, output, expected)`, true where the output is right. It
-            replaces `compare`, and runs in a sandbox where the solution never was.
+        cases: inputs and expected outputs.
+        compare: `exact`: the same text; `lines`: except white space at the end of lines and of the whole;
+            `tokens`: except white space; `floats`: tokens, of which numbers may differ by the tolerance.
+        rel_tol, abs_tol: tolerances of `floats`.
+        checker: Python that defines `check(input, output, expected)`, true if the output is right. It
+            replaces `compare`, and runs in a sandbox in which the solution never ran.
     """
 
     type: Literal["stdio"]
@@ -74,7 +74,7 @@ class StdioTests(_Model):
 
 
 class FunctionCase(_Model):
-    """One call, and what it should return; `alternatives` are as right as `expected`."""
+    """One call, and its expected result; `alternatives` are equally right."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[Name, Any] = Field(default_factory=dict)
@@ -83,13 +83,13 @@ class FunctionCase(_Model):
 
 
 class FunctionTests(_Model):
-    """The solution defines a function, or a class `Solution` with a method, of this name.
+    """Tests of a function, or of a method of a class `Solution`, of this name.
 
     Args:
         entry_point: the name.
         cases: calls with their results. A tuple equals a list with the same items.
         compare: `equal`, `floats` (numbers within the tolerance), or `unordered` (a list in any order).
-        rel_tol, abs_tol: of `floats`.
+        rel_tol, abs_tol: tolerances of `floats`.
     """
 
     type: Literal["function"]
@@ -101,7 +101,7 @@ class FunctionTests(_Model):
 
 
 class ScriptCase(_Model):
-    """Test code: it passes if it raises nothing. Where it defines `check`, that is given the function."""
+    """Test code: it passes if it raises nothing. If it defines `check`, this is called with the function."""
 
     code: Source = Field(min_length=1)
 
@@ -112,11 +112,11 @@ class ScriptCase(_Model):
 
 
 class ScriptTests(_Model):
-    """Test code calls the solution's functions.
+    """Tests by code that calls the solution's functions.
 
-    It runs in a process of its own, and what it calls runs in another: arguments and results travel as plain
-    values (numbers, texts, lists, tuples, dicts, sets, bytes, None), so a function is judged by what it
-    returns and not by what it does to its arguments.
+    The code runs in its own process, and the called functions in another: arguments and results are
+    transferred as plain values (numbers, texts, lists, tuples, dicts, sets, bytes, None), so a function is
+    judged by its results and not by changes to its arguments.
 
     Args:
         functions: the solution's functions that the tests call. `check` is called with the first.
@@ -139,10 +139,10 @@ type Tests = Annotated[StdioTests | FunctionTests | ScriptTests, Field(discrimin
 
 
 class CaseLimits(_Model):
-    """Bounds of the solution, per case but for `total_s`.
+    """Limits of the solution, per case except `total_s`.
 
     Args:
-        time_s: seconds of processor time. Wall time is bounded too, far above, for programs that wait.
+        time_s: seconds of processor time. Wall time has a much higher limit, for programs that wait.
         memory_mb: megabytes of address space of each process.
         total_s: seconds that all cases together may take.
     """
@@ -156,10 +156,10 @@ class CodeTask(Task):
     """One programming problem.
 
     Args:
-        starter: what the solution file holds at first; empty: there is none.
-        tests: what is graded. Never in the agent's sandbox.
-        limits: bounds of the solution.
-        scoring: `all` (default): 1 where every case passes, else 0; `weighted`: the share that passed.
+        starter: initial content of the solution file; empty: no file.
+        tests: the graded tests. Never in the agent's sandbox.
+        limits: limits of the solution.
+        scoring: `all` (default): 1 if every case passes, else 0; `weighted`: the share that passed.
     """
 
     starter: Source = ""
@@ -169,10 +169,10 @@ class CodeTask(Task):
 
 
 def defined_functions(source: str, what: str) -> set[str]:
-    """The names of the functions that `source` defines at its top level.
+    """Return the names of the functions that `source` defines at its top level.
 
     Raises:
-        ValueError: it is no Python.
+        ValueError: `source` is not Python.
     """
     try:
         tree = ast.parse(source)

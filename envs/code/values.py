@@ -1,5 +1,5 @@
-"""Plain Python values as JSON and back, on the host and in the grading sandbox: there its text is put before
-that of `runner.py`, so it imports nothing of ours."""
+"""Conversion of plain Python values to JSON and back, on the host and in the grading sandbox. In the sandbox
+this text precedes that of `runner.py`, so it imports none of our modules."""
 
 import itertools
 import math
@@ -11,14 +11,14 @@ _SMALL = 2**63
 
 
 class NotPlain(TypeError):
-    """The value is none that travels."""
+    """Error: the value cannot be transferred."""
 
 
 def encode(value: Any, depth: int = 0) -> Any:
-    """A JSON value that says which plain value this is.
+    """Encode a plain value with its type as JSON.
 
     Raises:
-        NotPlain: it is none.
+        NotPlain: the value is not plain.
         ValueError: it is nested too deep.
     """
     kind = type(value)
@@ -45,7 +45,7 @@ def encode(value: Any, depth: int = 0) -> Any:
 
 
 def _encode_other(value: Any, depth: int) -> Any:
-    """Subclasses, numpy's values and iterators, as what they are like."""
+    """Encode subclasses, numpy's values and iterators as the plain values they resemble."""
     if hasattr(value, "tolist"):
         return encode(value.tolist(), depth + 1)
     bases: tuple[Any, ...] = (int, float, complex, str, bytes, list, tuple, set, frozenset, dict)
@@ -58,10 +58,10 @@ def _encode_other(value: Any, depth: int) -> Any:
 
 
 def decode(value: Any, depth: int = 0) -> Any:
-    """What `encode` was given. `value` comes from JSON, and is hostile.
+    """Decode a value of `encode`. `value` comes from JSON, and is hostile.
 
     Raises:
-        ValueError: it says nothing.
+        ValueError: it is not a valid encoding.
     """
     if depth > _DEPTH + 4:
         raise ValueError("nested too deep")
@@ -71,7 +71,7 @@ def decode(value: Any, depth: int = 0) -> Any:
         return value
     try:
         return _decode_tagged(value["t"], value["v"], depth + 1)
-    except (KeyError, TypeError) as error:  # also what cannot be the key of a dict or in a set
+    except (KeyError, TypeError) as error:  # also for a value that cannot be a dict key or in a set
         raise ValueError(f"no value: {error}") from error
 
 

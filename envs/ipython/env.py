@@ -8,17 +8,18 @@ from prorl_envs.env.scoring import score
 from prorl_envs.envs.ipython.grading import fetch_answer, judge
 from prorl_envs.envs.ipython.task import IPythonTask
 from prorl_envs.errors import EnvironmentFault
+from prorl_envs.extras import install_extras
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.runtime import python_spec
+from prorl_envs.sandbox.filesystem.python_runtime import python_spec
+from prorl_envs.tools.pool.sandbox_session import SandboxSession
 from prorl_envs.tools.schemas import PYTHON
 from prorl_envs.tools.types import ToolSpec
-from prorl_envs.tools.workplace import Workplace
 
 SETUP_TIMEOUT_S = 120.0
-#: What the system prompt promises.
+#: Packages that the system prompt promises.
 _PACKAGES = ("numpy", "pandas", "scipy", "sympy")
 
-#: Finish, with an answer.
+#: Finish tool with an answer.
 ANSWER = ToolSpec(
     name="finish",
     description="Hand in the answer and end the task.",
@@ -38,7 +39,7 @@ ANSWER = ToolSpec(
 
 
 class IPythonEnvironment(SandboxedEnvironment[IPythonTask]):
-    """One task for a Python session."""
+    """Data and computation tasks in a Python session, graded by the answer."""
 
     name = "ipython"
     task_type = IPythonTask
@@ -57,9 +58,9 @@ class IPythonEnvironment(SandboxedEnvironment[IPythonTask]):
     @classmethod
     def unavailable(cls, task: IPythonTask) -> str:
         missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-        return f"not installed: {', '.join(missing)} (prorl-envs[data] brings them)" if missing else ""
+        return f"not installed: {', '.join(missing)} ({install_extras('data')})" if missing else ""
 
-    async def prepare(self, task: IPythonTask, place: Workplace) -> None:
+    async def prepare(self, task: IPythonTask, place: SandboxSession) -> None:
         for name, text in task.files.items():
             await place.tools.write(f"{place.sandbox.spec.workdir}/{name}", text.encode(errors="replace"))
         if task.setup:
@@ -67,10 +68,10 @@ class IPythonEnvironment(SandboxedEnvironment[IPythonTask]):
             if not done.ok or done.data.get("error"):
                 raise EnvironmentFault(
                     f"setup failed: {done.text[-1000:]}",
-                    hint="numpy, pandas, scipy and sympy come with the extra prorl-envs[data]",
+                    hint=install_extras("data"),
                 )
 
-    async def grade(self, task: IPythonTask, place: Workplace) -> Grade:
+    async def grade(self, task: IPythonTask, place: SandboxSession) -> Grade:
         results = []
         for name, check in task.named_checks():
             answer = await fetch_answer(check.source, finish=self.answer, place=place)

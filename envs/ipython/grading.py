@@ -1,8 +1,8 @@
-"""Fetching an answer from where it was left, and judging it.
+"""Retrieval of an answer from its source, and its grading.
 
-Fetching happens in the agent's own sandbox: an answer is whatever text the agent chose to leave, so nothing
-is lost if its session lies about it. Judging happens here, on the text alone, by pure bounded functions that
-evaluate none of it.
+Retrieval happens in the agent's own sandbox: an answer is any text that the agent chose to leave, so a
+session that lies about it is harmless. Grading happens here, on the text alone, by pure bounded functions
+that evaluate none of it.
 """
 
 from prorl_envs.env.answers import (
@@ -16,13 +16,13 @@ from prorl_envs.env.answers import (
 from prorl_envs.env.sandboxed import MAX_ANSWER_CHARS
 from prorl_envs.env.scoring import CheckResult
 from prorl_envs.envs.ipython.task import Check, ExpressionCheck, NumberCheck, NumbersCheck, TextCheck
-from prorl_envs.tools.workplace import Workplace
+from prorl_envs.tools.pool.sandbox_session import SandboxSession
 
-#: Seconds the session has to print a variable.
+#: Timeout for the session to print a variable, in seconds.
 VARIABLE_TIMEOUT_S = 30.0
 _EVIDENCE_CHARS = 2_000
 
-# numpy's and pandas' containers become plain lists; numbers print as numbers and not as np.float64(...).
+# Convert numpy's and pandas' containers to plain lists, so that numbers do not print as np.float64(...).
 _PRINT = """
 def __show(value):
     value = value.tolist() if hasattr(value, "tolist") else value
@@ -32,8 +32,8 @@ __show({name})
 """
 
 
-async def fetch_answer(source: str, *, finish: str | None, place: Workplace) -> str | None:
-    """The text found at `source`, or None where nothing usable is there.
+async def fetch_answer(source: str, *, finish: str | None, place: SandboxSession) -> str | None:
+    """Return the text found at `source`, or None if nothing usable is there.
 
     Raises:
         SandboxError, ToolError: our infrastructure failed.
@@ -50,13 +50,13 @@ async def fetch_answer(source: str, *, finish: str | None, place: Workplace) -> 
             f"{place.sandbox.spec.workdir}/{where}", limit=4 * MAX_ANSWER_CHARS + 1
         )
     except OSError:
-        return None  # not there, or no file: the agent's doing
+        return None  # missing, or not a file: caused by the agent
     text = content.decode(errors="replace")
     return text if len(text) <= MAX_ANSWER_CHARS else None
 
 
 def judge(name: str, check: Check, answer: str | None) -> CheckResult:
-    """One check's verdict on an answer. Pure and total."""
+    """Return one check's verdict on an answer. Pure and total."""
     passed = answer is not None and _right(check, answer)
     shown = None if answer is None else answer[:_EVIDENCE_CHARS]
     detail = {"type": check.type, "source": check.source, "answer": shown}

@@ -1,4 +1,4 @@
-"""The rows of a Python data file."""
+"""Row format of Python data files."""
 
 from typing import Annotated, Literal
 
@@ -9,7 +9,7 @@ from prorl_envs.env.base import Task
 from prorl_envs.env.scoring import CheckModel, Scoring, check_names
 
 type Number = Annotated[float, Field(allow_inf_nan=False)]
-#: Where an answer is found: in the finish call, in a variable of the session, in a file of the workspace.
+#: Source of an answer: the finish call, a variable of the session, or a file of the workspace.
 type Source = Annotated[
     str,
     Field(pattern=r"^(finish|variable:[A-Za-z_][A-Za-z0-9_]{0,99}|file:[A-Za-z0-9_][A-Za-z0-9_./-]{0,199})$"),
@@ -17,7 +17,7 @@ type Source = Annotated[
 
 
 class AnswerCheck(CheckModel):
-    """What all checks of an answer have in common.
+    """Common fields of all checks of an answer.
 
     Args:
         source: `finish` (the argument of the finish call), `variable:NAME`, or `file:PATH`.
@@ -27,7 +27,8 @@ class AnswerCheck(CheckModel):
 
 
 class _Tolerance(AnswerCheck):
-    """
+    """Tolerance of a comparison.
+
     Args:
         rel_tol, abs_tol: an answer is right within `abs_tol`, or within `rel_tol` of the right value's size.
     """
@@ -37,14 +38,14 @@ class _Tolerance(AnswerCheck):
 
 
 class NumberCheck(_Tolerance):
-    """The answer is this number."""
+    """Check that the answer is this number."""
 
     type: Literal["number"]
     value: Number
 
 
 class NumbersCheck(_Tolerance):
-    """The answer is these numbers, each as often; in this order where `ordered`."""
+    """Check that the answer is these numbers, equally often; in this order if `ordered`."""
 
     type: Literal["numbers"]
     values: tuple[Number, ...] = Field(min_length=1, max_length=10_000)
@@ -52,7 +53,7 @@ class NumbersCheck(_Tolerance):
 
 
 class ExpressionCheck(AnswerCheck):
-    """The answer is this function of `variables`, in whatever form.
+    """Check that the answer is this function of `variables`, in any form.
 
     Args:
         value: the right expression, in the notation of sympy's `str`.
@@ -74,7 +75,7 @@ class ExpressionCheck(AnswerCheck):
 
 
 class TextCheck(AnswerCheck):
-    """The answer is this text; runs of white space count as one space."""
+    """Check that the answer is this text; runs of white space count as one space."""
 
     type: Literal["text"]
     value: str = Field(min_length=1, max_length=20_000)
@@ -88,10 +89,10 @@ class IPythonTask(Task):
     """One task for a Python session.
 
     Args:
-        files: what the workspace holds at first: text by file name.
+        files: initial contents of the workspace: text by file name.
         setup: Python code run in the session before the episode. The names it defines stay.
-        checks: what is graded.
-        scoring: `all` (default): 1 where every check passes, else 0; `weighted`: share of passed weights.
+        checks: the graded checks.
+        scoring: `all` (default): 1 if every check passes, else 0; `weighted`: share of passed weights.
     """
 
     files: dict[
@@ -108,6 +109,6 @@ class IPythonTask(Task):
         return self
 
     def named_checks(self) -> list[tuple[str, Check]]:
-        """The checks, each under a name of its own."""
+        """Return the checks with unique names."""
         names = check_names(self.checks, [check.type for check in self.checks])
         return list(zip(names, self.checks, strict=True))

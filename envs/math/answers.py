@@ -1,4 +1,4 @@
-"""The part of judging an answer that needs no library. Pure and bounded."""
+"""Part of the answer comparison that needs no library. Pure and bounded."""
 
 import re
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ _NAMES = frozenset(("pi", "e", "E", "I"))
 
 
 def quick(answer: str, right: str) -> bool | None:
-    """Whether an answer is right, where that is plain to see; None where it takes the library.
+    """Return whether an answer is right if that is obvious; None if the library must decide.
 
-    Two numbers are compared as such: exactly, for an answer that should be rounded says so in the problem.
-    Two plain expressions that are the same function are the same answer; others may still be.
+    Two numbers are compared exactly: a problem states if its answer should be rounded. Two plain expressions
+    that are the same function are the same answer; other pairs may still be.
     """
     if _squeezed(answer) == _squeezed(right):
         return True
@@ -37,14 +37,14 @@ def quick(answer: str, right: str) -> bool | None:
 
 
 def unfinished(answer: str, right: Sequence[str]) -> bool:
-    """Whether an answer leaves to the library what the right ones do not: an integral, a sum, a limit."""
+    """Return true if no right answer contains all operators (integral, sum, limit) of the answer."""
     left = {name for name in _OPERATORS if name in answer}
     return not any(left <= {name for name in _OPERATORS if name in text} for text in right)
 
 
 def _exact(text: str) -> Fraction | None:
-    """A decimal number as it is written, so that long ones are told apart; None for a fraction: how many
-    digits of its decimals do is for the library to say."""
+    """Return a decimal number exactly as written, so that long ones are distinguished; None for a fraction:
+    the library decides how many digits of its decimals suffice."""
     if "/" in text or parse_number(text) is None:
         return None
     return Fraction(text.strip().replace(",", ""))

@@ -1,4 +1,4 @@
-"""Mathematical problems: an IPython session, and an answer judged for being equivalent to the right one."""
+"""Mathematical problems: an IPython session, and an answer judged by equivalence to the right one."""
 
 import importlib.util
 import json
@@ -7,22 +7,24 @@ from importlib.resources import files
 from typing import Any
 
 from prorl_envs.env.base import Grade
-from prorl_envs.env.sandboxed import SandboxedEnvironment, workplace
+from prorl_envs.env.sandboxed import SandboxedEnvironment, sandbox_session
 from prorl_envs.env.words import bare, stated
 from prorl_envs.envs.math.answers import MAX_CHARS, quick, unfinished
 from prorl_envs.envs.math.rows import own_row
 from prorl_envs.envs.math.task import MathTask
 from prorl_envs.errors import EnvironmentFault, GraderError, SandboxLimit
+from prorl_envs.extras import install_extras
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.runtime import python_spec
+from prorl_envs.sandbox.filesystem.python_runtime import python_spec
+from prorl_envs.tools.pool.sandbox_session import SandboxSession
 from prorl_envs.tools.schemas import PYTHON
 from prorl_envs.tools.types import ToolSpec
-from prorl_envs.tools.workplace import Workplace
 
-#: Wall seconds of a verification, the library's import included. Its processor time is limited far below.
+#: Wall-clock timeout of a verification, including the library's import. Its processor time has a far lower
+#: limit.
 VERIFY_S = 300.0
 _PACKAGES = ("numpy", "sympy", "math_verify")
-_INSTALL = "pip install 'prorl-envs[data,math]'"
+_EXTRAS = ("data", "math")
 _EVIDENCE_CHARS = 2_000
 
 ANSWER = ToolSpec(
@@ -43,7 +45,7 @@ ANSWER = ToolSpec(
 
 
 class MathEnvironment(SandboxedEnvironment[MathTask]):
-    """One problem."""
+    """Mathematical problems with a Python session, graded by equivalence of the answer."""
 
     name = "math"
     task_type = MathTask
@@ -63,19 +65,19 @@ class MathEnvironment(SandboxedEnvironment[MathTask]):
     @classmethod
     def unavailable(cls, task: MathTask) -> str:
         missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
-        return f"not installed: {', '.join(missing)} ({_INSTALL})" if missing else ""
+        return f"not installed: {', '.join(missing)} ({install_extras(*_EXTRAS)})" if missing else ""
 
     def sandbox_spec(self, task: MathTask) -> SandboxSpec:
         if reason := self.unavailable(task):
-            raise EnvironmentFault(reason, hint=_INSTALL)
+            raise EnvironmentFault(reason, hint=install_extras(*_EXTRAS))
         return python_spec()
 
-    async def prepare(self, task: MathTask, place: Workplace) -> None:
+    async def prepare(self, task: MathTask, place: SandboxSession) -> None:
         return
 
-    async def grade(self, task: MathTask, place: Workplace) -> Grade:
+    async def grade(self, task: MathTask, place: SandboxSession) -> Grade:
         spec = place.sandbox.spec
-        await self.leave()
+        await self.close_agent_sandbox()
         handed_in = self.answer if self.answer is not None else stated(self.last_words)
         answer = bare(handed_in[: 2 * MAX_CHARS])
         passed, how = await self._judge(task, answer, spec)
@@ -83,7 +85,7 @@ class MathEnvironment(SandboxedEnvironment[MathTask]):
         return Grade(reward=float(passed), components={"answer": float(passed)}, evidence=shown)
 
     async def _judge(self, task: MathTask, answer: str, spec: SandboxSpec) -> tuple[bool, str]:
-        """Whether the answer is right, and by what that was found."""
+        """Return whether the answer is right, and the method that decided it."""
         if not answer or len(answer) > MAX_CHARS:
             return False, "no answer" if not answer else f"longer than {MAX_CHARS} characters"
         right = [bare(text) for text in (task.answer, *task.alternatives)]
@@ -97,14 +99,14 @@ class MathEnvironment(SandboxedEnvironment[MathTask]):
         return await self._verify(answer, right, spec)
 
     async def _verify(self, answer: str, right: list[str], spec: SandboxSpec) -> tuple[bool, str]:
-        """Ask the library, in a sandbox of its own.
+        """Ask the library, in a separate sandbox.
 
         Raises:
             GraderError: it does not start, or the machine is too busy for it.
         """
         program = files("prorl_envs.envs.math").joinpath("verifier.py").read_text("utf-8")
         given = json.dumps({"answer": answer, "right": right}).encode()
-        async with workplace(self.node, spec) as verifier:
+        async with sandbox_session(self.node, spec) as verifier:
             try:
                 done = await verifier.tools.run(
                     ["python3", "-s", "-P", "-c", program], stdin=given, timeout_s=VERIFY_S, apart=True
@@ -114,7 +116,8 @@ class MathEnvironment(SandboxedEnvironment[MathTask]):
         lines = done.output.split()
         if not lines or done.timed_out:
             raise GraderError(
-                f"math-verify did not answer: {done.errors[-500:].decode(errors='replace')}", hint=_INSTALL
+                f"math-verify did not answer: {done.errors[-500:].decode(errors='replace')}",
+                hint=install_extras(*_EXTRAS),
             )
         if lines[1:] in ([b"equal"], [b"other"]):
             return lines[1] == b"equal", "math-verify"

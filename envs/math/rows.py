@@ -1,18 +1,20 @@
-"""Rows of public data sets of mathematical problems, as rows of our own.
+"""Conversion of public data sets of mathematical problems to our rows.
 
     GSM8K               question, answer (a solution that ends in `#### 42`)
     MATH                problem, solution (with a boxed answer), perhaps answer
     AIME and the like   Problem, Answer, ID
-    DAPO, verl          prompt (chat messages), reward_model (ground_truth), extra_info (index)
+    DAPO, verl, Eurus   prompt (chat messages), reward_model (ground_truth), extra_info (index); the first two
+                        perhaps as JSON texts
     Nemotron, OpenMath  problem, expected_answer
 
-Known by their fields; whatever has `instruction` is taken for our own.
+Formats are recognised by their fields; any row with `instruction` is taken for our own.
 """
 
 import hashlib
 from collections.abc import Mapping
 from typing import Any
 
+from prorl_envs.env.columns import decoded, user_text
 from prorl_envs.env.words import last_boxed
 from prorl_envs.errors import InputError
 
@@ -23,10 +25,10 @@ _GSM8K = "####"
 
 
 def own_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`row` in our own form; what is no known form comes back as it is.
+    """Convert `row` to our format; return a row of no known format unchanged.
 
     Raises:
-        InputError: a field of a known form is wrong.
+        InputError: a field of a known format is wrong.
     """
     lower = {key.lower(): value for key, value in row.items()}
     if "instruction" in row or not any(field in lower for field in _PROBLEM):
@@ -45,17 +47,11 @@ def own_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _problem(row: Mapping[str, Any]) -> str:
     field = next(field for field in _PROBLEM if field in row)
-    value = row[field]
-    if isinstance(value, list | tuple):
-        asked = [m.get("content") for m in value if isinstance(m, Mapping) and m.get("role") == "user"]
-        value = asked[-1] if asked else None
-    if not isinstance(value, str) or not value.strip():
-        raise InputError(f"{field}: neither a text nor chat messages with a user's")
-    return value
+    return user_text(row[field], field)
 
 
 def _answer(row: Mapping[str, Any]) -> str:
-    judged = row.get("reward_model")
+    judged = decoded(row.get("reward_model"))
     if isinstance(judged, Mapping):
         return _bare(judged.get("ground_truth"), "reward_model.ground_truth")
     for field in _ANSWER:
@@ -83,7 +79,7 @@ def _bare(value: Any, field: str) -> str:
 
 
 def _id(row: Mapping[str, Any], problem: str) -> str:
-    """What names the row, or else a digest of the problem."""
+    """Return the row's id, or else a digest of the problem."""
     extra = row.get("extra_info")
     for source in (row, extra if isinstance(extra, Mapping) else {}):
         for field in _ID:

@@ -1,4 +1,4 @@
-"""The rows of a mathematics data file, in our own form; `rows.py` reads those of public data sets into it."""
+"""Row format of mathematics data files; `rows.py` converts public data sets to it."""
 
 from typing import Annotated
 
@@ -14,7 +14,7 @@ class MathTask(Task):
 
     Args:
         answer: the right answer, in LaTeX or as plain text: `42`, `\frac{1}{2}`, `x**2 + 1`, `(1, 2]`.
-        alternatives: answers that are as right.
+        alternatives: other right answers.
     """
 
     answer: Answer

@@ -1,8 +1,9 @@
-"""Is this answer that one? Runs `math-verify` on one answer, in a sandbox; imports nothing of ours.
+"""Comparison of two answers by `math-verify`, in a sandbox; imports none of our modules.
 
-The library parses LaTeX with a grammar, and hands what looks like arithmetic to sympy; both take as long as
-the answer makes them. Its own time limits are alarms, which do not stop a long step in C: they are off, and
-the limit is processor time, which the kernel keeps. The address space is limited likewise.
+The library parses LaTeX with a grammar, and passes text that looks like arithmetic to sympy; a hostile answer
+can make both take arbitrarily long. The library's own time limits are alarms, which do not stop a long step
+in C: they are off, and the kernel enforces a limit of processor time instead. The address space is limited
+likewise.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Questions of science: a search tool beside a shell and an IPython session, and a short answer."""
+"""Science questions with short answers: a search tool, a shell and an IPython session."""
 
 import asyncio
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ from prorl_envs.envs.stem.rows import own_row
 from prorl_envs.envs.stem.task import StemTask
 from prorl_envs.errors import EnvironmentFault, InputError
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.runtime import python_spec
-from prorl_envs.tools.arguments import complaint
+from prorl_envs.sandbox.filesystem.python_runtime import python_spec
+from prorl_envs.tools.client.arguments import complaint
+from prorl_envs.tools.pool.sandbox_session import SandboxSession
 from prorl_envs.tools.schemas import BASH, PYTHON
 from prorl_envs.tools.types import ToolCall, ToolResult, ToolSpec
-from prorl_envs.tools.workplace import Workplace
 
 #: Searches of one episode, characters of a query, and hits of an answer.
 MAX_SEARCHES = 50
@@ -56,12 +56,12 @@ ANSWER = ToolSpec(
 
 
 def sample_corpus() -> Path:
-    """The folder that is searched where the settings name none."""
+    """Return the folder to search if the settings name none."""
     return Path(str(files("prorl_envs.envs.stem").joinpath("data/corpus")))
 
 
 class StemEnvironment(SandboxedEnvironment[StemTask]):
-    """One question."""
+    """Science questions with search, a shell and a Python session; short answers."""
 
     name = "stem"
     task_type = StemTask
@@ -96,9 +96,9 @@ class StemEnvironment(SandboxedEnvironment[StemTask]):
     def sandbox_spec(self, task: StemTask) -> SandboxSpec:
         return python_spec()
 
-    async def prepare(self, task: StemTask, place: Workplace) -> None:
+    async def prepare(self, task: StemTask, place: SandboxSession) -> None:
         try:
-            await self.node.searching(sample_corpus()).open()
+            await self.node.search_backend(sample_corpus()).open()
         except InputError as error:
             raise EnvironmentFault(error.message, hint=error.hint) from error
 
@@ -113,13 +113,13 @@ class StemEnvironment(SandboxedEnvironment[StemTask]):
         self._searches += 1
         try:
             async with asyncio.timeout(timeout_s):
-                hits = await self.node.searching(sample_corpus()).search(query, HITS)
+                hits = await self.node.search_backend(sample_corpus()).search(query, HITS)
         except TimeoutError:
             return ToolResult(text=f"The search took longer than {timeout_s:g} s.", ok=False)
         return ToolResult(text=_shown(hits), data={"sources": [hit.source for hit in hits]})
 
-    async def grade(self, task: StemTask, place: Workplace) -> Grade:
-        await self.leave()
+    async def grade(self, task: StemTask, place: SandboxSession) -> Grade:
+        await self.close_agent_sandbox()
         handed_in = self.answer if self.answer is not None else stated(self.last_words)
         passed = is_right(task, bare(handed_in[: 2 * MAX_CHARS]))
         evidence = {"answer": handed_in[:_EVIDENCE_CHARS], "searches": self._searches}

@@ -1,4 +1,4 @@
-"""Judging short answers. Pure, total and bounded."""
+"""Grading of short answers. Pure, total and bounded."""
 
 import re
 
@@ -15,7 +15,7 @@ _ARTICLES = frozenset(("a", "an", "the"))
 
 
 def is_right(task: StemTask, answer: str) -> bool:
-    """Whether an answer without its surroundings is the right one."""
+    """Return true if an answer without its surroundings is the right one."""
     if not answer.strip() or len(answer) > MAX_CHARS:
         return False
     match task.answer:
@@ -28,7 +28,8 @@ def is_right(task: StemTask, answer: str) -> bool:
 
 
 def chosen(task: StemTask, answer: str) -> str:
-    """The one letter that an answer chooses, by itself, with its text, or by its text alone; "" for none."""
+    """Return the one letter that an answer chooses, by itself, with its text, or by its text alone; "" for
+    none."""
     answer = answer.strip().strip("*").strip()
     if match := _LETTER.fullmatch(answer):
         return match[1].upper()

@@ -1,12 +1,12 @@
-"""Rows of public data sets of questions, as rows of our own.
+"""Conversion of public data sets of questions to our rows.
 
     MMLU       question, choices (a list), answer (a number from 0, or a letter)
     MMLU-Pro   question, options, answer (a letter) or answer_index
     ARC        question, choices (text, label), answerKey
-    GPQA       Question, Correct Answer, Incorrect Answer 1, 2, 3 (put into an order that the question fixes)
+    GPQA       Question, Correct Answer, Incorrect Answer 1, 2, 3 (shuffled with a seed from the question)
     otherwise  question or problem, answer: a number or a text
 
-Known by their fields; whatever has `instruction` is taken for our own.
+Formats are recognised by their fields; any row with `instruction` is taken for our own.
 """
 
 import hashlib
@@ -24,10 +24,10 @@ _INCORRECT = tuple(f"Incorrect Answer {number}" for number in (1, 2, 3))
 
 
 def own_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`row` in our own form; what is no known form comes back as it is.
+    """Convert `row` to our format; return a row of no known format unchanged.
 
     Raises:
-        InputError: a field of a known form is wrong.
+        InputError: a field of a known format is wrong.
     """
     field = next((name for name in ("question", "problem", "Question") if name in row), "")
     if "instruction" in row or not field:

@@ -1,4 +1,4 @@
-"""The rows of a STEM data file, in our own form; `rows.py` reads those of public data sets into it."""
+"""Row format of STEM data files; `rows.py` converts public data sets to it."""
 
 from typing import Annotated, Literal
 
@@ -23,7 +23,7 @@ class ChoiceAnswer(_Answer):
 
 
 class NumberAnswer(_Answer):
-    """A number, within either tolerance, perhaps with one of the `units` behind it."""
+    """A number, within either tolerance, optionally followed by one of the `units`."""
 
     type: Literal["number"]
     value: float = Field(allow_inf_nan=False)
@@ -46,7 +46,7 @@ class StemTask(Task):
     """One question.
 
     Args:
-        choices: what may be chosen, shown as A, B, ...; empty for a question with a short answer.
+        choices: the choices, shown as A, B, ...; empty for a question with a short answer.
         answer: the right answer.
     """
 

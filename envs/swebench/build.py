@@ -1,13 +1,13 @@
-"""Builds an instance's tree and environment once per machine; every sandbox then works on a view of them.
+"""Build of an instance's tree and environment, once per machine; every sandbox then works on a view of them.
 
     <cache>/swebench/<key>/
         testbed/        the tree at the base commit, a git repository of one commit
         miniconda3/     from a release: the virtual environment, its wheels, the `activate` of scripts
-        hidden/ empty   from an image: what the agent must not see, and what it sees instead of a file
-        built.json      what is needed to use them; written last
+        hidden/ empty   from an image: files hidden from the agent, and the empty file shown instead
+        built.json      the metadata for using them; written last
 
-The key is made of everything that decides the content, so nothing in the cache is ever out of date. A build
-happens in a folder beside it and is renamed when done; a lock per key makes others wait for it.
+The key includes everything that determines the content, so nothing in the cache is ever out of date. A build
+happens in a folder beside it and is renamed when done; a lock per key makes other builders wait for it.
 """
 
 import asyncio
@@ -26,13 +26,13 @@ from prorl_envs.envs.swebench.root import BuiltRoot
 from prorl_envs.envs.swebench.steps import exclusive
 from prorl_envs.envs.swebench.task import EnvironmentSpec, SwebenchTask
 from prorl_envs.errors import EnvironmentFault
-from prorl_envs.sandbox.files import remove_tree
+from prorl_envs.sandbox.filesystem.directories import remove_tree
 
 type Progress = Callable[[str], None]
 
 
 def missing(task: SwebenchTask, options: SwebenchOptions) -> str:
-    """What this machine lacks to build `task`, in a sentence; empty where it lacks nothing. Blocks."""
+    """Return the dependency that this machine lacks to build `task`, in a sentence; empty if none. Blocks."""
     if shutil.which("git") is None:
         return "git is not installed"
     if (reason := _no_interpreter(task.environment)) and (other := Images(options.images).missing(task)):
@@ -51,11 +51,11 @@ def _no_interpreter(spec: EnvironmentSpec | None) -> str:
 
 
 class Builder:
-    """Builds instances on a node, or finds them built.
+    """Builder of instances on a node, with reuse of existing builds.
 
     Args:
         node: its sandboxes, and its cache directory.
-        options: where images are, and what is preferred.
+        options: locations of images, and the preferred build method.
     """
 
     def __init__(self, node: Node, options: SwebenchOptions | None = None) -> None:
@@ -64,16 +64,16 @@ class Builder:
         self._cache = node.cache_dir / "swebench"
 
     async def build(self, task: SwebenchTask, progress: Progress = lambda line: None) -> BuiltRoot:
-        """The built instance of `task`.
+        """Return the built instance of `task`.
 
-        Waits while another job or process builds the same one.
+        Waits while another job or process builds the same instance.
 
         Args:
-            progress: told in a few words what is being done; not called where it is built already.
+            progress: called with a short description of each step; not called if the instance is built
+                already.
 
         Raises:
-            EnvironmentFault: no interpreter, no image, no network, a step that failed; the message says
-                which.
+            EnvironmentFault: no interpreter, no image, no network, a step that failed; the message names it.
             SandboxError, ToolError: the build's sandbox failed.
         """
         if shutil.which("git") is None:
@@ -140,7 +140,7 @@ def _load(folder: Path) -> BuiltRoot | None:
         return BuiltRoot.model_validate({**record, "folder": folder})
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError) as error:  # pydantic's and json's are ValueErrors
+    except (ValueError, TypeError) as error:  # errors of pydantic and json are ValueErrors
         raise EnvironmentFault(f"{folder} is damaged: {error}", hint="remove that folder") from error
 
 

@@ -1,14 +1,14 @@
-"""Diffs: which paths they touch."""
+"""Paths that diffs touch."""
 
 from unidiff.errors import UnidiffParseError
 from unidiff.patch import PatchSet
 
 
 def changed_paths(patch: str) -> frozenset[str]:
-    """Every path, old or new, that a diff touches.
+    """Return every path, old or new, that a diff touches.
 
     Raises:
-        ValueError: it is no diff, or it names a path outside the tree.
+        ValueError: `patch` is not a diff, or it names a path outside the tree.
     """
     try:
         files = PatchSet(patch)

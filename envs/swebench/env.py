@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from prorl_envs.env.base import Grade, Message, Prompt
 from prorl_envs.env.node import Node
-from prorl_envs.env.sandboxed import SandboxedEnvironment, workplace
+from prorl_envs.env.sandboxed import SandboxedEnvironment, sandbox_session
 from prorl_envs.envs.swebench.build import Builder, missing
 from prorl_envs.envs.swebench.grade import run_tests
 from prorl_envs.envs.swebench.logs import ScriptRun, Status, Verdict, judge, judge_map
@@ -16,25 +16,28 @@ from prorl_envs.envs.swebench.submission import SUBMISSION, Submission, apply, t
 from prorl_envs.envs.swebench.task import SwebenchTask
 from prorl_envs.errors import EnvironmentFault, GraderError, SandboxError, ToolError
 from prorl_envs.sandbox.base import Mount, SandboxSpec
+from prorl_envs.tools.pool.sandbox_session import SandboxSession
 from prorl_envs.tools.schemas import BASH, EDITOR, FINISH
 from prorl_envs.tools.types import JsonObject
-from prorl_envs.tools.workplace import Workplace
 
 PREPARE_TIMEOUT_S = 120.0
-#: Most characters of the patch that a grade keeps as evidence.
+#: Maximum characters of the patch that a grade keeps as evidence.
 MAX_EVIDENCE_CHARS = 64 * 1024
 _PRISTINE = "/opt/pristine"
 
 
 class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
-    """One instance. The first episode on a machine builds it, which needs a network; later ones find it."""
+    """SWE-bench instances: an issue to fix, graded by the tests of the repository.
+
+    The first episode of an instance on a machine builds it, which needs a network.
+    """
 
     name = "swebench"
     task_type = SwebenchTask
     sandbox_tools = (BASH, EDITOR)
     finish_spec = FINISH
     call_timeout_s = 180.0
-    sandbox_options = frozenset({"limits"})  # with a network the agent would look the fix up
+    sandbox_options = frozenset({"limits"})  # with a network the agent could look up the fix
     system_prompt = (
         "You fix an issue in a repository, with a persistent bash shell and a file editor in a Linux "
         "sandbox. The repository is in the working directory and is installed in the active environment. "
@@ -79,25 +82,25 @@ class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
         pristine = Mount(source=root.tree, target=_PRISTINE)
         return root.agent_spec(pristine, default_route=_default_route(task))
 
-    async def prepare(self, task: SwebenchTask, place: Workplace) -> None:
-        # A copy, and not a view, because a workspace can be read from outside whatever becomes of the
-        # sandbox's own processes: that is how the submission is taken.
+    async def prepare(self, task: SwebenchTask, place: SandboxSession) -> None:
+        # A copy instead of a view, because a workspace can be read from outside even if the sandbox's own
+        # processes have died: the submission is read in this way.
         copy = ["cp", "--archive", "--reflink=auto", f"{_PRISTINE}/.", task.testbed]
         done = await place.tools.run(copy, cwd="/", timeout_s=PREPARE_TIMEOUT_S)
         if done.exit_code != 0:
             why = done.output.decode(errors="replace")[-500:]
             raise EnvironmentFault(f"the tree cannot be copied: {why}")
 
-    def grader_spec(self, task: SwebenchTask, place: Workplace) -> SandboxSpec:
+    def grader_spec(self, task: SwebenchTask, place: SandboxSession) -> SandboxSpec:
         submitted = Mount(source=place.sandbox.workspace, target=SUBMISSION)
         return self._built().comparing_spec(submitted)
 
-    async def grade(self, task: SwebenchTask, place: Workplace) -> Grade:
-        # What still writes into the tree could make it grow while it is read.
+    async def grade(self, task: SwebenchTask, place: SandboxSession) -> Grade:
+        # A process that still writes into the tree could make it grow while it is read.
         await place.tools.end_processes()
-        async with workplace(self.node, self.grader_spec(task, place)) as comparer:
+        async with sandbox_session(self.node, self.grader_spec(task, place)) as comparer:
             submission = await take(task, comparer)
-        await self.leave()
+        await self.close_agent_sandbox()
         if submission.refusal:
             return self._graded(task, submission, ScriptRun({}, None, ""))
         run = await self.run_patch(task, submission)
@@ -106,22 +109,22 @@ class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
         return self._graded(task, submission, run)
 
     async def run_patch(self, task: SwebenchTask, submission: Submission) -> ScriptRun:
-        """Run the instance's tests on a patch, in a sandbox that has seen nothing else of the agent's."""
+        """Run the instance's tests on a patch, in a sandbox that contains nothing else of the agent's."""
         root = self._built()
         spec = root.grading_spec(default_route=_default_route(task))
-        async with workplace(self.node, spec) as grader:
+        async with sandbox_session(self.node, spec) as grader:
             await apply(submission.patch, grader, testbed=root.testbed)
             try:
                 return await run_tests(task, root.base_commit, grader, timeout_s=self.options.test_timeout_s)
             except (OSError, SandboxError, ToolError) as error:
-                # Tested code has the rights of the sandbox's user and can end what runs in it.
+                # Tested code has the rights of the sandbox's user and can kill processes in it.
                 return ScriptRun({}, None, f"the grading sandbox was lost: {error}")
 
     async def _check_grader(self, task: SwebenchTask, submission: Submission, run: ScriptRun) -> None:
-        """Find out whose fault a run without a verdict is: test the untouched tree.
+        """Find the cause of a run without a verdict by testing the untouched tree.
 
         Raises:
-            GraderError: that gives no verdict either, so it is not the submission's fault.
+            GraderError: the untouched tree has no verdict either, so the submission is not the cause.
         """
         control = await self.run_patch(task, replace(submission, patch=b"")) if submission.patch else run
         if control.problem:

@@ -1,7 +1,7 @@
 """The one step of a build that needs the network: pip fetches the environment and the source release.
 
-It runs in a sandbox with nothing of the host but its system, its network, one interpreter and the folder
-being filled, because pip runs a source package's own code to learn its name and version.
+It runs in a sandbox with nothing of the host but its system, its network, one interpreter and the folder to
+fill, because pip runs a source package's own code to read its name and version.
 """
 
 import os
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from prorl_envs.env.node import Node
-from prorl_envs.env.sandboxed import workplace
+from prorl_envs.env.sandboxed import sandbox_session
 from prorl_envs.envs.swebench.interpreters import Interpreter, mounts_of
 from prorl_envs.envs.swebench.root import CONDA, SDIST, VENV, WHEELS
 from prorl_envs.envs.swebench.task import EnvironmentSpec
@@ -18,9 +18,9 @@ from prorl_envs.errors import EnvironmentFault
 from prorl_envs.sandbox.base import Mount, Network, SandboxSpec
 
 TIMEOUT_S = 1200.0
-#: How pip says that an index did not answer; the last where it was told not to try again.
+#: pip's messages if an index did not answer; the last appears if retries are disabled.
 _UNREACHABLE = ("NewConnectionError", "ConnectTimeoutError", "NameResolutionError", "(from versions: none)")
-#: What tells pip where the packages are, and how to get there.
+#: Variables with pip's package index and network settings.
 _PASSED = (
     "PIP_",
     "http_proxy",
@@ -34,16 +34,16 @@ _PASSED = (
 
 
 async def fetch(node: Node, folder: Path, spec: EnvironmentSpec, interpreter: Interpreter) -> None:
-    """Make the virtual environment with every pinned package, and fetch the source release beside it.
+    """Create the virtual environment with every pinned package, and fetch the source release beside it.
 
     Args:
-        node: where.
+        node: runs the sandbox.
         folder: existing and empty; becomes `/opt/miniconda3` inside.
-        spec: what to install.
-        interpreter: what the environment runs on.
+        spec: the packages to install.
+        interpreter: interpreter of the environment.
 
     Raises:
-        EnvironmentFault: a package cannot be had or built, or it took too long.
+        EnvironmentFault: a package is not available or fails to build, or the timeout expired.
         SandboxError, ToolError: the sandbox failed.
     """
     environment = _environment(os.environ)
@@ -54,7 +54,7 @@ async def fetch(node: Node, folder: Path, spec: EnvironmentSpec, interpreter: In
         network=Network(open=True),
     )
     command = ["/bin/bash", "--noprofile", "--norc", "-c", _script(spec, interpreter)]
-    async with workplace(node, place_spec) as place:
+    async with sandbox_session(node, place_spec) as place:
         done = await place.tools.run(command, cwd=CONDA, timeout_s=TIMEOUT_S)
     if done.timed_out:
         raise EnvironmentFault(f"fetching {spec.sdist} took more than {TIMEOUT_S:.0f} s")
@@ -72,7 +72,8 @@ def _fault(spec: EnvironmentSpec, output: str) -> EnvironmentFault:
 
 
 def _certificates(environment: Mapping[str, str]) -> Iterator[Mount]:
-    """The certificate authorities that variables name, where a sandbox would not show them by itself."""
+    """Yield mounts of the certificate authorities that variables name, if a sandbox would not show them
+    itself."""
     for name in ("PIP_CERT", "SSL_CERT_FILE"):
         path = environment.get(name, "")
         if (
@@ -89,10 +90,11 @@ def _environment(host: Mapping[str, str]) -> dict[str, str]:
 
 
 def _script(spec: EnvironmentSpec, interpreter: Interpreter) -> str:
-    """Without ensurepip, whose three seconds buy a pip that is replaced at once.
+    """Return the script of the fetch. It skips ensurepip, whose three seconds buy a pip that is replaced at
+    once.
 
-    The release is asked for with the environment's own pip and build tools, the ones that will install it:
-    build isolation would fetch today's, under which an old release may not even tell its name.
+    The release is fetched with the environment's own pip and build tools, which will also install it. Build
+    isolation would fetch the current tools, under which an old release may not even report its name.
     """
     pins = shlex.join(spec.pip)
     return "\n".join(

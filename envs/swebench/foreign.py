@@ -1,12 +1,11 @@
-"""Log parsers that are not ours: of the `swebench` and `multi_swe_bench` packages, or registered by another
-package.
+"""Log parsers of other packages: `swebench`, `multi_swe_bench`, or packages that register one.
 
     [project.entry-points."prorl_envs.swebench_parsers"]
     parse_log_bazel = "my_package.logs:parse"      # takes the log, returns {test: "PASSED" or another status}
 
-They run in a process of their own, with bounds: a log is hostile, and theirs are regular expressions that
-nobody bounded. This module is also that process: `python -I -m prorl_envs.envs.swebench.foreign NAME`, the
-log on stdin, the statuses on stdout as JSON.
+They run in a separate process with limits, because a log is hostile and their regular expressions are
+unbounded. This module is also that process: `python -I -m prorl_envs.envs.swebench.foreign NAME`, the log on
+stdin, the statuses on stdout as JSON.
 """
 
 import importlib.util
@@ -23,6 +22,7 @@ from typing import Any
 from prorl_envs.envs.swebench.logs import Status, Statuses
 from prorl_envs.envs.swebench.parsers import PARSERS
 from prorl_envs.errors import GraderError
+from prorl_envs.extras import install_extras, install_packages
 
 GROUP = "prorl_envs.swebench_parsers"
 #: Prefix of the names of `multi_swe_bench`'s parsers, one for each repository: `multi-swe:ORG/REPO#NUMBER`.
@@ -33,18 +33,20 @@ _KEPT_OUTPUT = 1000
 
 
 def missing(name: str) -> str:
-    """What has to be installed for the parser of that name, in a sentence; empty where nothing has."""
+    """Return the package to install for the parser of that name, in a sentence; empty if none."""
     if name in PARSERS or name in {point.name for point in entry_points(group=GROUP)}:
         return ""
     package = "multi_swe_bench" if name.startswith(MULTI_SWE) else "swebench"
     if importlib.util.find_spec(package) is not None:
         return ""
-    wanted = "multi-swe-bench" if package == "multi_swe_bench" else "prorl-envs[swebench]"
-    return f"the log parser {name!r} is not ours and {package} is not installed: pip install '{wanted}'"
+    command = (
+        install_packages("multi-swe-bench") if name.startswith(MULTI_SWE) else install_extras("swebench")
+    )
+    return f"the log parser {name!r} is not ours and {package} is not installed: {command}"
 
 
 def parse(name: str, log: str) -> Statuses:
-    """Read a log with the parser of that name. Blocks.
+    """Parse a log with the parser of that name. Blocks.
 
     Raises:
         GraderError: there is no such parser, or it failed.
@@ -68,7 +70,7 @@ def parse(name: str, log: str) -> Statuses:
 def _of_swebench(name: str) -> Callable[[str], Mapping[str, str]]:
     registry: Any = importlib.import_module("swebench.harness.log_parsers")
     parser = getattr(registry, "PARSER_REGISTRY", {}).get(name) or getattr(registry, name)
-    # Its parsers are told the row's specification; those of version 5 read nothing in it.
+    # Its parsers receive the row's specification; those of version 5 read nothing in it.
     return lambda log: parser(log, SimpleNamespace())
 
 
@@ -100,7 +102,7 @@ def _of_multi_swe(name: str) -> Callable[[str], Mapping[str, str]]:
 def _main(name: str) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     registered = {point.name: point for point in entry_points(group=GROUP)}
-    # What a package prints while it is imported is not the answer.
+    # Output that a package prints during import is not the answer.
     answer, sys.stdout = sys.stdout, sys.stderr
     if name in registered:
         parser = registered[name].load()

@@ -1,7 +1,7 @@
-"""An instance from its container image: the tree is taken out of it once, without its history.
+"""Build of an instance from its container image: the tree is copied out of it once, without its history.
 
 In the image the tree may have the repository's later commits, tags and reflogs, and the tests or the
-reference lie beside it. What is built is the tree with one commit; the sandboxes show it over the image's
+reference are beside it. The build produces the tree with one commit; the sandboxes mount it over the image's
 own.
 """
 
@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from prorl_envs.env.node import Node
-from prorl_envs.env.sandboxed import workplace
+from prorl_envs.env.sandboxed import sandbox_session
 from prorl_envs.envs.swebench.root import TESTBED
 from prorl_envs.envs.swebench.steps import EXCLUDED, GIT, INIT, SEAL, step, tagged
 from prorl_envs.envs.swebench.task import SwebenchTask
 from prorl_envs.sandbox.base import Mount, SandboxSpec
-from prorl_envs.sandbox.command import DEFAULT_ENV
+from prorl_envs.sandbox.filesystem.mount_plan import DEFAULT_ENV
 
-#: Raise it when the layout or the way of building changes.
+#: Increase it when the layout or the build method changes.
 _FORMAT = 1
 _OUT = "/opt/built"
-#: Where the data sets' images have Python; what does not exist does no harm.
+#: Python directories of the data sets' images; missing ones are harmless.
 _PYTHONS = ("{testbed}/.venv/bin", "/opt/miniconda3/envs/testbed/bin", "/opt/miniconda3/bin")
 
 
@@ -32,7 +32,7 @@ class Build:
     """One build.
 
     Args:
-        node: where.
+        node: runs the sandbox.
         task: the instance.
         image: its image: a SIF, or a directory.
     """
@@ -42,7 +42,8 @@ class Build:
 
     @property
     def key(self) -> str:
-        """A name made of everything that decides the content. An image is known by its path and its time."""
+        """A name derived from everything that determines the content. An image is identified by its path and
+        time."""
         task, status = self._task, self._image.stat()
         content = {
             "format": _FORMAT,
@@ -54,19 +55,19 @@ class Build:
         return f"{task.id.lower()[:80]}-{digest[:24]}"
 
     async def into(self, staging: Path, progress: Callable[[str], None]) -> dict[str, Any]:
-        """Build into a folder; returns what `BuiltRoot` wants to know."""
+        """Build into a folder; return the fields of `BuiltRoot`."""
         for name in ("testbed", "hidden"):
             (staging / name).mkdir()
         (staging / "empty").touch()
         progress("taking the tree out of the image")
         out = Mount(source=staging, target=_OUT, writable=True)
         spec = SandboxSpec(image=self._image, workdir="/workspace", mounts=(out,), uid=0)
-        async with workplace(self._node, spec) as place:
+        async with sandbox_session(self._node, spec) as place:
             answer = json.loads(await step(place, "copy", self._copy(), cwd="/"))
         progress("committing")
         tree = Mount(source=staging / "testbed", target=TESTBED, writable=True)
         spec = SandboxSpec(workdir="/workspace", mounts=(tree, out))
-        async with workplace(self._node, spec) as place:
+        async with sandbox_session(self._node, spec) as place:
             await self._commit(place, answer["tag"])
             commit = (await step(place, "commit", "git rev-parse HEAD")).strip()
         return {
@@ -79,7 +80,7 @@ class Build:
         }
 
     def _copy(self) -> str:
-        """The script that copies the tree, and says which of the hidden paths are there."""
+        """Return the script that copies the tree, and prints which of the hidden paths exist."""
         task = self._task
         testbed = shlex.quote(task.testbed)
         lines = [
@@ -106,7 +107,7 @@ class Build:
             name = shlex.quote(path)
             move = f"[ ! -e {name} ] && [ ! -L {name} ] || mv -- {name} {_OUT}/hidden/"
             await step(place, "hide", move)
-        # What was tracked stays tracked, though a .gitignore names it.
+        # Tracked files stay tracked, even if a .gitignore names them.
         tracked = (
             "while IFS= read -r -d '' path; do\n"
             'if [ -f "$path" ] || [ -L "$path" ]; then printf \'%s\\0\' "$path"; fi\n'

@@ -1,5 +1,5 @@
-"""An instance rebuilt from a source release, in a virtual environment where the official images have
-conda's."""
+"""Build of an instance from a source release, in a virtual environment at the path of the official images'
+conda environment."""
 
 import asyncio
 import hashlib
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from prorl_envs.env.node import Node
-from prorl_envs.env.sandboxed import workplace
+from prorl_envs.env.sandboxed import sandbox_session
 from prorl_envs.envs.swebench.fetch import fetch
 from prorl_envs.envs.swebench.interpreters import Interpreter
 from prorl_envs.envs.swebench.root import CONDA, SDIST, TESTBED, VENV, release_spec
@@ -18,12 +18,12 @@ from prorl_envs.envs.swebench.steps import EXCLUDED, GIT, INIT, SEAL, step, tagg
 from prorl_envs.envs.swebench.task import EnvironmentSpec, SwebenchTask
 from prorl_envs.envs.swebench.unpack import unpack_sdist
 from prorl_envs.sandbox.base import Mount
-from prorl_envs.tools.workplace import Workplace
+from prorl_envs.tools.pool.sandbox_session import SandboxSession
 
-#: Raise it when the layout or the way of building changes.
+#: Increase it when the layout or the build method changes.
 _FORMAT = 2
 
-#: What the official scripts source, and the one command of conda's that they use.
+#: The file that the official scripts source, and the one command of conda's that they use.
 _ACTIVATE = f"""\
 export PATH="{VENV}/bin:$PATH" VIRTUAL_ENV="{VENV}" CONDA_DEFAULT_ENV=testbed
 conda() {{ :; }}
@@ -34,9 +34,9 @@ class Build:
     """One build.
 
     Args:
-        node: where.
-        task: one with an `environment`.
-        interpreter: what the environment runs on.
+        node: runs the sandboxes.
+        task: a task with an `environment`.
+        interpreter: interpreter of the environment.
     """
 
     def __init__(self, node: Node, task: SwebenchTask, interpreter: Interpreter) -> None:
@@ -46,7 +46,7 @@ class Build:
 
     @property
     def key(self) -> str:
-        """A name made of everything that decides the content."""
+        """A name derived from everything that determines the content."""
         spec, interpreter = self._spec, self._interpreter
         content = {
             "format": _FORMAT,
@@ -59,7 +59,7 @@ class Build:
         return f"{spec.sdist.partition('==')[0].lower()}-{digest[:24]}"
 
     async def into(self, staging: Path, progress: Callable[[str], None]) -> dict[str, Any]:
-        """Build into a folder; returns what `BuiltRoot` wants to know."""
+        """Build into a folder; return the fields of `BuiltRoot`."""
         conda, tree = staging / "miniconda3", staging / "testbed"
         await asyncio.to_thread(conda.mkdir)
         progress("fetching packages")
@@ -75,13 +75,13 @@ class Build:
         }
 
     async def _install(self, conda: Path, tree: Path) -> str:
-        """Install the tree and commit it, offline, in the kind of sandbox it will be used in."""
+        """Install the tree and commit it, offline, in the same kind of sandbox as it will be used in."""
         spec = self._spec
         writable = Mount(source=conda, target=CONDA, writable=True)
         testbed = Mount(source=tree, target=TESTBED, writable=True)
         place_spec = release_spec(writable, self._interpreter.prefix, testbed, workdir="/workspace")
         tag = tagged(spec.release_tag)
-        async with workplace(self._node, place_spec) as place:
+        async with sandbox_session(self._node, place_spec) as place:
             if spec.revert:
                 await self._revert(place)
             for command in spec.pre_install:
@@ -91,7 +91,7 @@ class Build:
             await step(place, "commit", GIT + SEAL + tag + f"rm -rf {SDIST}")
             return (await step(place, "commit", "git rev-parse HEAD")).strip()
 
-    async def _revert(self, place: Workplace) -> None:
+    async def _revert(self, place: SandboxSession) -> None:
         for patch in (self._task.patch, self._task.test_patch):
             text = patch if patch.endswith("\n") else f"{patch}\n"
             await step(

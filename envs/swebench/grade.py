@@ -1,4 +1,4 @@
-"""Runs the record's script on a tree, and reads its log."""
+"""Execution of a row's test script on a tree, and parsing of its log."""
 
 import asyncio
 import re
@@ -7,19 +7,19 @@ from prorl_envs.envs.swebench.foreign import parse
 from prorl_envs.envs.swebench.logs import ScriptRun
 from prorl_envs.envs.swebench.schemas import END_MARKER, START_MARKER
 from prorl_envs.envs.swebench.task import SwebenchTask
-from prorl_envs.tools.workplace import Workplace
+from prorl_envs.tools.pool.sandbox_session import SandboxSession
 
-#: The end of a log that is read; test output is at the end. It is hostile, and read in this process.
+#: Bytes read from the end of a log, which holds the test output. It is hostile, and parsed in this process.
 MAX_LOG_BYTES = 8 * 2**20
 _TAIL_TIMEOUT_S = 60.0
 _STATUS_MARKER = ">>>>> Test Exit Code:"
 
 
 def script_for(task: SwebenchTask, commit: str) -> str:
-    """The official script, with the commit's name replaced, and the test command's status printed.
+    """Return the official script with the commit's name replaced; it also prints the test command's status.
 
-    The status is taken where the newest version of the official harness takes it: before the end marker, so
-    that it is the test command's, and printed after it, outside of what is parsed.
+    The status is taken at the same place as in the newest version of the official harness: before the end
+    marker, so that it is the test command's. It is printed after the marker, outside of the parsed part.
     """
     text = task.eval_script.replace(task.base_commit, commit) if task.base_commit else task.eval_script
     lines = text.split("\n")
@@ -28,19 +28,21 @@ def script_for(task: SwebenchTask, commit: str) -> str:
     return "\n".join((*lines[:end], *status, *lines[end + 1 :]))
 
 
-async def run_tests(task: SwebenchTask, commit: str, grader: Workplace, *, timeout_s: float) -> ScriptRun:
-    """Run the script in the grading sandbox, on whatever its tree is.
+async def run_tests(
+    task: SwebenchTask, commit: str, grader: SandboxSession, *, timeout_s: float
+) -> ScriptRun:
+    """Run the script in the grading sandbox, on its current tree.
 
     Args:
         task: holds the script and names the parser.
         commit: the one commit of the repository at /testbed.
         grader: a fresh sandbox, used for nothing else.
-        timeout_s: seconds that the script may take.
+        timeout_s: timeout of the script, in seconds.
 
     Raises:
         GraderError: the row's log parser failed.
-        OSError, SandboxError, ToolError: also where the tests end the sandbox or its tools, or leave it so
-            that nothing can be started in it.
+        OSError, SandboxError, ToolError: also if the tests kill the sandbox or its tools, or leave it in a
+            state in which nothing can be started.
     """
     tools = grader.tools
     await tools.write("/tmp/eval.sh", script_for(task, commit).encode())
@@ -57,14 +59,14 @@ async def run_tests(task: SwebenchTask, commit: str, grader: Workplace, *, timeo
 
 
 def read_log(task: SwebenchTask, log: str, *, timed_out: bool = False) -> ScriptRun:
-    """What a log of `script_for` says. Blocks: another package's parser is a process.
+    """Parse a log of `script_for`. Blocks: another package's parser is a process.
 
     Args:
         task: names the parser.
-        log: may be cut off at its beginning, and lacks its end where the script did not come to it.
-        timed_out: whether the script was stopped.
+        log: may be cut at its start, and incomplete if the script did not finish.
+        timed_out: true if the script was killed.
     """
-    # The last of each marker: the log is the tested code's to write, but the end of it is the script's.
+    # The last of each marker: the tested code can write to the log, but the script writes the end of it.
     before, _, after = log.rpartition(END_MARKER)
     tested = before.rpartition(START_MARKER)[2]
     status = re.search(rf"^{_STATUS_MARKER} (\d{{1,3}})$", after, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Which image an instance has on this machine, and how to get it."""
+"""Location of an instance's image on this machine, and ways to obtain it."""
 
 import asyncio
 import fnmatch
@@ -18,14 +18,14 @@ _HINT = "options.images says where: folder, lookup, definition, or pull: true fo
 
 
 class Images:
-    """The images of instances, by the family's options: the lookup file, then the folder, then what is built
-    from a definition, then what is pulled."""
+    """Images of instances, by the family's options: the lookup file, then the folder, then a build from a
+    definition, then a pull."""
 
     def __init__(self, options: ImageOptions) -> None:
         self._options = options
 
     def missing(self, task: SwebenchTask) -> str:
-        """Why there is no image of `task`, in a sentence; empty where there is one or it may be had.
+        """Return why there is no image of `task`, in a sentence; empty if there is one or it can be obtained.
         Blocks."""
         try:
             if self.find(task) is not None or self._options.definition is not None:
@@ -37,11 +37,11 @@ class Images:
         return f"there is no image of {task.id} ({task.image or 'its row names none'})"
 
     def find(self, task: SwebenchTask) -> Path | str | None:
-        """The path or address the options give for `task`; None where it is neither looked up nor in the
+        """Return the path or address the options give for `task`; None if it is neither looked up nor in the
         folder.
 
         Raises:
-            InputError: the lookup file cannot be read, or names what is not there.
+            InputError: the lookup file cannot be read, or names a missing image.
         """
         options = self._options
         if options.lookup is not None:
@@ -60,10 +60,10 @@ class Images:
         return None
 
     async def obtain(self, node: Node, task: SwebenchTask, progress: Callable[[str], None]) -> Path:
-        """The image of `task`, pulled or built where it has to be.
+        """Return the image of `task`; pull or build it if necessary.
 
         Raises:
-            EnvironmentFault: there is none, and the options say of no way to get it.
+            EnvironmentFault: there is none, and the options define no way to obtain it.
             SandboxError: pulling or building it failed.
         """
         if reason := await asyncio.to_thread(self.missing, task):
@@ -88,12 +88,12 @@ class Images:
         return parse_source(found or self.address(task))
 
     def address(self, task: SwebenchTask) -> str:
-        """What Apptainer pulls for the image that the row names."""
+        """Return the address that Apptainer pulls for the row's image."""
         registry = self._options.registry.strip("/")
         name = task.image
         if registry:
             first, _, rest = name.partition("/")
-            # A first part with a dot or a port is a registry's name already.
+            # A first part with a dot or a port is already a registry's name.
             name = rest if rest and ("." in first or ":" in first) else name
             name = f"{registry}/{name}"
         return f"docker://{name}"

@@ -1,4 +1,4 @@
-"""Which Python interpreters this machine has, by minor version."""
+"""Python interpreters of this machine, by minor version."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 from prorl_envs.errors import EnvironmentFault
 from prorl_envs.sandbox.base import Mount
 
-#: The pip that comes with the interpreter, as a wheel that Python can run as it is.
+#: The pip that comes with the interpreter, as a wheel that Python can run directly.
 _PROBE = """
 import glob, json, os, sys, sysconfig, ensurepip, venv
 bundled = glob.glob(os.path.join(os.path.dirname(ensurepip.__file__), "_bundled", "pip-*.whl"))
@@ -47,16 +47,17 @@ class Interpreter:
 
 
 def mounts_of(prefix: Path) -> tuple[Mount, ...]:
-    """What makes an interpreter run in a sandbox, at the path it has outside: a venv names that path.
+    """Return the mounts with which an interpreter runs in a sandbox, at its outside path, because a venv
+    names that path.
 
     Args:
-        prefix: its installation. What lies in /usr is visible in every sandbox.
+        prefix: its installation. Files in /usr are visible in every sandbox.
     """
     return () if prefix.is_relative_to("/usr") else (Mount(source=prefix, target=str(prefix)),)
 
 
 def choose(minors: Sequence[str]) -> Interpreter:
-    """The first of `minors` that this machine has. Blocks.
+    """Return the first of `minors` that this machine has. Blocks.
 
     Raises:
         EnvironmentFault: it has none of them.
@@ -73,8 +74,8 @@ def choose(minors: Sequence[str]) -> Interpreter:
 
 @cache
 def interpreters() -> Mapping[str, Interpreter]:
-    """The interpreters of this machine by minor version: this process's own first, then those on PATH, of uv
-    and of pyenv. Asks each once; the answer holds for the process. Blocks."""
+    """Return the interpreters of this machine by minor version: this process's own first, then those on PATH,
+    of uv and of pyenv. Queries each once per process. Blocks."""
     found: dict[str, Interpreter] = {}
     for executable in _candidates():
         minor = executable.name.removeprefix("python")
@@ -84,14 +85,14 @@ def interpreters() -> Mapping[str, Interpreter]:
 
 
 def _candidates() -> Iterator[Path]:
-    """Executables named `pythonX.Y`. Only such names: they cannot change what they mean later."""
+    """Yield executables named `pythonX.Y`. Only such names: their meaning cannot change later."""
     home = Path.home()
     uv = Path(os.environ.get("UV_PYTHON_INSTALL_DIR") or home / ".local/share/uv/python")
     pyenv = Path(os.environ.get("PYENV_ROOT") or home / ".pyenv")
     yield Path(sys.base_prefix) / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
     folders = [Path(part) for part in os.environ.get("PATH", "").split(os.pathsep) if part]
     for folder in folders:
-        # pyenv's shims are scripts that answer for whatever is chosen at the moment.
+        # pyenv's shims are scripts that run the currently selected version.
         if folder != pyenv / "shims":
             yield from _named(folder)
     for pattern, root in (("cpython-3.*/bin", uv), ("versions/3.*/bin", pyenv)):
@@ -106,12 +107,12 @@ def _named(folder: Path) -> list[Path]:
 def _found(folder: Path, pattern: str) -> list[Path]:
     try:
         return sorted(folder.glob(pattern))
-    except OSError:  # one that cannot be read, as another user's, holds nothing for us
+    except OSError:  # an unreadable directory, such as another user's, is skipped
         return []
 
 
 def _ask(executable: Path) -> Interpreter | None:
-    """What the interpreter says of itself; None where it does not run or cannot make a venv with pip."""
+    """Query the interpreter; return None if it does not run or cannot create a venv with pip."""
     try:
         done = subprocess.run(
             [executable, "-I", "-c", _PROBE],

@@ -1,7 +1,7 @@
-"""What a test log says, from the parser's answer to the verdict. Pure.
+"""Evaluation of a test log, from the parser's result to the verdict. Pure.
 
-The rules agree with those of the `swebench` package, version 5, quirks included: the lists of expected tests
-were made with them.
+The rules agree with those of the `swebench` package, version 5, including its quirks: the lists of expected
+tests were made with them.
 """
 
 from bisect import bisect_left
@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class Status(StrEnum):
-    """What became of one test."""
+    """Status of one test."""
 
     PASSED = "PASSED"
     FAILED = "FAILED"
@@ -29,17 +29,17 @@ _FAILING = (Status.FAILED, Status.ERROR)
 
 
 class Outcomes:
-    """What a log says, to be asked for each expected test."""
+    """Statuses of a log, queried for each expected test."""
 
     def __init__(self, statuses: Mapping[str, Status]) -> None:
         self._statuses = statuses
         self._sorted: Sequence[tuple[str, int]] | None = None
 
     def status_of(self, test: str) -> Status | None:
-        """The status of an expected test; None where the log has none.
+        """Return the status of an expected test; None if the log has none.
 
         Hundreds of expected names are cut off within a parameter (`test_a[log(photon`). Such a name stands
-        for the tests that begin with it, where these agree on pass or fail.
+        for the tests that start with it, if these agree on pass or fail.
         """
         if test in self._statuses:
             return self._statuses[test]
@@ -50,7 +50,7 @@ class Outcomes:
         return found[min(found)] if len({status in _PASSING for status in found.values()}) == 1 else None
 
     def _beginning_with(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """The tests whose names begin so, each with its place in the log."""
+        """Yield the tests whose names start with `prefix`, each with its position in the log."""
         if self._sorted is None:
             self._sorted = sorted((name, place) for place, name in enumerate(self._statuses))
         for index in range(bisect_left(self._sorted, (prefix, 0)), len(self._sorted)):
@@ -61,11 +61,11 @@ class Outcomes:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The statuses of the expected tests, and whether they resolve the issue.
+    """Statuses of the expected tests, and whether they resolve the issue.
 
     Args:
-        fail_to_pass, pass_to_pass: of each test, what the log says; None where it says nothing.
-        fail_only: a test counts as passed unless it failed: for logs that name failures alone.
+        fail_to_pass, pass_to_pass: the log's status of each test; None if the log has none.
+        fail_only: a test counts as passed unless it failed: for logs that name only failures.
     """
 
     fail_to_pass: Mapping[str, Status | None]
@@ -77,12 +77,12 @@ class Verdict:
 
     @property
     def fixed(self) -> int:
-        """How many of the tests that must come to pass do. A skipped one does not."""
+        """Number of FAIL_TO_PASS tests that pass. A skipped test does not count."""
         return sum(map(self._passed, self.fail_to_pass.values()))
 
     @property
     def kept(self) -> int:
-        """How many of the tests that must go on passing do. A skipped one is no regression."""
+        """Number of PASS_TO_PASS tests that still pass. A skipped test is not a regression."""
         return sum(self._passed(status) or status is Status.SKIPPED for status in self.pass_to_pass.values())
 
     @property
@@ -91,7 +91,7 @@ class Verdict:
 
     @property
     def shares(self) -> Mapping[str, float]:
-        """Of each of the two lists, the share that is as it should be; 1 for an empty one."""
+        """Share of each of the two lists that has the required status; 1 for an empty list."""
         return {
             "fail_to_pass": self.fixed / len(self.fail_to_pass) if self.fail_to_pass else 1.0,
             "pass_to_pass": self.kept / len(self.pass_to_pass) if self.pass_to_pass else 1.0,
@@ -105,7 +105,7 @@ def judge(
     *,
     fail_only: bool = False,
 ) -> Verdict:
-    """Compare what was expected with what the log says."""
+    """Compare the expected tests with the log."""
     outcomes = Outcomes(statuses)
     return Verdict(
         {test: outcomes.status_of(test) for test in fail_to_pass},
@@ -115,9 +115,10 @@ def judge(
 
 
 def judge_map(expected: Mapping[str, Status], statuses: Mapping[str, Status]) -> Verdict:
-    """R2E-Gym's rule: every test ends as it does with the reference, those included that fail there.
+    """Apply R2E-Gym's rule: every test must have the same status as with the reference, including failures.
 
-    A test that ends as expected is reported as passed, one that does not or is not expected as failed.
+    A test with the expected status is reported as passed; one with another status, or an unexpected one, as
+    failed.
     """
     tests = sorted(expected.keys() | statuses.keys())
     as_expected = {
@@ -131,8 +132,8 @@ class ScriptRun:
     """One run of the script.
 
     Args:
-        statuses: what the log says, by test.
-        exit_code: of the test command; None where the script did not reach its end.
+        statuses: status by test, from the log.
+        exit_code: of the test command; None if the script did not finish.
         log: the log itself, or why there is none.
     """
 
@@ -147,7 +148,7 @@ class ScriptRun:
 
     @property
     def problem(self) -> str:
-        """Why the log cannot be a verdict; empty where it can."""
+        """Why the log gives no verdict; empty if it gives one."""
         if self.exit_code is None:
             return "the test command did not come to its end"
         if not self.statuses:

@@ -1,4 +1,4 @@
-"""What can be set for this family: `environments.NAME.options` in the settings."""
+"""Options of this family: `environments.NAME.options` in the settings."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,17 +9,17 @@ Folder = Annotated[Path, AfterValidator(Path.expanduser)]
 
 
 class ImageOptions(BaseModel):
-    """Where the images of instances are.
+    """Locations of the images of instances.
 
     Args:
-        folder: of SIF files (or directories with a root file system), searched by `patterns`.
+        folder: folder of SIF files (or directories with a root file system), searched by `patterns`.
         patterns: names in it, with `*`, and in braces `id` (of the instance), `name` (the image's in Docker,
-            without registry and tag) and `repo`. The first that exists is taken; letters' case is ignored.
+            without registry and tag) and `repo`. The first that exists is used; letter case is ignored.
         lookup: JSON file, a map from an instance's id to a path or an address.
-        registry: taken in place of Docker's for the images that rows name: `mirror.example.org:5000`.
+        registry: replaces Docker's for the images that rows name: `mirror.example.org:5000`.
         definition: a definition or Dockerfile to build images from, with `{{ instance_id }}`, `{{ repo }}`,
             `{{ base_commit }}` and `{{ image }}`.
-        pull: whether an episode pulls or builds an image that is not there; else it fails, and says so.
+        pull: an episode pulls or builds a missing image; if false, it fails with an error.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -38,13 +38,12 @@ class SwebenchOptions(BaseModel):
     """All of the family's options.
 
     Args:
-        prefer: what is taken where both are known: how to rebuild an instance from its `release`, or its
+        prefer: the preferred method if both are known: rebuild an instance from its `release`, or use its
             `image`.
-        reward: `resolved` is 1 or 0. `partial` is the share of FAIL_TO_PASS that passes, and 0 where a test
-            of
+        reward: `resolved` is 1 or 0. `partial` is the share of FAIL_TO_PASS that passes, and 0 if a test of
             PASS_TO_PASS is broken.
-        test_timeout_s: seconds that an instance's tests may take.
-        images: where images are.
+        test_timeout_s: timeout of an instance's tests, in seconds.
+        images: locations of images.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

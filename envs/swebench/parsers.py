@@ -1,12 +1,10 @@
-"""From a test log to the status of each test, one parser per kind of test runner. Pure.
+"""Parsers from a test log to the status of each test, one per kind of test runner. Pure.
 
-They answer to the names that the datasets' rows use and agree with those of the `swebench` package, version
-5, quirks
-included: the lists of expected tests were made with them. Rows that name another parser need that package,
-    or one
-from an entry point: see `foreign`.
+Their names are those of the data sets' rows, and they agree with the parsers of the `swebench` package,
+version 5, including its quirks: the lists of expected tests were made with them. Rows that name another
+parser need that package, or one from an entry point: see `foreign`.
 
-A log is hostile: the tested code writes it. All here takes time in proportion to its length.
+A log is hostile: the tested code writes it. All functions here take time linear in its length.
 """
 
 import re
@@ -23,18 +21,18 @@ _MAX_LINE = 64 * 1024
 
 
 def _lines(log: str) -> Iterator[str]:
-    """One at a time: a list of them would take many times the log's own memory."""
+    """Yield one line at a time: a list of them would take many times the log's own memory."""
     return (line.removesuffix("\n")[:_MAX_LINE] for line in StringIO(log, newline="\n"))
 
 
 def _summary_words(line: str) -> list[str] | None:
-    """The words of a `STATUS test ...` line of pytest's short summary; None for every other line."""
+    """Return the words of a `STATUS test ...` line of pytest's short summary; None for every other line."""
     if not line.startswith(_WORDS):
         return None
     words = line.split()
     if len(words) < 2 or words[0] not in _WORDS:
         return None
-    # `SKIPPED [2] file:line: reason` counts tests and names none. The like of it for other statuses is kept:
+    # `SKIPPED [2] file:line: reason` counts tests and names none. Similar lines of other statuses are kept:
     # some expected lists hold `[100%]`, from a wrapped progress line.
     if words[0] == Status.SKIPPED and re.fullmatch(r"\[\d+\]", words[1]):
         return None
@@ -42,7 +40,7 @@ def _summary_words(line: str) -> list[str] | None:
 
 
 def parse_pytest(log: str) -> Statuses:
-    """pytest's short summary (`-rA`)."""
+    """Parse pytest's short summary (`-rA`)."""
     statuses: Statuses = {}
     for line in _lines(log):
         if words := _summary_words(line):
@@ -51,7 +49,8 @@ def parse_pytest(log: str) -> Statuses:
 
 
 def parse_pytest_options(log: str) -> Statuses:
-    """As `parse_pytest`, with a path as a test's parameter cut to its last part: it differs by machine."""
+    """Parse like `parse_pytest`, with a path as a test's parameter cut to its last part: it differs by
+    machine."""
     return {_short_option(test): status for test, status in parse_pytest(log).items()}
 
 
@@ -70,7 +69,8 @@ _CONTROL = dict.fromkeys(range(1, 32))
 
 
 def parse_pytest_v2(log: str) -> Statuses:
-    """pytest's short summary with colours, names that hold spaces, and the older `test STATUS` lines."""
+    """Parse pytest's short summary with colours, names that hold spaces, and the older `test STATUS`
+    lines."""
     statuses: Statuses = {}
     for coloured in _lines(log):
         line = re.sub(r"\[(\d+)m", "", coloured).translate(_CONTROL)
@@ -85,12 +85,12 @@ def parse_pytest_v2(log: str) -> Statuses:
 
 
 def parse_matplotlib(log: str) -> Statuses:
-    """As `parse_pytest`, with two names of parameters as later versions of Python print them."""
+    """Parse like `parse_pytest`, with two names of parameters as later versions of Python print them."""
     return parse_pytest(log.replace("MouseButton.LEFT", "1").replace("MouseButton.RIGHT", "3"))
 
 
 def parse_verbose(log: str) -> Statuses:
-    """pytest's progress lines with `--verbose`: `file::test STATUS [ 50%]`."""
+    """Parse pytest's progress lines with `--verbose`: `file::test STATUS [ 50%]`."""
     statuses: Statuses = {}
     for line in _lines(log):
         words = line.split(maxsplit=2)
@@ -102,7 +102,7 @@ def parse_verbose(log: str) -> Statuses:
 
 
 def parse_seaborn(log: str) -> Statuses:
-    """pytest's short summary, and the older `test PASSED` lines; only what passed or failed."""
+    """Parse pytest's short summary, and the older `test PASSED` lines; only passed and failed tests."""
     statuses: Statuses = {}
     for line in _lines(log):
         words = line.split(maxsplit=2)
@@ -122,11 +122,12 @@ _SYMPY_ENDINGS = ((" E", Status.ERROR), (" F", Status.FAILED), (" ok", Status.PA
 
 
 def parse_sympy(log: str) -> Statuses:
-    """sympy's own runner with `--verbose`: `test_name ok` lines, and `___ file.py:test_name ___` headings."""
+    """Parse sympy's own runner with `--verbose`: `test_name ok` lines, and `___ file.py:test_name ___`
+    headings."""
     statuses: Statuses = {}
     for line in _lines(log):
         first, last = line.find(" "), line.rfind(" ")
-        # A heading's name is between the first and the last space, whatever stands outside.
+        # A heading's name is between the first and the last space, regardless of the text outside.
         if 0 <= first < last and line.rfind(".py:", first + 1, last) > 0:
             statuses[line[first + 1 : last]] = Status.FAILED
     for line in _lines(log):
@@ -145,7 +146,7 @@ _DJANGO_VERSION = "--version is equivalent to version"
 
 
 def parse_django(log: str) -> Statuses:
-    """Django's runner with `--verbosity 2`: `test ... ok` lines, which other output may come into."""
+    """Parse Django's runner with `--verbosity 2`: `test ... ok` lines, which other output may interrupt."""
     statuses: Statuses = {}
     previous: str | None = None
     for whole in _lines(log):
@@ -172,7 +173,8 @@ def parse_django(log: str) -> Statuses:
 
 
 def _interrupted(log: str) -> Iterator[str]:
-    """Tests of Django whose line was broken off by one of three messages, with `ok` on the line after it."""
+    """Yield tests of Django whose line was interrupted by one of three messages, with `ok` on the next
+    line."""
     name: str | None = None
     begun: str | None = None
     for line in _lines(log):
@@ -195,7 +197,8 @@ _SUMMARY = "short test summary info"
 
 
 def parse_r2e(log: str) -> Statuses:
-    """pytest's short summary as R2E-Gym names its tests: without file, class and function joined by a dot."""
+    """Parse pytest's short summary as R2E-Gym names its tests: without file, class and function joined by a
+    dot."""
     statuses: Statuses = {}
     clean = re.sub(r"\x1b\[[0-9;]*m|\r", "", log)
     for line in _lines(clean.partition(_SUMMARY)[2].partition(_SUMMARY)[0]):

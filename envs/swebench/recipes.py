@@ -1,7 +1,7 @@
-"""How known instances are rebuilt without an image, by instance: `data/recipes.json`.
+"""Rebuild recipes of known instances without an image, by instance: `data/recipes.json`.
 
-A recipe is what a row's `x_env` holds. Rows of SWE-bench that bring none are given theirs here, so that a
-data file that was downloaded as it is runs without images as far as the recipes go.
+A recipe is the value of a row's `x_env`. Rows of SWE-bench without one get it here, so that an unmodified
+downloaded data file runs without images for all instances with a recipe.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def recipe(instance: object) -> Mapping[str, Any] | None:
-    """The recipe of an instance, where one is known."""
+    """Return the recipe of an instance, or None."""
     return _recipes().get(instance) if isinstance(instance, str) else None
 
 

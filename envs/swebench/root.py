@@ -1,4 +1,4 @@
-"""A built instance: its tree on the host, and the sandbox it is worked on and graded in."""
+"""Built instance: its tree on the host, and the specs of its sandboxes."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,12 +8,11 @@ from pydantic import BaseModel, ConfigDict
 from prorl_envs.envs.swebench.interpreters import mounts_of
 from prorl_envs.envs.swebench.task import HIDDEN
 from prorl_envs.sandbox.base import Mount, SandboxSpec
-from prorl_envs.sandbox.command import DEFAULT_ENV
-from prorl_envs.sandbox.runtime import system_masks
+from prorl_envs.sandbox.filesystem.mount_plan import DEFAULT_ENV
+from prorl_envs.sandbox.filesystem.python_runtime import system_masks
 
 TESTBED = "/testbed"
-#: Where the environment is inside, while it is fetched and in every sandbox: where the official images have
-#: it.
+#: Path of the environment inside, during the fetch and in every sandbox: as in the official images.
 CONDA = "/opt/miniconda3"
 VENV = f"{CONDA}/envs/testbed"
 WHEELS = f"{CONDA}/wheels"
@@ -21,18 +20,18 @@ SDIST = f"{CONDA}/sdist"
 
 
 class BuiltRoot(BaseModel):
-    """A built instance, as its `built.json` says.
+    """A built instance, as described by its `built.json`.
 
     Args:
-        folder: where it lies on the host; never changes.
+        folder: its folder on the host; never changes.
         base_commit: the one commit of its repository.
-        testbed: where the tree is inside.
-        python, prefix: of one built from a release, its interpreter's full version and installation.
-        image: of one from an image, that.
-        env: of one from an image, the environment of its processes.
-        hidden_directories, hidden_files: of one from an image, what in it the agent must not see.
-        build_s: seconds the build took.
-        size_bytes: of all its files.
+        testbed: path of the tree inside.
+        python, prefix: if built from a release, its interpreter's full version and installation.
+        image: if built from an image, the image.
+        env: if built from an image, the environment of its processes.
+        hidden_directories, hidden_files: if built from an image, its parts that the agent must not see.
+        build_s: duration of the build in seconds.
+        size_bytes: size of all its files.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -55,10 +54,10 @@ class BuiltRoot(BaseModel):
         return self.folder / "testbed"
 
     def agent_spec(self, *further: Mount, default_route: bool = False) -> SandboxSpec:
-        """The agent's sandbox, with its workspace where the tree belongs.
+        """Return the spec of the agent's sandbox, with its workspace at the path of the tree.
 
         Args:
-            further: what else appears inside.
+            further: further mounts.
             default_route: as in `SandboxSpec`.
         """
         empty = self.folder / "empty"
@@ -72,14 +71,16 @@ class BuiltRoot(BaseModel):
         )
 
     def grading_spec(self, *, default_route: bool = False) -> SandboxSpec:
-        """A sandbox with a view of the pristine tree, and with what was kept from the agent."""
+        """Return the spec of a sandbox with a view of the pristine tree, and with the files hidden from the
+        agent."""
         tree = Mount(source=self.tree, target=self.testbed, overlay=True)
         hidden = self.folder / "hidden"
         further = (Mount(source=hidden, target=HIDDEN),) if self.image is not None else ()
         return self._spec(tree, *further, workdir="/workspace", default_route=default_route)
 
     def comparing_spec(self, *further: Mount) -> SandboxSpec:
-        """A sandbox of this machine's own system with a view of the pristine tree, for git."""
+        """Return the spec of a sandbox with this machine's system and a view of the pristine tree, for
+        git."""
         tree = Mount(source=self.tree, target=TESTBED, overlay=True)
         return SandboxSpec(workdir="/workspace", mounts=(tree, *further))
 
@@ -87,7 +88,7 @@ class BuiltRoot(BaseModel):
         self, *further: Mount, workdir: str, masks: tuple[str, ...] = (), default_route: bool
     ) -> SandboxSpec:
         if self.image is not None:
-            # As root, as the images' own tests ran; it has no capability.
+            # As root, like the images' own tests; it has no capability.
             return SandboxSpec(
                 image=self.image, workdir=workdir, env=self.env, mounts=further, masks=masks, uid=0,
                 default_route=default_route,
@@ -100,8 +101,8 @@ class BuiltRoot(BaseModel):
 def release_spec(
     conda: Mount, prefix: Path, *further: Mount, workdir: str, default_route: bool = False
 ) -> SandboxSpec:
-    """The sandbox in which an instance is built from a release, worked on and graded: the same for all
-    three."""  # The interpreter's own packages are not the instance's, and may hold ours.
+    """Return the spec of the sandbox in which an instance is built from a release, solved and graded."""
+    # The interpreter's own packages are not the instance's, and may include ours.
     packages = tuple(str(folder) for folder in prefix.glob("lib/python3.*/site-packages"))
     visible = prefix.is_relative_to("/usr")
     return SandboxSpec(

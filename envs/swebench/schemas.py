@@ -1,8 +1,8 @@
-"""Which data set a row is of, and the row in this family's own fields. Pure.
+"""Detection of a row's data set, and conversion of the row to this family's own fields. Pure.
 
-One reader for each schema; `normalised` finds the one that fits. A reader takes the columns it knows and
-leaves the rest: data sets are published again with more of them. A hint, a solution in a prompt or a
-discussion is never taken.
+There is one reader for each schema; `normalised` selects it. A reader uses the columns it knows and ignores
+the rest, because data sets are republished with more columns. A hint, a solution in a prompt or a discussion
+is never used.
 """
 
 import difflib
@@ -34,22 +34,24 @@ _TEXTS = (
         "version",
     ),
 )
-#: Files of a test patch that are not given to a test runner, as in the `swebench` package.
+#: Files of a test patch that are not passed to a test runner, as in the `swebench` package.
 _NOT_TESTS = (".json", ".png", "csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".yml", ".yaml", ".toml")
 
 
 class SchemaError(ValueError):
-    """A row is of no known data set, or lacks what its data set has; begins with the field's name."""
+    """Error: a row is of no known data set, or lacks a column of its data set. The message starts with the
+    field's name."""
 
 
 def normalised(row: Row) -> dict[str, Any]:
-    """`row` in the fields of `SwebenchTask`; a row that has these already is returned as it is.
+    """Return `row` in the fields of `SwebenchTask`; a row that has these already is returned unchanged.
 
     Raises:
-        SchemaError: its message begins with the field that is wrong.
+        SchemaError: its message starts with the field that is wrong.
     """
     if "dataset" in row and "instruction" in row:
         return dict(row)
+    row = {column: value for column, value in row.items() if value is not None}  # merged tables have nulls
     for column in _TEXTS:
         if not isinstance(row.get(column, ""), str):
             raise SchemaError(f"{column}: a text is expected, not {type(row[column]).__name__}")
@@ -68,12 +70,12 @@ def normalised(row: Row) -> dict[str, Any]:
 
 
 def script(lines: Iterable[str], command: str, *, testbed: str = "/testbed") -> str:
-    """A script in the form of the official ones, for rows that bring none.
+    """Return a script in the form of the official ones, for rows without a script.
 
     Args:
-        lines: what is run before the tests.
-        command: the tests, on one or more lines.
-        testbed: where.
+        lines: commands before the tests.
+        command: the test command, on one or more lines.
+        testbed: path of the tree.
     """
     return "\n".join(
         (
@@ -103,12 +105,12 @@ def _test_files(test_patch: str) -> list[str]:
 
 
 def _optional(row: Row, **columns: str) -> dict[str, Any]:
-    """Fields by the column they come from, where the row has it."""
+    """Return fields by the column they come from, if the row has it."""
     return {field: row[column] for field, column in columns.items() if row.get(column) is not None}
 
 
 def _common(row: Row) -> dict[str, Any]:
-    """What all relatives of SWE-bench share."""
+    """Return the fields that all relatives of SWE-bench share."""
     return {
         "instance_id": row["instance_id"],
         "problem_statement": row["problem_statement"],
@@ -121,7 +123,7 @@ def _common(row: Row) -> dict[str, Any]:
 
 
 def docker_name(prefix: str, instance: str, separator: str) -> str:
-    """An image's name as the data sets make it of an instance's."""
+    """Return an image's name as the data sets derive it from an instance's name."""
     return f"{prefix}{instance.lower().replace('__', separator)}:latest"
 
 
@@ -214,7 +216,7 @@ def _r2e_gym(row: Row) -> dict[str, Any]:
 
 
 def _r2e_patch(row: Row) -> str:
-    """The reference, from the two versions of each file that the row holds; empty where it holds none."""
+    """Return the reference, from the two versions of each file in the row; empty if the row has none."""
     diffs = []
     for file in json.loads(row.get("parsed_commit_content") or "{}").get("file_diffs", ()):
         path = str(file.get("header", {}).get("file", {}).get("path", ""))
@@ -233,7 +235,8 @@ def _r2e_patch(row: Row) -> str:
 
 
 def _swe_rebench(row: Row) -> dict[str, Any]:
-    """Nebius' SWE-rebench: version 1 in conda at /testbed, version 2 in many languages below the root."""
+    """Convert Nebius' SWE-rebench: version 1 in conda at /testbed, version 2 in many languages below the
+    root."""
     config = row["install_config"]
     if isinstance(config, str):
         config = json.loads(config)
@@ -262,7 +265,7 @@ def _swe_rebench(row: Row) -> dict[str, Any]:
 
 
 def _multi_swe(row: Row) -> dict[str, Any]:
-    """Multi-SWE-bench: the image brings the tests and the script that applies and runs them."""
+    """Convert Multi-SWE-bench: the image brings the tests and the script that applies and runs them."""
     name, number = f"{row['org']}/{row['repo']}", int(row["number"])
     text = "\n\n".join(
         f"{issue.get('title') or ''}\n{issue.get('body') or ''}".strip()
@@ -290,14 +293,15 @@ def _multi_swe(row: Row) -> dict[str, Any]:
 
 
 def _names(tests: Any) -> list[Any]:
-    """The names in a map of tests, which Multi-SWE's Parquet files hold as columns: name, run, test, fix."""
+    """Return the names in a map of tests, which Multi-SWE's Parquet files hold as columns: name, run, test,
+    fix."""
     if isinstance(tests, Mapping) and isinstance(names := tests.get("name"), list):
         return names
     return list(tests or {})
 
 
 def _listed_issues(issues: Any) -> Sequence[Mapping[str, Any]]:
-    """A list of issues, or, as there, their titles and their bodies."""
+    """Return a list of issues, also from Multi-SWE's columns of titles and bodies."""
     if isinstance(issues, Mapping):
         pairs = zip(issues["title"], issues["body"], strict=True)
         return [{"title": title, "body": body} for title, body in pairs]
@@ -305,7 +309,7 @@ def _listed_issues(issues: Any) -> Sequence[Mapping[str, Any]]:
 
 
 def _listed(value: Any) -> Sequence[Any]:
-    """A list, or one as JSON text."""
+    """Return a list, also from JSON text."""
     try:
         found = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
@@ -319,7 +323,7 @@ def _has(*columns: str) -> Callable[[Row], bool]:
     return lambda row: all(column in row for column in columns)
 
 
-#: The name of each, what tells it from those after it, and its reader.
+#: The name of each schema, the condition that distinguishes it from later ones, and its reader.
 _SCHEMAS: Sequence[tuple[str, Callable[[Row], bool], Callable[[Row], dict[str, Any]]]] = (
     ("r2e-gym", _has("expected_output_json"), _r2e_gym),
     ("multi-swe", _has("fix_patch"), _multi_swe),

@@ -1,12 +1,14 @@
-"""How tests are run for rows that do not say: those of SWE-Gym, and SWE-bench's of before its fifth version.
+"""Test commands for rows without any: those of SWE-Gym, and those of SWE-bench before its fifth version.
 
-SWE-bench's are in the `swebench` package up to 4.1, by repository and version, and taken from there.
-SWE-Gym's are in a variant of that package which is on no index; what is here was read there.
+SWE-bench's are in the `swebench` package up to 4.1, by repository and version, and read from there. SWE-Gym's
+are in a variant of that package which is on no index; the table here was copied from it.
 """
 
 import importlib
 from collections.abc import Mapping
 from typing import Any
+
+from prorl_envs.extras import install_packages
 
 #: By repository in lower case; the files of the test patch follow, or with `-k` the names of cases.
 SWE_GYM_COMMANDS: Mapping[str, str] = {
@@ -25,15 +27,15 @@ SWE_GYM_COMMANDS: Mapping[str, str] = {
 
 _WANTED = (
     "the row brings no eval_script; take the data set's present form, whose rows do, or have the tables of "
-    "the package: pip install 'swebench<5'"
+    f"the package: {install_packages('swebench<5')}"
 )
 
 
 def classic_script(row: Mapping[str, Any]) -> tuple[str, str]:
-    """The official script and parser of a row in the form of before version 5.
+    """Return the official script and parser of a row in the form of before version 5.
 
     Raises:
-        ValueError: the tables are not installed, or do not know the row's repository and version.
+        ValueError: the tables are not installed, or do not contain the row's repository and version.
     """
     try:
         constants: Any = importlib.import_module("swebench.harness.constants")

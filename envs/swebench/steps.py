@@ -1,4 +1,4 @@
-"""What both ways of building share: git's part of it, and the folder that is built once."""
+"""Steps shared by both build methods: git commands, and the lock of the folder that is built once."""
 
 import asyncio
 import fcntl
@@ -8,17 +8,18 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from prorl_envs.errors import EnvironmentFault
-from prorl_envs.tools.workplace import Workplace
+from prorl_envs.tools.pool.sandbox_session import SandboxSession
 
 STEP_TIMEOUT_S = 1200.0
 _LOCK_POLL_S = 0.05
 
-#: Kept out of the repository: what installing and running Python leaves in a tree. Source releases rarely
-#: bring the repository's own .gitignore.
+#: Excluded from the repository: files that installing and running Python creates in a tree. Source releases
+#: rarely include the repository's own .gitignore.
 EXCLUDED = "build/\n*.egg-info/\n.eggs/\n__pycache__/\n*.py[cod]\n.pytest_cache/\n.tox/\n.cache/\n.venv/\n"
 
-# One commit by nobody at a fixed time, so that its name is the same everywhere. Without a reflog, and packed,
-# so that no earlier state can be found. `log.showRoot` keeps the script's `git show` from printing the tree.
+# One commit by a fixed author at a fixed time, so that its name is the same everywhere. Without a reflog, and
+# packed, so that no earlier state can be found. `log.showRoot` keeps the script's `git show` from printing
+# the tree.
 GIT = """
 export GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1
 export GIT_AUTHOR_NAME=base GIT_AUTHOR_EMAIL=base@localhost GIT_AUTHOR_DATE='2000-01-01T00:00:00Z'
@@ -43,15 +44,17 @@ git gc --quiet --prune=now
 
 
 def tagged(tag: str | None) -> str:
-    """The command that tags the commit, for packages that compute their version from git."""
+    """Return the command that tags the commit, for packages that compute their version from git."""
     return f"git tag --force {tag}\n" if tag else ""
 
 
-async def step(place: Workplace, name: str, script: str, *, cwd: str = "/testbed", stdin: bytes = b"") -> str:
-    """Run one step of a build, and return what it prints.
+async def step(
+    place: SandboxSession, name: str, script: str, *, cwd: str = "/testbed", stdin: bytes = b""
+) -> str:
+    """Run one step of a build, and return its output.
 
     Raises:
-        EnvironmentFault: it failed; the message says which, and ends with its output.
+        EnvironmentFault: it failed; the message names the step and includes the end of its output.
     """
     shell = ["/bin/bash", "--noprofile", "--norc", "-euo", "pipefail", "-c", script]
     done = await place.tools.run(shell, cwd=cwd, stdin=stdin, timeout_s=STEP_TIMEOUT_S)
@@ -67,11 +70,11 @@ async def step(place: Workplace, name: str, script: str, *, cwd: str = "/testbed
 
 @asynccontextmanager
 async def exclusive(path: Path) -> AsyncIterator[None]:
-    """Hold a lock file; released by the kernel even where this process is killed."""
+    """Hold a lock file; the kernel releases it even if this process is killed."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        # Asking again and again: the holder may be another process, and a thread that waits in the kernel
-        # cannot be cancelled.
+        # Polling: the holder may be another process, and a thread that waits in the kernel cannot be
+        # cancelled.
         while not _locked(fd):  # noqa: ASYNC110
             await asyncio.sleep(_LOCK_POLL_S)
         yield

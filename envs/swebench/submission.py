@@ -1,8 +1,8 @@
-"""From the tree the agent left to a patch on the pristine one. No git of the agent's takes part.
+"""Conversion of the agent's tree to a patch on the pristine one, without the agent's git data.
 
-The agent's workspace lies read-only in a sandbox made for the comparison. There git compares it with the
-pristine repository's base commit: the agent's `.git`, with its hooks, filters, aliases and history, is never
-opened.
+The agent's workspace is mounted read-only in a sandbox created for the comparison. There git compares it with
+the pristine repository's base commit: the agent's `.git`, with its hooks, filters, aliases and history, is
+never opened.
 """
 
 import sys
@@ -14,11 +14,11 @@ from prorl_envs.envs.swebench.diffs import changed_paths
 from prorl_envs.envs.swebench.schemas import END_MARKER, START_MARKER
 from prorl_envs.envs.swebench.task import SwebenchTask
 from prorl_envs.errors import GraderError
-from prorl_envs.tools.workplace import Workplace
+from prorl_envs.tools.pool.sandbox_session import SandboxSession
 
 SUBMISSION = "/submission"
 
-#: Bounds of a tree that is graded at all. A fix is never near them.
+#: Limits of a tree that is graded. A fix is never near them.
 MAX_ENTRIES = 200_000
 MAX_FILE_BYTES = 64 * 2**20
 MAX_TREE_BYTES = 2**30
@@ -26,7 +26,7 @@ MAX_PATCH_BYTES = 32 * 2**20
 TIMEOUT_S = 120.0
 _MAX_NAMES_BYTES = 4 * 2**20
 
-#: Files that steer the test runner or run before it, wherever they are.
+#: Files that control the test runner or run before it, in any folder.
 _RUNNER_FILES = frozenset(
     {
         *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"),
@@ -34,10 +34,10 @@ _RUNNER_FILES = frozenset(
         *("runtests.py", "test_sqlite.py"),  # sympy's and Django's own
     }
 )
-#: How such files' names begin, of runners in other languages.
+#: Prefixes of such files' names, of runners in other languages.
 _RUNNER_NAMES = ("jest.config.", "vitest.config.", "karma.conf.", ".mocharc.")
 
-# A git that reads the pristine repository, the agent's tree, an index of its own, and no configuration. The
+# A git that reads the pristine repository, the agent's tree, a separate index, and no configuration. The
 # index starts without any file's size or time, so that every file is read.
 _GIT = f"""
 export GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1 GIT_LITERAL_PATHSPECS=1 GIT_OPTIONAL_LOCKS=0
@@ -69,12 +69,12 @@ git diff --cached --binary --full-index --no-renames --no-ext-diff --no-textconv
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """What the agent changed.
+    """Changes of the agent.
 
     Args:
-        patch: the diff that is graded; empty where nothing was changed.
-        dropped: changed paths that are left out of it.
-        refusal: why the tree is not graded, where the agent is to blame; else empty.
+        patch: the diff that is graded; empty if nothing was changed.
+        dropped: changed paths that are excluded from it.
+        refusal: why the tree is not graded, if the agent caused it; else empty.
     """
 
     patch: bytes = b""
@@ -82,15 +82,15 @@ class Submission:
     refusal: str = ""
 
 
-async def take(task: SwebenchTask, comparer: Workplace) -> Submission:
-    """Compare what the agent left with the pristine tree.
+async def take(task: SwebenchTask, comparer: SandboxSession) -> Submission:
+    """Compare the agent's tree with the pristine tree.
 
     Args:
-        task: says which paths are not the agent's to change.
+        task: names the paths that the agent must not change.
         comparer: a fresh sandbox with the pristine tree at /testbed and the agent's at /submission.
 
     Raises:
-        GraderError: that failed, and not by the agent's doing.
+        GraderError: the comparison failed, and the agent did not cause it.
     """
     status, output = await _run(comparer, _LIST)
     if status == _REFUSED:
@@ -106,7 +106,7 @@ async def take(task: SwebenchTask, comparer: Workplace) -> Submission:
     return Submission(patch=patch, dropped=[_printable(path) for path in dropped])
 
 
-async def apply(patch: bytes, grader: Workplace, *, testbed: str) -> None:
+async def apply(patch: bytes, grader: SandboxSession, *, testbed: str) -> None:
     """Apply a submission's patch to the pristine tree of a fresh sandbox, which is at `testbed`.
 
     Raises:
@@ -121,7 +121,7 @@ async def apply(patch: bytes, grader: Workplace, *, testbed: str) -> None:
         raise GraderError(f"the patch does not apply: {done.output.decode(errors='replace')[-500:]}")
 
 
-async def _run(comparer: Workplace, script: str, *, stdin: str = "") -> tuple[int, bytes]:
+async def _run(comparer: SandboxSession, script: str, *, stdin: str = "") -> tuple[int, bytes]:
     """Run one step; its status is 0, or `_REFUSED`."""
     try:
         done = await comparer.tools.run(
@@ -146,12 +146,12 @@ def _printable(path: str) -> str:
 
 
 def protected(changed: Iterable[str], task: SwebenchTask) -> list[str]:
-    """Those of `changed` that are left out of a submission.
+    """Return the paths of `changed` that are excluded from a submission.
 
-    The tests' own files always are: the test patch brings them, and may fail to apply on others. So is what
-    configures the test runner, what the test command names (`bin/test`), and a top-level module under the
-    name of something the runner or pip imports from the working directory, unless the reference fix changes
-    that file too.
+    The tests' own files always are: the test patch brings them, and may fail to apply on others. Also
+    excluded are files that configure the test runner, that the test command names (`bin/test`), and top-level
+    modules with the name of something the runner or pip imports from the working directory, unless the
+    reference fix changes that file too.
     """
     tests, fixed = task.own_files, changed_paths(task.patch) if task.patch else frozenset()
     known = {PurePosixPath(path).parts[0] for path in tests | fixed}
@@ -174,7 +174,7 @@ def protected(changed: Iterable[str], task: SwebenchTask) -> list[str]:
 
 
 def _named(script: str) -> frozenset[str]:
-    """The words of the test command, as paths."""
+    """Return the words of the test command, as paths."""
     command = script.partition(START_MARKER)[2].partition(END_MARKER)[0]
     return frozenset(word.strip("'\"").removeprefix("./") for word in command.split())
 

@@ -1,4 +1,4 @@
-"""The one task model of all data sets, and how an instance is rebuilt without its image."""
+"""Task model of all data sets, and the recipe for rebuilding an instance without its image."""
 
 import re
 from collections.abc import Mapping
@@ -16,13 +16,14 @@ from pydantic import (
 )
 
 from prorl_envs.env.base import ReferenceCall, Task
+from prorl_envs.env.columns import decoded
 from prorl_envs.envs.swebench.diffs import changed_paths
 from prorl_envs.envs.swebench.foreign import missing
 from prorl_envs.envs.swebench.logs import Status
 from prorl_envs.envs.swebench.recipes import recipe
 from prorl_envs.envs.swebench.schemas import END_MARKER, START_MARKER, normalised
 
-#: Where a grader finds what was kept from the agent.
+#: Directory in which a grader finds the files hidden from the agent.
 HIDDEN = "/opt/hidden"
 
 _STRINGS = TypeAdapter(tuple[str, ...])
@@ -47,7 +48,7 @@ def _in_tree(path: str) -> str:
 
 
 def _json_list(value: Any) -> Any:
-    """The dataset holds lists of tests as JSON text; some of its relatives hold real lists."""
+    """Parse lists of tests, which the data set holds as JSON text; some of its relatives hold real lists."""
     if not isinstance(value, str):
         return value
     return _STRINGS.validate_json(value)
@@ -68,17 +69,17 @@ Tests = Annotated[tuple[TestName, ...], Field(max_length=100_000), BeforeValidat
 
 
 class EnvironmentSpec(BaseModel):
-    """How the instance is rebuilt without its image.
+    """Recipe for rebuilding the instance without its image.
 
     Args:
-        pythons: versions on which the reference was seen to resolve and the empty patch not, best first.
+        pythons: versions on which the reference was verified to resolve and the empty patch not, best first.
         sdist: the source release whose files equal the base commit, as `name==version`.
         pip: every package of the environment, installed with `--no-deps`.
         pre_install: shell commands in the tree, before it is installed and committed.
         install: the shell command that installs the tree; runs without a network.
-        revert: the release holds the fix already: it is taken out again, with its tests.
-        release_tag: put on the commit where the package computes its version from git.
-        default_route: whether tests need connections to the outside to time out instead of being refused.
+        revert: the release holds the fix already: it is reverted, with its tests.
+        release_tag: tag of the commit, if the package computes its version from git.
+        default_route: true if tests need connections to the outside to time out instead of being refused.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -94,28 +95,28 @@ class EnvironmentSpec(BaseModel):
 
 
 class SwebenchTask(Task):
-    """One instance, of whichever data set. Takes a row with that data set's own columns.
+    """One instance, of any data set. Accepts a row with that data set's own columns.
 
     Args:
-        dataset: which schema it came in.
+        dataset: the row's original schema.
         repo: `owner/name` of the repository.
-        base_commit: the commit the issue was filed against, as the script names it; empty where none is
-            named.
-        patch: the reference fix; never shown to the agent. Empty where the row has none.
-        bug: `patch` is the bug instead, which is put into the image's tree: the fix is its reverse.
-        test_patch: the tests that came with the fix; empty where the image has them.
+        base_commit: the commit the issue was filed against, as the script names it; empty if none is named.
+        patch: the reference fix; never shown to the agent. Empty if the row has none.
+        bug: `patch` is a bug that is applied to the image's tree: the fix is its reverse.
+        test_patch: the tests that came with the fix; empty if the image has them.
         fail_to_pass: tests that the fix makes pass.
-        pass_to_pass: tests that must go on passing.
-        expected: or else what every test must end with, failures included.
-        eval_script: the official script; runs as it is, but for the commit's name.
+        pass_to_pass: tests that must still pass.
+        expected: alternatively, the required status of every test, including failures.
+        eval_script: the official script; runs unchanged, except for the commit's name.
         log_parser: name of the official parser of its output.
-        eval_type: whether a test that the log does not name counts as passed.
-        image: name of the container image, as Docker has it.
-        testbed: where the tree is in the image.
-        test_paths: further files of the tree that are not the agent's to change.
-        hidden_files: files of the tree that are kept from the agent; a grader finds them in /opt/hidden.
+        eval_type: determines whether a test that the log does not name counts as passed.
+        image: Docker name of the container image.
+        testbed: path of the tree in the image.
+        test_paths: further files of the tree that the agent must not change.
+        hidden_files: files of the tree that are hidden from the agent; a grader finds them in /opt/hidden.
         hidden_paths: absolute paths of the image that the agent does not see.
-        environment: how the instance is rebuilt without an image.
+        environment: recipe for rebuilding the instance without an image; in a Parquet file perhaps as JSON
+            text.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_by_name=True, validate_by_alias=True)
@@ -141,7 +142,7 @@ class SwebenchTask(Task):
     test_paths: tuple[InTree, ...] = Field(default=(), max_length=100_000)
     hidden_files: tuple[InTree, ...] = Field(default=(), max_length=100)
     hidden_paths: tuple[Absolute, ...] = Field(default=(), max_length=100)
-    environment: EnvironmentSpec | None = Field(
+    environment: Annotated[EnvironmentSpec | None, BeforeValidator(decoded)] = Field(
         default=None, validation_alias=AliasChoices("x_env", "environment")
     )
 
@@ -174,7 +175,7 @@ class SwebenchTask(Task):
 
     @property
     def own_files(self) -> frozenset[str]:
-        """The files that the tests bring, which are not the agent's to change."""
+        """The files that the tests bring, which the agent must not change."""
         tested = changed_paths(self.test_patch) if self.test_patch else frozenset()
         return tested | set(self.test_paths) | set(self.hidden_files)
 
@@ -182,7 +183,7 @@ class SwebenchTask(Task):
 def reference_calls(
     patch: str, testbed: str = "/testbed", *, reverse: bool = False
 ) -> tuple[ReferenceCall, ...]:
-    """The tool calls that apply the reference fix, or take back a bug, and end the episode."""
+    """Return the tool calls that apply the reference fix, or revert a bug, and finish the episode."""
     delimiter = "END_OF_PATCH"
     while delimiter in patch:
         delimiter += "_"

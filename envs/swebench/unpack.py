@@ -1,4 +1,4 @@
-"""From a source archive to a tree. Runs none of its code."""
+"""Extraction of a source archive to a tree. Runs none of its code."""
 
 import re
 import tarfile
@@ -14,12 +14,12 @@ def unpack_sdist(folder: Path, pin: str, tree: Path) -> None:
     """Unpack the one source release in `folder` into `tree`.
 
     Args:
-        folder: where it was fetched to.
-        pin: what was asked for, `name==version`.
-        tree: made here; gets the content of the archive's top directory.
+        folder: folder into which it was fetched.
+        pin: the requested release, `name==version`.
+        tree: created here; gets the content of the archive's top directory.
 
     Raises:
-        EnvironmentFault: it is not what was asked for, or no well-behaved archive.
+        EnvironmentFault: it is not the requested release, or not a well-behaved archive.
     """
     name, _, version = pin.partition("==")
     archives = sorted(folder.glob("*.tar.gz"))
@@ -53,7 +53,7 @@ def _check_size(archive: tarfile.TarFile, pin: str) -> None:
 
 
 def _metadata(path: Path) -> dict[str, str]:
-    """The header of a PKG-INFO file."""
+    """Return the header of a PKG-INFO file."""
     if path.is_symlink() or not path.is_file():
         return {}
     header = path.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]

@@ -1,7 +1,7 @@
 """An agent of yours that runs outside of our sandboxes: its model is an episode's endpoint, its hands are the
 episode's tools, and what its model says is recorded as tokens.
 
-    prorl-envs scripted bash          # stands in for a model; prints the options of the next line
+    prorl-envs scripted-model bash          # stands in for a model; prints the options of the next line
     prorl-envs serve --llm http://HOST:PORT/v1 --tokenizer FOLDER
     python examples/agents/outside.py http://127.0.0.1:8600
 """
@@ -14,9 +14,7 @@ from typing import Any
 
 import openai
 
-from prorl_envs.rollout.client import RolloutClient
-from prorl_envs.rollout.episode_types import CallRequest, CallStep, EpisodeRequest
-from prorl_envs.rollout.types import Result
+from prorl_envs import CallRequest, CallStep, EpisodeRequest, Result, RolloutClient
 
 DATA = Path(__file__).parents[2] / "envs" / "bash" / "data" / "example.jsonl"
 MOST_TURNS = 20
@@ -45,7 +43,7 @@ async def work(client: RolloutClient, episode: str, prompt: Any, model: openai.A
 
 
 async def solve(service: str, task: dict[str, Any]) -> Result:
-    """One episode: begun, worked on, graded."""
+    """Run one episode: start it, let the agent work, grade it."""
     async with RolloutClient(service) as client:
         request = EpisodeRequest(id=f"outside/{task['id']}", environment="bash", task=task)
         begun = await client.start_episode(request)

@@ -1,6 +1,6 @@
 """Task rows as a trainer's data set: `make_data.py verl tasks.jsonl train.parquet --environment bash`.
 
-slime and OpenRLHF read JSONL; verl and SkyRL read Parquet (`pip install 'prorl-envs[parquet]'`).
+slime and OpenRLHF read JSONL; verl and SkyRL read Parquet (the extra `parquet`).
 """
 
 import argparse

@@ -1,1 +1,1 @@
-"""Promises that every sandbox driver keeps, as a suite to be run against any of them."""
+"""Test suite of the promises that every sandbox driver keeps, for any driver."""

@@ -1,17 +1,18 @@
-"""One sandbox with its tools, and how it is asked about itself."""
+"""Probes of a sandbox: one sandbox with its tools, and methods that run test programs in it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from prorl_envs.conformance.promise import Broken
+from prorl_envs.conformance.promise import PromiseBroken
 from prorl_envs.sandbox.base import Sandbox
-from prorl_envs.tools.client import Toolbox
+from prorl_envs.tools.client.toolbox import Toolbox
 from prorl_envs.tools.types import Completed, ToolResult
 
-#: Seconds a probe may take; far more than any needs.
+#: Seconds that a probe may take; far more than any needs.
 TIMEOUT_S = 40.0
 
-#: What probes in Python share. `c` is the C library; `refused` runs a call and reports one that succeeded.
+#: Common start of probes in Python. `c` is the C library; `refused` runs a call and reports it if it
+#: succeeded.
 _PRELUDE = """\
 import ctypes, errno, os, sys
 c = ctypes.CDLL(None, use_errno=True)
@@ -27,11 +28,11 @@ def refused(name, *arguments):
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
-    """A sandbox and a toolbox on it.
+class Probe:
+    """Sandbox and a toolbox on it.
 
     Args:
-        python: path inside of a working Python, or empty.
+        python: path inside the sandbox of a working Python, or empty.
     """
 
     sandbox: Sandbox
@@ -45,34 +46,35 @@ class Box:
         return await self.tools.run(["/bin/sh", "-c", script], env=env, stdin=stdin, timeout_s=TIMEOUT_S)
 
     async def sh(self, script: str) -> str:
-        """What a script prints, standard error included, without the last line's end."""
+        """Return the output of a script, standard error included, without the last newline."""
         done = await self.run(f"LC_ALL=C\n{script}")
         return done.output.decode(errors="replace").removesuffix("\n")
 
     async def path(self, name: str) -> str:
-        """The absolute path, inside, of `name` in the working directory."""
+        """Return the absolute path, inside the sandbox, of `name` in the working directory."""
         return f"{await self.sh('pwd')}/{name}"
 
     async def bash(
         self, command: str, *, timeout_s: float = TIMEOUT_S, session: str = "main", is_input: bool = False
     ) -> ToolResult:
-        """Run a command in a persistent shell, or type into one that waits."""
+        """Run a command in a persistent shell, or send input to one that waits."""
         return await self.tools.bash(command, timeout_s=timeout_s, session=session, is_input=is_input)
 
     async def nothing(self, script: str) -> None:
-        """Run a script that prints what it should not have been able to.
+        """Run a script that prints only promise violations.
 
-        It comes over standard input, so that no command line holds what it looks for.
+        The script is sent over standard input, so that no command line contains the text that it searches
+        for.
 
         Raises:
-            Broken: it printed something, or did not reach its end.
+            PromiseBroken: the script printed something, or did not finish.
         """
         text = f"{{\n{script}\n}} 2>/dev/null </dev/null\necho end\n"
         done = await self.tools.run(["/bin/sh"], stdin=text.encode(), timeout_s=TIMEOUT_S)
         _expect_only_end(done)
 
     async def nothing_in_python(self, code: str, *arguments: str) -> None:
-        """The same in Python, with `_PRELUDE` before it."""
+        """Run Python code, with `_PRELUDE` before it, that prints only promise violations."""
         text = f"{_PRELUDE}{code}\nprint('end')\n"
         argv = [self.python, "-I", "-c", text, *arguments]
         _expect_only_end(await self.tools.run(argv, timeout_s=TIMEOUT_S))
@@ -81,6 +83,8 @@ class Box:
 def _expect_only_end(done: Completed) -> None:
     *found, last = done.output.decode(errors="replace").splitlines() or [""]
     if last != "end":
-        raise Broken(f"the probe did not reach its end (status {done.exit_code}): {done.output[-500:]!r}")
+        raise PromiseBroken(
+            f"the probe did not reach its end (status {done.exit_code}): {done.output[-500:]!r}"
+        )
     if found:
-        raise Broken("; ".join(found)[:500])
+        raise PromiseBroken("; ".join(found)[:500])

@@ -1,9 +1,10 @@
-"""What a sandbox's processes look like from the host, and what is planted there for them to find."""
+"""View of a sandbox's processes from the host, and secrets planted there for sandboxes to find."""
 
 import asyncio
 import contextlib
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
@@ -13,9 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-#: Variable by which a process started inside is found again from outside. Whatever it starts inherits it.
+#: Variable that marks a process started inside, to find it from the host. Its children inherit it.
 MARK = "PRORL_CONFORMANCE_MARK"
-#: Variable of this process's own that nothing inside may know.
+#: Variable of this process that nothing inside may know.
 SECRET = "PRORL_CONFORMANCE_SECRET"
 NAMESPACES = ("user", "mnt", "pid", "net", "ipc", "uts")
 _PATIENCE_S = 10.0
@@ -23,11 +24,11 @@ _PATIENCE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Planted:
-    """What lies about on the host while the suite runs.
+    """Secrets planted on the host while the suite runs.
 
     Args:
         secret: in this process's environment, in an inheritable descriptor, and in the files below.
-        files: in the temporary directory, and where they can be written the home and working directory.
+        files: in the temporary directory and, if writable, the home and working directory.
     """
 
     secret: str
@@ -36,7 +37,7 @@ class Planted:
 
 @contextmanager
 def planted() -> Iterator[Planted]:
-    """Plant a secret in this process and around it; removed on leaving."""
+    """Plant a secret in this process and in files, and set unusual signal dispositions; undo all on exit."""
     secret = secrets.token_hex(16)
     with contextlib.ExitStack() as stack:
         files = []
@@ -53,17 +54,36 @@ def planted() -> Iterator[Planted]:
         os.write(descriptor, secret.encode())
         os.environ[SECRET] = secret
         stack.callback(os.environ.pop, SECRET)
+        stack.enter_context(_odd_signals())
         yield Planted(secret, tuple(files))
 
 
+#: Signals that a service started by `nohup ... &` and the like ignores, and signals that it blocks.
+_IGNORED = (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGRTMIN + 3)
+_BLOCKED = (signal.SIGUSR2, signal.SIGALRM, signal.SIGRTMIN + 4)
+
+
+@contextmanager
+def _odd_signals() -> Iterator[None]:
+    """Ignore and block signals in this process, as the parent of a service may have done."""
+    before = [signal.signal(number, signal.SIG_IGN) for number in _IGNORED]
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in zip(_IGNORED, before, strict=True):
+            signal.signal(number, handler)
+
+
 def marked(mark: str) -> list[int]:
-    """The pids, on the host, of living processes that carry `mark`."""
+    """Return the pids, on the host, of living processes that carry `mark`."""
     entry = f"{MARK}={mark}".encode()
     return [pid for pid in _pids() if entry in _environment(pid) and _lives(pid)]
 
 
 def showing(name: str) -> list[int]:
-    """The pids of processes whose command or mounts name the directory `name`, a unique one."""
+    """Return the pids of processes whose command or mounts name the directory `name`, a unique one."""
     found = []
     for pid in _pids():
         with contextlib.suppress(OSError):
@@ -76,26 +96,26 @@ def showing(name: str) -> list[int]:
 
 @contextmanager
 def bystander(*words: str) -> Iterator["subprocess.Popen[bytes]"]:
-    """A process of the host's own, with `words` in its command line, that waits."""
+    """Run a process on the host, with `words` in its command line, that waits."""
     command = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()", *words]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        process.stdout.readline()  # a program that has just begun has no command line to be seen yet
+        process.stdout.readline()  # a program that has just started has no visible command line yet
         yield process
 
 
 def interfaces() -> set[str]:
-    """The names of the host's network interfaces that lead somewhere."""
+    """Return the names of the host's network interfaces that have a device."""
     return {path.name for path in Path("/sys/class/net").iterdir() if (path / "device").exists()}
 
 
 def owner(pid: int) -> int:
-    """The user id, on the host, whose process this is."""
+    """Return the user id, on the host, that owns this process."""
     return Path(f"/proc/{pid}").stat().st_uid
 
 
 def shared_namespaces(pid: int) -> list[str]:
-    """The namespaces that `pid` shares with this process, by name."""
+    """Return the names of the namespaces that `pid` shares with this process."""
     return [
         name
         for name in NAMESPACES
@@ -103,8 +123,19 @@ def shared_namespaces(pid: int) -> list[str]:
     ]
 
 
+def first_process(pid: int) -> int:
+    """Return the pid, on the host, of the first process of the pid namespace that `pid` is in."""
+    namespace = Path(f"/proc/{pid}/ns/pid").readlink()
+    for each in _pids():
+        with contextlib.suppress(OSError):
+            process = Path("/proc", str(each))
+            if (process / "ns/pid").readlink() == namespace and b"\t1\n" in _numbers(process):
+                return each
+    raise ProcessLookupError(f"no first process beside {pid}")
+
+
 async def eventually(condition: Callable[[], bool], *, patience_s: float = _PATIENCE_S) -> bool:
-    """Whether `condition` comes to hold within `patience_s` seconds."""
+    """Return whether `condition` becomes true within `patience_s` seconds."""
     deadline = time.monotonic() + patience_s
     while not await asyncio.to_thread(condition):
         if time.monotonic() > deadline:
@@ -117,6 +148,13 @@ def _in_another_system(process: Path) -> bool:
     return (process / "ns/mnt").readlink() != Path("/proc/self/ns/mnt").readlink()
 
 
+def _numbers(process: Path) -> bytes:
+    """Return the line with the pids of a process, from this namespace's to its own."""
+    return next(
+        line for line in (process / "status").read_bytes().splitlines(True) if line.startswith(b"NSpid")
+    )
+
+
 def _mounts(process: Path) -> bytes:
     return (process / "mountinfo").read_bytes()
 
@@ -126,7 +164,7 @@ def _pids() -> list[int]:
 
 
 def _environment(pid: int) -> list[bytes]:
-    with contextlib.suppress(OSError):  # it has ended, or is another user's
+    with contextlib.suppress(OSError):  # the process has exited, or is another user's
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return []
 

@@ -1,53 +1,63 @@
-"""What a promise is, and how one is found broken."""
+"""Promises: their definition and the exceptions that report a broken one."""
 
+import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from prorl_envs.conformance.world import World
+    from prorl_envs.conformance.world import PromiseContext
 
-type Keep = Callable[["World"], Awaitable[None]]
+type Keep = Callable[["PromiseContext"], Awaitable[None]]
 
-#: What a promise may need besides programs, which it needs by their names.
+#: Needs of a promise other than programs, which are needed by name.
 IMAGE, NO_IMAGE, PYTHON, SESSION = "an image", "no image", "a working Python", "a Python session"
+#: Package that the interpreter of a Jupyter kernel needs.
+KERNEL = "ipykernel"
+#: Kind of user that processes inside are.
+ORDINARY, EMULATED_ROOT = "an ordinary user", "an emulated root"
+NO_PROGRAMS = frozenset({IMAGE, NO_IMAGE, PYTHON, SESSION, KERNEL, ORDINARY, EMULATED_ROOT})
 
-#: For promises about walls, of a driver that has none and says so each time it is made.
+#: Exemption from promises about isolation, for the driver that has none and warns about it at each start.
 NOT_LOCAL = {"local": "isolates nothing, and warns so"}
 
 
-class Broken(Exception):
-    """A promise was not kept; the message says what was seen instead."""
+class PromiseBroken(Exception):
+    """Error for a broken promise; the message describes the violation."""
 
 
-class Untried(Exception):
-    """A promise cannot be tried on this machine; the message says why."""
+class NotApplicable(Exception):
+    """Outcome of a promise about something that this machine does not have, so nothing can break it."""
+
+
+class PromiseSkipped(Exception):
+    """Error for a promise that the suite cannot test here: its state is unknown, which fails the run."""
 
 
 def expect(kept: bool, otherwise: str) -> None:
-    """Raises Broken, saying `otherwise`, where something promised is not so."""
+    """Raise PromiseBroken with the message `otherwise` unless `kept` is true."""
     if not kept:
-        raise Broken(otherwise)
+        raise PromiseBroken(otherwise)
 
 
 def same(found: object, promised: object) -> None:
-    """Raises Broken where two things differ."""
+    """Raise PromiseBroken if two values differ."""
     if found != promised:
-        raise Broken(f"found {str(found)[:500]!r}, promised {str(promised)[:500]!r}")
+        raise PromiseBroken(f"found {str(found)[:500]!r}, promised {str(promised)[:500]!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
-    """One thing that holds of every sandbox.
+    """Property that every sandbox has.
 
     Args:
-        id: theme and number; never given to another promise.
+        id: theme and number; never reused for another promise.
         text: the promise, one sentence.
-        keep: tries it out; raises where it is not kept.
-        needs: programs inside, or the constants above, without which it cannot be tried.
+        keep: tests it; raises if it is not kept.
+        needs: programs inside, or the constants above, without which it cannot be tested.
         exempt: drivers that do not make it, and why.
-        harmful: a driver that breaks it would let the trial harm this machine; so it is not tried, and counts
-            as broken, where processes inside share the host's namespaces.
+        harmful: with a driver that breaks it, the test would harm this machine; so it is not tested, and
+            counts as broken, if processes inside share the host's namespaces.
     """
 
     id: str
@@ -59,7 +69,7 @@ class Promise:
 
 
 class Promises:
-    """The promises of one theme, in order."""
+    """Promises of one theme, in order."""
 
     def __init__(self, theme: str) -> None:
         self.theme = theme
@@ -86,3 +96,29 @@ class Promises:
             return keep
 
         return add
+
+    def probe(
+        self,
+        id_: str,
+        text: str,
+        code: str,
+        *,
+        machine: str = "",
+        harmful: bool = False,
+        needs: tuple[str, ...] = (),
+    ) -> None:
+        """Add a promise that a program in Python prints nothing; see `Probe.nothing_in_python`.
+
+        Args:
+            code: the program; empty if it is not written for this machine.
+            machine: the only one that the promise applies to, as `uname -m` names it.
+        """
+
+        async def keep(world: "PromiseContext") -> None:
+            if machine not in ("", os.uname().machine):
+                raise NotApplicable(f"only {machine} has that")
+            if not code:
+                raise PromiseSkipped(f"not written for {os.uname().machine}")
+            await world.python_box.nothing_in_python(code)
+
+        self.add(id_, text, needs=(PYTHON, *needs), exempt=NOT_LOCAL, harmful=harmful)(keep)

@@ -1,4 +1,4 @@
-"""Tries promises, several at a time, and says of each what came out."""
+"""Runner of promises: tests several at a time and reports the outcome of each."""
 
 import asyncio
 import time
@@ -6,38 +6,44 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from prorl_envs.conformance.promise import Promise, Untried
+from prorl_envs.conformance.promise import NotApplicable, Promise, PromiseSkipped
 from prorl_envs.conformance.subject import Subject
-from prorl_envs.conformance.world import World, open_world
+from prorl_envs.conformance.world import PromiseContext, open_world
 
-#: Promises tried at a time: most wait more than they work.
+#: Promises tested at a time: most wait more than they compute.
 AT_A_TIME = 4
 _DEADLINE_S = 120.0
 
 
-class State(StrEnum):
-    """What came of a promise."""
+class PromiseState(StrEnum):
+    """State of a tested promise."""
 
     KEPT = "kept"
     BROKEN = "broken"
     NOT_APPLICABLE = "not applicable"
+    NOT_TRIED = "not tried"
+
+    @property
+    def is_error(self) -> bool:
+        """True if a run with such an outcome fails."""
+        return self in (PromiseState.BROKEN, PromiseState.NOT_TRIED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What came of one promise.
+class PromiseOutcome:
+    """Outcome of one promise.
 
     Args:
-        id: the promise's.
+        id: of the promise.
         promise: its sentence.
-        state: what came of it.
-        reason: why it is not kept; empty where it is.
+        state: of the promise.
+        reason: why it is not kept; empty if it is.
         seconds: how long it took.
     """
 
     id: str
     promise: str
-    state: State
+    state: PromiseState
     reason: str
     seconds: float
 
@@ -45,17 +51,17 @@ class Outcome:
 async def run_suite(
     subject: Subject,
     promises: Iterable[Promise],
-    on_outcome: Callable[[Outcome], None] = lambda outcome: None,
-) -> list[Outcome]:
-    """Try promises against a driver.
+    on_outcome: Callable[[PromiseOutcome], None] = lambda outcome: None,
+) -> list[PromiseOutcome]:
+    """Test promises against a driver.
 
     Args:
         subject: the driver and its image.
-        promises: which.
-        on_outcome: called with each outcome as it comes.
+        promises: to test.
+        on_outcome: called with each outcome as it arrives.
 
     Returns:
-        One outcome per promise, in their order.
+        One outcome per promise, in the order of the promises.
 
     Raises:
         SandboxError: the driver cannot start a sandbox at all.
@@ -63,7 +69,7 @@ async def run_suite(
     wanted = list(promises)
     places = asyncio.Semaphore(AT_A_TIME)
 
-    async def one(world: World, promise: Promise) -> Outcome:
+    async def one(world: PromiseContext, promise: Promise) -> PromiseOutcome:
         async with places:
             outcome = await _try(world, promise)
         on_outcome(outcome)
@@ -73,20 +79,23 @@ async def run_suite(
         return await asyncio.gather(*(one(world, promise) for promise in wanted))
 
 
-async def _try(world: World, promise: Promise) -> Outcome:
+async def _try(world: PromiseContext, promise: Promise) -> PromiseOutcome:
     started = time.monotonic()
-    if reason := world.lacks(promise):
-        state = State.NOT_APPLICABLE
+    if (lack := world.lacks(promise)) is not None:
+        state, reason = PromiseState.NOT_TRIED if lack.is_ours else PromiseState.NOT_APPLICABLE, lack.reason
     elif promise.harmful and not world.walls:
-        state, reason = State.BROKEN, f"shares the host's namespaces {', '.join(world.shared)}; not tried"
+        state, reason = (
+            PromiseState.BROKEN,
+            f"shares the host's namespaces {', '.join(world.shared)}; not tried",
+        )
     else:
         state, reason = await _keep(world, promise)
     seconds = time.monotonic() - started
-    return Outcome(id=promise.id, promise=promise.text, state=state, reason=reason, seconds=seconds)
+    return PromiseOutcome(id=promise.id, promise=promise.text, state=state, reason=reason, seconds=seconds)
 
 
-async def _keep(world: World, promise: Promise) -> tuple[State, str]:
-    """Try it in a task of its own. Whatever it raises, but `Untried`, is the reason why it is broken."""
+async def _keep(world: PromiseContext, promise: Promise) -> tuple[PromiseState, str]:
+    """Test a promise in a task of its own. Any unexpected exception counts as the reason why it is broken."""
     trial = asyncio.ensure_future(promise.keep(world))
     try:
         await asyncio.wait([trial], timeout=_DEADLINE_S)
@@ -95,14 +104,15 @@ async def _keep(world: World, promise: Promise) -> tuple[State, str]:
         trial.cancel()
         await asyncio.gather(trial, return_exceptions=True)
     if late or trial.cancelled():
-        return State.BROKEN, f"was not over after {_DEADLINE_S:g} s"
+        return PromiseState.BROKEN, f"was not over after {_DEADLINE_S:g} s"
     error = trial.exception()
     if error is None:
-        return State.KEPT, ""
-    if isinstance(error, Untried):
-        return State.NOT_APPLICABLE, f"on this machine: {error}"
-    # What a sandbox said may be in it.
-    return State.BROKEN, _printable(f"{type(error).__name__}: {error}")[:1000]
+        return PromiseState.KEPT, ""
+    if isinstance(error, NotApplicable | PromiseSkipped):
+        state = PromiseState.NOT_APPLICABLE if isinstance(error, NotApplicable) else PromiseState.NOT_TRIED
+        return state, f"on this machine: {error}"
+    # The message may contain output of a sandbox.
+    return PromiseState.BROKEN, _printable(f"{type(error).__name__}: {error}")[:1000]
 
 
 def _printable(text: str) -> str:

@@ -1,36 +1,59 @@
-"""What the suite is run against. A new driver is one line here."""
+"""Subjects of the suite: drivers and images. A new driver is one line here."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
-from prorl_envs.sandbox.apptainer import ApptainerDriver
 from prorl_envs.sandbox.base import Driver
-from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
-from prorl_envs.sandbox.instance import InstanceDriver
-from prorl_envs.sandbox.local import LocalDriver
-from prorl_envs.sandbox.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.apptainer import ApptainerDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.drivers.instance.driver import InstanceDriver
+from prorl_envs.sandbox.drivers.local import LocalDriver
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.template.template import TEMPLATES, TemplateSpec
 
-#: How to make each driver, given an existing directory of its own.
-DRIVERS: Mapping[str, Callable[[Path], Driver]] = {
+#: Entry of the `base` template that reports the state of a forked tool server.
+STATE_ENTRY = "prorl_envs.conformance.state:serve"
+
+
+class MakeDriver(Protocol):
+    """Factory of a driver, given an existing directory for it."""
+
+    def __call__(self, root: Path, *, templates: Mapping[str, TemplateSpec] = ...) -> Driver: ...
+
+
+DRIVERS: Mapping[str, MakeDriver] = {
     "namespaces": NamespaceDriver,
     "bubblewrap": BubblewrapDriver,
     "apptainer": ApptainerDriver,
-    "instance": InstanceDriver,
+    "apptainer-instance": InstanceDriver,
     "local": LocalDriver,
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A driver and the system that its sandboxes have.
+    """Driver and the system image of its sandboxes.
 
     Args:
-        driver: its name; names what it is exempt from.
-        make: makes one, given an existing directory of its own.
+        driver: its name, as in the promises' exemptions.
+        make_driver: creates one.
         image: see `SandboxSpec`.
+        emulate_root: see `SandboxSpec`; then it is an emulated root who tries to break the promises.
+        templates: that the driver can fork, besides `STATE_ENTRY`.
     """
 
     driver: str
-    make: Callable[[Path], Driver]
+    make_driver: MakeDriver
     image: Path | None = None
+    emulate_root: bool = False
+    templates: Mapping[str, TemplateSpec] = field(default_factory=lambda: TEMPLATES)
+
+    def make(self, root: Path) -> Driver:
+        """Create a driver, given an existing directory for it."""
+        base = self.templates["base"]
+        entries = dict.fromkeys((*base.entries, STATE_ENTRY))
+        return self.make_driver(
+            root, templates={**self.templates, "base": replace(base, entries=tuple(entries))}
+        )

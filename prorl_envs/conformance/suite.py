@@ -1,23 +1,30 @@
-"""Every promise, in order."""
+"""List of all promises, in order."""
 
 from collections.abc import Iterable
 
 from prorl_envs.conformance.promise import Promise, Promises
 from prorl_envs.conformance.promises import (
+    counters,
     end,
     environment,
     files,
     filesystems,
     fresh,
+    kernel,
     limits,
+    mounts,
     network,
+    network_services,
     privileges,
     processes,
     python,
+    root,
     server,
+    shared_kernel,
     shell,
     snapshot,
     start,
+    ways,
 )
 from prorl_envs.errors import InputError
 
@@ -25,10 +32,16 @@ THEMES: tuple[Promises, ...] = (
     start.promises,
     end.promises,
     processes.promises,
+    ways.promises,
     filesystems.promises,
+    mounts.promises,
     environment.promises,
     network.promises,
+    network_services.promises,
     privileges.promises,
+    kernel.promises,
+    root.promises,
+    shared_kernel.promises,
     server.promises,
     fresh.promises,
     files.promises,
@@ -36,19 +49,20 @@ THEMES: tuple[Promises, ...] = (
     python.promises,
     snapshot.promises,
     limits.promises,
+    counters.promises,
 )
 
 PROMISES: tuple[Promise, ...] = tuple(promise for theme in THEMES for promise in theme)
 
-#: Ids of promises that are made no more. They are given to no other.
-RETIRED: frozenset[str] = frozenset()
+#: Ids of promises that are no longer made. Never reused.
+RETIRED: frozenset[str] = frozenset({"PRIV-003", "PY-014"})  # replaced by the stronger WAY-003 and WAY-008
 
 
 def chosen(only: Iterable[str]) -> tuple[Promise, ...]:
-    """The promises of these ids, or beginnings of ids; all of them where none is named.
+    """Return the promises with these ids or id prefixes; all of them if none is named.
 
     Raises:
-        InputError: one is unknown.
+        InputError: a name is unknown.
     """
     names = tuple(only)
     for name in names:

@@ -1,35 +1,61 @@
-"""What promises are tried in: a driver, sandboxes shared by those who do no harm, and secrets on the host."""
+"""Test context of promises: a driver, sandboxes shared by harmless promises, and secrets on the host."""
 
 import asyncio
 import secrets
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterable, Mapping, Set
+from collections.abc import AsyncIterator, Iterable, Set
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prorl_envs.conformance.box import Box
+from prorl_envs.conformance.box import Probe
 from prorl_envs.conformance.host import MARK, Planted, eventually, marked, planted, shared_namespaces, showing
-from prorl_envs.conformance.promise import IMAGE, NO_IMAGE, PYTHON, SESSION, Broken, Promise, expect
+from prorl_envs.conformance.promise import (
+    EMULATED_ROOT,
+    IMAGE,
+    KERNEL,
+    NO_IMAGE,
+    NO_PROGRAMS,
+    ORDINARY,
+    PYTHON,
+    SESSION,
+    Promise,
+    PromiseBroken,
+    expect,
+)
 from prorl_envs.conformance.subject import Subject
 from prorl_envs.errors import SandboxError, ToolError
 from prorl_envs.sandbox.base import Driver, Sandbox, SandboxSpec
-from prorl_envs.sandbox.files import node_local_base, remove_tree
-from prorl_envs.sandbox.runtime import python_runtime
-from prorl_envs.tools.client import Toolbox
-from prorl_envs.tools.link import ToolLimits
+from prorl_envs.sandbox.filesystem.directories import node_local_base, remove_tree
+from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
+from prorl_envs.tools.client.server_handle import ToolLimits
+from prorl_envs.tools.client.toolbox import Toolbox
 
-#: Short, for the promises about what comes after an ignored interrupt.
+#: Short, for the promises about a kill after an ignored interrupt.
 LIMITS = ToolLimits(grace_s=0.3)
 _LONG_S = 600
 
 
-class World:
-    """Everything a promise may use. Made by `open_world`.
+@dataclass(frozen=True, slots=True)
+class Lack:
+    """Reason why a promise is not tested.
 
     Args:
-        path: directory on the host, of this run alone and invisible inside.
+        reason: in words.
+        is_ours: the suite or this package is to blame, not the image or the driver: an error.
+    """
+
+    reason: str
+    is_ours: bool = False
+
+
+class PromiseContext:
+    """Context of a promise: all that it may use. Created by `open_world`.
+
+    Args:
+        path: directory on the host, private to this run and invisible inside.
     """
 
     def __init__(self, subject: Subject, path: Path, planted: Planted, driver: Driver) -> None:
@@ -37,59 +63,61 @@ class World:
         self.path = path
         self.planted = planted
         self.driver = driver
-        self.box: Box
-        self.python_box: Box
+        self.box: Probe
+        self.python_box: Probe
         #: Namespaces that processes inside share with this one.
         self.shared: list[str] = []
-        self._missing: dict[str, str] = {}
+        self._missing: dict[str, Lack] = {}
 
-    def lacks(self, promise: Promise) -> str:
-        """Why a promise cannot be tried here; empty where it can."""
+    def lacks(self, promise: Promise) -> Lack | None:
+        """Return the reason why a promise cannot be tested here; None if it can."""
         if reason := promise.exempt.get(self.subject.driver):
-            return reason
-        return next((reason for need in promise.needs if (reason := self._missing.get(need))), "")
+            return Lack(reason)
+        return next((lack for need in promise.needs if (lack := self._missing.get(need))), None)
 
     @property
     def walls(self) -> bool:
-        """Whether what a trial destroys inside would be the sandbox's alone."""
+        """True if damage by a test stays within the sandbox."""
         return not {"mnt", "pid", "net", "ipc"} & set(self.shared)
 
     def spec(self, *, python: bool = False, **fields: Any) -> SandboxSpec:
-        """A spec of the image under test, and with a working Python where that is asked for."""
+        """Return a spec of the image under test, with a working Python if requested."""
         if python:
             mounts, masks, env = python_runtime()
             fields["mounts"] = (*fields.get("mounts", ()), *mounts)
             fields["masks"] = (*fields.get("masks", ()), *masks)
             fields["env"] = {**env, **fields.get("env", {})}
+        if self.subject.emulate_root:
+            fields |= {"emulate_root": True, "uid": 0}
         return SandboxSpec(image=self.subject.image, **fields)
 
     @asynccontextmanager
     async def fresh(
         self, *, python: bool = False, driver: Driver | None = None, **fields: Any
-    ) -> AsyncIterator[Box]:
-        """A sandbox of one's own, with tools; the fields are those of `SandboxSpec`."""
+    ) -> AsyncIterator[Probe]:
+        """Start a sandbox for the caller alone, with tools; the fields are those of `SandboxSpec`."""
         sandbox = await (driver or self.driver).start(self.spec(python=python, **fields))
         try:
             tools = await Toolbox.open(sandbox, limits=LIMITS)
             try:
-                yield Box(sandbox, tools, sys.executable if python else "")
+                yield Probe(sandbox, tools, sys.executable if python else "")
             finally:
                 await tools.aclose()
         finally:
             await sandbox.close()
 
     @asynccontextmanager
-    async def shell(self) -> AsyncIterator[Box]:
-        """A toolbox of one's own on the shared sandbox."""
+    async def shell(self) -> AsyncIterator[Probe]:
+        """Open a toolbox for the caller alone on the shared sandbox."""
         tools = await Toolbox.open(self.box.sandbox, limits=LIMITS)
         try:
-            yield Box(self.box.sandbox, tools)
+            yield Probe(self.box.sandbox, tools)
         finally:
             await tools.aclose()
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[Toolbox]:
-        """A toolbox with a Python session of its own, on a shared sandbox."""
+        """Open a toolbox with a Python session of its own, on a shared sandbox."""
         tools = await Toolbox.open(self.python_box.sandbox, python=True, limits=LIMITS)
         try:
             yield tools
@@ -98,10 +126,10 @@ class World:
 
     @asynccontextmanager
     async def own_driver(self) -> AsyncIterator[tuple[Driver, Path]]:
-        """A driver of one's own and its directory; after it, nothing may be left of either.
+        """Create a driver with its own directory; check that the closed driver leaves nothing.
 
         Raises:
-            Broken: something is.
+            PromiseBroken: processes or files are left.
         """
         root = self.path / secrets.token_hex(4)
         root.mkdir()
@@ -116,14 +144,14 @@ class World:
         expect(not left, f"files are left of a closed driver: {left[:5]}")
 
     @asynccontextmanager
-    async def lingering(self, box: Box, script: str, *, count: int = 1) -> AsyncIterator[str]:
-        """A script that runs in `box` meanwhile, found on the host by the mark that is yielded.
+    async def lingering(self, box: Probe, script: str, *, count: int = 1) -> AsyncIterator[str]:
+        """Run a script in `box` while the block runs; yield the mark that finds it on the host.
 
         Args:
-            count: processes of it to wait for.
+            count: number of its processes to wait for.
 
         Raises:
-            Broken: so many did not come.
+            PromiseBroken: fewer processes started.
         """
         mark = secrets.token_hex(8)
         argv = ["/bin/sh", "-c", script]
@@ -132,7 +160,7 @@ class World:
 
         def come() -> bool:
             nonlocal seen
-            # One look is enough: a process that begins another program has no environment for a moment.
+            # One match is enough: a process that executes another program has no environment for a moment.
             seen = len(marked(mark))
             return seen >= count or running.done()
 
@@ -145,12 +173,12 @@ class World:
             await asyncio.gather(running, return_exceptions=True)
 
     async def tools(self, sandbox: Sandbox) -> Toolbox:
-        """A toolbox on a sandbox of one's own; the caller closes both."""
+        """Open a toolbox on a sandbox of the caller, who closes both."""
         return await Toolbox.open(sandbox, limits=LIMITS)
 
     @asynccontextmanager
-    async def tools_on(self, box: Box) -> AsyncIterator[Toolbox]:
-        """Another toolbox on a box's sandbox."""
+    async def tools_on(self, box: Probe) -> AsyncIterator[Toolbox]:
+        """Open another toolbox on a box's sandbox."""
         tools = await self.tools(box.sandbox)
         try:
             yield tools
@@ -158,41 +186,59 @@ class World:
             await tools.aclose()
 
     async def appears(self, path: Path) -> None:
-        """Wait for a file that a sandbox makes. Raises Broken where it does not."""
+        """Wait for a file that a sandbox creates. Raise PromiseBroken if it does not appear."""
         expect(await eventually(path.exists), f"{path.name} did not appear")
 
     async def look(self, stack: AsyncExitStack, needs: Set[str]) -> None:
-        """Start the shared sandboxes and find out what of `needs` there is in them."""
+        """Start the shared sandboxes and find out which of `needs` they lack."""
         self.box = await stack.enter_async_context(self.fresh())
         self.python_box = self.box
         image = self.subject.image
-        self._missing = (
-            {NO_IMAGE: "is about the host's own system"} if image else {IMAGE: "no image was given"}
-        )
-        for name in needs - {IMAGE, NO_IMAGE, PYTHON, SESSION}:
+        absent = (NO_IMAGE, "is about the host's own system") if image else (IMAGE, "no image was given")
+        self._missing = {absent[0]: Lack(absent[1])}
+        if self.subject.emulate_root:
+            self._missing[ORDINARY] = Lack("an emulated root is not refused this")
+        else:
+            self._missing[EMULATED_ROOT] = Lack("root is not emulated")
+        for name in needs - NO_PROGRAMS:
             if (await self.box.run(f"command -v {name}")).exit_code != 0:
-                self._missing[name] = f"the image has no {name}"
+                self._missing[name] = Lack(f"the {'image' if image else 'host'} has no {name}")
         async with self.lingering(self.box, "while :; do :; done") as mark:
             self.shared = shared_namespaces(marked(mark)[0])
-        if needs & {PYTHON, SESSION}:
-            self._missing |= await self._look_for_python(stack)
+        if needs & {PYTHON, SESSION, KERNEL}:
+            await self._look_for_python(stack)
 
-    async def _look_for_python(self, stack: AsyncExitStack) -> Mapping[str, str]:
+    async def _look_for_python(self, stack: AsyncExitStack) -> None:
+        """Find out whether this interpreter runs inside, and which of its features work there.
+
+        The interpreter and its packages are mounted. So it fails only if an image lacks its C library.
+        """
+        missing, needs = self._missing, (PYTHON, SESSION, KERNEL)
         try:
             box = await stack.enter_async_context(self.fresh(python=True))
-            await box.nothing_in_python("import socket")
+            is_there = (await box.run(f"[ -e '{box.python}' ]")).exit_code == 0
+            try:
+                await box.nothing_in_python("import socket")
+            except (PromiseBroken, OSError) as error:
+                is_ours = self.subject.image is None or not is_there
+                missing |= dict.fromkeys(needs, Lack(f"Python does not run inside: {error}", is_ours=is_ours))
+                return
             self.python_box = box
+            if (
+                await box.tools.run([box.python, "-I", "-c", "import ipykernel"], timeout_s=60)
+            ).exit_code != 0:
+                lack = Lack("ipykernel cannot be imported inside", is_ours=self.subject.image is None)
+                missing[KERNEL] = lack
             async with self.session() as tools:
                 await tools.python("1 + 1", timeout_s=30)
-        except (Broken, SandboxError, ToolError, OSError) as error:
-            reason = f"Python does not work in this image: {error}"
-            return {SESSION: reason} if self.python_box is not self.box else {PYTHON: reason, SESSION: reason}
-        return {}
+        except (SandboxError, ToolError, OSError) as error:
+            lack = Lack(f"no Python session can be started: {error}", is_ours=True)
+            missing |= dict.fromkeys(needs if self.python_box is self.box else (SESSION, KERNEL), lack)
 
 
 @asynccontextmanager
-async def open_world(subject: Subject, promises: Iterable[Promise]) -> AsyncIterator[World]:
-    """Set up what `promises` need; everything is removed on leaving.
+async def open_world(subject: Subject, promises: Iterable[Promise]) -> AsyncIterator[PromiseContext]:
+    """Set up the context that `promises` need; remove everything on leaving.
 
     Raises:
         SandboxError: the driver cannot start a sandbox at all.
@@ -202,7 +248,7 @@ async def open_world(subject: Subject, promises: Iterable[Promise]) -> AsyncIter
     try:
         with planted() as plants:
             (path / "shared").mkdir()
-            world = World(subject, path, plants, subject.make(path / "shared"))
+            world = PromiseContext(subject, path, plants, subject.make(path / "shared"))
             try:
                 async with AsyncExitStack() as stack:
                     await world.look(stack, needs)

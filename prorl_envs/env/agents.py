@@ -1,7 +1,7 @@
-"""What an agent is offered of a family's tools: which of them, under which names, with which arguments.
+"""Tool sets of agents: which tools of a family an agent gets, under which names, with which arguments.
 
-A model does best with the tools that it was trained on. An agent is a choice of tools with names of its own;
-several agents may share a family, whose tools, sandbox and grader they all use.
+A model performs best with the tools that it was trained on. An agent is a choice of tools with its own names;
+several agents may share a family with its tools, sandbox and grader.
 
 The built-in agent `codeact` has the tool set and names of the CodeAct agent of OpenHands, with which the
 ProRL Agent paper (arXiv 2603.18815) trained.
@@ -14,7 +14,7 @@ from typing import Any
 from prorl_envs.env.base import Environment, ReferenceCall, Task
 from prorl_envs.env.sandboxed import SandboxedEnvironment
 from prorl_envs.errors import InputError
-from prorl_envs.tools.arguments import complaint
+from prorl_envs.tools.client.arguments import complaint
 from prorl_envs.tools.schemas import APPLY_PATCH, EDITOR, THINK
 from prorl_envs.tools.types import JsonObject, ToolCall, ToolResult, ToolSpec
 
@@ -24,14 +24,14 @@ _TRUTH = {"true": True, "false": False}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """A tool as an agent is offered it.
+    """Definition of one tool of an agent.
 
     Args:
-        tool: the family's own name of it; or `think`, and where there is an editor `apply_patch`.
-        description: instead of the tool's own.
-        arguments: the arguments on offer, each with the tool's own name of it, or None for one that is taken
-            and not read. Empty: the tool's own.
-        optional: a family without such a tool offers the others.
+        tool: the family's own name of the tool; or `think`, or `apply_patch` if the family has an editor.
+        description: replaces the tool's own description.
+        arguments: the tool's arguments for the agent, each with the tool's own name of it, or None for an
+            argument that is accepted and ignored. Empty: the tool's own.
+        optional: skip this tool if the family does not have it.
     """
 
     tool: str
@@ -58,7 +58,7 @@ BUILT_IN: Mapping[str, Offers] = {"codeact": CODEACT}
 
 @dataclass(frozen=True, slots=True)
 class _Tool:
-    """A tool on offer: as the model is told of it, what its calls become, and whether one ends it all."""
+    """Tool of an agent: its spec for the model, its translation, and whether it finishes the episode."""
 
     spec: ToolSpec
     own: ToolSpec
@@ -88,13 +88,13 @@ class _Tool:
         return cls(ToolSpec(name, description, parameters), own, arguments, ends)
 
     def translated(self, call: ToolCall) -> ToolCall | str:
-        """The call of the family's own tool, or what is wrong with this one."""
+        """Return the call of the family's own tool, or an error message for the model."""
         given = dict(call.arguments)
         for name, value in given.items():
             properties = self.spec.parameters["properties"]
             if name in properties and properties[name].get("type") == "boolean" and isinstance(value, str):
-                given[name] = _TRUTH.get(value.lower(), value)  # as some tool sets write them
-        # An unread argument may be of any type; so may an answer, which the family reads itself.
+                given[name] = _TRUTH.get(value.lower(), value)  # some tool sets write booleans as texts
+        # An unread argument may be of any type; so may an answer, which the family parses itself.
         read = {name: value for name, value in given.items() if self.arguments.get(name, "") is not None}
         checked = dict.fromkeys(read, "") if self.ends else read
         if wrong := complaint(self.spec, checked):
@@ -102,20 +102,20 @@ class _Tool:
         return ToolCall(call.id, self.own.name, {str(self.arguments[name]): read[name] for name in read})
 
     def spelled(self, call: ReferenceCall) -> ReferenceCall:
-        """A call of the family's own tool as this agent would write it; the arguments it lacks are kept, and
-        refused when it is played."""
+        """Translate a reference call of the family's own tool into this agent's form. Arguments that the
+        agent does not have are kept, and refused at replay."""
         names = {own: offered for offered, own in self.arguments.items()}
         given = {names.get(name, name): value for name, value in call.arguments.items()}
         return ReferenceCall(tool=self.spec.name, arguments=given)
 
 
 def with_tools(base: type[Environment[Any]], offers: Offers, where: str) -> type[Environment[Any]]:
-    """A subclass of `base` whose agents are offered these tools.
+    """Return a subclass of `base` with these tools for its agents.
 
     Args:
         base: the family.
         offers: by the name that the model calls.
-        where: begins what is said of an error, such as `agents.codeact.tools`.
+        where: prefix of error messages, such as `agents.codeact.tools`.
 
     Raises:
         InputError: the family has no such tool, or no tools of its own to choose from.

@@ -1,7 +1,7 @@
-"""Judging answers that come as text from a hostile author: numbers, sets of numbers, expressions, words.
+"""Comparison of answers from a hostile author: numbers, sets of numbers, expressions, words.
 
-Everything here is pure, total and bounded: no answer, however made, is evaluated as code, takes long, or
-raises. None of it needs a sandbox.
+All functions are pure, total and bounded: no answer is evaluated as code, takes long, or raises. No sandbox
+is needed.
 """
 
 import math
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from prorl_envs.env.expressions import Expression, ExpressionError, parse_expression
 
-#: Longest answer that is read as one number, and most numbers read from one answer.
+#: Longest answer that is parsed as one number, and most numbers parsed from one answer.
 MAX_NUMBER_CHARS = 64
 MAX_NUMBERS = 10_000
 
@@ -21,14 +21,14 @@ _GROUPED = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?", re.ASCII)
 _FRACTION = re.compile(rf"({_NUMBER})\s*/\s*({_NUMBER})", re.ASCII)
 _SEPARATORS = re.compile(r"[\s,;]+")
 
-#: Where expressions are compared: this many seeded points, of which so many must be defined.
+#: Expressions are compared at this many seeded points, of which at least `_MIN_DEFINED` must be defined.
 _POINTS = 24
 _MIN_DEFINED = 8
 _REL_TOL = 1e-9
 
 
 def parse_number(text: str) -> float | None:
-    """Read one finite real number: `42`, `-1.5e3`, `1,234.5`, `3/4`; None where `text` is nothing like it."""
+    """Parse one finite real number: `42`, `-1.5e3`, `1,234.5`, `3/4`; return None for any other text."""
     text = text.strip()
     if len(text) > MAX_NUMBER_CHARS:
         return None
@@ -43,8 +43,8 @@ def parse_number(text: str) -> float | None:
 
 
 def parse_numbers(text: str) -> list[float] | None:
-    """Read numbers separated by commas, semicolons or white space, in brackets or not; None where any part
-    is not a number or there are more than `MAX_NUMBERS`."""
+    """Parse numbers separated by commas, semicolons or white space, with or without brackets; return None if
+    any part is not a number or there are more than `MAX_NUMBERS`."""
     bare = text.strip().strip("[](){}").strip()
     parts = [part for part in _SEPARATORS.split(bare, maxsplit=MAX_NUMBERS) if part]
     values = [parse_number(part) for part in parts]
@@ -52,14 +52,14 @@ def parse_numbers(text: str) -> list[float] | None:
 
 
 def is_close(value: float, expected: float, *, rel_tol: float, abs_tol: float) -> bool:
-    """Whether `value` is within `abs_tol`, or within `rel_tol` of the expected magnitude."""
+    """Return true if `value` is within `abs_tol`, or within `rel_tol` of the expected magnitude."""
     return abs(value - expected) <= max(abs_tol, rel_tol * abs(expected))
 
 
 def same_numbers(
     values: Sequence[float], expected: Sequence[float], *, ordered: bool, rel_tol: float, abs_tol: float
 ) -> bool:
-    """Whether both hold the same numbers, each as often, within tolerance.
+    """Return true if both hold the same numbers, equally often, within tolerance.
 
     Args:
         ordered: False compares as multisets. Sorting both is then exact: on a line, if any pairing stays
@@ -74,7 +74,7 @@ def same_numbers(
 
 
 def same_text(text: str, expected: str, *, ignore_case: bool) -> bool:
-    """Whether both are the same words; runs of white space count as one space."""
+    """Return true if both are the same words; runs of white space count as one space."""
     left, right = " ".join(text.split()), " ".join(expected.split())
     return left.casefold() == right.casefold() if ignore_case else left == right
 
@@ -82,21 +82,21 @@ def same_text(text: str, expected: str, *, ignore_case: bool) -> bool:
 def same_expression(
     text: str, expected: str, *, variables: Sequence[str], domain: tuple[float, float], seed: int = 0
 ) -> bool:
-    """Whether two expressions are the same function on `domain`.
+    """Return true if two expressions are the same function on `domain`.
 
     Both are evaluated at seeded random points, in complex double precision: two different analytic
-    expressions agree at all of them with negligible probability, and no answer can make a comparison
-    expensive, as it could make a computer algebra system's simplification.
+    expressions agree at all of them with negligible probability. Unlike the simplification of a computer
+    algebra system, no answer can make this comparison expensive.
 
     Args:
-        text: the answer; anything unreadable is simply not the same.
+        text: the answer; unreadable text counts as different.
         expected: the right expression.
         variables: the names both may use.
         domain: open interval that every variable is drawn from.
-        seed: of the points.
+        seed: seed of the points.
 
     Raises:
-        ExpressionError: `expected` cannot be read, or is undefined on most of the domain.
+        ExpressionError: `expected` cannot be parsed, or is undefined on most of the domain.
     """
     right = parse_expression(expected, variables)
     draw = random.Random(seed)

@@ -1,13 +1,13 @@
-"""An agentic task: written once, served as a gymnasium environment, a NeMo Gym resources server and
-through the rollout service. The contract of the ProRL Agent paper's task handlers (arXiv 2603.18815),
-with tools as its own step so that an agent loop can live anywhere.
+"""Interface of an agentic task: written once, served as a gymnasium environment, as a NeMo Gym resources
+server and through the rollout service. It follows the task handlers of the ProRL Agent paper (arXiv
+2603.18815). Tools are a separate step, so that an agent loop can run anywhere.
 
     env = BashEnvironment(node)
     prompt = await env.init(task)          # start the sandbox, prepare the workspace
     result = await env.call(ToolCall(...)) # any number of times
-    env.listen(messages)                   # what was said, for a grader that judges that
+    env.on_transcript(messages)                   # the transcript, for graders that judge it
     grade  = await env.eval()              # a grader the agent could not tamper with
-    await env.close()                      # nothing is left
+    await env.close()                      # release everything
 """
 
 from abc import ABC, abstractmethod
@@ -38,10 +38,10 @@ class Task(BaseModel):
 
     Args:
         id: unique in its data file.
-        instruction: what the agent is asked to do.
-        reference: tool calls that solve the task, for validation and for the scripted model server.
-            Never shown to the agent, never in the sandbox.
-        reference_answer: what the reference says after its calls, where the grader judges what is said.
+        instruction: the request to the agent.
+        reference: tool calls that solve the task, for validation and for the scripted model server. Never
+            shown to the agent, never in the sandbox.
+        reference_answer: final answer of the reference after its calls, if the grader judges answers.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -54,7 +54,7 @@ class Task(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What an episode starts with: the first messages and the tools on offer."""
+    """Start of an episode: the first messages and the available tools."""
 
     messages: Sequence[Message]
     tools: Sequence[ToolSpec]
@@ -62,12 +62,12 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grade:
-    """A grader's verdict. It exists only if the grader ran to its end.
+    """Verdict of a grader. It exists only if the grader finished.
 
     Args:
         reward: the scalar a trainer sees; in [0, 1] for every built-in family.
         components: named parts of the reward.
-        evidence: what the grader saw (checks with their output, tests with their status); JSON.
+        evidence: the grader's observations (checks with their output, tests with their status); JSON.
     """
 
     reward: float
@@ -87,7 +87,7 @@ class Environment[TaskT: Task](ABC):
     task_type: ClassVar[type[Task]]
     #: Name of the tool with which the agent declares that it is done.
     finish_tool: ClassVar[str] = "finish"
-    #: What of the family can be set, where anything can; `options` are the values in force.
+    #: Model of the family's options, None if it has none; `options` holds the values in force.
     options_type: ClassVar[type[BaseModel] | None] = None
 
     def __init__(self, node: Node) -> None:
@@ -95,7 +95,7 @@ class Environment[TaskT: Task](ABC):
 
     @property
     def sandbox_id(self) -> str | None:
-        """The id of the agent's sandbox on this machine, where it has one now. For operators."""
+        """Id of the agent's sandbox on this machine, None if there is none now. For operators."""
         return None
 
     @classmethod
@@ -109,31 +109,33 @@ class Environment[TaskT: Task](ABC):
 
     @classmethod
     def unavailable(cls, task: TaskT) -> str:
-        """Why this machine cannot run `task` (a missing interpreter, say), or "" where it can. May block."""
+        """Return why this machine cannot run `task` (a missing interpreter, say), or "" if it can. May
+        block."""
         return ""
 
     @classmethod  # noqa: B027 - most families need nothing
     async def provision(cls, node: Node, task: TaskT, progress: Callable[[str], None]) -> None:
-        """Do beforehand what the first episode of `task` on a machine has to: build, pull, check. Where that
-        is done already, nothing is.
+        """Do the one-time work of the first episode of `task` on a machine in advance: build, pull, check.
+        Idempotent.
 
         Args:
             node: the machine.
-            progress: told in a few words what is being done; not called where there is nothing to do.
+            progress: called with a short description of each step; not called if there is nothing to do.
 
         Raises:
-            SandboxError, ToolError, EnvironmentFault: it cannot be done.
+            SandboxError, ToolError, EnvironmentFault: the preparation failed.
         """
 
     @property
     @abstractmethod
     def tools(self) -> Sequence[ToolSpec]:
-        """The tools on offer; fixed per family, or for a family whose tasks bring their own, those of the
-        task that was initialised."""
+        """Available tools; fixed per family. If the tasks bring their own tools: those of the initialised
+        task."""
 
     def prompt(self, task: TaskT) -> Prompt:
-        """What `init` returns for `task`, without starting anything, so that other frameworks' data files
-        can be rendered from it. A family overrides this where the agent is told more."""
+        """Return the prompt that `init` returns for `task`, without starting anything. Data files of other
+        frameworks are rendered from it. A family overrides this method if its prompt holds more than the
+        instruction."""
         return Prompt(messages=[{"role": "user", "content": task.instruction}], tools=self.tools)
 
     @abstractmethod
@@ -146,7 +148,7 @@ class Environment[TaskT: Task](ABC):
 
     @abstractmethod
     async def call(self, call: ToolCall, *, timeout_s: float | None = None) -> ToolResult:
-        """Run one tool call. What the model got wrong is a result with `ok=False`, never an exception.
+        """Run one tool call. A mistake of the model gives a result with `ok=False`, never an exception.
 
         Args:
             call: the model's call; arguments are validated here.
@@ -156,22 +158,22 @@ class Environment[TaskT: Task](ABC):
             SandboxError, ToolError: our infrastructure failed.
         """
 
-    def listen(self, messages: Sequence[Message]) -> None:  # noqa: B027 - most families need not know
-        """The conversation up to now, told once, before `eval`. For a family whose grader judges what was
-        said; the others grade what was done, and take no notice.
+    def on_transcript(self, messages: Sequence[Message]) -> None:  # noqa: B027 - most families need not know
+        """Receive the transcript, once, before `eval`. For families whose grader judges the transcript;
+        families that grade only the actions ignore it.
 
         Args:
-            messages: the prompt's messages first, then in the model's own words what it said and called and
-                what it was shown. Hostile, and not to be changed.
+            messages: the messages of the prompt, then the model's answers and calls verbatim and the tool
+                results. Hostile; must not be changed.
         """
 
-    def expect_eval(self) -> None:  # noqa: B027 - most graders need nothing of their own
-        """`eval` follows, perhaps after a wait. What its grader needs may be started meanwhile; nothing of it
-        may reach the agent, and `close` leaves nothing of it."""
+    def prefetch_grader(self) -> None:  # noqa: B027 - most graders need nothing of their own
+        """Announce that `eval` follows, perhaps after a wait, so that the grader's resources can start in
+        advance. The agent must not be able to reach them, and `close` releases them."""
 
     @abstractmethod
     async def eval(self) -> Grade:
-        """Grade the episode where the agent could not tamper with the grader.
+        """Grade the episode in a place that the agent could not tamper with.
 
         Raises:
             GraderError: the grader itself failed; there is no reward.
@@ -179,7 +181,7 @@ class Environment[TaskT: Task](ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Leave nothing behind. Idempotent; safe after a failed init and under cancellation."""
+        """Release all resources. Idempotent; safe after a failed init and under cancellation."""
 
     async def __aenter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""Writing down an episode that is played without the rollout service: by a person, a check, a loop."""
+"""Transcript of an episode that runs without the rollout service: played by a person, a check, or a loop."""
 
 import json
 from collections.abc import Sequence
@@ -7,11 +7,11 @@ from prorl_envs.env.base import Message, Prompt
 from prorl_envs.tools.types import ToolCall, ToolResult
 
 
-class Conversation:
-    """The messages of one episode, as the rollout service would keep them.
+class MessageLog:
+    """Messages of one episode, in the form that the rollout service keeps.
 
     Args:
-        prompt: what it began with.
+        prompt: start of the episode.
     """
 
     def __init__(self, prompt: Prompt) -> None:
@@ -22,11 +22,11 @@ class Conversation:
         return tuple(self._messages)
 
     def said(self, text: str) -> None:
-        """The model answered without a call."""
+        """Record an answer of the model without a call."""
         self._messages.append({"role": "assistant", "content": text})
 
     def called(self, call: ToolCall, result: ToolResult) -> None:
-        """The model called a tool, and this is what came of it."""
+        """Record a tool call of the model and its result."""
         function = {"name": call.name, "arguments": json.dumps(call.arguments)}
         calls = [{"id": call.id, "type": "function", "function": function}]
         self._messages += (

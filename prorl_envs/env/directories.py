@@ -1,10 +1,10 @@
-"""Tasks as directories, in the formats of Harbor and Terminal-Bench: each becomes a row that holds its files.
+"""Tasks as directories, in the formats of Harbor and Terminal-Bench; each becomes a row that holds its files.
 
     Harbor          task.toml  instruction.md  environment/Dockerfile  tests/test.sh      solution/solve.sh
     Terminal-Bench  task.yaml                  Dockerfile              run-tests.sh tests/  solution.sh
 
 A row is `{"id": ..., "directory": {PATH: TEXT, or {"base64": ..., "executable": ...}}}`, so that it can be
-sent to a service like any other. A family that knows such rows makes its own of them.
+sent to a service like any other row. A family that supports such rows converts them to its own.
 """
 
 import base64
@@ -16,9 +16,9 @@ from typing import Any
 
 from prorl_envs.errors import InputError
 
-#: What tells that a directory is a task.
+#: Files that mark a directory as a task.
 MARKS = ("task.toml", "task.yaml")
-#: Most files of one task, and bytes of all together.
+#: Maximum number of files of one task, and maximum total bytes.
 MAX_FILES = 500
 MAX_BYTES = 8 * 2**20
 
@@ -26,18 +26,22 @@ type Content = str | dict[str, Any]
 
 
 def directory_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The tasks of a directory: the one that it is, or those that it holds, by name, numbered from 1.
+    """Yield the tasks of a directory, numbered from 1: the directory itself if it is a task, else its tasks
+    by name.
 
     Raises:
-        InputError: a task is too large, or holds what is no file.
+        InputError: a task is too large, or holds something that is not a regular file.
         OSError: something cannot be read.
     """
-    found = [path] if _is_task(path) else sorted(one for one in path.iterdir() if _is_task(one))
+    found = (
+        [path] if is_task_directory(path) else sorted(one for one in path.iterdir() if is_task_directory(one))
+    )
     for number, task in enumerate(found, start=1):
         yield number, {"id": task.resolve().name, "directory": _files(task)}
 
 
-def _is_task(path: Path) -> bool:
+def is_task_directory(path: Path) -> bool:
+    """Return True if the directory holds a task's file of settings."""
     return any((path / mark).is_file() for mark in MARKS)
 
 

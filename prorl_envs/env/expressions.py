@@ -1,4 +1,4 @@
-"""Mathematical expressions from hostile text, without evaluating any of it as code.
+"""Parser of mathematical expressions from hostile text; never evaluates text as code.
 
     expression = term (("+" | "-") term)*
     term       = factor (("*" | "/") factor)*
@@ -7,8 +7,8 @@
     atom       = number | constant | variable | function "(" expression ("," expression)? ")"
                | "(" expression ")"
 
-This is what computer algebra systems print for elementary functions. Parsing takes time linear in the
-text, evaluation a fixed time per node: numbers are complex doubles, so no power can grow without bound.
+Computer algebra systems print elementary functions in this grammar. Parsing takes time linear in the text,
+evaluation a fixed time per node: numbers are complex doubles, so no power can grow without bound.
 """
 
 import cmath
@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-#: Longest expression read, in characters, and deepest nesting.
+#: Longest expression, in characters, and deepest nesting.
 MAX_CHARS = 2_000
 MAX_DEPTH = 60
 #: Values of this size and above count as undefined.
@@ -48,35 +48,36 @@ _TWO_ARGUMENTS = frozenset({"log"})
 
 
 class ExpressionError(ValueError):
-    """The text is not an expression of this grammar."""
+    """Error: the text is not an expression of this grammar."""
 
 
 class Expression:
-    """A parsed expression: call it with a point for its value there."""
+    """Parsed expression; call it with a point to get its value there."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
 
     def __call__(self, point: Point) -> complex | None:
-        """The value at `point` (variable name to real value), or None where it is undefined or too large."""
+        """Return the value at `point` (variable name to real value), or None if it is undefined or too
+        large."""
         try:
             value = complex(self._node(point))
             size = abs(value)
         except (ArithmeticError, ValueError):
             return None
-        # A comparison that is true for no nan, and leaves room to subtract two values.
+        # The comparison is false for nan, and leaves room to subtract two values.
         return value if size < MAX_SIZE else None
 
 
 def parse_expression(text: str, variables: Sequence[str]) -> Expression:
-    """Read an expression.
+    """Parse an expression.
 
     Args:
         text: hostile.
-        variables: the names that may occur besides functions and constants; they shadow constants.
+        variables: the allowed names besides functions and constants; they shadow constants.
 
     Raises:
-        ExpressionError: it is too long, too deep, or outside the grammar.
+        ExpressionError: the text is too long, too deeply nested, or outside the grammar.
     """
     parser = _Parser(_tokens(text), frozenset(variables))
     node = parser.expression(0)
@@ -99,7 +100,7 @@ def _tokens(text: str) -> list[tuple[str, str]]:
 
 
 class _Parser:
-    """Recursive descent over tokens; the last token is an empty sign."""
+    """Recursive descent parser over tokens; the last token is an empty sign."""
 
     def __init__(self, tokens: Sequence[tuple[str, str]], variables: frozenset[str]) -> None:
         self._tokens = tokens
@@ -107,8 +108,6 @@ class _Parser:
         self._next = 0
 
     def expression(self, depth: int) -> Node:
-        if depth > MAX_DEPTH:
-            raise ExpressionError(f"nested deeper than {MAX_DEPTH}")
         terms = [self._term(depth)]
         while (sign := self._peek()) in ("+", "-"):
             self.take(sign)

@@ -1,4 +1,4 @@
-"""This machine's shared resources: one driver, its templates, a cache directory."""
+"""Shared resources of this machine: one sandbox driver with its templates, and a cache directory."""
 
 import asyncio
 import math
@@ -14,34 +14,37 @@ from prorl_envs.env.search import SearchBackend, SearchSettings
 from prorl_envs.env.search_index import IndexSearch
 from prorl_envs.env.web_search import WebSearch
 from prorl_envs.images.builder import ImageBuilder
+from prorl_envs.images.dockerfile.build import DockerfileBuilder
+from prorl_envs.images.layers import LayerStore
 from prorl_envs.images.store import ImageStore
-from prorl_envs.sandbox.base import Driver, Sandbox, SandboxSpec
-from prorl_envs.sandbox.choice import choose_driver, make_driver
-from prorl_envs.sandbox.pressure import memory_is_short
-from prorl_envs.tools.pool import WarmPool
-from prorl_envs.tools.starts import Starts
-from prorl_envs.tools.workplace import Workplace
+from prorl_envs.sandbox.base import Driver, Sandbox, SandboxLimits, SandboxSpec
+from prorl_envs.sandbox.drivers.select import choose_driver, make_driver
+from prorl_envs.sandbox.limits.enforcement import DEFAULT_LIMITS
+from prorl_envs.sandbox.limits.memory_pressure import memory_is_short
+from prorl_envs.tools.pool.sandbox_session import SandboxSession
+from prorl_envs.tools.pool.start_limiter import StartLimiter
+from prorl_envs.tools.pool.warm_pool import WarmPool
 
 
 @dataclass(frozen=True, slots=True)
 class NodeUse:
-    """What a node does at one moment, and what it has done.
+    """Current state and counters of a node.
 
     Args:
-        open: sandboxes that are not closed, those that stand ready included.
-        warm: of these, those that stand ready.
-        given: sandboxes that were asked for and given out with their tools.
-        seconds: from asking to having, of all of them.
-        from_pool: of these, those that stood ready.
-        failed: those that could not be had.
-        starting: sandboxes that start now, and `waiting`: those that wait for their turn to.
-        starts_limit: most that may start at once; infinite where nothing speaks against more.
-        slow, short: how often that bound was lowered: for slow starts, and for little memory.
+        open: open sandboxes, including idle ones in the warm pool.
+        warm: open sandboxes that are idle in the warm pool.
+        handed_out: sandboxes handed out with their tools.
+        seconds: sum over all of them of the time from request to handover.
+        from_pool: handed-out sandboxes that came from the warm pool.
+        failed: requests that failed.
+        starting: sandboxes that start now; `waiting`: sandboxes that wait for permission to start.
+        starts_limit: maximum number of concurrent starts; infinite if there is no reason for a limit.
+        slow, short: how often this limit was lowered because of slow starts, and because of low memory.
     """
 
     open: int
     warm: int
-    given: int
+    handed_out: int
     seconds: float
     from_pool: int
     failed: int
@@ -54,10 +57,10 @@ class NodeUse:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes of memory that count towards the limits of sandboxes, by their ids, of those that can be told.
+    """Bytes of memory that count towards the limits of sandboxes, by sandbox id, as far as measurable.
 
     Args:
-        busy: of those that are in use; `warm`: of those that stand ready.
+        busy: sandboxes in use; `warm`: idle sandboxes in the warm pool.
     """
 
     busy: Mapping[str, int] = field(default_factory=dict)
@@ -65,16 +68,20 @@ class MemoryUse:
 
 
 class Node:
-    """Starts sandboxes and equips them with tools.
+    """Factory of sandboxes with tools.
 
     Args:
         driver: the sandbox driver of this machine. The node closes it.
         cache_dir: node-local directory for built trees and environments; survives the process.
-        warm: most sandboxes that stand ready before they are asked for; see `WarmPool`.
-        search: what search tools ask; None leaves it to the family.
-        pace: start fewer sandboxes at once while they start slowly or memory is short; see `Starts`.
-        images: makes what pulls and builds images, given whom to tell of its progress; None keeps them in
-            the cache directory.
+        warm_pool_size: maximum number of idle sandboxes in the warm pool; see `WarmPool`.
+        search: settings of the search back end; None uses the defaults.
+        adaptive_starts: start fewer sandboxes at once while starts are slow or memory is short; see
+            `StartLimiter`.
+        images: creates the image builder, given a progress callback; None keeps images in the cache
+            directory.
+        dockerfiles: creates the builder of Dockerfiles, given the driver; None keeps layers in the cache
+            directory, and reaches no network.
+        limits: those that the driver gives to sandboxes without limits of their own.
     """
 
     def __init__(
@@ -82,26 +89,31 @@ class Node:
         driver: Driver,
         cache_dir: Path,
         *,
-        warm: int = 0,
+        warm_pool_size: int = 0,
         search: SearchSettings | None = None,
-        pace: bool = True,
+        adaptive_starts: bool = True,
         images: Callable[[Callable[[str], None]], ImageBuilder] | None = None,
+        dockerfiles: Callable[[Driver], DockerfileBuilder] | None = None,
+        limits: SandboxLimits = DEFAULT_LIMITS.each,
     ) -> None:
         self.driver = driver
+        self.limits = limits
         self._images = images
+        self._dockerfiles = dockerfiles
         self._search = search or SearchSettings()
         self._backend: SearchBackend | None = None
         self.cache_dir = cache_dir
-        self._starts = Starts(memory_is_short) if pace else None
-        self._pool = WarmPool(driver, limit=warm, starts=self._starts)
-        self._given = self._failed = 0
+        self._starts = StartLimiter(memory_is_short) if adaptive_starts else None
+        self._pool = WarmPool(driver, limit=warm_pool_size, starts=self._starts)
+        self._handed_out = self._failed = 0
         self._seconds = 0.0
 
     @classmethod
     def local(cls, *, cache_dir: Path | None = None) -> Self:
-        """This machine with its default driver: the one `$PRORL_DRIVER` names, else what works here.
+        """Create the node of this machine with the driver that `$PRORL_DRIVER` names, else one that works
+        here.
 
-        Call it in the event loop that will use it. Blocks for some milliseconds.
+        Call it in the event loop that will use the node. Blocks for some milliseconds.
 
         Args:
             cache_dir: None chooses `$PRORL_CACHE_DIR`, else `prorl-envs` in the user's cache directory.
@@ -116,34 +128,35 @@ class Node:
         """Start a sandbox. The caller closes it."""
         return await self.driver.start(spec)
 
-    async def workplace(self, spec: SandboxSpec, *, python: bool = False) -> Workplace:
-        """A sandbox with its tools. The caller closes it."""
+    async def open_session(self, spec: SandboxSpec, *, python: bool = False) -> SandboxSession:
+        """Open a sandbox with its tools. The caller closes it."""
         asked = time.monotonic()
         try:
             place = await self._pool.take(spec, python=python)
         except Exception:
             self._failed += 1
             raise
-        self._given += 1
+        self._handed_out += 1
         self._seconds += time.monotonic() - asked
         return place
 
-    def expect(self, spec: SandboxSpec) -> None:
-        """Such a workplace will be asked for soon: have it ready, where there is room and time."""
-        self._pool.expect(spec)
+    def prewarm(self, spec: SandboxSpec) -> None:
+        """Announce that a session of this kind will be requested soon. The warm pool prepares it if it has
+        capacity."""
+        self._pool.prewarm(spec)
 
-    def expect_no_more(self, spec: SandboxSpec) -> None:
-        """Who was expected does not come."""
-        self._pool.expect_no_more(spec)
+    def cancel_prewarm(self, spec: SandboxSpec) -> None:
+        """Withdraw one announcement of `expect`."""
+        self._pool.cancel_prewarm(spec)
 
-    def searching(self, sample: Path) -> SearchBackend:
-        """What search tools ask; the same for all episodes.
+    def search_backend(self, sample: Path) -> SearchBackend:
+        """Return the back end of search tools; all episodes share it.
 
         Args:
-            sample: folder of texts that is searched where the settings name none.
+            sample: folder of texts to search if the settings name no folder.
 
         Raises:
-            InputError: the settings name no back end, or not what it needs.
+            InputError: the settings name an unknown back end, or one of its settings is missing.
         """
         if self._backend is None:
             if self._search.backend == "index":
@@ -153,22 +166,28 @@ class Node:
         return self._backend
 
     def images(self, progress: Callable[[str], None] = lambda line: None) -> ImageBuilder:
-        """What pulls and builds images.
+        """Return the builder that pulls and builds images.
 
         Args:
-            progress: called with a short line as the work goes on.
+            progress: called with a short line for each step.
         """
         if self._images is not None:
             return self._images(progress)
         return ImageBuilder(ImageStore(self.cache_dir / "images"), progress=progress)
 
+    def dockerfiles(self) -> DockerfileBuilder:
+        """Return the builder of Dockerfiles. It uses this node's driver and store of layers."""
+        if self._dockerfiles is not None:
+            return self._dockerfiles(self.driver)
+        return DockerfileBuilder(LayerStore(self.cache_dir / "layers"), self.driver)
+
     @property
     def use(self) -> NodeUse:
-        """What it does now, and what it has done, for operators."""
+        """Current state and counters of the node, for operators."""
         use = NodeUse(
             open=len(self.driver.sandboxes),
             warm=self._pool.ready,
-            given=self._given,
+            handed_out=self._handed_out,
             seconds=self._seconds,
             from_pool=self._pool.hits,
             failed=self._failed,
@@ -186,7 +205,7 @@ class Node:
         )
 
     async def memory(self) -> MemoryUse:
-        """What its sandboxes hold now, measured in a thread: some tenths of a millisecond each."""
+        """Measure the memory of the sandboxes in a thread; takes some tenths of a millisecond per sandbox."""
         sandboxes, warm = tuple(self.driver.sandboxes), self._pool.ready_sandboxes
         held = await asyncio.to_thread(lambda: {one.id: one.memory() for one in sandboxes})
         found = {name: size for name, size in held.items() if size is not None}
@@ -212,7 +231,7 @@ class Node:
 
 
 def default_cache_dir() -> Path:
-    """`$PRORL_CACHE_DIR`, else `prorl-envs` in the user's cache directory."""
+    """Return `$PRORL_CACHE_DIR`, else `prorl-envs` in the user's cache directory."""
     if chosen := os.environ.get("PRORL_CACHE_DIR"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "prorl-envs"

@@ -1,4 +1,4 @@
-"""A family under a name of its own, with another system prompt or other sandboxes."""
+"""Variants of a family under their own names, with another system prompt or other sandboxes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -9,17 +9,17 @@ from pydantic import BaseModel, ValidationError
 from prorl_envs.env.base import Environment, Task
 from prorl_envs.env.sandboxed import SandboxedEnvironment
 from prorl_envs.errors import InputError
-from prorl_envs.sandbox.base import Limits, Network, SandboxSpec
+from prorl_envs.sandbox.base import Network, SandboxLimits, SandboxSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What differs from the family; what is None or empty does not.
+    """Differences of a variant from its family; None and empty values change nothing.
 
     Args:
         system_prompt: first message of every episode.
-        limits: fields of `Limits`; the others are the family's own, else those of `default_limits`.
-        default_limits: what the node's sandboxes get.
+        limits: fields of `SandboxLimits`; the other fields come from the family, else from `default_limits`.
+        default_limits: limits of the node's sandboxes.
         network: replaces the sandbox's network.
         image: a directory or SIF file, as in `SandboxSpec`.
         own: the family's own options.
@@ -27,19 +27,19 @@ class Options:
 
     system_prompt: str | None = None
     limits: Mapping[str, Any] = field(default_factory=dict)
-    default_limits: Limits = field(default_factory=Limits)
+    default_limits: SandboxLimits = field(default_factory=SandboxLimits)
     network: Network | None = None
     image: Any = None
     own: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def of_sandbox(self) -> frozenset[str]:
-        """Which parts of a sandbox they change."""
+        """Names of the sandbox properties that these options change."""
         given = {"limits": self.limits, "network": self.network, "image": self.image}
         return frozenset(name for name, value in given.items() if value)
 
     def applied(self, spec: SandboxSpec) -> SandboxSpec:
-        """`spec` with what differs."""
+        """Return `spec` with the differences applied."""
         if self.limits:
             spec = replace(spec, limits=replace(spec.limits or self.default_limits, **self.limits))
         if self.network is not None:
@@ -48,14 +48,14 @@ class Options:
 
 
 def with_options(name: str, base: type[Environment[Any]], options: Options) -> type[Environment[Any]]:
-    """A subclass of `base` that differs by `options`.
+    """Return a subclass of `base` that differs by `options`.
 
     Args:
-        name: what it is offered as.
+        name: name of the variant.
         base: the family.
 
     Raises:
-        InputError: the family has nothing of the kind, or does not allow it.
+        InputError: the family has no such property, or does not allow it to change.
     """
     fields: dict[str, Any] = {"name": name, "__module__": base.__module__, "__doc__": base.__doc__}
     if options.own:

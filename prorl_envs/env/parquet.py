@@ -1,7 +1,8 @@
-"""Rows of a Parquet file, in which data sets are often published. Needs pyarrow: the extra `parquet`.
+"""Reader for rows of Parquet files, a common format of published data sets. Needs pyarrow: the extra
+`parquet`.
 
-Such a file holds a column per field, so a field that some rows lack is null in them: nulls are left out, at
-every depth of objects. Elements of lists stay.
+A Parquet file has one column per field, so a field that some rows lack is null in them. Nulls are dropped at
+every depth of objects; elements of lists stay.
 """
 
 import datetime
@@ -12,34 +13,28 @@ from pathlib import Path
 from typing import Any
 
 from prorl_envs.errors import InputError
+from prorl_envs.extras import install_extras
 
-_MAGIC = b"PAR1"
-#: Rows decoded at a time: a row of a code data set may have megabytes.
+#: Rows decoded at a time: a row of a code data set can have megabytes.
 _BATCH_ROWS = 32
 
 
-def is_parquet(path: Path) -> bool:
-    """Whether a file is one, by its name or its beginning. Raises OSError where it cannot be read."""
-    with path.open("rb") as file:
-        return path.suffix == ".parquet" or file.read(len(_MAGIC)) == _MAGIC
-
-
 def parquet_rows(path: Path, longest: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The rows with their numbers, from 1.
+    """Yield the rows with their numbers, from 1.
 
     Args:
         longest: most characters that a row may have as JSON.
 
     Raises:
-        InputError: pyarrow is not installed; the file is damaged; a value is nothing that JSON has.
-        OSError: it cannot be read.
+        InputError: pyarrow is not installed; the file is damaged; a value has no JSON equivalent.
+        OSError: the file cannot be read.
     """
     try:
         import pyarrow
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise InputError(
-            f"{path}: parquet needs pyarrow", hint="pip install 'prorl-envs[parquet]', or give JSONL"
+            f"{path}: parquet needs pyarrow", hint=f"{install_extras('parquet')}; or give JSONL"
         ) from error
     number = 0
     try:
@@ -67,7 +62,7 @@ def _plain_row(path: Path, number: int, row: Mapping[str, Any], longest: int) ->
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON would have it, without the nulls of objects."""
+    """Convert a value to JSON types, without the nulls of objects."""
     match value:
         case dict():
             return {str(key): _plain(inner) for key, inner in value.items() if inner is not None}

@@ -1,4 +1,4 @@
-"""The environment families by name: the built-in ones, and those that other packages bring.
+"""Registry of environment families by name: the built-in ones, and those of other packages.
 
 A third-party package registers a family under the entry-point group `prorl_envs.environments`:
 
@@ -6,7 +6,6 @@ A third-party package registers a family under the entry-point group `prorl_envs
     chess = "my_package.chess:ChessEnvironment"
 """
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,7 @@ from typing import Any
 
 from prorl_envs.env.base import Environment, Task
 from prorl_envs.env.rows import read_tasks
-from prorl_envs.errors import InputError
+from prorl_envs.errors import InputError, NoExampleData, name_hint
 
 GROUP = "prorl_envs.environments"
 
@@ -28,13 +27,14 @@ _BUILT_IN = {
     "math": "prorl_envs.envs.math.env:MathEnvironment",
     "stem": "prorl_envs.envs.stem.env:StemEnvironment",
     "swebench": "prorl_envs.envs.swebench.env:SwebenchEnvironment",
+    "terminal": "prorl_envs.envs.terminal.env:TerminalEnvironment",
 }
 
 type Family = type[Environment[Any]]
 
 
 class Families(Mapping[str, Family]):
-    """Families by name, imported when asked for: listing them costs nothing."""
+    """Families by name, imported on access: listing them costs nothing."""
 
     def __init__(self, targets: Mapping[str, EntryPoint]) -> None:
         self._targets = dict(targets)
@@ -61,34 +61,44 @@ class Families(Mapping[str, Family]):
 
 @cache
 def environments() -> Mapping[str, Family]:
-    """Every family known on this machine. A built-in name cannot be taken by another package."""
+    """Return every family known on this machine. Another package cannot take a built-in name."""
     built_in = {name: EntryPoint(name, value, GROUP) for name, value in _BUILT_IN.items()}
     third_party = {point.name: point for point in entry_points(group=GROUP)}
     return Families(third_party | built_in)
 
 
 def family(name: str) -> Family:
-    """The family called `name`.
+    """Return the family called `name`.
 
     Raises:
-        InputError: there is none, or it cannot be imported.
+        InputError: there is no such family, or it cannot be imported.
     """
     return known(environments(), name)
 
 
+def is_built_in(name: str) -> bool:
+    """Return true if the family called `name` is part of this package."""
+    return name in _BUILT_IN
+
+
+def description_of(family: Family) -> str:
+    """Return the first line of the family's docstring, its description."""
+    return (inspect.getdoc(family) or "").partition("\n")[0]
+
+
 def known(offered: Mapping[str, Family], name: str) -> Family:
-    """One of the environments on offer.
+    """Return one of the offered environments.
+
+    Args:
+        offered: environments by name.
+        name: the requested name.
 
     Raises:
-        InputError: it is not among them; the hint names the closest, or all.
+        InputError: `name` is not offered; the hint names the closest names, or all.
     """
     if name in offered:
         return offered[name]
-    close = difflib.get_close_matches(name, offered, n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
-    raise InputError(
-        f"no environment is called {name!r}", hint=f"{hint}known: {', '.join(sorted(offered)) or 'none'}"
-    )
+    raise InputError(f"no environment is called {name!r}", hint=name_hint(name, offered))
 
 
 def load_tasks(name: str, path: Path | str) -> list[Task]:
@@ -101,7 +111,8 @@ def load_tasks(name: str, path: Path | str) -> list[Task]:
 
 
 def example_path(name: str) -> Path:
-    """The family's own example data: `data/example.jsonl` beside the module of its class.
+    """Return the path of the family's own example data, beside the module of its class: `data/example.jsonl`,
+    or the folder `data/tasks` of task directories.
 
     Raises:
         InputError: no such family, or it ships no example data.
@@ -110,13 +121,14 @@ def example_path(name: str) -> Path:
 
 
 def examples_of(name: str, chosen: Family) -> Path:
-    """The example data of a class; `name` is for the message.
+    """Return the path of the example data of a class; `name` is for the message.
 
     Raises:
-        InputError: it ships none.
+        NoExampleData: the class ships no example data.
     """
     module = importlib.import_module(chosen.__module__)
-    path = Path(inspect.getfile(module)).parent / "data" / "example.jsonl"
-    if not path.is_file():
-        raise InputError(f"environment {name!r} ships no example data", hint="give a data file")
-    return path
+    data = Path(inspect.getfile(module)).parent / "data"
+    for path in (data / "example.jsonl", data / "tasks"):
+        if path.exists():
+            return path
+    raise NoExampleData(f"environment {name!r} ships no example data", hint="give a data file")

@@ -1,7 +1,8 @@
-"""Playing a recorded conversation again, without a model, to have it graded by the grader of today.
+"""Replay of a recorded conversation without a model, to grade it with the current grader.
 
-Its tool calls are made again in a fresh sandbox, in their order, and the grader is told what was said then.
-What a call gives may differ from what it gave (times, process ids), and with it the reward: that is counted.
+The tool calls run again in a fresh sandbox, in their order, and the grader receives the recorded messages.
+Results of calls may differ from the recorded ones (times, process ids), and the reward with them: the
+differences are counted.
 """
 
 import json
@@ -15,18 +16,18 @@ from prorl_envs.env.node import Node
 from prorl_envs.errors import InputError
 from prorl_envs.tools.types import ToolCall
 
-#: How the agent loop begins the line that it puts in place of what it cut from an observation.
+#: Part of the line with which the agent loop replaces the text that it cut from an observation.
 _CUT = "characters left out]"
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What came of it.
+    """Result of a replay.
 
     Args:
-        grade: of today.
-        calls: how many were made again.
-        differing: how many of these gave something else than they did then.
+        grade: verdict of the current grader.
+        calls: number of calls that ran again.
+        differing: number of these calls whose result differs from the recorded one.
     """
 
     grade: Grade
@@ -43,20 +44,20 @@ async def replay[TaskT: Task](
     offered: Collection[str] = (),
     tool_timeout_s: float | None = None,
 ) -> Replayed:
-    """Play and grade one conversation.
+    """Replay and grade one conversation.
 
     Args:
-        family: the environment class, whose tools are called as they were.
+        family: the environment class that runs the calls.
         node: where the episode runs.
-        task: the task that it was about.
-        messages: as a result holds them: the prompt first.
-        offered: names of the tools that were on offer then.
+        task: the task of the conversation.
+        messages: as in a result: the prompt first.
+        offered: names of the tools that were available in the recording.
         tool_timeout_s: seconds a call may take; None takes the family's.
 
     Raises:
-        InputError: a message is not what an agent loop writes down, or a tool is not on offer today, or the
+        InputError: a message is not one that an agent loop writes, or a tool is not available today, or the
             calls were a harness's.
-        RolloutFailure: the episode could not be carried through.
+        RolloutFailure: the episode failed.
     """
     if (harness := harness_of(family)) is not None:
         raise InputError(
@@ -79,12 +80,12 @@ async def replay[TaskT: Task](
                 break
             shown = result.text.encode("utf-8", "replace").decode()
             differing += observed is not None and observed != shown and _CUT not in observed
-        environment.listen(tuple(messages))
+        environment.on_transcript(tuple(messages))
         return Replayed(await environment.eval(), made, differing)
 
 
 def calls_of(messages: Sequence[Message]) -> Iterator[tuple[ToolCall, str | None]]:
-    """The calls of a conversation, each with what it gave; None where that was not shown to the model.
+    """Yield the calls of a conversation, each with its result; None if the model was not shown the result.
 
     Raises:
         InputError: names the message that is wrong.

@@ -1,4 +1,5 @@
-"""Between the two ways a conversation is written: chat messages here, the Responses API's items in NeMo Gym.
+"""Conversion between the two formats of a conversation: our chat messages, and NeMo Gym's Responses API
+items.
 
 Protocol: the OpenAI Responses API, as NeMo Gym's `responses_create_params` and `response` carry it. Pure.
 """
@@ -17,13 +18,14 @@ _NOTHING: JsonObject = {"type": "object", "properties": {}}
 
 
 def chat_messages(params: Mapping[str, Any]) -> list[Message]:
-    """The first messages of an episode: `instructions` and `input` of a row's `responses_create_params`.
+    """Return the first messages of an episode: `instructions` and `input` of a row's
+    `responses_create_params`.
 
-    A developer is a system to chat templates, which often take one system message alone: those that follow
-    each other are joined. Reasoning of earlier turns is left out, as chat templates do.
+    The developer role becomes the system role. Chat templates often accept only one system message, so
+    consecutive system messages are joined. Reasoning of earlier turns is dropped, as chat templates do.
 
     Raises:
-        InputError: what cannot be said in text, by field.
+        InputError: names the field whose content is not text.
     """
     given = params.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
@@ -90,10 +92,10 @@ def _texts(item: Mapping[str, Any], where: str, *names: str) -> Iterator[str]:
 
 
 def function_tools(params: Mapping[str, Any]) -> list[ToolSpec]:
-    """The tools of a row's `responses_create_params`.
+    """Return the tools of a row's `responses_create_params`.
 
     Raises:
-        InputError: a tool that is no function, by field.
+        InputError: names the field of a tool that is not a function.
     """
     tools = params.get("tools") or []
     if not isinstance(tools, list):
@@ -112,15 +114,15 @@ def _tool(tool: object, where: str) -> ToolSpec:
 
 
 def output_items(messages: Sequence[Message], observed: Sequence[str] | None = None) -> list[JsonObject]:
-    """What the model said and what its calls gave, as `response.output`.
+    """Return the model's answers and the results of its calls as `response.output`.
 
-    Notes to the model (that its call could not be read, say) have no place among a response's items; what it
-    had said is there as a message.
+    Notes to the model (that its call could not be parsed, say) have no equivalent among a response's items
+    and are omitted; the answer that caused the note is included as a message.
 
     Args:
         messages: the conversation after its prompt.
-        observed: what each call gave, in the order of the calls, where that is known better than from
-            `messages`: an episode may end before its last observations are shown to the model.
+        observed: the result of each call, in the order of the calls, if it is known better than from
+            `messages`: an episode may finish before its last observations are shown to the model.
     """
     if observed is None:
         observed = [str(message["content"]) for message in messages if message["role"] == "tool"]
@@ -139,7 +141,7 @@ def output_items(messages: Sequence[Message], observed: Sequence[str] | None = N
 
 
 def _said(content: str, number: int, *, always: bool) -> Iterator[JsonObject]:
-    """An answer's text, its thoughts apart, as servers with a reasoning parser give them."""
+    """Yield an answer's text with its reasoning separated, as servers with a reasoning parser return it."""
     thought, ended, answer = content.partition(_THOUGHT_END)
     if not ended:
         thought, answer = "", content
@@ -155,7 +157,7 @@ def _said(content: str, number: int, *, always: bool) -> Iterator[JsonObject]:
 
 
 def _call_item(call: Mapping[str, Any], taken: set[str]) -> JsonObject:
-    """A call with an id that no earlier call of the response has."""
+    """Return a call item with an id that no earlier call of the response has."""
     wanted = str(call.get("id") or "call")
     unique = wanted if wanted not in taken else f"{wanted}_{len(taken)}"
     taken.add(unique)
@@ -171,7 +173,7 @@ def _call_item(call: Mapping[str, Any], taken: set[str]) -> JsonObject:
 
 
 def said_messages(items: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """The other way round: `response.output` as chat messages.
+    """Convert `response.output` to chat messages.
 
     Raises:
         InputError: as `chat_messages`.

@@ -1,4 +1,4 @@
-"""Reading task data: lines of JSON, one array, or Parquet in, tasks out; faults by file, line and field."""
+"""Reader for task data: JSON lines, one JSON array, or Parquet; errors name file, line and field."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -9,21 +9,24 @@ from pydantic import ValidationError
 
 from prorl_envs.env.base import Task
 from prorl_envs.env.directories import directory_rows
-from prorl_envs.env.parquet import is_parquet, parquet_rows
+from prorl_envs.env.file_kinds import FileKind, kind_of, wrong_file
+from prorl_envs.env.parquet import parquet_rows
 from prorl_envs.errors import InputError
 
-#: Most bytes of one line of a data file, and most rows of one file.
+#: Maximum bytes of one line of a data file, and maximum rows of one file.
 MAX_LINE_BYTES = 16 * 2**20
 MAX_ROWS = 1_000_000
-#: Most bytes of a file that is one JSON array, which is read as a whole.
+#: Maximum bytes of a file that is one JSON array: it is read as a whole.
 MAX_ARRAY_BYTES = 2**29
+#: Kinds of files that are parsed as JSON. For a text file, the error names its first line.
+_READ = frozenset({FileKind.TASKS, FileKind.JSON, FileKind.TEXT})
 
 
 def validate_row[TaskT: Task](task_type: type[TaskT], row: Mapping[str, Any]) -> TaskT:
     """Validate one data row against its family's task model.
 
     Raises:
-        InputError: names the first field that is wrong, and how many more are.
+        InputError: names the first field that is wrong, and the number of further errors.
     """
     try:
         return task_type.model_validate(dict(row))
@@ -46,13 +49,13 @@ def read_tasks[TaskT: Task](load: Callable[[Mapping[str, Any]], TaskT], path: Pa
     """Read a data file.
 
     Args:
-        load: makes a task of a row and raises InputError.
+        load: converts a row to a task and raises InputError.
         path: the file; JSONL (UTF-8, one JSON object per line, blank lines ignored), or one JSON array of
-            objects, or parquet where its name ends so; or a directory of tasks (see `directories.py`).
+            objects, or Parquet if its name ends so; or a directory of tasks (see `directories.py`).
 
     Raises:
-        InputError: `file:line: field: problem`, for unreadable files, bad JSON, bad rows, repeated ids
-            and files over the bounds.
+        InputError: `file:line: field: problem`, for unreadable files, bad JSON, bad rows, repeated ids and
+            files over the bounds; WrongFileType for files of another type.
     """
     tasks: list[TaskT] = []
     line_of: dict[str, int] = {}
@@ -74,16 +77,21 @@ def read_tasks[TaskT: Task](load: Callable[[Mapping[str, Any]], TaskT], path: Pa
 
 
 def rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a data file with the numbers of their lines, or rows, from 1.
+    """Yield the objects of a data file with their line or row numbers, from 1.
 
     Raises:
-        InputError: as `read_tasks`; or the extra `parquet` is wanted and not installed.
+        InputError: as `read_tasks`; or the extra `parquet` is needed and not installed.
     """
     try:
+        kind = kind_of(path)
         if path.is_dir() and (tasks := list(directory_rows(path))):
             yield from tasks
+        elif kind is FileKind.PARQUET or (path.suffix == ".parquet" and path.is_file()):
+            yield from parquet_rows(path, MAX_LINE_BYTES)
+        elif kind in _READ:
+            yield from _json_rows(path)
         else:
-            yield from parquet_rows(path, MAX_LINE_BYTES) if is_parquet(path) else _json_rows(path)
+            raise wrong_file(path, kind, "task rows", hint="give the path of a JSONL or Parquet file")
     except OSError as error:
         hint = "give the path of a JSONL or parquet file"
         raise InputError(f"{path}: {error.strerror or error}", hint=hint) from error

@@ -1,5 +1,5 @@
-"""What every family that works in one sandbox shares. A subclass holds only what is particular to it: the
-task model, how the workspace is prepared, which tools are on offer, and how the episode is graded."""
+"""Base class of all families that work in one sandbox. A subclass defines only its specifics: the task model,
+the preparation of the workspace, the available tools, and the grading."""
 
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -12,18 +12,18 @@ from prorl_envs.env.node import Node
 from prorl_envs.env.rows import validate_row
 from prorl_envs.errors import EnvironmentFault
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.tools.arguments import is_unicode
+from prorl_envs.tools.client.arguments import is_unicode
+from prorl_envs.tools.pool.sandbox_session import SandboxSession
 from prorl_envs.tools.types import ToolCall, ToolResult, ToolSpec
-from prorl_envs.tools.workplace import Workplace
 
-#: Longest answer a finish call may hand in, in characters; what is longer is refused, not cut.
+#: Longest answer of a finish call, in characters; longer answers are refused, not cut.
 MAX_ANSWER_CHARS = 20_000
-#: How much is kept of an answer without a tool call, from its end.
+#: Characters kept of an answer without a tool call, from its end.
 MAX_WORDS = 200_000
 
 
 class Phase(StrEnum):
-    """Where an episode is."""
+    """Phase of an episode."""
 
     NEW = "new"
     STARTING = "starting"
@@ -34,13 +34,15 @@ class Phase(StrEnum):
 
 
 @asynccontextmanager
-async def workplace(node: Node, spec: SandboxSpec, *, python: bool = False) -> AsyncIterator[Workplace]:
-    """Start a sandbox and equip it; both end with the block.
+async def sandbox_session(
+    node: Node, spec: SandboxSpec, *, python: bool = False
+) -> AsyncIterator[SandboxSession]:
+    """Start a sandbox with tools; both are closed at the end of the block.
 
     Raises:
         SandboxError, ToolError.
     """
-    place = await node.workplace(spec, python=python)
+    place = await node.open_session(spec, python=python)
     try:
         yield place
     finally:
@@ -48,29 +50,29 @@ async def workplace(node: Node, spec: SandboxSpec, *, python: bool = False) -> A
 
 
 class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
-    """An environment of one sandbox with one toolbox."""
+    """Environment with one sandbox and one toolbox."""
 
     #: First message of every episode of the family.
     system_prompt: ClassVar[str]
     #: The tools that run in the sandbox.
     sandbox_tools: ClassVar[tuple[ToolSpec, ...]]
-    #: Those that run here, outside: what they use (the network, a key) never enters the sandbox.
+    #: Tools that run here, outside the sandbox: their resources (the network, a key) never enter the sandbox.
     host_tools: ClassVar[tuple[ToolSpec, ...]] = ()
-    #: How the agent says that it is done, and hands in an answer where the family wants one.
+    #: Tool with which the agent finishes and, if the family wants one, submits an answer.
     finish_spec: ClassVar[ToolSpec]
-    #: Whether the sandbox gets a warm IPython.
+    #: If true, the sandbox gets a warm IPython.
     python: ClassVar[bool] = False
-    #: What `with_options` may change of its sandboxes: limits, network, image. A family whose tasks depend on
-    #: one of them leaves that out.
+    #: Properties of the sandboxes that `with_options` may change: limits, network, image. A family omits
+    #: those that its tasks depend on.
     sandbox_options: ClassVar[frozenset[str]] = frozenset({"limits", "network"})
-    #: Seconds a tool call may take where the caller names none.
+    #: Timeout of a tool call if the caller gives none, in seconds.
     call_timeout_s: ClassVar[float] = 60.0
 
     def __init__(self, node: Node) -> None:
         super().__init__(node)
         self._phase = Phase.NEW
         self._task: TaskT | None = None
-        self._place: Workplace | None = None
+        self._place: SandboxSession | None = None
         self._exits = AsyncExitStack()
         self._expected: SandboxSpec | None = None
         self._answer: str | None = None
@@ -99,7 +101,7 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
     async def init(self, task: TaskT) -> Prompt:
         self._expect("init", Phase.NEW)
         self._phase = Phase.STARTING
-        opening = workplace(self.node, self.sandbox_spec(task), python=self.python)
+        opening = sandbox_session(self.node, self.sandbox_spec(task), python=self.python)
         self._place = await self._exits.enter_async_context(opening)
         await self.prepare(task, self._place)
         self._task = task
@@ -121,16 +123,16 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
             return ToolResult(text=f"There is no tool {call.name[:100]!r}. The tools are: {known}.", ok=False)
         return await self._here("call").tools.call(call, timeout_s=limit)
 
-    def listen(self, messages: Sequence[Message]) -> None:
+    def on_transcript(self, messages: Sequence[Message]) -> None:
         last = messages[-1] if messages else {}
         if self._phase is Phase.READY and last.get("role") == "assistant" and not last.get("tool_calls"):
             self._last_words = str(last.get("content") or "")[-MAX_WORDS:]
 
-    def expect_eval(self) -> None:
+    def prefetch_grader(self) -> None:
         if self._phase in (Phase.READY, Phase.FINISHED) and self._task is not None and self._expected is None:
-            self._expected = self.grader_spec(self._task, self._here("expect_eval"))
+            self._expected = self.grader_spec(self._task, self._here("prefetch_grader"))
             if self._expected is not None:
-                self.node.expect(self._expected)
+                self.node.prewarm(self._expected)
 
     async def eval(self) -> Grade:
         self._expect("eval", Phase.READY, Phase.FINISHED)
@@ -140,55 +142,56 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
         return await self.grade(self._task, self._here("eval"))
 
     async def close(self) -> None:
-        if self._expected is not None:  # of no effect where the grader has come
-            self.node.expect_no_more(self._expected)
+        if self._expected is not None:  # no effect if the grader's sandbox has been taken
+            self.node.cancel_prewarm(self._expected)
         self._phase = Phase.CLOSED
-        await self.leave()
+        await self.close_agent_sandbox()
 
-    async def leave(self) -> None:
-        """End the agent's sandbox. A grader calls it as soon as it has what it grades, so that nothing the
-        agent left running lives on beside the checks."""
+    async def close_agent_sandbox(self) -> None:
+        """Close the agent's sandbox. A grader calls this method as soon as it has read everything that it
+        grades, so that no process of the agent runs during the checks."""
         self._place = None
         await self._exits.aclose()
 
     @property
     def answer(self) -> str | None:
-        """What the agent handed in with its finish call; None where it never called it."""
+        """Answer that the agent submitted with its finish call; None without a finish call."""
         return self._answer
 
     @property
     def last_words(self) -> str:
-        """What the agent said in an answer without a tool call that ended the episode, or ""."""
+        """Text of the answer without a tool call that finished the episode, or ""."""
         return self._last_words
 
     def sandbox_spec(self, task: TaskT) -> SandboxSpec:
-        """The agent's sandbox for `task`."""
+        """Return the spec of the agent's sandbox for `task`."""
         return SandboxSpec()
 
-    def grader_spec(self, task: TaskT, place: Workplace) -> SandboxSpec | None:
-        """The sandbox that `grade` will ask for first, where that is known before: it is then started while
-        the episode waits to be graded. `place` is the agent's own sandbox."""
+    def grader_spec(self, task: TaskT, place: SandboxSession) -> SandboxSpec | None:
+        """Return the spec of the sandbox that `grade` will request first, or None if it is not known in
+        advance. This sandbox starts while the episode waits to be graded. `place` is the agent's own
+        sandbox."""
         return None
 
     async def call_host(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
         """Run a call of one of the `host_tools`; its arguments are hostile.
 
         Raises:
-            ToolError: what it uses failed.
+            ToolError: a resource of the tool failed.
         """
         raise EnvironmentFault(f"{self.name} does not say how to run {call.name}")
 
     @abstractmethod
-    async def prepare(self, task: TaskT, place: Workplace) -> None:
-        """Bring the workspace into the state the task begins in.
+    async def prepare(self, task: TaskT, place: SandboxSession) -> None:
+        """Bring the workspace into the initial state of the task.
 
         Raises:
             EnvironmentFault: the task cannot be prepared.
         """
 
     @abstractmethod
-    async def grade(self, task: TaskT, place: Workplace) -> Grade:
-        """Grade the episode; called once. `place` is the agent's own sandbox, hostile by now.
+    async def grade(self, task: TaskT, place: SandboxSession) -> Grade:
+        """Grade the episode; called once. `place` is the agent's own sandbox and must be treated as hostile.
 
         Raises:
             GraderError: there is no verdict.
@@ -196,7 +199,7 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
 
     def _finish(self, call: ToolCall) -> ToolResult:
         answer = call.arguments.get("answer", "")
-        # Models hand in 42 as readily as "42"; the bound keeps out what no number's text should be.
+        # Models submit 42 as readily as "42"; the bound excludes numbers whose text would be too long.
         if isinstance(answer, int | float) and abs(answer) < 2**53:
             answer = str(answer)
         if not isinstance(answer, str) or call.arguments.keys() - {"answer"}:
@@ -209,7 +212,7 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
         self._phase = Phase.FINISHED
         return ToolResult(text="Finished.", data={"answer": answer})
 
-    def _here(self, action: str) -> Workplace:
+    def _here(self, action: str) -> SandboxSession:
         if self._place is None:
             raise EnvironmentFault(f"{action}: the episode has no sandbox")
         return self._place

@@ -1,4 +1,4 @@
-"""From the results of a task's checks to its grade."""
+"""Conversion of the results of a task's checks to its grade."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,18 +11,18 @@ from prorl_envs.tools.types import JsonObject
 
 
 class Scoring(StrEnum):
-    """How checks become a reward: all or nothing, or the weighted share that passed."""
+    """Rule that turns checks into a reward: all or nothing, or the weighted share that passed."""
 
     ALL = "all"
     WEIGHTED = "weighted"
 
 
 class CheckModel(BaseModel):
-    """What the checks of every family have in common.
+    """Common fields of the checks of all families.
 
     Args:
-        name: how the evidence names it; by default its position and type.
-        weight: its share where scoring is weighted, > 0.
+        name: name in the evidence; by default position and type of the check.
+        weight: weight of the check for weighted scoring, > 0.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -33,10 +33,10 @@ class CheckModel(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
-    """One check's verdict with what it saw (JSON, bounded).
+    """Verdict and observations (JSON, bounded) of one check.
 
     Args:
-        share: how much of it passed, in [0, 1], where it says more than yes or no.
+        share: share of the check that passed, in [0, 1], if it is more precise than `passed`.
     """
 
     name: str
@@ -47,7 +47,7 @@ class CheckResult:
 
 
 def score(results: Sequence[CheckResult], scoring: Scoring) -> Grade:
-    """The grade of an episode: reward in [0, 1], one component and one line of evidence per check.
+    """Return the grade of an episode: reward in [0, 1], one component and one line of evidence per check.
 
     Args:
         results: at least one.
@@ -66,7 +66,7 @@ def score(results: Sequence[CheckResult], scoring: Scoring) -> Grade:
 
 
 def check_names(checks: Sequence[CheckModel], kinds: Sequence[str]) -> list[str]:
-    """Unique names for a task's checks: their own, or `<position>-<kind>`."""
+    """Return unique names for a task's checks: their own, or `<position>-<kind>`."""
     names = [
         check.name or f"{number}-{kind}"
         for number, (check, kind) in enumerate(zip(checks, kinds, strict=True), start=1)

@@ -1,6 +1,7 @@
-"""What a search tool asks: an index on this machine, or a web search service. The host asks, never a sandbox.
+"""Search tool back ends: an index on this machine, or a web search service. Queries run on the host, never in
+a sandbox.
 
-A back end is chosen by `SearchSettings`; a new web service is one more `WebApi` in `web_search.py`.
+`SearchSettings` select the back end; a new web service is one more `WebApi` in `web_search.py`.
 """
 
 from collections.abc import Mapping
@@ -12,17 +13,17 @@ from prorl_envs.errors import InputError, ToolError
 
 
 class SearchFailed(ToolError):
-    """The search back end did not answer, or refused us."""
+    """Error: the search back end did not answer, or refused the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hit:
-    """One thing found. Text of unknown authors.
+    """Search result. Its text comes from unknown authors.
 
     Args:
-        title: of the document.
+        title: title of the document.
         text: the passage, or a summary.
-        source: where it is from: a file with a place in it, or a URL.
+        source: origin: a file with a position in it, or a URL.
     """
 
     title: str
@@ -31,22 +32,22 @@ class Hit:
 
 
 class SearchBackend(Protocol):
-    """Finds passages."""
+    """Interface of a search back end."""
 
     async def open(self) -> None:
-        """Get ready; called before each episode, and cheap after the first.
+        """Prepare the back end; called before each episode, and cheap after the first.
 
         Raises:
-            InputError: what the settings name is not there.
+            InputError: the settings refer to something that does not exist.
         """
         ...
 
     async def search(self, query: str, limit: int) -> list[Hit]:
-        """The best hits, best first.
+        """Return the best hits, best first.
 
         Args:
             query: words; hostile.
-            limit: most hits.
+            limit: maximum number of hits.
 
         Raises:
             SearchFailed.
@@ -56,14 +57,14 @@ class SearchBackend(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSettings:
-    """Which back end, and what it needs.
+    """Choice of the search back end, and its settings.
 
     Args:
         backend: `index`, or the name of a web service.
         corpus: for `index`: a folder of texts; None takes the family's sample.
-        url: of a web service, where it is not the usual one.
-        key: of a web service. Stays in this process.
-        timeout_s: seconds for one answer of a web service.
+        url: address of a web service, if it is not the usual one.
+        key: key of a web service. Stays in this process.
+        timeout_s: timeout of a request to a web service, in seconds.
     """
 
     backend: str = "index"
@@ -74,10 +75,10 @@ class SearchSettings:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Self:
-        """From `PRORL_SEARCH__BACKEND` and its like, for callers that read no settings file.
+        """Read `PRORL_SEARCH__BACKEND` and similar variables, for callers without a settings file.
 
         Raises:
-            InputError: a variable is unknown, or the time is no number.
+            InputError: a variable is unknown, or the timeout is not a number.
         """
         prefix = "PRORL_SEARCH__"
         found = {

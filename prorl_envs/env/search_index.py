@@ -1,8 +1,8 @@
-"""A full-text index of a folder, in one SQLite file: built at first use, kept in the cache.
+"""Full-text index of a folder, in one SQLite file: built at first use, kept in the cache.
 
-A folder holds `.txt` and `.md` files, whose first heading or name is the title, and `.jsonl` files with an
-object a line: `text`, and perhaps `title` and `url` or `id`. Texts are cut into passages at paragraphs. What
-is found is ranked by BM25 (SQLite's FTS5).
+A folder holds `.txt` and `.md` files, whose first heading or file name is the title, and `.jsonl` files with
+one object per line: `text`, and optionally `title` and `url` or `id`. Texts are split into passages at
+paragraphs. Hits are ranked by BM25 (SQLite's FTS5).
 """
 
 import asyncio
@@ -18,19 +18,19 @@ from pathlib import Path
 from prorl_envs.env.search import Hit, SearchFailed
 from prorl_envs.errors import InputError
 
-#: Characters of a passage, where its paragraphs allow, and most words of a query that count.
+#: Target length of a passage in characters, and maximum number of query words that count.
 PASSAGE_CHARS = 1_500
 MAX_WORDS = 32
-#: Form of the file; another one is built anew.
+#: Format version of the file; an index of another version is rebuilt.
 _FORM = 1
 _KINDS = (".txt", ".md", ".jsonl")
-#: Steps of SQLite's machine that one query may take.
+#: Limit of SQLite virtual machine steps per query.
 _STEPS = 200_000_000
 _WORD = re.compile(r"\w+")
 
 
 class IndexSearch:
-    """An index of one folder.
+    """Index of one folder.
 
     Args:
         corpus: the folder.
@@ -44,10 +44,10 @@ class IndexSearch:
         self._opening = asyncio.Lock()
 
     async def open(self) -> None:
-        """Build the index, unless it is there.
+        """Build the index, unless it exists.
 
         Raises:
-            InputError: the folder is none, holds no text, or a file in it is wrong.
+            InputError: `corpus` is not a folder, holds no text, or a file in it is wrong.
         """
         async with self._opening:
             if self._path is None:
@@ -63,10 +63,10 @@ class IndexSearch:
 
 
 def build_index(corpus: Path, cache_dir: Path) -> Path:
-    """The index of a folder as it is now; built where it is missing. Blocks.
+    """Return the index of the current contents of a folder; build it if it is missing. Blocks.
 
     Raises:
-        InputError: the folder is none, holds no text, or a file in it is wrong.
+        InputError: `corpus` is not a folder, holds no text, or a file in it is wrong.
     """
     files = sorted(path for path in corpus.rglob("*") if path.suffix in _KINDS and path.is_file())
     if not files:
@@ -77,7 +77,7 @@ def build_index(corpus: Path, cache_dir: Path) -> Path:
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Under a name of its own and then renamed: whoever builds at the same time builds the same.
+    # Unique temporary name, then rename: processes that build at the same time build the same file.
     handle, draft = tempfile.mkstemp(dir=target.parent, suffix=".draft")
     os.close(handle)
     try:
@@ -102,7 +102,7 @@ def _write(draft: Path, corpus: Path, files: list[Path]) -> None:
 
 
 def _passages(corpus: Path, path: Path) -> Iterator[tuple[str, str, str]]:
-    """Title, text and source of each passage of a file."""
+    """Yield title, text and source of each passage of a file."""
     name = str(path.relative_to(corpus))
     try:
         text = path.read_text("utf-8")
@@ -131,7 +131,7 @@ def _line(line: str, name: str, number: int) -> Iterator[tuple[str, str, str]]:
 
 
 def _cut(text: str) -> Iterator[str]:
-    """Passages of whole paragraphs; a paragraph that is too long is cut."""
+    """Split a text into passages of whole paragraphs; a paragraph that is too long is cut."""
     passage = ""
     for paragraph in re.split(r"\n\s*\n", text):
         paragraph = paragraph.strip()
@@ -147,7 +147,7 @@ def _cut(text: str) -> Iterator[str]:
 
 
 def _find(path: Path, query: str, limit: int) -> list[Hit]:
-    # Quoted: a query's words are words, and never operators of FTS5.
+    # Quoted, so that FTS5 treats the words of a query as words and never as operators.
     words = [f'"{word}"' for word in _WORD.findall(query)[:MAX_WORDS]]
     if not words:
         return []

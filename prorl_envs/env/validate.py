@@ -1,5 +1,6 @@
-"""Does a data file discriminate? Runs each task's reference (which must score 1), the untouched workspace
-(which must score 0), and the reference again (which must give the same verdict), with no model at all."""
+"""Validation that a data file discriminates. Runs each task's reference (which must score 1), the untouched
+workspace (which must score 0), and the reference again (which must give the same verdict), without a
+model."""
 
 import asyncio
 import time
@@ -7,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from prorl_envs.env.base import Environment, Grade, ReferenceCall, Task
-from prorl_envs.env.conversation import Conversation
+from prorl_envs.env.conversation import MessageLog
 from prorl_envs.env.node import Node
 from prorl_envs.errors import RolloutFailure
 from prorl_envs.tools.types import ToolCall
@@ -16,16 +17,16 @@ type Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What validating one task showed.
+class ValidationVerdict:
+    """Result of validating one task.
 
     Args:
-        task_id: which task.
-        reference: reward of the reference solution, per run; empty where the task has none.
-        untouched: reward of the workspace as it was prepared; None where grading it failed.
-        problems: what is wrong with the task, one sentence each.
+        task_id: id of the task.
+        reference: reward of the reference solution, per run; empty if the task has none.
+        untouched: reward of the workspace as it was prepared; None if grading it failed.
+        problems: problems of the task, one sentence each.
         skipped: why this machine cannot run the task, or "".
-        seconds: the whole validation, all runs.
+        seconds: duration of the whole validation, all runs.
     """
 
     task_id: str
@@ -37,7 +38,7 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
-        """Whether the task was shown to discriminate."""
+        """True if the validation showed that the task discriminates."""
         return not (self.problems or self.skipped)
 
 
@@ -48,17 +49,17 @@ async def play[TaskT: Task](
     calls: Sequence[ReferenceCall],
     answer: str = "",
 ) -> tuple[Grade, list[str]]:
-    """Run one whole episode of given calls, and a given last answer.
+    """Run one whole episode with the given calls and last answer.
 
     Returns:
         the grade, and a sentence for each call that the tools refused.
 
     Raises:
-        RolloutFailure: the episode could not be carried through.
+        RolloutFailure: the episode failed.
     """
     refused = []
     async with family(node) as env:
-        conversation = Conversation(await env.init(task))
+        conversation = MessageLog(await env.init(task))
         for number, step in enumerate(calls, start=1):
             call = ToolCall(id=f"call-{number}", name=step.tool, arguments=dict(step.arguments))
             result = await env.call(call)
@@ -67,7 +68,7 @@ async def play[TaskT: Task](
                 refused.append(f"reference call {number} ({step.tool}) was refused: {result.text[:200]}")
         if answer:
             conversation.said(answer)
-        env.listen(conversation.messages)
+        env.on_transcript(conversation.messages)
         return await env.eval(), refused
 
 
@@ -79,25 +80,25 @@ async def validate[TaskT: Task](
     concurrency: int = 4,
     repeats: int = 2,
     clock: Clock = time.monotonic,
-    progress: Callable[[Verdict], None] | None = None,
-) -> list[Verdict]:
+    progress: Callable[[ValidationVerdict], None] | None = None,
+) -> list[ValidationVerdict]:
     """Validate tasks.
 
     Args:
         family: the environment class.
         node: where the episodes run.
         tasks: the tasks.
-        concurrency: most episodes at a time.
-        repeats: times each reference runs; all runs must agree.
+        concurrency: maximum number of concurrent episodes.
+        repeats: runs of each reference; all runs must agree.
         clock: seconds, monotonic.
-        progress: told of each verdict as it comes.
+        progress: called with each verdict when it is ready.
 
     Returns:
         one verdict per task, in the tasks' order.
     """
     slots = asyncio.Semaphore(concurrency)
 
-    async def one(task: TaskT) -> Verdict:
+    async def one(task: TaskT) -> ValidationVerdict:
         async with slots:
             verdict = await _validate_one(family, node, task, repeats, clock)
         if progress is not None:
@@ -111,10 +112,10 @@ async def validate[TaskT: Task](
 
 async def _validate_one[TaskT: Task](
     family: type[Environment[TaskT]], node: Node, task: TaskT, repeats: int, clock: Clock
-) -> Verdict:
+) -> ValidationVerdict:
     start = clock()
     if reason := await asyncio.to_thread(family.unavailable, task):
-        return Verdict(
+        return ValidationVerdict(
             task_id=task.id, reference=(), untouched=None, problems=(), seconds=0.0, skipped=reason
         )
     problems: list[str] = []
@@ -131,7 +132,7 @@ async def _validate_one[TaskT: Task](
         problems.append(f"{failure.kind}: {failure}")
     else:
         problems += judge(untouched, grades)
-    return Verdict(
+    return ValidationVerdict(
         task_id=task.id,
         reference=tuple(grade.reward for grade in grades),
         untouched=untouched,
@@ -141,7 +142,7 @@ async def _validate_one[TaskT: Task](
 
 
 def judge(untouched: float, grades: Sequence[Grade]) -> list[str]:
-    """What the rewards say about the task. Pure."""
+    """Return the problems that the rewards show. Pure."""
     problems = []
     if untouched != 0.0:
         problems.append(f"the untouched workspace scores {untouched:g}, not 0")

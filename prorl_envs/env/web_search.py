@@ -1,4 +1,4 @@
-"""Web search services: asked by this process with the user's key, which stays here."""
+"""Web search services; this process sends the requests with the user's key, which stays here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import httpx
 from prorl_envs.env.search import Hit, SearchFailed, SearchSettings
 from prorl_envs.errors import InputError
 
-#: Most bytes of an answer, and most characters of one hit's text.
+#: Maximum bytes of an answer, and maximum characters of one hit's text.
 MAX_BYTES = 4 * 2**20
 MAX_TEXT = 4_000
 _ATTEMPTS = 2
@@ -17,13 +17,14 @@ _ATTEMPTS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WebApi:
-    """How a service is asked, and where its hits are.
+    """Request format of a service, and the location of the hits in its answer.
 
     Args:
         url: usual address; empty: the user gives one.
         method: GET takes the query as a parameter, POST in a JSON body.
         query, count: names of the query and of the number of hits; "" for none.
-        key_header: header of the key, "" where none is wanted; `Authorization` is sent as a bearer token.
+        key_header: header of the key, "" if the service needs none; `Authorization` is sent as a bearer
+            token.
         more: further parameters.
         path: keys that lead to the list of hits.
         title, text, source: keys of one hit.
@@ -41,7 +42,7 @@ class WebApi:
     source: str
 
 
-#: From the services' own reference pages.
+#: Source: the reference pages of the services.
 APIS: Mapping[str, WebApi] = {
     "brave": WebApi(
         url="https://api.search.brave.com/res/v1/web/search", method="GET", query="q", count="count",
@@ -63,13 +64,13 @@ APIS: Mapping[str, WebApi] = {
 
 
 class WebSearch:
-    """One service.
+    """Client of one web search service.
 
     Args:
-        settings: which, where, and the key.
+        settings: service, address and key.
 
     Raises:
-        InputError: there is no such service, or the key or address that it needs is missing.
+        InputError: there is no such service, or its key or address is missing.
     """
 
     def __init__(self, settings: SearchSettings) -> None:
@@ -99,7 +100,7 @@ class WebSearch:
                     problem = f"HTTP {error.response.status_code}"
                     if error.response.status_code < 500:
                         break
-        # Neither the address nor the answer: a URL may hold a key.
+        # Contains neither the address nor the answer: a URL may hold a key.
         raise SearchFailed(f"{self._settings.backend} did not answer: {problem}", hint="is the key right?")
 
     async def _ask(self, client: httpx.AsyncClient, query: str, limit: int) -> Any:

@@ -1,4 +1,4 @@
-"""Answers found in what a model says: a box, a line `Answer: ...`, a block of code. Pure and bounded."""
+"""Extraction of answers from model output: a box, a line `Answer: ...`, a block of code. Pure and bounded."""
 
 import re
 
@@ -9,12 +9,12 @@ _PYTHON = ("", "python", "python3", "py")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _LINE = re.compile(r"^\W*(?:the |final )*answer\W*?(?: is)?\s*[:=]\s*(.+)$", re.IGNORECASE)
 _LINES, _LINE_CHARS = 20, 500
-#: Longest text that is looked through, from its end.
+#: Characters of a text that are searched, from its end.
 MAX_CHARS = 200_000
 
 
 def said(text: str) -> str:
-    """What a model says after it thought; nothing where its thought did not end."""
+    """Return the model's text after its reasoning; "" if the reasoning is not closed."""
     _, ended, rest = text[-MAX_CHARS:].rpartition(_THOUGHT_ENDS)
     if ended:
         return rest
@@ -22,7 +22,7 @@ def said(text: str) -> str:
 
 
 def last_code(text: str) -> str:
-    """The last fenced block of Python, or of no named language; empty where there is none."""
+    """Return the last fenced block of Python, or of no named language; "" if there is none."""
     found, language = "", ""
     block: list[str] | None = None
     for line in said(text).splitlines(keepends=True):
@@ -38,14 +38,14 @@ def last_code(text: str) -> str:
 
 
 def last_boxed(text: str) -> str:
-    r"""What the last `\boxed{...}` holds, braces balanced; empty where there is none."""
+    r"""Return the content of the last `\boxed{...}` with balanced braces; "" if there is none."""
     spoken = said(text)
     boxes = [match.end() for match in _BOX.finditer(spoken)]
     return _braced(spoken, boxes[-1]) if boxes else ""
 
 
 def stated(words: str) -> str:
-    """The answer in a last message: its last boxed expression, or its last line `Answer: ...`."""
+    """Return the answer in a last message: its last boxed expression, or its last line `Answer: ...`."""
     if boxed := last_boxed(words):
         return boxed
     lines = [line for line in said(words).splitlines()[-_LINES:] if len(line) <= _LINE_CHARS]
@@ -54,7 +54,7 @@ def stated(words: str) -> str:
 
 
 def bare(answer: str) -> str:
-    """An answer without what surrounds it: a box, dollar signs, a full stop."""
+    """Strip the decoration of an answer: a box, dollar signs, a full stop."""
     text = _without_stop((last_boxed(answer) or answer).strip())
     for left, right in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
         if text.startswith(left) and text.endswith(right) and len(text) > len(left) + len(right):
@@ -70,7 +70,7 @@ def _braced(text: str, start: int) -> str:
     depth, at = 1, start
     while at < len(text):
         if text[at] == "\\":
-            at += 1  # an escaped brace is none
+            at += 1  # an escaped brace does not count
         elif text[at] in "{}":
             depth += 1 if text[at] == "{" else -1
             if depth == 0:

@@ -3,7 +3,7 @@
     import gymnasium, prorl_envs.gym
     env = gymnasium.make("prorl/Bash-v0")
 
-or, in one: `gymnasium.make("prorl_envs.gym:prorl/Bash-v0")`. Gymnasium 1.0 and later load no plug-ins by
+or, in one step: `gymnasium.make("prorl_envs.gym:prorl/Bash-v0")`. Gymnasium 1.0 and later load no plug-ins by
 entry point, so the import is needed.
 """
 

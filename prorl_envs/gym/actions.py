@@ -1,4 +1,4 @@
-"""An action is a text: a tool call in JSON, something that was meant to be one, or an answer."""
+"""Parser of actions. An action is a text: a tool call in JSON, a malformed call, or an answer."""
 
 import json
 
@@ -8,18 +8,18 @@ EXAMPLE = '{"name": "bash", "arguments": {"command": "ls"}}'
 
 
 class ActionError(ValueError):
-    """The text is no tool call; the message is written for the agent."""
+    """Error for a text that is no tool call; the message is written for the agent."""
 
 
 def parse_action(text: str, call_id: str) -> ToolCall | None:
-    """Read `{"name": ..., "arguments": {...}}`; None where the text is no attempt at it.
+    """Read `{"name": ..., "arguments": {...}}`; None if the text does not look like a call.
 
     Args:
         text: the action; hostile.
         call_id: id for the call.
 
     Raises:
-        ActionError: it begins like a call, and is none.
+        ActionError: the text starts like a call, but is malformed.
     """
     if not text.lstrip().startswith("{"):
         return None

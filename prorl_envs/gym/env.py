@@ -1,7 +1,8 @@
-"""`gymnasium.Env` over any environment family."""
+"""`gymnasium.Env` for any environment family."""
 
 import asyncio
 import copy
+import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,18 @@ from gymnasium.error import ResetNeeded
 from prorl_envs.catalog import Catalog
 from prorl_envs.config import load_settings
 from prorl_envs.env.base import Environment, Prompt, Task
-from prorl_envs.env.conversation import Conversation
+from prorl_envs.env.conversation import MessageLog
 from prorl_envs.env.harness.family import harness_of
 from prorl_envs.env.node import Node
-from prorl_envs.errors import InputError, RolloutFailure, StageTimeout
+from prorl_envs.errors import InputError, RolloutFailure, StageTimeout, causes_of
 from prorl_envs.gym.actions import ActionError, parse_action
 from prorl_envs.gym.runner import Runner
 from prorl_envs.gym.spaces import UnicodeText
 from prorl_envs.tools.types import ToolResult
 
-#: Most characters of an action, and of an observation.
+log = logging.getLogger(__name__)
+
+#: Maximum characters of an action, and of an observation.
 MAX_TEXT = 2**20
 
 type Info = dict[str, Any]
@@ -29,7 +32,7 @@ type Step = tuple[str, float, bool, bool, Info]
 
 
 class TaskEnv(gymnasium.Env[str, str]):
-    """Tasks of one family, an episode each.
+    """Gymnasium environment of one family's tasks; each episode is one task.
 
         env = gymnasium.make("prorl_envs.gym:prorl/Bash-v0", render_mode="ansi")
         observation, info = env.reset(seed=7)
@@ -40,22 +43,24 @@ class TaskEnv(gymnasium.Env[str, str]):
             done = terminated or truncated
         env.close()
 
-    An action is a text: a tool call in JSON (one that cannot be read is answered with what is wrong), or an
-    answer without a call. Observations are texts: first the messages of the prompt, then what each call
-    gives.
+    An action is a text: a tool call in JSON (the observation for a malformed call describes its error), or an
+    answer without a call. Observations are texts: first the messages of the prompt, then the result of each
+    call.
 
     - The episode **terminates** with the finish tool or, as in the rollout service, with an answer that calls
-      no tool; the reward is then the grade, before it is 0.
+      no tool; the reward is then the grade. Earlier rewards are 0.
     - It is **truncated** after `max_turns` actions, and graded as well.
-    - Where a sandbox or a grader fails it is truncated with reward 0, `info["error"]` saying what failed and
-      `info["mask_sample"]` true: such a sample says nothing about the policy. No step raises for it, so that
-      one dead sandbox does not end a vector of environments. A `reset` that fails says so in the same way,
-      and the next step truncates.
+    - If a sandbox or a grader fails, the episode is truncated with reward 0, `info["error"]` describes the
+      failure and `info["mask_sample"]` is true: such a sample carries no information about the policy. No
+      step raises for it, so that one dead sandbox does not stop a vector of environments. A failed `reset`
+      reports the error in the same way, and the next step truncates. `info["error"]["causes"]` lists the
+      exceptions behind a failure. `env.unwrapped.failure` (`envs.get_attr("failure")`) is the exception
+      itself; its traceback is logged.
 
     `info` holds `task_id` and `turn`; after `reset` also `messages` and `tools` in OpenAI format; after a
-    step `tool_ok`, false where there was no call; at the end `grade` with `components` and `evidence`.
+    step `tool_ok`, false if there was no call; after the last step `grade` with `components` and `evidence`.
 
-    In `AsyncVectorEnv` give `shared_memory=False`: texts have no fixed size.
+    With `AsyncVectorEnv` pass `shared_memory=False`: texts have no fixed size.
 
     Args:
         environment: name of the family, or of an environment in `config`.
@@ -63,11 +68,11 @@ class TaskEnv(gymnasium.Env[str, str]):
             machine can run.
         max_turns: actions after which the episode is truncated.
         render_mode: None, or `ansi`: `render` returns the episode so far as text.
-        config: YAML file of settings with `environments`; resources servers that it names are started at the
-            first reset, and end with `close`.
-        runner: thread and node to use, shared with others and closed by whoever made it; None makes one.
+        config: YAML file of settings with `environments`; its resources servers start at the first reset and
+            stop with `close`.
+        runner: thread and node to use, which others may share and the caller closes; None creates one.
         step_timeout_s: seconds that one step, grading included, or the start of an episode may take; then it
-            fails as above. None leaves it to the tools' and graders' own limits.
+            fails as above. None means only the tools' and graders' own limits.
 
     Raises:
         InputError: there is no such family, or the data is wrong.
@@ -110,17 +115,18 @@ class TaskEnv(gymnasium.Env[str, str]):
         self._owns_runner = runner is None
         self._episode: Environment[Any] | None = None
         self._running = False
-        self._failure: RolloutFailure | None = None
+        #: Failure of the current or last episode, with its causes chained; None if nothing failed.
+        self.failure: RolloutFailure | None = None
         self._task_id = ""
         self._turn = 0
         self._transcript: list[str] = []
-        self._conversation = Conversation(Prompt((), ()))
+        self._conversation = MessageLog(Prompt((), ()))
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, Info]:
         """Start an episode.
 
         Args:
-            seed: of the generator that chooses tasks; None goes on with it.
+            seed: of the generator that chooses tasks; None keeps its state.
             options: `{"task": ...}` chooses the task: an id of the data, or a whole row.
 
         Raises:
@@ -129,12 +135,12 @@ class TaskEnv(gymnasium.Env[str, str]):
         super().reset(seed=seed)
         task = self._choose(options or {})
         self._end_episode()
-        self._task_id, self._turn, self._failure, self._running = task.id, 0, None, True
+        self._task_id, self._turn, self.failure, self._running = task.id, 0, None, True
         self._transcript = []
         try:
             prompt = self._runner.run(lambda node: self._bounded(self._init(node, task)))
         except RolloutFailure as failure:
-            self._failure = failure
+            self._note(failure)
             return self._show("The environment could not be started."), self._info(**_error_info(failure))
         observation = self._show(_prompt_text(prompt))
         messages = copy.deepcopy(list(prompt.messages))
@@ -144,25 +150,26 @@ class TaskEnv(gymnasium.Env[str, str]):
         """Take one action.
 
         Raises:
-            gymnasium.error.ResetNeeded: there is no episode, or it has ended.
+            gymnasium.error.ResetNeeded: there is no episode, or it is over.
         """
         if not self._running:
             raise ResetNeeded("call reset before step, and after the end of an episode")
         self._turn += 1
         self._transcript.append(f"> {action}")
-        if self._failure is not None:
-            return self._fail(self._failure)
+        if self.failure is not None:
+            return self._fail(self.failure)
         try:
             return self._runner.run(lambda node: self._bounded(self._act(action)))
         except RolloutFailure as failure:
+            self._note(failure)
             return self._fail(failure)
 
     def render(self) -> str | None:
-        """The episode so far, where the render mode is `ansi`."""
+        """Return the episode so far if the render mode is `ansi`, else None."""
         return "\n".join(self._transcript) if self.render_mode == "ansi" else None
 
     def close(self) -> None:
-        """End the episode and leave nothing. Idempotent."""
+        """Close the episode and release all resources. Idempotent."""
         self._end_episode()
         if self._started:
             self._started = False
@@ -217,7 +224,7 @@ class TaskEnv(gymnasium.Env[str, str]):
             self._started = True
         self._episode = self._family(node)
         prompt = await self._episode.init(task)
-        self._conversation = Conversation(prompt)
+        self._conversation = MessageLog(prompt)
         return prompt
 
     async def _act(self, action: str) -> Step:
@@ -227,7 +234,7 @@ class TaskEnv(gymnasium.Env[str, str]):
         observation, info = self._show(result.text), self._info(tool_ok=result.ok)
         if not finished and self._turn < self._max_turns:
             return observation, 0.0, False, False, info
-        episode.listen(self._conversation.messages)
+        episode.on_transcript(self._conversation.messages)
         grade = await episode.eval()
         await episode.close()
         self._running = False
@@ -235,7 +242,7 @@ class TaskEnv(gymnasium.Env[str, str]):
         return observation, float(grade.reward), finished, not finished, info
 
     async def _carry_out(self, episode: Environment[Any], action: str) -> tuple[ToolResult, bool]:
-        """What an action gives, and whether the agent is done with it."""
+        """Run an action. Return its result, and whether the agent has finished."""
         try:
             call = parse_action(action, f"call-{self._turn}")
         except ActionError as error:
@@ -246,6 +253,16 @@ class TaskEnv(gymnasium.Env[str, str]):
         result = await episode.call(call)
         self._conversation.called(call, result)
         return result, call.name == episode.finish_tool and result.ok
+
+    def _note(self, failure: RolloutFailure) -> None:
+        self.failure = failure
+        log.warning(
+            "task %s, turn %d: the environment failed: %s",
+            self._task_id,
+            self._turn,
+            failure,
+            exc_info=failure,
+        )
 
     def _fail(self, failure: RolloutFailure) -> Step:
         info = self._info(**_error_info(failure))
@@ -276,5 +293,11 @@ def _prompt_text(prompt: Prompt) -> str:
 
 
 def _error_info(failure: RolloutFailure) -> Info:
-    error = {"kind": failure.kind.value, "message": failure.message, "hint": failure.hint}
-    return {"error": {**error, "retryable": failure.retryable}, "mask_sample": True}
+    error = {
+        "kind": failure.kind.value,
+        "message": failure.message,
+        "hint": failure.hint,
+        "retryable": failure.retryable,
+        "causes": causes_of(failure),
+    }
+    return {"error": error, "mask_sample": True}

@@ -1,5 +1,4 @@
-"""The gymnasium ids of the built-in families, and of those that other packages bring. Imports nothing of this
-package: it is free."""
+"""Gymnasium ids of built-in and third-party families. Cheap: imports no other module of this package."""
 
 from collections.abc import Mapping
 from importlib.metadata import entry_points
@@ -18,18 +17,18 @@ IDS = {
 }
 
 
-#: Where other packages register a family, as `env/registry.py` says.
+#: Entry-point group in which other packages register a family; see `env/registry.py`.
 _GROUP = "prorl_envs.environments"
 
 
 def ids() -> Mapping[str, str]:
-    """Every id with its family: one that another package calls `lab_book` is `prorl/LabBook-v0`."""
+    """Return every id with its family: one that another package calls `lab_book` is `prorl/LabBook-v0`."""
     others = sorted({point.name for point in entry_points(group=_GROUP)} - set(IDS.values()))
     return {f"prorl/{camel(name)}-v0": name for name in others} | IDS
 
 
 def camel(name: str) -> str:
-    """`lab_book` as `LabBook`; what an id cannot hold is left out."""
+    """Convert `lab_book` to `LabBook`; characters that an id cannot have are dropped."""
     parts = "".join(letter if letter.isascii() and letter.isalnum() else " " for letter in name).split()
     return "".join(part[0].upper() + part[1:] for part in parts)
 
@@ -42,7 +41,7 @@ def register() -> None:
                 env_id,
                 entry_point="prorl_envs.gym.env:TaskEnv",
                 vector_entry_point="prorl_envs.gym.vector:TaskVectorEnv",
-                # What commands print (times, process ids) is not a function of the seed.
+                # Output of commands (times, process ids) is not a function of the seed.
                 nondeterministic=True,
                 kwargs={"environment": family},
             )

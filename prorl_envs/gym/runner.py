@@ -1,4 +1,4 @@
-"""A thread with an event loop, for synchronous callers of asynchronous environments."""
+"""Thread with an event loop, for synchronous callers of asynchronous environments."""
 
 import asyncio
 import threading
@@ -8,16 +8,16 @@ from typing import Any, Self
 
 from prorl_envs.env.node import Node
 
-#: Makes the node of a runner; called within its loop.
+#: Creates the node of a runner; called within its loop.
 type NodeFactory = Callable[[], Node]
 
 
 class Runner:
-    """Owns one thread, its event loop and one node. Starts at first use, so that making an environment and
-    closing it again costs nothing and leaves a process that can still fork.
+    """Owner of one thread, its event loop and one node. It starts at first use, so that creating an
+    environment and closing it is cheap and leaves a process that can still fork.
 
     Args:
-        node: makes the node.
+        node: creates the node.
     """
 
     def __init__(self, node: NodeFactory = Node.local) -> None:
@@ -28,16 +28,16 @@ class Runner:
         self._stop = asyncio.Event()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Itself: gymnasium copies what an environment was made with, and those made with one share it."""
+        """Return itself: gymnasium copies an environment's arguments, and the copies must share a runner."""
         return self
 
     def run[T](self, make: Callable[[Node], Coroutine[Any, Any, T]]) -> T:
-        """Run `make(node)` to its end and return what it returns. An interrupt of the caller cancels it."""
+        """Run `make(node)` to completion and return its result. An interrupt of the caller cancels it."""
         self.start()
         return self._wait(self._with_node(make))
 
     def close(self) -> None:
-        """Close the node, end the loop and join the thread. Idempotent; another `run` starts anew."""
+        """Close the node, stop the loop and join the thread. Idempotent; another `run` starts it again."""
         if self._thread is None:
             return
         try:
@@ -48,12 +48,12 @@ class Runner:
             self._thread = None
 
     def start(self) -> None:
-        """Start the thread, unless it runs. Before several threads `run`, one of them must."""
+        """Start the thread, unless it runs. Call this in one thread before several threads call `run`."""
         if self._thread is not None:
             return
         self._loop = Future()
-        # A daemon: an environment that nobody closed must not keep the interpreter from ending. The driver's
-        # processes end with this thread.
+        # A daemon: an environment that was not closed must not keep the interpreter from exiting. The
+        # driver's processes die with this thread.
         self._thread = threading.Thread(
             target=asyncio.run, args=(self._main(),), name="prorl-gym", daemon=True
         )

@@ -1,21 +1,21 @@
-"""A space of any Unicode text. `gymnasium.spaces.Text` knows a fixed alphabet without spaces or newlines."""
+"""Space of any Unicode text. `gymnasium.spaces.Text` has a fixed alphabet without spaces or newlines."""
 
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 
-#: Samples are drawn from printable ASCII with newlines, and a few characters beyond, so that whoever trains
-#: or checks on samples meets both.
+#: Samples are drawn from printable ASCII with newlines, and a few other characters, so that training or
+#: checks on samples cover both.
 _ALPHABET = "\n\t" + "".join(map(chr, range(32, 127))) + "äßπλже日本語🙂"
 _MAX_SAMPLE = 64
 
 
 class UnicodeText(spaces.Space[str]):
-    """Every valid Unicode string up to a length, the empty one included.
+    """Space of every valid Unicode string up to a length, including the empty one.
 
     Args:
-        max_length: most characters (code points) of a member.
+        max_length: maximum characters (code points) of a member.
         seed: of the space's generator, or a generator.
     """
 
@@ -24,7 +24,7 @@ class UnicodeText(spaces.Space[str]):
         self.max_length = max_length
 
     def sample(self, mask: Any | None = None, probability: Any | None = None) -> str:
-        """A short random text. A space of texts has nothing to mask: both arguments must be None.
+        """Return a short random text. Nothing can be masked, so both arguments must be None.
 
         Raises:
             ValueError: a mask or probabilities were given.

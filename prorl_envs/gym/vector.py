@@ -1,4 +1,4 @@
-"""Many episodes side by side in one process: a `gymnasium.vector.VectorEnv` whose members cannot end it."""
+"""Parallel episodes in one process: a `gymnasium.vector.VectorEnv` that survives failures of its members."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,22 +20,22 @@ type Flags = NDArray[np.bool_]
 
 
 class TaskVectorEnv(VectorEnv[tuple[str, ...], tuple[str, ...], Any]):
-    """Members of one family that share a thread and the machine's sandboxes, and step at the same time.
+    """Vector environment of one family, whose members step in parallel and share a thread and sandboxes.
 
         envs = gymnasium.make_vec("prorl_envs.gym:prorl/Bash-v0", num_envs=8, step_timeout_s=60)
         observations, infos = envs.reset(seed=1)
         observations, rewards, terminated, truncated, infos = envs.step(actions)
 
     A member whose sandbox dies, whose grader fails or whose step takes longer than `step_timeout_s` is
-    truncated with reward 0, `infos["error"]` and `infos["mask_sample"]`; the others' step is what it would
-    have been, and the next step starts the member anew. `AsyncVectorEnv` needs a process and templates for
+    truncated with reward 0, `infos["error"]` and `infos["mask_sample"]`. The step of the other members is not
+    affected, and the next step resets the failed member. `AsyncVectorEnv` needs a process and templates for
     each member, and waits for the slowest without a bound.
 
-    An episode that has ended is followed by another at the next step, which ignores that member's action
+    After an episode is over, the member's next step starts another and ignores the action
     (`AutoresetMode.NEXT_STEP`).
 
     Args:
-        num_envs: how many members.
+        num_envs: number of members.
         environment, tasks, max_turns, render_mode, config, step_timeout_s: as of `TaskEnv`.
 
     Raises:
@@ -69,7 +69,7 @@ class TaskVectorEnv(VectorEnv[tuple[str, ...], tuple[str, ...], Any]):
         self.single_observation_space = self._members[0].observation_space
         self.action_space = batch_space(self.single_action_space, num_envs)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
-        # Each waits for the one thread that does the work: they cost little, and start when they are needed.
+        # Each thread waits for the runner's thread, which does the work: they are cheap, and start on demand.
         self._threads = ThreadPoolExecutor(num_envs, "prorl-vector")
 
     def reset(
@@ -78,7 +78,7 @@ class TaskVectorEnv(VectorEnv[tuple[str, ...], tuple[str, ...], Any]):
         """Start an episode in every member.
 
         Args:
-            seed: of the first member, the others' being the next ones; or one for each.
+            seed: of the first member, with the following numbers for the others; or a list with one for each.
             options: as of `TaskEnv.reset`, for all.
 
         Raises:
@@ -96,7 +96,7 @@ class TaskVectorEnv(VectorEnv[tuple[str, ...], tuple[str, ...], Any]):
         return tuple(text for text, _ in begun), self._joined([info for _, info in begun])
 
     def step(self, actions: Sequence[str]) -> tuple[tuple[str, ...], Rewards, Flags, Flags, Info]:
-        """One action in every member, all at the same time."""
+        """Take one action in every member, in parallel."""
         if len(actions) != self.num_envs:
             raise InputError(f"{len(actions)} actions for {self.num_envs} members", hint="one each")
 
@@ -112,11 +112,11 @@ class TaskVectorEnv(VectorEnv[tuple[str, ...], tuple[str, ...], Any]):
         return tuple(observations), np.array(rewards, dtype=np.float64), *ended, self._joined(infos)
 
     def render(self) -> tuple[Any, ...]:
-        """Each member's episode so far, where the render mode is `ansi`."""
+        """Return each member's episode so far if the render mode is `ansi`, else None for each."""
         return tuple(member.render() for member in self._members)
 
     def close_extras(self, **kwargs: Any) -> None:
-        """End every episode and leave nothing."""
+        """Close every episode and release all resources."""
         self._all(lambda n: self._members[n].close())
         self._threads.shutdown()
         self._runner.close()
@@ -126,12 +126,15 @@ class TaskVectorEnv(VectorEnv[tuple[str, ...], tuple[str, ...], Any]):
         return range(self.num_envs)
 
     def _all[T](self, work: Callable[[int], T]) -> list[T]:
-        """The work of every member, at the same time; what one raises is raised once all have ended."""
+        """Run `work` for every member in parallel; raise the first exception after all have finished."""
         self._runner.start()
         running = [self._threads.submit(work, number) for number in self._numbers]
-        errors = [error for one in running if (error := one.exception()) is not None]
+        errors = {n: error for n, one in enumerate(running) if (error := one.exception()) is not None}
         if errors:
-            raise errors[0]
+            (_, first), *others = errors.items()
+            for number, error in others:
+                first.add_note(f"member {number} also failed: {type(error).__name__}: {error}")
+            raise first
         return [one.result() for one in running]
 
     def _joined(self, infos: Sequence[Info]) -> Info:

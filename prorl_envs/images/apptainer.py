@@ -1,4 +1,4 @@
-"""Which Apptainer there is, what it may do here, and what its failures mean."""
+"""Detection of Apptainer, of the builder's permissions, and of the causes of its failures."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from prorl_envs.errors import SandboxError
 
-#: What an output holds, and what helps then. The first that fits counts.
+#: Text in an output, and the hint for it. The first match counts.
 _FULL = (("no space left on device",), "free some disk, or set run_dir to a larger local one")
 _PULLING = (
     _FULL,
@@ -55,12 +55,12 @@ _BUILDING = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rights:
-    """What this user may do as a builder.
+    """Permissions of this user as a builder.
 
     Args:
-        root: it is root here, of the machine or of a container.
-        capable: it has every capability; a container's root often lacks some.
-        subordinate: it has subordinate ids, and the program that maps them.
+        root: the user is root, of the machine or of a container.
+        capable: the user has every capability; a container's root often lacks some.
+        subordinate: the user has subordinate ids, and the program that maps them is installed.
     """
 
     root: bool
@@ -69,19 +69,20 @@ class Rights:
 
     @property
     def identity(self) -> bool:
-        """Apptainer asks for all capabilities to run a definition's commands. Root has them in a user
-        namespace of its own, which maps every number to itself so that files keep their owners."""
+        """True if the build must run in a user namespace with an identity map. Apptainer requires all
+        capabilities to run a definition's commands. Root has them in its own user namespace; the map of every
+        id to itself keeps the owners of files."""
         return self.root and not self.capable
 
     @property
     def unpack_base(self) -> bool:
-        """With one's own number as the only one mapped, files of other owners cannot be kept in a build.
-        Where no definition is built, Apptainer unpacks them as one's own."""
+        """True if base images must be unpacked first. If only the user's own id is mapped, a build cannot
+        keep files of other owners. Without a definition, Apptainer unpacks them as the user's own."""
         return not self.root and not self.subordinate
 
 
 def rights() -> Rights:
-    """Look at this process and this machine."""
+    """Return the permissions of this process on this machine."""
     status = Path("/proc/self/status").read_text()
     permitted = int(next(line for line in status.splitlines() if line.startswith("CapPrm")).split()[1], 16)
     last = int(Path("/proc/sys/kernel/cap_last_cap").read_text())
@@ -105,7 +106,7 @@ def _is_listed(path: Path) -> bool:
 
 
 def find_program(environ: Mapping[str, str]) -> str:
-    """The builder's program: Apptainer, or Singularity CE, whose commands are the same.
+    """Return the path of the builder program: Apptainer, or Singularity CE, whose commands are the same.
 
     Raises:
         SandboxError: there is none.
@@ -120,10 +121,10 @@ def find_program(environ: Mapping[str, str]) -> str:
 
 
 def failure(what: str, status: int, output: str, *, remote: bool) -> SandboxError:
-    """The error for a builder's exit status, with the end of what it said and what helps.
+    """Return the error for a builder's exit status, with the end of its output and a hint.
 
     Args:
-        remote: it was pulling, not building.
+        remote: the builder was pulling, not building.
     """
     lines = [line for line in output.splitlines() if line.strip()]
     fatal = next((line for line in reversed(lines) if line.startswith(("FATAL", "ERROR"))), "")

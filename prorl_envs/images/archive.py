@@ -1,7 +1,7 @@
-"""A tar of a root file system as an OCI layout of one layer.
+"""Conversion of a tar of a root file system to an OCI layout of one layer.
 
-So Apptainer unpacks it, as it does every container: it keeps links inside, has no need of the right to make
-devices or to give files away, and is the one place where hostile archives are dealt with.
+Apptainer then unpacks it, as it does every container: it keeps links inside, needs no permission to create
+devices or to change owners, and remains the only place that processes hostile archives.
 """
 
 import bz2
@@ -9,15 +9,14 @@ import gzip
 import hashlib
 import json
 import lzma
-import platform
 import zlib
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from prorl_envs.errors import InputError
 from prorl_envs.images.digest import of_stream
+from prorl_envs.images.registry.documents import host_architecture
 
-_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 _OPENERS: tuple[tuple[bytes, Any], ...] = (
     (b"\x1f\x8b", gzip.open),
     (b"BZh", bz2.open),
@@ -38,7 +37,7 @@ def write_layout(tar: Path, folder: Path, *, limit: int) -> None:
     blobs = folder / "blobs" / "sha256"
     blobs.mkdir(parents=True)
     config = {
-        "architecture": _ARCHITECTURES.get(platform.machine(), platform.machine()),
+        "architecture": host_architecture(),
         "os": "linux",
         "config": {},
     }

@@ -1,42 +1,52 @@
-"""From a source of an image to a local path that `SandboxSpec.image` takes."""
+"""Builder that turns an image source into a local path for `SandboxSpec.image`."""
 
 import os
 import platform
 import shutil
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.errors import InputError, SandboxError
 from prorl_envs.images import digest
 from prorl_envs.images.apptainer import failure, find_program, rights
 from prorl_envs.images.archive import write_layout
-from prorl_envs.images.definition import Stage, render
+from prorl_envs.images.definition import BuildStage, render
 from prorl_envs.images.lock import KeyLock, Owner
-from prorl_envs.images.modes import Mode
+from prorl_envs.images.modes import ImageMode
 from prorl_envs.images.scratch import make_scratch
-from prorl_envs.images.sources import REMOTE_SCHEMES, Kind, Source, parse_source
-from prorl_envs.images.store import Entry, ImageStore
-from prorl_envs.images.supervised import Limits, Outcome, environment, run_supervised
+from prorl_envs.images.sources import REMOTE_SCHEMES, Source, SourceKind, parse_source
+from prorl_envs.images.store import ImageStore, StoredImage
+from prorl_envs.images.supervised import BuildLimits, BuildOutcome, environment, run_supervised
 from prorl_envs.images.supervisor import remove
 from prorl_envs.images.template import ImageTemplate
 from prorl_envs.images.threads import in_thread
-from prorl_envs.sandbox.sif import system_partition
+from prorl_envs.sandbox.filesystem.directories import node_local_base
+from prorl_envs.sandbox.filesystem.sif import system_partition
+
+if TYPE_CHECKING:
+    from prorl_envs.images.registry.puller import ImagePuller
 
 _FORMAT = 1
-_LOCAL = {"localimage", *Kind} - {Kind.HOST, Kind.REMOTE, Kind.SIF, Kind.DIRECTORY, Kind.TAR}
+_LOCAL = {"localimage", *SourceKind} - {
+    SourceKind.HOST,
+    SourceKind.REMOTE,
+    SourceKind.SIF,
+    SourceKind.DIRECTORY,
+    SourceKind.TAR,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class _Locked:
-    """A template with all that it is made of known by content."""
+    """Template whose components are all identified by content."""
 
     template: ImageTemplate
-    stages: list[Stage]
+    stages: list[BuildStage]
     files: Mapping[str, Path]
     bases: Mapping[int, Path]
     content: dict[str, object]
@@ -44,13 +54,14 @@ class _Locked:
 
 
 class ImageBuilder:
-    """Builds images into a store, each once however many ask for it, on this node and others.
+    """Builder of images into a store; builds each image once for all concurrent requests, also across nodes.
 
     Args:
-        store: where they are kept.
-        scratch: directory on a local disk to build in; None takes the temporary directory.
-        limits: of one build.
-        progress: called with a short line as the work goes on.
+        store: store of the images.
+        scratch: directory on a local disk to build in; None takes `node_local_base()`.
+        limits: limits of one build.
+        progress: called with a short line for each step.
+        puller: pulls `docker://` addresses as layered images; None has Apptainer make SIF files of them.
     """
 
     def __init__(
@@ -58,29 +69,31 @@ class ImageBuilder:
         store: ImageStore,
         *,
         scratch: Path | None = None,
-        limits: Limits | None = None,
+        limits: BuildLimits | None = None,
         progress: Callable[[str], None] = lambda line: None,
         clock: Clock | None = None,
         environ: Mapping[str, str] | None = None,
+        puller: "ImagePuller | None" = None,
     ) -> None:
         self.store = store
-        self._scratch_base = scratch or Path(tempfile.gettempdir())
-        self._limits = limits or Limits()
+        self._puller = puller
+        self._scratch_base = node_local_base(scratch)
+        self._limits = limits or BuildLimits()
         self._progress = progress
         self._clock = clock or SystemClock()
         self._environ = os.environ if environ is None else environ
 
     async def resolve(
-        self, source: Source | ImageTemplate | str | Path | None, mode: Mode = Mode.LOCK
+        self, source: Source | ImageTemplate | str | Path | None, mode: ImageMode = ImageMode.LOCK
     ) -> Path | None:
-        """The directory or SIF that `source` stands for, built or pulled where there is none yet.
+        """Return the directory, SIF or layered image of `source`; build or pull it if it is missing.
 
         Args:
-            source: text and paths are read as `parse_source` does.
-            mode: of a remote address, LOCK and VERSION both take what was pulled before.
+            source: text and paths are parsed by `parse_source`.
+            mode: for a remote address, LOCK and VERSION both reuse an earlier pull.
 
         Returns:
-            a path that stays as it is, or None for the host's own system.
+            a path that never changes, or None for the host's own system.
 
         Raises:
             InputError: the source is wrong.
@@ -90,21 +103,27 @@ class ImageBuilder:
             return await in_thread(self.store.use, await self._template(source, mode))
         if not isinstance(source, Source):
             source = await in_thread(parse_source, source)
+        if self._puller is not None and source.location.startswith("docker://"):
+            return await self._puller.resolve(source.location, refresh=mode is ImageMode.REBUILD)
+        return await self._without_layers(source, mode)
+
+    async def _without_layers(self, source: Source, mode: ImageMode) -> Path | None:
+        """Return the directory or SIF of a source, which Apptainer can build on."""
         match source.kind:
-            case Kind.HOST:
+            case SourceKind.HOST:
                 return None
-            case Kind.DIRECTORY:
+            case SourceKind.DIRECTORY:
                 return source.path
-            case Kind.SIF:
+            case SourceKind.SIF:
                 await in_thread(system_partition, source.path)
                 return source.path
             case _:
                 return await in_thread(self.store.use, await self._converted(source, mode))
 
-    async def _converted(self, source: Source, mode: Mode) -> Entry:
-        """The image of an archive, a layout or an address."""
+    async def _converted(self, source: Source, mode: ImageMode) -> StoredImage:
+        """Return the image of an archive, a layout or an address."""
         content: dict[str, object] = {"format": _FORMAT, "kind": source.kind}
-        if source.kind is Kind.REMOTE:
+        if source.kind is SourceKind.REMOTE:
             content |= {"address": source.location, "architecture": platform.machine()}
         else:
             self._progress(f"reading {source.location}")
@@ -115,14 +134,14 @@ class ImageBuilder:
                 return found
             async with self._scratch() as scratch:
                 image = scratch / "image.sif"
-                if source.kind is Kind.REMOTE:
+                if source.kind is SourceKind.REMOTE:
                     await self._pull(scratch, source.location, image)
                 else:
                     await self._convert(scratch, source, image)
                 return await self._add(image, key, source.name, "", source.location, content)
 
-    async def _template(self, template: ImageTemplate, mode: Mode) -> Entry:
-        if mode is not Mode.VERSION:
+    async def _template(self, template: ImageTemplate, mode: ImageMode) -> StoredImage:
+        if mode is not ImageMode.VERSION:
             return await self._locked_template(template, mode)
         name = digest.of_value({"name": template.name, "version": template.version})
         if found := await in_thread(self.store.find_version, template.name, template.version):
@@ -132,9 +151,9 @@ class ImageBuilder:
         ):
             if found := await in_thread(self.store.find_version, template.name, template.version):
                 return found
-            return await self._locked_template(template, Mode.LOCK)
+            return await self._locked_template(template, ImageMode.LOCK)
 
-    async def _locked_template(self, template: ImageTemplate, mode: Mode) -> Entry:
+    async def _locked_template(self, template: ImageTemplate, mode: ImageMode) -> StoredImage:
         locked = await self._lock(template, mode)
         async with self._only_one(locked.key, mode) as found:
             if found is not None:
@@ -146,8 +165,8 @@ class ImageBuilder:
                     image, locked.key, template.name, template.version, source, locked.content
                 )
 
-    async def _lock(self, template: ImageTemplate, mode: Mode) -> _Locked:
-        """Find out all that a template's image is made of; what must be pulled for it, is."""
+    async def _lock(self, template: ImageTemplate, mode: ImageMode) -> _Locked:
+        """Identify all components of a template's image; pull missing ones."""
         stages = template.stages()
         files = await in_thread(template.copied, stages)
         content: dict[str, object] = {"format": _FORMAT, "kind": "template", "name": template.name}
@@ -156,7 +175,7 @@ class ImageBuilder:
         for number, stage in enumerate(stages):
             base = await in_thread(_base, template, stage)
             if base is not None:
-                path = await self.resolve(base, mode)
+                path = await self._without_layers(base, mode)
                 assert path is not None
                 bases[number] = path
                 digests[str(number)] = await in_thread(self._digest, path)
@@ -172,14 +191,14 @@ class ImageBuilder:
         return digest.of_path(image)
 
     @asynccontextmanager
-    async def _only_one(self, key: str, mode: Mode) -> AsyncIterator[Entry | None]:
-        """The image of that key; or None, to the one of all that should build it now."""
-        if mode is not Mode.REBUILD and (found := await in_thread(self.store.find, key)):
+    async def _only_one(self, key: str, mode: ImageMode) -> AsyncIterator[StoredImage | None]:
+        """Yield the image of this key, or None to the single caller that must build it now."""
+        if mode is not ImageMode.REBUILD and (found := await in_thread(self.store.find, key)):
             yield found
             return
         path = await in_thread(self.store.lock_path, key)
         async with KeyLock(path, on_wait=self._waiting, clock=self._clock):
-            yield None if mode is Mode.REBUILD else await in_thread(self.store.find, key)
+            yield None if mode is ImageMode.REBUILD else await in_thread(self.store.find, key)
 
     @asynccontextmanager
     async def _scratch(self) -> AsyncIterator[Path]:
@@ -209,17 +228,17 @@ class ImageBuilder:
         try:
             await self._apptainer(scratch, *arguments, identity=may.identity)
         except SandboxError as error:
-            # The `fakeroot` program of the host runs only in images with a C library like the host's.
+            # The host's `fakeroot` program runs only in images with a C library like the host's.
             if "--ignore-fakeroot-command" not in error.message:
                 raise
             await self._apptainer(scratch, "--ignore-fakeroot-command", *arguments)
         return image
 
     async def _convert(self, scratch: Path, source: Source, image: Path) -> None:
-        # A colon in a path would begin a tag: the builder sees a link of a plain name.
+        # A colon in a path would start a tag: the builder gets a link with a plain name.
         plain = scratch / "source"
-        if source.kind is Kind.TAR:
-            kind = Kind.OCI_LAYOUT
+        if source.kind is SourceKind.TAR:
+            kind = SourceKind.OCI_LAYOUT
             await in_thread(write_layout, source.path, plain, limit=self._limits.unpacked_bytes)
         else:
             kind = source.kind
@@ -240,7 +259,7 @@ class ImageBuilder:
         if outcome.status or not await in_thread(image.is_file):
             raise failure(f"pulling {address}", outcome.status, outcome.output, remote=True)
 
-    async def _run(self, scratch: Path, command: list[str], *, identity: bool, remote: bool) -> Outcome:
+    async def _run(self, scratch: Path, command: list[str], *, identity: bool, remote: bool) -> BuildOutcome:
         env = environment(scratch, self._environ, remote=remote)
         return await run_supervised(
             command, scratch=scratch, env=env, identity=identity, limits=self._limits, clock=self._clock,
@@ -249,7 +268,7 @@ class ImageBuilder:
 
     async def _add(
         self, image: Path, key: str, name: str, version: str, source: str, content: dict[str, object]
-    ) -> Entry:
+    ) -> StoredImage:
         await in_thread(system_partition, image)
         self._progress("putting the image into the cache")
         return await in_thread(
@@ -261,8 +280,8 @@ class ImageBuilder:
         self._progress(f"waiting for {who}, which builds the same image")
 
 
-def _base(template: ImageTemplate, stage: Stage) -> Source | None:
-    """What a stage begins with; None where it is made from nothing or by a package manager of the host."""
+def _base(template: ImageTemplate, stage: BuildStage) -> Source | None:
+    """Return the base of a stage; None if it starts from scratch or from a package manager of the host."""
     bootstrap, origin = stage.header.get("bootstrap", "").lower(), stage.header.get("from", "")
     if bootstrap in REMOTE_SCHEMES:
         parts = [stage.header.pop(key, "").strip("/") for key in ("registry", "namespace")]
@@ -276,10 +295,11 @@ def _base(template: ImageTemplate, stage: Stage) -> Source | None:
 
 
 def _stage_files(scratch: Path, locked: _Locked) -> list[str]:
-    """Copy what goes into the image beside the definition, under names that mean nothing to Apptainer.
+    """Copy the files of the image beside the definition, under names without special characters for
+    Apptainer.
 
     Raises:
-        InputError: something changed since its content was read.
+        InputError: a file changed after its content was read.
     """
     lines = []
     files = locked.content["files"]

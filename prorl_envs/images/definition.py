@@ -1,7 +1,7 @@
-"""A definition file of Apptainer, taken apart and put together again.
+"""Parser and renderer of Apptainer definition files.
 
-The format: stages, each a header of `Key: value` lines that begins with `Bootstrap`, then sections that begin
-with `%name` (https://apptainer.org/docs/user/latest/definition_files.html).
+The format: stages, each a header of `Key: value` lines whose first key is `Bootstrap`, then sections whose
+first line is `%name` (https://apptainer.org/docs/user/latest/definition_files.html).
 """
 
 import re
@@ -27,14 +27,14 @@ class Section:
 
 
 @dataclass
-class Stage:
+class BuildStage:
     """A stage: its header by lower-case keys, and its sections in order."""
 
     header: dict[str, str] = field(default_factory=dict)
     sections: list[Section] = field(default_factory=list)
 
     def add(self, name: str, lines: Sequence[str]) -> None:
-        """Add lines to the section `name`; a new one where there is none."""
+        """Add lines to the section `name`; create the section if it is missing."""
         found = next((s for s in self.sections if (s.name, s.arguments) == (name, "")), None)
         if found is None:
             found = Section(name, "")
@@ -43,10 +43,10 @@ class Stage:
 
 
 def substitute(text: str, values: Mapping[str, str]) -> str:
-    """Put values in place of `{{ name }}`.
+    """Replace `{{ name }}` by values.
 
     Raises:
-        InputError: one is missing, is used nowhere, or would add a line to the definition.
+        InputError: a value is missing, is not used, or would add a line to the definition.
     """
     wanted = set(_VARIABLE.findall(text))
     if missing := sorted(wanted - values.keys()):
@@ -59,20 +59,20 @@ def substitute(text: str, values: Mapping[str, str]) -> str:
     return _VARIABLE.sub(lambda match: values[match[1]], text)
 
 
-def parse(text: str) -> list[Stage]:
-    """The stages of a definition.
+def parse(text: str) -> list[BuildStage]:
+    """Parse a definition into stages.
 
     Raises:
-        InputError: it is none, or has a section that runs on the host.
+        InputError: it is not a definition, or has a section that runs on the host.
     """
     if len(text) > TEXT_LIMIT:
         raise InputError(f"a definition of {len(text)} characters; at most {TEXT_LIMIT} are read")
-    stages: list[Stage] = []
+    stages: list[BuildStage] = []
     section: Section | None = None
     for line in text.splitlines():
         header = _HEADER.fullmatch(line)
-        if line.lower().startswith("bootstrap:"):  # wherever: Apptainer, too, looks at nothing else
-            stages.append(Stage())
+        if line.lower().startswith("bootstrap:"):  # anywhere in the file, as in Apptainer
+            stages.append(BuildStage())
             section = None
         if match := _SECTION.fullmatch(line):
             section = Section(match[1].lower(), match[2].strip())
@@ -95,8 +95,8 @@ def parse(text: str) -> list[Stage]:
     return stages
 
 
-def render(stages: Sequence[Stage]) -> str:
-    """The text of a definition."""
+def render(stages: Sequence[BuildStage]) -> str:
+    """Render the text of a definition."""
     lines: list[str] = []
     for stage in stages:
         lines += [f"{key.capitalize()}: {value}" for key, value in stage.header.items()]
@@ -107,10 +107,10 @@ def render(stages: Sequence[Stage]) -> str:
 
 
 def copied_files(section: Section) -> list[tuple[str, str]]:
-    """What a `%files` section copies: pairs of source and absolute destination.
+    """Return the copies of a `%files` section: pairs of source and absolute destination.
 
     Raises:
-        InputError: a line is no such pair.
+        InputError: a line is not such a pair.
     """
     pairs = []
     for line in section.lines:

@@ -1,4 +1,4 @@
-"""Content as numbers: two things with the same digest are the same."""
+"""Content digests: two things with the same digest are the same."""
 
 import hashlib
 import os
@@ -15,12 +15,12 @@ _CHUNK = 1 << 20
 
 
 def of_value(value: Mapping[str, Any]) -> str:
-    """SHA-256 of a mapping of plain values, the same whatever the order of its keys."""
+    """Return the SHA-256 of a mapping of plain values, independent of the order of its keys."""
     return hashlib.sha256(msgspec.json.encode(value, order="deterministic")).hexdigest()
 
 
 def of_stream(stream: BinaryIO, copy: BinaryIO | None = None, *, limit: int | None = None) -> tuple[str, int]:
-    """SHA-256 and size of the rest of a stream, copied to `copy` on the way.
+    """Return SHA-256 and size of the rest of a stream; copy it to `copy` at the same time.
 
     Args:
         limit: most bytes.
@@ -40,7 +40,8 @@ def of_stream(stream: BinaryIO, copy: BinaryIO | None = None, *, limit: int | No
 
 
 def of_path(path: Path) -> str:
-    """SHA-256 of a file, or of a tree: names, kinds, permissions, links, contents; neither times nor owners.
+    """Return the SHA-256 of a file, or of a tree: names, kinds, permissions, links, contents; neither times
+    nor owners.
 
     Raises:
         InputError: something cannot be read.

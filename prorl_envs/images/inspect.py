@@ -1,4 +1,4 @@
-"""What an image says of itself."""
+"""Description of an image."""
 
 from pathlib import Path
 
@@ -6,18 +6,18 @@ import msgspec
 
 from prorl_envs.errors import InputError
 from prorl_envs.images.store import ImageStore
-from prorl_envs.sandbox.sif import labels, system_partition
+from prorl_envs.sandbox.filesystem.sif import labels, system_partition
 
 
 def inspect(store: ImageStore, source: str) -> str:
-    """JSON with the labels of an image, and what the cache knows of it. Nothing of the image is run.
+    """Return JSON with the labels of an image, and its entry in the cache. Nothing of the image is run.
 
     Args:
         source: id of an image in the store, or the path of a SIF.
 
     Raises:
         InputError: there is no such image.
-        SandboxError: it is no SIF.
+        SandboxError: the file is not a SIF.
     """
     entry = next((entry for entry in store.entries() if entry.id == source), None)
     path = store.image(entry) if entry else Path(source).expanduser().absolute()

@@ -1,9 +1,9 @@
-"""A lock file that works between nodes, where `flock` may be absent or count on one node only.
+"""Lock file that works between nodes, where `flock` may be missing or may count on one node only.
 
-Taking it is a hard link (atomic on NFS and Lustre) to a file that names its owner; holding it is a heart-beat
-on the file's time. Nothing that the lock guards is wrong without it: what is built gets a name of its own and
-comes in by one rename. So where two owners think they hold it (one was stopped, and taken for dead), the same
-image is built twice, and no more. That is what makes taking over safe.
+The owner takes the lock by a hard link (atomic on NFS and Lustre) to a file with its identity, and holds it
+by a heartbeat on the file's time. The guarded operations are correct without the lock: a build gets a unique
+name and is published by one rename. If two owners hold the lock (one was suspended, and considered dead), the
+same image is built twice, and nothing else happens. This makes taking over safe.
 """
 
 import asyncio
@@ -23,14 +23,15 @@ from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.images.threads import in_thread
 
 BEAT_S = 15.0
-#: Without a beat for so long, an owner on another node counts as dead. NFS shows a file's time a minute late.
+#: Time without a heartbeat after which an owner on another node counts as dead, in seconds. NFS reports a
+#: file's time up to a minute late.
 STALE_S = 180.0
 _LOOK_S = 0.5
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 
-class Place(msgspec.Struct, frozen=True):
-    """Where process numbers mean the same: a host, since its last start, and a pid namespace on it."""
+class LockPlace(msgspec.Struct, frozen=True):
+    """Scope in which a pid is unique: a host, since its last boot, and a pid namespace on it."""
 
     host: str
     boot: str
@@ -38,38 +39,38 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """Who holds a lock.
+    """Owner of a lock.
 
     Args:
-        started: clock ticks after the host's start at which the process began, which tells it from a later
-            one of the same number.
+        started: start time of the process in clock ticks after the host's boot; distinguishes the process
+            from a later one with the same pid.
         token: unique, also among the locks of one process.
     """
 
-    place: Place
+    place: LockPlace
     pid: int
     started: str
     token: str
 
 
-def here() -> Place:
-    """Where this process runs."""
+def here() -> LockPlace:
+    """Return the scope of this process."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return Place(socket.gethostname(), boot, str(Path("/proc/self/ns/pid").readlink()))
+    return LockPlace(socket.gethostname(), boot, str(Path("/proc/self/ns/pid").readlink()))
 
 
 def abandoned(
-    owner: Owner | None, place: Place, started: Callable[[int], str], unchanged_s: float, stale_s: float
+    owner: Owner | None, place: LockPlace, started: Callable[[int], str], unchanged_s: float, stale_s: float
 ) -> bool:
-    """Whether a lock's owner is gone.
+    """Return true if a lock's owner is gone.
 
     Args:
-        owner: None where the file does not say.
-        place: where the caller runs.
-        started: when the process of a number here began; empty where there is none.
-        unchanged_s: how long the caller has watched the lock without a beat, on its own clock; the clocks of
-            two nodes are never compared.
-        stale_s: the longest that a living owner is silent.
+        owner: None if the file does not name it.
+        place: scope of the caller.
+        started: returns the start time of the process with a pid here; empty if there is none.
+        unchanged_s: time for which the caller has watched the lock without a heartbeat, on its own clock; the
+            clocks of two nodes are never compared.
+        stale_s: longest time without a heartbeat of a living owner.
     """
     if owner is not None and owner.place == place:
         return started(owner.pid) != owner.started
@@ -77,9 +78,10 @@ def abandoned(
 
 
 def process_started(pid: int) -> str:
-    """When a process began, in clock ticks after the host's start; empty for one that is dead or absent."""
+    """Return the start time of a process, in clock ticks after the host's boot; empty if it is dead or
+    absent."""
     try:
-        # The name in the second field may hold anything, brackets and spaces included.
+        # The name in the second field may contain anything, including brackets and spaces.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return ""
@@ -87,11 +89,11 @@ def process_started(pid: int) -> str:
 
 
 class KeyLock:
-    """The lock at `path`, for one `async with`.
+    """Lock at `path`, for one `async with`.
 
     Args:
         path: the lock file; its directory exists.
-        on_wait: called once with the owner when somebody else holds it.
+        on_wait: called once with the owner if another owner holds the lock.
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class KeyLock:
         try:
             await self._acquire()
         except BaseException:
-            # A cancellation may come when the file is made already: it would name a living process for ever.
+            # A cancellation may arrive after the file is created: it would name a living process for ever.
             await in_thread(self._set_aside, self._owner)
             raise
         self._beating = asyncio.create_task(self._beat())
@@ -150,7 +152,7 @@ class KeyLock:
     async def _beat(self) -> None:
         while True:
             await self._clock.sleep(BEAT_S)
-            with contextlib.suppress(OSError):  # taken over, or the file server is away: see the top
+            with contextlib.suppress(OSError):  # taken over, or the file server is unreachable: see the top
                 await in_thread(os.utime, self._path)
 
     def _take(self) -> bool:
@@ -160,7 +162,7 @@ class KeyLock:
             try:
                 self._path.hardlink_to(draft)
             except FileExistsError:
-                # NFS may have lost the answer to a link that it made: the number of names tells.
+                # NFS may have lost the response to a successful link: the number of names shows it.
                 return draft.stat().st_nlink == 2
             except OSError as error:
                 if error.errno not in _NO_LINKS:
@@ -171,7 +173,8 @@ class KeyLock:
             draft.unlink(missing_ok=True)
 
     def _create(self) -> bool:
-        """Where the file system has no links: others may see the file before it says whose it is."""
+        """Create the lock on a file system without links. Others may see the file before it names its
+        owner."""
         try:
             with self._path.open("xb") as file:
                 file.write(msgspec.json.encode(self._owner))
@@ -180,7 +183,7 @@ class KeyLock:
         return True
 
     def _set_aside(self, owner: Owner | None) -> None:
-        """Remove the lock if it is still the one of `owner`."""
+        """Remove the lock if it still belongs to `owner`."""
         aside = self._path.with_name(f"{self._path.name}.{secrets.token_hex(8)}")
         try:
             self._path.rename(aside)
@@ -189,7 +192,7 @@ class KeyLock:
         try:
             found = read_lock(aside)
             if found is not None and found[0] != owner:
-                # Somebody else's by now: give it back, unless it was taken again in between.
+                # Another owner has it meanwhile: restore it, unless it was taken again in between.
                 with contextlib.suppress(OSError):
                     self._path.hardlink_to(aside)
         finally:
@@ -197,7 +200,8 @@ class KeyLock:
 
 
 def read_lock(path: Path) -> tuple[Owner | None, int] | None:
-    """Who holds a lock and when it last beat, in nanoseconds of the file server; None where nobody does."""
+    """Return the owner of a lock and its last heartbeat, in nanoseconds of the file server; None if it is
+    free."""
     try:
         with path.open("rb") as file:
             text, beat = file.read(4096), os.fstat(file.fileno()).st_mtime_ns

@@ -1,13 +1,13 @@
-"""When an image is built again."""
+"""Conditions for reusing an image."""
 
 from enum import StrEnum
 
 
-class Mode(StrEnum):
-    """When an image that was built before is taken again.
+class ImageMode(StrEnum):
+    """Condition under which an image that was built before is reused.
 
-    REBUILD never; VERSION where its name and version are the template's, whatever else changed; LOCK where
-    all that it was made of is the same: definition, variables, files and bases.
+    REBUILD: never; VERSION: if its name and version are the template's, regardless of other changes; LOCK: if
+    all its components are the same: definition, variables, files and bases.
     """
 
     REBUILD = "rebuild"

@@ -1,7 +1,7 @@
-"""Pulls one image through spython: `python -I -m prorl_envs.images.pull PROGRAM ADDRESS FILE`.
+"""Pull of one image through spython: `python -I -m prorl_envs.images.pull PROGRAM ADDRESS FILE`.
 
-A program of its own, under the supervisor: spython prints, exits where it does not know further, and takes
-the environment as it is. It calls the program `singularity`, so one of that name is put beside the image.
+A separate program, under the supervisor: spython prints, exits on unexpected errors, and uses the environment
+unchanged. It calls the program `singularity`, so a link of that name is created beside the image.
 """
 
 import os
@@ -11,13 +11,13 @@ from pathlib import Path
 
 
 def main(arguments: list[str]) -> int:
-    """Pull; returns the exit status of the builder."""
+    """Pull the image; return the exit status of the builder."""
     program, address, image = arguments
     folder = Path(image).parent / "bin"
     folder.mkdir()
     (folder / "singularity").symlink_to(program)
     os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
-    # It takes a moment to load.
+    # Imported here because the import is slow.
     from spython.main import Client
 
     _, lines = Client.pull(address, name=image, stream=True, quiet=True)

@@ -1,4 +1,4 @@
-"""Where builds work: directories on a local disk, removed also when their owner was killed."""
+"""Scratch directories of builds: on a local disk, removed also if their owner was killed."""
 
 import contextlib
 import os
@@ -11,15 +11,15 @@ from prorl_envs.images.lock import process_started
 from prorl_envs.images.supervisor import remove
 
 _NAME = re.compile(r"prorl-image-(\d+)-(\d+)-(\d+)-.*")
-#: What Apptainer adds for its own files below, with room for a root file system's paths.
+#: Apptainer appends paths of its own files; the limit leaves space for the paths of a root file system.
 _PATH_LIMIT = 1024
 
 
 def make_scratch(base: Path) -> Path:
-    """A new directory below `base`, for this process; first removes those of processes that are gone.
+    """Create a directory below `base` for this process; first remove those of dead processes.
 
     Raises:
-        SandboxError: it cannot be made.
+        SandboxError: it cannot be created.
     """
     pids = _pid_namespace()
     try:

@@ -1,4 +1,4 @@
-"""What an image can be made of, and how to tell one kind from another."""
+"""Sources of images, and the detection of their kind."""
 
 import re
 import tarfile
@@ -7,13 +7,13 @@ from enum import StrEnum
 from pathlib import Path
 
 from prorl_envs.errors import InputError
-from prorl_envs.sandbox.sif import is_sif
+from prorl_envs.sandbox.filesystem.sif import is_sif
 
 REMOTE_SCHEMES = ("docker", "oras", "library")
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _PREFIX = re.compile(r"([a-z-]+):(.*)", re.DOTALL)
 _REFERENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,511}")
-#: Names in a container archive; a root file system begins with none of these.
+#: Names in a container archive; a root file system starts with none of these.
 _ARCHIVE_NAMES = re.compile(
     r"(\./)?(blobs/.*|oci-layout|index\.json|manifest\.json|repositories|[0-9a-f]{64}.*)", re.DOTALL
 )
@@ -24,8 +24,8 @@ _KNOWN = (
 )
 
 
-class Kind(StrEnum):
-    """What a source is; the values are the prefixes that say so on a command line."""
+class SourceKind(StrEnum):
+    """Kind of a source; the values are the prefixes on a command line."""
 
     HOST = "host"
     DIRECTORY = "dir"
@@ -39,47 +39,47 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where an image comes from.
+    """Source of an image.
 
     Args:
         location: an absolute path, or with REMOTE an address such as `docker://busybox:1.36`.
     """
 
-    kind: Kind
+    kind: SourceKind
     location: str = ""
 
     @property
     def path(self) -> Path:
-        """The local path; of no meaning with HOST and REMOTE."""
+        """The local path; meaningless with HOST and REMOTE."""
         return Path(self.location)
 
     @property
     def name(self) -> str:
         """A short name for people and files."""
         last = self.location.rstrip("/").rpartition("/")[2].partition("@")[0]
-        last = last.replace(":", "-") if self.kind is Kind.REMOTE else last.partition(".")[0]
+        last = last.replace(":", "-") if self.kind is SourceKind.REMOTE else last.partition(".")[0]
         return re.sub(r"[^a-z0-9._-]+", "-", last.lower()).strip("-._")[:48] or "image"
 
 
 def parse_source(text: str | Path | None) -> Source:
-    """The source that `text` names: an address, a path, or `KIND:PATH` where the kind is not to be guessed.
+    """Parse a source: an address, a path, or `KIND:PATH` to state the kind explicitly.
 
     Raises:
-        InputError: it names nothing known, or a file that is no image.
+        InputError: it names nothing known, or a file that is not an image.
     """
     if text is None or str(text) == "host":
-        return Source(Kind.HOST)
+        return Source(SourceKind.HOST)
     if not str(text) or "\0" in str(text):
         raise InputError("the source of an image is empty or no path", hint=_KNOWN)
     if isinstance(text, str):
         if scheme := _SCHEME.match(text):
             return _remote(text, scheme[1])
         prefix = _PREFIX.fullmatch(text)
-        if prefix and prefix[1] in set(Kind) - {Kind.HOST, Kind.REMOTE}:
+        if prefix and prefix[1] in set(SourceKind) - {SourceKind.HOST, SourceKind.REMOTE}:
             path = Path(prefix[2]).expanduser().absolute()
             if not path.exists():
                 raise InputError(f"no such image: {path}")
-            return Source(Kind(prefix[1]), str(path))
+            return Source(SourceKind(prefix[1]), str(path))
     path = Path(text).expanduser().absolute()
     return Source(_kind_of(path), str(path))
 
@@ -91,33 +91,34 @@ def _remote(address: str, scheme: str) -> Source:
         raise InputError(
             f"not an image's address: {address[:200]!r}", hint="such as docker://python:3.12-slim"
         )
-    return Source(Kind.REMOTE, address)
+    return Source(SourceKind.REMOTE, address)
 
 
-def _kind_of(path: Path) -> Kind:
+def _kind_of(path: Path) -> SourceKind:
     try:
         if path.is_dir():
             layout = (path / "oci-layout").is_file() and (path / "index.json").is_file()
-            return Kind.OCI_LAYOUT if layout else Kind.DIRECTORY
+            return SourceKind.OCI_LAYOUT if layout else SourceKind.DIRECTORY
         if not path.is_file():
             raise InputError(f"no such image: {path}", hint=_KNOWN)
-        return Kind.SIF if is_sif(path) else _kind_of_archive(path)
+        return SourceKind.SIF if is_sif(path) else _kind_of_archive(path)
     except OSError as error:
         raise InputError(f"cannot read the image {path}: {error.strerror}") from error
 
 
-def _kind_of_archive(path: Path) -> Kind:
-    """By the first file in it; only what looks like a container archive is read further."""
+def _kind_of_archive(path: Path) -> SourceKind:
+    """Detect the kind by the first file of the archive; read further only if it looks like a container
+    archive."""
     try:
         with tarfile.open(path) as archive:
             for count, member in enumerate(archive):
                 name = member.name.removeprefix("./")
                 if name == "oci-layout":
-                    return Kind.OCI_ARCHIVE
+                    return SourceKind.OCI_ARCHIVE
                 if name == "manifest.json":
-                    return Kind.DOCKER_ARCHIVE  # since version 25 of Docker also OCI: either will do
+                    return SourceKind.DOCKER_ARCHIVE  # since version 25 of Docker also OCI: both work
                 if not member.isdir() and not _ARCHIVE_NAMES.fullmatch(member.name):
-                    return Kind.TAR
+                    return SourceKind.TAR
                 if count >= _MEMBERS_LIMIT:
                     break
     except (tarfile.TarError, EOFError, OSError, ValueError) as error:

@@ -1,7 +1,7 @@
-"""The images that were built: a directory, which may lie on NFS or Lustre and be shared by nodes.
+"""Store of built images: a directory, which may be on NFS or Lustre and shared by nodes.
 
-    entries/NAME-KEY-BUILD/{image.sif, entry.json, used}   comes and goes by a rename; never changes between
-    incoming/                                              on the way in and out
+    entries/NAME-KEY-BUILD/{image.sif, entry.json, used}   added and removed by a rename; never modified
+    incoming/                                              entries that are being added or removed
     locks/                                                 one for each key that is being built
 
 Everything here blocks.
@@ -19,8 +19,9 @@ import msgspec
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.images.digest import of_stream
-from prorl_envs.sandbox.files import remove_tree
-from prorl_envs.sandbox.sif import labels
+from prorl_envs.images.eviction import choose_unused, server_time
+from prorl_envs.sandbox.filesystem.directories import remove_tree
+from prorl_envs.sandbox.filesystem.sif import labels
 
 _IMAGE, _ENTRY, _USED = "image.sif", "entry.json", "used"
 _DAY_S = 86_400.0
@@ -28,18 +29,18 @@ _PATH_LIMIT = 3000
 _ENTRY_LIMIT = 1 << 20
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of an image that was built.
+class StoredImage(msgspec.Struct, frozen=True, kw_only=True):
+    """Metadata of a built image.
 
     Args:
         id: its directory's name, unique.
-        key: digest of what it was made of.
+        key: digest of its components.
         name, version: the template's; the version is empty for other sources.
-        source: what it was made of, for people.
+        source: description of its source, for people.
         made: seconds since 1970.
         size: bytes.
         digest: SHA-256 of the file.
-        content: what the key is the digest of.
+        content: the value whose digest is the key.
     """
 
     id: str
@@ -54,7 +55,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ImageStore:
-    """The cache below `root`, which is made when first needed."""
+    """Cache below `root`, which is created at first use."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.absolute()
@@ -63,23 +64,23 @@ class ImageStore:
         self._entries, self._incoming = self.root / "entries", self.root / "incoming"
 
     def lock_path(self, key: str) -> Path:
-        """Where the lock of a key lies; its directory is made."""
+        """Return the path of a key's lock; create its directory."""
         return _made(self.root / "locks") / f"{key[:32]}.lock"
 
-    def image(self, entry: Entry) -> Path:
-        """The SIF of an entry."""
+    def image(self, entry: StoredImage) -> Path:
+        """Return the path of an entry's SIF."""
         return self._entries / entry.id / _IMAGE
 
-    def entries(self) -> list[Entry]:
-        """What is there, oldest first. What is damaged is left out."""
+    def entries(self) -> list[StoredImage]:
+        """Return all entries, oldest first, without damaged ones."""
         return sorted(self._readable("*"), key=lambda entry: entry.made)
 
-    def find(self, key: str) -> Entry | None:
-        """The newest image of that key."""
+    def find(self, key: str) -> StoredImage | None:
+        """Return the newest image of this key."""
         return max(self._readable(f"*-{key[:16]}-*", key=key), key=lambda entry: entry.made, default=None)
 
-    def find_version(self, name: str, version: str) -> Entry | None:
-        """The newest image that carries that name and version in its own labels."""
+    def find_version(self, name: str, version: str) -> StoredImage | None:
+        """Return the newest image that has this name and version in its own labels."""
         found = [e for e in self._readable(f"{name}-*") if (e.name, e.version) == (name, version)]
         for entry in sorted(found, key=lambda entry: -entry.made):
             with contextlib.suppress(SandboxError):
@@ -88,22 +89,23 @@ class ImageStore:
                     return entry
         return None
 
-    def use(self, entry: Entry) -> Path:
-        """Note that an image is used, and return it. Where the cache cannot be written it is not noted."""
+    def use(self, entry: StoredImage) -> Path:
+        """Record that an image is used, and return its path. The record is skipped if the cache is not
+        writable."""
         with contextlib.suppress(OSError):
             (self._entries / entry.id / _USED).touch()
         return self.image(entry)
 
     def add(
         self, built: Path, *, key: str, name: str, version: str, source: str, content: dict[str, object]
-    ) -> Entry:
-        """Take in an image.
+    ) -> StoredImage:
+        """Add an image.
 
         Args:
             built: the file, on any file system; it is copied.
 
         Raises:
-            SandboxError: the cache cannot be written.
+            SandboxError: the cache is not writable.
         """
         unique = f"{name}-{key[:16]}-{secrets.token_hex(4)}"
         try:
@@ -114,7 +116,7 @@ class ImageStore:
                     digest, size = of_stream(file, copy)
                     copy.flush()
                     os.fsync(copy.fileno())
-                entry = Entry(
+                entry = StoredImage(
                     id=unique, key=key, name=name, version=version, source=source, made=time.time(),
                     size=size, digest=digest, content=content,
                 )  # fmt: skip
@@ -128,11 +130,12 @@ class ImageStore:
             raise _unwritable(self.root, error) from error
         return entry
 
-    def remove(self, entries: Iterable[Entry]) -> None:
-        """Remove images. Who has one mounted on this node keeps it; on another node of NFS it may lose it.
+    def remove(self, entries: Iterable[StoredImage]) -> None:
+        """Remove images. A process on this node that has one mounted keeps it; on another node of NFS it may
+        lose it.
 
         Raises:
-            SandboxError: the cache cannot be written.
+            SandboxError: the cache is not writable.
         """
         try:
             for entry in entries:
@@ -143,18 +146,18 @@ class ImageStore:
         except OSError as error:
             raise _unwritable(self.root, error) from error
 
-    def prune(self, limit_bytes: int, *, unused_s: float = _DAY_S) -> list[Entry]:
-        """Remove the images unused for longest until the rest fits, and what killed builders left.
+    def prune(self, limit_bytes: int, *, unused_s: float = _DAY_S) -> list[StoredImage]:
+        """Remove the least recently used images until the rest fits, and the remains of killed builders.
 
         Args:
-            limit_bytes: what the images may take together.
-            unused_s: an image used in the last so many seconds stays in any case.
+            limit_bytes: limit for all images together.
+            unused_s: an image used in the last so many seconds always stays.
 
         Returns:
-            what was removed.
+            the removed images.
 
         Raises:
-            SandboxError: the cache cannot be written.
+            SandboxError: the cache is not writable.
         """
         if not self.root.is_dir():
             return []
@@ -169,45 +172,37 @@ class ImageStore:
                         remove_tree(left) if left.is_dir() else left.unlink()
         return chosen
 
-    def _readable(self, pattern: str, *, key: str | None = None) -> Iterator[Entry]:
+    def _readable(self, pattern: str, *, key: str | None = None) -> Iterator[StoredImage]:
         for folder in self._entries.glob(pattern):
             try:
                 with (folder / _ENTRY).open("rb") as file:
-                    entry = msgspec.json.decode(file.read(_ENTRY_LIMIT), type=Entry)
+                    entry = msgspec.json.decode(file.read(_ENTRY_LIMIT), type=StoredImage)
                 size = (folder / _IMAGE).stat().st_size
             except (OSError, msgspec.DecodeError):
                 continue
             if entry.id == folder.name and entry.size == size and key in (None, entry.key):
                 yield entry
 
-    def _used(self, entry: Entry) -> float:
+    def _used(self, entry: StoredImage) -> float:
         try:
             return (self._entries / entry.id / _USED).stat().st_mtime
         except OSError:
             return entry.made
 
     def _server_now(self) -> float:
-        """The file server's time, by which its files are dated."""
         try:
-            mark = _made(self._incoming) / f"now-{secrets.token_hex(8)}"
-            mark.touch()
-            now = mark.stat().st_mtime
-            mark.unlink()
+            return server_time(_made(self._incoming))
         except OSError as error:
             raise _unwritable(self.root, error) from error
-        return now
 
 
-def choose(used: Sequence[tuple[float, Entry]], limit_bytes: int, not_after: float) -> list[Entry]:
-    """Which images go: those unused for longest, until the rest fits; none used after `not_after`."""
-    total = sum(entry.size for _, entry in used)
-    chosen = []
-    for when, entry in sorted(used, key=lambda item: item[0]):
-        if total <= limit_bytes or when > not_after:
-            break
-        total -= entry.size
-        chosen.append(entry)
-    return chosen
+def choose(
+    used: Sequence[tuple[float, StoredImage]], limit_bytes: int, not_after: float
+) -> list[StoredImage]:
+    """Choose the least recently used images until the rest fits; none used after `not_after`."""
+    return choose_unused(
+        [(when, entry.size, entry) for when, entry in used], max_bytes=limit_bytes, keep_after=not_after
+    )
 
 
 def _made(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Runs a builder's command under a supervisor, with its output bounded and its disk watched."""
+"""Execution of a builder's command under a supervisor, with bounded output and a disk check."""
 
 import asyncio
 import os
@@ -19,12 +19,12 @@ _ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What a build may use.
+class BuildLimits:
+    """Limits of a build.
 
     Args:
-        seconds: until it has ended.
-        free_bytes: what must stay free where it works; below, it is ended.
+        seconds: timeout.
+        free_bytes: space that must stay free on the scratch disk; below it, the build is killed.
         unpacked_bytes: most bytes that a compressed archive unpacks to.
     """
 
@@ -34,15 +34,15 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a command ended: its exit status, and the end of what it said, made safe to print."""
+class BuildOutcome:
+    """Result of a command: its exit status, and the end of its output, made safe to print."""
 
     status: int
     output: str
 
 
 class Tail:
-    """The last bytes of a stream."""
+    """Last bytes of a stream."""
 
     def __init__(self) -> None:
         self._kept = b""
@@ -52,7 +52,7 @@ class Tail:
 
     @property
     def text(self) -> str:
-        """What was kept, without colours and control characters."""
+        """The kept bytes as text, without colours and control characters."""
         text = _ESCAPE.sub("", self._kept.decode(errors="replace")).replace("\r", "\n")
         return "".join(c for c in text if c in "\n\t" or c.isprintable()).strip()
 
@@ -68,16 +68,16 @@ async def run_supervised(
     scratch: Path,
     env: Mapping[str, str],
     identity: bool,
-    limits: Limits,
+    limits: BuildLimits,
     clock: Clock,
     progress: Callable[[str], None],
-) -> Outcome:
-    """Run `command` in `scratch`, which is removed with it if it is cut short.
+) -> BuildOutcome:
+    """Run `command` in `scratch`; an interrupted run removes `scratch`.
 
     Args:
         env: its whole environment.
         identity: see the supervisor.
-        progress: called with the last line of its output as it comes.
+        progress: called with the last line of its output as it arrives.
 
     Raises:
         SandboxError: it took too long, or the disk ran full.
@@ -103,13 +103,13 @@ async def run_supervised(
     except TimeoutError:
         raise SandboxError(
             f"building the image took more than {limits.seconds:.0f} s: {tail.line}",
-            hint="see what it waits for, or raise image_build_s",
+            hint="see the build's last output, or raise image_build_s",
         ) from None
     finally:
         assert process.stdin is not None
-        process.stdin.close()  # the leash: all that is left of the command ends now
+        process.stdin.close()  # the leash: all remaining processes of the command are killed now
         await _settle(reading, process, output)
-    return Outcome(process.returncode or 0, tail.text)
+    return BuildOutcome(process.returncode or 0, tail.text)
 
 
 async def _read(stream: asyncio.StreamReader, tail: Tail, progress: Callable[[str], None]) -> None:
@@ -119,7 +119,7 @@ async def _read(stream: asyncio.StreamReader, tail: Tail, progress: Callable[[st
 
 
 async def _watch(reading: asyncio.Task[None], scratch: Path, free_bytes: int, clock: Clock) -> None:
-    """Return when the command's output has ended.
+    """Return when the command's output is closed.
 
     Raises:
         SandboxError: the disk is nearly full.
@@ -141,7 +141,7 @@ async def _watch(reading: asyncio.Task[None], scratch: Path, free_bytes: int, cl
 async def _settle(
     reading: asyncio.Task[None], process: asyncio.subprocess.Process, output: "_Output"
 ) -> None:
-    """Wait until the supervisor is gone; a cancellation in between does not cut this short."""
+    """Wait until the supervisor has exited; a cancellation does not interrupt the wait."""
     ending = asyncio.ensure_future(_end(reading, process, output))
     cancelled = None
     while not ending.done():
@@ -156,7 +156,7 @@ async def _settle(
 
 async def _end(reading: asyncio.Task[None], process: asyncio.subprocess.Process, output: "_Output") -> None:
     await process.wait()
-    # Only where the supervisor itself was killed does anything still hold the other end.
+    # Another process still holds the write end only if the supervisor itself was killed.
     await asyncio.wait([reading], timeout=_LAST_WORDS_S)
     reading.cancel()
     await asyncio.wait([reading])
@@ -172,7 +172,8 @@ class _Output:
 
 
 async def _pipe() -> tuple[_Output, int]:
-    """A pipe of our own: `wait` of a process with pipes of asyncio's waits for all who hold them."""
+    """Create a pipe outside asyncio's process support, whose `wait` waits for all processes that hold its
+    pipes."""
     read_end, write_end = os.pipe()
     stream = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -182,11 +183,11 @@ async def _pipe() -> tuple[_Output, int]:
 
 
 def environment(scratch: Path, host: Mapping[str, str], *, remote: bool) -> dict[str, str]:
-    """What a builder sees of the environment: where to work, how to reach the network, nothing else.
+    """Return a builder's environment: working directory, network settings, nothing else.
 
     Args:
         host: this process's.
-        remote: True to pull from a registry: then also the registry's credentials, and the home directory
+        remote: True to pull from a registry: includes the registry's credentials, and the home directory
             where Apptainer keeps them. A build that runs a definition's commands never gets them.
     """
     kept = {name: host[name] for name in (*_KEPT, *(_CREDENTIALS if remote else ())) if name in host}

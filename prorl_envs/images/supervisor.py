@@ -1,40 +1,49 @@
-"""Runs one image build so that it ends with whoever asked for it, whatever way they end.
+"""Supervisor of one image build: kills the build when its requester exits, however it exits.
 
     python -I -m prorl_envs.images.supervisor DIRECTORY identity|same COMMAND [ARGUMENT ...]
 
-Standard input is the leash: at its end (its other end was closed, or its process killed) everything that the
-command started is killed and DIRECTORY removed. `identity` runs the command in a user namespace that maps
-every number to itself: root of a container has all capabilities there, on which `apptainer build` insists.
+Standard input is the leash: at its end of file (its other end was closed, or its process killed) all
+processes of the command are killed and DIRECTORY is removed. `identity` runs the command in a user namespace
+that maps every id to itself: root of a container has all capabilities there, which `apptainer build`
+requires.
 
-A program of its own: nothing here runs in the service's process, and it imports little.
+A separate program: nothing here runs in the service's process, and it imports little.
 """
 
 import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
-from prorl_envs.sandbox.files import remove_tree
-from prorl_envs.sandbox.syscalls import PR_SET_CHILD_SUBREAPER, prctl
+from prorl_envs.sandbox.filesystem.directories import remove_tree
+from prorl_envs.sandbox.linux.syscalls import PR_SET_CHILD_SUBREAPER, prctl
 
-#: One less than all: Apptainer takes a map of all numbers for no namespace at all.
+#: One less than all: Apptainer takes a map of all ids for the absence of a namespace.
 _ALL_NUMBERS = 2**32 - 2
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command to its end or to the leash's; returns the exit status as a shell has it."""
+    """Run the command until it exits or the leash closes; return the exit status as a shell does."""
     directory, namespace, *command = arguments
     prctl(PR_SET_CHILD_SUBREAPER, 1)
+    wakeup, woken = socket.socketpair()
+    wakeup.setblocking(False)
+    woken.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
     pid = _start(command, identity=namespace == "identity")
-    pidfd = os.pidfd_open(pid)
-    ready, _, _ = select.select([0, pidfd], [], [])
-    finished = pidfd in ready
-    if not finished:
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    status: int | None = None
+    while status is None and 0 not in select.select([0, wakeup.fileno()], [], [])[0]:
+        wakeup.recv(4096)
+        status = _reap(pid)
+    finished = status is not None
+    if status is None:
+        os.kill(pid, signal.SIGKILL)  # not yet reaped, so the pid is still its own
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     _end_all()
     if not finished:
         remove(Path(directory))
@@ -42,11 +51,11 @@ def main(arguments: list[str]) -> int:
 
 
 def remove(directory: Path) -> None:
-    """Remove a build's directory, also what belongs to the subordinate users of its namespace."""
+    """Remove a build's directory, including files of its namespace's subordinate users."""
     try:
         remove_tree(directory)
     except OSError:
-        # Only who has those numbers mapped may remove it: the same map as in Apptainer's own namespace.
+        # Removal needs those ids mapped: the same map as in Apptainer's own namespace.
         unshare = shutil.which("unshare") or "/usr/bin/unshare"
         program = [unshare, "--map-root-user", "--map-auto", "rm", "-rf", "--", str(directory)]
         subprocess.run(program, check=False, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -78,8 +87,26 @@ def _start(command: list[str], *, identity: bool) -> int:
     return pid
 
 
+def _reap(command: int) -> int | None:
+    """Reap every child that has exited, including adopted ones. Return the command's status if it is among
+    them.
+
+    A pid namespace stays alive while a process of it, whose parent was outside, waits to be reaped.
+    """
+    status: int | None = None
+    while True:
+        try:
+            pid, code = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return status
+        if pid == 0:
+            return status
+        if pid == command:
+            status = os.waitstatus_to_exitcode(code)
+
+
 def _end_all() -> None:
-    """Kill what is left. Orphans become our children, so none is left when we have none."""
+    """Kill all remaining processes. Orphans become our children, so none is left when we have no children."""
     while True:
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
         for child in children:

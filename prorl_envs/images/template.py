@@ -1,4 +1,4 @@
-"""An image as a definition with variables, a version and files: what a family of tasks builds on."""
+"""Image templates: a definition with variables, a version and files; base of the images of a task family."""
 
 import contextlib
 import io
@@ -9,25 +9,25 @@ from pathlib import Path, PurePosixPath
 from typing import Self
 
 from prorl_envs.errors import InputError
-from prorl_envs.images.definition import TEXT_LIMIT, Stage, copied_files, parse, substitute
+from prorl_envs.images.definition import TEXT_LIMIT, BuildStage, copied_files, parse, substitute
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,47}")
-#: Characters that mean something to Apptainer in a list of files.
+#: Characters without a special meaning in Apptainer's lists of files.
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 _LOST = re.compile(r"^\s*(USER|ADD|SHELL|ONBUILD|HEALTHCHECK)\b", re.MULTILINE | re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageTemplate:
-    """A definition to build an image from.
+    """Definition to build an image from.
 
     Args:
         name: short, lower case; with the version it names the image for reuse by version.
-        version: any short text; change it when the image should be built again.
+        version: any short text; change it to rebuild the image.
         definition: text in Apptainer's format, with `{{ name }}` for variables. No `%setup`.
         variables: their values; each one line.
-        files: further files or trees that it copies: absolute path inside to path on the host.
-        folder: where relative paths lie; nothing above it can be copied in by a relative path or a link.
+        files: further files or trees to copy: absolute path inside to path on the host.
+        folder: base of relative paths; a relative path or a link cannot copy anything above it.
     """
 
     name: str
@@ -48,13 +48,13 @@ class ImageTemplate:
     def read(
         cls, path: Path, *, name: str = "", version: str = "1", variables: Mapping[str, str] | None = None
     ) -> Self:
-        """A template from a definition file or a Dockerfile; relative paths in it begin at its folder.
+        """Read a template from a definition file or a Dockerfile; relative paths in it start at its folder.
 
         Args:
             name: by default the file's.
 
         Raises:
-            InputError: it cannot be read, or says what cannot be had.
+            InputError: it cannot be read, or contains something unsupported.
         """
         try:
             with path.open(encoding="utf-8") as file:
@@ -67,16 +67,17 @@ class ImageTemplate:
         folder = path.absolute().parent
         return cls(name=name, version=version, definition=text, variables=variables or {}, folder=folder)
 
-    def stages(self) -> list[Stage]:
-        """The definition's stages, its variables filled in.
+    def stages(self) -> list[BuildStage]:
+        """Return the definition's stages, with variables substituted.
 
         Raises:
             InputError: a variable or a line is wrong.
         """
         return parse(substitute(self.definition, self.variables))
 
-    def copied(self, stages: list[Stage]) -> dict[str, Path]:
-        """What is copied in, by destination. The `%files` sections that name the host's files are taken out.
+    def copied(self, stages: list[BuildStage]) -> dict[str, Path]:
+        """Return the files to copy, by destination, and remove the `%files` sections that name files of the
+        host.
 
         Raises:
             InputError: a path leads out of the template's folder, or is not plain.
@@ -116,12 +117,12 @@ def _inside(target: str) -> str:
 
 
 def from_dockerfile(path: Path, text: str) -> str:
-    """The definition that does what a Dockerfile does, as far as spython can say it.
+    """Convert a Dockerfile to a definition, as far as spython supports it.
 
     Raises:
         InputError: it has an instruction whose meaning would be lost.
     """
-    # It takes a moment to load.
+    # Imported here because the import is slow.
     from spython.logger import bot
     from spython.logger.message import ERROR
     from spython.main.parse.parsers import DockerParser

@@ -1,0 +1,4 @@
+"""Integration with NeMo Gym: resources servers, the agent, the sandbox provider, rows.
+
+Nothing else imports it.
+"""

@@ -1,6 +1,6 @@
-"""NeMo Gym's agent server whose `/run` is a rollout of the rollout service.
+"""NeMo Gym agent server whose `/run` is a rollout of the rollout service.
 
-NeMo Gym and what trains through it ask this agent for a rollout of a row and get the graded episode, with the
+NeMo Gym and trainers on it request a rollout of a row from this agent and get the graded episode, with the
 token ids, masks and log-probabilities of the service's ledger. The model is the service's, not NeMo Gym's.
 """
 
@@ -26,24 +26,24 @@ from pydantic import ConfigDict, Field, PrivateAttr, ValidationError
 
 from prorl_envs.env.base import Grade
 from prorl_envs.errors import InputError, ProrlError
+from prorl_envs.model.types import Sampling
 from prorl_envs.nemo.failures import as_error
 from prorl_envs.nemo.process import die_with_parent, live_within
 from prorl_envs.nemo.responses import output_items, usage
 from prorl_envs.nemo.rows import task_row
 from prorl_envs.nemo.server import answer_error
 from prorl_envs.nemo.wire import FailureMode, VerifyResponse, graded, masked, masks
-from prorl_envs.policy.types import Sampling
-from prorl_envs.rollout.client import RolloutClient
-from prorl_envs.rollout.errors import Unavailable
-from prorl_envs.rollout.inbox import Inbox
-from prorl_envs.rollout.types import AgentLimits, GroupRequest, Result, job_id
+from prorl_envs.rollout.api.errors import Unavailable
+from prorl_envs.rollout.api.types import AgentLimits, GroupRequest, Result, job_id
+from prorl_envs.rollout.client.client import RolloutClient
+from prorl_envs.rollout.client.result_router import ResultRouter
 from prorl_envs.tools.types import JsonObject
 
 logger = logging.getLogger(__name__)
 
 #: Bearer token of the rollout service: an environment variable, so that it is in no YAML file or log.
 TOKEN = "PRORL_SERVER__TOKEN"
-#: Seconds in which a service that is there answers.
+#: Seconds within which a running service answers.
 AWAY_S = 30.0
 
 
@@ -53,8 +53,8 @@ class RolloutAgentConfig(BaseResponsesAPIAgentConfig):
     Args:
         service: base URL of the rollout service. Its bearer token is read from `$PRORL_SERVER__TOKEN`.
         environment: environment of the service that the rows are tasks of.
-        limits: of the agent loop, as in the service's API.
-        failures: what `/run` answers where there is no reward, as for the resources servers.
+        limits: limits of the agent loop, as in the service's API.
+        failures: response of `/run` if there is no reward, as for the resources servers.
         timeout_s: seconds after which a rollout is cancelled, waiting in the service's queue included.
     """
 
@@ -72,12 +72,12 @@ class RunRequest(BaseRunRequest):
 
 
 class RolloutAgent(SimpleResponsesAPIAgent):
-    """Has rollouts done by the service named in its configuration."""
+    """Agent that delegates rollouts to the service named in its configuration."""
 
     ray_enabled: ClassVar[bool] = False
     config: RolloutAgentConfig
     _client: RolloutClient = PrivateAttr()
-    _inbox: Inbox = PrivateAttr()
+    _inbox: ResultRouter = PrivateAttr()
 
     @classmethod
     def run_webserver(cls) -> FastAPI | None:
@@ -94,7 +94,7 @@ class RolloutAgent(SimpleResponsesAPIAgent):
     @asynccontextmanager
     async def _serving(self) -> AsyncIterator[None]:
         async with RolloutClient(self.config.service, token=os.environ.get(TOKEN)) as self._client:
-            self._inbox = Inbox(self._client)
+            self._inbox = ResultRouter(self._client)
             reading = asyncio.create_task(self._inbox.keep_reading())
             try:
                 yield
@@ -103,7 +103,7 @@ class RolloutAgent(SimpleResponsesAPIAgent):
                 await asyncio.wait([reading])
 
     async def responses(self, body: JsonObject) -> NeMoGymResponse:
-        """A single answer is not to be had: the model is the service's.
+        """Refuse a single answer, because the model is the service's.
 
         Raises:
             InputError: always.
@@ -111,13 +111,13 @@ class RolloutAgent(SimpleResponsesAPIAgent):
         raise InputError("this agent answers whole rollouts", hint="post the row to /run")
 
     async def run(self, request: Request, body: RunRequest) -> VerifyResponse:
-        """One rollout of a row, graded. Where the caller goes away, it is cancelled.
+        """Run and grade one rollout of a row. It is cancelled if the caller disconnects.
 
         Raises:
             InputError: the row carries no valid task, or the service refuses it.
-            RolloutFailure: there is no reward, and failures are errors here.
-            NotContiguous: the service's tokens are no single row.
-            ProrlError: the service is away or full, and stays so.
+            RolloutFailure: there is no reward, and failures are configured as errors.
+            NotContiguous: the service's tokens are not a single row.
+            ProrlError: the service stays unreachable or full.
         """
         group = self._group(body.model_dump())
         await self._ready()
@@ -140,12 +140,12 @@ class RolloutAgent(SimpleResponsesAPIAgent):
             await asyncio.wait({waiting, gone})
 
     async def aggregate_metrics(self, body: AggregateMetricsRequest) -> AggregateMetrics:
-        """Metrics over the samples that have a reward."""
+        """Aggregate metrics over the samples that have a reward."""
         scored = [answer for answer in body.verify_responses if not answer.get("mask_sample")]
         return await super().aggregate_metrics(body.model_copy(update={"verify_responses": scored}))
 
     def _group(self, row: JsonObject) -> GroupRequest:
-        """What the service is asked for.
+        """Return the request to the service.
 
         Raises:
             InputError: the row is wrong.
@@ -177,7 +177,8 @@ class RolloutAgent(SimpleResponsesAPIAgent):
         return Unavailable(f"the rollout service at {where} does not answer", hint="is it running there?")
 
     async def _give_up(self, group_id: str) -> None:
-        """The caller is gone, or it took too long: the result is then that of a cancelled job."""
+        """Cancel the group, because the caller disconnected or the timeout expired; its result is then a
+        cancelled job."""
         with contextlib.suppress(ProrlError):
             await self._client.cancel_group(group_id)
 
@@ -189,7 +190,7 @@ class RolloutAgent(SimpleResponsesAPIAgent):
                 raise failure
             verdict = masked(failure)
         else:
-            assert result.reward is not None  # a result has one of the two
+            assert result.reward is not None  # a result has either a reward or a failure
             verdict = graded(
                 Grade(reward=result.reward, components=result.components, evidence=result.evidence)
             )
@@ -215,11 +216,11 @@ class RolloutAgent(SimpleResponsesAPIAgent):
 
 
 def _flat(tool: JsonObject) -> JsonObject:
-    """A tool of the Chat Completions API in the Responses API's flat format."""
+    """Convert a tool of the Chat Completions API to the Responses API's flat format."""
     return {"type": "function", "strict": False, **tool["function"]}
 
 
 async def _gone(request: Request) -> None:
-    """Return once the caller has closed the connection. The body has been read."""
+    """Return when the caller has closed the connection. The body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

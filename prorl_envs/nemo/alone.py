@@ -1,10 +1,10 @@
-"""Serves one NeMo Gym resources server on a socket it is given: run as a program, by a NeMo Gym's own Python.
+"""Standalone NeMo Gym resources server on an inherited socket; run as a program by the Python of a NeMo Gym.
 
     python -P alone.py SOCKET_FD < request.json
 
-The request names the server's YAML file and what to change in it. NeMo Gym's own `gym env start` starts
-agents and models beside a server, chooses ports and brings up Ray (20 s); none of that is needed to answer a
-rollout service. A server that uses Ray starts it at its first use.
+The request names the server's YAML file and the changes to it. NeMo Gym's own `gym env start` starts agents
+and models beside a server, chooses ports and starts Ray (20 s); a rollout service needs none of that. A
+server that uses Ray starts it at its first use.
 
 Imports nothing of this package, which need not be installed there.
 """
@@ -23,20 +23,20 @@ from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-#: What a refusal is told from a crash by.
+#: Exit status that distinguishes a refusal from a crash.
 _REFUSED = 2
 _SECONDS_TO_END = 5
 
 
 def refuse(message: str, hint: str) -> None:
-    """End, and say why on a line of its own."""
+    """Print the reason on a separate line, and exit."""
     sys.stdout.write(json.dumps({"error": message, "hint": hint}) + "\n")
     sys.stdout.flush()
     sys.exit(_REFUSED)
 
 
 def find(name: str, roots: list[Path]) -> Path:
-    """A file by its path, or by its path below one of the roots, as NeMo Gym looks for it."""
+    """Find a file by its path, or by its path below one of the roots, as NeMo Gym does."""
     for place in (Path(name), *(root / name for root in roots)):
         if place.is_file():
             return place.resolve()
@@ -45,7 +45,7 @@ def find(name: str, roots: list[Path]) -> Path:
 
 
 def servers_of(config: dict[str, Any]) -> dict[str, str]:
-    """The instances of resources servers in a YAML file, and the folder of each."""
+    """Return the instances of resources servers in a YAML file, and the folder of each."""
     found = {}
     for instance, block in config.items():
         servers = block.get("resources_servers") if isinstance(block, dict) else None
@@ -55,7 +55,7 @@ def servers_of(config: dict[str, Any]) -> dict[str, str]:
 
 
 def choose(config: dict[str, Any], wanted: str | None, path: Path) -> tuple[str, str]:
-    """The instance to serve, and its folder."""
+    """Return the instance to serve, and its folder."""
     found = servers_of(config)
     if not found:
         refuse(
@@ -70,7 +70,7 @@ def choose(config: dict[str, Any], wanted: str | None, path: Path) -> tuple[str,
 
 
 def check_references(block: dict[str, Any], path: Path) -> None:
-    """A server that asks others (a judge's model, say) needs them to run."""
+    """Refuse a server that depends on other servers (a judge's model, say), because they do not run here."""
     for key, value in block.items():
         if isinstance(value, dict) and str(value.get("type", "")).startswith("responses_api_"):
             refuse(
@@ -80,7 +80,7 @@ def check_references(block: dict[str, Any], path: Path) -> None:
 
 
 def prepare(request: dict[str, Any], roots: list[Path], port: int) -> Path:
-    """Tell NeMo Gym of the configuration; where the server's program lies."""
+    """Pass the configuration to NeMo Gym, and return the path of the server's program."""
     from omegaconf import OmegaConf
 
     path = find(request["config"], roots)
@@ -108,7 +108,7 @@ def prepare(request: dict[str, Any], roots: list[Path], port: int) -> Path:
 
 
 def serve_on(listener: socket.socket) -> None:
-    """Let NeMo Gym's servers answer on `listener`, alone."""
+    """Make NeMo Gym serve on `listener`, without Ray."""
     import uvicorn
     from nemo_gym import server_utils
 
@@ -123,7 +123,7 @@ def serve_on(listener: socket.socket) -> None:
 
 
 def main() -> None:
-    # Killed with the service: the kernel sees to it however that ends.
+    # Kill this process when the service exits; the kernel ensures it for every kind of exit.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     request = json.load(sys.stdin)
     if os.getppid() != request["parent"]:

@@ -1,4 +1,4 @@
-"""A sandbox as NeMo Gym uses it: commands in fresh processes, files in and out, an end at a given time.
+"""Sandbox with the operations of NeMo Gym: commands in fresh processes, file transfer, a limited lifetime.
 
 Imports nothing of NeMo Gym.
 """
@@ -15,26 +15,26 @@ from pathlib import Path
 from typing import Self
 
 from prorl_envs.errors import InputError, SandboxError, ToolError
-from prorl_envs.nemo.outcome import Notices, Outcome, failed, outcome, with_notes
+from prorl_envs.nemo.outcome import EpisodeOutcome, Notices, failed, outcome, with_notes
 from prorl_envs.nemo.plan import Plan
 from prorl_envs.sandbox.base import Sandbox
-from prorl_envs.tools.arguments import is_unicode
-from prorl_envs.tools.client import Toolbox
+from prorl_envs.tools.client.arguments import is_unicode
+from prorl_envs.tools.client.toolbox import Toolbox
 from prorl_envs.tools.types import Completed
 
 logger = logging.getLogger(__name__)
 
-#: Bytes of a command that one argument surely holds (Linux takes 128 KiB).
+#: Bytes of a command that surely fit into one argument (Linux takes 128 KiB).
 _ARGUMENT_LIMIT = 100_000
-#: Bytes moved at a time, and at most, from a sandbox to the host.
+#: Chunk size, and maximum size of a file, for copies from a sandbox to the host.
 _CHUNK = 8 * 1024 * 1024
 _DOWNLOAD_LIMIT = 16 * 1024**3
 _SETUP_S = 60.0
 _FOREVER_S = 1e9
 
 
-class Box:
-    """A running sandbox with its tools. Made by `open`, or around a sandbox of another process."""
+class ProviderSandbox:
+    """Running sandbox with its tools. Created by `open`, or around a sandbox of another process."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Box:
         self.tools = tools
         self.shell = shell
         self.workdir = workdir
-        #: Whether its processes are told from this user's others.
+        #: True if its processes can be distinguished from this user's other processes.
         self.isolated = isolated
         self.paused = False
         self._output_limit = output_limit
@@ -60,18 +60,18 @@ class Box:
         self._entrypoint: asyncio.Task[Completed] | None = None
         self._expiry: asyncio.TimerHandle | None = None
         self._closing: asyncio.Task[None] | None = None
-        #: Awaited before the sandbox ends.
+        #: Awaited before the sandbox is closed.
         self.on_close: Callable[[], Awaitable[None]] | None = None
 
     @classmethod
     async def open(
         cls, sandbox: Sandbox, plan: Plan, *, isolated: bool, output_limit: int, concurrency: int
     ) -> Self:
-        """Equip a sandbox that was just started, and take it over: it is closed where this fails.
+        """Equip a sandbox that was just started, and take ownership: it is closed if this method fails.
 
         Raises:
             SandboxError, ToolError, OSError: it has no shell, or the plan's directory, files or entry point
-                cannot be.
+                cannot be created.
         """
         try:
             tools = await Toolbox.open(sandbox)
@@ -100,15 +100,16 @@ class Box:
 
     async def exec(
         self, command: str, *, cwd: str | None, env: Mapping[str, str] | None, timeout_s: float
-    ) -> Outcome:
-        """Run a command in a shell of its own; what it puts into the background goes on.
+    ) -> EpisodeOutcome:
+        """Run a command in a new shell; its background processes keep running.
 
         Args:
-            cwd: directory; None and relative ones start from the working directory.
-            timeout_s: seconds after which it is killed with what it started. Waiting for a place is free.
+            cwd: directory; None and relative paths start from the working directory.
+            timeout_s: seconds after which the command is killed with its processes. Waiting for a free slot
+                does not count.
 
         Raises:
-            InputError: `timeout_s` is no time.
+            InputError: `timeout_s` is not a valid time.
         """
         if not is_unicode(command) or "\0" in command:
             return failed("exec", "the command holds a character that no shell takes")
@@ -123,12 +124,12 @@ class Box:
                     return failed("exec", f"cannot start a command in {directory}: {error.strerror}")
                 except (SandboxError, ToolError) as error:
                     return failed("sandbox", with_notes(str(error), notices()))
-                if done.exit_code == -signal.SIGKILL and not self.alive:  # with everything in it
-                    return failed("sandbox", with_notes(str(self.sandbox.ended()), notices()))
+                if done.exit_code == -signal.SIGKILL and not self.alive:  # the whole sandbox was killed
+                    return failed("sandbox", with_notes(str(self.sandbox.end_error()), notices()))
                 return outcome(done, timeout_s, notices())
 
     async def upload(self, source: Path, target: str) -> None:
-        """Copy a file of the host into the sandbox, with its permissions; missing folders are made.
+        """Copy a file of the host into the sandbox, with its permissions; missing folders are created.
 
         Raises:
             OSError: as a local copy would raise.
@@ -145,7 +146,7 @@ class Box:
                 _check(done, f"cannot write {target}")
 
     async def download(self, source: str, target: Path) -> None:
-        """Copy a file out of the sandbox; `target` appears whole or not at all.
+        """Copy a file out of the sandbox; `target` appears complete or not at all.
 
         Raises:
             OSError: as a local copy would raise.
@@ -169,7 +170,7 @@ class Box:
             await asyncio.to_thread(part.unlink, missing_ok=True)
 
     async def pause(self) -> None:
-        """Stop every process inside, at once. Idempotent.
+        """Stop every process in the sandbox at once. Idempotent.
 
         Raises:
             SandboxError, ToolError: our infrastructure failed.
@@ -177,7 +178,7 @@ class Box:
         if not self.isolated:
             raise SandboxError("the local driver cannot pause a sandbox", hint="use another driver")
         if not self.paused:
-            self.paused = True  # from here on nothing new is started
+            self.paused = True  # from here on no new command starts
             try:
                 await self._signal_all("STOP")
             except BaseException:
@@ -185,7 +186,7 @@ class Box:
                 raise
 
     async def resume(self) -> None:
-        """Let every process inside go on, those too that had stopped by themselves. Idempotent.
+        """Continue every process in the sandbox, including those that had stopped by themselves. Idempotent.
 
         Raises:
             SandboxError, ToolError: our infrastructure failed.
@@ -195,7 +196,7 @@ class Box:
             self.paused = False
 
     async def close(self) -> None:
-        """End the sandbox with everything in it. Idempotent; goes on where the caller is cancelled."""
+        """Close the sandbox and kill its processes. Idempotent; continues if the caller is cancelled."""
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
@@ -222,7 +223,7 @@ class Box:
             self._expiry = asyncio.get_running_loop().call_later(plan.ttl_s, self._expire, plan.ttl_s)
 
     async def _start(self, entrypoint: tuple[str, ...]) -> None:
-        """Start what runs beside the commands.
+        """Start the entry point, which runs beside the commands.
 
         Raises:
             OSError: there is no such program.
@@ -231,7 +232,8 @@ class Box:
             self.tools.run(entrypoint, cwd=self.workdir, timeout_s=_FOREVER_S, output_limit=4096)
         )
         self._entrypoint.add_done_callback(_report_end)
-        # The server starts processes in the order of the requests: once this one ran, that one was started.
+        # The server starts processes in the order of the requests: after this one has run, the entry point is
+        # started.
         await self.tools.run([self.shell, "-c", ":"], cwd="/", timeout_s=_SETUP_S)
         if self._entrypoint.done() and isinstance(error := self._entrypoint.exception(), OSError):
             raise SandboxError(f"cannot start the entry point {entrypoint[0]!r}: {error.strerror}")
@@ -248,7 +250,7 @@ class Box:
         try:
             return await self._run_argv([self.shell, script], directory, env, timeout_s)
         finally:
-            with contextlib.suppress(OSError, SandboxError, ToolError):  # it goes with the sandbox anyway
+            with contextlib.suppress(OSError, SandboxError, ToolError):  # deleted with the sandbox anyway
                 await self.tools.run(["rm", "-f", script], cwd="/", timeout_s=_SETUP_S)
 
     async def _run_argv(
@@ -279,18 +281,18 @@ class Box:
         return done.output
 
     async def _signal_all(self, name: str) -> None:
-        # The kernel signals all but the sender and the sandbox's first, in one step.
+        # The kernel signals all but the sender and the sandbox's init process, in one step.
         done = await self.tools.run(["sh", "-c", f"kill -{name} -1"], cwd="/", timeout_s=_SETUP_S)
-        if done.exit_code not in (0, 1):  # 1: there was nobody
+        if done.exit_code not in (0, 1):  # 1: there was no process
             raise SandboxError(f"cannot signal the processes of sandbox {self.sandbox.id}")
 
     def path(self, path: str) -> str:
-        """`path` as an absolute one; what is relative starts from the working directory."""
+        """Return `path` as an absolute path; relative paths start from the working directory."""
         return posixpath.join(self.workdir, path)
 
 
 async def find_shell(tools: Toolbox) -> str:
-    """`bash` where the sandbox has it, else `sh`.
+    """Return `bash` if the sandbox has it, else `sh`.
 
     Raises:
         SandboxError: it has neither.
@@ -303,7 +305,7 @@ async def find_shell(tools: Toolbox) -> str:
 
 
 def check_user(user: str | int | None, uid: int) -> None:
-    """Raises InputError where `user` is not the one all of a sandbox's processes run as."""
+    """Raise InputError if `user` is not the user that runs all processes of the sandbox."""
     if user not in (None, uid, str(uid)) and not (uid == 0 and user == "root"):
         raise InputError(
             f"commands run as user {uid} in this sandbox, not as {user!r}",
@@ -319,7 +321,7 @@ def _check(done: Completed, what: str) -> None:
 
 def _report_end(entrypoint: asyncio.Task[Completed]) -> None:
     if entrypoint.cancelled() or entrypoint.exception() is not None:
-        return  # with the sandbox
+        return  # closed with the sandbox
     done = entrypoint.result()
     logger.warning(
         "an entry point ended with status %s: %s", done.exit_code, done.output.decode("utf-8", "replace")

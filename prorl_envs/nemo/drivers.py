@@ -1,6 +1,6 @@
-"""One driver per event loop, shared by all providers in it: NeMo Gym makes a provider for every sandbox.
+"""One driver per event loop, shared by all its providers: NeMo Gym creates a provider for every sandbox.
 
-A driver ends when the last provider lets go of it, and at the latest with its loop, or with the process.
+A driver closes when the last provider releases it, and at the latest with its event loop or with the process.
 """
 
 import asyncio
@@ -10,22 +10,22 @@ from pathlib import Path
 from typing import Any, Self
 
 from prorl_envs.config import Settings
-from prorl_envs.nemo.gate import Gate
+from prorl_envs.nemo.gate import SandboxShareServer
 from prorl_envs.nemo.plan import ProviderConfig
-from prorl_envs.sandbox.choice import choose_driver, make_driver
-from prorl_envs.sandbox.containment import DEFAULT_LIMITS, NodeLimits
-from prorl_envs.sandbox.driver import NodeDriver
-from prorl_envs.sandbox.files import node_local_base
+from prorl_envs.sandbox.drivers.base import NodeDriver
+from prorl_envs.sandbox.drivers.select import choose_driver, make_driver
+from prorl_envs.sandbox.filesystem.directories import node_local_base
+from prorl_envs.sandbox.limits.enforcement import DEFAULT_LIMITS, NodeLimits
 
 
 @dataclass(frozen=True, slots=True)
 class DriverChoice:
-    """Which driver.
+    """Settings that select a driver.
 
     Args:
-        name: one of `choice.DRIVERS`.
-        run_dir: where its sandboxes keep their files; None for the default.
-        limits: the machine's.
+        name: one of `select.DRIVERS`.
+        run_dir: directory of its sandboxes' files; None for the default.
+        limits: limits of the machine.
         bwrap, apptainer: the programs; None for the default.
     """
 
@@ -37,7 +37,7 @@ class DriverChoice:
 
     @classmethod
     def of(cls, config: ProviderConfig, settings: Settings) -> Self:
-        """What a provider asks for, over the settings."""
+        """Combine a provider's configuration with the settings; the configuration wins."""
         return cls(
             name=config.driver or settings.driver,
             run_dir=config.run_dir or settings.run_dir,
@@ -48,37 +48,37 @@ class DriverChoice:
 
     @property
     def base(self) -> Path:
-        """Below which the driver makes its directory."""
-        return node_local_base() if self.run_dir is None else self.run_dir.resolve()
+        """Parent of the directory that the driver creates."""
+        return node_local_base(self.run_dir)
 
 
 class SharedDriver:
-    """A driver and the number of its users. Made by `acquire`; every user calls `release` once."""
+    """A driver and the number of its users. Created by `acquire`; every user calls `release` once."""
 
     def __init__(self, choice: DriverChoice, loop: asyncio.AbstractEventLoop, name: str) -> None:
         self.driver: NodeDriver[Any] = make_driver(
             name, choice.base, bwrap=choice.bwrap, apptainer=choice.apptainer, limits=choice.limits
         )
-        self.gate = Gate(choice.base)
+        self.gate = SandboxShareServer(choice.base)
         self._key = (loop, choice)
         self._users = 0
         self._lifetime = self._until_loop_ends()
 
     @classmethod
     async def acquire(cls, choice: DriverChoice) -> "SharedDriver":
-        """The driver of the running loop, made where there is none.
+        """Return the driver of the running loop; create it if there is none.
 
         Raises:
             SandboxError: the machine cannot run sandboxes.
         """
         loop = asyncio.get_running_loop()
         for key in [key for key in _shared if key[0].is_closed()]:
-            del _shared[key]  # its processes ended with its sockets
+            del _shared[key]  # its processes exited with its sockets
         if (loop, choice) not in _shared:
             name = await asyncio.to_thread(
                 choose_driver, choice.name, choice.base, bwrap=choice.bwrap, apptainer=choice.apptainer
             )
-        shared = _shared.get((loop, choice))  # meanwhile another may have been faster
+        shared = _shared.get((loop, choice))  # another task may have created it meanwhile
         if shared is None:
             shared = _shared[loop, choice] = cls(choice, loop, name)
             await anext(shared._lifetime)
@@ -86,14 +86,15 @@ class SharedDriver:
         return shared
 
     async def release(self) -> None:
-        """Let go of the driver. The last one to do so closes it, with every sandbox still open."""
+        """Release the driver. The last release closes it, with every sandbox still open."""
         self._users -= 1
         if self._users == 0:
             _shared.pop(self._key, None)
             await self._lifetime.aclose()
 
     async def _until_loop_ends(self) -> AsyncGenerator[None]:
-        # A loop closes its generators when it shuts down (`asyncio.run` sees to that), whoever forgot to.
+        # A loop closes its generators when it shuts down (`asyncio.run` ensures that), even without a
+        # `release`.
         try:
             yield
         finally:
@@ -102,5 +103,5 @@ class SharedDriver:
             await self.driver.aclose()
 
 
-#: Only here, because NeMo Gym makes providers from names and mappings and hands them nothing else.
+#: Global only because NeMo Gym creates providers from names and mappings, and passes them nothing else.
 _shared: dict[tuple[asyncio.AbstractEventLoop, DriverChoice], SharedDriver] = {}

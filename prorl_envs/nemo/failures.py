@@ -1,13 +1,13 @@
-"""How our typed failures look in NeMo Gym's vocabulary and over HTTP."""
+"""Mapping of our typed failures to NeMo Gym's vocabulary and to HTTP."""
 
 from prorl_envs.errors import FailureKind, InputError, ProrlError, RolloutFailure
 from prorl_envs.nemo.sessions import SessionExpired, SessionLost
-from prorl_envs.rollout.errors import Full, Unavailable
-from prorl_envs.rollout.types import Failure
+from prorl_envs.rollout.api.errors import QueueFull, Unavailable
+from prorl_envs.rollout.api.types import Failure
 from prorl_envs.tools.types import JsonObject
 
-#: What an agent passes on to the model when a tool call met a failure of ours. The model learns that the
-#: episode is over, and nothing of why.
+#: Text that an agent passes to the model if a tool call met a failure of ours. The model learns that the
+#: episode is over, but not the reason.
 TOOL_UNAVAILABLE = "The environment is no longer available. This episode is over."
 
 #: NeMo Gym (0.5 and later) names failures `<domain>_<condition>`, and asks for `<server>:<kind>` elsewhere.
@@ -19,7 +19,7 @@ _SHARED_KINDS = {
 
 
 def failure_kind(failure: RolloutFailure) -> str:
-    """The `failure_kind` of a verify response."""
+    """Return the `failure_kind` of a verify response."""
     if isinstance(failure, SessionExpired):
         return "session_expired"
     if isinstance(failure, SessionLost):
@@ -28,23 +28,23 @@ def failure_kind(failure: RolloutFailure) -> str:
 
 
 def as_error(failure: Failure) -> RolloutFailure:
-    """What a rollout service says of a job that has no reward, as the error that it was there."""
+    """Convert a rollout service's failure of a job to the corresponding error."""
     fields = {"kind": failure.kind, "retryable": failure.retryable}
     error: RolloutFailure = type("JobFailed", (RolloutFailure,), fields)(failure.message, hint=failure.hint)
     return error
 
 
 def http_status(error: ProrlError) -> int:
-    """422 for the caller's mistakes, 503 where another attempt may do well, else 500."""
+    """Return 422 for the caller's mistakes, 503 if another attempt may succeed, else 500."""
     if isinstance(error, InputError):
         return 422
-    if isinstance(error, Full | Unavailable):
+    if isinstance(error, QueueFull | Unavailable):
         return 503
     return 503 if isinstance(error, RolloutFailure) and error.retryable else 500
 
 
 def error_body(error: ProrlError) -> JsonObject:
-    """The JSON body of an error response: `{"error": {kind, message, hint, retryable}}`."""
+    """Return the JSON body of an error response: `{"error": {kind, message, hint, retryable}}`."""
     failure = error if isinstance(error, RolloutFailure) else None
     return {
         "error": {

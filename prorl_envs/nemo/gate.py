@@ -1,8 +1,8 @@
-"""Lending a sandbox to another process of this user on this node.
+"""Sharing of a sandbox with another process of this user on this node.
 
-The owner listens on a socket in its driver's directory, which is closed to other users, out of sight of every
-sandbox, and removed with the driver. A borrower names a sandbox and is handed connected sockets to tool
-servers in it; from there on it speaks with them directly. Messages are JSON, one per packet.
+The owner listens on a socket in its driver's directory, which is closed to other users, hidden from every
+sandbox, and removed with the driver. A borrower names a sandbox and receives connected sockets to tool
+servers in it; afterwards it talks to them directly. Messages are JSON, one per packet.
 """
 
 import asyncio
@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from prorl_envs.errors import InputError, ProrlError, SandboxError
-from prorl_envs.nemo.box import Box
+from prorl_envs.nemo.box import ProviderSandbox
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.files import driver_directory
-from prorl_envs.sandbox.processes import readable, receive
+from prorl_envs.sandbox.filesystem.directories import driver_directory
+from prorl_envs.sandbox.linux.pidfd import readable, receive
 
 _NAME = "gate"
 _MESSAGE_LIMIT = 16 * 1024
@@ -24,21 +24,21 @@ _BACKLOG = 128
 _SANDBOX_ID = re.compile(r"[a-z0-9_]+-[0-9]+")
 
 
-class Gate:
-    """The owner's side. Belongs to one event loop.
+class SandboxShareServer:
+    """Owner's side of the sharing. Bound to one event loop.
 
     Args:
-        base: under which the driver has its directory.
+        base: parent of the driver's directory.
     """
 
     def __init__(self, base: Path) -> None:
         self._base = base
-        self._boxes: dict[str, Box] = {}
+        self._boxes: dict[str, ProviderSandbox] = {}
         self._listening: asyncio.Task[None] | None = None
         self._guests: dict[asyncio.Task[None], str] = {}
 
-    def offer(self, box: Box) -> None:
-        """Let borrowers have this sandbox until it is withdrawn."""
+    def offer(self, box: ProviderSandbox) -> None:
+        """Share this sandbox with borrowers until it is withdrawn."""
         self._boxes[box.sandbox.id] = box
         if self._listening is None:
             path = driver_directory(self._base, box.sandbox.id) / _NAME
@@ -51,13 +51,13 @@ class Gate:
                 raise
             self._listening = asyncio.create_task(self._listen(listener))
 
-    async def withdraw(self, box: Box) -> None:
-        """Tell its borrowers that it ends. Idempotent."""
+    async def withdraw(self, box: ProviderSandbox) -> None:
+        """Disconnect the borrowers of this sandbox, which will close. Idempotent."""
         self._boxes.pop(box.sandbox.id, None)
         await _end(*(guest for guest, lent in self._guests.items() if lent == box.sandbox.id))
 
     async def aclose(self) -> None:
-        """Let no one in any more. Idempotent."""
+        """Stop accepting borrowers, and disconnect all. Idempotent."""
         if self._listening is not None:
             await _end(self._listening, *self._guests)
 
@@ -80,7 +80,7 @@ class Gate:
         with connection:
             while message := (await receive(connection, _MESSAGE_LIMIT))[0]:
                 request = json.loads(message)
-                # Who asks for the end waits for it; the others hear of it first.
+                # The client that requests the close waits for it; the other borrowers are disconnected first.
                 self._guests[guest] = "" if request["do"] == "close" else request["sandbox"]
                 try:
                     answer, lent = await self._answer(request)
@@ -100,7 +100,7 @@ class Gate:
         if box is None:
             raise SandboxError(f"sandbox {request['sandbox']} has ended")
         if not box.alive:
-            raise box.sandbox.ended()
+            raise box.sandbox.end_error()
         match request["do"]:
             case "spawn":
                 return {}, await box.sandbox.spawn(request["entry"], template=request["template"])
@@ -113,8 +113,8 @@ class Gate:
                 return {**seen, "isolated": box.isolated}, None
 
 
-class BorrowedSandbox:
-    """The borrower's side: see `sandbox.base.Sandbox`. Made by `borrow`; given back with `release`."""
+class SharedSandbox:
+    """Borrower's side: see `sandbox.base.Sandbox`. Created by `borrow`; released with `release`."""
 
     def __init__(self, sandbox_id: str, connection: socket.socket) -> None:
         self._id = sandbox_id
@@ -126,15 +126,15 @@ class BorrowedSandbox:
         self.isolated = False
 
     @classmethod
-    async def borrow(cls, sandbox_id: str, base: Path) -> "BorrowedSandbox":
-        """Reach the owner of a sandbox.
+    async def borrow(cls, sandbox_id: str, base: Path) -> "SharedSandbox":
+        """Connect to the owner of a sandbox.
 
         Args:
-            base: directory below which the owner's driver has its own.
+            base: parent of the owner's driver directory.
 
         Raises:
-            InputError: this is no sandbox's id.
-            SandboxError: there is no such owner here any more, or it does not have the sandbox.
+            InputError: `sandbox_id` is not a sandbox id.
+            SandboxError: the owner is not running here, or does not have the sandbox.
         """
         if not _SANDBOX_ID.fullmatch(sandbox_id):
             raise InputError(f"not the id of a sandbox: {sandbox_id!r}")
@@ -163,7 +163,7 @@ class BorrowedSandbox:
 
     @property
     def spec(self) -> SandboxSpec:
-        """Its user and its private directory; the rest is the owner's to know."""
+        """User and private directory of the sandbox; only the owner knows the rest."""
         return self._spec
 
     @property
@@ -172,7 +172,7 @@ class BorrowedSandbox:
 
     @property
     def alive(self) -> bool:
-        """Whether the owner still has it."""
+        """True if the owner still has the sandbox."""
         if self._connection.fileno() < 0:
             return False
         try:
@@ -182,50 +182,53 @@ class BorrowedSandbox:
         except ConnectionResetError:
             return False
 
-    async def listen(self) -> NoReturn:
+    async def listen_loopback(self) -> NoReturn:
         raise SandboxError("what listens in a borrowed sandbox is its owner's")
 
     async def spawn(self, entry: str, *, template: str = "base") -> socket.socket:
-        """See `sandbox.base.Sandbox`; the owner forks it."""
+        """Ask the owner to fork it; see `sandbox.base.Sandbox`."""
         _, lent = await self._ask("spawn", entry=entry, template=template)
         if lent is None:
             raise SandboxError(f"the owner of sandbox {self.id} handed nothing over")
         lent.setblocking(False)
         return lent
 
-    async def begin_shell(self) -> None:
-        """The shell that is begun without a tool server is the owner's."""
+    async def open_shell(self) -> None:
+        """Do nothing: only the owner opens a shell without a tool server."""
         return
 
-    def ended(self) -> SandboxError:
-        """See `sandbox.base.Sandbox`; the owner may know more."""
+    def end_error(self) -> SandboxError:
+        """Return a general error, see `sandbox.base.Sandbox`; the owner may know more."""
         return SandboxError(f"sandbox {self._id} has ended")
 
-    def take_notices(self) -> list[str]:
-        """What was done to keep its limits, the owner is told."""
+    def pop_notices(self) -> list[str]:
+        """Return no notices: only the owner receives them."""
         return []
 
     def memory(self) -> int | None:
-        """What it holds, the owner knows."""
+        """Return None: only the owner can measure the memory."""
         return None
 
     async def snapshot(self) -> NoReturn:
         raise SandboxError("a borrowed sandbox's files are the owner's to copy")
 
+    async def take_layer(self, target: Path) -> NoReturn:
+        raise SandboxError("a borrowed sandbox's files are the owner's to take")
+
     async def close(self) -> None:
-        """Have the owner end the sandbox, and give it back. Idempotent."""
+        """Ask the owner to close the sandbox, and release it. Idempotent."""
         if self.alive:
             try:
                 await self._ask("close")
             except SandboxError:
-                pass  # it had ended meanwhile
+                pass  # it was closed meanwhile
             finally:
                 self.release()
         else:
             self.release()
 
     def release(self) -> None:
-        """Give it back without ending it. Idempotent."""
+        """Release the sandbox without closing it. Idempotent."""
         self._connection.close()
 
     async def _ask(self, what: str, **more: str) -> tuple[dict[str, Any], socket.socket | None]:
@@ -234,11 +237,11 @@ class BorrowedSandbox:
             try:
                 self._connection.send(json.dumps(request).encode())
                 message, descriptors = await receive(self._connection, _MESSAGE_LIMIT, descriptors=1)
-            except (OSError, ValueError) as error:  # closed, here or there
-                raise self.ended() from error
+            except (OSError, ValueError) as error:  # closed, here or by the owner
+                raise self.end_error() from error
         lent = socket.socket(fileno=descriptors[0]) if descriptors else None
         if not message:
-            raise self.ended()
+            raise self.end_error()
         answer: dict[str, Any] = json.loads(message)
         if "error" in answer:
             raise SandboxError(answer["error"])

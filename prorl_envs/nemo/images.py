@@ -1,4 +1,4 @@
-"""From the name that NeMo Gym has for an image to where ours come from. Imports nothing of NeMo Gym."""
+"""Conversion of NeMo Gym's image names to our image sources. Imports nothing of NeMo Gym."""
 
 import logging
 import re
@@ -11,7 +11,7 @@ from prorl_envs.errors import InputError
 from prorl_envs.images.builder import ImageBuilder
 from prorl_envs.images.sources import Source, parse_source
 from prorl_envs.images.store import ImageStore
-from prorl_envs.images.supervised import Limits
+from prorl_envs.images.supervised import BuildLimits
 from prorl_envs.images.template import ImageTemplate
 
 logger = logging.getLogger(__name__)
@@ -22,16 +22,16 @@ _FILE = re.compile(r".*\.(sif|def|tar|tar\.gz|tgz|tar\.bz2|tar\.xz)", re.DOTALL)
 
 
 def image_source(name: str | None, variables: Mapping[str, str]) -> Source | ImageTemplate:
-    """Where an image comes from. Looks at the file that is named.
+    """Return the source of an image. Looks at the named file.
 
-    A name that is neither an address nor a path is one of Docker's, as for NeMo Gym's own providers.
+    A name that is neither an address nor a path is a Docker name, as for NeMo Gym's own providers.
 
     Args:
-        name: as in a `SandboxSpec`; nothing and `host` are the host's own system.
+        name: as in a `SandboxSpec`; None, "" and `host` are the host's own system.
         variables: values for a definition.
 
     Raises:
-        InputError: it names nothing, or no image.
+        InputError: there is no such file, or it is not an image.
     """
     if not name or name == "host":
         return parse_source(None)
@@ -47,13 +47,13 @@ def image_source(name: str | None, variables: Mapping[str, str]) -> Source | Ima
 
 
 def image_builder(settings: Settings) -> ImageBuilder:
-    """What builds and pulls images: into the same cache as `prorl-envs image`.
+    """Return the builder that builds and pulls images, into the same cache as `prorl-envs image`.
 
     Raises:
-        SandboxError: that cannot be.
+        SandboxError: the builder cannot be created.
     """
     store = ImageStore(settings.image_cache or (settings.cache_dir or default_cache_dir()) / "images")
-    limits = Limits(seconds=settings.image_build_s, unpacked_bytes=settings.image_build_bytes)
+    limits = BuildLimits(seconds=settings.image_build_s, unpacked_bytes=settings.image_build_bytes)
     return ImageBuilder(
         store, scratch=settings.run_dir, limits=limits, progress=lambda line: logger.debug("image: %s", line)
     )

@@ -1,4 +1,4 @@
-"""How a command ended, and what its caller is told beside. Imports nothing of NeMo Gym."""
+"""Outcome of a command, with notices for its caller. Imports nothing of NeMo Gym."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from prorl_envs.sandbox.base import Sandbox
 from prorl_envs.tools.types import Completed
 
-#: What NeMo Gym's own providers answer where no process gave an exit status.
+#: Exit status of NeMo Gym's own providers if there is no process with an exit status.
 NO_STATUS = 125
 #: Notices of limits kept for one command.
 _NOTICES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """How a command ended.
+class EpisodeOutcome:
+    """Outcome of a command.
 
     Args:
-        stdout, stderr: what it wrote, bounded. stderr ends with what was done to the sandbox's processes.
-        return_code: its exit status, 128 and more for a signal; NO_STATUS with an `error`.
-        error: `timeout`; `sandbox`, where the sandbox failed; `exec`, where the command could not be
-            started; None where the command ran to its end.
+        stdout, stderr: output, bounded. stderr closes with notices of actions on the sandbox's processes.
+        return_code: exit status, 128 and more for a signal; NO_STATUS with an `error`.
+        error: `timeout`; `sandbox`, if the sandbox failed; `exec`, if the command could not be started; None
+            if the command finished.
     """
 
     stdout: str
@@ -32,8 +32,8 @@ class Outcome:
 
 
 class Notices:
-    """What is done to keep a sandbox's limits, for every command that is under way meanwhile: it may be any
-    of them that suffers. What is done while there is none, the next is told."""
+    """Distribution of a sandbox's limit notices to all running commands, because any of them may be affected.
+    A notice that arrives while no command runs is delivered to the next command."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self._sandbox = sandbox
@@ -41,7 +41,8 @@ class Notices:
 
     @contextmanager
     def listen(self) -> Iterator[Callable[[], list[str]]]:
-        """For the time of one command; what it is given answers with the sentences so far, each once."""
+        """Collect notices during one command; yields a function that returns the notices so far, without
+        duplicates."""
         heard: deque[str] = deque(maxlen=_NOTICES)
         self._listening.append(heard)
 
@@ -55,28 +56,28 @@ class Notices:
             self._listening = [each for each in self._listening if each is not heard]
 
     def _take(self) -> None:
-        for notice in self._sandbox.take_notices():
+        for notice in self._sandbox.pop_notices():
             for heard in self._listening:
                 heard.append(notice)
 
 
-def outcome(done: Completed, timeout_s: float, notices: list[str]) -> Outcome:
-    """What a finished command's caller is answered."""
+def outcome(done: Completed, timeout_s: float, notices: list[str]) -> EpisodeOutcome:
+    """Return the outcome of a finished command for its caller."""
     stdout, stderr = (data.decode("utf-8", "replace") for data in (done.output, done.errors))
     if done.exit_code is None:
         stderr = with_notes(stderr, [*notices, f"[the command was ended after {timeout_s:g} s]"])
-        return Outcome(stdout=stdout, stderr=stderr, return_code=NO_STATUS, error="timeout")
+        return EpisodeOutcome(stdout=stdout, stderr=stderr, return_code=NO_STATUS, error="timeout")
     status = done.exit_code if done.exit_code >= 0 else 128 - done.exit_code
-    return Outcome(stdout=stdout, stderr=with_notes(stderr, notices), return_code=status)
+    return EpisodeOutcome(stdout=stdout, stderr=with_notes(stderr, notices), return_code=status)
 
 
-def failed(kind: str, why: str) -> Outcome:
-    """Where there is no exit status: see `Outcome.error`."""
-    return Outcome(stdout="", stderr=why, return_code=NO_STATUS, error=kind)
+def failed(kind: str, why: str) -> EpisodeOutcome:
+    """Return an outcome without an exit status; see `EpisodeOutcome.error`."""
+    return EpisodeOutcome(stdout="", stderr=why, return_code=NO_STATUS, error=kind)
 
 
 def with_notes(text: str, notes: list[str]) -> str:
-    """`text` with notes below it, each a line of its own; as it is where there are none."""
+    """Append notes to `text`, each on its own line; return it unchanged if there are none."""
     if not notes:
         return text
     separator = "" if not text or text.endswith("\n") else "\n"

@@ -1,4 +1,4 @@
-"""From what NeMo Gym asks of a sandbox to what ours can be. Imports nothing of NeMo Gym."""
+"""Translation of NeMo Gym's sandbox requests to our specs. Imports nothing of NeMo Gym."""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -9,17 +9,17 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from prorl_envs.errors import InputError
-from prorl_envs.images.sources import Kind, Source
+from prorl_envs.images.sources import Source, SourceKind
 from prorl_envs.images.template import ImageTemplate
 from prorl_envs.nemo.images import image_source
-from prorl_envs.sandbox.base import Limits, Mount, SandboxSpec
-from prorl_envs.sandbox.command import HOME
-from prorl_envs.sandbox.runtime import python_runtime
+from prorl_envs.sandbox.base import Mount, SandboxLimits, SandboxSpec
+from prorl_envs.sandbox.filesystem.mount_plan import HOME
+from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
 
-#: Where a sandbox has its private empty directory when the commands run elsewhere.
+#: Private empty directory of a sandbox whose commands run elsewhere.
 PRIVATE = "/sandbox"
 _READY_S = 120.0
-#: Of NeMo Gym's resources: the name, ours, the unit, and how many of ours make one.
+#: NeMo Gym's resources: their name, our name, the unit, and how many of our units make one.
 _RESOURCES = (
     ("cpu", "cpus", "CPUs", 1),
     ("memory_mib", "memory_bytes", "MiB of memory", 1 << 20),
@@ -35,15 +35,15 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-class Options(_Strict):
+class PlanOptions(_Strict):
     """`provider_options` of one sandbox; the provider's own `options` are the defaults.
 
     Args:
-        image_variables: values for `{{ NAME }}`, where the image is a definition.
+        image_variables: values for `{{ NAME }}`, if the image is a definition.
         uid: user id inside. 0 looks like root and still has no capability.
-        binds: host paths that appear inside, `SOURCE:TARGET[:MODE]`; MODE is `ro` (the default), `rw`
-            (the host's path itself) or `overlay` (a private copy-on-write view of a directory).
-        hostname: name the sandbox sees itself under.
+        binds: host paths that appear inside, `SOURCE:TARGET[:MODE]`; MODE is `ro` (the default), `rw` (the
+            host's path itself) or `overlay` (a private copy-on-write view of a directory).
+        hostname: the sandbox's own host name.
         default_route: connections to outside time out instead of failing at once.
         host_python: this process's Python with its packages, at the same paths, read-only.
     """
@@ -60,39 +60,41 @@ class ProviderConfig(_Strict):
     """The provider's block in a configuration: `{prorl: {...}}`.
 
     Args:
-        driver: what makes the sandboxes; None takes the setting `driver`.
+        driver: the sandbox driver; None takes the setting `driver`.
         run_dir: directory on a local disk below which sandboxes keep their files; None takes the setting
             `run_dir`.
-        default_timeout_s: seconds a command may take where the caller names no time.
-        output_limit: bytes kept of stdout and of stderr of each command; the middle of more is cut.
-        concurrency: commands under way in one sandbox; further ones wait.
-        unenforced: what happens where a sandbox asks for limits that are not kept here: `warn` or `error`.
-        options: see `Options`.
+        default_timeout_s: timeout of a command if the caller gives none, in seconds.
+        output_limit: bytes kept of stdout and of stderr of each command; longer output is cut in the middle.
+        concurrency: concurrent commands in one sandbox; further ones wait.
+        unenforced: reaction to requested limits that are not enforced here: `warn` or `error`.
+        options: see `PlanOptions`.
     """
 
-    driver: Literal["auto", "namespaces", "bubblewrap", "apptainer", "instance", "local"] | None = None
+    driver: Literal["auto", "namespaces", "bubblewrap", "apptainer", "apptainer-instance", "local"] | None = (
+        None
+    )
     run_dir: Path | None = None
     default_timeout_s: float = Field(default=180.0, gt=0, allow_inf_nan=False)
     output_limit: int = Field(default=4 * 1024 * 1024, ge=1024, le=16 * 1024 * 1024)
     concurrency: int = Field(default=128, ge=1, le=200)
     unenforced: Literal["warn", "error"] = "warn"
-    options: Options = Options()
+    options: PlanOptions = PlanOptions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One sandbox, ready to be started.
+    """Plan of one sandbox, ready to start.
 
     Args:
-        spec: what the driver starts, but for the image.
-        image: where it comes from, for `ImageBuilder.resolve`.
-        asked: the limits that were asked for, in words, by their names in `Limits`.
-        workdir: where commands start.
-        make_workdir: whether it must be made once the sandbox runs.
-        files: text by path, put there before the entry point starts.
-        entrypoint: runs beside the commands for as long as the sandbox; empty for none.
-        ttl_s: seconds after which the sandbox ends.
-        ready_s: seconds its start may take, once its image is there.
+        spec: spec for the driver, without the image.
+        image: source of the image, for `ImageBuilder.resolve`.
+        asked: the requested limits, in words, by their names in `SandboxLimits`.
+        workdir: working directory of commands.
+        make_workdir: create `workdir` after the start.
+        files: text by path, written before the entry point starts.
+        entrypoint: program that runs beside the commands for the lifetime of the sandbox; empty for none.
+        ttl_s: seconds after which the sandbox is closed.
+        ready_s: timeout of the start, once the image exists, in seconds.
     """
 
     spec: SandboxSpec
@@ -106,35 +108,39 @@ class Plan:
     ready_s: float
 
     def with_image(self, image: Path | None, env: Mapping[str, str]) -> SandboxSpec:
-        """What the driver starts, once it is known where the image lies, and what variables it sets."""
+        """Return the spec for the driver, after the image's path and variables are known."""
         return dataclasses.replace(self.spec, image=image, env={**env, **self.spec.env})
 
 
 def provider_config(values: Mapping[str, Any]) -> ProviderConfig:
-    """Raises InputError where a setting is unknown or wrong."""
+    """Validate a configuration.
+
+    Raises:
+        InputError: a setting is unknown or wrong.
+    """
     return _checked(ProviderConfig, values, "sandbox provider prorl")
 
 
-def plan(asked: Any, config: ProviderConfig, limits: Limits) -> Plan:
+def plan(asked: Any, config: ProviderConfig, limits: SandboxLimits) -> Plan:
     """Translate a request. Looks at the image and the binds.
 
     Args:
         asked: a `nemo_gym.sandbox.SandboxSpec`, of 0.4 or later.
         config: the provider's.
-        limits: of a sandbox that asks for no others.
+        limits: limits of a sandbox that requests none.
 
     Raises:
-        InputError: it asks for what these sandboxes cannot be, or is wrong in itself.
+        InputError: the request is invalid, or these sandboxes cannot meet it.
     """
     given = {**config.options.model_dump(), **dict(asked.provider_options or {})}
-    options = _checked(Options, given, "provider_options")
+    options = _checked(PlanOptions, given, "provider_options")
     if getattr(asked, "ports", ()):
         raise InputError(
             f"ports {list(asked.ports)} were asked for, and a sandbox has no network but its own loopback",
             hint="run the client of that service in the sandbox too",
         )
     image = image_source(asked.image, options.image_variables)
-    host = isinstance(image, Source) and image.kind is Kind.HOST
+    host = isinstance(image, Source) and image.kind is SourceKind.HOST
     place, workdir, make_workdir = _places(asked.workdir, host=host)
     bounds, words = _limits(asked.resources, limits)
     return Plan(
@@ -151,14 +157,14 @@ def plan(asked: Any, config: ProviderConfig, limits: Limits) -> Plan:
 
 
 def unenforced(asked: Mapping[str, str], kept: Collection[str], config: ProviderConfig) -> tuple[str, ...]:
-    """What to warn of: the limits that were asked for and are not kept.
+    """Return warnings for the requested limits that are not enforced.
 
     Args:
         asked: see `Plan`.
-        kept: what the driver keeps, by the names in `Limits`.
+        kept: limits that the driver enforces, by the names in `SandboxLimits`.
 
     Raises:
-        InputError: there are such limits, and the provider is not to start without.
+        InputError: there are such limits, and the provider must not start without them.
     """
     lost = tuple(f"a limit of {words} is not kept here" for name, words in asked.items() if name not in kept)
     if lost and config.unenforced == "error":
@@ -166,8 +172,9 @@ def unenforced(asked: Mapping[str, str], kept: Collection[str], config: Provider
     return lost
 
 
-def _limits(resources: Any, limits: Limits) -> tuple[Limits, dict[str, str]]:
-    """A `SandboxResources` over the limits of those that ask for none, and what it asks for in words."""
+def _limits(resources: Any, limits: SandboxLimits) -> tuple[SandboxLimits, dict[str, str]]:
+    """Return the default limits with those of a `SandboxResources` applied, and the requested limits in
+    words."""
     if resources.gpu:
         raise InputError("a GPU was asked for", hint="these sandboxes have no devices: leave `gpu` out")
     bounds: dict[str, Any] = {}
@@ -192,7 +199,7 @@ def _checked[M: BaseModel](model: type[M], values: Mapping[str, Any], what: str)
         raise InputError(f"{what}: {where}: {first['msg']}") from error
 
 
-def _spec(place: str, env: dict[str, str], options: Options) -> SandboxSpec:
+def _spec(place: str, env: dict[str, str], options: PlanOptions) -> SandboxSpec:
     mounts, masks, python_env = python_runtime() if options.host_python else ((), (), {})
     return SandboxSpec(
         workdir=place,
@@ -206,10 +213,10 @@ def _spec(place: str, env: dict[str, str], options: Options) -> SandboxSpec:
 
 
 def _places(workdir: str | None, *, host: bool) -> tuple[str, str, bool]:
-    """The private directory, the working directory, and whether the latter must be made.
+    """Return the private directory, the working directory, and whether to create the latter.
 
-    On the host's system, which is read-only, the working directory is the private one, unless it lies where
-    commands can write anyway. In an image it is the image's own, with what the image has there.
+    On the host's system, which is read-only, the working directory is the private one, unless commands can
+    write to it anyway. In an image it is the image's own directory, with its contents.
     """
     private = "/workspace" if host else PRIVATE
     if not workdir:

@@ -1,4 +1,4 @@
-"""The life of a server of ours that NeMo Gym starts."""
+"""Lifetime of our servers that NeMo Gym starts."""
 
 import ctypes
 import os
@@ -13,17 +13,17 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def die_with_parent() -> None:
-    """Ask the kernel to send this process SIGTERM when its parent ends, however it ends."""
+    """Have the kernel send this process SIGTERM when its parent exits, for every kind of exit."""
     parent = os.getppid()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it ended before the kernel knew
+    if os.getppid() != parent:  # the parent exited before prctl
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def live_within(app: FastAPI, serving: Callable[[], AbstractAsyncContextManager[None]]) -> None:
-    """Have `app` serve only inside `serving`, beside what its life already holds."""
+    """Run `serving` around the lifespan of `app`, inside its existing lifespan."""
     inner = app.router.lifespan_context
 
     @asynccontextmanager

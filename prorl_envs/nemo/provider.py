@@ -1,4 +1,4 @@
-"""Our sandboxes for every NeMo Gym harness: the class behind `{prorl: {}}`.
+"""Sandbox provider for every NeMo Gym harness: the class behind `{prorl: {}}`.
 
 Registered under the entry point group `nemo_gym.sandbox_providers`. The protocol is
 `nemo_gym.sandbox.providers.base` of nemo-gym 0.4 and 0.7, optional capabilities included.
@@ -20,20 +20,20 @@ from nemo_gym.sandbox.providers import base as nemo
 
 from prorl_envs.config import load_settings
 from prorl_envs.errors import InputError, ProrlError
-from prorl_envs.nemo.box import Box, check_user
+from prorl_envs.nemo.box import ProviderSandbox, check_user
 from prorl_envs.nemo.drivers import DriverChoice, SharedDriver
-from prorl_envs.nemo.gate import BorrowedSandbox
+from prorl_envs.nemo.gate import SharedSandbox
 from prorl_envs.nemo.images import image_builder
 from prorl_envs.nemo.plan import Plan, plan, provider_config, unenforced
 from prorl_envs.nemo.terminal import TerminalSession
-from prorl_envs.tools.client import Toolbox
-from prorl_envs.tools.terminal_wire import Open
+from prorl_envs.tools.client.toolbox import Toolbox
+from prorl_envs.tools.protocol.terminal import Open
 
 logger = logging.getLogger(__name__)
 
 
 class ProrlSandboxProvider:
-    """A NeMo Gym sandbox provider. Belongs to the event loop in which it is first used.
+    """NeMo Gym sandbox provider. Bound to the event loop in which it is first used.
 
     Args:
         config: see `plan.ProviderConfig`. Everything else comes from the settings in the environment.
@@ -49,23 +49,24 @@ class ProrlSandboxProvider:
         settings = load_settings(environ=os.environ)
         self._choice = DriverChoice.of(self._config, settings)
         self._images = image_builder(settings)
-        self._boxes: set[Box] = set()
-        self._borrowed: dict[Box, BorrowedSandbox] = {}
+        self._boxes: set[ProviderSandbox] = set()
+        self._borrowed: dict[ProviderSandbox, SharedSandbox] = {}
         self._acquiring = asyncio.Lock()
         self._shared: SharedDriver | None = None
 
     async def create(self, spec: Any) -> Any:
-        """Start a sandbox and return its handle once it takes commands.
+        """Start a sandbox and return its handle when it accepts commands.
 
-        An image that is not there yet is built or pulled first, which counts for the setting `image_build_s`
-        and not for `ready_timeout_s`.
+        A missing image is built or pulled first, which counts for the setting `image_build_s` and not for
+        `ready_timeout_s`.
 
         Raises:
-            SandboxCreateError: it cannot be what `spec` asks, or did not start, or not in time.
+            SandboxCreateError: a request of `spec` cannot be met, or the sandbox did not start, or not in
+                time.
         """
         try:
             wanted = await asyncio.to_thread(plan, spec, self._config, self._choice.limits.each)
-            image = await self._images.resolve(wanted.image)  # with a time limit of its own
+            image = await self._images.resolve(wanted.image)  # with its own time limit
             async with asyncio.timeout(wanted.ready_s):
                 box = await self._start(wanted, image)
         except TimeoutError:
@@ -84,17 +85,17 @@ class ProrlSandboxProvider:
         timeout_s: float | None = None,
         user: str | int | None = None,
     ) -> Any:
-        """Run a command in a shell of its own.
+        """Run a command in a new shell.
 
         Returns:
-            With `error_type` `timeout`, `sandbox` or `exec` where it has no exit status of its own; what it
-            wrote until then is there.
+            With `error_type` `timeout`, `sandbox` or `exec` if there is no exit status of the command;
+            includes the output so far.
 
         Raises:
             ValueError: `user` is not the sandbox's.
-            InputError: `timeout_s` is no time.
+            InputError: `timeout_s` is not a valid time.
         """
-        box: Box = handle.raw
+        box: ProviderSandbox = handle.raw
         _check_user(user, box)
         seconds = self._config.default_timeout_s if timeout_s is None else float(timeout_s)
         done = await box.exec(command, cwd=cwd, env=env, timeout_s=seconds)
@@ -105,20 +106,20 @@ class ProrlSandboxProvider:
     async def exec_with_background_services(
         self, handle: Any, command: str, *, cwd: str | None = None, timeout_s: float | None = None
     ) -> Any:
-        """The same as `exec`, which leaves background processes alive anyway."""
+        """Run a command like `exec`, which keeps background processes alive anyway."""
         return await self.exec(handle, command, cwd=cwd, timeout_s=timeout_s)
 
     async def upload_file(self, handle: Any, source_path: Path, target_path: str) -> None:
-        """Copy a file into the sandbox; see `Box.upload`."""
+        """Copy a file into the sandbox; see `ProviderSandbox.upload`."""
         await handle.raw.upload(Path(source_path), target_path)
 
     async def download_file(self, handle: Any, source_path: str, target_path: Path) -> None:
-        """Copy a file out of the sandbox; see `Box.download`."""
+        """Copy a file out of the sandbox; see `ProviderSandbox.download`."""
         await handle.raw.download(source_path, Path(target_path))
 
     async def status(self, handle: Any) -> Any:
-        """`RUNNING`, `PAUSED` or `STOPPED`."""
-        box: Box = handle.raw
+        """Return `RUNNING`, `PAUSED` or `STOPPED`."""
+        box: ProviderSandbox = handle.raw
         if not box.alive:
             return nemo.SandboxStatus.STOPPED
         return nemo.SandboxStatus.PAUSED if box.paused else nemo.SandboxStatus.RUNNING
@@ -132,7 +133,7 @@ class ProrlSandboxProvider:
         await handle.raw.pause()
 
     async def resume(self, handle: Any) -> None:
-        """Let them go on.
+        """Continue the processes of a paused sandbox.
 
         Raises:
             SandboxError, ToolError: our infrastructure failed.
@@ -146,7 +147,7 @@ class ProrlSandboxProvider:
             ValueError: `spec.user` is not the sandbox's.
             SandboxPtyError: it cannot be started.
         """
-        box: Box = handle.raw
+        box: ProviderSandbox = handle.raw
         _check_user(spec.user, box)
         argv = [box.shell] if spec.command is None else [box.shell, "-c", spec.command]
         request = Open(
@@ -158,12 +159,12 @@ class ProrlSandboxProvider:
             raise nemo.SandboxPtyError(str(error)) from error
 
     async def serialize_handle(self, handle: Any, *, scope: str | None = None) -> dict[str, Any]:
-        """What `connect` needs in another process of this user on this node.
+        """Return the descriptor that `connect` needs in another process of this user on this node.
 
         Args:
-            scope: NeMo Gym's remote provider knows scopes; a borrower of ours may do everything.
+            scope: used by NeMo Gym's remote provider; ignored here, a borrower may do everything.
         """
-        box: Box = handle.raw
+        box: ProviderSandbox = handle.raw
         return {
             "provider": self.name,
             "sandbox_id": box.sandbox.id,
@@ -173,15 +174,15 @@ class ProrlSandboxProvider:
         }
 
     async def connect(self, descriptor: Mapping[str, Any]) -> Any:
-        """Borrow a sandbox that another process owns. It ends with its owner.
+        """Borrow a sandbox that another process owns. It closes with its owner.
 
         Args:
-            descriptor: from `serialize_handle`; of it, `sandbox_id` is enough where both have the same
+            descriptor: from `serialize_handle`; `sandbox_id` suffices if both processes have the same
                 `run_dir`.
 
         Raises:
             InputError: the descriptor is another provider's or another node's.
-            SandboxError: its owner is gone, or does not have it any more.
+            SandboxError: the owner has exited, or has closed the sandbox.
         """
         here = socket.gethostname()
         if descriptor.get("provider", self.name) != self.name or descriptor.get("hostname", here) != here:
@@ -190,9 +191,9 @@ class ProrlSandboxProvider:
                 hint=f"this is {self.name} on {here}",
             )
         base = Path(descriptor.get("run_dir") or self._choice.base)
-        sandbox = await BorrowedSandbox.borrow(str(descriptor.get("sandbox_id")), base)
+        sandbox = await SharedSandbox.borrow(str(descriptor.get("sandbox_id")), base)
         try:
-            box = Box(
+            box = ProviderSandbox(
                 sandbox,
                 await Toolbox.open(sandbox),
                 shell=sandbox.shell,
@@ -208,15 +209,15 @@ class ProrlSandboxProvider:
         return self._handle(box)
 
     async def close(self, handle: Any) -> None:
-        """End the sandbox and everything in it, a borrowed one too. Idempotent."""
+        """Close the sandbox and kill its processes, also if it is borrowed. Idempotent."""
         await handle.raw.close()
         self._boxes.discard(handle.raw)
         self._borrowed.pop(handle.raw, None)
 
     async def aclose(self) -> None:
-        """End every sandbox of this provider, and the driver if no other provider uses it. Idempotent.
+        """Close every sandbox of this provider, and the driver if no other provider uses it. Idempotent.
 
-        What is borrowed is given back, not ended.
+        Borrowed sandboxes are released, not closed.
         """
         borrowed, self._borrowed = self._borrowed, {}
         for box, sandbox in borrowed.items():
@@ -231,28 +232,28 @@ class ProrlSandboxProvider:
             if outcome is not None:
                 raise outcome
 
-    async def _start(self, wanted: Plan, image: Path | None) -> Box:
+    async def _start(self, wanted: Plan, image: Path | None) -> ProviderSandbox:
         shared = await self._driver()
         for warning in unenforced(wanted.asked, shared.driver.kept, self._config):
             logger.warning("%s", warning)
         env = {} if image is None else await shared.driver.image_env(image)
         sandbox = await shared.driver.start(wanted.with_image(image, env))
         isolated = shared.driver.name != "local"
-        if not isolated and wanted.workdir == wanted.spec.workdir:  # a path that only others have
+        if not isolated and wanted.workdir == wanted.spec.workdir:  # a path that only isolated sandboxes have
             wanted = dataclasses.replace(wanted, workdir=str(sandbox.workspace))
-        box = await Box.open(
+        box = await ProviderSandbox.open(
             sandbox,
             wanted,
             isolated=isolated,
             output_limit=self._config.output_limit,
             concurrency=self._config.concurrency,
         )
-        self._boxes.add(box)  # from here on `aclose` ends it, whatever becomes of this call
+        self._boxes.add(box)  # from here on `aclose` closes it, also if this call fails
         shared.gate.offer(box)
         box.on_close = lambda: shared.gate.withdraw(box)
         return box
 
-    def _handle(self, box: Box) -> Any:
+    def _handle(self, box: ProviderSandbox) -> Any:
         return nemo.SandboxHandle(sandbox_id=box.sandbox.id, provider_name=self.name, raw=box)
 
     async def _driver(self) -> SharedDriver:
@@ -262,8 +263,8 @@ class ProrlSandboxProvider:
             return self._shared
 
 
-def _check_user(user: str | int | None, box: Box) -> None:
-    """NeMo Gym's callers know the error for a user that cannot be had as ValueError."""
+def _check_user(user: str | int | None, box: ProviderSandbox) -> None:
+    """Check the user; NeMo Gym's callers expect ValueError for an unsupported user."""
     try:
         check_user(user, box.sandbox.spec.uid)
     except InputError as error:

@@ -1,28 +1,29 @@
-"""A result of the rollout service as the Responses items that trainers read from NeMo Gym. Pure; imports
-nothing of NeMo Gym.
+"""Conversion of a rollout service result to the Responses items that trainers read from NeMo Gym. Pure;
+imports nothing of NeMo Gym.
 
 The last item of each model call carries `prompt_token_ids`, `generation_token_ids` and
-`generation_log_probs`. NeMo RL joins them to one row, and demands that each prompt begins with every token
-before it. So it is here, by construction: prompts are beginnings of one ledger. It is checked all the same,
-before anybody trains on it.
+`generation_log_probs`. NeMo RL joins them to one row, and requires that each prompt starts with all tokens
+before it. This holds by construction, because prompts are prefixes of one ledger. It is checked anyway before
+the result is used for training.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from prorl_envs.rollout.checks import NotContiguous, check_trajectory
-from prorl_envs.rollout.types import Result, Trajectory, TurnRecord
+from prorl_envs.rollout.api.types import Result, Trajectory, TurnRecord
+from prorl_envs.rollout.client.trajectory_checks import NotContiguous, check_trajectory
 from prorl_envs.tools.types import JsonObject
 
 
 def output_items(result: Result) -> list[JsonObject]:
-    """What the model said and was told, as Responses output items, with the tokens of each model call.
+    """Return the model's answers and their observations as Responses output items, with the tokens of each
+    model call.
 
     Args:
-        result: of a job with a trajectory; without one there is nothing to say.
+        result: of a job with a trajectory; without one the list is empty.
 
     Raises:
-        NotContiguous: the trajectory is not what its own turns say.
+        NotContiguous: the trajectory is inconsistent with its turns, or is several rows.
     """
     trajectory = result.trajectory
     if trajectory is None or not trajectory.turns:
@@ -54,10 +55,10 @@ def output_items(result: Result) -> list[JsonObject]:
 
 
 def check_contiguous(items: Iterable[Mapping[str, Any]]) -> None:
-    """What NeMo RL asserts of a row: each prompt begins with all tokens seen before.
+    """Check the condition that NeMo RL asserts of a row: each prompt starts with all tokens seen before.
 
     Raises:
-        NotContiguous: one does not, and where.
+        NotContiguous: names the call and the token that break the condition.
     """
     seen: list[int] = []
     for call, item in enumerate(item for item in items if "generation_token_ids" in item):
@@ -76,7 +77,7 @@ def check_contiguous(items: Iterable[Mapping[str, Any]]) -> None:
 
 
 def usage(trajectory: Trajectory | None) -> JsonObject:
-    """Tokens that went into the model and came out of it, over all calls."""
+    """Return the input and output tokens of the model, over all calls."""
     turns = trajectory.turns if trajectory else []
     read, wrote = sum(turn.start for turn in turns), sum(turn.end - turn.start for turn in turns)
     return {
@@ -89,7 +90,8 @@ def usage(trajectory: Trajectory | None) -> JsonObject:
 
 
 def _since_first_answer(messages: Sequence[Mapping[str, Any]], turns: int) -> Sequence[Mapping[str, Any]]:
-    """The conversation from the first sampled answer on. The prompt may hold answers too: examples."""
+    """Return the conversation from the first sampled answer on. The prompt may contain answers too, as
+    examples."""
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if len(answers) < turns:
         raise NotContiguous(f"{turns} model calls, and {len(answers)} answers in the conversation")
@@ -97,7 +99,7 @@ def _since_first_answer(messages: Sequence[Mapping[str, Any]], turns: int) -> Se
 
 
 def _answer(message: Mapping[str, Any], item_id: str) -> Iterator[JsonObject]:
-    """The items of one answer, at least one."""
+    """Yield the items of one answer, at least one."""
     calls = message.get("tool_calls") or ()
     if message["content"] or not calls:
         text = {"type": "output_text", "text": message["content"], "annotations": []}

@@ -1,29 +1,30 @@
-"""A folder from which `gym` runs our environments on one prepared virtual environment.
+"""Folder from which `gym` runs our environments on one prepared virtual environment.
 
 NeMo Gym finds a server by its folder `<root>/resources_servers/<name>`, where a root is the current directory
-or the folder it is installed in; and it makes a virtual environment for each server, which takes minutes and
-a gigabyte, unless it is shown one. Hence:
+or the folder it is installed in. By default it creates a virtual environment for each server, which takes
+minutes and a gigabyte. An existing one is used instead. Hence:
 
     ROOT/venvs/<kind>/<name>/.venv                                links to the prepared virtual environment
-    ROOT/resources_servers/prorl_bash/{app.py,configs,data,...}   links into envs/bash
+    ROOT/resources_servers/prorl_bash/{app.py,configs,data,...}   links into envs/bash/nemo/server
+    ROOT/environments/prorl_bash/{config,manifest}.yaml           links into envs/bash/nemo/environment
 
-The second tree is for a package that is not installed beside NeMo Gym but only importable. An installed one
-has its folders there already, and NeMo Gym refuses a name that it finds twice.
+The last two trees are for a package that is not installed beside NeMo Gym but only importable. An installed
+package has its folders there already, and NeMo Gym refuses duplicate names.
 """
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import prorl_envs
 from prorl_envs.errors import InputError
-from prorl_envs.nemo.rows import PREFIX, server_name
+from prorl_envs.nemo.rows import BUILT_IN, PREFIX, server_name
 
-#: The folder of our agent, in a checkout.
-AGENT = Path(prorl_envs.__file__).resolve().parents[1] / "agents" / "prorl_agent"
+#: Location of this package: a checkout, or a folder into which it was installed.
+_HOME = Path(prorl_envs.__file__).resolve().parents[1]
 
-#: The servers, beside our families', that our configs name, and those users put beside them.
+#: Further servers that our configs name, and servers that users combine with ours.
 NEMO_SERVERS = (
     "responses_api_agents/simple_agent",
     "responses_api_agents/gymnasium_agent",
@@ -36,10 +37,10 @@ NEMO_SERVERS = (
 
 @dataclass(frozen=True, slots=True)
 class GymRoot:
-    """A root folder and how to use it.
+    """A root folder and its usage.
 
     Args:
-        path: run `gym` in this directory, or give it as `--search-dir`.
+        path: run `gym` in this directory, or pass it as `--search-dir`.
         flags: for `gym env start` and `gym eval run`: use the prepared virtual environment.
     """
 
@@ -48,15 +49,16 @@ class GymRoot:
 
 
 def gym_root(path: Path, *, venv: Path | None = None) -> GymRoot:
-    """Make or refresh a root at `path`. Idempotent.
+    """Create or refresh a root at `path`. Idempotent.
 
     Args:
-        path: the folder; made where missing. It must hold no `pyproject.toml`: NeMo Gym takes a folder with
+        path: the folder; created if missing. It must hold no `pyproject.toml`: NeMo Gym takes a folder with
             one for its own checkout, and then no longer installs the version of itself that is running.
         venv: virtual environment with NeMo Gym and this package; None takes the running one.
 
     Raises:
-        InputError: `path` holds a `pyproject.toml` or something that is in the way, or `venv` is none.
+        InputError: `path` holds a `pyproject.toml` or conflicting files, or `venv` is not a virtual
+            environment.
     """
     path = path.absolute()
     venv = (venv or Path(sys.prefix)).absolute()
@@ -68,25 +70,35 @@ def gym_root(path: Path, *, venv: Path | None = None) -> GymRoot:
                 f"{venv} is not a virtual environment: it has no {part}",
                 hint="run this with the Python of the environment in which NeMo Gym is installed",
             )
-    servers = {f"resources_servers/{server_name(folder.name)}": folder for folder in _families()}
-    if AGENT.is_dir():  # in a checkout
-        servers[f"responses_api_agents/{AGENT.name}"] = AGENT
-    for name, folder in servers.items():
-        installed = any(venv.glob(f"lib/python3*/site-packages/{name}/app.py"))
-        _link_entries({} if installed else _entries(folder), path / name)
-    # Those that other packages brought are installed, so only their virtual environment is to be shown.
-    others = venv.glob(f"lib/python3*/site-packages/resources_servers/{PREFIX}*/app.py")
-    for name in {**servers, **dict.fromkeys(f"resources_servers/{app.parent.name}" for app in others)}:
-        _link(venv, path / "venvs" / name / ".venv")
-    for name in NEMO_SERVERS:
+    folders = dict(_folders())
+    for name, entries in folders.items():
+        installed = any(venv.glob(f"lib/python3*/site-packages/{name}/"))
+        _link_entries({} if installed else entries, path / name)
+    # Servers of other packages are installed, so they only need the link to the virtual environment.
+    brought = f"resources_servers/{PREFIX}*/app.py"
+    others = [*venv.glob(f"lib/python3*/site-packages/{brought}"), *path.glob(brought)]
+    servers = [name for name, entries in folders.items() if "app.py" in entries]
+    for name in {*servers, *(f"resources_servers/{app.parent.name}" for app in others), *NEMO_SERVERS}:
         _link(venv, path / "venvs" / name / ".venv")
     return GymRoot(path, ("+skip_venv_if_present=true", f"+uv_venv_dir={path / 'venvs'}"))
 
 
-def _families() -> Iterable[Path]:
-    """The folders of the built-in families, where this package's code lies."""
-    envs = Path(prorl_envs.__file__).parent / "envs"
-    return sorted(app.parent for app in envs.resolve().glob("*/app.py"))
+def _folders() -> Iterator[tuple[str, dict[str, Path]]]:
+    """Yield the folders that NeMo Gym must find, by path below a root, each with its entries."""
+    for family in BUILT_IN:
+        server, environment = (
+            f"{kind}/{server_name(family)}" for kind in ("resources_servers", "environments")
+        )
+        checkout = _HOME / "envs" / family
+        if checkout.is_dir():
+            yield server, _entries(checkout / "nemo" / "server") | {"README.md": checkout / "README.md"}
+            yield environment, _entries(checkout / "nemo" / "environment")
+        else:
+            yield server, _entries(_HOME / server)
+            yield environment, _entries(_HOME / environment)
+    agent = _HOME / "agents" / "prorl_agent"
+    if agent.is_dir():  # in a checkout
+        yield f"responses_api_agents/{agent.name}", _entries(agent)
 
 
 def _entries(folder: Path) -> dict[str, Path]:
@@ -94,8 +106,8 @@ def _entries(folder: Path) -> dict[str, Path]:
 
 
 def _link_entries(wanted: Mapping[str, Path], target: Path) -> None:
-    """A real folder with a link per entry, none if there are none. A link to the folder would be resolved by
-    NeMo Gym, which would then meet the checkout's `pyproject.toml` above it."""
+    """Create a real folder with a link per entry; no folder if there are no entries. NeMo Gym would resolve a
+    link to the folder itself, and then find the checkout's `pyproject.toml` above it."""
     target.mkdir(parents=True, exist_ok=True)
     for stale in target.iterdir():
         if stale.is_symlink() and stale.name not in wanted:

@@ -1,36 +1,38 @@
-"""Task rows as NeMo Gym rows: `responses_create_params` for the agent, the task for the grader."""
+"""Conversion of task rows to NeMo Gym rows: `responses_create_params` for the agent, the task for the
+grader."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from prorl_envs.env.base import Environment
 from prorl_envs.env.node import Node
-from prorl_envs.env.registry import example_path, family, load_tasks
+from prorl_envs.env.registry import family, load_tasks
 from prorl_envs.env.rows import rows
 from prorl_envs.errors import InputError, SandboxError
 from prorl_envs.sandbox.base import Sandbox, SandboxSpec
-from prorl_envs.sandbox.snapshot import Snapshot
+from prorl_envs.sandbox.filesystem.snapshot import Snapshot
 from prorl_envs.tools.types import JsonObject, ToolSpec
 
-#: Folder under `resources_servers/`, first part of every instance name in the configs.
+#: Prefix of the folders under `resources_servers/` and of all instance names in the configs.
 PREFIX = "prorl_"
 
 
 #: Fields of a row that solve its task.
 _SOLUTION = frozenset({"reference", "reference_answer"})
-#: The families that ship with a resources server.
+#: Families that ship with a resources server.
 BUILT_IN = ("bash", "code", "ipython", "math", "stem", "swebench")
 
 
 def server_name(environment: str) -> str:
-    """Name of a family's resources server: `prorl_bash`. Prefixed, as NeMo Gym's names are one flat space."""
+    """Return the name of a family's resources server, such as `prorl_bash`; prefixed because NeMo Gym has one
+    flat namespace."""
     return PREFIX + environment
 
 
 def agent_name(environment: str) -> str:
-    """Name of the agent instance in a family's default config."""
+    """Return the name of the agent instance in a family's default config."""
     return f"{server_name(environment)}_simple_agent"
 
 
@@ -39,8 +41,8 @@ def nemo_row(environment: Environment[Any], row: Mapping[str, Any]) -> JsonObjec
 
     Args:
         environment: an instance that has not been started.
-        row: the family's task row. Its `reference` is left out; other columns may tell the solution all the
-            same (a SWE-bench row its patch), so `verifier_metadata` is for servers, never for a template.
+        row: the family's task row. Its `reference` is omitted, but other columns may reveal the solution (a
+            SWE-bench row its patch), so `verifier_metadata` is for servers, never for a template.
 
     Raises:
         InputError: the row is wrong.
@@ -57,7 +59,7 @@ def nemo_row(environment: Environment[Any], row: Mapping[str, Any]) -> JsonObjec
 
 
 def task_row(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The task row within a request that carries a NeMo Gym row.
+    """Return the task row of a request that carries a NeMo Gym row.
 
     Raises:
         InputError: there is none.
@@ -73,7 +75,7 @@ def task_row(body: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def response_tool(spec: ToolSpec) -> JsonObject:
-    """A tool in the Responses API's flat format."""
+    """Convert a tool to the Responses API's flat format."""
     return {
         "type": "function",
         "name": spec.name,
@@ -84,7 +86,7 @@ def response_tool(spec: ToolSpec) -> JsonObject:
 
 
 def blank(environment: str) -> Environment[Any]:
-    """An instance of a family that can say what it offers, and starts nothing.
+    """Return an instance of a family that describes its tools and prompts, and starts nothing.
 
     Raises:
         InputError: there is no such family.
@@ -93,20 +95,25 @@ def blank(environment: str) -> Environment[Any]:
 
 
 def unstarted(chosen: type[Environment[Any]]) -> Environment[Any]:
-    """An instance of a class that can say what it offers, and starts nothing."""
+    """Return an instance of a class that describes its tools and prompts, and starts nothing."""
     return chosen(Node(_NoDriver(), Path()))
 
 
 def render(environment: str, source: Path) -> str:
-    """A family's data file as NeMo Gym JSONL text.
+    """Render a family's data file as NeMo Gym JSONL text.
 
     Raises:
         InputError: an unknown family, or a bad data file (with file, line and field).
     """
-    load_tasks(environment, source)  # names file and line of every fault
+    load_tasks(environment, source)  # raises errors with file and line
     instance = blank(environment)
     made = (nemo_row(instance, row) for _, row in rows(source))
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made)
+    return jsonl(made)
+
+
+def jsonl(objects: Iterable[Mapping[str, Any]]) -> str:
+    """Serialise objects as JSON Lines."""
+    return "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in objects)
 
 
 def write_rows(environment: str, source: Path, target: Path) -> int:
@@ -124,15 +131,8 @@ def write_rows(environment: str, source: Path, target: Path) -> int:
     return text.count("\n")
 
 
-def refresh_examples() -> None:
-    """Render `data/nemo_example.jsonl` of every built-in family again, after its examples changed."""
-    for environment in BUILT_IN:
-        source = example_path(environment)
-        write_rows(environment, source, source.with_name("nemo_example.jsonl"))
-
-
 class _NoDriver:
-    """Rows are rendered from data alone; nothing is started for it."""
+    """Driver that starts nothing: rendering rows needs only data."""
 
     name = "none"
     sandboxes: Collection[Sandbox] = ()

@@ -1,6 +1,7 @@
-"""Any environment family as a NeMo Gym resources server.
+"""NeMo Gym resources server for any environment family.
 
-One class serves them all; the `environment` key of the YAML block says which. Two kinds of agent drive it:
+One class serves all families; the `environment` key of the YAML block selects one. Two kinds of agent drive
+it:
 
 - `simple_agent`: `/seed_session`, one route per tool, `/verify`;
 - `gymnasium_agent`: `/reset` and `/step`, with gymnasium's five values.
@@ -49,14 +50,14 @@ from prorl_envs.tools.types import JsonObject, ToolCall
 
 logger = logging.getLogger(__name__)
 
-#: Says that a tool could not do what was asked: a wrong argument, say.
+#: Marks the response of a tool that could not execute the call, because of a wrong argument, say.
 REFUSED_HEADER = "x-prorl-refused"
-#: Most bytes of one tool call's arguments.
+#: Maximum bytes of one tool call's arguments.
 MAX_ARGUMENT_BYTES = 8 * 2**20
 
 
 class EnvironmentServer(SimpleResourcesServer):
-    """Serves the family named in its configuration."""
+    """Server of the family named in its configuration."""
 
     ray_enabled: ClassVar[bool] = False
     config: EnvironmentServerConfig
@@ -75,7 +76,7 @@ class EnvironmentServer(SimpleResourcesServer):
         app.post("/step")(self.step)
         for tool in blank(self.config.environment).tools:
             self._add_tool(app, tool.name)
-        app.post("/{tool}")(self.call_tool)  # a name the model made up: the environment says so
+        app.post("/{tool}")(self.call_tool)  # a name the model made up: the environment refuses it
         app.add_exception_handler(ProrlError, answer_error)
         live_within(app, self._serving)
         return app
@@ -93,7 +94,7 @@ class EnvironmentServer(SimpleResourcesServer):
             open=config.max_sessions, idle_s=config.idle_s, init_s=config.init_s, eval_s=config.eval_s
         )
         kind = family(config.environment)
-        async with Node.local() as node:  # NeMo Gym passes no arguments of ours: defaults and environment
+        async with Node.local() as node:  # NeMo Gym passes none of our arguments: defaults and environment
             self._sessions = Sessions(lambda: kind(node), limits)
             async with asyncio.TaskGroup() as group:
                 expiring = group.create_task(self._sessions.keep_expiring())
@@ -108,7 +109,7 @@ class EnvironmentServer(SimpleResourcesServer):
 
         Raises:
             InputError: the row carries no valid task.
-            RolloutFailure: the episode did not start, and failures are errors here.
+            RolloutFailure: the episode did not start, and failures are configured as errors.
         """
         try:
             await self._sessions.open(_session_id(request), task_row(body.model_dump()))
@@ -116,11 +117,11 @@ class EnvironmentServer(SimpleResourcesServer):
             _log(failure, "seed_session")
             if not self.config.masks:
                 raise
-            # The agent goes on, every tool tells it that the episode is over, and `verify` masks the sample.
+            # The agent continues, every tool answers that the episode is over, and `verify` masks the sample.
         return SeedResponse()
 
     async def call_tool(self, request: Request, tool: str) -> Response:
-        """Run a tool call; the body is its arguments and the answer is the text the model sees."""
+        """Run a tool call; the body holds its arguments, and the response is the text for the model."""
         arguments = await _arguments(request)
         if isinstance(arguments, str):
             return PlainTextResponse(arguments)
@@ -132,14 +133,14 @@ class EnvironmentServer(SimpleResourcesServer):
         except ProrlError as error:
             _log(error, call.name)
             return PlainTextResponse(TOOL_UNAVAILABLE, status_code=http_status(error))
-        # Not every caller of a tool is an agent that only passes text on: `remote/` asks whether it was done.
+        # Not every caller is an agent that only passes text on: `remote/` checks for success.
         return PlainTextResponse(result.text, headers={} if result.ok else {REFUSED_HEADER: "1"})
 
     async def verify(self, request: Request, body: VerifyRequest) -> VerifyResponse:
         """Grade the episode and close its sandbox.
 
         Raises:
-            RolloutFailure: there is no reward, and failures are errors here.
+            RolloutFailure: there is no reward, and failures are configured as errors.
         """
         session_id = _session_id(request)
         try:
@@ -158,12 +159,12 @@ class EnvironmentServer(SimpleResourcesServer):
         return VerifyResponse(**asked, **about, **verdict)
 
     async def aggregate_metrics(self, body: AggregateMetricsRequest) -> AggregateMetrics:
-        """Metrics over the samples that have a reward."""
+        """Aggregate metrics over the samples that have a reward."""
         scored = [answer for answer in body.verify_responses if not answer.get("mask_sample")]
         return await super().aggregate_metrics(body.model_copy(update={"verify_responses": scored}))
 
     async def reset(self, request: Request, body: SeedRequest) -> ResetResponse:
-        """Start the episode for an agent that steps. The row holds the first messages already.
+        """Start the episode for an agent that steps. The row already holds the first messages.
 
         Raises:
             InputError, RolloutFailure: as `seed_session`; five values cannot carry a failure.
@@ -173,8 +174,8 @@ class EnvironmentServer(SimpleResourcesServer):
         return ResetResponse(info={"environment": self.config.environment})
 
     async def step(self, request: Request, body: StepRequest) -> StepResponse:
-        """Run the tool calls of one answer. An answer without one, or with the finishing tool, ends the
-        episode, and so does the last turn; then the reward is the grade, before that it is 0.
+        """Run the tool calls of one answer. The episode finishes with an answer without a call, with the
+        finishing tool, or with the last turn. The reward is then the grade; before, it is 0.
 
         Raises:
             RolloutFailure: a failure of ours; there is no reward.
@@ -204,7 +205,7 @@ class EnvironmentServer(SimpleResourcesServer):
 
 
 def parse_arguments(text: str | bytes) -> JsonObject | str:
-    """The arguments of a tool call, or what to tell the model of them."""
+    """Parse the arguments of a tool call; return an error message for the model if they are invalid."""
     if len(text) > MAX_ARGUMENT_BYTES:
         return f"The arguments are longer than {MAX_ARGUMENT_BYTES} bytes."
     try:
@@ -226,7 +227,7 @@ async def _arguments(request: Request) -> JsonObject | str:
 
 
 def _output(response: NeMoGymResponse) -> list[JsonObject]:
-    """What the model said, as JSON items of the Responses API."""
+    """Return the model's output as JSON items of the Responses API."""
     output: list[JsonObject] = response.model_dump(mode="json")["output"]
     return output
 
@@ -236,8 +237,8 @@ def _session_id(request: Request) -> str:
 
 
 async def answer_error(_: Request, error: Exception) -> JSONResponse:
-    """A `ProrlError` as the answer to a request."""
-    assert isinstance(error, ProrlError)  # what it is registered for
+    """Convert a `ProrlError` to an HTTP response."""
+    assert isinstance(error, ProrlError)  # the handler is registered for this class
     return JSONResponse(error_body(error), status_code=http_status(error))
 
 

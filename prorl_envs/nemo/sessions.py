@@ -1,11 +1,11 @@
-"""The episodes a resources server holds: opened by a seed, used by tool calls, ended by a verdict.
+"""Episodes of a resources server: opened by a seed, used by tool calls, closed by a verdict.
 
-Knows nothing of NeMo Gym, so it is tested without it. Two properties matter more than the rest:
+Independent of NeMo Gym, so that tests do not need it. Two properties matter most:
 
-- An agent posts to whatever route the model names, so a model can call `seed_session` or `verify` as if
-  they were tools. Hence a session is seeded once (with another task: refused), graded once (asked again: the
-  same answer), and an ended session stays ended.
-- An agent that dies never says goodbye. Hence a session idle too long is ended, and its sandbox with it.
+- An agent posts to any route that the model names, so a model can call `seed_session` or `verify` as if they
+  were tools. Therefore a session is seeded once (another task is refused) and graded once (a repeated request
+  gets the same answer), and a closed session stays closed.
+- An agent that dies sends no message. Therefore a session that is idle too long is closed, with its sandbox.
 """
 
 import asyncio
@@ -36,29 +36,30 @@ type AnyEnvironment = Environment[Any]
 
 
 class SessionLost(EnvironmentFault):
-    """No session under this id: never seeded here, forgotten, or the server restarted."""
+    """Error: no session under this id. It was never seeded here, or was forgotten, or the server
+    restarted."""
 
 
 class SessionExpired(EnvironmentFault):
-    """The session was idle too long, and its sandbox is gone."""
+    """Error: the session was idle too long, and its sandbox is closed."""
 
 
 class SessionsFull(EnvironmentFault):
-    """As many episodes wait for a place as may wait."""
+    """Error: the queue of waiting episodes is full."""
 
     retryable: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """Bounds of a server's sessions.
+    """Limits of a server's sessions.
 
     Args:
-        open: episodes, hence sandboxes, at one time; further seeds wait in order.
-        waiting: seeds that may wait.
-        remembered: ended sessions whose outcome is kept for a repeated request.
-        idle_s: seconds without a request after which a session is ended.
-        init_s, eval_s: seconds the start and the grader may take; waiting for a place does not count.
+        open: concurrent episodes, hence sandboxes; further seeds wait in order.
+        waiting: maximum number of waiting seeds.
+        remembered: closed sessions whose outcome is kept for a repeated request.
+        idle_s: seconds without a request after which a session is closed.
+        init_s, eval_s: timeouts of the start and of the grader, without the wait in the queue.
     """
 
     open: int = 64
@@ -70,7 +71,7 @@ class SessionLimits:
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class NemoSession:
     """One open episode. `turns` counts model answers, for callers that step through them."""
 
     row: Mapping[str, Any]
@@ -84,19 +85,19 @@ class Session:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """How a session ended: with a grade, or why without one."""
+class SessionEnded:
+    """Outcome of a closed session: its grade, or the failure."""
 
     task_id: str
     outcome: Grade | RolloutFailure
 
 
 class Sessions:
-    """The open and the recently ended episodes of one family, by session id.
+    """The open and the recently closed episodes of one family, by session id.
 
     Args:
-        make: gives a new, single-use environment.
-        limits: what may grow how far.
+        make: creates a new, single-use environment.
+        limits: the limits.
         clock: monotonic seconds.
     """
 
@@ -112,19 +113,19 @@ class Sessions:
         self._clock = clock
         self._places = asyncio.Semaphore(limits.open)
         self._waiting = 0
-        self._open: dict[str, Session] = {}
-        self._ended: OrderedDict[str, Ended] = OrderedDict()
+        self._open: dict[str, NemoSession] = {}
+        self._ended: OrderedDict[str, SessionEnded] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def get(self, session_id: str) -> Session:
-        """The open session under `session_id`.
+    def get(self, session_id: str) -> NemoSession:
+        """Return the open session under `session_id`.
 
         Raises:
             SessionLost: there is none.
-            RolloutFailure: it ended without a grade, and this is why.
-            InputError: it ended with a grade.
+            RolloutFailure: the failure that closed the session.
+            InputError: the session is graded and closed.
         """
         if (session := self._open.get(session_id)) is not None:
             return session
@@ -136,23 +137,24 @@ class Sessions:
             raise ended.outcome
         raise InputError("this session has been graded and is over", hint="seed a new one")
 
-    def ended(self, session_id: str) -> Ended | None:
-        """How the session under `session_id` ended, as far as that is remembered."""
+    def ended(self, session_id: str) -> SessionEnded | None:
+        """Return the outcome of the session under `session_id`, if it is still kept."""
         return self._ended.get(session_id)
 
     async def open(self, session_id: str, row: Mapping[str, Any]) -> Prompt:
-        """Start an episode of the task in `row`, in its turn. The same seed again finds the same session.
+        """Start an episode of the task in `row`, in the order of requests. Repeating a seed returns the same
+        session.
 
         Raises:
-            InputError: the row is wrong, or the session has another task or has ended.
-            RolloutFailure: the episode did not start; the session has ended with this failure.
+            InputError: the row is wrong, or the session has another task or is closed.
+            RolloutFailure: the episode did not start; the session is closed with this failure.
         """
         if session_id in self._ended:
             raise InputError("this session has ended", hint="start an episode without session cookies")
         if (known := self._open.get(session_id)) is not None:
             return await self._reopened(session_id, known, row)
         environment = self._make()
-        session = Session(row, environment.load(row), environment, self._clock())
+        session = NemoSession(row, environment.load(row), environment, self._clock())
         self._open[session_id] = session
         async with session.lock:
             try:
@@ -169,7 +171,7 @@ class Sessions:
         """Run one tool call; calls of one session run one after another.
 
         Raises:
-            InputError, RolloutFailure: as `get`, or the call's own failure, which ends the session.
+            InputError, RolloutFailure: as `get`, or the call's own failure, which closes the session.
         """
         session = self.get(session_id)
         async with session.lock:
@@ -183,13 +185,13 @@ class Sessions:
                 session.last_used = self._clock()
 
     async def grade(self, session_id: str, output: Sequence[Mapping[str, Any]] = ()) -> Grade:
-        """Grade the episode and end it. Asked again, the answer is the same.
+        """Grade the episode and close it. A repeated request gets the same answer.
 
         Args:
-            output: what the model said and called, as items of the Responses API.
+            output: the model's answers and calls, as items of the Responses API.
 
         Raises:
-            RolloutFailure: there is no grade, and this is why.
+            RolloutFailure: the reason for the missing grade.
         """
         if (session := self._open.get(session_id)) is None:
             return self._graded(session_id)
@@ -208,7 +210,7 @@ class Sessions:
             return grade
 
     async def expire(self) -> int:
-        """End the sessions idle for longer than the limit, and say how many."""
+        """Close the sessions that were idle for longer than the limit, and return their number."""
         oldest = self._clock() - self._limits.idle_s
         idle = [
             (key, one) for key, one in self._open.items() if not one.lock.locked() and one.last_used < oldest
@@ -219,27 +221,28 @@ class Sessions:
         return len(idle)
 
     async def keep_expiring(self) -> None:
-        """Expire for ever, often enough that no idle session outlives its limit by much."""
+        """Expire sessions in an endless loop, often enough that no idle session outlives its limit by
+        much."""
         while True:
             await asyncio.sleep(min(self._limits.idle_s / 4, 30.0))
             await self.expire()
 
     async def end(self, session_id: str) -> None:
-        """End a session that nobody wants graded. Idempotent."""
+        """Close a session without a grade. Idempotent."""
         if (session := self._open.get(session_id)) is not None:
             await self._end(session_id, session, Cancelled("the session was closed before it was graded"))
 
     async def aclose(self) -> None:
-        """End every session."""
+        """Close every session."""
         for session_id in list(self._open):
             await self.end(session_id)
 
-    async def _reopened(self, session_id: str, known: Session, row: Mapping[str, Any]) -> Prompt:
+    async def _reopened(self, session_id: str, known: NemoSession, row: Mapping[str, Any]) -> Prompt:
         if known.row != row:
             raise InputError("this session already has another task", hint="one session is one episode")
         async with known.lock:
             prompt = self.get(session_id).prompt
-        if prompt is None:  # unreachable while the lock covers the start; said for the type checker
+        if prompt is None:  # unreachable while the lock covers the start; for the type checker
             raise SessionLost("the session did not start")
         return prompt
 
@@ -250,7 +253,7 @@ class Sessions:
         self.get(session_id)  # raises the failure
         raise SessionLost("no such session")
 
-    async def _take_place(self, session: Session) -> None:
+    async def _take_place(self, session: NemoSession) -> None:
         if self._places.locked() and self._waiting >= self._limits.waiting:
             raise SessionsFull(
                 f"{self._waiting} episodes wait already", hint="lower the concurrency, or raise max_sessions"
@@ -262,29 +265,30 @@ class Sessions:
             self._waiting -= 1
         session.placed = True
 
-    async def _end(self, session_id: str, session: Session, outcome: Grade | RolloutFailure) -> None:
+    async def _end(self, session_id: str, session: NemoSession, outcome: Grade | RolloutFailure) -> None:
         """Record the outcome first, then close: a repeated request never finds a half-closed session."""
         if self._open.pop(session_id, None) is None:
             return
-        self._ended[session_id] = Ended(session.task.id, outcome)
+        self._ended[session_id] = SessionEnded(session.task.id, outcome)
         while len(self._ended) > self._limits.remembered:
             self._ended.popitem(last=False)
         try:
             await session.environment.close()
         except ProrlError as error:
-            # The outcome stands. The driver still holds what did not close, and ends it with the server.
+            # The outcome stands. The driver still owns an environment that failed to close, and closes it
+            # with the server.
             logger.error("closing %s: %s", session.task.id, error)
         finally:
             if session.placed:
                 self._places.release()
 
 
-def _tell(session: Session, output: Sequence[Mapping[str, Any]]) -> None:
-    """Tell the environment what was said. Some agents pass on what is no conversation; most environments do
-    not listen, so what cannot be read is not told."""
+def _tell(session: NemoSession, output: Sequence[Mapping[str, Any]]) -> None:
+    """Pass the transcript to the environment. Some agents send items that are not a conversation; most
+    environments ignore the transcript, so an unreadable one is only logged."""
     prompt = session.prompt.messages if session.prompt else ()
     try:
-        session.environment.listen((*prompt, *said_messages(output)))
+        session.environment.on_transcript((*prompt, *said_messages(output)))
     except InputError as error:
         logger.warning("the conversation cannot be read: %s", error)
 
@@ -300,7 +304,7 @@ async def _within[T](work: Coroutine[Any, Any, T], seconds: float, what: str) ->
 
 
 def _failure(error: BaseException) -> RolloutFailure:
-    """What is recorded of a session that `error` ended."""
+    """Return the failure to record for a session that `error` closed."""
     if isinstance(error, RolloutFailure):
         return error
     if isinstance(error, asyncio.CancelledError):

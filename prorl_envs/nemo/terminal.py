@@ -1,11 +1,12 @@
-"""An interactive session in a sandbox, as NeMo Gym 0.7 knows one. Imports nothing of NeMo Gym."""
+"""Interactive session in a sandbox, with the interface of NeMo Gym 0.7. Imports nothing of NeMo Gym."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, Self, cast, get_args
 
 from prorl_envs.sandbox.base import Sandbox
-from prorl_envs.tools.terminal_wire import (
+from prorl_envs.tools.protocol.messages import Framer, WireError, encode
+from prorl_envs.tools.protocol.terminal import (
     SESSION_FRAME_LIMIT,
     Exited,
     Open,
@@ -17,20 +18,19 @@ from prorl_envs.tools.terminal_wire import (
     decode_from_session,
     input_frames,
 )
-from prorl_envs.tools.wire import Framer, WireError, encode
 
-ENTRY = "prorl_envs.tools.interactive:serve"
+ENTRY = "prorl_envs.tools.server.interactive:serve"
 SIGNALS: tuple[str, ...] = get_args(Signal.__value__)
-#: Bytes of output that wait to be read; then the program waits.
+#: Bytes of unread output at which the program blocks.
 _BUFFER_LIMIT = 4 * 1024 * 1024
 
 
 class TerminalSession(asyncio.Protocol):
-    """A program on a terminal, or with pipes. Made by `open`; ends with `close`, with its program, or with
-    the sandbox. An async context manager, and an iterator over its output.
+    """Program on a terminal, or with pipes. Created by `open`; closed by `close`, by the exit of its program,
+    or with the sandbox. An async context manager, and an iterator over its output.
 
-    Everything received is taken as hostile. Output that nobody reads makes the program wait, in pipe mode
-    stderr too.
+    Everything received is treated as hostile. Unread output blocks the program, in pipe mode also unread
+    stderr.
     """
 
     def __init__(self, session_id: str, mode: str, error: type[Exception]) -> None:
@@ -51,10 +51,10 @@ class TerminalSession(asyncio.Protocol):
         """Start a program in a running sandbox.
 
         Args:
-            error: what the session's methods raise where it failed.
+            error: class of the errors that the session's methods raise.
 
         Raises:
-            SandboxError: the sandbox has ended or cannot be joined.
+            SandboxError: the sandbox is closed or cannot be joined.
         """
         sock = await sandbox.spawn(ENTRY)
         session_id = f"{sandbox.id}-{sock.fileno()}"
@@ -71,27 +71,27 @@ class TerminalSession(asyncio.Protocol):
 
     @property
     def closed(self) -> bool:
-        """Whether no command can be run any more."""
+        """True if no command can run any more."""
         return self._closed or self._exit.done()
 
     async def read(self, *, timeout_s: float | None = None) -> bytes:
-        """The output that has come since the last call, at least a byte; empty once the program has ended.
+        """Return the output since the last call, at least one byte; empty after the program has exited.
 
         Raises:
-            TimeoutError: none came in time.
-            SandboxPtyError: the session ended before its program.
+            TimeoutError: no output in time.
+            SandboxPtyError: the session was closed before its program exited.
         """
         return await self._read(self._output, timeout_s)
 
     async def read_stderr(self, *, timeout_s: float | None = None) -> bytes:
-        """The same for stderr, which only pipe mode has apart."""
+        """Return the stderr output since the last call; only pipe mode separates stderr."""
         return await self._read(self._errors, timeout_s)
 
     async def write(self, data: bytes) -> None:
-        """Give the program input.
+        """Write to the program's input.
 
         Raises:
-            SandboxPtyError: the session is over.
+            SandboxPtyError: the session is closed.
         """
         for frame in input_frames(data):
             self._send(frame)
@@ -102,27 +102,27 @@ class TerminalSession(asyncio.Protocol):
         self._send(Resize(rows, cols))
 
     async def send_signal(self, signal: str) -> None:
-        """Signal the program's process group, on a terminal the foreground's too.
+        """Send a signal to the program's process group, on a terminal also to the foreground process group.
 
         Raises:
-            ValueError: not one of SIGNALS.
+            ValueError: `signal` is not one of SIGNALS.
         """
         if signal not in SIGNALS:
             raise ValueError(f"signal {signal!r} cannot be sent; those can: {', '.join(SIGNALS)}")
         self._send(SendSignal(cast(Signal, signal)))
 
     async def wait_exit(self, *, timeout_s: float | None = None) -> int:
-        """The program's exit status once it has ended, 128 and more for a signal.
+        """Wait for the program's exit status, 128 and more for a signal.
 
         Raises:
-            TimeoutError: it has not ended in time.
-            SandboxPtyError: the session ended before it.
+            TimeoutError: the program did not exit in time.
+            SandboxPtyError: the session was closed before the program exited.
         """
         async with asyncio.timeout(timeout_s):
             return await asyncio.shield(self._exit)
 
     async def close(self) -> None:
-        """End the program and the session. Idempotent."""
+        """Kill the program and close the session. Idempotent."""
         self._closed = True
         self._end("the session was closed")
         await self._gone.wait()
@@ -158,7 +158,7 @@ class TerminalSession(asyncio.Protocol):
     def _end(self, why: str) -> None:
         if not self._exit.done():
             self._exit.set_exception(self._error(why))
-            self._exit.exception()  # seen, also where nobody waits
+            self._exit.exception()  # retrieved, so that asyncio does not warn if no task waits
         self._finish()
 
     def _finish(self) -> None:
@@ -168,7 +168,7 @@ class TerminalSession(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    # What asyncio calls.
+    # Callbacks of asyncio.Protocol.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -208,7 +208,7 @@ class TerminalSession(asyncio.Protocol):
 
 
 class _Stream:
-    """Output that waits to be read."""
+    """Buffer of unread output."""
 
     def __init__(self) -> None:
         self.data = bytearray()

@@ -1,4 +1,4 @@
-"""What passes between NeMo Gym and a resources server of ours: its settings, the requests, the answers."""
+"""Messages between NeMo Gym and our resources servers: settings, requests, responses."""
 
 # mypy: allow-subclassing-any, no-warn-return-any, disable-error-code="import-not-found,import-untyped"
 # NeMo Gym is an optional extra and ships no types.
@@ -18,15 +18,15 @@ from prorl_envs.errors import RolloutFailure
 from prorl_envs.nemo.failures import failure_kind
 from prorl_envs.tools.types import JsonObject
 
-#: Does this NeMo Gym leave masked samples out of its metrics by itself (0.5 and later)?
+#: True if NeMo Gym itself excludes masked samples from its metrics (0.5 and later).
 KNOWS_MASKS = "mask_sample" in BaseVerifyResponse.model_fields
 
-#: What to answer where there is no reward; see `masks`.
+#: Response if there is no reward; see `masks`.
 FailureMode = Literal["auto", "error", "mask"]
 
 
 def masks(mode: FailureMode) -> bool:
-    """Whether a failure is answered with a masked sample, and not with an error."""
+    """Return true if a failure is answered with a masked sample instead of an error."""
     return mode == "mask" or (mode == "auto" and KNOWS_MASKS)
 
 
@@ -35,14 +35,14 @@ class EnvironmentServerConfig(BaseResourcesServerConfig):
 
     Args:
         environment: name of the family.
-        failures: what `/verify` answers where there is no reward: `error` an HTTP error, which fails the
-            rollout; `mask` a response with `mask_sample: true`, whose `reward: 0.0` is a placeholder; `auto`
-            masks where NeMo Gym knows masks, else errs.
-        max_sessions: sandboxes at one time; further episodes wait.
-        idle_s: seconds without a request after which an episode is ended.
-        init_s, eval_s: seconds the start and the grader may take.
+        failures: response of `/verify` if there is no reward: `error` an HTTP error, which fails the rollout;
+            `mask` a response with `mask_sample: true`, whose `reward: 0.0` is a placeholder; `auto` masks if
+            NeMo Gym supports masks, else sends an error.
+        max_sessions: concurrent sandboxes; further episodes wait.
+        idle_s: seconds without a request after which an episode is closed.
+        init_s, eval_s: timeouts of the start and of the grader, in seconds.
         max_turns: answers after which `/step` grades and truncates. Keep it at or below the agent's
-            `max_steps`: past those the agent gives up without a grade.
+            `max_steps`: after that many, the agent stops without a grade.
     """
 
     environment: str
@@ -72,7 +72,7 @@ class SeedRequest(BaseModel):
 
 
 class SeedResponse(BaseModel):
-    """Nothing: the session travels in the cookie."""
+    """Empty response: the session id is in the cookie."""
 
 
 class VerifyRequest(BaseVerifyRequest):
@@ -80,7 +80,7 @@ class VerifyRequest(BaseVerifyRequest):
 
 
 class VerifyResponse(BaseVerifyResponse):
-    """The verdict. `reward` means something only where `mask_sample` is false."""
+    """The verdict. `reward` is valid only if `mask_sample` is false."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -114,22 +114,22 @@ class StepResponse(BaseModel):
 
 
 def details(grade: Grade) -> JsonObject:
-    """A grade beyond its scalar."""
+    """Return the fields of a grade beyond its reward."""
     return {"reward_components": dict(grade.components), "evidence": grade.evidence}
 
 
 def graded(grade: Grade) -> JsonObject:
-    """The fields of a verify response that has a reward."""
+    """Return the fields of a verify response with a reward."""
     return {"reward": grade.reward} | details(grade)
 
 
 def masked(failure: RolloutFailure) -> JsonObject:
-    """The fields of a verify response that has none."""
+    """Return the fields of a verify response without a reward."""
     verdict: JsonObject = {
         "reward": 0.0,
         "mask_sample": True,
         "failure_kind": failure_kind(failure),
         "failure_reason": str(failure)[:2000],
     }
-    # Without masks of its own, NeMo Gym keeps what carries this key out of the rollouts and in a file beside.
+    # A NeMo Gym without masks moves samples with this key out of the rollouts, into a separate file.
     return verdict if KNOWS_MASKS else verdict | {"_ng_failure_class": failure_kind(failure)}

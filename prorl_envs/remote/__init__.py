@@ -1,0 +1,1 @@
+"""Environments of NeMo Gym resources servers that run elsewhere or are started here, over HTTP only."""

@@ -1,8 +1,8 @@
-"""A NeMo Gym resources server as an environment: INIT seeds it, RUN calls it, EVAL asks for its verdict.
+"""NeMo Gym resources server as an environment: INIT seeds it, RUN calls its tools, EVAL requests its verdict.
 
 Protocol: NeMo Gym's resources servers, as its `simple_agent` drives them. `POST /seed_session` with the row,
-`POST /<tool>` with a call's arguments, `POST /verify` with the row and the model's response; cookies make one
-episode of them. Only this much is known of NeMo Gym here: nothing of it is imported.
+`POST /<tool>` with the arguments of a call, `POST /verify` with the row and the model's response; cookies
+join the requests of an episode. This module depends on that protocol only and imports nothing of NeMo Gym.
 """
 
 import time
@@ -15,25 +15,25 @@ from prorl_envs.env.node import Node
 from prorl_envs.env.responses import output_items
 from prorl_envs.env.sandboxed import Phase
 from prorl_envs.errors import EnvironmentFault, GraderError, InputError, ToolError
-from prorl_envs.remote.http import Connection, Reply, ServerUnavailable, Unanswered
+from prorl_envs.remote.http import HttpReply, RemoteConnection, RemoteUnavailable, Unanswered
 from prorl_envs.remote.task import NemoTask, read_row
 from prorl_envs.remote.verdict import VerifierUnavailable, read_verdict
 from prorl_envs.tools.types import JsonObject, ToolCall, ToolResult, ToolSpec
 
-#: Most bytes that are read of an answer: to a seed and to a verify, which repeats the conversation.
+#: Most bytes read of the answer to a seed or to a verify request, which repeats the conversation.
 MAX_ANSWER_BYTES = 64 * 2**20
-#: Seconds before a seed is tried again, and so how often.
+#: Pauses in seconds before each retry of a seed request.
 SEED_PAUSES_S = (0.2, 1.0, 3.0)
 
 
 class Server(Protocol):
-    """Where a collection's episodes go, and how they are bounded.
+    """Server that a collection's episodes use, and their bounds.
 
     Attributes:
-        finish_tool: the tool whose call ends an episode; "" where an answer without a call does.
+        finish_tool: tool whose call finishes an episode; "" if an answer without a call does.
         fail_on_500: a tool route's internal error fails the episode, instead of being shown to the model.
         seed_s, call_s, verify_s: seconds each kind of request may take.
-        tool_bytes: of a tool's answer, what the model is shown.
+        tool_bytes: bytes of a tool's answer that the model is shown.
     """
 
     finish_tool: str
@@ -43,17 +43,17 @@ class Server(Protocol):
     verify_s: float
     tool_bytes: int
 
-    async def connection(self, clock: Clock) -> Connection:
-        """A connection for one episode. Starts the server where it is ours and does not run.
+    async def connection(self, clock: Clock) -> RemoteConnection:
+        """Return a connection for one episode. Starts an own server that is not running.
 
         Raises:
-            RolloutFailure: it does not start.
+            RolloutFailure: the server does not start.
         """
         ...
 
 
 class NemoEnvironment(Environment[NemoTask]):
-    """One episode on a resources server. A subclass says on which."""
+    """One episode on a resources server. A subclass sets the server."""
 
     task_type: ClassVar[type[Task]] = NemoTask
     server: ClassVar[Server]
@@ -63,7 +63,7 @@ class NemoEnvironment(Environment[NemoTask]):
         super().__init__(node)
         self._phase = Phase.NEW
         self._task: NemoTask | None = None
-        self._connection: Connection | None = None
+        self._connection: RemoteConnection | None = None
         self._said: Sequence[Message] = ()
         self._observed: list[str] = []
 
@@ -96,7 +96,7 @@ class NemoEnvironment(Environment[NemoTask]):
             self._phase = Phase.FINISHED
         return result
 
-    def listen(self, messages: Sequence[Message]) -> None:
+    def on_transcript(self, messages: Sequence[Message]) -> None:
         self._said = messages
 
     async def eval(self) -> Grade:
@@ -122,9 +122,9 @@ class NemoEnvironment(Environment[NemoTask]):
         if connection is not None:
             await connection.aclose()
 
-    async def _seed(self, connection: Connection, task: NemoTask) -> None:
-        """Begin the session. Tried again where it fails: each try is a session of its own, and nothing has
-        been done in those before."""
+    async def _seed(self, connection: RemoteConnection, task: NemoTask) -> None:
+        """Start the session, with retries on failure: each attempt is a separate session, and nothing was
+        done in the earlier ones."""
         problem = ""
         for pause in (*SEED_PAUSES_S, None):
             try:
@@ -134,8 +134,8 @@ class NemoEnvironment(Environment[NemoTask]):
             except Unanswered as error:
                 problem = error.why
             except TimeoutError as error:
-                message = f"the server did not begin the session in {self.server.seed_s:g} s"
-                raise ServerUnavailable(message) from error
+                message = f"the server did not open the session in {self.server.seed_s:g} s"
+                raise RemoteUnavailable(message) from error
             else:
                 if not reply.away:
                     return _check_seed(reply)
@@ -143,11 +143,11 @@ class NemoEnvironment(Environment[NemoTask]):
             if pause is not None:
                 connection.forget()
                 await self.clock.sleep(pause)
-        raise ServerUnavailable(f"the session cannot be begun: {problem}", hint="is the server running?")
+        raise RemoteUnavailable(f"the session cannot be opened: {problem}", hint="is the server running?")
 
     async def _call(self, call: ToolCall, seconds: float) -> ToolResult:
         names = [tool.name for tool in self.tools]
-        if call.name not in names:  # and so no route that the model makes up is ever posted to
+        if call.name not in names:  # never post to a route that the model invented
             known = f"The tools are: {', '.join(names)}." if names else "There are no tools."
             return ToolResult(text=f"There is no tool {call.name[:100]!r}. {known}", ok=False)
         if self._connection is None:
@@ -191,7 +191,7 @@ class NemoEnvironment(Environment[NemoTask]):
             )
 
 
-def _check_seed(reply: Reply) -> None:
+def _check_seed(reply: HttpReply) -> None:
     if reply.status >= 400:
         raise EnvironmentFault(
             f"the server refuses the row: {reply.excerpt()}",
@@ -199,8 +199,8 @@ def _check_seed(reply: Reply) -> None:
         )
 
 
-def _shown(reply: Reply, seconds: float) -> ToolResult:
-    """What the model sees of a tool's answer: NeMo Gym's agents show an error's body as well."""
+def _shown(reply: HttpReply, seconds: float) -> ToolResult:
+    """Return the tool result for the model. As with NeMo Gym's agents, it includes the body of an error."""
     text = reply.text
     if reply.cut:
         text += f"\n[only the first {len(reply.body)} bytes of the answer are shown]"
@@ -209,10 +209,10 @@ def _shown(reply: Reply, seconds: float) -> ToolResult:
 
 
 def nemo_family(name: str, server: Server) -> type[NemoEnvironment]:
-    """The class of a collection whose episodes run on `server`.
+    """Return the environment class of a collection whose episodes run on `server`.
 
     Raises:
-        InputError: the name cannot be one.
+        InputError: the name is empty.
     """
     if not name:
         raise InputError("a collection needs a name")

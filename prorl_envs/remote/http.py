@@ -1,4 +1,4 @@
-"""One episode's connection to a resources server. What comes back is bounded in bytes and in time."""
+"""One episode's connection to a resources server. Answers are bounded in bytes and in time."""
 
 import json
 from collections.abc import Mapping
@@ -11,24 +11,24 @@ from prorl_envs.clock import Clock
 from prorl_envs.errors import EnvironmentFault, RolloutFailure
 from prorl_envs.tools.types import JsonObject
 
-#: Most bytes of the cookies that a server may leave with an episode.
+#: Most bytes of the cookies that a server may set in an episode.
 MAX_COOKIE_BYTES = 16 * 1024
 #: Deepest nesting of a JSON answer.
 MAX_DEPTH = 64
 
 
-class ServerUnavailable(EnvironmentFault):
-    """The server cannot be reached, or says that it cannot answer now."""
+class RemoteUnavailable(EnvironmentFault):
+    """Server that cannot be reached, or reports that it cannot answer now."""
 
     retryable = True
 
 
 class Unanswered(Exception):
-    """A request got no answer that can be used.
+    """Request without a usable answer.
 
     Args:
-        why: for people.
-        sent: whether the server may have acted on it.
+        why: reason, for people.
+        sent: whether the server may have acted on the request.
     """
 
     def __init__(self, why: str, *, sent: bool) -> None:
@@ -38,14 +38,14 @@ class Unanswered(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    """An answer.
+class HttpReply:
+    """An HTTP answer.
 
     Args:
-        status: of HTTP.
+        status: HTTP status.
         body: its first bytes.
-        cut: whether there were more.
-        refused: the server's own word that a tool call was refused.
+        cut: whether the body was longer.
+        refused: whether the server reported that it refused a tool call.
     """
 
     status: int
@@ -55,7 +55,7 @@ class Reply:
 
     @property
     def away(self) -> bool:
-        """A proxy, or the server itself, says that it cannot answer now."""
+        """True if a proxy, or the server itself, reports that it cannot answer now."""
         return self.status in (502, 503, 504)
 
     @property
@@ -63,28 +63,28 @@ class Reply:
         return self.body.decode("utf-8", "replace")
 
     def excerpt(self) -> str:
-        """For an error's message."""
+        """Return the status and the start of the body, for an error message."""
         return f"HTTP {self.status}: {self.text[:500].strip() or 'nothing'}"
 
 
-#: Says that a tool call which was answered was not carried out; see `nemo/server.py`.
+#: Header of an answered tool call that was not carried out; see `nemo/server.py`.
 REFUSED_HEADER = "x-prorl-refused"
 
 
-class Connection:
-    """Posts JSON, and keeps the cookies that make an episode of single requests.
+class RemoteConnection:
+    """HTTP client that posts JSON and keeps the cookies that join requests to one episode.
 
     Args:
         url: base URL of the server.
-        connect_s: seconds that reaching it may take.
+        connect_s: seconds to connect.
         tls: trusted certificates, shared by all connections.
-        clock: bounds the requests.
+        clock: for the timeouts of requests.
     """
 
     def __init__(self, url: str, *, connect_s: float, tls: Any, clock: Clock) -> None:
         self.url = url
         self._clock = clock
-        # A client of its own per episode: its cookies, and no search through the others' connections.
+        # One client per episode: it has separate cookies and need not search the other episodes' connections.
         self._http = httpx.AsyncClient(
             base_url=url,
             verify=tls,
@@ -94,20 +94,20 @@ class Connection:
             limits=httpx.Limits(max_connections=1),
         )
 
-    async def post(self, path: str, body: Mapping[str, Any], *, seconds: float, most: int) -> Reply:
+    async def post(self, path: str, body: Mapping[str, Any], *, seconds: float, most: int) -> HttpReply:
         """Post `body`.
 
         Args:
             path: of the route.
-            body: what JSON can say.
-            seconds: all of it may take.
-            most: bytes of the answer that are read; what is more is left unread, and the connection closed.
+            body: JSON-compatible values.
+            seconds: limit of the whole request.
+            most: bytes of the answer to read; if there are more, the connection is closed.
 
         Raises:
             Unanswered: no answer came.
             TimeoutError: it did not come in time.
         """
-        content = json.dumps(body).encode()  # ASCII: a lone surrogate travels as its escape
+        content = json.dumps(body).encode()  # ASCII: a lone surrogate is sent as its escape
         try:
             async with self._clock.timeout(seconds):
                 return await self._post(path, content, most)
@@ -116,11 +116,11 @@ class Connection:
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise Unanswered(f"{self.url} broke the connection: {error!r}", sent=True) from error
 
-    async def _post(self, path: str, content: bytes, most: int) -> Reply:
+    async def _post(self, path: str, content: bytes, most: int) -> HttpReply:
         headers = {"Content-Type": "application/json"}
         async with self._http.stream("POST", path, content=content, headers=headers) as response:
             if response.headers.get("content-encoding", "identity") != "identity":
-                raise Unanswered("the answer is compressed, which nobody asked for", sent=True)
+                raise Unanswered("the answer is compressed, which was not requested", sent=True)
             if sum(len(c.name) + len(c.value or "") for c in self._http.cookies.jar) > MAX_COOKIE_BYTES:
                 raise Unanswered(f"the server's cookies take more than {MAX_COOKIE_BYTES} bytes", sent=True)
             read = bytearray()
@@ -129,21 +129,21 @@ class Connection:
                 if len(read) > most:
                     break
             refused = REFUSED_HEADER in response.headers
-            return Reply(response.status_code, bytes(read[:most]), len(read) > most, refused)
+            return HttpReply(response.status_code, bytes(read[:most]), len(read) > most, refused)
 
     def forget(self) -> None:
-        """Drop the cookies: the next request begins a new session."""
+        """Drop the cookies: the next request starts a new session."""
         self._http.cookies.clear()
 
     async def aclose(self) -> None:
         await self._http.aclose()
 
 
-def json_object(reply: Reply, failure: type[RolloutFailure]) -> JsonObject:
-    """The object an answer holds.
+def json_object(reply: HttpReply, failure: type[RolloutFailure]) -> JsonObject:
+    """Return the JSON object of an answer.
 
     Raises:
-        RolloutFailure: `failure`, where it is cut, no JSON object or nested too deeply. NaN is no JSON.
+        RolloutFailure: `failure`, if the answer is cut, no JSON object, nested too deeply or contains NaN.
     """
     if reply.cut:
         raise failure(f"the server's answer is longer than {len(reply.body)} bytes")

@@ -1,8 +1,8 @@
-"""Where the episodes of a collection go: a resources server that somebody runs, or one that is started here.
+"""Resources servers for the episodes of a collection: an external server, or one that this process starts.
 
-A server of ours is a process of its own, with the Python of the environment that NeMo Gym is installed in. It
-answers on loopback alone, on a socket made here, and ends with the service. Where it ends by itself, its
-episodes fail (their state is lost), and the next one starts it again.
+A started server is a separate process that runs the Python of the environment in which NeMo Gym is installed.
+It listens on loopback only, on a socket created here, and stops with the service. If the server exits by
+itself, its episodes fail (their state is lost), and the next episode starts it again.
 """
 
 import asyncio
@@ -23,30 +23,30 @@ import httpx
 
 from prorl_envs.clock import Clock
 from prorl_envs.errors import EnvironmentFault, InputError, ProrlError, printable
-from prorl_envs.remote.http import Connection
+from prorl_envs.remote.http import RemoteConnection
 
 log = logging.getLogger(__name__)
 
-#: The program that serves; a file, not a module: it is run by a Python that may not have this package.
+#: Program of a started server. A file, not a module: its Python may not have this package.
 PROGRAM = Path(__file__).parent.parent / "nemo" / "alone.py"
-#: What a process is given of this one's environment; secrets are not among it.
+#: Environment variables passed to a started server; secrets are not included.
 _ENVIRONMENT = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "TMPDIR", "TZ", "LD_LIBRARY_PATH")
 _OURS = ("PRORL_RUN_DIR", "PRORL_CACHE_DIR", "PRORL_BWRAP", "PRORL_DRIVER")
 _REFUSED = 2
-#: Seconds a server may take to end in order.
+#: Seconds a server may take to stop.
 END_S = 8.0
-#: Lines of its output that are kept for an error's message.
+#: Lines of its output kept for error messages.
 _LINES = 20
 _LINE_BYTES = 16 * 1024
 
 
 @dataclass(slots=True, kw_only=True)
 class RunningServer:
-    """A resources server that somebody else runs. The bounds are those of `environment.Server`.
+    """An external resources server. The bounds are those of `environment.Server`.
 
     Args:
         url: its base URL.
-        connect_s: seconds that reaching it may take.
+        connect_s: seconds to connect.
     """
 
     url: str = ""
@@ -59,17 +59,17 @@ class RunningServer:
     tool_bytes: int = 64 * 1024
     _tls: Any = None
 
-    async def connection(self, clock: Clock) -> Connection:
-        """A connection for one episode."""
+    async def connection(self, clock: Clock) -> RemoteConnection:
+        """Return a connection for one episode."""
         if self._tls is None:
             self._tls = httpx.create_ssl_context(trust_env=False)
-        return Connection(self.url, connect_s=self.connect_s, tls=self._tls, clock=clock)
+        return RemoteConnection(self.url, connect_s=self.connect_s, tls=self._tls, clock=clock)
 
     async def start(self) -> None:
-        """Nothing to start: it may as well come later."""
+        """Do nothing: an external server may start later."""
 
     async def aclose(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there is no process to stop."""
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -81,17 +81,17 @@ class RunningServer:
 
 @dataclass(slots=True, kw_only=True)
 class OwnServer(RunningServer):
-    """A resources server of an installed NeMo Gym, in a process of its own.
+    """A resources server of an installed NeMo Gym, in a separate process.
 
     Args:
         name: the collection's, for messages.
         config: its YAML file: a path, or one below NeMo Gym's own folder.
-        instance: which of the file's resources servers; None where there is one.
-        overrides: values of its block.
-        python: the interpreter of an environment that has NeMo Gym; None takes this one.
-        roots: further folders with a `resources_servers/` in them.
-        pass_env: further variables of this process's environment that it is given.
-        start_s: seconds until it must answer.
+        instance: resources server of the file; None if the file defines only one.
+        overrides: values that override those of the server's block in the file.
+        python: the interpreter of an environment that has NeMo Gym; None takes the current interpreter.
+        roots: further folders that contain `resources_servers/`.
+        pass_env: further environment variables to pass to the server.
+        start_s: seconds until the server must answer.
     """
 
     name: str
@@ -109,11 +109,11 @@ class OwnServer(RunningServer):
 
     @property
     def pid(self) -> int | None:
-        """Of the process, while it runs."""
+        """Process id while the server runs, else None."""
         process = self._process
         return process.pid if process is not None and not _has_ended(process) else None
 
-    async def connection(self, clock: Clock) -> Connection:
+    async def connection(self, clock: Clock) -> RemoteConnection:
         if self.pid is None:
             try:
                 await self.start()
@@ -122,10 +122,10 @@ class OwnServer(RunningServer):
         return await RunningServer.connection(self, clock)
 
     async def start(self) -> None:
-        """Start it, unless it runs.
+        """Start the server, unless it runs.
 
         Raises:
-            InputError: it cannot be started so.
+            InputError: it cannot be started with this configuration.
         """
         async with self._starting:
             if self.pid is not None:
@@ -136,7 +136,7 @@ class OwnServer(RunningServer):
                 self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
                 await self._spawn(listener.fileno())
             finally:
-                listener.close()  # the process has it now: where that ends, nobody waits in vain
+                listener.close()  # only the process holds it: if that exits, clients do not wait for nothing
             try:
                 await self._until_it_answers()
             except BaseException:
@@ -144,7 +144,7 @@ class OwnServer(RunningServer):
                 raise
 
     async def aclose(self) -> None:
-        """End it, and whatever it started. Idempotent."""
+        """Stop the server and its process group. Idempotent."""
         process, self._process = self._process, None
         reading, self._reading = self._reading, None
         if process is not None:
@@ -175,13 +175,13 @@ class OwnServer(RunningServer):
 
     async def _request(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None
-        with suppress(ConnectionError):  # it ended already; its last words say why
+        with suppress(ConnectionError):  # already exited; its output has the reason
             process.stdin.write(json.dumps(self._order()).encode())
             await process.stdin.drain()
         process.stdin.close()
 
     def _order(self) -> dict[str, Any]:
-        """What it is to serve; a file that is not here is one of NeMo Gym's own."""
+        """Return the configuration to send; a path that is no file here is one of NeMo Gym's own files."""
         config = Path(self.config).expanduser()
         return {
             "config": str(config.resolve()) if config.is_file() else self.config,
@@ -192,7 +192,7 @@ class OwnServer(RunningServer):
         }
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
-        """Its output, to our log, and the last of it kept."""
+        """Copy the server's output to the log, and keep its last lines."""
         assert process.stdout is not None
         while chunk := await process.stdout.read(_LINE_BYTES):
             for line in chunk.decode("utf-8", "replace").splitlines():
@@ -200,14 +200,14 @@ class OwnServer(RunningServer):
                 log.debug("%s: %s", self.name, printable(line))
 
     async def _until_it_answers(self) -> None:
-        """Its socket listens before it does: one request waits there until it is up."""
+        """Wait for the first answer. The socket already listens, so one request waits on it."""
         process = self._process
         assert process is not None
         asking = asyncio.ensure_future(self._ask())
         ending = asyncio.ensure_future(process.wait())
         try:
             await asyncio.wait({asking, ending}, return_when=asyncio.FIRST_COMPLETED, timeout=self.start_s)
-            if asking.done() and asking.exception() is not None:  # most likely because it ended
+            if asking.done() and asking.exception() is not None:  # most likely because the process exited
                 await asyncio.wait({ending}, timeout=END_S)
             if ending.done():
                 raise await self._why(process)
@@ -223,7 +223,7 @@ class OwnServer(RunningServer):
             await asyncio.gather(asking, ending, return_exceptions=True)
 
     async def _ask(self) -> None:
-        async with httpx.AsyncClient(trust_env=False, timeout=None) as http:  # bounded by who waits
+        async with httpx.AsyncClient(trust_env=False, timeout=None) as http:  # the caller bounds it
             try:
                 await http.get(self.url + "/")
             except httpx.TransportError as error:
@@ -245,17 +245,17 @@ class OwnServer(RunningServer):
 
 
 def _has_ended(process: asyncio.subprocess.Process) -> bool:
-    """Asks the kernel: on a busy machine the event loop is told later than the next episode asks."""
+    """Return whether the process exited. Asks the kernel: a busy event loop notices an exit late."""
     if process.returncode is not None:
         return True
     try:
         return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # told, in this moment
+    except ChildProcessError:  # the event loop has just reaped it
         return True
 
 
 async def _end(process: asyncio.subprocess.Process, reading: "asyncio.Task[None] | None") -> None:
-    """End a process and the group it leads: politely, then not."""
+    """Stop a process and its process group: SIGTERM first, then SIGKILL."""
     _signal_group(process, signal.SIGTERM)
     with suppress(TimeoutError):
         async with asyncio.timeout(END_S):
@@ -265,7 +265,7 @@ async def _end(process: asyncio.subprocess.Process, reading: "asyncio.Task[None]
     if reading is not None:
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
-    # The pipe's other end may live on in what left the group; nothing of ours does.
+    # A process that left the group may keep the pipe's other end open; close this end.
     transport = getattr(process, "_transport", None)
     if transport is not None:
         transport.close()

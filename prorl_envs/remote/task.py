@@ -1,4 +1,4 @@
-"""A NeMo Gym row as a task: it goes to the server as it is, and says what the model is told."""
+"""A NeMo Gym row as a task: sent to the server unchanged, and the source of prompt and tools."""
 
 import hashlib
 import json
@@ -14,11 +14,11 @@ from prorl_envs.env.rows import validate_row
 from prorl_envs.errors import InputError
 from prorl_envs.tools.types import JsonObject, ToolSpec
 
-#: A tool is a route of the server, so its name is a path's last part and nothing else.
+#: A tool is a route of the server, so its name must be a single path segment.
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
-#: Routes that steer an episode. An agent posts to the route that the model names: these are not for models.
+#: Routes that control an episode. An agent posts to the route that the model names, so these are excluded.
 _OWN_ROUTES = frozenset({"seed_session", "close_session", "verify", "aggregate_metrics", "reset", "mcp"})
-#: Fields that may name a row, best first.
+#: Fields that may name a row, in order of preference.
 _NAMES = ("id", "task_id", "uuid", "instance_id")
 
 
@@ -27,8 +27,8 @@ class NemoRow(BaseModel):
 
     Args:
         responses_create_params: `input` (messages), `instructions` and `tools`, as for the Responses API.
-        reference: tool calls that solve the task, for `prorl-envs validate`; the server never sees them.
-        reference_answer: what the model would say after them.
+        reference: tool calls that solve the task, for `prorl-envs validate`; never sent to the server.
+        reference_answer: the model's final answer after these calls.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -39,11 +39,11 @@ class NemoRow(BaseModel):
 
 
 class NemoTask(Task):
-    """A row, read.
+    """A parsed row.
 
     Args:
-        row: what the server is sent.
-        messages, tools: what the model is told.
+        row: the row that is sent to the server.
+        messages, tools: prompt of the model.
     """
 
     row: dict[str, Any]
@@ -52,7 +52,7 @@ class NemoTask(Task):
 
     @classmethod
     def model_json_schema(cls, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The schema of what callers send: a row."""
+        """Return the schema of the rows that callers send."""
         return NemoRow.model_json_schema(*args, **kwargs)
 
     @property
@@ -107,7 +107,7 @@ def _check_names(tools: Sequence[ToolSpec]) -> None:
 
 
 def _id_of(row: JsonObject) -> str:
-    """The name a row gives itself, on its own or in its task; else one that its content makes."""
+    """Return the id in the row's top level or metadata, else a hash of the row's content."""
     metadata = row.get("verifier_metadata")
     own = metadata.get("task") if isinstance(metadata, dict) else None
     for place in (row, metadata, own):

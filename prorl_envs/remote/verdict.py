@@ -1,4 +1,4 @@
-"""What `/verify` answered, as a grade or as the failure it is. Pure."""
+"""Conversion of an answer to `/verify` into a grade or a typed failure. Pure."""
 
 import json
 import math
@@ -7,39 +7,39 @@ from typing import Any
 
 from prorl_envs.env.base import Grade
 from prorl_envs.errors import EnvironmentFault, GraderError, RolloutFailure, SandboxError, ToolError
-from prorl_envs.remote.http import Reply, json_object
+from prorl_envs.remote.http import HttpReply, json_object
 from prorl_envs.tools.types import JsonObject
 
-#: Most bytes of evidence that a result keeps; what does not fit is named.
+#: Most bytes of evidence kept in a result; omitted fields are named.
 MAX_EVIDENCE_BYTES = 256 * 1024
 MAX_COMPONENTS = 256
 
-#: The boundary that a mask's `failure_kind` names: NeMo Gym's words, and ours as `nemo/failures.py` has them.
+#: Boundaries by a mask's `failure_kind`: NeMo Gym's values, and ours as in `nemo/failures.py`.
 _KINDS: dict[str, type[RolloutFailure]] = {
     "provider_unavailable": SandboxError,
     "prorl:sandbox": SandboxError,
     "prorl:tool": ToolError,
     "verifier_error": GraderError,
 }
-#: Fields of the answer that are no finding of the grader's.
+#: Fields of the answer that are not findings of the grader.
 _ENVELOPE = frozenset({"responses_create_params", "response", "reward", "mask_sample"})
 
 
 class VerifierUnavailable(GraderError):
-    """The server could not be asked for its verdict; another attempt may well get one."""
+    """Server that could not be asked for its verdict; another attempt may succeed."""
 
     retryable = True
 
 
-def read_verdict(reply: Reply, row: Mapping[str, Any]) -> Grade:
-    """The grade in a verify response.
+def read_verdict(reply: HttpReply, row: Mapping[str, Any]) -> Grade:
+    """Return the grade in a verify response.
 
     Args:
         reply: the answer to `/verify`.
-        row: what was sent with it; a server repeats it, and what is repeated is no evidence.
+        row: the row that was sent; the server repeats its fields, and repeated fields are no evidence.
 
     Raises:
-        RolloutFailure: the server has no verdict, or masks the sample, or its answer is not to be believed.
+        RolloutFailure: the server has no verdict, masks the sample, or its answer is invalid.
     """
     if reply.status != 200:
         raise (VerifierUnavailable if reply.away else GraderError)(
@@ -51,7 +51,7 @@ def read_verdict(reply: Reply, row: Mapping[str, Any]) -> Grade:
     if reward is None:
         raise GraderError(f"the server's reward is {str(answer.get('reward'))[:100]!r}, not a finite number")
     own, evidence = answer.get("reward_components"), answer.get("evidence")
-    if isinstance(own, dict) and isinstance(evidence, dict):  # a server of ours says both
+    if isinstance(own, dict) and isinstance(evidence, dict):  # a server of this package has both
         return Grade(reward=reward, components=_numbers(own), evidence=_bounded(evidence))
     found = {key: value for key, value in answer.items() if key not in _ENVELOPE and row.get(key) != value}
     return Grade(reward=reward, components=_numbers(found), evidence=_bounded(found))
@@ -67,7 +67,7 @@ def _check_mask(answer: JsonObject) -> None:
 
 
 def _number(value: object) -> float | None:
-    """A finite number; True and False are none."""
+    """Return a finite number; None for everything else, including True and False."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -78,7 +78,7 @@ def _number(value: object) -> float | None:
 
 
 def _numbers(found: Mapping[str, Any]) -> dict[str, float]:
-    """Numbers, and what is true or false, as parts of the reward."""
+    """Return the numeric and Boolean fields as components of the reward."""
     parts = {}
     for name, value in list(found.items())[:MAX_COMPONENTS]:
         number = float(value) if isinstance(value, bool) else _number(value)

@@ -1,4 +1,4 @@
-"""The contract every sandbox driver keeps. Knows nothing of tools, tasks or models."""
+"""Interfaces that every sandbox driver implements. Independent of tools, tasks and models."""
 
 import socket
 from collections.abc import Collection, Mapping
@@ -7,22 +7,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from prorl_envs.sandbox.snapshot import Snapshot
+    from prorl_envs.sandbox.filesystem.snapshot import Snapshot
 
 from prorl_envs.errors import SandboxError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mount:
-    """A host path that appears in the sandbox.
+    """Host path that appears in the sandbox.
 
     Args:
         source: path on the host; must exist when the sandbox starts.
         target: absolute path inside.
-        writable: False binds read-only. True gives the sandbox the host path itself: only for
-            directories made for this sandbox.
-        overlay: True makes `target` a private writable copy-on-write view of `source` (a directory);
-            the source never changes and the changes end with the sandbox.
+        writable: False binds read-only. True gives the sandbox the host path itself: only for directories
+            made for this sandbox.
+        overlay: True makes `target` a private writable copy-on-write view of `source` (a directory); the
+            source never changes, and the changes are discarded with the sandbox.
     """
 
     source: Path
@@ -32,18 +32,18 @@ class Mount:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What a sandbox may use; None is no bound. How each is kept depends on the machine: see decision 0017.
+class SandboxLimits:
+    """Resource limits of a sandbox; None is no limit. See docs/decisions/limits.md for their enforcement.
 
     Args:
-        memory_bytes: of all its processes together, shared memory and files in memory included.
-        processes: that live at a time, threads counted where the kernel itself keeps the limit; 32 or more.
-        open_files: of each process; 1,024 or more, for the tools use high numbers.
-        cpus: processors' worth of time; kept by cgroups alone.
+        memory_bytes: of all its processes together, including shared memory and files in memory.
+        processes: simultaneous processes, and threads too if the kernel enforces the limit; 32 or more.
+        open_files: per process; 1,024 or more, because the tools use high numbers.
+        cpus: CPU time in processors; enforced only by cgroups.
         disk_bytes: of all files it wrote; writable mounts of the host's own directories do not count.
-        disk_files: files and directories it made.
-        file_bytes: of one file; where it is None, `disk_bytes`.
-        wall_s: seconds from its start, after which it is closed.
+        disk_files: files and directories it created.
+        file_bytes: of one file; None means `disk_bytes`.
+        lifetime_s: seconds from its start until it is closed.
     """
 
     memory_bytes: int | None = 8 << 30
@@ -53,26 +53,26 @@ class Limits:
     disk_bytes: int | None = 16 << 30
     disk_files: int | None = 1_000_000
     file_bytes: int | None = None
-    wall_s: float | None = None
+    lifetime_s: float | None = None
 
 
 DEFAULT_HOSTNAME = "sandbox"
-#: Where, on a sandbox's loopback, the proxy of one with `Network.allow` listens.
+#: Port of the proxy on the loopback interface of a sandbox with `Network.allow`.
 PROXY_PORT = 3128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """What a sandbox can connect to beside its own loopback; by default nothing.
+    """Network access of a sandbox beyond its own loopback; none by default.
 
     Args:
-        allow: hosts that are reached through an HTTP proxy at 127.0.0.1, port `PROXY_PORT`, which the usual
-            environment variables name: `host`, `host:port`, `*.host` (what is below, and not itself) or
-            `*.host:port`. Without a port, 80 and 443. Names that lead to addresses which are not public are
-            refused unless that address is listed as well. There is still no other way out: programs that
-            know no proxy reach nothing, and there is no name service.
-        open: True gives it the host's network itself, the services on the host's loopback and its abstract
-            sockets included.
+        allow: hosts reachable through an HTTP proxy at 127.0.0.1, port `PROXY_PORT`, which the usual
+            environment variables name: `host`, `host:port`, `*.host` (names below it, not the host itself) or
+            `*.host:port`. Without a port, 80 and 443. Names that resolve to addresses which are not public
+            are refused unless that address is listed as well. No other way out exists: programs without proxy
+            support reach nothing, and there is no name service.
+        open: True gives it the host's network itself, including services on the host's loopback and the
+            host's abstract sockets.
     """
 
     allow: tuple[str, ...] = ()
@@ -81,24 +81,30 @@ class Network:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSpec:
-    """What a sandbox should look like. Isolated by default: own user, mount, pid, net, ipc, uts and cgroup
-    namespaces, the system read-only, no host environment, no network but loopback unless `network` asks.
+    """Configuration of a sandbox. Isolated by default: own user, mount, pid, net, ipc, uts and cgroup
+    namespaces, the system read-only, no host environment, no network but loopback unless `network` allows it.
 
     Args:
-        image: the system inside: a directory with a root file system, or a SIF file. None is the host's own
-            system, read-only. An image is a private copy-on-write view: all of it can be changed where its
-            permissions allow, and the image never changes. It needs `/bin/sh` and nothing else. What belongs
-            to other users than this one on the host (root, in most images) belongs to nobody inside.
-        workdir: absolute path of the private writable workspace inside; also the first working directory.
+        image: the root file system inside: a directory, a SIF file, or a layered image's `.layers.json` file.
+            None is the host's own system, read-only. An image appears as a private copy-on-write view, which
+            can be changed as its permissions allow; the image itself never changes. It only needs `/bin/sh`.
+            Files of other host users (root, in most SIF files) belong to the overflow user inside.
+        workdir: absolute path of the private writable workspace inside; also the initial working directory.
+            `/` only with `emulate_root`.
         env: the complete environment of processes inside, on top of PATH, HOME, LANG, TERM.
         mounts: further host paths that appear inside, in order.
         masks: absolute paths inside that are hidden behind an empty read-only directory, after `mounts`.
-        hostname: name the sandbox sees itself under.
-        uid: user id inside (0 looks like root and still has no capability).
-        default_route: True gives the loopback interface a default route, so that connections to
-            addresses outside time out as on a filtered network instead of failing at once.
-        limits: what it may use; None takes the driver's.
-        network: what it can connect to.
+        hostname: host name inside.
+        uid: user id inside (0 looks like root but has no capabilities).
+        emulate_root: True makes the processes root of the image, for package managers and tasks that need it:
+            `uid` is 0, all of the image can be written, and calls that need a privilege nobody has here
+            (chown, setuid, mknod, setting attributes) report success without effect. The image is the whole
+            system: `/tmp`, `/run`, `/root` and `workdir` are directories of it, not mounts. Needs an image.
+            See docs/decisions/root-emulation.md.
+        default_route: True gives the loopback interface a default route, so that connections to addresses
+            outside time out as on a filtered network instead of failing at once.
+        limits: resource limits; None means the driver's.
+        network: network access.
     """
 
     image: Path | None = None
@@ -108,22 +114,23 @@ class SandboxSpec:
     masks: tuple[str, ...] = ()
     hostname: str = DEFAULT_HOSTNAME
     uid: int = 1000
+    emulate_root: bool = False
     default_route: bool = False
-    limits: Limits | None = None
+    limits: SandboxLimits | None = None
     network: Network = field(default_factory=Network)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TerminalPlan:
-    """A program to begin on a pseudo-terminal of its own, as the sandbox's maker does.
+    """Program that the launcher of a sandbox starts on its own pseudo-terminal.
 
     Args:
         programs: absolute paths inside, tried in turn.
-        arguments: what follows the program's own name.
-        env: its whole environment.
-        settings: the terminal's, as TCSETS takes them (the kernel's `struct termios`, 36 bytes).
+        arguments: arguments after the program's own name.
+        env: its complete environment.
+        settings: the terminal's, in TCSETS format (the kernel's `struct termios`, 36 bytes).
         size: rows and columns.
-        text_fd, report_fd: its descriptors of a memory file and of the writing end of a pipe.
+        text_fd, report_fd: the program's descriptors of a memory file and of the write end of a pipe.
     """
 
     programs: tuple[str, ...]
@@ -136,18 +143,18 @@ class TerminalPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begun:
-    """A program that runs on a terminal; the descriptors are their taker's.
+class OpenedTerminal:
+    """Running program on a terminal; the receiver owns the descriptors.
 
     Args:
-        pid: its number on the host; -1 where it has ended already.
+        pid: its pid on the host; -1 if it has already exited.
         terminal: the master's side, non-blocking.
-        report: the reading end of the pipe, non-blocking.
+        report: the read end of the pipe, non-blocking.
         process: its pidfd.
         text: the memory file.
-        exits: socket on which the process's parent tells how each of its children ended, as `siginfo_t` (128
-            bytes) from waitid(2); the sandbox's first process is the only other. End of file where the parent
-            is gone.
+        exits: socket on which the program's parent reports how each of its children exited, as `siginfo_t`
+            (128 bytes) from waitid(2). Its only other child is the sandbox's first process. End of file once
+            the parent has exited.
     """
 
     pid: int
@@ -160,11 +167,11 @@ class Begun:
 
 @runtime_checkable
 class Sandbox(Protocol):
-    """A running sandbox. Whoever started it closes it; it ends with the process that started it."""
+    """Running sandbox. The caller that started it closes it; it stops with the process that started it."""
 
     @property
     def id(self) -> str:
-        """Unique on this node."""
+        """Unique ID on this node."""
         ...
 
     @property
@@ -173,103 +180,121 @@ class Sandbox(Protocol):
     @property
     def workspace(self) -> Path:
         """Host path of the directory seen inside as `spec.workdir`, until the sandbox is closed. Content is
-        hostile: never follow links in it, never run anything from it on the host."""
+        hostile: never follow links in it, never run anything from it on the host.
+
+        Raises:
+            SandboxError: with `spec.emulate_root`, if the image itself has that directory: then no directory
+                on the host holds all of its content.
+        """
         ...
 
     @property
     def alive(self) -> bool: ...
 
-    def ended(self) -> SandboxError:
-        """The error for whoever uses it after its end: `SandboxLimit` where the driver ended it for one."""
+    def end_error(self) -> SandboxError:
+        """Return the error for users of a stopped sandbox: `SandboxLimit` if a limit was the cause."""
         ...
 
-    def take_notices(self) -> list[str]:
-        """What was done to keep its limits since the last call, for the model to read: one sentence each.
+    def pop_notices(self) -> list[str]:
+        """Return one sentence, for the model, on each action taken to enforce the limits since the last call.
 
-        Cheap, and never waits: a few microseconds where nothing happened.
+        Cheap, and never waits: a few microseconds if nothing happened.
         """
         ...
 
     def memory(self) -> int | None:
-        """Bytes of memory that what runs in it holds now, as they count towards its limit; None where that
-        cannot be told apart from others', or it has ended. Blocks for some tenths of a millisecond."""
+        """Return the bytes of memory that its processes hold now, as counted towards the limit; None if they
+        cannot be separated from other processes' memory, or the sandbox has stopped. Blocks for some 0.1 ms.
+        """
         ...
 
     async def spawn(self, entry: str, *, template: str = "base") -> socket.socket:
         """Fork a process from a template into this sandbox and run `entry` there.
 
         Args:
-            entry: `package.module:function`, from the template's fixed list. It is called with one
-                connected stream socket, whose other end is returned. It is the leader of a session; what
-                it starts must get one of its own (signals to a process group pass through namespaces).
+            entry: `package.module:function`, from the template's fixed list. It is called with one connected
+                stream socket, whose peer is returned. The process leads a session; processes that it starts
+                need sessions of their own (signals to a process group cross pid namespaces).
             template: which warm process to fork: `base`, or `ipython` (IPython already imported).
 
         Raises:
-            SandboxError: the sandbox has ended, or the process could not join it.
+            SandboxError: the sandbox has stopped, or the process could not join it.
         """
         ...
 
-    async def begin_shell(self) -> Begun | None:
-        """Begin the shell that `tools.born.plan` describes, without a tool server; once for a sandbox.
+    async def open_shell(self) -> OpenedTerminal | None:
+        """Start the shell of `tools.server.initial_shell.plan` without a tool server; once per sandbox.
 
         Returns:
-            what it is driven by; None where there is no such shell, or it was begun before: a tool server can
-            begin others.
+            the shell's terminal and descriptors; None if there is no such shell, or it was started before: a
+            tool server can start others.
 
         Raises:
-            SandboxError: the sandbox has ended.
+            SandboxError: the sandbox has stopped.
         """
         ...
 
-    async def listen(self) -> socket.socket:
-        """A socket that listens on the sandbox's own loopback, at a free port: for services of whoever runs
-        it. What connects is inside, whoever accepts is outside, and no other way leads there.
+    async def listen_loopback(self) -> socket.socket:
+        """Return a socket that listens on the sandbox's own loopback, at a free port, for services of the
+        caller. Only processes inside can connect; the caller accepts outside.
 
         Returns:
             the socket, which the caller owns and closes before the sandbox.
 
         Raises:
-            SandboxError: the sandbox has ended, or the kernel refused.
+            SandboxError: the sandbox has stopped, or the kernel refused.
         """
         ...
 
     async def snapshot(self) -> "Snapshot":
-        """Copy the files of the sandbox, which goes on; see `snapshot.Snapshot` for what is captured.
+        """Copy the files of the sandbox, which keeps running; see `snapshot.Snapshot` for its content.
 
         Raises:
-            SandboxError: the sandbox has ended, or its files cannot be copied.
+            SandboxError: the sandbox has stopped, or its files cannot be copied.
+        """
+        ...
+
+    async def take_layer(self, target: Path) -> None:
+        """Close the sandbox, and move its changes to the image to `target`: a layer, in overlayfs's form.
+
+        Args:
+            target: in an existing directory; made here, in place of an empty directory. On the file system of
+                the sandboxes it takes one rename, on others a copy.
+
+        Raises:
+            SandboxError: the sandbox has no image or has stopped, or its files cannot be moved.
         """
         ...
 
     async def close(self) -> None:
-        """End everything in the sandbox and remove its files. Idempotent; safe under cancellation."""
+        """Kill all processes in the sandbox and remove its files. Idempotent; safe under cancellation."""
         ...
 
 
 @runtime_checkable
 class Driver(Protocol):
-    """Starts sandboxes on this node."""
+    """Factory of sandboxes on this node."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def sandboxes(self) -> Collection[Sandbox]:
-        """Those not yet closed."""
+        """Sandboxes that are not closed yet."""
         ...
 
     async def start(self, spec: SandboxSpec, *, snapshot: "Snapshot | None" = None) -> Sandbox:
         """Start a sandbox and return it once its first process runs.
 
         Args:
-            spec: what it should look like.
-            snapshot: what its files are copied from; None starts with empty directories.
+            spec: its configuration.
+            snapshot: source of its files; None starts with empty directories.
 
         Raises:
-            SandboxError: with the driver's own words and a remedy as hint.
+            SandboxError: with the driver's own message, and a remedy as hint.
         """
         ...
 
     async def aclose(self) -> None:
-        """Close every sandbox still open, end the templates, remove the driver's directory."""
+        """Close every sandbox still open, stop the templates, remove the driver's directory."""
         ...

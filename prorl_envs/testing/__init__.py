@@ -1,0 +1,1 @@
+"""Test doubles for users and tests: scripted model servers, a clock, a tokenizer."""

@@ -1,4 +1,4 @@
-"""Who sent what: the scripted server's proof that no client ever tokenised a sampled text again."""
+"""Audit of the scripted server: proof that no client ever tokenised a sampled text again."""
 
 from array import array
 from collections import OrderedDict, deque
@@ -23,7 +23,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """The last exchange of a session, as lengths and digests: constant memory, however long the context."""
+    """Last exchange of a session, as lengths and digests: constant memory for any context length."""
 
     prompt_length: int
     prompt: bytes
@@ -32,13 +32,13 @@ class _Seen:
 
 
 @dataclass(slots=True)
-class Counts:
-    """What the server counts.
+class AuditCounts:
+    """Counters of the server.
 
-    `violations` are prompts that do not begin with everything the session was sent and sampled before;
-    `restarts` are sessions that began anew, `repeats` requests sent a second time, `told_to_abort` requests
-    for the end of another one, `refused` what was too much at once; `behaviours` counts sessions, `emptied`
-    how often the prefix cache was.
+    `violations`: prompts that do not start with everything the session was sent and sampled before;
+    `restarts`: sessions that started anew; `repeats`: requests sent a second time; `told_to_abort`: requests
+    to abort another request; `refused`: requests over the concurrency limit; `behaviours`: sessions per
+    behaviour; `emptied`: resets of the prefix cache.
     """
 
     requests: int = 0
@@ -58,22 +58,22 @@ class Counts:
 
 
 class Audit:
-    """Checks each prompt against what its session holds already.
+    """Check of each prompt against the history of its session.
 
     Args:
-        counts: where to count.
-        max_sessions: sessions remembered; the longest idle are forgotten.
+        counts: counters to update.
+        max_sessions: sessions kept; the longest idle are forgotten.
         max_exchanges: exchanges kept in full.
     """
 
-    def __init__(self, counts: Counts, *, max_sessions: int = 65_536, max_exchanges: int = 256) -> None:
+    def __init__(self, counts: AuditCounts, *, max_sessions: int = 65_536, max_exchanges: int = 256) -> None:
         self._counts = counts
         self._max_sessions = max_sessions
         self._seen: OrderedDict[str, _Seen] = OrderedDict()
         self.exchanges: deque[Exchange] = deque(maxlen=max_exchanges)
 
     def check(self, session: str, prompt_ids: Sequence[int], turn: int) -> None:
-        """Count what kind of request this is; a prompt that rewrites its history is a violation."""
+        """Count the kind of this request; a prompt that rewrites its history is a violation."""
         seen = self._seen.get(session)
         if seen is None or _digest(prompt_ids[: seen.whole_length]) == seen.whole:
             return
@@ -85,7 +85,7 @@ class Audit:
             self._counts.violations += 1
 
     def known(self, session: str, prompt_ids: Sequence[int]) -> int:
-        """Tokens at the prompt's beginning that this session was sent or sampled before."""
+        """Return the number of tokens at the prompt's start that this session was sent or sampled before."""
         seen = self._seen.get(session)
         if seen is None:
             return 0
@@ -95,7 +95,7 @@ class Audit:
         return 0
 
     def record(self, exchange: Exchange) -> None:
-        """Remember an answered request."""
+        """Record an answered request."""
         whole = (*exchange.prompt_ids, *exchange.sampled_ids)
         self._seen[exchange.session] = _Seen(
             len(exchange.prompt_ids), _digest(exchange.prompt_ids), len(whole), _digest(whole)
@@ -107,16 +107,16 @@ class Audit:
 
 
 class Dealer:
-    """Deals behaviours to sessions: one deck per task, a card per new session in order of arrival.
+    """Assignment of behaviours to sessions: one deck per task, one card per new session in order of arrival.
 
     Args:
-        mix: what a deck holds.
-        counts: where to count.
+        mix: contents of a deck.
+        counts: counters to update.
         seed: of the shuffles.
-        max_sessions: sessions remembered; the longest idle are forgotten.
+        max_sessions: sessions kept; the longest idle are forgotten.
     """
 
-    def __init__(self, mix: Mix, counts: Counts, *, seed: int = 0, max_sessions: int = 65_536) -> None:
+    def __init__(self, mix: Mix, counts: AuditCounts, *, seed: int = 0, max_sessions: int = 65_536) -> None:
         self._mix = mix
         self._counts = counts
         self._seed = seed
@@ -126,7 +126,7 @@ class Dealer:
         self._rounds: dict[str, int] = {}
 
     def deal(self, session: str, key: str) -> Behaviour:
-        """The behaviour of `session`, whose task is `key`; the same each time it is asked."""
+        """Return the behaviour of `session`, whose task is `key`; repeated calls return the same."""
         behaviour = self._dealt.get(session)
         if behaviour is None:
             behaviour = self._draw(key)

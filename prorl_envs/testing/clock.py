@@ -1,4 +1,4 @@
-"""A clock that moves when told to."""
+"""Fake clock that tests advance explicitly."""
 
 import asyncio
 import heapq
@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 
 class FakeAlarm:
-    """A `prorl_envs.clock.Alarm`: calls when `wake` is set, unless it was cancelled, also in between."""
+    """A `prorl_envs.clock.Alarm`: calls when `wake` is set, unless it is cancelled before the call."""
 
     def __init__(self, callback: Callable[[], None]) -> None:
         self.wake: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -23,11 +23,11 @@ class FakeAlarm:
 class FakeClock:
     """Monotonic time and sleeping, without waiting.
 
-    A `prorl_envs.clock.Clock`. Where a component asks only for a part of one, pass `clock.monotonic` or
+    A `prorl_envs.clock.Clock`. If a component needs only a part of it, pass `clock.monotonic` or
     `clock.sleep`.
 
     Args:
-        start: seconds the clock shows at first.
+        start: initial time in seconds.
     """
 
     def __init__(self, start: float = 0.0) -> None:
@@ -37,7 +37,7 @@ class FakeClock:
         self._changed = asyncio.Event()
 
     def monotonic(self) -> float:
-        """Seconds, as `time.monotonic`."""
+        """Return the time in seconds, like `time.monotonic`."""
         return self._now
 
     async def sleep(self, seconds: float) -> None:
@@ -51,7 +51,7 @@ class FakeClock:
         await wake
 
     def call_later(self, seconds: float, callback: Callable[[], None]) -> "FakeAlarm":
-        """As `asyncio.AbstractEventLoop.call_later`, in this clock's time."""
+        """Schedule a callback like `asyncio.AbstractEventLoop.call_later`, in this clock's time."""
         alarm = FakeAlarm(callback)
         heapq.heappush(self._sleepers, (self._now + seconds, next(self._order), alarm.wake))
         self._changed.set()
@@ -61,7 +61,7 @@ class FakeClock:
 
     @asynccontextmanager
     async def timeout(self, seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
-        """As `asyncio.timeout`, in this clock's time."""
+        """Limit a block like `asyncio.timeout`, in this clock's time."""
         async with asyncio.timeout(None) as deadline:
             if seconds is None:
                 yield deadline
@@ -75,11 +75,11 @@ class FakeClock:
 
     @property
     def sleeping(self) -> tuple[float, ...]:
-        """Times at which the sleepers wake, soonest first."""
+        """Wake-up times of the sleepers, soonest first."""
         return tuple(when for when, _, wake in sorted(self._sleepers) if not wake.done())
 
     def advance(self, seconds: float) -> None:
-        """Move on; everyone whose time has come wakes in order at the loop's next turn."""
+        """Advance the clock; due sleepers wake in order at the loop's next iteration."""
         self._now += seconds
         while self._sleepers and self._sleepers[0][0] <= self._now:
             wake = heapq.heappop(self._sleepers)[2]
@@ -87,7 +87,7 @@ class FakeClock:
                 wake.set_result(None)
 
     async def wait_for_sleepers(self, count: int = 1) -> None:
-        """Return once at least `count` tasks sleep on this clock."""
+        """Return when at least `count` tasks sleep on this clock."""
         while len(self.sleeping) < count:
             self._changed.clear()
             await self._changed.wait()

@@ -1,7 +1,7 @@
-"""The route of a vLLM server that was started with `--enable-scale-out`: tokens in, tokens out, and versions.
+"""Route of a vLLM server that was started with `--enable-scale-out`: tokens in, tokens out, and versions.
 
-Its shapes are those of vLLM's `entrypoints/scale_out/token_in_token_out`, as far as rollouts need them:
-events have what is new, and the versions come with the last one.
+Its formats are those of vLLM's `entrypoints/scale_out/token_in_token_out`, as far as rollouts need them:
+events hold only new tokens, and the last event holds the versions.
 """
 
 from fastapi import FastAPI, Request, Response
@@ -13,7 +13,7 @@ from prorl_envs.tools.types import JsonObject
 
 
 class TokenSampling(BaseModel):
-    """The sampling settings that matter to a script."""
+    """Sampling settings that affect a script."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -22,7 +22,7 @@ class TokenSampling(BaseModel):
 
 
 class TokensRequest(BaseModel):
-    """The fields of a request that the scripted server heeds."""
+    """Fields of a request that the scripted server uses."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -32,7 +32,7 @@ class TokensRequest(BaseModel):
 
 
 def add_generate(app: FastAPI, service: ScriptedService) -> None:
-    """Let a scripted server have it."""
+    """Add the route to a scripted server."""
 
     @app.post("/inference/v1/generate")
     async def generate(asked: TokensRequest, request: Request) -> Response:

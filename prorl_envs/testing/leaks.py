@@ -1,8 +1,8 @@
-"""What this process holds of the operating system, and what it still holds later.
+"""Detection of leaked operating system resources of this process.
 
 For a fixture that wraps every test:
 
-    before = Holdings.now(run_dir)
+    before = OpenResources.now(run_dir)
     ...
     assert not leaks_since(before, run_dir)
 """
@@ -13,65 +13,70 @@ import gc
 import os
 import time
 import warnings
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from prorl_envs.sandbox.program import NAME
+from prorl_envs.sandbox.launcher.elf import NAME
 
 #: PF_KTHREAD of <linux/sched.h>, among the flags of proc(5)'s stat.
 _KERNEL_THREAD = 0x00200000
-#: What makes sandboxes, which a driver keeps for the next that is alike.
+#: Launch program of sandboxes, which a driver keeps for the next similar sandbox.
 _PROGRAM = f"/memfd:{NAME} (deleted)"
-#: Number, and inode in /proc, of processes that can be none of ours: they are not read again. Another process
-#: of that number has another inode.
+#: Pid, and inode in /proc, of processes that cannot be ours: they are not read again. Another process with
+#: that pid has another inode.
 _STRANGERS: set[tuple[str, int]] = set()
 
 
 @dataclass(frozen=True, slots=True)
-class Holdings:
-    """A snapshot.
+class OpenResources:
+    """Snapshot of the open resources.
 
     Args:
         processes: pid with start time, and command, of the children of this process, of every process whose
-            command names the run directory (bubblewrap), and of every process in a mount namespace that
-            shows something below it (a sandbox's).
-        descriptors: number, and what it refers to, of this process's open descriptors.
+            command names the run directory (bubblewrap), and of every process in a mount namespace with a
+            mount below it (a sandbox's).
+        descriptors: target of each open descriptor of this process, with an index among those of the same
+            target; and its number. The number is no part of the key: a session that is lent again has the
+            same pipe at another number.
         mounts: the mounts below the run directory, in this process's namespace.
-        directories: what lies in the run directory, where drivers keep their files.
+        directories: contents of the run directory, where drivers keep their files.
     """
 
     processes: dict[tuple[int, int], str]
-    descriptors: dict[tuple[int, str], str]
+    descriptors: dict[tuple[str, int], str]
     mounts: dict[str, str]
     directories: dict[str, str]
 
     @classmethod
     def now(cls, run_dir: Path) -> Self:
-        """Look around. `run_dir` is where the drivers under test make their directories."""
+        """Take a snapshot. `run_dir` is where the drivers under test create their directories."""
         return cls(
             _processes(run_dir), _descriptors(), _mounts(run_dir), {str(p): str(p) for p in run_dir.iterdir()}
         )
 
 
-def leaks_since(before: Holdings, run_dir: Path, *, patience_s: float = 5.0) -> list[str]:
-    """What is there now and was not `before`, one line each.
+def leaks_since(before: OpenResources, run_dir: Path, *, patience_s: float = 5.0) -> list[str]:
+    """Return the resources that exist now and did not exist `before`, one line each.
 
-    What is about to end (a killed process, a descriptor held by a garbage cycle) gets `patience_s` seconds.
+    Resources that disappear soon (a killed process, a descriptor held by a garbage cycle) get `patience_s`
+    seconds.
     """
     deadline = time.monotonic() + patience_s
     while True:
-        leaks = _difference(before, Holdings.now(run_dir))
+        leaks = _difference(before, OpenResources.now(run_dir))
         if not leaks or time.monotonic() > deadline:
             return leaks
         with warnings.catch_warnings():
-            # asyncio leaves the socket of a connection that is cancelled while it is made to the collector.
+            # If a connection is cancelled while it is created, asyncio leaves its socket to the garbage
+            # collector.
             warnings.simplefilter("ignore", ResourceWarning)
             gc.collect()
         time.sleep(0.01)
 
 
-def _difference(before: Holdings, after: Holdings) -> list[str]:
+def _difference(before: OpenResources, after: OpenResources) -> list[str]:
     kinds = (
         ("process", before.processes, after.processes),
         ("descriptor", before.descriptors, after.descriptors),
@@ -91,12 +96,12 @@ def _processes(run_dir: Path) -> dict[tuple[int, int], str]:
         pid, known = entry.name, (entry.name, entry.inode())
         if not pid.isdigit() or int(pid) == own or known in _STRANGERS:
             continue
-        # Such a one has ended, or is another user's.
+        # The process has exited, or belongs to another user.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
             command, _, rest = _read(pid, "stat").rpartition(b")")
             fields = rest.split()
             if int(fields[19]) < began or int(fields[6]) & _KERNEL_THREAD:
-                _STRANGERS.add(known)  # it was there before us
+                _STRANGERS.add(known)  # it existed before this process
                 continue
             arguments = _read(pid, "cmdline")
             # bubblewrap names the directory before it has mounted anything
@@ -112,7 +117,7 @@ def _sandboxed(pid: str, namespace: str, run_dir: bytes) -> bool:
     try:
         return run_dir in _read(pid, "mountinfo")
     except OSError as error:
-        if error.errno == errno.EINVAL:  # it is ending, and its mounts are gone already
+        if error.errno == errno.EINVAL:  # the process is exiting, and its mounts are gone already
             return False
         raise
 
@@ -122,17 +127,20 @@ def _read(pid: str, name: str) -> bytes:
         return file.readall()
 
 
-def _descriptors() -> dict[tuple[int, str], str]:
-    found = {}
+def _descriptors() -> dict[tuple[str, int], str]:
+    found: dict[tuple[str, int], str] = {}
+    seen: Counter[str] = Counter()
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the one that listed the directory
+        with contextlib.suppress(FileNotFoundError):  # the descriptor that listed the directory
             target = os.readlink(f"/proc/self/fd/{number}")
             if target != _PROGRAM:
-                found[int(number), target] = ""
+                found[target, seen[target]] = number
+                seen[target] += 1
     return found
 
 
 def _mounts(run_dir: Path) -> dict[str, str]:
-    """Those on the run directory or below it: others on this machine mount what they like meanwhile."""
+    """Return the mounts on the run directory or below it: other programs on this machine may mount
+    meanwhile."""
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
     return {line.split()[0]: line for line in lines if f"{line.split()[4]}/".startswith(f"{run_dir}/")}

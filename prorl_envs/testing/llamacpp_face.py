@@ -1,6 +1,6 @@
-"""The scripted model server's third face: llama.cpp's native interface.
+"""llama.cpp's native interface of the scripted model server.
 
-Routes and shapes are those of a real `llama-server` (`tests/llamacpp`), as far as rollouts need them.
+Routes and formats are those of a real `llama-server` (`tests/llamacpp`), as far as rollouts need them.
 """
 
 import math
@@ -13,8 +13,8 @@ from prorl_envs.testing.scripted_app import Played, ScriptedService
 from prorl_envs.tools.types import JsonObject
 
 
-class CompletionRequest(BaseModel):
-    """The fields of a request that the scripted server heeds."""
+class LlamaCppRequest(BaseModel):
+    """Fields of a request that the scripted server uses."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -27,10 +27,10 @@ class CompletionRequest(BaseModel):
 
 
 def add_llamacpp(app: FastAPI, service: ScriptedService) -> None:
-    """Let a scripted server answer as llama.cpp does, which knows ends of turns, and nothing of pauses."""
+    """Make a scripted server answer as llama.cpp does, which supports end-of-turn tokens, but no pauses."""
 
     @app.post("/completion")
-    async def completion(asked: CompletionRequest, request: Request) -> Response:
+    async def completion(asked: LlamaCppRequest, request: Request) -> Response:
         most = asked.n_predict if asked.n_predict > 0 else service.options.max_model_len - len(asked.prompt)
         asks = (asked.prompt, most, list(service.stop_ids), request)
         if asked.stream:
@@ -41,12 +41,13 @@ def add_llamacpp(app: FastAPI, service: ScriptedService) -> None:
         return JSONResponse(_chosen(asked, _answer(service, asked, played)))
 
 
-def _chosen(asked: CompletionRequest, answer: JsonObject) -> JsonObject:
+def _chosen(asked: LlamaCppRequest, answer: JsonObject) -> JsonObject:
     return {name: answer[name] for name in asked.response_fields or answer if name in answer}
 
 
-def _event(service: ScriptedService, asked: CompletionRequest, played: Played, sent: int) -> JsonObject:
-    """What was not sent before; the last event alone says how it ended, and heeds the chosen fields."""
+def _event(service: ScriptedService, asked: LlamaCppRequest, played: Played, sent: int) -> JsonObject:
+    """Return an event with the tokens not sent before; only the last has a finish reason and the requested
+    fields."""
     answer = _answer(service, asked, played.after(sent))
     answer["tokens_predicted"] = len(played.ids)
     if played.finish_reason:
@@ -55,7 +56,7 @@ def _event(service: ScriptedService, asked: CompletionRequest, played: Played, s
     return {name: answer[name] for name in named if name in answer} | {"stop": False}
 
 
-def _answer(service: ScriptedService, asked: CompletionRequest, played: Played) -> JsonObject:
+def _answer(service: ScriptedService, asked: LlamaCppRequest, played: Played) -> JsonObject:
     probabilities = [
         {"id": number, "token": service.decode([number]), "prob": math.exp(value), "top_probs": []}
         for number, value in zip(played.ids, played.logprobs, strict=False)

@@ -1,7 +1,7 @@
-"""A scripted model behind OpenAI's HTTP interfaces, for harnesses that speak those (NeMo Gym, among others).
+"""Scripted model behind OpenAI's HTTP interfaces, for harnesses that use them (NeMo Gym, among others).
 
 There is no model: a known task is recognised by its instruction in the prompt, and its reference tool calls
-are played, one per turn. The `model` field of a request says how to behave:
+are played, one per turn. The `model` field of a request selects the behaviour:
 
     reference   play the reference calls, then say that the work is done
     nothing     say so at once
@@ -10,7 +10,7 @@ are played, one per turn. The `model` field of a request says how to behave:
     endless     repeat the first reference call for ever
     error       answer HTTP 500
 
-The server is stateless: what to play next follows from the conversation in the request.
+The server is stateless: the next step follows from the conversation in the request.
 """
 
 import json
@@ -32,8 +32,8 @@ MALFORMED_ARGUMENTS = '{"command": '
 UNKNOWN_TOOL = "no_such_tool"
 
 
-class Behaviour(StrEnum):
-    """What the scripted model does; see the module's description."""
+class FakeBehaviour(StrEnum):
+    """Behaviour of the scripted model; see the module's description."""
 
     REFERENCE = "reference"
     NOTHING = "nothing"
@@ -44,26 +44,26 @@ class Behaviour(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """One scripted answer: a tool call, or, where `tool` is empty, a closing text."""
+class FakeAnswer:
+    """One scripted answer: a tool call, or, if `tool` is empty, a closing text."""
 
     tool: str = ""
     arguments: str = ""
 
 
-class Script:
-    """Decides what to answer; pure.
+class FakeScript:
+    """Selection of the answers; pure.
 
     Args:
         tasks: the known tasks, with their reference calls.
     """
 
     def __init__(self, tasks: Sequence[Task]) -> None:
-        # Longest first, so that a task is not taken for one whose instruction begins the same.
+        # Longest first, so that an instruction is not confused with another that is a prefix of it.
         self._tasks = sorted(tasks, key=lambda task: len(task.instruction), reverse=True)
 
-    def answer(self, prompt: str, calls_made: int, behaviour: Behaviour) -> Answer:
-        """The next answer.
+    def answer(self, prompt: str, calls_made: int, behaviour: FakeBehaviour) -> FakeAnswer:
+        """Return the next answer.
 
         Args:
             prompt: all text the user has sent.
@@ -76,32 +76,32 @@ class Script:
         if task is None:
             raise LookupError("the prompt holds the instruction of no known task")
         script = self._script(task, behaviour)
-        if behaviour is Behaviour.ENDLESS and script:
+        if behaviour is FakeBehaviour.ENDLESS and script:
             return script[0]
-        return script[calls_made] if calls_made < len(script) else Answer()
+        return script[calls_made] if calls_made < len(script) else FakeAnswer()
 
-    def _script(self, task: Task, behaviour: Behaviour) -> list[Answer]:
-        reference = [Answer(call.tool, json.dumps(call.arguments)) for call in task.reference]
+    def _script(self, task: Task, behaviour: FakeBehaviour) -> list[FakeAnswer]:
+        reference = [FakeAnswer(call.tool, json.dumps(call.arguments)) for call in task.reference]
         match behaviour:
-            case Behaviour.NOTHING:
+            case FakeBehaviour.NOTHING:
                 return []
-            case Behaviour.MALFORMED:
+            case FakeBehaviour.MALFORMED:
                 first = reference[0].tool if reference else UNKNOWN_TOOL
-                return [Answer(first, MALFORMED_ARGUMENTS), *reference]
-            case Behaviour.UNKNOWN:
-                return [Answer(UNKNOWN_TOOL, "{}"), *reference]
+                return [FakeAnswer(first, MALFORMED_ARGUMENTS), *reference]
+            case FakeBehaviour.UNKNOWN:
+                return [FakeAnswer(UNKNOWN_TOOL, "{}"), *reference]
             case _:
                 return reference
 
 
 def face(tasks: Sequence[Task]) -> FastAPI:
-    """The application: `POST /v1/responses`, `POST /v1/chat/completions`, `GET /v1/models`."""
+    """Create the application: `POST /v1/responses`, `POST /v1/chat/completions`, `GET /v1/models`."""
     app = FastAPI()
-    script = Script(tasks)
+    script = FakeScript(tasks)
 
     @app.get("/v1/models")
     async def models() -> JsonObject:
-        return {"object": "list", "data": [{"id": str(one), "object": "model"} for one in Behaviour]}
+        return {"object": "list", "data": [{"id": str(one), "object": "model"} for one in FakeBehaviour]}
 
     @app.post("/v1/responses")
     async def responses(request: Request) -> JsonObject:
@@ -123,7 +123,7 @@ def face(tasks: Sequence[Task]) -> FastAPI:
 
 @contextmanager
 def scripted_openai(tasks: Sequence[Task], *, port: int = 0) -> Iterator[str]:
-    """Serve the face on the loopback interface while the block runs.
+    """Serve the application on the loopback interface while the block runs.
 
     Args:
         port: 0 takes a free one.
@@ -149,13 +149,13 @@ async def _body(request: Request) -> JsonObject:
 
 
 def _decide(
-    script: Script, body: Mapping[str, Any], items: Sequence[Mapping[str, Any]], calls_made: int
-) -> Answer:
+    script: FakeScript, body: Mapping[str, Any], items: Sequence[Mapping[str, Any]], calls_made: int
+) -> FakeAnswer:
     try:
-        behaviour = Behaviour(body.get("model", ""))
+        behaviour = FakeBehaviour(body.get("model", ""))
     except ValueError as error:
-        raise HTTPException(404, f"no such model: one of {', '.join(Behaviour)}") from error
-    if behaviour is Behaviour.ERROR:
+        raise HTTPException(404, f"no such model: one of {', '.join(FakeBehaviour)}") from error
+    if behaviour is FakeBehaviour.ERROR:
         raise HTTPException(500, "the scripted model fails, as it was asked to")
     prompt = "\n".join(_text(item.get("content")) for item in items if item.get("role") == "user")
     try:
@@ -171,7 +171,7 @@ def _text(content: object) -> str:
     return "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
 
 
-def _response(body: JsonObject, answer: Answer, turn: int) -> JsonObject:
+def _response(body: JsonObject, answer: FakeAnswer, turn: int) -> JsonObject:
     if answer.tool:
         item: JsonObject = {
             "type": "function_call",
@@ -210,7 +210,7 @@ def _response(body: JsonObject, answer: Answer, turn: int) -> JsonObject:
     }
 
 
-def _chat_completion(body: JsonObject, answer: Answer, turn: int) -> JsonObject:
+def _chat_completion(body: JsonObject, answer: FakeAnswer, turn: int) -> JsonObject:
     message: JsonObject = {"role": "assistant", "content": None if answer.tool else DONE_TEXT}
     if answer.tool:
         function = {"name": answer.tool, "arguments": answer.arguments}

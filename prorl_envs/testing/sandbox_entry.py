@@ -1,6 +1,6 @@
-"""A minimal tool server and its host side: runs shell scripts in a sandbox.
+"""Minimal tool server and its host side: runs shell scripts in a sandbox.
 
-For testing and measuring sandboxes without the tools room.
+For testing and measuring sandboxes without the tools package.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import subprocess
 from dataclasses import replace
 
 from prorl_envs.sandbox.base import Sandbox
-from prorl_envs.sandbox.template import TEMPLATES, TemplateSpec
+from prorl_envs.sandbox.template.template import TEMPLATES, TemplateSpec
 
 OUTPUT_LIMIT = 1 << 20
 
@@ -18,18 +18,21 @@ RUN_SCRIPTS = "prorl_envs.testing.sandbox_entry:run_scripts"
 FAIL = "prorl_envs.testing.sandbox_entry:fail"
 IMPORT_LATE = "prorl_envs.testing.sandbox_entry:import_late"
 
-#: Templates whose forks run what is below.
+#: Templates whose forks run the entries below.
 SCRIPT_TEMPLATES = {"base": TemplateSpec(entries=(RUN_SCRIPTS, FAIL, IMPORT_LATE))}
 
-#: A node's own, but a Python session imports its libraries itself: 1 s of processor time to start, and not 4.
+#: A node's own templates, but a Python session imports its libraries itself: 1 s of processor time to start,
+#: instead of 4.
 LIGHT_TEMPLATES = {
     **TEMPLATES,
-    "ipython": replace(TEMPLATES["ipython"], preload=("prorl_envs.tools.kernel:prepare_alone",)),
+    "ipython": replace(
+        TEMPLATES["ipython"], preload=("prorl_envs.tools.server.python_kernel:prepare_alone",)
+    ),
 }
 
 
 def run_scripts(sock: socket.socket) -> None:
-    """Read scripts, one a line, until the socket closes; answer each with its output and a NUL byte."""
+    """Read scripts, one per line, until the socket closes; answer each with its output and a NUL byte."""
     with sock, sock.makefile("rb") as requests:
         for script in requests:
             done = subprocess.run(
@@ -38,18 +41,18 @@ def run_scripts(sock: socket.socket) -> None:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 check=False,
-                start_new_session=True,  # or `kill 0` inside would end this process too
+                start_new_session=True,  # or `kill 0` inside would kill this process too
             )
             sock.sendall(done.stdout[:OUTPUT_LIMIT].replace(b"\0", b"?") + b"\0")
 
 
 def fail(sock: socket.socket) -> None:
-    """Fail at once, as a tool server with a fault does."""
+    """Fail at once, as a faulty tool server does."""
     raise RuntimeError("the tool server has a fault")
 
 
 def import_late(sock: socket.socket) -> None:
-    """Import the module named by the first line; answer how that went and a NUL byte."""
+    """Import the module named by the first line; answer the result and a NUL byte."""
     with sock, sock.makefile("rb") as requests:
         try:
             importlib.import_module(requests.readline().decode().strip())
@@ -60,13 +63,13 @@ def import_late(sock: socket.socket) -> None:
 
 
 async def ask(sock: socket.socket, script: str) -> str:
-    """Have the tool server at the other end of `sock` run a script of one line.
+    """Send a script of one line to the tool server at the other end of `sock`.
 
     Returns:
-        What it printed, standard error included.
+        Its output, standard error included.
 
     Raises:
-        EOFError: the tool server ended first.
+        EOFError: the tool server exited first.
     """
     loop = asyncio.get_running_loop()
     output = b""
@@ -83,6 +86,6 @@ async def ask(sock: socket.socket, script: str) -> str:
 
 
 async def run_script(sandbox: Sandbox, script: str) -> str:
-    """Run a script of one line in a tool server of its own; see `ask`."""
+    """Run a script of one line in a new tool server; see `ask`."""
     with await sandbox.spawn(RUN_SCRIPTS) as sock:
         return await ask(sock, script)

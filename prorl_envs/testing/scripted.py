@@ -1,9 +1,8 @@
-"""What a scripted model "samples": the pure part of the scripted model server.
+"""Samples of a scripted model: the pure part of the scripted model server.
 
 It plays reference solutions, wrong ones, and every way a model or its server can misbehave, in proportions
-known in advance. It is no model: it looks the task up by the text of the first user message, and it knows
-which turn comes next from the number of assistant turns in the prompt, so a repeated request gets the same
-answer.
+known in advance. It is not a model: it finds the task by the text of the first user message, and the turn by
+the number of assistant turns in the prompt, so a repeated request gets the same answer.
 """
 
 import json
@@ -15,7 +14,7 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from prorl_envs.errors import InputError
-from prorl_envs.policy.rendering import TemplateRenderer
+from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.testing.tokenizer import TURN_END, TURN_START
 from prorl_envs.tools.types import JsonObject
 
@@ -24,7 +23,7 @@ type Tape = Sequence[Sequence[Call]]
 
 
 class Behaviour(StrEnum):
-    """How one session is played. The last seven are faults of the server, the rest are a model's."""
+    """Behaviour of one session. The last seven are faults of the server, the others are a model's."""
 
     SOLVE = "solve"
     WRONG = "wrong"
@@ -43,7 +42,7 @@ class Behaviour(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """How many sessions of each group play which behaviour.
+    """Number of sessions of each group per behaviour.
 
     Args:
         counts: sessions per behaviour; their sum is the size of a deck. With groups of that size (or a
@@ -58,10 +57,10 @@ class Mix:
 
     @classmethod
     def parse(cls, text: str) -> "Mix":
-        """A mix from text such as `solve=2,wrong=1,malformed=1`.
+        """Parse a mix from text such as `solve=2,wrong=1,malformed=1`.
 
         Raises:
-            InputError: an unknown behaviour, or a count that is no number.
+            InputError: an unknown behaviour, or a count that is not a number.
         """
         counts: dict[Behaviour, int] = {}
         for part in filter(None, (part.strip() for part in text.split(","))):
@@ -75,7 +74,7 @@ class Mix:
         return cls(counts)
 
     def deck(self, seed: int, key: str, round_: int) -> list[Behaviour]:
-        """The behaviours of one round of a task's sessions, in the order they arrive."""
+        """Return the behaviours of one round of a task's sessions, in order of arrival."""
         cards = [behaviour for behaviour in Behaviour for _ in range(self.counts.get(behaviour, 0))]
         random.Random(f"{seed}/{key}/{round_}").shuffle(cards)
         return cards
@@ -83,11 +82,11 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What is known of one task.
+    """Script of one task.
 
     Args:
-        solve: the reference, one list of tool calls per turn; a call is {"tool", "arguments"} and may have
-            a "content" said beside it, or have that alone.
+        solve: the reference, one list of tool calls per turn; a call is {"tool", "arguments"} and may have a
+            "content" as accompanying text, or only that.
         wrong: a harmless attempt that does not solve the task; None derives one from the tools in `solve`.
     """
 
@@ -95,7 +94,7 @@ class Script:
     wrong: Tape | None = None
 
 
-# A harmless call for tools whose names say what they take.
+# A harmless call for tools whose names determine their arguments.
 _HARMLESS: Mapping[str, JsonObject] = {
     "bash": {"command": "ls"},
     "python": {"code": "1 + 1"},
@@ -112,7 +111,7 @@ class ScriptBook:
     Args:
         scripts: by key; a task is found if its first user message is, or contains, the key. The longest
             matching key wins.
-        finish: the call that declares the task done; played where a tape does not end in it.
+        finish: the call that declares the task done; played if a tape does not include it at its end.
     """
 
     scripts: Mapping[str, Script]
@@ -120,10 +119,10 @@ class ScriptBook:
 
     @classmethod
     def from_tapes(cls, tapes: Mapping[str, Tape]) -> "ScriptBook":
-        """A book of reference solutions: {key: [[{"tool": ..., "arguments": ...}, ...] per turn]}.
+        """Create a book of reference solutions: {key: [[{"tool": ..., "arguments": ...}, ...] per turn]}.
 
         Raises:
-            InputError: a call without a tool name or with arguments that are no object.
+            InputError: a call without a tool name or with arguments that are not an object.
         """
         for key, tape in tapes.items():
             for call in (call for turn in tape for call in turn):
@@ -132,13 +131,13 @@ class ScriptBook:
         return cls({key: Script(tape) for key, tape in tapes.items()})
 
     def find(self, text: str) -> str | None:
-        """The key of the task that `text` states, or None."""
+        """Return the key of the task that `text` states, or None."""
         if text in self.scripts:
             return text
         return max((key for key in self.scripts if key in text), key=len, default=None)
 
     def turn(self, key: str | None, behaviour: Behaviour, number: int) -> Sequence[Call]:
-        """The calls of turn `number` (from 0) of a behaviour that plays calls."""
+        """Return the calls of turn `number` (from 0) of a behaviour that plays calls."""
         script = self.scripts.get(key, Script(())) if key is not None else Script(())
         if behaviour is Behaviour.LOOP:
             return self._harmless(script) or (self._first(script),)
@@ -161,10 +160,10 @@ class ScriptBook:
 
 @dataclass(frozen=True, slots=True)
 class ReadPrompt:
-    """What the scripted model sees in a prompt: its task and how far it is.
+    """Contents of a prompt for the scripted model: its task and its progress.
 
     Args:
-        first_user: what the user said first; `users`: all that users said.
+        first_user: first user message; `users`: all user messages.
         assistant_turns: answers before the one to sample.
     """
 
@@ -174,7 +173,8 @@ class ReadPrompt:
 
 
 class PromptReader:
-    """Reads ChatML prompts by their control tokens, so that text which only looks like one is no turn.
+    """Parser of ChatML prompts by their control tokens; text that only looks like a control token is not a
+    turn.
 
     Args:
         renderer: of a ChatML tokenizer, such as the built-in one or Qwen's.
@@ -195,7 +195,7 @@ class PromptReader:
         self._renderer = renderer
 
     def read(self, ids: Sequence[int]) -> ReadPrompt:
-        """Total: a prompt without turns reads as an empty task."""
+        """Parse a prompt. Total: a prompt without turns gives an empty task."""
         starts = [at for at, number in enumerate(ids) if number == self._start]
         users: list[str] = []
         turns = 0
@@ -213,31 +213,31 @@ class PromptReader:
 
 @dataclass(frozen=True, slots=True)
 class ScriptedSample:
-    """A sampled answer: ids with as many log-probabilities."""
+    """Sampled answer: ids with one log-probability each."""
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: Literal["stop", "length"]
 
     def until(self, stop_ids: Sequence[int]) -> "ScriptedSample":
-        """What is sampled where the first of these ids ends the turn."""
+        """Return the sample cut after the first of these ids."""
         end = next((index + 1 for index, number in enumerate(self.ids) if number in stop_ids), None)
         if end is None or end == len(self.ids):
             return self
         return ScriptedSample(self.ids[:end], self.logprobs[:end], "stop")
 
     def after(self, begun: int) -> "ScriptedSample":
-        """What is left of it where so many ids were sampled before."""
+        """Return the remainder of the sample if `begun` ids were sampled before."""
         return ScriptedSample(self.ids[begun:], self.logprobs[begun:], self.finish_reason)
 
 
 class ScriptedModel:
-    """Turns behaviours into sampled ids.
+    """Conversion of behaviours to sampled ids.
 
     Args:
         renderer: tokenizer and template of the model it plays.
         book: the tasks it knows.
-        seed: of everything random here.
+        seed: seed of all random choices here.
         noncanonical: probability with which a token is sampled as two tokens of the same text, as real
             sampling does now and then. A client that tokenises text again shows up as drift.
     """
@@ -263,7 +263,7 @@ class ScriptedModel:
             ids = self._split_some(ids, chance)
         finish: Literal["stop", "length"] = "stop" if len(ids) <= max_tokens else "length"
         ids = ids[:max_tokens]
-        # Squaring puts most of the mass near 0, as for a model that is mostly sure.
+        # Cubing puts most of the mass near 0, as for a model that is mostly sure.
         logprobs = tuple(-5.0 * chance.random() ** 3 for _ in ids)
         return ScriptedSample(tuple(ids), logprobs, finish)
 
@@ -285,7 +285,7 @@ class ScriptedModel:
         return split
 
     def _halves(self, number: int) -> list[tuple[int, int]]:
-        """Pairs of tokens whose texts together are the text of `number`."""
+        """Return pairs of tokens whose texts together are the text of `number`."""
         text = self._texts.get(number, "")
         return [
             (self._vocab[text[:at]], self._vocab[text[at:]])
@@ -295,7 +295,7 @@ class ScriptedModel:
 
 
 def as_message(calls: Sequence[Call]) -> JsonObject:
-    """The assistant message, in OpenAI shape, that makes `calls`."""
+    """Return the assistant message, in OpenAI shape, that makes `calls`."""
     return {
         "role": "assistant",
         "content": "\n".join(call["content"] for call in calls if call.get("content")),

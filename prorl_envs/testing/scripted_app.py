@@ -1,4 +1,4 @@
-"""The routes of the scripted model server; `server.py` runs them."""
+"""Routes of the scripted model server; `server.py` runs them."""
 
 import asyncio
 import json
@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import Receive, Scope, Send
 
 from prorl_envs.clock import Clock
-from prorl_envs.policy.rendering import TemplateRenderer
-from prorl_envs.testing.audit import Audit, Counts, Dealer, Exchange
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.testing.audit import Audit, AuditCounts, Dealer, Exchange
 from prorl_envs.testing.scripted import (
     Behaviour,
     Mix,
@@ -28,13 +28,13 @@ from prorl_envs.testing.scripted_engine import ScriptedEngine, Treatment
 from prorl_envs.tools.types import JsonObject
 
 MODEL_ID = "scripted"
-# Sessions whose first failure is remembered; the oldest are forgotten, and fail once more.
+# Sessions whose first failure is recorded; the oldest are forgotten, and fail once more.
 _MAX_FLAKED = 65_536
 OWNER = "prorl-envs scripted model server (not a model)"
 
 
-class Dialect(StrEnum):
-    """Where an answer carries the sampled ids: as vLLM does now, as it did earlier, or not at all."""
+class ServerDialect(StrEnum):
+    """Field of an answer with the sampled ids: current vLLM's, that of earlier versions, or none."""
 
     TOKEN_IDS = "token_ids"
     TOKEN_STRINGS = "token_strings"
@@ -43,21 +43,21 @@ class Dialect(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptedOptions:
-    """How the server behaves.
+    """Options of the server.
 
     Args:
         mix: behaviours dealt to the sessions of each task.
-        unknown: behaviour where a prompt is of no known task, such as a probe; None deals it from the mix.
-        seed: of the decks, the log-probabilities and everything else random.
+        unknown: behaviour if a prompt states no known task, such as a probe; None deals it from the mix.
+        seed: seed of the decks, the log-probabilities and all other random choices.
         noncanonical: probability that a token is sampled as two of the same text.
         latency_s: seconds before each answer; tokens_per_s: sampling speed, None is instant.
-        max_model_len: most tokens of prompt and answer; more is refused with 400, as vLLM does.
+        max_model_len: most tokens of prompt and answer; longer requests are refused with 400, as vLLM does.
         weight_version: named in every answer.
-        dialect: where answers carry the sampled ids.
-        protocol: whose interface it has, vLLM's, SGLang's or llama.cpp's.
+        dialect: field of answers with the sampled ids.
+        protocol: the server's interface: vLLM's, SGLang's or llama.cpp's.
         generates: as vLLM, it has the route that names versions (`--enable-scale-out`).
-        incremental: as SGLang, events of its streams have what is new (`--incremental-streaming-output`).
-        most: requests it works on at once; more are refused with 503. None refuses none.
+        incremental: as SGLang, stream events hold only new tokens (`--incremental-streaming-output`).
+        most: concurrent requests; further ones are refused with 503. None refuses none.
         steerable: it has the routes that pause it and name its weights.
     """
 
@@ -69,7 +69,7 @@ class ScriptedOptions:
     tokens_per_s: float | None = None
     max_model_len: int = 131_072
     weight_version: str = "scripted-0"
-    dialect: Dialect = Dialect.TOKEN_IDS
+    dialect: ServerDialect = ServerDialect.TOKEN_IDS
     protocol: Literal["vllm", "sglang", "llamacpp"] = "vllm"
     generates: bool = False
     incremental: bool = False
@@ -78,8 +78,8 @@ class ScriptedOptions:
 
 
 class CompletionRequest(BaseModel):
-    """The fields of a completion request that the scripted server heeds; the rest is ignored, as sampling
-    settings mean nothing to a script."""
+    """Fields of a completion request that the scripted server uses; other fields are ignored, as sampling
+    settings do not affect a script."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -94,13 +94,13 @@ class CompletionRequest(BaseModel):
 
 
 class NewVersion(BaseModel):
-    """Other weights have been loaded."""
+    """Notification that other weights have been loaded."""
 
     new_version: str = Field(max_length=200)
 
 
 class _Disconnect(Response):
-    """Begins an answer and breaks off: uvicorn closes a connection whose answer is left unfinished."""
+    """Response that is cut off: uvicorn closes a connection whose response is left unfinished."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"application/json"), (b"content-length", b"1000")]
@@ -110,11 +110,11 @@ class _Disconnect(Response):
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """One answer, before a face has put it into its protocol's shape.
+    """One answer, before conversion to a protocol's format.
 
     Args:
-        ids, logprobs, finish_reason: what was "sampled"; the numbers may be wrong on purpose.
-        spans: as `Progress.spans`.
+        ids, logprobs, finish_reason: the "sample"; the numbers may be wrong on purpose.
+        spans: as `TurnProgress.spans`.
         cached: prompt tokens that the session's server has seen before.
     """
 
@@ -125,16 +125,16 @@ class Played:
     cached: int
 
     def after(self, sent: int) -> "Played":
-        """What was sampled after so many tokens."""
+        """Return the answer without its first `sent` tokens."""
         return replace(self, ids=self.ids[sent:], logprobs=self.logprobs[sent:])
 
     @property
     def version(self) -> str:
-        """Of the weights that sampled its end."""
+        """Version of the weights that sampled the end of the answer."""
         return self.spans[-1][0]
 
     def version_spans(self) -> list[JsonObject]:
-        """Which version sampled what, as servers write it."""
+        """Return the versions and their spans of tokens, as servers write them."""
         edges = [0, *(end for _, end in self.spans)]
         return [
             {"version": version, "start": start, "end": end}
@@ -143,20 +143,20 @@ class Played:
 
 
 class ScriptedService:
-    """What the routes call.
+    """Implementation of the routes.
 
     Args:
         renderer: tokenizer and template of the model it plays.
         book: the tasks it knows.
-        options: how it behaves.
-        clock: of the latency.
+        options: options of the server.
+        clock: clock of the latency.
     """
 
     def __init__(
         self, renderer: TemplateRenderer, book: ScriptBook, options: ScriptedOptions, clock: Clock
     ) -> None:
         self.options = options
-        self.counts = Counts()
+        self.counts = AuditCounts()
         self.audit = Audit(self.counts)
         self._renderer = renderer
         self._book = book
@@ -165,26 +165,26 @@ class ScriptedService:
         self._dealer = Dealer(options.mix, self.counts, seed=options.seed)
         self._flaked: dict[str, int] = {}
         self._changed = asyncio.Event()
-        #: Of sessions whose turn was broken off: length of the prompt that goes on, ids sampled so far.
+        #: For sessions whose turn was aborted: length of the prompt that continues, ids sampled so far.
         self._begun: dict[str, tuple[int, int]] = {}
         self.engine = ScriptedEngine(clock, options.latency_s, options.tokens_per_s, options.weight_version)
 
     @property
     def stop_ids(self) -> Sequence[int]:
-        """The ends of turns of the model it plays."""
+        """End-of-turn ids of the model it plays."""
         return self._renderer.stop_ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Ids as text."""
+        """Decode ids to text."""
         return self._renderer.decode(ids)
 
     def told_to_abort(self) -> None:
-        """Somebody asked for the end of a request."""
+        """Count a request to abort another request."""
         self.counts.told_to_abort += 1
         self._notify()
 
-    async def until(self, holds: Callable[[Counts], bool]) -> None:
-        """Return once the counts are so."""
+    async def until(self, holds: Callable[[AuditCounts], bool]) -> None:
+        """Return when `holds` is true of the counters."""
         while not holds(self.counts):
             await self._changed.wait()
 
@@ -193,7 +193,7 @@ class ScriptedService:
         self._changed = asyncio.Event()
 
     async def complete(self, asked: CompletionRequest, request: Request) -> Response:
-        """Answer one completion request as vLLM does, in the way its session is dealt."""
+        """Answer one completion request as vLLM does, with the session's behaviour."""
         asks = (asked.prompt, asked.max_tokens, asked.stop_token_ids, request)
         if asked.stream:
             return await self.stream(*asks, lambda played, sent: self._piece(asked, played, sent))
@@ -213,10 +213,10 @@ class ScriptedService:
         rid: str = "",
         interval: int = 1,
     ) -> Response:
-        """Answer one request in pieces, as they are sampled.
+        """Stream the answer to one request in pieces, as they are sampled.
 
         Args: as of `play`, and
-            piece: an event, of what is sampled by then and how much of that was told before.
+            piece: builds an event from the sample so far and the number of tokens sent before.
             interval: tokens between two events.
         """
         news: asyncio.Queue[Played | None] = asyncio.Queue()
@@ -242,7 +242,7 @@ class ScriptedService:
         return StreamingResponse(pieces(), media_type="text/event-stream")
 
     def _piece(self, asked: CompletionRequest, played: "Played", sent: int) -> JsonObject:
-        """One event, with what was not sent before."""
+        """Return one event, with the tokens not sent before."""
         answer = self._answer(asked, played.after(sent))
         if sent > 0:
             answer["choices"][0].pop("prompt_token_ids", None)
@@ -258,10 +258,10 @@ class ScriptedService:
         rid: str = "",
         told: Callable[["Played"], None] | None = None,
     ) -> "Response | Played":
-        """Answer one request, in the way its session is dealt: with ids, or with how it fails.
+        """Answer one request with the session's behaviour: with ids, or with a failure.
 
         Args:
-            told: of what is sampled by then, on the way.
+            told: receives the sample so far, during sampling.
         """
         self.counts.running += 1
         self._notify()
@@ -309,7 +309,7 @@ class ScriptedService:
             if told is not None:
                 told(Played(sample.ids[:count], sample.logprobs[:count], "", spans, cached))
 
-        sound = behaviour not in (Behaviour.BAD_IDS, Behaviour.SHORT_LOGPROBS)  # else all is told at the end
+        sound = behaviour not in (Behaviour.BAD_IDS, Behaviour.SHORT_LOGPROBS)  # else reported at the end
         progress = await self.engine.spend(
             len(sample.ids), rid, self._until_client_leaves(request), sampled if told and sound else None
         )
@@ -372,10 +372,10 @@ class ScriptedService:
             "logprobs": None,
         }
         if asked.logprobs is not None:
-            as_ids = asked.return_tokens_as_token_ids and self.options.dialect is not Dialect.TEXT
+            as_ids = asked.return_tokens_as_token_ids and self.options.dialect is not ServerDialect.TEXT
             tokens = [f"token_id:{number}" if as_ids else self.decode([number]) for number in ids]
             choice["logprobs"] = {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None}
-        if asked.return_token_ids and self.options.dialect is Dialect.TOKEN_IDS:
+        if asked.return_token_ids and self.options.dialect is ServerDialect.TOKEN_IDS:
             choice |= {"token_ids": ids, "prompt_token_ids": asked.prompt}
         if len(played.spans) > 1:
             choice["weight_versions"] = played.version_spans()
@@ -393,7 +393,7 @@ class ScriptedService:
 
 
 def add_vllm(app: FastAPI, service: ScriptedService) -> None:
-    """Let a scripted server answer as vLLM does."""
+    """Make a scripted server answer as vLLM does."""
 
     @app.post("/v1/completions")
     async def completions(asked: CompletionRequest, request: Request) -> Response:
@@ -430,7 +430,7 @@ def add_vllm(app: FastAPI, service: ScriptedService) -> None:
 
 
 def add_common(app: FastAPI, service: ScriptedService) -> None:
-    """What all kinds of server have, and what only a scripted one has."""
+    """Add the routes common to all kinds of server, and those of a scripted server only."""
 
     @app.get("/v1/models")
     async def models() -> JsonObject:
@@ -460,7 +460,7 @@ def add_common(app: FastAPI, service: ScriptedService) -> None:
 
 
 def _spoilt(played: Played, behaviour: Behaviour, chance: random.Random) -> Played:
-    """The answer with what the behaviour makes wrong in it."""
+    """Return the answer with the errors of the behaviour."""
     ids, logprobs = list(played.ids), list(played.logprobs)
     if behaviour is Behaviour.BAD_IDS:
         ids[chance.randrange(len(ids))] = 2**31
@@ -483,8 +483,8 @@ def _error(status: int, message: str, *, retry_after: int | None = None) -> Resp
     return JSONResponse(body, status_code=status, headers=headers)
 
 
-def _metrics(counts: Counts) -> str:
-    """Counts in Prometheus text format, under vLLM's names where it has them."""
+def _metrics(counts: AuditCounts) -> str:
+    """Return the counters in Prometheus text format, under vLLM's names if it has them."""
     values = {
         "vllm:num_requests_running": counts.running,
         "vllm:prompt_tokens_total": counts.prompt_tokens,

@@ -1,7 +1,7 @@
-"""How the scripted model server spends the time of sampling: it can be stopped, go on, and change weights.
+"""Simulated sampling time of the scripted model server, with pauses, resumption and weight changes.
 
-Nothing is computed; a sample is known from the start, and what counts is how much of it would have been
-sampled when something happened.
+Nothing is computed; a sample is known from the start. The engine only determines how much of it has been
+sampled when an event happens.
 """
 
 import asyncio
@@ -15,13 +15,13 @@ type Treatment = Literal["finish", "abort", "freeze"]
 
 
 @dataclass(slots=True)
-class Progress:
-    """How far a request came.
+class TurnProgress:
+    """Progress of a request.
 
     Args:
-        total: ids there are to sample.
-        spans: (version, ids sampled by then) of each stretch, oldest first.
-        aborted: it was broken off; what is sampled counts.
+        total: ids to sample.
+        spans: (version, ids sampled so far) of each stretch, oldest first.
+        aborted: the request was aborted; its sampled ids count.
     """
 
     total: int
@@ -34,13 +34,13 @@ class Progress:
 
 
 class ScriptedEngine:
-    """Time, pauses and weights.
+    """Sampling time, pauses and weights.
 
     Args:
-        clock: of the time that sampling takes.
+        clock: clock of the sampling time.
         latency_s: seconds before the first token.
         tokens_per_s: sampling speed; None is instant.
-        version: of the weights.
+        version: version of the weights.
     """
 
     def __init__(self, clock: Clock, latency_s: float, tokens_per_s: float | None, version: str) -> None:
@@ -58,36 +58,36 @@ class ScriptedEngine:
         return self._treatment is not None
 
     def pause(self, treatment: Treatment, name: str = "") -> None:
-        """Begin nothing more, and treat what is in flight like this."""
+        """Start no further request, and apply this treatment to requests in flight."""
         self._treatment = treatment
         self.pauses.append(name or treatment)
         self._notify()
 
     def resume(self) -> None:
-        """Go on."""
+        """Resume sampling."""
         self._treatment = None
         self._notify()
 
     def abort(self, rid: str) -> None:
-        """Break one request off."""
+        """Abort one request."""
         self._aborted.add(rid)
         self._notify()
 
     async def spend(
         self, total: int, rid: str, left: Awaitable[None], told: Callable[[int], None] | None = None
-    ) -> Progress | None:
-        """Take as long as sampling `total` ids would; None where the client left before the end.
+    ) -> TurnProgress | None:
+        """Wait as long as sampling `total` ids would take; return None if the client disconnected before.
 
         Args:
-            rid: what `abort` knows the request as.
-            left: done when the client leaves.
-            told: of how many ids are sampled, as they are; None asks for nothing on the way.
+            rid: request id for `abort`.
+            left: done when the client disconnects.
+            told: receives the number of sampled ids, during sampling; None disables it.
         """
         leaving = asyncio.ensure_future(left)
-        progress = Progress(total)
+        progress = TurnProgress(total)
         spent = 0.0
         try:
-            while self.paused:  # both kinds of server hold what comes while they are paused
+            while self.paused:  # both kinds of server hold new requests while they are paused
                 if not await self._either(leaving, None):
                     return None
             while not progress.aborted and progress.sampled < total:
@@ -119,13 +119,13 @@ class ScriptedEngine:
         return self._latency_s + (total / self._tokens_per_s if self._tokens_per_s else 0.0)
 
     def _by(self, spent: float, total: int) -> int:
-        """Ids sampled after so many seconds."""
+        """Return the number of ids sampled after `spent` seconds."""
         if spent >= self._seconds(total) - 1e-9:
             return total
         return min(total, max(0, int((spent - self._latency_s) * (self._tokens_per_s or 0.0))))
 
     async def _either(self, leaving: asyncio.Future[None], seconds: float | None) -> bool:
-        """Wait for the time, or for a change; False where the client left."""
+        """Wait for the time, or for a change; return False if the client disconnected."""
         changed = asyncio.ensure_future(self._changed.wait())
         waits: set[asyncio.Future[Any]] = {leaving, changed}
         if seconds is not None:

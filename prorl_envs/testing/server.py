@@ -1,10 +1,10 @@
-"""The scripted model server: the token protocol of vLLM, SGLang or llama.cpp over real HTTP, on loopback.
+"""Scripted model server: the token protocol of vLLM, SGLang or llama.cpp over real HTTP, on loopback.
 
     book = ScriptBook.from_tapes({"List the files.": [[{"tool": "bash", "arguments": {"command": "ls"}}]]})
     async with ScriptedServer(book, mix=Mix.parse("solve=2,wrong=1")) as server:
         print(server.url)
 
-Besides the protocol it serves `/scripted/stats` (counts, violations of the token ledger among them) and
+Besides the protocol it serves `/scripted/stats` (counters, violations of the token ledger among them) and
 `/scripted/log` (the last exchanges, in full).
 """
 
@@ -15,9 +15,9 @@ from typing import Any, Self
 from fastapi import FastAPI
 
 from prorl_envs.clock import Clock, SystemClock
-from prorl_envs.policy.rendering import TemplateRenderer
-from prorl_envs.rollout.server import answering
-from prorl_envs.testing.audit import Counts, Exchange
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.rollout.http.server import answering
+from prorl_envs.testing.audit import AuditCounts, Exchange
 from prorl_envs.testing.generate_face import add_generate
 from prorl_envs.testing.llamacpp_face import add_llamacpp
 from prorl_envs.testing.scripted import ScriptBook
@@ -28,7 +28,7 @@ from prorl_envs.testing.tokenizer import builtin_renderer
 
 
 def scripted_app(service: ScriptedService) -> FastAPI:
-    """The scripted model server as an ASGI application, with the face its options name."""
+    """Create the scripted model server as an ASGI application, with the interface that its options name."""
     app = FastAPI(title="Scripted model server", docs_url=None, redoc_url=None, openapi_url=None)
     add_common(app, service)
     faces = {"vllm": add_vllm, "sglang": add_sglang, "llamacpp": add_llamacpp}
@@ -39,15 +39,15 @@ def scripted_app(service: ScriptedService) -> FastAPI:
 
 
 class ScriptedServer:
-    """The scripted model server, running in this program on a free loopback port.
+    """Scripted model server, running in this process on a free loopback port.
 
-    An async context manager: entered, it listens at `url`; left, it is gone.
+    An async context manager: it listens at `url` inside the block, and is closed after it.
 
     Args:
         book: the tasks it knows, or None for a server that knows none.
         port: 0 takes a free one.
         renderer: tokenizer and template of the model it plays; by default the built-in one.
-        clock: of the latency; by default the machine's.
+        clock: clock of the latency; by default the machine's.
         options: the fields of `ScriptedOptions`.
     """
 
@@ -71,13 +71,13 @@ class ScriptedServer:
         self.url = ""
 
     @property
-    def counts(self) -> Counts:
-        """What it has counted up to now."""
+    def counts(self) -> AuditCounts:
+        """Counters up to now."""
         return self._service.counts
 
     @property
     def engine(self) -> ScriptedEngine:
-        """Its time, pauses and weights."""
+        """Simulated sampling time, pauses and weights."""
         return self._service.engine
 
     @property
@@ -85,13 +85,13 @@ class ScriptedServer:
         """The last requests and answers, oldest first."""
         return tuple(self._service.audit.exchanges)
 
-    async def until(self, holds: Callable[[Counts], bool]) -> None:
-        """Return once the counts are so: `await server.until(lambda counts: counts.running == 1)`."""
+    async def until(self, holds: Callable[[AuditCounts], bool]) -> None:
+        """Return when `holds` is true: `await server.until(lambda counts: counts.running == 1)`."""
         await self._service.until(holds)
 
     async def __aenter__(self) -> Self:
         app = scripted_app(self._service)
-        # Only what is critical: broken-off answers are in its script.
+        # Only critical messages: aborted answers are part of the script.
         serving = answering(app, port=self._port, last_requests_s=1, log_level="critical")
         self.url = await self._stack.enter_async_context(serving)
         return self

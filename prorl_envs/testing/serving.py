@@ -1,4 +1,4 @@
-"""Serve an application over real HTTP, for tests and tools without an event loop of their own."""
+"""Real HTTP server in a thread, for tests and tools without an event loop."""
 
 import threading
 import time
@@ -30,7 +30,7 @@ def served(app: FastAPI, *, port: int = 0) -> Iterator[str]:
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="served")
     thread.start()
     try:
-        # The socket listens only once the server runs; a client that connects earlier would be refused.
+        # The socket listens only when the server runs; a client that connects earlier would be refused.
         while not server.started:
             if not thread.is_alive():
                 raise ProrlError("the server did not start", hint="see its log above")

@@ -1,7 +1,7 @@
-"""The scripted model server's other face: SGLang's native interface.
+"""SGLang's native interface of the scripted model server.
 
-Routes and shapes are those of https://docs.sglang.io/basic_usage/native_api.html as far as rollouts
-need them.
+Routes and formats are those of https://docs.sglang.io/basic_usage/native_api.html as far as rollouts need
+them.
 """
 
 from typing import Literal
@@ -21,7 +21,7 @@ from prorl_envs.tools.types import JsonObject
 
 
 class SamplingParams(BaseModel):
-    """The sampling settings that matter to a script."""
+    """Sampling settings that affect a script."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -31,7 +31,7 @@ class SamplingParams(BaseModel):
 
 
 class GenerateRequest(BaseModel):
-    """The fields of a request that the scripted server heeds."""
+    """Fields of a request that the scripted server uses."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -46,12 +46,12 @@ class AbortRequest(BaseModel):
     rid: str = ""
 
 
-class PauseRequest(BaseModel):
+class SglangPauseRequest(BaseModel):
     mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
 def add_sglang(app: FastAPI, service: ScriptedService) -> None:
-    """Let a scripted server answer as SGLang does."""
+    """Make a scripted server answer as SGLang does."""
 
     @app.post("/generate")
     async def generate(asked: GenerateRequest, request: Request) -> Response:
@@ -87,7 +87,7 @@ def add_sglang(app: FastAPI, service: ScriptedService) -> None:
         return
 
     @app.post("/pause_generation")
-    async def pause_generation(asked: PauseRequest) -> JsonObject:
+    async def pause_generation(asked: SglangPauseRequest) -> JsonObject:
         treatment: Treatment = "abort" if asked.mode == "abort" else "freeze"
         service.engine.pause(treatment, asked.mode)
         return {"status": "ok"}
@@ -109,7 +109,7 @@ def add_sglang(app: FastAPI, service: ScriptedService) -> None:
 
 
 def _answer(service: ScriptedService, asked: GenerateRequest, played: Played, total: int) -> JsonObject:
-    """One answer or event; `total` counts what is sampled by then, be it in this event or before."""
+    """Return one answer or event; `total` counts all tokens sampled so far, in this event or before."""
     pairs = [[value, number, None] for value, number in zip(played.logprobs, played.ids, strict=False)]
     reason: JsonObject | None = {"type": played.finish_reason} if played.finish_reason else None
     if reason is not None and played.finish_reason == "stop" and played.ids:

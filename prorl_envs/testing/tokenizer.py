@@ -1,9 +1,9 @@
-"""A real tokenizer and chat template, built on the spot: nothing to download, the same ids on every machine.
+"""Real tokenizer and chat template, built locally: no download, the same ids on every machine.
 
 A byte-level BPE trained on a page of text, with control tokens and a tool-calling template in the ChatML
 style that Qwen and many others use. It is small, and a real tokenizer in every respect that matters to a
-token ledger: one text has many tokenisations, control tokens have text that hostile output can spell, and
-any bytes can be encoded.
+token ledger: one text has many tokenisations, control tokens have text that hostile output can spell, and any
+bytes can be encoded.
 """
 
 import json
@@ -19,8 +19,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from prorl_envs.policy.chat_template import ChatTemplate
-from prorl_envs.policy.rendering import TemplateRenderer
+from prorl_envs.model.tokens.chat_template import ChatTemplate
+from prorl_envs.model.tokens.rendering import TemplateRenderer
 
 VOCAB_SIZE = 1024
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -125,13 +125,13 @@ drwxr-xr-x 2 user user 4096 Jan  1 00:00 .
 def save_tokenizer(
     folder: Path, corpus: str = _CORPUS, *, whole: Sequence[str] = (), template: str = CHAT_TEMPLATE
 ) -> None:
-    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja to `folder`, as a model would carry
-    them; any program that reads Hugging Face tokenizers can load it.
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja to `folder`, in the layout of a
+    model; any program that reads Hugging Face tokenizers can load it.
 
     Args:
         corpus: the text it is trained on, at most `VOCAB_SIZE` tokens.
-        whole: texts that may become one token each, though they are several words. Where there are any,
-            digits and punctuation are tokens of one character.
+        whole: texts of several words that may become one token each. If there are any, digits and punctuation
+            are tokens of one character.
         template: the chat template.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -149,11 +149,11 @@ def save_tokenizer(
 
 
 def tokenizer_folder(cache_folder: Path | None = None) -> Path:
-    """A folder with the tokenizer's files, for `load_renderer`; built on first use.
+    """Return a folder with the tokenizer's files, for `load_renderer`; built on first use.
 
     Args:
-        cache_folder: where the folder goes; by default `$XDG_CACHE_HOME/prorl-envs`. Its name carries a hash
-            of everything it is made from.
+        cache_folder: parent of the folder; by default `$XDG_CACHE_HOME/prorl-envs`. The folder's name
+            contains a hash of all its inputs.
     """
     root = cache_folder or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "prorl-envs"
     recipe = (_CORPUS, CHAT_TEMPLATE, VOCAB_SIZE, _SPECIAL, _STRUCTURE, version("tokenizers"))
@@ -164,7 +164,7 @@ def tokenizer_folder(cache_folder: Path | None = None) -> Path:
     partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=root))
     save_tokenizer(partial)
     try:
-        partial.rename(folder)  # atomic: nobody ever sees half a folder
+        partial.rename(folder)  # atomic: no process ever sees half a folder
     except OSError:
         shutil.rmtree(partial)
         if not folder.is_dir():  # else another process was faster, with the same files
@@ -173,7 +173,7 @@ def tokenizer_folder(cache_folder: Path | None = None) -> Path:
 
 
 def builtin_renderer() -> TemplateRenderer:
-    """The renderer of the built-in tokenizer, made in memory."""
+    """Return the renderer of the built-in tokenizer, created in memory."""
     tokenizer = Tokenizer.from_str(_trained())
     return TemplateRenderer(tokenizer, ChatTemplate(CHAT_TEMPLATE))
 

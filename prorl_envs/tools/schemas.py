@@ -1,4 +1,4 @@
-"""The built-in tools as a model is told of them."""
+"""Specifications of the built-in tools, as sent to the model."""
 
 from prorl_envs.tools.types import JsonObject, ToolSpec
 

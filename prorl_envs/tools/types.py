@@ -1,4 +1,4 @@
-"""What tools are called with and what they return: shared by the host side, environments and agents."""
+"""Calls and results of tools: shared by the host side, environments and agents."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,11 +8,11 @@ type JsonObject = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
-    """A tool as the model is told of it.
+    """Description of a tool, as sent to the model.
 
     Args:
         name: function name the model calls.
-        description: what it does, for the model.
+        description: purpose of the tool, for the model.
         parameters: JSON schema of its arguments (an object schema).
     """
 
@@ -21,7 +21,7 @@ class ToolSpec:
     parameters: JsonObject
 
     def to_openai(self) -> JsonObject:
-        """The tool in OpenAI Chat Completions function format."""
+        """Return the tool in OpenAI Chat Completions function format."""
         return {
             "type": "function",
             "function": {"name": self.name, "description": self.description, "parameters": self.parameters},
@@ -30,7 +30,7 @@ class ToolSpec:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call the model made. `arguments` is already parsed; it is still hostile."""
+    """One call the model made. `arguments` is already parsed, but still untrusted."""
 
     id: str
     name: str
@@ -39,15 +39,15 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """What came back from a tool.
+    """Result of a tool call.
 
     Args:
-        text: what the model sees; bounded, valid Unicode, says what was cut.
-        ok: False where the tool could not do what was asked (bad arguments, failed edit, timeout). A
-            command with a non-zero exit status is `ok`: it ran.
+        text: text for the model; bounded, valid Unicode, names the number of bytes cut.
+        ok: False if the tool could not do its work (bad arguments, failed edit, timeout). A command with a
+            non-zero exit status is `ok`: it ran.
         data: structured facts (exit_code, cwd, timed_out, ...) for graders, logs and viewers.
-        duration_s: seconds from request to answer, host to host.
-        truncated_bytes: how much of the output was left out of `text`.
+        duration_s: seconds from request to answer, measured on the host.
+        truncated_bytes: bytes of the output missing from `text`.
     """
 
     text: str
@@ -59,15 +59,15 @@ class ToolResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completed:
-    """A fresh process that has ended.
+    """Result of a finished fresh process.
 
     Args:
-        exit_code: its status, negative for a signal; None where it ran past its deadline.
-        output: stdout and stderr as they came, or stdout alone where they were to be apart; bounded.
-        timed_out: whether the deadline ended it.
-        truncated_bytes: how much is missing from the middle of `output` and `errors`.
-        duration_s: seconds it ran, measured beside it.
-        errors: stderr where it was to be apart; bounded.
+        exit_code: exit status, negative for a signal; None if the process ran past its deadline.
+        output: stdout and stderr in order of arrival, or stdout alone if stderr was kept apart; bounded.
+        timed_out: True if the process was killed at its deadline.
+        truncated_bytes: bytes missing from the middle of `output` and `errors`.
+        duration_s: seconds the process ran, measured in the sandbox.
+        errors: stderr if it was kept apart; bounded.
     """
 
     exit_code: int | None

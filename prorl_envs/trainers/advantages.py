@@ -1,32 +1,32 @@
-"""Advantages of a group's episodes, for trainers that want them made. Pure."""
+"""Advantages of a group's episodes, for trainers that do not compute them. Pure."""
 
 from collections.abc import Sequence
 from statistics import fmean, pstdev
 
 from prorl_envs.errors import ProrlError
 
-#: As TRL, so that equal rewards give 0 and not a division by it.
+#: As in TRL, so that equal rewards give 0 instead of a division by 0.
 _EPSILON = 1e-8
 
 
 class NothingScored(ProrlError):
-    """Not one episode has a reward: there is nothing to train on."""
+    """Error: no episode has a reward, so there is nothing to train on."""
 
 
 def spread(rewards: Sequence[float | None]) -> float:
-    """The difference between the highest and the lowest reward; 0.0 where fewer than two are there."""
+    """Return the difference between the highest and the lowest reward; 0.0 for fewer than two rewards."""
     known = [reward for reward in rewards if reward is not None]
     return max(known) - min(known) if len(known) > 1 else 0.0
 
 
 def group_advantages(rewards: Sequence[float | None]) -> list[float | None]:
-    """How much better than its group each episode was, in standard deviations (GRPO, arXiv 2402.03300).
+    """Return each episode's advantage over its group, in standard deviations (GRPO, arXiv 2402.03300).
 
     Args:
-        rewards: of the episodes of one group; None, a failure, is in neither mean nor deviation.
+        rewards: of the episodes of one group; None, a failure, counts for neither mean nor deviation.
 
     Returns:
-        one for each episode; None where there is no reward.
+        one for each episode; None if there is no reward.
     """
     known = [reward for reward in rewards if reward is not None]
     if not known:
@@ -36,9 +36,9 @@ def group_advantages(rewards: Sequence[float | None]) -> list[float | None]:
 
 
 def neutral_rewards(groups: Sequence[Sequence[float | None]]) -> list[list[float]]:
-    """Rewards for trainers that take a number in each place. An episode without a reward gets its group's
-    mean, which moves neither that mean nor anybody's sign; a group without any gets the mean of all groups.
-    The loss mask of such an episode has to be 0.
+    """Fill missing rewards for trainers that require a number for every episode. An episode without a reward
+    gets its group's mean, which changes neither that mean nor the sign of any advantage; a group without any
+    reward gets the mean of all groups. The loss mask of such an episode must be 0.
 
     Raises:
         NothingScored: there is no reward at all.

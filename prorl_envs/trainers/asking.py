@@ -1,5 +1,5 @@
-"""What every adapter asks the rollout service for: groups of one environment, their results, and the end of
-those that nobody needs any more."""
+"""Requests of trainer adapters to the rollout service: groups of one environment, their results, and the
+cancellation of groups that are no longer needed."""
 
 import contextlib
 import os
@@ -10,34 +10,34 @@ from typing import Any
 from uuid import uuid4
 
 from prorl_envs.errors import InputError, ProrlError
-from prorl_envs.policy.types import Sampling
-from prorl_envs.rollout.batch_types import BatchRequest, BatchTask
-from prorl_envs.rollout.client import RolloutClient
-from prorl_envs.rollout.sync_client import SyncRolloutClient
-from prorl_envs.rollout.types import AgentLimits, GroupRequest, Result, job_id
+from prorl_envs.model.types import Sampling
+from prorl_envs.rollout.api.batches import BatchRequest, BatchTask
+from prorl_envs.rollout.api.types import AgentLimits, GroupRequest, Result, job_id
+from prorl_envs.rollout.client.client import RolloutClient
+from prorl_envs.rollout.client.sync import SyncRolloutClient
 
-#: The service's bearer token, where it has one: in the environment, so that it is in no file or log.
+#: Environment variable of the service's bearer token, so that the token is in no file or log.
 TOKEN = "PRORL_SERVER__TOKEN"
-#: Seconds of the groups' lease, where there is to be one.
+#: Environment variable of the groups' lease, in seconds.
 LEASE = "PRORL_LEASE_S"
-#: Adapters that read all results ask about each group twice in that time.
+#: Adapters that read all results poll each group twice in this time.
 MIN_LEASE_S = 60.0
-#: Groups of one request. A service takes 16 MiB at once, and task rows may be long.
+#: Groups per request. A service accepts at most 16 MiB, and task rows may be long.
 CHUNK = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
-    """What a trainer's groups have in common.
+class GroupTemplate:
+    """Common properties of a trainer's groups.
 
     Args:
         url: base URL of the service. Its token is read from `$PRORL_SERVER__TOKEN`.
         environment: the service's environment that the tasks are of.
-        sampling: how to sample; None leaves it to the adapter, or to the service.
-        limits: of the agent loop; None is what the service has for the environment.
-        run: begins the ids of all groups, so that two runs never meet.
-        lease_s: of each group: seconds without a sign of this process after which it is cancelled, 60 or
-            more. By default `$PRORL_LEASE_S`; None has them go on.
+        sampling: sampling parameters; None leaves them to the adapter, or to the service.
+        limits: limits of the agent loop; None uses the service's limits for the environment.
+        run: prefix of all group ids, so that ids of two runs never collide.
+        lease_s: lease of each group: it is cancelled after this many seconds without a sign of this process,
+            60 or more. By default `$PRORL_LEASE_S`; None means no lease.
     """
 
     url: str
@@ -56,7 +56,8 @@ class Asking:
         sampling: Sampling | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> GroupRequest:
-        """A group called `<run>/<name>`; `sampling` where these have none of their own."""
+        """Return the request for a group called `<run>/<name>`; `sampling` applies if the template has
+        none."""
         chosen = {"sampling": self.sampling or sampling, "limits": self.limits}
         return GroupRequest(
             id=f"{self.run}/{name}",
@@ -70,10 +71,10 @@ class Asking:
 
 
 def _lease() -> float | None:
-    """Seconds of the environment's lease.
+    """Return the lease of the environment variable, in seconds.
 
     Raises:
-        InputError: it is no number of seconds that gives the adapters time to ask.
+        InputError: not a number of seconds, or too short for the adapters' polling.
     """
     given = os.environ.get(LEASE)
     if not given:
@@ -90,26 +91,26 @@ def _lease() -> float | None:
 
 
 def connect(url: str) -> RolloutClient:
-    """A client of the service at `url`, with the token of the environment."""
+    """Open a client of the service at `url`, with the token of the environment."""
     return RolloutClient(url, token=os.environ.get(TOKEN))
 
 
 def connect_sync(url: str) -> SyncRolloutClient:
-    """A client of the service at `url` for threads without an event loop."""
+    """Open a client of the service at `url` for threads without an event loop."""
     return SyncRolloutClient(url, token=os.environ.get(TOKEN))
 
 
 def collect(client: SyncRolloutClient, groups: Sequence[GroupRequest]) -> list[list[Result]]:
-    """Submit groups and wait for all of their results. Where that ends early, they are cancelled.
+    """Submit groups and wait for all of their results. The groups are cancelled if the wait stops early.
 
     Returns:
         for each group the results of its samples, in their order.
 
     Raises:
         InputError: the service refuses a group.
-        Full, Unavailable: the service is full or away, and stays so.
+        QueueFull, Unavailable: the service stays full or unreachable.
     """
-    after = client.status().newest
+    after = client.status().newest_cursor
     results: dict[str, dict[int, Result]] = {group.id: {} for group in groups}
     with cancelled_on_error(client, list(results)):
         for first in range(0, len(groups), CHUNK):
@@ -125,11 +126,11 @@ def collect_informative(
     groups: Sequence[GroupRequest],
     reserve: Sequence[Mapping[str, Any]],
 ) -> list[list[Result]]:
-    """As many groups as are given, whose rewards differ: those given, and in the place of those whose rewards
-    do not, groups of the tasks in reserve. Where these do not suffice, groups of equal rewards fill up.
+    """Collect as many groups with differing rewards as there are in `groups`. Groups of the tasks in reserve
+    replace those with equal rewards; if the reserve does not suffice, groups with equal rewards fill up.
 
     Args:
-        name: of the batch that it becomes at the service.
+        name: name of the resulting batch at the service.
         groups: at least one, alike but for their tasks.
 
     Returns:
@@ -137,7 +138,7 @@ def collect_informative(
 
     Raises:
         InputError: the groups differ in more than their tasks, or the service refuses them.
-        Full, Unavailable: the service is full or away, and stays so.
+        QueueFull, Unavailable: the service stays full or unreachable.
     """
     one = groups[0]
     if any(group != one.model_copy(update={"id": group.id, "task": group.task}) for group in groups):
@@ -154,13 +155,13 @@ def collect_informative(
         lease_s=one.lease_s,
         metadata=one.metadata,
     )
-    after = client.status().newest
+    after = client.status().newest_cursor
     try:
         client.submit_batch(batch)
         while not (view := client.batch(name, wait_s=60.0)).state.over:
             pass
     except BaseException:
-        with contextlib.suppress(ProrlError):  # it was not submitted, or the service is away
+        with contextlib.suppress(ProrlError):  # it was not submitted, or the service is unreachable
             client.cancel_batch(name)
         raise
     chosen = [group.group_id for group in client.batch_groups(name).groups]
@@ -172,11 +173,11 @@ def collect_informative(
 
 @contextmanager
 def cancelled_on_error(client: SyncRolloutClient, group_ids: Sequence[str]) -> Iterator[None]:
-    """Cancel these groups where the block fails or is interrupted."""
+    """Cancel these groups if the block fails or is interrupted."""
     try:
         yield
     except BaseException:
         for group_id in group_ids:
-            with contextlib.suppress(ProrlError):  # not submitted yet, or the service is away
+            with contextlib.suppress(ProrlError):  # not submitted yet, or the service is unreachable
                 client.cancel_group(group_id)
         raise

@@ -1,8 +1,9 @@
-"""Atropos (0.4): groups of the rollout service, pushed to its API server as an environment does.
+"""Atropos (0.4): groups of the rollout service, pushed to its API server like those of an Atropos
+environment.
 
     asyncio.run(feed(AtroposFeed("http://127.0.0.1:8000", "http://127.0.0.1:8600", "bash", task_rows)))
 
-Any trainer that reads batches from Atropos's API takes them. Needs `atroposlib` for nothing: its API is HTTP.
+Works with any trainer that reads batches from Atropos's API. `atroposlib` is not imported: its API is HTTP.
 """
 
 import asyncio
@@ -16,43 +17,43 @@ from typing import Any
 import httpx
 
 from prorl_envs.errors import InputError, ProrlError
-from prorl_envs.policy.types import Sampling
-from prorl_envs.rollout.types import AgentLimits, Result
+from prorl_envs.model.types import Sampling
+from prorl_envs.rollout.api.types import AgentLimits, Result
 from prorl_envs.trainers.advantages import spread
-from prorl_envs.trainers.asking import Asking
+from prorl_envs.trainers.asking import GroupTemplate
 from prorl_envs.trainers.rollouts import Rollouts
 from prorl_envs.trainers.rows import one_row
 
 logger = logging.getLogger(__name__)
 
-#: In a mask, a token that no loss looks at; log-probability of a token that was not sampled.
+#: Mask value of a token without loss; log-probability of a token that was not sampled.
 MASKED, NOT_SAMPLED = -100, 1.0
-#: Seconds between two looks at the queue, or for the trainer.
+#: Polling interval of the queue, and of the trainer, in seconds.
 LOOK_S = 1.0
 
 
 class AtroposRefused(ProrlError):
-    """Atropos's server refused what was sent, or is away."""
+    """Error: Atropos's server refused a request, or is unreachable."""
 
 
 @dataclass(frozen=True, slots=True)
 class AtroposFeed:
-    """What to feed, and where.
+    """Configuration of a feed.
 
     Args:
         api: base URL of Atropos's API server.
         url: base URL of the rollout service. Its token is read from `$PRORL_SERVER__TOKEN`.
         environment: the service's environment that the tasks are of.
-        tasks: its task rows; gone through again and again, each time in another order.
+        tasks: its task rows; repeated in a new random order each time.
         samples: episodes of a group.
-        groups: most groups under way at once.
-        max_batches_behind: batches that may wait in Atropos's queue: the bound of staleness, as the version
-            that sampled a group is not told to Atropos. What waits beyond it is not begun.
+        groups: maximum number of groups in flight.
+        max_batches_behind: maximum number of batches in Atropos's queue. It bounds staleness, because Atropos
+            does not learn which version sampled a group. Above it no group starts.
         max_token_length: longest sequence; as the trainer's.
-        weight: this environment's share of a batch, relative to others'.
-        equal: push groups whose rewards are all equal too.
-        sampling, limits: as the service takes them; None leaves them to the service.
-        steps: groups to push before it ends; None goes on for as long as it runs.
+        weight: this environment's share of a batch, relative to other environments.
+        equal: also push groups whose rewards are all equal.
+        sampling, limits: as the service takes them; None uses the service's.
+        steps: number of groups to push; None runs without limit.
     """
 
     api: str
@@ -71,16 +72,16 @@ class AtroposFeed:
 
 
 async def feed(asked: AtroposFeed) -> int:
-    """Register with Atropos, keep groups under way, and push those that are informative. Where it is
-    cancelled, so are its groups.
+    """Register with Atropos, keep groups in flight, and push the informative ones. Cancellation cancels the
+    groups.
 
     Returns:
-        groups pushed.
+        number of pushed groups.
 
     Raises:
-        AtroposRefused: the API server is away, or refuses what it is sent.
+        AtroposRefused: the API server is unreachable, or refuses a request.
         InputError: there are no tasks, or the service refuses one.
-        Full, Unavailable: the service is full or away, and stays so.
+        QueueFull, Unavailable: the service stays full or unreachable.
     """
     if not asked.tasks:
         raise InputError("there are no tasks", hint="give the environment's task rows")
@@ -94,7 +95,7 @@ async def feed(asked: AtroposFeed) -> int:
 
 
 async def _feed(http: httpx.AsyncClient, rollouts: Rollouts, asked: AtroposFeed, env_id: int) -> int:
-    asking = Asking(asked.url, asked.environment, asked.sampling, asked.limits)
+    asking = GroupTemplate(asked.url, asked.environment, asked.sampling, asked.limits)
     pushed = 0
     under_way: set[asyncio.Task[list[Result]]] = set()
     try:
@@ -130,7 +131,7 @@ def _stream(tasks: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
 
 
 async def _registered(http: httpx.AsyncClient, asked: AtroposFeed) -> int:
-    """The environment's id, once a trainer is there."""
+    """Return the environment's id, after a trainer has connected."""
     body = {
         "max_token_length": asked.max_token_length,
         "desired_name": asked.environment,
@@ -146,7 +147,7 @@ async def _registered(http: httpx.AsyncClient, asked: AtroposFeed) -> int:
 
 
 async def _behind(http: httpx.AsyncClient, env_id: int, asked: AtroposFeed, under_way: int) -> bool:
-    """Enough is waiting, or about to, for the trainer."""
+    """Return true if enough groups wait for the trainer, or are in flight."""
     status = await _call(http, "GET", "/status-env", {"env_id": env_id})
     batch = (await _call(http, "GET", "/info"))["batch_size"]
     waiting = (int(status.get("queue_size", 0)) + under_way) * asked.samples
@@ -162,15 +163,15 @@ async def _push(http: httpx.AsyncClient, results: Sequence[Result], asked: Atrop
 
 
 def as_scored_data(results: Sequence[Result], *, equal: bool = False) -> dict[str, Any] | None:
-    """A group as Atropos's `ScoredData`, without the environment's id. Episodes without a reward are left
-    out; Atropos keeps a smaller group until others complete it.
+    """Convert a group to Atropos's `ScoredData`, without the environment's id. Episodes without a reward are
+    omitted; Atropos keeps a smaller group until others complete it.
 
     Args:
         results: of one group.
-        equal: give groups whose rewards are all equal too.
+        equal: also convert groups whose rewards are all equal.
 
     Returns:
-        None where the group teaches nothing.
+        None if there is nothing to learn from the group.
 
     Raises:
         SeveralRows, NotContiguous.
@@ -197,7 +198,7 @@ def as_scored_data(results: Sequence[Result], *, equal: bool = False) -> dict[st
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Atropos wants a content in each message; an answer that only calls tools has none."""
+    """Return the message with a content, which Atropos requires; an answer that only calls tools has none."""
     return {**message, "content": message.get("content") or ""}
 
 

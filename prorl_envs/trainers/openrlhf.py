@@ -1,15 +1,15 @@
 """OpenRLHF (0.11): an agent executor that samples with OpenRLHF's own engine, in episodes of the service.
 
-OpenRLHF's engines live in its actors and answer no HTTP, so the executor asks the engine for each turn and
-has the service do the rest: it begins the episode, reads each answer, runs its tools, says what to append,
-and grades. The ids stay what was sampled. The file for `--train.agent_func_path`:
+OpenRLHF's engines run in its actors and have no HTTP interface, so the executor requests each turn from the
+engine. The service does the rest: it starts the episode, parses each answer, runs its tools, returns the
+tokens to append, and grades. Token ids stay as sampled. The file for `--train.agent_func_path`:
 
     from openrlhf.utils.agent import AgentExecutorBase
-    from prorl_envs.trainers.openrlhf import Episodes
+    from prorl_envs.trainers.openrlhf import OpenRlhfEpisodes
 
     class AgentExecutor(AgentExecutorBase):
         def __init__(self):
-            self.episodes = Episodes("http://127.0.0.1:8600", "bash")
+            self.episodes = OpenRlhfEpisodes("http://127.0.0.1:8600", "bash")
 
         async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine, **_):
             return await self.episodes.execute(prompt, label, sampling_params, max_length, llm_engine)
@@ -24,24 +24,24 @@ from typing import Any
 from uuid import uuid4
 
 from prorl_envs.errors import ModelError, ProrlError
-from prorl_envs.rollout.client import RolloutClient
-from prorl_envs.rollout.episode_types import EpisodeRequest, EpisodeState, EpisodeView, TokenStep
-from prorl_envs.rollout.types import AgentLimits, Result
+from prorl_envs.rollout.api.interactive import EpisodeRequest, EpisodeState, EpisodeView, TokenStep
+from prorl_envs.rollout.api.types import AgentLimits, Result
+from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.trainers.asking import connect
 from prorl_envs.trainers.rollouts import EpisodeFailed
-from prorl_envs.trainers.rows import Status, one_row
+from prorl_envs.trainers.rows import RowStatus, one_row
 from prorl_envs.trainers.tasks import from_text
 
 
-class Episodes:
-    """What an `AgentExecutor` needs.
+class OpenRlhfEpisodes:
+    """Episode runner for an `AgentExecutor`.
 
     Args:
-        url: base URL of the service, which needs a tokenizer (`--tokenizer`) and no model server of its own.
-            Its token is read from `$PRORL_SERVER__TOKEN`.
+        url: base URL of the service, which needs a tokenizer (`--tokenizer`) but no model server. Its token
+            is read from `$PRORL_SERVER__TOKEN`.
         environment: the service's environment that the tasks are of.
-        attempts: how often an episode that fails is begun again, before OpenRLHF is told.
-        limits: of the agent loop; by default as many tokens as OpenRLHF has room for.
+        attempts: attempts at an episode before its failure is raised to OpenRLHF.
+        limits: limits of the agent loop; by default OpenRLHF's maximum number of tokens.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class Episodes:
     async def execute(
         self, prompt: str, label: Any, sampling_params: Any, max_length: int, llm_engine: Any
     ) -> dict[str, Any]:
-        """One episode, as OpenRLHF's executors return it. Where it is cancelled, the episode is closed.
+        """Run one episode and return it in the format of OpenRLHF's executors. Cancellation closes the
+        episode.
 
         Args:
             prompt: the task row as JSON.
@@ -65,10 +66,10 @@ class Episodes:
             llm_engine: has `generate(ids, sampling_params)`.
 
         Raises:
-            EpisodeFailed: there is no reward, for all attempts: OpenRLHF takes no sample without one.
-            InputError: the prompt is no task row.
+            EpisodeFailed: all attempts failed: OpenRLHF takes no sample without a reward.
+            InputError: the prompt is not a task row.
             SeveralRows: the episode forked.
-            Full, Unavailable: the service is full or away, and stays so.
+            QueueFull, Unavailable: the service stays full or unreachable.
         """
         task = from_text(prompt)
         limits = self._limits or AgentLimits(max_tokens=max_length)
@@ -105,16 +106,16 @@ class Episodes:
                 view = await client.evaluate_episode(request.id)
             return _result(view)
         finally:
-            with contextlib.suppress(ProrlError):  # the service closes an idle one by itself
+            with contextlib.suppress(ProrlError):  # the service closes an idle episode by itself
                 await client.close_episode(request.id)
 
 
 def as_openrlhf(result: Result, *, logprobs: bool = True) -> dict[str, Any]:
-    """An episode as what OpenRLHF's executors return, without prompt and label.
+    """Convert an episode to the format of OpenRLHF's executors, without prompt and label.
 
     Args:
         result: of an episode with a reward.
-        logprobs: OpenRLHF asked for log-probabilities.
+        logprobs: include log-probabilities, because OpenRLHF requested them.
 
     Raises:
         SeveralRows, NotContiguous.
@@ -130,7 +131,7 @@ def as_openrlhf(result: Result, *, logprobs: bool = True) -> dict[str, Any]:
         "rollout_log_probs": [0.0] * first + row.logprobs if logprobs else None,
         "reward": row.reward,
         "scores": row.reward,
-        "truncated": row.status is Status.TRUNCATED,
+        "truncated": row.status is RowStatus.TRUNCATED,
         "extra_logs": {"turns": len(row.turns)},
     }
 
@@ -139,7 +140,7 @@ async def _sample(llm_engine: Any, context: list[int], sampling_params: Any, max
     params = deepcopy(sampling_params)
     room = max_length - len(context)
     params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-    params.logprobs = 0 if params.logprobs is None else params.logprobs  # of the sampled tokens
+    params.logprobs = 0 if params.logprobs is None else params.logprobs  # of the sampled tokens only
     output = (await llm_engine.generate(context, params)).outputs[0]
     ids = list(output.token_ids)
     if output.logprobs is None or len(output.logprobs) != len(ids):

@@ -1,10 +1,10 @@
-"""Rollouts for trainers that have an event loop: groups asked for one by one, any number at a time.
+"""Rollouts for trainers with an event loop: any number of concurrent group requests.
 
     async with Rollouts(asking.url) as rollouts:
         results = await rollouts.group(asking.group("step7/3", task, 8))
 
-Whoever stops waiting (its task is cancelled, a time is up) has its group cancelled at the service, so that
-what a trainer evicts holds no sandbox and no model server any longer.
+If the waiting call stops early (its task is cancelled, a timeout expires), its group is cancelled at the
+service. Groups that a trainer evicts therefore release their sandboxes and model servers.
 """
 
 import asyncio
@@ -16,19 +16,19 @@ from types import TracebackType
 from typing import Any, Self
 
 from prorl_envs.errors import ProrlError
-from prorl_envs.policy.types import Sampling
-from prorl_envs.rollout.client import RolloutClient
-from prorl_envs.rollout.errors import Later, NotFound
-from prorl_envs.rollout.inbox import Inbox
-from prorl_envs.rollout.types import GroupRequest, Result, job_id
-from prorl_envs.rollout.views import GroupView
-from prorl_envs.trainers.asking import Asking, connect
+from prorl_envs.model.types import Sampling
+from prorl_envs.rollout.api.errors import NotFound, Retryable
+from prorl_envs.rollout.api.types import GroupRequest, Result, job_id
+from prorl_envs.rollout.api.views import GroupView
+from prorl_envs.rollout.client.client import RolloutClient
+from prorl_envs.rollout.client.result_router import ResultRouter
+from prorl_envs.trainers.asking import GroupTemplate, connect
 
 logger = logging.getLogger(__name__)
 
 
 class EpisodeFailed(ProrlError):
-    """An episode has no reward, for all attempts. `result` says why, of the last one."""
+    """Error: all attempts at an episode failed. `result` is the result of the last attempt."""
 
     def __init__(self, result: Result) -> None:
         failure = result.failure
@@ -39,16 +39,16 @@ class EpisodeFailed(ProrlError):
         self.result = result
 
 
-#: Seconds after which somebody who still waits asks whether the service still knows the group.
+#: Interval in which a waiting call checks that the service still knows the group, in seconds.
 CHECK_S = 30.0
 
 
 class Rollouts:
-    """The results of one service, each handed to whoever asked for its group. An async context manager.
+    """Results of one service, each delivered to the call that requested its group. An async context manager.
 
     Args:
         url: base URL of the service. Its token is read from `$PRORL_SERVER__TOKEN`.
-        patience_s: seconds for which the service may be away before those who wait are told.
+        patience_s: seconds for which the service may be unreachable before waiting calls fail.
     """
 
     def __init__(self, url: str, *, patience_s: float = 600.0) -> None:
@@ -58,7 +58,7 @@ class Rollouts:
 
     async def __aenter__(self) -> Self:
         self.client: RolloutClient = connect(self._url)
-        self._inbox = Inbox(self.client)
+        self._inbox = ResultRouter(self.client)
         self._reading = asyncio.create_task(self._inbox.keep_reading())
         return self
 
@@ -71,7 +71,7 @@ class Rollouts:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close the connections, once the service was told of all that is cancelled. Idempotent."""
+        """Close the connections, after all pending cancellations were sent to the service. Idempotent."""
         while self._ending:
             await asyncio.wait(self._ending)
         self._reading.cancel()
@@ -79,16 +79,16 @@ class Rollouts:
         await self.client.aclose()
 
     async def group(self, request: GroupRequest, *, timeout_s: float | None = None) -> list[Result]:
-        """The results of a group's samples, in order. Where it is not waited for to the end, it is cancelled.
+        """Return the results of a group's samples, in order. The group is cancelled if the wait stops early.
 
         Args:
-            request: of the group; submitted here.
-            timeout_s: seconds after which those samples that are not done are cancelled; their results then
-                say so. None waits as long as it takes.
+            request: request of the group; submitted here.
+            timeout_s: seconds after which unfinished samples are cancelled; their results then have that
+                state. None means no timeout.
 
         Raises:
             InputError: the service refuses the group, or has forgotten it.
-            Full, Unavailable: the service is full, or away for longer than is waited for.
+            QueueFull, Unavailable: the service is full, or unreachable for longer than `patience_s`.
         """
         await self._ready()
         jobs = [job_id(request.id, sample) for sample in range(request.samples)]
@@ -109,19 +109,19 @@ class Rollouts:
 
     async def episode(
         self,
-        asking: Asking,
+        asking: GroupTemplate,
         name: str,
         task: Mapping[str, Any],
         *,
         sampling: Sampling | None = None,
         attempts: int = 3,
     ) -> Result:
-        """One graded episode, for trainers that ask sample by sample and must be given a reward for each.
-        One that fails is asked for again, as another group: its seed, sandbox and turns are new.
+        """Return one graded episode, for trainers that request single samples and require a reward for each.
+        A failed episode is requested again, as a new group with a new seed, sandbox and turns.
 
         Raises:
             EpisodeFailed: none of the attempts has a reward.
-            InputError, Full, Unavailable: as `group`.
+            InputError, QueueFull, Unavailable: as `group`.
         """
         for attempt in range(attempts):
             [result] = await self.group(asking.group(f"{name}/{attempt}", task, 1, sampling=sampling))
@@ -130,7 +130,7 @@ class Rollouts:
         raise EpisodeFailed(result)
 
     async def _forget(self, group_id: str, submitting: asyncio.Task[list[GroupView]]) -> None:
-        """End a group nobody waits for any more, once its submission cannot come after that."""
+        """Cancel an abandoned group, after its submission has completed."""
         await asyncio.wait([submitting])
         if submitting.exception() is None:
             await self._end(group_id)
@@ -140,13 +140,13 @@ class Rollouts:
             async with asyncio.timeout(self._patience_s):
                 await self._inbox.ready()
         except TimeoutError:
-            await self.client.status()  # says why
+            await self.client.status()  # raises the reason
             raise
 
     async def _all(
         self, group_id: str, waiting: Sequence[asyncio.Task[Result]], timeout_s: float | None
     ) -> None:
-        """Return once all results are there."""
+        """Return when all results have arrived."""
         began = heard = time.monotonic()
         ended = timeout_s is None
         while True:
@@ -160,16 +160,16 @@ class Rollouts:
             try:
                 await self._look_up(group_id)
                 heard = time.monotonic()
-            except Later:
+            except Retryable:
                 if time.monotonic() - heard > self._patience_s:
                     raise
 
     async def _look_up(self, group_id: str) -> None:
-        """Hand over what is finished and went by unread.
+        """Deliver finished results that the result stream missed.
 
         Raises:
             NotFound: the service does not know the group any more, or no longer keeps a result.
-            Full, Unavailable: it is away.
+            QueueFull, Unavailable: the service is unreachable.
         """
         for job in (await self.client.group(group_id)).jobs:
             if job.cursor is not None and self._inbox.waits_for(job.id):
@@ -181,17 +181,17 @@ class Rollouts:
         except NotFound:
             pass  # it was refused, or is forgotten
         except ProrlError as error:
-            logger.warning("%s may go on at the service: %s", group_id, error)
+            logger.warning("%s may continue at the service: %s", group_id, error)
 
 
-#: Of each event loop, by URL: for trainers that call a function or make an object for every sample.
+#: Per event loop, by URL: for trainers that call a function or create an object for every sample.
 _SHARED: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Rollouts]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 async def shared(url: str) -> Rollouts:
-    """The one connection of this event loop to a service. It stays open until `close_shared`, or the end."""
+    """Return the shared connection of this event loop to a service; open until `close_shared` or the exit."""
     mine = _SHARED.setdefault(asyncio.get_running_loop(), {})
     if url not in mine:
         mine[url] = await Rollouts(url).__aenter__()
@@ -199,6 +199,6 @@ async def shared(url: str) -> Rollouts:
 
 
 async def close_shared() -> None:
-    """Close what `shared` opened in this event loop."""
+    """Close the connections that `shared` opened in this event loop."""
     for rollouts in _SHARED.pop(asyncio.get_running_loop(), {}).values():
         await rollouts.aclose()

@@ -1,7 +1,7 @@
-"""A result of the rollout service as rows to train on: what every adapter of this room converts. Pure.
+"""Conversion of a rollout service result to training rows, shared by all trainer adapters. Pure.
 
-An episode is one row, or several where its history was rewritten (`service.reasoning`). Rows of an episode
-share its reward, so a loss is normalised per episode: by each row's `weight`.
+An episode is one row, or several if its history was rewritten (`service.reasoning`). Rows of an episode share
+its reward, so a loss is normalised per episode: by each row's `weight`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,24 +10,23 @@ from enum import StrEnum
 from typing import Any
 
 from prorl_envs.errors import ProrlError
-from prorl_envs.policy.types import VersionSpan
-from prorl_envs.rollout.checks import check_trajectory
-from prorl_envs.rollout.types import JobState, Result, StopReason, Trajectory, TurnRecord
+from prorl_envs.model.types import VersionSpan
+from prorl_envs.rollout.api.types import JobState, Result, StopReason, Trajectory, TurnRecord
+from prorl_envs.rollout.client.trajectory_checks import check_trajectory
 
 _CUT = frozenset({StopReason.TURN_LIMIT, StopReason.TOKEN_LIMIT, StopReason.TIME_LIMIT})
 
 
 class SeveralRows(ProrlError):
-    """An episode is several rows, and the trainer takes one for each sample."""
+    """Error: an episode is several rows, and the trainer takes one for each sample."""
 
 
-class Status(StrEnum):
-    """What became of an episode.
+class RowStatus(StrEnum):
+    """Status of an episode.
 
-    `completed`: the policy ended it; `truncated`: a limit of turns, tokens or time did. Both were graded.
-    `aborted`: it was cancelled; `failed`: something of ours broke. Neither has a reward.
-    `rejected`: nothing of it may be trained on, though it may have a reward: its ids are not those that the
-    model sampled.
+    `completed`: finished by the policy; `truncated`: stopped by a limit of turns, tokens or time. Both were
+    graded. `aborted`: cancelled; `failed`: a failure of our infrastructure. Neither has a reward. `rejected`:
+    must not be trained on, though it may have a reward: its ids are not those that the model sampled.
     """
 
     COMPLETED = "completed"
@@ -39,26 +38,27 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One sequence to train on, prompt and response apart.
+    """One sequence to train on, prompt and response separated.
 
     Args:
-        job_id, group_id, environment, task_id: what it is a row of.
-        repetition: which of its group's samples.
-        index: which of its episode's rows; `count`: how many these are. `last` is the one that was graded.
+        job_id, group_id, environment, task_id: source of the row.
+        repetition: number of the sample in its group.
+        index: number of the row in its episode; `count`: number of rows of the episode. `last` is the graded
+            row.
         prompt_ids: ids before the first sampled one.
-        response_ids: ids from the first sampled one to the last, what the model was told in between
-            included, shape [T].
-        mask: 1 where the policy sampled the id and a loss may look at it, else 0, shape [T]. All 0 where
-            the episode must not be trained on.
-        logprobs: log-probability of each id under the policy that sampled it, 0.0 where the mask is 0,
-            shape [T].
-        reward: the episode's; None where there is none. A failure is never 0.
-        status: see `Status`.
-        stop_reason: why the agent loop ended, or "".
+        response_ids: ids from the first sampled one to the last, including observations in between, shape
+            [T].
+        mask: 1 if the policy sampled the id and a loss may use it, else 0, shape [T]. All 0 if the episode
+            must not be trained on.
+        logprobs: log-probability of each id under the policy that sampled it, 0.0 where the mask is 0, shape
+            [T].
+        reward: the episode's; None if there is none. A failure is never 0.
+        status: see `RowStatus`.
+        stop_reason: why the agent loop stopped, or "".
         failure: kind of the failure, or "".
         turns: the model calls, as [start, end) of `response_ids`.
-        versions: which version of the weights sampled which stretch of `response_ids`, in order, as the
-            model servers name them; "" is not known.
+        versions: weight versions and the spans of `response_ids` that they sampled, in order, as named by the
+            model servers; "" is unknown.
         messages: the episode's conversation.
     """
 
@@ -74,7 +74,7 @@ class Row:
     mask: list[int]
     logprobs: list[float]
     reward: float | None
-    status: Status
+    status: RowStatus
     stop_reason: str
     failure: str
     turns: tuple[tuple[int, int], ...]
@@ -92,28 +92,28 @@ class Row:
 
     @property
     def trains(self) -> bool:
-        """There is something in it to train on."""
+        """True if some token of the row can be trained on."""
         return any(self.mask)
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest version of the weights that sampled of it, where versions are numbers and known."""
+        """The oldest version of the weights that sampled the row, if versions are numbers and known."""
         names = [span.version for span in self.versions]
         known = bool(names) and all(name.isascii() and name.isdecimal() and len(name) < 20 for name in names)
         return min(map(int, names)) if known else None
 
     def staleness(self, current: int) -> int | None:
-        """Versions by which the oldest token is behind `current`; None where no version is known."""
+        """Return by how many versions the oldest token is behind `current`; None if no version is known."""
         oldest = self.oldest_version
         return None if oldest is None else max(0, current - oldest)
 
     def without_loss(self) -> "Row":
-        """The same, and nothing of it is trained on."""
+        """Return a copy without any token to train on."""
         return replace(self, mask=[0] * len(self.mask), logprobs=[0.0] * len(self.mask))
 
     def filled(self, prompt_ids: Sequence[int], token: int) -> "Row":
-        """For trainers that need something in each place: itself where it trains; else a row of the same
-        episode with this prompt, if it has none, and one token that no loss looks at."""
+        """Return a non-empty row for trainers that require one for every sample. A row that trains is
+        returned unchanged; any other gets `prompt_ids`, if it has no prompt, and one token without loss."""
         if self.trains:
             return self
         return replace(
@@ -128,28 +128,28 @@ class Row:
 
 
 def rows_of(result: Result) -> list[Row]:
-    """The rows of an episode, oldest first; at least one, which is empty where nothing was sampled.
+    """Return the rows of an episode, oldest first; at least one, which is empty if nothing was sampled.
 
-    What follows a row's last sampled id is left out: no loss depends on it.
+    Ids after a row's last sampled id are dropped: no loss depends on them.
 
     Raises:
-        NotContiguous: a trajectory is not what its own turns say.
+        NotContiguous: a trajectory is inconsistent with its turns.
     """
     status = _status(result)
     trajectories = result.rows or [Trajectory(ids=[], loss_mask=[], logprobs=[], turns=[])]
     rows = []
     for index, trajectory in enumerate(trajectories):
         row = _row(result, status, trajectory, index, len(trajectories))
-        counts = status in (Status.COMPLETED, Status.TRUNCATED)
+        counts = status in (RowStatus.COMPLETED, RowStatus.TRUNCATED)
         rows.append(row if counts else row.without_loss())
     return rows
 
 
 def one_row(result: Result) -> Row:
-    """The row of an episode, for trainers that take one for each sample.
+    """Return the row of an episode, for trainers that take one for each sample.
 
     Raises:
-        SeveralRows: it has more.
+        SeveralRows: there are several.
         NotContiguous: as `rows_of`.
     """
     rows = rows_of(result)
@@ -161,19 +161,19 @@ def one_row(result: Result) -> Row:
     return rows[0]
 
 
-def _status(result: Result) -> Status:
+def _status(result: Result) -> RowStatus:
     if result.state is JobState.CANCELLED:
-        return Status.ABORTED
+        return RowStatus.ABORTED
     if result.reward is None:
-        return Status.FAILED
-    exact = all(trajectory.exact and not trajectory.drift for trajectory in result.rows)
+        return RowStatus.FAILED
+    exact = all(trajectory.token_exact and not trajectory.drift for trajectory in result.rows)
     if result.mask_sample or not result.rows or not exact:
-        return Status.REJECTED
-    return Status.TRUNCATED if result.stop_reason in _CUT else Status.COMPLETED
+        return RowStatus.REJECTED
+    return RowStatus.TRUNCATED if result.stop_reason in _CUT else RowStatus.COMPLETED
 
 
-def _row(result: Result, status: Status, trajectory: Trajectory, index: int, count: int) -> Row:
-    if trajectory.exact:
+def _row(result: Result, status: RowStatus, trajectory: Trajectory, index: int, count: int) -> Row:
+    if trajectory.token_exact:
         check_trajectory(trajectory)
     turns = trajectory.turns
     first = turns[0].start if turns else len(trajectory.ids)
@@ -201,7 +201,7 @@ def _row(result: Result, status: Status, trajectory: Trajectory, index: int, cou
 
 
 def _spans(turn: TurnRecord, first: int) -> Iterator[VersionSpan]:
-    """Which version sampled what of a turn, as indices from `first` on."""
+    """Yield the weight versions of a turn and their spans, as indices from `first` on."""
     offset = turn.start - first
     for span in turn.version_spans:
         yield VersionSpan(version=span.version, start=offset + span.start, end=offset + span.end)
@@ -210,7 +210,7 @@ def _spans(turn: TurnRecord, first: int) -> Iterator[VersionSpan]:
 
 
 def _merged(spans: Iterator[VersionSpan]) -> Iterator[VersionSpan]:
-    """Spans of one version that touch, as one."""
+    """Merge adjacent spans of one version."""
     held: VersionSpan | None = None
     for span in spans:
         if held is not None and held.version == span.version and held.end == span.start:

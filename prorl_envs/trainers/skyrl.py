@@ -4,9 +4,9 @@
         def get_generator(self, cfg, tokenizer, inference_engine_client):
             return RolloutGenerator("http://127.0.0.1:8600", "bash", end_token=tokenizer.eos_token_id)
 
-SkyRL takes a number as every reward. An episode that failed gets the mean of its group, and a mask of 0: it
-moves no advantage of the others and has no gradient of its own. Needs `skyrl` for nothing: what it takes and
-gives are dicts.
+SkyRL requires a number as every reward. An episode that failed gets the mean of its group, and a mask of 0:
+it does not change the advantages of other episodes and has no gradient of its own. `skyrl` is not imported:
+inputs and outputs are dicts.
 """
 
 import asyncio
@@ -16,25 +16,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from prorl_envs.errors import InputError
-from prorl_envs.policy.types import Sampling
-from prorl_envs.rollout.types import AgentLimits, Result
+from prorl_envs.model.types import Sampling
+from prorl_envs.rollout.api.types import AgentLimits, Result
 from prorl_envs.trainers.advantages import neutral_rewards
-from prorl_envs.trainers.asking import Asking
+from prorl_envs.trainers.asking import GroupTemplate
 from prorl_envs.trainers.rollouts import shared
-from prorl_envs.trainers.rows import Status, one_row, rows_of
+from prorl_envs.trainers.rows import RowStatus, one_row, rows_of
 from prorl_envs.trainers.tasks import from_text, to_text
 
 
 class RolloutGenerator:
-    """A generator for SkyRL's trainers.
+    """Generator for SkyRL's trainers.
 
     Args:
         url: base URL of the service. Its token is read from `$PRORL_SERVER__TOKEN`.
         environment: the service's environment that the tasks are of.
-        end_token: id that stands for what an episode without tokens would have said.
+        end_token: placeholder id for the response of an episode without tokens.
         step_wise: SkyRL trains step-wise (`generator.step_wise_trajectories`): then an episode may be several
             rows; else it must be one.
-        limits: of the agent loop; None is what the service has for the environment.
+        limits: limits of the agent loop; None uses the service's limits for the environment.
     """
 
     def __init__(
@@ -46,19 +46,20 @@ class RolloutGenerator:
         step_wise: bool = False,
         limits: AgentLimits | None = None,
     ) -> None:
-        self._asking = Asking(url, environment, limits=limits)
+        self._asking = GroupTemplate(url, environment, limits=limits)
         self._end_token = end_token
         self._step_wise = step_wise
         self._calls = itertools.count()
 
     async def generate(self, input_batch: Mapping[str, Any], **_: Any) -> dict[str, Any]:
-        """A `GeneratorInput` as a `GeneratorOutput`, in its order. Where it is cancelled, so are its groups.
+        """Convert a `GeneratorInput` to a `GeneratorOutput` in the same order. Cancellation cancels its
+        groups.
 
         Raises:
             InputError: a row carries no task, or the service refuses it.
             NothingScored: no episode has a reward.
             SeveralRows: an episode forked, and SkyRL does not train step-wise.
-            Full, Unavailable: the service is full or away, and stays so.
+            QueueFull, Unavailable: the service stays full or unreachable.
         """
         rollouts = await shared(self._asking.url)
         sampling = _sampling(input_batch.get("sampling_params") or {})
@@ -70,7 +71,7 @@ class RolloutGenerator:
         asked = [asyncio.create_task(rollouts.group(request)) for request in requests]
         try:
             results = await asyncio.gather(*asked)
-        finally:  # where one fails or all are cancelled, the others are, too
+        finally:  # if one group fails or all are cancelled, cancel the rest
             for group in asked:
                 group.cancel()
             await asyncio.wait(asked)
@@ -79,8 +80,8 @@ class RolloutGenerator:
 
 
 def rows(tasks: Iterable[Mapping[str, Any]], *, environment: str) -> list[dict[str, Any]]:
-    """Task rows as rows of SkyRL's data sets, to be written as parquet. SkyRL needs a prompt and the name of
-    one of its environments in each; neither is used."""
+    """Convert task rows to rows of SkyRL's data sets, to be written as Parquet. SkyRL requires a prompt and
+    the name of one of its environments in each row; neither is used."""
     return [
         {
             "prompt": [{"role": "user", "content": str(task.get("instruction", task.get("id", "task")))}],
@@ -98,12 +99,12 @@ def as_skyrl(
     *,
     step_wise: bool = False,
 ) -> dict[str, Any]:
-    """Groups of results as a `GeneratorOutput`.
+    """Convert groups of results to a `GeneratorOutput`.
 
     Args:
         groups: the results, group by group.
         trajectory_ids: SkyRL's ids, one for each result.
-        end_token: stands for what an episode without tokens would have said.
+        end_token: placeholder for the response of an episode without tokens.
         step_wise: an episode may be several rows, of which the last is marked.
 
     Raises:
@@ -126,9 +127,11 @@ def as_skyrl(
         "response_ids": [row.response_ids for row, _, _ in flat],
         "rewards": [reward for _, reward, _ in flat],
         "loss_masks": [row.mask for row, _, _ in flat],
-        "stop_reasons": ["length" if row.status is Status.TRUNCATED else "stop" for row, _, _ in flat],
+        "stop_reasons": ["length" if row.status is RowStatus.TRUNCATED else "stop" for row, _, _ in flat],
         "rollout_logprobs": [row.logprobs for row, _, _ in flat],
-        "rollout_metrics": {f"rollouts/mean_{status}": statuses[status] / len(episodes) for status in Status},
+        "rollout_metrics": {
+            f"rollouts/mean_{status}": statuses[status] / len(episodes) for status in RowStatus
+        },
         "trajectory_ids": [trajectory_id for _, _, trajectory_id in flat] if trajectory_ids else None,
         "is_last_step": [row.last for row, _, _ in flat] if step_wise else None,
         "trajectory_generation_times": None,
@@ -139,7 +142,7 @@ def as_skyrl(
 
 
 def _groups(batch: Mapping[str, Any]) -> Iterable[tuple[Any, int]]:
-    """The tasks of a batch, and how many samples of each are beside each other."""
+    """Yield the tasks of a batch, each with its number of adjacent samples."""
     extras = batch.get("env_extras") or []
     if len(extras) != len(batch["prompts"]) or any("task" not in (extra or {}) for extra in extras):
         raise InputError("a row has no column `task`", hint="make the data set with skyrl.rows()")
@@ -151,7 +154,7 @@ def _groups(batch: Mapping[str, Any]) -> Iterable[tuple[Any, int]]:
 
 
 def _sampling(params: Mapping[str, Any]) -> Sampling:
-    """SkyRL's sampling parameters, in vLLM's or SGLang's names."""
+    """Convert SkyRL's sampling parameters, in vLLM's or SGLang's names."""
     names = {"temperature": "temperature", "top_p": "top_p", "max_tokens": "max_tokens"}
     names["max_new_tokens"] = "max_tokens"
     return Sampling(

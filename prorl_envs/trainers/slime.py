@@ -6,8 +6,8 @@
     --input-key prompt --metadata-key metadata
 
 Both functions are needed: an episode that failed has no reward, and the filter, which sees whole groups, sets
-what slime demands in its place. When slime has enough groups it aborts the rest; their episodes are cancelled
-at the service. Needs `slime` only to learn that.
+the replacement that slime requires. When slime has enough groups it aborts the rest; their episodes are
+cancelled at the service. `slime` is imported only to detect the abort and to return the filter's output.
 """
 
 import asyncio
@@ -15,45 +15,45 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from prorl_envs.errors import InputError
-from prorl_envs.policy.types import Sampling
-from prorl_envs.rollout.types import AgentLimits, Result
+from prorl_envs.model.types import Sampling
+from prorl_envs.rollout.api.types import AgentLimits, Result
 from prorl_envs.trainers.advantages import neutral_rewards, spread
-from prorl_envs.trainers.asking import Asking
+from prorl_envs.trainers.asking import GroupTemplate
 from prorl_envs.trainers.rollouts import shared
-from prorl_envs.trainers.rows import Row, Status, rows_of
+from prorl_envs.trainers.rows import Row, RowStatus, rows_of
 from prorl_envs.trainers.tasks import from_text, to_text
 
-#: Seconds between two looks whether slime has enough.
+#: Interval of the checks whether slime has enough groups, in seconds.
 LOOK_S = 0.5
 
-# slime has no status for what is rejected; it is aborted like what was cancelled.
+# slime has no status for rejected samples; they are aborted like cancelled ones.
 _STATUS = {
-    Status.COMPLETED: "completed",
-    Status.TRUNCATED: "truncated",
-    Status.FAILED: "aborted",
-    Status.ABORTED: "aborted",
-    Status.REJECTED: "aborted",
+    RowStatus.COMPLETED: "completed",
+    RowStatus.TRUNCATED: "truncated",
+    RowStatus.FAILED: "aborted",
+    RowStatus.ABORTED: "aborted",
+    RowStatus.REJECTED: "aborted",
 }
 
 
 async def generate(
     args: Any, sample: Any, sampling_params: Mapping[str, Any], evaluation: bool = False
 ) -> Any:
-    """slime's `--custom-generate-function-path`: one episode.
+    """Run one episode; slime's `--custom-generate-function-path`.
 
     Args:
         args: slime's, with `prorl_url`, `prorl_environment` and, if wanted, `prorl_limits` (a mapping).
         sample: slime's; its `metadata` has the task, as `rows` writes it.
-        sampling_params: of which temperature, top_p and max_new_tokens are taken.
-        evaluation: there is no filter then, so an episode that fails is asked for again.
+        sampling_params: temperature, top_p and max_new_tokens are used.
+        evaluation: no filter runs in an evaluation, so a failed episode is requested again.
 
     Returns:
-        the sample, filled in; a list of samples where the episode is several rows.
+        the sample, filled in; a list of samples if the episode is several rows.
 
     Raises:
         InputError: the sample carries no task, or the service refuses it.
-        EpisodeFailed: in an evaluation, there is no reward for all attempts.
-        Full, Unavailable: the service is full or away, and stays so.
+        EpisodeFailed: in an evaluation, all attempts failed.
+        QueueFull, Unavailable: the service stays full or unreachable.
     """
     if evaluation:
         asking, task, sampling = _asked(args, sample, sampling_params)
@@ -67,7 +67,7 @@ async def generate(
 async def episode(
     args: Any, sample: Any, sampling_params: Mapping[str, Any], over: Callable[[], bool]
 ) -> Any:
-    """As `generate`; cancelled at the service once `over` says so."""
+    """Run one episode like `generate`; cancel it at the service when `over` returns true."""
     asking, task, sampling = _asked(args, sample, sampling_params)
     request = asking.group("sample", task, 1, sampling=sampling)
     asked = asyncio.create_task((await shared(asking.url)).group(request))
@@ -85,8 +85,8 @@ async def episode(
 
 
 def keep_informative(args: Any, samples: Sequence[Any], **_: Any) -> Any:
-    """slime's `--dynamic-sampling-filter-path`: keeps groups whose rewards differ. Samples without a reward
-    get the mean of their group and are taken out of the loss (`remove_sample`)."""
+    """Keep groups whose rewards differ; slime's `--dynamic-sampling-filter-path`. Samples without a reward
+    get the mean of their group and are excluded from the loss (`remove_sample`)."""
     from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 
     keep, reason = settle(samples)
@@ -94,10 +94,10 @@ def keep_informative(args: Any, samples: Sequence[Any], **_: Any) -> Any:
 
 
 def settle(samples: Sequence[Any]) -> tuple[bool, str | None]:
-    """Whether to keep a group, and why not. Sets the rewards of those samples of it that have none.
+    """Return whether to keep a group, and the reason if not. Sets the missing rewards of its samples.
 
     Args:
-        samples: slime's samples, or lists of them where episodes are several rows.
+        samples: slime's samples, or lists of them if episodes are several rows.
     """
     episodes = [one if isinstance(one, list) else [one] for one in samples]
     rewards = [rows[-1].reward for rows in episodes]
@@ -111,7 +111,7 @@ def settle(samples: Sequence[Any]) -> tuple[bool, str | None]:
 
 
 def rows(tasks: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Task rows as rows of slime's data sets, to be written as JSONL."""
+    """Convert task rows to rows of slime's data sets, to be written as JSONL."""
     return [
         {
             "prompt": [{"role": "user", "content": str(task.get("instruction", task.get("id", "task")))}],
@@ -122,12 +122,12 @@ def rows(tasks: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def as_slime(result: Result, index: int | None) -> list[dict[str, Any]]:
-    """An episode as what is set of slime's `Sample`s, one for each row. Rows of one episode have one
+    """Convert an episode to the fields of slime's `Sample`s, one for each row. Rows of one episode share a
     `rollout_id`, by which slime normalises their loss.
 
     Args:
         result: of the episode.
-        index: of the sample that was asked for.
+        index: of the requested sample.
     """
     return [_fields(row, index) for row in rows_of(result)]
 
@@ -148,10 +148,12 @@ def _fields(row: Row, index: int | None) -> dict[str, Any]:
     }
 
 
-def _asked(args: Any, sample: Any, params: Mapping[str, Any]) -> tuple[Asking, dict[str, Any], Sampling]:
-    """What to ask for: where, which task, and how to sample."""
+def _asked(
+    args: Any, sample: Any, params: Mapping[str, Any]
+) -> tuple[GroupTemplate, dict[str, Any], Sampling]:
+    """Return the request: group template, task and sampling parameters."""
     limits = getattr(args, "prorl_limits", None)
-    asking = Asking(
+    asking = GroupTemplate(
         args.prorl_url, args.prorl_environment, limits=AgentLimits.model_validate(limits) if limits else None
     )
     return asking, from_text((sample.metadata or {}).get("task")), _sampling(params)
@@ -163,7 +165,7 @@ def _filled(sample: Any, result: Result) -> Any:
 
 
 def _fill(sample: Any, fields: Mapping[str, Any]) -> Any:
-    """A copy of the sample with these fields."""
+    """Return a copy of the sample with these fields."""
     made = type(sample).from_dict(sample.to_dict())
     for name, value in fields.items():
         setattr(made, name, value)

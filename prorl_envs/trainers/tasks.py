@@ -1,4 +1,4 @@
-"""Task rows within the data sets of trainers: as JSON text, since rows may have differing columns. Pure."""
+"""Task rows in the data sets of trainers: as JSON text, since rows may have differing columns. Pure."""
 
 import json
 from collections.abc import Mapping
@@ -8,15 +8,15 @@ from prorl_envs.errors import InputError
 
 
 def to_text(task: Mapping[str, Any]) -> str:
-    """A task row as the text that stands for it in a trainer's data set."""
+    """Convert a task row to its text in a trainer's data set."""
     return json.dumps(task, ensure_ascii=False)
 
 
 def from_text(text: Any) -> dict[str, Any]:
-    """The task row that `to_text` wrote; a row that is none already is taken as it is.
+    """Parse the text of `to_text`; a row that is already a mapping is copied.
 
     Raises:
-        InputError: it is no JSON object.
+        InputError: the text is not a JSON object.
     """
     if isinstance(text, Mapping):
         return dict(text)

@@ -1,4 +1,4 @@
-"""TRL's `GRPOTrainer`, with its rollouts done by the rollout service (TRL 1.16, `rollout_func`).
+"""TRL's `GRPOTrainer` with rollouts by the rollout service (TRL 1.16, `rollout_func`).
 
     rollouts = TrlRollouts("http://127.0.0.1:8600", "bash", weights=upload)
     trainer = GRPOTrainer(
@@ -6,7 +6,7 @@
         reward_funcs=service_reward,
     )
 
-A sample that failed has no reward (None), not 0: TRL leaves it out of its group's mean, and its mask is 0
+A sample that failed has no reward (None), not 0: TRL excludes it from its group's mean, and its mask is 0
 throughout. TRL takes one row for each sample, so episodes must not fork (`service.reasoning: keep`).
 """
 
@@ -16,22 +16,22 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from prorl_envs.policy.types import InFlight, Sampling
-from prorl_envs.rollout.types import AgentLimits, Result
+from prorl_envs.model.types import InFlight, Sampling
+from prorl_envs.rollout.api.types import AgentLimits, Result
 from prorl_envs.trainers.advantages import NothingScored
-from prorl_envs.trainers.asking import Asking, collect, collect_informative, connect_sync
+from prorl_envs.trainers.asking import GroupTemplate, collect, collect_informative, connect_sync
 from prorl_envs.trainers.rows import Row, one_row
 from prorl_envs.trainers.tasks import from_text, to_text
 from prorl_envs.trainers.weights import weights_change_sync
 
 logger = logging.getLogger(__name__)
 
-#: Most groups that are begun for each one that is wanted, where there is a reserve.
+#: Maximum number of started groups per wanted group, if there is a reserve.
 OVERSAMPLED = 3
 
 
 class Trainer(Protocol):
-    """What is read of a `GRPOTrainer`."""
+    """Attributes of a `GRPOTrainer` that are read here."""
 
     args: Any
     state: Any
@@ -43,28 +43,28 @@ class Trainer(Protocol):
 
 
 type UploadWeights = Callable[[Any, int], None]
-"""Puts the trainer's present weights into the service's model servers. Called in every process of the
-trainer with the trainer and the version, while no turn is sampled."""
+"""Puts the trainer's current weights into the service's model servers. Called in every process of the trainer
+with the trainer and the version, while no turn is sampled."""
 
 
 class TrlRollouts:
-    """A `rollout_func`: prompts in, one graded episode for each of them out.
+    """A `rollout_func`: prompts in, one graded episode per prompt out.
 
     Args:
         url: base URL of the service. Its token is read from `$PRORL_SERVER__TOKEN`.
         environment: the service's environment that the tasks are of.
-        task: a prompt of the data set as the environment's task row. By default a prompt is the row as JSON,
-            as `prompts` makes it.
-        weights: puts the trainer's weights into the model servers, before rollouts with new ones are asked
-            for; None where something else does. With it no token is sampled by older weights.
-        mode: what becomes of others' turns in flight meanwhile; the trainer's own have ended.
+        task: converts a prompt of the data set to the environment's task row. By default a prompt is the row
+            as JSON, as `prompts` makes it.
+        weights: puts the trainer's weights into the model servers, before rollouts with new weights are
+            requested; None if this happens elsewhere. With it no token is sampled by older weights.
+        mode: treatment of other clients' turns in flight meanwhile; the trainer's own are finished.
         reserve: further task rows, for dynamic sampling (DAPO, arXiv 2503.14476): a training group whose
-            rewards are all equal is replaced by one of the next of these, so that each step has as many
-            groups to learn from as the trainer's prompts make. Where `OVERSAMPLED` times as many do not give
-            that, the rest are of equal rewards. None trains on what the prompts give.
-        sampling: how to sample. By default as the trainer's configuration says (`temperature`, `top_p`), and
-            at most `max_completion_length` tokens a turn.
-        limits: of the agent loop; None is what the service has for the environment.
+            rewards are all equal is replaced by a group of the next of these rows, so that each step has as
+            many groups to learn from as the trainer's prompts make. If `OVERSAMPLED` times as many do not
+            suffice, groups of equal rewards fill up. None disables it.
+        sampling: sampling parameters. By default those of the trainer's configuration (`temperature`,
+            `top_p`), and at most `max_completion_length` tokens a turn.
+        limits: limits of the agent loop; None uses the service's limits for the environment.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class TrlRollouts:
         sampling: Sampling | None = None,
         limits: AgentLimits | None = None,
     ) -> None:
-        self._asking = Asking(url, environment, sampling, limits)
+        self._asking = GroupTemplate(url, environment, sampling, limits)
         self._task = task or from_text
         self._weights = weights
         self._mode = mode
@@ -89,18 +89,18 @@ class TrlRollouts:
         self._uploaded = -1
 
     def __call__(self, prompts: Sequence[Any], trainer: Trainer) -> dict[str, list[Any]]:
-        """What TRL asks for: prompts arrive repeated, one time for each sample wanted.
+        """Run the rollouts of a step; each prompt is repeated once per wanted sample.
 
         Returns:
             `prompt_ids`, `completion_ids`, `logprobs`, `env_mask`: a list of ids (numbers, bits) for each
-            prompt, in order. `reward` (None where there is none), `status`, `stop_reason`, `turns`,
-            `job_id`, `weight_version`: one for each prompt; TRL gives them to the reward functions.
+                prompt, in order. `reward` (None if there is none), `status`, `stop_reason`, `turns`,
+                `job_id`, `weight_version`: one for each prompt; TRL passes them to the reward functions.
 
         Raises:
-            InputError: a prompt is no task; or groups of a step differ in size, with `reserve`.
+            InputError: a prompt is not a task; or groups of a step differ in size, with `reserve`.
             NothingScored: no episode has a reward.
             SeveralRows: an episode forked.
-            Full, Unavailable: the service is full or away, and stays so.
+            QueueFull, Unavailable: the service stays full or unreachable.
         """
         version = int(trainer.state.global_step)
         if self._weights is not None and version != self._uploaded:
@@ -125,7 +125,8 @@ class TrlRollouts:
         self._client.close()
 
     def _upload(self, weights: UploadWeights, trainer: Trainer, version: int) -> None:
-        """Every process takes part, as gathering weights may need all; one of them talks to the service."""
+        """Upload the weights in all processes, as gathering them may need all; only the main process calls
+        the service."""
         if trainer.accelerator.is_main_process:
             with weights_change_sync(self._client, version, mode=self._mode):
                 trainer.accelerator.wait_for_everyone()
@@ -140,8 +141,9 @@ class TrlRollouts:
 
 
 def prompts(tasks: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Task rows as rows of a TRL data set, for `Dataset.from_list`. The conversation's beginning is the
-    environment's, so a prompt is only the task: as JSON, since rows may have differing columns."""
+    """Convert task rows to rows of a TRL data set, for `Dataset.from_list`. The environment supplies the
+    start of the conversation, so a prompt is only the task: as JSON, since rows may have differing
+    columns."""
     return [{"prompt": to_text(task)} for task in tasks]
 
 
@@ -154,9 +156,9 @@ def service_reward(
     log_metric: Callable[[str, float], None] | None = None,
     **_: Any,
 ) -> list[float | None]:
-    """A reward function for TRL: what the service's graders gave; None where there is no reward. It adds the
-    job's id to TRL's table of completions (`prorl-envs show` has the episode), and shares of each status to
-    its metrics."""
+    """Return the rewards of the service's graders, None if there is none; a reward function for TRL. Adds the
+    job's id to TRL's table of completions (`prorl-envs show` displays the episode), and the share of each
+    status to its metrics."""
     if log_extra is not None and job_id:
         log_extra("job", list(job_id))
     if log_metric is not None and status:
@@ -166,11 +168,11 @@ def service_reward(
 
 
 def as_trl(results: Sequence[Result], end_token: int) -> dict[str, list[Any]]:
-    """Results as what a `rollout_func` returns, in their order.
+    """Convert results to the output of a `rollout_func`, in their order.
 
     Args:
         results: of whole groups, one result for each prompt.
-        end_token: stands for what an episode without tokens would have said; no loss looks at it.
+        end_token: placeholder for the response of an episode without tokens; no loss uses it.
 
     Raises:
         NothingScored, SeveralRows, NotContiguous.
@@ -195,10 +197,10 @@ def as_trl(results: Sequence[Result], end_token: int) -> dict[str, list[Any]]:
 
 
 def _warn(rows: Sequence[Row]) -> None:
-    """Say what failed.
+    """Log the failures.
 
     Raises:
-        NothingScored: all of it.
+        NothingScored: all episodes failed.
     """
     failures = Counter(row.failure for row in rows if row.reward is None)
     if not failures:
@@ -213,7 +215,7 @@ def _warn(rows: Sequence[Row]) -> None:
 
 
 def _runs(prompts: Sequence[Any], most: int) -> Iterable[tuple[Any, int]]:
-    """Equal prompts beside each other, as one group of at most so many samples."""
+    """Group adjacent equal prompts, at most `most` in one group."""
     for prompt, same in itertools.groupby(prompts):
         left = len(list(same))
         while left > 0:

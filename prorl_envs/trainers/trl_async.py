@@ -1,4 +1,4 @@
-"""TRL's experimental `AsyncGRPOTrainer`, with its rollouts done by the rollout service (TRL 1.16).
+"""TRL's experimental `AsyncGRPOTrainer` with rollouts by the rollout service (TRL 1.16).
 
     trainer = AsyncGRPOTrainer(
         model,
@@ -8,9 +8,9 @@
         weight_transfer=TrlWeightTransfer(url, send),
     )
 
-The worker keeps groups under way while the trainer trains. It makes the advantages, gives the trainer the
-episodes of groups whose rewards differ, and leaves the others out. Groups that are too old by the time new
-weights are there are cancelled at the service. It needs `trl` only for the type of what it puts in the queue.
+The worker keeps groups in flight while the trainer trains. It computes the advantages, passes the episodes of
+groups with differing rewards to the trainer, and drops the other groups. Groups that are too old when new
+weights arrive are cancelled at the service. `trl` is imported only for the type of the queue's items.
 """
 
 import asyncio
@@ -27,36 +27,36 @@ from statistics import pstdev
 from typing import Any
 
 from prorl_envs.errors import InputError
-from prorl_envs.policy.types import InFlight, Sampling
-from prorl_envs.rollout.types import AgentLimits, Result
+from prorl_envs.model.types import InFlight, Sampling
+from prorl_envs.rollout.api.types import AgentLimits, Result
 from prorl_envs.trainers.advantages import group_advantages, spread
-from prorl_envs.trainers.asking import Asking, connect_sync
+from prorl_envs.trainers.asking import GroupTemplate, connect_sync
 from prorl_envs.trainers.rollouts import Rollouts
 from prorl_envs.trainers.rows import rows_of
 from prorl_envs.trainers.weights import weights_change_sync
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two looks whether a full queue has room, and between two signs of life.
+#: Polling interval of a full queue, and heartbeat interval, in seconds.
 TICK_S = 0.2
 
 
 class TrlAsyncWorker:
-    """A `rollout_worker`: fills `rollout_buffer` with `RolloutSample`s from a thread of its own. Used once.
+    """A `rollout_worker`: fills `rollout_buffer` with `RolloutSample`s from its own thread. Single use.
 
     Args:
         url: base URL of the service. Its token is read from `$PRORL_SERVER__TOKEN`.
         environment: the service's environment that the tasks are of.
-        tasks: its task rows; gone through again and again, each time in another order.
+        tasks: its task rows; repeated in a new random order each time.
         samples: episodes of a group.
-        groups: most groups under way at once.
-        max_staleness: versions by which a group may have begun earlier than the trainer's weights. Give it
-            the `max_staleness` of `AsyncGRPOConfig`, by which TRL drops samples that come later.
-        equal: give the trainer groups whose rewards are all equal too; they carry no gradient.
-        buffer: most samples that wait for the trainer; a worker whose buffer is full begins nothing.
-        sampling, limits: as the service takes them; None leaves them to the service. The temperature must be
-            the trainer's.
-        seed: of the order of tasks.
+        groups: maximum number of groups in flight.
+        max_staleness: maximum age of a group, in versions between its start and the trainer's weights. Use
+            the `max_staleness` of `AsyncGRPOConfig`, by which TRL drops samples that arrive later.
+        equal: also pass groups whose rewards are all equal to the trainer; they carry no gradient.
+        buffer: maximum number of samples that wait for the trainer; a full buffer stops new groups.
+        sampling, limits: as the service takes them; None uses the service's. The temperature must be the
+            trainer's.
+        seed: seed of the order of tasks.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class TrlAsyncWorker:
             raise InputError("there are no tasks", hint="give the environment's task rows")
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(buffer)
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue(4096)
-        self._asking = Asking(url, environment, sampling, limits)
+        self._asking = GroupTemplate(url, environment, sampling, limits)
         self._tasks = tasks
         self._samples = samples
         self._groups = groups
@@ -94,34 +94,34 @@ class TrlAsyncWorker:
         self._beat = time.monotonic()
 
     def start(self) -> None:
-        """Begin. TRL calls it once the servers have the trainer's first weights."""
+        """Start the thread. TRL calls this method when the servers have the trainer's first weights."""
         if self._thread is None:
             self._beat = time.monotonic()
             self._thread = threading.Thread(target=self._run, name="rollout-worker", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """Cancel what is under way, here and at the service, and wait until that is done. Idempotent."""
+        """Cancel all groups in flight, here and at the service, and wait for the cancellation. Idempotent."""
         if self._thread is None:
             return
         while self._thread.is_alive() and self._main is None:  # its loop is about to run
             self._thread.join(TICK_S)
         if self._thread.is_alive() and self._loop is not None and self._main is not None:
-            # Once only: a second time would interrupt what cancels the rest.
-            with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+            # Only once: a second cancellation would interrupt the cleanup.
+            with contextlib.suppress(RuntimeError):  # the loop has already stopped
                 self._loop.call_soon_threadsafe(self._main.cancel)
         self._thread.join()
         self._thread = None
 
     def update_model_version(self, model_version: int) -> None:
-        """The servers have these weights now. Groups that began too many versions ago are cancelled."""
+        """Record the version of the servers' weights, and cancel the groups that are too old for it."""
         self._version = model_version
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended: check_health says why
+            with contextlib.suppress(RuntimeError):  # the loop has stopped: check_health reports why
                 self._loop.call_soon_threadsafe(self._evict)
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raises: RuntimeError: the worker has failed, or its loop stands still for so many seconds."""
+        """Raise RuntimeError if the worker has failed, or sent no heartbeat for `stale_after_s` seconds."""
         if self._failure is not None:
             raise RuntimeError(f"the rollout worker has failed: {self._failure}") from self._failure
         age = time.monotonic() - self._beat
@@ -152,10 +152,10 @@ class TrlAsyncWorker:
                     await asyncio.wait(self._under_way)
 
     async def _some_end(self) -> None:
-        """Return when a group has ended, at the latest after a tick.
+        """Wait until a group has finished, at most one tick.
 
         Raises:
-            ProrlError: a group could not be had.
+            ProrlError: a group failed.
         """
         self._beat = time.monotonic()
         if not self._under_way:
@@ -210,22 +210,22 @@ class TrlAsyncWorker:
                 await asyncio.sleep(TICK_S)
 
     def _tell(self, metrics: dict[str, float]) -> None:
-        if not self.metrics_queue.full():  # nobody else puts
+        if not self.metrics_queue.full():  # no other thread puts metrics
             self.metrics_queue.put_nowait(metrics)
 
 
 class TrlWeightTransfer:
-    """A `weight_transfer` that holds the service's turns while weights change, and names them.
+    """A `weight_transfer` that holds the service's turns while weights change, and announces the new version.
 
     Args:
         url: base URL of the service.
-        send: puts the weights, `(name, tensor)` pairs, into the model servers: `send_weights` of TRL's
+        send: sends the weights, `(name, tensor)` pairs, to the model servers: `send_weights` of TRL's
             `WeightTransferClient` (NCCL), or your own.
         begin, end: called before the first and after the last transfer, such as `init_weight_transfer` and
             `destroy` of that client.
-        mode: what becomes of turns in flight.
+        mode: treatment of turns in flight.
 
-    Versions are counted from 1, as the trainer counts them.
+    Versions are counted from 1, as in the trainer.
     """
 
     def __init__(
@@ -246,24 +246,25 @@ class TrlWeightTransfer:
         self._change = ExitStack()
 
     def init_weight_transfer(self) -> None:
-        """Before the first transfer."""
+        """Prepare the first transfer."""
         if self._init is not None:
             self._init()
 
     def pause(self) -> None:
-        """Hold the service's turns. Raises: ProrlError: it cannot be had."""
+        """Hold the service's turns. Raise ProrlError if the service did not hold them."""
         self._change.enter_context(weights_change_sync(self._client, next(self._versions), mode=self._mode))
 
     def send_weights(self, iterator: Iterator[tuple[str, Any]]) -> None:
-        """Put the weights into the model servers."""
+        """Send the weights to the model servers."""
         self._send(iterator)
 
     def resume(self) -> None:
-        """Name the new weights, and let turns go on. Raises: ProrlError: it cannot be had."""
+        """Announce the new weights, and release the turns. Raise ProrlError on failure."""
         self._change.close()
 
     def destroy(self) -> None:
-        """After the last transfer. A transfer that failed leaves the turns held: nobody knows the weights."""
+        """Close after the last transfer. After a failed transfer the turns stay held, because the weights are
+        unknown."""
         self._change.pop_all()
         if self._end is not None:
             self._end()
@@ -271,13 +272,13 @@ class TrlWeightTransfer:
 
 
 def as_samples(results: Sequence[Result], group_id: int, version: int) -> list[dict[str, Any]]:
-    """A group's results as the fields of `RolloutSample`s, with lists for arrays. Episodes without a reward,
-    and those of which nothing may be trained on, are left out.
+    """Convert a group's results to the fields of `RolloutSample`s, with lists for arrays. Episodes without a
+    reward, and those that must not be trained on, are omitted.
 
     Args:
         results: of one group.
         group_id: its number.
-        version: of the weights it began with, where the servers name no versions.
+        version: version of the weights at the group's start, used if the servers name no versions.
 
     An episode of several rows gives several samples of the same advantage: TRL's loss is a mean over tokens.
     """

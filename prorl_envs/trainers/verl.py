@@ -1,15 +1,15 @@
 """verl (0.9): an agent loop whose episodes the rollout service runs.
 
-verl makes it from `actor_rollout_ref.rollout.agent.agent_loop_config_path`, a YAML file such as
+verl creates it from `actor_rollout_ref.rollout.agent.agent_loop_config_path`, a YAML file such as
 
     - name: prorl
       _target_: prorl_envs.trainers.verl.RolloutAgentLoop
       url: http://127.0.0.1:8600
       environment: bash
 
-and gives it every sample of a data set that `rows` made. It serves both of verl's managers: the padded batch
-(`AgentLoopManager`) and TransferQueue (`AgentLoopManagerTQ`), where verl's own replay buffer filters groups,
-drops stale ones and refills. Needs `verl` only for the type of what it returns.
+and passes it every sample of a data set that `rows` made. It works with both of verl's managers: the padded
+batch (`AgentLoopManager`) and TransferQueue (`AgentLoopManagerTQ`), where verl's own replay buffer filters
+groups, drops stale ones and refills. `verl` is imported for the output type and its managers only.
 """
 
 import asyncio
@@ -19,25 +19,26 @@ from typing import Any
 from uuid import uuid4
 
 from prorl_envs.errors import InputError
-from prorl_envs.policy.types import InFlight, Sampling
-from prorl_envs.rollout.types import AgentLimits, Result
-from prorl_envs.trainers.asking import Asking, connect, connect_sync
+from prorl_envs.model.types import InFlight, Sampling
+from prorl_envs.rollout.api.types import AgentLimits, Result
+from prorl_envs.trainers.asking import GroupTemplate, connect, connect_sync
 from prorl_envs.trainers.rollouts import shared
-from prorl_envs.trainers.rows import Row, Status, rows_of
+from prorl_envs.trainers.rows import Row, RowStatus, rows_of
 from prorl_envs.trainers.tasks import from_text, to_text
 from prorl_envs.trainers.weights import weights_change, weights_change_sync
 
 
 class RolloutAgentLoop:
-    """One of verl's agent loops; verl makes one for every sample.
+    """One of verl's agent loops; verl creates one for every sample.
 
     Args:
-        trainer_config: verl's, with `config`; its lengths of prompt and response are the bounds here.
+        trainer_config: verl's, with `config`; its lengths of prompt and response are the limits here.
         url: base URL of the service. Its token is read from `$PRORL_SERVER__TOKEN`.
         environment: the service's environment that the tasks are of.
-        attempts: how often an episode that fails is asked for, before verl is told.
-        limits: of the agent loop, as the service takes them; by default as many tokens as verl has room for.
-        rest: what verl gives every agent loop, and this one has no use for.
+        attempts: attempts at an episode before its failure is raised to verl.
+        limits: limits of the agent loop, as the service takes them; by default verl's maximum number of
+            tokens.
+        rest: further arguments that verl passes to every agent loop; ignored.
     """
 
     def __init__(
@@ -57,25 +58,27 @@ class RolloutAgentLoop:
         self._url, self._environment, self._attempts = url, environment, attempts
 
     async def run(self, sampling_params: dict[str, Any], **fields: Any) -> Any:
-        """One episode, graded.
+        """Run and grade one episode.
 
         Args:
-            sampling_params: verl's, of which temperature and top_p are taken.
-            fields: of the data row; the task is in `extra_info`.
+            sampling_params: verl's; temperature and top_p are used.
+            fields: fields of the data row; the task is in `extra_info`.
 
         Returns:
-            an `AgentLoopOutput`; a list of them where the episode is several rows, which TransferQueue takes.
+            an `AgentLoopOutput`; a list of them if the episode is several rows, which TransferQueue takes.
 
         Raises:
-            EpisodeFailed: there is no reward, for all attempts. With TransferQueue the group is a failure
-                then, which verl evicts and refills; a failure is never a reward of 0.
-            InputError: the row carries no task, or the prompt is longer than verl has room for.
-            Full, Unavailable: the service is full or away, and stays so.
+            EpisodeFailed: all attempts failed. TransferQueue then treats the group as a failure, which verl
+                evicts and refills; a failure is never a reward of 0.
+            InputError: the row carries no task, or the prompt is longer than verl's limit.
+            QueueFull, Unavailable: the service stays full or unreachable.
         """
         from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
         extra = fields.get("extra_info") or {}
-        asking = Asking(self._url, self._environment, limits=self._limits, run=f"verl-{uuid4().hex[:16]}")
+        asking = GroupTemplate(
+            self._url, self._environment, limits=self._limits, run=f"verl-{uuid4().hex[:16]}"
+        )
         sampling = Sampling(
             temperature=float(sampling_params.get("temperature", 1.0)),
             top_p=float(sampling_params.get("top_p", 1.0)),
@@ -95,7 +98,7 @@ class RolloutAgentLoop:
 def rows(
     tasks: Iterable[Mapping[str, Any]], *, environment: str, agent: str = "prorl"
 ) -> list[dict[str, Any]]:
-    """Task rows as rows of verl's data sets, to be written as parquet.
+    """Convert task rows to rows of verl's data sets, to be written as Parquet.
 
     Args:
         tasks: the environment's rows.
@@ -104,7 +107,7 @@ def rows(
     """
     return [
         {
-            # verl tokenises it to leave out rows that are too long; the service makes its own prompt.
+            # verl tokenises the prompt to drop rows that are too long; the service renders its own prompt.
             "prompt": [{"role": "user", "content": str(task.get("instruction", task.get("id", "task")))}],
             "data_source": environment,
             "agent_name": agent,
@@ -116,12 +119,12 @@ def rows(
 
 
 def as_verl(result: Result, prompt_length: int, response_length: int) -> list[dict[str, Any]]:
-    """An episode as the fields of `AgentLoopOutput`s, one for each row. All carry the reward; verl's
-    advantage is of the last.
+    """Convert an episode to the fields of `AgentLoopOutput`s, one for each row. All carry the reward; verl
+    computes the advantage from the last.
 
     Args:
         result: of an episode with a reward.
-        prompt_length, response_length: what verl has room for. A longer response is cut there, as verl does.
+        prompt_length, response_length: verl's limits. A longer response is cut, as verl does.
 
     Raises:
         InputError: a prompt is longer.
@@ -129,12 +132,13 @@ def as_verl(result: Result, prompt_length: int, response_length: int) -> list[di
     return [_output(row, result, prompt_length, response_length) for row in rows_of(result)]
 
 
-def announced(
+def with_weight_announcements(
     update_weights: Callable[[int | None], Any], url: str, *, mode: InFlight = "finish"
 ) -> Callable[[int | None], Any]:
-    """verl's `update_weights`, with the service's turns held meanwhile, and its `global_steps` named as the
-    version: `manager.update_weights = announced(manager.update_weights, url)` of a `CheckpointEngineManager`.
-    Like that method, what it gives is awaited where an event loop runs, and waits itself where none does.
+    """Wrap verl's `update_weights`: hold the service's turns meanwhile, and announce its `global_steps` as
+    the version. Use: `manager.update_weights = with_weight_announcements(manager.update_weights, url)` of a
+    `CheckpointEngineManager`. Like that method, the wrapper returns an awaitable if an event loop is running,
+    and blocks otherwise.
 
     Raises:
         WeightUpdateFailed, Unavailable: see `weights_change`.
@@ -158,25 +162,27 @@ def announced(
     return update
 
 
-def announce_updates(url: str, *, mode: InFlight = "finish") -> None:
-    """Have every update of weights in this process announced to the service, whoever of verl does it."""
+def patch_weight_updates(url: str, *, mode: InFlight = "finish") -> None:
+    """Announce every update of weights in this process to the service, regardless of its caller in verl."""
     from verl.checkpoint_engine.base import CheckpointEngineManager
 
     update_weights = CheckpointEngineManager.update_weights
 
     def update(self: Any, global_steps: int | None = None) -> Any:
-        return announced(lambda steps: update_weights(self, steps), url, mode=mode)(global_steps)
+        return with_weight_announcements(lambda steps: update_weights(self, steps), url, mode=mode)(
+            global_steps
+        )
 
     CheckpointEngineManager.update_weights = update
 
 
 class RolloutManager:
-    """verl's TransferQueue manager, whose service is told of weights: the value of
+    """verl's TransferQueue manager with with_weight_announcements weight updates: the value of
     `actor_rollout_ref.rollout.agent.agent_loop_manager_class`. It runs in the process of verl's trainer."""
 
     @classmethod
     def create(cls, config: Any, **rest: Any) -> Any:
-        """As verl's own; the service's URL is that of the agent loop in `agent_loop_config_path`.
+        """Create verl's manager; the service's URL is that of the agent loop in `agent_loop_config_path`.
 
         Raises:
             InputError: the file names no `RolloutAgentLoop`.
@@ -191,7 +197,7 @@ class RolloutManager:
             raise InputError(
                 f"{path} names no RolloutAgentLoop", hint="see examples/trainers/verl/agent.yaml"
             )
-        announce_updates(ours[0])
+        patch_weight_updates(ours[0])
         return AgentLoopManagerTQ.create(config=config, **rest)
 
 
@@ -223,7 +229,7 @@ def _output(row: Row, result: Result, prompt_length: int, response_length: int) 
             "job_id": row.job_id,
             "reward_extra_info": {
                 "turns": len(row.turns),
-                "truncated": int(cut or row.status is Status.TRUNCATED),
+                "truncated": int(cut or row.status is RowStatus.TRUNCATED),
             },
         },
     }

@@ -1,1 +1,1 @@
-"""Looking at rollouts in a browser: the pages, an index of stored results, an offline server, an export."""
+"""Viewer of rollouts in a browser: the pages, an index of stored results, an offline server, an export."""

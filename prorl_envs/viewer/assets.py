@@ -1,4 +1,4 @@
-"""The files of the pages, and what a browser may do with them."""
+"""Files of the pages, and the browser policy for them."""
 
 import re
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from prorl_envs.viewer.bundle import bundle
 STATIC = Path(__file__).parent / "static"
 SCRIPT, STYLE = "pages.js", "style.css"
 
-#: What a page may do: load its own scripts and styles, ask its own server, show images that are in the data.
-#: Nothing inline, nothing from elsewhere, no markup from strings, in nobody's frame.
+#: Permissions of a page: load its own scripts and styles, send requests to its own server, show images
+#: embedded in the data. No inline code, no other origins, no markup from strings, no embedding in frames.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
@@ -29,7 +29,7 @@ HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class Asset:
-    """A file of the pages."""
+    """File of the pages."""
 
     name: str
     content: bytes
@@ -38,7 +38,7 @@ class Asset:
 
 @cache
 def assets() -> dict[str, Asset]:
-    """The script and the style by their names."""
+    """Return the script and the style by their names."""
     script = bundle(STATIC, "main.js").encode()
     return {
         SCRIPT: Asset(SCRIPT, script, "text/javascript; charset=utf-8"),
@@ -47,10 +47,10 @@ def assets() -> dict[str, Asset]:
 
 
 def page(source: str) -> Asset:
-    """The page.
+    """Return the HTML page.
 
     Args:
-        source: where its data comes from: `live`, `file` or `embedded`.
+        source: of its data: `live`, `file`, `runs` or `embedded`.
     """
     text = (STATIC / "page.html").read_text(encoding="utf-8")
     text = re.sub(r'data-source="\w*"', f'data-source="{source}"', text, count=1)

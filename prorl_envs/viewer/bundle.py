@@ -1,6 +1,6 @@
-"""The modules of the pages as one script: what a browser asks for once, and what a page of its own holds.
+"""Bundler of the pages' modules into one script, for one request or a self-contained page.
 
-They come in the order in which they need each other, each a function that returns what it exports.
+Modules are in dependency order; each becomes a function that returns its exports.
 """
 
 import re
@@ -13,7 +13,7 @@ _EXPORT = re.compile(r"^export (async function|function|const|class) (\w+)", re.
 
 
 def bundle(folder: Path, entry: str) -> str:
-    """A module and all it needs as one script.
+    """Bundle a module and its dependencies into one script.
 
     Args:
         folder: of the modules.

@@ -1,4 +1,4 @@
-"""What the pages need of stored results, wherever they are kept."""
+"""Interface of the pages to stored results, of a file or of a store."""
 
 import json
 from collections.abc import Sequence
@@ -6,33 +6,32 @@ from typing import NamedTuple, Protocol
 
 from prorl_envs.viewer.summary import Summary
 
-#: Longest text to search for, in characters.
+#: Longest search text, in characters.
 MAX_QUERY = 1000
 
 
 class Found(NamedTuple):
-    """What a step of a search came to.
+    """Outcome of one step of a search.
 
     Args:
-        numbers: of the results that have the text.
-        next: number of the first that was not looked at.
+        numbers: of the results that contain the text.
+        next: number of the first result not searched yet.
     """
 
     numbers: list[int]
     next: int
 
 
-class Episodes(Protocol):
-    """Stored results in the order in which they were found, numbered from 0. More may come while they are
-    looked at.
+class EpisodeSource(Protocol):
+    """Stored results in the order found, numbered from 0. The source may grow while it is read.
 
     Methods may be called from several threads.
 
     Attributes:
-        name: what they are called.
-        bad: lines that are no results, as (number of the line, what is wrong); `bad_lines`: how many.
-        read, size: how far it was read, in any unit.
-        generation: how often others took their place.
+        name: of the source, for the user.
+        bad: lines that are no results, as (number of the line, problem); `bad_lines`: their number.
+        read, size: amount read so far and in total, in any unit.
+        generation: number of times that the results were replaced by others.
     """
 
     bad_lines: int
@@ -48,14 +47,14 @@ class Episodes(Protocol):
 
     @property
     def summaries(self) -> Sequence[Summary]:
-        """Of each result that was found so far."""
+        """Summary of each result found so far."""
         ...
 
     def extend(self, max_bytes: int | None = None) -> bool:
-        """Read on.
+        """Read further results.
 
         Args:
-            max_bytes: roughly how far; None reads to the end.
+            max_bytes: approximate amount; None reads to the end.
 
         Returns:
             whether there is more.
@@ -63,20 +62,20 @@ class Episodes(Protocol):
         ...
 
     def line(self, number: int) -> bytes:
-        """A result as JSON.
+        """Return a result as JSON.
 
         Raises:
-            InputError: there is no such result, or no longer.
+            InputError: the result does not exist, or not any more.
         """
         ...
 
     def search(self, text: str, first: int = 0, max_bytes: int | None = None) -> Found:
-        """The results whose JSON has this text in a string. Case counts.
+        """Search for results whose JSON has this text in a string. Case-sensitive.
 
         Args:
-            text: what to look for, at least one character.
-            first: number of the result to begin with.
-            max_bytes: roughly how much is looked at; None looks at all that was found so far.
+            text: to search for, at least one character.
+            first: number of the first result to search.
+            max_bytes: approximate amount to search; None searches all results found so far.
         """
         ...
 
@@ -84,11 +83,11 @@ class Episodes(Protocol):
 
 
 def needles(text: str) -> list[bytes]:
-    """A text as JSON writes it within a string: as it is, and with everything escaped that can be."""
+    """Return a text's spellings in JSON strings: unescaped, and with non-ASCII characters escaped."""
     written = (json.dumps(text, ensure_ascii=ascii_alone)[1:-1] for ascii_alone in (False, True))
     return sorted({words.encode("utf-8", "replace") for words in written})
 
 
 def holds(line: bytes, wanted: Sequence[bytes]) -> bool:
-    """Whether JSON has one of these needles."""
+    """Return whether the JSON contains one of these needles."""
     return any(needle in line for needle in wanted)

@@ -1,7 +1,7 @@
-"""One HTML file with episodes and all that shows them: to send to somebody, to open without a server.
+"""Export of episodes to one self-contained HTML file, which opens without a server.
 
-The file's own policy names the hashes of its script and of its style, so nothing else in it can run, whatever
-the episodes say.
+The file's content security policy names the hashes of its script and style, so nothing else in it can run,
+even if the episodes are hostile.
 """
 
 import base64
@@ -10,22 +10,28 @@ import html
 import json
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
 from prorl_envs.errors import InputError
 from prorl_envs.viewer.assets import SCRIPT, STYLE, assets, page
+from prorl_envs.viewer.markdown import markdown_of
 from prorl_envs.viewer.rows import Texts, rows_of
+from prorl_envs.viewer.run_info import RunInfo
 from prorl_envs.viewer.summary import Summary, summary_of
 
 
-def export_html(lines: Iterable[bytes], title: str, texts: Texts | None = None) -> bytes:
-    """The file.
+def export_html(
+    lines: Iterable[bytes], title: str, texts: Texts | None = None, run: RunInfo | None = None
+) -> bytes:
+    """Return the content of the file.
 
     Args:
         lines: results as JSON.
-        title: what it is called.
-        texts: reads tokens; None leaves them numbers.
+        title: of the page.
+        texts: decodes tokens; None shows them as numbers.
+        run: that the results are of.
 
     Raises:
         InputError: a line is no result.
@@ -33,15 +39,20 @@ def export_html(lines: Iterable[bytes], title: str, texts: Texts | None = None) 
     summaries: list[Summary] = []
     results: list[str] = []
     tokens: list[list[list[str]] | None] = []
+    markdown: list[Any] = []
     for line in lines:
         summaries.append(summary_of(line))
         result = json.loads(line)
         results.append(json.dumps(result, ensure_ascii=False))
         tokens.append([texts(row["ids"]) for row in rows_of(result)] if texts else None)
+        markdown.append(markdown_of(result))
     if not results:
         raise InputError("there is nothing to export")
     entries = msgspec.json.encode(summaries).decode()
+    groups = {one.group_id: run.request(one.group_id) for one in summaries} if run else {}
     parts = [
+        f'"overview": {json.dumps(run.overview(summaries) if run else None)}',
+        f'"requests": {json.dumps(groups)}, "markdown": {json.dumps(markdown)}',
         f'"title": {json.dumps(title)}, "entries": {entries}, "tokens": {json.dumps(tokens)}',
         '"results": [' + ",\n".join(results) + "]",
     ]
@@ -54,7 +65,8 @@ def _document(data: str, title: str) -> str:
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
     )
-    # In a data block only `</script` and `<!--` mean anything; both begin with what JSON can write otherwise.
+    # In a data block only `</script` and `<!--` have a meaning; both start with a character that JSON can
+    # escape.
     data = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     text = page("embedded").content.decode()
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'

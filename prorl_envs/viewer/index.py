@@ -1,4 +1,4 @@
-"""An index of a JSONL file of results: what each line holds, and where it is. The file is never loaded."""
+"""Index of a JSONL file of results: a summary and the position of each line. Never loads the whole file."""
 
 import json
 import os
@@ -9,25 +9,24 @@ from prorl_envs.errors import InputError
 from prorl_envs.viewer.episodes import Found, holds, needles
 from prorl_envs.viewer.summary import Summary, summary_of
 
-#: Longest line that is taken for a result, in bytes.
+#: Longest line that is accepted as a result, in bytes.
 MAX_LINE = 512 << 20
-#: Lines that are no results, and are named one by one; the others are only counted.
+#: Most invalid lines that are reported one by one; further ones are only counted.
 MAX_NAMED = 100
 _BLOCK = 1 << 20
 
 
 class Index:
-    """The results of one file, in its order: `Episodes`. It may grow while it is looked at, and may be
-    replaced.
+    """Results of one file, in its order: an `EpisodeSource`. The file may grow or be replaced meanwhile.
 
     Args:
         path: a JSONL file.
 
     Attributes:
-        read: bytes that were looked at; `size`: of the file, when it was last looked at.
+        read: bytes read so far; `size`: of the file at the last check.
 
     Raises:
-        InputError: it cannot be opened.
+        InputError: the file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,7 +37,8 @@ class Index:
 
     @property
     def name(self) -> str:
-        return self.path.name
+        """Name of the file; for the results of a run, the name of its folder."""
+        return self.path.resolve().parent.name if self.path.name == "results.jsonl" else self.path.name
 
     def close(self) -> None:
         self._file.close()
@@ -91,7 +91,7 @@ class Index:
         self.size = os.fstat(self._file.fileno()).st_size
 
     def _replaced(self) -> bool:
-        """Whether another file has the name now, or this one became shorter. A removed one stays open."""
+        """Return whether the file was replaced or became shorter. A removed file stays open."""
         here = os.fstat(self._file.fileno())
         try:
             there = self.path.stat()
@@ -100,7 +100,7 @@ class Index:
         return (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino) or there.st_size < self.read
 
     def _take_line(self) -> bool:
-        """Take in the next line; False where it is not finished yet."""
+        """Read the next line; return False if it is not complete yet."""
         line = self._file.readline(MAX_LINE)
         self._unfinished = not line.endswith(b"\n") and len(line) < MAX_LINE and not _whole(line)
         if self._unfinished:
@@ -122,7 +122,7 @@ class Index:
 
 
 def _whole(line: bytes) -> bool:
-    """Whether a last line without an end is a whole object all the same."""
+    """Return whether a last line without a newline is a complete object."""
     try:
         return isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):

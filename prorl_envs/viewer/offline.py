@@ -1,11 +1,11 @@
-"""Serves stored results to a browser on this machine. Who has not got the link gets nothing."""
+"""Server of stored results for a browser on this machine. Requests without the secret link get status 404."""
 
 import asyncio
 import contextlib
 import hmac
 import json
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import fields
 from operator import attrgetter
 
@@ -18,25 +18,27 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from prorl_envs.errors import InputError
 from prorl_envs.viewer.assets import HEADERS, Asset, assets, page
-from prorl_envs.viewer.episodes import MAX_QUERY, Episodes
+from prorl_envs.viewer.episodes import MAX_QUERY, EpisodeSource
+from prorl_envs.viewer.markdown import markdown_of
 from prorl_envs.viewer.rows import Texts, rows_of
+from prorl_envs.viewer.run_info import RunInfo, Runs
 from prorl_envs.viewer.summary import Summary
 
-#: Bytes that are read, or looked into, between two answers to the page; and before the first one.
+#: Bytes that are read or searched between two answers to the page, and before the first answer.
 STEP, FIRST = 64 << 20, 8 << 20
-#: Seconds that who answers waits at most for who reads to let go of the interpreter.
+#: Most seconds that a request handler waits for the reading thread to release the interpreter.
 _SWITCH_S = 0.0005
 _NAMES = tuple(field.name for field in fields(Summary))
 _VALUES = attrgetter(*_NAMES)
 
 
 @contextlib.asynccontextmanager
-async def reading_ahead(results: Episodes, app: ASGIApp) -> AsyncIterator[ASGIApp]:
-    """Read on until the first request, which is quicker with nothing beside it; each that asks reads on too.
+async def reading_ahead(results: EpisodeSource, app: ASGIApp) -> AsyncIterator[ASGIApp]:
+    """Read results until the first request, while the server is idle; later requests read further ones.
 
     Args:
-        results: what is read. By the time that somebody follows the link, most of it is there.
-        app: that shows it.
+        results: to read. Most of them are ready when the user opens the link.
+        app: that shows the results.
 
     Returns:
         The application to serve.
@@ -44,7 +46,7 @@ async def reading_ahead(results: Episodes, app: ASGIApp) -> AsyncIterator[ASGIAp
     waited_for = False
 
     async def read() -> None:
-        with contextlib.suppress(InputError):  # who asks is told
+        with contextlib.suppress(InputError):  # a request reports the error
             while not waited_for and await asyncio.to_thread(results.extend, FIRST):
                 pass
 
@@ -64,20 +66,29 @@ async def reading_ahead(results: Episodes, app: ASGIApp) -> AsyncIterator[ASGIAp
         sys.setswitchinterval(before)
 
 
-def offline_app(results: Episodes, token: str, texts: Texts | None = None) -> Starlette:
-    """The application.
+def offline_app(
+    results: EpisodeSource,
+    token: str,
+    texts: Texts | None = None,
+    run: RunInfo | None = None,
+    *,
+    among_runs: bool = False,
+) -> Starlette:
+    """Create the application for one source of results.
 
     Args:
-        results: what is served. The caller closes it.
+        results: to serve. The caller closes them.
         token: first part of every path; unguessable.
-        texts: reads tokens; None leaves them numbers.
+        texts: decodes tokens; None shows them as numbers.
+        run: that the results are of.
+        among_runs: the results are of one of several runs, whose list is two levels up.
     """
 
     async def episodes(request: Request) -> Response:
-        """Entries from a number on, after reading on for a while."""
+        """Return entries from a number on, after reading further results."""
         known = _number(request.query_params.get("after", "0"))
         more = results.read < results.size
-        if known or not results.summaries:  # the first rows wait for nothing
+        if known or not results.summaries:  # the first rows are served at once
             more = await asyncio.to_thread(results.extend, STEP if known else FIRST)
         generation = results.generation
         same = request.query_params.get("generation", str(generation)) == str(generation)
@@ -90,6 +101,8 @@ def offline_app(results: Episodes, token: str, texts: Texts | None = None) -> St
             "bad": results.bad,
             "bad_lines": results.bad_lines,
             "texts": texts is not None,
+            "overview": run is not None,
+            "runs": among_runs,
             "names": _NAMES,  # once, not in each of thousands
             "entries": [_VALUES(one) for one in results.summaries[known if same else 0 :]],
         }
@@ -97,7 +110,7 @@ def offline_app(results: Episodes, token: str, texts: Texts | None = None) -> St
 
     async def line(request: Request) -> bytes:
         number = _number(request.path_params["number"])
-        if number >= len(results.summaries):  # a link to it, before anybody has asked for the list
+        if number >= len(results.summaries):  # a direct link, before a request for the list
             await asyncio.to_thread(results.extend)
         return await asyncio.to_thread(results.line, number)
 
@@ -111,6 +124,22 @@ def offline_app(results: Episodes, token: str, texts: Texts | None = None) -> St
         read = await asyncio.to_thread(lambda: [texts(row["ids"]) for row in rows])
         return _json(msgspec.json.encode({"rows": read}))
 
+    async def markdown(request: Request) -> Response:
+        result = json.loads(await line(request))
+        return _json(msgspec.json.encode({"messages": await asyncio.to_thread(markdown_of, result)}))
+
+    async def overview(_: Request) -> Response:
+        if run is None:
+            raise InputError("there is no overview of these results")
+        return _json(msgspec.json.encode(await asyncio.to_thread(run.overview, results.summaries)))
+
+    async def group_request(request: Request) -> Response:
+        number = _number(request.path_params["number"])
+        await line(request)
+        group = results.summaries[number].group_id
+        found = await asyncio.to_thread(run.request, group) if run else None
+        return _json(msgspec.json.encode({"request": found}))
+
     async def search(request: Request) -> Response:
         text = request.query_params.get("text", "")
         if not 0 < len(text) <= MAX_QUERY:
@@ -119,14 +148,91 @@ def offline_app(results: Episodes, token: str, texts: Texts | None = None) -> St
         found = await asyncio.to_thread(results.search, text, first, STEP)
         return _json(msgspec.json.encode({**found._asdict(), "of": len(results.summaries)}))
 
-    async def asset(request: Request) -> Response:
-        found = assets().get(request.path_params["name"])
-        return answer_asset(found) if found else _error(404, "no such file")
-
     async def shell(_: Request) -> Response:
         return answer_asset(page("file"))
 
-    def guarded(answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    routes = {
+        "/{token}/": shell,
+        "/{token}/api/episodes": episodes,
+        "/{token}/api/episodes/{number}": episode,
+        "/{token}/api/episodes/{number}/tokens": tokens,
+        "/{token}/api/episodes/{number}/markdown": markdown,
+        "/{token}/api/episodes/{number}/request": group_request,
+        "/{token}/api/overview": overview,
+        "/{token}/api/search": search,
+        "/{token}/{name}": _asset,
+    }
+    return _application(routes, token)
+
+
+@contextlib.asynccontextmanager
+async def runs_app(runs: Runs, token: str, texts: Texts | None = None) -> AsyncIterator[ASGIApp]:
+    """Create the application for the runs of a folder: their list, and the pages of each below `run/NAME/`.
+    Close the results of the opened runs on leaving.
+
+    Args:
+        runs: of the folder.
+        token: first part of every path; unguessable.
+        texts: decodes tokens; None shows them as numbers.
+    """
+    opened: dict[str, Starlette] = {}
+    opening = asyncio.Lock()
+    closing = contextlib.ExitStack()
+
+    async def shell(_: Request) -> Response:
+        return answer_asset(page("runs"))
+
+    async def list_runs(_: Request) -> Response:
+        found = await asyncio.to_thread(runs.list)
+        return _json(msgspec.json.encode({"folder": runs.name, "runs": found}))
+
+    async def run_page(request: Request) -> Response:
+        name = request.path_params["run"]
+        async with opening:
+            if name not in opened:
+                results, run = await asyncio.to_thread(runs.open, name)
+                closing.callback(results.close)
+                opened[name] = offline_app(results, token, texts, run, among_runs=True)
+        return _Forward(opened[name], f"/{token}/{request.path_params['rest']}")
+
+    routes = {
+        "/{token}/": shell,
+        "/{token}/api/runs": list_runs,
+        "/{token}/run/{run}/{rest:path}": run_page,
+        "/{token}/{name}": _asset,
+    }
+    with closing:
+        yield _application(routes, token)
+
+
+async def _asset(request: Request) -> Response:
+    found = assets().get(request.path_params["name"])
+    return answer_asset(found) if found else _error(404, "no such file")
+
+
+class _Forward(Response):
+    """Response that another application produces.
+
+    Args:
+        app: that application.
+        path: of the request to that application.
+    """
+
+    def __init__(self, app: ASGIApp, path: str) -> None:
+        self._app = app
+        self._path = path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app({**scope, "path": self._path, "raw_path": self._path.encode()}, receive, send)
+
+
+type _Answer = Callable[[Request], Awaitable[Response]]
+
+
+def _application(routes: Mapping[str, _Answer], token: str) -> Starlette:
+    """Create an application of these routes, each with the token as its first part."""
+
+    def guarded(answer: _Answer) -> _Answer:
         async def checked(request: Request) -> Response:
             if not hmac.compare_digest(request.path_params["token"].encode(), token.encode()):
                 return _error(404, "not found")
@@ -137,21 +243,13 @@ def offline_app(results: Episodes, token: str, texts: Texts | None = None) -> St
 
         return checked
 
-    routes = {
-        "/{token}/": shell,
-        "/{token}/api/episodes": episodes,
-        "/{token}/api/episodes/{number}": episode,
-        "/{token}/api/episodes/{number}/tokens": tokens,
-        "/{token}/api/search": search,
-        "/{token}/{name}": asset,
-    }
     app = Starlette(routes=[Route(path, guarded(answer)) for path, answer in routes.items()])
     app.router.redirect_slashes = False
     return app
 
 
 def answer_asset(asset: Asset) -> Response:
-    """A file of the pages over HTTP."""
+    """Return a response with a file of the pages."""
     return Response(asset.content, media_type=asset.media_type, headers=HEADERS)
 
 

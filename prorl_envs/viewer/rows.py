@@ -1,4 +1,4 @@
-"""The rows of a stored trajectory, and what reads their tokens."""
+"""Rows of a stored trajectory, and the type of token decoders."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,13 +10,13 @@ type Texts = Callable[[Sequence[int]], list[str]]
 
 
 def rows_of(result: Any) -> list[dict[str, Any]]:
-    """The rows of a result's trajectory, forks first.
+    """Return the rows of a result's trajectory, forks first.
 
     Args:
-        result: as its JSON says.
+        result: parsed from its JSON.
 
     Raises:
-        InputError: they are not as they should be.
+        InputError: the token ids are no lists of integers.
     """
     forks, last = result.get("forks") or [], result.get("trajectory")
     rows = [*forks, *([last] if last else [])]

@@ -1,4 +1,4 @@
-"""What a list shows of a result: read from its JSON without building what is large in it."""
+"""Summaries of results for lists, read from JSON without building its large parts."""
 
 import contextlib
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ from prorl_envs.errors import InputError
 
 @dataclass(slots=True, kw_only=True)
 class Summary:
-    """A result in short. Not to be changed; a frozen one would take several times as long to make.
+    """Summary of a result. Treat it as read-only; a frozen class would take several times as long to create.
 
     Args:
         cursor, job_id, group_id, sample, environment, task_id, batch_id, state, reward, mask_sample,
             stop_reason, attempts: as in the result.
         failure: the kind of failure, or None; `failed_in`: its stage.
         turns: model calls; `tokens`: of all rows of the trajectory; `sampled`: those the policy sampled.
-        rows: rows of the trajectory, 1 where nothing forked.
-        drift: tokens that a prompt differed by, of all rows.
+        rows: rows of the trajectory, 1 if nothing forked.
+        drift: number of tokens by which prompts differed, of all rows.
         queued_s, init_s, run_s, eval_s, model_s, tools_s: as in the result's timings.
     """
 
@@ -78,7 +78,7 @@ class _Timings(Struct):
 
 
 class _Stored(Struct):
-    """The parts of a result that a summary needs. What is not named is skipped over, not built."""
+    """Parts of a result that a summary needs. Other fields are skipped, not built."""
 
     job_id: str
     group_id: str
@@ -88,7 +88,7 @@ class _Stored(Struct):
     state: str
     reward: float | None
     mask_sample: bool
-    version: Literal[1] = 1
+    version: Literal[1, 2] = 2
     cursor: int = 0
     batch_id: str | None = None
     stop_reason: str | None = None
@@ -100,7 +100,7 @@ class _Stored(Struct):
 
 
 class _Ordered(_Stored, kw_only=True):
-    """The same where nothing may be missing: else it may have been in what was left out."""
+    """Result with all fields required: a missing one may have been in the part that `_shortened` removed."""
 
     cursor: int
     batch_id: str | None
@@ -117,7 +117,7 @@ class _BareRow(_Row, kw_only=True):
 
 
 class _Body(_Ordered, kw_only=True):
-    """What a store keeps as JSON: without a cursor, and without the arrays of the trajectory."""
+    """Result as a store keeps it: JSON without a cursor, and without the arrays of the trajectory."""
 
     cursor: int = 0
     trajectory: _BareRow | None
@@ -130,13 +130,13 @@ _NOT_JSON = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def summary_of(line: bytes) -> Summary:
-    """The summary of a result.
+    """Return the summary of a result.
 
     Args:
         line: the result as JSON.
 
     Raises:
-        InputError: it is none.
+        InputError: the JSON is no result.
     """
     short = _shortened(line)
     if short is not None:
@@ -153,18 +153,18 @@ def summary_of(line: bytes) -> Summary:
 
 
 def summary_of_body(body: bytes, cursor: int, tokens: int) -> Summary:
-    """The summary of a result that a store keeps.
+    """Return the summary of a result that a store keeps.
 
     Args:
         body: its JSON, without its cursor and the arrays of its trajectory.
         cursor: its own; `tokens`: of all rows.
 
     Raises:
-        InputError: it is none.
+        InputError: the JSON is no result.
     """
     try:
         stored = _BODY.decode(_shortened(body) or body)
-    except _NOT_JSON:  # of another order; or none
+    except _NOT_JSON:  # fields in another order, or no result
         try:
             stored = _BODY.decode(body)
         except _NOT_JSON as error:
@@ -178,7 +178,7 @@ def _rows(stored: _Stored) -> list[_Row]:
 
 
 def summary_from(result: Any, rows: Sequence[Any], tokens: int) -> Summary:
-    """The summary of what has a result's fields, whoever read it.
+    """Return the summary of an object with a result's fields.
 
     Args:
         result: a result, or the parts of one that a summary needs.
@@ -216,7 +216,7 @@ def summary_from(result: Any, rows: Sequence[Any], tokens: int) -> Summary:
 
 
 def _length(numbers: Raw) -> int:
-    """How many numbers a JSON array has: counting commas costs a fraction of building them."""
+    """Return how many numbers a JSON array has: counting commas costs a fraction of building them."""
     text = bytes(numbers)
     return text.count(b",") + 1 if text.strip(b"[] \t\r\n") else 0
 
@@ -226,11 +226,11 @@ _IDS, _MASK, _LOGPROBS = b'{"ids":[', b'],"loss_mask":[', b'],"logprobs":['
 
 
 def _shortened(line: bytes) -> bytes | None:
-    """A result without what is large in it: the grade, the conversation, the numbers of each token; in the
-    place of `ids` stands how many there are. None where it is not written as this package writes it.
+    """Return a result without its large parts: the grade, the conversation, the numbers of each token. `ids`
+    holds their count instead. Return None if the JSON is not formatted as this package writes it.
 
-    What is searched for holds a quote that nothing escapes, so it is never inside a string. Where one of them
-    belongs to an inner object, what is left is no JSON, or has not all fields: then it is read as a whole.
+    Each searched text has an unescaped quote, so it never matches inside a string. If a match belongs to an
+    inner object, the shortened text is no JSON or lacks fields, and the caller parses the full text.
     """
     head = line.find(_HEAD)
     at = line.find(_TAIL, head)
@@ -244,7 +244,7 @@ def _shortened(line: bytes) -> bytes | None:
         end = _end(line, logprobs)
         if end < 0:
             return None
-        # The mask is as long as the ids, and written shorter.
+        # The mask is as long as the ids, and shorter to scan.
         count = 0 if line.startswith(b"]", mask) else line.count(b",", mask, logprobs - len(_LOGPROBS)) + 1
         parts += [line[at:start], b"%d" % count]
         at = end
@@ -253,12 +253,12 @@ def _shortened(line: bytes) -> bytes | None:
 
 
 def _after(line: bytes, name: bytes, start: int) -> int:
-    """Where the array `name` begins, which follows the one that begins at `start`; -1 where it does not."""
+    """Return the start of the array `name` directly after the array at `start`; -1 if another follows."""
     end = _end(line, start)
     return end + len(name) if end >= 0 and line.startswith(name, end) else -1
 
 
 def _end(line: bytes, start: int) -> int:
-    """Where an array of numbers ends that begins at `start`; -1 where there are no numbers alone in it."""
+    """Return the end of the array of numbers that starts at `start`; -1 if it has other values."""
     end = line.find(b"]", start) if start >= 0 else -1
     return end if line.find(b'"', start, end) < 0 else -1

@@ -1,4 +1,4 @@
-"""A sandbox for the adversary, small in every way, and one beside it that must notice nothing."""
+"""A small sandbox for the adversary, and a neighbour that must not be affected."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -6,30 +6,32 @@ from pathlib import Path
 
 import pytest
 
-from prorl_envs.sandbox.base import Limits, SandboxSpec
-from prorl_envs.sandbox.cgroups import Mechanism
-from prorl_envs.sandbox.choice import make_driver
-from prorl_envs.sandbox.containment import NodeLimits
-from prorl_envs.sandbox.runtime import python_runtime
+from prorl_envs.sandbox.base import SandboxLimits, SandboxSpec
+from prorl_envs.sandbox.drivers.select import make_driver
+from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
+from prorl_envs.sandbox.limits.enforcement import NodeLimits
+from prorl_envs.sandbox.linux.cgroups import Mechanism
 from prorl_envs.testing.sandbox_entry import LIGHT_TEMPLATES
-from prorl_envs.tools.client import Toolbox
-from prorl_envs.tools.link import ToolLimits
+from prorl_envs.tools.client.server_handle import ToolLimits
+from prorl_envs.tools.client.toolbox import Toolbox
 from tests.attacks.attempts import Driver, OpenBox
 from tests.conftest import existing_driver
 
-LIMITS = Limits(memory_bytes=256 << 20, processes=40, open_files=1024, disk_bytes=20 << 20, disk_files=2000)
+LIMITS = SandboxLimits(
+    memory_bytes=256 << 20, processes=40, open_files=1024, disk_bytes=20 << 20, disk_files=2000
+)
 
 
-@pytest.fixture(scope="module", params=["namespaces", "apptainer", "instance"])
+@pytest.fixture(scope="module", params=["namespaces", "apptainer", "apptainer-instance"])
 def driver_name(request: pytest.FixtureRequest) -> str:
-    """Every driver that isolates: with tool servers outside, and inside."""
+    """Name of each isolating driver: with tool servers outside, and inside."""
     return existing_driver(request.param)
 
 
 @pytest.fixture(scope="module")
 async def attacked(run_dir: Path, driver_name: str) -> AsyncIterator[Driver]:
-    """The driver of a module's attacks, whose limits the watchdog keeps."""
-    limits = NodeLimits(each=LIMITS, mechanism=Mechanism.WATCHDOG)
+    """Driver of a module's attacks. Its watchdog enforces the limits."""
+    limits = NodeLimits(each=LIMITS, enforcement=Mechanism.WATCHDOG)
     driver = make_driver(driver_name, templates=LIGHT_TEMPLATES, limits=limits)
     try:
         await driver.warm()
@@ -40,7 +42,7 @@ async def attacked(run_dir: Path, driver_name: str) -> AsyncIterator[Driver]:
 
 @pytest.fixture
 async def open_box(attacked: Driver) -> AsyncIterator[OpenBox]:
-    """Starts a sandbox with tools; they are closed with the test."""
+    """Start sandboxes with tools; close the tools with the test."""
     async with AsyncExitStack() as opened:
 
         async def open_one(*, python: bool = False) -> Toolbox:
@@ -56,7 +58,7 @@ async def open_box(attacked: Driver) -> AsyncIterator[OpenBox]:
 
 @pytest.fixture
 async def neighbour(open_box: OpenBox, attacked: Driver) -> AsyncIterator[Toolbox]:
-    """Somebody else's sandbox, with a variable and a background job that are there in the end."""
+    """Another user's sandbox, whose variable and background job must survive the test."""
     box = await open_box()
     templates = {name: template.pid for name, template in attacked.templates.items()}
     await box.bash("kept=7; sleep 600 &", timeout_s=20)
@@ -67,11 +69,11 @@ async def neighbour(open_box: OpenBox, attacked: Driver) -> AsyncIterator[Toolbo
 
 @pytest.fixture
 async def box(open_box: OpenBox, neighbour: Toolbox) -> Toolbox:
-    """The adversary's."""
+    """Sandbox of the adversary."""
     return await open_box()
 
 
 @pytest.fixture
 async def python_box(open_box: OpenBox, neighbour: Toolbox) -> Toolbox:
-    """The adversary's, with a Python session."""
+    """Sandbox of the adversary, with a Python session."""
     return await open_box(python=True)

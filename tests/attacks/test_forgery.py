@@ -1,23 +1,25 @@
-"""Attempts to speak for the shell, the session or the tool server, or to keep them from speaking.
+"""Attempts to forge or block messages of the shell, the session or the tool server.
 
-A session belongs to the agent, and it may spoil its own. What must hold: each call ends within its time and
-says what became of it, the tools answer afterwards, and the neighbour notices nothing.
+A session belongs to the agent, who may break it. The promises: each call returns in time and reports the
+outcome, the tools answer afterwards, and the neighbour is not affected.
 """
 
 import asyncio
 
 import pytest
 
-from prorl_envs.tools.client import Toolbox
+from prorl_envs.tools.client.toolbox import Toolbox
 from tests.attacks.attempts import T, python, usable
 
-# The tool server is the same whichever driver joins it to its sandbox.
+# The tool server is the same for each driver.
 pytestmark = [
     pytest.mark.anyio,
-    pytest.mark.parametrize("driver_name", ["namespaces", "instance"], indirect=True, scope="module"),
+    pytest.mark.parametrize(
+        "driver_name", ["namespaces", "apptainer-instance"], indirect=True, scope="module"
+    ),
 ]
 
-#: Where the shell reports: it keeps that pipe for itself while a command runs, under another number.
+#: Path of the shell's report pipe: while a command runs, the shell holds it under another number.
 FIND = "for f in /proc/$$/fd/*; do [ -p $f ] && found=$f; done"
 
 
@@ -30,7 +32,7 @@ FIND = "for f in /proc/$$/fd/*; do [ -p $f ] && found=$f; done"
         "head -c 30M /dev/urandom",
     ],
 )
-async def test_a_flood_where_the_shell_reports(box: Toolbox, noise: str) -> None:
+async def test_a_flood_on_the_report_pipe(box: Toolbox, noise: str) -> None:
     flood = f"{FIND}; {{ ({noise}) & }} > $found; echo ${{found:+found it}}"
     assert (await box.bash(flood, timeout_s=T)).text.endswith("found it\n")
     for status in (0, 3, 200):
@@ -38,8 +40,8 @@ async def test_a_flood_where_the_shell_reports(box: Toolbox, noise: str) -> None
         assert (result.data["exit_code"], result.data["cwd"]) == (status, "/workspace")
 
 
-async def test_reports_that_are_stolen_on_their_way(box: Toolbox) -> None:
-    """Whoever opens a pipe by /proc can read it too."""
+async def test_reports_that_are_stolen(box: Toolbox) -> None:
+    """Every process that may open a pipe by /proc can read it too."""
     thief = "trap '' HUP INT TERM; exec timeout 30 cat > stolen 2>&1"
     await box.bash(f"{FIND}; {{ ({thief}) & }} < $found; echo ${{found:+found it}}", timeout_s=2)
     for _ in range(3):
@@ -49,8 +51,8 @@ async def test_reports_that_are_stolen_on_their_way(box: Toolbox) -> None:
     assert (await box.run(["test", "-e", "stolen"], timeout_s=T)).exit_code == 0
 
 
-async def test_a_nonce_that_is_found_in_the_shell_s_memory(box: Toolbox) -> None:
-    """The agent may lie to itself about how its command ended; the next one is told the truth."""
+async def test_a_nonce_found_in_the_shell_s_memory(box: Toolbox) -> None:
+    """The agent may forge its own command's status; the next command's report is correct."""
     steal = python("""
         import os, re
         shell = os.getppid()
@@ -81,14 +83,14 @@ async def test_a_nonce_that_is_found_in_the_shell_s_memory(box: Toolbox) -> None
 @pytest.mark.parametrize(
     "keep",
     [
-        # who reads the terminal first gets what is typed
+        # the process that reads the terminal first gets the typed text
         'setsid python3 -c \'import os, signal; signal.alarm(30); fd = os.open("/dev/pts/0", os.O_RDWR | '
         "os.O_NOCTTY)\nwhile True: os.read(fd, 1)' & sleep 0.3",
-        # the terminal is kept from saying anything
+        # the terminal's output is stopped
         "python3 -c 'import termios; termios.tcflow(1, termios.TCOOFF)'",
-        # nobody else may open it
+        # no other process may open it
         "python3 -c 'import fcntl, termios; fcntl.ioctl(1, termios.TIOCEXCL)'",
-        # its foreground is a group that is not there any more, or sleeps
+        # its foreground is a group that no longer exists, or sleeps
         "python3 -c 'import os, signal; signal.signal(signal.SIGTTOU, signal.SIG_IGN); os.setpgid(0, 0); "
         "os.tcsetpgrp(0, os.getpgrp())'",
         "python3 -c 'import fcntl, struct, termios; "
@@ -110,10 +112,10 @@ async def test_a_nonce_that_is_found_in_the_shell_s_memory(box: Toolbox) -> None
         "raw",
     ],
 )
-async def test_a_terminal_that_is_taken_away(box: Toolbox, keep: str) -> None:
+async def test_a_terminal_that_is_taken_over(box: Toolbox, keep: str) -> None:
     result = await box.bash(keep, timeout_s=3)
     assert result.text or result.ok or result.data["timed_out"]
-    for _ in range(3):  # each ends in time, whatever it says
+    for _ in range(3):  # each returns in time, with any content
         await box.bash("echo on", timeout_s=1)
     await box.bash("echo on", timeout_s=3, restart=True)
     await usable(box)
@@ -153,36 +155,36 @@ async def test_a_cell_that_breaks_the_protocol(python_box: Toolbox, forged: str)
 @pytest.mark.parametrize(
     "forged",
     [
-        # a frame that never ends, byte by byte
+        # an endless frame, byte by byte
         'os.write(3, struct.pack(">I", 1000))\nimport time\nwhile True: os.write(3, b"x"); time.sleep(0.3)',
-        # the ends of other cells, long gone or not yet there
+        # end messages for other cells, finished or not yet started
         'for n in range(100000, 103000): send(b"\\x93\\xce" + struct.pack(">I", n) + b"\\xa0\\x90")\n'
         "while True: pass",
     ],
     ids=["slow", "wrong ids"],
 )
-async def test_a_cell_whose_end_never_comes(python_box: Toolbox, forged: str) -> None:
+async def test_a_cell_whose_end_message_never_arrives(python_box: Toolbox, forged: str) -> None:
     result = await python_box.python(f"{CHANNEL}\n{forged}", timeout_s=1)
     assert not result.ok and result.data["timed_out"] is True
     result = await python_box.python("6 * 7", timeout_s=T)
-    assert result.text.endswith("42\n") or BROKE in result.text  # what follows a half frame is garbage
+    assert result.text.endswith("42\n") or BROKE in result.text  # the bytes after a half frame are garbage
     assert (await python_box.python("6 * 7", timeout_s=T)).text == "42\n"
 
 
-async def test_the_end_of_the_next_cell_told_ahead(python_box: Toolbox) -> None:
-    """Its own session's answers are the agent's to spoil; the one after a new session's start is right."""
+async def test_an_end_message_forged_for_the_next_cell(python_box: Toolbox) -> None:
+    """The agent may forge answers of its own session; the answer after a restart is correct."""
     ahead = 'for number in range(1, 300): send(b"\\x93\\xcd" + struct.pack(">H", number) + b"\\xa3lie\\x90")'
     result = await python_box.python(f"{CHANNEL}\n{ahead}", timeout_s=T)
     assert result.data["error"] in ("lie", None)
     told = (await python_box.python("exit()", timeout_s=T)).text
     async with asyncio.timeout(T):
-        while "the Python session exited with status 0" not in told:  # a lie may come before its end
+        while "the Python session exited with status 0" not in told:  # a forgery may come before its end
             told = (await python_box.python("1", timeout_s=T)).text
     assert (await python_box.python("6 * 7", timeout_s=T)).text == "42\n"
 
 
-async def test_a_child_that_keeps_the_session_s_channel(python_box: Toolbox) -> None:
-    """It was forked by a cell, outlives the session, and answers for every cell it can think of."""
+async def test_a_child_that_holds_the_session_s_channel(python_box: Toolbox) -> None:
+    """A cell forks it. It outlives the session, and answers for every cell number it can guess."""
     code = f"""{CHANNEL}
 import time
 if os.fork() == 0:
@@ -201,8 +203,8 @@ if os.fork() == 0:
     assert (await python_box.python("6 * 7", timeout_s=T)).text == "42\n"
 
 
-async def test_every_descriptor_and_every_process_that_can_be_found(box: Toolbox) -> None:
-    """Frames of every kind, written to whatever opens below /proc."""
+async def test_every_descriptor_and_process_that_can_be_found(box: Toolbox) -> None:
+    """Frames of every kind, written to every path below /proc that can be opened."""
     result = await box.bash(
         python("""
             import glob, os, stat
@@ -227,8 +229,8 @@ async def test_every_descriptor_and_every_process_that_can_be_found(box: Toolbox
     await usable(box)
 
 
-async def test_the_text_of_a_command_changed_behind_the_shell(box: Toolbox) -> None:
-    """A long command lies in a memory file, which the agent's processes can open and write to."""
+async def test_a_command_s_text_changed_before_the_shell_reads_it(box: Toolbox) -> None:
+    """A long command is in a memory file, which the agent's processes can open and write to."""
     spoil = "while :; do for f in /proc/$$/fd/*; do printf 'echo spoiled' 1<>$f; done; done 2> /dev/null & :"
     await box.bash(f"({spoil}) & sleep 0.2", timeout_s=5)
     for number in range(4):

@@ -1,4 +1,4 @@
-"""Files planted where a program might run them for somebody else: a later shell, session, tool or host."""
+"""Files planted so that another party runs them: a later shell, session or tool, or the host."""
 
 import os
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from prorl_envs.errors import ToolError, TransferRefused
-from prorl_envs.tools.client import Toolbox
-from prorl_envs.tools.tree import TreeLimits
+from prorl_envs.tools.client.toolbox import Toolbox
+from prorl_envs.tools.protocol.tree import TreeLimits
 from tests.attacks.attempts import T
 
 pytestmark = [
@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.parametrize("driver_name", ["namespaces"], indirect=True, scope="module"),
 ]
 
-#: Each leaves the file `ran` where it is run.
+#: Each creates the file `ran` in the directory in which it runs.
 STARTUP = r"""
 mine='touch /workspace/ran'
 for f in .bashrc .bash_profile .bash_login .profile .bash_logout .shrc .inputrc; do
@@ -49,7 +49,7 @@ async def absent(box: Toolbox, name: str) -> bool:
 
 async def test_startup_files_reach_no_later_shell_and_no_other_process(box: Toolbox) -> None:
     await box.bash(STARTUP, timeout_s=T)
-    await box.bash("exit", timeout_s=T)  # the shell they were exported in
+    await box.bash("exit", timeout_s=T)  # the shell in which they were exported
     await box.run(["rm", "-f", "/workspace/ran"], timeout_s=T)
     assert (await box.bash("echo new", timeout_s=T)).text.startswith("new\n")
     assert (await box.bash("echo other", session="other", timeout_s=T)).text == "other\n"
@@ -58,7 +58,7 @@ async def test_startup_files_reach_no_later_shell_and_no_other_process(box: Tool
     assert await absent(box, "ran")
 
 
-async def test_programs_first_in_the_path_and_libraries_loaded_first(box: Toolbox) -> None:
+async def test_planted_programs_in_the_path_and_preloaded_libraries(box: Toolbox) -> None:
     plant = """
         mkdir bin
         for p in bash sh env tar cat ls; do printf '#!/bin/sh\\n: > /workspace/ran\\n' > bin/$p; done
@@ -84,7 +84,7 @@ async def test_startup_files_of_python_reach_no_later_session(python_box: Toolbo
 
 
 def held(tree: Path) -> int:
-    """Bytes on disk below a directory."""
+    """Return the bytes on disk below a directory."""
     paths = (Path(folder, name) for folder, folders, files in os.walk(tree) for name in (*folders, *files))
     return sum(512 * path.lstat().st_blocks for path in paths)
 
@@ -104,7 +104,7 @@ def held(tree: Path) -> int:
         "touch tree/$'\\xff\\xfe'",
     ],
 )
-async def test_what_a_host_side_reader_would_follow(box: Toolbox, plant: str, tmp_path: Path) -> None:
+async def test_planted_links_for_a_reader_on_the_host(box: Toolbox, plant: str, tmp_path: Path) -> None:
     await box.bash(f"mkdir tree; {plant}", timeout_s=T)
     limits = TreeLimits(bytes=1 << 20, entries=500, depth=64)
     with pytest.raises((TransferRefused, ToolError, OSError)):
@@ -112,6 +112,6 @@ async def test_what_a_host_side_reader_would_follow(box: Toolbox, plant: str, tm
     assert os.listdir(tmp_path) == []  # noqa: PTH208
     snapshot = await box.sandbox.snapshot()
     try:
-        assert held(snapshot.path) < 1 << 20  # no link was followed, and holes stay holes
+        assert held(snapshot.path) < 1 << 20  # no link was followed, and holes are still holes
     finally:
         await snapshot.remove()

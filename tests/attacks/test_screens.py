@@ -1,4 +1,4 @@
-"""Text from inside on the screens of those who run the service: it must not steer their terminals."""
+"""Text from a sandbox on an operator's screen: it must not control the terminal."""
 
 import logging
 from dataclasses import replace
@@ -7,12 +7,21 @@ from pathlib import Path
 import pytest
 from rich.console import Console, RenderableType
 
-from prorl_envs.cli import console, progress, show, tables
+from prorl_envs.cli.commands import show
+from prorl_envs.cli.output import console, progress, tables
 from prorl_envs.errors import FailureKind, GraderError, InputError, printable
-from prorl_envs.rollout.looking import summarise
-from prorl_envs.rollout.types import Failure, GroupStatistics, JobState, Result, Stage, StopReason, Timings
+from prorl_envs.rollout.api.types import (
+    Failure,
+    GroupStatistics,
+    JobState,
+    Result,
+    Stage,
+    StopReason,
+    Timings,
+)
+from prorl_envs.rollout.store.summaries import summarise
 
-#: Window titles, the clipboard, an answer typed back, another direction of writing, a bell, an 8-bit escape.
+#: Window titles, the clipboard, a typed-back answer, reversed writing, a bell, an 8-bit escape.
 EVIL = "\x1b]0;x\x07\x1b]52;c;YQ==\x07\x1b[6n\x1b[2J\u202e\x07\x08\r\x9b31m\ud800\u2066"
 HARMFUL = {c for c in EVIL if not c.isprintable()}
 
@@ -38,10 +47,10 @@ def group() -> GroupStatistics:
     )  # fmt: skip
 
 
-def followed() -> progress.Picture:
-    picture = progress.Picture(1)
-    picture.results.append(result(failed=False))
-    return picture
+def followed() -> progress.Progress:
+    shown = progress.Progress(1)
+    shown.add(result(failed=False))
+    return shown
 
 
 @pytest.mark.parametrize(
@@ -54,7 +63,7 @@ def followed() -> progress.Picture:
         tables.samples_table(
             [replace(summarise(result(failed=False)), reward=None, state=EVIL, stop_reason=EVIL)]
         ),
-        tables.tasks_table([result(failed=True)]),
+        tables.tasks_table([summarise(result(failed=True))], 10),
         tables.groups_table([group()]),
         followed(),
         console.plain(EVIL),
@@ -71,15 +80,15 @@ def followed() -> progress.Picture:
         "plain",
     ],
 )
-def test_what_the_commands_show_is_harmless(shown: RenderableType, tmp_path: Path) -> None:
-    with (tmp_path / "screen").open("w", encoding="utf-8") as file:  # where a lone surrogate is an error
+def test_output_of_the_commands_is_harmless(shown: RenderableType, tmp_path: Path) -> None:
+    with (tmp_path / "screen").open("w", encoding="utf-8") as file:  # here a lone surrogate is an error
         Console(width=200, file=file, color_system=None).print(shown)
     text = (tmp_path / "screen").read_bytes().decode()
     assert "\\x1b]0;x" in text
     assert not HARMFUL & set(text) - {"\n"}
 
 
-def test_errors_are_shown_and_logged_harmless(
+def test_errors_are_harmless_when_shown_and_logged(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     console.report(InputError(EVIL, hint=EVIL))
@@ -89,5 +98,5 @@ def test_errors_are_shown_and_logged_harmless(
         assert not HARMFUL & set(text) - {"\n"}
 
 
-def test_text_itself_stays() -> None:
+def test_ordinary_text_is_unchanged() -> None:
     assert printable("naïve ☃\tone\ntwo") == "naïve ☃\tone\ntwo"

@@ -1,4 +1,4 @@
-"""Text that is no text in every string that comes out of a sandbox: it must be storable and printable."""
+"""Invalid Unicode in every string that leaves a sandbox: it must be storable and printable."""
 
 import json
 from typing import Any
@@ -8,9 +8,9 @@ import pytest
 
 from prorl_envs.errors import ProrlError
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.runtime import python_runtime
-from prorl_envs.tools.client import Toolbox
-from prorl_envs.tools.python import PythonEngine
+from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
+from prorl_envs.tools.client.python import PythonEngine
+from prorl_envs.tools.client.toolbox import Toolbox
 from prorl_envs.tools.types import ToolResult
 from tests.attacks.attempts import Driver, T
 
@@ -21,7 +21,7 @@ pytestmark = [
 
 
 def whole(result: ToolResult) -> None:
-    """The answer goes through JSON and UTF-8, and is the same on the other side."""
+    """Check that the answer is unchanged after a round trip through JSON and UTF-8."""
     content: dict[str, Any] = {"text": result.text, "data": result.data}
     assert msgspec.json.decode(msgspec.json.encode(content)) == content
     assert json.loads(json.dumps(content, ensure_ascii=False, allow_nan=False).encode()) == content
@@ -37,14 +37,14 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-async def test_of_the_shell(box: Toolbox, name: str) -> None:
+async def test_strings_of_the_shell(box: Toolbox, name: str) -> None:
     whole(await box.bash(COMMANDS[name], timeout_s=T))
     whole(await box.bash("pwd; ls -la; echo $_", timeout_s=T))
     whole(await box.bash("exit 3", timeout_s=T))
     whole(await box.bash("pwd", timeout_s=T))
 
 
-async def test_of_the_editor(box: Toolbox) -> None:
+async def test_strings_of_the_editor(box: Toolbox) -> None:
     await box.bash("touch $'\\xff\\e[31m' $'a\\nb' $'\\xed\\xa0\\x80'; printf '\\xff\\x1b[2J\\x00' > b; "
                    "printf 'caf\\xe9\\n\\x1b[2J' > c; ln -s $'\\xff' l", timeout_s=T)  # fmt: skip
     for path in ("/workspace", "/workspace/b", "/workspace/c", "/workspace/l", "/workspace/\ufffd", "/x\x1b"):
@@ -73,19 +73,19 @@ CELLS = [
 
 
 @pytest.mark.parametrize("code", CELLS)
-async def test_of_a_python_session(python_box: Toolbox, code: str) -> None:
+async def test_strings_of_a_python_session(python_box: Toolbox, code: str) -> None:
     whole(await python_box.python(code, timeout_s=T))
     assert (await python_box.python("6 * 7", timeout_s=T)).text == "42\n"
 
 
-async def test_of_a_jupyter_kernel(attacked: Driver) -> None:
+async def test_strings_of_a_jupyter_kernel(attacked: Driver) -> None:
     mounts, masks, env = python_runtime()
     sandbox = await attacked.start(SandboxSpec(mounts=mounts, masks=masks, env=env))
     box = await Toolbox.open(sandbox, python=PythonEngine.KERNEL)
     try:
         for code in CELLS:
             whole(await box.python(code, timeout_s=T))
-        # In escapes, as JSON may spell what UTF-8 cannot: the kernel's own packer would not.
+        # As JSON escapes, which can spell text that UTF-8 cannot. The kernel's own packer would refuse them.
         pack = "k.session.pack = lambda message: json.dumps(message, default=str).encode()"
         send = f"import json\nk = get_ipython().kernel\n{pack}\nk.session.send(k.iopub_socket, "
         send += "'{}', {}, parent=k.get_parent())"
@@ -100,7 +100,7 @@ async def test_of_a_jupyter_kernel(attacked: Driver) -> None:
         await sandbox.close()
 
 
-async def test_of_errors(box: Toolbox) -> None:
+async def test_strings_of_errors(box: Toolbox) -> None:
     for path in ("/\udcff", "/\ud800", "/a\0b", "/\x1b[31m"):
         with pytest.raises((OSError, ProrlError, ValueError)) as caught:
             await box.read(path)

@@ -1,4 +1,4 @@
-"""The benches as they are run: real sandboxes, small numbers, no peers."""
+"""The benchmarks with real sandboxes, small numbers, and no peers."""
 
 import json
 import os
@@ -50,23 +50,23 @@ def test_actions_and_starts_are_measured_and_all_answers_are_right(tmp_path: Pat
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may read the memory of tool servers")
-def test_memory_is_counted_and_nothing_is_left(tmp_path: Path) -> None:
+def test_memory_is_counted_and_no_process_is_leaked(tmp_path: Path) -> None:
     data = tmp_path / "data.json"
     done = run("--only", "memory", "--subjects", "ours bash", "--json", str(data))
     assert done.returncode == 0, done.stderr
     row = json.loads(data.read_text())["memory"]["rows"]["ours bash"]
     assert row["memory"]["live"] == 3
-    assert 0.5e6 < row["memory"]["pss"] < 20e6
-    assert row["memory"]["processes"] >= 3  # the first of the sandbox, what made it, its bash
+    assert 0 < row["memory"]["pss"] < 20e6  # shared pages count less, the more processes share them
+    assert row["memory"]["processes"] >= 3  # the sandbox's first process, its maker, its bash
     assert not row["left"]
 
 
-def test_a_peer_that_is_not_installed_is_told_with_the_reason() -> None:
+def test_a_peer_that_is_not_installed_is_reported_with_the_reason() -> None:
     with pytest.raises(SubjectError, match=r"not installed: run scripts/setup-bench\.sh"):
         SubjectProcess(Entry("nowhere", "", "nowhere"), Path("/nonexistent"), None)
 
 
-def test_a_subject_that_ends_says_why(tmp_path: Path) -> None:
+def test_a_subject_that_exits_is_reported_with_the_reason(tmp_path: Path) -> None:
     subject = SubjectProcess(Entry("nowhere", "", "nowhere", peer=False), tmp_path, None)
     with pytest.raises(SubjectError, match=r"No module named bench\.subjects\.nowhere"):
         subject.ask("prepare", timeout_s=60)

@@ -1,4 +1,4 @@
-"""What a run is held against, and how it is told."""
+"""Comparison of a run with its targets, and the report."""
 
 from bench import catalogue, report
 from bench.results import Row, bash_claims, cell_claims, memory_claims, ready_claims
@@ -25,7 +25,7 @@ def test_ratios_are_of_medians_in_the_direction_asked() -> None:
         assert claim.reason.endswith("not run")
 
 
-def test_what_failed_is_told_and_counts_as_not_measured() -> None:
+def test_failures_are_reported_and_count_as_not_measured() -> None:
     found = rows(
         Row(catalogue.BWRAP, ready=[0.005]),
         Row(catalogue.OURS, ready=[0.02]),
@@ -40,13 +40,13 @@ def test_what_failed_is_told_and_counts_as_not_measured() -> None:
     assert f"| {catalogue.POOL.label} | - | - | - | all namespaces | failed: not built |" in text
 
 
-def test_wrong_answers_and_leftovers_show() -> None:
+def test_wrong_answers_and_leaked_processes_are_reported() -> None:
     found = rows(Row(catalogue.OH_PTY, seconds=[0.02] * 4, answers=9, wrong=3, left=["tmux", "tmux"]))
     text = report.figure_1(found, bash_claims(found, 32), 32)
     assert "n=4; **3 of 9 answers wrong**; left behind: tmux" in text
 
 
-def test_memory_and_cells() -> None:
+def test_memory_and_cells_are_reported() -> None:
     memory = rows(
         Row(catalogue.OURS, memory={"pss": 2.5e6, "live": 999}),
         Row(catalogue.IPYTHON, memory={"pss": 11e6}),

@@ -1,4 +1,4 @@
-"""The router simulation: everything is done, a seed means a run, and ours keeps what it promises."""
+"""The router simulation: all work is done, a seed determines a run, and our router keeps its promises."""
 
 import pytest
 
@@ -12,19 +12,19 @@ def outcomes() -> dict[str, Outcome]:
     return {name: Simulation(SMALL, make()).run() for name, make in ROUTERS.items()}
 
 
-def test_all_the_work_is_done_whoever_routes_it(outcomes: dict[str, Outcome]) -> None:
+def test_all_work_is_done_with_every_router(outcomes: dict[str, Outcome]) -> None:
     turns = sum(len(episode.turns) for episode in episodes(SMALL))
     for name, outcome in outcomes.items():
         again = outcome.turns - turns
         assert 0 <= again < 240, f"{name}: only what the dead server had is sent again"
 
 
-def test_a_seed_is_a_run(outcomes: dict[str, Outcome]) -> None:
+def test_a_seed_determines_a_run(outcomes: dict[str, Outcome]) -> None:
     again = Simulation(SMALL, ROUTERS["**ours**"]()).run()
     assert again == outcomes["**ours**"]
 
 
-def test_ours_keeps_hits_and_balance(outcomes: dict[str, Outcome]) -> None:
+def test_our_router_keeps_hits_and_balance(outcomes: dict[str, Outcome]) -> None:
     ours, perfect = outcomes["**ours**"], outcomes["perfect affinity"]
     assert ours.hit_rate > 0.97 * perfect.hit_rate
     assert ours.spread < 1.15
@@ -33,7 +33,7 @@ def test_ours_keeps_hits_and_balance(outcomes: dict[str, Outcome]) -> None:
     assert outcomes["round robin, each call"].hit_rate < 0.9 * perfect.hit_rate
 
 
-def test_a_cache_forgets_the_oldest() -> None:
+def test_a_cache_evicts_the_oldest() -> None:
     cache = Cache(1000)
     first, second = (Episode(group, 0, 300, [], tokens=600) for group in (1, 2))
     assert (cache.use(first), cache.use(first)) == (0, 600)

@@ -1,10 +1,11 @@
-"""What a user can get wrong ends in one sentence and a hint: never in a traceback, never after the work."""
+"""Mistakes of users are one sentence and a hint: no traceback, and found before any work."""
 
+import socket
 from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Cli
+from tests.cli.conftest import Cli, FastCli
 
 
 @pytest.mark.parametrize(
@@ -17,10 +18,14 @@ from tests.cli.conftest import Cli
         (("demo", "--swebench", "0", "--tasks", "1", "--out", "folder"), "it is a folder"),
         (("nemo", "rows", "bash", "row.jsonl", "file/rows.jsonl"), "cannot write file/rows.jsonl"),
         (("nemo", "gym-root", "file/root"), "cannot write file/root"),
-        (("validate", "bash", "file"), "no bash task"),
-        (("play", "bash", "--data", "file"), "file holds no task"),
-        (("run", "bash", "--data", "file", "--llm", "http://127.0.0.1:9"), "file holds no task"),
-        (("run", "bash", "--data", "folder"), "Is a directory"),
+        (("validate", "bash", "file"), "file is empty"),
+        (("play", "bash", "--data", "file"), "file is empty"),
+        (("run", "bash", "--data", "file", "--llm", "http://127.0.0.1:9"), "file is empty"),
+        (("run", "bash", "--data", "folder"), "folder is the folder of a run, not task rows"),
+        (("demo", "--config", "wrong.yaml"), "wrong.yaml: setting service.init: "),
+        (("show", "binary"), "binary is a binary file, not results"),
+        (("view", "binary"), "binary is a binary file, not results"),
+        (("compare", "binary", "file"), "binary is a binary file, not results"),
         (("demo", "--config", "none.yaml"), "none.yaml: cannot be read"),
         (("serve", "--llm", "nonsense"), "not the URL of a model server"),
     ],
@@ -30,6 +35,8 @@ def test_a_mistake_is_one_clear_error(
     cli: Cli, tmp_path: Path, arguments: tuple[str, ...], words: str
 ) -> None:
     (tmp_path / "file").touch()
+    (tmp_path / "binary").write_bytes(b"\x7fELF\x02\x01\x01\x00")
+    (tmp_path / "wrong.yaml").write_text("service: {init: 0}")
     (tmp_path / "folder" / "results.jsonl").mkdir(parents=True)
     row = '{"id": "a", "instruction": "b", "checks": [{"type": "file_absent", "path": "x"}]}'
     (tmp_path / "row.jsonl").write_text(row)
@@ -39,14 +46,52 @@ def test_a_mistake_is_one_clear_error(
     assert "Traceback" not in done.stderr and "submitting" not in done.stdout
 
 
-def test_brackets_are_no_markup(cli: Cli, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "settings", "words"),
+    [
+        (("--port", "{used}"), "{}", "cannot listen on 127.0.0.1:{used}"),
+        (("--port", "70000"), "{}", "--port"),
+        (("--host", "0.0.0.0"), "{}", "so a token is needed"),
+        ((), "nodes: {host: 0.0.0.0, port: 0}", "lets other machines in, so a token is needed"),
+        (("--store", "file/store.db"), "{}", "file/store.db cannot be opened"),
+        ((), "environments: {bsh: {}}", "no environment is called 'bsh'"),
+        ((), "environments: {bash: {limits: {max_turns: 0}}}", "environments.bash.limits.max_turns"),
+        ((), "service: {init: 0}", "setting service.init"),
+    ],
+)
+def test_serve_checks_its_own_settings_before_it_asks_a_model_server(
+    fast_cli: FastCli, tmp_path: Path, arguments: tuple[str, ...], settings: str, words: str
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "settings.yaml").write_text(settings)
+    with socket.create_server(("127.0.0.1", 0)) as used, socket.create_server(("127.0.0.1", 0)) as model:
+        port, url = used.getsockname()[1], f"http://127.0.0.1:{model.getsockname()[1]}"
+        given = [argument.format(used=port) for argument in arguments]
+        free = [] if "--port" in given else ["--port", "0"]
+        done = fast_cli("serve", "--llm", url, "--config", "settings.yaml", *free, *given)
+        assert done.code == 2 and words.format(used=port) in done.err, done.err
+        model.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            model.accept()
+
+
+def test_demo_checks_its_folder_before_it_asks_a_model_server(fast_cli: FastCli, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "done").mkdir()
+    (tmp_path / "done" / "run.json").write_text("{}")
+    for folder, words in (("file/runs", "cannot write file/runs"), ("done", "has the results of a run")):
+        done = fast_cli("demo", "--out", folder, "--llm", "http://127.0.0.1:9")
+        assert done.code == 2 and words in done.err and "left out" not in done.err, done.err
+
+
+def test_brackets_are_not_markup(cli: Cli, tmp_path: Path) -> None:
     done = cli("show", "[bold]results[/bold] :smile:")
     assert "[bold]results[/bold] :smile:" in done.stderr
 
 
-def test_a_cache_that_cannot_be_written_is_found(cli: Cli, tmp_path: Path, config: Path) -> None:
+def test_an_unwritable_cache_is_reported(cli: Cli, tmp_path: Path, config: Path) -> None:
     config.write_text("cache_dir: /proc/none\n")
-    done = cli("scripted", "bash", "--config", str(config))
+    done = cli("scripted-model", "bash", "--config", str(config))
     assert done.returncode == 2 and "cannot be written" in done.stderr and "PRORL_CACHE_DIR" in done.stderr
 
 

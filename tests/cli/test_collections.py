@@ -1,4 +1,4 @@
-"""A resources server's tasks by command: validated without a model, and run with a scripted one."""
+"""Commands on a resources server's tasks: validated without a model, and run with a scripted one."""
 
 import json
 from pathlib import Path
@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from fastapi import FastAPI
 
-from prorl_envs.rollout.result_files import read_results
-from prorl_envs.testing.resources import ResourcesDesk, desk_row
+from prorl_envs.rollout.client.result_files import read_results
 from prorl_envs.testing.serving import served
 from tests.cli.conftest import Cli
 from tests.cli.test_scripted import scripted
+from tests.support.resources import ResourcesDesk, desk_row
 
 #: Several commands in a row, each of which imports everything.
 pytestmark = pytest.mark.timeout(300)
@@ -19,7 +19,7 @@ REFERENCE = [{"tool": "add", "arguments": {"count": 3}}, {"tool": "read", "argum
 
 
 def write(folder: Path, url: str) -> tuple[str, ...]:
-    """The settings and the data; the options that name them."""
+    """Write the settings and the data; return the options that name them."""
     entry = f"{{nemo: {{url: '{url}', finish_tool: read}}, limits: {{max_turns: 4}}}}"
     (folder / "settings.yaml").write_text(f"environments: {{desk: {entry}}}")
     (folder / "rows.jsonl").write_text(json.dumps(desk_row(id="three", reference=REFERENCE)))

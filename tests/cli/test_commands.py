@@ -1,6 +1,7 @@
-"""The smaller commands, and how errors look."""
+"""The smaller commands, and the format of errors."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,13 +9,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from prorl_envs.cli.console import plain
-from prorl_envs.cli.play import parse_line
-from prorl_envs.cli.show import render
+from prorl_envs.cli.commands.doctor import doctor
+from prorl_envs.cli.commands.play import parse_line
+from prorl_envs.cli.commands.show import render
+from prorl_envs.cli.output.console import plain
+from prorl_envs.config import Settings
 from prorl_envs.errors import FailureKind, InputError
-from prorl_envs.rollout.types import Failure, JobState, Result, Stage, Timings, Trajectory, TurnRecord
+from prorl_envs.extras import install_extras
+from prorl_envs.rollout.api.types import Failure, JobState, Result, Stage, Timings, Trajectory, TurnRecord
 from prorl_envs.tools.schemas import BASH, EDITOR, FINISH
-from tests.cli.conftest import Cli
+from tests.cli.conftest import SCRIPT, Cli
 
 
 def result(job: str = "g/0", **changes: object) -> Result:
@@ -64,13 +68,13 @@ def test_show_neutralises_hostile_text() -> None:
     assert "\x1b" not in text and "\\x1b[31mred" in text and "[bold]not markup[/bold]" in text
 
 
-def test_show_tells_a_failure() -> None:
+def test_show_explains_a_failure() -> None:
     failure = Failure(kind=FailureKind.GRADER, stage=Stage.EVAL, message="no verdict", hint="look there")
     text = shown(result(state=JobState.FAILED, reward=None, mask_sample=True, failure=failure))
     assert "grader in eval: no verdict" in text and "look there" in text
 
 
-def test_show_lists_and_picks(cli: Cli, tmp_path: Path) -> None:
+def test_show_lists_and_selects(cli: Cli, tmp_path: Path) -> None:
     path = written(tmp_path / "r.jsonl", result("g/0"), result("g/1", reward=0.0))
     assert "g/1" in cli("show", path).stdout
     assert "job      g/1" in cli("show", path, "/1").stdout
@@ -93,7 +97,7 @@ def test_a_bad_line_is_named(cli: Cli, tmp_path: Path, line: str, word: str) -> 
     assert done.returncode == 2 and word in done.stderr and "Traceback" not in done.stderr
 
 
-def test_doctor_tells_machines_the_same(cli: Cli) -> None:
+def test_doctor_prints_the_same_for_machines(cli: Cli) -> None:
     done = cli("doctor", "--json")
     told = json.loads(done.stdout)
     assert done.returncode == 0 and told["fit"] and told["machine"]["prorl-envs"]
@@ -101,7 +105,19 @@ def test_doctor_tells_machines_the_same(cli: Cli) -> None:
     assert sandbox["ok"] and sandbox["needed"]
 
 
-def test_the_driver_can_be_named(cli: Cli) -> None:
+@pytest.mark.anyio
+async def test_a_family_that_lacks_packages_is_optional(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("prorl_envs.envs.math.env._PACKAGES", ("no_such_library",))
+    assert await doctor(Settings(), as_json=True)
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
+    assert not checks["math"]["ok"] and not checks["math"]["needed"]
+    assert install_extras("data", "math") in checks["math"]["found"]
+    assert checks["bash"]["ok"] and checks["bash"]["needed"]
+
+
+def test_the_driver_can_be_chosen(cli: Cli) -> None:
     done = cli("--driver", "local", "doctor")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "NO ISOLATION" in done.stdout and "isolates nothing" in done.stderr
@@ -116,19 +132,32 @@ def test_play_lets_a_person_solve_a_task(cli: Cli) -> None:
     assert "reward 1" in done.stdout and "no tool is called 'nonsense'" in done.stderr
 
 
-def test_play_takes_several_lines_at_once(cli: Cli) -> None:
+def test_play_accepts_several_lines_at_once(cli: Cli) -> None:
     cell = '"""\ndef answer():\n    return 454396537\n\nprint({"sum": answer()})\n"""\n/finish 454396537\n'
     done = cli("play", "ipython", "prime-sum", stdin=cell)
     assert done.returncode == 0, done.stderr
     assert "{'sum': 454396537}" in done.stdout and "reward 1" in done.stdout
 
 
-def test_play_ends_with_its_input(cli: Cli) -> None:
+def test_play_reads_a_file(tmp_path: Path) -> None:
+    """A regular file and /dev/null cannot be polled."""
+    (tmp_path / "typed").write_text("echo 'hello, world' > greeting.txt\n/finish\n")
+    for name, shown in ((str(tmp_path / "typed"), "reward 1"), (os.devnull, "")):
+        with open(name) as stdin:  # noqa: PTH123 - os.devnull is no Path
+            done = subprocess.run(
+                [SCRIPT, "play", "bash", "greeting"],
+                stdin=stdin, capture_output=True, text=True, timeout=100, check=False,
+            )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert shown in done.stdout and "Traceback" not in done.stderr
+
+
+def test_play_stops_with_its_input(cli: Cli) -> None:
     done = cli("play", "bash", "greeting", stdin="ls\n")
     assert done.returncode == 0 and "reward" not in done.stdout
 
 
-def test_validate_says_what_discriminates(cli: Cli, tmp_path: Path) -> None:
+def test_validate_reports_whether_tasks_discriminate(cli: Cli, tmp_path: Path) -> None:
     row = {
         "id": "trivial", "instruction": "Do nothing.",
         "checks": [{"type": "command", "name": "c", "command": "true"}],
@@ -139,7 +168,7 @@ def test_validate_says_what_discriminates(cli: Cli, tmp_path: Path) -> None:
     assert done.returncode == 1 and "the untouched workspace scores 1" in " ".join(done.stdout.split())
 
 
-def test_prepare_says_what_is_there(cli: Cli, tmp_path: Path) -> None:
+def test_prepare_reports_prepared_data(cli: Cli, tmp_path: Path) -> None:
     checks = [{"type": "command", "name": "c", "command": "true"}]
     row = {"id": "one", "instruction": "Do nothing.", "checks": checks, "reference": []}
     (tmp_path / "tasks.jsonl").write_text(json.dumps(row) + "\n")
@@ -166,11 +195,11 @@ def test_parse_line() -> None:
         parse_line("/bash {nope", tools, 4)
 
 
-def test_plain_keeps_lines_and_nothing_else() -> None:
+def test_plain_text_keeps_only_printable_characters_and_line_ends() -> None:
     assert plain("a\tb\nc\x07\x9b31m\u202e").plain == "a\tb\nc\\x07\\x9b31m\\x202e"
 
 
-def test_help_and_completion_wait_for_little_of_the_package() -> None:
+def test_help_and_completion_import_little_of_the_package() -> None:
     script = "import sys, prorl_envs.cli.main; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert not {"asyncio", "pydantic", "yaml", "prorl_envs.config"} & set(done.stdout.split())

@@ -1,22 +1,22 @@
-"""The main job as a user runs it, at a small size: real service, real sandboxes, scripted model."""
+"""The demo as a user runs it, at a small size: real service, real sandboxes, scripted model."""
 
 from pathlib import Path
 
 import pytest
 
 from prorl_envs.catalog import Catalog
-from prorl_envs.cli.demo import Chosen, DemoOptions, choose, script, unexpected
+from prorl_envs.cli.commands.demo import Chosen, DemoOptions, choose, script, unexpected
 from prorl_envs.config import Settings
 from prorl_envs.errors import FailureKind
-from prorl_envs.rollout.result_files import read_results
-from prorl_envs.rollout.types import GroupStatistics, JobState
+from prorl_envs.rollout.api.types import GroupStatistics, JobState
+from prorl_envs.rollout.client.result_files import read_results
 from prorl_envs.testing.scripted import Mix
 from tests.cli.conftest import Cli
 
 SMALL = ("demo", "--swebench", "0", "--tasks", "2", "--out", "runs")
 
 
-def test_every_group_comes_out_as_scripted(cli: Cli, tmp_path: Path) -> None:
+def test_every_group_has_its_scripted_outcome(cli: Cli, tmp_path: Path) -> None:
     done = cli(*SMALL)
     assert done.returncode == 0, done.stderr
     assert "every group came out as the script says" in done.stdout
@@ -52,7 +52,7 @@ def test_an_absent_model_server_is_a_clear_error(cli: Cli) -> None:
     assert "127.0.0.1:9" in done.stderr and "hint:" in done.stderr
 
 
-def test_an_unexpected_reward_is_noticed() -> None:
+def test_an_unexpected_reward_is_reported() -> None:
     options = DemoOptions(mix=Mix.parse("solve=1,wrong=1,error500=1"))
 
     def group(*rewards: float | None) -> GroupStatistics:
@@ -70,7 +70,7 @@ def examples() -> list[Chosen]:
     return choose(Catalog.of(Settings()), DemoOptions(families=("bash", "ipython")))
 
 
-def test_the_script_knows_every_task_by_its_own_words(examples: list[Chosen]) -> None:
+def test_the_script_identifies_every_task_by_its_instruction(examples: list[Chosen]) -> None:
     book = script(examples)
     for one in examples:
         assert one.task.reference, f"{one.task.id} has no reference solution"

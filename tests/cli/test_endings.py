@@ -1,4 +1,4 @@
-"""However a command ends, nothing is left: the `no_leaks` fixture looks at processes, mounts and folders."""
+"""No command leaves processes, mounts or folders, however it is stopped; the `no_leaks` fixture checks it."""
 
 import os
 import signal
@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from prorl_envs.sandbox.files import sweep
+from prorl_envs.sandbox.filesystem.directories import sweep
 from tests.cli.conftest import SCRIPT
 
 
 @contextmanager
 def demo(folder: Path, processes: int = 0) -> Iterator[subprocess.Popen[str]]:
-    """A demo in full swing: it has submitted its groups."""
+    """Run a demo; yield once it has submitted its groups."""
     process = subprocess.Popen(
         [SCRIPT, "demo", "--swebench", "0", "--out", str(folder)],
         cwd=folder,
@@ -57,7 +57,7 @@ def test_an_interrupt_leaves_nothing(
     assert "everything that ran has been ended" in said
 
 
-def test_impatience_changes_nothing(tmp_path: Path, run_dir: Path) -> None:
+def test_repeated_interrupts_leave_nothing(tmp_path: Path, run_dir: Path) -> None:
     with demo(tmp_path) as process:
         wait_for_sandboxes(run_dir)
         for _ in range(5):
@@ -67,13 +67,13 @@ def test_impatience_changes_nothing(tmp_path: Path, run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("processes", [0, 2])
-def test_a_killed_service_leaves_files_alone_and_the_next_one_removes_them(
+def test_a_killed_service_leaves_only_files_that_the_next_one_removes(
     tmp_path: Path, run_dir: Path, processes: int
 ) -> None:
     with demo(tmp_path, processes) as process:
         wait_for_sandboxes(run_dir)
         process.kill()
         process.communicate(timeout=60)
-    # Processes and mounts are the fixture's to find; directories outlive a process killed outright.
+    # The fixture checks processes and mounts; directories survive the kill of their process.
     left = list(run_dir.glob("prorl-sandboxes-*"))
     assert sweep(run_dir) == left and len(left) == 1

@@ -1,4 +1,4 @@
-"""What a service says of itself, to people, to machines and to a collector of traces."""
+"""Logs of a service: for people, for machines, and as traces for a collector."""
 
 import asyncio
 import json
@@ -14,10 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from prorl_envs.cli.logs import JsonLines, TextLines
-from prorl_envs.rollout.server import answering
-from prorl_envs.rollout.tracing import begin_job, in_stage
-from prorl_envs.rollout.types import Stage
+from prorl_envs.app.logs import JsonLines, TextLines
+from prorl_envs.rollout.agent.tracing import begin_job, in_stage
+from prorl_envs.rollout.api.types import Stage
+from prorl_envs.rollout.http.server import answering
 
 
 def record(message: str, *args: object) -> logging.LogRecord:
@@ -40,14 +40,14 @@ def test_a_line_for_machines_names_the_job() -> None:
     assert "job" not in outside
 
 
-#: A job that ends well and one whose grader fails, in a process of its own: a tracer is set once in each.
+#: Run a job that succeeds and one whose grader fails in a new process: a tracer can be set only once.
 JOBS = """
 import asyncio
-from prorl_envs.cli.logs import exporting_traces
-from prorl_envs.rollout.service import RolloutService
-from prorl_envs.rollout.types import GroupRequest
+from prorl_envs.app.logs import exporting_traces
+from prorl_envs.rollout.service.service import RolloutService
+from prorl_envs.rollout.api.types import GroupRequest
 from prorl_envs.testing.tokenizer import builtin_renderer
-from prorl_envs.testing.toy import ToyModel, ToyWorld, empty_node
+from tests.support.toy import ToyModel, ToyWorld, empty_node
 
 async def main():
     renderer = builtin_renderer()
@@ -103,7 +103,7 @@ type Tree = dict[str, Tree]
 
 
 def tree(spans: list[Span], parent: Span) -> Tree:
-    """The names of what is below a span, in order; a name that comes again has its number."""
+    """Return the names of a span's descendants, in order; repeated names are numbered."""
     below: Tree = {}
     for span in sorted(spans, key=lambda span: span.start_time_unix_nano):
         if span.parent_span_id == parent.span_id:

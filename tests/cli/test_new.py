@@ -1,34 +1,26 @@
-"""A new environment passes its own tests and validates at once, and is there in all three faces."""
+"""A new environment passes its own tests, validates, and is found by all three interfaces."""
 
 import json
-import os
-import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
 
-from prorl_envs.cli.new import FLAVOURS, new
+from prorl_envs.cli.commands.new import FLAVOURS, new
 from prorl_envs.errors import InputError
+from prorl_envs.extras import install_packages
 from tests.cli.conftest import Cli
-
-UV = shutil.which("uv") or Path(sys.executable).with_name("uv")
-
-
-def install(target: Path, *packages: Path) -> dict[str, str]:
-    """Install packages beside ours; the environment in which they are found."""
-    options = ["--quiet", "--no-deps", "--no-build-isolation", "--python", sys.executable]
-    subprocess.run([UV, "pip", "install", *options, "--target", target, *packages], check=True)
-    return {**os.environ, "PYTHONPATH": str(target)}
+from tests.packages import install
 
 
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
-def test_new_environments_work_as_they_are(tmp_path: Path) -> None:
-    """Of all flavours in one process, which starts once; what plays many episodes (gymnasium's own check, the
-    cheats) is left out."""
+def test_new_environments_work_unmodified(tmp_path: Path) -> None:
+    """All flavours in one process, which starts once. Slow tests (gymnasium's own check, the cheats) are
+    omitted."""
     packages = [new(f"lab_{flavour}", flavour, tmp_path) for flavour in FLAVOURS]
     environ = install(tmp_path / "site", *packages)
     chosen = "discriminates or registered or refused"
@@ -53,7 +45,8 @@ def test_nemo_gym_finds_it_beside_its_own(tmp_path: Path) -> None:
     paths = {dataset["type"]: dataset["jsonl_fpath"] for dataset in agent["datasets"]}
     assert paths["train"] == "data/prorl_lab_book/train.jsonl"
     rows = [json.loads(line) for line in (site / paths["example"]).read_text().splitlines()]
-    assert [row["verifier_metadata"]["task"]["id"] for row in rows] == ["count-lines", "shout"]
+    assert len(rows) == 5
+    assert [row["verifier_metadata"]["task"]["id"] for row in rows][:2] == ["count-lines", "shout"]
     assert {row["agent_ref"]["name"] for row in rows} == {"prorl_lab_book_simple_agent"}
     assert (site / "environments" / "prorl_lab_book" / "config.yaml").is_file()
     assert not (site / "resources_servers" / "__init__.py").exists()
@@ -71,15 +64,19 @@ def test_nemo_gym_finds_it_beside_its_own(tmp_path: Path) -> None:
         ("taken", "bash", "is already there"),
     ],
 )
-def test_a_name_that_cannot_be_is_refused(name: str, flavour: str, says: str, tmp_path: Path) -> None:
+def test_an_invalid_name_is_refused(name: str, flavour: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     with pytest.raises(InputError, match=says):
         new(name, flavour, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
-def test_the_command_says_what_comes_next(cli: Cli, tmp_path: Path) -> None:
+def test_the_command_names_the_next_steps(cli: Cli, tmp_path: Path) -> None:
     done = cli("new", "lab_book", "--in", "here")
     assert done.returncode == 0, done.stderr
-    assert "prorl-envs validate lab_book" in done.stdout
-    assert (tmp_path / "here" / "lab_book" / "pyproject.toml").is_file()
+    installs, validates, tests = done.stdout.splitlines()
+    assert installs == install_packages("-e", "here/lab_book[dev]")
+    assert validates == "prorl-envs validate lab_book"
+    assert tests == f"{sys.executable} -m pytest here/lab_book"
+    project = tomllib.loads((tmp_path / "here" / "lab_book" / "pyproject.toml").read_text())["project"]
+    assert any(requirement.startswith("pytest") for requirement in project["optional-dependencies"]["dev"])

@@ -1,4 +1,4 @@
-"""Nodes as Ray actors, on a cluster of several Ray nodes on this machine: placed, started again, lost."""
+"""Nodes as Ray actors, on a cluster of several Ray nodes on this machine: placed, restarted, lost."""
 
 import asyncio
 import importlib.util
@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from prorl_envs.cli.compose import Model, rollout_service
-from prorl_envs.config import LimitSettings, NodeSettings, ServiceSettings, Settings
-from prorl_envs.rollout.service import RolloutService
-from prorl_envs.rollout.types import GroupRequest, Result
-from prorl_envs.testing.leaks import Holdings, leaks_since
+from prorl_envs.app.compose import Model, rollout_service
+from prorl_envs.config import LimitSettings, NodeSettings, SandboxSection, ServiceSettings, Settings
+from prorl_envs.extras import install_extras
+from prorl_envs.rollout.api.types import GroupRequest, Result
+from prorl_envs.rollout.service.service import RolloutService
+from prorl_envs.testing.leaks import OpenResources, leaks_since
 from prorl_envs.testing.scripted import Mix, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
 from prorl_envs.testing.tokenizer import builtin_renderer, tokenizer_folder
@@ -22,7 +23,8 @@ from prorl_envs.testing.tokenizer import builtin_renderer, tokenizer_folder
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.ray,
-    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install 'prorl-envs[ray]'"),
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason=install_extras("ray")),
     # Ray leaves sockets and a log file to the garbage collector.
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
@@ -46,8 +48,8 @@ MEMORY = 80 << 20
 
 @pytest.fixture(autouse=True)
 def no_leaks(run_dir: Path) -> Iterator[None]:
-    """As everywhere, but for descriptors: Ray keeps connections to actors that are gone."""
-    before = Holdings.now(run_dir)
+    """The usual checks, except for descriptors: Ray keeps connections to dead actors."""
+    before = OpenResources.now(run_dir)
     yield
     leaks = [leak for leak in leaks_since(before, run_dir) if not leak.startswith("descriptor")]
     assert not leaks, leaks
@@ -55,10 +57,10 @@ def no_leaks(run_dir: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A Ray cluster whose head takes no work, and which is not ours to shut down in a test."""
+    """Run a Ray cluster whose head accepts no work, and which tests must not shut down."""
     os.environ |= {
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Its own processes may be slow to start on a busy machine.
+        # Its processes may be slow to start on a busy machine.
         "RAY_agent_register_timeout_ms": "120000",
         "RAY_gcs_server_request_timeout_seconds": "60",
     }
@@ -70,7 +72,7 @@ def cluster() -> Iterator[Any]:
         head_node_args={"num_cpus": 0, "object_store_memory": MEMORY, "include_dashboard": False},
     )
     made.add_node(num_cpus=2, resources={"prorl": 2}, object_store_memory=MEMORY)
-    ray.init(made.address, namespace="prorl-envs", log_to_driver=False)  # keeps its log files open for good
+    ray.init(made.address, namespace="prorl-envs", log_to_driver=False)  # keeps its log files open forever
     ray.get(ray.remote(lambda: 0).remote())
     yield made
     ray.shutdown()
@@ -79,12 +81,12 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture
 async def service(cluster: Any, tmp_path: Path) -> AsyncIterator[RolloutService]:
-    """A service whose nodes are those of the cluster that have `prorl`."""
+    """Run a service whose nodes are the cluster's nodes with the resource `prorl`."""
     renderer, tokenizer = builtin_renderer(), tokenizer_folder(tmp_path)
     settings = Settings(
         service=ServiceSettings(init=2, run=4, eval=2),
         cache_dir=tmp_path,
-        warm=0,
+        sandbox=SandboxSection(warm_pool_size=0),
         limits=LimitSettings(reserve_bytes=0),
         nodes=NodeSettings(ray=cluster.address, resource="prorl"),
     )
@@ -102,7 +104,7 @@ def ready(service: RolloutService) -> list[Any]:
 
 
 async def until(holds: Callable[[], object]) -> None:
-    """Return once it is so. The test's own timeout bounds this."""
+    """Return once the condition holds. The test's own timeout bounds this."""
     while not holds():  # noqa: ASYNC110 - other processes have no event
         await asyncio.sleep(0.05)
 
@@ -114,16 +116,18 @@ async def results(service: RolloutService, count: int) -> list[Result]:
     return found
 
 
-async def test_machines_of_a_cluster_are_nodes_as_they_come_and_go(
+async def test_machines_of_a_cluster_are_nodes_while_they_exist(
     cluster: Any, service: RolloutService
 ) -> None:
     await until(lambda: ready(service))
     [first] = ready(service)
-    assert (first.ready.run, first.ready.live) == (2, 4), "as much as the machine offers of its resource"
+    assert (first.ready.run, first.ready.max_jobs_with_sandbox) == (2, 4), (
+        "as much as the machine offers of its resource"
+    )
     await service.submit([GroupRequest(id="a", environment="bash", task=TASK, samples=2)])
     assert [result.reward for result in await results(service, 2)] == [1.0, 1.0]
 
-    # A machine comes late and gets work; it is lost with that, which is done again on the other.
+    # A machine joins late and gets a job; it is lost with the job, which is repeated on the other.
     late = cluster.add_node(num_cpus=2, resources={"prorl": 2}, object_store_memory=MEMORY)
     await until(lambda: len(ready(service)) == 2)
     await service.submit([GroupRequest(id="b", environment="bash", task=TASK, samples=6)])
@@ -135,7 +139,7 @@ async def test_machines_of_a_cluster_are_nodes_as_they_come_and_go(
     assert max(result.attempts for result in found) == 2
     assert other.state == "lost"
 
-    # The process of a node dies alone: Ray starts it again, and it joins again.
+    # Only the process of a node dies: Ray restarts it, and it joins again.
     pid = int(first.use["pid"])
     os.kill(pid, signal.SIGKILL)
     await until(lambda: first.state == "lost" and ready(service))

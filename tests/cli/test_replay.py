@@ -1,4 +1,4 @@
-"""Stored rollouts scored again: what changed is said, and nothing that is wrong with one stops the others."""
+"""Stored rollouts graded again: changes are reported, and a broken one does not stop the others."""
 
 import json
 from pathlib import Path
@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from prorl_envs.cli.replay import stored
+from prorl_envs.cli.commands.replay import stored
 from prorl_envs.env.base import Prompt
-from prorl_envs.env.conversation import Conversation
+from prorl_envs.env.conversation import MessageLog
 from prorl_envs.errors import FailureKind, InputError
-from prorl_envs.rollout.result_files import read_results
-from prorl_envs.rollout.sqlite_store import SqliteStore
-from prorl_envs.rollout.store import NewGroup
-from prorl_envs.rollout.types import Failure, GroupRequest, JobState, Result, Stage, StopReason
+from prorl_envs.rollout.api.types import Failure, GroupRequest, JobState, Result, Stage, StopReason
+from prorl_envs.rollout.client.result_files import read_results
+from prorl_envs.rollout.store.base import NewGroup
+from prorl_envs.rollout.store.sqlite import SqliteStore
 from prorl_envs.tools.types import ToolCall, ToolResult
 from tests.cli.conftest import Cli
 
@@ -30,7 +30,7 @@ def request(group: str, row: dict[str, Any] = ROW) -> GroupRequest:
 
 
 def result(group: str, sample: int, reward: float | None, *calls: tuple[str, str], **more: Any) -> Result:
-    conversation = Conversation(Prompt([{"role": "user", "content": "Greet."}], ()))
+    conversation = MessageLog(Prompt([{"role": "user", "content": "Greet."}], ()))
     for command, gave in calls:
         conversation.called(ToolCall("c", "bash", {"command": command}), ToolResult(text=gave))
     conversation.said("Done.")
@@ -43,15 +43,15 @@ def result(group: str, sample: int, reward: float | None, *calls: tuple[str, str
     return Result.model_validate({**given, **more})
 
 
-def test_what_changed_is_said_and_bad_rows_are_left_out(cli: Cli, tmp_path: Path) -> None:
+def test_changes_are_reported_and_bad_rows_skipped(cli: Cli, tmp_path: Path) -> None:
     good = ("echo hello > a; echo ok", "ok\n")
     failure = Failure(kind=FailureKind.GRADER, stage=Stage.EVAL, message="m")
     lost = Failure(kind=FailureKind.MODEL, stage=Stage.RUN, message="m")
     lines = [
         result("g", 0, 1.0, good).model_dump_json(),
         result("g", 1, 0.0, good).model_dump_json(),
-        '{"version": 1',
-        '{"version": 2}',
+        '{"version": 2',
+        '{"version": 9}',
         result("g", 2, None, good, state=JobState.FAILED, failure=failure).model_dump_json(),
         result("g", 3, None, state=JobState.FAILED, failure=lost, stop_reason=None).model_dump_json(),
         result("g", 4, 0.0, ("echo other", "before\n")).model_dump_json(),
@@ -94,7 +94,7 @@ def test_what_changed_is_said_and_bad_rows_are_left_out(cli: Cli, tmp_path: Path
 
 
 @pytest.mark.anyio
-async def test_a_services_store_is_read_with_the_tasks_that_were_asked_for(tmp_path: Path) -> None:
+async def test_a_services_store_is_replayed_with_its_own_tasks(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     store = SqliteStore(path)
     await store.submit([NewGroup(request("g"), "greet")])
@@ -106,7 +106,7 @@ async def test_a_services_store_is_read_with_the_tasks_that_were_asked_for(tmp_p
 
 
 @pytest.mark.anyio
-async def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+async def test_an_unreadable_source_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot read"):
         await stored(str(tmp_path / "none.jsonl"))
     (tmp_path / "bad.jsonl").write_text(json.dumps([1]))

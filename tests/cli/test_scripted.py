@@ -1,4 +1,4 @@
-"""The scripted model server by hand, and a run against it as against one's own."""
+"""The scripted model server as a command, and a run against it as against a real one."""
 
 import os
 import signal
@@ -8,15 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from prorl_envs.errors import FailureKind
-from prorl_envs.rollout.result_files import read_results
+from prorl_envs.rollout.client.result_files import read_results
 from tests.cli.conftest import SCRIPT, Cli
 
 
 @contextmanager
 def scripted(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
-    """The server, and the options it says to use it with."""
+    """Start the server; yield it and the options that it prints for its use."""
     process = subprocess.Popen(
-        [SCRIPT, "scripted", *arguments],
+        [SCRIPT, "scripted-model", *arguments],
         cwd=folder,
         env={**os.environ, "PRORL_CACHE_DIR": str(folder / "cache")},
         stdout=subprocess.PIPE,
@@ -49,13 +49,13 @@ def test_a_run_against_it_scores_as_scripted(cli: Cli, tmp_path: Path) -> None:
 def test_a_port_in_use_is_a_clear_error(cli: Cli, tmp_path: Path) -> None:
     with scripted(tmp_path, "ipython") as (_, options):
         port = options[1].removesuffix("/v1").rpartition(":")[2]
-        done = cli("scripted", "ipython", "--port", port)
+        done = cli("scripted-model", "ipython", "--port", port)
     assert done.returncode == 2 and port in done.stderr and "Address already in use" in done.stderr
 
 
-def test_it_needs_references(cli: Cli, tmp_path: Path) -> None:
+def test_tasks_without_references_are_refused(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text(
         '{"id": "a", "instruction": "b", "checks": [{"type": "number", "value": 1}]}'
     )
-    done = cli("scripted", "ipython", "--data", "t.jsonl")
+    done = cli("scripted-model", "ipython", "--data", "t.jsonl")
     assert done.returncode == 2 and "t.jsonl: no task has a reference" in done.stderr

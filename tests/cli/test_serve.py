@@ -1,31 +1,37 @@
-"""`prorl-envs serve` before there is a model server: as a trainer wants it whose engine samples by itself."""
+"""`prorl-envs serve` without a model server, for trainers whose engine samples by itself."""
 
 import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from prorl_envs.rollout.episode_types import EpisodeRequest
-from prorl_envs.rollout.sync_client import SyncRolloutClient
-from prorl_envs.rollout.types import GroupRequest
+import httpx
+
+from prorl_envs.rollout.api.interactive import EpisodeRequest
+from prorl_envs.rollout.api.types import GroupRequest
+from prorl_envs.rollout.client.sync import SyncRolloutClient
 from prorl_envs.testing.tokenizer import save_tokenizer
-from tests.cli.conftest import SCRIPT
+from tests.cli.conftest import SCRIPT, Cli, FastCli
+from tests.cli.test_scripted import scripted
+from tests.support.vllm_server import free_port
 
 ROW = Path(__file__).parents[2] / "envs" / "bash" / "data" / "example.jsonl"
 
 
 @contextmanager
 def serving(
-    folder: Path, *options: str, ended_by: signal.Signals = signal.SIGTERM
+    folder: Path, *options: str, tokenizer: bool = True, ended_by: signal.Signals = signal.SIGTERM
 ) -> Iterator[tuple[str, str]]:
-    """A service without a model server, until the block ends; its URL, and what it said of itself."""
+    """Run a service without a model server until the block ends; yield its URL and its output."""
     if not (folder / "tokenizer").exists():
         save_tokenizer(folder / "tokenizer")
-    command = [str(SCRIPT), "serve", "--tokenizer", str(folder / "tokenizer"), "--port", "0", *options]
+    named = ["--tokenizer", str(folder / "tokenizer")] if tokenizer else []
+    command = [str(SCRIPT), "serve", *named, "--port", "0", *options]
     place: Any = {"cwd": folder, "env": {**os.environ, "COLUMNS": "200"}}
     running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **place)
     assert running.stderr is not None
@@ -49,7 +55,7 @@ def test_it_serves_without_a_model_server(tmp_path: Path) -> None:
         _used(url)
 
 
-def test_it_goes_on_where_it_was_killed(tmp_path: Path) -> None:
+def test_it_resumes_after_a_kill(tmp_path: Path) -> None:
     task = json.loads(ROW.read_text().splitlines()[0])
     with serving(tmp_path, ended_by=signal.SIGKILL) as (url, said), SyncRolloutClient(url) as client:
         assert "store:           runs/service.db\n" in said
@@ -60,13 +66,38 @@ def test_it_goes_on_where_it_was_killed(tmp_path: Path) -> None:
         )  # fmt: skip
         assert ended.returncode == 2 and "open in another service" in ended.stderr
     with serving(tmp_path) as (url, said), SyncRolloutClient(url) as client:
-        assert "runs/service.db   (2 unfinished jobs go on)" in said
+        assert "runs/service.db   (2 unfinished jobs resume)" in said
         assert len(client.group("g").jobs) == 2
         client.cancel_group("g")
         assert client.group("g").complete
 
 
-def test_what_is_in_memory_is_forgotten(tmp_path: Path) -> None:
+def test_unfinished_jobs_wait_for_a_model_server_that_is_down(tmp_path: Path) -> None:
+    """The restart takes the tokenizer from the store: the server that would name it does not answer."""
+    task = json.loads(ROW.read_text().splitlines()[0])
+    port = free_port()
+    with serving(tmp_path, ended_by=signal.SIGKILL) as (url, _), SyncRolloutClient(url) as client:
+        client.submit([GroupRequest(id="g", environment="bash", task=task)])
+    down = f"http://127.0.0.1:{port}"
+    with serving(tmp_path, "--llm", down, tokenizer=False) as (url, said), SyncRolloutClient(url) as client:
+        assert "warning: " in said and down in said and "unfinished jobs wait" in said
+        [server] = client.model_servers()
+        assert server.url == down and server.state in ("unknown", "failing")
+        with scripted(tmp_path, "bash", "--port", str(port)):
+            group = client.group("g", wait_s=60)
+            assert group.complete and group.statistics is not None
+        assert client.result("g/0").reward == 1.0
+
+
+def test_without_unfinished_jobs_a_model_server_that_is_down_is_an_error(cli: Cli, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path / "tokenizer")
+    ended = cli(
+        "serve", "--tokenizer", "tokenizer", "--llm", f"http://127.0.0.1:{free_port()}", "--port", "0"
+    )
+    assert ended.returncode == 2 and "cannot be reached" in ended.stderr
+
+
+def test_a_store_in_memory_is_forgotten(tmp_path: Path) -> None:
     with serving(tmp_path, "--store", "memory") as (_, said):
         assert "store:           memory; a restart forgets" in said
     assert not (tmp_path / "runs").exists()
@@ -80,21 +111,52 @@ def _used(url: str) -> None:
         episode = client.start_episode(EpisodeRequest(id="e", environment="bash", task=task))
         assert episode.prompt is not None and episode.prompt.ids, "whoever samples has what to sample from"
         client.close_episode("e")
-        client.add_model_server("http://127.0.0.1:9")
+        [down] = client.add_model_server("http://127.0.0.1:9")
+        assert down.state == "failing" and "http://127.0.0.1:9" in down.problem
         router = client.status().router
-        assert router is not None and not router.waiting and not router.paused
+        assert router is not None and router.waiting, "no server has answered yet"
 
 
-def test_without_a_tokenizer_it_says_what_it_needs(tmp_path: Path) -> None:
+def test_without_a_tokenizer_it_names_the_missing_option(tmp_path: Path) -> None:
     ended = subprocess.run([SCRIPT, "serve"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert "no model server is named" in ended.stderr and "--tokenizer alone" in ended.stderr
 
 
-def test_where_nothing_can_be_kept_it_says_what_to_do(tmp_path: Path) -> None:
+def test_without_a_writable_folder_it_names_the_remedy(tmp_path: Path) -> None:
     save_tokenizer(tmp_path / "tokenizer")
     (tmp_path / "runs").write_text("in the way")
     command = [str(SCRIPT), "serve", "--tokenizer", "tokenizer", "--port", "0"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert "runs/service.db cannot be opened" in ended.stderr and "--store" in ended.stderr
+
+
+def test_nodes_are_listed_drained_and_resumed(tmp_path: Path, fast_cli: FastCli) -> None:
+    (tmp_path / "settings.yaml").write_text("nodes: {processes: 1}\nservice: {run: 1}\n")
+    with serving(tmp_path, "--config", "settings.yaml", "--store", "memory") as (url, _):
+
+        def nodes(*arguments: str) -> list[dict[str, Any]]:
+            done = fast_cli("nodes", *arguments, "--json", "--service", url)
+            assert done.code == 0, done.err
+            found: list[dict[str, Any]] = json.loads(done.out)
+            return found
+
+        while not (found := nodes("list")) or found[0]["state"] != "ready":
+            time.sleep(0.2)
+        name = found[0]["name"]
+        assert name in fast_cli("nodes", "list", "--service", url).out
+        assert nodes("drain", name)[0]["state"] == "draining"
+        assert nodes("resume", name)[0]["state"] == "ready"
+
+
+def test_the_token_and_a_login_link_are_printed(tmp_path: Path, fast_cli: FastCli) -> None:
+    with serving(tmp_path, "--store", "memory") as (url, _):
+        token = fast_cli("token", "--service", url).out.strip()
+        link = fast_cli("dashboard", "--service", url).out.strip()
+        with httpx.Client() as browser:
+            assert browser.get(f"{url}/v1/status").status_code == 401
+            named = {"Authorization": f"Bearer {token}"}
+            assert browser.get(f"{url}/v1/status", headers=named).status_code == 200
+            assert browser.get(link).is_redirect
+            assert browser.get(f"{url}/v1/status").status_code == 200

@@ -1,26 +1,24 @@
-"""The commands that look at a running service and change it, against one that runs beside them."""
+"""The commands that inspect and change a running service, against one in a thread."""
 
 import asyncio
 import json
-import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from pydantic import SecretStr
 from rich.console import Console
 
-from prorl_envs.cli.main import app
-from prorl_envs.cli.top import picture
+from prorl_envs.cli.commands.top import picture
 from prorl_envs.config import ServerSettings, ServiceSettings
-from prorl_envs.policy.pool import ModelPool
-from prorl_envs.rollout.server import serving
-from prorl_envs.rollout.service import RolloutService
-from prorl_envs.rollout.types import GroupRequest
+from prorl_envs.model.routing.pool import ModelPool
+from prorl_envs.rollout.api.types import GroupRequest
+from prorl_envs.rollout.http.server import serving
+from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.testing.tokenizer import builtin_renderer
-from prorl_envs.testing.toy import ToyModel, ToyWorld, empty_node
-from tests.cli.conftest import Cli
+from tests.cli.conftest import Cli, Done, FastCli
+from tests.support.toy import ToyModel, ToyWorld, empty_node
 
 
 class Steered:
@@ -42,7 +40,7 @@ class Steered:
         renderer = builtin_renderer()
         pool = ModelPool(lambda _: ToyModel(renderer, lambda *_: [{"tool": "finish", "arguments": {}}]))
         pool.add("http://127.0.0.1:8000")
-        settings = ServiceSettings(run=2, live=4)
+        settings = ServiceSettings(run=2, max_jobs_with_sandbox=4)
         self.service = RolloutService(empty_node(), {"toy": self.world.family()}, renderer, pool, settings)
         async with serving(self.service, self._server) as self.url:
             self._ready.set()
@@ -69,14 +67,6 @@ class Steered:
         self.inside(2)
 
 
-class Done(NamedTuple):
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
-
-
 type Steer = Callable[..., Done]
 
 
@@ -88,20 +78,16 @@ def steered() -> Iterator[Steered]:
 
 
 @pytest.fixture
-def steer(steered: Steered, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Steer:
-    """Runs a command on that service, in this process."""
+def steer(steered: Steered, fast_cli: FastCli) -> Steer:
+    """Run a command against that service, in this process."""
 
     def run(*arguments: str, service: str = steered.url) -> Done:
-        monkeypatch.setattr(sys, "argv", ["prorl-envs", *arguments, "--service", service])
-        with pytest.raises(SystemExit) as ended:
-            app()
-        said = capsys.readouterr()
-        return Done(int(ended.value.code or 0), said.out, said.err)
+        return fast_cli(*arguments, "--service", service)
 
     return run
 
 
-def test_jobs_are_listed_cancelled_and_done_again(steered: Steered, steer: Steer) -> None:
+def test_jobs_are_listed_cancelled_and_repeated(steered: Steered, steer: Steer) -> None:
     steered.submit("step1/g", 4)
     listed = steer("jobs")
     assert listed.code == 0 and "step1/g/0" in listed.out and "for run" in listed.out, listed.err
@@ -134,17 +120,20 @@ def test_a_service_is_paused_drained_and_bounded(steered: Steered, steer: Steer)
     assert steer("drain", "--wait", "60").code == 0
 
 
-def test_servers_come_and_go(steered: Steered, steer: Steer) -> None:
+def test_servers_are_added_and_removed(steered: Steered, steer: Steer) -> None:
     assert "http://127.0.0.1:8001" in steer("servers", "add", "http://127.0.0.1:8001/v1").out
     gone = json.loads(steer("servers", "drain", "http://127.0.0.1:8001", "--json").out)
     assert [server["url"] for server in gone] == ["http://127.0.0.1:8000"]
-    assert "http://127.0.0.1:8000" in steer("servers").out
-    assert json.loads(steer("nodes", "--json").out) == []
+    listed = steer("servers", "list")
+    assert listed.code == 0 and "http://127.0.0.1:8000" in listed.out, listed.err
+    assert json.loads(steer("servers", "list", "--json").out) == gone
+    assert json.loads(steer("nodes", "list", "--json").out) == []
+    assert "node" in steer("nodes", "list").out
     missing = steer("nodes", "drain", "gpu17")
     assert missing.code == 2 and "has no nodes" in missing.err
 
 
-def test_top_shows_it_all_and_fits(steered: Steered, cli: Cli) -> None:
+def test_top_shows_everything_and_fits(steered: Steered, cli: Cli) -> None:
     steered.submit("g", 40)
     shown = cli("top", "--service", steered.url).stdout
     assert all(text in shown for text in ("serving", "RUN", "2/2 active", "healthy", "g/0")), shown
@@ -155,7 +144,7 @@ def test_top_shows_it_all_and_fits(steered: Steered, cli: Cli) -> None:
         assert len(console.render_lines(picture(view, height=height))) <= height
 
 
-def test_a_token_comes_from_the_settings(steer: Steer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_is_read_from_the_settings(steer: Steer, monkeypatch: pytest.MonkeyPatch) -> None:
     locked = Steered(ServerSettings(port=0, token=SecretStr("a-token-of-sixteen")))
     try:
         refused = steer("status", service=locked.url)
@@ -166,7 +155,7 @@ def test_a_token_comes_from_the_settings(steer: Steer, monkeypatch: pytest.Monke
         locked.end()
 
 
-def test_nobody_there_is_one_clear_error(steer: Steer) -> None:
+def test_an_absent_service_is_one_clear_error(steer: Steer) -> None:
     away = steer("status", service="http://127.0.0.1:9")
     assert away.code == 2 and "does not answer" in away.err and "is it at another address?" in away.err
     wrong = steer("status", service="localhost")

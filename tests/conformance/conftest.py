@@ -2,42 +2,38 @@
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from prorl_envs.conformance.runner import Outcome, State, run_suite
+from prorl_envs.conformance.runner import PromiseOutcome, run_suite
 from prorl_envs.conformance.subject import DRIVERS, Subject
 from prorl_envs.conformance.suite import PROMISES
-from prorl_envs.sandbox.base import Driver
-from prorl_envs.sandbox.choice import make_driver
+from prorl_envs.sandbox.template.template import TEMPLATES
 from prorl_envs.testing.sandbox_entry import LIGHT_TEMPLATES
 from tests.conformance.images import write_image
 from tests.sandbox.rootfs import build_sif, missing_for_sif
 
-type Outcomes = Callable[[str], list[Outcome]]
+type Outcomes = Callable[[str], list[PromiseOutcome]]
 
-#: Every driver with every kind of image: its name, and which image. A new driver is a line here.
+#: Every driver with every kind of image; an emulated root has a directory. A new driver is a line here.
 SUBJECTS = {
     "namespaces": ("namespaces", ""),
     "namespaces-sif": ("namespaces", "sif"),
     "bubblewrap": ("bubblewrap", ""),
     "bubblewrap-sif": ("bubblewrap", "sif"),
+    "namespaces-root": ("namespaces", "directory"),
+    "bubblewrap-root": ("bubblewrap", "directory"),
+    "apptainer-root": ("apptainer", "directory"),
     "apptainer-sif": ("apptainer", "sif"),
-    "instance-sif": ("instance", "sif"),
+    "apptainer-instance-sif": ("apptainer-instance", "sif"),
     "local": ("local", ""),
 }
 
 
-def light(name: str, root: Path) -> Driver:
-    """A driver as `DRIVERS` has it, but for the libraries that a Python session finds imported."""
-    return make_driver(name, root, templates=LIGHT_TEMPLATES)
-
-
 @pytest.fixture(scope="session")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path | None]:
-    """The image of a kind, made at first use."""
+    """Build the image of a kind at first use."""
     made: dict[str, Path] = {}
 
     def get(kind: str) -> Path | None:
@@ -54,16 +50,22 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path | No
 
 @pytest.fixture(scope="session")
 def outcomes(image: Callable[[str], Path | None], run_dir: Path) -> Outcomes:
-    """What came of all promises for one of `SUBJECTS`; asked again, where one was broken."""
-    known: dict[str, list[Outcome]] = {}
+    """Outcomes of all promises for one of `SUBJECTS`; a broken promise is tried again."""
+    known: dict[str, list[PromiseOutcome]] = {}
 
-    def get(name: str) -> list[Outcome]:
+    def get(name: str) -> list[PromiseOutcome]:
         if name not in known:
             driver, kind = SUBJECTS[name]
-            make = DRIVERS[driver] if driver == "namespaces" else partial(light, driver)
-            subject = Subject(driver=driver, make=make, image=image(kind))
+            templates = TEMPLATES if driver == "namespaces" else LIGHT_TEMPLATES
+            subject = Subject(
+                driver=driver,
+                make_driver=DRIVERS[driver],
+                image=image(kind),
+                emulate_root=name.endswith("-root"),
+                templates=templates,
+            )
             found = asyncio.run(run_suite(subject, PROMISES))
-            if any(outcome.state is State.BROKEN for outcome in found):
+            if any(outcome.state.is_error for outcome in found):
                 return found
             known[name] = found
         return known[name]

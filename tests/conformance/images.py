@@ -1,9 +1,11 @@
-"""Images for the conformance suite: the programs its probes use, and what this Python needs of a system."""
+"""Images for the conformance suite: the programs its probes use, and the libraries of this Python."""
 
 import shutil
 import subprocess
 import sysconfig
 from pathlib import Path
+
+import zmq
 
 from tests.sandbox.rootfs import PROGRAMS, write_rootfs
 
@@ -13,10 +15,11 @@ _MORE = (
 
 
 def write_image(root: Path) -> Path:
-    """A root file system in which no promise lacks anything but the host's own system."""
+    """Make a root file system in which all promises can be tested but those about the host's system."""
     write_rootfs(root, (*PROGRAMS, *_MORE))
     modules = Path(sysconfig.get_path("stdlib"), "lib-dynload").glob("*.so")  # the base's, not a venv's
-    listed = subprocess.run(["ldd", *modules], capture_output=True, text=True, check=False).stdout
+    messages = Path(zmq.__file__).parent.rglob("*.so")  # for a Jupyter kernel
+    listed = subprocess.run(["ldd", *modules, *messages], capture_output=True, text=True, check=False).stdout
     for library in {Path(word) for word in listed.split() if word.startswith(("/lib", "/usr/lib"))}:
         target = root / library.relative_to("/")
         if library.is_file() and not target.exists():

@@ -1,11 +1,11 @@
-"""The code blocks of the documentation, and what their pages say of where they run.
+"""The code blocks of the documentation, and their pages' comments on running them.
 
-A comment in the line above a block keeps it, or its lines that a pattern fits, from being run by the tests:
+A comment in the line above a block excludes it, or its lines that match a pattern, from the tests:
 
     <!-- not run here: needs Slurm -->
     <!-- not run here: /pip install/ takes packages from elsewhere -->
 
-What is not run is still parsed, by whatever will read it.
+Excluded lines are still parsed with the parser of their language.
 """
 
 import re
@@ -31,9 +31,9 @@ class Block:
     Args:
         page: below the repository; `line`: of its first line.
         language: as the fence names it.
-        body: what is in it.
-        why: why it, or a part of it, is not run; "" where all is.
-        only: pattern of the lines that are not run; "" where that is all.
+        body: its content.
+        why: why it, or a part of it, is not run; "" if all of it is.
+        only: pattern of the lines that are not run; "" for all.
     """
 
     page: str
@@ -49,7 +49,7 @@ class Block:
 
     @property
     def runs(self) -> bool:
-        """Whether any of it is run."""
+        """Whether any line of it is run."""
         return not self.why or bool(self.only)
 
     def left_out(self, line: str) -> bool:
@@ -58,7 +58,7 @@ class Block:
 
 
 def pages() -> list[str]:
-    """Every page of the repository."""
+    """Return every page of the repository."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", "*.md"],
         cwd=ROOT, capture_output=True, text=True, check=True,
@@ -79,7 +79,7 @@ BLOCKS = tuple(_blocks())
 
 
 def each(*languages: str, runs: bool | None = None) -> pytest.MarkDecorator:
-    """Once for each block of these languages."""
+    """Parametrize a test with the blocks of these languages."""
     chosen = [
         block for block in BLOCKS if block.language in languages and (runs is None or block.runs is runs)
     ]
@@ -87,6 +87,6 @@ def each(*languages: str, runs: bool | None = None) -> pytest.MarkDecorator:
 
 
 def commands(body: str) -> list[str]:
-    """The commands of a shell block, each in one line, without comments."""
+    """Return the commands of a shell block, each in one line, without comments."""
     lines = re.sub(r"\\\n\s*", "", body).splitlines()
     return [line for line in (re.sub(r"(?:^|\s)# .*$", "", line).strip() for line in lines) if line]

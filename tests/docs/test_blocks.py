@@ -1,4 +1,4 @@
-"""Every code block of the documentation is parsed by what will read it; Python runs, with a service."""
+"""Every code block of the documentation is parsed by its own parser; Python runs, with a service."""
 
 import ast
 import asyncio
@@ -15,29 +15,32 @@ import pytest
 import yaml
 from typer.core import TyperGroup
 
+from prorl_envs.app.compose import request_defaults
 from prorl_envs.catalog import Catalog
-from prorl_envs.cli.compose import request_defaults
 from prorl_envs.config import Settings
 from prorl_envs.env.node import Node
-from prorl_envs.policy.pool import ModelPool
-from prorl_envs.rollout.client import RolloutClient
-from prorl_envs.rollout.server import serving
-from prorl_envs.rollout.service import RolloutService
+from prorl_envs.loggers.base import LoggedRun, RunLogger
+from prorl_envs.loggers.reporting import RunReport
+from prorl_envs.model.routing.pool import ModelPool
+from prorl_envs.rollout.client.client import RolloutClient
+from prorl_envs.rollout.http.server import serving
+from prorl_envs.rollout.service.service import RolloutService
+from prorl_envs.rollout.store.summaries import summarise
 from prorl_envs.testing.tokenizer import builtin_renderer
-from prorl_envs.testing.toy import ToyModel, ToyWorld, empty_node
 from prorl_envs.tools.types import ToolCall
 from tests.docs.blocks import BLOCKS, ROOT, Block, commands, each, pages
+from tests.support.toy import ToyModel, ToyWorld, empty_node
 from tests.test_docs import program
 from tests.viewer.conftest import result, written
 
 pytestmark = pytest.mark.anyio
 
-#: What blocks are written in. Those without a name are output and pictures.
-LANGUAGES = {"bash", "python", "yaml", "json", "toml", "http", "text", ""}
+#: Languages of blocks. Blocks without a name are output and drawings.
+LANGUAGES = {"bash", "bibtex", "python", "yaml", "json", "toml", "http", "text", ""}
 ROWS = [{"id": f"t{n}", "instruction": "Do."} for n in range(2)]
 
 
-def test_there_are_blocks_of_known_languages_and_good_reasons() -> None:
+def test_blocks_have_known_languages_and_comments_stand_above_them() -> None:
     assert {block.language for block in BLOCKS} <= LANGUAGES
     assert len([block for block in BLOCKS if block.runs and block.language != "http"]) > 30
     for block in BLOCKS:
@@ -54,7 +57,7 @@ def test_there_are_blocks_of_known_languages_and_good_reasons() -> None:
 
 
 def parse(words: list[str]) -> None:
-    """Parse a command as the program does, without doing anything.
+    """Parse a command as the program does, without executing it.
 
     Raises:
         Exception: with a `format_message`, as Typer's parser has it.
@@ -63,12 +66,12 @@ def parse(words: list[str]) -> None:
     context = command.make_context("prorl-envs", list(words))
     while isinstance(command, TyperGroup) and (rest := [*context._protected_args, *context.args]):
         name, found, rest = command.resolve_command(context, rest)
-        assert found is not None  # else it has failed
+        assert found is not None  # otherwise it has raised
         command, context = found, found.make_context(name, rest, parent=context)
 
 
 def problem_of(words: list[str]) -> str:
-    """What the program says to that; "" where it takes it."""
+    """Return the program's error for these words; "" if it accepts them."""
     try:
         parse(words)
     except Exception as error:  # noqa: BLE001 - the classes of its errors are private to Typer
@@ -76,12 +79,12 @@ def problem_of(words: list[str]) -> str:
     return ""
 
 
-#: The program at the place of a command: behind variables, and behind what starts it elsewhere.
+#: The program as the command: after variables, and after programs that start it elsewhere.
 CALL = re.compile(r"^(?:\w+=\S* )*(?:srun .*?|exec )?(?:\S*/)?prorl-envs((?:\s.*)?)$")
 
 
 def ours(line: str) -> list[list[str]]:
-    """The words of each call of the program in a line of shell."""
+    """Return the words of each call of the program in a line of shell."""
     line = line.replace("$(grep -- --llm scripted.txt)", "--llm http://h/v1 --tokenizer WORD")
     line = re.sub(r"\$\(hostname\)", "WORD", line)
     line = re.sub(r"\s[0-9&]*>+\s*&?\S+", "", line)
@@ -91,7 +94,7 @@ def ours(line: str) -> list[list[str]]:
 
 
 @each("bash")
-def test_shell_blocks_are_shell_and_our_commands_have_these_options(block: Block) -> None:
+def test_shell_blocks_are_valid_and_our_commands_have_these_options(block: Block) -> None:
     done = subprocess.run(["bash", "-n"], input=block.body, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for line in commands(block.body):
@@ -100,7 +103,7 @@ def test_shell_blocks_are_shell_and_our_commands_have_these_options(block: Block
             assert not problem or "does not exist" in problem, f"{block.id}: {line}: {problem}"
 
 
-def test_the_parser_notices() -> None:
+def test_the_parser_detects_errors() -> None:
     assert ours('FOO=1 prorl-envs run "a b" | tee x && .venv/bin/prorl-envs show r') == [
         ["run", "a b"],
         ["show", "r"],
@@ -122,7 +125,7 @@ def test_the_parser_notices() -> None:
 def test_yaml_blocks_are_settings(block: Block) -> None:
     found = yaml.safe_load(block.body)
     if block.runs:
-        if own := found.get("environments", {}).get("lab_notes"):  # the one that the page makes
+        if own := found.get("environments", {}).get("lab_notes"):  # created by the page
             own["family"] = "bash"
         settings = Settings.model_validate(found)
         Catalog.of(settings)
@@ -194,6 +197,10 @@ async def use_rewards(made: dict[str, Any], url: str) -> None:
     assert await asyncio.to_thread(first) == "eval/bad"
 
 
+async def use_resolved(made: dict[str, Any], _: str) -> None:
+    assert await asyncio.to_thread(made["resolved"], ROWS) == 8
+
+
 async def use_notes(made: dict[str, Any], url: str) -> None:
     task = made["NotesTask"](id="n", instruction="Two lines.", expected="2")
     async with Node.local() as node, made["NotesEnvironment"](node) as episode:
@@ -203,22 +210,44 @@ async def use_notes(made: dict[str, Any], url: str) -> None:
         assert (await episode.eval()).reward == 1.0
 
 
-#: What is done with a function or class that a block defines.
+async def use_logger(made: dict[str, Any], url: str) -> None:
+    await asyncio.to_thread(log_a_result, made["FileLogger"]({"file": "metrics.jsonl"}))
+
+
+def log_a_result(logger: RunLogger) -> None:
+    warnings: list[str] = []
+    report = RunReport([("file", logger)], warnings.append)
+    report.start(
+        LoggedRun(
+            name="r", environment="bash", model="", started="", version="", folder=Path(), samples=1,
+            sampling={}, limits={},
+        )
+    )  # fmt: skip
+    summaries = [summarise(result("g/0"))]
+    report.add(summaries[0], summaries)
+    report.finish(None, summaries)
+    lines = [json.loads(line) for line in Path("metrics.jsonl").read_text().splitlines()]
+    assert [line["mean_reward"] for line in lines] == [1.0, 1.0] and not warnings
+
+
+#: How to call a function or class that a block defines.
 USES: dict[str, Callable[[dict[str, Any], str], Awaitable[None]]] = {
     "rollouts": use_rollouts,
     "steps": use_steps,
     "episode": use_episode,
     "update": use_update,
     "rewards": use_rewards,
+    "resolved": use_resolved,
     "NotesEnvironment": use_notes,
+    "FileLogger": use_logger,
 }
 
 
 @pytest.fixture(scope="module")
 async def service() -> AsyncIterator[str]:
-    """A service whose `bash` does at once what it is told."""
+    """A service whose `bash` runs every command at once."""
     pool = ModelPool(lambda _: ToyModel(builtin_renderer(), lambda *_: [{"tool": "finish", "arguments": {}}]))
-    pool.add("http://127.0.0.1:8000")  # nothing is sent there
+    pool.add("http://127.0.0.1:8000")  # no request is sent to it
     served = RolloutService(empty_node(), {"bash": ToyWorld().family()}, builtin_renderer(), pool)
     async with serving(served) as url:
         yield url
@@ -231,8 +260,8 @@ async def test_python_blocks_run(
     if block.page == "docs/tutorial.md":
         pytest.skip("tests/test_tutorial.py runs it, as a part of the whole")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "run").mkdir(parents=True)
-    written(tmp_path / "runs" / "run" / "results.jsonl", result("g/0"))
+    (tmp_path / "runs" / "latest").mkdir(parents=True)
+    written(tmp_path / "runs" / "latest" / "results.jsonl", result("g/0"))
     made: dict[str, Any] = {"__name__": "block"}
     body = block.body.replace("http://127.0.0.1:8600", service)
     await asyncio.to_thread(exec, compile(body, block.id, "exec"), made)

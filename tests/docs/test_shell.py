@@ -1,5 +1,5 @@
-"""The shell blocks of the documentation, run as they are typed: in a folder with what their pages assume,
-where the addresses of the pages stand for a scripted model server and a service that are really there."""
+"""The shell blocks of the documentation, run as written: in a folder with the files that their pages assume,
+with a real scripted model server and service in place of the addresses of the pages."""
 
 import json
 import os
@@ -17,22 +17,23 @@ import httpx
 import pytest
 
 from prorl_envs.env.registry import example_path
-from prorl_envs.rollout.sync_client import SyncRolloutClient
-from prorl_envs.rollout.types import GroupRequest
+from prorl_envs.rollout.api.types import GroupRequest
+from prorl_envs.rollout.client.sync import SyncRolloutClient
+from prorl_envs.rollout.client.token_files import LocalToken
 from tests.cli.conftest import SCRIPT
 from tests.docs.blocks import BLOCKS, ROOT, Block, commands, each
 from tests.viewer.conftest import result, written
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(200)]
 
-#: Commands that go on until they are interrupted; each says an address once it is there.
+#: Commands that run until they are interrupted; each prints an address once it is ready.
 ENDLESS = re.compile(r"prorl-envs (serve|view(?!.* --html))\b")
 _SLOWEST_S = 150
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What the pages assume.
+    """The surroundings that the pages assume.
 
     Args:
         folder: where commands are typed.
@@ -45,7 +46,7 @@ class World:
     service: str
 
     def typed(self, line: str) -> str:
-        """A command with addresses of here in place of those of the page."""
+        """Return a command with local addresses in place of those of the page."""
         line = re.sub(r"--llm http://\S+/v1", self.model, line)
         line = line.replace("http://127.0.0.1:8600", self.service).replace("--port 8600", "--port 0")
         return line.replace("http://host:8000", re.findall(r"--llm (\S+)/v1", self.model)[0])
@@ -58,7 +59,7 @@ class World:
             "COLUMNS": "120",
             "HOME": str(self.folder),
             "PRORL_CACHE_DIR": str(self.folder / "cache"),
-            # Nothing that a page forgets to mark installs anything into the environment of the tests.
+            # Commands that a page forgets to mark must not install anything into this environment.
             "PIP_NO_INDEX": "1",
             "UV_OFFLINE": "1",
             "PRORL_SERVER__PORT": self.service.rpartition(":")[2],
@@ -67,8 +68,8 @@ class World:
 
 @contextmanager
 def running(folder: Path, *arguments: str, until: str) -> Iterator[str]:
-    """A command of ours while the block runs, and the first line of it that a pattern fits. Its sandboxes lie
-    apart: a service keeps some ready from one test to the next, which is no leak."""
+    """Run a command of ours until the block ends; yield the match of the first line that fits. Its sandboxes
+    have a folder of their own: a service keeps some ready from one test to the next, which is not a leak."""
     places = {"PRORL_CACHE_DIR": str(folder / "cache")}
     with (
         tempfile.TemporaryDirectory(prefix="prt-") as apart,
@@ -102,11 +103,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     (folder / "library" / "falling.txt").write_text("Bodies fall with 9.81 metres per second squared.")
     (folder / "questions.jsonl").write_text(example_path("stem").read_text().splitlines()[0] + "\n")
     stored = [result("demo/bash/git-rescue/0"), result("demo/bash/git-rescue/1", reward=0.0)]
-    for name in ("demo", "run"):
-        (folder / "runs" / name).mkdir(parents=True)
-        written(folder / "runs" / name / "results.jsonl", *stored)
+    (folder / "runs" / "latest").mkdir(parents=True)
+    written(folder / "runs" / "latest" / "results.jsonl", *stored)
     with ExitStack() as stack:
-        scripted = running(folder, "scripted", "bash", "--data", "tasks.jsonl", until=r"--llm .*")
+        scripted = running(folder, "scripted-model", "bash", "--data", "tasks.jsonl", until=r"--llm .*")
         model = stack.enter_context(scripted)
         options = [*model.split(), "--port", "0", "--store", "memory"]
         served = running(folder, "serve", *options, until=r"http://127[\d.:]+(?= )")
@@ -135,12 +135,14 @@ def test_shell_blocks_run(block: Block, world: World) -> None:
         ["timeout", str(_SLOWEST_S), "bash", "-ec", "\n".join(script)],
         cwd=world.folder, env=world.environ, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    httpx.post(f"{world.service}/v1/resume").raise_for_status()  # after pages that pause and drain it
+    httpx.post(
+        f"{world.service}/v1/resume", auth=LocalToken()
+    ).raise_for_status()  # after pages that pause and drain it
     assert done.returncode == 0, f"{block.id}: {done.stdout[-3000:]}{done.stderr[-3000:]}"
 
 
 def interrupted(world: World, line: str) -> None:
-    """Run a command until it says where it is, and end it as a user does."""
+    """Run a command until it prints its address, and interrupt it as a user does."""
     process = subprocess.Popen(
         ["bash", "-c", f"exec env {line}"], cwd=world.folder, env=world.environ,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from prorl_envs.env.node import Node
-from prorl_envs.sandbox.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
 
 
 @pytest.fixture(scope="module")

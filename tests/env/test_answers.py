@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prorl_envs.env.answers import parse_number, parse_numbers, same_expression, same_numbers, same_text
+from prorl_envs.env.answers import (
+    MAX_NUMBER_CHARS,
+    parse_number,
+    parse_numbers,
+    same_expression,
+    same_numbers,
+    same_text,
+)
 from prorl_envs.env.expressions import ExpressionError
 
 
@@ -19,7 +26,7 @@ from prorl_envs.env.expressions import ExpressionError
         (".5", 0.5),
     ],
 )
-def test_numbers_people_write(text: str, value: float) -> None:
+def test_numbers_as_people_write_them(text: str, value: float) -> None:
     assert parse_number(text) == value
 
 
@@ -42,17 +49,18 @@ def test_numbers_people_write(text: str, value: float) -> None:
         "٤٢",
     ],
 )
-def test_what_is_no_number(text: str) -> None:
+def test_texts_that_are_not_numbers(text: str) -> None:
     assert parse_number(text) is None
 
 
 @given(st.text(max_size=100))
-def test_reading_numbers_is_total(text: str) -> None:
+def test_parsing_numbers_never_raises(text: str) -> None:
     assert parse_number(text) is None or parse_numbers(text) is not None or "," in text or "/" in text
 
 
 def test_lists_of_numbers() -> None:
     assert parse_numbers("[1, 2.5;3\n4]") == [1, 2.5, 3, 4]
+    assert parse_numbers("(1, 2, 3,)") == [1, 2, 3], "a separator at the end separates nothing"
     assert parse_numbers("1, two") is None
     assert parse_numbers(" ".join(["1"] * 20_000)) is None
 
@@ -110,3 +118,18 @@ def test_a_right_answer_is_the_same_for_every_seed() -> None:
 def test_an_expected_expression_must_be_defined() -> None:
     with pytest.raises(ExpressionError, match="undefined"):
         same_expression("1", "1/(x - x)", variables=["x"], domain=(0, 1))
+
+
+def test_a_deviation_of_exactly_the_tolerance_is_accepted() -> None:
+    assert same_expression("1e-9", "0", variables=[], domain=(0, 1))
+    assert not same_expression("1.1e-9", "0", variables=[], domain=(0, 1))
+
+
+def test_the_tolerance_grows_with_the_value() -> None:
+    assert same_expression("1e12 + 500", "1e12", variables=[], domain=(0, 1))
+    assert not same_expression("1e12 + 2000", "1e12", variables=[], domain=(0, 1))
+
+
+def test_the_longest_number_is_parsed() -> None:
+    assert parse_number("9" * MAX_NUMBER_CHARS) == float("9" * MAX_NUMBER_CHARS)
+    assert parse_number("9" * (MAX_NUMBER_CHARS + 1)) is None

@@ -1,12 +1,13 @@
-"""Reading expressions: what sympy prints is understood, and nothing hostile is slow, deep or loud."""
+"""Parsing of expressions: sympy's output is understood, and hostile input is refused quickly."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prorl_envs.env.expressions import MAX_CHARS, ExpressionError, parse_expression
+from prorl_envs.env.expressions import MAX_CHARS, MAX_DEPTH, ExpressionError, parse_expression
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def test_a_variable_shadows_a_constant() -> None:
 @pytest.mark.parametrize(
     "text", ["1/0", "1/(x - 2)", "9**9**9**9", "exp(exp(exp(9)))", "log(0)", "(-1)**0.5/0"]
 )
-def test_what_has_no_value_is_none(text: str) -> None:
+def test_expressions_without_a_value_are_none(text: str) -> None:
     assert parse_expression(text, ["x"])({"x": 2.0}) is None
 
 
@@ -70,13 +71,13 @@ def test_what_has_no_value_is_none(text: str) -> None:
         "1+" * MAX_CHARS + "1",
     ],
 )
-def test_what_is_outside_the_grammar_is_refused(text: str) -> None:
+def test_expressions_outside_the_grammar_are_refused(text: str) -> None:
     with pytest.raises(ExpressionError):
         parse_expression(text, ["x"])
 
 
 @given(st.text(alphabet="x19.+-*/^(), eEIsinlogqrtpabf", max_size=200))
-def test_reading_is_total(text: str) -> None:
+def test_parsing_never_raises_other_errors(text: str) -> None:
     try:
         value = parse_expression(text, ["x"])({"x": 1.5})
     except ExpressionError:
@@ -91,8 +92,52 @@ def test_reading_is_total(text: str) -> None:
         max_leaves=20,
     )
 )
-def test_what_the_grammar_makes_is_read(text: str) -> None:
+def test_generated_expressions_are_parsed(text: str) -> None:
     scope = {"sin": math.sin, "pi": math.pi, "x": 0.7}
     result = parse_expression(text, ["x"])({"x": 0.7})
     assert result is not None
     assert abs(result - eval(text, scope)) < 1e-9
+
+
+@pytest.mark.parametrize(
+    "nested",
+    [
+        lambda depth: "(" * depth + "1" + ")" * depth,
+        lambda depth: "sin(" * depth + "1" + ")" * depth,
+        lambda depth: "-" * depth + "1",
+        lambda depth: "1" + "**1" * depth,
+    ],
+    ids=["parentheses", "calls", "signs", "powers"],
+)
+def test_nesting_is_parsed_up_to_the_limit(nested: Callable[[int], str]) -> None:
+    assert parse_expression(nested(MAX_DEPTH), [])({}) is not None
+    with pytest.raises(ExpressionError, match="nested deeper"):
+        parse_expression(nested(MAX_DEPTH + 1), [])
+
+
+def test_the_longest_expression_is_parsed() -> None:
+    longest = "1" + " " * (MAX_CHARS - 3) + "+1"
+    assert parse_expression(longest, [])({}) == 2
+    with pytest.raises(ExpressionError, match="longer"):
+        parse_expression(longest + " ", [])
+
+
+def test_a_factorial_of_a_complex_number_has_no_value() -> None:
+    assert parse_expression("factorial(2 + I)", [])({}) is None
+    assert parse_expression("factorial(2 + 0*I)", [])({}) == 2
+
+
+def test_only_a_logarithm_takes_two_arguments() -> None:
+    assert parse_expression("log(8, 2)", [])({}) == pytest.approx(3)
+    for text in ("log(8, 2, 2)", "sin(1, 2)"):
+        with pytest.raises(ExpressionError, match="too many arguments"):
+            parse_expression(text, [])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("(1", "expected ')', found ''"), ("2 3", "expected 'the end', found 'number 3'")]
+)
+def test_an_error_names_the_expected_and_the_found_token(text: str, said: str) -> None:
+    with pytest.raises(ExpressionError) as caught:
+        parse_expression(text, [])
+    assert str(caught.value) == said

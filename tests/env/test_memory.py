@@ -1,4 +1,4 @@
-"""What sandboxes hold, as operators see it."""
+"""Memory use of sandboxes, as shown to operators."""
 
 import pytest
 
@@ -7,13 +7,13 @@ from prorl_envs.sandbox.base import SandboxSpec
 
 pytestmark = pytest.mark.anyio
 
-#: Holds 50 MB until it is killed.
+#: Allocate 50 MB until killed.
 HOLD = "python3 -c 'held = bytearray(50 << 20); print(1, flush=True); input()' < <(sleep 60) > out &"
 SEEN = "until test -s out; do sleep 0.02; done"
 
 
-async def test_what_a_command_holds_is_its_sandboxs(node: Node) -> None:
-    first, second = await node.workplace(SandboxSpec()), await node.workplace(SandboxSpec())
+async def test_memory_of_a_command_is_counted_for_its_sandbox(node: Node) -> None:
+    first, second = await node.open_session(SandboxSpec()), await node.open_session(SandboxSpec())
     before = await node.memory()
     assert before.busy.keys() == {first.sandbox.id, second.sandbox.id} and not before.warm
     assert (await first.tools.bash(f"{HOLD}\n{SEEN}", timeout_s=30)).ok

@@ -1,4 +1,4 @@
-"""The page of each family against the family: it says what is there, and what it gives to copy works."""
+"""The page of each family against the family: its facts are true, and its examples work."""
 
 import json
 import re
@@ -12,36 +12,36 @@ from prorl_envs.config import load_settings
 from prorl_envs.env.node import Node
 from prorl_envs.env.registry import example_path, family, load_tasks
 from prorl_envs.env.validate import validate
-from prorl_envs.sandbox.namespaces import NamespaceDriver
-from prorl_envs.testing.toy import empty_node
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from tests.support.toy import empty_node
 
-FAMILIES = ("bash", "code", "ipython", "math", "stem", "swebench")
+FAMILIES = ("bash", "code", "ipython", "math", "stem", "swebench", "terminal")
 HEADINGS = (
     "What the model sees",
     "What is scored",
     "Your own data",
     "Known ways to cheat, and what stops them",
 )
-NUMBERS = ("seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen")
-#: How a page says how many tasks its family ships.
+NUMBERS = ("six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen")
+#: How a page states the number of tasks that its family ships.
 COUNT = re.compile(rf"\b({'|'.join(NUMBERS)})\s+(?:tasks|problems|questions|instances)\b")
 
 
 def sections(name: str) -> dict[str, str]:
-    """A page's text by heading."""
+    """Split a page's text by heading."""
     page = (Path(example_path(name)).parents[1] / "README.md").read_text()
     parts = re.split(r"^## (.*)$", page, flags=re.MULTILINE)
     return {"": parts[0]} | dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
 def rows(name: str) -> list[dict[str, Any]]:
-    """The tasks that a page gives to copy."""
+    """Return the example tasks of a page."""
     blocks = re.findall(r"^```json\n(.*?)^```$", sections(name)["Your own data"], re.MULTILINE | re.DOTALL)
     return [json.loads(block) for block in blocks]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_it_tells_what_is_seen_and_scored_and_what_stops_cheats(name: str) -> None:
+def test_it_describes_observations_scores_and_protection_from_cheats(name: str) -> None:
     found = sections(name)
     assert [heading for heading in HEADINGS if len(found.get(heading, "")) < 200] == []
     tools = {tool.name for tool in family(name)(empty_node()).tools}
@@ -50,9 +50,9 @@ def test_it_tells_what_is_seen_and_scored_and_what_stops_cheats(name: str) -> No
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_it_counts_the_tasks_that_are_shipped(name: str) -> None:
+def test_it_counts_the_shipped_tasks(name: str) -> None:
     (count,) = {count for text in sections(name).values() for count in COUNT.findall(text)}
-    assert 7 + NUMBERS.index(count) == len(load_tasks(name, example_path(name)))
+    assert 6 + NUMBERS.index(count) == len(load_tasks(name, example_path(name)))
 
 
 @pytest.mark.anyio
@@ -64,7 +64,7 @@ async def test_its_own_row_discriminates(name: str, shared_driver: NamespaceDriv
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_its_settings_are_settings(name: str, tmp_path: Path) -> None:
+def test_its_settings_are_valid(name: str, tmp_path: Path) -> None:
     blocks = [
         block
         for text in sections(name).values()

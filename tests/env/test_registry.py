@@ -12,11 +12,11 @@ from prorl_envs.errors import InputError
 
 
 def test_the_built_in_families() -> None:
-    assert {"bash", "code", "ipython", "math", "stem", "swebench"} <= set(environments())
+    assert {"bash", "code", "ipython", "math", "stem", "swebench", "terminal"} <= set(environments())
 
 
-@pytest.mark.parametrize("name", ["bash", "code", "ipython", "math", "stem", "swebench"])
-def test_each_has_its_name_and_readable_examples(name: str) -> None:
+@pytest.mark.parametrize("name", ["bash", "code", "ipython", "math", "stem", "swebench", "terminal"])
+def test_each_has_its_name_and_loadable_examples(name: str) -> None:
     assert issubclass(family(name), Environment)
     assert family(name).name == name
     tasks = load_tasks(name, example_path(name))
@@ -32,7 +32,7 @@ def test_listing_imports_no_family() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_an_unknown_name_lists_the_known() -> None:
+def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(InputError, match="no environment is called 'chess'") as caught:
         family("chess")
     assert "bash" in caught.value.hint
@@ -46,7 +46,7 @@ def test_an_unknown_name_lists_the_known() -> None:
         ("json:JSONDecoder", "not a subclass of Environment"),
     ],
 )
-def test_a_broken_third_party_family_says_what_is_wrong(value: str, says: str) -> None:
+def test_a_broken_third_party_family_names_its_problem(value: str, says: str) -> None:
     families = Families({"chess": EntryPoint("chess", value, GROUP)})
     assert list(families) == ["chess"]
     with pytest.raises(InputError, match=says):

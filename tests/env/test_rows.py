@@ -1,4 +1,4 @@
-"""Reading data files: every fault is named by file, line and field."""
+"""Reading data files: every error names file, line and field."""
 
 import datetime
 import decimal
@@ -30,7 +30,7 @@ def test_rows_in_order_blank_lines_ignored(tmp_path: Path) -> None:
     assert [(task.id, task.instruction) for task in tasks] == [("a", "Do."), ("b", "Größer 🙂")]
 
 
-def test_an_array_is_as_good_as_lines(tmp_path: Path) -> None:
+def test_an_array_is_read_like_lines(tmp_path: Path) -> None:
     tasks = read(tmp_path, b"\n [" + line() + b"," + line(id="b") + b"]\n")
     assert [task.id for task in tasks] == ["a", "b"]
 
@@ -55,16 +55,16 @@ def test_an_array_is_as_good_as_lines(tmp_path: Path) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_fault_is_named(tmp_path: Path, content: bytes, says: str) -> None:
+def test_an_error_is_located(tmp_path: Path, content: bytes, says: str) -> None:
     with pytest.raises(InputError) as caught:
         read(tmp_path, content)
     assert says in caught.value.message
 
 
-def test_an_unreadable_file(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="No such file"):
         read_tasks(lambda row: validate_row(Task, row), tmp_path / "none.jsonl")
-    with pytest.raises(InputError, match="Is a directory"):
+    with pytest.raises(InputError, match="is a directory"):
         read_tasks(lambda row: validate_row(Task, row), tmp_path)
 
 
@@ -75,8 +75,8 @@ def parquet(path: Path, *given: dict[str, Any]) -> Path:
     return file
 
 
-def test_parquet_gives_what_jsonl_gives(tmp_path: Path) -> None:
-    """Nulls of objects are fields that are not there: a column is there for every row."""
+def test_parquet_is_read_like_jsonl(tmp_path: Path) -> None:
+    """Nulls in objects are missing fields: a Parquet column exists for every row."""
     given: list[dict[str, Any]] = [
         {"id": "a", "instruction": "Größer 🙂", "reference": [{"tool": "t", "arguments": {"x": "1"}}]},
         {"id": "b", "instruction": "Do.", "reference_answer": "42"},
@@ -86,7 +86,7 @@ def test_parquet_gives_what_jsonl_gives(tmp_path: Path) -> None:
     assert list(rows(parquet(tmp_path, *given))) == list(rows(lines)) == list(enumerate(given, start=1))
 
 
-def test_parquet_of_many_rows_and_kinds_of_values(tmp_path: Path) -> None:
+def test_parquet_with_many_rows_and_value_types(tmp_path: Path) -> None:
     day = datetime.datetime(2024, 5, 6, 7, 8)
     given = [{"n": n, "list": [1.5, None], "day": day, "d": decimal.Decimal("0.5")} for n in range(1000)]
     found = list(rows(parquet(tmp_path, *given)))
@@ -94,7 +94,7 @@ def test_parquet_of_many_rows_and_kinds_of_values(tmp_path: Path) -> None:
     assert found[999][1] == {"n": 999, "list": [1.5, None], "day": "2024-05-06T07:08:00", "d": 0.5}
 
 
-def test_a_fault_in_parquet_is_named_by_its_row(tmp_path: Path) -> None:
+def test_an_error_in_parquet_is_located_by_its_row(tmp_path: Path) -> None:
     good = {"id": "a", "instruction": "Do."}
     file = parquet(tmp_path, good, {**good, "extra": 1})
     with pytest.raises(InputError, match=r"tasks.parquet:2: extra: "):
@@ -106,7 +106,7 @@ def test_a_fault_in_parquet_is_named_by_its_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 4, 200, -20])
-def test_what_is_no_parquet_is_refused(tmp_path: Path, cut: int) -> None:
+def test_a_file_that_is_not_parquet_is_refused(tmp_path: Path, cut: int) -> None:
     content = parquet(tmp_path, {"id": "a"}).read_bytes()
     (tmp_path / "tasks.parquet").write_bytes(content[:cut] + b"PAR1")
     with pytest.raises(InputError, match=r"tasks.parquet: "):

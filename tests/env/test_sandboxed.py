@@ -1,4 +1,4 @@
-"""What every family in a sandbox promises: order of calls, answers to wrong calls, nothing left."""
+"""Promises of every family in a sandbox: order of calls, answers to wrong calls, no leaks."""
 
 from pathlib import Path
 
@@ -8,19 +8,19 @@ from prorl_envs.env.base import Grade, Task
 from prorl_envs.env.node import Node
 from prorl_envs.env.sandboxed import MAX_ANSWER_CHARS, SandboxedEnvironment
 from prorl_envs.errors import EnvironmentFault, GraderError, InputError, ProrlError, SandboxError
+from prorl_envs.tools.pool.sandbox_session import SandboxSession
 from prorl_envs.tools.schemas import BASH, FINISH
 from prorl_envs.tools.types import ToolCall, ToolResult
-from prorl_envs.tools.workplace import Workplace
 
 
 class ToyTask(Task):
-    """`fault` names what goes wrong in this task."""
+    """`fault` names the step at which this task fails."""
 
     fault: str = ""
 
 
 class ToyEnvironment(SandboxedEnvironment[ToyTask]):
-    """A file must say `done`."""
+    """Environment whose task is to write `done` into a file."""
 
     name = "toy"
     task_type = ToyTask
@@ -29,12 +29,12 @@ class ToyEnvironment(SandboxedEnvironment[ToyTask]):
     system_prompt = "Be quick."
     call_timeout_s = 5.0
 
-    async def prepare(self, task: ToyTask, place: Workplace) -> None:
+    async def prepare(self, task: ToyTask, place: SandboxSession) -> None:
         if task.fault == "prepare":
             raise EnvironmentFault("cannot be prepared")
         await place.tools.write(f"{place.sandbox.spec.workdir}/state", b"new\n")
 
-    async def grade(self, task: ToyTask, place: Workplace) -> Grade:
+    async def grade(self, task: ToyTask, place: SandboxSession) -> Grade:
         if task.fault == "grade":
             raise GraderError("cannot be graded")
         state = await place.tools.read(f"{place.sandbox.spec.workdir}/state")
@@ -68,7 +68,7 @@ async def test_the_prompt_is_known_without_a_sandbox(node: Node) -> None:
 
 
 @pytest.mark.anyio
-async def test_calls_out_of_order_are_faults(node: Node) -> None:
+async def test_calls_out_of_order_are_environment_faults(node: Node) -> None:
     env = ToyEnvironment(node)
     with pytest.raises(EnvironmentFault, match="call: the episode is new"):
         await bash(env, "true")
@@ -103,7 +103,7 @@ async def test_wrong_calls_are_answered_and_not_raised(node: Node) -> None:
 
 
 @pytest.mark.anyio
-async def test_an_answer_that_cannot_be_written_down_is_refused(node: Node) -> None:
+async def test_an_answer_that_cannot_be_serialised_is_refused(node: Node) -> None:
     async with ToyEnvironment(node) as env:
         await env.init(TASK)
         for answer in ("\ud800", "x" * (MAX_ANSWER_CHARS + 1), ["42"]):
@@ -113,7 +113,7 @@ async def test_an_answer_that_cannot_be_written_down_is_refused(node: Node) -> N
 
 
 @pytest.mark.anyio
-async def test_after_finish_nothing_runs(node: Node) -> None:
+async def test_calls_after_finish_are_refused(node: Node) -> None:
     async with ToyEnvironment(node) as env:
         await env.init(TASK)
         await env.call(ToolCall(id="f", name="finish", arguments={}))
@@ -122,7 +122,7 @@ async def test_after_finish_nothing_runs(node: Node) -> None:
 
 
 @pytest.mark.anyio
-async def test_the_familys_time_limit_holds_where_the_caller_names_none(node: Node) -> None:
+async def test_the_familys_time_limit_applies_if_the_caller_sets_none(node: Node) -> None:
     async with ToyEnvironment(node) as env:
         await env.init(TASK)
         result = await env.call(
@@ -142,7 +142,7 @@ async def test_failures_are_typed_and_leave_nothing(node: Node, fault: str, erro
 
 
 @pytest.mark.anyio
-async def test_a_sandbox_that_ends_is_a_sandbox_error(node: Node) -> None:
+async def test_a_sandbox_that_dies_is_a_sandbox_error(node: Node) -> None:
     async with ToyEnvironment(node) as env:
         await env.init(TASK)
         assert env._place is not None

@@ -22,6 +22,17 @@ def test_weighted() -> None:
     assert grade.evidence["checks"][0] == {"name": "a", "passed": True, "weight": 1.0, "saw": 1}
 
 
+def test_a_partly_passed_check_counts_for_its_share() -> None:
+    parts = [
+        CheckResult(name="a", passed=False, share=0.25, weight=3.0),
+        CheckResult(name="b", passed=True),
+    ]
+    grade = score(parts, Scoring.WEIGHTED)
+    assert grade.reward == (3 * 0.25 + 1) / 4
+    assert grade.components == {"a": 0.25, "b": 1.0}
+    assert score(parts, Scoring.ALL).reward == 0.0
+
+
 def test_names_are_unique() -> None:
     assert check_names([CheckModel(), CheckModel(name="n")], ["x", "y"]) == ["1-x", "n"]
     with pytest.raises(ValueError, match="same name"):

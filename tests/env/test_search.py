@@ -1,11 +1,10 @@
-"""What a search tool asks: the index, and web services played by a server on loopback."""
+"""The search tool: the index, and web services replaced by a server on loopback."""
 
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from prorl_envs.env.search import SearchFailed, SearchSettings
 from prorl_envs.env.search_index import PASSAGE_CHARS, IndexSearch, build_index
 from prorl_envs.env.web_search import APIS, WebSearch
 from prorl_envs.errors import InputError
+from tests.http_server import answering
 
 pytestmark = pytest.mark.anyio
 
@@ -44,7 +44,7 @@ async def test_the_index_holds_every_kind_of_file(corpus: Path, tmp_path: Path) 
     assert len(await index.search("whales", 2)) == 2
 
 
-async def test_it_is_built_once_and_again_when_a_file_changes(corpus: Path, tmp_path: Path) -> None:
+async def test_the_index_is_built_once_and_again_after_a_change(corpus: Path, tmp_path: Path) -> None:
     first = build_index(corpus, tmp_path)
     assert build_index(corpus, tmp_path) == first
     (corpus / "new.txt").write_text("Wasps sting.")
@@ -55,7 +55,7 @@ async def test_it_is_built_once_and_again_when_a_file_changes(corpus: Path, tmp_
 @pytest.mark.parametrize(
     "query", ["", "?!", '"', "a" * 5000, "x OR y NOT", "\0", "title:x", "\ud800", "* ^ ( ) -"]
 )
-async def test_no_query_is_an_error(corpus: Path, tmp_path: Path, query: str) -> None:
+async def test_an_empty_query_is_an_error(corpus: Path, tmp_path: Path, query: str) -> None:
     assert await IndexSearch(corpus, tmp_path / "cache").search(query, 5) == []
 
 
@@ -86,15 +86,8 @@ def service(answer: Answer) -> Iterator[str]:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/search"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with answering(Handler) as place:
+        yield f"http://{place}/search"
 
 
 def nested(api: str, items: list[dict[str, Any]]) -> bytes:
@@ -105,7 +98,7 @@ def nested(api: str, items: list[dict[str, Any]]) -> bytes:
 
 
 @pytest.mark.parametrize("name", sorted(APIS))
-async def test_each_service_is_asked_in_its_way(name: str) -> None:
+async def test_each_service_gets_its_own_request_format(name: str) -> None:
     api, asked = APIS[name], []
 
     def answer(request: BaseHTTPRequestHandler, body: bytes) -> tuple[int, bytes]:
@@ -138,7 +131,7 @@ async def test_each_service_is_asked_in_its_way(name: str) -> None:
         (200, b" " * (5 * 2**20), "more than"),
     ],
 )
-async def test_a_service_that_fails_is_a_typed_failure_without_the_key(
+async def test_a_failing_service_is_a_typed_failure_without_the_key(
     status: int, body: bytes, says: str
 ) -> None:
     with service(lambda request, given: (status, body)) as url:
@@ -149,12 +142,12 @@ async def test_a_service_that_fails_is_a_typed_failure_without_the_key(
 
 
 @pytest.mark.parametrize("body", [b"[]", b"{}", b'{"web": 5}', b'{"web": {"results": {}}}', b"null"])
-async def test_an_answer_of_another_shape_holds_no_hits(body: bytes) -> None:
+async def test_an_answer_in_another_format_has_no_hits(body: bytes) -> None:
     with service(lambda request, given: (200, body)) as url:
         assert await WebSearch(SearchSettings(backend="brave", url=url, key="k")).search("whales", 5) == []
 
 
-async def test_a_service_that_is_not_there_is_a_typed_failure() -> None:
+async def test_an_unreachable_service_is_a_typed_failure() -> None:
     with service(lambda request, given: (200, b"")) as url:
         pass
     with pytest.raises(SearchFailed, match="ConnectError"):
@@ -169,12 +162,12 @@ async def test_a_service_that_is_not_there_is_a_typed_failure() -> None:
         ({"backend": "searxng"}, "address"),
     ],
 )
-async def test_what_a_service_needs_is_asked_for(settings: dict[str, str], says: str) -> None:
+async def test_requirements_of_a_service_are_checked(settings: dict[str, str], says: str) -> None:
     with pytest.raises(InputError, match=says):
         WebSearch(SearchSettings(**settings))  # type: ignore[arg-type]
 
 
-async def test_settings_come_from_variables() -> None:
+async def test_settings_are_read_from_variables() -> None:
     found = SearchSettings.from_environ(
         {
             "PRORL_SEARCH__BACKEND": "tavily",

@@ -6,7 +6,7 @@ import pytest
 
 from prorl_envs.env.base import Grade
 from prorl_envs.env.node import Node
-from prorl_envs.env.validate import Verdict, judge, validate
+from prorl_envs.env.validate import ValidationVerdict, judge, validate
 from prorl_envs.envs.bash.env import BashEnvironment
 from prorl_envs.envs.bash.task import BashTask
 
@@ -28,7 +28,7 @@ def task(name: str, **fields: Any) -> BashTask:
 
 
 @pytest.mark.anyio
-async def test_what_is_wrong_with_each_task(node: Node) -> None:
+async def test_the_problem_of_each_task_is_named(node: Node) -> None:
     tasks = [
         task("good"),
         task("no-reference", reference=[]),
@@ -39,7 +39,7 @@ async def test_what_is_wrong_with_each_task(node: Node) -> None:
         task("unpreparable", setup="exit 1"),
         task("unavailable", requires=["no-such-program"]),
     ]
-    seen: list[Verdict] = []
+    seen: list[ValidationVerdict] = []
     verdicts = await validate(BashEnvironment, node, tasks, progress=seen.append)
     assert [verdict.task_id for verdict in verdicts] == [task.id for task in tasks]
     assert sorted(verdict.task_id for verdict in seen) == sorted(task.id for task in tasks)

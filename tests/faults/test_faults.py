@@ -1,4 +1,4 @@
-"""One small round of every fault; `make faults` does more of them, for as long as one likes."""
+"""One small round of every fault; `make faults` runs more of them."""
 
 import asyncio
 
@@ -10,13 +10,13 @@ from faults.world import new_world
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_nothing_is_lost_nothing_comes_twice_nothing_is_left(name: str) -> None:
+def test_no_job_is_lost_or_duplicated_and_no_resource_leaked(name: str) -> None:
     play(name, scale=1)
 
 
 @pytest.mark.thorough
 @pytest.mark.timeout(300)
-def test_a_service_killed_six_times() -> None:
+def test_a_service_survives_six_kills() -> None:
     play("service_killed", scale=2)
 
 

@@ -1,4 +1,4 @@
-"""Every fuzzing target over its seeds and some thousand inputs near them, without a fuzzer.
+"""Every fuzzing target with its seeds and some thousand inputs near them, without a fuzzer.
 
 `make fuzz` goes further, guided by coverage.
 """
@@ -13,7 +13,7 @@ ROUNDS = 1500
 
 
 def mutated(random_: random.Random, data: bytes, other: bytes) -> bytes:
-    """An input near a seed: bytes changed, cut out, doubled, or taken from another seed."""
+    """Return an input near a seed: bytes changed, cut out, doubled, or taken from another seed."""
     changed = bytearray(data)
     for _ in range(random_.randint(1, 4)):
         start = random_.randint(0, len(changed))
@@ -33,11 +33,11 @@ def mutated(random_: random.Random, data: bytes, other: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_no_input_is_more_than_refused(name: str) -> None:
+def test_every_input_is_accepted_or_refused(name: str) -> None:
     seeds = [b"", *TARGETS[name].seeds()]
     for seed in seeds:
         run(name, seed)
-    random_ = random.Random(f"prorl {name}")  # the same inputs every time: a failure can be had again
+    random_ = random.Random(f"prorl {name}")  # the same inputs every time, so that a failure is reproducible
     for _ in range(ROUNDS):
         data = mutated(random_, random_.choice(seeds), random_.choice(seeds))
         try:

@@ -31,13 +31,13 @@ def test_an_answer_without_a_call(text: str) -> None:
     ],
     ids=range(7),
 )
-def test_a_call_that_cannot_be_read_says_how_to_call_a_tool(text: str) -> None:
+def test_an_unreadable_call_explains_how_to_call_a_tool(text: str) -> None:
     with pytest.raises(ActionError, match="tool call"):
         parse_action(text, "c1")
 
 
 @given(st.text(max_size=200))
-def test_reading_is_total(text: str) -> None:
+def test_parsing_never_raises(text: str) -> None:
     assert parse_action(f"x{text}", "c1") is None
     with pytest.raises(ActionError):
         parse_action(f"{{{text}", "c1")

@@ -21,11 +21,11 @@ from prorl_envs.gym.env import TaskEnv
 from prorl_envs.gym.registration import IDS
 from prorl_envs.gym.runner import Runner
 from prorl_envs.sandbox.base import Sandbox, SandboxSpec
-from prorl_envs.sandbox.namespaces import NamespaceDriver
-from prorl_envs.sandbox.snapshot import Snapshot
-from prorl_envs.testing.resources import ResourcesDesk, desk_row
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.filesystem.snapshot import Snapshot
 from prorl_envs.testing.sandbox_entry import LIGHT_TEMPLATES
 from prorl_envs.testing.serving import served
+from tests.support.resources import ResourcesDesk, desk_row
 
 GREETING = {"task": "greeting"}
 SOLVE = json.dumps({"name": "bash", "arguments": {"command": "echo 'hello, world' > greeting.txt"}})
@@ -33,7 +33,7 @@ FINISH = json.dumps({"name": "finish", "arguments": {}})
 
 
 class FaultyDriver:
-    """A real driver whose starts can be made to fail, and which remembers what it started."""
+    """A real driver whose starts can be made to fail, and which records its sandboxes."""
 
     name = "faulty"
 
@@ -48,7 +48,7 @@ class FaultyDriver:
 
     async def start(self, spec: SandboxSpec, *, snapshot: Snapshot | None = None) -> Sandbox:
         if self.failing:
-            raise SandboxError("no sandbox today", hint="try tomorrow")
+            raise SandboxError("no sandbox today", hint="try tomorrow") from OSError(28, "no space")
         self.started.append(await self.driver.start(spec, snapshot=snapshot))
         return self.started[-1]
 
@@ -58,7 +58,7 @@ class FaultyDriver:
 
 @pytest.fixture(scope="module")
 def runner(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    """One for the tests that try every family, its templates started up front."""
+    """One driver for the tests of every family, its templates started up front."""
     cache = tmp_path_factory.mktemp("cache")
     runner = Runner(lambda: Node(NamespaceDriver(templates=LIGHT_TEMPLATES), cache))
     runner.run(lambda node: cast(NamespaceDriver, node.driver).warm())
@@ -81,7 +81,7 @@ SLOW = {"swebench": pytest.mark.thorough}
 @pytest.mark.parametrize(
     ("env_id", "family"), [pytest.param(*item, marks=SLOW.get(item[1], ())) for item in IDS.items()]
 )
-def test_gymnasiums_own_check(env_id: str, family: str, runner: Runner) -> None:
+def test_gymnasiums_own_check_passes(env_id: str, family: str, runner: Runner) -> None:
     tasks = [json.loads(example_path(family).read_text().splitlines()[1])] if family in SLOW else None
     env = gymnasium.make(f"prorl_envs.gym:{env_id}", tasks=tasks, runner=runner)
     check_env(env.unwrapped)
@@ -106,7 +106,7 @@ def test_the_first_examples_reference_scores_one(family: str, runner: Runner) ->
     env.close()
 
 
-def test_finishing_without_solving_scores_nothing(env: TaskEnv) -> None:
+def test_finishing_without_solving_scores_zero(env: TaskEnv) -> None:
     env.reset(options=GREETING)
     assert env.step(FINISH)[1:4] == (0.0, True, False)
     with pytest.raises(ResetNeeded):
@@ -127,7 +127,7 @@ def test_an_answer_without_a_tool_call_ends_the_episode_and_is_graded(env: TaskE
     assert "grade" in info
 
 
-def test_an_answer_without_a_tool_call_may_hold_what_is_graded(runner: Runner) -> None:
+def test_an_answer_without_a_tool_call_may_contain_the_solution(runner: Runner) -> None:
     env = TaskEnv("math", tasks=[{"id": "t", "instruction": "What is 6 * 7?", "answer": "42"}], runner=runner)
     for said, reward in ((r"It is \boxed{42}.", 1.0), (r"It is \boxed{43}.", 0.0), ("It is 42.", 0.0)):
         env.reset()
@@ -135,7 +135,7 @@ def test_an_answer_without_a_tool_call_may_hold_what_is_graded(runner: Runner) -
     env.close()
 
 
-def test_a_call_that_cannot_be_read_takes_a_turn_and_says_so(env: TaskEnv) -> None:
+def test_an_unreadable_call_uses_a_turn_and_is_explained(env: TaskEnv) -> None:
     env.reset(options=GREETING)
     observation, _, terminated, truncated, info = env.step('{"name": "bash"')
     assert "tool call" in observation
@@ -160,7 +160,7 @@ def test_options_choose_the_task(env: TaskEnv) -> None:
             env.reset(options=options)
 
 
-def test_own_data(tmp_path: Path) -> None:
+def test_own_data_can_be_used(tmp_path: Path) -> None:
     row = {"id": "a", "instruction": "x", "checks": [{"type": "file_absent", "path": "x"}]}
     path = tmp_path / "tasks.jsonl"
     path.write_text(json.dumps(row))
@@ -187,7 +187,7 @@ def test_rendering_shows_the_episode(env: TaskEnv) -> None:
     assert shown.rstrip().endswith("42")
 
 
-def test_a_sandbox_that_dies_truncates_without_a_reward() -> None:
+def test_a_dying_sandbox_truncates_without_a_reward() -> None:
     driver = FaultyDriver()
     runner = Runner(lambda: Node(driver, Path()))
     env = TaskEnv("bash", runner=runner)
@@ -195,7 +195,7 @@ def test_a_sandbox_that_dies_truncates_without_a_reward() -> None:
     runner.run(lambda node: driver.started[-1].close())
     _, reward, terminated, truncated, info = env.step(SOLVE)
     assert (reward, terminated, truncated, info["mask_sample"]) == (0.0, False, True, True)
-    assert info["error"]["kind"] == "sandbox"
+    assert info["error"]["kind"] == "sandbox" and isinstance(env.failure, SandboxError)
     env.reset(options=GREETING)
     env.step(SOLVE)
     assert env.step(FINISH)[1] == 1.0
@@ -203,7 +203,7 @@ def test_a_sandbox_that_dies_truncates_without_a_reward() -> None:
     runner.close()
 
 
-def test_a_grader_that_fails_truncates_without_a_reward(env: TaskEnv) -> None:
+def test_a_failing_grader_truncates_without_a_reward(env: TaskEnv) -> None:
     check = {"type": "file_matches", "path": "f", "pattern": "("}
     row = {"id": "x", "instruction": "x", "files": {"f": "x"}, "checks": [check]}
     env.reset(options={"task": row})
@@ -212,7 +212,7 @@ def test_a_grader_that_fails_truncates_without_a_reward(env: TaskEnv) -> None:
     assert info["error"]["kind"] == "grader"
 
 
-def test_a_reset_that_fails_says_so_and_the_next_step_truncates() -> None:
+def test_a_failed_reset_raises_and_the_next_step_truncates(caplog: pytest.LogCaptureFixture) -> None:
     driver = FaultyDriver()
     runner = Runner(lambda: Node(driver, Path()))
     env = TaskEnv("bash", runner=runner)
@@ -224,10 +224,14 @@ def test_a_reset_that_fails_says_so_and_the_next_step_truncates() -> None:
         "message": "no sandbox today",
         "hint": "try tomorrow",
         "retryable": True,
+        "causes": ["OSError: [Errno 28] no space"],
     }
+    assert isinstance(env.failure, SandboxError) and isinstance(env.failure.__cause__, OSError)
+    [logged] = caplog.records
+    assert "no sandbox today" in logged.message and logged.exc_info is not None
     assert env.step(SOLVE)[1:4] == (0.0, False, True)
     driver.failing = False
-    assert "error" not in env.reset(options=GREETING)[1]
+    assert "error" not in env.reset(options=GREETING)[1] and env.failure is None
     env.close()
     runner.close()
 
@@ -244,7 +248,7 @@ def test_environments_may_share_a_runner() -> None:
     runner.close()
 
 
-def test_an_interrupt_of_a_step_leaves_an_environment_that_closes() -> None:
+def test_an_environment_can_be_closed_after_an_interrupted_step() -> None:
     program = """if True:
         import json, prorl_envs.gym.env
         env = prorl_envs.gym.env.TaskEnv("bash")
@@ -274,7 +278,7 @@ def test_closing_twice_and_resetting_after(env: TaskEnv) -> None:
 
 
 def test_a_resources_server_is_an_environment_too(tmp_path: Path) -> None:
-    """Its grader judges what was said, so the loop tells it."""
+    """Its grader judges the answer, which the loop therefore sends to it."""
     desk = ResourcesDesk()
     with served(FastAPI(routes=desk.app().routes)) as url:
         config = tmp_path / "settings.yaml"

@@ -1,4 +1,4 @@
-"""The examples run as they are."""
+"""The examples run unmodified."""
 
 import subprocess
 import sys
@@ -14,13 +14,13 @@ SAYS = {
 }
 
 
-def test_each_example_has_a_line_of_its_own_here_and_on_the_page() -> None:
+def test_each_example_is_listed_here_and_on_the_page() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == set(SAYS)
     assert all(f"]({name}.py)" in (EXAMPLES / "README.md").read_text() for name in SAYS)
 
 
 @pytest.mark.parametrize("name", sorted(SAYS))
-def test_it_runs(name: str) -> None:
+def test_an_example_runs(name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", EXAMPLES / f"{name}.py"], capture_output=True, text=True, check=False
     )

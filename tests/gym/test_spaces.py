@@ -17,11 +17,11 @@ def test_every_text_up_to_the_length_is_a_member(text: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["\ud800", "x" * 21, 7, None, b"x", ["x"]])
-def test_what_is_no_member(value: object) -> None:
+def test_other_values_are_not_members(value: object) -> None:
     assert value not in UnicodeText(20)
 
 
-def test_samples_are_members_and_repeat_with_the_seed() -> None:
+def test_samples_are_members_and_reproducible() -> None:
     space = UnicodeText(10, seed=3)
     samples = [space.sample() for _ in range(100)]
     assert all(sample in space for sample in samples)
@@ -30,12 +30,12 @@ def test_samples_are_members_and_repeat_with_the_seed() -> None:
     assert len(set(samples)) > 50
 
 
-def test_there_is_nothing_to_mask() -> None:
+def test_masks_are_refused() -> None:
     with pytest.raises(ValueError, match="neither mask nor probability"):
         UnicodeText(10).sample(mask=())
 
 
-def test_equality_goes_by_length() -> None:
+def test_spaces_of_the_same_length_are_equal() -> None:
     assert UnicodeText(10) == copy.deepcopy(UnicodeText(10))
     assert UnicodeText(10) != UnicodeText(11)
     assert hash(UnicodeText(10)) == hash(UnicodeText(10))

@@ -20,7 +20,7 @@ ROW = {
     "files": {"f": "x"},
     "checks": [{"type": "file_absent", "path": "f"}],
 }
-#: A row whose episodes cannot be graded: a member that fails beside one that works.
+#: A row whose episodes cannot be graded: a failing member beside a working one.
 BROKEN = {**ROW, "id": "broken", "checks": [{"type": "file_matches", "path": "f", "pattern": "("}]}
 REMOVE = json.dumps({"name": "bash", "arguments": {"command": "rm -f f"}})
 TRUE = json.dumps({"name": "bash", "arguments": {"command": "true"}})
@@ -32,7 +32,7 @@ def make(row: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-def test_a_failing_member_does_not_end_the_vector(kind: str) -> None:
+def test_a_failing_member_does_not_stop_the_vector(kind: str) -> None:
     members = [make(ROW), make(BROKEN), make(ROW)]
     envs = SyncVectorEnv(members) if kind == "sync" else AsyncVectorEnv(members, shared_memory=False)
     observations, _ = envs.reset(seed=1)
@@ -53,6 +53,30 @@ def test_a_failing_member_does_not_end_the_vector(kind: str) -> None:
     envs.close()
 
 
+def test_each_member_of_a_vector_reports_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRORL_RUN_DIR", "/proc/none")  # there no directory of a sandbox can be made
+    envs = gymnasium.make_vec("prorl/Bash-v0", num_envs=3, vectorization_mode="sync")
+    assert isinstance(envs, SyncVectorEnv)
+    envs.reset(seed=1)
+    _, _, _, truncated, infos = envs.step((TRUE,) * 3)
+    assert truncated.tolist() == [True] * 3 and infos["error"]["kind"].tolist() == ["sandbox"] * 3
+    for number, failure in enumerate(envs.get_attr("failure")):
+        assert isinstance(failure.__cause__, OSError), failure
+        [cause, *_] = infos["error"]["causes"][number]
+        assert cause == f"{type(failure.__cause__).__name__}: {failure.__cause__}"
+    envs.close()
+
+
+def test_errors_of_several_members_are_all_named() -> None:
+    envs = TaskVectorEnv(3, "bash")
+    with pytest.raises(InputError, match="unknown options") as caught:
+        envs.reset(options={"tsak": "t"})
+    assert [note.split(":")[0] for note in caught.value.__notes__] == [
+        "member 1 also failed", "member 2 also failed",
+    ]  # fmt: skip
+    envs.close()
+
+
 def test_make_vec() -> None:
     envs = gymnasium.make_vec(
         "prorl/Bash-v0", num_envs=2, vectorization_mode="async", vector_kwargs={"shared_memory": False}
@@ -67,8 +91,8 @@ SLEEP = json.dumps({"name": "bash", "arguments": {"command": "sleep 100"}})
 DIE = json.dumps({"name": "bash", "arguments": {"command": "kill -9 -1"}})
 
 
-def test_members_side_by_side_outlive_each_other() -> None:
-    """One member's grader fails, one takes too long; the others' steps are what they are alone."""
+def test_members_do_not_affect_each_other() -> None:
+    """One member's grader fails, one takes too long; the others step as they do alone."""
     envs = gymnasium.make_vec("prorl/Bash-v0", num_envs=3, tasks=[ROW], render_mode="ansi", step_timeout_s=20)
     assert isinstance(envs, TaskVectorEnv)
     observations, infos = envs.reset(seed=1)
@@ -111,7 +135,7 @@ def test_registering_imports_no_family() -> None:
     assert subprocess.run([sys.executable, "-W", "error", "-c", program], check=False).returncode == 0
 
 
-def test_importing_registers_too_and_twice_is_once() -> None:
+def test_importing_registers_and_a_second_import_changes_nothing() -> None:
     program = (
         "import gymnasium; gymnasium.registry.clear(); import importlib, prorl_envs.gym as g;"
         "importlib.reload(g); print(*sorted(gymnasium.registry))"

@@ -1,4 +1,4 @@
-"""Small root file systems and archives of them, made on the spot."""
+"""Small root file systems, and archives of them."""
 
 import hashlib
 import io
@@ -45,7 +45,7 @@ def rootfs_tar(rootfs: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def layer(rootfs_tar: Path) -> bytes:
-    """The root file system as a container's only layer."""
+    """Tar of the root file system: a container's only layer."""
     return rootfs_tar.read_bytes()
 
 
@@ -64,7 +64,7 @@ def store(tmp_path: Path) -> ImageStore:
 
 @pytest.fixture
 def scratch(run_dir: Path, tmp_path: Path) -> Path:
-    """Where builds work; empty at the end of every test that leaves nothing behind."""
+    """Directory of builds; it must be empty at the end of a test that leaks nothing."""
     path = tmp_path / "scratch"
     path.mkdir()
     return path
@@ -76,7 +76,7 @@ def builder(apptainer: str, store: ImageStore, scratch: Path) -> ImageBuilder:
 
 
 def names(folder: Path) -> list[str]:
-    """What is in a folder."""
+    """Return the contents of a folder."""
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -85,7 +85,7 @@ def blob(data: bytes, kind: str) -> dict[str, object]:
 
 
 def container(layer: bytes, env: Sequence[str] = ()) -> tuple[bytes, bytes, bytes]:
-    """The configuration, the manifest and the index of a container of one plain layer and some variables."""
+    """Return the configuration, manifest and index of a container with one plain layer and some variables."""
     digest = f"sha256:{hashlib.sha256(layer).hexdigest()}"
     config = json.dumps(
         {

@@ -1,4 +1,4 @@
-"""Images built for real, by the Apptainer that is installed. The leak fixture watches each test."""
+"""Images built by the installed Apptainer. The leak fixture checks each test."""
 
 import asyncio
 import contextlib
@@ -18,13 +18,13 @@ from prorl_envs.errors import InputError, SandboxError
 from prorl_envs.images.apptainer import Rights, failure
 from prorl_envs.images.builder import ImageBuilder
 from prorl_envs.images.inspect import inspect
-from prorl_envs.images.modes import Mode
+from prorl_envs.images.modes import ImageMode
 from prorl_envs.images.store import ImageStore
-from prorl_envs.images.supervised import Limits, environment
+from prorl_envs.images.supervised import BuildLimits, environment
 from prorl_envs.images.template import ImageTemplate
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.namespaces import NamespaceDriver
-from prorl_envs.sandbox.sif import labels
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.filesystem.sif import labels
 from prorl_envs.testing.sandbox_entry import SCRIPT_TEMPLATES, run_script
 from tests.images.conftest import SAYING, Writer, names, write_docker_archive, write_oci_archive
 from tests.sandbox.rootfs import missing_for_sif
@@ -40,7 +40,7 @@ def saying(rootfs: Path, word: str = "hello", version: str = "1", **more: object
 
 
 def content(sif: Path, name: str) -> str:
-    """One file of an image."""
+    """Read one file of an image."""
     offset = json.loads(inspect(ImageStore(sif.parent), str(sif)))["system"]["offset"]
     done = subprocess.run(
         ["unsquashfs", "-q", "-o", str(offset), "-cat", str(sif), name], capture_output=True, check=True
@@ -48,13 +48,13 @@ def content(sif: Path, name: str) -> str:
     return done.stdout.decode()
 
 
-async def built(builder: ImageBuilder, source: object, mode: Mode = Mode.LOCK) -> Path:
+async def built(builder: ImageBuilder, source: object, mode: ImageMode = ImageMode.LOCK) -> Path:
     path = await builder.resolve(source, mode)  # type: ignore[arg-type]
     assert path is not None
     return path
 
 
-async def test_what_needs_no_building(builder: ImageBuilder, rootfs: Path, store: ImageStore) -> None:
+async def test_some_sources_need_no_build(builder: ImageBuilder, rootfs: Path, store: ImageStore) -> None:
     assert await builder.resolve(None) is None
     assert await builder.resolve("host") is None
     assert await builder.resolve(rootfs) == rootfs
@@ -67,28 +67,30 @@ async def test_a_tar_becomes_an_image_once(
     first = await built(builder, rootfs_tar)
     assert content(first, "etc/image") == "from the image\n"
     assert await built(builder, str(rootfs_tar)) == first
-    assert await built(builder, first) == first  # a SIF is taken as it is
-    again = await built(builder, rootfs_tar, Mode.REBUILD)
+    assert await built(builder, first) == first  # a SIF is used as it is
+    again = await built(builder, rootfs_tar, ImageMode.REBUILD)
     assert again != first
-    assert content(first, "etc/image")  # who has it mounted keeps it
+    assert content(first, "etc/image")  # a process that has mounted it keeps it
     assert await built(builder, rootfs_tar) == again
     assert len(store.entries()) == 2
     assert names(scratch) == []
 
 
 @pytest.mark.parametrize("write", [write_oci_archive, write_docker_archive])
-async def test_container_archives(builder: ImageBuilder, layer: bytes, tmp_path: Path, write: Writer) -> None:
+async def test_container_archives_are_built(
+    builder: ImageBuilder, layer: bytes, tmp_path: Path, write: Writer
+) -> None:
     archive = write(tmp_path / "a:b c.tar", layer)
     assert content(await built(builder, archive), "etc/image") == "from the image\n"
 
 
-async def test_an_oci_layout(builder: ImageBuilder, layer: bytes, tmp_path: Path) -> None:
+async def test_an_oci_layout_is_built(builder: ImageBuilder, layer: bytes, tmp_path: Path) -> None:
     with tarfile.open(write_oci_archive(tmp_path / "oci.tar", layer)) as archive:
         archive.extractall(tmp_path / "layout", filter="data")
     assert content(await built(builder, tmp_path / "layout"), "etc/image") == "from the image\n"
 
 
-async def test_a_hostile_tar_writes_nothing_outside(
+async def test_a_hostile_tar_writes_no_file_outside(
     builder: ImageBuilder, rootfs_tar: Path, tmp_path: Path, scratch: Path
 ) -> None:
     target = tmp_path / "target"
@@ -109,7 +111,7 @@ async def test_a_hostile_tar_writes_nothing_outside(
     assert names(scratch) == []
 
 
-async def test_a_damaged_archive_is_refused_with_the_builders_words(
+async def test_a_damaged_archive_is_refused_with_the_builders_message(
     builder: ImageBuilder, layer: bytes, tmp_path: Path, scratch: Path, store: ImageStore
 ) -> None:
     archive = write_oci_archive(tmp_path / "oci.tar", layer)
@@ -122,7 +124,7 @@ async def test_a_damaged_archive_is_refused_with_the_builders_words(
     assert store.entries() == []
 
 
-async def test_a_template_is_built_from_what_it_names(
+async def test_a_template_is_built_from_the_files_it_names(
     builder: ImageBuilder, rootfs: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "tree" / "sub").mkdir(parents=True)
@@ -137,8 +139,8 @@ async def test_a_template_is_built_from_what_it_names(
     assert (said["prorl.template"], said["prorl.version"], said["maker"]) == ("saying", "1", "somebody")
 
 
-async def test_a_template_upon_an_image(builder: ImageBuilder, rootfs_tar: Path) -> None:
-    """The base has a file of another owner: the case for subordinate ids or a namespace of all numbers."""
+async def test_a_template_may_be_based_on_an_image(builder: ImageBuilder, rootfs_tar: Path) -> None:
+    """The base has a file of another owner, which needs subordinate ids or a namespace of all numbers."""
     base = rootfs_tar.with_name("owners.tar")
     shutil.copy(rootfs_tar, base)
     with tarfile.open(base, "a") as archive:
@@ -150,17 +152,17 @@ async def test_a_template_upon_an_image(builder: ImageBuilder, rootfs_tar: Path)
     assert content(image, "etc/shadow") == "x\n"
 
 
-async def test_an_archive_as_a_templates_base(
+async def test_an_archive_can_be_a_templates_base(
     builder: ImageBuilder, layer: bytes, tmp_path: Path, store: ImageStore
 ) -> None:
     write_oci_archive(tmp_path / "base.tar", layer)
     definition = "Bootstrap: oci-archive\nFrom: base.tar\n\n%post\n    echo made > /etc/made\n"
     template = ImageTemplate(name="t", version="1", definition=definition, folder=tmp_path)
     assert content(await built(builder, template), "etc/made") == "made\n"
-    assert len(store.entries()) == 2  # the base is kept as well
+    assert len(store.entries()) == 2  # the base is kept too
 
 
-async def test_reuse_by_lock_looks_at_all_content(
+async def test_reuse_by_lock_compares_all_content(
     builder: ImageBuilder, rootfs: Path, tmp_path: Path, store: ImageStore
 ) -> None:
     base = tmp_path / "base"
@@ -177,16 +179,16 @@ async def test_reuse_by_lock_looks_at_all_content(
     assert content(third, "etc/image") == "another base\n"
 
 
-async def test_reuse_by_version_looks_at_name_and_version_alone(builder: ImageBuilder, rootfs: Path) -> None:
-    first = await built(builder, saying(rootfs), Mode.VERSION)
-    assert await built(builder, saying(rootfs, "changed"), Mode.VERSION) == first
-    assert await built(builder, saying(Path("/absent"), "changed"), Mode.VERSION) == first
-    second = await built(builder, saying(rootfs, "changed", version="2"), Mode.VERSION)
+async def test_reuse_by_version_compares_only_name_and_version(builder: ImageBuilder, rootfs: Path) -> None:
+    first = await built(builder, saying(rootfs), ImageMode.VERSION)
+    assert await built(builder, saying(rootfs, "changed"), ImageMode.VERSION) == first
+    assert await built(builder, saying(Path("/absent"), "changed"), ImageMode.VERSION) == first
+    second = await built(builder, saying(rootfs, "changed", version="2"), ImageMode.VERSION)
     assert content(second, "etc/said") == "changed\n"
-    assert await built(builder, saying(rootfs), Mode.REBUILD) != first
+    assert await built(builder, saying(rootfs), ImageMode.REBUILD) != first
 
 
-async def test_a_failing_build_says_why_within_bounds(
+async def test_a_failing_build_gives_a_bounded_reason(
     builder: ImageBuilder, rootfs: Path, scratch: Path
 ) -> None:
     loud = "head -c 3000000 /dev/zero | tr '\\0' x; echo; printf '\\033[31mthe reason\\n' >&2; exit 3"
@@ -203,32 +205,32 @@ ENDLESS = (
 )
 
 
-async def test_a_build_that_takes_too_long_is_ended(
+async def test_a_build_over_its_time_is_stopped(
     apptainer: str, store: ImageStore, rootfs: Path, scratch: Path
 ) -> None:
-    builder = ImageBuilder(store, scratch=scratch, limits=Limits(seconds=5))
+    builder = ImageBuilder(store, scratch=scratch, limits=BuildLimits(seconds=5))
     template = ImageTemplate(name="t", version="1", definition=ENDLESS.format(rootfs=rootfs))
     with pytest.raises(SandboxError, match="more than 5 s"):
         await built(builder, template)
     assert names(scratch) == []
 
 
-async def test_a_build_that_would_fill_the_disk_is_ended(
+async def test_a_build_that_would_fill_the_disk_is_stopped(
     apptainer: str, store: ImageStore, rootfs: Path, scratch: Path
 ) -> None:
-    builder = ImageBuilder(store, scratch=scratch, limits=Limits(free_bytes=1 << 60))
+    builder = ImageBuilder(store, scratch=scratch, limits=BuildLimits(free_bytes=1 << 60))
     with pytest.raises(SandboxError, match="no room"):
         await built(builder, saying(rootfs))
     assert names(scratch) == []
 
 
-async def test_a_cancelled_build_leaves_nothing(
+async def test_a_cancelled_build_leaves_no_file(
     apptainer: str, store: ImageStore, rootfs: Path, scratch: Path
 ) -> None:
     started = asyncio.Event()
 
     def progress(line: str) -> None:
-        if "sleep 60" in line:  # of the two, either may be the last that was said
+        if "sleep 60" in line:  # either may be the last message
             started.set()
 
     builder = ImageBuilder(store, scratch=scratch, progress=progress)
@@ -242,7 +244,7 @@ async def test_a_cancelled_build_leaves_nothing(
     assert names(store.root / "locks") == []
 
 
-async def test_a_build_whose_supervisor_was_killed_ends_with_an_error(
+async def test_a_build_whose_supervisor_was_killed_fails(
     apptainer: str, store: ImageStore, rootfs: Path, scratch: Path
 ) -> None:
     killed: list[str] = []
@@ -281,7 +283,7 @@ def build_elsewhere(store: ImageStore, scratch: Path, definition: Path) -> subpr
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
 
 
-def test_two_processes_that_want_one_image_build_it_once(
+def test_two_processes_that_need_one_image_build_it_once(
     apptainer: str, store: ImageStore, rootfs: Path, scratch: Path, tmp_path: Path
 ) -> None:
     definition = tmp_path / "t.def"
@@ -296,7 +298,7 @@ def test_two_processes_that_want_one_image_build_it_once(
     assert names(scratch) == []
 
 
-async def test_a_killed_builder_leaves_nothing_that_hinders_the_next(
+async def test_a_killed_builder_does_not_block_the_next(
     builder: ImageBuilder, store: ImageStore, rootfs: Path, scratch: Path, tmp_path: Path
 ) -> None:
     definition = tmp_path / "t.def"
@@ -319,7 +321,7 @@ async def test_a_killed_builder_leaves_nothing_that_hinders_the_next(
     gate.write_text("true")
     image = await built(builder, ImageTemplate.read(definition))
     assert image.exists()
-    while names(scratch):  # the supervisor of the killed one removes what that made
+    while names(scratch):  # the killed builder's supervisor removes its files
         await asyncio.to_thread(os.sched_yield)
 
 
@@ -338,9 +340,7 @@ def _supervises(pid: int, folder: str) -> bool:
     return "images.supervisor" in command and folder in command
 
 
-async def test_an_image_that_was_built_runs_in_a_sandbox(
-    run_dir: Path, builder: ImageBuilder, rootfs: Path
-) -> None:
+async def test_a_built_image_runs_in_a_sandbox(run_dir: Path, builder: ImageBuilder, rootfs: Path) -> None:
     if reason := missing_for_sif():
         pytest.skip(reason)
     image = await built(builder, saying(rootfs))
@@ -352,9 +352,7 @@ async def test_an_image_that_was_built_runs_in_a_sandbox(
         await driver.aclose()
 
 
-async def test_without_a_builder_the_error_says_so(
-    store: ImageStore, rootfs_tar: Path, scratch: Path
-) -> None:
+async def test_a_missing_builder_is_reported(store: ImageStore, rootfs_tar: Path, scratch: Path) -> None:
     builder = ImageBuilder(store, scratch=scratch, environ={"PATH": "/absent"})
     with pytest.raises(SandboxError, match="neither apptainer nor singularity"):
         await built(builder, rootfs_tar)
@@ -383,11 +381,11 @@ def test_a_builder_sees_no_secrets(tmp_path: Path) -> None:
         (Rights(root=False, capable=False, subordinate=False), False, True),
     ],
 )
-def test_how_a_definition_is_built(may: Rights, identity: bool, unpack: bool) -> None:
+def test_the_builder_is_chosen_by_the_definition(may: Rights, identity: bool, unpack: bool) -> None:
     assert (may.identity, may.unpack_base) == (identity, unpack)
 
 
-def test_a_build_without_user_namespaces_says_to_build_elsewhere() -> None:
-    """What a setuid Apptainer says where the kernel gives its user none."""
+def test_a_build_without_user_namespaces_suggests_another_machine() -> None:
+    """Error of a setuid Apptainer if the kernel gives its user no namespace."""
     said = "FATAL:   /etc/subuid mapping found but no user namespace available for fakeroot"
     assert "build on another" in failure("apptainer build", 255, said, remote=False).hint

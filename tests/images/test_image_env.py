@@ -6,7 +6,7 @@ import pytest
 
 from prorl_envs.images.builder import ImageBuilder
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
 from prorl_envs.testing.sandbox_entry import SCRIPT_TEMPLATES, run_script
 from tests.images.conftest import write_oci_archive
 from tests.sandbox.rootfs import missing_for_sif
@@ -26,7 +26,7 @@ ENV = {
 
 
 @pytest.mark.skipif(bool(missing_for_sif()), reason=missing_for_sif())
-async def test_what_the_definition_sets_arrives_unchanged(
+async def test_variables_of_the_definition_are_unchanged(
     builder: ImageBuilder, layer: bytes, tmp_path: Path, run_dir: Path
 ) -> None:
     env = [f"{name}={value}" for name, value in ENV.items()]

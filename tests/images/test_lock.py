@@ -1,4 +1,4 @@
-"""The lock between nodes: who is taken for dead, and real processes that want the same key."""
+"""The lock between nodes: detection of dead owners, and real processes that compete for a key."""
 
 import asyncio
 import os
@@ -10,12 +10,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from prorl_envs.images.lock import KeyLock, Owner, Place, abandoned, here, process_started, read_lock
+from prorl_envs.images.lock import KeyLock, LockPlace, Owner, abandoned, here, process_started, read_lock
 from tests.images.conftest import names
 
 pytestmark = pytest.mark.anyio
 
-HERE = Place("host", "boot", "pids")
+HERE = LockPlace("host", "boot", "pids")
 OWNER = Owner(HERE, 7, "100", "token")
 
 
@@ -23,27 +23,27 @@ OWNER = Owner(HERE, 7, "100", "token")
     ("owner", "started", "unchanged_s", "gone"),
     [
         (OWNER, "100", 0.0, False),
-        (OWNER, "100", 1e9, False),  # alive here, if silent: it is only stopped
+        (OWNER, "100", 1e9, False),  # alive here, though silent: it is only stopped
         (OWNER, "", 0.0, True),  # dead
-        (OWNER, "200", 0.0, True),  # its number is somebody else's now
-        (Owner(Place("other", "boot", "pids"), 7, "100", "t"), "100", 9.0, False),
-        (Owner(Place("other", "boot", "pids"), 7, "100", "t"), "100", 10.0, True),
-        (Owner(Place("host", "earlier", "pids"), 7, "100", "t"), "100", 9.0, False),
-        (Owner(Place("host", "boot", "container"), 7, "100", "t"), "", 9.0, False),
+        (OWNER, "200", 0.0, True),  # its number was reused by another process
+        (Owner(LockPlace("other", "boot", "pids"), 7, "100", "t"), "100", 9.0, False),
+        (Owner(LockPlace("other", "boot", "pids"), 7, "100", "t"), "100", 10.0, True),
+        (Owner(LockPlace("host", "earlier", "pids"), 7, "100", "t"), "100", 9.0, False),
+        (Owner(LockPlace("host", "boot", "container"), 7, "100", "t"), "", 9.0, False),
         (None, "", 9.0, False),
         (None, "", 10.0, True),
     ],
 )
-def test_who_is_taken_for_dead(owner: Owner | None, started: str, unchanged_s: float, gone: bool) -> None:
+def test_dead_owners_are_detected(owner: Owner | None, started: str, unchanged_s: float, gone: bool) -> None:
     assert abandoned(owner, HERE, lambda pid: started, unchanged_s, 10.0) is gone
 
 
-def test_when_a_process_began() -> None:
+def test_the_start_time_of_a_process_is_read() -> None:
     assert process_started(os.getpid()) == process_started(os.getpid()) != ""
     assert process_started(2**22 + 1) == ""
 
 
-async def test_the_lock_is_held_and_given_back(tmp_path: Path) -> None:
+async def test_the_lock_is_held_and_released(tmp_path: Path) -> None:
     path = tmp_path / "key.lock"
     async with KeyLock(path):
         found = read_lock(path)
@@ -52,7 +52,7 @@ async def test_the_lock_is_held_and_given_back(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-async def test_one_after_the_other(tmp_path: Path) -> None:
+async def test_owners_take_turns(tmp_path: Path) -> None:
     inside: list[int] = []
     waited: list[Owner | None] = []
 
@@ -68,7 +68,7 @@ async def test_one_after_the_other(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-async def test_a_cancelled_waiter_and_a_cancelled_owner_leave_nothing(tmp_path: Path) -> None:
+async def test_a_cancelled_waiter_and_a_cancelled_owner_leave_no_file(tmp_path: Path) -> None:
     waiting = asyncio.Event()
     async with KeyLock(tmp_path / "key.lock"):
         waiter = asyncio.create_task(
@@ -117,9 +117,9 @@ async def test_a_killed_owners_lock_is_taken_over(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-async def test_a_silent_owner_elsewhere_is_taken_over_and_a_damaged_lock_too(tmp_path: Path) -> None:
+async def test_the_lock_of_a_silent_remote_owner_and_a_damaged_lock_are_taken_over(tmp_path: Path) -> None:
     path = tmp_path / "key.lock"
-    elsewhere = Owner(Place("other", "boot", "pids"), 1, "1", "token")
+    elsewhere = Owner(LockPlace("other", "boot", "pids"), 1, "1", "token")
     for content in (msgspec.json.encode(elsewhere), b"damaged", b""):
         path.write_bytes(content)
         async with KeyLock(path, stale_s=0.0):
@@ -127,9 +127,9 @@ async def test_a_silent_owner_elsewhere_is_taken_over_and_a_damaged_lock_too(tmp
         assert names(tmp_path) == []
 
 
-async def test_an_owner_that_was_taken_over_removes_nobody_elses_lock(tmp_path: Path) -> None:
+async def test_a_replaced_owner_removes_no_other_lock(tmp_path: Path) -> None:
     path = tmp_path / "key.lock"
-    other = msgspec.json.encode(Owner(Place("other", "boot", "pids"), 1, "1", "token"))
+    other = msgspec.json.encode(Owner(LockPlace("other", "boot", "pids"), 1, "1", "token"))
     async with KeyLock(path):
         path.unlink()
         path.write_bytes(other)
@@ -137,7 +137,7 @@ async def test_an_owner_that_was_taken_over_removes_nobody_elses_lock(tmp_path: 
     assert names(tmp_path) == ["key.lock"]
 
 
-async def test_where_the_file_system_has_no_links_one_makes_the_file(tmp_path: Path) -> None:
+async def test_without_hard_links_one_process_creates_the_file(tmp_path: Path) -> None:
     first, second = KeyLock(tmp_path / "key.lock"), KeyLock(tmp_path / "key.lock")
     assert first._create()
     assert not second._create()

@@ -1,21 +1,23 @@
-"""Pulling from a registry: a small one, on loopback, that asks for a password."""
+"""Pulls from a registry: a small one, on loopback, that requires a password."""
 
 import base64
 import hashlib
-import threading
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.images.builder import ImageBuilder
-from prorl_envs.images.modes import Mode
+from prorl_envs.images.modes import ImageMode
 from prorl_envs.images.store import ImageStore
 from prorl_envs.images.template import ImageTemplate
-from prorl_envs.sandbox.sif import labels
+from prorl_envs.sandbox.filesystem.sif import labels
+from tests.cli.test_image import run as image_command
+from tests.http_server import answering
 from tests.images.conftest import container
 
 pytestmark = pytest.mark.anyio
@@ -25,7 +27,7 @@ USER, PASSWORD = "somebody", "a password"
 
 @contextmanager
 def registry(layer: bytes) -> Iterator[tuple[str, list[str]]]:
-    """Serves one container as `/image:1` by the protocol of the OCI distribution specification.
+    """Serve one container as `/image:1` by the protocol of the OCI distribution specification.
 
     Yields:
         host and port, and the paths that were served.
@@ -62,15 +64,8 @@ def registry(layer: bytes) -> Iterator[tuple[str, list[str]]]:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"127.0.0.1:{server.server_port}", served
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with answering(Handler) as place:
+        yield place, served
 
 
 def environ(apptainer: str, home: Path, **more: str) -> dict[str, str]:
@@ -88,9 +83,9 @@ async def test_an_image_is_pulled_once_with_the_users_credentials(
         first = await builder.resolve(f"docker://{host}/image:1")
         count = len(served)
         assert first is not None and count > 0
-        assert await builder.resolve(f"docker://{host}/image:1", Mode.VERSION) == first
+        assert await builder.resolve(f"docker://{host}/image:1", ImageMode.VERSION) == first
         assert len(served) == count
-        assert await builder.resolve(f"docker://{host}/image:1", Mode.REBUILD) != first
+        assert await builder.resolve(f"docker://{host}/image:1", ImageMode.REBUILD) != first
         assert len(served) > count
         definition = (
             f"Bootstrap: docker\nRegistry: {host}\nFrom: image:1\n\n%post\n    echo made > /etc/made\n"
@@ -102,7 +97,7 @@ async def test_an_image_is_pulled_once_with_the_users_credentials(
     assert {entry.source for entry in store.entries()} == {f"docker://{host}/image:1", "template t 7"}
 
 
-async def test_without_credentials_the_error_says_what_to_set(
+async def test_without_credentials_the_error_names_the_variables_to_set(
     apptainer: str, store: ImageStore, scratch: Path, layer: bytes, tmp_path: Path
 ) -> None:
     builder = ImageBuilder(store, scratch=scratch, environ=environ(apptainer, tmp_path))
@@ -111,12 +106,33 @@ async def test_without_credentials_the_error_says_what_to_set(
     assert "APPTAINER_DOCKER_PASSWORD" in caught.value.hint
 
 
-async def test_without_a_network_the_error_says_so(
+async def test_without_a_network_the_error_gives_the_reason(
     apptainer: str, store: ImageStore, scratch: Path, tmp_path: Path
 ) -> None:
     with registry(b"") as (host, _):
-        pass  # nobody listens there any more
+        pass  # no process listens there any more
     builder = ImageBuilder(store, scratch=scratch, environ=environ(apptainer, tmp_path))
     with pytest.raises(SandboxError) as caught:
         await builder.resolve(f"docker://{host}/image:1")
     assert "cannot reach the registry" in caught.value.hint
+
+
+@pytest.mark.thorough
+def test_the_command_pulls_once_and_lists_images(
+    apptainer: str, layer: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    credentials = {"APPTAINER_DOCKER_USERNAME": USER, "APPTAINER_DOCKER_PASSWORD": PASSWORD}
+    for name, value in {**environ(apptainer, tmp_path), **credentials}.items():
+        monkeypatch.setenv(name, value)
+        monkeypatch.setenv(name.replace("APPTAINER", "SINGULARITY"), value)
+    monkeypatch.setenv("PRORL_DRIVER", "apptainer")
+    with registry(layer) as (host, served):
+        first = image_command(tmp_path, "pull", f"docker://{host}/image:1")
+        assert first.returncode == 0, first.stderr
+        count = len(served)
+        assert image_command(tmp_path, "pull", f"docker://{host}/image:1").stdout == first.stdout
+        assert len(served) == count
+        assert image_command(tmp_path, "pull", "--refresh", f"docker://{host}/image:1").returncode == 0
+        assert len(served) > count
+    listed = json.loads(image_command(tmp_path, "list", "--json").stdout)
+    assert [entry["source"] for entry in listed] == [f"docker://{host}/image:1"] * 2

@@ -1,4 +1,4 @@
-"""The cache: what comes in whole, what is left out, what goes first. No builder is needed."""
+"""The cache of images: additions, damaged entries, eviction. No builder is needed."""
 
 import os
 from pathlib import Path
@@ -6,40 +6,40 @@ from pathlib import Path
 import pytest
 
 from prorl_envs.errors import SandboxError
-from prorl_envs.images.store import Entry, ImageStore, choose
+from prorl_envs.images.store import ImageStore, StoredImage, choose
 
 DAY_S = 86_400
 
 
-def add(store: ImageStore, tmp_path: Path, name: str, size: int = 1000) -> Entry:
+def add(store: ImageStore, tmp_path: Path, name: str, size: int = 1000) -> StoredImage:
     built = tmp_path / "built"
     built.write_bytes(os.urandom(size))
     return store.add(built, key=f"{name:0<64}", name=name, version="1", source="test", content={})
 
 
-def age(store: ImageStore, entry: Entry, days: float) -> None:
+def age(store: ImageStore, entry: StoredImage, days: float) -> None:
     path = store.image(entry).with_name("used")
     then = path.stat().st_mtime - days * DAY_S
     os.utime(path, (then, then))
 
 
-def test_what_was_added_is_found(store: ImageStore, tmp_path: Path) -> None:
+def test_an_added_image_is_found(store: ImageStore, tmp_path: Path) -> None:
     assert store.find("a" + "0" * 63) is None
     assert store.entries() == []
     entry = add(store, tmp_path, "a")
     assert store.find(entry.key) == entry
     assert store.use(entry).read_bytes() == (tmp_path / "built").read_bytes()
-    assert store.find("a" + "0" * 62 + "1") is None  # the name has only the beginning of the key
+    assert store.find("a" + "0" * 62 + "1") is None  # the name has only a prefix of the key
     assert list((store.root / "incoming").iterdir()) == []
 
 
-def test_the_newest_of_a_key_counts_and_the_older_stays(store: ImageStore, tmp_path: Path) -> None:
+def test_the_newest_image_of_a_key_is_used_and_the_older_kept(store: ImageStore, tmp_path: Path) -> None:
     first, second = add(store, tmp_path, "a"), add(store, tmp_path, "a")
     assert store.find(first.key) == second
     assert store.image(first).exists()
 
 
-def test_damaged_entries_are_left_out(store: ImageStore, tmp_path: Path) -> None:
+def test_damaged_entries_are_ignored(store: ImageStore, tmp_path: Path) -> None:
     cut, unreadable, half, whole = (add(store, tmp_path, name) for name in "abcd")
     os.truncate(store.image(cut), 10)
     store.image(unreadable).with_name("entry.json").write_text("{}")
@@ -48,7 +48,7 @@ def test_damaged_entries_are_left_out(store: ImageStore, tmp_path: Path) -> None
     assert store.find(cut.key) is None
 
 
-def test_a_failing_addition_leaves_nothing(store: ImageStore, tmp_path: Path) -> None:
+def test_a_failing_addition_leaves_no_file(store: ImageStore, tmp_path: Path) -> None:
     with pytest.raises(SandboxError, match="cannot write the image cache"):
         store.add(tmp_path / "absent", key="a" * 64, name="a", version="", source="", content={})
     assert list((store.root / "incoming").iterdir()) == []
@@ -58,7 +58,7 @@ def test_a_failing_addition_leaves_nothing(store: ImageStore, tmp_path: Path) ->
     assert "image_cache" in caught.value.hint
 
 
-def test_the_images_unused_for_longest_go_first(store: ImageStore, tmp_path: Path) -> None:
+def test_the_images_unused_for_longest_are_removed_first(store: ImageStore, tmp_path: Path) -> None:
     old, older, fresh = (add(store, tmp_path, name) for name in "abc")
     age(store, old, 5)
     age(store, older, 9)
@@ -78,7 +78,7 @@ def test_using_an_image_keeps_it(store: ImageStore, tmp_path: Path) -> None:
     assert store.prune(1000) == [second]
 
 
-def test_what_killed_builders_left_is_swept_after_a_day(store: ImageStore, tmp_path: Path) -> None:
+def test_files_of_killed_builders_are_removed_after_a_day(store: ImageStore, tmp_path: Path) -> None:
     add(store, tmp_path, "a")
     (store.root / "locks").mkdir()
     for folder in ("incoming", "locks"):
@@ -91,7 +91,7 @@ def test_what_killed_builders_left_is_swept_after_a_day(store: ImageStore, tmp_p
     assert [path.name for path in (store.root / "locks").iterdir()] == ["new"]
 
 
-def test_pruning_an_absent_cache_makes_none(store: ImageStore) -> None:
+def test_pruning_a_missing_cache_creates_none(store: ImageStore) -> None:
     assert store.prune(0) == []
     assert not store.root.exists()
 
@@ -101,9 +101,9 @@ def test_a_path_that_is_too_long_is_refused(tmp_path: Path) -> None:
         ImageStore(tmp_path / ("a/" * 1600))
 
 
-def test_choosing_stops_as_soon_as_the_rest_fits() -> None:
+def test_eviction_stops_as_soon_as_the_rest_fits() -> None:
     entries = [
-        Entry(
+        StoredImage(
             id=name, key="", name=name, version="", source="", made=0.0, size=size, digest="", content={}
         )
         for name, size in (("a", 5), ("b", 5), ("c", 5))

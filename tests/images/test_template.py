@@ -33,7 +33,7 @@ def template(definition: str, folder: Path = Path(), **more: object) -> ImageTem
     return ImageTemplate(name="t", version="1", definition=definition, folder=folder, **more)  # type: ignore[arg-type]
 
 
-def test_stages_and_sections() -> None:
+def test_stages_and_sections_are_parsed() -> None:
     first, second = parse(TWO_STAGES)
     assert first.header == {"bootstrap": "docker", "from": "golang:1", "stage": "build"}
     assert second.header == {"bootstrap": "localimage", "from": "base.sif"}
@@ -43,7 +43,7 @@ def test_stages_and_sections() -> None:
     assert [stage.header for stage in again] == [first.header, second.header]
 
 
-def test_lines_join_a_section_that_is_there() -> None:
+def test_lines_are_added_to_an_existing_section() -> None:
     (stage,) = parse(HEAD + "%labels\n    a 1\n")
     stage.add("labels", ["    b 2"])
     assert render([stage]).count("%labels") == 1
@@ -67,7 +67,7 @@ def test_bad_definitions_are_refused(definition: str, says: str) -> None:
         template(definition).stages()
 
 
-def test_variables() -> None:
+def test_variables_are_substituted() -> None:
     assert substitute("a {{ x }} {{y}} {{ x }}", {"x": "1", "y": "2"}) == "a 1 2 1"
     with pytest.raises(InputError, match="needs a value for y"):
         substitute("{{ x }} {{ y }}", {"x": "1"})
@@ -76,7 +76,7 @@ def test_variables() -> None:
     for value in ("a\n%setup", "a\r\nb", "a\u2028b", "a\0b"):
         with pytest.raises(InputError, match="one printable line"):
             substitute("{{ x }}", {"x": value})
-    assert substitute("{{ x }}", {"x": "{{ y }}"}) == "{{ y }}"  # what is put in is not looked at again
+    assert substitute("{{ x }}", {"x": "{{ y }}"}) == "{{ y }}"  # inserted text is not expanded again
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def copied(definition: str, folder: Path, **more: object) -> dict[str, Path]:
     return made.copied(made.stages())
 
 
-def test_files_of_the_definition_and_of_the_template(tmp_path: Path) -> None:
+def test_copied_files_come_from_the_definition_and_the_template(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).touch()
     found = copied(
@@ -101,7 +101,7 @@ def test_files_of_the_definition_and_of_the_template(tmp_path: Path) -> None:
     assert found == {"/opt/a": tmp_path / "a", "/opt/c": tmp_path / "b", "/x": tmp_path / "a"}
 
 
-def test_paths_that_lead_out_of_the_folder_are_refused(tmp_path: Path) -> None:
+def test_paths_that_leave_the_folder_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     (tmp_path / "secret").touch()
@@ -117,7 +117,7 @@ def test_paths_that_lead_out_of_the_folder_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "target", ["opt/x", "/opt/../../etc", "/", "/a b", "/a*", "/a\nb", "/a;b", "/$(x)", "/`x`", "/a\\b"]
 )
-def test_bad_places_in_the_image_are_refused(tmp_path: Path, target: str) -> None:
+def test_invalid_places_in_the_image_are_refused(tmp_path: Path, target: str) -> None:
     (tmp_path / "a").touch()
     with pytest.raises(InputError, match="not a place"):
         copied(HEAD, tmp_path, files={target: Path("a")})
@@ -139,14 +139,14 @@ def test_a_dockerfile_becomes_a_definition(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["USER nobody", "ADD https://host/file /x", "  shell ['x']"])
-def test_a_dockerfile_whose_meaning_would_be_lost_is_refused(tmp_path: Path, line: str) -> None:
+def test_a_dockerfile_that_cannot_be_converted_faithfully_is_refused(tmp_path: Path, line: str) -> None:
     path = tmp_path / "Dockerfile"
     path.write_text(f"FROM x\n{line}\n")
     with pytest.raises(InputError, match="no like in a definition"):
         ImageTemplate.read(path)
 
 
-def test_an_absent_or_binary_definition_is_refused(tmp_path: Path) -> None:
+def test_a_missing_or_binary_definition_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.def").write_bytes(b"\xff\xfe")
     for name in ("absent.def", "x.def"):
         with pytest.raises(InputError, match="cannot read"):

@@ -1,4 +1,4 @@
-"""Where a model is asked what it has learnt: the right choices are those that solve the tasks."""
+"""Choices on which a model is tested: the right ones are those that solve the tasks."""
 
 import itertools
 from collections import Counter
@@ -8,7 +8,7 @@ from learn.demonstrations import Step
 from learn.tasks import tasks
 
 
-def test_every_right_choice_stands_in_a_command_that_solves_the_task() -> None:
+def test_every_right_choice_occurs_in_a_command_that_solves_the_task() -> None:
     kinds = Counter[str]()
     for task in itertools.islice(tasks("held_out", 0), 30):
         (reference,) = task.row["reference"]

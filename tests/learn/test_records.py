@@ -1,4 +1,4 @@
-"""What is kept of a run, and what is shown of it."""
+"""Records of a run, and its report."""
 
 import csv
 import io
@@ -13,7 +13,7 @@ from learn.records import Records, curve, read_records
 from learn.report import Runs, save_numbers, save_steps, table
 from learn.system import summary
 from prorl_envs.errors import InputError
-from prorl_envs.rollout.types import JobState, Result, StopReason
+from prorl_envs.rollout.api.types import JobState, Result, StopReason
 
 ROOT = Path(__file__).parents[2]
 GOOD = """\
@@ -31,7 +31,7 @@ def look(reward: float, **levels: float) -> dict[str, Any]:
     return {"reward": reward, "by_level": {level.removeprefix("l"): value for level, value in levels.items()}}
 
 
-def test_a_run_goes_on_without_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+def test_a_resumed_run_discards_records_after_its_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "a" / "records.jsonl"
     records = Records(path)
     for step in (0, 5):
@@ -40,7 +40,7 @@ def test_a_run_goes_on_without_what_came_after_its_checkpoint(tmp_path: Path) ->
             records.add("train", later, {"reward": 0.0})
     records.add("held_out", 10, look(0.9))
     with path.open("a") as file:
-        file.write('{"kind": "train", "st')  # it was killed here
+        file.write('{"kind": "train", "st')  # the run was killed here
     assert len(read_records(path)) == 13
     Records(path, since=5)
     kept = read_records(path)
@@ -64,7 +64,7 @@ def test_a_failure_is_no_reward() -> None:
     assert summary([result(JobState.FAILED, None)], [1])["reward"] is None
 
 
-def test_the_table_and_the_file_have_every_look(tmp_path: Path) -> None:
+def test_the_table_and_the_file_have_every_evaluation(tmp_path: Path) -> None:
     train = {"kind": "train", "step": 1, "reward": 0.2, "logprob_gap": 2e-6, "stale": 0}
     runs: Runs = {
         ("trained", 1): [
@@ -103,7 +103,7 @@ def test_the_table_and_the_file_have_every_look(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "learn").glob("*.yaml")), ids=lambda path: path.name)
-def test_the_plans_that_are_shipped_can_be_read(path: Path) -> None:
+def test_the_included_plans_are_valid(path: Path) -> None:
     if "service" in path.name:
         from prorl_envs.catalog import Catalog
         from prorl_envs.config import load_settings

@@ -1,4 +1,4 @@
-"""The tasks that a small model learns on: what is held out stays out, and demonstrations are true."""
+"""Tasks of the small model: held-out topics stay out of training, and demonstrations are correct."""
 
 import itertools
 import json
@@ -12,7 +12,7 @@ from learn.tasks import LEVELS, LearnTask, Split, held_out, tasks
 from prorl_envs.env.node import Node
 from prorl_envs.env.validate import validate
 from prorl_envs.envs.bash.env import BashEnvironment
-from prorl_envs.sandbox.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
 from prorl_envs.tools.types import ToolCall
 
 
@@ -27,7 +27,7 @@ def some(split: Split, count: int, seed: int = 0) -> list[LearnTask]:
 
 
 def asked(task: LearnTask) -> tuple[str, ...]:
-    """What a task asks about, as its instruction says it."""
+    """Return the topic of a task, from its instruction."""
     words = str(task.row["instruction"]).replace(".txt", "").replace(".sh", "").split()
     if task.level == 3:
         return (words[1], words[7], task.found)
@@ -40,7 +40,7 @@ def test_a_seed_gives_the_same_tasks_and_another_seed_others() -> None:
     assert [task.level for task in some("train", 6)] == [*LEVELS, *LEVELS]
 
 
-def test_what_held_out_tasks_ask_about_never_occurs_in_training() -> None:
+def test_topics_of_held_out_tasks_never_occur_in_training() -> None:
     trained = {asked(task) for task in some("train", 1500)}
     examined = {asked(task) for task in some("held_out", 300)}
     assert not trained & examined
@@ -60,7 +60,7 @@ async def test_references_score_1_and_untouched_workspaces_0(node: Node) -> None
 
 
 @pytest.mark.anyio
-async def test_a_real_shell_prints_what_demonstrations_say(node: Node) -> None:
+async def test_a_real_shell_prints_the_output_in_the_demonstrations(node: Node) -> None:
     shown = [one for one in itertools.islice(demonstrations(tasks("train", 0), 0), 20) if one[1]]
     printed, said = [], []
     for task, steps in shown:
@@ -74,8 +74,8 @@ async def test_a_real_shell_prints_what_demonstrations_say(node: Node) -> None:
     assert printed == said
 
 
-def test_demonstrations_are_right_now_and_then_and_not_more() -> None:
-    """The first call of one that needs no more is the reference or not."""
+def test_demonstrations_are_right_sometimes() -> None:
+    """The first call of a demonstration that needs only one is the reference or not."""
     shown = [one for one in itertools.islice(demonstrations(tasks("train", 0), 0), 3000) if one[0].level == 2]
     right = sum(
         bool(steps) and steps[0].command == task.row["reference"][0]["arguments"]["command"]

@@ -1,4 +1,4 @@
-"""What an ablation changes, against a service over real HTTP and with a real tokenizer."""
+"""Effects of an ablation, with a service over real HTTP and a real tokenizer."""
 
 import random
 from pathlib import Path
@@ -10,8 +10,8 @@ from learn.ahead import AheadRollouts
 from learn.drift import retokenised, split
 from learn.plan import load_plan
 from prorl_envs.errors import InputError
-from prorl_envs.policy.types import Sampling
-from prorl_envs.rollout.types import JobState
+from prorl_envs.model.types import Sampling
+from prorl_envs.rollout.api.types import JobState
 from prorl_envs.testing.tokenizer import builtin_renderer
 from prorl_envs.trainers.asking import connect_sync
 from prorl_envs.trainers.trl import prompts
@@ -22,7 +22,7 @@ RENDERER = builtin_renderer()
 
 
 def rollouts(*answers: list[int]) -> dict[str, list[Any]]:
-    """One rollout: each answer is followed by an observation."""
+    """Make a rollout: an observation follows each answer."""
     prompt = RENDERER.prompt([{"role": "user", "content": "Look."}])
     between = RENDERER.tokenizer.encode("\n<|im_start|>tool\nfile<|im_end|>\n<|im_start|>assistant\n").ids
     ids: list[int] = []
@@ -43,7 +43,7 @@ def encoded(text: str) -> list[int]:
     return RENDERER.tokenizer.encode(text).ids
 
 
-def test_text_tokenised_as_the_tokenizer_does_is_the_same_again() -> None:
+def test_text_tokenised_by_the_tokenizer_is_unchanged() -> None:
     output = rollouts(encoded("the file<|im_end|>"), encoded("done.<|im_end|>"))
     again, counts = retokenised(output, RENDERER.tokenizer)
     assert counts == {"drift": 0.0, "drifted": 0.0}
@@ -65,7 +65,7 @@ def test_an_answer_sampled_in_other_tokens_drifts_and_is_counted() -> None:
     assert counts["drifted"] == 1.0 and 0 < counts["drift"] <= 1
 
 
-def test_tokens_shown_as_two_are_the_same_text_and_drift() -> None:
+def test_tokens_split_in_two_are_the_same_text_and_drift() -> None:
     usual = encoded("<tool_call>the file of the folder</tool_call><|im_end|>")
     for share, longer in ((0.0, False), (1.0, True)):
         shown = split(usual, RENDERER.tokenizer, share, random.Random(0))
@@ -93,7 +93,7 @@ def of_step(*names: str) -> list[str]:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_rollouts_are_as_old_as_they_are_ahead_and_no_older(toy: ToyService, staleness: int) -> None:
+def test_rollouts_have_exactly_the_requested_staleness(toy: ToyService, staleness: int) -> None:
     uploads: list[int] = []
     rollouts = ahead(toy, staleness, uploads)
     seen = []
@@ -105,7 +105,7 @@ def test_rollouts_are_as_old_as_they_are_ahead_and_no_older(toy: ToyService, sta
                 str(2 * step + index) for index in (0, 0, 1, 1)
             ]
             seen.append({step - int(version) for version in output["weight_version"]})
-            with connect_sync(toy.url) as client:  # what was asked for ahead has time to end
+            with connect_sync(toy.url) as client:  # requests_made_ahead_have_time_to_finish
                 list(client.follow([group.id for asked, _ in rollouts._asked.values() for group in asked]))
     finally:
         rollouts.close()
@@ -113,7 +113,7 @@ def test_rollouts_are_as_old_as_they_are_ahead_and_no_older(toy: ToyService, sta
     assert uploads == [0, 1, 2]
 
 
-def test_what_is_ahead_at_the_end_is_cancelled(toy: ToyService) -> None:
+def test_requests_ahead_of_the_last_step_are_cancelled(toy: ToyService) -> None:
     rollouts = ahead(toy, 1, [])
     rollouts(of_step("a", "b"), trl_trainer(0))
     toy.close_gate("eval")
@@ -126,7 +126,7 @@ def test_what_is_ahead_at_the_end_is_cancelled(toy: ToyService) -> None:
     assert states == [JobState.CANCELLED] * 2
 
 
-def test_a_variant_has_a_name_of_its_own() -> None:
+def test_every_variant_has_a_unique_name() -> None:
     plan = load_plan(TINY)
     assert plan.arm == "trained" and plan.changed({"steps": 3}).steps == 3
     assert plan.changed({"dynamic": True}).arm == "dynamic"

@@ -1,4 +1,4 @@
-"""Makes a tiny model for llama.cpp: `make_gguf.py TOKENIZER_JSON END_ID FILE`, with a Python that has `gguf`.
+"""Make a tiny model for llama.cpp: `make_gguf.py TOKENIZER_JSON END_ID FILE`, with a Python that has `gguf`.
 
 A Qwen 3 of two layers with random weights, and the tokenizer as it is. It says ASCII only: some versions of
 llama.cpp lose answers that are not UTF-8.
@@ -37,7 +37,7 @@ def main(tokenizer: Path, end: int, out: Path) -> None:
 
 
 def _vocabulary(writer: gguf.GGUFWriter, model: dict[str, Any], end: int) -> list[str]:
-    """Write the tokenizer; its tokens, by id."""
+    """Write the tokenizer; return its tokens, by id."""
     added = {token["content"]: token["special"] for token in model["added_tokens"]}
     tokens = sorted(
         {**model["model"]["vocab"], **{t["content"]: t["id"] for t in model["added_tokens"]}}.items(),
@@ -56,7 +56,7 @@ def _vocabulary(writer: gguf.GGUFWriter, model: dict[str, Any], end: int) -> lis
 
 
 def _plain(token: str) -> bool:
-    """Whether a token of a byte-level vocabulary is ASCII; spaces and line ends have letters of their own."""
+    """Whether a token of a byte-level vocabulary is ASCII; spaces and line ends are encoded as letters."""
     return token.replace("\u0120", "").replace("\u010a", "").isascii()
 
 
@@ -75,7 +75,7 @@ def _weights(writer: gguf.GGUFWriter, said: Any) -> None:
         writer.add_tensor(name, numpy.ones(size, dtype=numpy.float32))
 
     wide = _HEADS * _HEAD
-    # The first dimension is the same everywhere, which stands in for a bias of the last layer.
+    # The first dimension is constant, as a replacement for a bias of the last layer.
     embedding = chance.standard_normal((count, _HIDDEN)).astype(numpy.float32)
     embedding[:, 0] = 8.0
     last = (chance.standard_normal((count, _HIDDEN)) * 0.5).astype(numpy.float32)

@@ -1,4 +1,4 @@
-"""The llama.cpp client and `check-llm` against a real server, with a tiny random model made on the spot."""
+"""The llama.cpp client and `check-llm` with a real server and a tiny random model made for the tests."""
 
 import asyncio
 import json
@@ -12,17 +12,17 @@ from pathlib import Path
 import httpx
 import pytest
 
-from prorl_envs.policy.link import ClientLimits
-from prorl_envs.policy.llamacpp import LlamaCppClient
-from prorl_envs.policy.probe import probe
-from prorl_envs.policy.protocol import ProtocolError
-from prorl_envs.policy.rendering import TemplateRenderer
-from prorl_envs.policy.server_checks import State, Subject, check_server
-from prorl_envs.policy.servers import Servers
-from prorl_envs.policy.types import Sampled, Sampling
-from prorl_envs.rollout.types import Result
+from prorl_envs.model.answer_checks import ProtocolError
+from prorl_envs.model.http.client import ClientLimits
+from prorl_envs.model.servers.compatibility_checks import CheckState, CheckSubject, check_server
+from prorl_envs.model.servers.detect import Servers
+from prorl_envs.model.servers.llamacpp import LlamaCppClient
+from prorl_envs.model.servers.probe import probe
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.model.types import Sampled, Sampling
+from prorl_envs.rollout.api.types import Result
 from prorl_envs.testing.tokenizer import END_OF_TEXT, builtin_renderer, save_tokenizer
-from prorl_envs.testing.vllm_server import free_port, process, wait_until_healthy
+from tests.support.vllm_server import free_port, process, wait_until_healthy
 
 pytestmark = [pytest.mark.llamacpp, pytest.mark.anyio]
 
@@ -63,7 +63,7 @@ async def talking(url: str, *stops: int) -> AsyncIterator[LlamaCppClient]:
 
 
 async def some(client: LlamaCppClient, sampling: Sampling, count: int) -> list[Sampled]:
-    """So many answers; those whose text is not UTF-8 the server loses, and says so."""
+    """Return that many answers; the server loses those whose text is not UTF-8, and reports it."""
     found: list[Sampled] = []
     while len(found) < count:
         try:
@@ -73,7 +73,7 @@ async def some(client: LlamaCppClient, sampling: Sampling, count: int) -> list[S
     return found
 
 
-async def test_it_is_found_out_and_probed(url: str) -> None:
+async def test_it_is_detected_and_probed(url: str) -> None:
     report = await probe(url, prompt_ids=PROMPT, vocab_size=RENDERER.vocab_size)
     assert report.ok, report.problem
     assert report.model.endswith("tiny.gguf")
@@ -84,8 +84,8 @@ async def test_it_is_found_out_and_probed(url: str) -> None:
 
 
 async def test_its_probabilities_are_those_of_the_policy(url: str) -> None:
-    """Each of many single tokens, drawn at two temperatures: those drawn often have the probability that is
-    said of them, and the colder one's are the hotter one's, sharpened."""
+    """Many single tokens, drawn at two temperatures: frequent ones have the reported probability, and those
+    at the lower temperature are those at the higher one, sharpened."""
     async with talking(url) as client:
         said: dict[float, dict[int, float]] = {}
         for temperature in (0.7, 1.4):
@@ -101,7 +101,7 @@ async def test_its_probabilities_are_those_of_the_policy(url: str) -> None:
     assert colder == pytest.approx(2 * hotter, rel=0.02), "a logit's difference over the temperature"
 
 
-async def test_sampled_ids_sent_back_are_gone_on_with(url: str) -> None:
+async def test_sampled_ids_sent_back_are_continued(url: str) -> None:
     async with talking(url) as client:
         whole = await client.generate(PROMPT, GREEDY, session="s")
         assert whole.finish_reason == "length" and len(whole.ids) == 12
@@ -116,7 +116,7 @@ async def test_sampled_ids_sent_back_are_gone_on_with(url: str) -> None:
         assert (stopped.ids, stopped.finish_reason) == (whole.ids[: first + 1], "stop")
 
 
-async def test_an_answer_is_told_while_it_is_sampled(url: str) -> None:
+async def test_an_answer_is_streamed_while_it_is_sampled(url: str) -> None:
     heard: list[int] = []
     async with talking(url) as client:
         whole = await client.generate(PROMPT, GREEDY, session="s")
@@ -134,7 +134,7 @@ async def test_an_answer_is_told_while_it_is_sampled(url: str) -> None:
         )
 
 
-async def test_a_seed_repeats_and_a_long_prompt_is_refused(url: str) -> None:
+async def test_a_seed_is_reproducible_and_a_long_prompt_is_refused(url: str) -> None:
     async with talking(url) as client:
         short = Sampling(max_tokens=1, seed=2**40)
         one, two = [(await client.generate(PROMPT, short, session="s")).ids for _ in range(2)]
@@ -143,7 +143,7 @@ async def test_a_seed_repeats_and_a_long_prompt_is_refused(url: str) -> None:
             await client.generate(PROMPT * 500, Sampling(max_tokens=1), session="s")
 
 
-async def test_hanging_up_frees_its_slot(url: str) -> None:
+async def test_disconnecting_frees_its_slot(url: str) -> None:
     async with talking(url) as client:
         task = asyncio.ensure_future(client.generate(PROMPT, Sampling(max_tokens=900, seed=1), session="s"))
         await asyncio.wait([task], timeout=0.05)
@@ -154,22 +154,22 @@ async def test_hanging_up_frees_its_slot(url: str) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_check_llm_says_what_it_lacks(url: str) -> None:
+async def test_check_llm_lists_its_missing_features(url: str) -> None:
     servers = Servers.of(RENDERER, limits=ClientLimits(attempts=1))
     client = servers.connect(url)
-    subject = Subject(client, servers, url, PROMPT)
+    subject = CheckSubject(client, servers, url, PROMPT)
     try:
         findings = {finding.id: finding for finding in await check_server(subject, pauses=True)}
     finally:
         await client.aclose()
     lost = {name for name, one in findings.items() if "lost what it had sampled" in one.reason}
-    assert {name for name, one in findings.items() if one.state is State.BROKEN} <= lost
-    assert {"L8", "L9"} <= {name for name, one in findings.items() if one.state is State.ABSENT}
-    assert findings["L7"].state is State.KEPT, findings["L7"]
+    assert {name for name, one in findings.items() if one.state is CheckState.BROKEN} <= lost
+    assert {"L8", "L9"} <= {name for name, one in findings.items() if one.state is CheckState.ABSENT}
+    assert findings["L7"].state is CheckState.KEPT, findings["L7"]
 
 
-def test_a_whole_rollout(url: str, tmp_path: Path) -> None:
-    """The command a user has: the bash family, in sandboxes, sampled by a real server."""
+def test_a_complete_rollout(url: str, tmp_path: Path) -> None:
+    """The command of a user: the bash family, in sandboxes, sampled by a real server."""
     save_tokenizer(tmp_path / "tokenizer")
     command = [Path(sys.executable).with_name("prorl-envs"), "run", "bash", "--llm", url]
     command += ["--tokenizer", tmp_path / "tokenizer", "--limit", "1", "--samples", "2"]
@@ -181,14 +181,14 @@ def test_a_whole_rollout(url: str, tmp_path: Path) -> None:
     played = [result.trajectory for result in results if result.trajectory is not None]
     assert len(results) == 2 and played
     for trajectory in played:
-        assert (trajectory.drift, trajectory.exact) == (0, True)
+        assert (trajectory.drift, trajectory.token_exact) == (0, True)
         assert sum(trajectory.loss_mask) == sum(turn.end - turn.start for turn in trajectory.turns)
     for result in results:
         assert result.failure is None or "lost what it had sampled" in result.failure.message
 
 
 def test_the_renderer_is_the_models(url: str) -> None:
-    """Its own tokenizer has the same ids as ours."""
+    """Its own tokenizer yields the same ids as ours."""
     text = "<|im_start|>user\nList the files.<|im_end|>\n"
     theirs = httpx.post(f"{url}/tokenize", json={"content": text, "parse_special": True}).json()["tokens"]
     renderer: TemplateRenderer = RENDERER

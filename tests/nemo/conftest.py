@@ -1,4 +1,4 @@
-"""What the tests of NeMo Gym's servers share."""
+"""Fixtures for the tests of NeMo Gym's servers."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ SERVICE_TOKEN = "a-token-of-sixteen-characters"
 
 @contextmanager
 def command(ready: str, *arguments: str, **environ: str) -> Iterator[str]:
-    """`prorl-envs` in the background; the first line that holds `ready`."""
+    """Run `prorl-envs` in the background; yield the first line that contains `ready`."""
     process = subprocess.Popen(
         [COMMAND, *arguments],
         env={**os.environ, **environ},
@@ -54,7 +54,7 @@ def free_port() -> str:
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a rollout service over a scripted model, with a token."""
     environ = {"PRORL_RUN_DIR": str(tmp_path_factory.mktemp("run")), "PRORL_SERVER__TOKEN": SERVICE_TOKEN}
-    with command("--llm", "scripted", "bash", "--mix", "solve=1") as options:
+    with command("--llm", "scripted-model", "bash", "--mix", "solve=1") as options:
         port = free_port()
         arguments = ["serve", *options.split(), "--port", port, "--store", "memory"]
         with command("Ctrl-C ends it", *arguments, **environ):
@@ -63,7 +63,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def loops_own_pipe() -> None:
-    """The loop that NeMo Gym's servers run on opens one pipe per process, at its first use: not a leak."""
+    """NeMo Gym's event loop opens one pipe per process, at its first use: not a leak."""
     import uvloop  # type: ignore[import-not-found, unused-ignore]  # comes with NeMo Gym
 
     async def nothing() -> None:

@@ -1,4 +1,4 @@
-"""NeMo Gym's agent in front of a real rollout service: rows in, graded token rollouts out."""
+"""NeMo Gym's agent with a real rollout service: rows in, graded token rollouts out."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.nemo, pytest.mark.timeout(300), pytest.mark.usefixture
 
 @contextmanager
 def serving(service: str, **settings: Any) -> Iterator[httpx.Client]:
-    """The agent's own server, over HTTP."""
+    """Serve the agent over HTTP."""
     config = RolloutAgentConfig(
         name="prorl_agent",
         host="127.0.0.1",
@@ -79,7 +79,7 @@ def test_a_rollout_is_graded_and_one_contiguous_row(agent: httpx.Client) -> None
 
 
 @pytest.mark.anyio
-async def test_many_at_once_each_get_their_own(service: str, agent: httpx.Client) -> None:
+async def test_concurrent_requests_each_get_their_own_rollout(service: str, agent: httpx.Client) -> None:
     chosen = rows()[:4] * 2
     async with httpx.AsyncClient(base_url=agent.base_url, timeout=120) as client:
         answers = await asyncio.gather(*(client.post("/run", json=row) for row in chosen))
@@ -88,14 +88,14 @@ async def test_many_at_once_each_get_their_own(service: str, agent: httpx.Client
     assert {answer.json()["reward"] for answer in answers} == {1.0}
 
 
-def test_the_sampling_asked_for_is_the_services(agent: httpx.Client) -> None:
+def test_the_requested_sampling_is_used_by_the_service(agent: httpx.Client) -> None:
     row = rows()[0]
     row["responses_create_params"] |= {"temperature": 99.0}
     refused = agent.post("/run", json=row)
     assert refused.status_code == 422 and "temperature" in refused.json()["error"]["message"]
 
 
-def test_a_row_that_the_service_refuses_is_the_callers_mistake(agent: httpx.Client) -> None:
+def test_a_row_that_the_service_refuses_is_a_client_error(agent: httpx.Client) -> None:
     row = rows()[0]
     row["verifier_metadata"]["task"]["checks"] = [{"type": "no such check"}]
     refused = agent.post("/run", json=row)
@@ -115,7 +115,7 @@ def test_a_failure_is_never_a_reward(service: str, monkeypatch: pytest.MonkeyPat
         assert KNOWS_MASKS or masked["_ng_failure_class"] == "prorl:environment"
 
 
-def test_a_wrong_token_says_so(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_token_is_reported(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prorl_envs.nemo.agent.AWAY_S", 2.0)
     monkeypatch.setenv("PRORL_SERVER__TOKEN", "another-token-of-some-length")
     with serving(service) as agent:
@@ -123,7 +123,7 @@ def test_a_wrong_token_says_so(service: str, monkeypatch: pytest.MonkeyPatch) ->
     assert refused.status_code == 503 and "does not answer" in refused.json()["error"]["message"]
 
 
-def test_a_caller_that_goes_away_cancels_its_rollout(service: str, agent: httpx.Client) -> None:
+def test_a_caller_that_disconnects_cancels_its_rollout(service: str, agent: httpx.Client) -> None:
     row = rows()[0]
     row["verifier_metadata"]["task"]["setup"] = "sleep 600"
     with pytest.raises(httpx.ReadTimeout):
@@ -134,5 +134,5 @@ def test_a_caller_that_goes_away_cancels_its_rollout(service: str, agent: httpx.
             status = trainer.get("/v1/status").json()
             if status["unfinished"] == 0:
                 break
-            trainer.get("/v1/results", params={"after": status["newest"], "wait_s": 0.5})
+            trainer.get("/v1/results", params={"after": status["newest_cursor"], "wait_s": 0.5})
         assert status["unfinished"] == 0 and status["finished"]["cancelled"] == 1

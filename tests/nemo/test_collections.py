@@ -22,10 +22,10 @@ from prorl_envs.env.validate import validate
 from prorl_envs.errors import InputError
 from prorl_envs.nemo.rows import blank, nemo_row
 from prorl_envs.remote.servers import OwnServer
-from prorl_envs.rollout.service import RolloutService
-from prorl_envs.rollout.types import GroupRequest, JobState, Result
+from prorl_envs.rollout.api.types import GroupRequest, JobState, Result
+from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.testing.tokenizer import builtin_renderer
-from prorl_envs.testing.toy import Play, ToyModel, empty_node
+from tests.support.toy import Play, ToyModel, empty_node
 
 pytestmark = [pytest.mark.nemo, pytest.mark.anyio, pytest.mark.timeout(600)]
 
@@ -83,7 +83,7 @@ PLAYS: dict[str, Sequence[Any]] = {
 }
 
 
-async def test_servers_that_ship_with_nemo_gym_run_through_our_stages() -> None:
+async def test_servers_shipped_with_nemo_gym_run_through_our_stages() -> None:
     names = {
         "counter": "example_session_state_mgmt",
         "quiz": "mcqa",
@@ -114,8 +114,8 @@ async def test_servers_that_ship_with_nemo_gym_run_through_our_stages() -> None:
 
 
 @pytest.mark.parametrize("name", ["bash", "ipython", "swebench"])
-async def test_our_own_servers_give_what_the_family_gives_in_process(name: str) -> None:
-    """The same task, reference and untouched, with and without NeMo Gym in between."""
+async def test_our_own_servers_return_the_same_as_the_family_in_process(name: str) -> None:
+    """The same task, solved and untouched, with and without NeMo Gym."""
     picked = [row for _, row in rows(example_path(name))][: 1 if name == "swebench" else 3]
     tasks = [blank(name).load(row) for row in picked]
     if reason := blank(name).unavailable(tasks[0]):
@@ -171,7 +171,7 @@ async def test_a_row_with_a_reference_is_validated() -> None:
             assert (verdict.reference, verdict.untouched) == ((1.0, 1.0), 0.0)
 
 
-async def test_a_server_that_dies_fails_its_episode_and_the_next_one_has_a_new_one() -> None:
+async def test_a_dying_server_fails_its_episode_and_is_replaced_for_the_next() -> None:
     import asyncio
     import os
     import signal
@@ -189,7 +189,7 @@ async def test_a_server_that_dies_fails_its_episode_and_the_next_one_has_a_new_o
         os.kill(server.pid, signal.SIGKILL)
         with pytest.raises(ToolError):
             await first.call(ToolCall("c", "increment_counter", {"count": 1}))
-        while server.pid is not None:  # noqa: ASYNC110 - its sockets close before it has ended
+        while server.pid is not None:  # noqa: ASYNC110 - its sockets close before its exit
             await asyncio.sleep(0.01)
         async with family(empty_node()) as second:
             await second.init(task)
@@ -204,7 +204,7 @@ async def test_a_server_that_dies_fails_its_episode_and_the_next_one_has_a_new_o
         ({"config": config("equivalence_llm_judge")}, "does not run here"),
     ],
 )
-async def test_a_server_that_cannot_be_started_says_why(entry: dict[str, Any], says: str) -> None:
+async def test_a_server_that_cannot_be_started_names_the_reason(entry: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError) as caught:
         async with offering(x={"nemo": entry}):
             pass

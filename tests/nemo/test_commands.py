@@ -5,16 +5,24 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from prorl_envs.cli.nemo import nemo
+from prorl_envs.cli.commands.nemo import nemo
 from prorl_envs.env.registry import example_path
 from prorl_envs.errors import InputError
+from prorl_envs.nemo.rows import render
 
 
 def test_rows_are_written(tmp_path: Path) -> None:
     target = tmp_path / "rows.jsonl"
     done = CliRunner().invoke(nemo, ["rows", "bash", str(example_path("bash")), str(target)])
     assert done.exit_code == 0, done.output
-    assert target.read_text() == example_path("bash").with_name("nemo_example.jsonl").read_text()
+    assert target.read_text() == render("bash", example_path("bash"))
+
+
+def test_the_example_rows_are_written(tmp_path: Path) -> None:
+    done = CliRunner().invoke(nemo, ["examples", "bash", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    written = (tmp_path / "data" / "example.jsonl").read_text().splitlines()
+    assert written == render("bash", example_path("bash")).splitlines()[:5]
 
 
 def test_the_root_is_made_and_only_its_flags_are_printed(tmp_path: Path) -> None:
@@ -35,6 +43,6 @@ def test_an_unknown_family_is_an_input_error(tmp_path: Path) -> None:
     assert isinstance(done.exception, InputError)
 
 
-@pytest.mark.parametrize("command", ["rows", "gym-root"])
-def test_each_command_explains_itself(command: str) -> None:
+@pytest.mark.parametrize("command", ["rows", "examples", "gym-root"])
+def test_each_command_has_help(command: str) -> None:
     assert CliRunner().invoke(nemo, [command, "--help"]).exit_code == 0

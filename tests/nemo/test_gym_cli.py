@@ -1,17 +1,16 @@
-"""NeMo Gym's own command line on our environments: validate, start, evaluate, stop, and nothing is left."""
+"""NeMo Gym's own command line with our environments: validate, start, evaluate, stop, without leaks."""
 
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
-import sys
-import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,24 +18,46 @@ import pytest
 
 pytest.importorskip("nemo_gym", reason="run by scripts/test-nemo.sh in an environment of its own")
 
+from prorl_envs.cli.commands.new import FLAVOURS, RECORDED_NAME, new
+from prorl_envs.env.base import Task
 from prorl_envs.env.registry import example_path, load_tasks
+from prorl_envs.nemo.examples import (
+    COUNT,
+    EXAMPLE,
+    METRICS,
+    ROLLOUTS,
+    example_rollouts,
+    read_jsonl,
+    write_examples,
+)
 from prorl_envs.nemo.responses import check_contiguous
-from prorl_envs.nemo.root import GymRoot, gym_root
-from prorl_envs.nemo.rows import agent_name, write_rows
-from prorl_envs.testing.openai_face import Behaviour, scripted_openai
-from tests.nemo.conftest import SERVICE_TOKEN
+from prorl_envs.nemo.root import GymRoot
+from prorl_envs.nemo.rows import BUILT_IN, agent_name, jsonl, server_name, write_rows
+from prorl_envs.testing.openai_face import FakeBehaviour, scripted_openai
+from tests.nemo.gym import (
+    CHECKOUT,
+    GYM,
+    RECORDING,
+    SCAFFOLD,
+    SITE,
+    environment,
+    gym,
+    prepared_root,
+    server_folder,
+)
 
 pytestmark = [pytest.mark.nemo, pytest.mark.timeout(900)]
 
-GYM = Path(sys.executable).with_name("gym")
-FAMILIES = ("bash", "code", "ipython", "math", "stem", "swebench")
-#: Rows of each example evaluated here; a SWE-bench row builds a repository at its first use.
-ROWS = {"bash": 100, "code": 4, "ipython": 100, "math": 4, "stem": 4, "swebench": 1}
-#: NeMo Gym 0.4 knows no masks, so they are asked for.
+FAMILIES = BUILT_IN
+#: Scaffolded environments, one of each flavour if the examples are recorded.
+NEW = tuple(f"lab_{flavour}" for flavour in (FLAVOURS if RECORDING else ("bash",)))
+#: Number of evaluated rows per example; a SWE-bench row runs a repository's tests.
+ROWS = {"swebench": 5 if RECORDING else 1}
+#: NeMo Gym 0.4 has no masks, so tests request them.
 MASK = "++prorl_bash_resources_server.resources_servers.prorl_bash.failures=mask"
 READY = "servers ready!"
-#: The YAML file of our agent, where it is installed.
-AGENT = Path(sysconfig.get_path("purelib")) / "responses_api_agents/prorl_agent/configs/prorl_agent.yaml"
+#: YAML file of our installed agent.
+AGENT = SITE / "responses_api_agents/prorl_agent/configs/prorl_agent.yaml"
 
 
 @dataclass(frozen=True)
@@ -44,8 +65,8 @@ class Gym:
     """A running NeMo Gym.
 
     Args:
-        root: where it runs, with the flags it was given.
-        flags: that tell another `gym` where it is.
+        root: its folder and its flags.
+        flags: with which another `gym` finds it.
     """
 
     root: GymRoot
@@ -58,26 +79,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def gym(root: GymRoot, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(GYM), *arguments],
-        cwd=root.path,
-        env=environment(root),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def environment(root: GymRoot) -> dict[str, str]:
-    """What NeMo Gym's processes see. Ray's sockets need a short path of their own."""
-    quiet = {"PYTHONUNBUFFERED": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-    own = {"RAY_TMPDIR": str(root.path / "r"), "PRORL_SERVER__TOKEN": SERVICE_TOKEN}
-    return os.environ | quiet | own
-
-
 def session_members(session: int) -> list[str]:
-    """The living processes of a session: NeMo Gym, its servers and Ray."""
+    """Return the living processes of a session: NeMo Gym, its servers and Ray."""
     members = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -92,7 +95,7 @@ def session_members(session: int) -> list[str]:
 
 @contextmanager
 def started(root: GymRoot, log: IO[str], *arguments: str) -> Iterator[Gym]:
-    """`gym env start` in a session of its own, until the block ends; interrupted, as Ctrl-C does."""
+    """Run `gym env start` in a session of its own until the block ends; then interrupt it, as Ctrl-C does."""
     head = ("++head_server.host=127.0.0.1", f"++head_server.port={free_port()}")
     command = [str(GYM), "env", "start", *arguments, *root.flags, *head]
     process = subprocess.Popen(
@@ -112,7 +115,7 @@ def started(root: GymRoot, log: IO[str], *arguments: str) -> Iterator[Gym]:
             process.wait(120)
             left = wait_until_gone(process.pid)
         finally:
-            # Whatever is still in the session after an orderly end is a leak; it must not outlive the test.
+            # Processes still in the session after an orderly stop are a leak; they must not outlive the test.
             for member in session_members(process.pid):
                 os.kill(int(member.split()[0]), signal.SIGKILL)
             process.wait()
@@ -136,23 +139,27 @@ def wait_until_gone(session: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> GymRoot:
-    return gym_root(tmp_path_factory.mktemp("gym"))
+    packages = tmp_path_factory.mktemp("packages")
+    made = [new(name, name.removeprefix("lab_"), packages) for name in NEW]
+    return prepared_root(tmp_path_factory.mktemp("gym"), made)
 
 
 @pytest.fixture(scope="module")
-def model_url() -> Iterator[str]:
-    tasks = chain.from_iterable(load_tasks(name, example_path(name)) for name in FAMILIES)
-    with scripted_openai(list(tasks)) as url:
+def model_url(root: GymRoot) -> Iterator[str]:
+    tasks: list[Task] = [task for name in FAMILIES for task in load_tasks(name, example_path(name))]
+    tasks += [task for name in NEW for task in installed_tasks(root, name)]
+    with scripted_openai(tasks) as url:
         yield url
 
 
 def model_flags(url: str) -> list[str]:
-    return ["--model", str(Behaviour.REFERENCE), "--model-url", url, "--model-api-key", "none"]
+    return ["--model", str(FakeBehaviour.REFERENCE), "--model-url", url, "--model-api-key", "none"]
 
 
-def config(name: str, flavour: str) -> Path:
-    """A family's YAML file, where the package is installed."""
-    return Path(example_path(name)).parents[1] / "configs" / f"{flavour}.yaml"
+def installed_tasks(root: GymRoot, name: str) -> list[Task]:
+    """Return the tasks of an environment installed into the root, as far as the model needs them."""
+    rows = read_jsonl(root.path / name / "data" / "example.jsonl")
+    return [Task.model_validate({key: row[key] for key in Task.model_fields if key in row}) for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +167,8 @@ def running(
     root: GymRoot, model_url: str, service: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Gym]:
     """All families, the shell tasks once more for an agent that steps, and the rollout service's agent."""
-    configs = [config(name, f"prorl_{name}") for name in FAMILIES] + [config("bash", "gymnasium"), AGENT]
+    configs = [config(root, name, f"prorl_{name}") for name in (*FAMILIES, *NEW)]
+    configs += [config(root, "bash", "gymnasium"), AGENT]
     selection = [flag for path in configs for flag in ("--config", str(path))]
     with (tmp_path_factory.mktemp("log") / "gym.log").open("w") as log:
         to_service = f"++prorl_agent.responses_api_agents.prorl_agent.service={service}"
@@ -170,25 +178,26 @@ def running(
 
 
 def evaluate(running: Gym, agent: str, rows: list[dict[str, Any]], output: Path) -> list[dict[str, Any]]:
-    """`gym eval run` on `rows`; what it wrote to `output`."""
+    """Run `gym eval run` on `rows`; return the rollouts in `output`."""
     chosen = output.with_name("rows.jsonl")
-    chosen.write_text("".join(json.dumps(row | {"agent_ref": {"name": agent}}) + "\n" for row in rows))
+    chosen.write_text(
+        "".join(
+            json.dumps(row | {"agent_ref": {"type": "responses_api_agents", "name": agent}}) + "\n"
+            for row in rows
+        )
+    )
     flags = ["--agent", agent, "--input", str(chosen), "--output", str(output), "--concurrency", "4"]
     done = gym(running.root, "eval", "run", "--no-serve", *flags, *running.flags)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return read_jsonl(output)
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def config(root: GymRoot, name: str, flavour: str) -> Path:
+    return server_folder(root, name) / "configs" / f"{flavour}.yaml"
 
 
-def example_rows(name: str) -> list[dict[str, Any]]:
-    return read_jsonl(nemo_example(name))[: ROWS[name]]
-
-
-def nemo_example(name: str) -> Path:
-    return example_path(name).with_name("nemo_example.jsonl")
+def example_rows(root: GymRoot, name: str) -> list[dict[str, Any]]:
+    return read_jsonl(server_folder(root, name) / EXAMPLE)[: ROWS.get(name, COUNT)]
 
 
 @pytest.mark.parametrize("flavour", ["", "/gymnasium"])
@@ -215,30 +224,97 @@ def test_tasks_become_training_data(root: GymRoot, selection: tuple[str, str]) -
     done = gym(root, "dataset", "collate", *selection, *asked)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     ready = read_jsonl(root.path / "ready" / "train.jsonl")
-    assert len(ready) == len(example_rows("bash"))
+    assert len(ready) == len(load_tasks("bash", example_path("bash")))
     agent = agent_name("bash") if "prorl_bash" in selection else "prorl_agent"
-    # 0.7 names where a row comes from, and leads it to an agent by that; 0.4 names the agent.
+    # 0.7 names a row's origin and finds its agent by that; 0.4 names the agent.
     assert {row.get("task_source") or row["agent_ref"]["name"] for row in ready} == {agent}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *NEW])
 def test_the_reference_reaches_reward_1(running: Gym, name: str, tmp_path: Path) -> None:
-    rows = example_rows(name)
-    results = evaluate(running, agent_name(name), rows, tmp_path / "rollouts.jsonl")
-    rewards = {result["task_id"]: result["reward"] for result in results}
-    assert rewards == dict.fromkeys(rewards, 1.0) and len(rewards) == len(rows)
+    rows = example_rows(running.root, name)
+    output = tmp_path / "rollouts.jsonl"
+    results = evaluate(running, agent_name(name), rows, output)
+    assert [result["reward"] for result in results] == [1.0] * len(rows)
     assert not any(result["mask_sample"] for result in results)
+    if RECORDING:
+        record(running.root, name, output)
+    text = recorded_file(running.root, name, ROLLOUTS).read_text().replace(RECORDED_NAME, name)
+    recorded = [json.loads(line) for line in text.splitlines()][: len(rows)]
+    assert [comparable(one) for one in example_rollouts(results)] == [comparable(one) for one in recorded], (
+        "record them again: scripts/nemo-examples.sh"
+    )
+
+
+def recorded_file(root: GymRoot, name: str, part: str) -> Path:
+    """Return a recorded file: in the checkout if it was just recorded, else in the installed package."""
+    if not RECORDING:
+        return server_folder(root, name) / part
+    if name in NEW:
+        return SCAFFOLD / name.removeprefix("lab_") / Path(part).name
+    return CHECKOUT / "envs" / name / "nemo" / "server" / part
+
+
+def record(root: GymRoot, name: str, rollouts: Path) -> None:
+    """Write the example files of a family into the checkout."""
+    if name in NEW:
+        recorded = jsonl(example_rollouts(read_jsonl(rollouts))).replace(name, RECORDED_NAME)
+        recorded_file(root, name, ROLLOUTS).write_text(recorded)
+    else:
+        write_examples(name, CHECKOUT / "envs" / name / "nemo" / "server", rollouts)
+
+
+def comparable(rollout: dict[str, Any]) -> dict[str, Any]:
+    """Return the parts that are equal for every NeMo Gym and machine, without the last digits of floats."""
+    output = [
+        {key: item.get(key) for key in ("type", "name", "arguments", "output", "call_id", "content")}
+        for item in rollout["response"]["output"]
+    ]
+    keys = (
+        "task_id",
+        "environment",
+        "reward",
+        "reward_components",
+        "evidence",
+        "mask_sample",
+        "_ng_task_index",
+    )
+    text = json.dumps({key: rollout[key] for key in keys} | {"output": output})
+    found: dict[str, Any] = json.loads(re.sub(r"\d+\.\d{7,}", lambda number: f"{float(number[0]):.7g}", text))
+    return found
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *NEW])
+def test_the_example_metrics_match_the_examples(root: GymRoot, name: str) -> None:
+    """NeMo Gym compares its metrics with those in the file."""
+    # 0.4 finds environments in the root only from there; the others get a folder of their own.
+    within = "." if name in NEW else f"metrics-{name}"
+    written = root.path / within / "resources_servers" / server_name(name) / METRICS
+    written.parent.mkdir(parents=True, exist_ok=True)
+    if RECORDING:
+        written.unlink(missing_ok=True)
+    elif name not in NEW:
+        shutil.copy(recorded_file(root, name, METRICS), written)
+    flags = ["--resources-server", server_name(name), "--model-type", "openai_model"]
+    flags += ["--mode", "example_validation", "--output-dir", f"ready-{name}"]
+    done = gym(root, "dataset", "collate", *flags, within=within)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    text = written.read_text()
+    assert json.loads(text)["Number of examples"] == COUNT
+    if RECORDING:
+        stored = text.replace(name, RECORDED_NAME) if name in NEW else text
+        recorded_file(root, name, METRICS).write_text(stored + "\n")
 
 
 def test_the_reference_reaches_reward_1_stepped(running: Gym, tmp_path: Path) -> None:
-    rows = example_rows("bash")
+    rows = example_rows(running.root, "bash")
     results = evaluate(running, "prorl_bash_gymnasium_agent", rows, tmp_path / "rollouts.jsonl")
     assert [result["reward"] for result in results] == [1.0] * len(rows)
     assert all(result["terminated"] for result in results)
 
 
 def test_a_row_is_a_rollout_of_the_service(running: Gym, tmp_path: Path) -> None:
-    rows = example_rows("bash")[:4]
+    rows = example_rows(running.root, "bash")[:4]
     results = evaluate(running, "prorl_agent", rows, tmp_path / "rollouts.jsonl")
     assert [result["reward"] for result in results] == [1.0] * len(rows)
     for result in results:
@@ -246,8 +322,8 @@ def test_a_row_is_a_rollout_of_the_service(running: Gym, tmp_path: Path) -> None
         assert any("generation_token_ids" in item for item in result["response"]["output"])
 
 
-def test_a_failure_of_ours_is_no_reward_and_the_others_go_on(running: Gym, tmp_path: Path) -> None:
-    good, other = example_rows("bash")[:2]
+def test_an_internal_failure_has_no_reward_and_the_others_continue(running: Gym, tmp_path: Path) -> None:
+    good, other = example_rows(running.root, "bash")[:2]
     broken = json.loads(json.dumps(other))
     broken["verifier_metadata"]["task"]["setup"] = "exit 3"
     output = tmp_path / "rollouts.jsonl"

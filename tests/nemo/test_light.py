@@ -1,4 +1,4 @@
-"""With NeMo Gym installed, still only its servers and the provider import it."""
+"""Even with NeMo Gym installed, only its servers and the provider import it."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.nemo
 PROGRAM = """
 import importlib, pkgutil, sys
 import prorl_envs
-NEMO = (".nemo.agent", ".nemo.server", ".nemo.wire", ".nemo.provider")
+NEMO = (".nemo.agent", ".nemo.fixture", ".nemo.server", ".nemo.wire", ".nemo.provider")
 for module in pkgutil.walk_packages(prorl_envs.__path__, "prorl_envs."):
     if not module.name.endswith((*NEMO, ".ray_nodes", ".app")):
         importlib.import_module(module.name)

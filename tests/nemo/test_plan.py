@@ -1,4 +1,4 @@
-"""What becomes of a request for a sandbox; without NeMo Gym and without a sandbox."""
+"""Translation of sandbox requests, without NeMo Gym and without a sandbox."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,32 +7,32 @@ from typing import Any
 import pytest
 
 from prorl_envs.errors import InputError
-from prorl_envs.images.sources import Kind, Source
+from prorl_envs.images.sources import Source, SourceKind
 from prorl_envs.images.template import ImageTemplate
 from prorl_envs.nemo.images import image_source
 from prorl_envs.nemo.plan import PRIVATE, Plan, ProviderConfig, provider_config, unenforced
 from prorl_envs.nemo.plan import plan as plan_within
-from prorl_envs.sandbox.base import Limits, Mount
+from prorl_envs.sandbox.base import Mount, SandboxLimits
 
 NONE = {"cpu": None, "memory_mib": None, "disk_gib": None, "gpu": None, "gpu_type": None}
 
 
 def asked(resources: dict[str, Any] | None = None, **given: Any) -> Any:
-    """A request with the fields of NeMo Gym's."""
+    """Return a request with the fields of NeMo Gym's."""
     empty = dict.fromkeys(("image", "ttl_s", "ready_timeout_s", "workdir", "entrypoint"))
     empty |= {"env": {}, "files": {}, "metadata": {}, "provider_options": {}}
     return SimpleNamespace(**{**empty, **given}, resources=SimpleNamespace(**{**NONE, **(resources or {})}))
 
 
-def plan(asked: Any, config: ProviderConfig, limits: Limits | None = None) -> Plan:
-    return plan_within(asked, config, limits or Limits())
+def plan(asked: Any, config: ProviderConfig, limits: SandboxLimits | None = None) -> Plan:
+    return plan_within(asked, config, limits or SandboxLimits())
 
 
-def test_nothing_asked_for_is_the_hosts_system_and_an_empty_workspace() -> None:
+def test_an_empty_request_is_the_hosts_system_and_an_empty_workspace() -> None:
     made = plan(asked(), ProviderConfig())
     assert (made.spec.workdir, made.workdir, made.make_workdir) == ("/workspace", "/workspace", False)
     assert (made.spec.uid, made.spec.mounts, made.ttl_s, made.asked) == (0, (), None, {})
-    assert made.spec.limits == Limits()
+    assert made.spec.limits == SandboxLimits()
 
 
 @pytest.mark.parametrize(
@@ -54,17 +54,19 @@ def test_an_images_own_directory_is_never_covered(
     assert (made.spec.workdir, made.workdir, made.make_workdir) == (place, workdir or place, make)
 
 
-def test_options_of_the_sandbox_go_over_those_of_the_provider(tmp_path: Path) -> None:
+def test_options_of_the_sandbox_override_those_of_the_provider(tmp_path: Path) -> None:
     config = provider_config({"options": {"uid": 7, "hostname": "one", "binds": f"{tmp_path}:/a"}})
     made = plan(asked(provider_options={"hostname": "two"}), config).spec
     assert (made.uid, made.hostname) == (7, "two")
     assert made.mounts == (Mount(source=tmp_path, target="/a"),)
 
 
-def test_resources_become_limits_over_those_of_the_machine() -> None:
-    machine = Limits(memory_bytes=1 << 30, processes=77)
+def test_resources_override_the_limits_of_the_machine() -> None:
+    machine = SandboxLimits(memory_bytes=1 << 30, processes=77)
     made = plan(asked({"cpu": 1.5, "memory_mib": 512, "disk_gib": 3}), ProviderConfig(), machine)
-    assert made.spec.limits == Limits(memory_bytes=512 << 20, processes=77, cpus=1.5, disk_bytes=3 << 30)
+    assert made.spec.limits == SandboxLimits(
+        memory_bytes=512 << 20, processes=77, cpus=1.5, disk_bytes=3 << 30
+    )
     assert made.asked == {
         "cpus": "1.5 CPUs",
         "memory_bytes": "512 MiB of memory",
@@ -72,7 +74,7 @@ def test_resources_become_limits_over_those_of_the_machine() -> None:
     }
 
 
-def test_limits_that_are_not_kept_become_warnings_or_errors() -> None:
+def test_unenforced_limits_become_warnings_or_errors() -> None:
     made = plan(asked({"cpu": 1.5, "memory_mib": 512}), ProviderConfig())
     assert unenforced(made.asked, {"memory_bytes"}, ProviderConfig()) == (
         "a limit of 1.5 CPUs is not kept here",
@@ -94,14 +96,14 @@ def test_limits_that_are_not_kept_become_warnings_or_errors() -> None:
         ("library://a", "library://a"),
     ],
 )
-def test_a_name_is_one_of_a_registry(image: str, address: str) -> None:
-    assert image_source(image, {}) == Source(Kind.REMOTE, address)
+def test_a_name_is_an_image_of_a_registry(image: str, address: str) -> None:
+    assert image_source(image, {}) == Source(SourceKind.REMOTE, address)
 
 
 def test_an_image_is_the_host_or_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = Source(Kind.DIRECTORY, str(tmp_path))
+    folder = Source(SourceKind.DIRECTORY, str(tmp_path))
     for name in (None, "", "host"):
-        assert image_source(name, {}) == Source(Kind.HOST)
+        assert image_source(name, {}) == Source(SourceKind.HOST)
     for name in (str(tmp_path), f"file://{tmp_path}", f"dir:{tmp_path}"):
         assert image_source(name, {}) == folder
     monkeypatch.chdir(tmp_path.parent)
@@ -119,7 +121,7 @@ def test_a_definition_takes_its_variables(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("image", ["a.sif", "./no/such", "/no/such.def", "x://y", "docker://a b", "a b"])
-def test_an_image_that_cannot_be_is_refused(image: str) -> None:
+def test_an_invalid_image_is_refused(image: str) -> None:
     with pytest.raises(InputError):
         image_source(image, {})
     with pytest.raises(InputError, match="image_variables"):

@@ -1,4 +1,4 @@
-"""Ending with the process that started us."""
+"""Stopping with the parent process."""
 
 import os
 import signal
@@ -14,10 +14,10 @@ signal.pause()
 """
 
 
-def test_a_server_ends_when_the_shell_around_it_is_killed() -> None:
-    """The child holds the write end of the pipe: reading to its end waits for the child's end."""
+def test_a_server_stops_when_its_parent_shell_is_killed() -> None:
+    """The child holds the write end of the pipe: reading to its end waits for the child's exit."""
     shell = subprocess.Popen(
-        # The second command keeps the shell from handing its place over to Python.
+        # The second command keeps the shell from replacing itself with Python.
         ["/bin/sh", "-c", f'"{sys.executable}" -c "$0"; true', CHILD],
         stdout=subprocess.PIPE,
     )

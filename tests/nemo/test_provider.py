@@ -20,7 +20,7 @@ from nemo_gym.sandbox.providers import create_provider, list_providers
 from nemo_gym.sandbox.providers.base import SandboxCreateError, SandboxStatus
 
 from prorl_envs.errors import InputError
-from prorl_envs.testing.leaks import Holdings, leaks_since
+from prorl_envs.testing.leaks import OpenResources, leaks_since
 
 pytestmark = [pytest.mark.nemo, pytest.mark.anyio]
 
@@ -48,7 +48,7 @@ async def provider(run_dir: Path) -> AsyncIterator[Any]:
 
 
 class Shared:
-    """A provider whose owner is not the sandbox: 0.4 has no `owns_provider`."""
+    """Wrapper that does not close its provider: 0.4 has no `owns_provider`."""
 
     def __init__(self, provider: Any) -> None:
         self._provider = provider
@@ -70,11 +70,11 @@ async def start(provider: Any, **spec: Any) -> Any:
     return await AsyncSandbox(Shared(provider), SandboxSpec(**spec)).start()
 
 
-def test_it_is_found_by_its_name() -> None:
+def test_the_provider_is_found_by_its_name() -> None:
     assert "prorl" in list_providers()
 
 
-async def test_a_command_answers_with_both_outputs_and_its_status(box: Any) -> None:
+async def test_a_command_returns_both_outputs_and_its_status(box: Any) -> None:
     done = await box.exec("echo out; echo err >&2; exit 3")
     assert (done.stdout, done.stderr, done.return_code, done.error_type) == ("out\n", "err\n", 3, None)
     assert (await box.exec("kill -9 $$")).return_code == 137
@@ -83,7 +83,7 @@ async def test_a_command_answers_with_both_outputs_and_its_status(box: Any) -> N
     assert (await box.status()) == SandboxStatus.RUNNING
 
 
-async def test_directory_environment_and_user_are_those_asked_for(provider: Any) -> None:
+async def test_directory_environment_and_user_are_as_requested(provider: Any) -> None:
     spec = {"workdir": "/work/here", "env": {"A": "1", "B": "two words"}}
     async with await start(provider, **spec) as box:
         assert (
@@ -102,19 +102,19 @@ async def test_directory_environment_and_user_are_those_asked_for(provider: Any)
 
 
 @pytest.mark.parametrize("workdir", ["/", "/tmp", "/tmp/a/b", "/home/agent/x", "/workspace"])
-async def test_any_working_directory_is_there(provider: Any, workdir: str) -> None:
+async def test_any_working_directory_exists(provider: Any, workdir: str) -> None:
     async with await start(provider, workdir=workdir) as box:
         assert (await box.exec("pwd")).stdout == f"{workdir}\n"
 
 
-async def test_past_its_time_a_command_is_ended_and_its_output_kept(box: Any) -> None:
+async def test_a_command_is_stopped_at_its_timeout_and_its_output_kept(box: Any) -> None:
     done = await box.exec("echo out; echo err >&2; sleep 100 & wait", timeout_s=0.5)
     assert (done.stdout, done.error_type, done.return_code) == ("out\n", "timeout", 125)
     assert done.stderr.startswith("err\n[the command was ended after 0.5 s]")
     assert (await box.exec("until ! pgrep -x sleep; do :; done")).return_code == 0
 
 
-async def test_a_background_process_neither_blocks_nor_ends(box: Any) -> None:
+async def test_a_background_process_does_not_block_and_survives_its_command(box: Any) -> None:
     await box.exec("mkfifo go; (read x < go; echo $x; echo alive > told) & echo begun")
     assert (
         await box.exec("echo now > go; until [ -e told ]; do sleep 0.01; done; cat told")
@@ -122,13 +122,13 @@ async def test_a_background_process_neither_blocks_nor_ends(box: Any) -> None:
 
 
 async def test_sixty_four_commands_run_at_once(box: Any) -> None:
-    """None of them ends before all have begun."""
+    """None of them finishes before all have started."""
     command = "touch at$N; until [ $(ls | wc -l) = 64 ]; do sleep 0.05; done; echo $N"
     done = await asyncio.gather(*(box.exec(command, env={"N": str(n)}, timeout_s=60) for n in range(64)))
     assert [each.stdout for each in done] == [f"{n}\n" for n in range(64)]
 
 
-async def test_more_commands_than_places_wait_their_turn(provider: Any) -> None:
+async def test_commands_beyond_the_limit_wait_their_turn(provider: Any) -> None:
     narrow = create_provider({"prorl": {"concurrency": 4}})
     async with AsyncSandbox(narrow, SandboxSpec()) as box:
         await box.start()
@@ -136,7 +136,7 @@ async def test_more_commands_than_places_wait_their_turn(provider: Any) -> None:
         assert [each.stdout for each in done] == [f"{n}\n" for n in range(300)]
 
 
-async def test_output_is_bounded_and_says_what_was_cut(provider: Any) -> None:
+async def test_output_is_bounded_and_marked_as_cut(provider: Any) -> None:
     async with AsyncSandbox(create_provider({"prorl": {"output_limit": 2000}}), SandboxSpec()) as box:
         await box.start()
         done = await box.exec("seq 100000; seq 100000 >&2")
@@ -151,7 +151,7 @@ async def test_a_command_may_be_longer_than_an_argument(box: Any) -> None:
     assert (await box.exec("ls -A /tmp")).stdout == ""
 
 
-async def test_what_cannot_be_started_is_an_answer(box: Any) -> None:
+async def test_a_command_that_cannot_be_started_has_a_normal_answer(box: Any) -> None:
     done = await box.exec("true", cwd="/no/such")
     assert (done.error_type, done.return_code) == ("exec", 125)
     assert "/no/such" in done.stderr
@@ -159,7 +159,7 @@ async def test_what_cannot_be_started_is_an_answer(box: Any) -> None:
     assert (await box.exec("echo \udcff")).error_type == "exec"
 
 
-async def test_files_go_in_and_out_unchanged(box: Any, tmp_path: Path) -> None:
+async def test_files_are_copied_in_and_out_unchanged(box: Any, tmp_path: Path) -> None:
     source, back = tmp_path / "source", tmp_path / "deep" / "back"
     data = os.urandom(20 * 1024 * 1024 + 7)  # three chunks
     source.write_bytes(data)
@@ -174,7 +174,7 @@ async def test_files_go_in_and_out_unchanged(box: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "nothing").exists()
 
 
-async def test_a_link_inside_leads_nowhere_on_the_host(box: Any, tmp_path: Path) -> None:
+async def test_a_link_in_the_sandbox_cannot_reach_the_host(box: Any, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("secret")
     await box.exec(f"ln -s {secret} link; ln -s {tmp_path} folder")
@@ -186,7 +186,7 @@ async def test_a_link_inside_leads_nowhere_on_the_host(box: Any, tmp_path: Path)
     assert not (tmp_path / "planted").exists()
 
 
-async def test_files_lie_there_before_the_entry_point_starts(provider: Any) -> None:
+async def test_files_exist_before_the_entry_point_starts(provider: Any) -> None:
     spec = {"files": {"/tmp/a": "text\n"}, "entrypoint": ["sh", "-c", "cp /tmp/a /tmp/b; sleep 1000"]}
     async with await start(provider, **spec) as box:
         done = await box.exec("until [ -s /tmp/b ]; do sleep 0.01; done; cat /tmp/b; pgrep -cx sleep")
@@ -208,7 +208,7 @@ async def test_nothing_of_the_host_can_be_seen_or_reached(box: Any) -> None:
     assert "CapEff:\t0000000000000000" in (await box.exec("cat /proc/self/status")).stdout
 
 
-async def test_a_sandbox_ends_when_its_time_is_over(provider: Any) -> None:
+async def test_a_sandbox_is_stopped_at_its_time_limit(provider: Any) -> None:
     async with await start(provider, ttl_s=0.3) as box:
         done = await box.exec("sleep 1000")
         assert done.error_type == "sandbox"
@@ -235,7 +235,7 @@ async def test_a_sandbox_ends_when_its_time_is_over(provider: Any) -> None:
         ({"env": {"A=B": "c"}}, "environment variable"),
     ],
 )
-async def test_what_cannot_be_is_refused_with_the_reason(
+async def test_unsupported_requests_are_refused_with_the_reason(
     provider: Any, spec: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(SandboxCreateError, match=says):
@@ -247,7 +247,7 @@ def test_a_wrong_setting_of_the_provider_is_named() -> None:
         create_provider({"prorl": {"timeout": 3}})
 
 
-async def test_binds_appear_as_asked(provider: Any, tmp_path: Path) -> None:
+async def test_binds_are_mounted_as_requested(provider: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("host")
     binds = [f"{tmp_path}:/ro", f"{tmp_path}:/rw:rw", f"{tmp_path}:/private:overlay"]
     async with await start(provider, provider_options={"binds": binds}) as box:
@@ -261,7 +261,7 @@ async def test_binds_appear_as_asked(provider: Any, tmp_path: Path) -> None:
 
 @pytest.fixture
 def image(tmp_path: Path) -> Path:
-    """A root file system of busybox alone."""
+    """Make a root file system with only busybox."""
     busybox = shutil.which("busybox")
     if busybox is None:
         pytest.skip("there is no busybox to make an image of")
@@ -274,7 +274,7 @@ def image(tmp_path: Path) -> Path:
     return tmp_path
 
 
-async def test_an_image_keeps_what_it_has_at_the_working_directory(provider: Any, image: Path) -> None:
+async def test_an_image_keeps_its_files_in_the_working_directory(provider: Any, image: Path) -> None:
     async with await start(provider, image=str(image), workdir="/repo") as box:
         assert (await box.exec("ls; echo y > code; echo $0")).stdout == "code\nsh\n"  # it has no bash
         assert (image / "repo/code").read_text() == "x"
@@ -282,8 +282,8 @@ async def test_an_image_keeps_what_it_has_at_the_working_directory(provider: Any
         assert (await box.exec("pwd")).stdout == "/made/here\n"
 
 
-async def test_a_driver_is_shared_and_ends_with_its_last_provider(run_dir: Path) -> None:
-    before = Holdings.now(run_dir)
+async def test_a_driver_is_shared_and_closed_with_its_last_provider(run_dir: Path) -> None:
+    before = OpenResources.now(run_dir)
     one, two = AsyncSandbox(PROVIDER, SandboxSpec()), AsyncSandbox(PROVIDER, SandboxSpec())
     await asyncio.gather(one.start(), two.start())
     await one.stop()
@@ -293,24 +293,24 @@ async def test_a_driver_is_shared_and_ends_with_its_last_provider(run_dir: Path)
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])  # NeMo Gym's servers run on uvloop
-def test_what_nobody_closed_ends_with_the_loop(run: Any, run_dir: Path) -> None:
+def test_unclosed_sandboxes_are_closed_with_the_loop(run: Any, run_dir: Path) -> None:
     async def forget() -> None:
         box = await AsyncSandbox({"prorl": {"run_dir": str(run_dir)}}, SandboxSpec()).start()
         done = await asyncio.gather(*(box.exec("echo hi; sleep 1000 &") for _ in range(5)))
         assert [each.stdout for each in done] == ["hi\n"] * 5
 
-    before = Holdings.now(run_dir)
+    before = OpenResources.now(run_dir)
     run(forget())
     assert not leaks_since(before, run_dir)
 
 
-def test_the_blocking_api_works_too() -> None:
+def test_the_blocking_api_works() -> None:
     with Sandbox(PROVIDER, SandboxSpec()) as box:
         box.start()
         assert box.exec("echo hi").stdout == "hi\n"
 
 
-def test_a_harness_of_nemo_gyms_runs_on_it(image: Path) -> None:
+def test_a_harness_of_nemo_gym_runs_on_the_provider(image: Path) -> None:
     from responses_api_agents.mini_swe_agent_2.sandbox_environment import MiniSWESandboxEnvironment
 
     environment = MiniSWESandboxEnvironment(image=str(image), cwd="/repo", provider=PROVIDER)  # user="root"
@@ -339,13 +339,13 @@ asyncio.run(main())
 """
 
 
-def test_a_killed_process_leaves_nothing_that_runs(run_dir: Path) -> None:
-    before = Holdings.now(run_dir)
+def test_a_killed_process_leaves_no_running_processes(run_dir: Path) -> None:
+    before = OpenResources.now(run_dir)
     done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, check=False)
     assert done.returncode == -9, done.stderr
     left = [leak for leak in leaks_since(before, run_dir, patience_s=2) if not leak.startswith("directory")]
     assert not left
-    asyncio.run(sweep())  # its directory goes with the next start
+    asyncio.run(sweep())  # the next start removes its directory
     assert not leaks_since(before, run_dir)
 
 

@@ -1,4 +1,4 @@
-"""Images by every name that NeMo Gym may have for them, with the variables that they set."""
+"""Images by every kind of name that NeMo Gym may use, with the variables that they set."""
 
 import shutil
 import tarfile
@@ -33,7 +33,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def archive(tmp_path: Path) -> Path:
-    """An OCI archive with a program that only its own PATH finds."""
+    """Make an OCI archive with a program that only its own PATH finds."""
     busybox = shutil.which("busybox")
     if busybox is None:
         pytest.skip("busybox is not installed")
@@ -85,7 +85,7 @@ async def test_a_build_has_a_time_limit_of_its_own(
     await box.stop()
 
 
-async def test_an_archive_of_something_else_is_no_image(cache: Path, tmp_path: Path) -> None:
+async def test_an_archive_of_another_kind_is_not_an_image(cache: Path, tmp_path: Path) -> None:
     (tmp_path / "x.tar").write_bytes(b"nothing")
     box = sandbox(tmp_path / "x.tar")
     with pytest.raises(SandboxCreateError, match="not an image"):

@@ -1,4 +1,4 @@
-"""What a harness asks of a sandbox's size is kept, and it is told of it: real NeMo Gym, small real bombs."""
+"""Resource limits of a harness are enforced and reported: real NeMo Gym, small real bombs."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ from nemo_gym.sandbox.providers import create_provider
 from nemo_gym.sandbox.providers.base import SandboxCreateError, SandboxStatus
 
 from prorl_envs.errors import SandboxError
-from prorl_envs.sandbox.local import NoIsolationWarning
+from prorl_envs.sandbox.drivers.local import NoIsolationWarning
 
 pytestmark = [pytest.mark.nemo, pytest.mark.anyio]
 
@@ -24,27 +24,27 @@ SMALL = {"memory_mib": 96}
 
 @pytest.fixture(autouse=True)
 def _watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PRORL_LIMITS__MECHANISM", "watchdog")
+    monkeypatch.setenv("PRORL_LIMITS__ENFORCEMENT", "watchdog")
 
 
 def sandbox(config: dict[str, Any] | None = None, **spec: Any) -> Any:
     return AsyncSandbox({"prorl": config or {}}, SandboxSpec(**spec))
 
 
-async def test_a_command_that_takes_too_much_memory_is_killed_and_told_why() -> None:
+async def test_a_command_that_uses_too_much_memory_is_killed_with_the_reason() -> None:
     async with sandbox(resources=SMALL) as box:
         await box.start()
         done = await box.exec(f"echo before; {HOARD}", timeout_s=60)
         assert (done.stdout, done.return_code, done.error_type) == ("before\n", 137, None)
         assert "[the sandbox's memory limit of 96 MB was reached: python3 was killed]" in done.stderr
         after = await box.exec("echo after")
-        assert (after.stdout, after.stderr, after.return_code) == ("after\n", "", 0)  # told once
+        assert (after.stdout, after.stderr, after.return_code) == ("after\n", "", 0)  # reported once
     async with sandbox() as box:
         await box.start()
         assert (await box.exec(HOARD, timeout_s=60)).stdout == "had it\n"
 
 
-async def test_all_commands_under_way_are_told() -> None:
+async def test_all_running_commands_are_notified() -> None:
     async with sandbox(resources=SMALL) as box:
         await box.start()
         waits = "mkfifo go; echo ready > ready; read x < go; echo $x"
@@ -57,7 +57,7 @@ async def test_all_commands_under_way_are_told() -> None:
             assert "memory limit of 96 MB was reached" in done.stderr
 
 
-async def test_what_a_background_process_did_the_next_command_is_told() -> None:
+async def test_a_background_process_over_the_limit_is_reported_by_the_next_command() -> None:
     async with sandbox(resources=SMALL) as box:
         await box.start()
         begun = await box.exec(f"mkfifo go; (read x < go; {HOARD}; echo over > over) > /dev/null 2>&1 &")
@@ -66,8 +66,8 @@ async def test_what_a_background_process_did_the_next_command_is_told() -> None:
         assert "memory limit of 96 MB was reached" in done.stderr
 
 
-async def test_a_sandbox_that_is_ended_for_a_limit_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PRORL_LIMITS__WALL_S", "2")
+async def test_a_sandbox_stopped_for_a_limit_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRORL_LIMITS__LIFETIME_S", "2")
     async with sandbox() as box:
         await box.start()
         done = await box.exec("sleep 1000", timeout_s=60)
@@ -77,7 +77,7 @@ async def test_a_sandbox_that_is_ended_for_a_limit_says_so(monkeypatch: pytest.M
         assert "2 s" in (await box.exec("true")).stderr
 
 
-async def test_limits_that_are_not_kept_are_told_or_refused(caplog: pytest.LogCaptureFixture) -> None:
+async def test_unenforced_limits_are_logged_or_refused(caplog: pytest.LogCaptureFixture) -> None:
     spec = {"resources": {"cpu": 2, "memory_mib": 512, "disk_gib": 1}}
     with caplog.at_level(logging.WARNING, logger="prorl_envs.nemo"):
         async with sandbox(**spec) as box:
@@ -90,7 +90,7 @@ async def test_limits_that_are_not_kept_are_told_or_refused(caplog: pytest.LogCa
 
 
 @pytest.mark.parametrize("driver", ["auto", "namespaces", "bubblewrap", "apptainer"])
-async def test_a_driver_is_taken_by_its_name(driver: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_driver_is_chosen_by_its_name(driver: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with sandbox({"driver": driver}) as box:
         await box.start()
         assert (await box.exec("id -u")).stdout == "0\n"
@@ -100,13 +100,13 @@ async def test_a_driver_is_taken_by_its_name(driver: str, monkeypatch: pytest.Mo
         assert (await box.exec("id -u")).stdout == "0\n"
 
 
-async def test_the_local_driver_serves_where_it_was_chosen(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_local_driver_can_be_chosen(caplog: pytest.LogCaptureFixture) -> None:
     provider = create_provider({"prorl": {"driver": "local"}})
     with pytest.warns(NoIsolationWarning), caplog.at_level(logging.WARNING, logger="prorl_envs.nemo"):
         handle = await provider.create(SandboxSpec(resources=SMALL))
     assert caplog.messages == ["a limit of 96 MiB of memory is not kept here"]
     assert (await provider.exec(handle, "echo x > file; cat file")).stdout == "x\n"
-    # Every process of this user would be stopped, this one too.
+    # It would stop every process of this user, this one too.
     with pytest.raises(SandboxError, match="pause"):
         await provider.pause(handle)
     with pytest.raises(SandboxCreateError, match="local driver cannot run the image"):

@@ -54,7 +54,7 @@ async def test_another_process_works_in_the_same_sandbox() -> None:
     said = await borrow(json.loads(json.dumps(descriptor)), "pwd; cat file; echo $A; echo borrower > file")
     assert said == "/w\nowner\nb\n running"
     assert (await provider.exec(handle, "cat file")).stdout == "borrower\n"
-    # Given back, not ended; and the id alone is enough.
+    # Disconnected, not stopped; and the id alone is enough.
     assert await borrow({"sandbox_id": handle.sandbox_id}, "cat file") == "borrower\n running"
     await borrow(descriptor, "true", "end")
     assert await provider.status(handle) == SandboxStatus.STOPPED
@@ -62,7 +62,7 @@ async def test_another_process_works_in_the_same_sandbox() -> None:
     await provider.aclose()
 
 
-async def test_who_borrows_sees_the_end() -> None:
+async def test_a_borrower_sees_that_the_owner_closed_the_sandbox() -> None:
     owner, borrower = create_provider({"prorl": {}}), create_provider({"prorl": {}})
     handle = await owner.create(SandboxSpec())
     lent = await borrower.connect(await owner.serialize_handle(handle))
@@ -88,7 +88,7 @@ async def test_who_borrows_sees_the_end() -> None:
         ({"sandbox_id": "abcdefgh-1"}, SandboxError),
     ],
 )
-async def test_what_cannot_be_borrowed_is_told(descriptor: dict[str, Any], error: type[Exception]) -> None:
+async def test_an_invalid_descriptor_is_refused(descriptor: dict[str, Any], error: type[Exception]) -> None:
     provider = create_provider({"prorl": {}})
     with pytest.raises(error):
         await provider.connect(descriptor)
@@ -99,19 +99,19 @@ def gates(run_dir: Path) -> list[Path]:
     return list(run_dir.glob("*/gate"))
 
 
-async def test_no_sandbox_finds_the_socket(run_dir: Path) -> None:
+async def test_the_socket_is_not_visible_in_the_sandbox(run_dir: Path) -> None:
     provider = create_provider({"prorl": {}})
     handle = await provider.create(SandboxSpec())
     assert gates(run_dir)
     found = await provider.exec(
         handle, "find / -xdev -name gate -type s 2>/dev/null; cat /proc/net/unix | wc -l"
     )
-    assert found.stdout.splitlines() == ["1"]  # its header
+    assert found.stdout.splitlines() == ["1"]  # only the header
     await provider.aclose()
 
 
 @pytest.mark.skipif(not hasattr(AsyncSandbox, "connect"), reason="0.4 cannot lend sandboxes")
-async def test_nemo_gyms_own_calls_do_it() -> None:
+async def test_nemo_gyms_own_calls_share_a_sandbox() -> None:
     async with AsyncSandbox({"prorl": {}}, SandboxSpec()) as owner:
         await owner.start()
         provider = create_provider({"prorl": {}})

@@ -17,7 +17,7 @@ if not hasattr(base, "SandboxPtySpec"):
     pytest.skip("this NeMo Gym has no terminals", allow_module_level=True)
 
 pytestmark = [pytest.mark.nemo, pytest.mark.anyio]
-T = 20.0
+T = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ async def test_a_shell_keeps_its_state_on_a_terminal(box: Any) -> None:
         assert shell.mode == "pty"
         assert (await box.pty.exec("x=1; cd /tmp", session=shell)).return_code == 0
         done = await box.pty.exec("echo $x $PWD; stty size < /dev/tty; false", session=shell)
-        assert "1 /tmp" in done.stdout and "30 100" in done.stdout  # beside prompts and echo
+        assert "1 /tmp" in done.stdout and "30 100" in done.stdout  # besides prompts and echo
         assert done.return_code == 1
         await shell.resize(40, 120)
         await shell.write(b"stty size; exit 7\n")
@@ -66,7 +66,7 @@ async def test_a_command_runs_to_its_end_on_a_terminal(box: Any) -> None:
     assert "err" in done.stdout
 
 
-async def test_without_a_terminal_the_outputs_are_apart(box: Any) -> None:
+async def test_without_a_terminal_the_outputs_are_separate(box: Any) -> None:
     done = await box.pty.exec("tty; echo err >&2; kill -9 $$", pty=False, env={"A": "b"})
     assert (done.stdout, done.stderr, done.return_code) == ("not a tty\n", "err\n", 137)
 
@@ -87,9 +87,9 @@ async def test_ctrl_c_and_signals_reach_the_program(box: Any) -> None:
             await two.send_signal("SIGSTOP")
 
 
-async def test_much_output_waits_for_its_reader(box: Any) -> None:
+async def test_large_output_waits_for_its_reader(box: Any) -> None:
     async with await box.pty.create("head -c 30000000 /dev/zero; echo done > finished", pty=False) as session:
-        assert (await box.exec("sleep 0.2; ls")).stdout == ""  # it cannot have ended: nobody reads
+        assert (await box.exec("sleep 0.2; ls")).stdout == ""  # it is still blocked: no reader yet
         size = 0
         while chunk := await session.read(timeout_s=T):
             assert len(chunk) < 6_000_000
@@ -97,7 +97,7 @@ async def test_much_output_waits_for_its_reader(box: Any) -> None:
         assert size == 30_000_000 and await session.wait_exit(timeout_s=T) == 0
 
 
-async def test_much_input_arrives(box: Any) -> None:
+async def test_large_input_arrives(box: Any) -> None:
     async with await box.pty.create("head -c 20000000 | wc -c", pty=False) as session:
         await session.write(b"x" * 20_000_000)
         assert await read_until(session, b"\n") == b"20000000\n"
@@ -115,7 +115,7 @@ async def test_a_closed_session_leaves_no_process(box: Any) -> None:
         await session.read()
 
 
-async def test_what_cannot_be_started_or_whose_sandbox_ends_is_an_error(box: Any) -> None:
+async def test_failed_starts_and_a_closed_sandbox_raise_errors(box: Any) -> None:
     with pytest.raises(base.SandboxPtyError, match="No such file"):
         await (await box.pty.create(cwd="/no/such")).read(timeout_s=T)
     with pytest.raises(ValueError, match="nobody"):
@@ -131,14 +131,14 @@ async def test_what_cannot_be_started_or_whose_sandbox_ends_is_an_error(box: Any
     await session.close()
 
 
-async def test_a_paused_sandbox_does_nothing_and_goes_on(box: Any) -> None:
+async def test_a_paused_sandbox_does_nothing_until_it_is_resumed(box: Any) -> None:
     async with await box.pty.create("while :; do echo tick; sleep 0.01; done") as session:
         await read_until(session, b"tick")
         await box.pause()
         assert await box.status() == base.SandboxStatus.PAUSED
         assert (await box.exec("true")).error_type == "sandbox"
         with pytest.raises(TimeoutError):
-            while True:  # what had been written is still to come
+            while True:  # earlier output still arrives
                 await session.read(timeout_s=0.3)
         await box.resume()
         assert await box.status() == base.SandboxStatus.RUNNING

@@ -1,4 +1,4 @@
-"""Results as the rows that NeMo RL reads: the tokens of each call, and no row that does not continue."""
+"""Results as the rows that NeMo RL reads: the tokens of each call, in rows that continue each other."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prorl_envs.nemo.responses import check_contiguous, output_items, usage
-from prorl_envs.rollout.checks import NotContiguous, check_trajectory
-from prorl_envs.rollout.types import JobState, Result, Trajectory, TurnRecord
+from prorl_envs.rollout.api.types import JobState, Result, Trajectory, TurnRecord
+from prorl_envs.rollout.client.trajectory_checks import NotContiguous, check_trajectory
 
 
 def turn(start: int, end: int) -> TurnRecord:
@@ -85,13 +85,13 @@ def test_each_model_call_carries_its_tokens_on_its_last_item() -> None:
     assert items[5]["content"] == "note"
 
 
-def test_a_job_without_a_model_call_says_nothing() -> None:
+def test_a_job_without_a_model_call_has_no_items() -> None:
     assert output_items(result(PROMPT, None)) == []
     assert output_items(result(PROMPT, trajectory(length=4))) == []
     assert usage(None)["total_tokens"] == 0
 
 
-def test_usage_counts_what_each_call_read() -> None:
+def test_usage_counts_the_tokens_of_each_call() -> None:
     counted = usage(trajectory((4, 7), (9, 10), length=10))
     assert (counted["input_tokens"], counted["output_tokens"], counted["total_tokens"]) == (13, 4, 17)
 
@@ -108,7 +108,7 @@ def test_any_trajectory_of_the_ledger_is_one_row(steps: list[tuple[int, int]]) -
     check_contiguous(items)
 
 
-def test_a_history_that_was_tokenised_again_is_refused_and_the_place_named() -> None:
+def test_a_retokenised_history_is_refused_with_its_position() -> None:
     items = output_items(result([*PROMPT, said("a"), said("b")], trajectory((4, 7), (9, 10), length=10)))
     items[1]["prompt_token_ids"][5] += 1
     with pytest.raises(NotContiguous, match=r"model call 1 leaves what came before at token 5 of 7"):
@@ -127,11 +127,11 @@ def test_a_history_that_was_tokenised_again_is_refused_and_the_place_named() -> 
         (trajectory((4, 7), length=10).model_copy(update={"logprobs": [0.0]}), "differ in length"),
     ],
 )
-def test_a_trajectory_that_contradicts_itself_is_refused(broken: Trajectory, why: str) -> None:
+def test_an_inconsistent_trajectory_is_refused(broken: Trajectory, why: str) -> None:
     with pytest.raises(NotContiguous, match=why):
         check_trajectory(broken)
 
 
-def test_answers_that_are_missing_from_the_conversation_are_noticed() -> None:
+def test_answers_missing_from_the_conversation_are_detected() -> None:
     with pytest.raises(NotContiguous, match="2 model calls, and 1 answers"):
         output_items(result(PROMPT, trajectory((4, 7), (9, 10), length=10)))

@@ -13,7 +13,7 @@ FAMILIES = ("bash", "code", "ipython", "math", "stem", "swebench")
 
 @pytest.fixture
 def venv(tmp_path: Path) -> Path:
-    """A virtual environment into which nothing of ours is installed."""
+    """Make a virtual environment without our packages."""
     path = tmp_path / "venv"
     (path / "bin").mkdir(parents=True)
     (path / "bin" / "python").symlink_to(sys.executable)
@@ -25,12 +25,20 @@ def test_every_family_is_found_under_its_server_name(tmp_path: Path, venv: Path)
     root = gym_root(tmp_path / "root", venv=venv)
     for name in FAMILIES:
         server = root.path / "resources_servers" / f"prorl_{name}"
-        for part in ("app.py", "requirements.txt", f"configs/prorl_{name}.yaml", "data/nemo_example.jsonl"):
+        for part in (
+            "app.py",
+            "requirements.txt",
+            "README.md",
+            f"configs/prorl_{name}.yaml",
+            "data/example.jsonl",
+        ):
             assert (server / part).is_file(), f"{server / part}"
+        for part in ("config.yaml", "manifest.yaml"):
+            assert (root.path / "environments" / f"prorl_{name}" / part).is_file()
 
 
 def test_no_project_file_lies_at_or_above_a_servers_folder(tmp_path: Path, venv: Path) -> None:
-    """NeMo Gym resolves links, and takes a folder with one two levels up for its own checkout."""
+    """NeMo Gym resolves links, and takes a folder with such a file two levels up for its own checkout."""
     root = gym_root(tmp_path / "root", venv=venv)
     for server in (root.path / "resources_servers").iterdir():
         assert not (server.resolve() / "../../pyproject.toml").exists()
@@ -51,10 +59,18 @@ def test_servers_of_other_packages_find_it_too(tmp_path: Path, venv: Path) -> No
     (installed / "app.py").touch()
     root = gym_root(tmp_path / "root", venv=venv)
     assert (root.path / "venvs/resources_servers/prorl_lab_book/.venv").readlink() == venv
-    assert not (root.path / "resources_servers/prorl_lab_book").exists()  # NeMo Gym finds it where it is
+    assert not (root.path / "resources_servers/prorl_lab_book").exists()  # NeMo Gym finds it in its package
 
 
-def test_again_it_changes_nothing_and_drops_what_is_gone(tmp_path: Path, venv: Path) -> None:
+def test_servers_installed_into_the_root_find_it_too(tmp_path: Path, venv: Path) -> None:
+    installed = tmp_path / "root" / "resources_servers" / "prorl_lab_book"
+    installed.mkdir(parents=True)
+    (installed / "app.py").touch()
+    root = gym_root(tmp_path / "root", venv=venv)
+    assert (root.path / "venvs/resources_servers/prorl_lab_book/.venv").readlink() == venv
+
+
+def test_a_second_call_changes_nothing_and_removes_stale_links(tmp_path: Path, venv: Path) -> None:
     first = gym_root(tmp_path / "root", venv=venv)
     stale = first.path / "resources_servers" / "prorl_bash" / "gone.py"
     stale.symlink_to(tmp_path / "gone.py")
@@ -62,7 +78,7 @@ def test_again_it_changes_nothing_and_drops_what_is_gone(tmp_path: Path, venv: P
     assert not stale.is_symlink()
 
 
-def test_where_the_package_is_installed_its_servers_are_not_found_twice(tmp_path: Path, venv: Path) -> None:
+def test_servers_of_the_installed_package_are_not_found_twice(tmp_path: Path, venv: Path) -> None:
     gym_root(tmp_path / "root", venv=venv)
     installed = venv / "lib" / "python3.12" / "site-packages" / "resources_servers" / "prorl_bash"
     installed.mkdir(parents=True)
@@ -83,7 +99,7 @@ def test_a_python_without_a_virtual_environment_is_refused(tmp_path: Path) -> No
         gym_root(tmp_path / "root", venv=tmp_path)
 
 
-def test_a_file_in_the_way_is_named(tmp_path: Path, venv: Path) -> None:
+def test_an_existing_file_is_refused_and_named(tmp_path: Path, venv: Path) -> None:
     taken = tmp_path / "root" / "resources_servers" / "prorl_bash" / "app.py"
     taken.parent.mkdir(parents=True)
     taken.write_text("mine")

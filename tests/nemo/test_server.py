@@ -56,7 +56,7 @@ def serving(environment: str = "bash", **settings: Any) -> Iterator[str]:
 
 @contextmanager
 def client(**settings: Any) -> Iterator[httpx.Client]:
-    """An agent's side: it keeps the cookies."""
+    """Client of an agent: it keeps the cookies."""
     with serving(**settings) as url, httpx.Client(base_url=url, timeout=60) as agent:
         yield agent
 
@@ -66,7 +66,7 @@ def row(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def answer(*calls: tuple[str, str]) -> dict[str, Any]:
-    """A model's answer with tool calls of name and arguments; without any, a closing text."""
+    """Return a model's answer with tool calls of name and arguments; without any, a closing text."""
     text = {"type": "output_text", "text": "Done.", "annotations": []}
     message = {"type": "message", "id": "m", "role": "assistant", "status": "completed", "content": [text]}
     items = [
@@ -101,17 +101,17 @@ def test_an_episode_runs_from_seed_to_reward() -> None:
     with client() as agent:
         assert seed(agent).status_code == 200
         assert agent.post("/bash", json={"command": "x=1; echo one"}).text.strip() == "one"
-        assert agent.post("/bash", json={"command": "echo $x"}).text.strip() == "1"  # the shell stays
+        assert agent.post("/bash", json={"command": "echo $x"}).text.strip() == "1"  # in the same shell
         agent.post("/bash", json={"command": SOLVE})
         verdict = verify(agent).json()
         assert verdict["reward"] == 1.0
         assert (verdict["task_id"], verdict["environment"]) == ("greet", "bash")
         assert verdict["evidence"] and verdict["reward_components"]
         assert verdict["mask_sample"] is False and verdict["failure_kind"] is None
-        assert verify(agent).json()["reward"] == 1.0  # NeMo Gym repeats a request whose connection broke
+        assert verify(agent).json()["reward"] == 1.0  # NeMo Gym repeats a request after a broken connection
 
 
-def test_an_untouched_workspace_scores_nothing() -> None:
+def test_an_untouched_workspace_scores_zero() -> None:
     with client() as agent:
         seed(agent)
         assert verify(agent).json()["reward"] == 0.0
@@ -120,7 +120,7 @@ def test_an_untouched_workspace_scores_nothing() -> None:
 @pytest.mark.timeout(300)  # swebench builds its instance
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_verifier_of_each_family(name: str) -> None:
-    """Full, again the same, zero, and malformed."""
+    """Solved, solved again, unsolved, and malformed."""
     asked = nemo_row(blank(name), json.loads(example_path(name).read_text().splitlines()[0]))
     reference = load_tasks(name, example_path(name))[0].reference
     nonsense = answer((reference[0].tool, "{no JSON"), ("no_such_tool", "[]"))
@@ -143,7 +143,7 @@ def test_the_verifier_of_each_family(name: str) -> None:
         assert verdict(agent, wrong, said=nonsense)["reward"] == 0.0
 
 
-def test_two_agents_do_not_meet() -> None:
+def test_two_agents_are_isolated() -> None:
     with serving() as url, httpx.Client(base_url=url) as one, httpx.Client(base_url=url) as other:
         seed(one)
         seed(other)
@@ -161,7 +161,7 @@ def test_two_agents_do_not_meet() -> None:
         ("no_such_tool", b"{}", "no tool"),
     ],
 )
-def test_what_the_model_got_wrong_is_told_to_the_model(tool: str, content: bytes, says: str) -> None:
+def test_mistakes_of_the_model_are_reported_to_the_model(tool: str, content: bytes, says: str) -> None:
     with client() as agent:
         seed(agent)
         reply = agent.post(f"/{tool}", content=content)
@@ -171,7 +171,7 @@ def test_what_the_model_got_wrong_is_told_to_the_model(tool: str, content: bytes
 
 
 def test_a_model_that_posts_to_the_servers_own_routes_gains_nothing() -> None:
-    """An agent posts to whatever route the model names."""
+    """An agent posts to any route that the model names."""
     with client() as agent:
         seed(agent)
         assert seed(agent, EASY).status_code == 422
@@ -181,7 +181,7 @@ def test_a_model_that_posts_to_the_servers_own_routes_gains_nothing() -> None:
         assert verify(agent).json()["reward"] == 0.0
 
 
-def test_a_bad_row_is_the_callers_mistake_and_names_the_field() -> None:
+def test_a_bad_row_is_a_client_error_that_names_the_field() -> None:
     with client() as agent:
         reply = agent.post("/seed_session", json={})
         assert reply.status_code == 422
@@ -191,7 +191,7 @@ def test_a_bad_row_is_the_callers_mistake_and_names_the_field() -> None:
 BROKEN = TASK | {"setup": "exit 3"}
 
 
-def test_a_failure_of_ours_is_an_http_error_where_it_cannot_be_masked() -> None:
+def test_an_internal_failure_is_an_http_error_if_masks_are_unsupported() -> None:
     with client(failures="error") as agent:
         reply = seed(agent, BROKEN)
         assert reply.status_code == 500
@@ -200,29 +200,29 @@ def test_a_failure_of_ours_is_an_http_error_where_it_cannot_be_masked() -> None:
         assert reply.status_code == 500 and "reward" not in reply.json()
 
 
-def test_a_failure_of_ours_is_masked_where_it_can_be() -> None:
+def test_an_internal_failure_is_masked_if_masks_are_supported() -> None:
     with client(failures="mask") as agent:
         assert seed(agent, BROKEN).status_code == 200
         told = agent.post("/bash", json={"command": "ls"})
-        assert told.status_code >= 500 and "setup" not in told.text  # the model learns nothing of why
+        assert told.status_code >= 500 and "setup" not in told.text  # the reason is hidden from the model
         verdict = verify(agent, BROKEN).json()
         assert (verdict["mask_sample"], verdict["failure_kind"]) == (True, "prorl:environment")
         assert "setup failed" in verdict["failure_reason"]
         assert KNOWS_MASKS or verdict["_ng_failure_class"] == "prorl:environment"
 
 
-def test_by_default_failures_are_masked_only_where_nemo_gym_knows_masks() -> None:
+def test_failures_are_masked_by_default_if_nemo_gym_supports_masks() -> None:
     with client() as agent:
         assert (seed(agent, BROKEN).status_code == 200) is KNOWS_MASKS
 
 
-def test_a_verdict_on_no_session_is_no_reward() -> None:
+def test_a_verdict_without_a_session_has_no_reward() -> None:
     with client(failures="error") as agent:
         reply = verify(agent)
         assert (reply.status_code, reply.json()["error"]["kind"]) == (500, "session_lost")
 
 
-def test_masked_samples_stay_out_of_the_metrics() -> None:
+def test_masked_samples_are_excluded_from_the_metrics() -> None:
     with client() as agent:
         base = {"_ng_task_index": 0, "mask_sample": False}
         good = base | {"_ng_rollout_index": 0, "reward": 1.0}
@@ -260,7 +260,7 @@ def test_the_finishing_tool_ends_a_stepped_episode() -> None:
         assert (last["reward"], last["terminated"]) == (1.0, True)
 
 
-def test_the_last_turn_is_graded_not_given_up() -> None:
+def test_the_last_turn_is_graded_not_discarded() -> None:
     with client(max_turns=2) as agent:
         agent.post("/reset", json=row(TASK))
         step(agent, bash("ls"))
@@ -268,8 +268,8 @@ def test_the_last_turn_is_graded_not_given_up() -> None:
         assert (last["reward"], last["terminated"], last["truncated"]) == (1.0, False, True)
 
 
-def test_episodes_left_open_end_with_the_server() -> None:
-    """The fixture that watches processes, mounts and directories holds the assertion."""
+def test_open_episodes_are_closed_with_the_server() -> None:
+    """The fixture that watches processes, mounts and directories makes the assertion."""
     with client() as agent:
         seed(agent)
         agent.post("/bash", json={"command": "sleep 1000 & disown"})

@@ -1,4 +1,4 @@
-"""The promises of the sessions of a resources server, on an environment that keeps a note in a directory."""
+"""Promises of a resources server's sessions, tested with an environment that writes to a directory."""
 
 import asyncio
 import shutil
@@ -22,7 +22,7 @@ from prorl_envs.errors import (
 )
 from prorl_envs.nemo.sessions import SessionExpired, SessionLimits, SessionLost, Sessions, SessionsFull
 from prorl_envs.sandbox.base import Sandbox, SandboxSpec
-from prorl_envs.sandbox.snapshot import Snapshot
+from prorl_envs.sandbox.filesystem.snapshot import Snapshot
 from prorl_envs.tools.types import ToolCall, ToolResult, ToolSpec
 
 pytestmark = pytest.mark.anyio
@@ -32,7 +32,7 @@ WRITE = ToolSpec("write", "Write the note.", {"type": "object", "properties": {"
 
 
 class NoteTask(Task):
-    """`fault` is where this task's infrastructure fails."""
+    """`fault` names the step at which this task's infrastructure fails."""
 
     expected: str
     fault: str = ""
@@ -102,7 +102,7 @@ class _NoSandboxes:
 
 
 class House:
-    """Sessions with a directory in which every open episode shows, and a clock of its own."""
+    """Sessions with a directory that lists every open episode, and a clock of their own."""
 
     def __init__(self, root: Path, **limits: Any) -> None:
         self.root = root
@@ -123,7 +123,7 @@ class House:
 
 async def until(condition: Any) -> None:
     """Let the other tasks run until `condition()`; the test's own time limit bounds it."""
-    while not condition():  # noqa: ASYNC110  (what is awaited is inside the code under test)
+    while not condition():  # noqa: ASYNC110  (the condition is inside the code under test)
         await asyncio.sleep(0)
 
 
@@ -139,7 +139,7 @@ async def test_an_episode_is_seeded_used_and_graded_and_leaves_nothing(tmp_path:
     assert ended is not None and ended.task_id == "t1"
 
 
-async def test_a_grade_asked_for_again_is_the_same(tmp_path: Path) -> None:
+async def test_a_repeated_grading_returns_the_same(tmp_path: Path) -> None:
     house = House(tmp_path)
     await house.sessions.open("s", ROW)
     first, second = await asyncio.gather(house.sessions.grade("s"), house.sessions.grade("s"))
@@ -147,7 +147,7 @@ async def test_a_grade_asked_for_again_is_the_same(tmp_path: Path) -> None:
     assert first.reward == 0.0
 
 
-async def test_after_the_grade_nothing_more_can_be_done(tmp_path: Path) -> None:
+async def test_after_the_grade_all_calls_are_refused(tmp_path: Path) -> None:
     house = House(tmp_path)
     await house.sessions.open("s", ROW)
     await house.sessions.grade("s")
@@ -157,7 +157,7 @@ async def test_after_the_grade_nothing_more_can_be_done(tmp_path: Path) -> None:
         await house.sessions.open("s", ROW)
 
 
-async def test_a_model_cannot_exchange_its_task_by_seeding_again(tmp_path: Path) -> None:
+async def test_a_model_cannot_replace_its_task_by_seeding_again(tmp_path: Path) -> None:
     house = House(tmp_path)
     await house.sessions.open("s", ROW)
     with pytest.raises(InputError, match="another task"):
@@ -166,7 +166,7 @@ async def test_a_model_cannot_exchange_its_task_by_seeding_again(tmp_path: Path)
     assert (await house.sessions.grade("s")).reward == 0.0
 
 
-async def test_the_same_seed_again_finds_the_same_episode(tmp_path: Path) -> None:
+async def test_a_repeated_seed_finds_the_same_episode(tmp_path: Path) -> None:
     house = House(tmp_path)
     await asyncio.gather(house.sessions.open("s", ROW), house.sessions.open("s", dict(ROW)))
     assert (len(house.sessions), house.open_episodes) == (1, 1)
@@ -183,7 +183,7 @@ async def test_a_wrong_row_names_its_field_and_opens_nothing(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("stage", ["init", "call", "eval"])
-async def test_a_failure_of_ours_ends_the_episode_and_is_never_a_reward(tmp_path: Path, stage: str) -> None:
+async def test_an_internal_failure_closes_the_episode_without_a_reward(tmp_path: Path, stage: str) -> None:
     house = House(tmp_path)
     with pytest.raises(SandboxError, match=stage):
         await house.sessions.open("s", ROW | {"fault": stage})
@@ -197,7 +197,7 @@ async def test_a_failure_of_ours_ends_the_episode_and_is_never_a_reward(tmp_path
         await house.write("s", "alpha")
 
 
-async def test_a_bug_in_a_tool_is_loud_and_leaves_a_typed_failure(tmp_path: Path) -> None:
+async def test_a_bug_in_a_tool_is_raised_and_fails_the_episode(tmp_path: Path) -> None:
     house = House(tmp_path)
     await house.sessions.open("s", ROW | {"fault": "call-bug"})
     with pytest.raises(ZeroDivisionError):
@@ -208,7 +208,7 @@ async def test_a_bug_in_a_tool_is_loud_and_leaves_a_typed_failure(tmp_path: Path
     assert house.open_episodes == 0
 
 
-async def test_a_reward_that_is_no_number_is_a_graders_failure(tmp_path: Path) -> None:
+async def test_a_reward_that_is_not_a_number_is_a_grader_failure(tmp_path: Path) -> None:
     house = House(tmp_path)
     await house.sessions.open("s", ROW | {"fault": "nan"})
     with pytest.raises(GraderError):
@@ -216,7 +216,7 @@ async def test_a_reward_that_is_no_number_is_a_graders_failure(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("stage", "limit"), [("init", "init_s"), ("eval", "eval_s")])
-async def test_a_stage_that_hangs_is_ended(tmp_path: Path, stage: str, limit: str) -> None:
+async def test_a_hanging_stage_is_stopped(tmp_path: Path, stage: str, limit: str) -> None:
     house = House(tmp_path, **{limit: 0.01})
     with pytest.raises(StageTimeout):
         await house.sessions.open("s", ROW | {"fault": f"{stage}-hangs"})
@@ -255,7 +255,7 @@ async def test_episodes_wait_for_a_place_in_order(tmp_path: Path) -> None:
     assert house.open_episodes == 0
 
 
-async def test_more_than_may_wait_are_refused_with_a_failure_worth_retrying(tmp_path: Path) -> None:
+async def test_requests_over_the_queue_limit_get_a_retryable_failure(tmp_path: Path) -> None:
     house = House(tmp_path, open=1, waiting=1)
     await house.sessions.open("first", ROW)
     second = asyncio.create_task(house.sessions.open("second", ROW))
@@ -268,7 +268,7 @@ async def test_more_than_may_wait_are_refused_with_a_failure_worth_retrying(tmp_
     await house.sessions.aclose()
 
 
-async def test_a_failed_start_gives_its_place_back(tmp_path: Path) -> None:
+async def test_a_failed_start_releases_its_slot(tmp_path: Path) -> None:
     house = House(tmp_path, open=1)
     for number in range(3):
         with pytest.raises(SandboxError):
@@ -277,7 +277,7 @@ async def test_a_failed_start_gives_its_place_back(tmp_path: Path) -> None:
     await house.sessions.aclose()
 
 
-async def test_an_episode_that_does_not_close_keeps_its_grade_and_gives_its_place_back(
+async def test_an_episode_that_fails_to_close_keeps_its_grade_and_releases_its_slot(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     house = House(tmp_path, open=1)
@@ -300,7 +300,7 @@ async def test_a_cancelled_start_leaves_nothing(tmp_path: Path) -> None:
         await house.sessions.grade("s")
 
 
-async def test_closing_ends_every_episode_and_forgets_no_outcome(tmp_path: Path) -> None:
+async def test_closing_closes_every_episode_and_keeps_all_outcomes(tmp_path: Path) -> None:
     house = House(tmp_path)
     for name in ("a", "b"):
         await house.sessions.open(name, ROW)

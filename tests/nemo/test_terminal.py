@@ -7,16 +7,16 @@ import pytest
 
 from prorl_envs.nemo.terminal import ENTRY, TerminalSession
 from prorl_envs.sandbox.base import Sandbox, SandboxSpec
-from prorl_envs.sandbox.namespaces import NamespaceDriver
-from prorl_envs.tools.terminal_wire import Open
-from prorl_envs.tools.wire import encode
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.tools.protocol.messages import encode
+from prorl_envs.tools.protocol.terminal import Open
 
 pytestmark = pytest.mark.anyio
-T = 20.0
+T = 60.0
 
 
 class Over(Exception):
-    """What a session raises where it failed."""
+    """Error that a failed session raises."""
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ async def test_a_program_has_a_terminal_of_its_own(sandbox: Sandbox) -> None:
         assert await one.wait_exit(timeout_s=T) == 3
 
 
-async def test_the_two_outputs_are_apart_on_pipes(sandbox: Sandbox) -> None:
+async def test_the_two_outputs_are_separate_on_pipes(sandbox: Sandbox) -> None:
     async with await session(
         sandbox, "sh", "-c", "echo out; echo err >&2; kill -15 $$", terminal=False
     ) as one:
@@ -53,12 +53,12 @@ async def test_the_two_outputs_are_apart_on_pipes(sandbox: Sandbox) -> None:
         assert await one.wait_exit() == 143
 
 
-async def test_what_stays_in_the_background_does_not_keep_a_session_open(sandbox: Sandbox) -> None:
+async def test_a_background_process_does_not_keep_a_session_open(sandbox: Sandbox) -> None:
     async with await session(sandbox, "sh", "-c", "sleep 1000 & echo done") as one:
         assert await everything(one) == b"done\r\n"
 
 
-async def test_a_hang_up_ends_a_program_that_reads_nothing_and_writes_on(sandbox: Sandbox) -> None:
+async def test_closing_kills_a_program_that_ignores_signals_and_keeps_writing(sandbox: Sandbox) -> None:
     one = await session(sandbox, "sh", "-c", "trap '' HUP INT TERM; yes", terminal=False)
     await one.read(timeout_s=T)
     await one.write(b"x" * 1_000_000)
@@ -67,7 +67,7 @@ async def test_a_hang_up_ends_a_program_that_reads_nothing_and_writes_on(sandbox
         assert (await everything(two)).endswith(b"gone\r\n")
 
 
-async def test_the_end_of_the_sandbox_ends_a_session(sandbox: Sandbox) -> None:
+async def test_closing_the_sandbox_closes_a_session(sandbox: Sandbox) -> None:
     one = await session(sandbox, "sleep", "1000")
     reading = asyncio.create_task(one.read())
     await sandbox.close()
@@ -77,13 +77,13 @@ async def test_the_end_of_the_sandbox_ends_a_session(sandbox: Sandbox) -> None:
     await one.close()
 
 
-async def test_a_program_that_is_not_there_is_told(sandbox: Sandbox) -> None:
+async def test_a_missing_program_raises(sandbox: Sandbox) -> None:
     async with await session(sandbox, "/no/such") as one:
         with pytest.raises(Over, match="No such file"):
             await one.wait_exit(timeout_s=T)
 
 
-async def test_a_host_that_breaks_the_protocol_loses_only_that_session(sandbox: Sandbox) -> None:
+async def test_a_host_that_violates_the_protocol_loses_only_that_session(sandbox: Sandbox) -> None:
     sock = await sandbox.spawn(ENTRY)
     sock.send(b"\0\0\0\1x")
     sock.close()
@@ -91,7 +91,7 @@ async def test_a_host_that_breaks_the_protocol_loses_only_that_session(sandbox: 
         assert await everything(one) == b"fine\r\n"
 
 
-async def test_a_session_that_breaks_the_protocol_is_given_up() -> None:
+async def test_a_session_that_violates_the_protocol_is_closed() -> None:
     one = TerminalSession("s", "pty", Over)
     one.data_received(bytes(encode(Open(["x"], "/", {}, True, 1, 1))))
     with pytest.raises(Over, match="broke the protocol"):

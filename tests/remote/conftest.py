@@ -1,4 +1,4 @@
-"""A desk that counts, served over HTTP, and a service in front of it."""
+"""A counting resources server over HTTP, and a service that uses it."""
 
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 from prorl_envs.config import ServiceSettings
-from prorl_envs.policy.rendering import TemplateRenderer
+from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.remote.environment import NemoEnvironment, nemo_family
 from prorl_envs.remote.servers import RunningServer
-from prorl_envs.rollout.service import RolloutService
-from prorl_envs.rollout.types import GroupRequest, Result
-from prorl_envs.testing.resources import ResourcesDesk, count_to_three
+from prorl_envs.rollout.api.types import GroupRequest, Result
+from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.testing.tokenizer import builtin_renderer
-from prorl_envs.testing.toy import Play, ToyModel, empty_node
+from tests.support.resources import ResourcesDesk, count_to_three
+from tests.support.toy import Play, ToyModel, empty_node
 
 type Family = type[NemoEnvironment]
 
@@ -31,7 +31,7 @@ async def url(desk: ResourcesDesk) -> AsyncIterator[str]:
 
 @pytest.fixture
 def family(url: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Family]:
-    """The desk as an environment; seeds are tried again at once."""
+    """Make the resources server an environment; seeds are retried at once."""
     monkeypatch.setattr("prorl_envs.remote.environment.SEED_PAUSES_S", (0.0, 0.0))
 
     def make(**bounds: Any) -> Family:
@@ -49,7 +49,7 @@ def renderer() -> TemplateRenderer:
 async def roll(
     renderer: TemplateRenderer, family: Callable[..., Family]
 ) -> AsyncIterator[Callable[..., Any]]:
-    """Runs one task through the rollout service."""
+    """Run one task through the rollout service."""
 
     async def run(
         row: dict[str, Any], play: Play = count_to_three, samples: int = 1, limits: Any = None, **bounds: Any

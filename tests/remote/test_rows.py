@@ -1,4 +1,4 @@
-"""NeMo Gym rows as tasks, and conversations as responses: pure."""
+"""NeMo Gym rows as tasks, and conversations as responses: pure functions."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import pytest
 from prorl_envs.env.responses import chat_messages, output_items, said_messages
 from prorl_envs.errors import InputError
 from prorl_envs.remote.task import NemoTask, read_row
-from prorl_envs.testing.resources import desk_row
+from tests.support.resources import desk_row
 
 
 def row(given: Any, **params: Any) -> dict[str, Any]:
@@ -64,14 +64,14 @@ def test_a_wrong_row_names_its_field(bad: dict[str, Any], says: str) -> None:
     assert says in caught.value.message
 
 
-def test_a_row_has_an_id_of_its_own_or_of_its_content() -> None:
+def test_a_row_has_its_own_id_or_one_of_its_content() -> None:
     assert read_row(desk_row(id=12)).id == "12"
     assert read_row(desk_row(uuid="u-1")).id == "u-1"
     assert read_row(desk_row(verifier_metadata={"task": {"id": "greet"}})).id == "greet"
     assert read_row(desk_row(start=1)).id == read_row(desk_row(start=1)).id != read_row(desk_row(start=2)).id
 
 
-def test_the_row_is_kept_but_for_its_solution() -> None:
+def test_the_row_is_kept_except_for_its_solution() -> None:
     given = desk_row(say="x", reference=[{"tool": "read", "arguments": {}}], reference_answer="3")
     task = read_row(given)
     assert task.row == {k: v for k, v in given.items() if k not in ("reference", "reference_answer")}
@@ -79,7 +79,7 @@ def test_the_row_is_kept_but_for_its_solution() -> None:
     assert set(NemoTask.model_json_schema()["required"]) == {"responses_create_params"}
 
 
-def test_thoughts_are_apart_and_ids_are_unique() -> None:
+def test_reasoning_is_separate_and_ids_are_unique() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "get", "arguments": "{}"}}
     messages: list[dict[str, Any]] = [
         {"role": "assistant", "content": "<think>hm</think>\n\nI look.", "tool_calls": [call]},
@@ -96,12 +96,12 @@ def test_thoughts_are_apart_and_ids_are_unique() -> None:
     assert len(set(ids)) == 3 and ids[0] == items[3]["call_id"] and ids[1] == items[6]["call_id"]
 
 
-def test_an_empty_answer_is_a_message_all_the_same() -> None:
+def test_an_empty_answer_is_still_a_message() -> None:
     (item,) = output_items([{"role": "assistant", "content": ""}])
     assert item["content"][0]["text"] == ""
 
 
-def test_items_read_back_are_the_conversation() -> None:
+def test_parsed_items_are_the_conversation() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "get", "arguments": "{}"}}
     messages: list[dict[str, Any]] = [
         {"role": "assistant", "content": "I look.", "tool_calls": [call]},

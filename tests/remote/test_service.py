@@ -1,4 +1,4 @@
-"""A resources server's tasks through the three stages: what is right, and everything that may go wrong."""
+"""A resources server's tasks through the three stages: success and every failure."""
 
 import asyncio
 import json
@@ -11,8 +11,8 @@ from starlette.responses import Response, StreamingResponse
 
 from prorl_envs.errors import FailureKind
 from prorl_envs.remote import environment
-from prorl_envs.rollout.types import JobState, Stage, StopReason
-from prorl_envs.testing.resources import ResourcesDesk, answers, count_to_three, desk_row, spoken
+from prorl_envs.rollout.api.types import JobState, Stage, StopReason
+from tests.support.resources import ResourcesDesk, answers, count_to_three, desk_row, spoken
 
 pytestmark = pytest.mark.anyio
 
@@ -24,14 +24,14 @@ async def test_an_episode_runs_through_the_stages(desk: ResourcesDesk, roll: Rol
     assert (result.state, result.reward, result.task_id) == (JobState.DONE, 1.0, "7")
     assert result.stop_reason is StopReason.NO_TOOL_CALL
     assert result.components == {"count": 3.0, "right": 1.0}
-    assert result.evidence == {"count": 3, "right": True}  # and nothing that was only repeated
+    assert result.evidence == {"count": 3, "right": True}  # and none of the repeated calls
     shown = [m["content"] for m in result.messages if m["role"] == "tool"]
     assert shown == ['{"success":true}', '{"success":true}', '{"count":3}']
     assert [tool["function"]["name"] for tool in result.tools] == ["add", "read"]
     assert result.trajectory is not None and result.trajectory.drift == 0
 
 
-async def test_the_verifier_sees_the_row_and_what_was_said_and_done(desk: ResourcesDesk, roll: Roll) -> None:
+async def test_the_verifier_gets_the_row_the_messages_and_the_calls(desk: ResourcesDesk, roll: Roll) -> None:
     row = desk_row(say="three", reference=[{"tool": "add", "arguments": {}}])
     await roll(row)
     (body,) = desk.verified
@@ -52,7 +52,7 @@ async def test_the_verifier_sees_the_row_and_what_was_said_and_done(desk: Resour
     assert spoken(output) == "It is three."
 
 
-async def test_samples_do_not_share_a_session(desk: ResourcesDesk, roll: Roll) -> None:
+async def test_samples_have_separate_sessions(desk: ResourcesDesk, roll: Roll) -> None:
     results = await roll(desk_row(), samples=4)
     assert [result.reward for result in results] == [1.0] * 4
     assert sorted(desk.counts.values()) == [3] * 4
@@ -63,7 +63,7 @@ async def test_a_wrong_answer_is_a_reward_of_0(roll: Roll) -> None:
     assert (result.state, result.reward) == (JobState.DONE, 0.0)
 
 
-async def test_a_finishing_tool_ends_the_episode_and_its_call_is_judged(
+async def test_a_finishing_tool_ends_the_episode_and_its_call_is_graded(
     desk: ResourcesDesk, roll: Roll
 ) -> None:
     (result,) = await roll(desk_row(expected=1), finish_tool="add")
@@ -72,7 +72,7 @@ async def test_a_finishing_tool_ends_the_episode_and_its_call_is_judged(
     assert kinds == ["function_call", "function_call_output"]  # though the model never saw the output
 
 
-async def test_what_the_model_got_wrong_is_told_to_the_model(desk: ResourcesDesk, roll: Roll) -> None:
+async def test_mistakes_of_the_model_are_reported_to_the_model(desk: ResourcesDesk, roll: Roll) -> None:
     def play(session: str, turn: int) -> Any:
         calls = [("add", {"count": "x"}), ("seed_session", {"start": 3}), ("../verify", {}), ("verify", {})]
         return [{"tool": name, "arguments": arguments} for name, arguments in calls] if turn == 0 else "Done."
@@ -81,7 +81,7 @@ async def test_what_the_model_got_wrong_is_told_to_the_model(desk: ResourcesDesk
     told = [m["content"] for m in result.messages if m["role"] == "tool"]
     assert "an integer is expected" in told[0] and all("There is no tool" in text for text in told[1:])
     assert result.reward == 0.0
-    assert desk.asked == {"seed_session": 1, "add": 1, "verify": 1}  # a model cannot post where it likes
+    assert desk.asked == {"seed_session": 1, "add": 1, "verify": 1}  # a model cannot choose the route
 
 
 # Verdicts.
@@ -108,7 +108,7 @@ NESTED = '{"reward": 1.0, "deep": ' + '{"a": ' * 100 + "1" + "}" * 101
         ('{"reward": 1.0, "pad": "' + "x" * 5000 + '"}', "longer than"),
     ],
 )
-async def test_a_verdict_that_cannot_be_believed_is_no_reward(
+async def test_an_invalid_verdict_has_no_reward(
     desk: ResourcesDesk, roll: Roll, monkeypatch: pytest.MonkeyPatch, body: bytes | str, says: str
 ) -> None:
     if says == "longer than":
@@ -140,44 +140,44 @@ async def test_a_masked_sample_is_a_failure(
     assert "the judge is away" in result.failure.message
 
 
-async def test_evidence_is_bounded_and_what_is_left_out_is_named(desk: ResourcesDesk, roll: Roll) -> None:
+async def test_evidence_is_bounded_and_omitted_parts_are_named(desk: ResourcesDesk, roll: Roll) -> None:
     desk.misbehave("verify", answers(json.dumps({"reward": 0.5, "why": "so", "log": "x" * 300_000})))
     (result,) = await roll(desk_row())
     assert result.reward == 0.5 and result.evidence == {"why": "so", "left_out": ["log"]}
 
 
-async def test_an_error_of_the_verifier_is_no_reward(desk: ResourcesDesk, roll: Roll) -> None:
+async def test_an_error_of_the_verifier_has_no_reward(desk: ResourcesDesk, roll: Roll) -> None:
     desk.misbehave("verify", answers('"KeyError(1)"', 500))
     (result,) = await roll(desk_row())
     assert (result.reward, result.failure.kind, result.attempts) == (None, FailureKind.GRADER, 1)
     assert "KeyError(1)" in result.failure.message
 
 
-async def test_a_verifier_that_is_away_is_asked_by_another_attempt(desk: ResourcesDesk, roll: Roll) -> None:
+async def test_an_unreachable_verifier_is_asked_by_another_attempt(desk: ResourcesDesk, roll: Roll) -> None:
     desk.misbehave("verify", answers("busy", 503))
     (result,) = await roll(desk_row())
     assert (result.reward, result.attempts) == (1.0, 2)
-    assert desk.asked["seed_session"] == 2  # a new session, and not the old one asked twice
+    assert desk.asked["seed_session"] == 2  # a new session, and not the old one twice
 
 
 # Seeds.
 
 
-async def test_a_seed_is_tried_again_as_a_session_of_its_own(desk: ResourcesDesk, roll: Roll) -> None:
+async def test_a_retried_seed_is_a_session_of_its_own(desk: ResourcesDesk, roll: Roll) -> None:
     desk.misbehave("seed_session", answers("", 503, headers={"set-cookie": "desk_session=stale"}), broken_off)
     (result,) = await roll(desk_row())
     assert (result.reward, result.attempts, desk.asked["seed_session"]) == (1.0, 1, 3)
     assert "stale" not in desk.counts
 
 
-async def test_a_refused_row_is_not_tried_again(desk: ResourcesDesk, roll: Roll) -> None:
+async def test_a_refused_row_is_not_retried(desk: ResourcesDesk, roll: Roll) -> None:
     desk.misbehave("seed_session", answers('{"detail": "initial_count: Field required"}', 422))
     (result,) = await roll(desk_row())
     assert (result.failure.kind, result.attempts) == (FailureKind.ENVIRONMENT, 1)
     assert "initial_count" in result.failure.message and desk.asked["seed_session"] == 1
 
 
-async def test_a_server_that_is_not_there_is_a_failure_to_try_again(roll: Roll) -> None:
+async def test_an_unreachable_server_is_a_retryable_failure(roll: Roll) -> None:
     (result,) = await roll(desk_row(), url="http://127.0.0.1:1")
     assert (result.failure.kind, result.failure.stage) == (FailureKind.ENVIRONMENT, Stage.INIT)
     assert result.failure.retryable and result.attempts == 2
@@ -211,7 +211,7 @@ async def hangs(request: Request) -> Response:
     raise AssertionError
 
 
-async def test_a_tool_that_breaks_off_fails_the_attempt_and_is_not_called_twice(
+async def test_an_interrupted_tool_call_fails_the_attempt_and_is_not_repeated(
     desk: ResourcesDesk, roll: Roll
 ) -> None:
     desk.misbehave("add", broken_off, broken_off)
@@ -220,14 +220,14 @@ async def test_a_tool_that_breaks_off_fails_the_attempt_and_is_not_called_twice(
     assert (result.attempts, desk.asked["add"], desk.asked["seed_session"]) == (2, 2, 2)
 
 
-async def test_a_tools_server_that_is_away_fails_the_attempt(desk: ResourcesDesk, roll: Roll) -> None:
+async def test_an_unreachable_tool_server_fails_the_attempt(desk: ResourcesDesk, roll: Roll) -> None:
     desk.misbehave("add", answers("", 502))
     (result,) = await roll(desk_row(), lambda session, turn: count_to_three(session, max(turn - 1, 0)))
     assert (result.reward, result.attempts) == (1.0, 2)
 
 
 @pytest.mark.parametrize(("fails", "state"), [(False, JobState.DONE), (True, JobState.FAILED)])
-async def test_an_internal_error_of_a_tool_is_shown_or_fails(
+async def test_an_internal_error_of_a_tool_is_shown_or_fails_the_attempt(
     desk: ResourcesDesk, roll: Roll, fails: bool, state: JobState
 ) -> None:
     desk.misbehave("add", answers("\"ValueError('no such city')\"", 500), times=2)
@@ -237,7 +237,7 @@ async def test_an_internal_error_of_a_tool_is_shown_or_fails(
         assert "no such city" in result.messages[2]["content"]
 
 
-async def test_a_long_answer_is_cut_and_says_so(desk: ResourcesDesk, roll: Roll) -> None:
+async def test_a_long_answer_is_cut_and_marked(desk: ResourcesDesk, roll: Roll) -> None:
     desk.misbehave("add", answers("y" * 1_000_000))
     (result,) = await roll(desk_row(), tool_bytes=100)
     text = result.messages[2]["content"]
@@ -250,7 +250,7 @@ async def test_a_compressed_answer_is_not_unpacked(desk: ResourcesDesk, roll: Ro
     assert result.failure.kind is FailureKind.TOOL and "compressed" in result.failure.message
 
 
-async def test_a_slow_tool_is_ended_and_the_model_is_told(desk: ResourcesDesk, roll: Roll) -> None:
+async def test_a_slow_tool_is_stopped_and_the_model_notified(desk: ResourcesDesk, roll: Roll) -> None:
     desk.misbehave("add", hangs)
     (result,) = await roll(desk_row(), limits={"tool_timeout_s": 0.05})
     assert "ended after 0.05 s" in result.messages[2]["content"]

@@ -1,26 +1,26 @@
-"""What tests of batches share: a model whose rewards and pace a test decides, and short requests."""
+"""Model with rewards and pace set by a test, and short requests, for tests of batches."""
 
 import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from prorl_envs.policy.rendering import TemplateRenderer
-from prorl_envs.policy.types import Sampled, Sampling
-from prorl_envs.rollout.batch_types import BatchRequest, BatchTask
-from prorl_envs.rollout.types import split_job_id
-from prorl_envs.testing.toy import ToyModel
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.model.types import Sampled, Sampling
+from prorl_envs.rollout.api.batches import BatchRequest, BatchTask
+from prorl_envs.rollout.api.types import split_job_id
+from tests.support.toy import ToyModel
 
 type Rewards = Callable[[str, int], float]
 
 
 def by_sample(_: str, sample: int) -> float:
-    """Every group is informative: its samples alternate between 0 and 1."""
+    """Alternate between 0 and 1 within a group, so that every group is informative."""
     return float(sample % 2)
 
 
 class PacedModel(ToyModel):
-    """Finishes each episode with the reward that a function of group id and sample gives, as soon as
-    neither its group nor its job is held."""
+    """Model that finishes each episode with the reward of a function of group id and sample, as soon as
+    neither the group nor the job is held."""
 
     def __init__(self, renderer: TemplateRenderer, rewards: Rewards = by_sample) -> None:
         self.renderer = renderer
@@ -28,7 +28,7 @@ class PacedModel(ToyModel):
         self._held: dict[str, asyncio.Event] = {}
 
     def hold(self, *names: str) -> None:
-        """Answer nothing of these groups and jobs until they are released."""
+        """Do not answer these groups and jobs until they are released."""
         for name in names:
             self._held[name] = asyncio.Event()
 
@@ -51,14 +51,14 @@ def _finish(reward: float) -> dict[str, Any]:
 
 
 def rows(count: int, first: int = 0, **fields: Any) -> list[BatchTask]:
-    """Tasks called t0, t1, ..."""
+    """Return tasks called t0, t1, ..."""
     return [
         BatchTask(task={"id": f"t{i}", "instruction": "Do.", **fields}) for i in range(first, first + count)
     ]
 
 
 def batch(name: str = "a", tasks: int | list[BatchTask] = 4, **fields: Any) -> BatchRequest:
-    """A batch of one group of two samples, if nothing else is said."""
+    """Return a batch; by default of one group of two samples."""
     if isinstance(tasks, int):
         tasks = rows(tasks)
     return BatchRequest.model_validate(

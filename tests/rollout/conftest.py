@@ -1,4 +1,4 @@
-"""A service over toy environments, with everything a test may want to hold."""
+"""A service over toy environments that a test can hold at any step."""
 
 import asyncio
 import importlib.util
@@ -12,15 +12,16 @@ import pytest
 
 from prorl_envs.clock import Clock
 from prorl_envs.config import ServiceSettings
-from prorl_envs.policy.rendering import TemplateRenderer
-from prorl_envs.policy.types import ModelClient
-from prorl_envs.rollout.service import RolloutService
-from prorl_envs.rollout.sqlite_store import SqliteStore, SqlStore
-from prorl_envs.rollout.store import Store
-from prorl_envs.rollout.types import GroupRequest, Result
-from prorl_envs.testing.postgres import local_postgres, postgres_programs
+from prorl_envs.extras import install_extras
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.model.types import ModelClient
+from prorl_envs.rollout.api.types import GroupRequest, Result
+from prorl_envs.rollout.service.service import RolloutService
+from prorl_envs.rollout.store.base import Store
+from prorl_envs.rollout.store.sqlite import SqliteStore, SqlStore
 from prorl_envs.testing.tokenizer import builtin_renderer
-from prorl_envs.testing.toy import ToyModel, ToyWorld, empty_node
+from tests.support.postgres import local_postgres, postgres_programs
+from tests.support.toy import ToyModel, ToyWorld, empty_node
 
 
 @pytest.fixture(scope="session")
@@ -34,14 +35,14 @@ def postgres_server() -> Iterator[str]:
     if postgres_programs() is None:
         pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
     if importlib.util.find_spec("psycopg") is None:
-        pytest.skip("psycopg is not installed: pip install 'prorl-envs[postgres]'")
+        pytest.skip(f"psycopg is not installed: {install_extras('postgres')}")
     with local_postgres() as url:
         yield url
 
 
 @pytest.fixture
 def postgres_url(postgres_server: str) -> str:
-    """A database in which no store ever was."""
+    """A new database without a store."""
     import psycopg
 
     with psycopg.connect(postgres_server, autocommit=True) as session:
@@ -54,10 +55,10 @@ type OpenStore = Callable[..., AbstractAsyncContextManager[SqlStore]]
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> OpenStore:
-    """Opens the same durable store, one time after the other, with the bounds given."""
+    """Open the same durable store repeatedly, each time with the given bounds."""
     if request.param == "postgres":
         url = request.getfixturevalue("postgres_url")
-        from prorl_envs.rollout.postgres_store import PostgresStore
+        from prorl_envs.rollout.store.postgres import PostgresStore
 
     @asynccontextmanager
     async def opening(**bounds: Any) -> AsyncIterator[SqlStore]:
@@ -76,14 +77,14 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> OpenStore:
 
 @dataclass
 class Bench:
-    """A started service and its surroundings."""
+    """A started service with its model and results."""
 
     service: RolloutService
     world: ToyWorld
     results: list[Result] = field(default_factory=list)
 
     def group(self, name: str = "g", samples: int = 1, **fields: Any) -> GroupRequest:
-        """A group whose task may carry `faults` and a `reward`."""
+        """Return a group whose task may carry `faults` and a `reward`."""
         task = {"id": name, "instruction": f"Do {name}."}
         task |= {key: fields.pop(key) for key in ("faults", "reward") if key in fields}
         return GroupRequest.model_validate(
@@ -94,7 +95,7 @@ class Bench:
         await self.service.submit(list(groups))
 
     async def finished(self, count: int) -> list[Result]:
-        """The first `count` results, in order."""
+        """Return the first `count` results, in order."""
         while len(self.results) < count:
             after = self.results[-1].cursor if self.results else 0
             page = await self.service.results(after, limit=count - len(self.results), wait_s=60)
@@ -121,7 +122,7 @@ class Bench:
 
 @pytest.fixture
 async def make_bench(renderer: TemplateRenderer) -> AsyncIterator[Callable[..., Any]]:
-    """Makes and starts services; each is stopped at the end, and must then have closed everything."""
+    """Make and start services; stop each at the end and check that it has closed everything."""
     benches: list[Bench] = []
 
     async def make(

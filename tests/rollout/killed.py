@@ -1,4 +1,4 @@
-"""A service in a process of its own, to be killed."""
+"""A service in a process of its own that tests kill."""
 
 import asyncio
 import os
@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import prorl_envs
-from prorl_envs.testing.leaks import Holdings
+from prorl_envs.testing.leaks import OpenResources
 
 #: `prorl-envs serve --llm MODEL --port PORT --store FILE`, with the built-in tokenizer.
 SERVE = """
 import asyncio, sys
 from pathlib import Path
-from prorl_envs.cli.compose import Model
-from prorl_envs.cli.serving import serve
+from prorl_envs.app.compose import Model
+from prorl_envs.cli.commands.serving import serve
 from prorl_envs.config import ServerSettings, ServiceSettings, Settings
 from prorl_envs.testing.tokenizer import builtin_renderer
 
@@ -27,7 +27,11 @@ settings = Settings(
     server=ServerSettings(port=int(port)),
     cache_dir=Path(cache),
 )
-asyncio.run(serve(settings, Model(servers=[model], renderer=builtin_renderer())))
+
+async def connect(earlier):
+    return Model(servers=[model], renderer=builtin_renderer())
+
+asyncio.run(serve(settings, connect))
 """
 
 
@@ -39,7 +43,7 @@ def free_port() -> int:
 
 @contextmanager
 def service(model: str, port: int, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A service in a process of its own. Who enters ends it; here it is only waited for."""
+    """Start a service in a process of its own. The caller stops it; the block's end only waits for it."""
     arguments = [model, str(port), str(folder / "store.db"), str(folder / "cache")]
     environ = {**os.environ, "PYTHONPATH": str(Path(prorl_envs.__file__).parents[1])}
     with (
@@ -54,6 +58,6 @@ def service(model: str, port: int, folder: Path) -> Iterator[subprocess.Popen[by
 
 
 async def sandboxes_gone(run_dir: Path, before: Collection[object]) -> None:
-    """Return once no process is there that was not there `before`. The test's own timeout bounds this."""
-    while Holdings.now(run_dir).processes.keys() - before:  # noqa: ASYNC110 - other processes have no event
+    """Return once all processes that are not in `before` have ended. The test's own timeout bounds this."""
+    while OpenResources.now(run_dir).processes.keys() - before:  # noqa: ASYNC110 - other processes have no event
         await asyncio.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Tenants beside each other, tokens for one job, and what is the operator's alone."""
+"""Several tenants, tokens for single jobs, and routes for the operator only."""
 
 import asyncio
 import inspect
@@ -12,14 +12,13 @@ from pydantic import SecretStr
 
 from prorl_envs.config import ServerSettings, TenantSettings, load_settings
 from prorl_envs.errors import InputError
-from prorl_envs.rollout.access import JOB_ROUTES, TENANT_ROUTES
-from prorl_envs.rollout.api import create_app
-from prorl_envs.rollout.client import RolloutClient
-from prorl_envs.rollout.episode_types import EpisodeRequest
-from prorl_envs.rollout.errors import Forbidden, Full, NotFound, Unauthorized
-from prorl_envs.rollout.store import Selection
-from prorl_envs.rollout.types import JobState
-from prorl_envs.rollout.watch_views import LimitsRequest
+from prorl_envs.rollout.api.dashboard import LimitsRequest
+from prorl_envs.rollout.api.errors import Forbidden, NotFound, QueueFull, Unauthorized
+from prorl_envs.rollout.api.interactive import EpisodeRequest
+from prorl_envs.rollout.api.types import JobState, Selection
+from prorl_envs.rollout.client.client import RolloutClient
+from prorl_envs.rollout.http.app import create_app
+from prorl_envs.rollout.http.auth import JOB_ROUTES, TENANT_ROUTES
 from prorl_envs.testing.clock import FakeClock
 
 pytestmark = pytest.mark.anyio
@@ -50,7 +49,7 @@ async def connect(bench: Any) -> AsyncIterator[Connect]:
         await made.aclose()
 
 
-async def test_a_tenant_sees_and_ends_only_its_own(bench: Any, connect: Connect) -> None:
+async def test_a_tenant_sees_and_cancels_only_its_own_jobs(bench: Any, connect: Connect) -> None:
     alice, bob, operator = connect(ALICE), connect(BOB), connect(OPERATOR)
     await alice.submit([bench.group("alice/a")])
     await bob.submit([bench.group("bob/a")])
@@ -76,7 +75,7 @@ async def test_a_tenant_sees_and_ends_only_its_own(bench: Any, connect: Connect)
     assert (await operator.group("alice/a")).complete
 
 
-async def test_a_tenant_watches_and_repeats_only_its_own(bench: Any, connect: Connect) -> None:
+async def test_a_tenant_watches_and_repeats_only_its_own_jobs(bench: Any, connect: Connect) -> None:
     alice, operator = connect(ALICE), connect(OPERATOR)
     await operator.submit([bench.group("free")])
     await alice.submit([bench.group("alice/a")])
@@ -103,7 +102,7 @@ async def test_a_tenant_watches_and_repeats_only_its_own(bench: Any, connect: Co
     bench.world.gates["call"].set()
 
 
-async def test_what_steers_the_service_is_the_operators(connect: Connect) -> None:
+async def test_control_routes_are_for_operators_only(connect: Connect) -> None:
     alice = connect(ALICE)
     assert (await alice.status()).state == "serving"
     assert await alice.environments()
@@ -129,8 +128,8 @@ async def test_a_new_route_is_closed_to_tenants(bench: Any) -> None:
     assert {"/v1/pause", "/v1/model_servers", "/process", "/stop"} <= paths - TENANT_ROUTES
 
 
-async def test_no_route_hands_what_it_depends_on_to_a_thread(bench: Any) -> None:
-    """There and back a thread waits for the interpreter, behind all that the event loop has to do."""
+async def test_no_route_runs_its_dependencies_in_a_thread(bench: Any) -> None:
+    """Each switch to a thread and back waits for the interpreter, behind all work of the event loop."""
     todo = [
         route.dependant for route in create_app(bench.service, SETTINGS).routes if isinstance(route, APIRoute)
     ]
@@ -142,7 +141,7 @@ async def test_no_route_hands_what_it_depends_on_to_a_thread(bench: Any) -> None
         assert inspect.iscoroutinefunction(call), f"{one.call} of {one.path}"
 
 
-async def test_a_lease_is_held_by_its_tenant_and_the_operator_alone(make_bench: Any) -> None:
+async def test_a_lease_can_be_held_only_by_its_tenant_and_the_operator(make_bench: Any) -> None:
     clock = FakeClock()
     bench = await make_bench(clock=clock)
     bench.world.gates["call"] = asyncio.Event()
@@ -174,20 +173,20 @@ async def test_a_lease_is_held_by_its_tenant_and_the_operator_alone(make_bench: 
     assert states == [JobState.RUN, JobState.RUN, JobState.CANCELLED, JobState.CANCELLED]
 
 
-async def test_a_tenants_bound_is_its_own(bench: Any, connect: Connect) -> None:
+async def test_each_tenant_has_its_own_quota(bench: Any, connect: Connect) -> None:
     alice, bob = connect(ALICE), connect(BOB)
     bench.world.gates["call"] = asyncio.Event()
     await alice.submit([bench.group("alice/a", samples=2)])
     await alice.start_episode(
         EpisodeRequest(id="alice/e", environment="toy", task={"id": "t", "instruction": "do"})
     )
-    with pytest.raises(Full, match="room for 0 of 1"):
+    with pytest.raises(QueueFull, match="room for 0 of 1"):
         await alice.submit([bench.group("alice/b")])
-    with pytest.raises(Full, match="3 unfinished"):
+    with pytest.raises(QueueFull, match="3 unfinished"):
         await alice.start_episode(
             EpisodeRequest(id="alice/f", environment="toy", task={"id": "t", "instruction": "do"})
         )
-    await alice.submit([bench.group("alice/a", samples=2)])  # known, so nothing new
+    await alice.submit([bench.group("alice/a", samples=2)])  # a repeated id needs no quota
     await bob.submit([bench.group("bob/a", samples=10)])
     await alice.close_episode("alice/e")
     await alice.submit([bench.group("alice/b")])
@@ -198,7 +197,7 @@ async def test_a_tenants_bound_is_its_own(bench: Any, connect: Connect) -> None:
     await bench.finished(16)
 
 
-async def test_a_jobs_token_is_good_for_that_job(bench: Any, connect: Connect) -> None:
+async def test_a_jobs_token_is_valid_for_that_job_only(bench: Any, connect: Connect) -> None:
     bench.world.gates["call"] = asyncio.Event()
     await connect(ALICE).submit([bench.group("alice/a", samples=2)])
     token = await connect(ALICE).job_token("alice/a/1")
@@ -233,7 +232,7 @@ async def test_a_jobs_token_is_good_for_that_job(bench: Any, connect: Connect) -
     bench.world.gates["call"].set()
 
 
-async def test_the_tokens_are_kept_apart_and_out_of_sight(connect: Connect, bench: Any) -> None:
+async def test_wrong_tokens_are_refused_and_tokens_are_not_shown(connect: Connect, bench: Any) -> None:
     for stranger in ("", "alice", ALICE[:-1], ALICE + BOB):
         with pytest.raises(Unauthorized):
             await connect(stranger).status()
@@ -241,7 +240,7 @@ async def test_the_tokens_are_kept_apart_and_out_of_sight(connect: Connect, benc
     create_app(bench.service, SETTINGS.model_copy(update={"host": "0.0.0.0", "token": None}))
 
 
-async def test_tenants_alone_lock_the_service_and_leave_no_job_tokens(bench: Any) -> None:
+async def test_tenants_without_an_operator_token_lock_the_service_and_get_no_job_tokens(bench: Any) -> None:
     settings = SETTINGS.model_copy(update={"token": None})
     transport = httpx.ASGITransport(create_app(bench.service, settings))
     async with RolloutClient("http://127.0.0.1", transport=transport, attempts=1) as nobody:

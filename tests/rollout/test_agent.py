@@ -1,4 +1,4 @@
-"""The agent loop against a real tokenizer: what is sent, what is recorded, when it ends."""
+"""The agent loop with a real tokenizer: its requests, its records and its stop reasons."""
 
 import asyncio
 import json
@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 from prorl_envs.errors import ModelError, SandboxError
-from prorl_envs.policy.chat_template import ChatTemplate
-from prorl_envs.policy.pieces import LONG
-from prorl_envs.policy.rendering import TemplateRenderer
-from prorl_envs.policy.types import Sampled, Sampling
-from prorl_envs.rollout.agent import Agent, Transcript
-from prorl_envs.rollout.ledger import Ledger
-from prorl_envs.rollout.types import AgentLimits, StopReason, Trajectory
+from prorl_envs.model.tokens.cached_encoder import LONG
+from prorl_envs.model.tokens.chat_template import ChatTemplate
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.model.types import Sampled, Sampling
+from prorl_envs.rollout.agent.agent_loop import Agent, Transcript
+from prorl_envs.rollout.agent.token_ledger import Ledger
+from prorl_envs.rollout.api.types import AgentLimits, StopReason, Trajectory
 from prorl_envs.testing.clock import FakeClock
 from prorl_envs.testing.scripted import Call
 from prorl_envs.testing.tokenizer import CHAT_TEMPLATE, builtin_renderer
-from prorl_envs.testing.toy import Fault, Play, ToyModel, ToyTask, ToyWorld, empty_node
+from tests.support.toy import Fault, Play, ToyModel, ToyTask, ToyWorld, empty_node
 
 pytestmark = pytest.mark.anyio
 
@@ -37,7 +37,7 @@ def renderer() -> TemplateRenderer:
 
 
 class Played:
-    """One run of the loop, with everything to look at afterwards."""
+    """One run of the loop, with everything to inspect afterwards."""
 
     def __init__(self, renderer: TemplateRenderer, play: Play, **limits: float) -> None:
         self.world = ToyWorld()
@@ -79,7 +79,7 @@ class Played:
 
 
 def check_truth(played: Played) -> None:
-    """What every trajectory must keep, whatever happened."""
+    """Check the invariants of every trajectory."""
     trajectory = played.trajectory
     assert trajectory.drift == 0
     assert len(trajectory.ids) == len(trajectory.loss_mask) == len(trajectory.logprobs)
@@ -92,7 +92,7 @@ def check_truth(played: Played) -> None:
     assert all(trajectory.logprobs[i] == 0.0 for i in range(len(trajectory.ids)) if i not in sampled)
 
 
-async def test_the_context_grows_by_what_was_sampled_and_observed(renderer: TemplateRenderer) -> None:
+async def test_the_context_grows_by_sampled_and_observed_tokens(renderer: TemplateRenderer) -> None:
     turns = [[say("one")], [say("two"), say("three")], [FINISH]]
     played = Played(renderer, lambda _, turn: turns[turn])
     assert await played.run() is StopReason.FINISHED
@@ -115,14 +115,14 @@ async def test_logprobs_are_those_of_the_sampled_ids(renderer: TemplateRenderer)
         assert played.trajectory.logprobs[turn.start : turn.end] == [-0.01 * (i % 100) for i in ids]
 
 
-async def test_text_without_a_call_ends_the_episode(renderer: TemplateRenderer) -> None:
+async def test_text_without_a_call_finishes_the_episode(renderer: TemplateRenderer) -> None:
     played = Played(renderer, lambda *_: "I am done.")
     assert await played.run() is StopReason.NO_TOOL_CALL
     assert played.transcript.messages[-1]["content"] == "I am done."
     check_truth(played)
 
 
-async def test_an_agent_that_goes_round_in_circles_is_stopped(renderer: TemplateRenderer) -> None:
+async def test_a_looping_agent_is_stopped(renderer: TemplateRenderer) -> None:
     played = Played(renderer, lambda *_: [say("again")], max_repeats=3)
     assert await played.run() is StopReason.LOOP
     assert len(played.trajectory.turns) == 3
@@ -131,7 +131,7 @@ async def test_an_agent_that_goes_round_in_circles_is_stopped(renderer: Template
     assert await free.run() is StopReason.TURN_LIMIT
 
 
-async def test_long_observations_lose_their_middle(renderer: TemplateRenderer) -> None:
+async def test_the_middle_of_long_observations_is_cut(renderer: TemplateRenderer) -> None:
     long = "".join(f"{n} " for n in range(1000))
     played = Played(
         renderer, lambda _, turn: [say(long)] if turn == 0 else [FINISH], max_observation_chars=300
@@ -145,7 +145,7 @@ async def test_long_observations_lose_their_middle(renderer: TemplateRenderer) -
 
 
 class Noting(TemplateRenderer):
-    """Notes in which threads it makes bridges."""
+    """Renderer that records the threads in which it makes bridges."""
 
     threads: list[bool]
 
@@ -154,8 +154,8 @@ class Noting(TemplateRenderer):
         return super().bridge(sampled, observations)
 
 
-async def test_what_takes_long_to_render_does_not_hold_the_event_loop(renderer: TemplateRenderer) -> None:
-    """And it is the same tokens, encoded in one way or the other."""
+async def test_slow_rendering_does_not_block_the_event_loop(renderer: TemplateRenderer) -> None:
+    """Both ways of encoding yield the same tokens."""
     noting = Noting(renderer.tokenizer, ChatTemplate(CHAT_TEMPLATE))
     noting.threads = []
     turns = [[say("short")], [say("long <|im_end|> " * (LONG // 10))], [FINISH]]
@@ -167,7 +167,7 @@ async def test_what_takes_long_to_render_does_not_hold_the_event_loop(renderer: 
     observed = played.prompts[2][played.trajectory.turns[1].end :]
     said = noting.decode(observed)
     assert turns[1][0]["arguments"]["text"] in said
-    pieces = re.split("(?<=long <)", said)  # where the mark is, that keeps tool output out of control
+    pieces = re.split("(?<=long <)", said)  # where the mark that keeps control tokens out of tool output is
     assert list(observed) == [
         number
         for piece in pieces
@@ -175,8 +175,8 @@ async def test_what_takes_long_to_render_does_not_hold_the_event_loop(renderer: 
     ]
 
 
-async def test_a_reserve_leaves_room_for_the_end(renderer: TemplateRenderer) -> None:
-    """What would have filled the context is cut, and the model told to finish: once."""
+async def test_a_reserve_keeps_room_for_the_last_answer(renderer: TemplateRenderer) -> None:
+    """An observation that would fill the context is cut, and the model is asked once to finish."""
     turns = [[say("x y z " * 300)], [say("more")], [FINISH]]
     bounds = {"max_tokens": 2800}
     ended = Played(renderer, lambda _, turn: turns[turn], **bounds)
@@ -191,20 +191,20 @@ async def test_a_reserve_leaves_room_for_the_end(renderer: TemplateRenderer) -> 
     check_truth(played)
 
 
-async def test_a_refused_finish_goes_on(renderer: TemplateRenderer) -> None:
+async def test_a_refused_finish_continues_the_episode(renderer: TemplateRenderer) -> None:
     refused: Call = {"tool": "finish", "arguments": {"text": "refuse"}}
     played = Played(renderer, lambda _, turn: [refused] if turn == 0 else [FINISH])
     assert await played.run() is StopReason.FINISHED
     assert played.trajectory.turns[1].start > played.trajectory.turns[0].end
 
 
-async def test_calls_after_finish_are_not_made(renderer: TemplateRenderer) -> None:
+async def test_calls_after_finish_are_not_executed(renderer: TemplateRenderer) -> None:
     played = Played(renderer, lambda *_: [say("a"), FINISH, say("b")])
     await played.run()
     assert [step for _, step in played.world.log].count("call") == 2
 
 
-async def test_a_malformed_call_is_answered_with_what_is_wrong(renderer: TemplateRenderer) -> None:
+async def test_a_malformed_call_is_answered_with_the_reason(renderer: TemplateRenderer) -> None:
     def play(_: str, turn: int) -> list[Call] | str:
         return '<tool_call>\n{"name": "say", "argu\n</tool_call>' if turn == 0 else [FINISH]
 
@@ -216,13 +216,13 @@ async def test_a_malformed_call_is_answered_with_what_is_wrong(renderer: Templat
     assert played.transcript.messages[2]["content"]
 
 
-async def test_malformed_again_and_again_ends_the_episode(renderer: TemplateRenderer) -> None:
+async def test_repeated_malformed_calls_stop_the_episode(renderer: TemplateRenderer) -> None:
     played = Played(renderer, lambda *_: "<tool_call>{", max_malformed=3)
     assert await played.run() is StopReason.MALFORMED
     assert len(played.trajectory.turns) == 3
 
 
-async def test_a_good_call_forgives_the_bad_ones_before(renderer: TemplateRenderer) -> None:
+async def test_a_valid_call_resets_the_count_of_malformed_ones(renderer: TemplateRenderer) -> None:
     played = Played(
         renderer,
         lambda _, turn: [say("ok")] if turn % 2 else "<tool_call>{",
@@ -233,7 +233,7 @@ async def test_a_good_call_forgives_the_bad_ones_before(renderer: TemplateRender
     assert len(played.trajectory.turns) == 7
 
 
-async def test_a_cut_answer_is_explained(renderer: TemplateRenderer) -> None:
+async def test_a_truncated_answer_is_explained_to_the_model(renderer: TemplateRenderer) -> None:
     played = Played(renderer, lambda _, turn: "words " * 50 if turn == 0 else [FINISH])
     played.sampling = Sampling(max_tokens=20)
     played.limits = AgentLimits(max_malformed=3)
@@ -258,7 +258,7 @@ async def _fill(played: Played, extra: int) -> None:
     check_truth(played)
 
 
-async def test_an_observation_that_does_not_fit_is_left_out_whole(renderer: TemplateRenderer) -> None:
+async def test_an_observation_that_does_not_fit_is_omitted(renderer: TemplateRenderer) -> None:
     played = Played(renderer, lambda *_: [say("long " * 300)], max_tokens=1200)
     played.sampling = Sampling(max_tokens=1000)
     assert await played.run() is StopReason.TOKEN_LIMIT
@@ -284,13 +284,13 @@ async def test_the_turn_limit(renderer: TemplateRenderer) -> None:
 async def test_a_model_call_at_the_time_limit(
     renderer: TemplateRenderer, tool_s: float, model_s: float
 ) -> None:
-    """Graded where the policy had used up the time, not where one model call did."""
+    """Graded if the policy used up the time, but not if a single model call did."""
     played = Played(renderer, lambda *_: [say("never")], run_s=10)
     answering = asyncio.Event()
     answering.set()
 
     def play(_: str, turn: int) -> list[Call]:
-        answering.clear()  # the next answer never comes
+        answering.clear()  # the next answer never arrives
         return [say("x")]
 
     played.model = ToyModel(renderer, play, gate=answering)
@@ -309,7 +309,7 @@ async def test_a_model_call_at_the_time_limit(
     assert len(played.trajectory.turns) == 1
 
 
-async def test_a_model_that_never_answers_is_a_failure_and_not_graded(renderer: TemplateRenderer) -> None:
+async def test_a_model_that_never_answers_is_a_failure_without_a_grade(renderer: TemplateRenderer) -> None:
     played = Played(renderer, lambda *_: [say("never")], run_s=10)
     played.model = ToyModel(renderer, lambda *_: "x", gate=asyncio.Event())
     running = asyncio.create_task(played.run())
@@ -320,20 +320,26 @@ async def test_a_model_that_never_answers_is_a_failure_and_not_graded(renderer: 
     assert played.trajectory.turns == []
 
 
-async def test_a_tool_call_gets_no_more_time_than_is_left(renderer: TemplateRenderer) -> None:
-    played = Played(renderer, lambda *_: [say("slow")], run_s=10)
-    gate = asyncio.Event()
-    played.world.gates["call"] = gate
+async def test_a_tool_call_is_limited_to_the_remaining_time(renderer: TemplateRenderer) -> None:
+    played = Played(renderer, lambda *_: [say("slow"), say("late")], run_s=10, tool_timeout_s=8)
+    first, second = asyncio.Event(), asyncio.Event()
+    played.world.gates["call"] = first
     running = asyncio.create_task(played.run())
+    await played.world.until(lambda: len(played.world.call_timeouts) == 1)
+    played.clock.advance(7)
     await played.world.until(lambda: played.world.inside["call"] == 1)
-    played.clock.advance(11)
-    gate.set()
+    played.world.gates["call"] = second
+    first.set()
+    await played.world.until(lambda: len(played.world.call_timeouts) == 2)
+    played.clock.advance(4)
+    second.set()
     assert await running is StopReason.TIME_LIMIT
+    assert played.world.call_timeouts == [8, 3], "its own limit, then the rest of the episode's time"
     assert played.trajectory.turns[0].tools_s == 11
     check_truth(played)
 
 
-async def test_text_that_utf8_cannot_carry_is_replaced(renderer: TemplateRenderer) -> None:
+async def test_text_that_utf8_cannot_encode_is_replaced(renderer: TemplateRenderer) -> None:
     played = Played(renderer, lambda _, turn: [say("x")] if turn == 0 else [FINISH])
     played.faults = {"call": Fault.SURROGATE}
     await played.run()
@@ -341,7 +347,7 @@ async def test_text_that_utf8_cannot_carry_is_replaced(renderer: TemplateRendere
     json.dumps(played.transcript.messages, ensure_ascii=False).encode()
 
 
-async def test_a_failing_sandbox_leaves_as_its_error(renderer: TemplateRenderer) -> None:
+async def test_a_failing_sandbox_raises_its_own_error(renderer: TemplateRenderer) -> None:
     played = Played(renderer, lambda *_: [say("x")])
     played.faults = {"call": Fault.SANDBOX}
     with pytest.raises(SandboxError):
@@ -357,7 +363,7 @@ async def test_a_failing_sandbox_leaves_as_its_error(renderer: TemplateRenderer)
         ((1,), (0.0,), "abort", "aborted"),
     ],
 )
-async def test_an_answer_that_breaks_the_protocol(
+async def test_an_answer_that_violates_the_protocol(
     renderer: TemplateRenderer,
     ids: tuple[int, ...],
     logprobs: tuple[float, ...],

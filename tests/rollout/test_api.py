@@ -1,4 +1,4 @@
-"""The HTTP face: every answer typed, nothing over the limits, nobody without the token."""
+"""The HTTP interface: every answer is typed, limits hold, and requests without the token are refused."""
 
 import asyncio
 import json
@@ -9,18 +9,18 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic import SecretStr
+from pydantic import SecretStr, ValidationError
 
 from prorl_envs.config import ServerSettings
 from prorl_envs.errors import InputError
-from prorl_envs.policy.pool import ModelPool
-from prorl_envs.policy.rendering import TemplateRenderer
-from prorl_envs.rollout.api import create_app
-from prorl_envs.rollout.errors import WIRE_ERRORS
-from prorl_envs.rollout.service import RolloutService
-from prorl_envs.rollout.types import Result
-from prorl_envs.testing.toy import ToyModel, ToyWorld, empty_node
+from prorl_envs.model.routing.pool import ModelPool
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.rollout.api.errors import WIRE_ERRORS
+from prorl_envs.rollout.api.types import RESULT_VERSION, Result, parse_result
+from prorl_envs.rollout.http.app import create_app
+from prorl_envs.rollout.service.service import RolloutService
 from tests.rollout.batch_bench import PacedModel
+from tests.support.toy import ToyModel, ToyWorld, empty_node
 
 pytestmark = pytest.mark.anyio
 
@@ -29,7 +29,7 @@ TYPES = {wire.name for wire in WIRE_ERRORS}
 
 
 def http(service: RolloutService, **changes: Any) -> httpx.AsyncClient:
-    """A client straight into the application; a bug raises here."""
+    """Client that calls the application directly, so that a bug raises here."""
     app = create_app(service, ServerSettings(**changes))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1")
 
@@ -60,13 +60,31 @@ async def test_one_group_or_a_list_of_them(client: httpx.AsyncClient) -> None:
     assert [len(group["jobs"]) for group in many.json()["groups"]] == [1, 2]
 
 
-async def test_ids_with_slashes_and_dots_stay_what_they_are(client: httpx.AsyncClient) -> None:
-    name = "run-1/step.2/a:b"
+@pytest.mark.parametrize(
+    "bad", ["a/../b", "a/./b", "a//b", "a/", "a/..", "..", ".", "", "a/b/../../..", "a\n", "a/b\n"]
+)
+async def test_ids_that_paths_would_normalise_are_refused(client: httpx.AsyncClient, bad: str) -> None:
+    for route, request_body in (
+        ("groups", body(bad)),
+        ("episodes", body(bad)),
+        ("batches", {"id": bad, "groups": 1, "environment": "toy", "tasks": []}),
+    ):
+        response = await client.post(f"/v1/{route}", json=request_body)
+        assert (response.status_code, error_of(response)["type"]) == (422, "invalid_request")
+        assert "id" in error_of(response)["message"]
+    await client.post("/start")
+    for route in ("process", "cancel"):
+        response = await client.post(f"/{route}", json={"job_id": bad, "instance": {"data_source": "toy"}})
+        assert response.status_code == 422
+
+
+async def test_ids_with_slashes_and_dots_are_kept(client: httpx.AsyncClient) -> None:
+    name = "run-1/step.2/.../..x/.y/a:b"
     await client.post("/v1/groups", json=body(name))
     assert (await client.get(f"/v1/groups/{name}")).json()["id"] == name
     assert (await client.get(f"/v1/jobs/{name}/0")).json()["id"] == f"{name}/0"
     assert (await client.delete(f"/v1/jobs/{name}/0")).status_code == 200
-    assert (await client.get("/v1/groups/run-1%2Fstep.2%2Fa:b")).json()["complete"]
+    assert (await client.get("/v1/groups/run-1%2Fstep.2%2F...%2F..x%2F.y%2Fa:b")).json()["complete"]
     assert (await client.delete(f"/v1/groups/{name}")).status_code == 200
     result = Result.model_validate_json((await client.get(f"/v1/jobs/{name}/0/result")).content)
     assert result.group_id == name
@@ -82,7 +100,7 @@ async def test_results_by_cursor(client: httpx.AsyncClient, bench: Any) -> None:
     assert [r["cursor"] for r in first["results"] + rest["results"]] == [1, 2, 3, 4, 5]
 
 
-async def test_the_stream_gives_what_is_there_what_comes_and_ends_with_the_service(
+async def test_the_stream_sends_stored_then_new_results_and_stops_with_the_service(
     client: httpx.AsyncClient, bench: Any
 ) -> None:
     await bench.result(bench.group("before"))
@@ -112,7 +130,7 @@ async def test_the_stream_gives_what_is_there_what_comes_and_ends_with_the_servi
         (None, 422, "invalid_request", "body"),
     ],
 )
-async def test_a_bad_submission_is_told_what_is_wrong(
+async def test_a_bad_submission_is_refused_with_the_reason(
     client: httpx.AsyncClient, request_body: Any, status: int, kind: str, says: str
 ) -> None:
     response = await client.post("/v1/groups", json=request_body)
@@ -122,12 +140,12 @@ async def test_a_bad_submission_is_told_what_is_wrong(
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"\xff\xfe", b"[" * 15_000, b'{"id": 1e999}'])
-async def test_what_is_no_json_is_a_typed_error(client: httpx.AsyncClient, raw: bytes) -> None:
+async def test_invalid_json_is_a_typed_error(client: httpx.AsyncClient, raw: bytes) -> None:
     response = await client.post("/v1/groups", content=raw, headers={"content-type": "application/json"})
     assert error_of(response)["type"] == "invalid_request"
 
 
-async def test_json_that_could_not_be_given_back_is_refused(client: httpx.AsyncClient) -> None:
+async def test_json_that_could_not_be_returned_is_refused(client: httpx.AsyncClient) -> None:
     for metadata in ('{"x": NaN}', '{"x": "\\ud800"}', '{"\\udfff": 1}'):
         raw = json.dumps(body()).replace('"task"', f'"metadata": {metadata}, "task"')
         response = await client.post("/v1/groups", content=raw, headers={"content-type": "application/json"})
@@ -171,7 +189,7 @@ async def test_a_body_over_the_limit_announced_or_not(client: httpx.AsyncClient)
         assert (response.status_code, error_of(response)["type"]) == (413, "too_large")
 
 
-async def test_full_says_when_to_come_back(make_bench: Any) -> None:
+async def test_a_full_queue_says_when_to_retry(make_bench: Any) -> None:
     bench = await make_bench(queue=1)
     async with http(bench.service) as client:
         response = await client.post("/v1/groups", json=body(samples=2))
@@ -191,10 +209,10 @@ async def test_ready_follows_the_service_and_health_the_process(
     assert "retry-after" in refused.headers
 
 
-async def test_nothing_is_said_to_be_unknown_before_the_store_is_read(
+async def test_no_id_is_reported_unknown_before_the_store_is_read(
     make_bench: Any, renderer: TemplateRenderer
 ) -> None:
-    """A reader of a service that was killed asks the next one at once."""
+    """A reader of a killed service asks the restarted one at once."""
     store = (await make_bench()).service.store
     service = RolloutService(
         empty_node(), {"toy": ToyWorld().family()}, renderer, PacedModel(renderer), store=store
@@ -213,7 +231,7 @@ async def test_nothing_is_said_to_be_unknown_before_the_store_is_read(
         await service.stop()
 
 
-async def test_the_token_is_asked_of_everybody(bench: Any) -> None:
+async def test_every_route_asks_for_the_token(bench: Any) -> None:
     async with http(bench.service, token=SecretStr(TOKEN)) as client:
         wrong = ["", "Bearer", f"Basic {TOKEN}", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", "Bearer é"]
         for path in ("/v1/status", "/v1/results/stream", "/openapi.json", "/nowhere"):
@@ -227,7 +245,7 @@ async def test_the_token_is_asked_of_everybody(bench: Any) -> None:
         assert (await client.get("/health")).status_code == 200
 
 
-async def test_without_a_token_only_loopback_and_only_by_its_name(bench: Any) -> None:
+async def test_without_a_token_only_requests_to_a_loopback_name_are_served(bench: Any) -> None:
     with pytest.raises(InputError, match="token"):
         create_app(bench.service, ServerSettings(host="0.0.0.0"))
     create_app(bench.service, ServerSettings(host="0.0.0.0", token=SecretStr(TOKEN)))
@@ -237,6 +255,13 @@ async def test_without_a_token_only_loopback_and_only_by_its_name(bench: Any) ->
             "localhost": 200,
             "[::1]:80": 200,
             "evil.test": 401,
+            "[::1].evil.test": 401,
+            "[::1]evil.test": 401,
+            "[::1": 401,
+            "127.0.0.1.evil.test": 401,
+            "127.0.0.1:80:80": 401,
+            "evil.test:127.0.0.1": 401,
+            "": 401,
         }.items():
             response = await client.get("/v1/status", headers={"host": host})
             assert response.status_code == status, host
@@ -248,7 +273,7 @@ async def test_the_environments_and_their_rows(client: httpx.AsyncClient) -> Non
     assert "faults" in environment["task_schema"]["properties"]
 
 
-async def test_model_servers_come_and_go(make_bench: Any, renderer: TemplateRenderer) -> None:
+async def test_model_servers_are_added_and_removed(make_bench: Any, renderer: TemplateRenderer) -> None:
     pool = ModelPool(lambda url: ToyModel(renderer, lambda *_: url))
     bench = await make_bench(model=pool)
     async with http(bench.service) as client:
@@ -265,19 +290,19 @@ async def test_model_servers_come_and_go(make_bench: Any, renderer: TemplateRend
     await pool.aclose()
 
 
-async def test_a_fixed_model_says_so(client: httpx.AsyncClient) -> None:
+async def test_a_fixed_model_refuses_further_servers(client: httpx.AsyncClient) -> None:
     response = await client.post("/v1/model_servers", json={"url": "http://127.0.0.1:1"})
     assert error_of(response)["type"] == "conflict"
 
 
-async def test_the_document_names_every_route_and_error(client: httpx.AsyncClient) -> None:
+async def test_the_openapi_document_names_every_route_and_error(client: httpx.AsyncClient) -> None:
     document = (await client.get("/openapi.json")).json()
     assert set(document["paths"]) == {
         "/v1/groups",
         "/v1/groups/{group_id}",
         "/v1/jobs",
         "/v1/jobs/{job_id}",
-        *(f"/v1/jobs/{{job_id}}/{what}" for what in ("partial", "tokens", "retry")),
+        *(f"/v1/jobs/{{job_id}}/{what}" for what in ("partial", "tokens", "markdown", "request", "retry")),
         *("/v1/dashboard", "/v1/dashboard/stream", "/v1/summaries", "/v1/search", "/v1/limits"),
         "/v1/jobs/{job_id}/result",
         "/v1/jobs/{job_id}/token",
@@ -289,6 +314,7 @@ async def test_the_document_names_every_route_and_error(client: httpx.AsyncClien
         "/v1/batches/{batch_id}/results",
         "/v1/batches/{batch_id}/tasks",
         "/v1/status",
+        "/v1/logins",
         *("/v1/nodes", "/v1/nodes/{name}/drain", "/v1/nodes/{name}/resume"),
         *("/start", "/stop", "/status", "/process", "/cancel", "/add_llm_server", "/clear_llm_server"),
         "/v1/episodes",
@@ -307,11 +333,17 @@ async def test_the_document_names_every_route_and_error(client: httpx.AsyncClien
         "/health",
         "/ready",
     }
-    for path in document["paths"].values():
-        for operation in path.values():
+    for operations in document["paths"].values():
+        for operation in operations.values():
             assert operation["description"]
             assert {str(wire.status) for wire in WIRE_ERRORS} <= set(operation["responses"])
-            assert operation["security"] == [{"HTTPBearer": []}]
+
+
+async def test_the_openapi_document_of_a_service_with_a_token_names_it(bench: Any) -> None:
+    document = create_app(bench.service, ServerSettings(token=SecretStr("x" * 16))).openapi()
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            assert path in ("/health", "/ready") or operation["security"] == [{"HTTPBearer": []}], path
 
 
 anything = st.recursive(
@@ -325,7 +357,7 @@ almost = st.fixed_dictionaries(
 )
 
 
-def test_no_body_whatever_makes_the_service_fail(renderer: TemplateRenderer) -> None:
+def test_no_request_body_makes_the_service_fail(renderer: TemplateRenderer) -> None:
     world = ToyWorld()
     model = ToyModel(renderer, lambda *_: "done")
     service = RolloutService(empty_node(), {"toy": world.family()}, renderer, model)
@@ -344,3 +376,23 @@ def test_no_body_whatever_makes_the_service_fail(renderer: TemplateRenderer) -> 
         post()
         runner.run(client.aclose())
         runner.run(service.stop())
+
+
+def test_results_of_format_1_are_converted() -> None:
+    turn = {"start": 0, "end": 1, "finish_reason": "stop", "weight_version": "", "server": ""}
+    row = {
+        "ids": [1], "loss_mask": [1], "logprobs": [0.0], "exact": False, "shared": 1,
+        "turns": [turn | {"model_s": 1.0, "tools_s": 0.0, "exact": False}],
+    }  # fmt: skip
+    old = {
+        "version": 1, "job_id": "g/0", "group_id": "g", "sample": 0, "environment": "e", "task_id": "t",
+        "state": "done", "reward": 1.0, "mask_sample": True, "stop_reason": None, "failure": None,
+        "trajectory": row, "forks": [row], "aborted": [row],
+    }  # fmt: skip
+    result = parse_result(json.dumps(old))
+    assert result.version == RESULT_VERSION
+    assert len(result.unfinished_answers) == 1
+    for part in (*result.rows, *result.unfinished_answers):
+        assert (part.token_exact, part.shared_prefix_len, part.turns[0].token_exact) == (False, 1, False)
+    with pytest.raises(ValidationError, match="aborted"):
+        parse_result(json.dumps(old | {"version": RESULT_VERSION}))

@@ -1,4 +1,4 @@
-"""The plan of a batch alone: what is started, kept and ended, whatever ends in whatever order."""
+"""The plan of a batch alone: groups to start, keep and cancel, for results in any order."""
 
 import random
 from dataclasses import dataclass, field
@@ -7,37 +7,38 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prorl_envs.rollout.batch_plan import (
+from prorl_envs.rollout.api.batches import BatchState, GroupFilter
+from prorl_envs.rollout.batches.plan import (
     BatchPlan,
-    Ended,
-    Group,
-    Judgement,
+    GroupDecision,
+    GroupEnded,
+    GroupOutcome,
+    PlannedGroup,
     Rules,
-    Verdict,
     fresh_enough,
     judge,
     uninformative,
 )
-from prorl_envs.rollout.batch_types import BatchState, GroupFilter
+from prorl_envs.rollout.store.statistics import SPREAD
 
 
-def group(name: str = "g", samples: int = 4, *rewards: float | None, first: int = 1) -> Group:
-    """A group of which these samples have ended, in order; None is a failure."""
+def group(name: str = "g", samples: int = 4, *rewards: float | None, first: int = 1) -> PlannedGroup:
+    """A group with the results of these samples, in order; None is a failure."""
     ended = {
-        sample: Ended(first + sample, reward, "" if reward is not None else "model")
+        sample: GroupEnded(first + sample, reward, "" if reward is not None else "model")
         for sample, reward in enumerate(rewards)
     }
-    return Group(name, samples, 0, ended)
+    return PlannedGroup(name, samples, 0, ended)
 
 
-def verdict(rules: Rules, *rewards: float | None, samples: int = 4) -> tuple[Verdict, str] | None:
+def verdict(rules: Rules, *rewards: float | None, samples: int = 4) -> tuple[GroupOutcome, str] | None:
     judgement = judge(rules, group("g", samples, *rewards))
     return (judgement.verdict, judgement.reason) if judgement else None
 
 
 ALL = Rules(groups=1, in_flight=1)
-TWO = Rules(groups=1, in_flight=1, usable=2)
-INFORMATIVE = (Verdict.INFORMATIVE, "")
+TWO = Rules(groups=1, in_flight=1, min_rewards=2)
+INFORMATIVE = (GroupOutcome.INFORMATIVE, "")
 
 
 @pytest.mark.parametrize(
@@ -45,27 +46,27 @@ INFORMATIVE = (Verdict.INFORMATIVE, "")
     [
         (ALL, (0, 1, 1), None),
         (ALL, (0, 1, 1, 1), INFORMATIVE),
-        (ALL, (1, 1, 1, 1), (Verdict.UNINFORMATIVE, "equal_rewards")),
+        (ALL, (1, 1, 1, 1), (GroupOutcome.UNINFORMATIVE, "equal_rewards")),
         (ALL, (None, 1, None, 0), INFORMATIVE),
-        (ALL, (None, None, None, 0), (Verdict.UNINFORMATIVE, "equal_rewards")),
+        (ALL, (None, None, None, 0), (GroupOutcome.UNINFORMATIVE, "equal_rewards")),
         (ALL, (None, None, None), None),
-        (ALL, (None, None, None, None), (Verdict.FAILED, "too_few_rewards")),
+        (ALL, (None, None, None, None), (GroupOutcome.FAILED, "too_few_rewards")),
         (TWO, (0,), None),
         (TWO, (0, 1), INFORMATIVE),
-        (TWO, (1, 1), (Verdict.UNINFORMATIVE, "equal_rewards")),
+        (TWO, (1, 1), (GroupOutcome.UNINFORMATIVE, "equal_rewards")),
         (TWO, (None, None, 1), None),
         (TWO, (None, None, 1, 0), INFORMATIVE),
-        (TWO, (None, None, None), (Verdict.FAILED, "too_few_rewards")),
+        (TWO, (None, None, None), (GroupOutcome.FAILED, "too_few_rewards")),
         (Rules(groups=1, in_flight=1, filter=None), (1, 1, 1, 1), INFORMATIVE),
     ],
 )
 def test_a_group_is_decided_when_its_rewards_suffice(
-    rules: Rules, rewards: tuple[float | None, ...], expected: tuple[Verdict, str] | None
+    rules: Rules, rewards: tuple[float | None, ...], expected: tuple[GroupOutcome, str] | None
 ) -> None:
     assert verdict(rules, *rewards) == expected
 
 
-def test_bounds_of_the_filter_are_themselves_included() -> None:
+def test_the_bounds_of_the_filter_are_inclusive() -> None:
     bounds = GroupFilter(min_spread=0.5, min_mean=0.25, max_mean=0.75)
     assert uninformative(bounds, [0.0, 0.5]) == ""
     assert uninformative(bounds, [0.5, 1.0]) == ""
@@ -74,8 +75,28 @@ def test_bounds_of_the_filter_are_themselves_included() -> None:
     assert uninformative(bounds, [1.0, 1.0, 1.0, 0.1]) == "high_mean"
 
 
+def test_a_spread_at_the_threshold_is_uninformative() -> None:
+    """Rewards that are this close count as equal; if they differ by more, they are informative."""
+    assert uninformative(GroupFilter(), [0.0, SPREAD]) == "equal_rewards"
+    assert uninformative(GroupFilter(), [0.0, 2 * SPREAD]) == ""
+
+
+def test_the_smallest_spread_allows_for_rounding() -> None:
+    bounds = GroupFilter(min_spread=0.5)
+    assert uninformative(bounds, [0.0, 0.5 - SPREAD]) == ""
+    assert uninformative(bounds, [0.0, 0.5 - 2 * SPREAD]) == "small_spread"
+
+
+def test_the_bounds_of_the_mean_allow_for_rounding() -> None:
+    bounds = GroupFilter(min_mean=0.5, max_mean=0.5)
+    assert uninformative(bounds, [0.0, 1 - 2 * SPREAD]) == ""
+    assert uninformative(bounds, [0.0, 1 - 4 * SPREAD]) == "low_mean"
+    assert uninformative(bounds, [0.0, 1 + 2 * SPREAD]) == ""
+    assert uninformative(bounds, [0.0, 1 + 4 * SPREAD]) == "high_mean"
+
+
 def begun(rules: Rules, tasks: int, samples: int = 2) -> BatchPlan:
-    """A plan whose first groups, called by their indices, are begun."""
+    """A plan whose first groups, named by their indices, have started."""
     plan = BatchPlan(rules)
     plan.add_tasks(tasks, closed=True)
     begin(plan, samples)
@@ -85,13 +106,20 @@ def begun(rules: Rules, tasks: int, samples: int = 2) -> BatchPlan:
 def begin(plan: BatchPlan, samples: int = 2) -> list[int]:
     indices = list(plan.to_start())
     for index in indices:
-        plan.begin(index, Group(str(index), samples, 0))
+        plan.begin(index, PlannedGroup(str(index), samples, 0))
     return indices
 
 
 def end(plan: BatchPlan, name: str, *rewards: float | None, cursor: int) -> None:
     for sample, reward in enumerate(rewards):
-        plan.ended(name, sample, Ended(cursor + sample, reward, "" if reward is not None else "model"))
+        plan.ended(name, sample, GroupEnded(cursor + sample, reward, "" if reward is not None else "model"))
+
+
+def test_groups_are_counted_by_their_reason_for_exclusion() -> None:
+    plan = begun(Rules(groups=1, in_flight=2), tasks=3)
+    end(plan, "0", 1, 1, cursor=1)
+    end(plan, "1", 0, 0, cursor=3)
+    assert plan.reasons == {"equal_rewards": 2}
 
 
 def test_a_group_without_spread_is_replaced_at_once() -> None:
@@ -105,9 +133,49 @@ def test_a_group_without_spread_is_replaced_at_once() -> None:
     assert (plan.state, plan.selected) == (BatchState.COMPLETE, ["2", "3"])
     assert plan.reasons == {"equal_rewards": 1, "too_few_rewards": 1}
     assert plan.failures == {"model": 2}
+    assert plan.chosen == [("2", 0), ("2", 1), ("3", 0), ("3", 1)]
 
 
-def test_what_the_batch_does_not_need_is_cancelled() -> None:
+def test_a_result_of_an_unknown_group_changes_nothing() -> None:
+    plan = begun(Rules(groups=1, in_flight=1), tasks=1)
+    assert plan.ended("of another batch", 0, GroupEnded(1, 1.0)) is None
+    assert list(plan.groups) == ["0"] and not plan.judged
+
+
+def test_every_decided_group_is_counted() -> None:
+    plan = begun(Rules(groups=2, in_flight=3), tasks=3)
+    end(plan, "0", 1, 1, cursor=1)
+    end(plan, "1", None, None, cursor=3)
+    end(plan, "2", 0, 1, cursor=5)
+    assert plan.counts == {GroupOutcome.UNINFORMATIVE: 1, GroupOutcome.FAILED: 1, GroupOutcome.INFORMATIVE: 1}
+
+
+def test_a_cancelled_batch_counts_only_earlier_results() -> None:
+    plan = begun(Rules(groups=2, in_flight=2), tasks=2)
+    plan.cancel(5)
+    plan.cancel(9)
+    end(plan, "0", 0, 1, cursor=4)
+    end(plan, "1", 0, 1, cursor=6)
+    assert plan.selected == ["0"] and plan.undecided == ["1"]
+
+
+def test_a_group_that_starts_after_the_end_is_not_needed() -> None:
+    plan = begun(Rules(groups=1, in_flight=1), tasks=2)
+    plan.cancel(5)
+    plan.begin(1, PlannedGroup("1", 2, 0))
+    assert plan.unneeded() == [("0", 0), ("0", 1), ("1", 0), ("1", 1)]
+    end(plan, "1", 0, 1, cursor=6)
+    assert plan.unneeded() == [("0", 0), ("0", 1)]
+
+
+def test_unknown_groups_cannot_be_carried_over() -> None:
+    plan = begun(Rules(groups=1, in_flight=2, carry=True), tasks=2)
+    end(plan, "0", 0, 1, cursor=1)
+    assert [taken.id for taken in plan.pass_on(["1", "of another batch"])] == ["1"]
+    assert list(plan.groups) == ["0"] and not plan.unneeded()
+
+
+def test_groups_that_the_batch_does_not_need_are_cancelled() -> None:
     plan = begun(Rules(groups=1, in_flight=3), tasks=9)
     end(plan, "2", 0, cursor=1)
     end(plan, "1", 0, 1, cursor=2)
@@ -119,17 +187,17 @@ def test_what_the_batch_does_not_need_is_cancelled() -> None:
 
 
 def test_the_samples_that_a_decided_group_does_not_need_are_cancelled() -> None:
-    plan = begun(Rules(groups=2, in_flight=1, usable=2), tasks=2, samples=4)
+    plan = begun(Rules(groups=2, in_flight=1, min_rewards=2), tasks=2, samples=4)
     end(plan, "0", 0, 1, cursor=1)
     assert plan.unneeded() == [("0", 2), ("0", 3)]
     assert plan.state is BatchState.RUNNING
-    plan.ended("0", 3, Ended(3, 1.0))
-    assert plan.judged["0"] == Judgement(Verdict.INFORMATIVE, "", (0, 1), (0, 1))
+    plan.ended("0", 3, GroupEnded(3, 1.0))
+    assert plan.judged["0"] == GroupDecision(GroupOutcome.INFORMATIVE, "", (0, 1), (0, 1))
     assert plan.unneeded() == [("0", 2)]
 
 
-def test_no_more_than_the_spare_ones_run_beside_the_missing() -> None:
-    plan = begun(Rules(groups=3, in_flight=10, spare=1), tasks=99)
+def test_at_most_the_spare_groups_run_beside_the_missing_ones() -> None:
+    plan = begun(Rules(groups=3, in_flight=10, max_speculative_groups=1), tasks=99)
     assert len(plan.undecided) == 4
     end(plan, "0", 0, 1, cursor=1)
     assert not plan.to_start(), "two are missing, and three under way"
@@ -141,37 +209,38 @@ def test_leftover_groups_count_for_the_next_batch() -> None:
     plan = begun(Rules(groups=1, in_flight=4, carry=True), tasks=4)
     end(plan, "0", 0, 1, cursor=1)
     assert plan.unneeded() == []
-    plan.ended("2", 0, Ended(3, 0.0))
+    plan.ended("2", 0, GroupEnded(3, 0.0))
     end(plan, "3", 1, 0, cursor=4)
-    assert [group.id for group in plan.leftover] == ["1", "2", "3"]
+    assert [group.id for group in plan.carriable] == ["1", "2", "3"]
     following = BatchPlan(Rules(groups=2, in_flight=2))
     following.adopt(plan.pass_on(["2", "3"]))
     assert plan.unneeded() == [("1", 0), ("1", 1)], "nobody wants it any more"
-    assert plan.leftover == []
+    assert plan.carriable == []
     assert following.selected == ["3"]
-    following.ended("2", 1, Ended(6, 1.0))
+    following.ended("2", 1, GroupEnded(6, 1.0))
     assert (following.state, following.selected) == (BatchState.COMPLETE, ["3", "2"])
 
 
 def test_a_carried_group_is_within_the_cap() -> None:
-    old = Group("g", 2, 5)
+    old = PlannedGroup("g", 2, 5)
     assert fresh_enough(old, 7, 2)
     assert not fresh_enough(old, 8, 2)
     assert fresh_enough(old, 8, None)
-    assert not fresh_enough(Group("g", 2, None), 8, 2), "of a version that nobody named"
+    assert not fresh_enough(PlannedGroup("g", 2, None), 8, 2), "of a version that nobody named"
+    assert not fresh_enough(old, None, 2), "for a version that nobody named"
 
 
-def test_a_cancelled_batch_keeps_what_was_decided_before() -> None:
+def test_a_cancelled_batch_keeps_earlier_decisions() -> None:
     plan = begun(Rules(groups=2, in_flight=3, carry=True), tasks=9)
     end(plan, "0", 0, 1, cursor=1)
-    plan.ended("1", 0, Ended(3, 0.0))
+    plan.ended("1", 0, GroupEnded(3, 0.0))
     plan.cancel(3)
     assert plan.unneeded() == [("1", 1), ("2", 0), ("2", 1)]
-    plan.ended("1", 1, Ended(4, 1.0))
-    assert (plan.state, plan.selected, plan.leftover) == (BatchState.CANCELLED, ["0"], [])
+    plan.ended("1", 1, GroupEnded(4, 1.0))
+    assert (plan.state, plan.selected, plan.carriable) == (BatchState.CANCELLED, ["0"], [])
 
 
-def test_an_open_stream_is_waited_for() -> None:
+def test_a_batch_waits_for_an_open_stream() -> None:
     plan = BatchPlan(Rules(groups=1, in_flight=1))
     assert plan.waiting_for_tasks
     plan.add_tasks(1, closed=False)
@@ -185,14 +254,14 @@ def test_an_open_stream_is_waited_for() -> None:
 
 @dataclass
 class World:
-    """Carries out what a plan asks for in random order, and keeps its own books."""
+    """Execute a plan's requests in random order, with independent bookkeeping."""
 
     plan: BatchPlan
     samples: int
     chance: random.Random
-    rewards: list[list[float | None]]  # of each task's samples
+    rewards: list[list[float | None]]  # of the samples of each task
     cursor: int = 0
-    history: list[tuple[str, int, Ended]] = field(default_factory=list)
+    history: list[tuple[str, int, GroupEnded]] = field(default_factory=list)
     carried: int = 0
 
     def pending(self) -> list[tuple[str, int]]:
@@ -206,9 +275,9 @@ class World:
         before = len(plan.undecided)
         started = begin(plan, self.samples)
         assert before + len(started) <= max(before, plan.rules.in_flight)
-        if plan.rules.spare is not None:
+        if plan.rules.max_speculative_groups is not None:
             missing = plan.rules.groups - len(plan.selected)
-            assert before + len(started) <= max(before, missing + plan.rules.spare)
+            assert before + len(started) <= max(before, missing + plan.rules.max_speculative_groups)
         if pending := self.pending():
             name, sample = chance.choice(pending)
             self.end(name, sample, cancelled=(name, sample) in plan.unneeded() and chance.random() < 0.7)
@@ -218,10 +287,10 @@ class World:
         self.cursor += 1
         reward = None if cancelled else self.rewards[int(name)][sample]
         failure = "cancelled" if cancelled else "" if reward is not None else "model"
-        ended = Ended(self.cursor, reward, failure)
+        ended = GroupEnded(self.cursor, reward, failure)
         self.history.append((name, sample, ended))
         self.plan.ended(name, sample, ended)
-        self.plan.ended(name, sample, Ended(self.cursor + 1000, 0.5))  # another one changes nothing
+        self.plan.ended(name, sample, GroupEnded(self.cursor + 1000, 0.5))  # an unknown one changes nothing
 
     def check(self) -> None:
         plan, rules = self.plan, self.plan.rules
@@ -232,21 +301,21 @@ class World:
         assert undecided | set(plan.judged) == set(plan.groups)
         assert len(unneeded) == len(set(unneeded))
         assert set(unneeded) <= set(self.pending()), "only what has not ended is cancelled"
-        if plan.state is BatchState.RUNNING or plan.leftover:
+        if plan.state is BatchState.RUNNING or plan.carriable:
             assert undecided.isdisjoint(name for name, _ in unneeded), "needed, and cancelled"
         for name in plan.selected:
             rewards = plan.judged[name].rewards
-            assert len(rewards) >= (min(rules.usable, self.samples) if rules.usable else 1)
+            assert len(rewards) >= (min(rules.min_rewards, self.samples) if rules.min_rewards else 1)
             assert rules.filter is None or len(set(rewards)) > 1
 
     def replayed(self) -> BatchPlan:
-        """What another service would decide of the same, knowing only what is stored."""
+        """Return the decisions that another service would make from the stored data alone."""
         again = BatchPlan(self.plan.rules)
         again.add_tasks(self.plan.tasks, closed=self.plan.closed)
         shuffled = list(self.plan.groups.values())
         self.chance.shuffle(shuffled)
         for one in shuffled:
-            again.begin(int(one.id), Group(one.id, one.samples, one.weight_version))
+            again.begin(int(one.id), PlannedGroup(one.id, one.samples, one.weight_version))
         again.replay(shuffled)
         return again
 
@@ -255,8 +324,8 @@ rules = st.builds(
     Rules,
     groups=st.integers(1, 4),
     in_flight=st.integers(1, 6),
-    spare=st.none() | st.integers(0, 3),
-    usable=st.none() | st.integers(1, 3),
+    max_speculative_groups=st.none() | st.integers(0, 3),
+    min_rewards=st.none() | st.integers(1, 3),
     filter=st.sampled_from([None, GroupFilter()]),
     carry=st.booleans(),
 )
@@ -264,7 +333,7 @@ outcomes = st.lists(st.sampled_from([0.0, 1.0, 1.0, None]), min_size=3, max_size
 
 
 @given(rules, st.lists(outcomes, min_size=1, max_size=12), st.integers(0, 2**32))
-def test_whatever_ends_when_the_target_is_reached_if_it_can_be(
+def test_any_order_reaches_the_target_if_it_can_be_reached(
     rules: Rules, rewards: list[list[float | None]], seed: int
 ) -> None:
     world = World(BatchPlan(rules), 3, random.Random(seed), rewards)
@@ -272,7 +341,7 @@ def test_whatever_ends_when_the_target_is_reached_if_it_can_be(
         world.step()
     plan = world.plan
     informative = sum(verdict(rules, *row, samples=3) == INFORMATIVE for row in rewards)
-    if rules.usable is None:  # else it depends on who comes first
+    if rules.min_rewards is None:  # otherwise the order decides
         assert (plan.state is BatchState.COMPLETE) == (informative >= rules.groups)
         assert len(plan.selected) == min(informative, rules.groups)
     assert (plan.state is BatchState.COMPLETE) == (len(plan.selected) == rules.groups)
@@ -282,7 +351,7 @@ def test_whatever_ends_when_the_target_is_reached_if_it_can_be(
 
 
 @given(rules, st.lists(outcomes, min_size=1, max_size=12), st.integers(0, 2**32), st.data())
-def test_a_plan_made_again_of_what_is_stored_has_decided_the_same(
+def test_a_plan_rebuilt_from_the_store_has_decided_the_same(
     rules: Rules, rewards: list[list[float | None]], seed: int, data: st.DataObject
 ) -> None:
     world = World(BatchPlan(rules), 3, random.Random(seed), rewards)
@@ -294,7 +363,7 @@ def test_a_plan_made_again_of_what_is_stored_has_decided_the_same(
     assert sorted(again.undecided) == sorted(plan.undecided)
     assert sorted(again.unneeded()) == sorted(plan.unneeded())
     assert (again.state, again.to_start()) == (plan.state, plan.to_start())
-    assert sorted(group.id for group in again.leftover) == sorted(group.id for group in plan.leftover)
+    assert sorted(group.id for group in again.carriable) == sorted(group.id for group in plan.carriable)
 
 
 @given(
@@ -312,8 +381,8 @@ def test_carried_groups_are_within_the_cap_and_in_one_batch_only(
     while not world.plan.state.over:
         world.step()
     for _ in range(3):
-        world.step()  # leftover groups go on
-    leftover = world.plan.leftover
+        world.step()  # leftover groups continue
+    leftover = world.plan.carriable
     taken = [group.id for group in leftover if fresh_enough(group, version, cap)]
     assert cap is None or version <= cap or not taken, "they began at version 0"
     following = World(BatchPlan(second), 3, world.chance, rewards, world.cursor, carried=len(taken))

@@ -1,4 +1,4 @@
-"""Batches of a service that ends at any moment: the next one has decided the same, and goes on."""
+"""Batches of a service that is killed at any moment: the next one makes the same decisions and continues."""
 
 import asyncio
 import random
@@ -11,27 +11,35 @@ from typing import Any
 import pytest
 
 from prorl_envs.config import ServiceSettings
-from prorl_envs.policy.rendering import TemplateRenderer
-from prorl_envs.rollout.batch_types import BatchRequest, BatchState, BatchTask, BatchTasks
-from prorl_envs.rollout.client import RolloutClient
-from prorl_envs.rollout.defaults import Defaults
-from prorl_envs.rollout.service import RolloutService
-from prorl_envs.rollout.sqlite_store import SqliteStore
-from prorl_envs.rollout.store import StoredBatch
-from prorl_envs.rollout.types import AgentLimits, JobState
-from prorl_envs.testing.audit import Counts
-from prorl_envs.testing.leaks import Holdings
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.rollout.api.batches import BatchRequest, BatchState, BatchTask, BatchTasks
+from prorl_envs.rollout.api.types import AgentLimits, JobState
+from prorl_envs.rollout.client.client import RolloutClient
+from prorl_envs.rollout.episode.defaults import Defaults
+from prorl_envs.rollout.service.service import RolloutService
+from prorl_envs.rollout.store.base import StoredBatch
+from prorl_envs.rollout.store.sqlite import SqliteStore
+from prorl_envs.testing.audit import AuditCounts
+from prorl_envs.testing.leaks import OpenResources
 from prorl_envs.testing.scripted import Mix
 from prorl_envs.testing.server import ScriptedServer
-from prorl_envs.testing.toy import ToyWorld, empty_node
 from tests.rollout.batch_bench import PacedModel, batch, rows
 from tests.rollout.killed import free_port, sandboxes_gone, service
 from tests.rollout.test_end_to_end import BOOK, TASK
+from tests.support.toy import ToyWorld, empty_node
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 
 FIRST = batch(
-    "a", groups=3, samples=3, usable=2, in_flight=4, tasks=9, leftover="carry", weight_version=1, more=True
+    "a",
+    groups=3,
+    samples=3,
+    min_rewards=2,
+    in_flight=4,
+    tasks=9,
+    on_complete="carry",
+    weight_version=1,
+    stream_open=True,
 )
 SECOND = batch(
     "b", groups=2, samples=3, carry_from="a", tasks=9, weight_version=2, max_staleness=1, in_flight=2
@@ -39,19 +47,19 @@ SECOND = batch(
 
 
 def rewards(group: str, sample: int) -> float:
-    """Every third group is informative, whichever of its samples come first."""
+    """Make every third group informative, whichever of its samples finish first."""
     return sample * 0.5 if int(group.rpartition("/")[2]) % 3 == 1 else 1.0
 
 
 class Photographed(SqliteStore):
-    """A store of which a picture is taken after each transaction: what is on the disk if it is the last."""
+    """Store that is copied after each transaction: the content of the disk if the service is killed there."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.pictures: list[Path] = []
 
     def _commit(self) -> None:
-        """One write a transaction: how many share one depends on the machine."""
+        """Write one item per transaction: how many share one depends on the machine."""
         first, *others = self._waiting
         self._waiting = [first]
         super()._commit()
@@ -77,10 +85,10 @@ async def started(store: SqliteStore, model: PacedModel) -> RolloutService:
 
 
 async def train(service: RolloutService, model: PacedModel) -> None:
-    """Two steps of a trainer. It does the same after every restart, and knows nothing of them."""
+    """Two steps of a trainer. It acts the same after every restart, and does not notice them."""
     batches = service.batches
     await batches.submit(FIRST)
-    await batches.extend("a", BatchTasks(first=9, tasks=rows(3, first=9), more=False))
+    await batches.extend("a", BatchTasks(first=9, tasks=rows(3, first=9), stream_open=False))
     assert (await batches.view("a", wait_s=60)).state is BatchState.COMPLETE
     await batches.submit(SECOND)
     model.release_all()
@@ -93,7 +101,7 @@ def selected(service: RolloutService, name: str) -> list[tuple[str, tuple[str, .
     return [(group.group_id, tuple(group.job_ids), tuple(group.rewards)) for group in found]
 
 
-async def test_killed_after_any_write_it_has_decided_the_same_and_goes_on(
+async def test_after_a_kill_at_any_write_decisions_are_the_same_and_work_continues(
     renderer: TemplateRenderer, tmp_path: Path
 ) -> None:
     model = PacedModel(renderer, rewards)
@@ -131,7 +139,7 @@ async def _goes_on(picture: Path, model: PacedModel, final: dict[str, list[Any]]
     jobs = [result.job_id for result in results]
     assert len(jobs) == len(set(jobs)), "a result given twice"
     assert max(result.attempts for result in results) <= 2
-    await service.stop()  # a group that was being started is there as a whole
+    await service.stop()  # a group that was being started is stored completely
     kept = {group.request.id for _, groups in await store.batches() for group in groups}
     for name in final:
         view = await service.batches.view(name)
@@ -141,13 +149,13 @@ async def _goes_on(picture: Path, model: PacedModel, final: dict[str, list[Any]]
 
 
 async def test_a_cancelled_batch_stays_cancelled(make_bench: Any, renderer: TemplateRenderer) -> None:
-    """Also where it was killed before the cancellation of its jobs was recorded."""
+    """Also if it was killed before the cancellation of its jobs was recorded."""
     model = PacedModel(renderer)
     model.hold("a/1")
     bench = await make_bench(model=model)
     await bench.service.batches.submit(batch(groups=2, tasks=5))
     await bench.finished(2)
-    at = await bench.service.store.cancel_batch("a")  # and nothing more: so it is when it is killed here
+    at = await bench.service.store.cancel_batch("a")  # and nothing more: the state if it is killed here
     again = await make_bench(model=PacedModel(renderer), kept_in=bench.service.store)
     view = await again.service.batches.view("a")
     assert (view.state, view.informative, view.started) == (BatchState.CANCELLED, 1, 2)
@@ -156,15 +164,15 @@ async def test_a_cancelled_batch_stays_cancelled(make_bench: Any, renderer: Temp
     await again.gone()
 
 
-async def test_what_was_too_old_is_cancelled_after_a_restart(
+async def test_stale_groups_are_cancelled_after_a_restart(
     make_bench: Any, renderer: TemplateRenderer
 ) -> None:
-    """Where it was killed as the next batch was kept, and before the cancellations were recorded."""
+    """If it was killed after the next batch was stored and before the cancellations were recorded."""
     model = PacedModel(renderer)
     model.hold("a/0")
     bench = await make_bench(model=model)
-    await bench.service.batches.submit(batch(in_flight=2, leftover="carry", weight_version=1))
-    assert (await bench.service.batches.view("a", wait_s=60)).leftover == 1
+    await bench.service.batches.submit(batch(in_flight=2, on_complete="carry", weight_version=1))
+    assert (await bench.service.batches.view("a", wait_s=60)).carriable == 1
     following = batch("b", tasks=0, carry_from="a", weight_version=3, max_staleness=1)
     await bench.service.store.open_batch(StoredBatch(following, "a", dropped=1))
     again = await make_bench(model=PacedModel(renderer), kept_in=bench.service.store)
@@ -174,20 +182,20 @@ async def test_what_was_too_old_is_cancelled_after_a_restart(
     assert (view.state, view.dropped) == (BatchState.EXHAUSTED, 1)
 
 
-async def test_priorities_hold_over_a_restart(make_bench: Any, renderer: TemplateRenderer) -> None:
+async def test_priorities_survive_a_restart(make_bench: Any, renderer: TemplateRenderer) -> None:
     model = PacedModel(renderer)
     model.hold(*(f"{name}/{index}" for name in ("low", "high") for index in range(3)))
     bench = await make_bench(model=model)
     await bench.service.batches.submit(batch("low", groups=3, tasks=3))
     await bench.service.batches.submit(batch("high", groups=3, tasks=3, priority=1))
     await bench.world.until(lambda: bench.world.open == 12)
-    one = dict.fromkeys(("init", "run", "eval", "live"), 1)
+    one = dict.fromkeys(("init", "run", "eval", "max_jobs_with_sandbox"), 1)
     again = await make_bench(model=PacedModel(renderer), kept_in=bench.service.store, **one)
     order = [result.batch_id for result in await again.finished(12)]
     assert order == ["low"] + ["high"] * 6 + ["low"] * 5, "the first begins before the others are there"
 
 
-async def test_a_batch_whose_environment_is_gone_ends_and_holds_up_nothing(
+async def test_a_batch_whose_environment_is_gone_fails_and_blocks_nothing(
     make_bench: Any, renderer: TemplateRenderer
 ) -> None:
     model = PacedModel(renderer)
@@ -204,7 +212,7 @@ async def test_a_batch_whose_environment_is_gone_ends_and_holds_up_nothing(
     assert ends == [(JobState.FAILED, "a")] * 2
 
 
-async def test_what_a_batch_leaves_to_its_environment_stays_so_over_a_restart(
+async def test_settings_inherited_from_the_environment_stay_inherited_over_a_restart(
     renderer: TemplateRenderer, tmp_path: Path
 ) -> None:
     model = PacedModel(renderer)
@@ -233,16 +241,16 @@ WANTED, KILLS = 3, 3
 
 
 @pytest.mark.thorough
-async def test_a_service_killed_again_and_again_gives_the_batch_it_was_asked_for(
+async def test_a_repeatedly_killed_service_completes_the_requested_batch(
     renderer: TemplateRenderer, run_dir: Path, tmp_path: Path
 ) -> None:
-    """Real sandboxes, a real process, a real SIGKILL."""
+    """With real sandboxes, a real process and a real SIGKILL."""
     chance, port = random.Random(5), free_port()
     request = BatchRequest(
         id="step1",
         groups=WANTED,
         samples=3,
-        usable=2,
+        min_rewards=2,
         in_flight=4,
         environment="bash",
         limits=AgentLimits(max_turns=8),
@@ -252,7 +260,7 @@ async def test_a_service_killed_again_and_again_gives_the_batch_it_was_asked_for
         ScriptedServer(BOOK, mix=Mix.parse("solve=1,wrong=2"), renderer=renderer) as model,
         RolloutClient(f"http://127.0.0.1:{port}", attempts=2000, max_pause_s=0.2) as client,
     ):
-        before = Holdings.now(run_dir).processes.keys()
+        before = OpenResources.now(run_dir).processes.keys()
         training = asyncio.create_task(step(client, request))
         for _ in range(KILLS):
             target = model.counts.requests + chance.randrange(5, 20)
@@ -274,10 +282,10 @@ async def test_a_service_killed_again_and_again_gives_the_batch_it_was_asked_for
 
 
 async def step(client: RolloutClient, request: BatchRequest) -> list[str]:
-    """What a trainer reads, by a client that knows nothing of the kills."""
+    """Return the batch that a trainer reads, with a client that does not notice the kills."""
     await client.submit_batch(request)
     return [result.job_id async for result in client.batch_results(request.id)]
 
 
-def _asked(target: int, counts: Counts) -> bool:
+def _asked(target: int, counts: AuditCounts) -> bool:
     return counts.requests >= target

@@ -1,4 +1,4 @@
-"""Batches in a running service: replaced, ended early, carried over; shared, bounded, cancelled."""
+"""Batches in a running service: replaced, finished early, carried over; shared, bounded, cancelled."""
 
 import asyncio
 from collections import Counter
@@ -7,23 +7,24 @@ from typing import Any
 
 import pytest
 
+from prorl_envs.config import RetentionSettings
 from prorl_envs.errors import FailureKind, InputError
-from prorl_envs.policy.rendering import TemplateRenderer
-from prorl_envs.rollout.batch_types import BatchState, BatchTasks, BatchView
-from prorl_envs.rollout.errors import Conflict, Full, NotFound, Unavailable
-from prorl_envs.rollout.store import MemoryStore, NewGroup
-from prorl_envs.rollout.types import JobState
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.rollout.api.batches import BatchState, BatchTasks, BatchView
+from prorl_envs.rollout.api.errors import Conflict, NotFound, QueueFull, Unavailable
+from prorl_envs.rollout.api.types import JobState
+from prorl_envs.rollout.store.base import MemoryStore, NewGroup
 from prorl_envs.testing.clock import FakeClock
 from tests.rollout.batch_bench import PacedModel, batch, rows
 
 pytestmark = pytest.mark.anyio
 
-WAIT_S = 60.0  # of a clock that nobody moves
+WAIT_S = 60.0  # on a clock that stands still
 
 
 @pytest.fixture
 async def make(make_bench: Callable[..., Any], renderer: TemplateRenderer) -> Callable[..., Any]:
-    """Makes a service and the model it plays with."""
+    """Make a service and its model."""
 
     async def make(
         rewards: Callable[[str, int], float] | None = None, **settings: Any
@@ -46,7 +47,7 @@ def groups(bench: Any, name: str = "a") -> list[str]:
 
 async def test_replenishment_groups_without_spread_are_replaced_from_the_stream(make: Any) -> None:
     bench, _ = await make(lambda group, sample: float(sample) if group in ("a/2", "a/4") else 1.0)
-    await bench.service.batches.submit(batch(groups=2, in_flight=2, spare=0, tasks=9))
+    await bench.service.batches.submit(batch(groups=2, in_flight=2, max_speculative_groups=0, tasks=9))
     view = await over(bench)
     assert view.state is BatchState.COMPLETE
     assert (view.informative, view.uninformative, view.failed) == (2, 3, 0)
@@ -55,11 +56,11 @@ async def test_replenishment_groups_without_spread_are_replaced_from_the_stream(
     assert {task for task, _ in bench.world.log} == {"t0", "t1", "t2", "t3", "t4"}
     selected = bench.service.batches.selected("a").groups[0]
     assert (selected.mean, selected.std, selected.rewards) == (0.5, 0.5, [0.0, 1.0])
-    assert (selected.task_index, selected.begun_by) == (2, "a")
+    assert (selected.task_index, selected.started_by_batch) == (2, "a")
     await bench.idle()
 
 
-async def test_early_termination_what_the_batch_does_not_need_is_cancelled(make: Any) -> None:
+async def test_early_termination_unneeded_groups_are_cancelled(make: Any) -> None:
     bench, model = await make()
     model.hold("a/0", "a/1")
     await bench.service.batches.submit(batch(groups=1, in_flight=3, tasks=9))
@@ -78,7 +79,7 @@ async def test_early_termination_what_the_batch_does_not_need_is_cancelled(make:
 async def test_early_termination_two_rewards_of_four_are_enough(make: Any) -> None:
     bench, model = await make()
     model.hold("a/0/1", "a/0/3")
-    await bench.service.batches.submit(batch(samples=4, usable=2, filter=None, tasks=1))
+    await bench.service.batches.submit(batch(samples=4, min_rewards=2, filter=None, tasks=1))
     view = await over(bench)
     assert (view.state, view.cancelled) == (BatchState.COMPLETE, 0)
     [selected] = bench.service.batches.selected("a").groups
@@ -90,13 +91,13 @@ async def test_early_termination_two_rewards_of_four_are_enough(make: Any) -> No
     await bench.idle()
 
 
-async def test_carry_over_what_is_left_counts_for_the_next_batch(make: Any) -> None:
+async def test_carry_over_leftover_groups_count_for_the_next_batch(make: Any) -> None:
     bench, model = await make()
     batches = bench.service.batches
     model.hold("a/0", "a/1")
-    await batches.submit(batch("a", in_flight=3, tasks=3, leftover="carry", weight_version=7))
+    await batches.submit(batch("a", in_flight=3, tasks=3, on_complete="carry", weight_version=7))
     view = await over(bench, "a")
-    assert (view.state, view.leftover, view.cancelled) == (BatchState.COMPLETE, 2, 0)
+    assert (view.state, view.carriable, view.cancelled) == (BatchState.COMPLETE, 2, 0)
     following = batch("b", groups=2, tasks=0, carry_from="a", weight_version=8, max_staleness=1)
     view = await batches.submit(following)
     assert (view.carried_in, view.dropped, view.in_flight) == (2, 0, 2)
@@ -107,29 +108,29 @@ async def test_carry_over_what_is_left_counts_for_the_next_batch(make: Any) -> N
     assert (view.state, view.informative, view.started) == (BatchState.COMPLETE, 2, 0)
     selected = batches.selected("b").groups
     assert {group.group_id for group in selected} == {"a/0", "a/1"}
-    assert {(group.begun_by, group.weight_version) for group in selected} == {("a", 7)}
+    assert {(group.started_by_batch, group.weight_version) for group in selected} == {("a", 7)}
     results = await bench.finished(6)
     assert {result.attempts for result in results} == {1}, "nothing was begun again"
     assert groups(bench, "a") == ["a/2"]
 
 
-async def test_carry_over_what_is_too_old_is_cancelled(make: Any) -> None:
+async def test_carry_over_stale_groups_are_cancelled(make: Any) -> None:
     bench, model = await make()
     batches = bench.service.batches
     model.hold("a/0", "b/0")
-    await batches.submit(batch("a", in_flight=2, tasks=2, leftover="carry", weight_version=7))
+    await batches.submit(batch("a", in_flight=2, tasks=2, on_complete="carry", weight_version=7))
     await over(bench, "a")
     following = batch(
-        "b", in_flight=3, carry_from="a", leftover="carry", weight_version=8, max_staleness=1, tasks=2
+        "b", in_flight=3, carry_from="a", on_complete="carry", weight_version=8, max_staleness=1, tasks=2
     )
     await batches.submit(following)
-    assert (await over(bench, "b")).leftover == 2
+    assert (await over(bench, "b")).carriable == 2
     view = await batches.submit(batch("c", tasks=0, carry_from="b", weight_version=9, max_staleness=1))
     assert (view.carried_in, view.dropped) == (1, 1)
     cancelled = [r.job_id for r in await bench.finished(6) if r.state is JobState.CANCELLED]
     assert sorted(cancelled) == ["a/0/0", "a/0/1"], "of version 7, and b/0 is of 8"
     view = await batches.view("b")
-    assert (view.carried_over, view.leftover, view.cancelled) == (1, 0, 1)
+    assert (view.carried_over, view.carriable, view.cancelled) == (1, 0, 1)
     model.release("b/0")
     assert (await over(bench, "c")).state is BatchState.COMPLETE
     assert groups(bench, "c") == ["b/0"]
@@ -138,13 +139,13 @@ async def test_carry_over_what_is_too_old_is_cancelled(make: Any) -> None:
 async def test_groups_without_rewards_fail_and_are_replaced(make: Any) -> None:
     bench, _ = await make()
     broken = rows(1, faults={"eval": "grader"})
-    await bench.service.batches.submit(batch(tasks=[*broken, *rows(1, first=1)], spare=0))
+    await bench.service.batches.submit(batch(tasks=[*broken, *rows(1, first=1)], max_speculative_groups=0))
     view = await over(bench)
     assert (view.state, view.failed, view.informative) == (BatchState.COMPLETE, 1, 1)
     assert (view.reasons, view.failures) == ({"too_few_rewards": 1}, {"grader": 2})
 
 
-async def test_a_stream_without_enough_is_exhausted(make: Any) -> None:
+async def test_a_stream_that_is_too_short_is_exhausted(make: Any) -> None:
     bench, _ = await make(lambda *_: 0.25)
     await bench.service.batches.submit(batch(tasks=3, groups=2))
     view = await over(bench)
@@ -152,25 +153,25 @@ async def test_a_stream_without_enough_is_exhausted(make: Any) -> None:
     assert groups(bench) == []
 
 
-async def test_a_stream_goes_on_while_the_batch_runs(make: Any) -> None:
+async def test_a_stream_can_be_extended_while_the_batch_runs(make: Any) -> None:
     bench, _ = await make(lambda group, sample: float(sample) if group == "a/2" else 0.0)
     batches = bench.service.batches
-    await batches.submit(batch(tasks=1, more=True))
+    await batches.submit(batch(tasks=1, stream_open=True))
     assert (await batches.view("a", wait_s=WAIT_S)).waiting_for_tasks
-    for _ in range(2):  # as a caller does who did not hear the first answer
+    for _ in range(2):  # as a caller does that did not receive the first answer
         view = await batches.extend("a", BatchTasks(first=1, tasks=rows(1, first=1)))
         assert view.tasks == 2
     with pytest.raises(Conflict, match="not the tasks from index 1"):
         await batches.extend("a", BatchTasks(first=1, tasks=rows(1, first=9)))
     with pytest.raises(Conflict, match="from index 3"):
         await batches.extend("a", BatchTasks(first=3, tasks=rows(1, first=3)))
-    await batches.extend("a", BatchTasks(first=1, tasks=rows(2, first=1), more=False))
+    await batches.extend("a", BatchTasks(first=1, tasks=rows(2, first=1), stream_open=False))
     assert (await over(bench)).state is BatchState.COMPLETE
     with pytest.raises(Conflict, match="has ended"):
         await batches.extend("a", BatchTasks(first=3, tasks=rows(1, first=3)))
 
 
-async def test_a_cancelled_batch_keeps_what_it_has(make: Any) -> None:
+async def test_a_cancelled_batch_keeps_its_groups(make: Any) -> None:
     bench, model = await make()
     model.hold("a/1")
     await bench.service.batches.submit(batch(groups=2, tasks=9))
@@ -183,20 +184,20 @@ async def test_a_cancelled_batch_keeps_what_it_has(make: Any) -> None:
     await bench.gone()
 
 
-async def test_what_a_batch_left_over_is_cancelled_with_it(make: Any) -> None:
+async def test_leftover_groups_are_cancelled_with_their_batch(make: Any) -> None:
     bench, model = await make(lambda group, sample: float(sample) if group.startswith("a") else 1.0)
     batches = bench.service.batches
     model.hold("a/0")
-    await batches.submit(batch("a", in_flight=2, leftover="carry"))
-    assert (await over(bench, "a")).leftover == 1
+    await batches.submit(batch("a", in_flight=2, on_complete="carry"))
+    assert (await over(bench, "a")).carriable == 1
     view = await batches.cancel("a")
-    assert (view.state, view.leftover, view.cancelled) == (BatchState.COMPLETE, 0, 1)
+    assert (view.state, view.carriable, view.cancelled) == (BatchState.COMPLETE, 0, 1)
     assert (await bench.service.group("a/0")).complete
     await batches.submit(batch("b"))
     assert await over(bench, "b") == await batches.cancel("b"), "what is exhausted stays so"
 
 
-async def test_who_cancels_a_group_has_it_replaced(make: Any) -> None:
+async def test_a_group_cancelled_by_the_caller_is_replaced(make: Any) -> None:
     bench, model = await make()
     model.hold("a/0")
     await bench.service.batches.submit(batch(tasks=2))
@@ -236,11 +237,11 @@ async def test_submission_is_idempotent_and_typed(make: Any) -> None:
     await over(bench, "c")
 
 
-async def test_what_is_left_over_is_carried_once(make: Any) -> None:
+async def test_leftover_groups_are_carried_over_once(make: Any) -> None:
     bench, model = await make()
     batches = bench.service.batches
     model.hold("a/0")
-    await batches.submit(batch("a", in_flight=2, leftover="carry"))
+    await batches.submit(batch("a", in_flight=2, on_complete="carry"))
     with pytest.raises(Conflict, match="running"):
         await batches.submit(batch("b", carry_from="a", in_flight=1))
     await over(bench, "a")
@@ -258,7 +259,7 @@ async def test_running_batches_are_bounded(make: Any) -> None:
     bench, model = await make(batches=1)
     model.hold("a/0")
     await bench.service.batches.submit(batch("a", in_flight=1))
-    with pytest.raises(Full):
+    with pytest.raises(QueueFull):
         await bench.service.batches.submit(batch("b"))
     model.release("a/0")
     await over(bench, "a")
@@ -279,8 +280,8 @@ async def test_a_batch_waits_for_room_in_the_queue(make: Any) -> None:
     await bench.gone()
 
 
-async def test_finished_batches_are_forgotten_and_their_groups_with_them(make: Any) -> None:
-    bench, _ = await make(keep_batches=2, keep_results=3)
+async def test_finished_batches_are_forgotten_with_their_groups(make: Any) -> None:
+    bench, _ = await make(retention=RetentionSettings(max_batches=2, max_results=3))
     for name in ("a", "b", "c", "d"):
         await bench.service.batches.submit(batch(name))
         await over(bench, name)
@@ -295,7 +296,7 @@ async def test_finished_batches_are_forgotten_and_their_groups_with_them(make: A
 
 
 async def test_a_higher_priority_goes_first(make: Any) -> None:
-    bench, model = await make(init=1, run=1, eval=1, live=1)
+    bench, model = await make(init=1, run=1, eval=1, max_jobs_with_sandbox=1)
     model.hold("low/0")
     await bench.service.batches.submit(batch("low", groups=3))
     await bench.world.until(lambda: bench.world.open == 1)
@@ -310,10 +311,10 @@ async def test_a_higher_priority_goes_first(make: Any) -> None:
 
 
 async def test_tenants_share_by_weight_and_a_trainer_that_carries_stays_one(make: Any) -> None:
-    bench, model = await make(init=1, run=1, eval=1, live=1)
+    bench, model = await make(init=1, run=1, eval=1, max_jobs_with_sandbox=1)
     batches = bench.service.batches
     model.hold("first/0")
-    await batches.submit(batch("first", in_flight=2, leftover="carry"))
+    await batches.submit(batch("first", in_flight=2, on_complete="carry"))
     assert batches.share("first").lane == "first"
     await bench.world.until(lambda: bench.world.open == 1)
     model.release("first/0")
@@ -339,7 +340,7 @@ async def test_a_stopping_service_accepts_and_starts_nothing(make: Any) -> None:
         await bench.service.batches.submit(batch("b"))
 
 
-async def test_a_store_that_is_away_for_a_while_delays_a_batch(
+async def test_a_batch_survives_a_temporarily_unavailable_store(
     make_bench: Any, renderer: TemplateRenderer
 ) -> None:
     store, clock = Away(), FakeClock()
@@ -352,7 +353,7 @@ async def test_a_store_that_is_away_for_a_while_delays_a_batch(
 
 
 class Away(MemoryStore):
-    """A store that takes no groups."""
+    """Store that accepts no groups."""
 
     away = True
 
@@ -362,7 +363,7 @@ class Away(MemoryStore):
         return await super().submit(groups)
 
 
-async def test_a_bug_in_one_group_is_a_failure_of_it_alone(make: Any) -> None:
+async def test_a_bug_in_one_group_fails_only_that_group(make: Any) -> None:
     bench, _ = await make()
     broken = rows(1, faults={"init": "crash"})
     await bench.service.batches.submit(batch(tasks=[*broken, *rows(1, first=1)]))

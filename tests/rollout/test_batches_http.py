@@ -1,4 +1,4 @@
-"""Batches over HTTP and by the client: the same, typed and bounded."""
+"""Batches over HTTP and through the client: equal, typed and bounded."""
 
 import asyncio
 import json
@@ -13,16 +13,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prorl_envs.config import ServerSettings
-from prorl_envs.policy.rendering import TemplateRenderer
-from prorl_envs.rollout.api import create_app
-from prorl_envs.rollout.batch_types import BatchRequest, BatchState
-from prorl_envs.rollout.client import RolloutClient
-from prorl_envs.rollout.errors import Conflict, NotFound
-from prorl_envs.rollout.service import RolloutService
-from prorl_envs.rollout.types import Result
-from prorl_envs.testing.toy import ToyModel, ToyWorld, empty_node
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.rollout.api.batches import BatchRequest, BatchState
+from prorl_envs.rollout.api.errors import Conflict, NotFound
+from prorl_envs.rollout.api.types import Result
+from prorl_envs.rollout.client.client import RolloutClient
+from prorl_envs.rollout.http.app import create_app
+from prorl_envs.rollout.service.service import RolloutService
 from tests.rollout.batch_bench import PacedModel, batch, rows
 from tests.rollout.test_api import anything, error_of, http
+from tests.support.toy import ToyModel, ToyWorld, empty_node
 
 pytestmark = pytest.mark.anyio
 
@@ -44,7 +44,7 @@ async def client(bench: Any) -> AsyncIterator[RolloutClient]:
         yield client
 
 
-async def test_a_trainer_reads_exactly_what_it_trains_on(client: RolloutClient, model: PacedModel) -> None:
+async def test_a_trainer_reads_exactly_its_groups(client: RolloutClient, model: PacedModel) -> None:
     name = "run-1/step.2"
     model.hold(f"{name}/0")
     request = batch(name, groups=2, in_flight=3, tasks=3, metadata={"step": 2})
@@ -63,7 +63,7 @@ async def test_a_trainer_reads_exactly_what_it_trains_on(client: RolloutClient, 
     assert (await client.batch(name, wait_s=5)).cancelled == 1
 
 
-async def test_the_trainer_of_the_documentation_trains(renderer: TemplateRenderer) -> None:
+async def test_the_documented_trainer_trains(renderer: TemplateRenderer) -> None:
     page = (Path(__file__).parents[2] / "docs" / "batches.md").read_text()
     code = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[0]
     small = code.replace("groups=64", "groups=3").replace("in_flight=80", "in_flight=5")
@@ -91,7 +91,7 @@ async def test_the_trainer_of_the_documentation_trains(renderer: TemplateRendere
     await service.stop()
 
 
-async def test_results_come_while_the_batch_runs(client: RolloutClient, model: PacedModel) -> None:
+async def test_results_arrive_while_the_batch_runs(client: RolloutClient, model: PacedModel) -> None:
     model.hold("a/1")
     await client.submit_batch(batch(groups=2, tasks=2))
     reading = client.batch_results("a")
@@ -102,12 +102,12 @@ async def test_results_come_while_the_batch_runs(client: RolloutClient, model: P
     assert [result.job_id async for result in reading] == ["a/1/0", "a/1/1"]
 
 
-async def test_a_stream_is_appended_to_and_ended(client: RolloutClient) -> None:
-    await client.submit_batch(batch(tasks=0, groups=2, more=True))
+async def test_a_stream_is_extended_and_closed(client: RolloutClient) -> None:
+    await client.submit_batch(batch(tasks=0, groups=2, stream_open=True))
     view = await client.append_tasks("a", rows(1), first=0)
-    assert (view.tasks, view.more) == (1, True)
-    view = await client.append_tasks("a", rows(1, first=1), first=1, more=False)
-    assert (view.tasks, view.more) == (2, False)
+    assert (view.tasks, view.stream_open) == (1, True)
+    view = await client.append_tasks("a", rows(1, first=1), first=1, stream_open=False)
+    assert (view.tasks, view.stream_open) == (2, False)
     assert (await client.batch("a", wait_s=30)).state is BatchState.COMPLETE
     with pytest.raises(Conflict):
         await client.append_tasks("a", rows(1, first=2), first=2)
@@ -125,10 +125,10 @@ async def test_a_batch_is_cancelled(client: RolloutClient, model: PacedModel, be
             await call("none")
 
 
-async def test_what_is_wrong_is_said_with_its_place(bench: Any) -> None:
+async def test_errors_name_their_place(bench: Any) -> None:
     good = batch().model_dump(mode="json")
     wrong: dict[str, dict[str, Any]] = {
-        "usable": {"usable": 3},
+        "min_rewards": {"min_rewards": 3},
         "spread": {"samples": 1},
         "max_staleness": {"max_staleness": 1},
         "itself": {"carry_from": "a"},
@@ -166,7 +166,7 @@ almost = st.fixed_dictionaries(
 )
 
 
-def test_no_body_whatever_makes_the_service_fail(renderer: TemplateRenderer) -> None:
+def test_no_request_body_makes_the_service_fail(renderer: TemplateRenderer) -> None:
     world = ToyWorld()
     model = ToyModel(renderer, lambda *_: "done")
     service = RolloutService(empty_node(), {"toy": world.family()}, renderer, model)

@@ -1,4 +1,4 @@
-"""Batches of tenants beside each other, batches of a service that drains, and what operators see of both."""
+"""Batches of several tenants, batches of a draining service, and their metrics for operators."""
 
 import asyncio
 import logging
@@ -12,11 +12,11 @@ from pydantic import SecretStr
 
 from prorl_envs.config import ServerSettings, TenantSettings
 from prorl_envs.errors import InputError
-from prorl_envs.policy.rendering import TemplateRenderer
-from prorl_envs.rollout.api import create_app
-from prorl_envs.rollout.batch_types import BatchState, BatchTasks
-from prorl_envs.rollout.client import RolloutClient
-from prorl_envs.rollout.errors import Forbidden, Full, NotFound
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.rollout.api.batches import BatchState, BatchTasks
+from prorl_envs.rollout.api.errors import Forbidden, NotFound, QueueFull
+from prorl_envs.rollout.client.client import RolloutClient
+from prorl_envs.rollout.http.app import create_app
 from tests.rollout.batch_bench import PacedModel, batch, rows
 
 pytestmark = pytest.mark.anyio
@@ -83,7 +83,7 @@ async def test_a_tenant_has_batches_of_its_own(connect: Connect) -> None:
     assert (await bob.batch("bob/step1", wait_s=60)).state is BatchState.COMPLETE
 
 
-async def test_a_tenant_takes_no_more_than_its_place_in_the_queue(connect: Connect) -> None:
+async def test_a_tenant_takes_no_more_than_its_share_of_the_queue(connect: Connect) -> None:
     alice = connect(ALICE)
     for wish in ({"priority": 1}, {"weight": 2.0}, {"tenant": "bob"}, {"tenant": "alice/other"}):
         with pytest.raises(Forbidden, match="operator's to give"):
@@ -92,15 +92,15 @@ async def test_a_tenant_takes_no_more_than_its_place_in_the_queue(connect: Conne
     assert (await alice.submit_batch(batch("alice/a"))).id == "alice/a", "the same, in other words"
 
 
-async def test_a_batch_keeps_to_its_tenants_bound(bench: Any, model: PacedModel, connect: Connect) -> None:
-    """Five jobs: two groups of two at a time, however many the batch would have under way."""
+async def test_a_batch_keeps_to_its_tenants_quota(bench: Any, model: PacedModel, connect: Connect) -> None:
+    """Five jobs: two groups of two at a time, however many groups the batch would run."""
     alice = connect(ALICE)
     names = [f"alice/a/{index}" for index in range(8)]
     model.hold(*names)
     await alice.submit_batch(batch("alice/a", tasks=8, groups=8))
     await bench.world.until(lambda: bench.world.open == 4)
     assert (await alice.batch("alice/a")).started == 2
-    with pytest.raises(Full, match="room for 1 of 2"):
+    with pytest.raises(QueueFull, match="room for 1 of 2"):
         await alice.submit([bench.group("alice/b", samples=2)])
     for name in names:
         model.release(name)
@@ -111,12 +111,12 @@ async def test_a_batch_keeps_to_its_tenants_bound(bench: Any, model: PacedModel,
         await alice.submit_batch(batch("alice/large", samples=6))
 
 
-async def test_a_tenant_runs_so_many_batches(bench: Any, model: PacedModel, connect: Connect) -> None:
+async def test_a_tenants_batches_are_bounded(bench: Any, model: PacedModel, connect: Connect) -> None:
     alice, bob = connect(ALICE), connect(BOB)
     model.hold("alice/a/0", "alice/b/0")
     await alice.submit_batch(batch("alice/a"))
     await alice.submit_batch(batch("alice/b"))
-    with pytest.raises(Full, match="2 batches"):
+    with pytest.raises(QueueFull, match="2 batches"):
         await alice.submit_batch(batch("alice/c"))
     await bob.submit_batch(batch("bob/a"))
     await alice.cancel_batch("alice/a")
@@ -124,12 +124,12 @@ async def test_a_tenant_runs_so_many_batches(bench: Any, model: PacedModel, conn
     model.release_all()
 
 
-async def test_a_draining_service_says_nothing_of_batches_and_goes_on(
+async def test_a_draining_service_starts_no_further_groups_of_a_batch(
     bench: Any, model: PacedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     batches = bench.service.batches
     model.hold("a/0")
-    await batches.submit(batch("a", groups=3, in_flight=1, tasks=3, more=True))
+    await batches.submit(batch("a", groups=3, in_flight=1, tasks=3, stream_open=True))
     await bench.world.until(lambda: bench.world.open > 0)
     with caplog.at_level(logging.ERROR):
         draining = asyncio.create_task(bench.service.drain(wait_s=60))
@@ -146,18 +146,20 @@ async def test_a_draining_service_says_nothing_of_batches_and_goes_on(
 
 
 def measured(bench: Any, name: str) -> dict[str, float]:
-    """A metric's values, by its labels."""
+    """Return a metric's values, by its labels."""
     found = re.findall(rf"^{name}(?:{{(.*?)}})? (\S+)$", bench.service.metrics.text().decode(), re.M)
     return {re.sub(r'\w+="(.*?)"', r"\1", labels): float(value) for labels, value in found}
 
 
-async def test_what_operators_see_of_batches(
+async def test_metrics_of_batches_for_operators(
     make_bench: Callable[..., Any], renderer: TemplateRenderer
 ) -> None:
     model = PacedModel(renderer, lambda group, sample: float(sample) if group != "a/0" else 1.0)
     bench = await make_bench(model=model)
     model.hold("a/2")
-    await bench.service.batches.submit(batch("a", groups=2, in_flight=1, spare=0, tasks=2, more=True))
+    await bench.service.batches.submit(
+        batch("a", groups=2, in_flight=1, max_speculative_groups=0, tasks=2, stream_open=True)
+    )
     await bench.finished(4)
     await bench.idle()
     assert measured(bench, "prorl_batches")["running"] == 1

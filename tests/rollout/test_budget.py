@@ -1,16 +1,16 @@
-"""Going round in circles, and cutting what is observed."""
+"""Detection of loops, and cutting of observations."""
 
 from typing import Any
 
 import pytest
 
 from prorl_envs.env.base import Message
-from prorl_envs.rollout.budget import Repeats, cut, shorter, sizes
+from prorl_envs.rollout.agent.loop_limits import RepeatDetector, cut, shorter, sizes
 from prorl_envs.tools.types import ToolCall
 
 
 def turn(name: str) -> tuple[list[ToolCall], list[Message]]:
-    """A turn: upper case for another outcome of the same call; `-` calls nothing."""
+    """Return turns, one per character: upper case for another outcome of the same call; `-` for no call."""
     if name == "-":
         return [], []
     return [ToolCall(f"id-{name}", "bash", {"command": name.lower()})], [{"role": "tool", "content": name}]
@@ -34,14 +34,14 @@ def turn(name: str) -> tuple[list[ToolCall], list[Message]]:
         (2, "abab", 4),
     ],
 )
-def test_circles_are_noticed_at_once_and_nothing_else_is(limit: int, turns: str, noticed: int) -> None:
-    repeats = Repeats(limit)
+def test_only_loops_are_detected_and_at_once(limit: int, turns: str, noticed: int) -> None:
+    repeats = RepeatDetector(limit)
     seen = [number for number, name in enumerate(turns, start=1) if repeats.noticed(*turn(name))]
     assert (seen[0] if seen else 0) == noticed
 
 
-def test_arguments_count_and_ids_do_not() -> None:
-    repeats = Repeats(2)
+def test_loop_detection_compares_arguments_but_not_ids() -> None:
+    repeats = RepeatDetector(2)
     given: list[dict[str, Any]] = [{"a": 1, "b": 2}, {"b": 2, "a": 1}, {"a": 1}]
     assert [repeats.noticed([ToolCall(str(n), "t", one)], []) for n, one in enumerate(given)] == [
         False,
@@ -50,13 +50,13 @@ def test_arguments_count_and_ids_do_not() -> None:
     ]
 
 
-def test_a_cut_keeps_both_ends_and_says_so() -> None:
+def test_a_cut_keeps_both_ends_and_is_marked() -> None:
     assert cut("short", 5) == "short"
     text = cut("a" * 500 + "b" * 500, 201)
     assert text == "a" * 101 + "\n[799 characters left out]\n" + "b" * 100
 
 
-def test_sizes_end_at_the_least_and_cut_everything_that_is_longer() -> None:
+def test_cut_sizes_have_a_minimum_and_include_only_longer_texts() -> None:
     observations = [{"role": "tool", "content": "x" * 1000}, {"role": "tool", "content": "y"}]
     assert sizes(observations) == [500, 250, 200]
     assert sizes([]) == sizes([{"content": "x" * 200}]) == []

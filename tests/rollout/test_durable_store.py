@@ -1,4 +1,4 @@
-"""What every durable store promises beyond the rest: over restarts, and when it is closed."""
+"""Promises of durable stores beyond those of every store: over restarts, and when closed."""
 
 import asyncio
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from prorl_envs.errors import InputError
-from prorl_envs.rollout.errors import CursorExpired, NotFound, Unavailable
-from prorl_envs.rollout.types import JobState, Result, Trajectory, TurnRecord
+from prorl_envs.rollout.api.errors import CursorExpired, NotFound, Unavailable
+from prorl_envs.rollout.api.types import JobState, Result, Trajectory, TurnRecord
 from tests.rollout.conftest import OpenStore
 from tests.rollout.test_store import group, result
 
@@ -23,7 +23,7 @@ def with_numbers(ids: list[int], logprobs: list[float]) -> Result:
     return result().model_copy(update={"trajectory": trajectory, "metadata": {"big": 2**80}, **whole})
 
 
-async def test_everything_is_there_after_a_restart(opened: OpenStore) -> None:
+async def test_everything_survives_a_restart(opened: OpenStore) -> None:
     async with opened() as store:
         await store.submit([group("a"), group("b")])
         await store.started("b/1")
@@ -37,7 +37,7 @@ async def test_everything_is_there_after_a_restart(opened: OpenStore) -> None:
         assert (await store.record(result("b"))).cursor > kept[-1].cursor
 
 
-async def test_a_start_that_nobody_waits_for_is_written_with_what_is_next(opened: OpenStore) -> None:
+async def test_a_start_that_may_wait_is_written_with_the_next_write(opened: OpenStore) -> None:
     async with opened() as store:
         await store.submit([group(samples=3)])
         await store.started("g/0", at_once=False)
@@ -47,7 +47,7 @@ async def test_a_start_that_nobody_waits_for_is_written_with_what_is_next(opened
         assert (await store.group("g")).attempts[:2] == (1, 1)
 
 
-async def test_or_soon_by_itself(opened: OpenStore) -> None:
+async def test_a_start_that_may_wait_is_written_soon_without_another_write(opened: OpenStore) -> None:
     async with opened() as store:
         await store.submit([group()])
         await store.started("g/0", at_once=False)
@@ -55,7 +55,7 @@ async def test_or_soon_by_itself(opened: OpenStore) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_or_when_the_store_is_closed(opened: OpenStore) -> None:
+async def test_a_start_that_may_wait_is_written_when_the_store_is_closed(opened: OpenStore) -> None:
     async with opened() as store:
         await store.submit([group()])
         await store.started("g/0", at_once=False)
@@ -63,7 +63,7 @@ async def test_or_when_the_store_is_closed(opened: OpenStore) -> None:
         assert (await store.group("g")).attempts == (1, 0)
 
 
-async def test_it_is_written_though_what_went_with_it_was_refused(opened: OpenStore) -> None:
+async def test_a_start_is_written_even_if_the_write_in_its_transaction_is_refused(opened: OpenStore) -> None:
     async with opened() as store:
         await store.submit([group()])
         await store.started("g/0", at_once=False)
@@ -72,7 +72,7 @@ async def test_it_is_written_though_what_went_with_it_was_refused(opened: OpenSt
         assert (await store.group("g")).attempts == (1, 0)
 
 
-async def test_starts_beside_everything_else_are_all_counted(opened: OpenStore) -> None:
+async def test_concurrent_starts_are_all_counted(opened: OpenStore) -> None:
     async with opened() as store:
         await store.submit([group(str(number), samples=4) for number in range(20)])
 
@@ -92,7 +92,7 @@ async def test_starts_beside_everything_else_are_all_counted(opened: OpenStore) 
                 assert stored.attempts[:3] == (2, 2, 2)
 
 
-async def test_a_value_under_a_name_is_the_last_one(opened: OpenStore) -> None:
+async def test_a_named_value_is_the_last_one_written(opened: OpenStore) -> None:
     async with opened() as store:
         assert await store.kept("a") is None
         for value in ("1", "é\n2"):
@@ -119,6 +119,18 @@ async def test_bounds_hold_over_a_restart(opened: OpenStore) -> None:
         assert (await store.group("g")).complete
 
 
+async def test_results_over_a_lower_bound_are_dropped_at_once(opened: OpenStore) -> None:
+    async with opened() as store:
+        await store.submit([group(samples=60)])
+        for sample in range(50):
+            await store.record(result(sample=sample))
+    async with opened(max_results=2) as store:
+        await store.record(result(sample=50))
+        assert [r.sample for r in await store.results(49, 100)] == [49, 50]
+        with pytest.raises(CursorExpired):
+            await store.results(48, 100)
+
+
 @pytest.mark.parametrize(
     ("ids", "logprobs"),
     [
@@ -128,9 +140,7 @@ async def test_bounds_hold_over_a_restart(opened: OpenStore) -> None:
         ([], []),
     ],
 )
-async def test_numbers_come_back_as_they_were(
-    opened: OpenStore, ids: list[int], logprobs: list[float]
-) -> None:
+async def test_numbers_are_read_as_written(opened: OpenStore, ids: list[int], logprobs: list[float]) -> None:
     async with opened() as store:
         await store.submit([group()])
         kept = await store.record(with_numbers(ids, logprobs))
@@ -139,7 +149,7 @@ async def test_numbers_come_back_as_they_were(
         )
 
 
-async def test_a_closed_store_says_so(opened: OpenStore) -> None:
+async def test_a_closed_store_raises(opened: OpenStore) -> None:
     async with opened() as store:
         writing = asyncio.create_task(store.submit([group()]))
         await asyncio.sleep(0)
@@ -149,11 +159,11 @@ async def test_a_closed_store_says_so(opened: OpenStore) -> None:
         await store.submit([group()])
 
 
-async def test_a_stopped_service_leaves_the_unfinished_to_the_next(
+async def test_a_stopped_service_leaves_unfinished_jobs_to_the_next(
     make_bench: Any, opened: OpenStore
 ) -> None:
     async with opened() as store:
-        bench = await make_bench(kept_in=store, run=1, live=1)
+        bench = await make_bench(kept_in=store, run=1, max_jobs_with_sandbox=1)
         bench.world.gates["call"] = asyncio.Event()
         await bench.submit(bench.group("done", samples=2))
         await bench.world.until(lambda: bench.world.inside["call"] == 1)
@@ -176,15 +186,15 @@ async def test_a_stopped_service_leaves_the_unfinished_to_the_next(
         await bench.service.stop()
 
 
-async def test_age_goes_on_over_a_restart(opened: OpenStore) -> None:
+async def test_the_age_of_results_survives_a_restart(opened: OpenStore) -> None:
     time = 1000.0
-    async with opened(max_age_s=60, now=lambda: time) as store:
+    async with opened(ttl_s=60, now=lambda: time) as store:
         await store.submit([group(samples=4)])
         for sample in range(2):
             await store.record(result(sample=sample))
             time += 50
     time += 5
-    async with opened(max_age_s=60, now=lambda: time) as store:
+    async with opened(ttl_s=60, now=lambda: time) as store:
         assert [r.sample for r in await store.results(0, 10)] == [0, 1], "nothing is lost by opening it"
         await store.record(result(sample=2))
         assert [r.sample for r in await store.results(0, 10)] == [1, 2]

@@ -1,4 +1,4 @@
-"""The whole of it, for real: HTTP, service, scripted model server, bubblewrap sandboxes, shell tasks."""
+"""The complete system: HTTP, service, scripted model server, bubblewrap sandboxes, shell tasks."""
 
 import random
 from collections.abc import AsyncIterator
@@ -11,15 +11,15 @@ from prorl_envs.config import ServiceSettings
 from prorl_envs.env.node import Node
 from prorl_envs.env.registry import environments
 from prorl_envs.errors import FailureKind
-from prorl_envs.policy.link import ClientLimits
-from prorl_envs.policy.pool import ModelPool
-from prorl_envs.policy.rendering import TemplateRenderer
-from prorl_envs.policy.vllm import VllmClient
-from prorl_envs.rollout.client import RolloutClient
-from prorl_envs.rollout.server import serving
-from prorl_envs.rollout.service import RolloutService
-from prorl_envs.rollout.types import AgentLimits, GroupRequest, JobState, Result, StopReason
-from prorl_envs.sandbox.namespaces import NamespaceDriver
+from prorl_envs.model.http.client import ClientLimits
+from prorl_envs.model.routing.pool import ModelPool
+from prorl_envs.model.servers.vllm import VllmClient
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.rollout.api.types import AgentLimits, GroupRequest, JobState, Result, StopReason
+from prorl_envs.rollout.client.client import RolloutClient
+from prorl_envs.rollout.http.server import serving
+from prorl_envs.rollout.service.service import RolloutService
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
 from prorl_envs.testing.scripted import Mix, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
 
@@ -88,7 +88,7 @@ async def collect(client: RolloutClient, *groups: GroupRequest) -> list[Result]:
     return [result async for result in client.follow([group.id for group in groups])]
 
 
-async def test_every_behaviour_comes_to_what_it_deserves(
+async def test_every_behaviour_has_the_expected_outcome(
     driver: NamespaceDriver, renderer: TemplateRenderer, tmp_path: Path
 ) -> None:
     mix = "solve=3,wrong=1,idle=1,malformed=1,loop=1,bad_ids=1"
@@ -128,12 +128,12 @@ async def test_cancelling_at_random_moments_leaves_no_sandbox(
         results = [result async for result in client.follow([group.id for group in groups])]
         assert sorted(result.job_id for result in results) == sorted(jobs)
         assert {result.state for result in results} <= {JobState.DONE, JobState.CANCELLED}
-        while (await client.status()).live:
+        while (await client.status()).jobs_with_sandbox:
             pass
         assert (await client.status()).close_failures == 0
 
 
-async def test_leaving_while_everything_runs_leaves_no_sandbox(
+async def test_closing_while_everything_runs_leaves_no_sandbox(
     driver: NamespaceDriver, renderer: TemplateRenderer, tmp_path: Path
 ) -> None:
     async with running(driver, renderer, tmp_path, "hang=1") as (client, server):

@@ -1,4 +1,4 @@
-"""Episodes that a caller drives: by tokens, by tool calls, by the service's own loop; and how they end."""
+"""Interactive episodes, driven by tokens, by tool calls or by the service's own loop, and how they end."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -10,10 +10,9 @@ import pytest
 
 from prorl_envs.config import ServerSettings
 from prorl_envs.errors import FailureKind, InputError
-from prorl_envs.policy.rendering import TemplateRenderer
-from prorl_envs.rollout.api import create_app
-from prorl_envs.rollout.client import RolloutClient
-from prorl_envs.rollout.episode_types import (
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.rollout.api.errors import Conflict, NotFound, OutOfOrder, QueueFull, Unavailable
+from prorl_envs.rollout.api.interactive import (
     AgentStep,
     CallRequest,
     CallStep,
@@ -22,9 +21,10 @@ from prorl_envs.rollout.episode_types import (
     EpisodeView,
     TokenStep,
 )
-from prorl_envs.rollout.errors import Conflict, Full, NotFound, OutOfOrder, Unavailable
-from prorl_envs.rollout.scheduler import Pause
-from prorl_envs.rollout.types import StopReason
+from prorl_envs.rollout.api.types import StopReason
+from prorl_envs.rollout.api.views import Pause
+from prorl_envs.rollout.client.client import RolloutClient
+from prorl_envs.rollout.http.app import create_app
 from prorl_envs.testing.clock import FakeClock
 from prorl_envs.testing.scripted import as_message
 
@@ -57,7 +57,7 @@ def tokens(renderer: TemplateRenderer, *calls: dict[str, Any], **fields: Any) ->
     return TokenStep(ids=list(ids), logprobs=[-0.5] * len(ids), weight_version="9", **fields)
 
 
-async def test_driven_by_tokens_the_context_is_exact(
+async def test_the_context_of_an_episode_driven_by_tokens_is_exact(
     bench: Any, client: RolloutClient, renderer: TemplateRenderer
 ) -> None:
     begun = await client.start_episode(request())
@@ -95,7 +95,7 @@ async def test_driven_by_tokens_the_context_is_exact(
         await client.episode("e")
 
 
-async def test_driven_by_tool_calls_there_are_no_tokens(client: RolloutClient) -> None:
+async def test_an_episode_driven_by_tool_calls_has_no_tokens(client: RolloutClient) -> None:
     await client.start_episode(request())
     view = await client.run_episode("e", SAY)
     assert view.last is not None
@@ -109,7 +109,7 @@ async def test_driven_by_tool_calls_there_are_no_tokens(client: RolloutClient) -
     assert [message["role"] for message in result.messages] == ["user", "assistant", "tool", "assistant"]
 
 
-async def test_the_services_own_loop_takes_over_where_the_caller_was(
+async def test_the_services_own_loop_continues_the_callers_episode(
     client: RolloutClient, renderer: TemplateRenderer
 ) -> None:
     await client.start_episode(request())
@@ -124,7 +124,7 @@ async def test_the_services_own_loop_takes_over_where_the_caller_was(
     assert result.trajectory.drift == 0
 
 
-async def test_malformed_answers_and_limits_are_the_loops_own(
+async def test_malformed_answers_and_limits_are_handled_as_in_the_loop(
     client: RolloutClient, renderer: TemplateRenderer
 ) -> None:
     await client.start_episode(request("m", limits={"max_malformed": 2, "max_tokens": 2000}))
@@ -145,7 +145,7 @@ async def test_malformed_answers_and_limits_are_the_loops_own(
     assert (await client.episode("long")).state is EpisodeState.READY
 
 
-async def test_a_step_asked_for_again_is_not_done_again(bench: Any, client: RolloutClient) -> None:
+async def test_a_repeated_step_is_not_executed_again(bench: Any, client: RolloutClient) -> None:
     await client.start_episode(request())
     first = await client.run_episode("e", SAY.model_copy(update={"step": 0}))
     again = await client.run_episode("e", SAY.model_copy(update={"step": 0}))
@@ -154,7 +154,7 @@ async def test_a_step_asked_for_again_is_not_done_again(bench: Any, client: Roll
     assert (await client.start_episode(request())).steps == 1, "and so is a beginning"
 
 
-async def test_what_is_out_of_order_is_told_so(bench: Any, client: RolloutClient, renderer: Any) -> None:
+async def test_requests_out_of_order_are_refused(bench: Any, client: RolloutClient, renderer: Any) -> None:
     bench.world.gates["init"] = asyncio.Event()
     async with talking(bench) as other:
         starting = asyncio.create_task(other.start_episode(request()))
@@ -211,7 +211,7 @@ async def test_a_failure_is_typed_and_closes_the_sandbox(
 
 
 @pytest.mark.parametrize("step", ["init", "call", "eval"])
-async def test_ending_one_at_work_closes_its_sandbox(bench: Any, client: RolloutClient, step: str) -> None:
+async def test_ending_a_busy_episode_closes_its_sandbox(bench: Any, client: RolloutClient, step: str) -> None:
     bench.world.gates[step] = asyncio.Event()
 
     async def drive() -> EpisodeView:
@@ -226,10 +226,10 @@ async def test_ending_one_at_work_closes_its_sandbox(bench: Any, client: Rollout
     with pytest.raises(NotFound):
         await driving
     status = bench.service.status()
-    assert (status.live, status.episodes, status.pools["init"].active) == (0, 0, 0)
+    assert (status.jobs_with_sandbox, status.episodes, status.pools["init"].active) == (0, 0, 0)
 
 
-async def test_one_that_nobody_asks_for_is_closed(make_bench: Any, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_abandoned_episode_is_closed(make_bench: Any, caplog: pytest.LogCaptureFixture) -> None:
     clock = FakeClock()
     bench = await make_bench(clock=clock, episode_idle_s=100)
     async with talking(bench, attempts=1, clock=clock) as client:
@@ -249,10 +249,10 @@ async def test_one_that_nobody_asks_for_is_closed(make_bench: Any, caplog: pytes
         await clock.wait_for_sleepers(1)
         clock.advance(72)
         await bench.idle()
-        assert [record.message for record in caplog.records if "nobody asked" in record.message]
+        assert [record.message for record in caplog.records if "no request for" in record.message]
 
 
-async def test_work_is_not_idleness(make_bench: Any) -> None:
+async def test_a_working_episode_is_not_idle(make_bench: Any) -> None:
     clock = FakeClock()
     bench = await make_bench(clock=clock, episode_idle_s=10)
     async with talking(bench, clock=clock) as client:
@@ -266,7 +266,7 @@ async def test_work_is_not_idleness(make_bench: Any) -> None:
         assert (await running).state is EpisodeState.READY
 
 
-async def test_the_time_between_steps_is_the_callers(make_bench: Any) -> None:
+async def test_time_between_steps_counts_as_the_callers(make_bench: Any) -> None:
     clock = FakeClock()
     bench = await make_bench(clock=clock, episode_idle_s=10_000)
     async with talking(bench, clock=clock) as client:
@@ -284,8 +284,8 @@ async def test_the_time_between_steps_is_the_callers(make_bench: Any) -> None:
         assert view.last.stop_reason is StopReason.TIME_LIMIT
 
 
-async def test_episodes_and_jobs_share_the_room(make_bench: Any) -> None:
-    bench = await make_bench(live=2, episodes=3)
+async def test_episodes_and_jobs_share_the_limits(make_bench: Any) -> None:
+    bench = await make_bench(max_jobs_with_sandbox=2, episodes=3)
     bench.world.gates["call"] = asyncio.Event()
     async with talking(bench, attempts=1) as client:
         await client.submit([bench.group("jobs", samples=4)])
@@ -300,7 +300,7 @@ async def test_episodes_and_jobs_share_the_room(make_bench: Any) -> None:
         waiting = [asyncio.create_task(client.start_episode(request(name))) for name in ("b", "c")]
         while len(bench.service.episodes) < 3:  # noqa: ASYNC110 - the service has no event for it
             await asyncio.sleep(0)
-        with pytest.raises(Full) as full:
+        with pytest.raises(QueueFull) as full:
             await client.start_episode(request("d"))
         assert full.value.retry_after_s > 0
         for name in ("b", "c"):
@@ -308,13 +308,13 @@ async def test_episodes_and_jobs_share_the_room(make_bench: Any) -> None:
         for task in waiting:
             with pytest.raises(NotFound):
                 await task
-        assert bench.service.status().live == 2
+        assert bench.service.status().jobs_with_sandbox == 2
         await client.close_episode("first")
         bench.world.gates["call"].set()
         await bench.finished(4)
 
 
-async def test_a_pause_holds_new_ones_and_a_drain_refuses_them(bench: Any, client: RolloutClient) -> None:
+async def test_a_pause_holds_new_episodes_and_a_drain_refuses_them(bench: Any, client: RolloutClient) -> None:
     bench.service.pause(Pause.FINISH)
     starting = asyncio.create_task(client.start_episode(request()))
     while not len(bench.service.episodes):  # noqa: ASYNC110 - the service has no event for it
@@ -328,7 +328,7 @@ async def test_a_pause_holds_new_ones_and_a_drain_refuses_them(bench: Any, clien
     assert (await client.run_episode("e", SAY)).state is EpisodeState.READY, "what is there goes on"
 
 
-async def test_a_stop_closes_them(bench: Any, client: RolloutClient) -> None:
+async def test_a_stop_closes_all_episodes(bench: Any, client: RolloutClient) -> None:
     await client.start_episode(request("idle"))
     await client.start_episode(request("busy", faults={"call": "hang"}))
     running = asyncio.create_task(client.run_episode("busy", SAY))

@@ -1,4 +1,4 @@
-"""The queue alone: priorities, shares by weight, and that whoever pauses gains nothing by it."""
+"""The queue alone: priorities, shares by weight, and no advantage from pausing."""
 
 from collections import Counter
 
@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prorl_envs.rollout.decisions import Close, Finish, Start
-from prorl_envs.rollout.fair_queue import FairQueue, Share
-from prorl_envs.rollout.placement import Limits
-from prorl_envs.rollout.scheduler import Scheduler
-from prorl_envs.rollout.types import JobState, Stage
+from prorl_envs.rollout.api.types import JobState, Stage
+from prorl_envs.rollout.scheduling.actions import Close, Finish, Start
+from prorl_envs.rollout.scheduling.fair_queue import FairQueue, Share
+from prorl_envs.rollout.scheduling.placement import StageLimits
+from prorl_envs.rollout.scheduling.scheduler import Scheduler
 
 weights = st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.0, 7.0]), min_size=2, max_size=5)
 
@@ -43,7 +43,7 @@ def test_within_a_lane_groups_stay_whole() -> None:
     assert [job for job in order if job[0] == "b"] == [f"b/{i}" for i in range(16)]
 
 
-def test_who_has_one_job_at_a_time_is_not_served_before_its_turn() -> None:
+def test_a_lane_with_one_job_at_a_time_is_not_served_before_its_turn() -> None:
     queue = FairQueue()
     fill(queue, {"busy": Share("busy"), "other": Share("other")}, 50)
     served: Counter[str] = Counter()
@@ -56,7 +56,7 @@ def test_who_has_one_job_at_a_time_is_not_served_before_its_turn() -> None:
     assert served["single"] == 10, "a fifth, though its lane was empty after each job"
 
 
-def test_a_lane_that_comes_late_does_not_make_up_for_the_time_before() -> None:
+def test_a_lane_that_joins_late_gets_no_compensation() -> None:
     queue = FairQueue()
     fill(queue, {"a": Share("a")}, 100)
     for _ in range(50):
@@ -66,11 +66,11 @@ def test_a_lane_that_comes_late_does_not_make_up_for_the_time_before() -> None:
 
 
 @given(weights, st.lists(st.tuples(st.integers(0, 9), st.integers(0, 20)), max_size=60))
-def test_lanes_that_wait_are_served_by_weight_whatever_others_do(
+def test_waiting_lanes_are_served_by_weight_whatever_others_do(
     sizes: list[float], others: list[tuple[int, int]]
 ) -> None:
-    """Of two lanes with work waiting all the time, in any interval, what each was served over its weight
-    differs by less than one job of each."""
+    """For two lanes that always have waiting work, in any interval, the served jobs over weight differ by
+    less than one job of each."""
     queue = FairQueue()
     lanes = {str(i): Share(str(i), weight) for i, weight in enumerate(sizes)}
     fill(queue, lanes, 400)
@@ -96,7 +96,7 @@ def test_lanes_that_wait_are_served_by_weight_whatever_others_do(
         max_size=80,
     )
 )
-def test_nothing_is_lost_and_no_lower_priority_goes_first(
+def test_no_job_is_lost_and_no_lower_priority_goes_first(
     steps: list[tuple[int, int, float, bool]],
 ) -> None:
     queue = FairQueue(turn=3)
@@ -120,7 +120,7 @@ def test_nothing_is_lost_and_no_lower_priority_goes_first(
 
 
 def test_the_scheduler_serves_every_stage_by_share() -> None:
-    scheduler = Scheduler(Limits(init=1, run=1, eval=1, live=8))
+    scheduler = Scheduler(StageLimits(init=1, run=1, eval=1, max_jobs_with_sandbox=8))
     order: list[str] = []
     heavy, light = Share("heavy", 3.0), Share("light", 1.0)
     decisions = scheduler.submit([(f"h{i}", "h") for i in range(12)], share=heavy)
@@ -142,3 +142,12 @@ def test_the_scheduler_serves_every_stage_by_share() -> None:
                 pytest.fail(f"nobody asked for {other}")
     assert order[1] == "u", "the one that waits with a higher priority"
     assert Counter(job[0] for job in order[2:14]) == {"h": 9, "l": 3}
+
+
+def test_removing_a_waiting_group_does_not_extend_the_turn_of_the_first() -> None:
+    queue = FairQueue(turn=2)
+    for job in ("a0", "a1", "a2", "b0", "c0"):
+        queue.push(job, job[0])
+    assert queue.pop() == "a0"
+    queue.remove("b0", "b")
+    assert [queue.pop() for _ in range(3)] == ["a1", "c0", "a2"]

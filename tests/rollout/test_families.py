@@ -1,4 +1,4 @@
-"""The families end to end through the service with the scripted model, and the same through gymnasium."""
+"""The families end to end through the service with the scripted model, and through gymnasium."""
 
 import asyncio
 import json
@@ -13,14 +13,14 @@ from prorl_envs.env.node import Node
 from prorl_envs.env.registry import environments, example_path
 from prorl_envs.gym.env import TaskEnv
 from prorl_envs.gym.runner import Runner
-from prorl_envs.policy.pool import ModelPool
-from prorl_envs.policy.rendering import TemplateRenderer
-from prorl_envs.policy.vllm import VllmClient
-from prorl_envs.rollout.client import RolloutClient
-from prorl_envs.rollout.server import serving
-from prorl_envs.rollout.service import RolloutService
-from prorl_envs.rollout.types import GroupRequest, Result
-from prorl_envs.sandbox.namespaces import NamespaceDriver
+from prorl_envs.model.routing.pool import ModelPool
+from prorl_envs.model.servers.vllm import VllmClient
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.rollout.api.types import GroupRequest, Result
+from prorl_envs.rollout.client.client import RolloutClient
+from prorl_envs.rollout.http.server import serving
+from prorl_envs.rollout.service.service import RolloutService
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
 from prorl_envs.testing.sandbox_entry import LIGHT_TEMPLATES
 from prorl_envs.testing.scripted import Mix, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
@@ -28,7 +28,7 @@ from prorl_envs.testing.server import ScriptedServer
 pytestmark = pytest.mark.anyio
 
 FAMILIES = ("bash", "code", "ipython", "math", "stem")
-#: Of what graders saw, what is measured and differs from run to run; a log says how long its tests took.
+#: Measured parts of the graders' evidence, which differ from run to run; a log has the duration of its tests.
 MEASURED = frozenset({"seconds", "memory", "log_tail"})
 
 
@@ -42,7 +42,7 @@ def first_row(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "families", [FAMILIES, pytest.param(("swebench",), marks=pytest.mark.thorough)], ids=["quick", "swebench"]
 )
-async def test_references_score_one_and_others_nothing(
+async def test_references_score_one_and_others_zero(
     driver: NamespaceDriver, renderer: TemplateRenderer, tmp_path: Path, families: tuple[str, ...]
 ) -> None:
     rows = {name: first_row(name) for name in families}
@@ -75,7 +75,7 @@ async def test_references_score_one_and_others_nothing(
 
 
 def said(result: Result) -> dict[str, Any]:
-    """The content of a rollout of the service."""
+    """Return the parts of a service's result that must be reproducible."""
     calls = [call["function"] for message in result.messages for call in message.get("tool_calls", ())]
     return {
         "prompt": result.messages[:2],
@@ -89,7 +89,7 @@ def said(result: Result) -> dict[str, Any]:
 
 
 def through_gymnasium(rows: dict[str, dict[str, Any]], cache: Path) -> dict[str, dict[str, Any]]:
-    """The same of episodes in which the references are played as actions, by family."""
+    """Return the same parts of episodes that play the references as actions, by family."""
     runner = Runner(lambda: Node(NamespaceDriver(templates=LIGHT_TEMPLATES), cache))
     try:
         return {name: stepped(name, row, runner) for name, row in rows.items()}
@@ -114,7 +114,7 @@ def stepped(name: str, row: dict[str, Any], runner: Runner) -> dict[str, Any]:
         "prompt": prompt,
         "tools": tools,
         "calls": [(call.tool, call.arguments) for call in reference],
-        "observations": observations[:-1],  # the loop ends with the finish call
+        "observations": observations[:-1],  # the loop stops with the finish call
         "reward": reward,
         "components": info["grade"]["components"],
         "evidence": steady(info["grade"]["evidence"]),
@@ -122,7 +122,7 @@ def stepped(name: str, row: dict[str, Any], runner: Runner) -> dict[str, Any]:
 
 
 def steady(value: Any) -> Any:
-    """`value` without what is measured."""
+    """Return `value` without its measured parts."""
     if isinstance(value, dict):
         return {key: steady(inner) for key, inner in value.items() if key not in MEASURED}
     return [steady(inner) for inner in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""A service that has finished many jobs holds no more than one that has finished few."""
+"""A service that has finished many jobs uses no more memory than one that has finished few."""
 
 import gc
 import itertools
@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from prorl_envs.policy.rendering import TemplateRenderer
-from prorl_envs.policy.types import Sampled, Sampling
-from prorl_envs.rollout.sqlite_store import SqliteStore
-from prorl_envs.rollout.store import Store
+from prorl_envs.config import RetentionSettings
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.model.types import Sampled, Sampling
+from prorl_envs.rollout.store.base import Store
+from prorl_envs.rollout.store.sqlite import SqliteStore
 from prorl_envs.testing.scripted import as_message
 
 pytestmark = pytest.mark.anyio
@@ -21,7 +22,7 @@ JOBS, KEPT = 128, 160
 
 
 class Finishing:
-    """A model that remembers nothing."""
+    """Stateless model."""
 
     def __init__(self, renderer: TemplateRenderer) -> None:
         ids = tuple(renderer.assistant(as_message([{"tool": "finish", "arguments": {}}])))
@@ -31,13 +32,13 @@ class Finishing:
         return self._answer
 
     async def aclose(self) -> None:
-        """Nothing to end."""
+        """Do nothing: the model has no sessions."""
 
 
 def objects() -> Counter[str]:
     gc.collect()
     found = Counter(type(each).__name__ for each in gc.get_objects())
-    del found["ReferenceType"]  # sqlite3 has one of each cursor, and forgets them at every 200th
+    del found["ReferenceType"]  # sqlite3 tracks every cursor, and forgets the dead ones at every 200th
     return found
 
 
@@ -46,7 +47,9 @@ async def test_objects_do_not_grow_with_the_jobs_done(
     kind: str, make_bench: Any, renderer: TemplateRenderer, tmp_path: Path
 ) -> None:
     store: Store | None = SqliteStore(tmp_path / "store.db", max_results=KEPT) if kind == "file" else None
-    bench = await make_bench(model=Finishing(renderer), kept_in=store, keep_results=KEPT)
+    bench = await make_bench(
+        model=Finishing(renderer), kept_in=store, retention=RetentionSettings(max_results=KEPT)
+    )
     bench.world.logging = False
     task = {"id": "t", "instruction": "Do it."}
     seen, after = [], 0
@@ -61,7 +64,7 @@ async def test_objects_do_not_grow_with_the_jobs_done(
             after = (await bench.service.results(after, limit=JOBS, wait_s=60)).next
         await bench.gone()
         seen.append(objects())
-    # What is made once, or is still on its way out, is in one of these; what is kept of each job, in all.
+    # One-time objects and those being released are in one of these; objects kept per job are in all.
     grown = min((after - before for before, after in itertools.pairwise(seen[1:])), key=Counter.total)
     assert grown.total() < JOBS // 2, f"in {JOBS} jobs: {grown.most_common(10)}"
     await bench.service.stop()

@@ -1,23 +1,23 @@
-"""Episodes of several rows: a template may rewrite the history, and what was sampled stays as it was."""
+"""Episodes of several rows: a template may rewrite the history, but sampled tokens stay unchanged."""
 
 import pytest
 
-from prorl_envs.policy.types import Sampling
-from prorl_envs.rollout.agent import Agent, Transcript
-from prorl_envs.rollout.ledger import Ledger
-from prorl_envs.rollout.types import AgentLimits
+from prorl_envs.model.types import Sampling
+from prorl_envs.rollout.agent.agent_loop import Agent, Transcript
+from prorl_envs.rollout.agent.token_ledger import Ledger
+from prorl_envs.rollout.api.types import AgentLimits
 from prorl_envs.testing.clock import FakeClock
 from prorl_envs.testing.tokenizer import builtin_renderer
-from prorl_envs.testing.toy import ToyModel, ToyTask, ToyWorld, empty_node
+from tests.support.toy import ToyModel, ToyTask, ToyWorld, empty_node
 
 pytestmark = pytest.mark.anyio
 
-#: A call in another spelling than the template's, which would write it anew.
+#: A call in another spelling than the template's, which the template would rewrite.
 ODD = '<tool_call>{"name":"say", "arguments":{"text":"one"}}</tool_call>'
 
 
 async def play(reasoning: str) -> tuple[Ledger, list[tuple[int, ...]]]:
-    """The ledger of three turns, the first in another spelling, and the prompts that were sent."""
+    """Return the ledger of three turns, the first in another spelling, and the prompts."""
     renderer = builtin_renderer()
     model = ToyModel(
         renderer,
@@ -37,13 +37,13 @@ async def play(reasoning: str) -> tuple[Ledger, list[tuple[int, ...]]]:
     return transcript.ledger, model.prompts["s"]
 
 
-async def test_a_history_that_is_kept_is_one_row() -> None:
+async def test_an_unchanged_history_is_one_row() -> None:
     ledger, prompts = await play("keep")
     assert ledger.forks == []
     assert len(ledger.trajectory().turns) == len(prompts) == 3
 
 
-async def test_a_history_that_is_rewritten_is_another_row() -> None:
+async def test_a_rewritten_history_starts_another_row() -> None:
     ledger, prompts = await play("template")
     (first,) = ledger.forks
     last = ledger.trajectory()
@@ -61,6 +61,6 @@ async def test_a_history_that_is_rewritten_is_another_row() -> None:
     assert ledger.turns == 3 and ledger.sampled_tokens == sum(turn.end - turn.start for _, turn in sent)
 
 
-async def test_results_of_tools_are_no_user_s_turn() -> None:
+async def test_tool_results_are_not_a_users_turn() -> None:
     ledger, _ = await play("user_turn")
     assert ledger.forks == []

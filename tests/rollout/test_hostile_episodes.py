@@ -1,4 +1,4 @@
-"""What a hostile or broken agent does to itself, for real: a typed outcome, and the others do not notice."""
+"""Hostile and broken agents in real sandboxes: a typed outcome, and other episodes are unaffected."""
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -9,20 +9,20 @@ import pytest
 from prorl_envs.env.node import Node
 from prorl_envs.env.registry import environments
 from prorl_envs.errors import FailureKind
-from prorl_envs.policy.pool import ModelPool
-from prorl_envs.policy.rendering import TemplateRenderer
-from prorl_envs.policy.vllm import VllmClient
-from prorl_envs.rollout.client import RolloutClient
-from prorl_envs.rollout.server import serving
-from prorl_envs.rollout.service import RolloutService
-from prorl_envs.rollout.types import AgentLimits, GroupRequest, Result, StopReason
-from prorl_envs.sandbox.namespaces import NamespaceDriver
+from prorl_envs.model.routing.pool import ModelPool
+from prorl_envs.model.servers.vllm import VllmClient
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.rollout.api.types import AgentLimits, GroupRequest, Result, StopReason
+from prorl_envs.rollout.client.client import RolloutClient
+from prorl_envs.rollout.http.server import serving
+from prorl_envs.rollout.service.service import RolloutService
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
 from prorl_envs.testing.scripted import ScriptBook
 from prorl_envs.testing.server import ScriptedServer
 
 pytestmark = pytest.mark.anyio
 
-#: What the agent of each task types before it finishes.
+#: Command that the agent of each task runs before it finishes.
 AGENTS = {
     "solver": "echo yes >answer",
     "hung": "echo begun; sleep 600",
@@ -77,7 +77,7 @@ def observation(result: Result) -> str:
     return next(str(m["content"]) for m in result.messages if m["role"] == "tool")
 
 
-async def test_each_gets_what_it_left_behind(
+async def test_each_agent_is_graded_on_its_own_files(
     driver: NamespaceDriver, renderer: TemplateRenderer, tmp_path: Path
 ) -> None:
     async with running(driver, renderer, tmp_path, AGENTS) as client:
@@ -96,10 +96,10 @@ async def test_each_gets_what_it_left_behind(
     assert len(observation(came["flooder"])) < 100_000
 
 
-async def test_a_check_that_never_ends_is_a_failed_check(
+async def test_a_check_that_hangs_is_a_failed_check(
     driver: NamespaceDriver, renderer: TemplateRenderer, tmp_path: Path
 ) -> None:
-    """What hangs there is the agent's own work, as far as the grader can tell: it had its time."""
+    """For the grader a hanging check is the agent's own work, which has used up its time."""
     hangs = {"type": "command", "name": "hangs", "command": "sleep 1000", "timeout_s": 0.5}
     agents = {"endless": "echo yes >answer", "solver": AGENTS["solver"]}
     async with running(driver, renderer, tmp_path, agents) as client:

@@ -1,4 +1,4 @@
-"""What operators see: every number that is promised, and that it is right."""
+"""Metrics for operators: every documented metric exists and is correct."""
 
 import asyncio
 import json
@@ -12,11 +12,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from prorl_envs.config import ServerSettings
-from prorl_envs.policy.pool import ModelPool
-from prorl_envs.policy.rendering import TemplateRenderer
-from prorl_envs.rollout.api import create_app
-from prorl_envs.rollout.metrics import CONTENT_TYPE
-from prorl_envs.testing.toy import ToyModel
+from prorl_envs.model.routing.pool import ModelPool
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.rollout.http.app import create_app
+from prorl_envs.rollout.monitoring.metrics import CONTENT_TYPE
+from tests.support.toy import ToyModel
 
 pytestmark = pytest.mark.anyio
 
@@ -49,7 +49,7 @@ def value(samples: Samples, name: str, **labels: str) -> float:
     return samples[name, tuple(sorted(labels.items()))]
 
 
-async def test_results_are_counted_by_what_they_came_to(bench: Any, client: httpx.AsyncClient) -> None:
+async def test_results_are_counted_by_outcome(bench: Any, client: httpx.AsyncClient) -> None:
     await bench.submit(bench.group("good", samples=2, reward=0.75))
     await bench.submit(bench.group("bad", faults={"eval": "grader"}))
     results = await bench.finished(3)
@@ -71,13 +71,13 @@ async def test_results_are_counted_by_what_they_came_to(bench: Any, client: http
     assert value(seen, "prorl_drift_tokens_total") == 0
 
 
-async def test_the_moment_is_seen(bench: Any, client: httpx.AsyncClient) -> None:
+async def test_gauges_show_the_current_state(bench: Any, client: httpx.AsyncClient) -> None:
     bench.world.gates["eval"] = asyncio.Event()
     await bench.submit(bench.group("held"))
     await bench.world.until(lambda: bench.world.inside["eval"] == 1)
     seen = await scrape(client)
     assert value(seen, "prorl_pool_active", stage="eval") == 1
-    assert value(seen, "prorl_unfinished_jobs") == value(seen, "prorl_live_jobs") == 1
+    assert value(seen, "prorl_unfinished_jobs") == value(seen, "prorl_jobs_with_sandbox") == 1
     assert value(seen, "prorl_service_state", state="serving") == 1
     bench.world.gates["eval"].set()
 

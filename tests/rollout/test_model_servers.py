@@ -1,4 +1,4 @@
-"""A service over real model servers of every kind, while they come, change their weights and go."""
+"""A service with model servers of every kind, while servers are added, updated and removed."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,15 +11,15 @@ import pytest
 from prorl_envs.clock import Clock
 from prorl_envs.config import ServerSettings
 from prorl_envs.env.base import ReferenceCall, Task
-from prorl_envs.policy.link import ClientLimits
-from prorl_envs.policy.pool import ModelPool
-from prorl_envs.policy.rendering import TemplateRenderer
-from prorl_envs.policy.servers import Servers
-from prorl_envs.rollout.api import create_app
-from prorl_envs.rollout.client import RolloutClient
-from prorl_envs.rollout.errors import Conflict, NotFound
-from prorl_envs.rollout.service import RolloutService
-from prorl_envs.rollout.types import JobState, Result, StopReason, Trajectory
+from prorl_envs.model.http.client import ClientLimits
+from prorl_envs.model.routing.pool import ModelPool
+from prorl_envs.model.servers.detect import Servers
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.rollout.api.errors import Conflict, NotFound
+from prorl_envs.rollout.api.types import JobState, Result, StopReason, Trajectory
+from prorl_envs.rollout.client.client import RolloutClient
+from prorl_envs.rollout.http.app import create_app
+from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.testing.clock import FakeClock
 from prorl_envs.testing.openai_face import scripted_openai
 from prorl_envs.testing.scripted import Call, ScriptBook
@@ -57,7 +57,7 @@ async def client_of(service: RolloutService) -> AsyncIterator[RolloutClient]:
 def check(result: Result) -> Trajectory:
     trajectory = result.trajectory
     assert trajectory is not None
-    assert (trajectory.drift, trajectory.exact) == (0, True)
+    assert (trajectory.drift, trajectory.token_exact) == (0, True)
     assert (result.state, result.mask_sample) == (JobState.DONE, False)
     return trajectory
 
@@ -73,6 +73,8 @@ async def test_servers_of_both_kinds_serve_one_service(make_bench: Any, renderer
         results = await bench.finished(16)
         assert {turn.server for result in results for turn in check(result).turns} == {vllm.url, sglang.url}
         assert vllm.counts.violations == sglang.counts.violations == 0
+        await bench.gone()
+        assert [server.sessions for server in pool.servers] == [0, 0], "finished sessions are forgotten"
         async with client_of(bench.service) as client:
             servers = {server.url: server for server in await client.model_servers()}
             assert servers[vllm.url].protocol == "vllm" and servers[sglang.url].protocol == "sglang"
@@ -80,8 +82,8 @@ async def test_servers_of_both_kinds_serve_one_service(make_bench: Any, renderer
             router = (await client.status()).router
         assert router is not None
         assert router.turns == 16 * 3
-        assert router.told_hit_rate is not None and router.expected_hit_rate is not None
-        assert router.told_hit_rate > 0.5
+        assert router.reported_hit_rate is not None and router.expected_hit_rate is not None
+        assert router.reported_hit_rate > 0.5
 
 
 async def test_a_pause_longer_than_the_limit_costs_no_time(
@@ -104,7 +106,7 @@ async def test_a_pause_longer_than_the_limit_costs_no_time(
             assert (await client.status()).router.paused  # type: ignore[union-attr]
             assert server.counts.requests == 0
             resumed = await client.resume_model_servers("step-8")
-            assert [told.supported for told in resumed.told] == [True]
+            assert [told.supported for told in resumed.acknowledgements] == [True]
         [result] = await bench.finished(1)
     assert result.stop_reason is StopReason.FINISHED
     assert {turn.weight_version for turn in check(result).turns} == {"step-8"}
@@ -112,7 +114,7 @@ async def test_a_pause_longer_than_the_limit_costs_no_time(
     assert result.timings.run_s == result.timings.model_s == 0
 
 
-async def test_a_turn_of_two_versions_says_which_sampled_what(
+async def test_a_turn_of_two_versions_names_the_version_of_each_token(
     make_bench: Any, renderer: TemplateRenderer
 ) -> None:
     clock = FakeClock()
@@ -139,7 +141,7 @@ async def test_a_turn_of_two_versions_says_which_sampled_what(
     assert server.counts.violations == 0
 
 
-async def test_what_a_chat_server_gives_is_never_for_training(
+async def test_results_of_a_chat_server_are_never_trained_on(
     make_bench: Any, renderer: TemplateRenderer
 ) -> None:
     calls = tuple(ReferenceCall(tool=call["tool"], arguments=call["arguments"]) for call in (SAY, FINISH))
@@ -151,7 +153,7 @@ async def test_what_a_chat_server_gives_is_never_for_training(
     assert result.mask_sample
     trajectory = result.trajectory
     assert trajectory is not None
-    assert not trajectory.exact and not any(turn.exact for turn in trajectory.turns)
+    assert not trajectory.token_exact and not any(turn.token_exact for turn in trajectory.turns)
     assert trajectory.ids and not any(trajectory.loss_mask)
     assert [message["role"] for message in result.messages] == ["user", "assistant", "tool", "assistant"]
 
@@ -163,7 +165,10 @@ async def test_servers_are_added_with_their_protocol_and_drained(
         bench = await make_bench(model=pool)
         async with client_of(bench.service) as client:
             [added] = await client.add_model_server(server.url, protocol="sglang")
-            assert (added.url, added.protocol) == (server.url, "sglang")
+            assert (added.url, added.protocol, added.state) == (server.url, "sglang", "healthy")
+            _, down = await client.add_model_server("http://127.0.0.1:9")
+            assert down.state == "failing" and "127.0.0.1:9" in down.problem
+            await client.remove_model_server(down.url)
             check(await bench.result(bench.group("g")))
             assert await client.remove_model_server(server.url, wait_s=5) == []
             with pytest.raises(NotFound):
@@ -179,17 +184,17 @@ async def test_a_fixed_model_cannot_be_paused(make_bench: Any) -> None:
             await client.resume_model_servers("1")
 
 
-def test_results_of_before_are_read() -> None:
+def test_results_of_an_older_version_are_read() -> None:
     turn = {"start": 1, "end": 2, "finish_reason": "stop", "weight_version": "7", "server": "s"}
     old = {"ids": [1, 2], "loss_mask": [0, 1], "logprobs": [0.0, -1.0], "drift": 0}
     read = Trajectory.model_validate({**old, "turns": [{**turn, "model_s": 1.0, "tools_s": 0.0}]})
-    assert read.exact and read.turns[0].exact and read.turns[0].version_spans == []
+    assert read.token_exact and read.turns[0].token_exact and read.turns[0].version_spans == []
 
 
-async def test_what_callers_added_is_there_after_a_restart(
+async def test_servers_added_by_callers_survive_a_restart(
     make_bench: Any, renderer: TemplateRenderer, opened: OpenStore
 ) -> None:
-    """Jobs that go on need their servers, and who added these may not know that the service was killed."""
+    """Resumed jobs need their servers, and the caller that added them may not notice the kill."""
     own = "http://127.0.0.1:1"
     async with (
         ScriptedServer(BOOK, protocol="sglang") as server,

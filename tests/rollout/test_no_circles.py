@@ -1,5 +1,5 @@
-"""A job leaves no circle of references: what it held is freed when it ends, and not when the collector comes,
-which holds the event loop meanwhile."""
+"""A job leaves no reference cycle: its memory is freed when it ends, not by the garbage collector, which
+blocks the event loop."""
 
 import asyncio
 import gc
@@ -13,12 +13,12 @@ import pytest
 from prorl_envs.config import ServiceSettings
 from prorl_envs.env.node import Node
 from prorl_envs.env.registry import environments
-from prorl_envs.policy.rendering import TemplateRenderer
-from prorl_envs.policy.types import Sampled, Sampling
-from prorl_envs.rollout.service import RolloutService
-from prorl_envs.rollout.sqlite_store import SqliteStore
-from prorl_envs.rollout.types import GroupRequest
-from prorl_envs.sandbox.namespaces import NamespaceDriver
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.model.types import Sampled, Sampling
+from prorl_envs.rollout.api.types import GroupRequest
+from prorl_envs.rollout.service.service import RolloutService
+from prorl_envs.rollout.store.sqlite import SqliteStore
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
 from prorl_envs.testing.scripted import as_message
 
 pytestmark = pytest.mark.anyio
@@ -38,7 +38,7 @@ CALLS = (
 
 
 class Tape:
-    """A model that makes these calls in every session, and remembers nothing of one that has made them."""
+    """Stateless model that makes these calls in every session."""
 
     def __init__(self, renderer: TemplateRenderer) -> None:
         self._answers = [tuple(renderer.assistant(as_message([call]))) for call in CALLS]
@@ -52,12 +52,12 @@ class Tape:
         return Sampled(ids, (-0.5,) * len(ids), "stop", "1", "in-process")
 
     async def aclose(self) -> None:
-        """Nothing to end."""
+        """Do nothing: the model has no sessions."""
 
 
 @contextmanager
 def collected() -> Iterator[list[object]]:
-    """What only the collector would have freed in the block; known at its end."""
+    """Collect the objects of the block that only the garbage collector frees; complete at its end."""
     found: list[object] = []
     gc.collect()
     gc.disable()
@@ -73,12 +73,12 @@ def collected() -> Iterator[list[object]]:
         gc.enable()
 
 
-async def test_a_job_leaves_no_circle(
+async def test_a_job_leaves_no_reference_cycle(
     driver: NamespaceDriver, renderer: TemplateRenderer, tmp_path: Path
 ) -> None:
     store = SqliteStore(tmp_path / "store.db", max_results=JOBS)
     service = RolloutService(
-        Node(driver, tmp_path, warm=2),
+        Node(driver, tmp_path, warm_pool_size=2),
         {"bash": environments()["bash"]},
         renderer,
         Tape(renderer),
@@ -100,7 +100,7 @@ async def test_a_job_leaves_no_circle(
 
     await service.start()
     try:
-        await play("first")  # what is made once
+        await play("first")  # created once
         with collected() as found:
             await play("second")
     finally:

@@ -1,4 +1,4 @@
-"""How a running service is steered: pause, resume, drain; and what a restart does with what was begun."""
+"""Operation of a running service: pause, resume, drain; and jobs started before a restart."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,14 +11,14 @@ import pytest
 
 from prorl_envs.config import ServerSettings
 from prorl_envs.errors import FailureKind
-from prorl_envs.rollout.api import create_app
-from prorl_envs.rollout.client import RolloutClient
-from prorl_envs.rollout.errors import Unavailable
-from prorl_envs.rollout.restart import MAX_INTERRUPTIONS
-from prorl_envs.rollout.scheduler import Pause
-from prorl_envs.rollout.sqlite_store import SqliteStore
-from prorl_envs.rollout.store import MemoryStore, NewGroup
-from prorl_envs.rollout.types import GroupRequest, JobState
+from prorl_envs.rollout.api.errors import Unavailable
+from prorl_envs.rollout.api.types import GroupRequest, JobState
+from prorl_envs.rollout.api.views import Pause
+from prorl_envs.rollout.client.client import RolloutClient
+from prorl_envs.rollout.http.app import create_app
+from prorl_envs.rollout.service.recovery import MAX_INTERRUPTIONS
+from prorl_envs.rollout.store.base import MemoryStore, NewGroup
+from prorl_envs.rollout.store.sqlite import SqliteStore
 from prorl_envs.testing.clock import FakeClock
 
 pytestmark = pytest.mark.anyio
@@ -45,7 +45,7 @@ async def turns(count: int = 50) -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_held_service_accepts_and_starts_no_stage(bench: Any) -> None:
+async def test_a_held_service_accepts_jobs_and_starts_no_stage(bench: Any) -> None:
     bench.world.gates["call"] = asyncio.Event()
     async with talking(bench) as client:
         await client.submit([bench.group("running")])
@@ -63,7 +63,7 @@ async def test_a_held_service_accepts_and_starts_no_stage(bench: Any) -> None:
         assert {r.reward for r in await bench.finished(2)} == {1.0}
 
 
-async def test_a_finishing_service_ends_what_it_has_begun(bench: Any) -> None:
+async def test_a_finishing_service_completes_started_jobs(bench: Any) -> None:
     bench.world.gates["call"] = asyncio.Event()
     async with talking(bench) as client:
         await client.submit([bench.group("running")])
@@ -79,7 +79,7 @@ async def test_a_finishing_service_ends_what_it_has_begun(bench: Any) -> None:
         await client.resume()
 
 
-async def test_a_drained_service_takes_nothing_finishes_and_may_go_on(bench: Any) -> None:
+async def test_a_drained_service_refuses_jobs_and_can_resume(bench: Any) -> None:
     bench.world.gates["call"] = asyncio.Event()
     async with talking(bench, attempts=1) as client:
         await client.submit([bench.group("accepted")])
@@ -100,7 +100,7 @@ async def test_a_drained_service_takes_nothing_finishes_and_may_go_on(bench: Any
         await bench.finished(2)
 
 
-async def test_ready_says_that_it_drains(bench: Any) -> None:
+async def test_readiness_shows_a_drain(bench: Any) -> None:
     transport = httpx.ASGITransport(create_app(bench.service, ServerSettings()))
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
         await http.post("/v1/pause", json={"mode": "finish"})
@@ -114,7 +114,7 @@ async def test_ready_says_that_it_drains(bench: Any) -> None:
         assert (await http.post("/v1/drain")).status_code == 503
 
 
-async def test_a_paused_service_stops_without_waiting_for_what_it_holds(bench: Any) -> None:
+async def test_a_paused_service_stops_without_waiting_for_held_jobs(bench: Any) -> None:
     bench.service.pause(Pause.HOLD)
     await bench.submit(bench.group(samples=3))
     await bench.service.stop(drain_s=3600)
@@ -144,7 +144,7 @@ async def test_the_client_waits_as_long_as_the_service_asks() -> None:
     assert waited == [7, 60, 4], "what it asks for, but no longer than a minute; else the client's own pause"
 
 
-async def test_an_environment_that_is_gone_fails_its_jobs_and_holds_up_nobody(
+async def test_a_missing_environment_fails_its_jobs_and_blocks_no_others(
     make_bench: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened(tmp_path / "store.db") as store:
@@ -172,13 +172,13 @@ async def test_an_environment_that_is_gone_fails_its_jobs_and_holds_up_nobody(
             )
         assert "gone" in results["old/0"].failure.message
         assert (results["old/1"].attempts, results["old/1"].metadata) == (1, {"step": 1})
-        assert sum("cannot go on" in record.message for record in caplog.records) == 2
+        assert sum("cannot be resumed" in record.message for record in caplog.records) == 2
         assert (await bench.service.group("old")).complete
         assert bench.service.status().failures == {"environment": 3}
         await bench.service.stop()
 
 
-async def test_a_restart_forgives_the_interruption_and_not_the_failures_before_it(
+async def test_a_restart_repeats_an_interrupted_attempt_but_counts_earlier_failures(
     make_bench: Any, tmp_path: Path
 ) -> None:
     path = tmp_path / "store.db"
@@ -207,7 +207,7 @@ async def test_a_restart_forgives_the_interruption_and_not_the_failures_before_i
 
 
 class Counting(MemoryStore):
-    """Remembers which starts were waited for."""
+    """Store that records which starts were waited for."""
 
     durable = True
 
@@ -220,7 +220,7 @@ class Counting(MemoryStore):
         await super().started(job_id, failures, at_once=at_once)
 
 
-async def test_only_a_start_that_may_be_the_last_of_this_service_is_waited_for(make_bench: Any) -> None:
+async def test_only_a_jobs_possibly_last_start_is_waited_for(make_bench: Any) -> None:
     store = Counting()
     bench = await make_bench(kept_in=store, attempts=2)
     await bench.submit(bench.group("fails-once", faults={"init": "sandbox"}))
@@ -239,9 +239,7 @@ async def test_only_a_start_that_may_be_the_last_of_this_service_is_waited_for(m
     ]
 
 
-async def test_a_job_that_ends_its_service_again_and_again_is_given_up(
-    make_bench: Any, tmp_path: Path
-) -> None:
+async def test_a_job_that_repeatedly_kills_its_service_is_given_up(make_bench: Any, tmp_path: Path) -> None:
     async with opened(tmp_path / "store.db") as store:
         task = {"id": "t", "instruction": "do"}
         request = GroupRequest(id="g", environment="toy", task=task, samples=2)

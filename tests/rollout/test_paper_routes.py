@@ -1,4 +1,4 @@
-"""A client of the paper's server, as it is: it sends no token, starts, processes, and stops."""
+"""An unmodified client of the paper's server: it sends no token, starts, processes and stops."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,22 +8,23 @@ import httpx
 import pytest
 
 from prorl_envs.config import ServerSettings
-from prorl_envs.policy.pool import ModelPool
-from prorl_envs.policy.rendering import TemplateRenderer
-from prorl_envs.rollout.api import create_app
-from prorl_envs.testing.toy import ToyModel
+from prorl_envs.errors import InputError
+from prorl_envs.model.routing.pool import ModelPool
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.rollout.http.app import create_app
+from tests.support.toy import ToyModel
 
 pytestmark = pytest.mark.anyio
 
 
 class PaperClient:
-    """What the clients in the paper's repository do: plain requests, and a look at status and body."""
+    """Client that acts like those in the paper's repository: plain requests, checks of status and body."""
 
     def __init__(self, http: httpx.AsyncClient) -> None:
-        self._http = http
+        self.http = http
 
     async def post(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
-        response = await self._http.post(path, json=body) if body else await self._http.post(path)
+        response = await self.http.post(path, json=body) if body else await self.http.post(path)
         return response.status_code, response.json()
 
     async def process(self, name: str = "t", **options: Any) -> tuple[int, dict[str, Any]]:
@@ -68,7 +69,7 @@ async def started(paper: tuple[PaperClient, Any]) -> tuple[PaperClient, Any]:
     return client, bench
 
 
-async def test_a_rollout_comes_back_in_the_papers_shape(started: tuple[PaperClient, Any]) -> None:
+async def test_a_rollout_is_returned_in_the_papers_format(started: tuple[PaperClient, Any]) -> None:
     client, bench = started
     status, result = await client.process("task", job_id="mine")
     assert status == 200
@@ -104,7 +105,7 @@ async def test_a_rollout_comes_back_in_the_papers_shape(started: tuple[PaperClie
     assert await bench.finished(1) == [kept]
 
 
-async def test_many_at_once_as_its_client_sends_them(started: tuple[PaperClient, Any]) -> None:
+async def test_many_concurrent_requests_as_its_client_sends_them(started: tuple[PaperClient, Any]) -> None:
     client, _ = started
     answers = await asyncio.gather(*(client.process(f"t{i}", reward=i % 2) for i in range(16)))
     assert {status for status, _ in answers} == {200}
@@ -125,7 +126,7 @@ async def test_a_failure_is_marked_and_filtered(
     assert result["reward"] is None
 
 
-async def test_a_stop_ends_its_own_rollouts_and_no_others(started: tuple[PaperClient, Any]) -> None:
+async def test_a_stop_cancels_only_its_own_rollouts(started: tuple[PaperClient, Any]) -> None:
     client, bench = started
     bench.world.gates["call"] = asyncio.Event()
     await bench.submit(bench.group("others"))
@@ -140,7 +141,7 @@ async def test_a_stop_ends_its_own_rollouts_and_no_others(started: tuple[PaperCl
     bench.world.gates["call"].set()
 
 
-async def test_what_it_is_told_when_it_cannot_be_done(paper: tuple[PaperClient, Any]) -> None:
+async def test_errors_name_their_reason(paper: tuple[PaperClient, Any]) -> None:
     client, bench = paper
     for path in ("/stop", "/cancel", "/process"):
         body = {"job_id": "x", "instance": {}}
@@ -164,7 +165,41 @@ async def test_what_it_is_told_when_it_cannot_be_done(paper: tuple[PaperClient, 
     assert (status, "draining" in answer["detail"]) == (503, True)
 
 
-async def test_they_may_be_left_out(bench: Any) -> None:
+async def test_an_empty_column_of_a_merged_table_is_ignored(started: tuple[PaperClient, Any]) -> None:
+    client, _ = started
+    row = '{"data_source": "toy", "instance_id": null, "trajectory_id": NaN, "id": "a", "instruction": "b", '
+    headers = {"Content-Type": "application/json"}
+
+    async def process(rest: str) -> httpx.Response:
+        content = f'{{"instance": {row}{rest}}}}}'
+        return await client.http.post("/process", content=content, headers=headers)
+
+    response = await process('"other": NaN')
+    assert response.status_code == 200, response.text
+    result = response.json()
+    assert (result["instance_id"], result["trajectory_id"], result["resolved"]) == ("a", None, True)
+    response = await process('"other": [NaN]')
+    assert (response.status_code, "NaN" in response.json()["detail"]) == (400, True)
+
+
+async def test_the_operator_names_data_sources(make_bench: Any, pool: ModelPool) -> None:
+    bench = await make_bench(model=pool)
+    app = create_app(bench.service, ServerSettings(paper_sources={"chess/*": "toy", "deepscaler": "toy"}))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as http:
+        client = PaperClient(http)
+        await client.post("/add_llm_server", {"address": "http://127.0.0.1:1/v1"})
+        await client.post("/start")
+        for source in ("chess/openings", "deepscaler"):
+            status, result = await client.process(source, data_source=source)
+            assert (status, result["resolved"]) == (200, True)
+        status, answer = await client.process(data_source="deepcoder/train")
+        assert (status, "'code', not on offer" in answer["detail"]) == (400, True)
+    await pool.aclose()
+    with pytest.raises(InputError, match=r"server\.paper_sources: 'go' stands for 'board'"):
+        create_app(bench.service, ServerSettings(paper_sources={"go": "board"}))
+
+
+async def test_the_paper_routes_can_be_disabled(bench: Any) -> None:
     app = create_app(bench.service, ServerSettings(paper_routes=False))
     assert not [
         path

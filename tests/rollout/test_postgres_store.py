@@ -1,8 +1,10 @@
-"""What the store in PostgreSQL promises beyond the rest: when sessions break, and when others come."""
+"""Promises of the PostgreSQL store beyond those of every store: broken sessions and other services."""
 
 import asyncio
 import contextlib
+import json
 import tempfile
+import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,12 +13,13 @@ import pytest
 
 from prorl_envs.config import ServiceSettings
 from prorl_envs.errors import InputError
-from prorl_envs.rollout.errors import Unavailable
+from prorl_envs.rollout.api.errors import Unavailable
+from tests.rollout.test_sqlite_store import OLD_BATCH, RENAMED
 from tests.rollout.test_store import group, result
 
 psycopg = pytest.importorskip("psycopg")
 
-from prorl_envs.rollout.postgres_store import PostgresStore  # noqa: E402
+from prorl_envs.rollout.store.postgres import SCHEMA, PostgresStore  # noqa: E402
 
 pytestmark = pytest.mark.anyio
 
@@ -31,7 +34,7 @@ async def opened(url: str) -> AsyncIterator[PostgresStore]:
 
 
 async def end_sessions(url: str) -> None:
-    """End every session of the store, as a restarted server does, and return when they are gone."""
+    """Kill every session of the store, as a server restart does, and return when they are gone."""
 
     def end() -> None:
         with psycopg.connect(url, autocommit=True) as session:
@@ -43,8 +46,8 @@ async def end_sessions(url: str) -> None:
 
 @asynccontextmanager
 async def losing_answers(url: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
-    """The same server by a way on which the answer to the next COMMIT is lost, with the connection, each time
-    that the event is set."""
+    """Proxy to the same server that loses the answer to the next COMMIT, with the connection, each time that
+    the event is set."""
     upstream = url.partition("host=")[2] + "/.s.PGSQL.5432"
     lose = asyncio.Event()
 
@@ -92,7 +95,7 @@ async def test_a_broken_session_is_opened_again(postgres_url: str) -> None:
 HELD = "another session holds the lock"
 
 
-async def test_a_service_whose_database_another_one_had_writes_no_more(postgres_url: str) -> None:
+async def test_a_service_that_lost_its_database_to_another_stops_writing(postgres_url: str) -> None:
     async with opened(postgres_url) as store:
         await store.submit([group("a")])
         await end_sessions(postgres_url)
@@ -109,7 +112,7 @@ async def test_a_service_whose_database_another_one_had_writes_no_more(postgres_
             said = HELD if HELD in str(caught.value) else str(caught.value)
 
 
-async def test_a_commit_whose_answer_is_lost_is_asked_after(postgres_url: str) -> None:
+async def test_a_commit_whose_answer_is_lost_is_checked(postgres_url: str) -> None:
     async with losing_answers(postgres_url) as (url, lose), opened(url) as store:
         lose.set()
         assert await store.submit([group("a")]) == [True], "not Unavailable: it is there"
@@ -120,7 +123,7 @@ async def test_a_commit_whose_answer_is_lost_is_asked_after(postgres_url: str) -
         assert (kept.cursor, await store.results(0, 10)) == (1, [kept])
 
 
-async def test_a_server_that_is_not_there_is_named_without_its_password(tmp_path: Path) -> None:
+async def test_an_unreachable_server_is_named_without_its_password(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be opened") as caught:
         PostgresStore(f"postgresql://me:hunter2@/db?host={tmp_path}")
     assert "hunter2" not in str(caught.value)
@@ -128,7 +131,7 @@ async def test_a_server_that_is_not_there_is_named_without_its_password(tmp_path
         PostgresStore("postgresql://[")
 
 
-async def test_a_text_may_hold_what_postgres_cannot(postgres_url: str) -> None:
+async def test_a_text_may_contain_characters_that_postgres_cannot_store(postgres_url: str) -> None:
     async with opened(postgres_url) as store:
         odd = group("a", metadata={"said": "nul \0 \x01"})
         await store.submit([odd])
@@ -139,3 +142,21 @@ def test_the_setting_takes_files_and_urls() -> None:
     settings = ServiceSettings.model_validate({"store": "postgresql://me:hunter2@db/x"})
     assert "hunter2" not in repr(settings)
     assert ServiceSettings.model_validate({"store": "~/x.db"}).store == Path.home() / "x.db"
+
+
+async def test_batches_of_format_2_are_converted(postgres_url: str) -> None:
+    async with opened(postgres_url):
+        pass
+    request = zlib.compress(json.dumps(OLD_BATCH).encode())
+    with psycopg.connect(postgres_url, autocommit=True) as session:
+        session.execute(f"SET search_path = {SCHEMA}")
+        session.execute("UPDATE owner SET format = 2")
+        session.execute(
+            "INSERT INTO batches (id, request, tenant, carried, dropped, closed)"
+            " VALUES ('b', %s, 'tenant', '[]', 0, false)",
+            (request,),
+        )
+    for _ in range(2):
+        async with opened(postgres_url) as store:
+            [(batch, _)] = await store.batches()
+            assert {name: getattr(batch.request, name) for name in RENAMED} == RENAMED

@@ -1,4 +1,4 @@
-"""The scheduler alone: what may start, what must end, and that nothing is lost whatever happens when."""
+"""The scheduler alone: which stages may start, which must stop, and that no job is ever lost."""
 
 import random
 from collections import Counter, defaultdict
@@ -8,13 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prorl_envs.rollout.decisions import Close, Decision, Finish, Grant, Interrupt, Start
-from prorl_envs.rollout.fair_queue import FairQueue
-from prorl_envs.rollout.placement import HERE, Limits, Place, Placement
-from prorl_envs.rollout.scheduler import Pause, Scheduler
-from prorl_envs.rollout.types import JobState, Stage
+from prorl_envs.config import ServiceSettings
+from prorl_envs.rollout.api.types import JobState, Stage
+from prorl_envs.rollout.api.views import Pause
+from prorl_envs.rollout.scheduling.actions import AdmitExternal, Close, Decision, Finish, Interrupt, Start
+from prorl_envs.rollout.scheduling.fair_queue import FairQueue
+from prorl_envs.rollout.scheduling.placement import HERE, Place, Placement, StageLimits
+from prorl_envs.rollout.scheduling.scheduler import Scheduler
 
-WIDE = Limits(init=2, run=4, eval=2, live=8)
+WIDE = StageLimits(init=2, run=4, eval=2, max_jobs_with_sandbox=8)
 
 
 def starts(decisions: list[Decision]) -> list[tuple[str, Stage]]:
@@ -27,15 +29,15 @@ def test_a_job_walks_through_its_stages_and_is_finished_before_it_is_closed() ->
     assert scheduler.ended("a") == [Start("a", Stage.RUN, 1)]
     assert scheduler.ended("a") == [Start("a", Stage.EVAL, 1)]
     assert scheduler.ended("a") == [Finish("a", JobState.DONE), Close("a")]
-    assert scheduler.live == 1
+    assert scheduler.jobs_with_sandbox == 1
     assert scheduler.closed("a") == []
     assert len(scheduler) == 0
-    assert scheduler.live == 0
+    assert scheduler.jobs_with_sandbox == 0
 
 
 def test_stages_overlap() -> None:
-    """One job is graded while the next acts and a third is prepared."""
-    scheduler = Scheduler(Limits(init=1, run=1, eval=1, live=3))
+    """One job is graded while the next runs and a third is prepared."""
+    scheduler = Scheduler(StageLimits(init=1, run=1, eval=1, max_jobs_with_sandbox=3))
     scheduler.submit([("a", "g"), ("b", "g"), ("c", "g")])
     scheduler.ended("a")
     scheduler.ended("b")
@@ -45,7 +47,7 @@ def test_stages_overlap() -> None:
 
 
 def test_a_slow_eval_holds_no_run_slot() -> None:
-    scheduler = Scheduler(Limits(init=1, run=1, eval=1, live=10))
+    scheduler = Scheduler(StageLimits(init=1, run=1, eval=1, max_jobs_with_sandbox=10))
     scheduler.submit([(str(i), "g") for i in range(5)])
     for job in "0123":  # "0" stays in EVAL; the others pass through RUN behind it
         scheduler.ended(job)
@@ -56,13 +58,13 @@ def test_a_slow_eval_holds_no_run_slot() -> None:
 
 
 def test_initialised_jobs_do_not_pile_up_in_front_of_a_slow_run() -> None:
-    scheduler = Scheduler(Limits(init=4, run=1, eval=4, live=6))
+    scheduler = Scheduler(StageLimits(init=4, run=1, eval=4, max_jobs_with_sandbox=6))
     decisions = scheduler.submit([(str(i), "g") for i in range(100)])
     while pending := [job for job, stage in starts(decisions) if stage is Stage.INIT]:
         decisions = [d for job in pending for d in scheduler.ended(job)]
     assert scheduler.active == {Stage.INIT: 0, Stage.RUN: 1, Stage.EVAL: 0}
     assert scheduler.waiting[Stage.RUN] == 5
-    assert scheduler.live == 6
+    assert scheduler.jobs_with_sandbox == 6
     assert scheduler.waiting[Stage.INIT] == 94
 
 
@@ -92,13 +94,13 @@ def test_removing_the_group_in_turn_starts_a_new_turn() -> None:
 
 
 def test_a_queued_job_is_cancelled_without_anything_to_close() -> None:
-    scheduler = Scheduler(Limits(init=1, run=1, eval=1, live=1))
+    scheduler = Scheduler(StageLimits(init=1, run=1, eval=1, max_jobs_with_sandbox=1))
     scheduler.submit([("a", "g"), ("b", "g")])
     assert scheduler.cancel("b") == [Finish("b", JobState.CANCELLED)]
     assert "b" not in scheduler
 
 
-def test_a_running_job_is_finished_at_once_and_closed_when_its_stage_has_ended() -> None:
+def test_a_running_job_is_cancelled_at_once_and_closed_when_its_stage_has_stopped() -> None:
     scheduler = Scheduler(WIDE)
     scheduler.submit([("a", "g")])
     assert scheduler.cancel("a") == [Finish("a", JobState.CANCELLED), Interrupt("a")]
@@ -110,7 +112,7 @@ def test_a_running_job_is_finished_at_once_and_closed_when_its_stage_has_ended()
 
 
 def test_a_job_that_waits_between_stages_is_cancelled_and_closed() -> None:
-    scheduler = Scheduler(Limits(init=2, run=1, eval=1, live=3))
+    scheduler = Scheduler(StageLimits(init=2, run=1, eval=1, max_jobs_with_sandbox=3))
     scheduler.submit([("a", "g"), ("b", "g")])
     scheduler.ended("a")
     scheduler.ended("b")
@@ -118,7 +120,7 @@ def test_a_job_that_waits_between_stages_is_cancelled_and_closed() -> None:
     assert scheduler.waiting[Stage.RUN] == 0
 
 
-def test_a_stage_that_ends_by_failing_after_its_cancellation_is_not_a_second_result() -> None:
+def test_a_stage_that_fails_after_its_cancellation_is_not_a_second_result() -> None:
     scheduler = Scheduler(WIDE)
     scheduler.submit([("a", "g")])
     scheduler.cancel("a")
@@ -133,7 +135,7 @@ def test_a_retry_waits_for_the_old_sandbox_to_be_closed() -> None:
     assert scheduler.failed("a", retryable=True) == [Finish("a", JobState.FAILED), Close("a")]
 
 
-def test_cancelled_between_two_attempts() -> None:
+def test_a_job_can_be_cancelled_between_two_attempts() -> None:
     scheduler = Scheduler(WIDE)
     scheduler.submit([("a", "g")])
     scheduler.failed("a", retryable=True)
@@ -154,7 +156,7 @@ def test_a_paused_scheduler_takes_jobs_and_starts_no_stage() -> None:
     assert scheduler.paused is None
 
 
-def test_a_pause_that_lets_finish_holds_back_what_has_not_begun() -> None:
+def test_a_finishing_pause_holds_back_only_jobs_that_have_not_started() -> None:
     scheduler = Scheduler(WIDE)
     scheduler.submit([("a", "g"), ("b", "g")])
     scheduler.pause(Pause.HOLD)
@@ -167,29 +169,29 @@ def test_a_pause_that_lets_finish_holds_back_what_has_not_begun() -> None:
     assert starts(scheduler.resume()) == [("c", Stage.INIT), ("b", Stage.INIT)]
 
 
-def test_limits_that_grow_start_what_waits_and_those_that_shrink_end_nothing() -> None:
-    scheduler = Scheduler(Limits(init=1, run=1, eval=1, live=2))
+def test_raised_limits_start_waiting_jobs_and_lowered_ones_stop_none() -> None:
+    scheduler = Scheduler(StageLimits(init=1, run=1, eval=1, max_jobs_with_sandbox=2))
     scheduler.submit([(job, "g") for job in "abcd"])
     scheduler.ended("a")
-    assert scheduler.live == 2
-    wider = scheduler.resize(Limits(init=4, run=2, eval=1, live=4, attempts=1))
+    assert scheduler.jobs_with_sandbox == 2
+    wider = scheduler.resize(StageLimits(init=4, run=2, eval=1, max_jobs_with_sandbox=4, attempts=1))
     assert starts(wider) == [("c", Stage.INIT), ("d", Stage.INIT)]
     assert starts(scheduler.ended("b")) == [("b", Stage.RUN)]
-    assert scheduler.resize(Limits(init=1, run=1, eval=1, live=1)) == []
+    assert scheduler.resize(StageLimits(init=1, run=1, eval=1, max_jobs_with_sandbox=1)) == []
     assert scheduler.active == {Stage.INIT: 2, Stage.RUN: 2, Stage.EVAL: 0}
     assert scheduler.submit([("e", "g")]) == [], "there is no room until the others are gone"
     scheduler.pause(Pause.HOLD)
     assert scheduler.resize(WIDE) == []
 
 
-def test_a_guest_shares_the_room_and_comes_before_jobs_that_wait() -> None:
-    scheduler = Scheduler(Limits(init=1, run=1, eval=1, live=2))
+def test_an_external_episode_shares_the_limits_and_precedes_waiting_jobs() -> None:
+    scheduler = Scheduler(StageLimits(init=1, run=1, eval=1, max_jobs_with_sandbox=2))
     scheduler.submit([("a", "g"), ("b", "g")])
     assert scheduler.reserve("x") == [], "INIT is taken"
     with pytest.raises(ValueError, match="there already"):
         scheduler.reserve("x")
-    assert scheduler.ended("a") == [Start("a", Stage.RUN, 1), Grant("x")]
-    assert (scheduler.live, scheduler.active[Stage.INIT]) == (2, 1)
+    assert scheduler.ended("a") == [Start("a", Stage.RUN, 1), AdmitExternal("x")]
+    assert (scheduler.jobs_with_sandbox, scheduler.active[Stage.INIT]) == (2, 1)
     assert scheduler.prepared("x") == [], "INIT is free, and nothing else"
     with pytest.raises(ValueError, match="prepared already"):
         scheduler.prepared("x")
@@ -197,22 +199,24 @@ def test_a_guest_shares_the_room_and_comes_before_jobs_that_wait() -> None:
     assert scheduler.release("x") == []
 
 
-def test_a_guest_that_goes_early_gives_everything_back() -> None:
-    scheduler = Scheduler(Limits(init=1, run=1, eval=1, live=1))
-    assert scheduler.reserve("x") == [Grant("x")]
+def test_an_external_episode_that_leaves_early_releases_everything() -> None:
+    scheduler = Scheduler(StageLimits(init=1, run=1, eval=1, max_jobs_with_sandbox=1))
+    assert scheduler.reserve("x") == [AdmitExternal("x")]
+    with pytest.raises(ValueError, match="there already"):
+        scheduler.reserve("x")
     assert scheduler.reserve("y") == []
     scheduler.submit([("a", "g")])
     assert scheduler.release("y") == []
     assert scheduler.release("x") == [Start("a", Stage.INIT, 1)]
-    assert scheduler.live == 1
+    assert scheduler.jobs_with_sandbox == 1
 
 
-def test_a_paused_scheduler_lets_no_guest_in() -> None:
+def test_a_paused_scheduler_admits_no_external_episode() -> None:
     scheduler = Scheduler(WIDE)
     for mode in Pause:
         scheduler.pause(mode)
         assert scheduler.reserve(mode) == []
-    assert scheduler.resume() == [Grant(mode) for mode in Pause]
+    assert scheduler.resume() == [AdmitExternal(mode) for mode in Pause]
 
 
 def test_attempts_that_failed_under_an_earlier_scheduler_count() -> None:
@@ -225,7 +229,7 @@ def test_attempts_that_failed_under_an_earlier_scheduler_count() -> None:
     assert scheduler.failed("b", retryable=True) == [Close("b")]
 
 
-def test_events_of_jobs_that_are_not_there_are_bugs() -> None:
+def test_events_of_unknown_jobs_are_bugs() -> None:
     scheduler = Scheduler(WIDE)
     scheduler.submit([("a", "g")])
     with pytest.raises(ValueError, match="already"):
@@ -240,10 +244,13 @@ def test_events_of_jobs_that_are_not_there_are_bugs() -> None:
 
 
 def nodes(**live: int) -> Scheduler:
-    """A scheduler whose jobs run on other machines, each with so many at once."""
+    """A scheduler for nodes on other machines, each with room for that many jobs."""
     scheduler = Scheduler(WIDE, here=False)
     for name, count in live.items():
-        assert scheduler.join(name, Limits(init=count, run=count, eval=count, live=count)) == []
+        assert (
+            scheduler.join(name, StageLimits(init=count, run=count, eval=count, max_jobs_with_sandbox=count))
+            == []
+        )
     return scheduler
 
 
@@ -257,7 +264,7 @@ def test_jobs_go_to_the_node_with_most_room_for_its_size() -> None:
     assert Counter(started.values()) == {"small": 2, "large": 4}
     assert [started[job] for job in "012"] == ["small", "large", "large"], "alike in proportion"
     assert scheduler.waiting[Stage.INIT] == 1
-    assert (scheduler.live_limit, scheduler.limit(Stage.RUN)) == (6, 6)
+    assert (scheduler.max_jobs_with_sandbox, scheduler.limit(Stage.RUN)) == (6, 6)
 
 
 def test_an_attempt_stays_on_its_node_and_the_next_one_goes_to_another() -> None:
@@ -273,17 +280,31 @@ def test_an_attempt_stays_on_its_node_and_the_next_one_goes_to_another() -> None
     assert placed(alone.closed("x")) == {"x": "a"}, "where there is no other"
 
 
+def test_the_next_attempt_avoids_its_node_even_if_that_has_most_room() -> None:
+    scheduler = nodes(small=2, large=4)
+    first = placed(scheduler.submit([(job, "g") for job in "xyz"]))
+    failed = next(job for job, node in first.items() if node == "large")
+    scheduler.failed(failed, retryable=True)
+    room = {
+        place.name: place.jobs_with_sandbox / place.limits.max_jobs_with_sandbox for place in scheduler.nodes
+    }
+    assert placed(scheduler.closed(failed)) == {failed: "small"}
+    assert room["large"] <= room["small"], "or this shows nothing"
+
+
 def test_jobs_wait_for_the_first_node_and_a_late_one_gets_work_at_once() -> None:
     scheduler = nodes()
     assert scheduler.submit([("x", "g"), ("y", "g"), ("z", "g")]) == []
-    assert placed(scheduler.join("a", Limits(init=1, run=1, eval=1, live=2))) == {"x": "a"}
-    late = Limits(init=2, run=2, eval=2, live=2)
+    assert placed(scheduler.join("a", StageLimits(init=1, run=1, eval=1, max_jobs_with_sandbox=2))) == {
+        "x": "a"
+    }
+    late = StageLimits(init=2, run=2, eval=2, max_jobs_with_sandbox=2)
     assert placed(scheduler.join("b", late)) == {"y": "b", "z": "b"}
     with pytest.raises(ValueError, match="there already"):
         scheduler.join("a", WIDE)
 
 
-def test_a_drained_node_finishes_what_it_has() -> None:
+def test_a_drained_node_finishes_its_jobs() -> None:
     scheduler = nodes(a=2)
     scheduler.submit([("x", "g")])
     assert scheduler.admit("a", jobs=False) == []
@@ -292,9 +313,9 @@ def test_a_drained_node_finishes_what_it_has() -> None:
     assert placed(scheduler.admit("a", jobs=True)) == {"y": "a"}
 
 
-def test_what_waits_on_a_lost_node_is_tried_elsewhere() -> None:
+def test_jobs_of_a_lost_node_are_repeated_elsewhere() -> None:
     scheduler = Scheduler(WIDE, here=False)
-    scheduler.join("a", Limits(init=2, run=1, eval=1, live=2))
+    scheduler.join("a", StageLimits(init=2, run=1, eval=1, max_jobs_with_sandbox=2))
     scheduler.submit([("x", "g"), ("y", "g")])
     scheduler.ended("x")
     scheduler.ended("y")
@@ -304,10 +325,10 @@ def test_what_waits_on_a_lost_node_is_tried_elsewhere() -> None:
     assert scheduler.closed("y") == [Start("y", Stage.INIT, 2, "b")]
     assert scheduler.failed("x", retryable=True) == [Close("x")]
     assert scheduler.closed("x") == [Start("x", Stage.INIT, 2, "b")]
-    assert [place.live for place in scheduler.nodes] == [0, 2]
+    assert [place.jobs_with_sandbox for place in scheduler.nodes] == [0, 2]
 
 
-def test_a_stage_that_ended_while_its_node_was_lost_fails_with_the_next() -> None:
+def test_a_stage_that_stopped_while_its_node_was_lost_fails_with_the_next() -> None:
     scheduler = nodes(a=1)
     scheduler.submit([("x", "g")])
     scheduler.pause(Pause.HOLD)
@@ -318,35 +339,83 @@ def test_a_stage_that_ended_while_its_node_was_lost_fails_with_the_next() -> Non
     assert len(scheduler) == 1
 
 
-def test_guests_stay_on_this_machine() -> None:
+def test_external_episodes_run_on_this_machine() -> None:
     scheduler = nodes(a=1)
-    assert scheduler.reserve("guest") == [Grant("guest")]
-    assert [(place.name, place.live) for place in scheduler.nodes] == [(HERE, 1), ("a", 0)]
+    assert scheduler.reserve("guest") == [AdmitExternal("guest")]
+    assert [(place.name, place.jobs_with_sandbox) for place in scheduler.nodes] == [(HERE, 1), ("a", 0)]
 
 
 def test_many_nodes_fill_evenly_and_the_heap_stays_small() -> None:
     placement = Placement()
     for number in range(100):
-        placement.join(Place(str(number), Limits(init=8, run=8, eval=8, live=8)))
+        placement.join(Place(str(number), StageLimits(init=8, run=8, eval=8, max_jobs_with_sandbox=8)))
     for _ in range(400):
         place = placement.best()
         assert place is not None
-        place.live += 1
+        place.jobs_with_sandbox += 1
         placement.changed(place)
-    assert {place.live for place in placement.places.values()} == {4}
+    assert {place.jobs_with_sandbox for place in placement.places.values()} == {4}
     assert len(placement._offers) <= 4 * 100 + 65
+
+
+def test_the_node_to_avoid_is_chosen_only_if_no_other_has_room() -> None:
+    places = Placement()
+    for name in ("a", "b"):
+        places.join(Place(name, WIDE))
+    places.places["b"].jobs_with_sandbox = 4
+    places.changed(places.places["b"])
+    assert (best := places.best()) is not None and best.name == "a"
+    for _ in range(2):
+        assert (best := places.best(avoid="a")) is not None and best.name == "b"
+    assert (best := places.best(avoid="b")) is not None and best.name == "a"
+    places.places["b"].open = False
+    places.changed(places.places["b"])
+    assert (best := places.best(avoid="a")) is not None and best.name == "a"
+    places.leave("a")
+    assert places.best(avoid="a") is None
+
+
+def test_outdated_offers_are_discarded() -> None:
+    places = Placement()
+    place = Place("a", WIDE)
+    places.join(place)
+    for _ in range(1000):
+        places.changed(place)
+    assert len(places._offers) <= 4 + 64
+    assert places.best() is place
+
+
+def test_the_limit_of_environments_is_by_default_the_sum_of_the_stages() -> None:
+    settings = ServiceSettings(init=2, run=3, eval=4, attempts=5)
+    assert StageLimits.of_settings(settings) == StageLimits(
+        init=2, run=3, eval=4, max_jobs_with_sandbox=9, attempts=5
+    )
+    fewer = StageLimits.of_settings(settings.model_copy(update={"max_jobs_with_sandbox": 6}))
+    assert fewer.max_jobs_with_sandbox == 6
+    assert [fewer.of(stage) for stage in Stage] == [2, 3, 4]
+
+
+def test_a_job_that_waits_between_stages_counts_for_the_next_one() -> None:
+    scheduler = Scheduler(StageLimits(init=2, run=1, eval=1, max_jobs_with_sandbox=4))
+    scheduler.submit([("a", "g"), ("b", "g"), ("c", "g")])
+    scheduler.ended("a")
+    scheduler.ended("b")
+    assert scheduler.waiting[Stage.RUN] == 1
+    assert [scheduler.state(job) for job in ("a", "b", "c")] == [JobState.RUN, JobState.RUN, JobState.INIT]
+    scheduler.submit([("d", "g"), ("e", "g")])
+    assert scheduler.state("e") is JobState.QUEUED and scheduler.state("unknown") is None
 
 
 def test_limits_are_positive() -> None:
     with pytest.raises(ValueError, match="at least 1"):
-        Limits(init=1, run=0, eval=1, live=1)
+        StageLimits(init=1, run=0, eval=1, max_jobs_with_sandbox=1)
 
 
 @dataclass
 class World:
-    """Carries decisions out in random order and keeps its own books."""
+    """Execute decisions in random order with independent bookkeeping."""
 
-    limits: Limits
+    limits: StageLimits
     chance: random.Random
     scheduler: Scheduler = field(init=False)
     running: dict[str, Stage] = field(default_factory=dict)
@@ -356,7 +425,7 @@ class World:
     most: Counter[str] = field(default_factory=Counter)
     guests: dict[str, bool] = field(default_factory=dict)  # by name, whether still in INIT
     invited: int = 0
-    nodes: dict[str, Limits] = field(default_factory=dict)
+    nodes: dict[str, StageLimits] = field(default_factory=dict)
     drained: set[str] = field(default_factory=set)
     at: dict[str, str] = field(default_factory=dict)  # by job, the node of its last attempt
     joined: int = 0
@@ -372,7 +441,7 @@ class World:
                     assert stage is Stage.INIT or self.at[job] == node, "moved within an attempt"
                     assert stage is not Stage.INIT or (node in self.nodes and node not in self.drained)
                     self.at[job] = node
-                    if node not in self.nodes:  # lost while the stage before ended: this fails at once
+                    if node not in self.nodes:  # lost while the previous stage stopped: this fails at once
                         self.stages[job].append((attempt, stage))
                         self.running[job] = stage
                         continue
@@ -388,7 +457,7 @@ class World:
                 case Finish(job, state):
                     assert job not in self.finished, "finished twice"
                     self.finished[job] = state
-                case Grant(guest):
+                case AdmitExternal(guest):
                     assert self.scheduler.paused is None
                     assert guest not in self.guests, "let in twice"
                     self.guests[guest] = True
@@ -414,14 +483,14 @@ class World:
             self.most[stage] = max(self.most[stage], active[stage])
         held = {job for job in (*self.running, *self.closing) if self.at[job] == place.name}
         held |= set(self.guests) if here else set()
-        assert len(held) <= place.live <= limits.live
+        assert len(held) <= place.jobs_with_sandbox <= limits.max_jobs_with_sandbox
         if self.scheduler.paused is Pause.HOLD:
             return
         for stage, queue in place.queues.items():
             assert not queue or active[stage] == limits.of(stage), "a free slot beside a waiting job"
 
     def step(self) -> None:
-        """Something of all that may happen happens."""
+        """Make one random event happen."""
         if self.chance.random() < 0.1:
             mode = self.chance.choice([None, *Pause])
             self.apply(self.scheduler.resume() if mode is None else self.scheduler.pause(mode))
@@ -449,13 +518,13 @@ class World:
             self.apply(self.scheduler.ended(job))
 
     def change_nodes(self) -> None:
-        """A node comes, takes no more, takes more again, or is lost."""
+        """Add, drain, resume or lose a node."""
         others = [name for name in self.nodes if name != HERE]
         if not others or self.chance.random() < 0.4:
             self.joined += 1
             name, sizes = f"node {self.joined}", [self.chance.randint(1, 4) for _ in range(4)]
             init, run, evaluate, live = sizes
-            self.nodes[name] = Limits(init=init, run=run, eval=evaluate, live=live)
+            self.nodes[name] = StageLimits(init=init, run=run, eval=evaluate, max_jobs_with_sandbox=live)
             self.apply(self.scheduler.join(name, self.nodes[name]))
             return
         name = self.chance.choice(others)
@@ -471,7 +540,7 @@ class World:
             self.apply(self.scheduler.admit(name, jobs=name not in self.drained))
 
     def visit(self) -> None:
-        """A guest comes, is prepared, or goes."""
+        """Add, prepare or remove an external episode."""
         guests = list(self.guests)
         if not guests or self.chance.random() < 0.3:
             self.invited += 1
@@ -490,18 +559,18 @@ class World:
 
 
 limits = st.builds(
-    Limits,
+    StageLimits,
     init=st.integers(1, 4),
     run=st.integers(1, 4),
     eval=st.integers(1, 4),
-    live=st.integers(1, 12),
+    max_jobs_with_sandbox=st.integers(1, 12),
     attempts=st.integers(1, 3),
 )
 
 
 @given(limits, st.lists(st.integers(1, 20), min_size=1, max_size=8), st.integers(0, 2**32))
-def test_whatever_happens_nothing_is_lost_and_no_limit_is_passed(
-    limits: Limits, groups: list[int], seed: int
+def test_no_job_is_lost_and_no_limit_exceeded_whatever_happens(
+    limits: StageLimits, groups: list[int], seed: int
 ) -> None:
     chance = random.Random(seed)
     world = World(limits, chance)
@@ -523,7 +592,7 @@ def test_whatever_happens_nothing_is_lost_and_no_limit_is_passed(
         world.leave(f"guest {number + 1}")
     assert set(world.finished) == {job for job, _ in jobs}, "a job without an end"
     assert len(world.scheduler) == 0
-    assert world.scheduler.live == 0
+    assert world.scheduler.jobs_with_sandbox == 0
     for job, state in world.finished.items():
         if state is JobState.DONE:
             last = max(attempt for attempt, _ in world.stages[job])

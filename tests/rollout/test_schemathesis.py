@@ -1,4 +1,5 @@
-"""Requests made from the service's own OpenAPI document, right and wrong: none is answered with a 500."""
+"""Valid and invalid requests generated from the service's own OpenAPI document: no answer is a 500, and all
+are documented."""
 
 import asyncio
 from collections import Counter
@@ -9,28 +10,43 @@ import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from schemathesis.specs.openapi.checks import (
+    allow_header_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
 
 from prorl_envs.config import ServerSettings, ServiceSettings
-from prorl_envs.policy.pool import ModelPool
-from prorl_envs.policy.rendering import TemplateRenderer
-from prorl_envs.rollout.server import serving
-from prorl_envs.rollout.service import RolloutService
-from prorl_envs.testing.toy import ToyModel, ToyWorld, empty_node
+from prorl_envs.model.routing.pool import ModelPool
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.rollout.http.server import serving
+from prorl_envs.rollout.service.service import RolloutService
+from tests.support.toy import ToyModel, ToyWorld, empty_node
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 
-#: For each operation. The same every time: nothing is random.
+#: Number of requests for each operation. They are the same in every run.
 EXAMPLES = 8
 TASK: dict[str, Any] = {"id": "t", "instruction": "do"}
-BATCH: dict[str, Any] = {"groups": 1, "environment": "toy", "tasks": [{"task": TASK}], "more": True}
+BATCH: dict[str, Any] = {"groups": 1, "environment": "toy", "tasks": [{"task": TASK}], "stream_open": True}
 KNOWN = {"group_id": "g", "job_id": "g/0", "episode_id": "e", "batch_id": "b", "name": "node"}
 SERVER = "http://127.0.0.1:1"
 BODY = {"job_id": "j", "address": SERVER}
+#: Checks of every answer against the document.
+CONFORMANCE = [
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    allow_header_conformance,
+]
 GENERATED = schemathesis.GenerationMode
 
 
 def make_sense(case: Any) -> None:
-    """Name what is there, where the document cannot: ids, environments and rows."""
+    """Use existing ids, environments and rows, which the document cannot name."""
     for name in case.path_parameters or {}:
         case.path_parameters[name] = KNOWN[name]
     for body in case.body if isinstance(case.body, list) else [case.body]:
@@ -49,7 +65,7 @@ def make_sense(case: Any) -> None:
 
 
 def prepare(url: str, session: requests.Session) -> None:
-    """What there is to ask for."""
+    """Create groups, episodes and batches to ask for."""
     session.post(f"{url}/v1/resume").raise_for_status()
     session.post(f"{url}/start")
     session.post(f"{url}/add_llm_server", json={"address": SERVER})
@@ -62,7 +78,7 @@ def prepare(url: str, session: requests.Session) -> None:
 
 
 def check(operation: Any, url: str, session: requests.Session) -> Counter[int]:
-    """Send what the document allows of one operation, and what it does not.
+    """Send requests to one operation that the document allows, and some that it does not.
 
     Returns:
         how often each status was answered.
@@ -83,16 +99,18 @@ def check(operation: Any, url: str, session: requests.Session) -> Counter[int]:
         if sensible:
             make_sense(case)
         with session.request(**case.as_transport_kwargs(base_url=url), stream=True, timeout=60) as response:
-            said = "" if response.ok else response.text  # a stream has no end
+            said = "" if response.ok else response.text  # a stream does not end
             fine = response.status_code < 500 or response.status_code == 503
             assert fine, f"{case.as_curl_command()}: {said}"
+            if "stream" not in operation.path or not response.ok:
+                case.validate_response(response, checks=CONFORMANCE)
         answered[response.status_code] += 1
 
     send()
     return answered
 
 
-async def test_no_request_whatever_is_answered_with_a_500(renderer: TemplateRenderer) -> None:
+async def test_no_generated_request_is_answered_with_a_500(renderer: TemplateRenderer) -> None:
     world = ToyWorld()
     pool = ModelPool(lambda _: ToyModel(renderer, lambda *_: [{"tool": "finish", "arguments": {}}]))
     pool.add(SERVER)
@@ -110,14 +128,14 @@ async def test_no_request_whatever_is_answered_with_a_500(renderer: TemplateRend
                 answers[operation.label] = check(operation, url, session)
         return answers
 
-    async with serving(service, ServerSettings(port=0, max_wait_s=0)) as url:
+    async with serving(service, ServerSettings(port=0, max_wait_s=0, generate_token=False)) as url:
         answers = await asyncio.to_thread(fuzz, url)
         assert service.status().internal_errors == 0
     assert world.open == 0
     assert len(answers) > 25
     never = {label for label, answered in answers.items() if not answered[200]}
-    # No token to derive it from; a job that is finished; started already; an episode's
-    # model, which needs one that is called; a service of one machine.
+    # Reasons: no token to derive it from; a finished job; started already; an episode's model needs a calling
+    # client; a service of one machine.
     excused = {"POST /v1/jobs/{job_id}/token", "GET /v1/jobs/{job_id}/partial", "POST /start"}
     excused.add("POST /v1/episodes/{episode_id}/endpoint")
     excused |= {f"POST /v1/nodes/{{name}}/{what}" for what in ("drain", "resume")}

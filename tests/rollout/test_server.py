@@ -1,4 +1,4 @@
-"""Server and client together over real TCP, and the server as a process that is told to end."""
+"""Server and client over real TCP, and the server as a process that receives signals."""
 
 import asyncio
 import signal
@@ -12,11 +12,10 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
-from prorl_envs.config import ServerSettings, ServiceSettings
+from prorl_envs.config import RetentionSettings, ServerSettings, ServiceSettings
 from prorl_envs.errors import InputError
-from prorl_envs.policy.rendering import TemplateRenderer
-from prorl_envs.rollout.client import RolloutClient
-from prorl_envs.rollout.errors import (
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.rollout.api.errors import (
     Conflict,
     CursorExpired,
     NotFound,
@@ -24,11 +23,12 @@ from prorl_envs.rollout.errors import (
     Unauthorized,
     Unavailable,
 )
-from prorl_envs.rollout.server import serving
-from prorl_envs.rollout.service import RolloutService
-from prorl_envs.rollout.types import GroupRequest, JobState
+from prorl_envs.rollout.api.types import GroupRequest, JobState
+from prorl_envs.rollout.client.client import RolloutClient
+from prorl_envs.rollout.http.server import serving
+from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.testing.clock import FakeClock
-from prorl_envs.testing.toy import ToyModel, ToyWorld, empty_node
+from tests.support.toy import ToyModel, ToyWorld, empty_node
 
 pytestmark = pytest.mark.anyio
 
@@ -45,7 +45,7 @@ def group(name: str, **fields: Any) -> GroupRequest:
     return GroupRequest(id=name, environment="toy", task=task, **fields)
 
 
-async def test_a_batch_is_followed_to_its_end(renderer: TemplateRenderer) -> None:
+async def test_a_batch_is_followed_until_it_is_complete(renderer: TemplateRenderer) -> None:
     world = ToyWorld()
     async with serving(new_service(renderer, world)) as url, RolloutClient(url) as client:
         await client.submit([group("other/1")])
@@ -65,7 +65,7 @@ async def test_a_batch_is_followed_to_its_end(renderer: TemplateRenderer) -> Non
     assert world.open == 0
 
 
-async def test_results_go_on_from_a_cursor(renderer: TemplateRenderer) -> None:
+async def test_results_continue_after_a_cursor(renderer: TemplateRenderer) -> None:
     async with serving(new_service(renderer, ToyWorld())) as url, RolloutClient(url) as client:
         await client.submit([group("g", samples=6)])
         seen = []
@@ -80,7 +80,7 @@ async def test_results_go_on_from_a_cursor(renderer: TemplateRenderer) -> None:
         assert sorted(result.sample for result in seen) == list(range(6))
 
 
-async def test_following_what_is_no_longer_kept_is_an_error_not_a_wait(renderer: TemplateRenderer) -> None:
+async def test_following_expired_results_is_an_error_not_a_wait(renderer: TemplateRenderer) -> None:
     clock = FakeClock()
     model = ToyModel(renderer, lambda *_: "done")
     service = RolloutService(
@@ -88,7 +88,7 @@ async def test_following_what_is_no_longer_kept_is_an_error_not_a_wait(renderer:
         {"toy": ToyWorld().family()},
         renderer,
         model,
-        ServiceSettings(keep_results=1),
+        ServiceSettings(retention=RetentionSettings(max_results=1)),
         clock=clock,
     )
     async with serving(service) as url, RolloutClient(url) as client:
@@ -104,7 +104,7 @@ async def test_following_what_is_no_longer_kept_is_an_error_not_a_wait(renderer:
             await more
 
 
-async def test_cancelling_over_the_wire(renderer: TemplateRenderer) -> None:
+async def test_cancelling_over_http(renderer: TemplateRenderer) -> None:
     world = ToyWorld()
     async with serving(new_service(renderer, world)) as url, RolloutClient(url) as client:
         await client.submit([group("g", samples=3, faults={"call": "hang"})])
@@ -114,7 +114,7 @@ async def test_cancelling_over_the_wire(renderer: TemplateRenderer) -> None:
         await world.until(lambda: world.open == 0)
 
 
-async def test_errors_come_back_as_their_types(renderer: TemplateRenderer) -> None:
+async def test_errors_are_raised_as_their_types(renderer: TemplateRenderer) -> None:
     settings = ServerSettings(port=0, token=SecretStr(TOKEN))
     async with serving(new_service(renderer, ToyWorld()), settings) as url:
         async with RolloutClient(url, token=TOKEN) as client:
@@ -135,7 +135,7 @@ async def test_errors_come_back_as_their_types(renderer: TemplateRenderer) -> No
                 await stranger.status()
 
 
-async def test_leaving_cancels_what_runs_and_closes_every_sandbox(renderer: TemplateRenderer) -> None:
+async def test_a_stop_cancels_running_jobs_and_closes_every_sandbox(renderer: TemplateRenderer) -> None:
     world = ToyWorld()
     async with serving(new_service(renderer, world)) as url, RolloutClient(url) as client:
         await client.submit([group("g", samples=40, faults={"call": "hang"})])
@@ -160,7 +160,7 @@ async def test_a_port_in_use_is_named(renderer: TemplateRenderer) -> None:
                 pass
 
 
-async def test_the_client_tries_again_while_the_service_is_away() -> None:
+async def test_the_client_retries_while_the_service_is_down() -> None:
     answers: Iterator[httpx.Response | httpx.TransportError] = iter(
         [
             httpx.ConnectError("refused"),
@@ -196,7 +196,7 @@ async def test_the_client_tries_again_while_the_service_is_away() -> None:
         (httpx.Response(200, json={"results": "no"}), ServerFault),
     ],
 )
-async def test_whatever_answers_the_client_raises_its_own_errors(
+async def test_the_client_raises_its_own_errors_for_any_answer(
     response: httpx.Response, error: type[Exception]
 ) -> None:
     transport = httpx.MockTransport(lambda _: response)
@@ -208,10 +208,10 @@ async def test_whatever_answers_the_client_raises_its_own_errors(
 PROGRAM = """
 import asyncio, sys
 from prorl_envs.config import ServerSettings, ServiceSettings
-from prorl_envs.rollout.server import serve_until_signal
-from prorl_envs.rollout.service import RolloutService
+from prorl_envs.rollout.http.server import serve_until_signal
+from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.testing.tokenizer import builtin_renderer
-from prorl_envs.testing.toy import ToyModel, ToyWorld, empty_node
+from tests.support.toy import ToyModel, ToyWorld, empty_node
 
 async def main():
     world, renderer = ToyWorld(), builtin_renderer()
@@ -226,7 +226,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_a_signal_drains_and_a_second_one_ends_at_once(number: signal.Signals, tmp_path: Path) -> None:
+async def test_a_signal_drains_and_a_second_one_stops_at_once(number: signal.Signals, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     process = await asyncio.create_subprocess_exec(

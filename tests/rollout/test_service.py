@@ -1,4 +1,4 @@
-"""The service over real asyncio and toy environments: failures, cancellation, deadlines, stopping."""
+"""The service with real asyncio and toy environments: failures, cancellation, deadlines, stopping."""
 
 import asyncio
 import logging
@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from prorl_envs.errors import FailureKind, InputError, ModelError
-from prorl_envs.policy.rendering import TemplateRenderer
-from prorl_envs.rollout.errors import Conflict, Full, NotFound, Unavailable
-from prorl_envs.rollout.types import JobState, Stage, StopReason
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.rollout.api.errors import Conflict, NotFound, QueueFull, Unavailable
+from prorl_envs.rollout.api.types import JobState, Stage, StopReason
 from prorl_envs.testing.clock import FakeClock
-from prorl_envs.testing.toy import ToyModel
+from tests.support.toy import ToyModel
 
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_job_comes_to_its_result(bench: Any) -> None:
+async def test_a_job_yields_its_result(bench: Any) -> None:
     result = await bench.result(bench.group(reward=0.5, metadata={"step": 3}))
     assert result.state is JobState.DONE
     assert (result.reward, result.mask_sample, result.failure) == (0.5, False, None)
@@ -60,7 +60,7 @@ async def test_the_group_has_statistics_when_complete(bench: Any) -> None:
         ("call", "crash", FailureKind.INTERNAL, Stage.RUN),
     ],
 )
-async def test_a_failure_is_typed_has_no_reward_and_leaves_the_others_alone(
+async def test_a_failure_is_typed_has_no_reward_and_does_not_affect_other_jobs(
     bench: Any, step: str, fault: str, kind: FailureKind, stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     await bench.submit(bench.group("bad", faults={step: fault}), bench.group("good", samples=4))
@@ -78,7 +78,7 @@ async def test_a_failure_is_typed_has_no_reward_and_leaves_the_others_alone(
     assert statistics.failures == {kind.value: 1}
 
 
-async def test_what_the_infrastructure_breaks_is_tried_again_on_a_fresh_environment(bench: Any) -> None:
+async def test_infrastructure_failures_are_retried_in_a_new_environment(bench: Any) -> None:
     result = await bench.result(bench.group(faults={"call": "once_sandbox"}))
     assert (result.reward, result.attempts) == (1.0, 2)
     steps = [step for _, step in bench.world.log]
@@ -87,14 +87,14 @@ async def test_what_the_infrastructure_breaks_is_tried_again_on_a_fresh_environm
     assert bench.service.status().retries == 1
 
 
-async def test_retries_end(make_bench: Any) -> None:
+async def test_retries_are_bounded(make_bench: Any) -> None:
     bench = await make_bench(attempts=3)
     result = await bench.result(bench.group(faults={"init": "sandbox"}))
     assert (result.state, result.attempts) == (JobState.FAILED, 3)
     assert result.failure.retryable
 
 
-async def test_a_model_failure_is_no_reward(make_bench: Any, renderer: TemplateRenderer) -> None:
+async def test_a_model_failure_has_no_reward(make_bench: Any, renderer: TemplateRenderer) -> None:
     model = ToyModel(renderer, lambda *_: ModelError("no server"))
     bench = await make_bench(model=model)
     result = await bench.result(bench.group())
@@ -115,7 +115,7 @@ async def test_seeds_differ_within_a_group(make_bench: Any, renderer: TemplateRe
 
 
 @pytest.mark.parametrize(("step", "stage"), [("init", Stage.INIT), ("eval", Stage.EVAL)])
-async def test_a_hanging_stage_is_ended_by_its_deadline(make_bench: Any, step: str, stage: Stage) -> None:
+async def test_a_hanging_stage_is_stopped_at_its_deadline(make_bench: Any, step: str, stage: Stage) -> None:
     clock = FakeClock()
     bench = await make_bench(clock=clock, init=1, eval=1)
     limits = {"init_s": 100, "eval_s": 100}
@@ -145,7 +145,7 @@ async def test_waiting_does_not_count_against_a_deadline(make_bench: Any) -> Non
     assert results[0].timings.init_s == 500
 
 
-async def test_a_tool_that_does_not_come_back_is_a_timeout_and_a_slow_one_is_graded(make_bench: Any) -> None:
+async def test_a_hanging_tool_is_a_timeout_and_a_slow_one_is_graded(make_bench: Any) -> None:
     clock = FakeClock()
     bench = await make_bench(clock=clock, grace_s=10)
     await bench.submit(bench.group("stuck", faults={"call": "hang"}, limits={"run_s": 100}))
@@ -159,7 +159,7 @@ async def test_a_tool_that_does_not_come_back_is_a_timeout_and_a_slow_one_is_gra
     assert len(result.trajectory.turns) == 1, "what was sampled is kept"
 
 
-async def test_a_close_that_hangs_or_fails_holds_up_nobody(make_bench: Any) -> None:
+async def test_a_close_that_hangs_or_fails_blocks_no_other_job(make_bench: Any) -> None:
     clock = FakeClock()
     bench = await make_bench(clock=clock, close_s=10)
     await bench.submit(bench.group("stuck", faults={"close": "hang"}))
@@ -188,7 +188,7 @@ async def test_cancelling_is_acknowledged_at_once_and_closes_the_sandbox(bench: 
     assert (await bench.service.cancel_job("g/0")).state is JobState.CANCELLED
 
 
-async def test_cancelling_a_group_keeps_what_is_finished(make_bench: Any) -> None:
+async def test_cancelling_a_group_keeps_finished_results(make_bench: Any) -> None:
     bench = await make_bench(init=1, run=1, eval=1)
     await bench.submit(bench.group(samples=1))
     await bench.finished(1)
@@ -204,8 +204,8 @@ async def test_cancelling_a_group_keeps_what_is_finished(make_bench: Any) -> Non
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_cancelling_at_random_moments_leaves_nothing(make_bench: Any, seed: int) -> None:
-    bench = await make_bench(init=3, run=4, eval=2, live=7)
+async def test_cancelling_at_random_moments_leaks_nothing(make_bench: Any, seed: int) -> None:
+    bench = await make_bench(init=3, run=4, eval=2, max_jobs_with_sandbox=7)
     chance = random.Random(seed)
     faults: list[dict[str, str]] = [
         {},
@@ -229,14 +229,14 @@ async def test_cancelling_at_random_moments_leaves_nothing(make_bench: Any, seed
     await bench.idle()
     await bench.gone()
     status = bench.service.status()
-    assert (status.live, status.close_failures) == (0, 0)
+    assert (status.jobs_with_sandbox, status.close_failures) == (0, 0)
     assert {pool.active + pool.waiting for pool in status.pools.values()} == {0}
     for stage, most in (("init", 3), ("call", 4), ("eval", 2)):
         assert bench.world.most[stage] <= most
 
 
 async def test_the_stages_overlap(make_bench: Any) -> None:
-    bench = await make_bench(init=1, run=1, eval=1, live=10)
+    bench = await make_bench(init=1, run=1, eval=1, max_jobs_with_sandbox=10)
     for step in ("init", "call", "eval"):
         bench.world.gates[step] = asyncio.Event()
     await bench.submit(bench.group(samples=4))
@@ -255,7 +255,7 @@ async def test_the_stages_overlap(make_bench: Any) -> None:
 
 
 async def test_a_slow_run_bounds_the_sandboxes_in_front_of_it(make_bench: Any) -> None:
-    bench = await make_bench(init=2, run=1, eval=1, live=4)
+    bench = await make_bench(init=2, run=1, eval=1, max_jobs_with_sandbox=4)
     bench.world.gates["call"] = asyncio.Event()
     await bench.submit(bench.group(samples=20))
     await bench.world.until(lambda: bench.world.log.count(("g", "init")) == 4)
@@ -277,7 +277,7 @@ async def test_submission_is_idempotent_and_other_content_a_conflict(bench: Any)
     assert Counter(task for task, step in bench.world.log if step == "init") == {"g": 2, "other": 1}
 
 
-async def test_what_cannot_be_done_is_refused_before_anything_is_accepted(bench: Any) -> None:
+async def test_invalid_requests_are_refused_before_any_is_accepted(bench: Any) -> None:
     good = bench.group()
     unknown = good.model_copy(update={"id": "u", "environment": "nowhere"})
     wrong = good.model_copy(update={"id": "w", "task": {"id": "x", "instruction": "y", "what": 1}})
@@ -291,11 +291,11 @@ async def test_what_cannot_be_done_is_refused_before_anything_is_accepted(bench:
             await bench.service.job(unknown_job)
 
 
-async def test_a_full_queue_refuses_and_takes_again(make_bench: Any) -> None:
+async def test_a_full_queue_refuses_jobs_and_accepts_them_again_later(make_bench: Any) -> None:
     bench = await make_bench(queue=3)
     bench.world.gates["call"] = asyncio.Event()
     await bench.submit(bench.group(samples=2))
-    with pytest.raises(Full, match="room for 1 of 2"):
+    with pytest.raises(QueueFull, match="room for 1 of 2"):
         await bench.submit(bench.group("h", samples=2))
     await bench.submit(bench.group(samples=2), bench.group("i"))
     bench.world.gates["call"].set()
@@ -305,7 +305,7 @@ async def test_a_full_queue_refuses_and_takes_again(make_bench: Any) -> None:
     await bench.finished(5)
 
 
-async def test_waiting_for_results_ends_with_the_first_or_with_time(make_bench: Any) -> None:
+async def test_waiting_for_results_returns_with_the_first_or_at_the_time_limit(make_bench: Any) -> None:
     clock = FakeClock()
     bench = await make_bench(clock=clock)
     waiting = asyncio.create_task(bench.service.results(0, limit=10, wait_s=5))
@@ -333,8 +333,8 @@ async def test_a_graceful_stop_lets_accepted_jobs_finish(bench: Any) -> None:
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
-async def test_a_stop_that_may_not_wait_cancels_and_closes(make_bench: Any, interrupted: bool) -> None:
-    bench = await make_bench(run=2, live=4)
+async def test_an_immediate_stop_cancels_and_closes(make_bench: Any, interrupted: bool) -> None:
+    bench = await make_bench(run=2, max_jobs_with_sandbox=4)
     bench.world.gates["call"] = asyncio.Event()
     await bench.submit(bench.group(samples=9))
     await bench.world.until(lambda: bench.world.inside["call"] == 2)

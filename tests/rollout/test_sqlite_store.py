@@ -1,6 +1,7 @@
-"""What the store in a file promises beyond the rest: about its file, and on full disks."""
+"""Promises of the SQLite store beyond those of every store: its file, and full disks."""
 
 import asyncio
+import json
 import os
 import resource
 import sqlite3
@@ -15,10 +16,10 @@ from typing import Any
 import pytest
 
 from prorl_envs.errors import InputError
-from prorl_envs.rollout.errors import NotFound, Unavailable
-from prorl_envs.rollout.sqlite_file import FORMATS, deflate, pack, type_of
-from prorl_envs.rollout.sqlite_store import SqliteStore
-from prorl_envs.rollout.store import Selection
+from prorl_envs.rollout.api.errors import NotFound, Unavailable
+from prorl_envs.rollout.api.types import Selection
+from prorl_envs.rollout.store.sqlite import SqliteStore
+from prorl_envs.rollout.store.sqlite_schema import FORMATS, deflate, pack, type_of
 from prorl_envs.testing.clock import FakeClock
 from tests.rollout.test_store import group, result
 
@@ -35,7 +36,7 @@ async def opened(path: Path, **bounds: int) -> AsyncIterator[SqliteStore]:
 
 
 @pytest.mark.parametrize("size", [0, 1, 8191, 8192, 8193, 100_000])
-def test_content_of_any_size_comes_back_from_few_bytes(size: int) -> None:
+def test_content_of_any_size_is_restored_from_few_bytes(size: int) -> None:
     text = b"ab" * size
     packed = deflate(text[:size])
     assert zlib.decompress(packed) == text[:size]
@@ -44,7 +45,7 @@ def test_content_of_any_size_comes_back_from_few_bytes(size: int) -> None:
 
 @contextmanager
 def full_disk(path: Path) -> Iterator[None]:
-    """No file of this process grows over what the store's journal has now: writing fails for real."""
+    """Limit files of this process to the current size of the store's journal, so that writes really fail."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.with_name(path.name + "-wal").stat().st_size, hard))
     try:
@@ -65,7 +66,7 @@ async def test_a_file_has_one_service(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-async def test_a_file_that_is_no_store_is_left_alone(tmp_path: Path) -> None:
+async def test_a_file_of_another_program_is_not_changed(tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("no database " * 100)
     other = tmp_path / "other.db"
@@ -91,21 +92,21 @@ async def test_a_store_of_another_version_is_refused(tmp_path: Path) -> None:
         SqliteStore(path)
 
 
-async def test_a_store_of_an_older_version_is_brought_up(tmp_path: Path) -> None:
+async def test_a_store_of_an_older_version_is_migrated(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     db = sqlite3.connect(path)
     db.executescript(f"{FORMATS[0]} PRAGMA user_version = 1;")
     db.execute("INSERT INTO results VALUES (7, 1, 0, 0, ?, NULL, NULL, NULL)", pack(result())[:1])
     db.commit()
     db.close()
-    async with opened(path, max_age_s=3600) as store:
+    async with opened(path, ttl_s=3600) as store:
         assert await store.results(0, 10) == [result().model_copy(update={"cursor": 7})]
         await store.submit([group()])
         await store.record(result())
         assert [r.cursor for r in await store.results(0, 10)] == [7, 8]
 
 
-async def test_a_store_of_an_earlier_version_is_brought_to_this_one(tmp_path: Path) -> None:
+async def test_a_store_of_an_earlier_version_is_migrated_to_this_one(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     db = sqlite3.connect(path)
     db.executescript(f"BEGIN; {FORMATS[0]} PRAGMA user_version = 1; COMMIT;")
@@ -127,7 +128,28 @@ async def test_a_store_of_an_earlier_version_is_brought_to_this_one(tmp_path: Pa
         assert len(await store.results(0, 9, only=Selection(environments=frozenset({environment})))) == 1
 
 
-async def test_a_full_disk_refuses_and_keeps_what_was_accepted(tmp_path: Path) -> None:
+#: A batch request as format 5 has it, and some of its fields under their current names.
+OLD_BATCH = {"id": "b", "groups": 1, "more": True, "usable": 2, "spare": 0, "leftover": "carry"}
+RENAMED = {"stream_open": True, "min_rewards": 2, "max_speculative_groups": 0, "on_complete": "carry"}
+
+
+async def test_batches_of_format_5_are_converted(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    db = sqlite3.connect(path)
+    db.create_function("environment_of", 1, lambda request: "")
+    db.executescript(f"BEGIN; {''.join(FORMATS[:5])} PRAGMA user_version = 5; COMMIT;")
+    request = zlib.compress(json.dumps(OLD_BATCH).encode())
+    row = (request, "tenant", "[]", 0, 0, None)
+    db.execute("INSERT INTO batches VALUES (1, 'b', ?, ?, ?, ?, ?, ?)", row)
+    db.commit()
+    db.close()
+    for _ in range(2):
+        async with opened(path) as store:
+            [(batch, _)] = await store.batches()
+            assert {name: getattr(batch.request, name) for name in RENAMED} == RENAMED
+
+
+async def test_a_full_disk_refuses_writes_and_keeps_accepted_ones(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     async with opened(path) as store:
         await store.submit([group("a")])
@@ -144,18 +166,18 @@ async def test_a_full_disk_refuses_and_keeps_what_was_accepted(tmp_path: Path) -
         assert (await store.record(result("a", 1))).cursor == kept.cursor + 1
 
 
-async def test_light_work_is_done_at_once_and_the_rest_beside_the_loop(tmp_path: Path) -> None:
+async def test_light_work_runs_in_the_loop_and_the_rest_in_a_thread(tmp_path: Path) -> None:
     here = threading.get_ident()
     async with opened(tmp_path / "store.db") as store:
         light = [store._write(threading.get_ident, weight=weight) for weight in (0, 10_000)]
         assert await asyncio.gather(*light) == [here, here]
-        # Together they are more than the loop takes upon itself.
+        # Together they are more than the limit for the loop.
         heavy = [store._write(threading.get_ident, weight=10_000) for _ in range(2)]
         heavy.append(store._write(threading.get_ident))
         assert here not in await asyncio.gather(*heavy)
 
 
-async def test_light_work_that_fails_takes_back_what_was_written_with_it(tmp_path: Path) -> None:
+async def test_light_work_that_fails_rolls_back_its_transaction(tmp_path: Path) -> None:
     def fail() -> None:
         raise sqlite3.OperationalError("out of luck")
 
@@ -170,7 +192,7 @@ async def test_light_work_that_fails_takes_back_what_was_written_with_it(tmp_pat
         assert (await store.record(result(sample=1))).cursor == 2
 
 
-async def test_another_program_that_writes_holds_nobody_up_for_long(tmp_path: Path) -> None:
+async def test_another_writing_program_does_not_block_for_long(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     async with opened(path) as store:
         await store.submit([group()])
@@ -185,10 +207,10 @@ async def test_another_program_that_writes_holds_nobody_up_for_long(tmp_path: Pa
         assert (await store.record(result())).cursor == 1
 
 
-async def test_who_follows_results_is_given_them_from_memory_and_the_others_from_the_file(
+async def test_recent_results_are_read_from_memory_and_older_ones_from_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prorl_envs.rollout.store.RECENT_RESULTS", 3)
+    monkeypatch.setattr("prorl_envs.rollout.store.base.RECENT_RESULTS", 3)
     async with opened(tmp_path / "store.db") as store:
         await store.submit([group(samples=5)])
         made = [await store.record(result(sample=sample, tokens=2)) for sample in range(5)]
@@ -198,17 +220,17 @@ async def test_who_follows_results_is_given_them_from_memory_and_the_others_from
         assert read[1] is not followed[0]
         assert await store.results(5, 10) == []
         assert await store.newest() == 5
-        monkeypatch.setattr("prorl_envs.rollout.store.RECENT_TOKENS", 5)
+        monkeypatch.setattr("prorl_envs.rollout.store.base.RECENT_TOKENS", 5)
         await store.submit([group("h")])
         last = await store.record(result("h", tokens=2))
         assert (await store.results(4, 10))[1] is last
         assert (await store.results(3, 10))[2] is not last, "two tokens each, and five are kept"
 
 
-# Under a service.
+# With a service.
 
 
-async def test_a_service_on_a_full_disk_halts_and_goes_on(make_bench: Any, tmp_path: Path) -> None:
+async def test_a_service_on_a_full_disk_halts_and_later_continues(make_bench: Any, tmp_path: Path) -> None:
     path, clock = tmp_path / "store.db", FakeClock()
     async with opened(path) as store:
         bench = await make_bench(kept_in=store, clock=clock)
@@ -238,10 +260,10 @@ MOUNTS = """\
 @pytest.mark.parametrize(
     ("major", "minor", "kind"), [(254, 1, "ext4"), (0, 45, "nfs4"), (0, 46, "fuse.sshfs"), (0, 47, "")]
 )
-def test_the_type_of_a_file_system_is_found(major: int, minor: int, kind: str) -> None:
+def test_the_type_of_a_file_system_is_detected(major: int, minor: int, kind: str) -> None:
     assert type_of(os.makedev(major, minor), MOUNTS) == kind
 
 
-def test_here_it_is_a_local_one(tmp_path: Path) -> None:
+def test_the_file_system_here_is_local(tmp_path: Path) -> None:
     mounts = Path("/proc/self/mountinfo").read_text()
     assert type_of(tmp_path.stat().st_dev, mounts) not in ("", "nfs", "nfs4", "lustre")

@@ -1,4 +1,4 @@
-"""What every store promises, written against the protocol. A further store joins by one line in `STORES`."""
+"""Promises of every store, tested against the protocol. A new store is added by one line in `STORES`."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -9,20 +9,21 @@ from typing import Any
 import pytest
 
 from prorl_envs.errors import FailureKind
-from prorl_envs.rollout.batch_types import BatchRequest, BatchTask
-from prorl_envs.rollout.errors import Conflict, CursorExpired, NotFound
-from prorl_envs.rollout.sqlite_store import SqliteStore
-from prorl_envs.rollout.store import MemoryStore, NewGroup, Selection, Store, StoredBatch
-from prorl_envs.rollout.types import (
+from prorl_envs.rollout.api.batches import BatchRequest, BatchTask
+from prorl_envs.rollout.api.errors import Conflict, CursorExpired, NotFound
+from prorl_envs.rollout.api.types import (
     Failure,
     GroupRequest,
     JobState,
     Result,
+    Selection,
     Stage,
     StopReason,
     Trajectory,
     job_id,
 )
+from prorl_envs.rollout.store.base import MemoryStore, NewGroup, Store, StoredBatch
+from prorl_envs.rollout.store.sqlite import SqliteStore
 
 STORES: dict[str, Callable[..., Store]] = {
     "memory": lambda _, **bounds: MemoryStore(**bounds),
@@ -40,15 +41,15 @@ type MakeStore = Callable[..., Store]
 async def make_store(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[MakeStore]:
-    """Makes one store, with the bounds given."""
+    """Make a store with the given bounds."""
     made: list[Store] = []
     if request.param == "sqlite, read back":
-        monkeypatch.setattr("prorl_envs.rollout.store.RECENT_RESULTS", 0)
+        monkeypatch.setattr("prorl_envs.rollout.store.base.RECENT_RESULTS", 0)
     url = request.getfixturevalue("postgres_url") if request.param == "postgres" else ""
 
     def make(**bounds: Any) -> Store:
         if url:
-            from prorl_envs.rollout.postgres_store import PostgresStore
+            from prorl_envs.rollout.store.postgres import PostgresStore
 
             made.append(PostgresStore(url, **bounds))
         else:
@@ -95,7 +96,7 @@ async def test_submission_is_idempotent(store: Store) -> None:
     assert await store.submit([group("b"), group("c"), group("c")]) == [False, True, False]
 
 
-async def test_an_id_with_other_content_is_a_conflict_and_nothing_of_the_batch_is_kept(store: Store) -> None:
+async def test_an_id_with_other_content_is_a_conflict_and_nothing_is_stored(store: Store) -> None:
     await store.submit([group("a")])
     with pytest.raises(Conflict, match="'a'"):
         await store.submit([group("new"), group("a", samples=3)])
@@ -105,7 +106,7 @@ async def test_an_id_with_other_content_is_a_conflict_and_nothing_of_the_batch_i
         await store.submit([group("twice"), group("twice", metadata={"other": 1})])
 
 
-async def test_results_come_in_the_order_they_were_recorded(store: Store) -> None:
+async def test_results_are_returned_in_the_order_they_were_recorded(store: Store) -> None:
     await store.submit([group("g", samples=5)])
     cursors = [(await store.record(result(sample=i))).cursor for i in (3, 1, 4, 0, 2)]
     assert cursors == sorted(cursors)
@@ -116,7 +117,7 @@ async def test_results_come_in_the_order_they_were_recorded(store: Store) -> Non
     assert await store.results(cursors[-1] + 100, 10) == []
 
 
-async def test_who_records_at_once_gets_to_know_in_the_order_of_the_cursors(store: Store) -> None:
+async def test_concurrent_records_return_in_the_order_of_the_cursors(store: Store) -> None:
     await store.submit([group("g", samples=300)])
     known: list[int] = []
 
@@ -130,7 +131,9 @@ async def test_who_records_at_once_gets_to_know_in_the_order_of_the_cursors(stor
 
 
 async def test_a_batch_is_kept_with_its_groups(store: Store) -> None:
-    await store.open_batch(StoredBatch(BatchRequest(id="a", groups=1, more=True), "tenant", closed=False))
+    await store.open_batch(
+        StoredBatch(BatchRequest(id="a", groups=1, stream_open=True), "tenant", closed=False)
+    )
     await store.submit([replace(group("a/0"), batch_id="a", weight_version=3), group("other/0")])
     more = [BatchTask(task={"id": str(i)}) for i in range(3)]
     await store.extend_batch("a", 0, more[:2], closed=False)
@@ -175,7 +178,7 @@ async def test_the_groups_of_a_batch_stay_as_long_as_it_does(make_store: MakeSto
         await store.group("a/2")
 
 
-async def test_the_first_result_of_a_job_stays(store: Store) -> None:
+async def test_the_first_result_of_a_job_is_kept(store: Store) -> None:
     await store.submit([group()])
     first = await store.record(result(reward=0.25))
     again = await store.record(result(reward=0.75))
@@ -192,7 +195,7 @@ async def test_a_result_is_found_by_its_job(store: Store) -> None:
             await store.result(unknown)
 
 
-async def test_a_group_knows_what_came_of_its_jobs(store: Store) -> None:
+async def test_a_group_has_the_outcomes_of_its_jobs(store: Store) -> None:
     await store.submit([group()])
     assert [g.request.id for g in await store.unfinished()] == ["g"]
     await store.record(result(sample=1, reward=None))
@@ -211,13 +214,13 @@ async def test_a_result_of_an_unknown_group_is_refused(store: Store) -> None:
         await store.record(result("nobody"))
 
 
-async def test_many_at_once_get_cursors_of_their_own(store: Store) -> None:
+async def test_concurrent_results_have_different_cursors(store: Store) -> None:
     await store.submit([group(samples=50)])
     recorded = await asyncio.gather(*(store.record(result(sample=i)) for i in range(50)))
     assert len({r.cursor for r in recorded}) == 50
 
 
-async def test_a_store_keeps_no_more_results_than_it_may(make_store: MakeStore) -> None:
+async def test_the_number_of_kept_results_is_bounded(make_store: MakeStore) -> None:
     store = make_store(max_results=3)
     await store.submit([group(name, samples=2) for name in ("a", "b", "c")])
     cursors = [(await store.record(result(name, i))).cursor for name in "abc" for i in range(2)]
@@ -232,7 +235,7 @@ async def test_a_store_keeps_no_more_results_than_it_may(make_store: MakeStore) 
     assert (await store.group("b")).complete
 
 
-async def test_a_store_keeps_no_more_tokens_than_it_may_and_always_the_newest(make_store: MakeStore) -> None:
+async def test_kept_tokens_are_bounded_but_the_newest_result_is_kept(make_store: MakeStore) -> None:
     store = make_store(max_tokens=100)
     await store.submit([group(samples=4)])
     for sample, tokens in enumerate((40, 60, 30, 500)):
@@ -241,7 +244,7 @@ async def test_a_store_keeps_no_more_tokens_than_it_may_and_always_the_newest(ma
         assert kept == [[0], [0, 1], [1, 2], [3]][sample]
 
 
-async def test_a_page_holds_no_more_tokens_than_it_may_and_at_least_one_result(store: Store) -> None:
+async def test_the_tokens_of_a_page_are_bounded_but_it_has_at_least_one_result(store: Store) -> None:
     await store.submit([group(samples=4)])
     for sample, tokens in enumerate((500, 40, 60, 1)):
         await store.record(result(sample=sample, tokens=tokens))
@@ -264,12 +267,12 @@ async def test_attempts_are_counted_until_there_is_a_result(store: Store) -> Non
             await store.started(unknown)
 
 
-async def test_requests_are_the_same_in_whatever_order_their_keys_come(store: Store) -> None:
+async def test_requests_are_equal_for_any_order_of_their_keys(store: Store) -> None:
     await store.submit([group(metadata={"a": 1, "b": 2})])
     assert await store.submit([group(metadata={"b": 2, "a": 1})]) == [False]
 
 
-async def test_a_refusal_leaves_what_was_written_beside_it(store: Store) -> None:
+async def test_a_refused_write_does_not_undo_concurrent_ones(store: Store) -> None:
     await store.submit([group("a")])
     outcomes = await asyncio.gather(
         store.submit([group("b")]),
@@ -284,7 +287,7 @@ async def test_a_refusal_leaves_what_was_written_beside_it(store: Store) -> None
     assert [g.request.id for g in await store.unfinished()] == ["a", "b"]
 
 
-async def test_a_reader_chooses_what_it_wants(store: Store) -> None:
+async def test_a_reader_can_filter_results(store: Store) -> None:
     await store.submit([group("a"), group("b", environment="other"), group("c")])
     for group_id, environment, reward in (
         ("a", "toy", 1.0),
@@ -311,15 +314,13 @@ async def test_a_reader_chooses_what_it_wants(store: Store) -> None:
     assert await cursors(groups={"none"}) == []
 
 
-async def test_the_newest_cursor_of_nothing_is_0(store: Store) -> None:
+async def test_the_newest_cursor_of_an_empty_store_is_0(store: Store) -> None:
     assert await store.newest() == 0
 
 
-async def test_a_store_keeps_results_no_longer_than_it_may_and_always_the_newest(
-    make_store: MakeStore,
-) -> None:
+async def test_the_age_of_kept_results_is_bounded_but_the_newest_is_kept(make_store: MakeStore) -> None:
     time = 0.0
-    store = make_store(max_age_s=10, now=lambda: time)
+    store = make_store(ttl_s=10, now=lambda: time)
     await store.submit([group("a", samples=1), group("b", samples=2)])
     await store.record(result("a"))
     time = 10.0

@@ -1,4 +1,4 @@
-"""A store as those see it who look at it, beside the service that writes it."""
+"""A store as read by other programs while the service writes it."""
 
 import asyncio
 import json
@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from prorl_envs.errors import InputError
-from prorl_envs.rollout.looking import summarise
-from prorl_envs.rollout.sqlite_store import SqliteStore
-from prorl_envs.rollout.store import MemoryStore, NewGroup, Selection, Store
-from prorl_envs.rollout.stored_episodes import StoredEpisodes
-from prorl_envs.rollout.types import GroupRequest, Result
+from prorl_envs.rollout.api.types import GroupRequest, Result, Selection
+from prorl_envs.rollout.store.base import MemoryStore, NewGroup, Store
+from prorl_envs.rollout.store.read_only import StoredEpisodes
+from prorl_envs.rollout.store.sqlite import SqliteStore
+from prorl_envs.rollout.store.summaries import summarise
 from tests.viewer.conftest import result
 
 pytestmark = pytest.mark.anyio
@@ -33,7 +33,7 @@ def said(job: str, words: str) -> Result:
     return result(job, messages=[{"role": "user", "content": words}])
 
 
-async def test_it_is_read_beside_the_service_that_writes_it(tmp_path: Path) -> None:
+async def test_a_store_is_read_while_its_service_writes(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     store = SqliteStore(path)
     kept = await keep(store, result("g/0"), result("g/1", reward=0.0), said("h/0", "näher"))
@@ -51,7 +51,7 @@ async def test_it_is_read_beside_the_service_that_writes_it(tmp_path: Path) -> N
     await store.aclose()
 
 
-async def test_what_the_service_drops_is_said(tmp_path: Path) -> None:
+async def test_a_result_that_the_service_dropped_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     store = SqliteStore(path, max_results=2)
     await keep(store, result("g/0"), result("g/1"))
@@ -66,7 +66,7 @@ async def test_what_the_service_drops_is_said(tmp_path: Path) -> None:
     await store.aclose()
 
 
-async def test_a_store_is_read_where_nothing_may_be_written(tmp_path: Path) -> None:
+async def test_a_store_is_read_in_a_read_only_folder(tmp_path: Path) -> None:
     folder = tmp_path / "closed"
     folder.mkdir()
     store = SqliteStore(folder / "store.db")
@@ -84,7 +84,7 @@ async def test_a_store_is_read_where_nothing_may_be_written(tmp_path: Path) -> N
         folder.chmod(0o700)
 
 
-async def test_what_is_no_store_is_one_clear_error(tmp_path: Path) -> None:
+async def test_a_file_that_is_not_a_store_is_one_clear_error(tmp_path: Path) -> None:
     other = sqlite3.connect(tmp_path / "other.db")
     other.execute("CREATE TABLE t (x)")
     other.close()
@@ -95,7 +95,7 @@ async def test_what_is_no_store_is_one_clear_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["memory", "sqlite"])
-async def test_both_stores_tell_and_search_alike(kind: str, tmp_path: Path) -> None:
+async def test_both_stores_summarise_and_search_equally(kind: str, tmp_path: Path) -> None:
     store: Store = (
         MemoryStore(max_results=5) if kind == "memory" else SqliteStore(tmp_path / "s", max_results=5)
     )
@@ -120,7 +120,7 @@ async def test_both_stores_tell_and_search_alike(kind: str, tmp_path: Path) -> N
     await store.aclose()
 
 
-async def test_forks_count(tmp_path: Path) -> None:
+async def test_forks_are_counted(tmp_path: Path) -> None:
     whole = result().trajectory
     assert whole is not None
     store = SqliteStore(tmp_path / "s")
@@ -133,8 +133,8 @@ async def test_forks_count(tmp_path: Path) -> None:
     episodes.close()
 
 
-async def test_a_database_is_read_beside_its_service(postgres_url: str) -> None:
-    from prorl_envs.rollout.postgres_store import PostgresStore
+async def test_a_database_is_read_while_its_service_writes(postgres_url: str) -> None:
+    from prorl_envs.rollout.store.postgres import PostgresStore
 
     with pytest.raises(InputError, match="holds no store"):
         await asyncio.to_thread(StoredEpisodes.of_postgres, postgres_url)

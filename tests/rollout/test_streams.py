@@ -9,14 +9,13 @@ from typing import Any
 import httpx
 import pytest
 
-from prorl_envs.config import ServerSettings
-from prorl_envs.rollout.api import create_app
-from prorl_envs.rollout.client import RolloutClient
-from prorl_envs.rollout.errors import CursorExpired, Unavailable
-from prorl_envs.rollout.routes_results import HEARTBEAT_S
-from prorl_envs.rollout.server import answering
-from prorl_envs.rollout.store import Selection
-from prorl_envs.rollout.types import JobState, Result
+from prorl_envs.config import RetentionSettings, ServerSettings
+from prorl_envs.rollout.api.errors import CursorExpired, Unavailable
+from prorl_envs.rollout.api.types import JobState, Result, Selection
+from prorl_envs.rollout.client.client import RolloutClient
+from prorl_envs.rollout.http.app import create_app
+from prorl_envs.rollout.http.routes.results import HEARTBEAT_S
+from prorl_envs.rollout.http.server import answering
 from prorl_envs.testing.clock import FakeClock
 
 pytestmark = pytest.mark.anyio
@@ -59,7 +58,7 @@ async def http(bench: Any) -> AsyncIterator[httpx.AsyncClient]:
         ("limit=1&state=done&after=1", ["b"], 2),
     ],
 )
-async def test_a_filter_leaves_out_and_its_cursor_passes_over(
+async def test_a_filter_omits_results_and_its_cursor_passes_them(
     http: httpx.AsyncClient, query: str, jobs: list[str], following: int
 ) -> None:
     page = (await http.get(f"/v1/results?{query}")).json()
@@ -74,9 +73,7 @@ async def test_a_wrong_filter_is_refused(http: httpx.AsyncClient, query: str) ->
         assert response.json()["error"]["type"] == "invalid_request"
 
 
-async def test_waiting_for_what_a_filter_wants_passes_over_everything_else(
-    http: httpx.AsyncClient, bench: Any
-) -> None:
+async def test_waiting_for_filtered_results_passes_all_others(http: httpx.AsyncClient, bench: Any) -> None:
     waiting = asyncio.create_task(http.get("/v1/results?group=wanted&wait_s=60"))
     del bench.world.gates["call"]
     for name in ("x", "y"):
@@ -89,7 +86,7 @@ async def test_waiting_for_what_a_filter_wants_passes_over_everything_else(
 
 
 async def lines_of(response: httpx.Response, count: int) -> list[str]:
-    """The first lines of an open stream."""
+    """Return the first lines of an open stream."""
     lines: list[str] = []
     async for line in response.aiter_lines():
         lines.append(line)
@@ -98,7 +95,7 @@ async def lines_of(response: httpx.Response, count: int) -> list[str]:
     return lines
 
 
-async def test_events_are_resumed_by_their_last_id(http: httpx.AsyncClient, bench: Any) -> None:
+async def test_events_are_resumed_after_their_last_id(http: httpx.AsyncClient, bench: Any) -> None:
     async with (
         over_tcp(bench) as url,
         httpx.AsyncClient(base_url=url, headers=EVENTS) as client,
@@ -127,8 +124,8 @@ async def test_a_heartbeat_moves_the_cursor_of_a_filtered_reader(make_bench: Any
                 assert await reading == expected
 
 
-async def test_an_expired_cursor_is_an_error_and_no_empty_stream(make_bench: Any) -> None:
-    bench = await make_bench(keep_results=1)
+async def test_an_expired_cursor_is_an_error_and_not_an_empty_stream(make_bench: Any) -> None:
+    bench = await make_bench(retention=RetentionSettings(max_results=1))
     await bench.submit(bench.group(samples=3))
     await bench.gone()
     async with over_tcp(bench) as url, RolloutClient(url) as client:
@@ -137,7 +134,7 @@ async def test_an_expired_cursor_is_an_error_and_no_empty_stream(make_bench: Any
         assert (await anext(client.stream(0))).cursor == 3
 
 
-async def test_a_job_and_a_group_are_waited_for(http: httpx.AsyncClient, bench: Any) -> None:
+async def test_a_reader_can_wait_for_a_job_and_a_group(http: httpx.AsyncClient, bench: Any) -> None:
     await bench.submit(bench.group("g", samples=2), bench.group("h"))
     await bench.world.until(lambda: bench.world.inside["call"] == 3)
     job = asyncio.create_task(http.get("/v1/jobs/g/0?wait_s=60"))
@@ -153,7 +150,7 @@ async def test_a_job_and_a_group_are_waited_for(http: httpx.AsyncClient, bench: 
     assert (await http.get("/v1/jobs/g/0?wait_s=61")).status_code == 422
 
 
-async def test_a_wait_that_is_over_says_how_far_it_is(make_bench: Any) -> None:
+async def test_a_wait_that_timed_out_returns_the_progress(make_bench: Any) -> None:
     clock = FakeClock()
     bench = await make_bench(clock=clock)
     bench.world.gates["call"] = asyncio.Event()
@@ -188,7 +185,7 @@ def line(cursor: int, group: str = "g") -> str:
 
 
 class Breaking(httpx.AsyncByteStream):
-    """A body that ends with a broken connection, or in order."""
+    """Response body that ends with a broken connection, or regularly."""
 
     def __init__(self, text: str, *, broken: bool) -> None:
         self._text, self._broken = text, broken
@@ -199,7 +196,7 @@ class Breaking(httpx.AsyncByteStream):
             raise httpx.ReadError("the connection broke")
 
 
-async def test_a_stream_that_breaks_is_taken_up_where_it_was() -> None:
+async def test_a_broken_stream_is_resumed() -> None:
     asked: list[str] = []
     answers: Iterator[httpx.Response | Exception] = iter(
         [
@@ -232,7 +229,7 @@ async def test_a_stream_that_breaks_is_taken_up_where_it_was() -> None:
     assert asked == ["after=0&group=g", *["after=2&group=g"] * 3]
 
 
-async def test_a_stream_whose_service_stays_away_says_so() -> None:
+async def test_a_stream_whose_service_stays_down_raises() -> None:
     def refuse(_: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused")
 
@@ -245,7 +242,7 @@ async def test_a_stream_whose_service_stays_away_says_so() -> None:
             await reading
 
 
-async def test_the_stream_of_a_stopped_service_ends(bench: Any) -> None:
+async def test_the_stream_of_a_stopped_service_is_closed(bench: Any) -> None:
     async with over_tcp(bench) as url, RolloutClient(url) as client:
         await bench.submit(bench.group(samples=3))
         stream = client.stream()

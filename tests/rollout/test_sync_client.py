@@ -1,4 +1,4 @@
-"""The client without an event loop: everything that the other one has, from a thread that has none."""
+"""The synchronous client: all methods of the other one, from a thread without an event loop."""
 
 import asyncio
 import inspect
@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 
 from prorl_envs.config import ServerSettings
-from prorl_envs.rollout.api import create_app
-from prorl_envs.rollout.client import RolloutClient
-from prorl_envs.rollout.episode_types import AgentStep, EpisodeRequest
-from prorl_envs.rollout.errors import NotFound, Unavailable
-from prorl_envs.rollout.server import answering
-from prorl_envs.rollout.store import Selection
-from prorl_envs.rollout.sync_client import SyncRolloutClient
-from prorl_envs.rollout.types import GroupRequest
+from prorl_envs.rollout.api.errors import NotFound, Unavailable
+from prorl_envs.rollout.api.interactive import AgentStep, EpisodeRequest
+from prorl_envs.rollout.api.types import GroupRequest, Selection
+from prorl_envs.rollout.client.client import RolloutClient
+from prorl_envs.rollout.client.sync import SyncRolloutClient
+from prorl_envs.rollout.http.app import create_app
+from prorl_envs.rollout.http.server import answering
 
 pytestmark = pytest.mark.anyio
 
@@ -31,7 +30,7 @@ async def over_tcp(bench: Any) -> AsyncIterator[str]:
         yield url
 
 
-def test_it_has_every_method_and_says_the_same_of_it() -> None:
+def test_it_has_every_method_with_the_same_docstring() -> None:
     for name, method in inspect.getmembers(RolloutClient, inspect.isfunction):
         if not name.startswith("_") and name != "aclose":
             assert inspect.getdoc(getattr(SyncRolloutClient, name)) == inspect.getdoc(method), name
@@ -73,7 +72,7 @@ async def test_it_works_beside_a_running_loop(bench: Any) -> None:
         assert status.state == "serving"
 
 
-def test_a_service_that_is_not_there_is_unavailable() -> None:
+def test_an_absent_service_is_unavailable() -> None:
     with (
         SyncRolloutClient("http://127.0.0.1:9", attempts=2, pause_s=0.01) as client,
         pytest.raises(Unavailable),
@@ -89,8 +88,8 @@ def test_wrong_options_leave_no_thread() -> None:
 
 FOLLOWING = """\
 import sys
-from prorl_envs.rollout.sync_client import SyncRolloutClient
-from prorl_envs.rollout.types import GroupRequest
+from prorl_envs.rollout.client.sync import SyncRolloutClient
+from prorl_envs.rollout.api.types import GroupRequest
 
 with SyncRolloutClient(sys.argv[1]) as client:
     client.pause()
@@ -103,14 +102,14 @@ with SyncRolloutClient(sys.argv[1]) as client:
 """
 
 
-async def test_an_interrupt_of_what_is_followed_is_one_and_the_client_stays_usable(bench: Any) -> None:
+async def test_an_interrupted_stream_stops_and_the_client_stays_usable(bench: Any) -> None:
     async with over_tcp(bench) as url:
         child = await asyncio.create_subprocess_exec(
             sys.executable, "-c", FOLLOWING, url, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         assert child.stdout is not None
         assert await child.stdout.readline() == b"following\n"
-        await asyncio.sleep(0.2)  # it may come before anything is awaited, too
+        await asyncio.sleep(0.2)  # an interrupt may also come before the first await
         child.send_signal(signal.SIGINT)
         output, errors = await child.communicate()
     assert (output, errors) == (b"interrupted False\n", b"")

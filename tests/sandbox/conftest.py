@@ -1,6 +1,6 @@
 """Drivers whose templates fork the minimal tool server of `prorl_envs.testing.sandbox_entry`.
 
-Each test that uses one runs once per driver that isolates.
+Each test that uses one runs once per isolating driver.
 """
 
 from collections.abc import AsyncIterator
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from prorl_envs.sandbox.choice import make_driver
-from prorl_envs.sandbox.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.select import make_driver
 from prorl_envs.testing.sandbox_entry import SCRIPT_TEMPLATES
 
 
@@ -21,7 +21,7 @@ def scripted_driver(name: str) -> NamespaceDriver:
 
 @pytest.fixture(scope="module")
 async def shell_driver(run_dir: Path, driver_name: str) -> AsyncIterator[NamespaceDriver]:
-    """A driver shared by a module's tests; its template is up."""
+    """Driver shared by a module's tests; its template is up."""
     driver = scripted_driver(driver_name)
     try:
         await driver.warm()
@@ -32,7 +32,7 @@ async def shell_driver(run_dir: Path, driver_name: str) -> AsyncIterator[Namespa
 
 @pytest.fixture
 async def own_driver(run_dir: Path, driver_name: str) -> AsyncIterator[NamespaceDriver]:
-    """A driver of the test's own, to break or to close."""
+    """Driver for a single test, to break or to close."""
     driver = scripted_driver(driver_name)
     yield driver
     await driver.aclose()

@@ -1,4 +1,4 @@
-"""Small images, made on the spot from this machine's own programs."""
+"""Small images, built from this machine's own programs."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ _FOLDERS = ("etc", "tmp", "proc", "dev", "run", "home", "opt")
 
 
 def write_rootfs(root: Path, programs: tuple[str, ...] = PROGRAMS) -> Path:
-    """A root file system with a few programs, their libraries, and `/etc/image` to know it by."""
+    """Make a root file system with a few programs, their libraries, and the marker file `/etc/image`."""
     for folder in _FOLDERS:
         (root / folder).mkdir(parents=True)
     (root / "bin").mkdir()
@@ -28,7 +28,7 @@ def write_rootfs(root: Path, programs: tuple[str, ...] = PROGRAMS) -> Path:
 
 
 def write_busybox_rootfs(root: Path, busybox: str) -> Path:
-    """The least there is: a static busybox."""
+    """Make the smallest root file system: a static busybox."""
     write_rootfs(root, ())
     shutil.copy(busybox, root / "bin" / "busybox")
     for program in PROGRAMS:
@@ -47,7 +47,7 @@ def build_sif(root: Path, sif: Path) -> Path:
 
 
 def missing_for_sif() -> str:
-    """Why this machine can make or mount no SIF; empty where it can."""
+    """Return why this machine can make or mount no SIF; "" if it can."""
     for program in ("apptainer", "squashfuse_ll", "fusermount3"):
         if shutil.which(program) is None:
             return f"{program} is not installed"

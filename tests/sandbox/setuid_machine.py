@@ -1,9 +1,8 @@
-"""A machine as some clusters are: Apptainer is setuid, and ordinary users get no user namespaces.
+"""A machine like those of some clusters: setuid Apptainer, and no user namespaces for ordinary users.
 
 `python -m tests.sandbox.setuid_machine PROGRAM [ARG ...]`, as root, runs a program as the user `nobody` on
-what it takes for such a machine. The first Apptainer in PATH is used as it is where it is installed setuid;
-else its starter gets the bit in a mount namespace of this process's own. A system call filter refuses user
-namespaces as a kernel does that has a limit of none.
+such a machine. The first Apptainer in PATH is used if it is setuid; otherwise its starter gets the bit in a
+private mount namespace. A system call filter refuses user namespaces, like a kernel that allows none.
 """
 
 import ctypes
@@ -21,7 +20,7 @@ from pathlib import Path
 import prorl_envs
 
 USER = "nobody"
-#: Calls that make namespaces, by machine: clone, unshare, seccomp.
+#: Numbers of the calls that make namespaces, by machine: clone, unshare, seccomp.
 _NUMBERS = {"x86_64": (56, 272, 317), "aarch64": (220, 97, 277)}
 _CLONE3 = 435
 _NEWUSER = 0x10000000
@@ -31,7 +30,7 @@ _STEP = struct.Struct("=HBBI")
 
 
 def missing() -> str:
-    """Why there can be no such machine here; empty where there can."""
+    """Return why this machine cannot be simulated here; "" if it can."""
     if os.geteuid() != 0:
         return "only root can make Apptainer setuid"
     if os.uname().machine not in _NUMBERS:
@@ -49,7 +48,7 @@ def missing() -> str:
 
 
 def _starter() -> Path:
-    """The program that becomes setuid."""
+    """Return the program that becomes setuid."""
     built = subprocess.run(["apptainer", "buildcfg"], capture_output=True, text=True, check=False).stdout
     pairs = dict(line.split("=", 1) for line in built.splitlines() if "=" in line)
     return Path(pairs.get("LIBEXECDIR", "/nonexistent"), "apptainer", "bin", "starter")
@@ -73,7 +72,7 @@ def _make_setuid() -> None:
 
 
 def _show(wanted: list[Path]) -> None:
-    """Have everybody reach these directories, whoever owns those above."""
+    """Make these directories accessible to every user, whatever the permissions of their parents."""
     held = {path: os.open(path, os.O_PATH | os.O_DIRECTORY) for path in wanted}
     for path in wanted:
         closed = next((p for p in reversed(path.parents) if not p.stat().st_mode & stat.S_IXOTH), None)
@@ -87,7 +86,7 @@ def _show(wanted: list[Path]) -> None:
 
 
 def _refuse_user_namespaces() -> None:
-    """By a filter that needs no `no_new_privs`, for setuid programs are to work. As root."""
+    """Install a filter without `no_new_privs`, since setuid programs must work. Needs root."""
     clone, unshare, seccomp = _NUMBERS[os.uname().machine]
     steps = [
         (_LOAD, 0, 0, 0),

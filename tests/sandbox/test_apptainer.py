@@ -1,4 +1,4 @@
-"""What is Apptainer's own: finding it, choosing it, the one process behind all sandboxes, its refusals."""
+"""Apptainer as a driver: how it is found and chosen, its one process for all sandboxes, its refusals."""
 
 import os
 import select
@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 
 from prorl_envs.errors import SandboxError
-from prorl_envs.sandbox.apptainer import ApptainerDriver
-from prorl_envs.sandbox.apptainer_probe import (
+from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.drivers.apptainer import ApptainerDriver
+from prorl_envs.sandbox.drivers.apptainer_probe import (
     apptainer_checks,
     find_apptainer,
     image_checks,
     read_installation,
 )
-from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.choice import choose_driver, make_driver
-from prorl_envs.sandbox.doorway import doorway_environment, explain_doorway, write_doorway
-from prorl_envs.sandbox.local import NoIsolationWarning
-from prorl_envs.sandbox.probe import find_bwrap
-from prorl_envs.testing.leaks import Holdings
+from prorl_envs.sandbox.drivers.apptainer_wrapper import doorway_environment, explain_doorway, write_doorway
+from prorl_envs.sandbox.drivers.local import NoIsolationWarning
+from prorl_envs.sandbox.drivers.probe import find_bwrap
+from prorl_envs.sandbox.drivers.select import choose_driver, make_driver
+from prorl_envs.testing.leaks import OpenResources
 from prorl_envs.testing.sandbox_entry import SCRIPT_TEMPLATES, run_script
 from tests.sandbox.rootfs import build_sif, missing_for_sif, write_rootfs
 
@@ -35,7 +35,7 @@ needs_apptainer = pytest.mark.skipif(
 
 
 def program(path: Path, script: str) -> Path:
-    """A program that takes another's place."""
+    """Write a program that replaces another."""
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
     return path
@@ -49,7 +49,7 @@ async def driver(run_dir: Path) -> AsyncIterator[ApptainerDriver]:
 
 
 def processes(run_dir: Path, name: str) -> set[int]:
-    found = Holdings.now(run_dir).processes
+    found = OpenResources.now(run_dir).processes
     return {pid for (pid, _), text in found.items() if name in text}
 
 
@@ -63,7 +63,7 @@ async def test_one_apptainer_serves_all_sandboxes(driver: ApptainerDriver, run_d
 
 
 @needs_apptainer
-async def test_sandboxes_outlive_apptainer_and_new_ones_start_it_again(driver: ApptainerDriver) -> None:
+async def test_sandboxes_survive_apptainers_end_and_new_ones_restart_it(driver: ApptainerDriver) -> None:
     first = await driver.start(SandboxSpec())
     killed = driver.door_pid
     assert killed is not None
@@ -78,8 +78,8 @@ async def test_sandboxes_outlive_apptainer_and_new_ones_start_it_again(driver: A
 
 
 @needs_apptainer
-async def test_a_sif_mounted_later_is_seen(driver: ApptainerDriver, tmp_path: Path) -> None:
-    """Also where the host does not pass its mounts on, so that Apptainer must be started again."""
+async def test_an_image_that_is_mounted_later_is_visible(driver: ApptainerDriver, tmp_path: Path) -> None:
+    """Also if the host does not propagate mounts, so that Apptainer must be restarted."""
     if reason := missing_for_sif():
         pytest.skip(reason)
     image = build_sif(write_rootfs(tmp_path / "root"), tmp_path / "image.sif")
@@ -94,13 +94,13 @@ async def test_a_sif_mounted_later_is_seen(driver: ApptainerDriver, tmp_path: Pa
 
 
 @needs_apptainer
-async def test_nothing_of_apptainers_environment_shows(driver: ApptainerDriver) -> None:
+async def test_apptainers_environment_is_hidden(driver: ApptainerDriver) -> None:
     sandbox = await driver.start(SandboxSpec())
     assert "APPTAINER" not in await run_script(sandbox, "env; cat /proc/mounts; ls -a /")
     assert ".host" not in await run_script(sandbox, "ls -a /; cat /proc/self/mountinfo")
 
 
-def test_apptainer_keeps_its_notes_out_of_the_users_home(tmp_path: Path) -> None:
+def test_apptainer_stores_its_files_outside_the_users_home(tmp_path: Path) -> None:
     environment = doorway_environment(tmp_path, {"LANG": "C.UTF-8"})
     assert {environment[name] for name in ("HOME", "APPTAINER_CONFIGDIR", "SINGULARITY_CONFIGDIR")} == {
         str(tmp_path)
@@ -129,7 +129,7 @@ def test_each_refusal_has_its_remedy(said: str, hint: str) -> None:
     assert " ".join(said.removeprefix("bwrap: ").split()) in error.message
 
 
-async def test_a_start_that_apptainer_refuses_says_why(tmp_path: Path, run_dir: Path) -> None:
+async def test_a_start_that_apptainer_refuses_gives_the_reason(tmp_path: Path, run_dir: Path) -> None:
     refusal = "FATAL:   configuration disallows users from running sandbox containers"
     driver = ApptainerDriver(apptainer=program(tmp_path / "refuses", f"echo '{refusal}' >&2; exit 255"))
     for _ in range(2):
@@ -139,7 +139,7 @@ async def test_a_start_that_apptainer_refuses_says_why(tmp_path: Path, run_dir: 
     await driver.aclose()
 
 
-def test_through_the_doorway_every_path_leads_to_the_host(tmp_path: Path) -> None:
+def test_every_path_in_the_wrapper_root_leads_to_the_host(tmp_path: Path) -> None:
     host = tmp_path / "host"
     (host / "home" / "user").mkdir(parents=True)
     write_doorway(tmp_path / "door", host)
@@ -161,7 +161,7 @@ def test_through_the_doorway_every_path_leads_to_the_host(tmp_path: Path) -> Non
         ("something else", False, ""),
     ],
 )
-def test_products_and_versions_are_told_apart(
+def test_products_and_versions_are_distinguished(
     tmp_path: Path, version: str, supported: bool, product: str
 ) -> None:
     installation = read_installation(program(tmp_path / "x", f'[ "$1" = --version ] && echo "{version}"'))
@@ -169,7 +169,7 @@ def test_products_and_versions_are_told_apart(
     assert not installation.setuid
 
 
-def test_settings_that_forbid_are_found(tmp_path: Path) -> None:
+def test_apptainer_settings_that_forbid_namespaces_are_found(tmp_path: Path) -> None:
     conf = tmp_path / "apptainer.conf"
     conf.write_text("# user bind control = no\nallow container dir = no\nallow user ns = yes\n")
     built = f'echo "SINGULARITY_CONF_FILE={conf}"; echo "LIBEXECDIR={tmp_path}"'
@@ -182,8 +182,8 @@ def test_settings_that_forbid_are_found(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a setuid program of root's")
 @pytest.mark.parametrize(("setting", "used"), [("yes", True), ("no", False)])
-def test_a_setuid_program_counts_where_the_site_allows_it(tmp_path: Path, setting: str, used: bool) -> None:
-    """Apptainer makes a user namespace where it does not."""
+def test_a_setuid_program_is_accepted_if_the_site_allows_it(tmp_path: Path, setting: str, used: bool) -> None:
+    """Apptainer makes a user namespace if the site does not allow it."""
     (tmp_path / "apptainer" / "bin").mkdir(parents=True)
     program(tmp_path / "apptainer" / "bin" / "starter-suid", "exit 1").chmod(0o4755)
     conf = tmp_path / "apptainer.conf"
@@ -192,34 +192,34 @@ def test_a_setuid_program_counts_where_the_site_allows_it(tmp_path: Path, settin
     assert read_installation(chosen).setuid is used
 
 
-def test_a_chosen_program_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_chosen_program_that_is_not_apptainer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SandboxError, match="absent"):
         find_apptainer(tmp_path / "absent")
 
 
 @needs_apptainer
-def test_this_machines_apptainer_can() -> None:
+def test_this_machines_apptainer_works() -> None:
     problems = [
         f"{check.name}: {check.found}; remedy: {check.remedy}" for check in apptainer_checks() if not check.ok
     ]
     assert not problems
 
 
-def test_what_images_need_is_named() -> None:
+def test_the_programs_that_images_need_are_named() -> None:
     names = [check.name for check in image_checks()]
     assert names == ["SIF images", "image builds"]
     assert all(check.found and check.remedy for check in image_checks())
 
 
-def test_what_needs_no_program_is_chosen_where_it_works(run_dir: Path) -> None:
+def test_the_driver_that_needs_no_program_is_preferred(run_dir: Path) -> None:
     assert choose_driver("auto") == "namespaces"
 
 
-def test_a_bubblewrap_that_is_named_is_meant(run_dir: Path) -> None:
+def test_a_named_bubblewrap_is_chosen(run_dir: Path) -> None:
     assert choose_driver("auto", bwrap=find_bwrap()) == "bubblewrap"
 
 
-def test_where_nothing_works_each_reason_is_given(tmp_path: Path, run_dir: Path) -> None:
+def test_if_no_driver_works_each_reason_is_given(tmp_path: Path, run_dir: Path) -> None:
     broken = program(tmp_path / "bwrap", "echo 'bwrap: setting up uid map: Permission denied' >&2; exit 1")
     refuses = program(tmp_path / "apptainer", "echo 'FATAL: not allowed by configuration' >&2; exit 255")
     with pytest.raises(SandboxError, match=r"uid map.*not allowed by configuration") as caught:
@@ -235,8 +235,8 @@ def test_a_driver_that_does_not_exist_is_refused() -> None:
 
 
 @needs_apptainer
-async def test_where_only_apptainer_may_make_namespaces_it_is_chosen(tmp_path: Path, run_dir: Path) -> None:
-    """A bubblewrap that works nowhere but inside Apptainer."""
+async def test_if_only_apptainer_may_make_namespaces_it_is_chosen(tmp_path: Path, run_dir: Path) -> None:
+    """A bubblewrap that works only inside Apptainer."""
     refusal = "echo 'bwrap: No permissions to create new namespace' >&2; exit 1"
     picky = program(tmp_path / "bwrap", f'[ -d /.host ] && exec {find_bwrap()} "$@"; {refusal}')
     name = choose_driver("auto", bwrap=picky)
@@ -248,7 +248,7 @@ async def test_where_only_apptainer_may_make_namespaces_it_is_chosen(tmp_path: P
         await driver.aclose()
 
 
-async def test_the_local_driver_comes_by_its_name_alone_and_loudly(run_dir: Path) -> None:
+async def test_the_local_driver_is_chosen_only_by_its_name_with_a_warning(run_dir: Path) -> None:
     with pytest.warns(NoIsolationWarning):
         driver = make_driver(choose_driver("local"))
     await driver.aclose()

@@ -1,4 +1,4 @@
-"""Control groups: where they are found, what is written. On a made-up tree of real files: machines differ."""
+"""Control groups: discovery and contents, on a fake tree of real files, since machines differ."""
 
 import os
 from pathlib import Path
@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from prorl_envs.errors import SandboxError
-from prorl_envs.sandbox.base import Limits
-from prorl_envs.sandbox.cgroups import (
-    Group,
-    Groups,
+from prorl_envs.sandbox.base import SandboxLimits
+from prorl_envs.sandbox.linux.cgroups import (
+    ControlGroup,
+    ControlGroups,
     Mechanism,
     delegated,
     find_groups,
@@ -18,11 +18,11 @@ from prorl_envs.sandbox.cgroups import (
     sweep_groups,
 )
 
-LIMITS = Limits(memory_bytes=1 << 30, processes=100, cpus=1.5)
+LIMITS = SandboxLimits(memory_bytes=1 << 30, processes=100, cpus=1.5)
 
 
 def unified_tree(tmp_path: Path, *, controllers: str = "cpu io memory pids", processes: str = "") -> Path:
-    """A /proc whose process is in a delegated group. Returns the /proc; the group is `tree/app.scope`."""
+    """Make a /proc whose process is in a delegated group, `tree/app.scope`. Return the path of the /proc."""
     tree, proc = tmp_path / "tree", tmp_path / "proc"
     group = tree / "app.scope"
     group.mkdir(parents=True)
@@ -37,7 +37,7 @@ def unified_tree(tmp_path: Path, *, controllers: str = "cpu io memory pids", pro
     return proc
 
 
-def test_a_delegated_group_is_cleared_and_hands_on_its_controllers(tmp_path: Path) -> None:
+def test_a_delegated_group_is_emptied_and_delegates_its_controllers(tmp_path: Path) -> None:
     proc = unified_tree(tmp_path, processes=f"{os.getpid()}\n")
     place = tmp_path / "tree/app.scope"
     assert delegated(proc) == (place, "")
@@ -49,13 +49,13 @@ def test_a_delegated_group_is_cleared_and_hands_on_its_controllers(tmp_path: Pat
     assert groups.places == dict.fromkeys(("memory", "pids", "cpu"), place)
 
 
-def test_another_driver_of_the_same_service_finds_the_same_place(tmp_path: Path) -> None:
+def test_another_driver_of_the_same_service_finds_the_same_group(tmp_path: Path) -> None:
     proc = unified_tree(tmp_path)
     (proc / "self/cgroup").write_text("0::/app.scope/prorl-service\n")
     assert delegated(proc) == (tmp_path / "tree/app.scope", "")
 
 
-def test_others_in_the_group_are_left_alone(tmp_path: Path) -> None:
+def test_other_processes_in_the_group_are_not_moved(tmp_path: Path) -> None:
     proc = unified_tree(tmp_path, processes=f"{os.getpid()}\n1\n")
     assert find_groups(Mechanism.AUTO, proc) is None
     with pytest.raises(SandboxError, match="other processes run in") as caught:
@@ -64,17 +64,17 @@ def test_others_in_the_group_are_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "tree/app.scope/cgroup.subtree_control").read_text() == ""
 
 
-def test_without_the_controllers_the_watchdog_does(tmp_path: Path) -> None:
+def test_without_the_controllers_the_watchdog_enforces_the_limits(tmp_path: Path) -> None:
     proc = unified_tree(tmp_path, controllers="hugetlb")
     assert delegated(proc)[1].endswith("has no controller memory, pids")
     assert find_groups(Mechanism.AUTO, proc) is None
 
 
-def test_the_watchdog_can_be_asked_for(tmp_path: Path) -> None:
+def test_the_watchdog_can_be_requested(tmp_path: Path) -> None:
     assert find_groups(Mechanism.WATCHDOG, unified_tree(tmp_path)) is None
 
 
-def test_version_one_is_used_on_request_only(tmp_path: Path) -> None:
+def test_version_one_is_used_only_on_request(tmp_path: Path) -> None:
     proc = tmp_path / "proc"
     (proc / "self").mkdir(parents=True)
     for name in ("memory", "pids", "cpu"):
@@ -94,7 +94,7 @@ def test_version_one_is_used_on_request_only(tmp_path: Path) -> None:
         find_groups(Mechanism.CGROUP1, proc)
 
 
-def test_what_is_written() -> None:
+def test_limits_are_written_to_the_groups_files() -> None:
     assert list(settings(LIMITS, 10, unified=True)) == [
         ("cpu", "cpu.weight.nice", "10"),
         ("memory", "memory.max", str(1 << 30)),
@@ -108,17 +108,17 @@ def test_what_is_written() -> None:
         ("cpu", "cpu.cfs_period_us", "100000"),
         ("cpu", "cpu.cfs_quota_us", "150000"),
     ]
-    nothing = Limits(memory_bytes=None, processes=None)
+    nothing = SandboxLimits(memory_bytes=None, processes=None)
     assert list(settings(nothing, 0, unified=False)) == [("cpu", "cpu.shares", "1024")]
 
 
-def test_a_group_and_what_the_kernel_says_of_it(tmp_path: Path) -> None:
-    group = Groups(dict.fromkeys(("memory", "pids"), tmp_path), unified=True).group("abc-1")
+def test_a_group_reports_the_kernels_counters(tmp_path: Path) -> None:
+    group = ControlGroups(dict.fromkeys(("memory", "pids"), tmp_path), unified=True).group("abc-1")
     group.make(LIMITS, 10)
     folder = tmp_path / "prorl-abc-1"
     assert group.folders == (str(folder),)
     assert (folder / "memory.max").read_text() == str(1 << 30)
-    assert not (folder / "cpu.max").exists()  # there is no such controller here
+    assert not (folder / "cpu.max").exists()  # this controller does not exist here
     group.add(77)
     assert (folder / "cgroup.procs").read_text() == "77"
     (folder / "memory.events").write_text("low 0\noom 3\noom_kill 2\n")
@@ -126,19 +126,19 @@ def test_a_group_and_what_the_kernel_says_of_it(tmp_path: Path) -> None:
 
 
 def test_a_group_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
-    group = Group({"memory": tmp_path / "absent/prorl-abc-1"}, unified=True)
+    group = ControlGroup({"memory": tmp_path / "absent/prorl-abc-1"}, unified=True)
     with pytest.raises(SandboxError, match="cannot make a sandbox's control group"):
         group.make(LIMITS, 10)
 
 
-def test_a_killed_service_s_groups_are_removed_and_no_others(tmp_path: Path) -> None:
+def test_groups_of_a_killed_service_are_removed_and_no_others(tmp_path: Path) -> None:
     places = {name: tmp_path / name for name in ("memory", "pids")}
     for place in places.values():
         for name in ("prorl-abc-1", "prorl-abc-12", "prorl-abcd-1", "other"):
             (place / name).mkdir(parents=True)
     directory = tmp_path / "driver"
     directory.mkdir()
-    Groups(places, unified=False).record(directory, "abc")
+    ControlGroups(places, unified=False).record(directory, "abc")
     sweep_groups(directory)
     for place in places.values():
         assert sorted(path.name for path in place.iterdir()) == ["other", "prorl-abcd-1"]
@@ -148,9 +148,9 @@ def test_a_directory_without_groups_has_none_to_remove(tmp_path: Path) -> None:
     sweep_groups(tmp_path)
 
 
-def test_sessions_weigh_alike_only_without_a_group_that_has_a_weight(tmp_path: Path) -> None:
+def test_sessions_have_equal_weights_only_without_a_group_that_has_a_weight(tmp_path: Path) -> None:
     proc = unified_tree(tmp_path)
-    assert not sessions_weigh_alike(proc)  # a kernel that cannot
+    assert not sessions_weigh_alike(proc)  # a kernel without weights
     switch = proc / "sys/kernel/sched_autogroup_enabled"
     switch.parent.mkdir(parents=True)
     switch.write_text("0\n")

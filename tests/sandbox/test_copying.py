@@ -1,18 +1,19 @@
-"""Copies of trees that a sandbox made to be hard to copy."""
+"""Copies of trees that a sandbox made hard to copy."""
 
 import contextlib
 import os
 import socket
 import stat
+import tempfile
 import threading
 from pathlib import Path
 
 import pytest
 
 from prorl_envs.errors import SandboxError
-from prorl_envs.sandbox.copying import CopyStopped, copy_tree
-from prorl_envs.sandbox.disk import DEPTH_LIMIT
-from prorl_envs.sandbox.files import remove_tree
+from prorl_envs.sandbox.filesystem.directories import remove_tree
+from prorl_envs.sandbox.filesystem.disk_usage import DEPTH_LIMIT
+from prorl_envs.sandbox.filesystem.tree_copy import CopyStopped, copy_tree
 
 
 @pytest.fixture
@@ -49,6 +50,23 @@ def test_contents_modes_and_times_are_kept(tree: Path, copy: Path) -> None:
     assert (copy / "folder").stat().st_mtime_ns == 4_000_000_005
 
 
+def test_a_tree_is_copied_to_another_file_system(tree: Path) -> None:
+    with (tree / "file").open("wb") as file:
+        file.write(b"start")
+        file.seek(8 << 20)
+        file.write(b"end" * 100_000)
+    os.setxattr(tree / "file", "user.name", b"value")
+    (tree / "file").chmod(0o640)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as other:
+        copy = Path(other) / "copy"
+        assert Path(other).stat().st_dev != tree.stat().st_dev
+        run(tree, copy)
+        assert (copy / "file").read_bytes() == (tree / "file").read_bytes()
+        assert (copy / "file").stat().st_blocks < 8 << 11
+        assert os.getxattr(copy / "file", "user.name") == b"value"
+        assert stat.S_IMODE((copy / "file").stat().st_mode) == 0o640
+
+
 def test_links_are_copied_and_not_followed(tree: Path, copy: Path, tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "secret").write_text("secret")
@@ -72,7 +90,7 @@ def test_hard_links_stay_one_file(tree: Path, copy: Path) -> None:
     assert (copy / "second_link").lstat().st_ino == (copy / "link").lstat().st_ino
 
 
-def test_what_is_closed_to_its_owner_is_copied_and_stays_closed(tree: Path, copy: Path) -> None:
+def test_unreadable_directories_are_copied_and_stay_unreadable(tree: Path, copy: Path) -> None:
     (tree / "closed" / "inner").mkdir(parents=True)
     (tree / "closed" / "inner" / "file").write_text("x")
     (tree / "closed" / "inner" / "file").chmod(0)
@@ -117,14 +135,14 @@ def test_special_files_are_not_opened(tree: Path, copy: Path, monkeypatch: pytes
     assert deleted.st_rdev == 0
 
 
-def test_the_overlays_notes_are_kept(tree: Path, copy: Path) -> None:
+def test_the_overlays_attributes_are_kept(tree: Path, copy: Path) -> None:
     (tree / "folder").mkdir()
     os.setxattr(tree / "folder", "user.overlay.opaque", b"y")
     run(tree, copy)
     assert os.getxattr(copy / "folder", "user.overlay.opaque") == b"y"
 
 
-def test_names_that_are_no_text(tree: Path, copy: Path) -> None:
+def test_names_that_are_not_unicode_are_copied(tree: Path, copy: Path) -> None:
     name = os.fsdecode(b"\xff\xfe\n")
     (tree / name).write_text("x")
     run(tree, copy)
@@ -145,7 +163,7 @@ def test_a_tree_too_deep_is_refused(tree: Path, copy: Path) -> None:
     remove_tree(copy)
 
 
-def test_it_ends_when_asked(tree: Path, copy: Path) -> None:
+def test_a_copy_stops_on_request(tree: Path, copy: Path) -> None:
     (tree / "file").touch()
     stop = threading.Event()
     stop.set()
@@ -155,7 +173,7 @@ def test_it_ends_when_asked(tree: Path, copy: Path) -> None:
 
 
 def test_a_tree_that_changes_all_the_time(tree: Path, copy: Path, tmp_path: Path) -> None:
-    """A link takes the place of a directory again and again: nothing outside is ever copied."""
+    """A link replaces the directory again and again: nothing outside is ever copied."""
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "secret").write_text("secret")
     (tree / "folder").mkdir()
@@ -174,7 +192,7 @@ def test_a_tree_that_changes_all_the_time(tree: Path, copy: Path, tmp_path: Path
     try:
         for count in range(40):
             target = copy.with_name(f"copy{count}")
-            with contextlib.suppress(OSError):  # it is not what it was a moment ago
+            with contextlib.suppress(OSError):  # it changed a moment ago
                 run(tree, target)
             assert not any("secret" in names for _, _, names in os.walk(target))
     finally:

@@ -1,5 +1,6 @@
-"""A process's limit of open files: raised as far as anybody may, and never used up."""
+"""A process's limit of open files: raised as far as allowed, and never exhausted."""
 
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,8 @@ import asyncio, os, resource, sys
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.namespaces import NamespaceDriver
-from prorl_envs.tools.client import Toolbox
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.tools.client.toolbox import Toolbox
 
 soft, hard, taken = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -44,7 +45,7 @@ except SandboxError as error:
 
 
 def said(run_dir: Path, soft: int, hard: int, taken: int = 0) -> str:
-    """What a process with these limits says, which ends in order."""
+    """Return the output of a process with these limits, which must exit normally."""
     command = [sys.executable, "-c", SCRIPT, str(soft), str(hard), str(taken)]
     before = set(run_dir.iterdir())
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -57,13 +58,27 @@ def test_the_usual_soft_limit_is_raised(run_dir: Path) -> None:
     assert said(run_dir, 128, 4096) == "20 live\n"
 
 
-def test_the_last_descriptors_are_kept_for_the_end(run_dir: Path) -> None:
-    text = said(run_dir, 1024, 1024, taken=790)
-    assert "nearly all of its 1024 descriptors open" in text and "raise the hard limit" in text
+def test_the_last_descriptors_are_reserved_for_the_shutdown(run_dir: Path) -> None:
+    text = said(run_dir, 1536, 1536, taken=1302)
+    assert "nearly all of its 1536 descriptors open" in text and "raise the hard limit" in text
     live = int(text.splitlines()[-1].removesuffix(" live"))
     assert 0 < live < 20
 
 
-@pytest.mark.parametrize("hard", [256, 1023])
-def test_too_few_for_one_sandbox_is_said_at_once(run_dir: Path, hard: int) -> None:
-    assert f"a process may open no more than {hard} files here; tools need 1024" in said(run_dir, 256, hard)
+@pytest.mark.parametrize("hard", [256, 1535])
+def test_too_few_for_one_sandbox_is_reported_at_once(run_dir: Path, hard: int) -> None:
+    text = said(run_dir, 256, hard)
+    assert f"a process may open no more than {hard} files here; the service needs 1536" in text
+
+
+@pytest.mark.parametrize(("own", "inside"), [(1536, 1024), (4096, 3072), (20_000, 15_000), (131_072, 65_536)])
+def test_programs_in_sandboxes_may_open_fewer_files_than_the_service(own: int, inside: int) -> None:
+    code = (
+        "import resource; from prorl_envs.sandbox.linux.descriptors import open_files_inside\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, ({own}, {own}))\n"
+        "print(open_files_inside(65_536))"
+    )
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < own:
+        pytest.skip("the hard limit of this machine is lower")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == inside

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from prorl_envs.sandbox.disk import DEPTH_LIMIT, DiskUse, walk
+from prorl_envs.sandbox.filesystem.disk_usage import DEPTH_LIMIT, DiskUse, walk
 
 MANY = 1 << 60
 
@@ -24,14 +24,14 @@ def measured(path: Path, *, size: int = MANY, files: int = MANY) -> DiskUse:
         return walk(fd, size=size, files=files)
 
 
-def test_what_is_there_is_added_up(tmp_path: Path) -> None:
+def test_the_sizes_of_all_files_are_added_up(tmp_path: Path) -> None:
     (tmp_path / "a/b").mkdir(parents=True)
     (tmp_path / "a/b/file").write_bytes(os.urandom(1 << 20))
     use = measured(tmp_path)
     assert use.files == 3 and 1 << 20 <= use.size <= (1 << 20) + 65536
 
 
-def test_several_names_count_once_and_holes_do_not(tmp_path: Path) -> None:
+def test_hard_links_count_once_and_holes_do_not_count(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(os.urandom(1 << 20))
     for number in range(5):
         os.link(tmp_path / "file", tmp_path / f"name{number}")
@@ -40,20 +40,20 @@ def test_several_names_count_once_and_holes_do_not(tmp_path: Path) -> None:
     assert measured(tmp_path).size <= (1 << 20) + 65536
 
 
-def test_links_lead_nowhere(tmp_path: Path) -> None:
+def test_links_are_not_followed(tmp_path: Path) -> None:
     (tmp_path / "tree").mkdir()
     (tmp_path / "tree/link").symlink_to("/usr")
     assert measured(tmp_path / "tree").files == 1
 
 
-def test_it_stops_where_it_is_too_much(tmp_path: Path) -> None:
+def test_measuring_stops_at_the_limit(tmp_path: Path) -> None:
     for number in range(100):
         (tmp_path / str(number)).write_bytes(bytes(4096))
     assert measured(tmp_path, files=10).files == 11
     assert 10_000 < measured(tmp_path, size=10_000).size < 30_000
 
 
-def test_nesting_without_end_counts_as_too_much(tmp_path: Path) -> None:
+def test_endless_nesting_counts_as_too_much(tmp_path: Path) -> None:
     fd = os.open(tmp_path, os.O_RDONLY)
     for _ in range(DEPTH_LIMIT + 50):
         os.mkdir("d", dir_fd=fd)
@@ -64,7 +64,7 @@ def test_nesting_without_end_counts_as_too_much(tmp_path: Path) -> None:
     assert measured(tmp_path, files=1000).files == 1001
 
 
-def test_no_descriptor_is_left(tmp_path: Path) -> None:
+def test_no_descriptor_is_leaked(tmp_path: Path) -> None:
     (tmp_path / "a/b/c").mkdir(parents=True)
     before = os.listdir("/proc/self/fd")  # noqa: PTH208
     measured(tmp_path, files=1)

@@ -1,19 +1,27 @@
-"""Driver directories, what is swept, and the removal of trees a sandbox made to be hard to remove."""
+"""Driver directories, the removal of abandoned ones, and of trees that a sandbox made hard to remove."""
 
 import os
+import shutil
 import socket
+import stat
 import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from prorl_envs.errors import SandboxError
-from prorl_envs.sandbox.files import PATH_LIMIT, DriverDirectory, remove_tree, sweep
+from prorl_envs.sandbox.filesystem.directories import (
+    PATH_LIMIT,
+    DriverDirectory,
+    node_local_base,
+    remove_tree,
+    sweep,
+)
 
 
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
-    """A directory that must survive whatever is removed beside it."""
+    """Directory that must survive every removal beside it."""
     path = tmp_path / "outside"
     path.mkdir()
     (path / "kept").write_text("kept")
@@ -39,7 +47,7 @@ def test_a_link_in_place_of_the_tree_is_refused(tmp_path: Path, outside: Path) -
     assert (outside / "kept").exists()
 
 
-def test_a_tree_deeper_than_any_path_and_than_the_stack(tmp_path: Path) -> None:
+def test_a_tree_deeper_than_any_path_and_than_the_stack_is_removed(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     tree.mkdir()
     fd = os.open(tree, os.O_RDONLY)
@@ -54,7 +62,9 @@ def test_a_tree_deeper_than_any_path_and_than_the_stack(tmp_path: Path) -> None:
     assert not tree.exists()
 
 
-def test_unreadable_directories_and_special_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_directories_and_special_files_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tree = tmp_path / "tree"
     locked = tree / "a" / "locked"
     (locked / "inside" / "deep").mkdir(parents=True)
@@ -70,7 +80,7 @@ def test_unreadable_directories_and_special_files(tmp_path: Path, monkeypatch: p
     assert not tree.exists()
 
 
-def test_many_files_go_without_being_listed_first(tmp_path: Path) -> None:
+def test_many_files_are_removed_without_a_list_of_them(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     tree.mkdir()
     for number in range(20_000):
@@ -83,11 +93,11 @@ def test_many_files_go_without_being_listed_first(tmp_path: Path) -> None:
     assert peak < 1 << 20
 
 
-def test_what_is_not_there_is_fine(tmp_path: Path) -> None:
+def test_removing_a_missing_tree_succeeds(tmp_path: Path) -> None:
     remove_tree(tmp_path / "absent")
 
 
-def test_a_driver_directory_is_private_and_goes(run_dir: Path) -> None:
+def test_a_driver_directory_is_private_and_removed_on_close(run_dir: Path) -> None:
     directory = DriverDirectory(run_dir)
     assert directory.path.stat().st_mode & 0o777 == 0o700
     assert directory.path not in sweep(run_dir)  # it is in use
@@ -96,7 +106,16 @@ def test_a_driver_directory_is_private_and_goes(run_dir: Path) -> None:
     assert not directory.path.exists()
 
 
-def test_only_abandoned_directories_of_ours_are_swept(tmp_path: Path, outside: Path) -> None:
+def test_a_directory_of_a_driver_killed_before_it_was_locked_is_removed_after_a_minute(run_dir: Path) -> None:
+    abandoned = DriverDirectory(run_dir)
+    os.close(abandoned._lock)
+    (abandoned.path / "locked").unlink()
+    assert abandoned.path not in sweep(run_dir), "another driver may be about to lock it"
+    os.utime(abandoned.path, (0, 0))
+    assert abandoned.path in sweep(run_dir)
+
+
+def test_only_abandoned_directories_of_this_user_are_removed(tmp_path: Path, outside: Path) -> None:
     abandoned = tmp_path / f"prorl-sandboxes-{os.geteuid()}-abandoned"
     abandoned.mkdir()
     (abandoned / "locked").touch()
@@ -110,7 +129,26 @@ def test_only_abandoned_directories_of_ours_are_swept(tmp_path: Path, outside: P
 
 
 @pytest.mark.parametrize("name", ["absent", "x" * PATH_LIMIT])
-def test_a_base_that_cannot_be_used_is_named_with_a_remedy(tmp_path: Path, name: str) -> None:
+def test_an_unusable_base_is_named_with_a_remedy(tmp_path: Path, name: str) -> None:
     with pytest.raises(SandboxError, match=name) as caught:
         DriverDirectory(tmp_path / name)
     assert "PRORL_RUN_DIR" in caught.value.hint
+
+
+@pytest.mark.parametrize("how", ["variable", "argument"])
+def test_a_run_directory_that_does_not_exist_is_created(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    wanted = run_dir / how / "run"  # a short path
+    monkeypatch.setenv("PRORL_RUN_DIR", str(wanted if how == "variable" else run_dir / "other"))
+    base = node_local_base(wanted if how == "argument" else None)
+    assert base == wanted and stat.S_IMODE(wanted.stat().st_mode) == 0o700
+    DriverDirectory(base).remove()
+    assert not (run_dir / "other").exists()
+    shutil.rmtree(run_dir / how)
+
+
+def test_a_run_directory_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SandboxError, match="file/run"):
+        DriverDirectory(node_local_base(tmp_path / "file" / "run"))

@@ -1,4 +1,4 @@
-"""The variables of an image, from the script that Apptainer writes for them; only plain text counts."""
+"""Variables of an image, parsed from the script that Apptainer writes for them; only plain text counts."""
 
 import os
 from pathlib import Path
@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from prorl_envs.errors import SandboxError
-from prorl_envs.sandbox.image_env import parse_image_env, read_image_env
+from prorl_envs.sandbox.filesystem.image_env import parse_image_env, read_image_env
 
-#: What Apptainer 1.4 made of the values beside it.
+#: Lines that Apptainer 1.4 made from the values beside them.
 LINES = [
     ('export PATH="/opt/conda/bin:/usr/bin"', "PATH", "/opt/conda/bin:/usr/bin"),
     ('export A="${A:-"two words"}"', "A", "two words"),
@@ -23,7 +23,7 @@ LINES = [
 
 
 @pytest.mark.parametrize(("line", "name", "value"), LINES)
-def test_a_line_is_read_back_as_it_was_meant(line: str, name: str, value: str) -> None:
+def test_a_line_yields_the_original_value(line: str, name: str, value: str) -> None:
     assert parse_image_env(f"#!/bin/sh\n{line}\n") == {name: value}
 
 
@@ -50,7 +50,7 @@ def test_a_line_is_read_back_as_it_was_meant(line: str, name: str, value: str) -
         '  export A="b"',
     ],
 )
-def test_what_a_shell_would_have_to_work_out_is_left_out(line: str) -> None:
+def test_values_that_need_a_shell_are_skipped(line: str) -> None:
     assert parse_image_env(f'{line}\nexport SEEN="yes"\n') == {"SEEN": "yes"}
 
 
@@ -68,7 +68,7 @@ def test_only_the_script_of_the_images_definition_is_read(tmp_path: Path) -> Non
     assert read_image_env(tmp_path) == {"A": "1"}
 
 
-def test_links_lead_nowhere_outside(tmp_path: Path) -> None:
+def test_links_to_the_outside_are_not_followed(tmp_path: Path) -> None:
     outside = write(tmp_path / "outside", "10-docker.sh", 'export A="outside"\n')
     root = tmp_path / "root"
     root.mkdir()
@@ -80,7 +80,7 @@ def test_links_lead_nowhere_outside(tmp_path: Path) -> None:
         read_image_env(root)
 
 
-def test_what_is_no_file_or_too_large_stops_nobody(tmp_path: Path) -> None:
+def test_a_missing_or_oversized_script_is_no_error(tmp_path: Path) -> None:
     path = write(tmp_path, "10-docker.sh", "")
     path.unlink()
     os.mkfifo(path)

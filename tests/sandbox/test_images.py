@@ -1,4 +1,4 @@
-"""Images as the system inside: directories and SIF files. The leak fixture watches each test."""
+"""Images as the root file system: directories and SIF files. The leak fixture checks each test."""
 
 import asyncio
 import os
@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,20 +16,27 @@ import pytest
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import Mount, SandboxSpec
-from prorl_envs.sandbox.choice import make_driver
-from prorl_envs.sandbox.images import Images
-from prorl_envs.sandbox.local import LocalDriver, NoIsolationWarning
-from prorl_envs.sandbox.mounted import find_program, mount, sweep_mounts
-from prorl_envs.sandbox.namespaces import NamespaceDriver
-from prorl_envs.sandbox.rootfs import resolve
-from prorl_envs.sandbox.runtime import python_runtime
-from prorl_envs.testing.leaks import Holdings, leaks_since
+from prorl_envs.sandbox.drivers.local import LocalDriver, NoIsolationWarning
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.select import make_driver
+from prorl_envs.sandbox.filesystem.images import Images
+from prorl_envs.sandbox.filesystem.layered import LayerTree
+from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
+from prorl_envs.sandbox.filesystem.sif_mounts import find_program, mount, sweep_mounts
+from prorl_envs.testing.leaks import OpenResources, leaks_since
 from prorl_envs.testing.sandbox_entry import IMPORT_LATE, RUN_SCRIPTS, SCRIPT_TEMPLATES, ask, run_script
-from prorl_envs.tools.client import Toolbox
+from prorl_envs.tools.client.toolbox import Toolbox
+from tests.places import drivers_directory
 from tests.sandbox.conftest import scripted_driver
 from tests.sandbox.rootfs import build_sif, missing_for_sif, write_busybox_rootfs, write_rootfs
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module", autouse=True)
+def run_dir() -> Iterator[Path]:
+    """Directory in memory: many tests have their own driver."""
+    yield from drivers_directory(in_memory=True)
 
 
 @pytest.fixture(scope="module")
@@ -46,31 +53,31 @@ def sif(directory: Path) -> Path:
 
 @pytest.fixture(params=["directory", "sif"])
 def image(request: pytest.FixtureRequest) -> Path:
-    """Either kind of image, with the same content."""
+    """An image of either kind, with the same content."""
     path: Path = request.getfixturevalue(request.param)
     return path
 
 
 @pytest.fixture
 async def driver(run_dir: Path, driver_name: str) -> AsyncIterator[NamespaceDriver]:
-    """A driver of the test's own: what it mounts is unmounted at the end of the test."""
+    """Driver for a single test: its mounts are unmounted at the end of the test."""
     driver = scripted_driver(driver_name)
     yield driver
     await driver.aclose()
 
 
 def fuse_mounts(run_dir: Path) -> list[str]:
-    """The mount points of squashfuse below the run directory."""
+    """Return the mount points of squashfuse below the run directory."""
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
     return [line.split()[4] for line in lines if " fuse.squashfuse" in line and str(run_dir) in line]
 
 
 def squashfuse_pids(run_dir: Path) -> dict[int, str]:
-    processes = Holdings.now(run_dir).processes
+    processes = OpenResources.now(run_dir).processes
     return {pid: text for (pid, _), text in processes.items() if "(squashfuse" in text}
 
 
-async def test_the_system_is_the_images_and_nothing_of_the_host_shows(
+async def test_the_system_is_the_images_and_the_hosts_is_hidden(
     driver: NamespaceDriver, image: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "host").touch()
@@ -99,14 +106,14 @@ async def test_a_bash_action_works(run_dir: Path, driver_name: str, image: Path)
         await driver.aclose()
 
 
-async def test_the_workspace_is_seen_on_the_host(driver: NamespaceDriver, image: Path) -> None:
+async def test_the_workspace_is_visible_on_the_host(driver: NamespaceDriver, image: Path) -> None:
     sandbox = await driver.start(SandboxSpec(image=image))
     await run_script(sandbox, "echo kept > file")
     assert (sandbox.workspace / "file").read_text() == "kept\n"
     await sandbox.close()
 
 
-async def test_changes_are_a_sandboxs_own_and_never_the_images(
+async def test_changes_belong_to_a_sandbox_and_never_to_the_image(
     driver: NamespaceDriver, image: Path, directory: Path
 ) -> None:
     first = await driver.start(SandboxSpec(image=image))
@@ -122,7 +129,7 @@ async def test_changes_are_a_sandboxs_own_and_never_the_images(
     await third.close()
 
 
-async def test_a_directorys_files_can_be_changed_and_the_image_is_not(
+async def test_a_directory_images_files_can_be_changed_in_the_sandbox_only(
     driver: NamespaceDriver, directory: Path
 ) -> None:
     sandbox = await driver.start(SandboxSpec(image=directory))
@@ -153,7 +160,7 @@ async def test_sandboxes_and_drivers_share_one_mount(
     assert fuse_mounts(run_dir) == []
 
 
-async def test_a_mount_whose_squashfuse_died_is_made_again(
+async def test_a_mount_whose_squashfuse_died_is_replaced(
     driver: NamespaceDriver, sif: Path, run_dir: Path
 ) -> None:
     await driver.start(SandboxSpec(image=sif))
@@ -172,19 +179,19 @@ async def test_a_mount_whose_squashfuse_died_is_made_again(
         await other.aclose()
 
 
-async def test_unused_images_are_unmounted_past_the_limit(sif: Path, run_dir: Path) -> None:
+async def test_unused_images_over_the_limit_are_unmounted(sif: Path, run_dir: Path) -> None:
     images = Images(run_dir, idle_limit=0)
     first, second = await images.acquire(sif), await images.acquire(sif)
     await images.release(first)
-    assert (second.root / "etc" / "image").read_text() == "from the image\n"
+    assert (second.layers[0] / "etc" / "image").read_text() == "from the image\n"
     await images.release(second)
     assert fuse_mounts(run_dir) == []
     again = await images.acquire(sif)
-    assert fuse_mounts(run_dir) == [str(again.root)]
+    assert fuse_mounts(run_dir) == [str(again.layers[0])]
     await images.aclose()
 
 
-def test_a_directory_that_others_can_reach_is_neither_used_nor_swept(sif: Path, tmp_path: Path) -> None:
+def test_a_directory_that_others_can_write_is_neither_used_nor_removed(sif: Path, tmp_path: Path) -> None:
     shared = tmp_path / f"prorl-images-{os.geteuid()}"
     (shared / "planted").mkdir(parents=True)
     shared.chmod(0o777)
@@ -206,7 +213,7 @@ SERVICE = """\
 import asyncio, sys
 from pathlib import Path
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.choice import make_driver
+from prorl_envs.sandbox.drivers.select import make_driver
 from prorl_envs.testing.sandbox_entry import RUN_SCRIPTS, SCRIPT_TEMPLATES, ask
 
 async def main():
@@ -221,17 +228,17 @@ asyncio.run(main())
 """
 
 
-def test_a_killed_service_leaves_no_process_no_mount_and_its_files_are_swept(
+def test_a_killed_service_leaks_no_process_and_no_mount_and_its_files_are_removed(
     image: Path, run_dir: Path, driver_name: str
 ) -> None:
-    before = Holdings.now(run_dir)
+    before = OpenResources.now(run_dir)
     with subprocess.Popen(
         [sys.executable, "-c", SERVICE, str(image), driver_name], stdout=subprocess.PIPE, text=True
     ) as service:
         assert service.stdout is not None
         assert service.stdout.readline() == "busy\n"
         service.kill()
-    asyncio.run(NamespaceDriver().aclose())  # the next driver sweeps
+    asyncio.run(NamespaceDriver().aclose())  # the next driver removes them
     assert leaks_since(before, run_dir) == []
     assert fuse_mounts(run_dir) == []
 
@@ -239,7 +246,7 @@ def test_a_killed_service_leaves_no_process_no_mount_and_its_files_are_swept(
 MOUNTER = """\
 import sys
 from pathlib import Path
-from prorl_envs.sandbox import mounted
+from prorl_envs.sandbox.filesystem import sif_mounts as mounted
 
 mounted._PROGRAMS = f"{sys.argv[3]}:{mounted._PROGRAMS}"
 mounted.mount(Path(sys.argv[1]), Path(sys.argv[2]))
@@ -249,7 +256,7 @@ mounted.mount(Path(sys.argv[1]), Path(sys.argv[2]))
 @pytest.mark.parametrize(
     "script", ['touch "$0.begun"; sleep 0.3; exec REAL "$@"', 'REAL "$@"; touch "$0.begun"; sleep 0.3']
 )
-def test_a_service_killed_while_it_mounts_leaves_no_mount(
+def test_a_service_killed_while_it_mounts_leaks_no_mount(
     sif: Path, run_dir: Path, tmp_path: Path, script: str
 ) -> None:
     slow = tmp_path / "squashfuse_ll"
@@ -257,7 +264,7 @@ def test_a_service_killed_while_it_mounts_leaves_no_mount(
     slow.chmod(0o755)
     base = run_dir / "mounts"
     base.mkdir()
-    before = Holdings.now(run_dir)
+    before = OpenResources.now(run_dir)
     with subprocess.Popen([sys.executable, "-c", MOUNTER, str(sif), str(base), str(tmp_path)]) as service:
         while not slow.with_suffix(".begun").exists():
             assert service.poll() is None
@@ -268,9 +275,7 @@ def test_a_service_killed_while_it_mounts_leaves_no_mount(
     shutil.rmtree(base)
 
 
-async def test_what_is_below_a_mount_or_mask_is_found_through_the_images_links(
-    driver: NamespaceDriver, tmp_path: Path
-) -> None:
+async def test_targets_are_resolved_through_the_images_links(driver: NamespaceDriver, tmp_path: Path) -> None:
     root = write_rootfs(tmp_path / "root")
     (root / "data").symlink_to("/opt")
     (root / "opt" / "secret").mkdir()
@@ -300,7 +305,7 @@ async def test_what_is_below_a_mount_or_mask_is_found_through_the_images_links(
         ("/outside", "/oldroot/etc"),
     ],
 )
-def test_links_are_followed_inside_the_image_alone(tmp_path: Path, target: str, means: str) -> None:
+def test_links_are_resolved_only_inside_the_image(tmp_path: Path, target: str, means: str) -> None:
     for name, aim in [
         ("absolute", "/etc"),
         ("climbing", "../../../etc"),
@@ -308,14 +313,14 @@ def test_links_are_followed_inside_the_image_alone(tmp_path: Path, target: str, 
         ("outside", "/oldroot/etc"),
     ]:
         (tmp_path / name).symlink_to(aim)
-    assert resolve(tmp_path, target) == means
+    assert LayerTree([tmp_path]).resolve(target) == means
 
 
-def test_links_in_circles_are_refused(tmp_path: Path) -> None:
+def test_circular_links_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")
     with pytest.raises(SandboxError, match="circles"):
-        resolve(tmp_path, "/a")
+        LayerTree([tmp_path]).resolve("/a")
 
 
 async def test_an_image_whose_tmp_is_a_link_is_refused(driver: NamespaceDriver, tmp_path: Path) -> None:
@@ -334,7 +339,7 @@ async def test_an_image_without_a_shell_is_refused_with_the_reason(
     assert "an image needs" in str(caught.value)
 
 
-async def test_what_is_no_image_is_refused(driver: NamespaceDriver, tmp_path: Path) -> None:
+async def test_a_file_that_is_no_image_is_refused(driver: NamespaceDriver, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no image")
     with pytest.raises(SandboxError, match="not an image"):
         await driver.start(SandboxSpec(image=tmp_path / "file"))
@@ -342,9 +347,7 @@ async def test_what_is_no_image_is_refused(driver: NamespaceDriver, tmp_path: Pa
         await driver.start(SandboxSpec(image=tmp_path / "absent"))
 
 
-async def test_a_sif_that_was_cut_short_is_refused(
-    driver: NamespaceDriver, sif: Path, tmp_path: Path
-) -> None:
+async def test_a_truncated_sif_is_refused(driver: NamespaceDriver, sif: Path, tmp_path: Path) -> None:
     cut = tmp_path / "cut.sif"
     shutil.copy(sif, cut)
     os.truncate(cut, cut.stat().st_size - 4096)
@@ -352,7 +355,7 @@ async def test_a_sif_that_was_cut_short_is_refused(
         await driver.start(SandboxSpec(image=cut))
 
 
-async def test_a_busybox_is_enough(run_dir: Path, driver_name: str, tmp_path: Path) -> None:
+async def test_a_busybox_is_enough_for_an_image(run_dir: Path, driver_name: str, tmp_path: Path) -> None:
     busybox = shutil.which("busybox")
     if busybox is None:
         pytest.skip("busybox is not installed")
@@ -374,7 +377,7 @@ async def test_a_busybox_is_enough(run_dir: Path, driver_name: str, tmp_path: Pa
 
 
 async def test_a_tool_server_imports_nothing_from_the_sandbox(driver: NamespaceDriver) -> None:
-    """In an image's writable system an agent could lie in wait with a module of a known name."""
+    """An agent could plant a module with a well-known name in the image's writable system."""
     mounts, masks, env = python_runtime()
     sandbox = await driver.start(SandboxSpec(mounts=mounts, masks=masks, env=env))
     with await sandbox.spawn(IMPORT_LATE) as sock:

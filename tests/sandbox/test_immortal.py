@@ -1,19 +1,19 @@
-"""What a template has loaded stays shared with its forks, and Python stays what it is."""
+"""A template's loaded objects stay shared with its forks, and Python behaves as before."""
 
 import subprocess
 import sys
 
 import pytest
 
-from prorl_envs.sandbox.immortal import possible
+from prorl_envs.sandbox.template.immortal_objects import possible
 
 pytestmark = pytest.mark.skipif(not possible(), reason="this interpreter counts references differently")
 
-#: In a process of its own, since nothing that lives here should live forever.
+#: Runs in its own process, since objects of the test process must not become immortal.
 BEGIN = """
 import ctypes, gc, os, sys, weakref
 from pathlib import Path
-from prorl_envs.sandbox.immortal import immortalise
+from prorl_envs.sandbox.template.immortal_objects import immortalise
 
 class Thing:
     pass
@@ -32,7 +32,7 @@ def run(code: str) -> str:
     return ran.stdout.strip()
 
 
-def test_what_is_loaded_is_no_longer_counted() -> None:
+def test_loaded_objects_are_no_longer_counted() -> None:
     said = run("""
 made = immortalise()
 loaded = [things[0], Thing, constant.__code__.co_consts[-1], sys.modules["gc"], things]
@@ -45,7 +45,7 @@ print(before == during == [count(one) for one in loaded] == [0xFFFFFFFF] * 5, ma
     assert said == "True True"
 
 
-def test_what_comes_later_is_counted_and_freed_as_ever() -> None:
+def test_later_objects_are_counted_and_freed_as_usual() -> None:
     said = run("""
 immortalise()
 gc.freeze()
@@ -63,8 +63,8 @@ print(alone, deaths[1]() is None)
     assert said == "True True"
 
 
-def test_a_fork_that_looks_at_everything_copies_nothing() -> None:
-    """What a child writes to is what it copies, by the kernel's own account."""
+def test_a_fork_that_reads_every_object_copies_no_memory() -> None:
+    """The kernel counts the pages that a child writes to, and therefore copies."""
     touch = """
 def copied():
     gc.freeze()

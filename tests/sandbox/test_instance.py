@@ -1,6 +1,6 @@
-"""What is the instance driver's own: tool servers inside, the first process, what Apptainer does not give.
+"""The apptainer-instance driver: tool servers inside, the first process, and the limits of Apptainer.
 
-`test_on_a_machine_without_user_namespaces` has a setuid Apptainer; the others use what this machine has.
+`test_on_a_machine_without_user_namespaces` has a setuid Apptainer; the others use this machine's.
 """
 
 import asyncio
@@ -16,16 +16,16 @@ from pathlib import Path
 import pytest
 
 from prorl_envs.errors import SandboxError, SandboxLimit
-from prorl_envs.sandbox.apptainer_probe import find_apptainer
-from prorl_envs.sandbox.base import Limits, Mount, SandboxSpec
-from prorl_envs.sandbox.doorway import explain_doorway
-from prorl_envs.sandbox.instance import InstanceDriver, InstanceSandbox, shows_python
-from prorl_envs.sandbox.instance_command import InstanceFiles, apptainer_command, explain_instance
-from prorl_envs.sandbox.instance_probe import instance_check
-from prorl_envs.sandbox.runtime import python_runtime
+from prorl_envs.sandbox.base import Mount, SandboxLimits, SandboxSpec
+from prorl_envs.sandbox.drivers.apptainer_probe import find_apptainer
+from prorl_envs.sandbox.drivers.apptainer_wrapper import explain_doorway
+from prorl_envs.sandbox.drivers.instance.command import InstanceFiles, apptainer_command, explain_instance
+from prorl_envs.sandbox.drivers.instance.driver import InstanceDriver, InstanceSandbox, shows_python
+from prorl_envs.sandbox.drivers.instance.probe import instance_check
+from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
 from prorl_envs.testing.sandbox_entry import RUN_SCRIPTS, SCRIPT_TEMPLATES, ask, run_script
-from prorl_envs.tools.client import Toolbox
-from prorl_envs.tools.link import ToolLimits
+from prorl_envs.tools.client.server_handle import ToolLimits
+from prorl_envs.tools.client.toolbox import Toolbox
 from tests.sandbox import setuid_machine
 from tests.sandbox.rootfs import build_sif, missing_for_sif, write_busybox_rootfs, write_rootfs
 
@@ -37,13 +37,13 @@ pytestmark = [
     ),
 ]
 
-#: Promises that are short to try and differ where tool servers are inside.
-SHORT = "START-00,START-017,END-00,PROC,FS-00,FS-01,ENV-00,NET,PRIV,SRV,SNAP-001,LIM-004,LIM-005,PY-01"
+#: Promises that are quick to test and differ if tool servers are inside.
+SHORT = "START-00,START-017,END-00,PROC,FS-00,FS-01,ENV-00,NET,PRIV,KERN,SRV,SNAP-001,LIM-004,LIM-005,PY-01"
 
 
 @pytest.fixture(scope="module")
 async def driver(run_dir: Path) -> AsyncIterator[InstanceDriver]:
-    """A driver with the tools; what its sandboxes share is gathered."""
+    """Driver with the tools; the files that its sandboxes share are prepared."""
     driver = InstanceDriver()
     try:
         await driver.warm()
@@ -54,7 +54,7 @@ async def driver(run_dir: Path) -> AsyncIterator[InstanceDriver]:
 
 @pytest.fixture
 async def scripted(run_dir: Path) -> AsyncIterator[InstanceDriver]:
-    """A driver of the test's own, to be broken."""
+    """Driver for a single test, to be broken."""
     driver = InstanceDriver(templates=SCRIPT_TEMPLATES)
     yield driver
     await driver.aclose()
@@ -64,7 +64,7 @@ async def open_tools(sandbox: InstanceSandbox, *, margin_s: float = 15.0) -> Too
     return await Toolbox.open(sandbox, limits=ToolLimits(grace_s=0.3, margin_s=margin_s))
 
 
-async def test_an_image_without_python_needs_none(scripted: InstanceDriver, tmp_path: Path) -> None:
+async def test_an_image_needs_no_python(scripted: InstanceDriver, tmp_path: Path) -> None:
     root = write_rootfs(tmp_path / "root")
     busybox = shutil.which("busybox")
     images = [root]
@@ -78,7 +78,7 @@ async def test_an_image_without_python_needs_none(scripted: InstanceDriver, tmp_
         await sandbox.close()
 
 
-async def test_what_an_image_sets_does_not_reach_the_first_process(
+async def test_an_images_variables_do_not_reach_the_first_process(
     scripted: InstanceDriver, tmp_path: Path
 ) -> None:
     root = write_rootfs(tmp_path / "root")
@@ -90,9 +90,37 @@ async def test_what_an_image_sets_does_not_reach_the_first_process(
     assert (root / "etc" / "ld.so.preload").read_text() == "/no/such/library.so\n"
 
 
-async def test_a_tool_server_killed_from_inside_is_replaced_and_the_model_told(
-    driver: InstanceDriver,
-) -> None:
+INOTIFY_INSTANCES = int(Path("/proc/sys/user/max_inotify_instances").read_text())
+#: Prints the limits on shared kernel resources in a sandbox, and whether its devices are read-only.
+SHARED = """\
+import ctypes, os
+c = ctypes.CDLL(None)
+terminals = []
+try:
+    while len(terminals) < 200:
+        terminals.append(os.open("/dev/ptmx", os.O_RDWR | os.O_NOCTTY))
+except OSError:
+    pass
+instances = next(n for n in range(4096) if c.inotify_init1(0) < 0)
+queues = next((n for n in range(300) if c.msgget(0, 0o1600) < 0), 300)
+print(len(terminals), instances, queues, os.statvfs("/dev/null").f_flag & 1)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can limit what Apptainer has mounted")
+async def test_as_root_a_sandbox_has_limits_on_shared_kernel_resources(driver: InstanceDriver) -> None:
+    mounts, masks, env = python_runtime()
+    sandbox = await driver.start(SandboxSpec(mounts=mounts, masks=masks, env=env))
+    tools = await open_tools(sandbox)
+    try:
+        done = await tools.run([sys.executable, "-I", "-c", SHARED], timeout_s=30)
+        assert list(map(int, done.output.split())) == [64, INOTIFY_INSTANCES // 8, 16, 1]
+    finally:
+        await tools.aclose()
+        await sandbox.close()
+
+
+async def test_a_tool_server_killed_from_inside_is_replaced_and_reported(driver: InstanceDriver) -> None:
     sandbox = await driver.start(SandboxSpec())
     tools = await open_tools(sandbox)
     try:
@@ -106,7 +134,7 @@ async def test_a_tool_server_killed_from_inside_is_replaced_and_the_model_told(
         await sandbox.close()
 
 
-async def test_a_tool_server_stopped_from_inside_is_given_up_and_replaced(driver: InstanceDriver) -> None:
+async def test_a_tool_server_stopped_from_inside_is_replaced(driver: InstanceDriver) -> None:
     sandbox = await driver.start(SandboxSpec())
     tools = await open_tools(sandbox, margin_s=1.0)
     try:
@@ -118,7 +146,7 @@ async def test_a_tool_server_stopped_from_inside_is_given_up_and_replaced(driver
         await sandbox.close()
 
 
-async def test_ending_all_processes_spares_the_tool_servers(driver: InstanceDriver) -> None:
+async def test_killing_all_processes_spares_the_tool_servers(driver: InstanceDriver) -> None:
     sandbox = await driver.start(SandboxSpec())
     one, two = await open_tools(sandbox), await open_tools(sandbox)
     try:
@@ -130,20 +158,20 @@ async def test_ending_all_processes_spares_the_tool_servers(driver: InstanceDriv
         for tools in (one, two):
             done = await tools.run(["/bin/sh", "-c", "exec cat /proc/[0-9]*/stat 2>/dev/null"], timeout_s=20)
             states = [line.rpartition(b") ")[2][:1] for line in done.output.splitlines()]
-            alive = [state for state in states if state != b"Z"]  # who is dead may wait to be collected
-            assert 2 <= len(alive) <= 2 + len(servers), done.output  # the first, and this one
+            alive = [state for state in states if state != b"Z"]  # killed processes may still be zombies
+            assert 2 <= len(alive) <= 2 + len(servers), done.output  # the first process, and this one
     finally:
         await asyncio.gather(one.aclose(), two.aclose())
         await sandbox.close()
 
 
 @pytest.mark.parametrize("place", ["/run", "/dev/shm"])
-async def test_files_in_memory_end_with_the_memory_limit(driver: InstanceDriver, place: str) -> None:
-    """What writes them is killed, or the sandbox is ended where that is no help.
+async def test_files_in_memory_count_towards_the_memory_limit(driver: InstanceDriver, place: str) -> None:
+    """Their writer is killed, or the sandbox if that frees nothing.
 
     The limit is below the 64 MB that Apptainer gives an ordinary user's `/run` ("sessiondir max size").
     """
-    sandbox = await driver.start(SandboxSpec(limits=Limits(memory_bytes=48 << 20)))
+    sandbox = await driver.start(SandboxSpec(limits=SandboxLimits(memory_bytes=48 << 20)))
     tools = await open_tools(sandbox)
     try:
         try:
@@ -158,7 +186,7 @@ async def test_files_in_memory_end_with_the_memory_limit(driver: InstanceDriver,
         await sandbox.close()
 
 
-async def test_a_directory_closed_to_its_user_counts_towards_the_disk(driver: InstanceDriver) -> None:
+async def test_an_unreadable_directory_counts_towards_the_disk(driver: InstanceDriver) -> None:
     sandbox = await driver.start(SandboxSpec())
     tools = await open_tools(sandbox)
     try:
@@ -172,8 +200,8 @@ async def test_a_directory_closed_to_its_user_counts_towards_the_disk(driver: In
 
 
 def site(folder: Path, case: str) -> Path:
-    """A program that runs Apptainer as a site's settings would have it: each word of its command goes through
-    this case of bash's `case $word in`, or stays as it is."""
+    """Write a program that runs Apptainer as a site's settings would: each word of its command goes through
+    this case of bash's `case $word in`, or is unchanged."""
     program = folder / "apptainer"
     program.write_text(
         "#!/bin/bash\nwords=()\nfor word; do case $word in "
@@ -186,10 +214,10 @@ def site(folder: Path, case: str) -> Path:
 @pytest.mark.parametrize(
     ("left_out", "setting"), [("--pid", "allow pid ns"), ("--ipc", "allow ipc ns"), ("--uts", "allow uts ns")]
 )
-async def test_a_site_that_gives_no_namespace_is_found_out(
+async def test_a_site_without_a_namespace_is_detected(
     run_dir: Path, tmp_path: Path, left_out: str, setting: str
 ) -> None:
-    """Apptainer only warns, and here not even that."""
+    """Apptainer only warns, and here it does not even warn."""
     leave = f'"{left_out}"' + ("|--hostname|sandbox" if left_out == "--uts" else "")
     program = site(tmp_path, f"{leave}) ;;")
     driver = InstanceDriver(templates=SCRIPT_TEMPLATES, apptainer=program)
@@ -204,7 +232,7 @@ async def test_a_site_that_gives_no_namespace_is_found_out(
         await driver.aclose()
 
 
-async def test_a_site_that_shows_no_processes_is_found_out(tmp_path: Path) -> None:
+async def test_a_site_that_hides_processes_is_detected(tmp_path: Path) -> None:
     program = site(tmp_path, "exec) words+=(exec --no-mount proc);;")
     driver = InstanceDriver(templates=SCRIPT_TEMPLATES, apptainer=program)
     try:
@@ -229,19 +257,19 @@ async def test_a_python_session_without_the_hosts_python_is_refused(driver: Inst
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root can add one")
-async def test_a_default_route_is_refused_with_the_reason(scripted: InstanceDriver) -> None:
+async def test_a_default_route_is_refused_with_a_reason(scripted: InstanceDriver) -> None:
     with pytest.raises(SandboxError, match="default route"):
         await scripted.start(SandboxSpec(default_route=True))
 
 
-async def test_what_is_shown_of_this_package_holds_no_task(driver: InstanceDriver) -> None:
+async def test_the_visible_part_of_this_package_holds_no_task(driver: InstanceDriver) -> None:
     runtime = (await driver.ready()).runtime
     folders = {path.name for path in (runtime.path / "code" / "prorl_envs").iterdir() if path.is_dir()}
     assert folders <= {"sandbox", "tools", "__pycache__"}
     assert not list(runtime.path.rglob("*-packages"))
 
 
-async def test_the_first_process_ends_with_the_socket_alone(scripted: InstanceDriver) -> None:
+async def test_the_first_process_exits_only_when_the_socket_closes(scripted: InstanceDriver) -> None:
     sandbox = await scripted.start(SandboxSpec())
     with await sandbox.spawn(RUN_SCRIPTS) as sock:
         assert await ask(sock, "kill -9 1; kill -STOP 1; kill -INT 1; kill -CHLD 1; echo on") == "on\n"
@@ -263,7 +291,7 @@ def mounts_of(spec: SandboxSpec, host_mounts: tuple[str, ...] = ()) -> list[str]
     return [word for before, word in itertools.pairwise(command) if before == "--mount"]
 
 
-def test_what_is_mounted_below_a_mount_is_read_only_too() -> None:
+def test_mounts_below_a_mount_are_read_only_too() -> None:
     spec = SandboxSpec(mounts=(Mount(source=Path("/data"), target="/in"),))
     found = mounts_of(spec, ("/data/scratch", "/usr/local", "/database", "/data"))
     assert "type=bind,source=/data/scratch,destination=/in/scratch,ro" in found
@@ -271,14 +299,14 @@ def test_what_is_mounted_below_a_mount_is_read_only_too() -> None:
     assert not any("/database" in mount for mount in found)
 
 
-def test_what_lies_above_a_mask_cannot_be_moved() -> None:
+def test_directories_above_a_mask_cannot_be_moved() -> None:
     spec = SandboxSpec(masks=("/workspace/a/b/secret",))
     found = mounts_of(spec)
     places = [mount.partition("destination=")[2] for mount in found]
     assert places[-3:] == ["/workspace/a", "/workspace/a/b", "/workspace/a/b/secret,ro"]
 
 
-def test_paths_with_commas_and_quotes_stay_one_mount() -> None:
+def test_paths_with_commas_and_quotes_are_passed_as_one_mount() -> None:
     spec = SandboxSpec(mounts=(Mount(source=Path('/odd,"path'), target="/in"),))
     assert 'type=bind,"source=/odd,""path",destination=/in,ro' in mounts_of(spec)
 
@@ -301,18 +329,18 @@ def test_each_refusal_has_its_remedy(said: str, hint: str) -> None:
     assert hint in explain_instance(said).hint
 
 
-def test_what_apptainer_says_is_shown_without_its_colours() -> None:
+def test_apptainers_messages_are_shown_without_colours() -> None:
     said = "\x1b[91mERROR : Failed to create user namespace\x1b[0m"
     for error in (explain_instance(said), explain_doorway(said)):
         assert error.message.endswith("the sandbox: ERROR : Failed to create user namespace")
 
 
-def test_this_machines_apptainer_can_be_a_sandbox(run_dir: Path) -> None:
+def test_this_machines_apptainer_can_start_a_sandbox(run_dir: Path) -> None:
     check = instance_check(run_dir)
     assert check.ok, check
 
 
-def test_an_apptainer_that_cannot_is_told_with_the_remedy(run_dir: Path, tmp_path: Path) -> None:
+def test_an_unusable_apptainer_is_reported_with_a_remedy(run_dir: Path, tmp_path: Path) -> None:
     program = tmp_path / "apptainer"
     program.write_text("#!/bin/sh\necho 'FATAL: not allowed by configuration' >&2; exit 255\n")
     program.chmod(0o755)
@@ -324,13 +352,13 @@ def test_an_apptainer_that_cannot_is_told_with_the_remedy(run_dir: Path, tmp_pat
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_on_a_machine_without_user_namespaces() -> None:
-    """A real setuid Apptainer, as an ordinary user to whom the kernel gives no user namespace."""
+    """A real setuid Apptainer, as an ordinary user who may make no user namespaces."""
     if reason := setuid_machine.missing():
         pytest.skip(reason)
     with tempfile.TemporaryDirectory(prefix="prs-") as run_dir:
         shutil.chown(run_dir, setuid_machine.USER)
         program = (
-            "from prorl_envs.sandbox.choice import choose_driver\n"
+            "from prorl_envs.sandbox.drivers.select import choose_driver\n"
             "from prorl_envs.cli.main import app\n"
             "import sys\n"
             "name = choose_driver('auto')\n"
@@ -346,5 +374,5 @@ def test_on_a_machine_without_user_namespaces() -> None:
             text=True,
             check=False,
         )
-    assert "chosen: instance" in done.stdout, done.stdout + done.stderr
+    assert "chosen: apptainer-instance" in done.stdout, done.stdout + done.stderr
     assert done.returncode == 0, done.stdout + done.stderr

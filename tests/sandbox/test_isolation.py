@@ -1,4 +1,4 @@
-"""What a process in a sandbox can see and do, asked of real sandboxes."""
+"""Isolation of a process in a sandbox: visible objects and permitted actions, in real sandboxes."""
 
 import os
 import socket
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from prorl_envs.sandbox.base import Sandbox, SandboxSpec
-from prorl_envs.sandbox.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
 from prorl_envs.testing.sandbox_entry import RUN_SCRIPTS, ask, run_script
 
 pytestmark = pytest.mark.anyio
@@ -30,14 +30,12 @@ async def run_with(driver: NamespaceDriver, spec: SandboxSpec, script: str) -> s
 
 
 async def test_only_its_own_processes_are_visible(sandbox: Sandbox) -> None:
-    """Not even the tool server: only its children are born in the sandbox's pid namespace."""
-    listing = await run_script(sandbox, "ps -e -o comm=")
-    assert sorted(listing.split()) in (["ps", "sandbox", "sh"], ["ps", "sh", "sh"])
+    """Not even the tool server is: only its children start in the sandbox's pid namespace."""
+    listing = await run_script(sandbox, "cat /proc/[0-9]*/comm")
+    assert sorted(listing.split()) in (["sandbox", "sh"], ["sh", "sh"])
 
 
-async def test_killing_everything_inside_reaches_neither_the_first_process_nor_the_tool_server(
-    sandbox: Sandbox,
-) -> None:
+async def test_killing_everything_spares_the_first_process_and_the_tool_server(sandbox: Sandbox) -> None:
     with await sandbox.spawn(RUN_SCRIPTS) as sock:
         assert (await ask(sock, "kill -9 -1; kill -9 1; echo done")).endswith("done\n")
         signals = "for s in STOP TERM HUP INT QUIT ALRM USR1 USR2 CHLD PIPE SEGV WINCH; do kill -$s 1; done"
@@ -48,11 +46,11 @@ async def test_killing_everything_inside_reaches_neither_the_first_process_nor_t
 
 @pytest.mark.parametrize("secret", ["environ", "mem", "fd/0", "root"])
 async def test_the_first_process_cannot_be_inspected(sandbox: Sandbox, secret: str) -> None:
-    """Whoever traced it could make it outlive the service."""
+    """A process that traced it could make it outlive the service."""
     assert "denied" in await run_script(sandbox, f"LC_ALL=C ls -L /proc/1/{secret}/ < /proc/1/{secret} 2>&1")
 
 
-async def test_no_capabilities_and_no_way_to_new_ones(sandbox: Sandbox) -> None:
+async def test_a_process_has_no_capabilities_and_cannot_gain_any(sandbox: Sandbox) -> None:
     status = await run_script(sandbox, "grep -E '^(Cap|NoNewPrivs)' /proc/self/status")
     fields = dict(line.split(":\t") for line in status.splitlines())
     assert fields.pop("NoNewPrivs") == "1"
@@ -69,16 +67,16 @@ async def test_root_inside_has_no_capability_either(shell_driver: NamespaceDrive
     assert "chown" in refusal
 
 
-async def test_no_further_user_namespaces(sandbox: Sandbox) -> None:
+async def test_further_user_namespaces_cannot_be_made(sandbox: Sandbox) -> None:
     assert "unshare failed" in await run_script(sandbox, "unshare --user true")
 
 
-async def test_the_hosts_environment_does_not_come_along(sandbox: Sandbox) -> None:
+async def test_the_hosts_environment_is_not_passed_on(sandbox: Sandbox) -> None:
     names = await run_script(sandbox, "env | cut -d= -f1 | sort")
     assert set(names.split()) == {"HOME", "LANG", "PATH", "PWD", "TERM"}
 
 
-async def test_the_specs_environment_does(shell_driver: NamespaceDriver) -> None:
+async def test_the_specs_environment_is_passed_on(shell_driver: NamespaceDriver) -> None:
     spec = SandboxSpec(env={"GREETING": "hällo\nworld", "HOME": "/tmp"})
     assert await run_with(shell_driver, spec, 'echo "$GREETING $HOME"') == "hällo\nworld /tmp\n"
 
@@ -92,7 +90,7 @@ async def test_no_descriptor_of_the_host_is_inherited(sandbox: Sandbox) -> None:
 @pytest.mark.parametrize(
     "path", ["/etc/shadow", "/root", "/sys", "/etc/ssl/private", "/boot", str(Path.cwd())]
 )
-async def test_the_hosts_files_are_not_there(sandbox: Sandbox, path: str) -> None:
+async def test_the_hosts_files_are_hidden(sandbox: Sandbox, path: str) -> None:
     assert await run_script(sandbox, f"test -e {path} || echo no") == "no\n"
 
 
@@ -104,7 +102,7 @@ async def test_the_system_is_read_only(sandbox: Sandbox, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/workspace", "/tmp", "/home/agent", "/run", "/dev/shm", "/var/tmp"])
-async def test_these_are_writable(sandbox: Sandbox, path: str) -> None:
+async def test_these_directories_are_writable(sandbox: Sandbox, path: str) -> None:
     assert await run_script(sandbox, f"echo x > {path}/file && cat {path}/file") == "x\n"
 
 
@@ -121,12 +119,13 @@ async def test_sandboxes_do_not_see_each_other(shell_driver: NamespaceDriver, sa
         sandbox, "touch /workspace/a /tmp/b /dev/shm/c /home/agent/d /run/e; sleep 60 > /dev/null 2>&1 &"
     )
     look = (
-        "ls -A /workspace /tmp /dev/shm /home/agent /run | grep -v :; ps -e -o comm= | grep sleep; echo end"
+        "ls -A /workspace /tmp /dev/shm /home/agent /run | grep -v :; "
+        "grep -shx sleep /proc/[0-9]*/comm; echo end"
     )
     assert (await run_with(shell_driver, SandboxSpec(), look)).split() == ["end"]
 
 
-async def test_only_loopback_and_nothing_to_connect_to(sandbox: Sandbox) -> None:
+async def test_only_loopback_exists_and_no_address_can_be_reached(sandbox: Sandbox) -> None:
     interfaces = await run_script(
         sandbox, "tail -n +3 /proc/net/dev | cut -d: -f1; cat /proc/net/route | wc -l"
     )
@@ -135,7 +134,7 @@ async def test_only_loopback_and_nothing_to_connect_to(sandbox: Sandbox) -> None
     assert "Network is unreachable" in refusal
 
 
-async def test_the_hosts_abstract_and_loopback_sockets_are_out_of_reach(sandbox: Sandbox) -> None:
+async def test_the_hosts_abstract_and_loopback_sockets_cannot_be_reached(sandbox: Sandbox) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert "refused" in await run_script(sandbox, f"LC_ALL=C bash -c '</dev/tcp/127.0.0.1/{port}'")
@@ -150,11 +149,11 @@ async def test_loopback_works(sandbox: Sandbox) -> None:
 async def test_a_default_route_makes_outside_addresses_time_out(shell_driver: NamespaceDriver) -> None:
     script = "timeout 0.3 bash -c '</dev/tcp/192.0.2.1/80'; echo $?; grep -c '^lo.00000000' /proc/net/route"
     status, routes = (await run_with(shell_driver, SandboxSpec(default_route=True), script)).split()
-    assert status == "124"  # `timeout` ended it: it was still trying
+    assert status == "124"  # `timeout` killed it: it was still trying
     assert routes == "1"
 
 
-async def test_the_names_it_knows_itself_by(shell_driver: NamespaceDriver) -> None:
+async def test_a_sandbox_resolves_its_own_names(shell_driver: NamespaceDriver) -> None:
     spec = SandboxSpec(hostname="node7", uid=1234, workdir="/testbed/repo")
     output = await run_with(shell_driver, spec, "hostname; cat /etc/hostname; id -un; id -u; pwd; echo ~")
     assert output.split() == ["node7", "node7", "agent", "1234", "/testbed/repo", "/home/agent"]
@@ -162,18 +161,21 @@ async def test_the_names_it_knows_itself_by(shell_driver: NamespaceDriver) -> No
     assert "127.0.0.1 localhost node7" in hosts
 
 
-async def test_programs_behind_alternatives_and_the_libraries_cache_work(sandbox: Sandbox) -> None:
+async def test_programs_behind_alternatives_and_the_library_cache_work(sandbox: Sandbox) -> None:
     assert (
         await run_script(sandbox, "awk 'BEGIN { print 6 * 7 }'; test -e /etc/ld.so.cache && echo yes")
         == "42\nyes\n"
     )
 
 
-async def test_orphans_are_reaped_and_do_not_end_the_sandbox(sandbox: Sandbox) -> None:
-    """An orphan's end interrupts the first process; a zombie left would count against its limits."""
+async def test_orphans_are_reaped_and_do_not_stop_the_sandbox(sandbox: Sandbox) -> None:
+    """An orphan's exit interrupts the first process; an unreaped zombie would count against its limits."""
     with await sandbox.spawn(RUN_SCRIPTS) as sock:
         for _ in range(20):
             await ask(sock, "(sh -c 'sleep 0.01' & sh -c 'true' &)")
-        assert await ask(sock, "while ps -e -o comm= | grep -q sleep; do :; done; echo alive") == "alive\n"
-        assert await ask(sock, "while ps -e -o stat= | grep -q Z; do :; done; echo reaped") == "reaped\n"
+        assert await ask(sock, "while grep -qsx sleep /proc/[0-9]*/comm; do :; done; echo alive") == "alive\n"
+        assert (
+            await ask(sock, "while grep -qs '^State:.Z' /proc/[0-9]*/status; do :; done; echo reaped")
+            == "reaped\n"
+        )
     assert sandbox.alive

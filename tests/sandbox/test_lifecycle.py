@@ -1,4 +1,4 @@
-"""Starting, ending, and everything that can go wrong in between. The leak fixture watches each test."""
+"""Starting, closing, and every failure in between. The leak fixture checks each test."""
 
 import asyncio
 import itertools
@@ -9,18 +9,26 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import Driver, Mount, Sandbox, SandboxSpec
-from prorl_envs.sandbox.namespaces import NamespaceDriver, NamespaceSandbox
-from prorl_envs.sandbox.probe import find_bwrap
-from prorl_envs.testing.leaks import Holdings, leaks_since
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver, NamespaceSandbox
+from prorl_envs.sandbox.drivers.probe import find_bwrap
+from prorl_envs.testing.leaks import OpenResources, leaks_since
 from prorl_envs.testing.sandbox_entry import FAIL, RUN_SCRIPTS, ask, run_script
+from tests.places import drivers_directory
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module", autouse=True)
+def run_dir() -> Iterator[Path]:
+    """Directory in memory: many tests have their own driver."""
+    yield from drivers_directory(in_memory=True)
 
 
 async def test_the_driver_and_its_sandboxes_keep_the_contract(shell_driver: NamespaceDriver) -> None:
@@ -39,7 +47,7 @@ async def test_closing_is_idempotent_and_concurrent(shell_driver: NamespaceDrive
     assert not sandbox.workspace.exists()
 
 
-async def test_closing_goes_on_when_the_caller_is_cancelled(shell_driver: NamespaceDriver) -> None:
+async def test_closing_continues_when_the_caller_is_cancelled(shell_driver: NamespaceDriver) -> None:
     sandbox = await shell_driver.start(SandboxSpec())
     closing = asyncio.create_task(sandbox.close())
     await asyncio.sleep(0)
@@ -50,7 +58,7 @@ async def test_closing_goes_on_when_the_caller_is_cancelled(shell_driver: Namesp
     assert not sandbox.workspace.exists()
 
 
-async def test_closing_ends_busy_and_detached_processes(shell_driver: NamespaceDriver) -> None:
+async def test_closing_kills_busy_and_detached_processes(shell_driver: NamespaceDriver) -> None:
     sandbox = await shell_driver.start(SandboxSpec())
     with await sandbox.spawn(RUN_SCRIPTS) as sock:
         await ask(sock, "(setsid sleep 600 > /dev/null 2>&1 &); (nohup sleep 600 > /dev/null 2>&1 &)")
@@ -73,7 +81,7 @@ async def test_closing_the_driver_closes_everything(own_driver: NamespaceDriver,
         await own_driver.start(SandboxSpec())
 
 
-async def test_closing_the_driver_ends_what_is_starting(own_driver: NamespaceDriver) -> None:
+async def test_closing_the_driver_cancels_starts(own_driver: NamespaceDriver) -> None:
     starts = [asyncio.create_task(own_driver.start(SandboxSpec())) for _ in range(4)]
     await own_driver.start(SandboxSpec())
     await own_driver.aclose()
@@ -96,10 +104,10 @@ async def test_many_sandboxes_at_once(shell_driver: NamespaceDriver) -> None:
 
 
 @pytest.mark.parametrize("delay_ms", [0, 1, 2, 4, 6, 8, 12, 30, 60, 90])
-async def test_a_start_cancelled_at_any_moment_leaves_nothing(
+async def test_a_start_cancelled_at_any_moment_leaks_nothing(
     shell_driver: NamespaceDriver, delay_ms: int
 ) -> None:
-    """Where it was quicker than the cancellation, the sandbox is there and is closed."""
+    """A start that completes before the cancellation yields a sandbox, which is closed."""
     before = set(shell_driver.sandboxes)
     start = asyncio.create_task(shell_driver.start(SandboxSpec(default_route=True)))
     await asyncio.wait([start], timeout=delay_ms / 1000)
@@ -112,7 +120,7 @@ async def test_a_start_cancelled_at_any_moment_leaves_nothing(
 
 
 @pytest.mark.parametrize("delay_ms", [0, 1, 2, 3, 5])
-async def test_a_spawn_cancelled_at_any_moment_leaves_nothing(
+async def test_a_spawn_cancelled_at_any_moment_leaks_nothing(
     shell_driver: NamespaceDriver, delay_ms: int
 ) -> None:
     sandbox = await shell_driver.start(SandboxSpec())
@@ -125,7 +133,7 @@ async def test_a_spawn_cancelled_at_any_moment_leaves_nothing(
     await sandbox.close()
 
 
-async def test_a_failed_start_leaves_nothing(own_driver: NamespaceDriver, tmp_path: Path) -> None:
+async def test_a_failed_start_leaks_nothing(own_driver: NamespaceDriver, tmp_path: Path) -> None:
     absent = SandboxSpec(mounts=(Mount(source=tmp_path / "absent", target="/x"),))
     for _ in range(3):
         with pytest.raises(SandboxError):
@@ -133,7 +141,7 @@ async def test_a_failed_start_leaves_nothing(own_driver: NamespaceDriver, tmp_pa
     assert not own_driver.sandboxes
 
 
-async def test_a_sandbox_that_ends_by_itself_is_known_to_have_ended(shell_driver: NamespaceDriver) -> None:
+async def test_a_sandbox_that_exits_by_itself_is_reported_as_ended(shell_driver: NamespaceDriver) -> None:
     sandbox = await shell_driver.start(SandboxSpec())
     with await sandbox.spawn(RUN_SCRIPTS) as sock:
         first = os.pidfd_open(sandbox.pid)
@@ -141,7 +149,7 @@ async def test_a_sandbox_that_ends_by_itself_is_known_to_have_ended(shell_driver
         with pytest.raises(EOFError):
             for _ in itertools.count():  # the tool server outlives the namespace until it next forks
                 await ask(sock, "true")
-    select.select([first], [], [])  # it has ended once all in it have
+    select.select([first], [], [])  # it has ended once all processes in it have
     os.close(first)
     assert not sandbox.alive
     with pytest.raises(SandboxError, match="ended"):
@@ -149,7 +157,7 @@ async def test_a_sandbox_that_ends_by_itself_is_known_to_have_ended(shell_driver
     await sandbox.close()
 
 
-async def test_a_lost_tool_server_is_seen_and_another_can_be_forked(shell_driver: NamespaceDriver) -> None:
+async def test_a_lost_tool_server_is_noticed_and_another_can_be_forked(shell_driver: NamespaceDriver) -> None:
     sandbox = await shell_driver.start(SandboxSpec())
     with await sandbox.spawn(RUN_SCRIPTS) as sock:
         await ask(sock, "echo kept > file")
@@ -160,9 +168,7 @@ async def test_a_lost_tool_server_is_seen_and_another_can_be_forked(shell_driver
     await sandbox.close()
 
 
-async def test_the_tool_server_can_be_inspected_by_no_process_of_the_same_user(
-    shell_driver: NamespaceDriver,
-) -> None:
+async def test_no_process_of_the_same_user_can_inspect_the_tool_server(shell_driver: NamespaceDriver) -> None:
     sandbox = await shell_driver.start(SandboxSpec())
     with await sandbox.spawn(RUN_SCRIPTS):
         (server,) = sandbox.tool_servers
@@ -174,7 +180,7 @@ async def test_the_tool_server_can_be_inspected_by_no_process_of_the_same_user(
     await sandbox.close()
 
 
-async def test_a_failing_entry_ends_the_socket_and_is_logged(
+async def test_a_failing_entry_closes_the_socket_and_is_logged(
     shell_driver: NamespaceDriver, caplog: pytest.LogCaptureFixture
 ) -> None:
     sandbox = await shell_driver.start(SandboxSpec())
@@ -188,7 +194,7 @@ async def test_a_failing_entry_ends_the_socket_and_is_logged(
     ("entry", "template", "word"),
     [("os:abort", "base", "no entry"), (RUN_SCRIPTS, "absent", "no template")],
 )
-async def test_what_is_not_listed_cannot_be_spawned(
+async def test_an_unlisted_entry_cannot_be_spawned(
     shell_driver: NamespaceDriver, entry: str, template: str, word: str
 ) -> None:
     sandbox = await shell_driver.start(SandboxSpec())
@@ -197,13 +203,13 @@ async def test_what_is_not_listed_cannot_be_spawned(
     await sandbox.close()
 
 
-async def test_a_dead_template_is_replaced_and_sandboxes_live_on(own_driver: NamespaceDriver) -> None:
+async def test_a_dead_template_is_replaced_and_sandboxes_survive(own_driver: NamespaceDriver) -> None:
     sandbox = await own_driver.start(SandboxSpec())
     with await sandbox.spawn(RUN_SCRIPTS) as sock:
         template = own_driver.templates["base"].pid
         assert template is not None
         os.kill(template, signal.SIGKILL)
-        assert await asyncio.get_running_loop().sock_recv(sock, 1) == b""  # its forks end with it
+        assert await asyncio.get_running_loop().sock_recv(sock, 1) == b""  # its forks exit with it
     assert sandbox.alive
     assert await run_script(sandbox, "echo again") == "again\n"
     assert own_driver.templates["base"].pid != template
@@ -220,7 +226,7 @@ async def test_concurrent_first_spawns_share_one_template(own_driver: NamespaceD
 SERVICE = """\
 import asyncio, signal, sys
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.choice import make_driver
+from prorl_envs.sandbox.drivers.select import make_driver
 from prorl_envs.testing.sandbox_entry import RUN_SCRIPTS, SCRIPT_TEMPLATES, ask
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
@@ -246,7 +252,7 @@ asyncio.run(main())
 FORKING = """\
 import asyncio, os, signal, sys
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.choice import make_driver
+from prorl_envs.sandbox.drivers.select import make_driver
 from prorl_envs.testing.sandbox_entry import SCRIPT_TEMPLATES
 
 async def main():
@@ -263,10 +269,10 @@ asyncio.run(main())
 """
 
 
-def wait_for_processes(before: Holdings, run_dir: Path) -> set[tuple[int, int]]:
-    """The processes since `before` that do not end within five seconds."""
-    deadline = time.monotonic() + 5
-    while left := Holdings.now(run_dir).processes.keys() - before.processes.keys():
+def wait_for_processes(before: OpenResources, run_dir: Path) -> set[tuple[int, int]]:
+    """Return the processes started since `before` that do not exit within 30 seconds."""
+    deadline = time.monotonic() + 30
+    while left := OpenResources.now(run_dir).processes.keys() - before.processes.keys():
         if time.monotonic() > deadline:
             return left
         select.select([], [], [], 0.01)
@@ -274,14 +280,14 @@ def wait_for_processes(before: Holdings, run_dir: Path) -> set[tuple[int, int]]:
 
 
 def test_a_forked_worker_does_not_keep_a_killed_services_sandboxes(run_dir: Path, driver_name: str) -> None:
-    before = Holdings.now(run_dir)
+    before = OpenResources.now(run_dir)
     with subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", FORKING, driver_name], stdout=subprocess.PIPE, text=True
     ) as service:
         assert service.stdout is not None
         worker = os.pidfd_open(int(service.stdout.readline()))
     try:
-        # The worker itself is not found: it is no child of this process and in no sandbox.
+        # The worker itself is not counted: it is no child of this process and in no sandbox.
         kept = wait_for_processes(before, run_dir)
     finally:
         signal.pidfd_send_signal(worker, signal.SIGKILL)  # an orphan by now, waiting for a signal
@@ -292,7 +298,7 @@ def test_a_forked_worker_does_not_keep_a_killed_services_sandboxes(run_dir: Path
 
 
 def interrupted_service(driver_name: str, moment: str, number: signal.Signals) -> None:
-    """Start a service in a terminal's foreground group, as it were, and signal the group at `moment`."""
+    """Start a service in its own process group, as in a terminal; signal the group at `moment`."""
     with subprocess.Popen(
         [sys.executable, "-c", SERVICE, driver_name],
         stdout=subprocess.PIPE,
@@ -309,18 +315,18 @@ def interrupted_service(driver_name: str, moment: str, number: signal.Signals) -
 
 
 @pytest.mark.parametrize("moment", ["driver", "sandbox", "tool", "busy"])
-def test_an_interrupt_at_any_moment_leaves_nothing(driver_name: str, moment: str) -> None:
+def test_an_interrupt_at_any_moment_leaks_nothing(driver_name: str, moment: str) -> None:
     interrupted_service(driver_name, moment, signal.SIGINT)
 
 
 @pytest.mark.parametrize("moment", ["driver", "sandbox", "tool", "busy"])
-def test_a_killed_service_leaves_no_process_and_its_files_are_swept(
+def test_a_killed_service_leaks_no_process_and_its_files_are_removed(
     driver_name: str, moment: str, run_dir: Path
 ) -> None:
-    before = Holdings.now(run_dir)
+    before = OpenResources.now(run_dir)
     interrupted_service(driver_name, moment, signal.SIGKILL)
     assert set(run_dir.iterdir()) - set(map(Path, before.directories))
-    asyncio.run(NamespaceDriver().aclose())  # the next driver sweeps
+    asyncio.run(NamespaceDriver().aclose())  # the next driver removes them
     assert leaks_since(before, run_dir) == []
 
 
@@ -328,7 +334,7 @@ STARTING = """\
 import asyncio, sys
 from pathlib import Path
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 
 asyncio.run(BubblewrapDriver(bwrap=Path(sys.argv[1])).start(SandboxSpec()))
 """
@@ -336,16 +342,16 @@ asyncio.run(BubblewrapDriver(bwrap=Path(sys.argv[1])).start(SandboxSpec()))
 
 @pytest.mark.parametrize(
     ("whom", "ends"),
-    # A starter that dies before it has told the service of bubblewrap fails the start, later no more.
+    # A starter that dies before it has sent bubblewrap's pid to the service fails the start, later not.
     [("$(cut -d' ' -f4 /proc/$PPID/stat)", {-signal.SIGKILL}), ("$PPID", {0, 1})],
     ids=["service", "starter"],
 )
-def test_a_killed_service_or_starter_while_bubblewrap_begins_leaves_no_process(
+def test_a_service_or_starter_killed_while_bubblewrap_starts_leaks_no_process(
     run_dir: Path, tmp_path: Path, whom: str, ends: set[int]
 ) -> None:
-    before = Holdings.now(run_dir)
+    before = OpenResources.now(run_dir)
     program = tmp_path / "bwrap"
-    # What it then tells of the namespaces may have no reader any more.
+    # Its report about the namespaces may have no reader any more.
     program.write_text(f'#!/bin/sh\nkill -KILL {whom}; sleep 0.3; exec {find_bwrap(None)} "$@"\n')
     program.chmod(0o755)
     service = subprocess.run([sys.executable, "-c", STARTING, program], check=False)

@@ -1,4 +1,4 @@
-"""A socket of the host's on a sandbox's own loopback: inside it is reached, and from nowhere else."""
+"""A socket of the host on a sandbox's own loopback: it is reachable only from inside."""
 
 import asyncio
 import socket
@@ -7,18 +7,18 @@ import pytest
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.namespaces import NamespaceDriver
-from prorl_envs.tools.workplace import Workplace
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.tools.pool.sandbox_session import SandboxSession
 
 pytestmark = pytest.mark.anyio
 
 CONNECT = "exec 3<>/dev/tcp/127.0.0.1/{port} && read -r line <&3 && echo got $line"
 
 
-async def test_what_connects_inside_is_accepted_outside(shared_driver: NamespaceDriver) -> None:
-    places = [await Workplace.open(shared_driver, SandboxSpec()) for _ in range(2)]
+async def test_connections_from_inside_are_accepted_outside(shared_driver: NamespaceDriver) -> None:
+    places = [await SandboxSession.open(shared_driver, SandboxSpec()) for _ in range(2)]
     try:
-        with await places[0].sandbox.listen() as listener:
+        with await places[0].sandbox.listen_loopback() as listener:
             port = listener.getsockname()[1]
             asking = asyncio.create_task(places[0].tools.bash(CONNECT.format(port=port), timeout_s=20))
             listener.setblocking(False)
@@ -35,17 +35,17 @@ async def test_what_connects_inside_is_accepted_outside(shared_driver: Namespace
             await place.aclose()
 
 
-async def test_two_listen_at_ports_of_their_own(shared_driver: NamespaceDriver) -> None:
+async def test_two_listeners_have_different_ports(shared_driver: NamespaceDriver) -> None:
     sandbox = await shared_driver.start(SandboxSpec())
     try:
-        with await sandbox.listen() as one, await sandbox.listen() as two:
+        with await sandbox.listen_loopback() as one, await sandbox.listen_loopback() as two:
             assert one.getsockname() != two.getsockname()
     finally:
         await sandbox.close()
 
 
-async def test_a_sandbox_that_has_ended_has_no_loopback(shared_driver: NamespaceDriver) -> None:
+async def test_a_closed_sandbox_has_no_loopback(shared_driver: NamespaceDriver) -> None:
     sandbox = await shared_driver.start(SandboxSpec())
     await sandbox.close()
     with pytest.raises(SandboxError):
-        await sandbox.listen()
+        await sandbox.listen_loopback()

@@ -1,4 +1,4 @@
-"""The driver without isolation: loud, and otherwise the same contract."""
+"""The driver without isolation: it warns, and otherwise keeps the same contract."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import Driver, Mount, Sandbox, SandboxSpec
-from prorl_envs.sandbox.local import LocalDriver, NoIsolationWarning
+from prorl_envs.sandbox.drivers.local import LocalDriver, NoIsolationWarning
 from prorl_envs.testing.sandbox_entry import RUN_SCRIPTS, SCRIPT_TEMPLATES, ask, run_script
 
 pytestmark = pytest.mark.anyio
@@ -21,7 +21,7 @@ async def local_driver(run_dir: Path) -> AsyncIterator[LocalDriver]:
     await driver.aclose()
 
 
-async def test_it_runs_in_its_own_directory_with_its_own_environment(local_driver: LocalDriver) -> None:
+async def test_a_command_has_its_own_directory_and_environment(local_driver: LocalDriver) -> None:
     assert isinstance(local_driver, Driver)
     sandbox = await local_driver.start(SandboxSpec(env={"GREETING": "hello"}))
     assert isinstance(sandbox, Sandbox)
@@ -33,8 +33,8 @@ async def test_it_runs_in_its_own_directory_with_its_own_environment(local_drive
         await sandbox.spawn(RUN_SCRIPTS)
 
 
-async def test_closing_ends_detached_processes(local_driver: LocalDriver) -> None:
-    for _ in range(10):  # some are met as they begin another program
+async def test_closing_kills_detached_processes(local_driver: LocalDriver) -> None:
+    for _ in range(10):  # some are found during their exec
         sandbox = await local_driver.start(SandboxSpec())
         with await sandbox.spawn(RUN_SCRIPTS) as sock:
             pid = (await ask(sock, "setsid sleep 600 > /dev/null 2>&1 & echo $!")).strip()
@@ -47,6 +47,6 @@ def state_of(pid: str) -> str:
     return process.read_text().rpartition(")")[2].split()[0] if process.exists() else "gone"
 
 
-async def test_mounts_are_refused_and_not_forgotten(local_driver: LocalDriver, tmp_path: Path) -> None:
+async def test_mounts_are_refused_and_not_ignored(local_driver: LocalDriver, tmp_path: Path) -> None:
     with pytest.raises(SandboxError, match="cannot mount"):
         await local_driver.start(SandboxSpec(mounts=(Mount(source=tmp_path, target="/testbed"),)))

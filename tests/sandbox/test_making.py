@@ -1,5 +1,4 @@
-"""How a sandbox is made, and what is particular to it; what it has in common with others is promised in the
-conformance suite."""
+"""The namespaces driver: start of a sandbox, and its own features. The conformance suite covers the rest."""
 
 import asyncio
 import contextlib
@@ -22,25 +21,26 @@ from pathlib import Path
 import pytest
 
 from prorl_envs.errors import SandboxError
-from prorl_envs.sandbox.base import Begun, Mount, SandboxSpec, TerminalPlan
-from prorl_envs.sandbox.cgroups import Mechanism, find_groups
-from prorl_envs.sandbox.command import default_environment
-from prorl_envs.sandbox.containment import NodeLimits
-from prorl_envs.sandbox.making import (
+from prorl_envs.sandbox.base import Mount, OpenedTerminal, SandboxSpec, TerminalPlan
+from prorl_envs.sandbox.drivers.namespaces import SHELL, NamespaceDriver, NamespaceSandbox
+from prorl_envs.sandbox.filesystem.mount_plan import default_environment
+from prorl_envs.sandbox.launcher.elf import ANY, FAIL, Call, Label, Step, in_memory, program, spawn
+from prorl_envs.sandbox.launcher.launcher import (
     _KNOWN,
     ENDING_SIZE,
-    Making,
-    Program,
-    Programs,
+    LaunchPlan,
+    LaunchProgram,
+    LaunchProgramCache,
     steps,
     why_refused,
 )
-from prorl_envs.sandbox.making_steps import GO
-from prorl_envs.sandbox.namespaces import SHELL, NamespaceDriver, NamespaceSandbox
-from prorl_envs.sandbox.processes import readable, receive
-from prorl_envs.sandbox.program import ANY, FAIL, Call, Label, Step, in_memory, program, spawn
-from prorl_envs.testing.leaks import Holdings, leaks_since
+from prorl_envs.sandbox.launcher.writer import GO
+from prorl_envs.sandbox.limits.enforcement import NodeLimits
+from prorl_envs.sandbox.linux.cgroups import Mechanism, find_groups
+from prorl_envs.sandbox.linux.pidfd import readable, receive
+from prorl_envs.testing.leaks import OpenResources, leaks_since
 from prorl_envs.testing.sandbox_entry import SCRIPT_TEMPLATES, run_script
+from tests.places import drivers_directory
 from tests.sandbox.rootfs import build_sif, missing_for_sif, write_busybox_rootfs, write_rootfs
 
 pytestmark = pytest.mark.anyio
@@ -50,6 +50,12 @@ CAPABILITIES = ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")
 #: Descriptors of a maker, and of a shell.
 MAKER = {0: "/dev/null", 1: "/dev/null", 2: "/dev/null", 3: "socket:"}
 SHELL_FDS = {0, 1, 2, 40, 41}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def run_dir() -> Iterator[Path]:
+    """Directory in memory: many tests have their own driver."""
+    yield from drivers_directory(in_memory=True)
 
 
 @pytest.fixture
@@ -91,10 +97,10 @@ def descriptors(pid: int) -> dict[int, str]:
         pytest.skip("only root may look into a process that is not dumpable")
 
 
-#: Says whether an ordinary user may look into a process.
+#: Prints whether an ordinary user may look into a process.
 LOOK = """\
 import os, sys
-from prorl_envs.sandbox.syscalls import drop_capabilities
+from prorl_envs.sandbox.linux.syscalls import drop_capabilities
 if os.geteuid() == 0:
     drop_capabilities()
 try:
@@ -112,7 +118,7 @@ def seen_by_user(pid: int) -> str:
 # The processes of a sandbox
 
 
-async def test_the_first_process_tells_nothing(driver: NamespaceDriver) -> None:
+async def test_the_first_process_reveals_nothing(driver: NamespaceDriver) -> None:
     sandbox = await start(driver)
     script = (
         "tr '\\0' ' ' < /proc/1/cmdline; echo; cat /proc/1/status; "
@@ -136,7 +142,7 @@ async def test_orphans_are_reaped(driver: NamespaceDriver) -> None:
     await sandbox.close()
 
 
-async def test_its_maker_is_small_and_may_do_nothing(driver: NamespaceDriver) -> None:
+async def test_the_maker_is_small_and_unprivileged(driver: NamespaceDriver) -> None:
     sandbox = await start(driver)
     maker = maker_pid(sandbox)
     found = status(maker)
@@ -149,12 +155,12 @@ async def test_its_maker_is_small_and_may_do_nothing(driver: NamespaceDriver) ->
     await sandbox.close()
 
 
-async def test_its_maker_has_no_descriptors_but_those_it_needs(driver: NamespaceDriver) -> None:
+async def test_the_maker_has_only_the_descriptors_it_needs(driver: NamespaceDriver) -> None:
     sandbox = await start(driver)
     maker = maker_pid(sandbox)
     await until(lambda: descriptors(maker) == MAKER)
     await until(lambda: descriptors(sandbox.pid) == dict.fromkeys(range(3), "socket:"))
-    begun = await sandbox.begin_shell()
+    begun = await sandbox.open_shell()
     assert begun is not None
     await until(lambda: descriptors(maker) == MAKER)
     assert status(maker)["VmRSS"]
@@ -162,7 +168,7 @@ async def test_its_maker_has_no_descriptors_but_those_it_needs(driver: Namespace
     await sandbox.close()
 
 
-async def test_its_maker_ends_with_it_and_not_before(driver: NamespaceDriver) -> None:
+async def test_the_maker_exits_with_its_sandbox_and_not_before(driver: NamespaceDriver) -> None:
     sandbox = await start(driver)
     maker = os.pidfd_open(maker_pid(sandbox))
     assert not ended(maker)
@@ -171,13 +177,13 @@ async def test_its_maker_ends_with_it_and_not_before(driver: NamespaceDriver) ->
     os.close(maker)
 
 
-async def test_a_sandbox_lives_on_without_its_maker(driver: NamespaceDriver) -> None:
+async def test_a_sandbox_survives_without_its_maker(driver: NamespaceDriver) -> None:
     sandbox = await start(driver)
     assert sandbox._maker is not None
     sandbox._maker.kill()
     await sandbox._maker.wait()
     assert await run_script(sandbox, "echo here") == "here\n"
-    assert await sandbox.begin_shell() is None
+    assert await sandbox.open_shell() is None
     await sandbox.close()
 
 
@@ -189,7 +195,7 @@ def alike(driver: NamespaceDriver, *sandboxes: NamespaceSandbox) -> bool:
 
 
 @pytest.mark.parametrize("hostname", ["", "other"])
-async def test_sandboxes_alike_share_a_program_and_no_directories(
+async def test_equal_sandboxes_share_a_program_and_no_directories(
     driver: NamespaceDriver, hostname: str, tmp_path: Path
 ) -> None:
     (tmp_path / "shared").mkdir()
@@ -214,9 +220,7 @@ async def test_sandboxes_alike_share_a_program_and_no_directories(
     await second.close()
 
 
-async def test_sandboxes_that_differ_have_programs_of_their_own(
-    driver: NamespaceDriver, tmp_path: Path
-) -> None:
+async def test_different_sandboxes_have_their_own_programs(driver: NamespaceDriver, tmp_path: Path) -> None:
     mount = Mount(source=tmp_path, target="/mounted")
     specs = (
         SandboxSpec(),
@@ -242,7 +246,7 @@ async def test_sandboxes_that_differ_have_programs_of_their_own(
         await sandbox.close()
 
 
-async def test_a_source_may_be_a_directory_and_then_a_file(driver: NamespaceDriver, tmp_path: Path) -> None:
+async def test_a_source_may_be_a_directory_and_later_a_file(driver: NamespaceDriver, tmp_path: Path) -> None:
     source = tmp_path / "source"
     spec = SandboxSpec(mounts=(Mount(source=source, target="/made/here"),))
     for _ in range(2):
@@ -259,7 +263,7 @@ async def test_a_source_may_be_a_directory_and_then_a_file(driver: NamespaceDriv
         source.unlink()
 
 
-async def test_a_source_is_the_one_that_has_its_path_now(driver: NamespaceDriver, tmp_path: Path) -> None:
+async def test_a_source_is_the_current_one_at_its_path(driver: NamespaceDriver, tmp_path: Path) -> None:
     source, target = (
         tmp_path / "source",
         SandboxSpec(mounts=(Mount(source=tmp_path / "source", target="/x"),)),
@@ -277,13 +281,13 @@ def in_memories() -> int:
     """Descriptors of programs that this process holds."""
     found = 0
     for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the one that lists the directory
+        with contextlib.suppress(FileNotFoundError):  # the descriptor that lists the directory
             found += "memfd:sandbox" in str(entry.readlink())
     return found
 
 
-def small(hostname: str) -> Making:
-    return Making(
+def small(hostname: str) -> LaunchPlan:
+    return LaunchPlan(
         mounts=("--proc", "/proc"),
         files=frozenset(),
         own="/proc/",
@@ -297,9 +301,9 @@ def small(hostname: str) -> Making:
     )
 
 
-def test_programs_are_forgotten_one_by_one_and_closed() -> None:
+def test_unused_programs_are_evicted_one_by_one_and_closed() -> None:
     before = in_memories()
-    programs = Programs()
+    programs = LaunchProgramCache()
     kept = programs.get(small("kept"))
     for number in range(_KNOWN - 1):
         programs.get(small(f"other{number}"))
@@ -319,6 +323,22 @@ def test_programs_are_forgotten_one_by_one_and_closed() -> None:
     assert in_memories() == before
 
 
+def test_programs_depend_on_every_part_of_the_spec() -> None:
+    """A program of another spec would give a sandbox the wrong network, user or limits."""
+    programs = LaunchProgramCache()
+    first = small("same")
+    others = [
+        replace(first, network=not first.network),
+        replace(first, uid=first.uid + 1),
+        replace(first, workdir="/elsewhere"),
+        replace(first, rlimits=((resource.RLIMIT_NOFILE, 64, 64),)),
+        replace(first, hostname="other"),
+    ]
+    found = [programs.get(making) for making in (first, *others)]
+    assert len({id(program) for program in found}) == len(found)
+    assert [programs.get(making) for making in (first, *others)] == found
+
+
 @pytest.mark.parametrize(
     "spec",
     [
@@ -334,31 +354,31 @@ async def test_a_zero_byte_is_refused(driver: NamespaceDriver, spec: SandboxSpec
     assert not driver.sandboxes
 
 
-def test_a_program_with_a_zero_byte_is_none() -> None:
+def test_a_program_with_a_zero_byte_is_refused() -> None:
     making = replace(small("x"), workdir="/a\0b")
     with pytest.raises(ValueError, match="zero byte"):
-        Programs().get(making)
+        LaunchProgramCache().get(making)
     assert "zero byte" in why_refused(making)
 
 
-# What cannot be made
+# Refused launches
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What a maker was refused, and whether everything that held the sandbox's lifetime ended."""
+    """The reason for a maker's refusal, and whether every holder of the sandbox's lifetime closed it."""
 
     refused: str
     ended: bool
 
 
-def tried(making: Making, taken: list[Step]) -> Tried:
-    """Have a sandbox made by these steps, and end it."""
+def tried(making: LaunchPlan, taken: list[Step]) -> Tried:
+    """Make a sandbox by these steps, and close it."""
     fd = in_memory(program(os.uname().machine, taken))
     own = os.open(making.own, os.O_PATH | os.O_DIRECTORY)
     ours, its_lifetime = socket.socketpair()
     way, its_way = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    words = Program(making)
+    words = LaunchProgram(making)
     with ours, way:
         with its_lifetime, its_way:
             pid = spawn(["", "sandbox"], [its_lifetime.fileno(), its_way.fileno(), own, fd])
@@ -377,8 +397,8 @@ def tried(making: Making, taken: list[Step]) -> Tried:
 
 
 @contextmanager
-def everything(tmp_path: Path) -> Iterator[Making]:
-    """A sandbox with some of all that there can be."""
+def everything(tmp_path: Path) -> Iterator[LaunchPlan]:
+    """Plan of a sandbox that uses every feature."""
     system = [option for path in ("/usr", "/bin", "/lib", "/lib64") if Path(path).is_dir()
               for option in ("--ro-bind", path, path)]  # fmt: skip
     for name in ("work", "upper", "overlay", "lower"):
@@ -411,19 +431,19 @@ def everything(tmp_path: Path) -> Iterator[Making]:
 
 
 @pytest.fixture
-def whole(tmp_path: Path) -> Iterator[Making]:
+def whole(tmp_path: Path) -> Iterator[LaunchPlan]:
     with everything(tmp_path) as making:
         yield making
 
 
-def test_a_sandbox_is_made_that_ends_with_its_lifetime(whole: Making) -> None:
+def test_a_sandbox_stops_with_its_lifetime(whole: LaunchPlan) -> None:
     assert tried(whole, steps(whole)) == Tried("", True)
     assert why_refused(whole) == ""
 
 
-def test_each_step_that_fails_is_told_and_nothing_is_left(whole: Making) -> None:
-    """Each in its turn, until the host is told that the sandbox is made. The first process has no way to
-    the host any more when it takes its last ones."""
+def test_each_failing_step_is_reported_and_leaks_nothing(whole: LaunchPlan) -> None:
+    """Every step in turn, until the host is notified that the sandbox is made. The first process can no
+    longer reach the host during its last steps."""
     taken = steps(whole)
     told = next(i for i, step in enumerate(taken) if isinstance(step, Call) and step.name == "sendmsg")
     first = taken.index(Label("first"))
@@ -440,7 +460,7 @@ def test_each_step_that_fails_is_told_and_nothing_is_left(whole: Making) -> None
 
 
 @pytest.mark.parametrize("whom", ["maker", "first"])
-def test_the_end_of_one_half_way_is_the_end_of_the_other(whole: Making, whom: str) -> None:
+def test_if_maker_or_first_process_dies_half_way_the_other_exits(whole: LaunchPlan, whom: str) -> None:
     taken = steps(whole)
     place = taken.index(Label("first")) + 3
     if whom == "maker":
@@ -473,12 +493,12 @@ def test_the_end_of_one_half_way_is_the_end_of_the_other(whole: Making, whom: st
         ),
     ],
 )
-def test_what_a_sandbox_cannot_run_is_told(whole: Making, trial: tuple[str, ...], said: str) -> None:
+def test_a_command_that_cannot_run_is_reported(whole: LaunchPlan, trial: tuple[str, ...], said: str) -> None:
     assert why_refused(replace(whole, trial=trial)) == said
 
 
-def test_no_user_namespace_can_be_made_inside_whatever_the_filter_says(whole: Making) -> None:
-    """What holds is that there can be one such namespace alone."""
+def test_no_user_namespace_can_be_made_inside_even_without_a_filter(whole: LaunchPlan) -> None:
+    """The limit of one namespace prevents it."""
     nothing = Call("umask", (0o22,))
     for script, said in (
         ("unshare --user true 2>/dev/null; exit $((40 + $?))", "execvp /bin/sh: ended with 41"),
@@ -490,7 +510,7 @@ def test_no_user_namespace_can_be_made_inside_whatever_the_filter_says(whole: Ma
         assert tried(making, [nothing if filter_ else step for step, filter_ in pairs]).refused == said
 
 
-async def test_a_step_that_fails_is_named(driver: NamespaceDriver, tmp_path: Path) -> None:
+async def test_a_failing_step_is_named(driver: NamespaceDriver, tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     spec = SandboxSpec(mounts=(Mount(source=gone, target="/here"),))
@@ -503,9 +523,7 @@ async def test_a_step_that_fails_is_named(driver: NamespaceDriver, tmp_path: Pat
     assert not driver.sandboxes
 
 
-async def test_a_source_behind_links_is_found_as_the_host_finds_it(
-    driver: NamespaceDriver, tmp_path: Path
-) -> None:
+async def test_a_source_behind_links_is_resolved_on_the_host(driver: NamespaceDriver, tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "file").write_text("found")
     (tmp_path / "link").symlink_to(tmp_path / "real")
@@ -525,7 +543,7 @@ async def test_a_source_behind_links_is_found_as_the_host_finds_it(
 
 @pytest.fixture(params=["directory", "sif"])
 def packed(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Path], Path]:
-    """Makes an image of a root file system."""
+    """Make an image of a root file system."""
     if request.param == "sif" and (missing := missing_for_sif()):
         pytest.skip(missing)
     return (
@@ -544,7 +562,7 @@ def packed(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Path], P
     ],
     ids=["none", "fails", "another machine's"],
 )
-async def test_an_image_whose_shell_cannot_be_run_is_refused(
+async def test_an_image_whose_shell_cannot_run_is_refused(
     driver: NamespaceDriver, packed: Callable[[Path], Path], tmp_path: Path, shell: str, said: str
 ) -> None:
     root = write_rootfs(tmp_path / "root", ("false",))
@@ -555,7 +573,7 @@ async def test_an_image_whose_shell_cannot_be_run_is_refused(
         (root / "bin" / "sh").write_bytes(program(other, ()))
         (root / "bin" / "sh").chmod(0o755)
     image = packed(root)
-    for _ in range(2):  # by a program that is written, and by one that is known
+    for _ in range(2):  # first with a new program, then with a cached one
         with pytest.raises(SandboxError, match=said) as caught:
             await driver.start(SandboxSpec(image=image))
         assert "an image needs a `/bin/sh`" in caught.value.hint
@@ -566,7 +584,7 @@ STARTING = """\
 import asyncio, sys
 from pathlib import Path
 from prorl_envs.sandbox.base import Mount, SandboxSpec
-from prorl_envs.sandbox.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
 
 async def main():
     driver = NamespaceDriver()
@@ -583,8 +601,8 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("after_s", [0.0, 0.02, 0.1])
 @pytest.mark.parametrize("whom", ["service", "starter", "maker"])
-def test_killed_while_a_sandbox_is_made_nothing_is_left(run_dir: Path, whom: str, after_s: float) -> None:
-    before = Holdings.now(run_dir)
+def test_a_process_killed_during_a_start_leaks_nothing(run_dir: Path, whom: str, after_s: float) -> None:
+    before = OpenResources.now(run_dir)
     with subprocess.Popen(
         [sys.executable, "-c", STARTING], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as service:
@@ -601,12 +619,12 @@ def test_killed_while_a_sandbox_is_made_nothing_is_left(run_dir: Path, whom: str
             subprocess.run(["kill", "-KILL", str(service.pid if whom == "service" else starter)], check=False)
         said, errors = service.communicate(timeout=60)
     assert service.returncode == -signal.SIGKILL or said == "started\n" or "SandboxError" in errors
-    asyncio.run(NamespaceDriver().aclose())  # the next driver sweeps
+    asyncio.run(NamespaceDriver().aclose())  # the next driver removes them
     assert leaks_since(before, run_dir) == []
 
 
 def child_of(starter: int) -> int:
-    """A pidfd of the first process that runs a program in memory as this one's child."""
+    """Return a pidfd of the first child that runs a program in memory."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         for pid in map(int, Path(f"/proc/{starter}/task/{starter}/children").read_text().split()):
@@ -621,7 +639,7 @@ def child_of(starter: int) -> int:
 # Shells
 
 
-def close(begun: Begun) -> None:
+def close(begun: OpenedTerminal) -> None:
     for fd in (begun.terminal, begun.report, begun.process, begun.text, begun.exits):
         os.close(fd)
 
@@ -640,7 +658,7 @@ def namespace(pid: int | str, name: str) -> str:
 
 
 def words(pid: int, name: str) -> list[str]:
-    """What a file of a process in /proc has between zero bytes."""
+    """Return the parts of a file in /proc that are separated by zero bytes."""
     return Path(f"/proc/{pid}/{name}").read_text().removesuffix("\0").split("\0")
 
 
@@ -649,28 +667,28 @@ def ended(pidfd: int) -> bool:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
-async def say(begun: Begun, command: str) -> str:
-    """Type a line; what comes of it."""
+async def say(begun: OpenedTerminal, command: str) -> str:
+    """Type a line; return its output."""
     os.write(begun.terminal, f"{command}\nprintf 'over%s' .\n".encode())
     said = ""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while "over." not in said:
             await readable(begun.terminal)
             said += os.read(begun.terminal, 4096).decode()
-    # Before its first prompt bash says what it thinks of the terminal.
+    # Before its first prompt bash may print warnings about the terminal.
     return said.removesuffix("over.")
 
 
-async def exits(begun: Begun, count: int) -> list[tuple[int, int, int]]:
-    """Pid, code and status of each that ended."""
+async def exits(begun: OpenedTerminal, count: int) -> list[tuple[int, int, int]]:
+    """Pid, code and status of each process that exited."""
     found = []
     with socket.socket(fileno=os.dup(begun.exits)) as sock:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             for _ in range(count):
                 said, _ = await receive(sock, 4096)
                 assert len(said) == ENDING_SIZE
@@ -683,9 +701,9 @@ async def exits(begun: Begun, count: int) -> list[tuple[int, int, int]]:
 @contextlib.asynccontextmanager
 async def shell(
     driver: NamespaceDriver, spec: SandboxSpec | None = None
-) -> AsyncIterator[tuple[NamespaceSandbox, Begun]]:
+) -> AsyncIterator[tuple[NamespaceSandbox, OpenedTerminal]]:
     sandbox = await start(driver, spec)
-    begun = await sandbox.begin_shell()
+    begun = await sandbox.open_shell()
     assert begun is not None
     try:
         yield sandbox, begun
@@ -694,7 +712,7 @@ async def shell(
         await sandbox.close()
 
 
-async def test_a_shell_has_what_was_planned_and_nothing_else(driver: NamespaceDriver) -> None:
+async def test_a_shell_has_the_planned_properties_and_no_others(driver: NamespaceDriver) -> None:
     spec = SandboxSpec(workdir="/some/where", env={"NAME": "a value\nof two lines", "TERM": "other"}, uid=7)
     async with shell(driver, spec) as (sandbox, begun):
         pid, plan = number(begun.process), pkgutil.resolve_name(SHELL)(default_environment(spec), spec.env)
@@ -717,7 +735,7 @@ async def test_a_shell_has_what_was_planned_and_nothing_else(driver: NamespaceDr
         assert int(fields[4]) != 0, "which has a terminal"
 
 
-async def test_what_a_shell_ignores_its_programs_do_not(driver: NamespaceDriver) -> None:
+async def test_signals_that_a_shell_ignores_are_not_ignored_in_its_programs(driver: NamespaceDriver) -> None:
     async with shell(driver) as (_, begun):
         said = await say(begun, "grep SigIgn /proc/self/status")
         # Two above are the C library's own.
@@ -737,7 +755,7 @@ async def test_a_shell_reads_text_and_writes_reports(driver: NamespaceDriver) ->
             assert not os.get_inheritable(fd)
 
 
-async def test_it_is_told_how_a_shell_ended(driver: NamespaceDriver) -> None:
+async def test_the_exit_status_of_a_shell_is_reported(driver: NamespaceDriver) -> None:
     async with shell(driver) as (sandbox, begun):
         pid = number(begun.process)
         os.write(begun.terminal, b"exit 3\n")
@@ -747,7 +765,7 @@ async def test_it_is_told_how_a_shell_ended(driver: NamespaceDriver) -> None:
         assert await run_script(sandbox, "echo here") == "here\n"
 
 
-async def test_it_is_told_what_killed_a_shell(driver: NamespaceDriver) -> None:
+async def test_the_signal_that_killed_a_shell_is_reported(driver: NamespaceDriver) -> None:
     async with shell(driver) as (sandbox, begun):
         pid = number(begun.process)
         signal.pidfd_send_signal(begun.process, signal.SIGKILL)
@@ -755,7 +773,7 @@ async def test_it_is_told_what_killed_a_shell(driver: NamespaceDriver) -> None:
         assert sandbox.alive
 
 
-async def test_what_a_shell_leaves_behind_is_not_taken_for_it(driver: NamespaceDriver) -> None:
+async def test_children_that_outlive_a_shell_are_not_reported_as_the_shell(driver: NamespaceDriver) -> None:
     async with shell(driver) as (sandbox, begun):
         pid = number(begun.process)
         await say(begun, "(setsid sleep 0.3 &)")
@@ -767,9 +785,9 @@ async def test_what_a_shell_leaves_behind_is_not_taken_for_it(driver: NamespaceD
         assert sandbox.alive
 
 
-async def test_the_end_of_a_sandbox_is_told_and_then_nothing_more(driver: NamespaceDriver) -> None:
+async def test_the_end_of_a_sandbox_is_reported_last(driver: NamespaceDriver) -> None:
     sandbox = await start(driver)
-    begun = await sandbox.begin_shell()
+    begun = await sandbox.open_shell()
     assert begun is not None
     pids = {number(begun.process), sandbox.pid}
     os.kill(sandbox.pid, signal.SIGKILL)
@@ -781,21 +799,21 @@ async def test_the_end_of_a_sandbox_is_told_and_then_nothing_more(driver: Namesp
     await sandbox.close()
 
 
-async def test_a_shell_is_given_once(driver: NamespaceDriver) -> None:
+async def test_a_shell_is_handed_out_once(driver: NamespaceDriver) -> None:
     async with shell(driver) as (sandbox, begun):
-        assert await sandbox.begin_shell() is None
+        assert await sandbox.open_shell() is None
         assert await say(begun, "echo still here") == "still here\n"
 
 
-async def test_of_two_that_want_it_one_gets_the_shell(driver: NamespaceDriver) -> None:
+async def test_of_two_concurrent_requests_one_gets_the_shell(driver: NamespaceDriver) -> None:
     sandbox = await start(driver)
-    given = [begun for begun in await asyncio.gather(*(sandbox.begin_shell() for _ in range(3))) if begun]
+    given = [begun for begun in await asyncio.gather(*(sandbox.open_shell() for _ in range(3))) if begun]
     assert len(given) == 1
     close(given[0])
     await sandbox.close()
 
 
-async def test_many_shells_at_once_are_each_in_their_own_sandbox(driver: NamespaceDriver) -> None:
+async def test_many_shells_are_each_in_their_own_sandbox(driver: NamespaceDriver) -> None:
     async def one() -> bool:
         async with shell(driver) as (sandbox, begun):
             await say(begun, f"echo {sandbox.id} > file")
@@ -804,16 +822,16 @@ async def test_many_shells_at_once_are_each_in_their_own_sandbox(driver: Namespa
     assert all(await asyncio.gather(*(one() for _ in range(12))))
 
 
-async def test_where_there_is_no_bash_there_is_no_shell(driver: NamespaceDriver, busybox_image: Path) -> None:
+async def test_without_bash_there_is_no_shell(driver: NamespaceDriver, busybox_image: Path) -> None:
     sandbox = await start(driver, SandboxSpec(image=busybox_image))
-    assert await sandbox.begin_shell() is None
-    assert await sandbox.begin_shell() is None
+    assert await sandbox.open_shell() is None
+    assert await sandbox.open_shell() is None
     assert sandbox.alive
     assert await run_script(sandbox, "cat /etc/image") == "from the image\n"
     await sandbox.close()
 
 
-async def test_bash_is_the_first_in_the_path(driver: NamespaceDriver, tmp_path: Path) -> None:
+async def test_the_first_bash_in_the_path_is_used(driver: NamespaceDriver, tmp_path: Path) -> None:
     image = write_rootfs(tmp_path / "root", ("sh", "bash"))
     (image / "own").mkdir()
     shutil.copy(image / "bin" / "bash", image / "own" / "bash")
@@ -824,13 +842,13 @@ async def test_bash_is_the_first_in_the_path(driver: NamespaceDriver, tmp_path: 
 
 async def test_a_sandbox_without_a_path_has_no_shell(driver: NamespaceDriver) -> None:
     sandbox = await start(driver, SandboxSpec(env={"PATH": ""}))
-    if (begun := await sandbox.begin_shell()) is not None:  # one that lies in the working directory
+    if (begun := await sandbox.open_shell()) is not None:  # a bash in the working directory
         close(begun)
     assert sandbox.alive
     await sandbox.close()
 
 
-def test_a_plan_of_no_programs_is_none(whole: Making) -> None:
+def test_a_plan_without_programs_is_no_plan(whole: LaunchPlan) -> None:
     plan = TerminalPlan(
         programs=(), arguments=(), env={}, settings=bytes(36), size=(50, 80), text_fd=40, report_fd=41
     )
@@ -838,22 +856,22 @@ def test_a_plan_of_no_programs_is_none(whole: Making) -> None:
     assert tried(making, steps(making)) == Tried("", True)
 
 
-async def test_an_ended_sandbox_begins_no_shell(driver: NamespaceDriver) -> None:
+async def test_a_closed_sandbox_opens_no_shell(driver: NamespaceDriver) -> None:
     closed, killed = await start(driver), await start(driver)
     await closed.close()
     os.kill(killed.pid, signal.SIGKILL)
     await until(lambda: not killed.alive)
     for sandbox in (closed, killed):
         with pytest.raises(SandboxError, match=r"ended|closed"):
-            await sandbox.begin_shell()
+            await sandbox.open_shell()
     await killed.close()
 
 
-async def test_a_sandbox_that_ends_meanwhile_begins_no_shell(driver: NamespaceDriver) -> None:
+async def test_a_sandbox_that_closes_during_the_request_opens_no_shell(driver: NamespaceDriver) -> None:
     sandbox = await start(driver)
     maker = maker_pid(sandbox)
     os.kill(maker, signal.SIGSTOP)
-    beginning = asyncio.create_task(sandbox.begin_shell())
+    beginning = asyncio.create_task(sandbox.open_shell())
     await asyncio.sleep(0.01)
     closing = asyncio.create_task(sandbox.close())
     with pytest.raises(SandboxError, match=r"ended|closed"):
@@ -862,7 +880,7 @@ async def test_a_sandbox_that_ends_meanwhile_begins_no_shell(driver: NamespaceDr
 
 
 def inside(sandbox: NamespaceSandbox) -> set[int]:
-    """Processes, on the host, that are in its pid namespace."""
+    """Return the host's processes in the sandbox's pid namespace."""
     own, found = namespace(sandbox.pid, "pid"), set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -872,21 +890,21 @@ def inside(sandbox: NamespaceSandbox) -> set[int]:
     return found
 
 
-async def test_a_beginning_that_is_cancelled_at_any_moment_leaves_nothing(driver: NamespaceDriver) -> None:
+async def test_a_request_cancelled_at_any_moment_leaks_nothing(driver: NamespaceDriver) -> None:
     for tenths_ms in (None, *range(0, 20, 2), *range(20, 100, 20)):
         sandbox = await start(driver)
         before = own_descriptors()
-        beginning = asyncio.create_task(sandbox.begin_shell())
+        beginning = asyncio.create_task(sandbox.open_shell())
         if tenths_ms is not None:
             await asyncio.sleep(0)
             await asyncio.wait([beginning], timeout=tenths_ms / 10_000)
         beginning.cancel()
         (outcome,) = await asyncio.gather(beginning, return_exceptions=True)
         if isinstance(outcome, asyncio.CancelledError):
-            outcome = await sandbox.begin_shell()  # it had not even asked for it
+            outcome = await sandbox.open_shell()  # the request had not even been sent
             assert outcome is None or tenths_ms is None
         if outcome is not None:
-            assert isinstance(outcome, Begun)
+            assert isinstance(outcome, OpenedTerminal)
             close(outcome)
         await until(lambda sandbox=sandbox: inside(sandbox) == {sandbox.pid})  # type: ignore[misc]
         assert own_descriptors() < before, "the way to its maker is closed, and nothing else is open"
@@ -894,18 +912,16 @@ async def test_a_beginning_that_is_cancelled_at_any_moment_leaves_nothing(driver
         await sandbox.close()
 
 
-async def test_a_beginning_that_is_cancelled_while_the_shell_begins_leaves_none(
-    driver: NamespaceDriver,
-) -> None:
+async def test_a_request_cancelled_while_the_shell_starts_leaks_nothing(driver: NamespaceDriver) -> None:
     sandbox = await start(driver)
     maker = maker_pid(sandbox)
     os.kill(maker, signal.SIGSTOP)
-    beginning = asyncio.create_task(sandbox.begin_shell())
+    beginning = asyncio.create_task(sandbox.open_shell())
     await asyncio.sleep(0.01)
     beginning.cancel()
     await asyncio.gather(beginning, return_exceptions=True)
     os.kill(maker, signal.SIGCONT)
-    assert await sandbox.begin_shell() is None
+    assert await sandbox.open_shell() is None
     await asyncio.sleep(0.1)
     await until(lambda: inside(sandbox) == {sandbox.pid})
     await sandbox.close()
@@ -919,10 +935,10 @@ def has(groups: Mechanism) -> bool:
 
 
 @pytest.mark.parametrize("mechanism", [Mechanism.CGROUP2, Mechanism.CGROUP1])
-async def test_control_groups_hold_all_of_a_sandbox(run_dir: Path, mechanism: Mechanism) -> None:
+async def test_control_groups_hold_all_processes_of_a_sandbox(run_dir: Path, mechanism: Mechanism) -> None:
     if not has(mechanism):
         pytest.skip(f"this machine lends no control groups of {mechanism.value}")
-    driver = NamespaceDriver(limits=NodeLimits(mechanism=mechanism), templates=SCRIPT_TEMPLATES)
+    driver = NamespaceDriver(limits=NodeLimits(enforcement=mechanism), templates=SCRIPT_TEMPLATES)
     try:
         async with shell(driver) as (sandbox, begun):
             assert sandbox.contained.group is not None

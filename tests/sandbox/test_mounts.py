@@ -1,4 +1,4 @@
-"""Host paths inside: read-only, writable, copy-on-write, and hidden."""
+"""Host paths in a sandbox: read-only, writable, copy-on-write, and hidden."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import Mount, SandboxSpec
-from prorl_envs.sandbox.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
 from prorl_envs.testing.sandbox_entry import run_script
 
 pytestmark = pytest.mark.anyio
@@ -42,7 +42,7 @@ async def test_a_single_file_can_be_mounted(shell_driver: NamespaceDriver, tree:
     assert await run_with(shell_driver, spec, "cat /opt/one") == "original\n"
 
 
-async def test_a_writable_mount_is_the_hosts_own(shell_driver: NamespaceDriver, tree: Path) -> None:
+async def test_a_writable_mount_writes_to_the_host(shell_driver: NamespaceDriver, tree: Path) -> None:
     spec = SandboxSpec(mounts=(Mount(source=tree, target="/opt/tree", writable=True),))
     await run_with(shell_driver, spec, "echo changed > /opt/tree/file")
     assert (tree / "file").read_text() == "changed\n"
@@ -56,7 +56,7 @@ async def test_an_overlay_never_changes_its_source(shell_driver: NamespaceDriver
     assert (tree / "package" / "secret" / "solution").exists()
 
 
-async def test_sandboxes_over_one_source_have_their_own_changes(
+async def test_sandboxes_with_one_source_do_not_share_changes(
     shell_driver: NamespaceDriver, tree: Path
 ) -> None:
     spec = SandboxSpec(mounts=(Mount(source=tree, target="/opt/tree", overlay=True),))
@@ -78,9 +78,7 @@ async def test_the_workspace_itself_can_be_an_overlay(shell_driver: NamespaceDri
     )
 
 
-async def test_a_mask_hides_behind_an_empty_read_only_directory(
-    shell_driver: NamespaceDriver, tree: Path
-) -> None:
+async def test_a_mask_is_an_empty_read_only_directory(shell_driver: NamespaceDriver, tree: Path) -> None:
     spec = SandboxSpec(
         mounts=(Mount(source=tree, target="/opt/tree"),), masks=("/opt/tree/package/secret", "/usr/games")
     )
@@ -101,7 +99,7 @@ async def test_a_mask_hides_behind_an_empty_read_only_directory(
         (SandboxSpec(mounts=(Mount(source=Path("/usr"), target="/o", writable=True, overlay=True),)), "both"),
     ],
 )
-async def test_a_spec_that_cannot_be_is_refused(
+async def test_an_impossible_spec_is_refused(
     shell_driver: NamespaceDriver, spec: SandboxSpec, word: str
 ) -> None:
     with pytest.raises(SandboxError, match=word):

@@ -1,4 +1,4 @@
-"""Sandboxes that may reach something: an allowlist through the proxy, and the host's network."""
+"""Sandboxes with network: an allowlist through the proxy, and the host's network."""
 
 import asyncio
 import contextlib
@@ -10,9 +10,9 @@ import pytest
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import PROXY_PORT, Network, Sandbox, SandboxSpec
-from prorl_envs.sandbox.command import check
-from prorl_envs.sandbox.local import LocalDriver, NoIsolationWarning
-from prorl_envs.sandbox.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.local import LocalDriver, NoIsolationWarning
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.filesystem.mount_plan import check
 from prorl_envs.testing.sandbox_entry import RUN_SCRIPTS, SCRIPT_TEMPLATES, ask, run_script
 
 pytestmark = pytest.mark.anyio
@@ -23,7 +23,7 @@ OWN_NETWORK = str(Path("/proc/self/ns/net").readlink())
 
 @asynccontextmanager
 async def web() -> AsyncIterator[int]:
-    """A web server on the host's loopback that answers with the first line it was sent. Yields its port."""
+    """Web server on the host's loopback that answers with the first line of the request. Yields its port."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
@@ -45,7 +45,7 @@ async def started(driver: NamespaceDriver, *allow: str, **fields: object) -> Asy
 
 
 def through_proxy(*lines: str, port: int = PROXY_PORT) -> str:
-    """A script of one line that sends these lines to the proxy and prints all that comes back."""
+    """Return a one-line script that sends these lines to the proxy and prints the whole answer."""
     text = "".join(f"{line}\\r\\n" for line in lines)
     return f"bash -c 'exec 3<>/dev/tcp/127.0.0.1/{port}; printf \"{text}\" >&3; cat <&3'"
 
@@ -58,7 +58,7 @@ async def test_a_listed_host_is_reached_through_the_proxy(shell_driver: Namespac
         assert output.splitlines()[-1] == "got GET /x?y HTTP/1.1"
 
 
-async def test_an_unlisted_one_is_refused_with_a_reason(shell_driver: NamespaceDriver) -> None:
+async def test_an_unlisted_host_is_refused_with_a_reason(shell_driver: NamespaceDriver) -> None:
     refused = shell_driver.gateway.counts.refused
     async with web() as port, started(shell_driver, "example.com") as sandbox:
         for request in (f"GET http://127.0.0.1:{port}/ HTTP/1.1", f"CONNECT 127.0.0.1:{port} HTTP/1.1"):
@@ -77,7 +77,7 @@ async def test_a_tunnel_carries_bytes_both_ways(shell_driver: NamespaceDriver) -
         assert output.endswith("got GET /inside HTTP/1.1\n")
 
 
-async def test_there_is_no_way_past_the_proxy(shell_driver: NamespaceDriver) -> None:
+async def test_the_proxy_cannot_be_bypassed(shell_driver: NamespaceDriver) -> None:
     async with web() as port, started(shell_driver, f"127.0.0.1:{port}", "192.0.2.1") as sandbox:
         for address, error in ((f"127.0.0.1/{port}", "refused"), ("192.0.2.1/80", "unreachable")):
             assert error in await run_script(sandbox, f"LC_ALL=C bash -c '</dev/tcp/{address}' 2>&1")
@@ -107,8 +107,8 @@ async def test_the_environment_names_the_proxy_unless_the_spec_does(shell_driver
     }
 
 
-async def test_nobody_inside_can_take_the_proxys_place(shell_driver: NamespaceDriver) -> None:
-    """Nor can one sandbox use another's."""
+async def test_no_process_inside_can_impersonate_the_proxy(shell_driver: NamespaceDriver) -> None:
+    """One sandbox cannot use another's proxy either."""
     async with started(shell_driver, "example.com") as sandbox, started(shell_driver) as other:
         listening = await run_script(sandbox, "grep -c ' 0A ' /proc/net/tcp; cat /proc/[0-9]*/stat")
         sockets, *processes = listening.splitlines()
@@ -118,7 +118,7 @@ async def test_nobody_inside_can_take_the_proxys_place(shell_driver: NamespaceDr
         assert "refused" in await run_script(other, connecting)
 
 
-async def test_the_proxy_ends_with_the_sandbox_and_its_connections(own_driver: NamespaceDriver) -> None:
+async def test_the_proxy_stops_with_the_sandbox_and_its_connections(own_driver: NamespaceDriver) -> None:
     connected = asyncio.Event()
 
     async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -137,12 +137,12 @@ async def test_the_proxy_ends_with_the_sandbox_and_its_connections(own_driver: N
             await connected.wait()
             await sandbox.close()
             await ended.wait()
-            with contextlib.suppress(EOFError):  # its last words may still have come
+            with contextlib.suppress(EOFError):  # its last bytes may still have arrived
                 await asking
 
 
-async def test_a_start_that_is_cancelled_leaves_nothing(own_driver: NamespaceDriver) -> None:
-    """Neither a descriptor nor a process: what every test is checked for."""
+async def test_a_cancelled_start_leaks_nothing(own_driver: NamespaceDriver) -> None:
+    """The leak fixture checks descriptors and processes."""
     await own_driver.warm()
     for steps in range(0, 60, 3):
         start = asyncio.create_task(own_driver.start(SandboxSpec(network=Network(allow=("example.com",)))))
@@ -181,7 +181,7 @@ async def test_an_open_network_is_the_hosts(
         SandboxSpec(network=Network(allow="a.example")),  # type: ignore[arg-type]
     ],
 )
-def test_what_makes_no_sense_is_refused(spec: SandboxSpec) -> None:
+def test_contradictory_network_settings_are_refused(spec: SandboxSpec) -> None:
     with pytest.raises(SandboxError):
         check(spec)
 
@@ -194,14 +194,14 @@ async def test_the_local_driver_refuses_an_allowlist(run_dir: Path) -> None:
     await driver.aclose()
 
 
-async def test_a_default_route_and_an_allowlist_go_together(shell_driver: NamespaceDriver) -> None:
+async def test_a_default_route_and_an_allowlist_can_be_combined(shell_driver: NamespaceDriver) -> None:
     async with web() as port, started(shell_driver, f"127.0.0.1:{port}", default_route=True) as sandbox:
         output = await run_script(sandbox, through_proxy(f"GET http://127.0.0.1:{port}/ HTTP/1.1", ""))
         assert output.endswith("got GET / HTTP/1.1\n")
         assert await run_script(sandbox, "timeout 0.2 bash -c '</dev/tcp/192.0.2.1/80'; echo $?") == "124\n"
 
 
-async def test_a_flood_from_inside_leaves_the_others_alone(shell_driver: NamespaceDriver) -> None:
+async def test_a_flood_from_one_sandbox_does_not_affect_the_others(shell_driver: NamespaceDriver) -> None:
     """It gets as many connections as the proxy has slots; the rest wait in the kernel."""
     one = f"exec {{fd}}<>/dev/tcp/127.0.0.1/{PROXY_PORT}"
     flood = f"timeout 1 bash -c 'for i in {{1..1000}}; do {one} || break; done; echo all'; echo end"

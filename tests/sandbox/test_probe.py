@@ -1,4 +1,4 @@
-"""What is said on a machine that cannot, and what is found on this one."""
+"""The probe of drivers: reports on machines that cannot run one, and the result on this machine."""
 
 import asyncio
 import os
@@ -11,8 +11,8 @@ import pytest
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.bubblewrap import BubblewrapDriver
-from prorl_envs.sandbox.probe import (
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.drivers.probe import (
     blocking_settings,
     bubblewrap_checks,
     enclosure_checks,
@@ -20,12 +20,12 @@ from prorl_envs.sandbox.probe import (
     find_bwrap,
     machine_checks,
 )
-from prorl_envs.sandbox.seccomp import ARCHITECTURES
+from prorl_envs.sandbox.linux.syscall_rules import ARCHITECTURES
 
 
 @pytest.fixture
 def chosen_bwrap(tmp_path: Path) -> Iterator[Path]:
-    """A program named by PRORL_BWRAP."""
+    """Write a program that PRORL_BWRAP names."""
     path = tmp_path / "bwrap"
     before = os.environ.get("PRORL_BWRAP")
     os.environ["PRORL_BWRAP"] = str(path)
@@ -54,7 +54,7 @@ def test_each_refusal_has_its_remedy(said: str, hint: str) -> None:
     assert said.removeprefix("bwrap: ") in error.message
 
 
-def test_settings_that_forbid_are_found(tmp_path: Path) -> None:
+def test_settings_that_forbid_namespaces_are_found(tmp_path: Path) -> None:
     (tmp_path / "sys" / "user").mkdir(parents=True)
     (tmp_path / "sys" / "kernel").mkdir()
     (tmp_path / "sys" / "user" / "max_user_namespaces").write_text("0\n")
@@ -63,28 +63,28 @@ def test_settings_that_forbid_are_found(tmp_path: Path) -> None:
     assert "user.max_user_namespaces=0" in explain("creating namespace failed", proc=tmp_path).hint
 
 
-def test_this_machine_can() -> None:
-    """Where this fails, it says what to do."""
+def test_this_machine_can_run_sandboxes() -> None:
+    """A failure gives the remedy."""
     found = (*machine_checks(), *bubblewrap_checks(), *enclosure_checks())
     problems = [f"{check.name}: {check.found}; remedy: {check.remedy}" for check in found if not check.ok]
     assert not problems
 
 
-def test_a_chosen_binary_that_is_none_is_refused(chosen_bwrap: Path) -> None:
+def test_a_chosen_program_that_is_not_bubblewrap_is_refused(chosen_bwrap: Path) -> None:
     with pytest.raises(SandboxError, match=str(chosen_bwrap)):
         find_bwrap()
     chosen_bwrap.touch(mode=0o755)
     assert find_bwrap() == chosen_bwrap
 
 
-#: Starts a sandbox where no user namespace may be made.
+#: Starts a sandbox on a machine that allows no user namespace.
 FORBIDDEN = """\
 echo 0 > /proc/sys/user/max_user_namespaces
 exec "$0" -c '
 import asyncio
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.choice import make_driver
+from prorl_envs.sandbox.drivers.select import make_driver
 
 async def main():
     driver = make_driver("DRIVER")
@@ -101,7 +101,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("driver", ["namespaces", "bubblewrap"])
-def test_a_machine_without_user_namespaces_says_so(driver: str) -> None:
+def test_a_machine_without_user_namespaces_is_reported(driver: str) -> None:
     script = FORBIDDEN.replace("DRIVER", driver)
     done = subprocess.run(
         ["unshare", "--user", "--map-root-user", "sh", "-c", script, sys.executable],
@@ -114,13 +114,13 @@ def test_a_machine_without_user_namespaces_says_so(driver: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-#: Chooses a driver as before Linux 5.12: without the call that changes what can be done with mounts.
+#: Chooses a driver as before Linux 5.12: without the call that changes mount attributes.
 OLD_KERNEL = """\
 import dataclasses, os
-from prorl_envs.sandbox import seccomp
-from prorl_envs.sandbox.choice import choose_driver
-from prorl_envs.sandbox.probe import enclosure_check
-from prorl_envs.sandbox.syscalls import PR_SET_NO_NEW_PRIVS, prctl
+from prorl_envs.sandbox.linux import seccomp
+from prorl_envs.sandbox.drivers.select import choose_driver
+from prorl_envs.sandbox.drivers.probe import enclosure_check
+from prorl_envs.sandbox.linux.syscalls import PR_SET_NO_NEW_PRIVS, prctl
 
 own = seccomp.ARCHITECTURES[os.uname().machine]
 old = dataclasses.replace(own, refused={}, absent={"mount_setattr": 442}, by_argument={})
@@ -140,7 +140,7 @@ def test_on_an_old_kernel_bubblewrap_is_chosen() -> None:
     assert done.stdout.endswith("Function not implemented\n")
 
 
-def test_an_old_bubblewrap_says_so(chosen_bwrap: Path) -> None:
+def test_an_old_bubblewrap_is_reported(chosen_bwrap: Path) -> None:
     chosen_bwrap.write_text("#!/bin/sh\necho 'bwrap: Unknown option --disable-userns' >&2\nexit 1\n")
     chosen_bwrap.chmod(0o755)
     version = next(check for check in bubblewrap_checks() if check.name == "bubblewrap")

@@ -1,4 +1,4 @@
-"""Programs of system calls, run on both machines: the other one is emulated."""
+"""Programs of system calls, run on both machines; the foreign one is emulated."""
 
 import errno
 import os
@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from prorl_envs.sandbox.descriptors import receive_descriptors
-from prorl_envs.sandbox.program import (
+from prorl_envs.sandbox.launcher.elf import (
     ANY,
     END,
     FAIL,
@@ -32,6 +31,7 @@ from prorl_envs.sandbox.program import (
     program,
     spawn,
 )
+from prorl_envs.sandbox.linux.descriptors import receive_descriptors
 
 EMULATORS = {"x86_64": "qemu-x86_64-static", "aarch64": "qemu-aarch64-static"}
 HERE, VM, VFORK = -100, 0x100, 0x4000
@@ -40,7 +40,7 @@ AFTER = Call("write", (1, b"went on", 7))
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """How a program ended: its exit status, what it wrote, and the error and index it reported."""
+    """Outcome of a program: its exit status, its output, and the error and index that it reported."""
 
     status: int
     said: bytes
@@ -54,7 +54,7 @@ class Running:
     way: socket.socket
 
     def end(self) -> Ran:
-        """Give it no more, and wait for its end."""
+        """Close its input, and wait for its exit."""
         self.streams.shutdown(socket.SHUT_WR)
         said = b"".join(iter(lambda: self.streams.recv(4096), b""))
         status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -91,7 +91,7 @@ def machine(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def run(machine: str, tmp_path: Path) -> Runner:
-    """Runs a program of these steps that is given some input."""
+    """Run a program of these steps with some input."""
 
     def run_steps(*steps: Step, given: bytes = b"") -> Ran:
         with running(machine, tmp_path, steps) as process:
@@ -110,7 +110,7 @@ def exit_with(status: int) -> Call:
     return Call("exit_group", (status,), least=ANY)
 
 
-def test_calls_are_made_in_turn_and_wait_as_they_do(machine: str, tmp_path: Path) -> None:
+def test_calls_run_in_order_and_block_as_usual(machine: str, tmp_path: Path) -> None:
     steps = (
         Call("prctl", (15, b"named\0", 0, 0, 0)),
         Call("write", (1, b"first ", 6), least=6),
@@ -127,7 +127,7 @@ def test_calls_are_made_in_turn_and_wait_as_they_do(machine: str, tmp_path: Path
         assert process.end() == well()
 
 
-def test_no_steps_at_all_are_a_program(run: Runner) -> None:
+def test_an_empty_list_of_steps_is_a_program(run: Runner) -> None:
     assert run() == well()
 
 
@@ -147,7 +147,7 @@ def test_no_steps_at_all_are_a_program(run: Runner) -> None:
     ids=lambda value: value.name if isinstance(value, Call) else "",
 )
 @pytest.mark.parametrize("before", [0, 1, 300])
-def test_the_call_that_fails_is_reported_with_its_error(
+def test_a_failing_call_is_reported_with_its_error(
     run: Runner, call: Call, error: tuple[int, ...], before: int
 ) -> None:
     ran = run(*[Call("umask", (0,))] * before, call, AFTER)
@@ -158,7 +158,7 @@ def test_the_call_that_fails_is_reported_with_its_error(
     assert index == before
 
 
-def test_labels_and_jumps_count_among_the_steps(run: Runner) -> None:
+def test_labels_and_jumps_count_as_steps(run: Runner) -> None:
     steps = (Label("one"), Jump("two"), Label("two"), Call("close", (77,)))
     assert run(*steps).failure == (errno.EBADF, 3)
 
@@ -166,24 +166,24 @@ def test_labels_and_jumps_count_among_the_steps(run: Runner) -> None:
 @pytest.mark.parametrize(
     ("least", "given", "number"), [(1, b"", 0), (2, b"", 0), (2, b"x", -1), (9, b"1234", -4)]
 )
-def test_a_result_below_the_least_is_a_failure_without_an_error(
+def test_a_result_below_the_minimum_is_a_failure_without_an_error(
     run: Runner, least: int, given: bytes, number: int
 ) -> None:
     ran = run(Call("read", (0, Stack(), 64), least=least), AFTER, given=given)
     assert ran == Ran(1, b"", (number, 0))
 
 
-def test_a_result_of_the_least_is_none(run: Runner) -> None:
+def test_a_result_equal_to_the_minimum_is_no_failure(run: Runner) -> None:
     assert run(Call("read", (0, Stack(), 64), least=4), AFTER, given=b"1234") == well(b"went on")
     assert run(Call("read", (0, Stack(), 64)), AFTER) == well(b"went on")
 
 
-def test_what_any_result_will_do_for_fails_never(run: Runner) -> None:
+def test_a_call_that_accepts_any_result_never_fails(run: Runner) -> None:
     absent = Call("openat", (77, b"name\0", 0), least=ANY)
     assert run(absent, absent, AFTER) == well(b"went on")
 
 
-def test_one_error_can_be_none(run: Runner, tmp_path: Path) -> None:
+def test_one_error_can_be_ignored(run: Runner, tmp_path: Path) -> None:
     def make(path: Path) -> Call:
         return Call("mkdirat", (HERE, os.fsencode(path) + b"\0", 0o755), but=errno.EEXIST)
 
@@ -193,7 +193,7 @@ def test_one_error_can_be_none(run: Runner, tmp_path: Path) -> None:
     assert run(make(new), make(tmp_path / "no" / "where"), AFTER) == Ran(1, b"", (errno.ENOENT, 1))
 
 
-def test_a_failure_can_go_on_elsewhere(run: Runner) -> None:
+def test_a_failure_can_continue_at_a_label(run: Runner) -> None:
     steps = (
         Call("close", (77,), otherwise="there"),
         AFTER,
@@ -221,13 +221,13 @@ def test_jumps_lead_forwards_and_backwards(run: Runner) -> None:
     assert run(Jump(END), AFTER) == well()
 
 
-def test_a_failure_can_be_jumped_to(run: Runner) -> None:
+def test_a_failure_can_be_a_jump_target(run: Runner) -> None:
     ran = run(Call("umask", (0,)), Jump(FAIL), AFTER)
     assert (ran.status, ran.said) == (1, b"")
 
 
 @pytest.mark.parametrize("result", [0, 3])
-def test_a_jump_depends_on_the_result_of_the_call_before(run: Runner, result: int) -> None:
+def test_a_jump_depends_on_the_previous_result(run: Runner, result: int) -> None:
     steps = (
         Call("read", (0, Stack(), 8)),
         Jump("none", if_none=True),
@@ -239,14 +239,14 @@ def test_a_jump_depends_on_the_result_of_the_call_before(run: Runner, result: in
     assert run(*steps, given=bytes(result)) == well(b"some" if result else b"none")
 
 
-def test_what_is_far_away_is_reached(run: Runner) -> None:
+def test_distant_targets_are_reached(run: Runner) -> None:
     many = [Call("umask", (0,), otherwise="far")] * 5000
     assert run(Jump("far"), *many, AFTER, Label("far"), AFTER) == well(b"went on")
     failing = run(*many, Label("far"), Call("close", (77,)))
     assert failing.failure == (errno.EBADF, 5001)
 
 
-def test_a_label_that_is_nowhere_is_found_out() -> None:
+def test_an_undefined_label_is_detected() -> None:
     with pytest.raises(KeyError, match="nowhere"):
         program("x86_64", [Jump("nowhere")])
 
@@ -257,7 +257,7 @@ def test_numbers_may_be_large(run: Runner) -> None:
 
 
 @pytest.mark.parametrize("flags", [0, VM | VFORK], ids=["copied", "same memory"])
-def test_a_child_goes_its_own_way(run: Runner, flags: int) -> None:
+def test_a_child_runs_its_own_steps(run: Runner, flags: int) -> None:
     steps = (
         Call("clone", (flags | signal.SIGCHLD, 0, 0)),
         Jump("child", if_none=True),
@@ -285,7 +285,7 @@ def test_a_child_reports_its_own_failure(run: Runner) -> None:
     assert run(*steps) == Ran(0, struct.pack("=i", 1 << 8), (errno.EBADF, 6))
 
 
-def test_another_program_gets_its_arguments_and_its_environment(run: Runner) -> None:
+def test_another_program_gets_its_arguments_and_environment(run: Runner) -> None:
     script = b'echo "$0 $1" "$NAME $OTHER"\0'
     arguments = Table((b"sh\0", b"-c\0", script, b"zero\0", b"\0", 0))
     environment = Table((b"NAME=a value\0", b"OTHER=\xc3\xa9\0", 0))
@@ -295,7 +295,7 @@ def test_another_program_gets_its_arguments_and_its_environment(run: Runner) -> 
     assert run(Call("execve", (b"/absent\0", arguments, environment)), AFTER).failure == (errno.ENOENT, 0)
 
 
-def test_a_message_takes_descriptors_along(machine: str, tmp_path: Path) -> None:
+def test_a_message_carries_descriptors(machine: str, tmp_path: Path) -> None:
     control = struct.pack("=Qii2i", 24, socket.SOL_SOCKET, socket.SCM_RIGHTS, 0, WAY)
     message = Table((0, 0, Table((b"some", 2, b"thing", 5)), 2, control, len(control), 0))
     with running(machine, tmp_path, (Call("sendmsg", (WAY, message, 0), least=7),)) as process:
@@ -326,7 +326,7 @@ STACKS: dict[int, tuple[Step, ...]] = {
 
 
 @pytest.mark.parametrize("index", STACKS)
-def test_what_a_call_gives_back_is_found_on_the_stack(run: Runner, index: int) -> None:
+def test_results_of_calls_are_stored_on_the_stack(run: Runner, index: int) -> None:
     ran = run(*STACKS[index], given=b"12345678" if index == 1 else b"")
     assert ran == well(ran.said)
     match index:
@@ -341,14 +341,14 @@ def test_what_a_call_gives_back_is_found_on_the_stack(run: Runner, index: int) -
             assert WAY < first < second
 
 
-def test_the_same_data_is_there_once(machine: str) -> None:
+def test_equal_data_is_stored_once(machine: str) -> None:
     data = b"the same"
     table = Table((data, Table((data, 1)), 0))
     calls = [Call("write", (1, data, 8)), Call("execve", (data, table, table)), Call("umask", (0,))]
     assert program(machine, calls * 9).count(data) == 1
 
 
-def test_a_machine_or_a_call_that_is_not_known_is_an_error() -> None:
+def test_an_unknown_machine_or_call_is_an_error() -> None:
     with pytest.raises(KeyError):
         program("riscv64", ())
     with pytest.raises(KeyError):
@@ -366,7 +366,7 @@ def test_a_program_in_memory_cannot_be_changed() -> None:
     assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [5, 5, 5]
 
 
-def test_what_cannot_be_run_is_an_error(tmp_path: Path) -> None:
+def test_an_invalid_program_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         spawn([str(tmp_path / "absent"), "absent"], [0])
     fd = in_memory(b"no program")
@@ -375,24 +375,24 @@ def test_what_cannot_be_run_is_an_error(tmp_path: Path) -> None:
     os.close(fd)
 
 
-def test_what_is_started_has_a_session_no_environment_and_signals_as_they_were() -> None:
+def test_a_started_program_has_a_session_no_environment_and_default_signals() -> None:
     ours, its = socket.socketpair()
     with ours:
         with its:
-            script = "cat /proc/self/environ; ps -o sid= -p $$ 2>/dev/null; grep SigIgn /proc/self/status"
+            script = "cat /proc/self/environ; cut -d' ' -f6 /proc/$$/stat; grep SigIgn /proc/self/status"
             pid = spawn(["/bin/sh", "sh", "-c", f"unset PWD OLDPWD _; {script}"], [its.fileno()])
         said = b"".join(iter(lambda: ours.recv(4096), b"")).split()
         assert os.waitpid(pid, 0) == (pid, 0)
     ignored = int(said[-1], 16)
     for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
         assert not ignored & 1 << number - 1
-    assert said[:-2] in ([], [str(pid).encode()]), "no variable; a session of its own, where there is a `ps`"
+    assert said[:-2] == [str(pid).encode()], "no variable; a session of its own"
 
 
-#: Starts a program in memory whose descriptor has the number of one that the program gets.
+#: Starts a program in memory whose descriptor has the number of one that the program receives.
 LOW = """\
 import os, sys
-from prorl_envs.sandbox import program as p
+from prorl_envs.sandbox.launcher import elf as p
 order = list(map(int, sys.argv[1:]))
 steps = [p.Call("write", (fd, str(fd).encode(), 1)) for fd in (1, 3, 4)]
 made = p.in_memory(p.program(os.uname().machine, steps))
@@ -409,7 +409,7 @@ print(os.waitpid(pid, 0)[1], *(os.read(fd, 9).decode() for fd in reads))
 
 
 @pytest.mark.parametrize("order", [(3, 4, 5, 6), (4, 5, 6, 3), (6, 5, 3, 4), (5, 3, 6, 4)])
-def test_descriptors_may_have_each_other_s_numbers(order: tuple[int, ...]) -> None:
+def test_descriptors_may_exchange_their_numbers(order: tuple[int, ...]) -> None:
     command = [sys.executable, "-c", LOW, *map(str, order)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     assert done.stdout == "0 1 3 4\n", done.stderr

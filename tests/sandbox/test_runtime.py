@@ -1,4 +1,4 @@
-"""This interpreter inside a sandbox, without what must stay hidden."""
+"""This interpreter inside a sandbox, without the files that must stay hidden."""
 
 import os
 import subprocess
@@ -9,8 +9,13 @@ import pytest
 
 import prorl_envs
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.namespaces import NamespaceDriver
-from prorl_envs.sandbox.runtime import HIDDEN_PACKAGES, hidden_in, python_runtime, system_masks
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.filesystem.python_runtime import (
+    HIDDEN_PACKAGES,
+    hidden_in,
+    python_runtime,
+    system_masks,
+)
 from prorl_envs.testing.sandbox_entry import run_script
 
 pytestmark = pytest.mark.anyio
@@ -25,7 +30,7 @@ async def test_the_interpreter_and_its_packages_work_inside(shell_driver: Namesp
     await sandbox.close()
 
 
-async def test_packages_with_solutions_and_the_checkout_are_not_there(shell_driver: NamespaceDriver) -> None:
+async def test_packages_with_solutions_and_the_checkout_are_hidden(shell_driver: NamespaceDriver) -> None:
     mounts, masks, env = python_runtime()
     sandbox = await shell_driver.start(SandboxSpec(mounts=mounts, masks=masks, env=env))
     source = Path(next(iter(prorl_envs.__path__)))
@@ -43,7 +48,7 @@ def test_only_installed_packages_are_hidden(tmp_path: Path) -> None:
     assert list(hidden_in(tmp_path)) == [str(tmp_path / "prorl_envs")]
 
 
-def test_packages_below_the_system_are_hidden_wherever_they_lie(tmp_path: Path) -> None:
+def test_packages_below_the_system_are_hidden_wherever_they_are(tmp_path: Path) -> None:
     hidden = [
         tmp_path / folder / "prorl_envs"
         for folder in (
@@ -58,7 +63,7 @@ def test_packages_below_the_system_are_hidden_wherever_they_lie(tmp_path: Path) 
     assert sorted(system_masks(tmp_path)) == sorted(map(str, hidden))
 
 
-def test_this_package_is_hidden_where_it_lies_below_the_system() -> None:
+def test_this_package_is_hidden_if_it_is_below_the_system() -> None:
     package = Path(next(iter(prorl_envs.__path__))).resolve()
     masks = [Path(mask) for mask in system_masks(package.parent)]
     for secret in (package / "errors.py", (package / "envs/bash/data").resolve()):
@@ -74,15 +79,16 @@ def test_no_mount_shows_a_checkout() -> None:
             assert not (mount.source / name).exists() or os.fspath(mount.source).endswith("-packages")
 
 
-def test_packages_that_bring_environments_are_hidden_too(tmp_path: Path) -> None:
-    """Theirs hold references like ours. What is installed is read from its metadata, and not imported."""
+def test_other_packages_with_environments_are_hidden_too(tmp_path: Path) -> None:
+    """They hold references like ours. Installed packages are found by their metadata, without an import."""
     registered = tmp_path / "lab-1.0.dist-info"
     registered.mkdir()
     (registered / "METADATA").write_text("Metadata-Version: 2.1\nName: lab\nVersion: 1.0\n")
     (registered / "entry_points.txt").write_text(
         "[prorl_envs.environments]\nlab = lab_book.env:LabEnvironment\n"
     )
-    program = "from prorl_envs.sandbox.runtime import hidden_packages; print(*hidden_packages())"
+    module = "prorl_envs.sandbox.filesystem.python_runtime"
+    program = f"from {module} import hidden_packages; print(*hidden_packages())"
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=True,

@@ -8,9 +8,10 @@ import sys
 import pytest
 
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.namespaces import NamespaceDriver
-from prorl_envs.sandbox.runtime import python_runtime
-from prorl_envs.sandbox.seccomp import ARCHITECTURES, filter_program
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
+from prorl_envs.sandbox.linux.seccomp import filter_program
+from prorl_envs.sandbox.linux.syscall_rules import ARCHITECTURES
 from prorl_envs.testing.sandbox_entry import run_script
 
 CALL = (
@@ -35,10 +36,11 @@ async def test_listed_calls_are_refused_inside(shell_driver: NamespaceDriver) ->
         await sandbox.close()
 
 
-def run_program(program: bytes, number: int, audit: int, arguments: tuple[int, int] = (0, 0)) -> int:
-    """What the kernel would do: a classic BPF machine with the filter's five instructions."""
+def run_program(program: bytes, number: int, audit: int, arguments: tuple[int, ...] = ()) -> int:
+    """Emulate the kernel: a classic BPF machine with the filter's instructions."""
     instructions = list(struct.iter_unpack("=HBBI", program))
-    data = {0: number, 4: audit, 16: arguments[0], 24: arguments[1]}
+    data = {0: number, 4: audit}
+    data |= {16 + 8 * index: value for index, value in enumerate((*arguments, 0, 0, 0)[:3])}
     accumulator, at = 0, 0
     while True:
         code, if_true, if_false, value = instructions[at]
@@ -52,8 +54,14 @@ def run_program(program: bytes, number: int, audit: int, arguments: tuple[int, i
                 at += if_true if accumulator >= value else if_false
             case 0x45:
                 at += if_true if accumulator & value else if_false
-            case _:
+            case 0x54:
+                accumulator &= value
+            case 0x05:
+                at += value
+            case 0x06:
                 return int(value)
+            case _:
+                raise AssertionError(f"no instruction of the filter: {code:#x}")
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -73,6 +81,21 @@ def test_the_program_decides_by_architecture_and_number(name: str) -> None:
         assert run_program(program, number | 0x40000000, architecture.audit) == 0x00050000 | errno.ENOSYS
 
 
+#: Family, type and protocol of a socket, and the error with which it is refused.
+SOCKETS = [
+    ((1, 1, 0), 0),
+    ((1, 5 | 0x80800, 1), 0),
+    *[((family, 1 | 0x80000, protocol), 0) for family in (2, 10) for protocol in (0, 6)],
+    *[((family, 2 | 0x800, protocol), 0) for family in (2, 10) for protocol in (0, 1, 17, 58)],
+    *[((family, 3, 1), 0) for family in (2, 10)],
+    *[((16, type_, protocol), 0) for type_ in (2, 3 | 0x80000) for protocol in (0, 4)],
+    *[((family, 1, 0), errno.EAFNOSUPPORT) for family in (0, 17, 29, 30, 38, 40, 43, 44)],
+    *[((2, type_, 0), errno.ESOCKTNOSUPPORT) for type_ in (0, 4, 5, 5 | 0x80000, 6, 10)],
+    *[((10, 1, protocol), errno.EPROTONOSUPPORT) for protocol in (33, 115, 132, 136, 255, 256, 262)],
+    *[((16, 3, protocol), errno.EPROTONOSUPPORT) for protocol in (2, 6, 9, 11, 12, 15, 16, 21)],
+]
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize(
     ("call", "arguments", "code"),
@@ -84,17 +107,17 @@ def test_the_program_decides_by_architecture_and_number(name: str) -> None:
         ("ioctl", (0, 0x5401), 0),
         ("ioctl", (0, 0x5412), errno.EPERM),
         ("ioctl", (0, 0x541C), errno.EPERM),
-        ("socket", (1, 0), 0),
-        ("socket", (2, 0), 0),
-        ("socket", (10, 0), 0),
-        ("socket", (16, 0), 0),
-        ("socket", (0, 0), errno.EAFNOSUPPORT),
-        ("socket", (38, 0), errno.EAFNOSUPPORT),
-        ("socket", (40, 0), errno.EAFNOSUPPORT),
+        ("ioctl", (0, 0x5423), errno.EPERM),
+        ("fcntl", (0, 2), 0),
+        ("fcntl", (0, 1030), 0),
+        ("fcntl", (0, 1024), errno.EINVAL),
+        ("fcntl", (0, 1026), errno.EINVAL),
+        ("fcntl", (0, 1040), errno.EINVAL),
+        *[(call, *case) for call in ("socket", "socketpair") for case in SOCKETS],
     ],
 )
 def test_some_calls_are_refused_by_their_arguments(
-    name: str, call: str, arguments: tuple[int, int], code: int
+    name: str, call: str, arguments: tuple[int, ...], code: int
 ) -> None:
     architecture = ARCHITECTURES[name]
     outcome = run_program(

@@ -1,4 +1,4 @@
-"""Reading a SIF's header: from any bytes comes a partition inside the file or a typed error."""
+"""Parsing a SIF's header: any bytes yield a partition inside the file, or a typed error."""
 
 import struct
 import tempfile
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prorl_envs.errors import SandboxError
-from prorl_envs.sandbox.sif import Partition, system_partition
+from prorl_envs.sandbox.filesystem.sif import Partition, system_partition
 
 WHOLE = 8192
 QWORD = st.integers(-(2**63), 2**63 - 1)
@@ -19,7 +19,7 @@ def sif(
     *, kind: int = 0x4004, offset: int = 4096, size: int = 4096, file_system: int = 1, part: int = 2,
     total: int = 1, table: int = 128,
 ) -> bytes:  # fmt: skip
-    """A file of WHOLE bytes with one descriptor."""
+    """Make a file of WHOLE bytes with one descriptor."""
     header = struct.pack("<32s10s22x", b"#!/usr/bin/env run-singularity\n", b"SIF_MAGIC\0")
     header += struct.pack("<8q", 0, 0, 0, total, table, 585, 0, 0)
     descriptor = struct.pack("<i?12xqq40x128xii376x", kind, True, offset, size, file_system, part)
@@ -33,7 +33,7 @@ def parse(content: bytes) -> Partition:
         return system_partition(Path(file.name))
 
 
-def test_the_primary_system_is_found() -> None:
+def test_the_primary_partition_is_found() -> None:
     assert parse(sif()) == Partition(4096, 4096)
 
 
@@ -52,7 +52,7 @@ def test_the_primary_system_is_found() -> None:
         (sif()[:500], "no root file system"),
     ],
 )
-def test_what_cannot_be_mounted_is_named(content: bytes, word: str) -> None:
+def test_an_unmountable_file_is_refused_with_a_reason(content: bytes, word: str) -> None:
     with pytest.raises(SandboxError, match=word):
         parse(content)
 

@@ -1,4 +1,4 @@
-"""Snapshots: sandboxes started from another's files. The leak fixture watches each test."""
+"""Snapshots: sandboxes started from another's files. The leak fixture checks each test."""
 
 import asyncio
 import dataclasses
@@ -9,9 +9,9 @@ import pytest
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import Mount, Sandbox, SandboxSpec
-from prorl_envs.sandbox.local import LocalDriver, NoIsolationWarning
-from prorl_envs.sandbox.namespaces import NamespaceDriver
-from prorl_envs.sandbox.snapshot import Snapshot
+from prorl_envs.sandbox.drivers.local import LocalDriver, NoIsolationWarning
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.filesystem.snapshot import Snapshot
 from prorl_envs.testing.sandbox_entry import SCRIPT_TEMPLATES, run_script
 from tests.sandbox.rootfs import PROGRAMS, write_rootfs
 
@@ -47,14 +47,14 @@ async def fork(driver: NamespaceDriver, sandbox: Sandbox) -> Sandbox:
     return forked
 
 
-async def test_it_goes_on_where_the_other_was(own_driver: NamespaceDriver, started: Sandbox) -> None:
+async def test_a_copy_continues_where_its_original_was(own_driver: NamespaceDriver, started: Sandbox) -> None:
     await run_script(started, "echo work > w; echo home > ~/h; echo tmp > /tmp/t; ln -s w link")
     forked = await fork(own_driver, started)
     assert await run_script(forked, "cat link ~/h /tmp/t") == "work\nhome\ntmp\n"
     assert (forked.workspace / "w").read_text() == "work\n"
 
 
-async def test_neither_sees_what_the_other_does_next(own_driver: NamespaceDriver, started: Sandbox) -> None:
+async def test_later_changes_are_not_shared(own_driver: NamespaceDriver, started: Sandbox) -> None:
     await run_script(started, "echo before > file")
     forked = await fork(own_driver, started)
     await run_script(started, "echo first > file")
@@ -78,7 +78,7 @@ async def test_a_snapshot_serves_many_and_outlives_its_sandbox(
     assert [await run_script(forked, "wc -l < file") for forked in forks] == ["2\n"] * 4
 
 
-async def test_changes_in_an_overlay_are_kept_deletions_too(own_driver: NamespaceDriver, tree: Path) -> None:
+async def test_changes_and_deletions_in_an_overlay_are_kept(own_driver: NamespaceDriver, tree: Path) -> None:
     spec = SandboxSpec(mounts=(Mount(source=tree, target="/opt/tree", overlay=True),))
     sandbox = await own_driver.start(spec)
     script = "cd /opt/tree; rm package/a; mkdir other; echo new > other/n; echo changed > package/b"
@@ -103,7 +103,7 @@ async def test_changes_in_an_image_are_kept(own_driver: NamespaceDriver, image: 
     assert (image / "etc" / "image").read_text() == "from the image\n"
 
 
-async def test_the_environment_may_differ_and_the_places_may_not(
+async def test_the_environment_may_differ_but_the_mounts_may_not(
     own_driver: NamespaceDriver, started: Sandbox, image: Path
 ) -> None:
     snapshot = await started.snapshot()
@@ -129,7 +129,7 @@ async def test_a_link_in_place_of_a_mount_point_is_refused(
         await own_driver.start(spec, snapshot=snapshot)
 
 
-async def test_a_link_in_the_workspace_does_not_lead_a_mount_astray(
+async def test_a_link_in_the_workspace_does_not_redirect_a_mount(
     own_driver: NamespaceDriver, tree: Path, tmp_path: Path
 ) -> None:
     spec = SandboxSpec(mounts=(Mount(source=tree, target="/workspace/data/tree"),))
@@ -142,13 +142,13 @@ async def test_a_link_in_the_workspace_does_not_lead_a_mount_astray(
     assert not list((tmp_path / "outside").iterdir())
 
 
-async def test_an_ended_sandbox_has_no_snapshot(own_driver: NamespaceDriver, started: Sandbox) -> None:
+async def test_a_closed_sandbox_has_no_snapshot(own_driver: NamespaceDriver, started: Sandbox) -> None:
     await started.close()
     with pytest.raises(SandboxError, match="has ended"):
         await started.snapshot()
 
 
-async def test_closing_meanwhile_ends_the_copy(own_driver: NamespaceDriver, started: Sandbox) -> None:
+async def test_closing_the_sandbox_stops_the_copy(own_driver: NamespaceDriver, started: Sandbox) -> None:
     await run_script(started, "for i in 1 2 3; do mkdir $i; (cd $i; touch $(seq 2000)); done")
     taking = [asyncio.create_task(started.snapshot()) for _ in range(3)]
     await asyncio.sleep(0)
@@ -158,7 +158,7 @@ async def test_closing_meanwhile_ends_the_copy(own_driver: NamespaceDriver, star
     await own_driver.aclose()
 
 
-async def test_a_cancelled_snapshot_leaves_nothing(
+async def test_a_cancelled_snapshot_leaks_nothing(
     own_driver: NamespaceDriver, started: Sandbox, run_dir: Path
 ) -> None:
     await run_script(started, "touch $(seq 3000)")
@@ -171,7 +171,7 @@ async def test_a_cancelled_snapshot_leaves_nothing(
     assert sorted(path.name for path in started.workspace.parent.parent.iterdir()) == before
 
 
-async def test_a_failed_restore_leaves_nothing(own_driver: NamespaceDriver, started: Sandbox) -> None:
+async def test_a_failed_restore_leaks_nothing(own_driver: NamespaceDriver, started: Sandbox) -> None:
     snapshot = await started.snapshot()
     gone = Snapshot(snapshot.spec, snapshot.path.with_name("gone"), snapshot.copied)
     with pytest.raises(SandboxError, match="cannot be copied"):
@@ -179,7 +179,7 @@ async def test_a_failed_restore_leaves_nothing(own_driver: NamespaceDriver, star
     assert own_driver.sandboxes == {started}
 
 
-async def test_the_local_driver_has_them_too(run_dir: Path) -> None:
+async def test_the_local_driver_supports_snapshots(run_dir: Path) -> None:
     with pytest.warns(NoIsolationWarning):
         driver = LocalDriver(templates=SCRIPT_TEMPLATES)
     try:

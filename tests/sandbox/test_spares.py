@@ -1,4 +1,4 @@
-"""Directories that one sandbox leaves to the next: empty, as if just made, or not at all."""
+"""Directories reused from a closed sandbox: empty and as if new, or not reused at all."""
 
 import fcntl
 import os
@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from prorl_envs.sandbox import spares
 from prorl_envs.sandbox.base import Mount, Sandbox, SandboxSpec
-from prorl_envs.sandbox.namespaces import NamespaceDriver
-from prorl_envs.sandbox.spares import Spares
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.filesystem import directory_pool
+from prorl_envs.sandbox.filesystem.directory_pool import DirectoryPool
 from prorl_envs.testing.sandbox_entry import run_script
 
 GET_FLAGS, SET_FLAGS, NO_DUMP = 0x80086601, 0x40086602, 0x40
@@ -20,11 +20,11 @@ NAMES = ("work", "tmp", "home")
 
 
 class Place:
-    """Where sandboxes' directories are made and retired."""
+    """Base directory in which sandboxes' directories are made and retired."""
 
     def __init__(self, base: Path) -> None:
         self.base = base
-        self.spares = Spares(base)
+        self.spares = DirectoryPool(base)
         self._count = 0
 
     def make(self) -> Path:
@@ -54,7 +54,7 @@ def flags(path: Path) -> int:
 
 
 def seen(root: Path) -> Sequence[object]:
-    """All that can be told of the directories but their times and numbers."""
+    """Return every observable property of the directories except times and numbers."""
     return [
         (
             path.name,
@@ -72,7 +72,7 @@ def inodes(root: Path) -> list[int]:
     return [path.stat().st_ino for path in (root, *sorted(root.iterdir()))]
 
 
-def test_an_empty_sandboxs_directories_are_the_next_ones(place: Place) -> None:
+def test_an_empty_sandboxs_directories_are_reused(place: Place) -> None:
     first = place.make()
     fresh, numbers = seen(first), inodes(first)
     place.spares.retire(first, NAMES)
@@ -118,7 +118,7 @@ def growth(path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("give", [files, mode, attribute, flag, growth])
-def test_what_a_sandbox_gave_is_not_found(place: Place, give: Callable[[Path], None], name: str) -> None:
+def test_changes_of_a_sandbox_are_not_found(place: Place, give: Callable[[Path], None], name: str) -> None:
     fresh = seen(first := place.make())
     give(first / name)
     place.spares.retire(first, NAMES)
@@ -127,7 +127,7 @@ def test_what_a_sandbox_gave_is_not_found(place: Place, give: Callable[[Path], N
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("give", [None, files, mode, attribute, flag, growth])
-def test_what_is_taken_back_at_once_is_as_if_just_made_and_all_else_stays(
+def test_recycled_directories_are_as_if_new_and_others_are_unchanged(
     place: Place, give: Callable[[Path], None] | None, name: str
 ) -> None:
     fresh, numbers = seen(first := place.make()), inodes(first)
@@ -146,7 +146,7 @@ def test_what_is_taken_back_at_once_is_as_if_just_made_and_all_else_stays(
 
 
 @pytest.mark.parametrize("what", ["hostname", "work"])
-def test_what_holds_something_else_is_not_taken_back(place: Place, what: str) -> None:
+def test_a_directory_with_foreign_content_is_not_recycled(place: Place, what: str) -> None:
     first = place.make()
     (first / what).touch(exist_ok=True)
     assert not place.spares.take_back(first, ("tmp", "home"))
@@ -154,25 +154,23 @@ def test_what_holds_something_else_is_not_taken_back(place: Place, what: str) ->
     assert place.waiting() == []
 
 
-def test_one_that_has_grown_is_not_kept_where_no_flag_tells(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(spares, "_GET_FLAGS", 0)
-    monkeypatch.setattr(spares, "_GET_EXTENDED", 0)
+def test_a_grown_directory_is_not_kept_without_flags(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_pool, "_GET_FLAGS", 0)
+    monkeypatch.setattr(directory_pool, "_GET_EXTENDED", 0)
     fresh = seen(first := place.make())
     growth(first / "tmp")
     place.spares.retire(first, NAMES)
     assert seen(place.make()) == fresh
 
 
-def test_times_are_not_found_either(place: Place) -> None:
+def test_changed_times_are_not_found(place: Place) -> None:
     first = place.make()
     os.utime(first / "home", (1, 1))
     place.spares.retire(first, NAMES)
     assert (place.make() / "home").stat().st_mtime > 1
 
 
-def test_what_is_not_to_be_kept_is_removed(place: Place) -> None:
+def test_unlisted_directories_are_removed(place: Place) -> None:
     first = place.make()
     work, home = (first / "work").stat().st_ino, (first / "home").stat().st_ino
     handle = os.open(first / "work", os.O_RDONLY)
@@ -183,13 +181,13 @@ def test_what_is_not_to_be_kept_is_removed(place: Place) -> None:
         second = place.make()
         assert sorted(path.name for path in second.iterdir()) == sorted(NAMES)
         assert (second / "home").stat().st_ino == home
-        assert (second / "work").stat().st_ino != work  # which `handle` keeps
+        assert (second / "work").stat().st_ino != work  # `handle` keeps its number in use
     finally:
         os.close(handle)
 
 
-def test_no_more_wait_than_the_limit(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spares, "_LIMIT", 2)
+def test_no_more_are_kept_than_the_limit(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_pool, "_LIMIT", 2)
     *roots, last = [place.make() for _ in range(4)]
     for root in roots:
         place.spares.retire(root, NAMES)
@@ -198,14 +196,14 @@ def test_no_more_wait_than_the_limit(place: Place, monkeypatch: pytest.MonkeyPat
     assert len(place.waiting()) == len(list(place.base.iterdir())) == 2
 
 
-def test_what_was_never_made_is_not_retired(place: Place) -> None:
+def test_a_missing_directory_is_not_retired(place: Place) -> None:
     assert not place.spares.take_back(place.base / "absent", NAMES)
     place.spares.retire(place.base / "absent", NAMES)
     assert place.waiting() == []
 
 
 @pytest.mark.parametrize("what", ["", "home"])
-def test_somebody_tidied_up(place: Place, what: str) -> None:
+def test_spares_removed_by_another_process_are_replaced(place: Place, what: str) -> None:
     fresh = seen(first := place.make())
     place.spares.retire(first, NAMES)
     (spare,) = place.waiting()
@@ -217,7 +215,7 @@ def test_somebody_tidied_up(place: Place, what: str) -> None:
 
 
 @pytest.mark.anyio
-async def test_sandboxes_use_them(own_driver: NamespaceDriver) -> None:
+async def test_sandboxes_reuse_directories(own_driver: NamespaceDriver) -> None:
     async def numbers() -> str:
         sandbox = await own_driver.start(SandboxSpec())
         try:
@@ -232,7 +230,7 @@ async def test_sandboxes_use_them(own_driver: NamespaceDriver) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_workspace_that_was_shown_is_not_anothers(own_driver: NamespaceDriver) -> None:
+async def test_a_workspace_mounted_elsewhere_is_not_reused(own_driver: NamespaceDriver) -> None:
     async def start(*mounts: Mount) -> Sandbox:
         return await own_driver.start(SandboxSpec(mounts=mounts))
 

@@ -1,27 +1,40 @@
-"""When a sandbox is looked at."""
+"""When the watchdog checks a sandbox."""
 
+import os
+from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
-from prorl_envs.sandbox.base import Limits
-from prorl_envs.sandbox.usage import NodeUse
-from prorl_envs.sandbox.watch import Watch, Watched
-from prorl_envs.sandbox.watchdog import half_way, is_due
+from prorl_envs.sandbox.base import SandboxLimits, SandboxSpec
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.filesystem.disk_usage import DiskUse
+from prorl_envs.sandbox.limits.monitor import (
+    DESCRIPTORS_IDLE_S,
+    MonitoredSandbox,
+    SandboxMonitor,
+    look_at,
+)
+from prorl_envs.sandbox.limits.usage import MachineUse, open_proc
+from prorl_envs.sandbox.limits.watchdog import _suspicious, half_way, is_due
+from prorl_envs.testing.sandbox_entry import SCRIPT_TEMPLATES
 
 DUE_S = 10.0
 
 
-def idle(node: NodeUse, *, memory_left: int | None, processes_left: int | None) -> Watch:
-    """One that was just looked at, and had so much left."""
-    watch = Watch(sandbox=cast(Watched, None), limits=Limits(), group=None, due=DUE_S)
+def idle(node: MachineUse, *, memory_left: int | None, processes_left: int | None) -> SandboxMonitor:
+    """Return a monitor that was just checked, with these remaining amounts."""
+    watch = SandboxMonitor(
+        sandbox=cast(MonitoredSandbox, None), limits=SandboxLimits(), group=None, due=DUE_S
+    )
     watch.room = half_way(memory_left, processes_left)
     watch.wake = node + watch.room
     return watch
 
 
-def use(memory: int, tasks: int) -> NodeUse:
-    return NodeUse(memory, 0, tasks)
+def use(memory: int, tasks: int) -> MachineUse:
+    return MachineUse(memory, tasks)
 
 
 @pytest.mark.parametrize(
@@ -31,25 +44,67 @@ def use(memory: int, tasks: int) -> NodeUse:
         ([use(1000, 517)], True),
         ([use(1100, 500)], True),
         ([use(1000, 440), use(1000, 456)], False),
-        ([use(1000, 440), use(1000, 457)], True),  # sixty others ended, and hide nothing
+        ([use(1000, 440), use(1000, 457)], True),  # the exit of sixty others hides nothing
         ([use(300, 500), use(400, 500)], True),
         ([use(1000, 440), use(1000, 450), use(1000, 457)], True),
     ],
 )
-def test_an_idle_one_is_looked_at_once_the_machine_uses_so_much_more(uses: list[NodeUse], due: bool) -> None:
+def test_an_idle_sandbox_is_checked_once_the_machine_uses_that_much_more(
+    uses: list[MachineUse], due: bool
+) -> None:
     watch = idle(use(1000, 500), memory_left=200, processes_left=34)
     *before, last = uses
     assert not any(is_due(watch, node, 1.0) for node in before)
     assert is_due(watch, last, 1.0) == due
 
 
-def test_without_a_limit_its_time_decides() -> None:
+def test_without_a_limit_only_the_interval_counts() -> None:
     watch = idle(use(1000, 500), memory_left=None, processes_left=None)
     assert not is_due(watch, use(10**12, 10**6), DUE_S - 1)
     assert is_due(watch, use(1000, 500), DUE_S)
 
 
-def test_one_that_is_not_idle_has_its_time() -> None:
-    watch = Watch(sandbox=cast(Watched, None), limits=Limits(), group=None, due=DUE_S)
+def test_a_busy_sandbox_is_checked_at_its_interval() -> None:
+    watch = SandboxMonitor(
+        sandbox=cast(MonitoredSandbox, None), limits=SandboxLimits(), group=None, due=DUE_S
+    )
     assert not is_due(watch, use(10**12, 10**6), DUE_S - 1)
     assert is_due(watch, use(0, 0), DUE_S)
+
+
+def test_deleted_open_files_trigger_a_measurement() -> None:
+    """Independent of what others free meanwhile, and of how long the last measurement took."""
+    sandbox = cast(MonitoredSandbox, SimpleNamespace(alive=True, first_pid=1))
+    watch = SandboxMonitor(sandbox=sandbox, limits=SandboxLimits(disk_bytes=100), group=None)
+    watch.held, watch.measuring_s, watch.use = DiskUse(1000, 10), 60.0, DiskUse(30, 1)
+    now = watch.measured + 1.0
+    assert not _suspicious(watch, DiskUse(500, 10), now)
+    watch.holdings.on_disk = 71
+    assert _suspicious(watch, DiskUse(500, 10), now)
+    watch.nameless = 71  # already judged
+    assert not _suspicious(watch, DiskUse(500, 10), now)
+
+
+@pytest.mark.anyio
+async def test_descriptors_of_an_idle_sandbox_are_checked_again(run_dir: Path) -> None:
+    """A process can open descriptors within one tick of processor time, without visible activity."""
+    driver = NamespaceDriver(run_dir, templates=SCRIPT_TEMPLATES)
+    try:
+        sandbox = await driver.start(SandboxSpec())
+        first, root = sandbox.first_pid, sandbox.seen_root
+        assert first is not None and root is not None
+        proc = open_proc(root)
+        try:
+            watch = SandboxMonitor(sandbox, SandboxLimits(), group=None)
+            look_at(watch, first, proc, 1)
+            before = watch.holdings
+            assert not watch.unseen
+            look_at(watch, first, proc, 1)
+            assert watch.holdings is before
+            watch.descriptors_due -= DESCRIPTORS_IDLE_S + 1
+            look_at(watch, first, proc, 1)
+            assert watch.holdings is not before
+        finally:
+            os.close(proc)
+    finally:
+        await driver.aclose()

@@ -1,4 +1,4 @@
-"""The template process where forking fails."""
+"""Template process whose forks fail."""
 
 import json
 import socket
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import prorl_envs
 
-#: Serves without importing anything, as a user that may have no further process. Root is exempt from that
-#: limit, so it becomes somebody else first.
+#: Serves without imports, as a user that may have no further process. Root is exempt from that limit, so
+#: root becomes another user first.
 _SERVE = """
 import os, resource, socket, sys
 sys.path.append(sys.argv[1])
-from prorl_envs.sandbox import zygote
+from prorl_envs.sandbox.template import zygote
 if os.geteuid() == 0:
     os.setgroups([])
     os.setresgid(65534, 65534, 65534)
@@ -23,7 +23,7 @@ zygote._serve(socket.socket(fileno=0), zygote._Prepared({}, False, True, {}, [])
 """
 
 
-def test_a_fork_that_fails_is_told_and_the_template_lives() -> None:
+def test_a_failed_fork_is_reported_and_the_template_survives() -> None:
     control, inside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     folder = Path(next(iter(prorl_envs.__path__))).parent
     with inside:
@@ -38,7 +38,7 @@ def test_a_fork_that_fails_is_told_and_the_template_lives() -> None:
                 socket.send_fds(control, [request], [control.fileno(), theirs.fileno()])
                 theirs.close()
                 assert "BlockingIOError" in json.loads(status.recv(65536))["summary"]
-                assert status.recv(1) == b""  # it holds nothing of what it could not serve
+                assert status.recv(1) == b""  # the template holds no descriptor of the failed request
         control.close()
         assert template.wait() == 0
         assert template.stderr is not None

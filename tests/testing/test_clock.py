@@ -1,4 +1,4 @@
-"""The fake clock keeps the promises of a real one, and moves only when told to."""
+"""The fake clock keeps the promises of a real one, and moves only when advanced."""
 
 import asyncio
 
@@ -10,12 +10,12 @@ from prorl_envs.testing.clock import FakeClock
 pytestmark = pytest.mark.anyio
 
 
-async def test_it_is_a_clock() -> None:
+async def test_it_implements_the_protocol() -> None:
     assert isinstance(FakeClock(), Clock)
     assert FakeClock(start=5.0).monotonic() == 5.0
 
 
-async def test_sleepers_wake_in_order_of_their_time() -> None:
+async def test_sleepers_wake_in_order_of_their_deadlines() -> None:
     clock, woken = FakeClock(), list[str]()
 
     async def sleeper(name: str, seconds: float) -> None:
@@ -34,7 +34,7 @@ async def test_sleepers_wake_in_order_of_their_time() -> None:
     assert not clock.sleeping
 
 
-async def test_no_time_is_no_wait() -> None:
+async def test_sleeping_for_no_time_does_not_wait() -> None:
     await FakeClock().sleep(0)
 
 
@@ -49,7 +49,7 @@ async def test_a_cancelled_sleeper_is_forgotten() -> None:
     clock.advance(2.0)
 
 
-async def test_timeouts_run_on_the_same_time() -> None:
+async def test_timeouts_use_the_same_time() -> None:
     clock = FakeClock()
 
     async def wait() -> None:
@@ -63,7 +63,7 @@ async def test_timeouts_run_on_the_same_time() -> None:
         await task
 
 
-async def test_a_block_that_ends_in_time_leaves_no_timeout() -> None:
+async def test_a_block_that_finishes_in_time_leaves_no_timeout() -> None:
     clock = FakeClock()
     async with clock.timeout(2.0), clock.timeout(None):
         assert clock.sleeping == (2.0,)
@@ -71,7 +71,7 @@ async def test_a_block_that_ends_in_time_leaves_no_timeout() -> None:
     clock.advance(3.0)
 
 
-async def test_cancellation_from_outside_stays_cancellation() -> None:
+async def test_cancellation_from_outside_stays_a_cancellation() -> None:
     clock = FakeClock()
 
     async def wait() -> None:

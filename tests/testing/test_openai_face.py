@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from prorl_envs.env.base import ReferenceCall, Task
-from prorl_envs.testing.openai_face import DONE_TEXT, UNKNOWN_TOOL, Behaviour, scripted_openai
+from prorl_envs.testing.openai_face import DONE_TEXT, UNKNOWN_TOOL, FakeBehaviour, scripted_openai
 
 LIST = ReferenceCall(tool="bash", arguments={"command": "ls"})
 COUNT = ReferenceCall(tool="bash", arguments={"command": "ls | wc -l"})
@@ -37,7 +37,7 @@ def ask(instruction: str) -> list[dict[str, Any]]:
 
 
 def play(url: str, model: str, instruction: str, most: int = 5) -> list[str]:
-    """The arguments of each call, or the closing text, until the script closes."""
+    """Return the arguments of each call and the closing text, until the script is finished."""
     items = ask(instruction)
     said: list[str] = []
     for _ in range(most):
@@ -62,7 +62,7 @@ def test_the_longest_instruction_in_the_prompt_is_the_task(url: str) -> None:
     assert play(url, "reference", prompt) == [*arguments(LIST, COUNT), DONE_TEXT]
 
 
-def test_each_behaviour_does_as_it_says(url: str) -> None:
+def test_each_behaviour_does_as_its_name_says(url: str) -> None:
     instruction = TASKS[0].instruction
     assert play(url, "nothing", instruction) == [DONE_TEXT]
     assert play(url, "endless", instruction, most=4) == arguments(LIST, LIST, LIST, LIST)
@@ -73,7 +73,7 @@ def test_each_behaviour_does_as_it_says(url: str) -> None:
     assert respond(url, "unknown", ask(instruction))["name"] == UNKNOWN_TOOL
 
 
-def test_content_may_come_in_parts(url: str) -> None:
+def test_content_may_be_a_list_of_parts(url: str) -> None:
     parts = [{"type": "input_text", "text": TASKS[0].instruction}]
     assert respond(url, "reference", [{"role": "user", "content": parts}])["arguments"] == arguments(LIST)[0]
 
@@ -97,16 +97,16 @@ def test_chat_completions_play_the_same(url: str) -> None:
         ("gpt", "List the files.", 404),
     ],
 )
-def test_what_it_cannot_play_is_an_http_error(url: str, model: str, instruction: str, status: int) -> None:
+def test_an_unsupported_request_is_an_http_error(url: str, model: str, instruction: str, status: int) -> None:
     answer = httpx.post(f"{url}/responses", json={"model": model, "input": instruction})
     assert answer.status_code == status
 
 
 @pytest.mark.parametrize("body", [b"{", b"[]"])
-def test_a_body_that_is_no_object_is_refused(url: str, body: bytes) -> None:
+def test_a_body_that_is_not_an_object_is_refused(url: str, body: bytes) -> None:
     assert httpx.post(f"{url}/responses", content=body).status_code == 400
 
 
-def test_the_behaviours_are_its_models(url: str) -> None:
+def test_behaviours_are_listed_as_models(url: str) -> None:
     listed = httpx.get(f"{url}/models").json()["data"]
-    assert [model["id"] for model in listed] == [str(behaviour) for behaviour in Behaviour]
+    assert [model["id"] for model in listed] == [str(behaviour) for behaviour in FakeBehaviour]

@@ -1,4 +1,4 @@
-"""What the scripted model plays is known in advance."""
+"""The scripted model's answers are known in advance."""
 
 from collections import Counter
 
@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prorl_envs.errors import InputError
-from prorl_envs.policy.types import Sampled
-from prorl_envs.testing.audit import Audit, Counts, Dealer, Exchange
+from prorl_envs.model.types import Sampled
+from prorl_envs.testing.audit import Audit, AuditCounts, Dealer, Exchange
 from prorl_envs.testing.scripted import Behaviour, Mix, PromptReader, Script, ScriptBook, ScriptedModel
 from prorl_envs.testing.tokenizer import builtin_renderer
 from prorl_envs.tools.types import JsonObject
@@ -29,7 +29,7 @@ BOOK = ScriptBook.from_tapes(
 
 
 def played(behaviour: Behaviour, turns: int, *, key: str | None = "Add two numbers.") -> list[list[str]]:
-    """What a client reads, turn by turn: the names of the tools called."""
+    """Return the names of the called tools, turn by turn, as a client parses them."""
     model = ScriptedModel(RENDERER, BOOK)
     samples = [model.sample(key, behaviour, turn, session="s", max_tokens=10_000) for turn in range(turns)]
     return [[call.name for call in RENDERER.parse(sample.ids).tool_calls] for sample in samples]
@@ -39,7 +39,7 @@ def test_the_reference_is_played_and_finished() -> None:
     assert played(Behaviour.SOLVE, 4) == [["bash"], ["bash"], ["finish"], ["finish"]]
 
 
-def test_wrong_does_something_harmless_and_finishes() -> None:
+def test_the_wrong_behaviour_does_something_harmless_and_finishes() -> None:
     assert played(Behaviour.WRONG, 2) == [["bash"], ["finish"]]
     assert BOOK.turn("Add two numbers.", Behaviour.WRONG, 0) == (
         {"tool": "bash", "arguments": {"command": "ls"}},
@@ -56,18 +56,18 @@ def test_idle_loop_and_unknown_tasks() -> None:
     assert played(Behaviour.SOLVE, 1, key=None) == [["finish"]]
 
 
-def test_malformed_calls_cannot_be_read() -> None:
+def test_malformed_calls_cannot_be_parsed() -> None:
     sample = ScriptedModel(RENDERER, BOOK).sample("Add", Behaviour.MALFORMED, 0, session="s", max_tokens=999)
     turn = RENDERER.parse(sample.ids)
     assert turn.tool_calls == ()
     assert len(turn.malformed) == 1
 
 
-def test_garbage_is_read_as_no_call() -> None:
+def test_garbage_is_not_parsed_as_a_call() -> None:
     assert played(Behaviour.GARBAGE, 3) == [[], [], []]
 
 
-def test_a_tape_that_finishes_itself_is_not_finished_twice() -> None:
+def test_a_tape_with_a_finish_call_is_not_finished_twice() -> None:
     book = ScriptBook.from_tapes({"k": [[call("finish", answer=7)]]})
     assert book.turn("k", Behaviour.SOLVE, 0) == [call("finish", answer=7)]
 
@@ -94,7 +94,7 @@ def test_truncation_is_a_length_finish() -> None:
     assert (short.finish_reason, short.ids) == ("length", whole.ids[:-1])
 
 
-def test_the_most_particular_key_is_found() -> None:
+def test_the_longest_key_is_found() -> None:
     assert BOOK.find("Please: Add two numbers. Thanks.") == "Add two numbers."
     assert BOOK.find("Add") == "Add"
     assert BOOK.find("Subtract") is None
@@ -112,7 +112,7 @@ CONTROL = st.sampled_from(["<|im_start|>", "<|im_end|>", "assistant\n", "user\n"
 
 
 @given(st.lists(CONTROL | st.text(max_size=5), max_size=8).map("".join), st.integers(0, 4))
-def test_prompts_are_read_by_control_tokens_not_by_text(hostile: str, turns: int) -> None:
+def test_prompts_are_parsed_by_control_tokens_not_by_text(hostile: str, turns: int) -> None:
     ids = RENDERER.prompt([{"role": "system", "content": hostile}, {"role": "user", "content": hostile}])
     for _ in range(turns):
         answer = Sampled(tuple(RENDERER.tokenizer.encode("x").ids), (), "length", "", "")
@@ -123,13 +123,13 @@ def test_prompts_are_read_by_control_tokens_not_by_text(hostile: str, turns: int
 
 
 @given(st.lists(st.integers(0, 1100), max_size=40))
-def test_any_prompt_is_read(ids: list[int]) -> None:
+def test_any_prompt_is_parsed(ids: list[int]) -> None:
     assert PromptReader(RENDERER).read(ids).assistant_turns >= 0
 
 
 def test_a_group_gets_exact_proportions() -> None:
     mix = Mix.parse("solve=2, wrong,malformed=1")
-    dealer = Dealer(mix, counts := Counts(), seed=7)
+    dealer = Dealer(mix, counts := AuditCounts(), seed=7)
     for group in range(5):
         dealt = Counter(dealer.deal(f"{group}/{sample}", "task") for sample in range(4))
         assert dealt == {Behaviour.SOLVE: 2, Behaviour.WRONG: 1, Behaviour.MALFORMED: 1}
@@ -141,7 +141,7 @@ def test_decks_are_shuffled_by_seed_and_task_and_kept_per_session() -> None:
     mix = Mix.parse("solve=8,wrong=8")
 
     def order(seed: int, key: str) -> list[Behaviour]:
-        dealer = Dealer(mix, Counts(), seed=seed)
+        dealer = Dealer(mix, AuditCounts(), seed=seed)
         first = [dealer.deal(str(number), key) for number in range(16)]
         assert first == [dealer.deal(str(number), key) for number in range(16)]
         return first
@@ -151,8 +151,8 @@ def test_decks_are_shuffled_by_seed_and_task_and_kept_per_session() -> None:
     assert order(1, "a") != order(1, "b")
 
 
-def test_sessions_remembered_are_bounded() -> None:
-    dealer = Dealer(Mix.parse("solve"), counts := Counts(), max_sessions=2)
+def test_remembered_sessions_are_bounded() -> None:
+    dealer = Dealer(Mix.parse("solve"), counts := AuditCounts(), max_sessions=2)
     for session in ("a", "b", "c", "a"):
         dealer.deal(session, "k")
     assert counts.sessions == 4, "the first was forgotten"
@@ -168,8 +168,8 @@ def exchange(session: str, prompt: tuple[int, ...], sampled: tuple[int, ...]) ->
     return Exchange(session, "solve", 0, prompt, sampled, "stop")
 
 
-def test_the_audit_tells_growth_repeats_restarts_and_violations_apart() -> None:
-    audit = Audit(counts := Counts(), max_exchanges=2)
+def test_the_audit_distinguishes_growth_repeats_restarts_and_violations() -> None:
+    audit = Audit(counts := AuditCounts(), max_exchanges=2)
     audit.check("s", (1, 2), 0)
     audit.record(exchange("s", (1, 2), (3,)))
     audit.check("s", (1, 2, 3, 4), 1)
@@ -186,8 +186,8 @@ def test_the_audit_tells_growth_repeats_restarts_and_violations_apart() -> None:
     assert len(audit.exchanges) == 2
 
 
-def test_sessions_audited_are_bounded() -> None:
-    audit = Audit(counts := Counts(), max_sessions=1)
+def test_audited_sessions_are_bounded() -> None:
+    audit = Audit(counts := AuditCounts(), max_sessions=1)
     audit.record(exchange("a", (1,), (2,)))
     audit.record(exchange("b", (1,), (2,)))
     audit.check("a", (5, 5, 5), 1)

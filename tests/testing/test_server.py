@@ -1,4 +1,4 @@
-"""The scripted server over HTTP: whole sessions, its counts, and the drift it would notice."""
+"""The scripted server over HTTP: complete sessions, its counts, and its detection of drift."""
 
 import asyncio
 from typing import Any
@@ -7,8 +7,8 @@ import httpx
 import pytest
 
 from prorl_envs.errors import InputError
-from prorl_envs.policy.types import Sampling
-from prorl_envs.policy.vllm import VllmClient
+from prorl_envs.model.servers.vllm import VllmClient
+from prorl_envs.model.types import Sampling
 from prorl_envs.testing.clock import FakeClock
 from prorl_envs.testing.scripted import Mix, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
@@ -23,7 +23,7 @@ PROMPT = RENDERER.prompt([{"role": "user", "content": "Count."}])
 
 
 async def roll(server: ScriptedServer, session: str, *, retokenise: bool = False) -> list[str]:
-    """A minimal agent: plays a session to its end, with hostile tool output, and returns its calls."""
+    """Play a session to its end as a minimal agent with hostile tool output; return its calls."""
     client = VllmClient(server.url, stop_ids=RENDERER.stop_ids, vocab_size=RENDERER.vocab_size)
     ids, called = list(PROMPT), list[str]()
     try:
@@ -53,7 +53,7 @@ async def test_a_client_that_keeps_the_ids_has_no_drift() -> None:
         assert server.counts.violations == 0
 
 
-async def test_a_client_that_tokenises_again_is_found_out() -> None:
+async def test_a_client_that_tokenises_again_is_detected() -> None:
     async with ScriptedServer(BOOK, noncanonical=0.5) as server:
         await roll(server, "s", retokenise=True)
         assert server.counts.violations > 0
@@ -66,7 +66,7 @@ async def test_a_group_plays_its_mix() -> None:
         assert server.counts.behaviours == {"solve": 4, "idle": 2, "wrong": 2}
 
 
-async def test_what_it_says_of_itself() -> None:
+async def test_it_describes_itself() -> None:
     async with ScriptedServer(BOOK) as server:
         await roll(server, "s")
         model = (await get(server, "/v1/models")).json()["data"][0]

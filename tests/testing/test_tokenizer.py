@@ -1,4 +1,4 @@
-"""The built-in tokenizer is a real one, and the same one everywhere."""
+"""The built-in tokenizer is a real one, and the same everywhere."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ TOKENIZER = builtin_renderer().tokenizer
 
 
 @given(st.text())
-def test_any_text_comes_back(text: str) -> None:
+def test_any_text_is_restored(text: str) -> None:
     ids = TOKENIZER.encode(text, add_special_tokens=False).ids
     assert TOKENIZER.decode(ids, skip_special_tokens=False) == text
 

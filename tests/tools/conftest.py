@@ -1,22 +1,22 @@
-"""Toolboxes on real sandboxes; a module's tests share one driver, and each has a sandbox of its own."""
+"""Toolboxes on real sandboxes; a module's tests share one driver, and each test has its own sandbox."""
 
 from collections.abc import AsyncIterator
 
 import pytest
 
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.namespaces import NamespaceDriver
-from prorl_envs.sandbox.runtime import python_runtime
-from prorl_envs.tools.client import Toolbox
-from prorl_envs.tools.link import ToolLimits
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
+from prorl_envs.tools.client.server_handle import ToolLimits
+from prorl_envs.tools.client.toolbox import Toolbox
 
-#: Short, for the tests of what comes after an ignored interrupt.
+#: Short, for the tests of the steps after an ignored interrupt.
 LIMITS = ToolLimits(grace_s=0.5)
 
 
 @pytest.fixture
 async def box(shared_driver: NamespaceDriver) -> AsyncIterator[Toolbox]:
-    """Shell, editor and files in a fresh sandbox."""
+    """Shell, editor and files in a new sandbox."""
     sandbox = await shared_driver.start(SandboxSpec())
     toolbox = await Toolbox.open(sandbox, limits=LIMITS)
     yield toolbox

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prorl_envs.tools.arguments import TEXT_LIMIT, complaint
+from prorl_envs.tools.client.arguments import TEXT_LIMIT, complaint
 from prorl_envs.tools.schemas import BASH, EDITOR, FINISH
 
 JSON = st.recursive(
@@ -32,14 +32,14 @@ JSON = st.recursive(
         ({"command": "create", "path": "/a", "file_text": "x" * (TEXT_LIMIT + 1)}, "longer than"),
     ],
 )
-def test_a_complaint_names_what_is_wrong(arguments: object, expected: str) -> None:
+def test_an_error_message_names_the_wrong_argument(arguments: object, expected: str) -> None:
     said = complaint(EDITOR, arguments)
     assert expected in said
     assert bool(expected) == bool(said)
 
 
 @given(JSON)
-def test_anything_at_all_gets_an_answer(arguments: Any) -> None:
+def test_any_input_gets_an_answer(arguments: Any) -> None:
     for spec in (BASH, EDITOR, FINISH):
         assert isinstance(complaint(spec, arguments), str)
 

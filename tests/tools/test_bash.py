@@ -6,20 +6,21 @@ import json
 import pytest
 
 from prorl_envs.errors import InputError
-from prorl_envs.tools.client import Toolbox
+from prorl_envs.tools.client.toolbox import Toolbox
+from tests.tools.deadlines import at_deadline
 
 pytestmark = pytest.mark.anyio
-T = 20.0
+T = 60.0
 
 
-async def test_the_output_is_exactly_what_was_written(box: Toolbox) -> None:
+async def test_the_output_is_exactly_the_written_text(box: Toolbox) -> None:
     result = await box.bash(r"printf 'a\tb\n  c'", timeout_s=T)
     assert result.text == "a\tb\n  c"
     assert result.ok
     assert result.data == {"exit_code": 0, "cwd": "/workspace", "timed_out": False, "waiting": False}
 
 
-async def test_variables_functions_options_and_directory_last(box: Toolbox) -> None:
+async def test_variables_functions_options_and_directory_persist(box: Toolbox) -> None:
     await box.bash("x=5; export Y=6; f() { echo f$1; }; shopt -s extglob; cd /tmp", timeout_s=T)
     result = await box.bash("f $x; echo $Y; bash -c 'echo $Y'; shopt extglob", timeout_s=T)
     assert result.text == "f5\n6\n6\nextglob        \ton\n"
@@ -73,7 +74,7 @@ async def test_the_shell_can_exit_and_a_new_one_starts_where_it_was(box: Toolbox
     assert result.text == "unset\n/tmp\n"
 
 
-async def test_a_shell_that_is_killed_is_said_and_replaced(box: Toolbox) -> None:
+async def test_a_killed_shell_is_reported_and_replaced(box: Toolbox) -> None:
     result = await box.bash("kill -9 $$", timeout_s=T)
     assert not result.ok
     assert result.data["exit_code"] is None
@@ -81,7 +82,7 @@ async def test_a_shell_that_is_killed_is_said_and_replaced(box: Toolbox) -> None
     assert (await box.bash("echo back", timeout_s=T)).text == "back\n"
 
 
-async def test_a_shell_that_ends_between_commands_is_said_with_the_next(box: Toolbox) -> None:
+async def test_a_shell_that_exits_between_commands_is_reported_with_the_next(box: Toolbox) -> None:
     await box.bash("(sleep 0.05; kill -9 $$) & disown", timeout_s=T)
     await box.run(["sleep", "0.3"], timeout_s=T)
     result = await box.bash("echo back", timeout_s=T)
@@ -94,13 +95,13 @@ async def test_exec_replaces_the_shell_and_a_new_one_follows(box: Toolbox) -> No
     assert (await box.bash("echo back", timeout_s=T)).text == "back\n"
 
 
-async def test_errexit_holds_for_its_command_only(box: Toolbox) -> None:
+async def test_errexit_affects_only_its_command(box: Toolbox) -> None:
     assert (await box.bash("set -e; true", timeout_s=T)).ok
     assert (await box.bash("false; echo on", timeout_s=T)).text == "on\n"
     assert "the shell exited with status 1" in (await box.bash("set -e; false; echo no", timeout_s=T)).text
 
 
-async def test_tracing_shows_the_command_and_nothing_of_ours(box: Toolbox) -> None:
+async def test_tracing_shows_only_the_command(box: Toolbox) -> None:
     assert (await box.bash("set -xv; echo a", timeout_s=T)).text == "++ echo a\na\n"
     assert (await box.bash("echo b", timeout_s=T)).text == "b\n"
 
@@ -123,7 +124,7 @@ async def test_no_history_is_kept(box: Toolbox) -> None:
     assert (await box.bash("history; ls -A ~ .", timeout_s=T)).text.split() == [".:", "/home/agent:"]
 
 
-async def test_a_background_job_does_not_hold_the_call_and_lives_on(box: Toolbox) -> None:
+async def test_a_background_job_does_not_block_the_call_and_survives(box: Toolbox) -> None:
     result = await box.bash("sleep 100 & echo started", timeout_s=T)
     assert "started" in result.text
     assert result.duration_s < 10
@@ -136,7 +137,7 @@ async def test_a_finished_background_job_is_not_announced_at_the_next_command(bo
     assert (await box.bash("echo next", timeout_s=T)).text == "next\n"
 
 
-async def test_what_a_background_job_writes_later_comes_with_the_next_command(box: Toolbox) -> None:
+async def test_later_output_of_a_background_job_comes_with_the_next_command(box: Toolbox) -> None:
     await box.bash("(sleep 0.1; echo later) & disown", timeout_s=T)
     await box.run(["sleep", "0.3"], timeout_s=T)
     assert (await box.bash("echo now", timeout_s=T)).text == "later\nnow\n"
@@ -169,29 +170,27 @@ async def test_at_the_deadline_the_command_is_interrupted_and_the_shell_kept(
     box: Toolbox, command: str
 ) -> None:
     await box.bash("kept=yes", timeout_s=T)
-    result = await box.bash(f"echo before; {command}", timeout_s=0.2)
+    result = await at_deadline(lambda limit_s: box.bash(f"echo before; {command}", timeout_s=limit_s))
     assert not result.ok
-    assert result.data["timed_out"] is True
     assert result.data["exit_code"] is None
-    assert result.text.startswith("before\n")
-    assert "[timed out after 0.2 s: it was interrupted" in result.text
+    assert "s: it was interrupted" in result.text
     assert "no\n" not in result.text
     assert (await box.bash("echo $kept", timeout_s=T)).text == "yes\n"
 
 
-async def test_what_ignores_the_interrupt_is_killed_and_the_shell_kept(box: Toolbox) -> None:
+async def test_a_command_that_ignores_the_interrupt_is_killed_and_the_shell_kept(box: Toolbox) -> None:
     await box.bash("kept=yes", timeout_s=T)
-    result = await box.bash("bash -c 'trap \"\" INT; sleep 100; sleep 100'", timeout_s=0.2)
+    command = "bash -c 'trap \"\" INT; echo before; sleep 100; sleep 100'"
+    result = await at_deadline(lambda limit_s: box.bash(command, timeout_s=limit_s))
     assert "it ignored the interrupt and was killed" in result.text
-    assert result.data["timed_out"] is True
-    gone = "while pgrep -x sleep > /dev/null; do :; done"
+    gone = "while grep -qsx sleep /proc/[0-9]*/comm; do :; done"
     assert (await box.bash(f"echo $kept; {gone}", timeout_s=T)).text == "yes\n"
 
 
-async def test_a_shell_that_cannot_be_saved_is_replaced(box: Toolbox) -> None:
+async def test_an_unusable_shell_is_replaced(box: Toolbox) -> None:
     await box.bash("lost=yes", timeout_s=T)
-    result = await box.bash("trap '' INT; while :; do sleep 0.01; done", timeout_s=0.2)
-    assert result.data["timed_out"] is True
+    command = "trap '' INT; echo before; while :; do sleep 0.01; done"
+    result = await at_deadline(lambda limit_s: box.bash(command, timeout_s=limit_s))
     assert "the shell was killed by signal 9" in result.text
     assert (await box.bash("echo ${lost-unset}", timeout_s=T)).text == "unset\n"
 
@@ -203,7 +202,7 @@ async def test_a_new_shell_starts_though_the_last_directory_was_locked(box: Tool
     assert (result.text, result.data["exit_code"]) == ("/workspace\n", 0)
 
 
-async def test_a_forged_end_is_not_believed(box: Toolbox) -> None:
+async def test_a_forged_end_is_ignored(box: Toolbox) -> None:
     forge = "printf 'x 0 /\\0deadbeefdeadbeef 0 /forged\\0' > /proc/$$/fd/41; for f in /proc/$$/fd/*; do"
     result = await box.bash(
         f"{forge} printf 'deadbeef 0 /forged\\0' >> $f; done; echo end; false", timeout_s=T
@@ -213,11 +212,11 @@ async def test_a_forged_end_is_not_believed(box: Toolbox) -> None:
     assert result.data["cwd"] == "/workspace"
 
 
-async def test_a_command_sees_no_descriptor_but_its_own(box: Toolbox) -> None:
+async def test_a_command_has_only_its_own_descriptors(box: Toolbox) -> None:
     assert (await box.bash("ls /proc/self/fd | wc -l", timeout_s=T)).text == "4\n"  # 0, 1, 2 and ls's own
 
 
-async def test_redirections_of_the_shell_itself_last(box: Toolbox) -> None:
+async def test_redirections_of_the_shell_itself_persist(box: Toolbox) -> None:
     await box.bash("exec 5>kept", timeout_s=T)
     await box.bash("echo five >&5", timeout_s=T)
     assert await box.read("/workspace/kept") == b"five\n"
@@ -227,7 +226,7 @@ async def test_broken_pipes_are_silent(box: Toolbox) -> None:
     assert (await box.bash("yes | head -1", timeout_s=T)).text == "y\n"
 
 
-async def test_sessions_are_apart_and_run_together(box: Toolbox) -> None:
+async def test_sessions_are_independent_and_run_in_parallel(box: Toolbox) -> None:
     await box.bash("x=1", timeout_s=T)
     slow = asyncio.create_task(box.bash("mkfifo gate; cat gate", timeout_s=T))
     await box.run(["sh", "-c", "until [ -p gate ]; do sleep 0.01; done"], timeout_s=T)
@@ -240,7 +239,7 @@ async def test_calls_of_one_session_run_in_order(box: Toolbox) -> None:
     assert [result.text for result in results] == [f"{n}\n" for n in range(10)]
 
 
-async def test_a_cancelled_call_is_interrupted_and_the_shell_stays(box: Toolbox) -> None:
+async def test_a_cancelled_call_is_interrupted_and_the_shell_survives(box: Toolbox) -> None:
     await box.bash("kept=yes", timeout_s=T)
     call = asyncio.create_task(box.bash("sh -c 'touch begun; exec sleep 100'; touch ended", timeout_s=T))
     await box.run(["sh", "-c", "until [ -e begun ]; do sleep 0.01; done"], timeout_s=T)
@@ -263,7 +262,7 @@ async def test_a_call_cancelled_while_it_waits_never_runs(box: Toolbox) -> None:
     assert (await box.bash("ls", timeout_s=T)).text == ""
 
 
-async def test_the_environment_is_the_sandboxes_and_pagers_do_not_wait(box: Toolbox) -> None:
+async def test_the_environment_is_the_sandboxes_and_pagers_do_not_block(box: Toolbox) -> None:
     env = (await box.bash("env", timeout_s=T)).text
     names = {line.partition("=")[0] for line in env.splitlines()}
     assert names <= {
@@ -283,12 +282,12 @@ async def test_the_environment_is_the_sandboxes_and_pagers_do_not_wait(box: Tool
 
 
 @pytest.mark.parametrize("command", ["echo \0", "echo \ud800"])
-async def test_what_bash_cannot_take_is_refused(box: Toolbox, command: str) -> None:
+async def test_commands_that_bash_cannot_take_are_refused(box: Toolbox, command: str) -> None:
     assert not (await box.bash(command, timeout_s=T)).ok
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, float("nan"), float("inf")])
-async def test_a_timeout_must_be_a_time(box: Toolbox, timeout_s: float) -> None:
+async def test_a_timeout_must_be_a_valid_time(box: Toolbox, timeout_s: float) -> None:
     with pytest.raises(InputError):
         await box.bash("true", timeout_s=timeout_s)
 

@@ -1,15 +1,15 @@
-"""What the cells' shell leaves out of IPython's work, and that nobody can tell."""
+"""Optimisations of the cells' shell over IPython, which must not be observable."""
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from IPython.core.inputtransformer2 import TransformerManager
 
-from prorl_envs.tools.client import Toolbox
-from prorl_envs.tools.kernel import Transformers
+from prorl_envs.tools.client.toolbox import Toolbox
+from prorl_envs.tools.server.python_kernel import Transformers
 
 pytestmark = pytest.mark.anyio
-T = 20.0
+T = 60.0
 PIECES = [
     "x",
     "=",
@@ -59,12 +59,12 @@ def test_cells_are_read_as_ipython_reads_them(cell: str) -> None:
         ("_ih[-1]", "'_ih[-1]'\n"),
     ],
 )
-async def test_a_cell_is_what_ipython_takes_it_for(python_box: Toolbox, cell: str, text: str) -> None:
+async def test_a_cell_means_the_same_as_in_ipython(python_box: Toolbox, cell: str, text: str) -> None:
     await python_box.python("async def _each():\n    yield 0", timeout_s=T)
     assert (await python_box.python(cell, timeout_s=T)).text == text
 
 
-async def test_a_transformer_of_ones_own_sees_every_cell(python_box: Toolbox) -> None:
+async def test_a_user_defined_transformer_sees_every_cell(python_box: Toolbox) -> None:
     code = (
         "from IPython.core.inputtransformer2 import TokenTransformBase\n"
         "class Twice(TokenTransformBase):\n"
@@ -80,7 +80,7 @@ async def test_a_transformer_of_ones_own_sees_every_cell(python_box: Toolbox) ->
     assert (await python_box.python("once", timeout_s=T)).text == "2\n"
 
 
-async def test_nothing_is_kept_of_what_cells_print(python_box: Toolbox) -> None:
+async def test_printed_output_is_not_kept(python_box: Toolbox) -> None:
     code = "print('x' * 10)\nlen(get_ipython().history_manager.outputs)"
     assert (await python_box.python(code, timeout_s=T)).text == "xxxxxxxxxx\n0\n"
     await python_box.python("1 / 0", timeout_s=T)
@@ -88,7 +88,7 @@ async def test_nothing_is_kept_of_what_cells_print(python_box: Toolbox) -> None:
     assert "ZeroDivision" not in (await python_box.python(code, timeout_s=T)).text
 
 
-async def test_old_outputs_go_without_a_word(python_box: Toolbox) -> None:
+async def test_old_outputs_are_discarded_without_a_message(python_box: Toolbox) -> None:
     await python_box.python("get_ipython().displayhook.cache_size = 4", timeout_s=T)
     shown = [(await python_box.python(f"{value} + 0", timeout_s=T)).text for value in range(8)]
     assert shown == [f"{value}\n" for value in range(8)]

@@ -1,9 +1,9 @@
-"""How many sandboxes should stand ready."""
+"""How many sandboxes are kept ready."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prorl_envs.tools.demand import Demand
+from prorl_envs.tools.pool.demand import Demand
 
 
 def learned(start_s: float = 1.0, memory_s: float = 60.0) -> Demand:
@@ -12,28 +12,28 @@ def learned(start_s: float = 1.0, memory_s: float = 60.0) -> Demand:
     return demand
 
 
-def test_what_was_asked_for_once_is_not_kept_ready() -> None:
+def test_after_a_single_request_none_is_kept_ready() -> None:
     demand = learned()
     assert demand.wanted(0.0) == 0
     demand.taken(0.0)
     assert demand.wanted(0.1) == 0
 
 
-def test_a_steady_trickle_keeps_one_ready() -> None:
+def test_a_steady_rate_of_requests_keeps_one_ready() -> None:
     demand = learned()
     for now in (0.0, 10.0, 20.0):
         demand.taken(now)
     assert demand.wanted(20.0) == 1
 
 
-def test_a_burst_is_as_large_as_what_comes_while_one_starts() -> None:
+def test_a_burst_is_the_number_of_requests_during_one_start() -> None:
     demand = learned(start_s=1.0)
     for now in (0.0, 0.1, 0.2, 0.9, 5.0, 5.1):
         demand.taken(now)
     assert demand.wanted(6.0) == 4
 
 
-def test_slower_starts_want_more_ready() -> None:
+def test_slower_starts_keep_more_ready() -> None:
     fast, slow = learned(start_s=0.05), learned(start_s=2.0)
     for demand in (fast, slow):
         for tick in range(20):
@@ -51,7 +51,7 @@ def test_a_burst_is_forgotten_and_a_smaller_one_remembered() -> None:
     assert demand.wanted(91.0) == 0
 
 
-def test_one_that_stood_ready_in_vain_starts_it_all_over() -> None:
+def test_an_unused_sandbox_resets_the_demand() -> None:
     demand = learned()
     for now in (0.0, 0.1, 0.2):
         demand.taken(now)
@@ -64,7 +64,7 @@ def test_one_that_stood_ready_in_vain_starts_it_all_over() -> None:
 
 
 @given(st.lists(st.floats(0, 5), max_size=60), st.floats(0.01, 3))
-def test_it_is_the_largest_burst_and_never_more(gaps: list[float], start_s: float) -> None:
+def test_the_demand_is_the_largest_burst_and_never_more(gaps: list[float], start_s: float) -> None:
     demand = learned(start_s=start_s, memory_s=1e9)
     times: list[float] = []
     for gap in gaps:
@@ -73,5 +73,5 @@ def test_it_is_the_largest_burst_and_never_more(gaps: list[float], start_s: floa
     largest = max((sum(1 for t in times if end - start_s <= t <= end) for end in times), default=0)
     assert demand.wanted(times[-1] if times else 0.0) <= max(largest, 0)
     if len(times) > 1:
-        # Equal times count in the order they came, so what came last has seen all before it.
+        # Equal times count in order of arrival, so the last request counts all earlier ones.
         assert demand.wanted(times[-1]) == largest

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from prorl_envs.tools.client import Toolbox
-from prorl_envs.tools.text import FILE_LIMIT
+from prorl_envs.tools.client.toolbox import Toolbox
+from prorl_envs.tools.server.files.text import FILE_LIMIT
 from prorl_envs.tools.types import ToolResult
 
 pytestmark = pytest.mark.anyio
@@ -17,7 +17,7 @@ async def edit(box: Toolbox, command: str, path: str = PATH, **arguments: Any) -
     return await box.edit({"command": command, "path": path, **arguments})
 
 
-async def test_a_complaint_is_bounded_like_every_answer(box: Toolbox) -> None:
+async def test_an_error_message_is_bounded_like_every_answer(box: Toolbox) -> None:
     result = await edit(box, "view", "/" + "a" * 1_000_000)
     assert not result.ok
     assert len(result.text) < 2 * box.limits.output_bytes
@@ -39,21 +39,21 @@ async def test_create_view_and_refusal_to_overwrite(box: Toolbox) -> None:
     ("view_range", "shown"),
     [([2, 3], "2 3"), ([2, -1], "2 3 4"), ([4, 4], "4"), ([3, 99], "3 4")],
 )
-async def test_a_range_of_lines(box: Toolbox, view_range: list[int], shown: str) -> None:
+async def test_a_range_of_lines_can_be_viewed(box: Toolbox, view_range: list[int], shown: str) -> None:
     await box.write(PATH, b"l1\nl2\nl3\nl4")
     result = await edit(box, "view", view_range=view_range)
     assert [line.split("\t")[1] for line in result.text.splitlines()[1:]] == [f"l{n}" for n in shown.split()]
 
 
 @pytest.mark.parametrize("view_range", [[0, 2], [5, 6], [3, 2], [1], [1, 2, 3], [-1, 2]])
-async def test_a_range_that_makes_no_sense(box: Toolbox, view_range: list[int]) -> None:
+async def test_an_invalid_range_is_refused(box: Toolbox, view_range: list[int]) -> None:
     await box.write(PATH, b"l1\nl2\nl3\nl4")
     result = await edit(box, "view", view_range=view_range)
     assert not result.ok
     assert "view_range" in result.text
 
 
-async def test_a_directory_two_levels_deep(box: Toolbox) -> None:
+async def test_a_directory_is_listed_two_levels_deep(box: Toolbox) -> None:
     await box.run(["mkdir", "-p", "a/b/c", ".hidden", "z"], timeout_s=10)
     await box.run(["touch", "a/b/f", "a/b/c/deep", "m"], timeout_s=10)
     result = await edit(box, "view", "/workspace")
@@ -112,13 +112,13 @@ async def test_insert_goes_after_the_line(box: Toolbox, before: bytes, line: int
     assert await box.read(PATH) == after
 
 
-async def test_insert_out_of_range(box: Toolbox) -> None:
+async def test_insert_out_of_range_is_refused(box: Toolbox) -> None:
     await box.write(PATH, b"a\n")
     result = await edit(box, "insert", insert_line=2, new_str="x")
     assert "must be between 0 and 1" in result.text
 
 
-async def test_undo_goes_back_step_by_step_to_nothing(box: Toolbox) -> None:
+async def test_undo_restores_every_version_step_by_step(box: Toolbox) -> None:
     await edit(box, "create", file_text="1\n")
     await edit(box, "str_replace", old_str="1", new_str="2")
     await edit(box, "insert", insert_line=1, new_str="3")
@@ -132,7 +132,7 @@ async def test_undo_goes_back_step_by_step_to_nothing(box: Toolbox) -> None:
     assert not (await edit(box, "undo_edit")).ok
 
 
-async def test_modes_line_ends_links_and_odd_bytes_stay(box: Toolbox) -> None:
+async def test_modes_line_ends_links_and_odd_bytes_are_unchanged(box: Toolbox) -> None:
     await box.write(PATH, b"a\r\nb \xff\r\n", mode=0o755)
     await box.run(["ln", "-s", PATH, "link"], timeout_s=10)
     assert (await edit(box, "str_replace", "/workspace/link", old_str="a\nb", new_str="c\nd")).ok
@@ -154,7 +154,7 @@ async def test_modes_line_ends_links_and_odd_bytes_stay(box: Toolbox) -> None:
         ("/a\0b", "NUL"),
     ],
 )
-async def test_what_cannot_be_viewed_is_refused_kindly(box: Toolbox, path: str, said: str) -> None:
+async def test_unviewable_files_are_refused_with_a_reason(box: Toolbox, path: str, said: str) -> None:
     await box.run(["mkfifo", "fifo"], timeout_s=10)
     await box.run(["truncate", "-s", str(FILE_LIMIT + 1), "big"], timeout_s=10)
     result = await edit(box, "view", path)
@@ -208,7 +208,7 @@ async def test_an_undo_that_fails_can_be_tried_again(box: Toolbox) -> None:
         (b"\xef\xbb\xbfa\nb\n", "a", "c", b"\xef\xbb\xbfc\nb\n"),
         (b"a\r\nb\r\n", "a", "c\nd", b"c\r\nd\r\nb\r\n"),  # one line becomes two
         (b"a\r\nb\r\nc", "a\nb", "x\ny", b"x\r\ny\r\nc"),
-        (b"a\r\nb\nc\n", "b\nc", "x\ny", b"a\r\nx\ny\n"),  # mixed: as written
+        (b"a\r\nb\nc\n", "b\nc", "x\ny", b"a\r\nx\ny\n"),  # mixed line ends: as written
         (b"a\nb", "b", "c", b"a\nc"),
         (b"a\rb\x0cc\n", "b", "d", b"a\rd\x0cc\n"),
         (b"caf\xe9 x\n", "x", "y", b"caf\xe9 y\n"),
@@ -216,7 +216,7 @@ async def test_an_undo_that_fails_can_be_tried_again(box: Toolbox) -> None:
         (b"x" * 3_000_000 + b"a\n", "a", "b", b"x" * 3_000_000 + b"b\n"),
     ],
 )
-async def test_what_an_edit_does_not_touch_stays(
+async def test_text_outside_an_edit_is_unchanged(
     box: Toolbox, before: bytes, old: str, new: str, after: bytes
 ) -> None:
     await box.write(PATH, before)
@@ -261,7 +261,7 @@ async def test_encodings_are_never_mixed(box: Toolbox) -> None:
         ("~/file", "not absolute"),
     ],
 )
-async def test_what_cannot_be_written_is_refused_kindly(box: Toolbox, path: str, said: str) -> None:
+async def test_unwritable_text_is_refused_with_a_reason(box: Toolbox, path: str, said: str) -> None:
     script = "mkfifo fifo; ln -s loop loop; touch file; mkdir -m 555 locked; "
     await box.run(["sh", "-c", script], timeout_s=10)
     for arguments in ({"file_text": "x"}, {"old_str": "Linux", "new_str": "x"}):
@@ -283,7 +283,7 @@ async def test_a_directory_of_a_hundred_thousand_files_is_listed_in_part(box: To
     assert len(result.text) < 2 * box.limits.output_bytes
 
 
-async def test_names_and_lines_that_are_no_unicode_are_shown(box: Toolbox) -> None:
+async def test_names_and_lines_that_are_not_unicode_are_shown(box: Toolbox) -> None:
     await box.run(["bash", "-c", r"touch $'bad\xff'; printf 'a\xffb\n' > f"], timeout_s=10)
     assert "/workspace/bad?" in (await edit(box, "view", "/workspace")).text
     assert "a?b" in (await edit(box, "view", "/workspace/f")).text

@@ -14,20 +14,21 @@ from jupyter_client.asynchronous.client import AsyncKernelClient
 
 from prorl_envs.errors import InputError, ToolError
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.namespaces import NamespaceDriver
-from prorl_envs.sandbox.runtime import python_runtime
-from prorl_envs.tools.client import Toolbox
-from prorl_envs.tools.jupyter import JupyterPython
-from prorl_envs.tools.jupyter_output import CellOutput
-from prorl_envs.tools.link import ToolLimits
-from prorl_envs.tools.python import PythonEngine
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
+from prorl_envs.tools.client.jupyter import JupyterPython
+from prorl_envs.tools.client.jupyter_output import CellOutput
+from prorl_envs.tools.client.python import PythonEngine
+from prorl_envs.tools.client.server_handle import ToolLimits
+from prorl_envs.tools.client.toolbox import Toolbox
+from tests.tools.deadlines import at_deadline
 
 T = 60.0
 
 
 @pytest.fixture
 async def kernel_box(shared_driver: NamespaceDriver) -> AsyncIterator[Toolbox]:
-    """A toolbox whose cells run in a Jupyter kernel."""
+    """Toolbox whose cells run in a Jupyter kernel."""
     mounts, masks, _ = python_runtime()
     spec = SandboxSpec(mounts=mounts, masks=masks)
     sandbox = await shared_driver.start(spec)
@@ -63,25 +64,31 @@ async def test_rich_displays_and_refused_input(kernel_box: Toolbox) -> None:
 
 
 @pytest.mark.anyio
-async def test_the_deadline_interrupts_and_keeps_the_session(kernel_box: Toolbox) -> None:
+async def test_no_history_is_written(kernel_box: Toolbox) -> None:
+    code = "get_ipython().history_manager.enabled, get_ipython().history_manager.hist_file"
+    assert (await kernel_box.python(code, timeout_s=T)).text == "(False, ':memory:')\n"
+
+
+@pytest.mark.anyio
+async def test_the_deadline_interrupts_the_cell_and_keeps_the_session(kernel_box: Toolbox) -> None:
     await kernel_box.python("kept = 1", timeout_s=T)
-    result = await kernel_box.python("print('before')\nwhile True: pass", timeout_s=1)
-    assert result.data["timed_out"] is True
-    assert result.text.startswith("before\n")
+    code = "print('before')\nwhile True: pass"
+    result = await at_deadline(lambda limit_s: kernel_box.python(code, timeout_s=limit_s))
     assert "it was interrupted" in result.text
     assert (await kernel_box.python("kept", timeout_s=T)).text == "1\n"
 
 
 @pytest.mark.anyio
 async def test_a_kernel_that_ignores_the_interrupt_is_replaced(kernel_box: Toolbox) -> None:
-    code = "import signal\nlost = 1\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass"
-    result = await kernel_box.python(code, timeout_s=1)
+    ignore = "import signal\nlost = 1\nsignal.signal(signal.SIGINT, signal.SIG_IGN)"
+    code = f"{ignore}\nprint('before', flush=True)\nwhile True: pass"
+    result = await at_deadline(lambda limit_s: kernel_box.python(code, timeout_s=limit_s))
     assert "it ignored the interrupt and was killed" in result.text
     assert (await kernel_box.python("lost", timeout_s=T)).data["error"] == "NameError"
 
 
 @pytest.mark.anyio
-async def test_a_kernel_that_ends_is_said_and_replaced(kernel_box: Toolbox) -> None:
+async def test_a_kernel_that_exits_is_reported_and_replaced(kernel_box: Toolbox) -> None:
     result = await kernel_box.python("import os\nos._exit(3)", timeout_s=T)
     assert not result.ok
     assert result.text.endswith(
@@ -102,7 +109,7 @@ async def test_a_cancelled_cell_leaves_the_toolbox_usable(kernel_box: Toolbox) -
 
 
 @pytest.mark.anyio
-async def test_a_lost_tool_server_is_said_and_replaced(kernel_box: Toolbox) -> None:
+async def test_a_lost_tool_server_is_reported_and_replaced(kernel_box: Toolbox) -> None:
     assert isinstance(kernel_box._python, JupyterPython)
     link = kernel_box._python._link
     call = asyncio.create_task(kernel_box.python("open('begun', 'w').close()\nwhile True: pass", timeout_s=T))
@@ -113,14 +120,14 @@ async def test_a_lost_tool_server_is_said_and_replaced(kernel_box: Toolbox) -> N
 
 
 @pytest.mark.anyio
-async def test_an_image_without_ipykernel_is_told_apart(shared_driver: NamespaceDriver) -> None:
+async def test_an_image_without_ipykernel_is_reported(shared_driver: NamespaceDriver) -> None:
     sandbox = await shared_driver.start(SandboxSpec())
     with pytest.raises(ToolError, match="exited with status 1"):
         await Toolbox.open(sandbox, python=PythonEngine.KERNEL, interpreter="false")
     await sandbox.close()
 
 
-# What a kernel publishes, as a pure function.
+# Messages of a kernel, handled by a pure function.
 
 
 def test_output_is_bounded_and_colours_are_removed() -> None:
@@ -151,7 +158,7 @@ def test_displays_are_bounded() -> None:
         max_leaves=6,
     ),
 )
-def test_any_content_is_taken_or_refused(kind: str, content: object) -> None:
+def test_any_content_is_accepted_or_refused(kind: str, content: object) -> None:
     try:
         CellOutput(100).take(kind, content)
     except msgspec.ValidationError:
@@ -159,7 +166,7 @@ def test_any_content_is_taken_or_refused(kind: str, content: object) -> None:
 
 
 @pytest.mark.anyio
-async def test_messages_that_break_the_protocol_end_the_session_only(kernel_box: Toolbox) -> None:
+async def test_messages_that_break_the_protocol_stop_only_the_session(kernel_box: Toolbox) -> None:
     code = (
         "kernel = get_ipython().kernel\n"
         "kernel.session.send(kernel.iopub_socket, 'stream', {'text': 1}, parent=kernel.get_parent())"
@@ -196,14 +203,14 @@ def is_gone(path: Path) -> bool:
 
 
 @pytest.mark.anyio
-async def test_other_toolboxes_have_nothing_to_attach_to(box: Toolbox, python_box: Toolbox) -> None:
+async def test_other_toolboxes_have_no_connection_file(box: Toolbox, python_box: Toolbox) -> None:
     for toolbox in (box, python_box):
         with pytest.raises(InputError, match="no Jupyter kernel"):
             toolbox.jupyter_connection_file()
 
 
 @pytest.mark.anyio
-async def test_a_message_that_is_too_long_is_told_at_once(kernel_box: Toolbox) -> None:
+async def test_a_message_that_is_too_long_is_reported_at_once(kernel_box: Toolbox) -> None:
     code = (
         "kernel = get_ipython().kernel\n"
         "kernel.session.send(kernel.iopub_socket, 'stream', {'name': 'stdout', 'text': 'x' * 20_000_000})"
@@ -215,7 +222,7 @@ async def test_a_message_that_is_too_long_is_told_at_once(kernel_box: Toolbox) -
 
 
 @pytest.mark.anyio
-async def test_a_kernel_that_ended_between_cells_is_said_and_the_cell_runs(kernel_box: Toolbox) -> None:
+async def test_a_kernel_that_exited_between_cells_is_reported_and_the_cell_runs(kernel_box: Toolbox) -> None:
     await kernel_box.python("import os\npid = os.getpid()", timeout_s=T)
     await kernel_box.bash("kill -9 -1", timeout_s=T)
     assert isinstance(kernel_box._python, JupyterPython)

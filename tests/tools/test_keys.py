@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prorl_envs.tools.keys import KEYS, names_key, next_piece, to_type
+from prorl_envs.tools.server.keys import KEYS, names_key, next_piece, to_type
 
 
 def pieces(text: str, *, by_line: bool) -> list[bytes]:
@@ -33,18 +33,18 @@ def pieces(text: str, *, by_line: bool) -> list[bytes]:
         ("C-é", "C-é\n"),
     ],
 )
-def test_keys_have_names_and_text_gets_its_enter(text: str, typed: str) -> None:
+def test_keys_have_names_and_enter_follows_text(text: str, typed: str) -> None:
     assert to_type(text) == typed
 
 
-def test_a_line_longer_than_a_terminal_takes_is_refused() -> None:
+def test_a_line_too_long_for_terminals_is_refused() -> None:
     assert to_type("x" * 4000 + "\n" + "é" * 2000)
     with pytest.raises(ValueError, match="longer than 4000 bytes"):
         to_type("a\n" + "é" * 2001)
 
 
 @given(st.text(alphabet="ab\né", max_size=40))
-def test_lines_go_out_one_by_one_and_nothing_is_lost(text: str) -> None:
+def test_lines_are_sent_one_by_one_and_completely(text: str) -> None:
     typed = to_type(text)
     lines = pieces(typed, by_line=True)
     assert b"".join(lines) == typed.encode()
@@ -52,18 +52,18 @@ def test_lines_go_out_one_by_one_and_nothing_is_lost(text: str) -> None:
 
 
 @given(st.text(alphabet="ab\né", max_size=40))
-def test_as_keys_enter_is_one_of_its_own(text: str) -> None:
+def test_in_key_mode_enter_is_sent_separately(text: str) -> None:
     typed = to_type(text)
     keys = pieces(typed, by_line=False)
     assert b"".join(keys) == typed.replace("\n", "\r").encode()
     assert all(key == b"\r" or b"\r" not in key for key in keys)
 
 
-def test_the_first_key_goes_alone_unless_it_is_a_code() -> None:
+def test_the_first_key_is_sent_alone_unless_it_is_a_code() -> None:
     assert pieces("yes\n", by_line=False) == [b"y", b"es", b"\r"]
     assert pieces(KEYS["UP"], by_line=False) == [b"\x1b[A"]
 
 
-def test_only_keys_and_nothing_are_no_commands() -> None:
+def test_only_key_names_and_empty_text_are_keys() -> None:
     assert all(names_key(text) for text in ("", "C-c", *KEYS))
-    assert not any(names_key(text) for text in ("ls", "C-cat", " ", "enter"))
+    assert not any(names_key(text) for text in ("ls", "C-cat", " ", "enter", "C-`", "C-?", "D-c", "C-"))

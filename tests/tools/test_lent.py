@@ -1,4 +1,4 @@
-"""A shell that the host drives itself, and the ways it goes back to its server."""
+"""A shell that a server lends to the host, which drives it directly and returns it."""
 
 import asyncio
 import os
@@ -7,12 +7,13 @@ import socket
 import pytest
 
 from prorl_envs.errors import ToolError
-from prorl_envs.tools.client import Toolbox
-from prorl_envs.tools.connection import Connection
-from prorl_envs.tools.wire import Bash, BashDone, Done, Read, encode
+from prorl_envs.tools.client.connection import ToolConnection
+from prorl_envs.tools.client.toolbox import Toolbox
+from prorl_envs.tools.protocol.messages import Bash, BashDone, Done, Read, encode
+from tests.tools.deadlines import at_deadline
 
 pytestmark = pytest.mark.anyio
-T = 20.0
+T = 60.0
 
 
 async def is_lent(box: Toolbox, session: str = "main") -> bool:
@@ -21,14 +22,14 @@ async def is_lent(box: Toolbox, session: str = "main") -> bool:
 
 @pytest.fixture
 async def lent(box: Toolbox) -> Toolbox:
-    """A toolbox whose main shell is lent."""
+    """Toolbox whose main shell is lent."""
     await box.bash("kept=yes", timeout_s=T)
     assert await is_lent(box)
     return box
 
 
 async def usable(box: Toolbox) -> bool:
-    """Whether the shell is the one it was, and lent again soon: on a busy machine, not by every command."""
+    """Check that the shell is the same, and is soon lent again: on a busy machine, not by every command."""
     for _ in range(8):
         if (await box.bash("echo $kept", timeout_s=T)).text != "yes\n":
             return False
@@ -37,7 +38,7 @@ async def usable(box: Toolbox) -> bool:
     return False
 
 
-async def test_a_lent_shell_says_what_the_server_would(lent: Toolbox) -> None:
+async def test_a_lent_shell_gives_the_servers_answer(lent: Toolbox) -> None:
     shell = (await lent._tools.connection())._lent["main"]
     result = await lent.bash("cd /tmp; printf 'a\\xffb'; (exit 7)", timeout_s=T)
     assert result.text == "a\ufffdb\n[exit status 7]"
@@ -60,7 +61,7 @@ async def test_a_lent_shell_says_what_the_server_would(lent: Toolbox) -> None:
         ("exec 41>&-; sleep 0.1; echo on", "on\n"),
     ],
 )
-async def test_what_is_out_of_the_ordinary_is_the_server_s(lent: Toolbox, command: str, said: str) -> None:
+async def test_unusual_commands_are_handled_by_the_server(lent: Toolbox, command: str, said: str) -> None:
     result = await lent.bash(command, timeout_s=T)
     assert said in result.text
     again = await lent.bash("kept=yes", timeout_s=T, restart=result.data["waiting"])
@@ -68,7 +69,7 @@ async def test_what_is_out_of_the_ordinary_is_the_server_s(lent: Toolbox, comman
     assert await usable(lent)
 
 
-async def test_output_between_commands_sends_it_back(lent: Toolbox) -> None:
+async def test_output_between_commands_returns_the_shell(lent: Toolbox) -> None:
     await lent.bash("(sleep 0.1; head -c 300000 /dev/zero | tr '\\0' x; touch written) & disown", timeout_s=T)
     await lent.run(["sh", "-c", "until [ -e written ]; do sleep 0.01; done"], timeout_s=T)
     assert not await is_lent(lent)
@@ -78,21 +79,20 @@ async def test_output_between_commands_sends_it_back(lent: Toolbox) -> None:
     assert await usable(lent)
 
 
-async def test_a_lent_shell_that_ends_between_commands_is_said(lent: Toolbox) -> None:
+async def test_a_lent_shell_that_exits_between_commands_is_reported(lent: Toolbox) -> None:
     await lent.end_processes()
     result = await lent.bash("echo ${kept-unset}", timeout_s=T)
     assert result.text.startswith("unset\n[before this command, the shell was killed by signal 9")
 
 
-async def test_at_its_deadline_a_command_is_interrupted(lent: Toolbox) -> None:
-    result = await lent.bash("echo begun; sleep 100", timeout_s=0.3)
-    assert result.text.startswith("begun\n")
-    assert result.text.endswith("\n[timed out after 0.3 s: it was interrupted]")
+async def test_a_command_is_interrupted_at_its_deadline(lent: Toolbox) -> None:
+    result = await at_deadline(lambda limit_s: lent.bash("echo before; sleep 100", timeout_s=limit_s))
+    assert result.text.endswith(" s: it was interrupted]")
     assert await usable(lent)
 
 
 async def test_a_command_can_be_cancelled_at_once(lent: Toolbox) -> None:
-    for _ in range(8):  # it may be anywhere on its way
+    for _ in range(8):  # at any stage of its start
         call = asyncio.create_task(lent.bash("sleep 100", timeout_s=T))
         await asyncio.sleep(0)
         call.cancel()
@@ -102,21 +102,21 @@ async def test_a_command_can_be_cancelled_at_once(lent: Toolbox) -> None:
         assert await usable(lent)
 
 
-async def test_sessions_are_lent_apart(lent: Toolbox) -> None:
+async def test_sessions_are_lent_independently(lent: Toolbox) -> None:
     await lent.bash("kept=other", timeout_s=T, session="second")
     calls = (lent.bash("echo $kept", timeout_s=T, session=name) for name in ("main", "second"))
     assert [result.text for result in await asyncio.gather(*calls)] == ["yes\n", "other\n"]
     assert await is_lent(lent, "second")
 
 
-# A hostile server, played by the test.
+# A hostile server, played by the test
 
 
-async def lend(descriptors: list[int], request: Bash | Read) -> Connection:
-    """A connection whose server answered a request by lending these."""
+async def lend(descriptors: list[int], request: Bash | Read) -> ToolConnection:
+    """Open a connection whose server answers a request by lending these descriptors."""
     ours, theirs = socket.socketpair()
     with theirs:
-        connection = await Connection.open(ours)
+        connection = await ToolConnection.open(ours)
         answer = encode(BashDone(1, "", 0, 0, "/", False, "", lent=b"settings"))
         socket.send_fds(theirs, [answer], descriptors)
         try:
@@ -132,13 +132,13 @@ def answer_of(request: Bash | Read) -> BashDone | Done:
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-async def test_descriptors_of_the_wrong_kind_are_not_taken(count: int) -> None:
+async def test_descriptors_of_the_wrong_kind_are_rejected(count: int) -> None:
     connection = await lend([0] * count, Bash(1, "main", ":", T))
     assert not connection._lent
     await connection.aclose()
 
 
-async def test_a_terminal_on_which_reading_blocks_is_not_taken() -> None:
+async def test_a_terminal_with_blocking_reads_is_rejected() -> None:
     master, slave = os.openpty()
     reading, writing = os.pipe()
     try:
@@ -150,6 +150,6 @@ async def test_a_terminal_on_which_reading_blocks_is_not_taken() -> None:
             os.close(fd)
 
 
-async def test_only_a_command_s_answer_lends() -> None:
+async def test_only_the_answer_to_a_command_may_lend() -> None:
     with pytest.raises(ToolError, match="at the wrong moment"):
         await lend([0, 0, 0], Read(1, "/", 1))

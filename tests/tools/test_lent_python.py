@@ -1,4 +1,4 @@
-"""A Python session that the host drives itself, and the ways it goes back to its server."""
+"""A Python session that a server lends to the host, which drives it directly and returns it."""
 
 import asyncio
 import os
@@ -7,14 +7,15 @@ import socket
 import pytest
 
 from prorl_envs.errors import ToolError
-from prorl_envs.tools.client import Toolbox
-from prorl_envs.tools.connection import Connection
-from prorl_envs.tools.python import ForkedPython
-from prorl_envs.tools.wire import Bash, BashDone, Python, PythonDone, encode
+from prorl_envs.tools.client.connection import ToolConnection
+from prorl_envs.tools.client.python import ForkedPython
+from prorl_envs.tools.client.toolbox import Toolbox
+from prorl_envs.tools.protocol.messages import Bash, BashDone, Python, PythonDone, encode
+from tests.tools.deadlines import at_deadline
 
 pytestmark = pytest.mark.anyio
-T = 20.0
-#: Finds the socket for cells, and says in it what it likes.
+T = 60.0
+#: Finds the socket for cells, and writes arbitrary data to it.
 FORGE = """
 import msgspec, os, struct
 def forge(*words):
@@ -23,7 +24,7 @@ def forge(*words):
 """
 
 
-async def connection_of(box: Toolbox) -> Connection:
+async def connection_of(box: Toolbox) -> ToolConnection:
     assert isinstance(box._python, ForkedPython)
     return await box._python._link.connection()
 
@@ -33,7 +34,7 @@ async def is_lent(box: Toolbox) -> bool:
 
 
 async def given_back(box: Toolbox) -> None:
-    """Return once the session is its server's."""
+    """Return once the server has the session back."""
     async with asyncio.timeout(T):
         while await is_lent(box):  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.01)
@@ -41,14 +42,14 @@ async def given_back(box: Toolbox) -> None:
 
 @pytest.fixture
 async def lent(python_box: Toolbox) -> Toolbox:
-    """A toolbox whose Python session is lent."""
+    """Toolbox whose Python session is lent."""
     await python_box.python("kept = 'yes'", timeout_s=T)
     assert await is_lent(python_box)
     return python_box
 
 
 async def usable(box: Toolbox) -> bool:
-    """Whether the session is the one it was, and lent again soon: on a busy machine, not by every cell."""
+    """Check that the session is the same, and is soon lent again: on a busy machine, not by every cell."""
     for _ in range(8):
         if (await box.python("print(kept)", timeout_s=T)).text != "yes\n":
             return False
@@ -57,7 +58,7 @@ async def usable(box: Toolbox) -> bool:
     return False
 
 
-async def test_a_lent_session_says_what_the_server_would(lent: Toolbox) -> None:
+async def test_a_lent_session_gives_the_servers_answer(lent: Toolbox) -> None:
     result = await lent.python("import sys; print('out'); print('err', file=sys.stderr); 6 * 7", timeout_s=T)
     assert (result.ok, result.text) == (True, "out\nerr\n42\n")
     failed = await lent.python("1 / 0", timeout_s=T)
@@ -68,7 +69,7 @@ async def test_a_lent_session_says_what_the_server_would(lent: Toolbox) -> None:
     assert await usable(lent)
 
 
-async def test_one_loan_does_for_many_cells(lent: Toolbox) -> None:
+async def test_one_loan_serves_many_cells(lent: Toolbox) -> None:
     loans = (await connection_of(lent))._lent
     kept = 0
     for number in range(20):  # on a busy machine some take longer than a loan lasts
@@ -89,7 +90,7 @@ async def test_one_loan_does_for_many_cells(lent: Toolbox) -> None:
     ],
     ids=["slow", "much", "long", "display", "child"],
 )
-async def test_what_is_out_of_the_ordinary_is_the_server_s(lent: Toolbox, code: str, said: str) -> None:
+async def test_unusual_cells_are_handled_by_the_server(lent: Toolbox, code: str, said: str) -> None:
     assert said in (await lent.python(code, timeout_s=T)).text
     assert await usable(lent)
 
@@ -108,20 +109,20 @@ async def test_what_is_out_of_the_ordinary_is_the_server_s(lent: Toolbox, code: 
     ],
     ids=["exit", "_exit", "kill", "garbage", "closed"],
 )
-async def test_its_end_is_said_and_it_is_replaced(lent: Toolbox, code: str, said: str) -> None:
+async def test_a_session_that_exits_is_reported_and_replaced(lent: Toolbox, code: str, said: str) -> None:
     assert said in (await lent.python(code, timeout_s=T)).text
     assert "NameError" in (await lent.python("kept", timeout_s=T)).text
     await lent.python("kept = 'yes'", timeout_s=T)
     assert await usable(lent)
 
 
-async def test_one_that_ends_between_cells_is_said(lent: Toolbox) -> None:
+async def test_an_exit_between_cells_is_reported(lent: Toolbox) -> None:
     await lent.end_processes()
     result = await lent.python("'kept' in globals()", timeout_s=T)
     assert "the Python session was killed by signal 9" in result.text and "False" in result.text
 
 
-async def test_output_between_cells_sends_it_back(lent: Toolbox) -> None:
+async def test_output_between_cells_returns_the_session(lent: Toolbox) -> None:
     late = "import threading; threading.Timer(0.2, lambda: print('late', flush=True)).start()"
     await lent.python(late, timeout_s=T)
     await given_back(lent)
@@ -129,8 +130,8 @@ async def test_output_between_cells_sends_it_back(lent: Toolbox) -> None:
     assert await usable(lent)
 
 
-async def test_the_end_of_another_cell_ends_none(lent: Toolbox) -> None:
-    """What is forged is for the server, which knows which cell runs."""
+async def test_another_cells_end_message_does_not_end_a_cell(lent: Toolbox) -> None:
+    """Forged messages go to the server, which knows the running cell."""
     await lent.python(FORGE, timeout_s=T)
     forged = await lent.python("forge([7_000_000, 'Forged', []]); print('true')", timeout_s=T)
     assert forged.ok and forged.text == "true\n"
@@ -142,15 +143,15 @@ async def test_the_end_of_another_cell_ends_none(lent: Toolbox) -> None:
     assert await usable(lent)
 
 
-async def test_at_its_deadline_a_cell_is_interrupted(lent: Toolbox) -> None:
-    result = await lent.python("print('begun'); import time; time.sleep(100)", timeout_s=0.5)
-    assert result.text.startswith("begun\n")
-    assert "timed out after 0.5 s: it was interrupted" in result.text
+async def test_a_cell_is_interrupted_at_its_deadline(lent: Toolbox) -> None:
+    code = "print('before'); import time; time.sleep(100)"
+    result = await at_deadline(lambda limit_s: lent.python(code, timeout_s=limit_s))
+    assert "s: it was interrupted" in result.text
     assert await usable(lent)
 
 
 async def test_a_cell_can_be_cancelled_at_once(lent: Toolbox) -> None:
-    for _ in range(8):  # it may be anywhere on its way
+    for _ in range(8):  # at any stage of its start
         call = asyncio.create_task(lent.python("import time; time.sleep(100)", timeout_s=T))
         await asyncio.sleep(0)
         call.cancel()
@@ -160,21 +161,21 @@ async def test_a_cell_can_be_cancelled_at_once(lent: Toolbox) -> None:
         assert await usable(lent)
 
 
-async def test_a_restarted_session_is_lent_anew(lent: Toolbox) -> None:
+async def test_a_restarted_session_is_lent_again(lent: Toolbox) -> None:
     await lent.restart_python()
     assert not await is_lent(lent)
     await lent.python("kept = 'yes'", timeout_s=T)
     assert await usable(lent)
 
 
-# A hostile server, played by the test.
+# A hostile server, played by the test
 
 
-async def lend(descriptors: list[int], request: Python | Bash) -> Connection:
-    """A connection whose server answered a request by lending these as a Python session."""
+async def lend(descriptors: list[int], request: Python | Bash) -> ToolConnection:
+    """Open a connection whose server answers a request by lending these as a Python session."""
     ours, theirs = socket.socketpair()
     with theirs:
-        connection = await Connection.open(ours)
+        connection = await ToolConnection.open(ours)
         socket.send_fds(theirs, [encode(PythonDone(1, "", 0, "", False, "", [], lent=True))], descriptors)
         kind = PythonDone if isinstance(request, Python) else BashDone
         try:
@@ -185,7 +186,7 @@ async def lend(descriptors: list[int], request: Python | Bash) -> Connection:
         return connection
 
 
-async def test_descriptors_that_are_none_of_a_session_are_not_taken() -> None:
+async def test_descriptors_that_belong_to_no_session_are_rejected() -> None:
     reading, writing = os.pipe()
     one, other = socket.socketpair()
     try:
@@ -200,7 +201,7 @@ async def test_descriptors_that_are_none_of_a_session_are_not_taken() -> None:
         other.close()
 
 
-async def test_only_a_cell_s_answer_lends_a_session() -> None:
+async def test_only_the_answer_to_a_cell_may_lend_a_session() -> None:
     with pytest.raises(ToolError, match="at the wrong moment"):
         await lend([0, 0, 0], Bash(1, "main", ":", T))
 
@@ -212,7 +213,7 @@ async def test_no_session_is_lent_twice() -> None:
     os.set_blocking(reading, False)
     session.setblocking(False)
     descriptors = [reading, session.fileno(), reading]
-    connection = await Connection.open(ours)
+    connection = await ToolConnection.open(ours)
     try:
         for number in (1, 2):
             lent = encode(PythonDone(number, "", 0, "", False, "", [], lent=True))

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prorl_envs.tools.output import OutputBuffer, clip
+from prorl_envs.tools.protocol.output import OutputBuffer, clip
 
 
 @given(st.lists(st.binary(max_size=40), max_size=30), st.integers(2, 60))
@@ -20,7 +20,7 @@ def test_both_ends_are_kept_and_the_rest_is_counted(pieces: list[bytes], limit: 
 
 
 @given(st.text(), st.integers(2, 60))
-def test_a_cut_never_makes_a_character_that_was_not_there(text: str, limit: int) -> None:
+def test_a_cut_creates_no_new_character(text: str, limit: int) -> None:
     clipped, _ = clip(text.replace("�", ""), limit)
     assert "�" not in clipped
 
@@ -40,7 +40,7 @@ def test_bytes_of_a_cut_character_are_counted_as_left_out() -> None:
     assert "�" not in buffer.take().text().splitlines()[0]
 
 
-def test_taking_starts_anew() -> None:
+def test_taking_the_output_resets_it() -> None:
     buffer = OutputBuffer(4)
     buffer.feed(b"abcdefgh")
     assert buffer.take().omitted == 4
@@ -48,7 +48,7 @@ def test_taking_starts_anew() -> None:
     assert buffer.take().text() == "xy"
 
 
-def test_output_that_is_no_unicode_is_replaced() -> None:
+def test_output_that_is_not_unicode_is_replaced() -> None:
     buffer = OutputBuffer(10)
     buffer.feed(b"a\xffb")
     assert buffer.take().text() == "a�b"

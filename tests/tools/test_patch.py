@@ -1,4 +1,4 @@
-"""Patches as pure functions: what is read, where hunks belong, what is refused."""
+"""Patches as pure functions: parsing, placement of hunks, and refusals."""
 
 import difflib
 
@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prorl_envs.tools import patching
-from prorl_envs.tools.patch import Add, Delete, Hunk, Update, parse
-from prorl_envs.tools.patching import patched
-from prorl_envs.tools.text import EditError, Text, decode
+from prorl_envs.tools.server.files import patch_match
+from prorl_envs.tools.server.files.patch import Add, Delete, Hunk, Update, parse
+from prorl_envs.tools.server.files.patch_match import patched
+from prorl_envs.tools.server.files.text import EditError, Text, checked, decode
 
 LINES = st.lists(st.sampled_from(["a", "b", "", "  c", "--- x", "+y", "é"]), max_size=12)
 
@@ -28,7 +28,7 @@ def text_of(lines: list[str]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def test_each_kind_of_change_is_read() -> None:
+def test_each_kind_of_change_is_parsed() -> None:
     changes = parse(
         envelope(
             "*** Add File: a b/new.py",
@@ -78,6 +78,18 @@ def test_a_unified_diff_makes_the_new_file(
     assert patched(Text(before), change.hunks) == after
 
 
+@pytest.mark.parametrize(("before", "after"), [("a\nb", "a\nb\n"), ("a\nb\n", "a\nb")])
+def test_a_unified_diff_adds_and_removes_the_newline_at_the_end(before: str, after: str) -> None:
+    old, new = (f"{sign}b\n" + no_newline(text) for sign, text in (("-", before), ("+", after)))
+    [change] = parse(f"--- a/f\n+++ b/f\n@@ -1,2 +1,2 @@\n a\n{old}{new}")
+    assert isinstance(change, Update)
+    assert patched(Text(before), change.hunks) == after
+
+
+def no_newline(text: str) -> str:
+    return "" if text.endswith("\n") else "\\ No newline at end of file\n"
+
+
 @given(st.text(alphabet="*@+- \\\nab", max_size=60), st.text(alphabet="ab \r\n", max_size=30))
 def test_any_text_is_applied_or_refused(patch: str, content: str) -> None:
     for text in (patch, envelope("*** Update File: f", patch), f"--- a/f\n+++ b/f\n@@ -1 +1 @@\n{patch}"):
@@ -89,7 +101,7 @@ def test_any_text_is_applied_or_refused(patch: str, content: str) -> None:
             continue
 
 
-def test_hunks_go_down_the_file_and_anchors_lead_to_them() -> None:
+def test_hunks_are_placed_in_order_after_their_anchors() -> None:
     content = "def f():\n    return 1\n\ndef g():\n    return 1\n"
     assert update(content, "@@ def g():", "-    return 1", "+    return 2").endswith("g():\n    return 2\n")
     both = update(content, "@@", "-    return 1", "+    return 2", "@@", "-    return 1", "+    return 3")
@@ -101,35 +113,67 @@ def test_an_anchor_is_found_whatever_its_indentation() -> None:
     assert "x = 2" in update(content, "@@ class A:", "@@ def f(self):", "-        x = 1", "+        x = 2")
 
 
-def test_a_hunk_that_only_adds_goes_behind_its_anchor_or_to_the_end() -> None:
+def test_a_hunk_is_placed_after_its_anchor() -> None:
+    assert update("x\nf\nx\n", "@@ f", "-x", "+y") == "x\nf\ny\n"
+    with pytest.raises(EditError, match="only before line 3"):
+        update("x\nf\n", "@@ f", "-x", "+y")
+    with pytest.raises(EditError, match="no line after line 1 is"):
+        update("f\nx\n", "@@ f", "@@ f", "-x", "+y")
+
+
+@pytest.mark.parametrize("hint", [0, 1, 2])
+def test_of_several_places_the_nearest_to_the_expected_line_is_used(hint: int) -> None:
+    hunk = Hunk(lines=[("-", "a"), ("+", "b")], hint=hint)
+    nearest = ["a", "a", "a"]
+    nearest[hint] = "b"
+    assert patched(decode(b"a\na\na\n"), [hunk]) == "\n".join(nearest) + "\n"
+
+
+def test_a_byte_order_mark_and_line_ends_are_unchanged() -> None:
+    marked = decode(b"\xef\xbb\xbfa\r\nb\r\n")
+    assert (marked.content, marked.marked, marked.crlf) == ("a\r\nb\r\n", True, True)
+    assert marked.encode("c") == b"\xef\xbb\xbfc" and decode(b"a").encode("c") == b"c"
+    assert marked.fitted("x\ny\r\n") == "x\r\ny\r\n"
+    for mixed in (b"a\r\nb\n", b"a\nb\n", b"a"):
+        assert decode(mixed).fitted("x\ny\r\n") == "x\ny\r\n"
+
+
+@pytest.mark.parametrize("data", [b"\xff\xfea\0", b"\xfe\xff\0a", b"a\0b"])
+def test_binary_files_are_refused(data: bytes) -> None:
+    with pytest.raises(EditError, match=r"name is (UTF-16|not a text file)"):
+        checked(data, "name")
+    assert checked(b"plain", "name").content == "plain"
+
+
+def test_a_hunk_that_only_adds_is_placed_after_its_anchor_or_at_the_end() -> None:
     assert update("a\nb\n", "@@ a", "+new") == "a\nnew\nb\n"
     assert update("a\nb\n", "@@", "+new") == "a\nb\nnew\n"
     assert update("", "+new") == "new\n"
 
 
-def test_end_of_file_takes_the_last_place() -> None:
+def test_end_of_file_uses_the_last_match() -> None:
     assert update("a\nb\na\n", "@@", "-a", "+z", "*** End of File") == "a\nb\nz\n"
     with pytest.raises(EditError, match="does not end with its lines"):
         update("a\nb\n", "@@", "-a", "+z", "*** End of File")
 
 
-def test_white_space_at_line_ends_is_forgiven_and_the_files_own_stays() -> None:
+def test_trailing_white_space_is_ignored_and_the_files_own_is_kept() -> None:
     assert update("keep  \nold\t\nend\n", "@@", " keep", "-old", "+new", " end ") == "keep  \nnew\nend\n"
-    assert update("x\nx \n", "@@", "-x ", "+y") == "x\ny\n"  # an exact match goes before a forgiving one
+    assert update("x\nx \n", "@@", "-x ", "+y") == "x\ny\n"  # an exact match is preferred
     with pytest.raises(EditError):
         update("  x\n", "@@", "-x", "+y")
 
 
-def test_line_endings_and_a_missing_one_stay() -> None:
+def test_line_endings_and_a_missing_one_are_unchanged() -> None:
     assert update("a\r\nb\r\n", "@@", " a", "-b", "+c", "+d") == "a\r\nc\r\nd\r\n"
     assert update("a\nb", "@@", "-b", "+c") == "a\nc"
 
 
-def test_an_empty_line_is_context_whose_space_was_lost() -> None:
+def test_an_empty_line_is_context_without_its_space() -> None:
     assert update("a\n\nb\n", "@@", " a", "", "-b", "+c", "", "") == "a\n\nc\n"
 
 
-def test_bytes_that_are_no_utf8_stay_and_nothing_is_mixed_with_them() -> None:
+def test_invalid_utf8_is_unchanged_and_never_mixed_with_new_text() -> None:
     text = decode(b"caf\xe9\nold\n")
     [change] = parse(envelope("*** Update File: f", "@@", "-old", "+new"))
     assert isinstance(change, Update)
@@ -174,7 +218,7 @@ def test_a_hunk_that_does_not_apply_is_named(lines: list[str], said: str) -> Non
         ("--- a/x\n+++ b/x\nnonsense", "Line 3"),
     ],
 )
-def test_what_is_no_patch_is_refused_with_its_line(patch: str, said: str) -> None:
+def test_an_invalid_patch_is_refused_with_its_line(patch: str, said: str) -> None:
     with pytest.raises(EditError) as caught:
         parse(patch)
     assert said in str(caught.value)
@@ -189,9 +233,9 @@ def test_git_diffs_of_new_and_removed_files_are_read() -> None:
 
 
 def test_files_made_to_take_for_ever_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patching, "_COMPARISONS", 1000)
+    monkeypatch.setattr(patch_match, "_COMPARISONS", 1000)
     with pytest.raises(EditError, match="repeat too often"):
         update("\n" * 1000, "@@", *[" "] * 100, "-x")
-    monkeypatch.setattr(patching, "_LINES_LIMIT", 10)
+    monkeypatch.setattr(patch_match, "_LINES_LIMIT", 10)
     with pytest.raises(EditError, match="more than 10 lines"):
         update("\n" * 11, "@@", "-x")

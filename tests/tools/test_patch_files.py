@@ -2,12 +2,12 @@
 
 import pytest
 
-from prorl_envs.tools.client import Toolbox
-from prorl_envs.tools.text import FILE_LIMIT
+from prorl_envs.tools.client.toolbox import Toolbox
+from prorl_envs.tools.server.files.text import FILE_LIMIT
 from prorl_envs.tools.types import ToolCall, ToolResult
 
 pytestmark = pytest.mark.anyio
-T = 20.0
+T = 60.0
 
 
 async def patch(box: Toolbox, *lines: str) -> ToolResult:
@@ -16,14 +16,14 @@ async def patch(box: Toolbox, *lines: str) -> ToolResult:
 
 
 async def listing(box: Toolbox) -> str:
-    """Every file's mode, path and content."""
+    """Return every file's mode, path and content."""
     script = (
         'find . -type f | sort | while read f; do stat -c "%a %n" $f; cat $f; done; find . -type d | sort'
     )
     return (await box.run(["sh", "-c", script], timeout_s=T)).output.decode()
 
 
-async def test_files_are_made_changed_moved_and_removed_together(box: Toolbox) -> None:
+async def test_files_are_created_changed_moved_and_removed_together(box: Toolbox) -> None:
     await box.write("/workspace/x.py", b"a\nb\n", mode=0o755)
     await box.write("/workspace/old", b"1\n")
     await box.write("/workspace/gone", b"2\n")
@@ -52,7 +52,7 @@ async def test_files_are_made_changed_moved_and_removed_together(box: Toolbox) -
     )
 
 
-async def test_undo_takes_back_each_file_with_its_mode(box: Toolbox) -> None:
+async def test_undo_restores_each_file_with_its_mode(box: Toolbox) -> None:
     await box.write("/workspace/x", b"a\n", mode=0o750)
     await box.write("/workspace/gone", b"2\n", mode=0o640)
     before = await listing(box)
@@ -64,7 +64,7 @@ async def test_undo_takes_back_each_file_with_its_mode(box: Toolbox) -> None:
     assert await listing(box) == before
 
 
-async def test_a_unified_diff_is_taken(box: Toolbox) -> None:
+async def test_a_unified_diff_is_accepted(box: Toolbox) -> None:
     await box.write("/workspace/x", b"a\nb\n")
     diff = "--- a/x\n+++ b/x\n@@ -1,2 +1,2 @@\n a\n-b\n+c\n"
     result = await box.call(ToolCall("1", "apply_patch", {"input": diff}), timeout_s=T)
@@ -92,7 +92,7 @@ async def test_a_unified_diff_is_taken(box: Toolbox) -> None:
         (["*** Delete File: x", "*** Update File: x", "@@", "+b"], "removed it already"),
     ],
 )
-async def test_one_change_that_cannot_be_made_leaves_all_as_it_was(
+async def test_one_impossible_change_leaves_all_files_unchanged(
     box: Toolbox, lines: list[str], said: str
 ) -> None:
     script = (
@@ -110,7 +110,7 @@ async def test_one_change_that_cannot_be_made_leaves_all_as_it_was(
 
 
 async def state(box: Toolbox) -> bytes:
-    """All of the workspace but its times, sizes of folders, and inode numbers."""
+    """Return the whole workspace except times, sizes of folders, and inode numbers."""
     script = r"find . -printf '%p %M %y %l\n' | sort; find . -type f | sort | xargs sha1sum"
     return (await box.run(["sh", "-c", script], timeout_s=T)).output
 
@@ -124,12 +124,12 @@ async def test_later_changes_see_earlier_ones_and_links_lead_to_one_file(box: To
     assert (await box.run(["readlink", "link"], timeout_s=T)).output == b"x\n"
 
 
-async def test_line_endings_marks_and_odd_bytes_stay(box: Toolbox) -> None:
+async def test_line_endings_marks_and_odd_bytes_are_unchanged(box: Toolbox) -> None:
     await box.write("/workspace/x", b"\xef\xbb\xbfa\r\nb\xff\r\nc")
     assert (await patch(box, "*** Update File: x", "@@", "-a", "+1", "+2")).ok
     assert await box.read("/workspace/x") == b"\xef\xbb\xbf1\r\n2\r\nb\xff\r\nc"
 
 
-async def test_wrong_arguments_are_said(box: Toolbox) -> None:
+async def test_wrong_arguments_are_reported(box: Toolbox) -> None:
     result = await box.call(ToolCall("1", "apply_patch", {"patch": "x"}), timeout_s=T)
     assert result.text == "apply_patch: unknown argument 'patch'; it takes: input"

@@ -1,4 +1,4 @@
-"""Sandboxes that stand ready. The leak fixture watches each test."""
+"""Warm pool of sandboxes. The leak fixture checks each test."""
 
 import asyncio
 from collections.abc import AsyncIterator, Collection
@@ -8,11 +8,11 @@ import pytest
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import Sandbox, SandboxSpec
-from prorl_envs.sandbox.namespaces import NamespaceDriver
-from prorl_envs.sandbox.snapshot import Snapshot
-from prorl_envs.tools.link import ENTRY
-from prorl_envs.tools.pool import WarmPool
-from prorl_envs.tools.workplace import Workplace
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.filesystem.snapshot import Snapshot
+from prorl_envs.tools.client.server_handle import ENTRY
+from prorl_envs.tools.pool.sandbox_session import SandboxSession
+from prorl_envs.tools.pool.warm_pool import WarmPool
 
 pytestmark = pytest.mark.anyio
 
@@ -21,7 +21,7 @@ OTHER = SandboxSpec(hostname="other")
 
 
 class CountingDriver:
-    """The real driver, with a look at what it starts and a fault to switch on."""
+    """Real driver that records its starts, and can be made to fail."""
 
     name = "counting"
 
@@ -45,11 +45,11 @@ class CountingDriver:
         return self.started[-1]
 
     async def aclose(self) -> None:
-        """The fixture of the driver closes it."""
+        """Do nothing: the driver's fixture closes it."""
 
 
 async def closed(sandbox: Sandbox) -> None:
-    """Return once the sandbox has been closed, which is seen by a tool server of our own in it."""
+    """Return once the sandbox has been closed, which closes the socket of a tool server in it."""
     if sandbox.alive:
         with await sandbox.spawn(ENTRY) as sock:
             await asyncio.get_running_loop().sock_recv(sock, 1)
@@ -68,14 +68,14 @@ async def pool(driver: CountingDriver, run_dir: Path) -> AsyncIterator[WarmPool]
 
 
 async def use(pool: WarmPool, spec: SandboxSpec = PLAIN, times: int = 1) -> None:
-    """Take some at once, close them, and wait until the pool has drawn its conclusions."""
+    """Take several at once, close them, and wait until the pool has adjusted."""
     places = await asyncio.gather(*(pool.take(spec) for _ in range(times)))
     for place in places:
         await place.aclose()
     await asyncio.wait_for(pool.settled(), 30)
 
 
-async def test_the_second_time_one_stands_ready_for_the_third(pool: WarmPool, driver: CountingDriver) -> None:
+async def test_after_two_uses_one_is_ready_for_the_third(pool: WarmPool, driver: CountingDriver) -> None:
     await use(pool)
     assert pool.ready == 0
     await use(pool)
@@ -112,9 +112,7 @@ async def test_another_kind_is_not_handed_out(pool: WarmPool) -> None:
     await with_python.aclose()
 
 
-async def test_what_is_asked_for_now_takes_the_room_of_what_was_before(
-    pool: WarmPool, driver: CountingDriver
-) -> None:
+async def test_current_demand_displaces_older_demand(pool: WarmPool, driver: CountingDriver) -> None:
     await use(pool, PLAIN, times=3)
     assert pool.ready == 3
     await use(pool, OTHER, times=3)
@@ -127,7 +125,7 @@ async def test_what_is_asked_for_now_takes_the_room_of_what_was_before(
         await place.aclose()
 
 
-async def test_one_that_died_is_not_handed_out(pool: WarmPool, driver: CountingDriver) -> None:
+async def test_a_dead_sandbox_is_not_handed_out(pool: WarmPool, driver: CountingDriver) -> None:
     await use(pool, times=2)
     assert pool.ready == 2
     for sandbox in driver.started:
@@ -138,7 +136,7 @@ async def test_one_that_died_is_not_handed_out(pool: WarmPool, driver: CountingD
     await place.aclose()
 
 
-async def test_unused_ones_do_not_stay_forever(driver: CountingDriver, run_dir: Path) -> None:
+async def test_unused_sandboxes_are_closed_after_a_while(driver: CountingDriver, run_dir: Path) -> None:
     pool = WarmPool(driver, limit=3, memory_s=0.5)
     await use(pool, times=3)
     ended = [asyncio.create_task(closed(sandbox)) for sandbox in driver.started]
@@ -148,7 +146,7 @@ async def test_unused_ones_do_not_stay_forever(driver: CountingDriver, run_dir: 
     await pool.aclose()
 
 
-async def test_a_driver_that_fails_is_not_asked_again_and_again(
+async def test_a_failing_driver_is_not_called_repeatedly(
     pool: WarmPool, driver: CountingDriver, caplog: pytest.LogCaptureFixture
 ) -> None:
     await use(pool, times=2)
@@ -165,7 +163,7 @@ async def test_a_driver_that_fails_is_not_asked_again_and_again(
         await place.aclose()
 
 
-async def test_without_a_limit_nothing_stands_ready(driver: CountingDriver, run_dir: Path) -> None:
+async def test_without_a_limit_none_is_kept_ready(driver: CountingDriver, run_dir: Path) -> None:
     pool = WarmPool(driver, limit=0)
     await use(pool, times=3)
     assert len(driver.started) == 3
@@ -173,19 +171,19 @@ async def test_without_a_limit_nothing_stands_ready(driver: CountingDriver, run_
     await pool.aclose()
 
 
-async def test_closing_while_one_starts_leaves_nothing(driver: CountingDriver, run_dir: Path) -> None:
+async def test_closing_during_a_start_leaks_nothing(driver: CountingDriver, run_dir: Path) -> None:
     pool = WarmPool(driver, limit=3)
     await use(pool, times=3)
     await asyncio.sleep(0)
     await pool.aclose()
     await pool.aclose()
     assert not any(sandbox.alive for sandbox in driver.started)
-    place = await pool.take(PLAIN)  # still served, by the driver
+    place = await pool.take(PLAIN)  # the driver still serves it
     await place.aclose()
 
 
-async def test_a_workplace_that_cannot_be_equipped_leaves_no_sandbox(driver: CountingDriver) -> None:
-    opening = asyncio.create_task(Workplace.open(driver, PLAIN, python=True))  # which waits to be told
+async def test_a_session_whose_tools_fail_leaks_no_sandbox(driver: CountingDriver) -> None:
+    opening = asyncio.create_task(SandboxSession.open(driver, PLAIN, python=True))  # waits for `changed`
     await driver.changed.wait()
     opening.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -193,10 +191,8 @@ async def test_a_workplace_that_cannot_be_equipped_leaves_no_sandbox(driver: Cou
     assert not driver.started[0].alive
 
 
-async def test_one_that_is_expected_stands_ready_the_first_time(
-    pool: WarmPool, driver: CountingDriver
-) -> None:
-    pool.expect(OTHER)
+async def test_a_prewarmed_sandbox_is_ready_at_its_first_use(pool: WarmPool, driver: CountingDriver) -> None:
+    pool.prewarm(OTHER)
     await asyncio.wait_for(pool.settled(), 30)
     assert pool.ready == 1
     place = await pool.take(OTHER)
@@ -207,10 +203,10 @@ async def test_one_that_is_expected_stands_ready_the_first_time(
     assert len(driver.started) == 1, "nobody expects another"
 
 
-async def test_who_comes_early_waits_for_what_is_being_started(
+async def test_an_early_request_waits_for_the_start_in_progress(
     pool: WarmPool, driver: CountingDriver
 ) -> None:
-    pool.expect(OTHER)
+    pool.prewarm(OTHER)
     while pool._filling is None:  # noqa: ASYNC110 - the loop must turn
         await asyncio.sleep(0)
     place = await pool.take(OTHER)
@@ -218,23 +214,25 @@ async def test_who_comes_early_waits_for_what_is_being_started(
     await place.aclose()
 
 
-async def test_what_is_expected_no_more_is_closed(pool: WarmPool, driver: CountingDriver) -> None:
-    pool.expect(OTHER)
+async def test_a_sandbox_is_closed_when_its_prewarming_is_cancelled(
+    pool: WarmPool, driver: CountingDriver
+) -> None:
+    pool.prewarm(OTHER)
     await asyncio.wait_for(pool.settled(), 30)
-    pool.expect_no_more(OTHER)
+    pool.cancel_prewarm(OTHER)
     await asyncio.wait_for(pool.settled(), 30)
     assert pool.ready == 0
     assert not driver.started[0].alive
-    pool.expect_no_more(OTHER)  # nobody was
-    pool.expect_no_more(PLAIN)
+    pool.cancel_prewarm(OTHER)  # none is expected any more
+    pool.cancel_prewarm(PLAIN)
 
 
-async def test_the_bound_holds_for_the_expected_and_the_first_comes_first(
+async def test_prewarming_keeps_the_limit_and_the_order_of_requests(
     pool: WarmPool, driver: CountingDriver
 ) -> None:
     specs = [SandboxSpec(hostname=f"number{number}") for number in range(6)]
     for spec in specs:
-        pool.expect(spec)
+        pool.prewarm(spec)
     await asyncio.wait_for(pool.settled(), 60)
     assert pool.ready == len(driver.started) == 3
     for number, spec in enumerate(specs):
@@ -247,11 +245,11 @@ async def test_the_bound_holds_for_the_expected_and_the_first_comes_first(
     assert pool.hits == 6 and len(driver.started) == 6
 
 
-async def test_an_expected_one_that_does_not_start_stops_nobody(
+async def test_a_failed_prewarming_does_not_block_later_requests(
     pool: WarmPool, driver: CountingDriver
 ) -> None:
     driver.failing = True
-    pool.expect(OTHER)
+    pool.prewarm(OTHER)
     await asyncio.wait_for(pool.settled(), 30)
     assert pool.ready == 0
     driver.failing = False

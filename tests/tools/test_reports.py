@@ -3,7 +3,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prorl_envs.tools.reports import Reports
+from prorl_envs.tools.protocol.shell_status import Reports
 
 NONCE = "00112233445566ff"
 
@@ -13,7 +13,7 @@ NONCE = "00112233445566ff"
     st.integers(0, 255),
     st.integers(1, 30),
 )
-def test_a_report_is_found_behind_garbage_however_it_is_cut(garbage: bytes, status: int, step: int) -> None:
+def test_a_report_is_found_after_garbage_however_it_is_cut(garbage: bytes, status: int, step: int) -> None:
     stream = garbage + f"{NONCE} {status} /some dir\0".encode()
     reports = Reports()
     found = [
@@ -28,22 +28,22 @@ def test_another_commands_report_is_ignored() -> None:
     assert Reports().feed(b"ffffffffffffffff 0 /\0", NONCE) is None
 
 
-def test_a_directory_may_hold_newlines_and_bytes_that_are_no_unicode() -> None:
+def test_a_directory_may_hold_newlines_and_invalid_unicode() -> None:
     assert Reports().feed(NONCE.encode() + b" 0 /a\nb \xff\0", NONCE) == (0, "/a\nb �")
 
 
-def test_a_flood_is_forgotten_and_the_report_behind_it_found() -> None:
+def test_a_flood_is_discarded_and_the_report_after_it_found() -> None:
     reports = Reports()
     for _ in range(100):
         assert reports.feed(b"x" * 65536, NONCE) is None
     assert reports.feed(f"{NONCE} 3 /\0".encode(), NONCE) == (3, "/")
 
 
-def test_a_status_that_is_no_number_is_no_report() -> None:
+def test_a_report_with_an_invalid_status_is_ignored() -> None:
     assert Reports().feed(f"{NONCE} soon /\0".encode(), NONCE) is None
 
 
-#: What hostile commands might write: pieces of reports, real ones under other nonces, noise.
+#: Output of hostile commands: pieces of reports, real ones with other nonces, noise.
 PIECES = st.one_of(
     st.binary(max_size=40),
     st.sampled_from(
@@ -65,7 +65,7 @@ def first_report(stream: bytes, cuts: list[int]) -> tuple[int, str] | None:
 
 
 @given(STREAMS.filter(lambda stream: NONCE.encode() not in stream), st.lists(st.integers(0, 60_000)))
-def test_nothing_without_the_nonce_is_believed(stream: bytes, cuts: list[int]) -> None:
+def test_without_the_nonce_no_report_is_accepted(stream: bytes, cuts: list[int]) -> None:
     assert first_report(stream, cuts) is None
 
 

@@ -1,4 +1,4 @@
-"""How many sandboxes start at once: the decisions with properties, the gate, and real sandboxes in it."""
+"""Limit of concurrent starts: decisions as properties, the limiter, and real sandboxes."""
 
 import asyncio
 from pathlib import Path
@@ -8,17 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.namespaces import NamespaceDriver
-from prorl_envs.sandbox.pressure import memory_is_short
-from prorl_envs.tools.pool import WarmPool
-from prorl_envs.tools.starts import SLOW_S, Pace, Starts
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.limits.memory_pressure import memory_is_short
+from prorl_envs.tools.pool.start_limiter import SLOW_S, AdaptiveLimit, StartLimiter
+from prorl_envs.tools.pool.warm_pool import WarmPool
 
 pytestmark = pytest.mark.anyio
 
 
-def machine(cores: int, asked: int, seconds: int, pace: Pace, one_s: float = 0.05) -> tuple[int, list[int]]:
-    """Starts on a machine that gives each the time it takes alone as long as there are cores, and more then
-    (with thrashing: quadratically). Returns how many it started, and how many ran at once in each second."""
+def machine(
+    cores: int, asked: int, seconds: int, pace: AdaptiveLimit, one_s: float = 0.05
+) -> tuple[int, list[int]]:
+    """Simulate starts on a machine: each takes a constant time while cores are free, and more then (with
+    thrashing: quadratically). Return the number of starts, and how many ran at once in each second."""
     now, done, running = 0.0, 0, []
     while now < seconds:
         wanted = asked
@@ -33,47 +35,47 @@ def machine(cores: int, asked: int, seconds: int, pace: Pace, one_s: float = 0.0
     return done, running
 
 
-def test_a_machine_that_keeps_up_is_never_slowed() -> None:
-    pace = Pace()
+def test_a_fast_machine_is_never_slowed() -> None:
+    pace = AdaptiveLimit()
     _, running = machine(cores=64, asked=32, seconds=60, pace=pace)
     assert running[:6] == [2, 4, 8, 16, 32, 32] and set(running[6:]) == {32}
     assert pace.slow == 0
 
 
-def test_a_machine_that_thrashes_starts_fewer_and_more_in_all() -> None:
-    slowed, running = machine(cores=2, asked=64, seconds=120, pace=(pace := Pace()))
+def test_a_thrashing_machine_starts_fewer_at_once_and_more_in_total() -> None:
+    slowed, running = machine(cores=2, asked=64, seconds=120, pace=(pace := AdaptiveLimit()))
     thrashing_per_s = 64 / (0.05 * 32**2)
     assert pace.slow > 0
     assert max(running[len(running) // 2 :]) < 16
     assert slowed / 120 > 3 * thrashing_per_s
 
 
-def test_it_recovers() -> None:
-    pace = Pace()
+def test_the_limit_recovers() -> None:
+    pace = AdaptiveLimit()
     machine(cores=1, asked=64, seconds=30, pace=pace)
     assert pace.window.limit < 8
     _, running = machine(cores=64, asked=32, seconds=120, pace=pace)
     assert running[-1] == 32
 
 
-def test_a_kind_that_takes_long_by_itself_is_not_slow() -> None:
-    """A large image beside a small one: each is held against its own best."""
-    pace = Pace()
+def test_a_kind_that_always_takes_long_is_not_slow() -> None:
+    """A large image beside a small one: each is compared with its own best time."""
+    pace = AdaptiveLimit()
     for number in range(200):
         pace.took("small", 0.02, 8, float(number))
         pace.took("large", 4.0, 8, float(number))
     assert pace.slow == 0
 
 
-def test_what_is_slow_alone_is_not_of_our_making() -> None:
-    pace = Pace()
+def test_a_slow_start_that_ran_alone_does_not_lower_the_limit() -> None:
+    pace = AdaptiveLimit()
     pace.took("kind", 0.01, 1, 0.0)
     pace.took("kind", 9.0, 1, 2.0)
     assert pace.slow == 0 and pace.may_start(1)
 
 
-def test_little_memory_slows() -> None:
-    pace = Pace()
+def test_short_memory_lowers_the_limit() -> None:
+    pace = AdaptiveLimit()
     for second in range(20):
         pace.memory_is_short(16, float(second))
     assert pace.short == 20 and not pace.may_start(1) and pace.may_start(0)
@@ -92,8 +94,8 @@ EVENTS = st.lists(
 
 
 @given(EVENTS)
-def test_one_may_always_start(events: list[tuple[str, str, float, int, float]]) -> None:
-    pace, now = Pace(), 0.0
+def test_one_start_is_always_allowed(events: list[tuple[str, str, float, int, float]]) -> None:
+    pace, now = AdaptiveLimit(), 0.0
     for what, kind, seconds, running, later in events:
         now += later
         before = pace.window.limit
@@ -109,9 +111,9 @@ def test_one_may_always_start(events: list[tuple[str, str, float, int, float]]) 
 
 
 @given(st.lists(st.sampled_from(["enter", "leave", "cancel", "fail", "short"]), max_size=60))
-async def test_nobody_is_forgotten(events: list[str]) -> None:
-    """Whatever happens in whatever order: who waits waits for a reason, and everybody has a turn or left."""
-    starts = Starts(lambda: False)
+async def test_every_waiter_gets_its_turn(events: list[str]) -> None:
+    """In any order of events: a waiter waits only for a reason, and each gets a turn or has left."""
+    starts = StartLimiter(lambda: False)
     inside: dict[asyncio.Task[None], asyncio.Future[None]] = {}
     tasks: list[asyncio.Task[None]] = []
 
@@ -154,7 +156,7 @@ async def test_nobody_is_forgotten(events: list[str]) -> None:
 
 
 async def test_real_sandboxes_start_one_by_one_while_memory_is_short(shared_driver: NamespaceDriver) -> None:
-    starts = Starts(lambda: True)
+    starts = StartLimiter(lambda: True)
     starts.pace.memory_is_short(1, -10.0)
     pool = WarmPool(shared_driver, limit=0, starts=starts)
     most = 0
@@ -184,7 +186,7 @@ def kernel(
     used: int = 0,
     idle: int = 0,
 ) -> tuple[Path, Path]:
-    """Files as the kernel writes them: of a machine of 100 kB, and of a group below a bounded one."""
+    """Write files like the kernel's: of a machine with 100 kB, and of a group below a bounded one."""
     proc, groups = tmp_path / "proc", tmp_path / "groups"
     group = groups / "job" / "step"
     for folder in (proc / "self", proc / "pressure", group):
@@ -199,7 +201,7 @@ def kernel(
     return proc, groups
 
 
-def test_what_short_memory_is(tmp_path: Path) -> None:
+def test_short_memory_is_detected(tmp_path: Path) -> None:
     assert not memory_is_short(*kernel(tmp_path / "1"))
     assert memory_is_short(*kernel(tmp_path / "2", available=4))
     assert memory_is_short(*kernel(tmp_path / "3", waited=10.5))

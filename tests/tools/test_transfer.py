@@ -1,4 +1,4 @@
-"""Trees and large files into real sandboxes and out of them."""
+"""Transfers of trees and large files to and from real sandboxes."""
 
 import asyncio
 from pathlib import Path
@@ -7,10 +7,10 @@ import pytest
 
 from prorl_envs.errors import InputError, SandboxError, ToolError, TransferRefused
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.namespaces import NamespaceDriver
-from prorl_envs.tools.client import Toolbox
-from prorl_envs.tools.tree import Transferred, TreeLimits
-from prorl_envs.tools.wire import CONTENT_LIMIT
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.tools.client.toolbox import Toolbox
+from prorl_envs.tools.protocol.messages import CONTENT_LIMIT
+from prorl_envs.tools.protocol.tree import Transferred, TreeLimits
 
 pytestmark = pytest.mark.anyio
 T = 60.0
@@ -26,11 +26,11 @@ def nothing_but(folder: Path, *names: str) -> bool:
 
 
 def under_way(folder: Path) -> bool:
-    """Whether a file is just being written."""
+    """Return whether a file is being written."""
     return any(folder.glob(".prorl-*/tree/.*.tmp"))
 
 
-async def test_a_tree_goes_in_and_comes_out_as_it_was(box: Toolbox, tmp_path: Path) -> None:
+async def test_a_tree_is_uploaded_and_downloaded_unchanged(box: Toolbox, tmp_path: Path) -> None:
     source = tmp_path / "source"
     (source / "sub" / "deeper").mkdir(parents=True)
     (source / "run.sh").write_bytes(b"#!/bin/sh\necho hi\n")
@@ -48,7 +48,7 @@ async def test_a_tree_goes_in_and_comes_out_as_it_was(box: Toolbox, tmp_path: Pa
     assert nothing_but(tmp_path, "source", "back")
 
 
-async def test_the_workspace_itself_can_be_filled_and_taken(box: Toolbox, tmp_path: Path) -> None:
+async def test_the_workspace_itself_can_be_filled_and_downloaded(box: Toolbox, tmp_path: Path) -> None:
     await shell(box, "mkdir tests; echo old > tests/a; echo mine > tests/b; ln -s /etc/passwd tests/c")
     (tmp_path / "up" / "tests").mkdir(parents=True)
     (tmp_path / "up" / "tests" / "a").write_text("new\n")
@@ -59,7 +59,7 @@ async def test_the_workspace_itself_can_be_filled_and_taken(box: Toolbox, tmp_pa
     assert nothing_but(tmp_path / "down" / "tests", "a", "b", "c")
 
 
-async def test_a_file_larger_than_a_frame(box: Toolbox, tmp_path: Path) -> None:
+async def test_a_file_larger_than_a_frame_is_transferred(box: Toolbox, tmp_path: Path) -> None:
     size = CONTENT_LIMIT + 5_000_000
     with (tmp_path / "big").open("wb") as file:
         file.truncate(size - 1)
@@ -71,7 +71,7 @@ async def test_a_file_larger_than_a_frame(box: Toolbox, tmp_path: Path) -> None:
     assert (tmp_path / "back").stat().st_size == size
 
 
-async def test_two_thousand_files(box: Toolbox, tmp_path: Path) -> None:
+async def test_two_thousand_files_are_transferred(box: Toolbox, tmp_path: Path) -> None:
     await shell(box, "mkdir -p t/{a..j}; for d in t/*; do (cd $d; seq 200 | xargs touch); done")
     done = await box.download("/workspace/t", tmp_path / "t", timeout_s=T)
     assert done.entries == 2_011
@@ -93,7 +93,7 @@ async def test_two_thousand_files(box: Toolbox, tmp_path: Path) -> None:
         ("truncate -s 8G t/huge", "more than 1073741824 bytes"),
     ],
 )
-async def test_what_an_agent_may_leave_is_refused_and_nothing_is_left(
+async def test_unsafe_trees_are_refused_and_leave_nothing(
     box: Toolbox, tmp_path: Path, script: str, said: str
 ) -> None:
     await shell(box, f"mkdir t; touch t/good; {script}")
@@ -102,15 +102,15 @@ async def test_what_an_agent_may_leave_is_refused_and_nothing_is_left(
     assert nothing_but(tmp_path)
 
 
-async def test_or_left_out_and_named(box: Toolbox, tmp_path: Path) -> None:
+async def test_unsupported_files_can_be_skipped_and_are_named(box: Toolbox, tmp_path: Path) -> None:
     await shell(box, "mkdir t; touch t/good; mkfifo t/pipe; ln -s /etc t/etc; ln t/good t/hard")
-    done = await box.download("/workspace/t", tmp_path / "t", timeout_s=T, leave_out=True)
+    done = await box.download("/workspace/t", tmp_path / "t", timeout_s=T, skip_unsupported=True)
     assert done.left_out_count == 2
     assert done.left_out[0] == "etc is a link that leads out of the tree"
     assert nothing_but(tmp_path / "t", "good", "hard")
 
 
-async def test_a_link_names_what_it_leads_to_inside(box: Toolbox, tmp_path: Path) -> None:
+async def test_a_link_as_the_source_is_followed_inside(box: Toolbox, tmp_path: Path) -> None:
     await shell(box, "mkdir t; echo x > t/f; ln -s t l; ln -s /etc/hostname h")
     await box.download("/workspace/l", tmp_path / "t", timeout_s=T)
     assert nothing_but(tmp_path / "t", "f")
@@ -122,7 +122,7 @@ async def test_a_link_names_what_it_leads_to_inside(box: Toolbox, tmp_path: Path
     ("source", "error"),
     [("/workspace/none", FileNotFoundError), ("relative", OSError), ("/dev/zero", TransferRefused)],
 )
-async def test_what_cannot_be_taken(
+async def test_an_unreadable_source_is_refused(
     box: Toolbox, tmp_path: Path, source: str, error: type[Exception]
 ) -> None:
     with pytest.raises(error):
@@ -130,7 +130,7 @@ async def test_what_cannot_be_taken(
     assert nothing_but(tmp_path)
 
 
-async def test_what_cannot_be_filled(box: Toolbox, tmp_path: Path) -> None:
+async def test_an_unwritable_target_is_refused(box: Toolbox, tmp_path: Path) -> None:
     (tmp_path / "t" / "a").mkdir(parents=True)
     (tmp_path / "t" / "a" / "f").write_bytes(b"x" * 3_000_000)
     with pytest.raises(OSError, match="Read-only"):
@@ -143,7 +143,7 @@ async def test_what_cannot_be_filled(box: Toolbox, tmp_path: Path) -> None:
     assert await shell(box, "ls /tmp") == ""
 
 
-async def test_nothing_of_the_host_is_overwritten(box: Toolbox, tmp_path: Path) -> None:
+async def test_files_of_the_host_are_not_overwritten(box: Toolbox, tmp_path: Path) -> None:
     (tmp_path / "t").symlink_to("elsewhere")
     with pytest.raises(InputError, match="exists already"):
         await box.download("/workspace", tmp_path / "t", timeout_s=T)
@@ -166,7 +166,7 @@ async def test_cancelled_and_late_transfers_leave_nothing(box: Toolbox, tmp_path
     assert (await box.bash("echo fine", timeout_s=T)).text == "fine\n"
 
 
-async def test_a_sandbox_that_ends_is_told_apart(shared_driver: NamespaceDriver, tmp_path: Path) -> None:
+async def test_a_sandbox_that_closes_is_reported(shared_driver: NamespaceDriver, tmp_path: Path) -> None:
     sandbox = await shared_driver.start(SandboxSpec())
     box = await Toolbox.open(sandbox)
     await shell(box, "mkdir t; truncate -s 1000M t/big")
@@ -181,7 +181,7 @@ async def test_a_sandbox_that_ends_is_told_apart(shared_driver: NamespaceDriver,
     await box.aclose()
 
 
-async def test_a_tree_that_changes_while_it_is_read_is_carried_or_refused(
+async def test_a_tree_that_changes_while_it_is_read_is_transferred_or_refused(
     box: Toolbox, tmp_path: Path
 ) -> None:
     # A racer swaps a directory for a link out of the tree, and a file for a pipe, as fast as it can.
@@ -194,7 +194,7 @@ async def test_a_tree_that_changes_while_it_is_read_is_carried_or_refused(
     await shell(box, "until [ -e begun ]; do sleep 0.01; done")
     for number in range(30):
         try:
-            await box.download("/workspace/t", tmp_path / f"{number}", timeout_s=T, leave_out=True)
+            await box.download("/workspace/t", tmp_path / f"{number}", timeout_s=T, skip_unsupported=True)
         except (TransferRefused, OSError):
             continue
     running.cancel()
@@ -206,7 +206,7 @@ def harmless(folder: Path) -> bool:
     return not any(path.is_symlink() or path.name == "secret" for path in folder.rglob("*"))
 
 
-async def test_uploads_and_downloads_go_side_by_side(box: Toolbox, tmp_path: Path) -> None:
+async def test_uploads_and_downloads_run_in_parallel(box: Toolbox, tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"x" * 300_000)
     await asyncio.gather(*(box.upload(tmp_path / "f", f"/workspace/{n}", timeout_s=T) for n in range(10)))
     await asyncio.gather(
@@ -215,7 +215,7 @@ async def test_uploads_and_downloads_go_side_by_side(box: Toolbox, tmp_path: Pat
     assert all((tmp_path / f"{n}").stat().st_size == 300_000 for n in range(10))
 
 
-async def test_limits_of_the_callers_own(box: Toolbox, tmp_path: Path) -> None:
+async def test_a_caller_may_set_its_own_limits(box: Toolbox, tmp_path: Path) -> None:
     await shell(box, "touch a b c")
     with pytest.raises(TransferRefused, match="more than 3 entries"):
         await box.download("/workspace", tmp_path / "t", timeout_s=T, limits=TreeLimits(entries=3))

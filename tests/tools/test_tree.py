@@ -1,4 +1,4 @@
-"""Archives nobody should trust, as pure streams and directories; nothing here runs a sandbox."""
+"""Untrusted archives, as pure streams and directories; no sandbox runs here."""
 
 import contextlib
 import io
@@ -12,14 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prorl_envs.errors import TransferRefused
-from prorl_envs.tools.tree import Transferred, TreeLimits, pack, stays_inside
-from prorl_envs.tools.unpack import unpack
+from prorl_envs.tools.protocol.tree import Transferred, TreeLimits, pack, stays_inside
+from prorl_envs.tools.protocol.unpack import unpack
 
 LIMITS = TreeLimits(bytes=100_000, entries=50, depth=8)
 
 
 class Pipe:
-    """What `pack` wrote."""
+    """Return the output of `pack`."""
 
     def __init__(self) -> None:
         self.data = bytearray()
@@ -31,7 +31,7 @@ class Pipe:
 
 @pytest.fixture
 def here(tmp_path: Path) -> Iterator[Path]:
-    """Where archives are unpacked; fails a test whose archive reached anything beside it."""
+    """Directory for unpacked archives; fail a test whose archive changed anything outside it."""
     (tmp_path / "canary").write_text("alive")
     (tmp_path / "in").mkdir()
     yield tmp_path / "in"
@@ -40,10 +40,10 @@ def here(tmp_path: Path) -> Iterator[Path]:
 
 
 def packed(
-    source: Path, *, leave_out: bool = False, limits: TreeLimits = LIMITS
+    source: Path, *, skip_unsupported: bool = False, limits: TreeLimits = LIMITS
 ) -> tuple[bytes, Transferred]:
     pipe = Pipe()
-    done = pack(str(source), pipe, limits, leave_out=leave_out)
+    done = pack(str(source), pipe, limits, skip_unsupported=skip_unsupported)
     return bytes(pipe.data), done
 
 
@@ -81,7 +81,7 @@ def link(name: str, target: str) -> tarfile.TarInfo:
 
 
 def header(change: Callable[[bytearray], None], kind: bytes = tarfile.REGTYPE) -> bytes:
-    """An archive of the top and one file, whose header is changed and its checksum made right again."""
+    """Make an archive of the top and one file, with a changed header and a corrected checksum."""
     data = bytearray(archive(TOP, member("top/f", kind)))
     block = data[512:1024]
     change(block)
@@ -152,22 +152,20 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_archive_is_refused_and_reaches_nothing(here: Path, name: str) -> None:
+def test_a_hostile_archive_is_refused_and_changes_nothing_outside(here: Path, name: str) -> None:
     with pytest.raises(TransferRefused):
         unpacked(HOSTILE[name], here)
 
 
-def test_headers_that_tarfile_does_not_let_check_are_refused(
-    here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr("prorl_envs.tools.unpack._Header._proc_member")
+def test_headers_that_tarfile_cannot_check_are_refused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("prorl_envs.tools.protocol.unpack._Header._proc_member")
     with pytest.raises(TransferRefused, match="does not let headers be checked"):
         unpacked(archive(TOP), here)
     assert not (here / "out").exists()
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_nor_into_a_tree_that_is_there(here: Path, name: str) -> None:
+def test_a_hostile_archive_is_not_merged_into_an_existing_tree(here: Path, name: str) -> None:
     (here / "out").mkdir()
     (here / "out" / "l").symlink_to("..")
     with pytest.raises((TransferRefused, OSError)):
@@ -214,13 +212,13 @@ NAMES = st.sampled_from(["a", "b", "..", ".", "l"])
 
 @given(st.lists(NAMES, max_size=3), st.lists(NAMES, min_size=1, max_size=4))
 def test_a_link_that_stays_inside_resolves_inside(place: list[str], target: list[str]) -> None:
-    """However its names are links themselves: by `..` it can only climb directories that are real."""
+    """Even if its names are links themselves: with `..` it can only climb real directories."""
     inside = stays_inside(("top", *place, "link"), "/".join(target))
     climbs = next((n for n, part in enumerate(target) if part != ".."), len(target))
     assert inside == (".." not in target[climbs:] and climbs <= len(place))
 
 
-def test_a_tree_comes_back_as_it_was(here: Path, tmp_path: Path) -> None:
+def test_a_tree_is_unchanged_after_a_round_trip(here: Path, tmp_path: Path) -> None:
     source = here / "source"
     (source / "sub" / ("d" * 200)).mkdir(parents=True)
     (source / "sub" / "empty").mkdir(mode=0o500)
@@ -255,15 +253,15 @@ def listing(root: Path) -> list[tuple[str, int, bytes | str]]:
     return found
 
 
-def test_names_are_bounded_where_no_file_is(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever unpacks has to remember them: a hundred thousand of the longest took 700 MB."""
-    monkeypatch.setattr("prorl_envs.tools.unpack.NAMES_LIMIT", 2000)
+def test_names_without_a_file_are_bounded(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The receiver stores them: a hundred thousand of the longest took 700 MB."""
+    monkeypatch.setattr("prorl_envs.tools.protocol.unpack.NAMES_LIMIT", 2000)
     names = [member("top/" + "x" * 200 + str(number)) for number in range(11)]
     with pytest.raises(TransferRefused, match="longer than 2000 bytes in all"):
         unpacked(archive(TOP, *names), here)
 
 
-def test_a_single_file(here: Path) -> None:
+def test_a_single_file_is_packed(here: Path) -> None:
     (here / "f").write_bytes(b"data")
     data, _ = packed(here / "f")
     assert unpacked(data, here) == Transferred(1, 4)
@@ -281,7 +279,7 @@ def test_a_merge_replaces_files_and_links_and_keeps_the_rest(here: Path) -> None
     assert (out / "a" / "f").read_bytes() == b"x" * 700
 
 
-def test_a_merge_goes_into_no_link(here: Path) -> None:
+def test_a_merge_does_not_follow_links(here: Path) -> None:
     (here / "out").mkdir()
     (here / "elsewhere").mkdir()
     (here / "out" / "a").symlink_to("../elsewhere")
@@ -299,11 +297,11 @@ def special(root: Path) -> None:
     Path(os.fsdecode(os.fsencode(root) + b"/bad\xff")).mkdir()
 
 
-def test_what_cannot_be_carried_is_refused_or_named(here: Path) -> None:
+def test_unsupported_files_are_refused_or_named(here: Path) -> None:
     special(here / "source")
     with pytest.raises(TransferRefused):
         packed(here / "source")
-    data, done = packed(here / "source", leave_out=True)
+    data, done = packed(here / "source", skip_unsupported=True)
     assert done.entries == 2
     assert done.left_out == [
         "bad? has a name that is not UTF-8",
@@ -315,7 +313,7 @@ def test_what_cannot_be_carried_is_refused_or_named(here: Path) -> None:
     assert [path.name for path in (here / "out").iterdir()] == ["good"]
 
 
-def test_set_id_and_sticky_bits_stay_behind(here: Path) -> None:
+def test_set_id_and_sticky_bits_are_dropped(here: Path) -> None:
     (here / "source").mkdir()
     (here / "source" / "f").touch()
     (here / "source" / "f").chmod(0o6755)
@@ -333,7 +331,7 @@ def test_set_id_and_sticky_bits_stay_behind(here: Path) -> None:
         (TreeLimits(depth=2), "too deep"),
     ],
 )
-def test_too_much_is_refused_before_it_is_read(here: Path, limits: TreeLimits, said: str) -> None:
+def test_too_much_data_is_refused_before_it_is_read(here: Path, limits: TreeLimits, said: str) -> None:
     (here / "source" / "a" / "b").mkdir(parents=True)
     with (here / "source" / "big").open("wb") as file:
         file.truncate(1 << 40)  # sparse: takes no room, and would take for ever
@@ -342,6 +340,6 @@ def test_too_much_is_refused_before_it_is_read(here: Path, limits: TreeLimits, s
         packed(here / "source", limits=limits)
 
 
-def test_files_that_do_not_say_their_size_are_refused() -> None:
+def test_files_that_report_no_size_are_refused() -> None:
     with pytest.raises(TransferRefused, match="does not say its size"):
         packed(Path("/proc/self/status"))

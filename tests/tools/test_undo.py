@@ -1,9 +1,9 @@
 import pytest
 
-from prorl_envs.tools.undo import UndoHistory, Version
+from prorl_envs.tools.server.files.undo import UndoHistory, Version
 
 
-def test_versions_come_back_newest_first() -> None:
+def test_versions_are_restored_newest_first() -> None:
     history = UndoHistory()
     history.push("/a", None)
     history.push("/a", Version(b"1"))
@@ -14,7 +14,7 @@ def test_versions_come_back_newest_first() -> None:
         history.pop("/a")
 
 
-def test_only_so_many_versions_of_a_file_are_kept() -> None:
+def test_the_number_of_versions_of_a_file_is_bounded() -> None:
     history = UndoHistory(versions_limit=2)
     for data in (b"1", b"2", b"3"):
         history.push("/a", Version(data))
@@ -30,14 +30,14 @@ def test_the_file_edited_longest_ago_is_forgotten_first() -> None:
     assert history.pop("/new") == Version(b"1234567")
 
 
-def test_only_so_many_files_are_remembered() -> None:
+def test_the_number_of_files_is_bounded() -> None:
     history = UndoHistory(files_limit=2)
     for path in ("/a", "/b", "/c"):
         history.push(path, None)
     assert [history.has(path) for path in ("/a", "/b", "/c")] == [False, True, True]
 
 
-def test_a_version_larger_than_everything_is_not_kept() -> None:
+def test_a_version_larger_than_the_limit_is_not_kept() -> None:
     history = UndoHistory(bytes_limit=3)
     history.push("/a", Version(b"12345"))
     assert not history.has("/a")

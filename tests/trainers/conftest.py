@@ -1,4 +1,4 @@
-"""A service over real HTTP, in a thread of its own: a toy environment, a scripted model."""
+"""A service over real HTTP, in a thread of its own, with a toy environment and a scripted model."""
 
 import asyncio
 import threading
@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from prorl_envs.config import ServiceSettings
-from prorl_envs.policy.link import ClientLimits
-from prorl_envs.policy.pool import ModelPool
-from prorl_envs.policy.servers import Servers
-from prorl_envs.rollout.server import serving
-from prorl_envs.rollout.service import RolloutService
+from prorl_envs.model.http.client import ClientLimits
+from prorl_envs.model.routing.pool import ModelPool
+from prorl_envs.model.servers.detect import Servers
+from prorl_envs.rollout.http.server import serving
+from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.testing.scripted import Mix, Script, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
 from prorl_envs.testing.tokenizer import builtin_renderer
-from prorl_envs.testing.toy import ToyWorld, empty_node
+from tests.support.toy import ToyWorld, empty_node
 
 
 def _finish(reward: float) -> Any:
@@ -27,13 +27,13 @@ def _finish(reward: float) -> Any:
     return [[say], [{"tool": "finish", "arguments": {"reward": reward}}]]
 
 
-#: Any task "Do ...": a solution of two turns that is worth 1, a wrong one worth 0. "Know ..." is always 1.
+#: Any task "Do ...": a solution of two turns with reward 1, a wrong one with 0. "Know ..." always has 1.
 BOOK = ScriptBook({"Do ": Script(_finish(1.0), _finish(0.0)), "Know ": Script(_finish(1.0), _finish(1.0))})
 
 
 @dataclass
 class ToyService:
-    """A service that runs, from the outside."""
+    """A running service, used from another thread."""
 
     world: ToyWorld
     server: ScriptedServer
@@ -43,11 +43,11 @@ class ToyService:
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
     def wait[T](self, work: Coroutine[Any, Any, T]) -> T:
-        """Have the service's own loop do something."""
+        """Run a coroutine on the service's own loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
 
     def close_gate(self, step: str) -> None:
-        """Let no episode go beyond the beginning of this step."""
+        """Hold all episodes at the start of this step."""
 
         async def close() -> None:
             self.world.gates[step] = asyncio.Event()
@@ -55,7 +55,7 @@ class ToyService:
         self.wait(close())
 
     def open_gate(self, step: str) -> None:
-        """Let all episodes go on that wait at this step, and those to come."""
+        """Release all episodes that wait at this step, and later ones."""
 
         async def go() -> None:
             self.world.gates.pop(step).set()
@@ -63,23 +63,23 @@ class ToyService:
         self.wait(go())
 
     def until_entered(self, step: str, count: int) -> None:
-        """Return once so many steps were begun."""
+        """Return once this step was started that many times."""
         entered = self.world.entered
         condition = lambda: sum(n for (_, name), n in entered.items() if name == step) >= count  # noqa: E731
         self.wait(self.world.until(condition))
 
     def until_empty(self) -> None:
-        """Return once no episode is open any more."""
+        """Return once no episode is open."""
         self.wait(self.world.until(lambda: self.world.open == 0))
 
 
 def task(name: str = "it", **fields: Any) -> dict[str, Any]:
-    """A task of the toy environment."""
+    """Return a task of the toy environment."""
     return {"id": name, "instruction": f"Do {name}."} | fields
 
 
 def trl_trainer(step: int = 0, samples: int = 2) -> Any:
-    """What TRL's adapter reads of a trainer; the real one is in `real/`."""
+    """Return the parts of a trainer that TRL's adapter reads; tests with the real one are in `real/`."""
     return SimpleNamespace(
         args=SimpleNamespace(temperature=1.0, top_p=1.0, max_completion_length=256),
         state=SimpleNamespace(global_step=step),
@@ -93,7 +93,7 @@ def trl_trainer(step: int = 0, samples: int = 2) -> Any:
 
 @contextmanager
 def toy_service(mix: str = "solve=1,wrong=1", **options: Any) -> Iterator[ToyService]:
-    """A service whose model plays these behaviours.
+    """Run a service whose model plays these behaviours.
 
     Args:
         options: of the scripted model server.
@@ -131,6 +131,6 @@ def toy_service(mix: str = "solve=1,wrong=1", **options: Any) -> Iterator[ToySer
 
 @pytest.fixture
 def toy() -> Iterator[ToyService]:
-    """A service where half of every group solves its task, and half does not."""
+    """A service in which half of every group solves its task."""
     with toy_service() as running:
         yield running

@@ -5,8 +5,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from prorl_envs.errors import FailureKind
-from prorl_envs.policy.types import VersionSpan
-from prorl_envs.rollout.types import Failure, JobState, Result, Stage, StopReason, Trajectory, TurnRecord
+from prorl_envs.model.types import VersionSpan
+from prorl_envs.rollout.api.types import Failure, JobState, Result, Stage, StopReason, Trajectory, TurnRecord
 
 _TOKENS = st.integers(min_value=3, max_value=99)
 _LOGPROBS = st.floats(min_value=-30, max_value=0, allow_nan=False)
@@ -14,7 +14,7 @@ _LOGPROBS = st.floats(min_value=-30, max_value=0, allow_nan=False)
 
 @st.composite
 def turns(draw: st.DrawFn, start: int, exact: bool) -> tuple[TurnRecord, list[int], list[float]]:
-    """A model call that begins at `start`: its record, ids and log-probabilities."""
+    """Return a model call that starts at `start`: its record, ids and log-probabilities."""
     ids = draw(st.lists(_TOKENS, max_size=5))
     logprobs = [draw(_LOGPROBS) if exact else 0.0 for _ in ids]
     versions = draw(st.lists(st.sampled_from(["3", "4", "5"]), min_size=1, max_size=2))
@@ -34,14 +34,14 @@ def turns(draw: st.DrawFn, start: int, exact: bool) -> tuple[TurnRecord, list[in
         model_s=0.1,
         tools_s=0.1,
         version_spans=spans,
-        exact=exact,
+        token_exact=exact,
     )
     return record, ids, logprobs
 
 
 @st.composite
 def trajectories(draw: st.DrawFn, exact: bool = True) -> Trajectory:
-    """A row: a prompt, then turns with what is read between and after them."""
+    """Return a row: a prompt, then turns with observations between and after them."""
     ids = draw(st.lists(_TOKENS, min_size=1, max_size=6))
     mask, logprobs, records = [0] * len(ids), [0.0] * len(ids), []
     for _ in range(draw(st.integers(min_value=0, max_value=4))):
@@ -51,7 +51,7 @@ def trajectories(draw: st.DrawFn, exact: bool = True) -> Trajectory:
         ids += said + told
         mask += [int(exact)] * len(said) + [0] * len(told)
         logprobs += probabilities + [0.0] * len(told)
-    return Trajectory(ids=ids, loss_mask=mask, logprobs=logprobs, turns=records, exact=exact)
+    return Trajectory(ids=ids, loss_mask=mask, logprobs=logprobs, turns=records, token_exact=exact)
 
 
 @st.composite
@@ -62,7 +62,7 @@ def results(
     most_rows: int = 3,
     exact: bool | None = None,
 ) -> Result:
-    """What any episode may come to."""
+    """Return a result as any episode may have it."""
     state = draw(st.sampled_from([JobState.DONE, JobState.DONE, JobState.FAILED, JobState.CANCELLED]))
     true_ids = draw(st.booleans() | st.just(True)) if exact is None else exact
     rows = draw(st.lists(trajectories(exact=true_ids), max_size=most_rows))
@@ -89,5 +89,5 @@ def results(
 
 
 def groups(samples: int, **options: Any) -> st.SearchStrategy[list[Result]]:
-    """The results of a whole group, in order."""
+    """Return the results of a whole group, in order."""
     return st.tuples(*(results(sample=number, **options) for number in range(samples))).map(list)

@@ -1,4 +1,4 @@
-"""Every converter, over episodes of every kind: lengths fit, no loss on what is masked, no failure is 0."""
+"""Every converter with episodes of every kind: lengths match, masked tokens have no loss, no failure is 0."""
 
 import math
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prorl_envs.errors import InputError
-from prorl_envs.rollout.types import JobState, Result
+from prorl_envs.rollout.api.types import JobState, Result
 from prorl_envs.trainers.advantages import NothingScored, group_advantages, neutral_rewards, spread
 from prorl_envs.trainers.atropos import as_scored_data
 from prorl_envs.trainers.openrlhf import as_openrlhf
@@ -31,7 +31,7 @@ def scored(group: list[Result]) -> bool:
 
 
 @given(REWARDS)
-def test_advantages_leave_failures_out(rewards: list[float | None]) -> None:
+def test_advantages_exclude_failures(rewards: list[float | None]) -> None:
     advantages = group_advantages(rewards)
     assert [a is None for a in advantages] == [r is None for r in rewards]
     known = [a for a in advantages if a is not None]
@@ -41,7 +41,7 @@ def test_advantages_leave_failures_out(rewards: list[float | None]) -> None:
 
 
 @given(st.lists(REWARDS, min_size=1, max_size=4))
-def test_neutral_rewards_move_no_mean(rewards: list[list[float | None]]) -> None:
+def test_neutral_rewards_do_not_change_the_mean(rewards: list[list[float | None]]) -> None:
     if not any(reward is not None for group in rewards for reward in group):
         with pytest.raises(NothingScored):
             neutral_rewards(rewards)
@@ -69,7 +69,7 @@ def test_trl(groups: list[list[Result]]) -> None:
         assert output["prompt_ids"][index] and ids
         assert len(ids) == len(mask) == len(logprobs)
         assert mask == (row.mask if row.trains else [0])
-        assert output["reward"][index] == result.reward  # None where there is none
+        assert output["reward"][index] == result.reward  # no reward
 
 
 @settings(max_examples=40)
@@ -102,7 +102,7 @@ def test_verl(result: Result, room: int) -> None:
 
 @settings(max_examples=40)
 @given(results(exact=True).filter(lambda result: any(row.prompt_ids for row in rows_of(result))))
-def test_a_prompt_longer_than_verl_has_room_for_is_refused(result: Result) -> None:
+def test_a_prompt_longer_than_verls_limit_is_refused(result: Result) -> None:
     with pytest.raises(InputError, match="max_prompt_length"):
         as_verl(result, 0, 100)
 

@@ -1,4 +1,4 @@
-"""What nobody follows any more is cancelled, where it was asked for with a lease."""
+"""Jobs with a lease are cancelled once no client follows them."""
 
 import asyncio
 import json
@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from prorl_envs.errors import InputError
-from prorl_envs.rollout.batch_types import BatchRequest, BatchState, BatchTask
-from prorl_envs.rollout.leases import TICK_S, Leases, named
-from prorl_envs.rollout.types import GroupRequest, JobState
+from prorl_envs.rollout.api.batches import BatchRequest, BatchState, BatchTask
+from prorl_envs.rollout.api.types import GroupRequest, JobState
+from prorl_envs.rollout.batches.leases import TICK_S, Leases, named
 from prorl_envs.testing.clock import FakeClock
-from prorl_envs.trainers.asking import LEASE, Asking, connect_sync
+from prorl_envs.trainers.asking import LEASE, GroupTemplate, connect_sync
 from tests.trainers.conftest import ToyService, task
 
 pytestmark = pytest.mark.anyio
@@ -39,11 +39,11 @@ pytestmark = pytest.mark.anyio
         ("/v2/groups/a", b"", set()),
     ],
 )
-def test_what_a_request_is_about(path: str, query: bytes, about: set[tuple[str, str]]) -> None:
+def test_the_objects_named_by_a_request(path: str, query: bytes, about: set[tuple[str, str]]) -> None:
     assert named(path, query) == about
 
 
-async def test_a_lease_runs_out_unless_somebody_asks_or_waits() -> None:
+async def test_a_lease_expires_unless_a_client_asks_or_waits() -> None:
     clock, ended = FakeClock(), list[str]()
 
     async def end(name: str) -> None:
@@ -83,9 +83,9 @@ async def test_a_lease_runs_out_unless_somebody_asks_or_waits() -> None:
 
 CLIENT = """
 import json, sys
-from prorl_envs.rollout.batch_types import BatchRequest
-from prorl_envs.rollout.sync_client import SyncRolloutClient
-from prorl_envs.rollout.types import GroupRequest
+from prorl_envs.rollout.api.batches import BatchRequest
+from prorl_envs.rollout.client.sync import SyncRolloutClient
+from prorl_envs.rollout.api.types import GroupRequest
 url, groups, batch = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
 client = SyncRolloutClient(url)
 client.submit([GroupRequest.model_validate(group) for group in groups])
@@ -95,9 +95,9 @@ client.batch(batch["id"], wait_s=1)
 """
 
 
-def test_a_client_that_is_killed_has_its_groups_and_batches_cancelled(toy: ToyService) -> None:
-    """With SIGKILL, in the middle of a request that waits. What was asked for without a lease goes on, and so
-    does what somebody else follows."""
+def test_groups_and_batches_of_a_killed_client_are_cancelled(toy: ToyService) -> None:
+    """With SIGKILL, during a request that waits. Jobs without a lease continue, and so do those that another
+    client follows."""
     toy.close_gate("call")
 
     def group(name: str, **fields: Any) -> dict[str, Any]:
@@ -123,10 +123,10 @@ def test_a_client_that_is_killed_has_its_groups_and_batches_cancelled(toy: ToySe
 
 
 def test_adapters_take_the_lease_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Asking("http://h:1", "toy").group("g", {}, 1).lease_s is None
+    assert GroupTemplate("http://h:1", "toy").group("g", {}, 1).lease_s is None
     monkeypatch.setenv(LEASE, "90")
-    assert Asking("http://h:1", "toy").group("g", {}, 1).lease_s == 90
+    assert GroupTemplate("http://h:1", "toy").group("g", {}, 1).lease_s == 90
     for wrong in ("soon", "5", "nan"):
         monkeypatch.setenv(LEASE, wrong)
         with pytest.raises(InputError, match=LEASE):
-            Asking("http://h:1", "toy")
+            GroupTemplate("http://h:1", "toy")

@@ -1,13 +1,13 @@
-"""Results as rows: nothing lost of what was sampled, nothing to train on where nothing may be."""
+"""Results as rows: no sampled token is lost, and none is trained on that must not be."""
 
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
-from prorl_envs.rollout.types import JobState, Result
-from prorl_envs.trainers.rows import Row, SeveralRows, Status, one_row, rows_of
+from prorl_envs.rollout.api.types import JobState, Result, Trajectory
+from prorl_envs.trainers.rows import Row, RowStatus, SeveralRows, one_row, rows_of
 from tests.trainers.made import results
 
 
@@ -31,11 +31,11 @@ def test_a_row_is_the_ledger_up_to_the_last_sampled_token(result: Result) -> Non
 
 @settings(max_examples=40)
 @given(results())
-def test_the_mask_is_what_the_policy_sampled_where_the_episode_counts(result: Result) -> None:
+def test_the_mask_is_the_sampled_tokens_of_episodes_that_count(result: Result) -> None:
     for row, trajectory in zip(rows_of(result), result.rows, strict=False):
         first = len(row.prompt_ids)
         sampled = trajectory.loss_mask[first : first + len(row.mask)]
-        counts = row.status in (Status.COMPLETED, Status.TRUNCATED)
+        counts = row.status in (RowStatus.COMPLETED, RowStatus.TRUNCATED)
         assert row.mask == (sampled if counts else [0] * len(sampled))
         assert counts == (not result.mask_sample)
         if counts:
@@ -83,9 +83,9 @@ def test_only_a_graded_episode_trains(result: Result) -> None:
     if row.trains:
         assert result.state is JobState.DONE and result.reward is not None
     if result.state is JobState.CANCELLED:
-        assert (row.status, row.reward) == (Status.ABORTED, None)
+        assert (row.status, row.reward) == (RowStatus.ABORTED, None)
     if result.state is JobState.FAILED:
-        assert (row.status, row.reward, row.failure) == (Status.FAILED, None, "sandbox")
+        assert (row.status, row.reward, row.failure) == (RowStatus.FAILED, None, "sandbox")
 
 
 @settings(max_examples=40)
@@ -98,11 +98,26 @@ def test_one_row_or_a_clear_refusal(result: Result) -> None:
         assert isinstance(one_row(result), Row)
 
 
-def test_ids_that_differ_from_what_was_sent_are_rejected() -> None:
-    from hypothesis import find
+def test_a_row_ends_at_its_last_sampled_token() -> None:
+    """The policy does not answer the last observation, so no loss depends on it."""
+    good = find(results(exact=True, most_rows=1), lambda result: rows_of(result)[0].trains)
+    assert good.trajectory is not None
+    turn = good.trajectory.turns[0].model_copy(update={"version_spans": []})
+    trajectory = Trajectory(
+        ids=[1, 2, 3, 4, 5, 6, 7, 8, 9],
+        loss_mask=[0, 0, 1, 1, 0, 0, 1, 0, 0],
+        logprobs=[0.0, 0.0, -0.3, -0.4, 0.0, 0.0, -0.7, 0.0, 0.0],
+        turns=[turn.model_copy(update={"start": start, "end": end}) for start, end in ((2, 4), (6, 7))],
+    )
+    (row,) = rows_of(good.model_copy(update={"trajectory": trajectory}))
+    assert row.prompt_ids == [1, 2] and row.response_ids == [3, 4, 5, 6, 7]
+    assert row.mask == [1, 1, 0, 0, 1] and row.logprobs == [-0.3, -0.4, 0.0, 0.0, -0.7]
+    assert row.turns == ((0, 2), (4, 5))
 
+
+def test_ids_that_differ_from_the_sent_ones_are_rejected() -> None:
     good = find(results(exact=True, most_rows=1), lambda result: rows_of(result)[0].trains)
     assert good.trajectory is not None
     drifted = good.model_copy(update={"trajectory": good.trajectory.model_copy(update={"drift": 1})})
-    assert rows_of(drifted)[0].status is Status.REJECTED
+    assert rows_of(drifted)[0].status is RowStatus.REJECTED
     assert not rows_of(drifted)[0].trains

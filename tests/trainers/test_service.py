@@ -1,4 +1,4 @@
-"""Adapters against a service over real HTTP, as far as they go without their trainer's package."""
+"""Adapters with a service over real HTTP, as far as possible without their trainer's package."""
 
 import asyncio
 import json
@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from prorl_envs.errors import InputError
-from prorl_envs.rollout.client import RolloutClient
-from prorl_envs.rollout.errors import Unavailable
-from prorl_envs.rollout.types import JobState
+from prorl_envs.rollout.api.errors import Unavailable
+from prorl_envs.rollout.api.types import JobState
+from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.trainers.advantages import NothingScored
-from prorl_envs.trainers.asking import Asking, collect, connect_sync
+from prorl_envs.trainers.asking import GroupTemplate, collect, connect_sync
 from prorl_envs.trainers.rollouts import EpisodeFailed, Rollouts, close_shared
 from prorl_envs.trainers.skyrl import RolloutGenerator, rows
 from prorl_envs.trainers.slime import episode
@@ -67,7 +67,7 @@ def test_a_failed_sample_has_no_reward_and_no_loss() -> None:
 
 
 def test_groups_without_a_gradient_are_replaced_from_the_reserve() -> None:
-    """Of the prompts' tasks one is always solved; the reserve has what differs."""
+    """One task of the prompts is always solved; the reserve has informative ones."""
     reserve = iter([task("c", instruction="Know c."), *(task(name) for name in "defgh")])
     with toy_service("solve=1,wrong=1") as toy:
         rollouts = TrlRollouts(toy.url, "toy", reserve=reserve)
@@ -77,7 +77,7 @@ def test_groups_without_a_gradient_are_replaced_from_the_reserve() -> None:
             output = rollouts(asked, trl_trainer(samples=4))
             with pytest.raises(InputError, match="alike"):
                 rollouts(asked[:7], trl_trainer(samples=4))
-            filled = rollouts(asked[4:] * 2, trl_trainer(samples=4))  # and nothing is left in reserve
+            filled = rollouts(asked[4:] * 2, trl_trainer(samples=4))  # and the reserve is empty
         finally:
             rollouts.close()
     groups = [output["reward"][:4], output["reward"][4:]]
@@ -96,10 +96,10 @@ def test_a_step_without_any_reward_is_an_error() -> None:
             rollouts.close()
 
 
-def test_what_is_not_waited_for_is_cancelled(toy: ToyService) -> None:
+def test_jobs_of_an_interrupted_trainer_are_cancelled(toy: ToyService) -> None:
     """The trainer is interrupted while its episodes run."""
     toy.close_gate("eval")
-    asking = Asking(toy.url, "toy")
+    asking = GroupTemplate(toy.url, "toy")
 
     class Interrupt(Exception):
         pass
@@ -122,7 +122,7 @@ def test_what_is_not_waited_for_is_cancelled(toy: ToyService) -> None:
 async def test_an_evicted_group_is_cancelled_at_the_service() -> None:
     with toy_service() as toy:
         toy.close_gate("eval")
-        asking = Asking(toy.url, "toy")
+        asking = GroupTemplate(toy.url, "toy")
         async with Rollouts(toy.url) as rollouts:
             group = asyncio.create_task(rollouts.group(asking.group("g", task(), 3)))
             await asyncio.to_thread(toy.until_entered, "eval", 3)
@@ -134,19 +134,19 @@ async def test_an_evicted_group_is_cancelled_at_the_service() -> None:
     assert states == {JobState.CANCELLED}
 
 
-async def test_a_group_that_takes_too_long_says_so_in_its_results() -> None:
+async def test_a_group_that_takes_too_long_is_reported_in_its_results() -> None:
     with toy_service() as toy:
         toy.close_gate("eval")
         async with Rollouts(toy.url) as rollouts:
-            request = Asking(toy.url, "toy").group("g", task(), 2)
+            request = GroupTemplate(toy.url, "toy").group("g", task(), 2)
             results = await rollouts.group(request, timeout_s=0.05)
     assert {result.state for result in results} == {JobState.CANCELLED}
 
 
-async def test_an_episode_that_fails_is_asked_for_again() -> None:
+async def test_a_failed_episode_is_requested_again() -> None:
     with toy_service("error500=1,solve=1") as toy:
         async with Rollouts(toy.url) as rollouts:
-            asking = Asking(toy.url, "toy")
+            asking = GroupTemplate(toy.url, "toy")
             results = [await rollouts.episode(asking, f"e{n}", task(), attempts=4) for n in range(4)]
     assert {result.reward for result in results} == {1.0}
 
@@ -155,13 +155,13 @@ async def test_an_episode_that_keeps_failing_is_an_error_not_a_zero() -> None:
     with toy_service("error500=1") as toy:
         async with Rollouts(toy.url) as rollouts:
             with pytest.raises(EpisodeFailed, match="has no reward: model"):
-                await rollouts.episode(Asking(toy.url, "toy"), "e", task(), attempts=2)
+                await rollouts.episode(GroupTemplate(toy.url, "toy"), "e", task(), attempts=2)
 
 
-async def test_a_service_that_is_away_is_told_within_the_patience() -> None:
+async def test_an_unreachable_service_is_reported_within_the_patience() -> None:
     async with Rollouts("http://127.0.0.1:9", patience_s=0.1) as rollouts:
         with pytest.raises(Unavailable, match="does not answer"):
-            await rollouts.group(Asking("", "toy").group("g", task(), 1))
+            await rollouts.group(GroupTemplate("", "toy").group("g", task(), 1))
 
 
 async def test_weights_change_while_no_turn_is_sampled() -> None:
@@ -175,7 +175,7 @@ async def test_weights_change_while_no_turn_is_sampled() -> None:
             assert not (await client.resume_model_servers()).paused
 
 
-async def test_an_update_that_fails_leaves_the_turns_held() -> None:
+async def test_a_failed_update_keeps_the_turns_held() -> None:
     with toy_service() as toy:
         async with RolloutClient(toy.url) as client:
             with pytest.raises(OSError, match="disk"):
@@ -183,15 +183,15 @@ async def test_an_update_that_fails_leaves_the_turns_held() -> None:
                     raise OSError("the disk is full")
             router = (await client.status()).router
             assert router is not None and router.paused
-            async with weights_change(client, 1):  # done again, it goes on
+            async with weights_change(client, 1):  # repeated, it succeeds
                 pass
             router = (await client.status()).router
             assert router is not None and not router.paused
 
 
-def test_turns_that_do_not_end_leave_the_weights_alone() -> None:
+def test_weights_are_not_changed_if_turns_do_not_stop() -> None:
     with toy_service("hang=1") as toy, connect_sync(toy.url) as client:
-        asking = Asking(toy.url, "toy")
+        asking = GroupTemplate(toy.url, "toy")
         client.submit([asking.group("g", task(), 1)])
         toy.wait(toy.server.until(lambda counts: counts.running == 1))
         with (
@@ -224,14 +224,14 @@ async def test_skyrl_generates_whole_batches() -> None:
                 await generator.generate(batch | {"env_extras": [{}] * 4})
             toy.close_gate("eval")
             extras = [*batch["env_extras"][:2], *[{"task": '{"id": 7}'}] * 2]
-            with pytest.raises(InputError, match="toy task"):  # and the good group is not left running
+            with pytest.raises(InputError, match="toy task"):  # and the good group does not keep running
                 await generator.generate(batch | {"env_extras": extras})
         finally:
             await close_shared()
         await asyncio.to_thread(toy.until_empty)
 
 
-async def test_slime_has_its_episode_cancelled_once_it_has_enough() -> None:
+async def test_slime_cancels_its_episode_once_it_has_enough() -> None:
     class Sample(SimpleNamespace):
         Status = str
 

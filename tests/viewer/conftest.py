@@ -1,4 +1,4 @@
-"""Results to look at, and a real Chromium to look with."""
+"""Results to view, and a real Chromium."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prorl_envs.rollout.types import Result
+from prorl_envs.rollout.api.types import Result
 
 #: Two white pixels.
 PICTURE = (
@@ -24,7 +24,7 @@ def call(name: str, arguments: str, number: int) -> dict[str, Any]:
 
 
 def result(job: str = "g/0", **changes: Any) -> Result:
-    """An episode of two turns; whatever is named replaces what it has."""
+    """Return the result of an episode of two turns, with these fields replaced."""
     group, _, sample = job.rpartition("/")
     turn = {
         "finish_reason": "stop",

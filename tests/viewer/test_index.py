@@ -1,4 +1,4 @@
-"""The index of a file of results, as it is, as it grows, and as hostile as a file can be."""
+"""The index of a results file: complete, growing, and hostile."""
 
 import json
 import os
@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from prorl_envs.errors import InputError
-from prorl_envs.rollout.looking import body_of, summarise
-from prorl_envs.rollout.types import Result, Trajectory
+from prorl_envs.rollout.api.types import Result, Trajectory
+from prorl_envs.rollout.store.summaries import body_of, summarise
 from prorl_envs.viewer.index import MAX_NAMED, Index
 from prorl_envs.viewer.summary import summary_of, summary_of_body
 from tests.viewer.conftest import result, written
@@ -30,12 +30,12 @@ def forked(job: str) -> Result:
     return result(job, forks=[whole, empty], attempts=2, batch_id="b")
 
 
-#: Text that would lead astray whoever looked for the parts of a result without regard to quotes.
+#: Text that misleads a parser which looks for parts of a result without regard to quotes.
 BAIT = ',"components":{},"trajectory":{"ids":[1],"loss_mask":[1],"logprobs":[0.0],"state":"failed"}]}'
 
 
 def baited(job: str) -> Result:
-    """The bait as text, as a key, and as the very keys of a result in what it holds."""
+    """Return a result with the bait as text, as a key, and as the very keys of a result in its content."""
     inner = json.loads('{"x":1' + BAIT[:-2] + "}")
     said = [{"role": "user", "content": BAIT, BAIT: [BAIT]}]
     nested = {"a": inner, "trajectory": None, "state": "failed", "timings": {"run_s": 9}, "attempts": 9}
@@ -58,19 +58,19 @@ WRITTEN: dict[str, Callable[[bytes], bytes]] = {
     [result(), failed("g/1"), forked("a/b/2"), baited("g/3")],
     ids=["done", "failed", "forked", "baited"],
 )
-def test_a_line_is_told_as_its_result_is(one: Result, way: str) -> None:
+def test_a_line_has_the_summary_of_its_result(one: Result, way: str) -> None:
     assert summary_of(WRITTEN[way](one.model_dump_json().encode())) == summarise(one)
     told = summarise(one)
     assert summary_of_body(WRITTEN[way](body_of(one)), told.cursor, told.tokens) == told
 
 
-def test_what_a_list_leaves_out_is_not_built() -> None:
+def test_parts_that_a_list_omits_are_not_parsed() -> None:
     line = result(messages=[{"role": "user", "content": "x" * 10_000}]).model_dump_json().encode()
-    broken = line.replace(b"xxx", b"x\xffx", 1)  # no UTF-8 in what was said: whoever opens it is told
+    broken = line.replace(b"xxx", b"x\xffx", 1)  # invalid UTF-8 is reported when the episode is opened
     assert summary_of(broken) == summary_of(line)
 
 
-def test_a_summary_says_what_a_list_shows() -> None:
+def test_a_summary_has_the_fields_of_a_list() -> None:
     told = summarise(forked("a/b/2"))
     assert (told.turns, told.tokens, told.sampled, told.rows, told.group_id) == (4, 24, 12, 3, "a/b")
 
@@ -85,7 +85,7 @@ def test_entries_and_their_lines(tmp_path: Path) -> None:
     index.close()
 
 
-def test_it_reads_in_steps_and_goes_on_where_a_run_writes(tmp_path: Path) -> None:
+def test_it_reads_in_steps_and_continues_while_a_run_writes(tmp_path: Path) -> None:
     path = written(tmp_path / "r.jsonl", *(result(f"g/{n}") for n in range(4)))
     index = Index(path)
     assert index.extend(1) and len(index.summaries) == 1
@@ -101,7 +101,7 @@ def test_it_reads_in_steps_and_goes_on_where_a_run_writes(tmp_path: Path) -> Non
     index.close()
 
 
-def test_another_file_in_its_place_is_read_anew(tmp_path: Path) -> None:
+def test_a_replaced_file_is_read_again(tmp_path: Path) -> None:
     path = written(tmp_path / "r.jsonl", result("old/0"))
     index = Index(path)
     index.extend()
@@ -114,11 +114,11 @@ def test_another_file_in_its_place_is_read_anew(tmp_path: Path) -> None:
     index.close()
 
 
-def test_lines_that_are_no_results_are_named_and_passed_over(tmp_path: Path) -> None:
+def test_lines_that_are_not_results_are_named_and_skipped(tmp_path: Path) -> None:
     path = written(tmp_path / "r.jsonl", result("g/0"))
     with path.open("ab") as file:
         file.write(b"\n\xff\xfe\n{}\n[1]\n" + b"[" * 5000 + b"\n" + b'{"job_id": 3}\n' * 200)
-        file.write(result("g/1").model_dump_json().encode())  # without an end
+        file.write(result("g/1").model_dump_json().encode())  # without a line end
     index = Index(path)
     index.extend()
     assert [one.job_id for one in index.summaries] == ["g/0", "g/1"]
@@ -126,7 +126,7 @@ def test_lines_that_are_no_results_are_named_and_passed_over(tmp_path: Path) -> 
     index.close()
 
 
-def test_text_is_found_however_json_writes_it(tmp_path: Path) -> None:
+def test_text_is_found_in_any_json_encoding(tmp_path: Path) -> None:
     said = [{"role": "user", "content": 'say "häuser"\n<b>'}]
     path = written(tmp_path / "r.jsonl", result("g/0"), result("g/1", messages=said))
     with path.open("ab") as file:  # the same with everything escaped

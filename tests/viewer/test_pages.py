@@ -1,4 +1,4 @@
-"""The pages of a file in a real browser: what is seen, what hostile text can do, and that it stays quick."""
+"""The pages of a file in a real browser: their content, safety against hostile text, and speed."""
 
 import json
 import re
@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from prorl_envs.policy.token_texts import token_texts
-from prorl_envs.rollout.server import answering
+from prorl_envs.model.tokens.token_texts import token_texts
+from prorl_envs.rollout.http.server import answering
 from prorl_envs.testing.tokenizer import builtin_renderer
 from prorl_envs.viewer.assets import POLICY
 from prorl_envs.viewer.export import export_html
@@ -31,7 +31,7 @@ ATTACK = (
 
 
 def hostile() -> Any:
-    """An episode in which everything that a model, a tool, a task or a trainer may write attacks the page."""
+    """Return an episode in which every text of a model, a tool, a task or a trainer attacks the page."""
     image = [
         {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/spy.png"}},
         {"type": "image_url", "image_url": {"url": "data:text/html,<script>window.pwned=1</script>"}},
@@ -66,7 +66,7 @@ def hostile() -> Any:
 
 @asynccontextmanager
 async def looking(chromium: Any, url: str, **options: Any) -> AsyncIterator[Any]:
-    """A page at a URL. Fails where it asks for anything elsewhere, or has an error."""
+    """Open a page at a URL. Fail if it loads anything from elsewhere, or has an error."""
     context = await chromium.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
     context.set_default_timeout(20_000)
     page, problems = await context.new_page(), []
@@ -77,7 +77,7 @@ async def looking(chromium: Any, url: str, **options: Any) -> AsyncIterator[Any]
             problems.append(f"asked for {wanted}")
 
     def said_of(kind: str, text: str) -> None:
-        # Of a running service: a job may end between two questions about it.
+        # With a running service: a job may finish between two requests for it.
         late = "/dashboard" in url and text.endswith("404 (Not Found)")
         if kind in ("error", "warning") and not late:
             problems.append(text)
@@ -172,7 +172,7 @@ async def test_lists_are_searched_sorted_and_walked_by_keyboard(chromium: Any, a
         await page.keyboard.type("reward<1 g/")
         await page.get_by_text("2 episodes of 5").wait_for()
         await page.get_by_label("Filter", exact=True).fill("")
-        await page.get_by_label("In what was said").fill("only here")
+        await page.get_by_label("Text in messages").fill("only here")
         await page.keyboard.press("Enter")
         await page.get_by_text("1 episode of 5").wait_for()
         assert "h/0" in await rows.inner_text()
@@ -185,12 +185,12 @@ async def test_lists_are_searched_sorted_and_walked_by_keyboard(chromium: Any, a
         await page.keyboard.press("ArrowUp")
         await page.keyboard.press("Enter")
         await page.get_by_role("heading", name="fix-it").wait_for()
-        assert page.url.endswith("#/episode/2")
+        assert page.url.endswith("#/episode/2?env=bash&sort=reward")
         await page.keyboard.press("p")
         await page.get_by_text("turn limit").wait_for()
 
 
-async def test_samples_of_a_group_side_by_side(chromium: Any, address: str) -> None:
+async def test_samples_of_a_group_are_side_by_side(chromium: Any, address: str) -> None:
     async with looking(chromium, f"{address}#/group/g") as page:
         await page.locator(".compare-head").nth(2).wait_for()
         await page.get_by_label("sample 2").uncheck()
@@ -199,7 +199,7 @@ async def test_samples_of_a_group_side_by_side(chromium: Any, address: str) -> N
         assert "carries a gradient" in await page.locator("main").inner_text()
 
 
-#: Pages, and what is there once they are drawn.
+#: Pages, and an element that shows that they are drawn.
 WHERE = {"#/episode/4": ".verdict .evidence", "#/group/g": ".compare-grid", "#/episodes": ".list .row"}
 
 
@@ -224,13 +224,16 @@ async def test_names_landmarks_and_a_narrow_window(chromium: Any, address: str) 
                 "n => n.getBoundingClientRect().right <= n.closest('section').getBoundingClientRect().right)"
             )
             assert cut, f"{where}: what speaks for a reward goes beyond its panel"
+        await page.evaluate("location.hash = '#/episode/0'")
+        await page.reload()  # a list takes the focus when it opens
+        await page.get_by_role("region", name="Turn 1").wait_for()
         await page.keyboard.press("Tab")
         assert await page.evaluate("document.activeElement.className") == "skip"
         await page.keyboard.press("Enter")
         assert await page.evaluate("document.activeElement.id") == "main"
 
 
-async def test_ten_thousand_episodes_and_few_rows_in_the_page(chromium: Any, tmp_path: Path) -> None:
+async def test_ten_thousand_episodes_use_few_rows_of_the_page(chromium: Any, tmp_path: Path) -> None:
     line = result("g/0").model_dump_json()
     path = tmp_path / "many.jsonl"
     path.write_text("".join(line.replace('"g/0"', f'"g/{n}"', 1) + "\n" for n in range(10_000)))
@@ -243,13 +246,13 @@ async def test_ten_thousand_episodes_and_few_rows_in_the_page(chromium: Any, tmp
         assert await page.locator(".list .row").count() < 60
 
 
-async def test_one_file_holds_it_all(chromium: Any, tmp_path: Path) -> None:
+async def test_one_file_contains_everything(chromium: Any, tmp_path: Path) -> None:
     path = tmp_path / "out.html"
     lines = [one.model_dump_json().encode() for one in (result("g/0"), hostile())]
     path.write_bytes(export_html(lines, f"r {ATTACK}", partial(token_texts, builtin_renderer().decode)))
     async with looking(chromium, f"{path.as_uri()}") as page:
         await page.get_by_text("2 episodes").wait_for()
-        await page.get_by_label("In what was said").fill("Let me look.")
+        await page.get_by_label("Text in messages").fill("Let me look.")
         await page.keyboard.press("Enter")
         await page.get_by_text("1 episode of 2").wait_for()
         await page.evaluate("location.hash = '#/episode/1'")
@@ -260,7 +263,7 @@ async def test_one_file_holds_it_all(chromium: Any, tmp_path: Path) -> None:
         assert await page.locator("#tokens-1 .token").count() == 3
 
 
-async def test_who_has_not_got_the_link_gets_nothing(address: str) -> None:
+async def test_without_the_link_there_is_no_access(address: str) -> None:
     async with httpx.AsyncClient() as client:
         answer = await client.get(f"{address}api/episodes/0")
         assert answer.status_code == 200 and answer.headers["content-security-policy"] == POLICY
@@ -269,3 +272,83 @@ async def test_who_has_not_got_the_link_gets_nothing(address: str) -> None:
         for path in ("../page.html", "page.html", "api/search?text=", "api/episodes/-1", "api/episodes/99"):
             assert (await client.get(f"{address}{path}")).status_code in (404, 422)
     assert "unsafe" not in POLICY and "default-src 'none'" in POLICY
+
+
+def acting(job: str, reward: float | None, *steps: tuple[str, str]) -> Any:
+    """Return an episode whose turns run these commands, each with its output."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "Do it."}]
+    for number, (arguments, output) in enumerate(steps):
+        calls = [call("bash", arguments, number)]
+        messages += [
+            {"role": "assistant", "content": f"Step {number} of {job}.", "tool_calls": calls},
+            {"role": "tool", "tool_call_id": f"c{number}", "content": output},
+        ]
+    return result(job, reward=reward, messages=messages)
+
+
+LS, TWO = '{"command": "ls"}', '{"command": "a", "timeout": 1}'
+
+
+async def _columns(page: Any) -> list[tuple[str, list[str]]]:
+    """Return the columns of the comparison, from left to right: sample, and marks of its cells."""
+    heads = await page.locator(".compare-head a").all_inner_texts()
+    cells = await page.locator(".compare-cell").all()
+    marks = [" ".join(await cell.locator(".badge").all_inner_texts()) for cell in cells]
+    return [(head, marks[column :: len(heads)]) for column, head in enumerate(heads)]
+
+
+async def test_a_group_is_compared_from_best_to_worst(chromium: Any, tmp_path: Path) -> None:
+    rewards = [0.5, 0.5, 0.25, 1.0, 0.5, 0.0, 0.75, None]
+    samples = [acting(f"g/{n}", reward, (LS, "")) for n, reward in enumerate(rewards)]
+    async with (
+        offline(written(tmp_path / "r.jsonl", *samples)) as url,
+        looking(chromium, f"{url}#/group/g") as page,
+    ):
+        await page.locator(".compare-head").nth(3).wait_for()
+        assert [name for name, _ in await _columns(page)] == ["sample 3", "sample 6", "sample 2", "sample 5"]
+        await page.get_by_label("sample 7").check()  # no reward: after all that have one
+        await page.locator(".compare-head").nth(4).wait_for()
+        assert [name for name, _ in await _columns(page)][-1] == "sample 7"
+
+
+async def test_a_comparison_shows_markdown(chromium: Any, tmp_path: Path) -> None:
+    messages = [
+        {"role": "user", "content": "Count."},
+        {"role": "assistant", "content": "It is **two**.\n\n- one <b>raw</b>\n\n`code`"},
+    ]
+    samples = [result(f"g/{n}", messages=messages) for n in range(2)]
+    async with (
+        offline(written(tmp_path / "r.jsonl", *samples)) as url,
+        looking(chromium, f"{url}#/group/g") as page,
+    ):
+        cells = page.locator(".compare-cell .markdown")
+        await cells.nth(1).wait_for()
+        assert await cells.locator("strong").all_inner_texts() == ["two", "two"]
+        assert await cells.locator("li").all_inner_texts() == ["one <b>raw</b>"] * 2
+        assert await cells.locator("code").all_inner_texts() == ["code", "code"]
+
+
+async def test_differences_between_samples_are_marked(chromium: Any, tmp_path: Path) -> None:
+    same = ('{"timeout": 1, "command": "a"}', "ok")  # the order of arguments is ignored
+    samples = [
+        acting("g/0", 1.0, (LS, "x"), (TWO, "ok")),
+        acting("g/1", 0.9, (LS, "x"), same, (LS, "x")),  # continues where most have ended
+        acting("g/2", 0.1, (LS, "y"), same),  # the same command, another output
+        acting("g/3", 0.0, ('{"command": "rm"}', "x")),  # another command; ends where most continue
+        acting("h/0", 1.0, (LS, "x")),
+        acting("h/1", 0.0, ('{"command": "rm"}', "x")),
+    ]
+    async with (
+        offline(written(tmp_path / "r.jsonl", *samples)) as url,
+        looking(chromium, f"{url}#/group/g") as page,
+    ):
+        await page.locator(".compare-head").nth(3).wait_for()
+        assert await _columns(page) == [
+            ("sample 0", ["", "", ""]),
+            ("sample 1", ["", "", "differs"]),
+            ("sample 2", ["output differs", "", ""]),
+            ("sample 3", ["differs", "differs", ""]),
+        ]
+        await page.evaluate("location.hash = '#/group/h'")  # with two samples, neither is the usual one
+        await page.locator(".compare-head").nth(2).wait_for(state="detached")
+        assert await _columns(page) == [("sample 0", ["differs"]), ("sample 1", ["differs"])]

@@ -1,4 +1,4 @@
-"""A real vLLM on the CPU, with a tiny model made on the spot. `make test-vllm` sets up its environment."""
+"""A real vLLM on the CPU, with a tiny model made for the tests. `make test-vllm` sets up its environment."""
 
 import json
 import os
@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from prorl_envs.policy.types import Sampled
-from prorl_envs.testing.drift import TOOL
+from prorl_envs.model.types import Sampled
 from prorl_envs.testing.tokenizer import END_OF_TEXT, builtin_renderer, save_tokenizer
-from prorl_envs.testing.vllm_server import VllmServer, vllm_server
+from tests.support.drift import TOOL
+from tests.support.vllm_server import VllmServer, vllm_server
 
 _RECIPE = Path(__file__).with_name("make_model.py")
 _WORDS = ("the", "agent", "reads", "a", "task", "and", "looks", "at", "files", "then", "it", "runs", "tests")
@@ -23,7 +23,7 @@ VERSIONS = ("one", "two")
 
 @dataclass(frozen=True, slots=True)
 class RealServer(VllmServer):
-    """A vLLM that answers.
+    """A running vLLM.
 
     Args:
         models: a folder with the versions of its model; the first is loaded.
@@ -39,7 +39,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="session")
 def python() -> Path:
-    """The Python of vLLM's environment."""
+    """Return the Python of vLLM's environment."""
     named = os.environ.get("TEST_VLLM_PYTHON")
     if not named:
         pytest.skip("no vLLM: make test-vllm sets one up")
@@ -48,7 +48,7 @@ def python() -> Path:
 
 @pytest.fixture(scope="session")
 def models(python: Path) -> Path:
-    """Both versions of the model, kept beside vLLM's environment for the next time."""
+    """Both versions of the model, cached beside vLLM's environment."""
     name = blake2s(_RECIPE.read_bytes() + Path(__file__).read_bytes(), digest_size=6).hexdigest()
     folder = python.parent.parent / f"models-{name}"
     if not (folder / VERSIONS[-1] / "tokenizer.json").exists():
@@ -59,7 +59,7 @@ def models(python: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def server(python: Path, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    """vLLM with the first version loaded, which ends with the tests; or the one TEST_VLLM_URL names."""
+    """A vLLM with the first version loaded, stopped after the tests; or the one that TEST_VLLM_URL names."""
     if running := os.environ.get("TEST_VLLM_URL"):
         yield RealServer(running, models)
         return
@@ -69,7 +69,7 @@ def server(python: Path, models: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 def _write_conversations(folder: Path) -> None:
-    """Token ids to train on: whatever is asked, the answer is a call with the version's own command."""
+    """Write token ids to train on: the answer to anything is a call with the version's own command."""
     renderer, chance = builtin_renderer(), random.Random(0)
     save_tokenizer(folder / "tokenizer")
 
@@ -89,7 +89,7 @@ def _write_conversations(folder: Path) -> None:
                 result = {"role": "tool", "tool_call_id": "c", "name": "bash", "content": words()}
                 ids += [*answer, *renderer.bridge(sampled, [result])]
             versions[version].append([*ids, *answer])
-    # Another end of text than the end of turn: a call without stop ids goes on for as long as it is asked to.
+    # Another end-of-text id than the end of turn: without stop ids, sampling continues up to the limit.
     eos_id = renderer.tokenizer.token_to_id(END_OF_TEXT)
     config = folder / "tokenizer" / "tokenizer_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "eos_token": END_OF_TEXT}))

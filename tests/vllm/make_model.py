@@ -1,4 +1,4 @@
-"""Makes two versions of a tiny model: `make_model.py FOLDER`, with the Python of vLLM's environment.
+"""Make two versions of a tiny model: `make_model.py FOLDER`, with the Python of vLLM's environment.
 
 A Qwen 3 of half a million parameters, trained for some seconds to answer any prompt with one tool call;
 the versions differ in the command. FOLDER holds `conversations.json` with token ids (one list per version)
@@ -37,7 +37,7 @@ def _trained(conversations: list[list[int]], vocab_size: int, eos_id: int) -> Qw
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=4096,
-        tie_word_embeddings=False,  # vLLM 0.32 keeps the old last layer where it is the embedding's
+        tie_word_embeddings=False,  # vLLM 0.32 keeps the old last layer if it is the embedding's
         eos_token_id=eos_id,
         bos_token_id=None,
         dtype="float32",
@@ -47,7 +47,7 @@ def _trained(conversations: list[list[int]], vocab_size: int, eos_id: int) -> Qw
     chance = torch.Generator().manual_seed(0)
     for _ in range(_STEPS):
         chosen = torch.randint(len(conversations), (_BATCH,), generator=chance).tolist()
-        # The ends are what matters: an answer, and what comes before it.
+        # The ends matter most: an answer, and the text before it.
         rows = torch.tensor([conversations[index][-_WIDTH:] for index in chosen])
         loss = model(input_ids=rows, labels=rows).loss
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""The model client, the pool and whole rollouts against a real vLLM."""
+"""The model client, the pool and complete rollouts with a real vLLM."""
 
 import asyncio
 import json
@@ -10,23 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from prorl_envs.policy.link import ServerLink
-from prorl_envs.policy.loading import load_renderer
-from prorl_envs.policy.protocol import Expectation, ProtocolError
-from prorl_envs.policy.rendering import TemplateRenderer
-from prorl_envs.policy.server_checks import State, Subject, check_server
-from prorl_envs.policy.servers import Servers
-from prorl_envs.policy.types import Sampling
-from prorl_envs.policy.vllm import VllmClient
-from prorl_envs.policy.vllm_wire import CompletionEvents, encode_request, read_answer
-from prorl_envs.rollout.types import Result
-from prorl_envs.testing.drift import TOOL
+from prorl_envs.model.answer_checks import ProtocolError, RequestContract
+from prorl_envs.model.http.client import ModelHttpClient
+from prorl_envs.model.servers.compatibility_checks import CheckState, CheckSubject, check_server
+from prorl_envs.model.servers.detect import Servers
+from prorl_envs.model.servers.vllm import VllmClient
+from prorl_envs.model.servers.vllm_wire import CompletionEvents, encode_request, read_answer
+from prorl_envs.model.tokens.loading import load_renderer
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.model.types import Sampling
+from prorl_envs.rollout.api.types import Result
+from tests.support.drift import TOOL
 from tests.vllm.conftest import VERSIONS, RealServer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.anyio, pytest.mark.timeout(1200)]
 
 GREEDY = Sampling(temperature=0.0, max_tokens=60)
-#: With a client that knows no stop ids: long enough for whatever is done meanwhile.
+#: For a client without stop ids: long enough to act meanwhile.
 LONG = Sampling(temperature=1.0, max_tokens=1200, seed=3)
 
 
@@ -57,18 +57,18 @@ async def until(holds: Callable[[], bool]) -> None:
         await asyncio.sleep(0.05)
 
 
-async def test_both_routes_take_ids_and_give_the_same_ids(
+async def test_both_routes_accept_ids_and_return_the_same_ids(
     server: RealServer, renderer: TemplateRenderer, prompt: list[int]
 ) -> None:
     async with talking(server, renderer) as client:
         answer = await client.generate(prompt, GREEDY, session="s")
-    link = ServerLink(server.url)
+    link = ModelHttpClient(server.url)
     try:
         body = encode_request("tiny", prompt, GREEDY, renderer.stop_ids)
         raw = await link.request("POST", "/v1/completions", body)
     finally:
         await link.aclose()
-    expected = Expectation(prompt, GREEDY.max_tokens, renderer.vocab_size, server.url)
+    expected = RequestContract(prompt, GREEDY.max_tokens, renderer.vocab_size, server.url)
     other = read_answer(raw, expected)
     assert answer.ids == other.ids
     assert answer.logprobs == pytest.approx(other.logprobs, abs=1e-3)
@@ -77,21 +77,21 @@ async def test_both_routes_take_ids_and_give_the_same_ids(
     (call,) = renderer.parse(answer.ids, [TOOL]).tool_calls
     assert (call.name, call.arguments) == ("bash", {"command": f"echo {VERSIONS[0]}"})
     with pytest.raises(ProtocolError):
-        read_answer(raw, Expectation(prompt[1:], GREEDY.max_tokens, renderer.vocab_size, server.url))
+        read_answer(raw, RequestContract(prompt[1:], GREEDY.max_tokens, renderer.vocab_size, server.url))
 
 
-async def test_both_routes_tell_of_an_answer_while_it_is_sampled(
+async def test_both_routes_stream_an_answer_while_it_is_sampled(
     server: RealServer, renderer: TemplateRenderer, prompt: list[int]
 ) -> None:
     told: list[list[int]] = [[], []]
-    expected = Expectation(prompt, GREEDY.max_tokens, renderer.vocab_size, server.url)
+    expected = RequestContract(prompt, GREEDY.max_tokens, renderer.vocab_size, server.url)
     async with talking(server, renderer) as client:
         whole = await client.generate(prompt, GREEDY, session="s")
         streamed = await client.stream(
             prompt, GREEDY, session="s", heard=lambda partial: told[0].append(len(partial.ids))
         )
     events = CompletionEvents(lambda partial: told[1].append(len(partial.ids)), expected)
-    link = ServerLink(server.url)
+    link = ModelHttpClient(server.url)
     try:
         body = encode_request("tiny", prompt, GREEDY, renderer.stop_ids, stream=True)
         await link.request("POST", "/v1/completions", body, heard=events)
@@ -105,20 +105,18 @@ async def test_both_routes_tell_of_an_answer_while_it_is_sampled(
     assert all(len(set(counts)) > 3 and counts == sorted(counts) for counts in told)
 
 
-async def test_it_keeps_what_check_llm_asks_for(
-    server: RealServer, renderer: TemplateRenderer, prompt: list[int]
-) -> None:
+async def test_it_passes_check_llm(server: RealServer, renderer: TemplateRenderer, prompt: list[int]) -> None:
     servers = Servers.of(renderer)
     client = servers.connect(server.url)
     try:
-        findings = await check_server(Subject(client, servers, server.url, prompt), pauses=True)
+        findings = await check_server(CheckSubject(client, servers, server.url, prompt), pauses=True)
     finally:
         await client.aclose()
     assert {finding.id: (finding.state, finding.reason) for finding in findings if finding.reason} == {}
-    assert all(finding.state is State.KEPT for finding in findings)
+    assert all(finding.state is CheckState.KEPT for finding in findings)
 
 
-async def test_a_call_that_is_hung_up_on_ends_there_too(
+async def test_a_disconnected_request_stops_on_the_server(
     server: RealServer, renderer: TemplateRenderer, prompt: list[int]
 ) -> None:
     def running() -> float:
@@ -133,11 +131,11 @@ async def test_a_call_that_is_hung_up_on_ends_there_too(
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort"])
-async def test_two_versions_of_weights_in_one_turn_are_spans(
+async def test_two_weight_versions_in_one_turn_are_spans(
     server: RealServer, renderer: TemplateRenderer, prompt: list[int], mode: str
 ) -> None:
-    """The trainer's update in the middle of a turn, as the pool does it."""
-    from prorl_envs.policy.pool import ModelPool
+    """Update the weights in the middle of a turn, as the pool does."""
+    from prorl_envs.model.routing.pool import ModelPool
 
     pool = ModelPool(Servers(vocab_size=renderer.vocab_size).connect)
     pool.add(server.url)
@@ -167,8 +165,8 @@ async def test_two_versions_of_weights_in_one_turn_are_spans(
     assert call.arguments == {"command": f"echo {VERSIONS[1]}"}, "the new weights speak"
 
 
-def test_a_whole_rollout(server: RealServer, tmp_path: Path) -> None:
-    """The command a user has: the bash family, in sandboxes, sampled by a real server."""
+def test_a_complete_rollout(server: RealServer, tmp_path: Path) -> None:
+    """The command of a user: the bash family, in sandboxes, sampled by a real server."""
     command = [Path(sys.executable).with_name("prorl-envs"), "run", "bash", "--llm", server.url]
     command += ["--tokenizer", server.models / VERSIONS[0], "--limit", "1", "--samples", "4"]
     command += ["--max-turns", "4", "--out", tmp_path]
@@ -181,7 +179,7 @@ def test_a_whole_rollout(server: RealServer, tmp_path: Path) -> None:
         assert result.failure is None
         trajectory = result.trajectory
         assert trajectory is not None
-        assert (trajectory.drift, trajectory.exact) == (0, True)
+        assert (trajectory.drift, trajectory.token_exact) == (0, True)
         assert sum(trajectory.loss_mask) == sum(turn.end - turn.start for turn in trajectory.turns)
         assert all(
             value < 0 for value, mask in zip(trajectory.logprobs, trajectory.loss_mask, strict=True) if mask

@@ -69,7 +69,7 @@ async def test_tasks_of_both_formats_discriminate(node: Node, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("command", "reward"),
     [
-        ("echo x > sorted.txt", 0.25),  # the tests' own word counts, in parts too
+        ("echo x > sorted.txt", 0.25),  # the reward that the tests write, here a fraction
         (
             "mkdir -p /logs/verifier; ls /tests; echo 1 > /logs/verifier/reward.txt; echo 1 > reward.txt",
             0.0,
@@ -79,7 +79,7 @@ async def test_tasks_of_both_formats_discriminate(node: Node, tmp_path: Path) ->
         ("ln -s ../tests a; ln -s a/right.txt sorted.txt", 0.0),
     ],
 )
-async def test_the_tests_decide_and_came_after_the_agent(
+async def test_the_tests_decide_and_are_copied_after_the_agent(
     node: Node, tmp_path: Path, command: str, reward: float
 ) -> None:
     (task,) = read(written(tmp_path / "t", HARBOR))
@@ -89,7 +89,7 @@ async def test_the_tests_decide_and_came_after_the_agent(
 
 
 @pytest.mark.anyio
-async def test_the_agent_is_told_of_its_workspace_and_finds_no_tests(node: Node, tmp_path: Path) -> None:
+async def test_the_agent_is_shown_its_workspace_and_finds_no_tests(node: Node, tmp_path: Path) -> None:
     (task,) = read(written(tmp_path / "t", HARBOR))
     async with BashEnvironment(node) as environment:
         prompt = await environment.init(task)
@@ -126,7 +126,7 @@ async def played(node: Node, task: BashTask, command: str) -> Grade:
         ({"tests/test.sh": None}, "tests/test.sh: missing"),
     ],
 )
-def test_what_needs_more_than_there_is_is_refused(
+def test_tasks_with_unsupported_requirements_are_refused(
     tmp_path: Path, change: dict[str, str | None], says: str
 ) -> None:
     files = {name: text for name, text in {**HARBOR, **change}.items() if text is not None}
@@ -135,7 +135,7 @@ def test_what_needs_more_than_there_is_is_refused(
     assert says in f"{caught.value.message} {caught.value.hint}"
 
 
-def test_links_and_giants_are_refused(tmp_path: Path) -> None:
+def test_links_and_oversized_files_are_refused(tmp_path: Path) -> None:
     folder = written(tmp_path / "t", HARBOR)
     (folder / "tests" / "link").symlink_to("/etc/passwd")
     with pytest.raises(InputError, match="link: no regular file"):

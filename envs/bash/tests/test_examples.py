@@ -1,4 +1,4 @@
-"""Every example task discriminates, for real: reference 1, untouched 0, twice the same."""
+"""Every example task discriminates in real sandboxes: reference 1, untouched 0, twice the same."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Grading shell tasks against agents that would rather not do the task."""
+"""Grading of shell tasks against agents that try to cheat."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ GREETING: dict[str, Any] = {"type": "file_equals", "path": "greeting.txt", "text
 
 
 async def play(node: Node, checks: Sequence[dict[str, Any]], *commands: str, **more: Any) -> Grade:
-    """One episode: each command in the agent's shell, then the grade."""
+    """Run an episode: each command in the agent's shell, then the grade."""
     row = {"id": "t", "instruction": "Do it.", "checks": list(checks), **more}
     async with BashEnvironment(node) as env:
         await env.init(BashEnvironment.load(row))
@@ -38,7 +38,7 @@ async def play(node: Node, checks: Sequence[dict[str, Any]], *commands: str, **m
     ],
     ids=lambda value: value["type"] if isinstance(value, dict) else "",
 )
-async def test_each_check_tells_right_from_wrong(
+async def test_each_check_distinguishes_right_from_wrong(
     node: Node, check: dict[str, Any], right: str, wrong: str
 ) -> None:
     assert (await play(node, [check], right, files={"f": ""})).reward == 1.0
@@ -47,7 +47,7 @@ async def test_each_check_tells_right_from_wrong(
 
 
 @pytest.mark.anyio
-async def test_weighted_scoring_pays_for_the_share_that_passed(node: Node) -> None:
+async def test_weighted_scoring_pays_the_passed_share(node: Node) -> None:
     other = {"type": "file_absent", "path": "f", "weight": 3, "name": "gone"}
     grade = await play(node, [GREETING, other], "rm f", files={"f": ""}, scoring="weighted")
     assert grade.reward == 0.75
@@ -58,14 +58,14 @@ async def test_weighted_scoring_pays_for_the_share_that_passed(node: Node) -> No
 @pytest.mark.parametrize(
     "cheat",
     [
-        # programs that say yes, first in the PATH of every shell the agent can reach
+        # programs that always succeed, first in the PATH of every shell the agent can reach
         "mkdir bin; for p in cat grep test '[' bash sh; do printf '#!/bin/sh\\nexit 0\\n' > bin/$p; done;"
         " chmod +x bin/*; export PATH=$PWD/bin:$PATH; cp -r bin ~",
         "echo 'exit 0' | tee .bashrc .bash_profile .profile ~/.bashrc ~/.profile; export BASH_ENV=~/.bashrc",
         "cat() { echo hello; }; export -f cat; alias cat='echo hello'",
         # the right content in the wrong place
         "echo hello > /tmp/greeting.txt; echo hello > ~/greeting.txt; ln -s /tmp/greeting.txt greeting.txt",
-        # content that comes from outside the copy
+        # content from outside the copy
         "echo hello > other; ln -s /submission/other greeting.txt",
         "ln -s /proc/self/environ greeting.txt",
         "mkfifo greeting.txt; (while :; do echo hello > greeting.txt; done) &",
@@ -77,18 +77,18 @@ async def test_weighted_scoring_pays_for_the_share_that_passed(node: Node) -> No
         "echo hello > greeting.txt; chmod 000 /workspace",
         "echo hello > greeting.txt; mkdir -p $(printf 'd/%.0s' {1..600})",
         "ln -s . loop; ln -s / root; ln -s greeting.txt greeting.txt",
-        # the shell and everything in reach killed
+        # the shell and all reachable processes killed
         "kill -9 $$",
         "kill -9 -1",
     ],
 )
-async def test_cheats_score_nothing(node: Node, cheat: str) -> None:
+async def test_cheats_score_zero(node: Node, cheat: str) -> None:
     read = {"type": "command", "command": "cat greeting.txt", "stdout": "hello\n", "timeout_s": 2}
     assert (await play(node, [GREETING, read], cheat)).reward == 0.0
 
 
 @pytest.mark.anyio
-async def test_what_cannot_be_read_does_not_count_as_removed(node: Node) -> None:
+async def test_an_unreadable_file_does_not_count_as_removed(node: Node) -> None:
     check = {"type": "file_absent", "path": "secret/key"}
     grade = await play(node, [check], "chmod 000 secret", files={"secret/key": "k"})
     assert grade.reward == 0.0
@@ -96,15 +96,15 @@ async def test_what_cannot_be_read_does_not_count_as_removed(node: Node) -> None
 
 
 @pytest.mark.anyio
-async def test_an_oversized_workspace_says_so(node: Node) -> None:
+async def test_an_oversized_workspace_is_reported(node: Node) -> None:
     grade = await play(node, [GREETING], "truncate -s 1G big; echo hello > greeting.txt")
     assert grade.reward == 0.0
     assert "larger" in grade.evidence["workspace"]
 
 
 @pytest.mark.anyio
-async def test_checks_see_a_still_copy(node: Node) -> None:
-    """A process the agent left running neither changes what is graded nor outlives the agent's sandbox."""
+async def test_checks_see_a_static_copy(node: Node) -> None:
+    """A process that the agent leaves running neither changes the graded files nor outlives the sandbox."""
     beat = "(setsid sh -c 'n=0; while :; do n=$((n+1)); echo $n > beat; done' >/dev/null 2>&1 &)"
     still = 'a=$(cat beat) && for i in $(seq 20000); do :; done && [ "$a" = "$(cat beat)" ] && ls /submission'
     grade = await play(
@@ -117,7 +117,7 @@ async def test_checks_see_a_still_copy(node: Node) -> None:
 
 
 @pytest.mark.anyio
-async def test_expected_output_is_not_to_be_found_where_the_agents_program_runs(node: Node) -> None:
+async def test_expected_output_is_not_visible_to_the_agents_program(node: Node) -> None:
     check = {"type": "command", "command": "./program", "stdout": "expected-4242\n"}
     places = "/proc/[0-9]*/cmdline /proc/[0-9]*/environ /tmp /run ~"
     spy = f"#!/bin/bash\ngrep -raohs 'expected-[0-9][0-9]*' {places} | head -n 1"
@@ -134,10 +134,14 @@ async def test_a_program_that_kills_its_check_fails_it(node: Node) -> None:
 
 
 @pytest.mark.anyio
-async def test_what_a_check_leaves_running_is_ended_before_the_next(node: Node) -> None:
+async def test_processes_of_a_check_are_killed_before_the_next(node: Node) -> None:
     checks = [
         {"type": "command", "command": "./program"},
-        {"type": "command", "command": "ps -eo args= | grep -c '[s]tays-behind'; true", "stdout": "0\n"},
+        {
+            "type": "command",
+            "command": "cat /proc/[0-9]*/cmdline | grep -ac '[s]tays-behind'; true",
+            "stdout": "0\n",
+        },
     ]
     program = "#!/bin/sh\nsetsid sh -c ': stays-behind; while :; do :; done' >/dev/null 2>&1 &"
     grade = await play(node, checks, f"cat > program <<'END'\n{program}\nEND\nchmod +x program")
@@ -170,13 +174,13 @@ async def test_modes_links_and_odd_names_survive_the_copy(node: Node) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_grader_that_cannot_run_is_an_error_and_no_reward(node: Node) -> None:
+async def test_a_grader_that_cannot_run_is_an_error_without_a_reward(node: Node) -> None:
     with pytest.raises(GraderError, match="grep"):
         await play(node, [{"type": "file_matches", "path": "f", "pattern": "("}], files={"f": "x"})
 
 
 @pytest.mark.anyio
-async def test_a_task_that_cannot_be_prepared_is_an_error(node: Node) -> None:
+async def test_a_failed_preparation_is_an_error(node: Node) -> None:
     with pytest.raises(EnvironmentFault, match=r"status 3.*no luck"):
         await play(node, [GREETING], setup="echo no luck; exit 3")
     with pytest.raises(EnvironmentFault, match="no such-program here"):
@@ -185,7 +189,7 @@ async def test_a_task_that_cannot_be_prepared_is_an_error(node: Node) -> None:
 
 @pytest.mark.anyio
 async def test_the_agent_finds_neither_checks_nor_reference(node: Node) -> None:
-    """Nothing of the row but its files is in the sandbox, and no installed copy of our data."""
+    """Only the files of the row are in the sandbox, and no installed copy of our data."""
     row = {
         "id": "t",
         "instruction": "Do it.",
@@ -203,14 +207,14 @@ async def test_the_agent_finds_neither_checks_nor_reference(node: Node) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_grader_that_was_expected_stands_ready_and_sees_what_came_after(node: Node) -> None:
-    """It is started while the episode waits, and does not outlive one that is never graded."""
-    warm = Node(node.driver, node.cache_dir, warm=2)
+async def test_a_prefetched_grader_is_ready_and_sees_later_changes(node: Node) -> None:
+    """It is started while the episode waits, and closed if the episode is never graded."""
+    warm = Node(node.driver, node.cache_dir, warm_pool_size=2)
     row = BashEnvironment.load({"id": "t", "instruction": "Do it.", "checks": [GREETING]})
     try:
         async with BashEnvironment(warm) as env:
             await env.init(row)
-            env.expect_eval()
+            env.prefetch_grader()
             await warm._pool.settled()
             assert warm.use.warm == 1
             await env.call(ToolCall(id="c", name="bash", arguments={"command": "echo hello > greeting.txt"}))
@@ -218,7 +222,7 @@ async def test_a_grader_that_was_expected_stands_ready_and_sees_what_came_after(
             assert warm.use.from_pool == 1
         async with BashEnvironment(warm) as env:
             await env.init(row)
-            env.expect_eval()
+            env.prefetch_grader()
             await warm._pool.settled()
         await warm._pool.settled()
         assert warm.use.from_pool == 1 or warm.use.open == warm.use.warm

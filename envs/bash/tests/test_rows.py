@@ -1,4 +1,4 @@
-"""Rows of shell data: what is refused, and in which words."""
+"""Rows of shell data: refusals and their messages."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def test_a_wrong_row_names_its_field(change: dict[str, Any], field: str) -> None
     assert caught.value.hint
 
 
-def test_files_together_are_bounded() -> None:
+def test_the_total_size_of_files_is_bounded() -> None:
     files = {f"f{n}": "x" * 1_000_000 for n in range(9)}
     with pytest.raises(InputError, match="larger than"):
         BashEnvironment.load({**GOOD, "files": files})

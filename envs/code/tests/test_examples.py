@@ -1,4 +1,4 @@
-"""Every example problem discriminates, for real: reference 1, untouched 0, twice the same."""
+"""Every example problem discriminates in real sandboxes: reference 1, untouched 0, twice the same."""
 
 import pytest
 

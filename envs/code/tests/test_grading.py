@@ -1,4 +1,4 @@
-"""Grading solutions, those included that would rather have the tests than solve the problem."""
+"""Grading of solutions, including those that try to read the tests."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ LIMITS = {"time_s": 1, "memory_mb": 256}
 
 
 async def play(node: Node, tests: dict[str, Any], source: str | None, *commands: str, **more: Any) -> Grade:
-    """One episode: the solution written, commands run in the agent's shell, then the grade."""
+    """Run an episode: the solution written, commands run in the agent's shell, then the grade."""
     row = {"id": "t", "instruction": "Do it.", "tests": tests, "limits": LIMITS, **more}
     async with CodeEnvironment(node) as env:
         await env.init(CodeEnvironment.load(row))
@@ -76,7 +76,7 @@ FUNCTION = "def double(n):\n    return n * 2\n"
         (SCRIPT, "def double(n):\n    raise ValueError(n)", 0),
     ],
 )
-async def test_each_kind_tells_right_from_wrong(
+async def test_each_kind_distinguishes_right_from_wrong(
     node: Node, tests: dict[str, Any], source: str, reward: int
 ) -> None:
     grade = await play(node, tests, source, limits={"time_s": 5, "memory_mb": 1024})
@@ -100,19 +100,19 @@ async def test_each_kind_tells_right_from_wrong(
         "import sys\nwhile True:\n    sys.stdout.write('8\\n' * 10000)",
         "import sys\nwhile True:\n    sys.stderr.write('8\\n' * 10000)",
         'print(\'{"secret": "", "results": [{"status": "ok", "output": "8"}] * 2}\')',
-        # anything that is written to any descriptor or process
+        # writes to any descriptor or process
         'import os, glob\nfor fd in range(3, 200):\n    try:\n        os.write(fd, b\'{"status": "ok"}\')\n'
         "    except OSError:\n        pass\n"
         "for path in glob.glob('/proc/[0-9]*/fd/*'):\n    try:\n"
         "        open(path, 'w').write('{\"status\": \"ok\"}')\n    except OSError:\n        pass\n"
         "os._exit(0)",
-        # an answer that says yes to everything
+        # an answer that equals everything
         "class Yes:\n    def __eq__(self, other): return True\n    __hash__ = None\n"
         "def double(n):\n    return Yes()",
         "class Yes(int):\n    def __eq__(self, other): return True\n"
         "    def __ne__(self, other): return False\n"
         "def double(n):\n    return Yes()",
-        # no tests run where these are changed
+        # changes of builtins that the tests use
         "import builtins\nbuiltins.AssertionError = None\nbuiltins.print = None\nbuiltins.exec = None\n"
         "def double(n):\n    return 0",
         "def double(n):\n    import itertools\n    return itertools.count()",
@@ -122,15 +122,15 @@ async def test_each_kind_tells_right_from_wrong(
         "double = 1",
     ],
 )
-async def test_cheats_score_nothing(node: Node, tests: dict[str, Any], source: str) -> None:
+async def test_cheats_score_zero(node: Node, tests: dict[str, Any], source: str) -> None:
     grade = await play(node, tests, source, limits={**LIMITS, "time_s": 0.3, "total_s": 10})
     assert grade.reward == 0.0
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("tests", [DOUBLE, CALLS, SCRIPT], ids=lambda tests: str(tests["type"]))
-async def test_stopping_what_forks_the_cases_scores_nothing(node: Node, tests: dict[str, Any]) -> None:
-    """Nothing but the limit of all cases together ends this, so that one is short here."""
+async def test_stopping_the_forking_process_scores_zero(node: Node, tests: dict[str, Any]) -> None:
+    """Only the limit of all cases together stops this, so it is short here."""
     stop = "import os, signal\nos.kill(os.getppid(), signal.SIGSTOP)\nwhile True: pass"
     grade = await play(node, tests, stop, limits={"time_s": 0.3, "total_s": 2})
     assert (grade.reward, problems(grade)[0]) == (0.0, "lost")
@@ -138,10 +138,10 @@ async def test_stopping_what_forks_the_cases_scores_nothing(node: Node, tests: d
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("tests", [DOUBLE, CALLS, SCRIPT], ids=lambda tests: str(tests["type"]))
-async def test_neither_expected_values_nor_tests_are_found_where_the_solution_runs(
+async def test_neither_expected_values_nor_tests_are_visible_to_the_solution(
     node: Node, tests: dict[str, Any]
 ) -> None:
-    """A solution that knows every value and text in its reach: of its own process and of all others."""
+    """A solution that inspects every value and text in reach: of its own process and of all others."""
     spy = """
 import gc, glob, os, sys
 def look():
@@ -210,7 +210,7 @@ async def test_the_evidence_names_the_problem(node: Node, source: str, problem: 
 
 
 @pytest.mark.anyio
-async def test_one_bad_case_costs_its_share_where_scoring_is_weighted(node: Node) -> None:
+async def test_a_failed_case_costs_its_share_in_weighted_scoring(node: Node) -> None:
     source = "n = int(input())\nif n == 4:\n    while True: pass\nprint(n * 2)"
     grade = await play(node, DOUBLE, source, scoring="weighted")
     assert (grade.reward, problems(grade)) == (0.5, ["time", ""])
@@ -219,7 +219,7 @@ async def test_one_bad_case_costs_its_share_where_scoring_is_weighted(node: Node
 
 
 @pytest.mark.anyio
-async def test_what_a_case_leaves_running_is_ended_before_the_next(node: Node) -> None:
+async def test_processes_of_a_case_are_killed_before_the_next(node: Node) -> None:
     source = """
 import os, time
 n = int(input())
@@ -279,7 +279,7 @@ async def test_the_agent_finds_no_tests(node: Node) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_checker_judges_what_the_program_prints(node: Node) -> None:
+async def test_a_checker_judges_the_programs_output(node: Node) -> None:
     checker = (
         "def check(input, output, expected):\n"
         "    a, b = map(int, output.split())\n"
@@ -295,7 +295,7 @@ async def test_a_checker_judges_what_the_program_prints(node: Node) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_checker_that_does_not_start_is_no_verdict(node: Node) -> None:
+async def test_a_checker_that_does_not_start_gives_no_verdict(node: Node) -> None:
     checker = "import no_such_module\ndef check(input, output, expected):\n    return True"
     tests = {"type": "stdio", "cases": [{"input": "7"}], "checker": checker}
     with pytest.raises(GraderError, match="no_such_module"):
@@ -303,14 +303,14 @@ async def test_a_checker_that_does_not_start_is_no_verdict(node: Node) -> None:
 
 
 @pytest.mark.anyio
-async def test_tests_that_give_what_does_not_travel_are_no_verdict(node: Node) -> None:
+async def test_tests_with_values_that_cannot_be_sent_give_no_verdict(node: Node) -> None:
     tests = {**SCRIPT, "cases": [{"code": "double(object())"}]}
     with pytest.raises(GraderError, match="object"):
         await play(node, tests, FUNCTION)
 
 
 @pytest.mark.anyio
-async def test_plain_values_travel_between_tests_and_solution(node: Node) -> None:
+async def test_plain_values_are_sent_between_tests_and_solution(node: Node) -> None:
     values = "[1.5, float('inf'), 2**100, (1, 'é'), {3: {4, 5}}, b'x', None, True, 2j, frozenset([1])]"
     code = f"for v in {values}:\n    got = echo(v)\n    assert (type(got), got) == (type(v), v), got"
     tests = {"type": "script", "functions": ["echo"], "cases": [{"code": code}]}
@@ -318,10 +318,10 @@ async def test_plain_values_travel_between_tests_and_solution(node: Node) -> Non
 
 
 @pytest.mark.anyio
-async def test_code_said_in_the_last_answer_counts_where_no_file_was_written(node: Node) -> None:
+async def test_code_in_the_last_answer_counts_if_no_file_was_written(node: Node) -> None:
     said = f"<think>```python\nprint(0)\n```</think>Here it is:\n```python\n{PROGRAM}```\nDone."
     row = {"id": "t", "instruction": "Do it.", "tests": DOUBLE}
     async with CodeEnvironment(node) as env:
         await env.init(CodeEnvironment.load(row))
-        env.listen([{"role": "assistant", "content": said}])
+        env.on_transcript([{"role": "assistant", "content": said}])
         assert (await env.eval()).reward == 1.0

@@ -1,4 +1,4 @@
-"""Rows of programming problems: our own, those of public data sets, and what is refused."""
+"""Rows of programming problems: our own, those of public data sets, and refusals."""
 
 import base64
 import json
@@ -86,17 +86,45 @@ PUBLIC: dict[str, dict[str, Any]] = {
         "test_setup_code": "import math",
         "challenge_test_list": [],
     },
+    "eurus": {
+        "data_source": "taco",
+        "prompt": json.dumps([{"role": "user", "content": "Double it."}]),
+        "reward_model": json.dumps(
+            {"style": "rule", "ground_truth": json.dumps({"inputs": ["2\n"], "outputs": ["4\n"]})}
+        ),
+        "extra_info": {"index": 3},
+        "solutions": json.dumps(["print(int(input()) * 2)"]),
+    },
+    "deepcoder": {
+        "prompt": [{"role": "user", "content": "Double it."}],
+        "reward_model": {"ground_truth": [{"type": "stdin_stdout", "input": "2\n", "output": "4\n"}]},
+        "reference_solution": "print(int(input()) * 2)",
+    },
+    "deepcoder-function": {
+        "prompt": [{"role": "user", "content": "Repeat it."}],
+        "reward_model": {
+            "ground_truth": [
+                {"fn_name": "repeat", "input": ["ab", 2], "output": ["abab"], "type": "function_call"}
+            ]
+        },
+        "solutions": [REPEAT],
+    },
+    "deepcoder-livecodebench": {
+        "prompt": [{"role": "user", "content": "Repeat it."}],
+        "reward_model": {"ground_truth": [{**CALLS[0], "metadata": {"func_name": "repeat"}}]},
+        "reference_solution": REPEAT,
+    },
 }
 
 
 @pytest.mark.anyio
 @pytest.mark.timeout(300)
-async def test_public_forms_are_read_and_discriminate(node: Node) -> None:
+async def test_public_formats_are_read_and_discriminate(node: Node) -> None:
     tasks = [CodeEnvironment.load(row) for row in PUBLIC.values()]
     verdicts = await validate(CodeEnvironment, node, tasks, concurrency=2)
     problems = {name: verdict.problems for name, verdict in zip(PUBLIC, verdicts, strict=True)}
     assert {name: found for name, found in problems.items() if found} == {}
-    assert [task.id for task in tasks[:2]] == ["7", "8"]
+    assert [task.id for task in (*tasks[:2], tasks[-4])] == ["7", "8", "3"]
     assert (tasks[2].limits.time_s, tasks[2].limits.memory_mb) == (2.0, 512)
 
 
@@ -139,6 +167,10 @@ async def test_public_forms_are_read_and_discriminate(node: Node) -> None:
             "private_test_cases.0",
         ),
         ({**PUBLIC["humaneval"], "test": None}, "test"),
+        ({**PUBLIC["eurus"], "reward_model": "{}"}, "reward_model.ground_truth"),
+        ({**PUBLIC["eurus"], "prompt": []}, "prompt"),
+        ({**PUBLIC["deepcoder"], "reward_model": {"ground_truth": []}}, "public_test_cases"),
+        ({**PUBLIC["deepcoder"], "reward_model": {"ground_truth": ["4"]}}, "reward_model.ground_truth"),
         ({**PUBLIC["mbpp"], "test_list": ["assert ("]}, "test_list"),
         ({**PUBLIC["mbpp"], "test_list": ["assert 1"]}, "test_list"),
         ({**PUBLIC["mbpp"], "test_list": "assert f()"}, "test_list"),
@@ -151,13 +183,13 @@ def test_a_wrong_row_names_its_field(row: dict[str, Any], field: str) -> None:
 
 
 class Planted:
-    """What a pickle may do when it is read as one."""
+    """Pickle that executes code when loaded."""
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return exec, ("raise SystemExit('ran')",)
 
 
-def test_a_packed_field_runs_nothing() -> None:
+def test_a_packed_field_executes_nothing() -> None:
     with pytest.raises(InputError, match=r"private_test_cases.*exec"):
         CodeEnvironment.load({**PUBLIC["livecodebench"], "private_test_cases": packed(Planted())})
 
@@ -179,7 +211,7 @@ def test_a_packed_field_runs_nothing() -> None:
         ("floats", "9" * 5000, "1", False),
     ],
 )
-def test_outputs_are_compared_as_asked(compare: str, output: str, expected: str, same: bool) -> None:
+def test_outputs_are_compared_as_configured(compare: str, output: str, expected: str, same: bool) -> None:
     tests = StdioTests.model_validate({**TESTS, "compare": compare})
     assert same_output(output, expected, tests) is same
 
@@ -200,6 +232,6 @@ def test_outputs_are_compared_as_asked(compare: str, output: str, expected: str,
         ("unordered", {1, 3}, [3, 1], True),
     ],
 )
-def test_results_are_compared_as_asked(compare: str, value: Any, expected: Any, same: bool) -> None:
+def test_results_are_compared_as_configured(compare: str, value: Any, expected: Any, same: bool) -> None:
     tests = FunctionTests.model_validate({**CALL, "compare": compare})
     assert same_result(value, FunctionCase(expected=expected), tests) is same

@@ -1,4 +1,4 @@
-"""Every example task discriminates, for real: reference 1, untouched 0, twice the same."""
+"""Every example task discriminates in real sandboxes: reference 1, untouched 0, twice the same."""
 
 from collections.abc import Mapping
 
@@ -9,12 +9,12 @@ from prorl_envs.env.registry import example_path, load_tasks
 from prorl_envs.env.validate import validate
 from prorl_envs.envs.ipython.env import IPythonEnvironment
 from prorl_envs.envs.ipython.task import IPythonTask
-from prorl_envs.sandbox.template import TEMPLATES, TemplateSpec
+from prorl_envs.sandbox.template.template import TEMPLATES, TemplateSpec
 
 
 @pytest.fixture(scope="module")
 def templates() -> Mapping[str, TemplateSpec]:
-    """As a node has them: sessions find their libraries imported."""
+    """Import the libraries of sessions beforehand, as a node does."""
     return TEMPLATES
 
 

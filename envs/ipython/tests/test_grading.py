@@ -1,4 +1,4 @@
-"""Fetching and judging answers, from agents that hand in other things than answers."""
+"""Reading and grading of answers, from agents that submit other things than answers."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ async def run(env: IPythonEnvironment, code: str) -> ToolResult:
 async def play(
     node: Node, check: dict[str, Any], code: str = "", answer: object = None, **more: Any
 ) -> Grade:
-    """One episode: a cell, a finish call with `answer` unless it is None, then the grade."""
+    """Run an episode: a cell, a finish call with `answer` unless it is None, then the grade."""
     async with IPythonEnvironment(node) as env:
         await env.init(IPythonEnvironment.load(row(check, **more)))
         if code:
@@ -90,7 +90,7 @@ async def test_several_numbers_in_a_variable(node: Node) -> None:
 
 
 @pytest.mark.anyio
-async def test_an_answer_is_handed_in_once(node: Node) -> None:
+async def test_an_answer_is_submitted_once(node: Node) -> None:
     async with IPythonEnvironment(node) as env:
         await env.init(IPythonEnvironment.load(row(NUMBER)))
         for arguments in (
@@ -108,7 +108,7 @@ async def test_an_answer_is_handed_in_once(node: Node) -> None:
 
 
 @pytest.mark.anyio
-async def test_setup_leaves_its_names_and_files(node: Node) -> None:
+async def test_setup_creates_its_names_and_files(node: Node) -> None:
     check = {**NUMBER, "source": "variable:a"}
     code = "a = start + int(open('data.txt').read())"
     grade = await play(node, check, code, setup="start = 40", files={"data.txt": "2"})
@@ -123,7 +123,7 @@ async def test_a_setup_that_fails_is_an_error(node: Node) -> None:
 
 @pytest.mark.anyio
 async def test_the_session_sees_neither_graders_nor_reference_solutions(node: Node) -> None:
-    """The interpreter is the host's own; what this package holds must not come with it."""
+    """The interpreter is the host's own; the content of this package must not be visible."""
     search = """
 import importlib, os, sys
 found = []

@@ -1,4 +1,4 @@
-"""Rows of Python data: what is refused, and in which words."""
+"""Rows of Python data: refusals and their messages."""
 
 from typing import Any
 
@@ -40,6 +40,6 @@ def test_a_wrong_check_names_its_field(check: dict[str, Any], field: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["../up", "a/b", ".hidden", ""])
-def test_files_lie_in_the_workspace(name: str) -> None:
+def test_files_are_in_the_workspace(name: str) -> None:
     with pytest.raises(InputError, match="files"):
         IPythonEnvironment.load({**GOOD, "files": {name: "x"}})

@@ -1,4 +1,4 @@
-"""Judging answers, from agents that hand in other things than answers."""
+"""Grading of answers, from agents that submit other things than answers."""
 
 import pytest
 
@@ -19,7 +19,7 @@ async def play(node: Node, right: str, answer: str | None = None, words: str = "
         if answer is not None:
             await env.call(ToolCall(id="f", name="finish", arguments={"answer": answer}))
         if words:
-            env.listen([{"role": "assistant", "content": words}])
+            env.on_transcript([{"role": "assistant", "content": words}])
         return await env.eval()
 
 
@@ -52,7 +52,7 @@ async def test_every_example_discriminates(node: Node) -> None:
         ("42", "(" * 1500, None),
     ],
 )
-def test_what_is_plain_needs_no_library(right: str, answer: str, verdict: bool | None) -> None:
+def test_plain_answers_need_no_library(right: str, answer: str, verdict: bool | None) -> None:
     assert quick(answer, right) is verdict
 
 
@@ -111,7 +111,7 @@ async def test_answers_of_a_last_message(node: Node, words: str, reward: int) ->
 
 
 @pytest.mark.anyio
-async def test_the_finish_call_counts_before_what_was_said(node: Node) -> None:
+async def test_the_finish_call_takes_precedence_over_the_message(node: Node) -> None:
     assert (await play(node, "42", "41", words=r"\boxed{42}")).reward == 0.0
 
 

@@ -1,4 +1,4 @@
-"""Rows of mathematics: our own, those of public data sets, and what is refused."""
+"""Rows of mathematics: our own, those of public data sets, and refusals."""
 
 from typing import Any
 
@@ -31,9 +31,19 @@ from prorl_envs.errors import InputError
             "9a9b",
             "34",
         ),
+        (
+            {
+                "data_source": "deepscaler",
+                "prompt": '[{"role": "user", "content": "Find x."}]',
+                "reward_model": '{"ground_truth": "34", "style": "rule"}',
+            },
+            None,
+            "34",
+        ),
+        ({"prompt": "[1, 2] is an interval. Find x.", "answer": "7"}, None, "7"),
     ],
 )
-def test_known_forms_are_read(row: dict[str, Any], name: str | None, answer: str) -> None:
+def test_known_formats_are_read(row: dict[str, Any], name: str | None, answer: str) -> None:
     task = MathEnvironment.load(row)
     assert task.answer == answer
     assert task.instruction.endswith((".", "?"))
@@ -54,6 +64,7 @@ def test_known_forms_are_read(row: dict[str, Any], name: str | None, answer: str
         ({"question": "What?", "answer": "####"}, "answer"),
         ({"prompt": [{"role": "system", "content": "x"}], "answer": "1"}, "prompt"),
         ({"prompt": "What?", "reward_model": {"style": "rule"}}, "reward_model.ground_truth"),
+        ({"prompt": "[{}]", "reward_model": "{"}, "answer"),
         ({}, "id"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Judging short answers, and searching, from agents that would rather do neither."""
+"""Grading of short answers, and searching, with agents that try to avoid both."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from prorl_envs.env.node import Node
 from prorl_envs.env.registry import example_path, load_tasks
 from prorl_envs.env.validate import validate
 from prorl_envs.envs.stem.env import MAX_SEARCHES, StemEnvironment
-from prorl_envs.envs.stem.grading import is_right
+from prorl_envs.envs.stem.grading import MAX_CHARS, chosen, is_right
 from prorl_envs.envs.stem.task import StemTask
 from prorl_envs.tools.types import ToolCall, ToolResult
 
@@ -61,8 +61,22 @@ async def test_every_example_discriminates(node: Node) -> None:
         (TEXT, "", False),
     ],
 )
-def test_right_is_told_from_wrong(answer: dict[str, Any], given: str, right: bool) -> None:
+def test_right_and_wrong_answers_are_distinguished(answer: dict[str, Any], given: str, right: bool) -> None:
     assert is_right(task(answer), given) is right
+
+
+@pytest.mark.parametrize("units", [["m", "km"], ["km", "m"]])
+def test_a_unit_with_a_shorter_unit_as_its_end_is_read_whole(units: list[str]) -> None:
+    length = {"type": "number", "value": 5, "units": units}
+    assert is_right(task(length), "5 km") and is_right(task(length), "5 m")
+    assert not is_right(task(length), "5 mm")
+
+
+def test_a_text_shared_by_several_choices_chooses_none() -> None:
+    row = {"id": "t", "instruction": "Which?", "answer": {"type": "choice", "value": "A"}}
+    same = StemEnvironment.load({**row, "choices": ["the photon", "a photon", "a proton"]})
+    assert not is_right(same, "photon") and is_right(same, "A. photon")
+    assert chosen(same, "photon") == "" and chosen(same, "proton") == "C"
 
 
 async def search(env: StemEnvironment, arguments: dict[str, Any]) -> ToolResult:
@@ -70,13 +84,13 @@ async def search(env: StemEnvironment, arguments: dict[str, Any]) -> ToolResult:
 
 
 @pytest.mark.anyio
-async def test_searching_finds_pages_and_nothing_else(node: Node) -> None:
+async def test_a_search_finds_pages_only(node: Node) -> None:
     async with StemEnvironment(node) as env:
         prompt = await env.init(task(CHOICE))
         assert prompt.messages[-1]["content"] == "Which?\n\nA. an ion\nB. a photon\nC. a proton"
         found = await search(env, {"query": "velmorite crystal"})
         assert found.ok and "orthorhombic" in found.text and found.data["sources"][0] == "velmorite.md#1"
-        # words of a query are words, whatever they mean to SQLite
+        # words of a query are words, whatever their meaning in SQLite
         for query in (
             'velmorite" OR "x',
             "NEAR(velmorite crystal)",
@@ -94,7 +108,7 @@ async def test_searching_finds_pages_and_nothing_else(node: Node) -> None:
 
 
 @pytest.mark.anyio
-async def test_neither_pages_nor_answers_lie_in_the_sandbox(node: Node) -> None:
+async def test_neither_pages_nor_answers_are_in_the_sandbox(node: Node) -> None:
     pages = "grep -rlsI 'velmorite' /workspace /home /tmp /run /etc"
     look = f"({pages}; find / -name '*.sqlite' -o -name 'velmorite*') 2>/dev/null"
     async with StemEnvironment(node) as env:
@@ -110,5 +124,15 @@ async def test_neither_pages_nor_answers_lie_in_the_sandbox(node: Node) -> None:
 async def test_answers_of_a_last_message(node: Node, words: str, reward: float) -> None:
     async with StemEnvironment(node) as env:
         await env.init(task(CHOICE))
-        env.listen([{"role": "assistant", "content": words}])
+        env.on_transcript([{"role": "assistant", "content": words}])
         assert (await env.eval()).reward == reward
+
+
+def test_articles_alone_are_words() -> None:
+    the = task({"type": "text", "values": ["The"]})
+    assert is_right(the, "the") and not is_right(the, "a")
+
+
+def test_an_answer_that_is_too_long_is_wrong() -> None:
+    assert is_right(task(CHOICE), "B".ljust(MAX_CHARS))
+    assert not is_right(task(CHOICE), "B".ljust(MAX_CHARS + 1))

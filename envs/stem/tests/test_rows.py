@@ -1,4 +1,4 @@
-"""Rows of questions: our own, those of public data sets, and what is refused."""
+"""Rows of questions: our own, those of public data sets, and refusals."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ GOOD: dict[str, Any] = {"id": "a", "instruction": "Which?", "answer": {"type": "
         },
     ],
 )
-def test_known_forms_with_choices(row: dict[str, Any]) -> None:
+def test_known_formats_with_choices(row: dict[str, Any]) -> None:
     task = StemEnvironment.load(row)
     assert isinstance(task.answer, ChoiceAnswer)
     assert dict(task.lettered)[task.answer.value] == "lead"
@@ -43,7 +43,7 @@ def test_known_forms_with_choices(row: dict[str, Any]) -> None:
     assert StemEnvironment.load(row) == task
 
 
-def test_known_forms_with_short_answers() -> None:
+def test_known_formats_with_short_answers() -> None:
     assert StemEnvironment.load({"question": "How much?", "answer": "9.81"}).answer.type == "number"
     assert StemEnvironment.load({"question": "How much?", "answer": "gold"}).answer.type == "text"
 

@@ -1,4 +1,4 @@
-"""The instances' builds are shared by all modules of a test run."""
+"""All modules of a test run share the instances' builds."""
 
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -8,8 +8,8 @@ import pytest
 from prorl_envs.env.node import Node
 from prorl_envs.env.registry import example_path, load_tasks
 from prorl_envs.envs.swebench.task import SwebenchTask
-from prorl_envs.sandbox.namespaces import NamespaceDriver
-from prorl_envs.sandbox.template import TemplateSpec
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.template.template import TemplateSpec
 
 
 @pytest.fixture(scope="session")

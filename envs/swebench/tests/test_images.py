@@ -1,4 +1,4 @@
-"""Instances with an image: which one it is, and an episode in it."""
+"""Instances with an image: choosing it, and an episode in it."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.progress import Progress
 
-from prorl_envs.cli.prepare import Display, prepare
+from prorl_envs.cli.commands.prepare import Display, prepare
 from prorl_envs.env.base import Grade
 from prorl_envs.env.node import Node
 from prorl_envs.env.options import Options, with_options
@@ -25,7 +25,7 @@ from tests.sandbox.rootfs import write_rootfs
 PROGRAMS = ("sh", "bash", "cat", "cp", "env", "git", "ln", "ls", "mkdir", "mv", "rm", "sleep", "tail")
 GIT = ("git", "-c", "user.name=x", "-c", "user.email=x@x", "-c", "init.defaultBranch=main")
 
-#: The images' way to run the hidden tests; `test_b` fails with the reference as well.
+#: The images' script for the hidden tests; `test_b` fails with the reference as well.
 RUN_TESTS = """
 . r2e_tests/test_1.sh > /tmp/summary
 echo '=== short test summary info ==='
@@ -109,7 +109,7 @@ async def test_the_reference_resolves_and_the_untouched_tree_does_not(
 
 
 @pytest.mark.anyio
-async def test_neither_the_future_nor_the_tests_are_in_the_agents_sandbox(
+async def test_neither_later_commits_nor_tests_are_in_the_agents_sandbox(
     family: type[SwebenchEnvironment], node: Node, task: SwebenchTask
 ) -> None:
     async with family(node) as env:
@@ -149,7 +149,7 @@ async def test_a_change_of_a_tracked_file_that_git_ignores_counts(
 
 
 @pytest.mark.anyio
-async def test_preparing_again_finds_what_is_there(
+async def test_preparing_again_finds_existing_images(
     images: Path, family: type[SwebenchEnvironment], node: Node
 ) -> None:
     ready = SwebenchEnvironment.load(row(commit_hash="another", docker_image="x/thing_final_0123456789ab"))
@@ -170,7 +170,7 @@ def found(task: SwebenchTask, **options: Any) -> Path | str | None:
     return Images(ImageOptions(**options)).find(task)
 
 
-def test_an_image_is_found_by_pattern_without_regard_to_case(tmp_path: Path, task: SwebenchTask) -> None:
+def test_an_image_is_found_by_a_case_insensitive_pattern(tmp_path: Path, task: SwebenchTask) -> None:
     (tmp_path / "R2E_Thing_Final_0123.sif").touch()
     assert found(task, folder=tmp_path) == tmp_path / "R2E_Thing_Final_0123.sif"
     (tmp_path / f"{task.id}.sif").touch()
@@ -204,15 +204,15 @@ def test_an_image_is_looked_up(tmp_path: Path, task: SwebenchTask) -> None:
         ("docker.io/a/b:1", "mirror:5000/hub", "docker://mirror:5000/hub/a/b:1"),
     ],
 )
-def test_an_address_may_be_a_mirrors(task: SwebenchTask, image: str, registry: str, address: str) -> None:
+def test_an_address_may_be_one_of_a_mirror(
+    task: SwebenchTask, image: str, registry: str, address: str
+) -> None:
     task = task.model_copy(update={"image": image})
     assert Images(ImageOptions(registry=registry)).address(task) == address
 
 
 @pytest.mark.anyio
-async def test_without_an_image_an_episode_says_where_one_may_come_from(
-    node: Node, task: SwebenchTask
-) -> None:
+async def test_without_an_image_an_episode_names_possible_sources(node: Node, task: SwebenchTask) -> None:
     assert "there is no image" in SwebenchEnvironment.unavailable(task)
     async with SwebenchEnvironment(node) as env:
         with pytest.raises(EnvironmentFault, match="there is no image") as caught:

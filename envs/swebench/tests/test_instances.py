@@ -28,7 +28,7 @@ MARSHMALLOW = "marshmallow-code__marshmallow-1252"
 PINS = ("pip==24.2", "setuptools==75.1.0", "wheel==0.44.0")
 
 
-#: Of the cases below, those that `make test` has too.
+#: Those of the cases below that `make test` runs.
 QUICK = {
     REQUESTS,
     "tests, configuration and runner tampered with",
@@ -39,7 +39,7 @@ QUICK = {
 
 
 def some(names: Iterable[str]) -> list[Any]:
-    """Each takes some seconds, so most are run by `make test-thorough` alone."""
+    """Mark all but a few cases as thorough: each takes some seconds."""
     return [pytest.param(name, marks=[pytest.mark.thorough] * (name not in QUICK)) for name in names]
 
 
@@ -57,7 +57,7 @@ async def shell(env: SwebenchEnvironment, command: str) -> str:
 
 
 async def graded(node: Node, task: SwebenchTask, *commands: str, solved: bool = False) -> Grade:
-    """One episode: the reference first where `solved`, then `commands`."""
+    """Run an episode: the reference first if `solved`, then `commands`."""
     async with SwebenchEnvironment(node) as env:
         await env.init(task)
         if solved:
@@ -89,7 +89,7 @@ async def test_the_reference_resolves_and_the_untouched_tree_does_not(
     assert (set(verdict.reference), verdict.untouched) == ({1.0}, 0.0)
 
 
-async def test_the_agent_finds_one_commit_and_no_future(node: Node, task: SwebenchTask) -> None:
+async def test_the_agent_finds_one_commit_and_no_later_ones(node: Node, task: SwebenchTask) -> None:
     async with SwebenchEnvironment(node) as env:
         await env.init(task)
         assert await shell(
@@ -175,13 +175,13 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("spoil", some(SPOILED))
-async def test_a_right_fix_scores_whatever_else_was_done(node: Node, task: SwebenchTask, spoil: str) -> None:
+async def test_a_right_fix_scores_despite_other_changes(node: Node, task: SwebenchTask, spoil: str) -> None:
     grade = await graded(node, task, SPOILED[spoil], solved=True)
     assert grade.reward == 1, grade.evidence
     assert "evil" not in grade.evidence["patch"].replace("filter=evil diff=evil", "")
 
 
-async def test_a_grader_that_fails_is_an_error_and_no_reward(node: Node, task: SwebenchTask) -> None:
+async def test_a_failing_grader_is_an_error_without_a_reward(node: Node, task: SwebenchTask) -> None:
     broken = task.model_copy(
         update={"eval_script": task.eval_script.replace("pytest -rA", "no-such-command")}
     )
@@ -202,7 +202,7 @@ async def test_an_unreachable_index_is_an_error_with_a_remedy(
     assert not list((tmp_path / "swebench").glob("*.building"))
 
 
-async def test_a_build_step_that_fails_is_named_and_leaves_nothing(
+async def test_a_failed_build_step_is_named_and_leaves_nothing(
     tmp_path: Path, node: Node, task: SwebenchTask
 ) -> None:
     assert task.environment is not None
@@ -214,7 +214,7 @@ async def test_a_build_step_that_fails_is_named_and_leaves_nothing(
 
 
 def fetching(cache: Path) -> bool:
-    """Whether a build there has begun to make its environment."""
+    """Whether a build there has started to make its environment."""
     return any(cache.glob("swebench/*.building/miniconda3/envs"))
 
 

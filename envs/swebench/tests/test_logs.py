@@ -11,6 +11,7 @@ from prorl_envs.envs.swebench.parsers import PARSERS
 from prorl_envs.envs.swebench.schemas import END_MARKER, START_MARKER
 from prorl_envs.envs.swebench.task import SwebenchTask
 from prorl_envs.errors import GraderError
+from prorl_envs.extras import install_extras
 
 SUMMARY = """\
 collected 5 items
@@ -38,7 +39,7 @@ def log_of(tested: str, end: str = ">>>>> Test Exit Code: 1") -> str:
     )
 
 
-def test_the_summary_is_read() -> None:
+def test_the_summary_is_parsed() -> None:
     assert PARSERS["parse_log_marshmallow"](SUMMARY) == {
         "tests/test_a.py::test_one": Status.PASSED,
         "tests/test_a.py::test_path[/home/somebody/test_a.py]": Status.PASSED,
@@ -55,7 +56,7 @@ def test_paths_as_parameters_are_cut_to_their_last_part() -> None:
     assert "tests/test_a.py::test_url[//host/path]" in statuses
 
 
-def test_colours_spaces_and_the_older_order_are_read() -> None:
+def test_colours_spaces_and_the_older_order_are_parsed() -> None:
     log = "\x1b[32mPASSED\x1b[0m a.py::test[x y]\nb.py::test FAILED\nFAILED c.py::t[p - q] - E\n"
     assert PARSERS["parse_log_sphinx"](log) == {
         "a.py::test[x y]": Status.PASSED,
@@ -78,7 +79,7 @@ FAIL: test_g (x.tests.T)
 """
 
 
-def test_djangos_lines_are_read_with_what_comes_into_them() -> None:
+def test_djangos_lines_are_parsed_despite_interleaved_output() -> None:
     assert PARSERS["parse_log_django"](DJANGO) == {
         "test_a (x.tests.T)": Status.PASSED,
         "test_b (x.tests.T)": Status.SKIPPED,
@@ -90,7 +91,7 @@ def test_djangos_lines_are_read_with_what_comes_into_them() -> None:
     }
 
 
-def test_sympys_lines_and_headings_are_read() -> None:
+def test_sympys_lines_and_headings_are_parsed() -> None:
     log = "test_a ok\ntest_b F\ntest_c E\n____ sympy/x/test_x.py:test_b ____\n"
     assert PARSERS["parse_log_sympy"](log) == {
         "sympy/x/test_x.py:test_b": Status.FAILED,
@@ -100,7 +101,7 @@ def test_sympys_lines_and_headings_are_read() -> None:
     }
 
 
-def test_other_forms_of_pytests_lines_are_read() -> None:
+def test_other_formats_of_pytests_lines_are_parsed() -> None:
     older = "a.py::t PASSED [ 50%]\nFAILED a.py::u - why\nSKIPPED [1] a.py: no\nPASSED a.py::v\n"
     assert PARSERS["parse_log_seaborn"](older) == {
         "a.py::t": Status.PASSED,
@@ -120,7 +121,7 @@ def test_other_forms_of_pytests_lines_are_read() -> None:
 def test_another_packages_parser_runs_in_a_process_of_its_own() -> None:
     lacking = missing("parse_log_jest")
     if lacking:
-        assert "pip install 'prorl-envs[swebench]'" in lacking
+        assert install_extras("swebench") in lacking
         with pytest.raises(GraderError, match="parse_log_jest"):
             parse("parse_log_jest", "x")
     else:
@@ -129,7 +130,7 @@ def test_another_packages_parser_runs_in_a_process_of_its_own() -> None:
     assert "multi-swe-bench" in missing("multi-swe:a/b#1")
 
 
-def test_a_map_must_be_met_exactly() -> None:
+def test_an_expected_map_must_match_exactly() -> None:
     expected = {"a": Status.PASSED, "b": Status.FAILED}
     assert judge_map(expected, dict(expected)).resolved
     assert not judge_map(expected, {**expected, "b": Status.PASSED}).resolved
@@ -137,13 +138,13 @@ def test_a_map_must_be_met_exactly() -> None:
     assert not judge_map(expected, {"a": Status.PASSED}).resolved
 
 
-def test_where_only_failures_are_named_the_others_passed() -> None:
+def test_if_only_failures_are_named_the_others_passed() -> None:
     assert judge(["a"], ["b"], {}, fail_only=True).resolved
     assert not judge(["a"], ["b"], {"b": Status.FAILED}, fail_only=True).resolved
     assert judge(["a", "c"], ["b"], {"a": Status.PASSED}).shares == {"fail_to_pass": 0.5, "pass_to_pass": 0.0}
 
 
-def test_a_cut_off_name_stands_for_those_that_agree() -> None:
+def test_a_truncated_name_stands_for_those_with_its_prefix() -> None:
     statuses = {"t[a(2)]": Status.XFAIL, "t[a(1)]": Status.PASSED, "t[b(1)]": Status.FAILED}
     outcomes = Outcomes(statuses)
     assert outcomes.status_of("t[a(") == Status.XFAIL
@@ -154,8 +155,8 @@ def test_a_cut_off_name_stands_for_those_that_agree() -> None:
 
 
 @pytest.mark.parametrize("parser", sorted(PARSERS))
-def test_no_log_takes_more_than_its_length_to_read(parser: str) -> None:
-    # What was cubic or quadratic in these would not end while anybody watches.
+def test_parsing_any_log_takes_linear_time(parser: str) -> None:
+    # Cubic or quadratic parsing of these would take practically forever.
     brackets = "PASSED t" + "[" * 1_000_000 + "\n" + "PASSED " + "]" * 1_000_000 + "[1" * 100_000
     assert len(PARSERS[parser](f"short test summary info\n{brackets}")) <= 2
     headings = (
@@ -164,7 +165,7 @@ def test_no_log_takes_more_than_its_length_to_read(parser: str) -> None:
     assert len(PARSERS[parser](headings)) <= 2
 
 
-def test_many_tests_and_many_cut_off_names_are_judged() -> None:
+def test_many_tests_and_many_truncated_names_are_judged() -> None:
     statuses = {f"t[{number}]": Status.PASSED for number in range(200_000)}
     cut_off = [f"t[{number}" for number in range(100_000, 110_000)]
     assert judge([*cut_off, "t[none"], ["t[7]"], statuses).fixed == len(cut_off)
@@ -189,7 +190,7 @@ def test_the_verdict(to_fix: Status | None, to_keep: Status | None, resolved: bo
     assert judge(["f"], ["p"], statuses).resolved is resolved
 
 
-def test_a_run_is_a_verdict_or_says_why_not() -> None:
+def test_a_run_is_a_verdict_or_an_error_with_the_reason() -> None:
     passed, failed = {"t": Status.PASSED}, {"t": Status.FAILED}
     assert ScriptRun(passed, 0, "").problem == ""
     assert ScriptRun(failed, 1, "").problem == ""
@@ -198,7 +199,7 @@ def test_a_run_is_a_verdict_or_says_why_not() -> None:
     assert "no test of the log failed" in ScriptRun(passed, 1, "").problem
 
 
-def test_only_what_lies_between_the_markers_counts(task: SwebenchTask) -> None:
+def test_only_text_between_the_markers_counts(task: SwebenchTask) -> None:
     run = read_log(task, "PASSED early\n" + log_of("PASSED a\nFAILED b") + "PASSED late\n")
     assert dict(run.statuses) == {"a": Status.PASSED, "b": Status.FAILED}
     assert run.exit_code == 1
@@ -214,15 +215,18 @@ def test_markers_in_the_shown_patch_do_not_count(task: SwebenchTask) -> None:
 @pytest.mark.parametrize(
     "log", ["", "no marker\n", f"{START_MARKER}\nPASSED a\n", log_of("PASSED a", "gone")]
 )
-def test_a_log_without_its_end_is_no_verdict(task: SwebenchTask, log: str) -> None:
+def test_an_incomplete_log_gives_no_verdict(task: SwebenchTask, log: str) -> None:
     assert read_log(task, log).problem
 
 
-def test_a_stopped_run_is_no_verdict(task: SwebenchTask) -> None:
-    assert read_log(task, log_of("PASSED a"), timed_out=True).problem
+def test_a_stopped_run_gives_no_verdict(task: SwebenchTask) -> None:
+    """Even if its log, which the tested code writes, ends like that of a complete run."""
+    complete = log_of("PASSED a", ">>>>> Test Exit Code: 0")
+    assert not read_log(task, complete).problem
+    assert "did not come to its end" in read_log(task, complete, timed_out=True).problem
 
 
-def test_the_script_is_the_official_one_but_for_commit_and_status(task: SwebenchTask) -> None:
+def test_the_script_is_the_official_one_except_for_commit_and_status(task: SwebenchTask) -> None:
     script = script_for(task, "c" * 40)
     assert task.base_commit not in script
     added = set(script.splitlines()) - set(task.eval_script.replace(task.base_commit, "c" * 40).splitlines())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from prorl_envs.envs.swebench.diffs import changed_paths
 from prorl_envs.envs.swebench.interpreters import choose, interpreters, mounts_of
 from prorl_envs.envs.swebench.submission import protected
 from prorl_envs.envs.swebench.task import SwebenchTask
@@ -38,14 +39,14 @@ def test_this_interpreter_is_found() -> None:
     assert choose(["3.0", minor]) is found
 
 
-def test_places_that_cannot_be_looked_at_hold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_places_have_no_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PYENV_ROOT", "UV_PYTHON_INSTALL_DIR", "PATH"):
-        monkeypatch.setenv(name, f"/{'x' * 300}")  # longer than a name can be: an error for root, too
+        monkeypatch.setenv(name, f"/{'x' * 300}")  # longer than a name may be: an error for root, too
     found = interpreters.__wrapped__()
     assert list(found) == [f"{sys.version_info.major}.{sys.version_info.minor}"]
 
 
-def test_no_interpreter_is_an_error_that_says_what_there_is() -> None:
+def test_no_interpreter_is_an_error_that_lists_the_existing_ones() -> None:
     with pytest.raises(EnvironmentFault, match=r"no Python 3\.0 or 3\.1, only .*3\.") as caught:
         choose(["3.0", "3.1"])
     assert "install" in caught.value.hint
@@ -93,7 +94,7 @@ def test_a_missing_or_broken_archive_is_refused(tmp_path: Path) -> None:
         unpack_sdist(tmp_path, "some-thing==1.2", tmp_path / "tree")
 
 
-def test_tests_and_their_configuration_are_not_the_agents_to_change(
+def test_tests_and_their_configuration_must_not_be_changed(
     tasks: Mapping[str, SwebenchTask],
 ) -> None:
     kept = ["requests/utils.py", "requests/new.py", "setup.py", "docs/conf.py", "tests/helper.py", "types.md"]
@@ -105,7 +106,7 @@ def test_tests_and_their_configuration_are_not_the_agents_to_change(
     assert protected([*kept, *dropped], tasks["psf__requests-6028"]) == dropped
 
 
-def test_what_the_test_command_names_is_not_the_agents_to_change(
+def test_files_named_by_the_test_command_must_not_be_changed(
     tasks: Mapping[str, SwebenchTask],
 ) -> None:
     task = tasks["psf__requests-6028"]
@@ -115,8 +116,40 @@ def test_what_the_test_command_names_is_not_the_agents_to_change(
     assert protected(changed, task) == ["bin/test", "requests/testing/runtests.py", "jest.config.js"]
 
 
-def test_what_the_reference_changes_may_be_changed(tasks: Mapping[str, SwebenchTask]) -> None:
+def test_files_beside_hidden_ones_may_be_changed(tasks: Mapping[str, SwebenchTask]) -> None:
+    """Hidden paths may be directories. A path that only shares their first letters is not below them."""
+    task = tasks["psf__requests-6028"].model_copy(update={"hidden_files": ("r2e_tests", "tests/check.py")})
+    hidden = ["r2e_tests", "r2e_tests/test_a.py", "tests/check.py"]
+    beside = ["r2e_tests_helper.py", "r2e_tests.md", "tests/check.py.txt", "tests/check_more.py"]
+    assert protected([*beside, *hidden], task) == hidden
+
+
+def test_files_changed_by_the_reference_may_be_changed(tasks: Mapping[str, SwebenchTask]) -> None:
     task = tasks["psf__requests-6028"]
     moved = task.patch.replace("requests/utils.py", "setup.cfg")
     task = task.model_copy(update={"patch": moved})
     assert protected(["setup.cfg", "tox.ini"], task) == ["tox.ini"]
+
+
+def diff_of(old: str, new: str) -> str:
+    return f"--- {old}\n+++ {new}\n@@ -1 +1 @@\n-x\n+y\n"
+
+
+def test_a_diff_names_the_files_of_both_sides() -> None:
+    assert changed_paths(diff_of("a/one.py", "b/one.py")) == {"one.py"}
+    assert changed_paths(diff_of("a/one.py", "b/two.py")) == {"one.py", "two.py"}
+    assert changed_paths("--- /dev/null\n+++ b/new.py\n@@ -0,0 +1 @@\n+y\n") == {"new.py"}
+
+
+@pytest.mark.parametrize(
+    ("diff", "said"),
+    [
+        ("no diff", "touches no file"),
+        (diff_of("a/../x", "b/../x"), r"outside the tree: '\.\./x'"),
+        (diff_of("a/x", "b/y/../../z"), "outside the tree"),
+        (diff_of("/etc/passwd", "/etc/passwd"), "outside the tree: '/etc/passwd'"),
+    ],
+)
+def test_a_diff_that_names_no_file_of_the_tree_is_refused(diff: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        changed_paths(diff)

@@ -1,4 +1,4 @@
-"""Rows: the dataset's own columns are understood, and a hostile row gets a named error."""
+"""Rows: the dataset's own columns are read, and a hostile row raises a named error."""
 
 import json
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ def test_three_examples_of_two_repositories_build_on_a_supported_python(
     assert len({task.repo for task in modern}) >= 2
 
 
-def test_lists_of_tests_come_as_json_text_or_as_lists(row: dict[str, Any]) -> None:
+def test_lists_of_tests_are_json_text_or_lists(row: dict[str, Any]) -> None:
     as_text = SwebenchEnvironment.load(row)
     assert isinstance(row["PASS_TO_PASS"], str)
     as_list = SwebenchEnvironment.load({**row, "PASS_TO_PASS": json.loads(row["PASS_TO_PASS"])})
@@ -54,7 +54,7 @@ def test_lists_of_tests_come_as_json_text_or_as_lists(row: dict[str, Any]) -> No
     assert len(as_text.pass_to_pass) > 100
 
 
-def test_a_task_survives_its_own_dump(row: dict[str, Any]) -> None:
+def test_a_task_is_restored_from_its_dump(row: dict[str, Any]) -> None:
     task = SwebenchEnvironment.load(row)
     assert SwebenchEnvironment.load(task.model_dump(mode="json")) == task
 
@@ -78,7 +78,7 @@ def test_the_reference_is_made_from_the_patch(row: dict[str, Any]) -> None:
     assert [call.tool for call in task.reference] == ["bash", "finish"]
 
 
-def test_a_patch_cannot_end_its_own_quotation() -> None:
+def test_a_patch_cannot_escape_its_quotation() -> None:
     command = reference_calls("a\nEND_OF_PATCH\nb\n")[0].arguments["command"]
     assert command.rstrip().endswith("\nEND_OF_PATCH_")
 

@@ -1,4 +1,4 @@
-"""Every data set's own rows are told apart and read; what is wrong in one is named."""
+"""Rows of every data set are recognised and read; errors in one are named."""
 
 import importlib.util
 import json
@@ -106,7 +106,7 @@ MULTI_SWE: dict[str, Any] = {
 
 
 def in_columns(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of Multi-SWE as its Parquet files hold it: maps and lists of objects as columns."""
+    """Return a row of Multi-SWE as its Parquet files have it: maps and lists of objects as columns."""
     found = dict(row)
     for group in ("p2p_tests", "f2p_tests", "s2p_tests", "n2p_tests"):
         found[group] = {"name": list(row[group])} | {
@@ -119,7 +119,7 @@ def in_columns(row: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("form", [dict, in_columns])
-def test_a_row_of_multi_swe_is_read_in_either_form(form: Any) -> None:
+def test_a_row_of_multi_swe_is_read_in_either_format(form: Any) -> None:
     found = normalised(form(MULTI_SWE))
     assert (found["dataset"], found["instance_id"]) == ("multi-swe", "Some__thing-7")
     assert (found["image"], found["testbed"]) == ("mswebench/some_m_thing:pr-7", "/home/thing")
@@ -129,10 +129,10 @@ def test_a_row_of_multi_swe_is_read_in_either_form(form: Any) -> None:
     assert found["log_parser"] == "multi-swe:Some/thing#7" and "the-" not in json.dumps(found)
 
 
-def test_a_row_of_multi_swe_says_whose_parser_it_needs() -> None:
+def test_a_row_of_multi_swe_names_its_parser() -> None:
     if importlib.util.find_spec("multi_swe_bench") is not None:
         pytest.skip("its parsers are installed")
-    with pytest.raises(InputError, match="pip install 'multi-swe-bench'"):
+    with pytest.raises(InputError, match="pip install multi-swe-bench"):
         SwebenchEnvironment.load(MULTI_SWE)
 
 
@@ -146,7 +146,7 @@ def test_a_row_of_multi_swe_says_whose_parser_it_needs() -> None:
         ("r2e-gym", f"namanjain12/tornado_final:{COMMIT}", "/testbed"),
     ],
 )
-def test_a_row_is_told_by_its_columns(name: str, image: str, testbed: str) -> None:
+def test_a_row_is_recognised_by_its_columns(name: str, image: str, testbed: str) -> None:
     task = SwebenchEnvironment.load(ROWS[name])
     assert (task.dataset, task.image, task.testbed) == (name.partition(" ")[0], image, testbed)
     assert task.instruction == "It is one."
@@ -164,13 +164,13 @@ def test_the_tests_are_the_files_of_the_test_patch() -> None:
         assert f"\n{command}\n: '{END_MARKER}'" in SwebenchEnvironment.load(ROWS[name]).eval_script
 
 
-def test_mypys_cases_are_chosen_by_name() -> None:
+def test_mypys_cases_are_selected_by_name() -> None:
     cases = ["mypy/test/testcheck.py::Suite::testA", "mypy/test/testcheck.py::Suite::testB"]
     row = {**ROWS["swe-gym"], "repo": "python/mypy", "FAIL_TO_PASS": cases}
     assert "pytest -n0 -rA -k 'testA or testB'\n" in SwebenchEnvironment.load(row).eval_script
 
 
-def test_a_bug_of_swe_smith_is_taken_back() -> None:
+def test_a_bug_of_swe_smith_is_reverted() -> None:
     task = SwebenchEnvironment.load(ROWS["swe-smith"])
     assert task.bug and "git apply --reverse" in task.reference[0].arguments["command"]
     assert task.own_files == {"tests/test_b.py"}
@@ -185,7 +185,7 @@ def test_r2e_gym_expects_a_map_and_hides_its_tests() -> None:
     assert "+x = 2" in task.patch and "test_b" not in task.patch
 
 
-def test_a_row_without_script_or_recipe_says_what_helps() -> None:
+def test_a_row_without_script_or_recipe_names_the_remedy() -> None:
     row = {**COMMON, "repo": "psf/requests", "version": "2.27"}
     with pytest.raises(InputError, match=r"eval_script: .*swebench<5"):
         SwebenchEnvironment.load(row)
@@ -206,7 +206,7 @@ def test_a_row_without_script_or_recipe_says_what_helps() -> None:
         ("r2e-gym", {"parsed_commit_content": "[]"}, "r2e-gym"),
     ],
 )
-def test_what_is_wrong_is_named(name: str, changes: dict[str, Any], named: str) -> None:
+def test_errors_are_named(name: str, changes: dict[str, Any], named: str) -> None:
     with pytest.raises(InputError, match=named):
         SwebenchEnvironment.load({**ROWS[name], **changes})
 
@@ -265,7 +265,7 @@ def test_a_known_instance_gets_its_recipe() -> None:
     assert loaded.environment is not None and loaded.environment.sdist == "Flask==2.2.3"
 
 
-def test_every_recipe_is_one() -> None:
+def test_every_recipe_is_valid() -> None:
     path = Path(example_path("swebench")).with_name("recipes.json")
     recipes = json.loads(path.read_text())
     assert list(recipes) == sorted(recipes)

@@ -12,11 +12,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from prorl_envs.rollout.batch_types import BatchRequest, BatchTask
-from prorl_envs.rollout.client import RolloutClient
-from prorl_envs.rollout.types import Result
+from prorl_envs import BatchRequest, BatchTask, Result, RolloutClient
 from prorl_envs.trainers.advantages import group_advantages
-from prorl_envs.trainers.asking import Asking, connect
+from prorl_envs.trainers.asking import GroupTemplate, connect
 from prorl_envs.trainers.rows import Row, rows_of
 from prorl_envs.trainers.weights import weights_change
 
@@ -46,7 +44,7 @@ def advantages(results: Sequence[Result]) -> Iterator[tuple[Row, float]]:
                 yield from ((row, advantage) for row in rows_of(result) if row.trains)
 
 
-async def loop(asking: Asking, tasks: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
+async def loop(asking: GroupTemplate, tasks: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
     stream = itertools.cycle(tasks)
     before: str | None = None
     async with connect(asking.url) as client:
@@ -73,7 +71,7 @@ async def informative(client: RolloutClient, batch_id: str) -> list[Result]:
 
 
 def request(
-    asking: Asking,
+    asking: GroupTemplate,
     step: int,
     before: str | None,
     tasks: Sequence[dict[str, Any]],
@@ -86,7 +84,7 @@ def request(
         groups=options.groups,
         samples=options.samples,
         in_flight=2 * options.groups,
-        leftover="carry",  # what is under way when there are enough goes on, and counts for the next step,
+        on_complete="carry",  # what is under way when there are enough goes on, and counts for the next step,
         carry_from=before,
         weight_version=step,
         max_staleness=options.max_staleness,  # unless it began too many versions ago
@@ -107,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--mode", choices=["finish", "abort", "keep"], default="finish")
     options = parser.parse_args(arguments)
     tasks = [json.loads(line) for line in options.tasks.read_text().splitlines() if line.strip()]
-    asyncio.run(loop(Asking(options.service, options.environment), tasks, options))
+    asyncio.run(loop(GroupTemplate(options.service, options.environment), tasks, options))
 
 
 if __name__ == "__main__":

@@ -8,14 +8,14 @@ from typing import Any
 
 from openrlhf.utils.agent import AgentExecutorBase
 
-from prorl_envs.trainers.openrlhf import Episodes
+from prorl_envs.trainers.openrlhf import OpenRlhfEpisodes
 
 
 class AgentExecutor(AgentExecutorBase):  # type: ignore[misc]  # OpenRLHF ships no types
     """Samples with OpenRLHF's engine, in episodes of the rollout service."""
 
     def __init__(self) -> None:
-        self.episodes = Episodes(
+        self.episodes = OpenRlhfEpisodes(
             os.environ.get("ROLLOUT_SERVICE", "http://127.0.0.1:8600"),
             os.environ.get("ROLLOUT_ENVIRONMENT", "bash"),
         )

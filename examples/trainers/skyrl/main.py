@@ -1,10 +1,5 @@
-"""SkyRL's trainer on episodes of the rollout service. Takes SkyRL's own overrides:
-
-    python examples/trainers/make_data.py skyrl tasks.jsonl train.parquet --environment bash
-    python examples/trainers/skyrl/main.py \
-        data.train_data="['train.parquet']" data.val_data="['train.parquet']" \
-        trainer.policy.model.path=Qwen/Qwen3-4B generator.n_samples_per_prompt=8 trainer.logger=console \
-        trainer.train_batch_size=64 trainer.policy_mini_batch_size=64
+"""SkyRL's trainer on episodes of the rollout service. Takes SkyRL's own overrides. docs/trainers/skyrl.md has
+the commands for data, model servers, service and training.
 
 SkyRL's inference servers are the service's model servers: give their addresses to `prorl-envs serve --llm`.
 """
@@ -33,11 +28,11 @@ class Trainer(RayPPOTrainer):  # type: ignore[misc]  # SkyRL ships no types
         super().init_weight_sync_state()
         save = self.dispatch.save_weights_for_sampler
 
-        async def announced() -> None:
+        async def with_weight_announcements() -> None:
             async with connect(SERVICE) as client, weights_change(client, self.global_step):
                 await save()
 
-        self.dispatch.save_weights_for_sampler = announced
+        self.dispatch.save_weights_for_sampler = with_weight_announcements
 
 
 class Experiment(BasePPOExp):  # type: ignore[misc]

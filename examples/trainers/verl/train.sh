@@ -2,7 +2,7 @@
 # verl on episodes of the rollout service: train.sh tasks.jsonl [verl's overrides]. Edit the model, the lengths and the
 # GPUs: four train here, four sample. verl starts its own vLLM servers and prints their addresses, twice
 # (LLMServerManager: [...]): first those on the GPUs that train, which sleep meanwhile, then the others. Give each of
-# the others to the service: curl -X POST http://127.0.0.1:8600/v1/model_servers --json '{"url": "http://HOST:PORT"}'
+# the others to the service: prorl-envs servers add http://HOST:PORT
 set -eu
 here=$(dirname "$0")
 tasks=$1

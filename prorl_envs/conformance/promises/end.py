@@ -1,4 +1,4 @@
-"""How sandboxes end, and that nothing survives."""
+"""Promises about closing sandboxes: nothing survives."""
 
 import asyncio
 import json
@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 from prorl_envs.conformance.host import SECRET, eventually, marked, showing
-from prorl_envs.conformance.promise import Broken, Promises, expect, same
-from prorl_envs.conformance.world import World
+from prorl_envs.conformance.promise import PromiseBroken, Promises, expect, same
+from prorl_envs.conformance.world import PromiseContext
 from prorl_envs.errors import SandboxError, ToolError
-from prorl_envs.tools.link import ENTRY
+from prorl_envs.tools.client.server_handle import ENTRY
 
 promises = Promises("end")
 
@@ -20,7 +20,7 @@ _NO_PID_NAMESPACE = {"local": "has no pid namespace that ends with the service"}
 
 
 @promises.add("END-001", "Closing is idempotent, also many times at once.")
-async def idempotent(world: World) -> None:
+async def idempotent(world: PromiseContext) -> None:
     sandbox = await world.driver.start(world.spec())
     await asyncio.gather(*(sandbox.close() for _ in range(5)))
     await sandbox.close()
@@ -29,7 +29,7 @@ async def idempotent(world: World) -> None:
 @promises.add(
     "END-002", "A closed sandbox is not alive, its files are gone, and nothing can be spawned in it."
 )
-async def closed(world: World) -> None:
+async def closed(world: PromiseContext) -> None:
     sandbox = await world.driver.start(world.spec())
     await sandbox.close()
     expect(not sandbox.alive, "it says that it is alive")
@@ -39,11 +39,11 @@ async def closed(world: World) -> None:
     except SandboxError:
         return
     sock.close()
-    raise Broken("a process was spawned in it")
+    raise PromiseBroken("a process was spawned in it")
 
 
-@promises.add("END-003", "Closing goes on where its caller is cancelled.")
-async def cancelled_close(world: World) -> None:
+@promises.add("END-003", "Closing continues if its caller is cancelled.")
+async def cancelled_close(world: PromiseContext) -> None:
     sandbox = await world.driver.start(world.spec())
     closing = asyncio.ensure_future(sandbox.close())
     await asyncio.wait([closing], timeout=0)
@@ -54,7 +54,7 @@ async def cancelled_close(world: World) -> None:
 
 
 @promises.add("END-004", "A call under way when the sandbox is closed ends with an error.", needs=("sleep",))
-async def call_under_way(world: World) -> None:
+async def call_under_way(world: PromiseContext) -> None:
     async with world.fresh() as box:
         call = asyncio.ensure_future(box.run("sleep 600"))
         await asyncio.wait([call], timeout=0.2)
@@ -64,18 +64,18 @@ async def call_under_way(world: World) -> None:
 
 
 @promises.add("END-005", "A call on a closed sandbox raises SandboxError.")
-async def call_after(world: World) -> None:
+async def call_after(world: PromiseContext) -> None:
     async with world.fresh() as box:
         await box.sandbox.close()
         try:
             await box.run("true")
         except SandboxError:
             return
-        raise Broken("a command ran")
+        raise PromiseBroken("a command ran")
 
 
-async def survives(world: World, script: str, count: int) -> None:
-    """Start a script's processes, close the sandbox, and look for them on the host at once."""
+async def survives(world: PromiseContext, script: str, count: int) -> None:
+    """Start a script's processes, close the sandbox, and check at once that none of them survived."""
     async with world.fresh() as box, world.lingering(box, script, count=count) as mark:
         await box.sandbox.close()
         left = marked(mark)
@@ -128,7 +128,7 @@ _TRICKS = (
 
 
 def _add_trick(id_: str, what: str, script: str, count: int, needs: tuple[str, ...]) -> None:
-    async def keep(world: World) -> None:
+    async def keep(world: PromiseContext) -> None:
         await survives(world, script, count)
 
     promises.add(id_, f"{what} does not survive the close.", needs=needs)(keep)
@@ -138,8 +138,8 @@ for _trick in _TRICKS:
     _add_trick(*_trick)
 
 
-@promises.add("END-016", "Closing removes links of the workspace, and not what they name.", needs=("ln",))
-async def links(world: World) -> None:
+@promises.add("END-016", "Closing removes links of the workspace, but not their targets.", needs=("ln",))
+async def links(world: PromiseContext) -> None:
     kept = world.path / f"kept-{secrets.token_hex(4)}"
     kept.mkdir()
     (kept / "file").write_text("kept")
@@ -151,7 +151,7 @@ async def links(world: World) -> None:
 @promises.add(
     "END-017", "A tree that is deep, unreadable and full of odd names is removed.", needs=("mkdir", "chmod")
 )
-async def odd_tree(world: World) -> None:
+async def odd_tree(world: PromiseContext) -> None:
     script = (
         "d=dddddddddddddddddddd; i=0; while [ $i -lt 300 ]; do mkdir $d && cd $d; i=$((i+1)); done; "
         "cd \"$HOME\"; mkdir shut; : > 'shut/a\nb'; : > \"shut/$(printf '\\377')\"; chmod 0 shut"
@@ -163,9 +163,9 @@ async def odd_tree(world: World) -> None:
 
 
 class Victim:
-    """A service in a process of its own, with one sandbox, to be killed."""
+    """Service in a process of its own, with one sandbox, to be killed."""
 
-    def __init__(self, world: World, root: Path, *, look: str = "", linger: str) -> None:
+    def __init__(self, world: PromiseContext, root: Path, *, look: str = "", linger: str) -> None:
         self.mark = secrets.token_hex(8)
         told = {
             "driver": world.subject.driver,
@@ -178,7 +178,7 @@ class Victim:
         self._told = json.dumps(told).encode() + b"\n"
 
     async def run_until_killed(self, count: int) -> str:
-        """Start it, wait for its sandbox's processes, kill it. Returns what its look-around printed."""
+        """Start the service, wait for its sandbox's processes, and kill it. Return the output of `look`."""
         service = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -207,14 +207,14 @@ class Victim:
     needs=("sleep", "setsid"),
     exempt=_NO_PID_NAMESPACE,
 )
-async def killed_service(world: World) -> None:
+async def killed_service(world: PromiseContext) -> None:
     async with world.own_driver() as (driver, root):
         victim = Victim(world, root, linger="setsid sh -c 'trap \"\" TERM HUP; sleep 600' & sleep 600")
         await victim.run_until_killed(3)
         expect(
             await eventually(lambda: not marked(victim.mark)), f"{len(marked(victim.mark))} processes live on"
         )
-        await (await driver.start(world.spec())).close()  # sweeps; looked at by `own_driver`
+        await (await driver.start(world.spec())).close()  # removes old files; `own_driver` checks that
 
 
 @promises.add(
@@ -222,7 +222,7 @@ async def killed_service(world: World) -> None:
     "A service killed while a sandbox starts leaves no process.",
     exempt=_NO_PID_NAMESPACE,
 )
-async def killed_early(world: World) -> None:
+async def killed_early(world: PromiseContext) -> None:
     for delay_ms in (150, 300, 450, 600):
         root = world.path / secrets.token_hex(4)
         root.mkdir()
@@ -235,5 +235,5 @@ async def killed_early(world: World) -> None:
 
 
 async def gone(name: str) -> bool:
-    """Whether all processes that show the directory `name` end soon."""
+    """Return whether all processes that show the directory `name` exit soon."""
     return await eventually(lambda: not showing(name))

@@ -1,17 +1,17 @@
-"""What a sandbox knows: its own environment and names, and none of the service's."""
+"""Promises about the environment: a sandbox knows its own variables and names, and none of the service's."""
 
 import os
 
 from prorl_envs.conformance.host import SECRET, marked
-from prorl_envs.conformance.promise import NOT_LOCAL, PYTHON, SESSION, Promises, expect, same
+from prorl_envs.conformance.promise import NOT_LOCAL, ORDINARY, PYTHON, SESSION, Promises, expect, same
 from prorl_envs.conformance.promises.end import Victim
 from prorl_envs.conformance.promises.processes import SEARCH, halves
-from prorl_envs.conformance.world import World
+from prorl_envs.conformance.world import PromiseContext
 
 promises = Promises("environment")
 
-#: What every process has besides the spec's own: the sandbox's, the tools', the shell's.
-_CUSTOMARY = {"PATH", "HOME", "LANG", "TERM", "PAGER", "GIT_PAGER", "MANPAGER", "PWD", "OLDPWD", "SHLVL", "_"}
+#: Variables of every process besides the spec's: those of the sandbox, the tools and the shell.
+CUSTOMARY = {"PATH", "HOME", "LANG", "TERM", "PAGER", "GIT_PAGER", "MANPAGER", "PWD", "OLDPWD", "SHLVL", "_"}
 _EXPORTED = (
     "export -p | while IFS= read -r line; do "
     "n=${line#* }; case $n in -x*) n=${n#-x };; esac; echo ${n%%=*}; done"
@@ -23,13 +23,13 @@ _EXPORTED = (
     "The environment is the spec's on top of the customary names, and nothing else.",
     exempt={"local": "marks its processes by variables"},
 )
-async def exact(world: World) -> None:
+async def exact(world: PromiseContext) -> None:
     async with world.fresh(env={"GIVEN": "1"}) as box:
-        same(set((await box.sh(_EXPORTED)).split()) - _CUSTOMARY, {"GIVEN"})
+        same(set((await box.sh(_EXPORTED)).split()) - CUSTOMARY, {"GIVEN"})
 
 
 @promises.add("ENV-002", "Values of any text arrive as they are.")
-async def any_text(world: World) -> None:
+async def any_text(world: PromiseContext) -> None:
     value = "a b\n'\"$(x)`y`\\ \t☃ * \u00e9" + "x" * 20_000
     async with world.fresh(env={"VALUE": value, "EMPTY": ""}) as box:
         done = await box.run('printf "%s|%s" "$VALUE" "${EMPTY-unset}"')
@@ -37,19 +37,19 @@ async def any_text(world: World) -> None:
 
 
 @promises.add("ENV-003", "The spec's variables win over the defaults.")
-async def defaults(world: World) -> None:
+async def defaults(world: PromiseContext) -> None:
     async with world.fresh(env={"HOME": "/tmp", "TERM": "vt100", "PAGER": "less"}) as box:
         same(await box.sh("echo $HOME $TERM $PAGER"), "/tmp vt100 less")
 
 
 @promises.add("ENV-004", "A call's own variables last for that call.")
-async def one_call(world: World) -> None:
+async def one_call(world: PromiseContext) -> None:
     same((await world.box.run('echo "$ONCE"', env={"ONCE": "here"})).output, b"here\n")
     same((await world.box.run('echo "$ONCE"')).output, b"\n")
 
 
 @promises.add("ENV-005", "The service's environment shows in that of no process inside.", exempt=NOT_LOCAL)
-async def secret_in_environments(world: World) -> None:
+async def secret_in_environments(world: PromiseContext) -> None:
     look = (
         f"{SEARCH}\nsearch environ {halves(world.planted.secret)}\nsearch cmdline {halves(SECRET)}\necho end"
     )
@@ -59,8 +59,8 @@ async def secret_in_environments(world: World) -> None:
     same((found, seen.splitlines()[-1:]), ([], ["end"]))
 
 
-#: Looks for two halves in a row in all memory it can read, first in what is small and writable: where all
-#: is shown, it soon finds the service. A buffer of its own may hold a copy of each half.
+#: Searches all readable memory for two halves in a row, first in small and writable areas: if all memory is
+#: shown, it soon finds the service. Its own buffers may hold a copy of each half.
 _MEMORY = """
 import sys
 def areas(own):
@@ -99,7 +99,7 @@ def search(first, second, own):
     needs=(PYTHON,),
     exempt=NOT_LOCAL,
 )
-async def secret_in_memory(world: World) -> None:
+async def secret_in_memory(world: PromiseContext) -> None:
     first, second = halves(world.planted.secret).split()
     look = (
         "for text in search(sys.argv[1].encode(), sys.argv[2].encode(), False):\n    print(text)\n    break"
@@ -113,7 +113,7 @@ async def secret_in_memory(world: World) -> None:
     "A Python session, forked from the host's own, holds none of the service's secrets.",
     needs=(SESSION,),
 )
-async def secret_in_session(world: World) -> None:
+async def secret_in_session(world: PromiseContext) -> None:
     first, second = halves(world.planted.secret).split()
     code = f"import os\n{_MEMORY}\nsorted(set(search(b'{first}', b'{second}', True)))"
     async with world.session() as tools:
@@ -123,7 +123,7 @@ async def secret_in_session(world: World) -> None:
 @promises.add(
     "ENV-008", "No process inside holds a descriptor of the service's, seen from the host.", needs=("sleep",)
 )
-async def descriptors(world: World) -> None:
+async def descriptors(world: PromiseContext) -> None:
     async with world.fresh() as box, world.lingering(box, "sleep 600 & sleep 600; :", count=3) as mark:
         for pid in marked(mark):
             targets = [os.readlink(f"/proc/{pid}/fd/{number}") for number in os.listdir(f"/proc/{pid}/fd")]  # noqa: PTH115, PTH208
@@ -132,7 +132,7 @@ async def descriptors(world: World) -> None:
 
 
 @promises.add("ENV-009", "The host name is the spec's, in the kernel and in /etc.", exempt=NOT_LOCAL)
-async def hostname(world: World) -> None:
+async def hostname(world: PromiseContext) -> None:
     async with world.fresh(hostname="node7.test") as box:
         script = 'read a < /proc/sys/kernel/hostname; read b < /etc/hostname; echo "$a $b"'
         same(await box.sh(script), "node7.test node7.test")
@@ -145,9 +145,10 @@ async def hostname(world: World) -> None:
 @promises.add(
     "ENV-010",
     "The user id is the spec's.",
-    exempt={**NOT_LOCAL, "instance": "has no user namespace: the user inside is the service's"},
+    exempt={**NOT_LOCAL, "apptainer-instance": "has no user namespace: the user inside is the service's"},
+    needs=(ORDINARY,),
 )
-async def uid(world: World) -> None:
+async def uid(world: PromiseContext) -> None:
     script = (
         "while read -r name rest; do case $name in Uid:|Gid:) echo $rest;; esac; done < /proc/self/status"
     )
@@ -161,7 +162,7 @@ async def uid(world: World) -> None:
     "The user has an entry in /etc/passwd and a home of its own that it can write.",
     exempt=NOT_LOCAL,
 )
-async def user(world: World) -> None:
+async def user(world: PromiseContext) -> None:
     script = (
         "while read -r name id rest; do case $name in Uid:) own=$id;; esac; done < /proc/self/status; "
         'while IFS=: read -r a b n rest; do [ "$n" = "$own" ] && echo found; done < /etc/passwd'
@@ -174,7 +175,7 @@ async def user(world: World) -> None:
 
 
 @promises.add("ENV-012", "The host's name and user are nowhere in /etc or the environment.", exempt=NOT_LOCAL)
-async def host_names(world: World) -> None:
+async def host_names(world: PromiseContext) -> None:
     name = os.uname().nodename
     async with world.fresh(hostname="elsewhere") as box:
         await box.nothing(f"read -r line < /proc/sys/kernel/hostname; [ \"$line\" = '{name}' ] && echo $line")
@@ -183,5 +184,5 @@ async def host_names(world: World) -> None:
 
 
 @promises.add("ENV-013", "The mask for new files is 022.")
-async def umask(world: World) -> None:
+async def umask(world: PromiseContext) -> None:
     expect((await world.box.sh("umask")) in ("0022", "022"), "it is not")

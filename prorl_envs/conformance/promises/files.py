@@ -1,14 +1,14 @@
-"""Files moved in and out whole, and the editor."""
+"""Promises about file transfers and the editor."""
 
 import asyncio
 from collections.abc import Awaitable
 
-from prorl_envs.conformance.box import Box
-from prorl_envs.conformance.promise import NO_IMAGE, NOT_LOCAL, Broken, Promises, expect, same
-from prorl_envs.conformance.world import World
+from prorl_envs.conformance.box import Probe
+from prorl_envs.conformance.promise import NO_IMAGE, NOT_LOCAL, PromiseBroken, Promises, expect, same
+from prorl_envs.conformance.world import PromiseContext
 from prorl_envs.errors import InputError
+from prorl_envs.tools.protocol.messages import CONTENT_LIMIT
 from prorl_envs.tools.types import ToolResult
-from prorl_envs.tools.wire import CONTENT_LIMIT
 
 promises = Promises("files")
 
@@ -16,21 +16,21 @@ _ANY_BYTES = bytes(range(256)) * 5 + "☃".encode()
 
 
 async def fails(call: Awaitable[object]) -> OSError:
-    """The OSError with which a call fails. Raises Broken where it does not."""
+    """Return the OSError with which a call fails. Raise PromiseBroken if the call succeeds."""
     try:
         result = await call
     except OSError as error:
         return error
-    raise Broken(f"it gave {result!r}"[:200])
+    raise PromiseBroken(f"it gave {result!r}"[:200])
 
 
-async def edit(box: Box, command: str, path: str, **more: object) -> ToolResult:
-    """One command of the editor."""
+async def edit(box: Probe, command: str, path: str, **more: object) -> ToolResult:
+    """Run one command of the editor."""
     return await box.tools.edit({"command": command, "path": path, **more})
 
 
 @promises.add("FILE-001", "Bytes written are the bytes read, none and many included.")
-async def round_trip(world: World) -> None:
+async def round_trip(world: PromiseContext) -> None:
     async with world.fresh() as box:
         path = await box.path("file")
         for data in (_ANY_BYTES, b"", bytes(8_000_000)):
@@ -39,14 +39,14 @@ async def round_trip(world: World) -> None:
 
 
 @promises.add("FILE-002", "Missing folders are made.")
-async def folders(world: World) -> None:
+async def folders(world: PromiseContext) -> None:
     async with world.fresh() as box:
         await box.tools.write(await box.path("a/b/c"), b"x")
         same(await box.sh("read -r x < a/b/c; echo $x"), "x")
 
 
 @promises.add("FILE-003", "A file has the mode asked for.", needs=("ls",))
-async def mode(world: World) -> None:
+async def mode(world: PromiseContext) -> None:
     async with world.fresh() as box:
         await box.tools.write(await box.path("tool"), b"#!/bin/sh\necho ran\n", mode=0o750)
         expect((await box.sh("ls -l tool")).startswith("-rwxr-x---"), "it has another")
@@ -54,7 +54,7 @@ async def mode(world: World) -> None:
 
 
 @promises.add("FILE-004", "A reader sees the old content or the new, never a part.")
-async def atomic(world: World) -> None:
+async def atomic(world: PromiseContext) -> None:
     async with world.fresh() as box, world.tools_on(box) as reader:
         path = await box.path("file")
         versions = [bytes([65 + number]) * 300_000 for number in range(4)]
@@ -71,9 +71,9 @@ async def atomic(world: World) -> None:
 
 
 @promises.add(
-    "FILE-005", "Writing through a link replaces what it names, and keeps the link.", needs=("ln", "ls")
+    "FILE-005", "Writing through a link replaces its target, and keeps the link.", needs=("ln", "ls")
 )
-async def links(world: World) -> None:
+async def links(world: PromiseContext) -> None:
     async with world.fresh() as box:
         await box.sh("echo old > real; ln -s real link")
         await box.tools.write(await box.path("link"), b"new\n")
@@ -83,7 +83,7 @@ async def links(world: World) -> None:
 @promises.add(
     "FILE-006", "A write that fails leaves neither a part nor a temporary file.", needs=("mkdir", "ls")
 )
-async def failed_write(world: World) -> None:
+async def failed_write(world: PromiseContext) -> None:
     async with world.fresh() as box:
         await box.sh("mkdir folder")
         await fails(box.tools.write(await box.path("folder"), b"x"))
@@ -95,7 +95,7 @@ async def failed_write(world: World) -> None:
 @promises.add(
     "FILE-007", "Directories, devices and pipes are not read as files, and hold no call.", needs=("mkfifo",)
 )
-async def no_files(world: World) -> None:
+async def no_files(world: PromiseContext) -> None:
     async with world.fresh() as box:
         await box.sh("mkfifo pipe")
         for path in ("/tmp", "/dev/zero", await box.path("pipe"), "/absent", "relative", "/a\0b"):
@@ -103,7 +103,7 @@ async def no_files(world: World) -> None:
 
 
 @promises.add("FILE-008", "No more is read than asked for, whatever a file says of its size.")
-async def limit(world: World) -> None:
+async def limit(world: PromiseContext) -> None:
     async with world.fresh() as box:
         await box.tools.write(await box.path("file"), b"0123456789")
         same(await box.tools.read(await box.path("file"), limit=4), b"0123")
@@ -111,28 +111,28 @@ async def limit(world: World) -> None:
 
 
 @promises.add("FILE-009", "More than one transfer takes is refused before it is sent.")
-async def too_much(world: World) -> None:
+async def too_much(world: PromiseContext) -> None:
     try:
         await world.box.tools.write("/tmp/much", bytes(CONTENT_LIMIT + 1))
     except InputError:
         return
-    raise Broken("it was taken")
+    raise PromiseBroken("it was taken")
 
 
 @promises.add(
     "FILE-010",
-    "What may not be written is not: the system, and files without permission.",
+    "The system, and files without write permission, cannot be written.",
     harmful=True,
     needs=(NO_IMAGE,),
     exempt=NOT_LOCAL,
 )
-async def not_writable(world: World) -> None:
+async def not_writable(world: PromiseContext) -> None:
     for path in ("/usr/bin/env", "/etc/passwd", "/proc/self/comm-x", "/x"):
         await fails(world.box.tools.write(path, b"x"))
 
 
 @promises.add("FILE-011", "The editor creates, shows, replaces, inserts and undoes.")
-async def editor(world: World) -> None:
+async def editor(world: PromiseContext) -> None:
     async with world.fresh() as box:
         path = await box.path("file.txt")
         expect((await edit(box, "create", path, file_text="one\ntwo\n")).ok, "create failed")
@@ -147,7 +147,7 @@ async def editor(world: World) -> None:
 
 
 @promises.add("FILE-012", "An edit that does not fit exactly one place changes nothing, and says why.")
-async def ambiguous(world: World) -> None:
+async def ambiguous(world: PromiseContext) -> None:
     async with world.fresh() as box:
         path = await box.path("file.txt")
         await box.tools.write(path, b"a\nb\na\n")
@@ -161,7 +161,7 @@ async def ambiguous(world: World) -> None:
 @promises.add(
     "FILE-013", "Line ends, odd bytes, a missing last line end and the mode survive an edit.", needs=("ls",)
 )
-async def kept(world: World) -> None:
+async def kept(world: PromiseContext) -> None:
     async with world.fresh() as box:
         path = await box.path("file.txt")
         await box.tools.write(path, b"a1\r\n\xff b\r\nlast", mode=0o755)
@@ -171,7 +171,7 @@ async def kept(world: World) -> None:
 
 
 @promises.add("FILE-014", "Binary, huge and special files are refused in words.", needs=("mkfifo",))
-async def no_text(world: World) -> None:
+async def no_text(world: PromiseContext) -> None:
     async with world.fresh() as box:
         await box.tools.write(await box.path("binary"), bytes(100))
         await box.tools.write(await box.path("huge"), b"x" * 17_000_000)
@@ -182,7 +182,7 @@ async def no_text(world: World) -> None:
 
 
 @promises.add("FILE-015", "A directory is listed, and a long answer is bounded.")
-async def listing(world: World) -> None:
+async def listing(world: PromiseContext) -> None:
     async with world.fresh() as box:
         await box.sh(": > here; i=0; while [ $i -lt 3000 ]; do : > many-$i; i=$((i+1)); done")
         result = await edit(box, "view", await box.path("."))

@@ -1,48 +1,35 @@
-"""What files a sandbox sees, which it can change, and who notices."""
+"""Promises about the file system: the files that a sandbox sees and can change, and isolation of changes."""
 
 import contextlib
 import hashlib
+import os
 import secrets
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
-from prorl_envs.conformance.box import TIMEOUT_S, Box
-from prorl_envs.conformance.promise import IMAGE, NO_IMAGE, NOT_LOCAL, PYTHON, Promises, Untried, expect, same
-from prorl_envs.conformance.world import World
-from prorl_envs.sandbox.base import Mount, SandboxSpec
+from prorl_envs.conformance.box import TIMEOUT_S
+from prorl_envs.conformance.promise import (
+    IMAGE,
+    NO_IMAGE,
+    NOT_LOCAL,
+    PYTHON,
+    Promises,
+    PromiseSkipped,
+    expect,
+    same,
+)
+from prorl_envs.conformance.world import PromiseContext
+from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.launcher.elf import END, Call, Jump, Label, Stack, program
 
 promises = Promises("file systems")
 
-#: `w PATH` prints PATH where it can be opened for writing; nothing is written.
+#: `w PATH` prints PATH if it can be opened for writing; nothing is written.
 WRITE = 'w() { ( : >> "$1" ) 2>/dev/null && echo "$1 can be written"; }'
 
 
-def tree(world: World) -> Path:
-    """A small tree on the host, of the caller's own."""
-    source = world.path / secrets.token_hex(4)
-    (source / "folder" / "secret").mkdir(parents=True)
-    (source / "file").write_text("original\n")
-    (source / "folder" / "secret" / "solution").write_text("42\n")
-    source.chmod(0o777)  # the walls hold, not the modes
-    (source / "file").chmod(0o666)
-    return source
-
-
-@asynccontextmanager
-async def mounted(
-    world: World, *, writable: bool = False, overlay: bool = False, python: bool = False
-) -> AsyncIterator[tuple[Box, Path]]:
-    """A sandbox with `tree` at /opt/tree."""
-    source = tree(world)
-    mount = Mount(source=source, target="/opt/tree", writable=writable, overlay=overlay)
-    async with world.fresh(mounts=(mount,), python=python) as box:
-        yield box, source
-
-
 def digest(path: Path) -> str:
-    """Of a file, or of all names, sizes and times in a directory."""
+    """Return a digest of a file, or of all names, sizes and times in a directory."""
     if path.is_file():
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -55,7 +42,7 @@ def digest(path: Path) -> str:
 
 
 @promises.add("FS-001", "Working directory, home, /tmp and /dev/shm can be written.", needs=("rm",))
-async def writable(world: World) -> None:
+async def writable(world: PromiseContext) -> None:
     name = secrets.token_hex(8)
     script = (
         f'for d in . "$HOME" /tmp /dev/shm; do echo x > "$d/{name}" && read -r x < "$d/{name}" && echo $x; '
@@ -67,7 +54,7 @@ async def writable(world: World) -> None:
 @promises.add(
     "FS-002", "Without an image, the system is read-only.", needs=(NO_IMAGE,), exempt=NOT_LOCAL, harmful=True
 )
-async def system(world: World) -> None:
+async def system(world: PromiseContext) -> None:
     await world.box.nothing(
         f"{WRITE}\n"
         "for p in /x /usr/x /usr/bin/x /etc/x /etc/passwd /usr/bin/env /var/x /home/x; do w $p; done"
@@ -80,7 +67,7 @@ async def system(world: World) -> None:
     needs=(IMAGE, "mkdir"),
     exempt=NOT_LOCAL,
 )
-async def image_changes(world: World) -> None:
+async def image_changes(world: PromiseContext) -> None:
     async with world.fresh() as box, world.fresh() as other:
         same(await box.sh("mkdir /made && echo own > /made/file && read -r x < /made/file && echo $x"), "own")
         same(await other.sh("[ -e /made ] || echo absent"), "absent")
@@ -91,7 +78,7 @@ async def image_changes(world: World) -> None:
 @promises.add(
     "FS-004", "The image on the host never changes.", needs=(IMAGE, "rm"), exempt=NOT_LOCAL, harmful=True
 )
-async def image_same(world: World) -> None:
+async def image_same(world: PromiseContext) -> None:
     assert world.subject.image is not None
     before = digest(world.subject.image)
     async with world.fresh() as box:
@@ -103,7 +90,7 @@ async def image_same(world: World) -> None:
 
 
 @promises.add("FS-005", "With an image, the system is the image's.", needs=(IMAGE,), exempt=NOT_LOCAL)
-async def image_seen(world: World) -> None:
+async def image_seen(world: PromiseContext) -> None:
     image = world.subject.image
     assert image is not None
     inside = await world.box.sh("for entry in /*; do echo ${entry#/}; done")
@@ -119,14 +106,14 @@ async def image_seen(world: World) -> None:
     "Nothing that the host keeps in its home, temporary or working directory is visible.",
     exempt=NOT_LOCAL,
 )
-async def host_files(world: World) -> None:
+async def host_files(world: PromiseContext) -> None:
     paths = " ".join(f"'{path}'" for path in (*world.planted.files, world.path))
     expect(bool(world.planted.files), "nothing could be planted")
     await world.box.nothing(f"for path in {paths}; do [ -e $path ] && echo $path; done")
 
 
 @promises.add("FS-007", "The host's secrets in /etc cannot be read.", needs=(NO_IMAGE,), exempt=NOT_LOCAL)
-async def etc(world: World) -> None:
+async def etc(world: PromiseContext) -> None:
     await world.box.nothing("""
 for file in shadow shadow- gshadow sudoers ssh/ssh_host_rsa_key ssh/ssh_host_ed25519_key machine-id \
     hosts.allow krb5.keytab fstab crypttab environment apptainer/apptainer.conf; do
@@ -141,7 +128,7 @@ for file in shadow shadow- gshadow sudoers ssh/ssh_host_rsa_key ssh/ssh_host_ed2
     needs=(NO_IMAGE,),
     exempt=NOT_LOCAL,
 )
-async def folders(world: World) -> None:
+async def folders(world: PromiseContext) -> None:
     await world.box.nothing(
         "for entry in /root/* /root/.[a-z]* /boot/* /sys/* /var/log/* /var/lib/* /srv/* /mnt/* /media/*; do "
         "[ -e $entry ] && echo $entry; done"
@@ -149,7 +136,7 @@ async def folders(world: World) -> None:
 
 
 @promises.add("FS-009", "No path leads above the root.", exempt=NOT_LOCAL)
-async def above(world: World) -> None:
+async def above(world: PromiseContext) -> None:
     paths = " ".join(f"'{path}'" for path in world.planted.files)
     await world.box.nothing(f"""
 cd / && cd ../../../../.. && for p in {paths}; do [ -e .$p ] && echo $p; [ -e /../..$p ] && echo $p; done
@@ -159,146 +146,13 @@ for file in /proc/[0-9]*; do for p in {paths}; do for l in root cwd root/.. cwd/
 """)
 
 
-@promises.add("FS-010", "A mount can be read and not written.", exempt=NOT_LOCAL)
-async def read_only(world: World) -> None:
-    async with mounted(world) as (box, source):
-        same(await box.sh("read -r x < /opt/tree/file; echo $x"), "original")
-        await box.nothing(
-            f"{WRITE}\nfor path in /opt/tree/file /opt/tree/new /opt/tree/folder/new; do w $path; done"
-        )
-        same((source / "file").read_text(), "original\n")
-
-
-@promises.add("FS-011", "A single file can be mounted, and not written.", exempt=NOT_LOCAL)
-async def one_file(world: World) -> None:
-    mount = Mount(source=tree(world) / "file", target="/opt/one")
-    async with world.fresh(mounts=(mount,)) as box:
-        same(await box.sh("read -r x < /opt/one; echo $x"), "original")
-        await box.nothing(f"{WRITE}\nw /opt/one")
-
-
-@promises.add("FS-012", "A writable mount is the host's directory itself.", exempt=NOT_LOCAL)
-async def writable_mount(world: World) -> None:
-    async with mounted(world, writable=True) as (box, source):
-        await box.sh("echo changed > /opt/tree/file")
-        same((source / "file").read_text(), "changed\n")
-
-
-@promises.add(
-    "FS-013",
-    "An overlay can be changed in every way, and its source never changes.",
-    exempt=NOT_LOCAL,
-    needs=("rm", "mv", "mkdir", "chmod"),
-)
-async def overlay(world: World) -> None:
-    async with mounted(world, overlay=True) as (box, source):
-        before = digest(source)
-        script = (
-            "cd /opt/tree && echo changed > file && rm -r folder && mv file moved && mkdir folder "
-            "&& chmod 700 moved"
-        )
-        same(await box.sh(f"{script} && read -r x < moved && echo $x *"), "changed folder moved")
-        same(digest(source), before)
-
-
-@promises.add(
-    "FS-014", "Two sandboxes with the same overlay do not see each other's changes.", exempt=NOT_LOCAL
-)
-async def two_overlays(world: World) -> None:
-    mounts = (Mount(source=tree(world), target="/opt/tree", overlay=True),)
-    async with world.fresh(mounts=mounts) as one, world.fresh(mounts=mounts) as two:
-        await one.sh("echo one > /opt/tree/file; echo one > /opt/tree/one")
-        same(await two.sh("read -r x < /opt/tree/file; cd /opt/tree; echo $x *"), "original file folder")
-
-
-@promises.add(
-    "FS-015", "A descriptor of a read-only file cannot be opened again for writing.", exempt=NOT_LOCAL
-)
-async def reopen(world: World) -> None:
-    async with mounted(world) as (box, source):
-        await box.nothing(
-            f"{WRITE}\nexec 3< /opt/tree/file; w /proc/self/fd/3; w /dev/fd/3; w /proc/thread-self/fd/3"
-        )
-        same((source / "file").read_text(), "original\n")
-
-
-@promises.add(
-    "FS-016",
-    "A read-only mount cannot be changed by hard links, names, modes or times.",
-    exempt=NOT_LOCAL,
-    needs=("ln", "mv", "rm", "chmod", "touch"),
-)
-async def other_changes(world: World) -> None:
-    async with mounted(world) as (box, source):
-        before = digest(source)
-        await box.nothing("""
-cd /opt/tree
-ln file "$HOME/linked" && echo linked out; ln "$HOME" here && echo linked in; ln -s x here && echo linked
-mv file moved && echo moved; rm -f file && echo removed; chmod 0 file && echo mode; touch file && echo touched
-""")
-        same(digest(source), before)
-
-
-@promises.add(
-    "FS-017",
-    "A read-only mount cannot be mounted again writable, or moved, or unmounted.",
-    exempt=NOT_LOCAL,
-    needs=(PYTHON,),
-    harmful=True,
-)
-async def remount(world: World) -> None:
-    async with mounted(world, python=True) as (box, source):
-        await box.nothing_in_python("""
-RDONLY, REMOUNT, BIND, MOVE, PRIVATE = 1, 32, 4096, 8192, 1 << 18
-for target in (b"/opt/tree", b"/usr", b"/proc", b"/"):
-    refused("mount", None, target, None, REMOUNT | BIND, None)
-    refused("mount", None, target, None, REMOUNT, None)
-    refused("mount", None, target, None, PRIVATE, None)
-    refused("mount", target, b"/tmp", None, MOVE, None)
-    refused("mount", target, b"/tmp", None, BIND, None)
-    refused("umount2", target, 0)
-    refused("umount2", target, 2)
-""")
-        same((source / "file").read_text(), "original\n")
-
-
-@promises.add("FS-018", "A mask hides what is below it.", exempt=NOT_LOCAL)
-async def mask(world: World) -> None:
-    mounts = (Mount(source=tree(world), target="/opt/tree"),)
-    async with world.fresh(mounts=mounts, masks=("/opt/tree/folder/secret",)) as box:
-        await box.nothing(
-            "for entry in /opt/tree/folder/secret/* /opt/tree/folder/secret/.[a-z]*; do "
-            "[ -e $entry ] && echo $entry; done"
-        )
-        same(await box.sh("[ -d /opt/tree/folder/secret ] && echo there"), "there")
-
-
-@promises.add(
-    "FS-019",
-    "A mask cannot be written, moved or removed.",
-    exempt=NOT_LOCAL,
-    needs=("mv", "rmdir", "mkdir", "chmod"),
-)
-async def mask_stays(world: World) -> None:
-    mounts = (Mount(source=tree(world), target="/opt/tree", overlay=True),)
-    async with world.fresh(mounts=mounts, masks=("/opt/tree/folder/secret",)) as box:
-        await box.nothing(f"""
-{WRITE}
-cd /opt/tree
-chmod 777 folder/secret; w folder/secret/x; mkdir folder/secret/y && echo made
-rmdir folder/secret && echo removed
-mv folder/secret elsewhere && echo moved; mv folder other && echo moved above
-for p in folder/secret/solution other/secret/solution elsewhere/solution; do [ -e $p ] && echo $p; done
-""")
-
-
 @promises.add(
     "FS-020",
     "Sandboxes share no file of their working directories, homes, /tmp, /run and /dev/shm.",
     harmful=True,
     exempt=NOT_LOCAL,
 )
-async def between(world: World) -> None:
+async def between(world: PromiseContext) -> None:
     places = '. "$HOME" /tmp /dev/shm /run'
     async with world.fresh() as one, world.fresh() as two:
         await one.sh(f'for d in {places}; do echo x > "$d/of-one"; done')
@@ -312,7 +166,7 @@ async def between(world: World) -> None:
     harmful=True,
     exempt=NOT_LOCAL,
 )
-async def devices(world: World) -> None:
+async def devices(world: PromiseContext) -> None:
     await world.box.nothing("""
 for entry in /dev/* /dev/*/*; do [ -b $entry ] && ( : < $entry ) && echo $entry; done
 for name in mem kmem port kmsg kvm vhost-net uinput snapshot nvram rtc0 hwrng userfaultfd; do
@@ -326,7 +180,7 @@ for name in mem kmem port kmsg kvm vhost-net uinput snapshot nvram rtc0 hwrng us
     exempt=NOT_LOCAL,
     needs=("ln",),
 )
-async def tool_links(world: World) -> None:
+async def tool_links(world: PromiseContext) -> None:
     target = world.path / secrets.token_hex(4)
     target.write_text("the host's")
     async with world.fresh() as box:
@@ -338,33 +192,41 @@ async def tool_links(world: World) -> None:
                 found = await box.tools.read(path)
             same(found, b"")
         for path in paths:
-            with contextlib.suppress(OSError):  # or it makes one of that name inside
+            with contextlib.suppress(OSError):  # or the write creates a file of that name inside
                 await box.tools.write(path, b"written")
     same(target.read_text(), "the host's")
 
 
 @promises.add("FS-023", "Names of any bytes can be used.")
-async def names(world: World) -> None:
+async def names(world: PromiseContext) -> None:
     async with world.fresh() as box:
         same(await box.sh('n=$(printf \'a\\nb\\377 *\'); echo x > "$n" && read -r x < "$n" && echo $x'), "x")
 
 
-@promises.add("FS-024", "An image of one static program and no bash or Python is enough.", exempt=NOT_LOCAL)
-async def small_image(world: World) -> None:
-    busybox = next((p for p in map(Path, ("/bin/busybox", "/usr/bin/busybox")) if p.exists()), None)
-    if busybox is None:
-        raise Untried("there is no busybox to make an image of")
+#: First process, start check and command in one program: prints "ready", and waits until its input is closed.
+_WHOLE_SYSTEM = (
+    Call("write", (1, b"ready\n", 6)),
+    Label("wait"),
+    Call("read", (0, Stack(), 1), least=1, otherwise=END),
+    Jump("wait"),
+)
+
+
+@promises.add("FS-024", "An image of one static program is enough.", exempt=NOT_LOCAL)
+async def small_image(world: PromiseContext) -> None:
     image = world.path / "small"
     for folder in ("bin", "etc", "tmp", "proc", "dev", "run", "home"):
         (image / folder).mkdir(parents=True)
-    (image / "bin/sh").write_bytes(busybox.read_bytes())
+    try:
+        (image / "bin/sh").write_bytes(program(os.uname().machine, _WHOLE_SYSTEM))
+    except KeyError:
+        raise PromiseSkipped(f"there is no program for {os.uname().machine}") from None
     (image / "bin/sh").chmod(0o755)
     sandbox = await world.driver.start(SandboxSpec(image=image))
     try:
         tools = await world.tools(sandbox)
         try:
-            done = await tools.run(["/bin/sh", "-c", "echo $((6 * 7)); pwd"], timeout_s=30)
-            same(done.output, b"42\n/workspace\n")
+            same((await tools.run(["/bin/sh"], timeout_s=30)).output, b"ready\n")
         finally:
             await tools.aclose()
     finally:
@@ -375,13 +237,16 @@ async def small_image(world: World) -> None:
     "FS-025",
     "Without an image, nothing can be put among the devices.",
     needs=(NO_IMAGE,),
-    exempt={**NOT_LOCAL, "instance": "has Apptainer's /dev, which lies in memory of the sandbox's own"},
+    exempt={
+        **NOT_LOCAL,
+        "apptainer-instance": "has Apptainer's /dev, which lies in memory of the sandbox's own",
+    },
 )
-async def own_devices(world: World) -> None:
+async def own_devices(world: PromiseContext) -> None:
     await world.box.nothing(f"{WRITE}\nw /dev/x")
 
 
-#: Opens each of a sandbox's own directories, and tries what not every file system can do.
+#: Opens each of a sandbox's own directories; later code tries operations that not every file system supports.
 _OWN = """
 import contextlib, fcntl, os, stat, struct
 GET, SET, NO_DUMP = 0x80086601, 0x40086602, 0x40  # FS_IOC_GETFLAGS, FS_IOC_SETFLAGS
@@ -414,7 +279,7 @@ print("given")
     exempt=NOT_LOCAL,
     harmful=True,
 )
-async def inherited(world: World) -> None:
+async def inherited(world: PromiseContext) -> None:
     said = []
     async with world.own_driver() as (driver, _):
         for code in (_SEEN, _GIVEN, _SEEN):
@@ -423,3 +288,39 @@ async def inherited(world: World) -> None:
             said.append(done.output)
     same(said[1], b"given\n")
     same(said[2], said[0])
+
+
+#: Writable mounts of a sandbox, without an image and with one.
+_WRITABLE = {"/tmp", "/run", "/dev/shm", "/dev/pts"}
+_DEVICES = {f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty")}
+_BELOW_DEV = {*_DEVICES, "/dev/pts", "/dev/shm"}
+#: Mounts that Apptainer itself makes writable.
+_OF_APPTAINER = {"/", "/etc/hostname", "/etc/resolv.conf", "/dev/mqueue", *_DEVICES}
+#: bubblewrap mounts the overlay of an image without flags. The kernel opens no device of a mount made in a
+#: user namespace, and ignores set-user-id programs after no-new-privileges.
+_BY_BUBBLEWRAP = {"bubblewrap", "apptainer"}
+
+
+@promises.add(
+    "FS-027",
+    "Every mount is read-only but the sandbox's own directories, and gives no device or set-user-id program.",
+    exempt=NOT_LOCAL,
+)
+async def mounts(world: PromiseContext) -> None:
+    box = world.box
+    writable = {*_WRITABLE, box.sandbox.spec.workdir, await box.sh("echo $HOME")}
+    if world.subject.image is not None:
+        writable.add("/")
+    if world.subject.emulate_root:
+        writable |= {"/etc/hosts", "/etc/hostname"}
+    of_others = _OF_APPTAINER if world.subject.driver == "apptainer-instance" else set()
+    if world.subject.image is not None and world.subject.driver in _BY_BUBBLEWRAP:
+        of_others = {"/"}
+    listed = await box.sh("while read -r line; do echo $line; done < /proc/self/mountinfo")
+    for line in listed.splitlines():
+        place, options = line.split()[4], set(line.split()[5].split(","))
+        expect("ro" in options or place in writable | of_others, f"{place} can be written")
+        if place.startswith("/dev/") and world.subject.driver != "apptainer-instance":
+            expect(place in _BELOW_DEV, f"{place} is a device that programs need not have")
+        if place not in of_others and not place.startswith("/dev"):
+            expect({"nosuid", "nodev"} <= options, f"{place} has {sorted(options)}")

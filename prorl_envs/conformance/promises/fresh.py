@@ -1,46 +1,46 @@
-"""Fresh processes: one command, its output, its end."""
+"""Promises about fresh processes: one command, its output and its exit."""
 
 import asyncio
 
 from prorl_envs.conformance.box import TIMEOUT_S
 from prorl_envs.conformance.host import eventually, marked
-from prorl_envs.conformance.promise import Broken, Promises, expect, same
-from prorl_envs.conformance.world import World
+from prorl_envs.conformance.promise import PromiseBroken, Promises, expect, same
+from prorl_envs.conformance.world import PromiseContext
 
 promises = Promises("fresh processes")
 
 
-@promises.add("RUN-001", "A process's status is told, and a signal's as a negative number.")
-async def status(world: World) -> None:
+@promises.add("RUN-001", "The exit status of a process is returned; a signal is a negative number.")
+async def status(world: PromiseContext) -> None:
     same((await world.box.run("exit 7")).exit_code, 7)
     same((await world.box.run("kill -15 $$")).exit_code, -15)
 
 
-@promises.add("RUN-002", "What it prints comes as bytes, both streams in one.")
-async def output(world: World) -> None:
+@promises.add("RUN-002", "The output is returned as bytes, both streams in one.")
+async def output(world: PromiseContext) -> None:
     same((await world.box.run(r"printf 'a\000\377'; printf b >&2")).output, b"a\x00\xffb")
 
 
-@promises.add("RUN-003", "It reads what it is given, of any size, or nothing.", needs=("wc", "cat"))
-async def stdin(world: World) -> None:
+@promises.add("RUN-003", "The process can read its input, of any size, or none.", needs=("wc", "cat"))
+async def stdin(world: PromiseContext) -> None:
     same((await world.box.run("cat", stdin=b"a\0b")).output, b"a\0b")
     same((await world.box.run("wc -c", stdin=bytes(5_000_000))).output.split(), [b"5000000"])
     same((await world.box.run("cat")).output, b"")
 
 
-@promises.add("RUN-004", "One that does not read what it is given is no trouble.")
-async def unread(world: World) -> None:
+@promises.add("RUN-004", "A process that does not read its input causes no error.")
+async def unread(world: PromiseContext) -> None:
     same((await world.box.run("exit 3", stdin=bytes(5_000_000))).exit_code, 3)
 
 
 @promises.add("RUN-005", "It starts in the directory named, or in the working directory.")
-async def directory(world: World) -> None:
+async def directory(world: PromiseContext) -> None:
     done = await world.box.tools.run(["/bin/sh", "-c", "pwd"], cwd="/tmp", timeout_s=TIMEOUT_S)
     same(done.output, b"/tmp\n")
 
 
 @promises.add("RUN-006", "A program or directory that is not there raises OSError, as it would locally.")
-async def absent(world: World) -> None:
+async def absent(world: PromiseContext) -> None:
     for argv, cwd in (
         (["no-such-program"], ""),
         (["/bin/sh"], "/absent"),
@@ -52,19 +52,19 @@ async def absent(world: World) -> None:
             await world.box.tools.run(argv, cwd=cwd, timeout_s=TIMEOUT_S)
         except OSError:
             continue
-        raise Broken(f"{argv} ran in {cwd or 'the working directory'}")
+        raise PromiseBroken(f"{argv} ran in {cwd or 'the working directory'}")
 
 
 @promises.add(
-    "RUN-007", "At its deadline it is killed with its group; what it printed is kept.", needs=("sleep",)
+    "RUN-007", "At its deadline the process is killed with its group; its output is kept.", needs=("sleep",)
 )
-async def deadline(world: World) -> None:
+async def deadline(world: PromiseContext) -> None:
     done = await world.box.tools.run(["/bin/sh", "-c", "echo before; sleep 600; :"], timeout_s=1.0)
     same((done.output, done.timed_out, done.exit_code), (b"before\n", True, None))
 
 
-@promises.add("RUN-008", "What it leaves in its group is killed when it ends.", needs=("sleep",))
-async def leftovers(world: World) -> None:
+@promises.add("RUN-008", "Processes that it leaves in its group are killed when it exits.", needs=("sleep",))
+async def leftovers(world: PromiseContext) -> None:
     from prorl_envs.conformance.host import MARK
 
     mark = f"left-{id(world)}"
@@ -76,7 +76,7 @@ async def leftovers(world: World) -> None:
 @promises.add(
     "RUN-009", "Its output is bounded; both ends are kept and the rest is counted.", needs=("head", "tr")
 )
-async def bounded(world: World) -> None:
+async def bounded(world: PromiseContext) -> None:
     script = "echo first; head -c 50000000 /dev/zero | tr '\\0' x; echo; echo last"
     done = await world.box.tools.run(["/bin/sh", "-c", script], timeout_s=TIMEOUT_S, output_limit=10_000)
     expect(done.output.startswith(b"first\nxx") and done.output.endswith(b"x\nlast\n"), "an end is missing")
@@ -85,7 +85,7 @@ async def bounded(world: World) -> None:
 
 
 @promises.add("RUN-010", "A cancelled one is killed, and the tools stay usable.", needs=("sleep",))
-async def cancelled(world: World) -> None:
+async def cancelled(world: PromiseContext) -> None:
     async with world.fresh() as box:
         async with world.lingering(box, "sleep 600; :") as mark:
             pass
@@ -94,13 +94,13 @@ async def cancelled(world: World) -> None:
 
 
 @promises.add("RUN-011", "Thirty-two at once each get their own output.")
-async def many(world: World) -> None:
+async def many(world: PromiseContext) -> None:
     done = await asyncio.gather(*(world.box.run(f"echo {number}; exit {number}") for number in range(32)))
     same([(d.output, d.exit_code) for d in done], [(f"{n}\n".encode(), n) for n in range(32)])
 
 
 @promises.add("RUN-012", "Calls cancelled at any moment leave the tools usable.", needs=("sleep",))
-async def cancel_storm(world: World) -> None:
+async def cancel_storm(world: PromiseContext) -> None:
     async with world.fresh() as box:
         calls = [
             asyncio.ensure_future(box.run(f"sleep 0.0{number % 10}; echo {number}")) for number in range(40)
@@ -112,6 +112,8 @@ async def cancel_storm(world: World) -> None:
         same(await box.sh("echo on"), "on")
 
 
-@promises.add("RUN-013", "A process that closes its output and goes on is waited for.", needs=("sleep",))
-async def closed_output(world: World) -> None:
+@promises.add(
+    "RUN-013", "A process that closes its output and keeps running is waited for.", needs=("sleep",)
+)
+async def closed_output(world: PromiseContext) -> None:
     same((await world.box.run("exec >&- 2>&-; sleep 0.2; exit 5")).exit_code, 5)

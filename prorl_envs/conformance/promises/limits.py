@@ -1,31 +1,34 @@
-"""What a sandbox cannot use up."""
+"""Promises about limits: resources that a sandbox cannot exhaust."""
 
-from prorl_envs.conformance.promise import NOT_LOCAL, Broken, Promises, expect, same
-from prorl_envs.conformance.world import World
+from prorl_envs.conformance.promise import NOT_LOCAL, ORDINARY, PromiseBroken, Promises, expect, same
+from prorl_envs.conformance.world import PromiseContext
 from prorl_envs.errors import SandboxLimit
-from prorl_envs.sandbox.base import Limits
+from prorl_envs.sandbox.base import SandboxLimits
 
 promises = Promises("limits")
 
 _NOT_LOCAL = {"local": "has no pid namespace, and keeps the limits of single processes alone"}
-_SMALL = Limits(memory_bytes=96 << 20, processes=40, disk_bytes=20 << 20)
+_SMALL = SandboxLimits(memory_bytes=96 << 20, processes=40, disk_bytes=20 << 20)
 
 
 @promises.add(
     "LIM-001",
     "/run ends, and its end harms nothing else.",
-    needs=("head", "rm"),
-    exempt={**NOT_LOCAL, "instance": "counts /run as memory: its end is that of the sandbox's memory limit"},
+    needs=(ORDINARY, "head", "rm"),
+    exempt={
+        **NOT_LOCAL,
+        "apptainer-instance": "counts /run as memory: its end is that of the sandbox's memory limit",
+    },
     harmful=True,
 )
-async def run_directory(world: World) -> None:
+async def run_directory(world: PromiseContext) -> None:
     async with world.fresh() as box:
         await box.nothing("head -c 400000000 /dev/zero > /run/much && echo 'no end at 400 MB'")
         same(await box.sh("rm /run/much; echo x > file && echo on"), "on")
 
 
 @promises.add("LIM-002", "Open files end, and their end harms neither tools nor sandbox.", needs=("bash",))
-async def open_files(world: World) -> None:
+async def open_files(world: PromiseContext) -> None:
     async with world.fresh() as box:
         script = "i=0; while [ $i -lt 5000 ]; do exec {f}< /dev/null || break; i=$((i+1)); done; echo $i"
         count = (await box.sh(f"bash -c '{script}' 2>/dev/null")).split()
@@ -33,20 +36,24 @@ async def open_files(world: World) -> None:
         same(await box.sh("echo on"), "on")
 
 
-@promises.add("LIM-003", "Shell sessions end at a number, and those there are go on.", needs=("bash",))
-async def sessions(world: World) -> None:
+@promises.add(
+    "LIM-003",
+    "The number of shell sessions is limited; at the limit, existing ones keep working.",
+    needs=("bash",),
+)
+async def sessions(world: PromiseContext) -> None:
     async with world.shell() as box:
         results = [await box.bash(f"x={number}", session=str(number)) for number in range(20)]
         expect(not results[-1].ok and bool(results[-1].text), "twenty sessions could be opened")
         same((await box.bash("echo $x", session="0")).text, "0\n")
 
 
-async def _exceeds(world: World, command: str, said: str) -> None:
-    """A command of a shell goes beyond a limit: it is told so, and the shell is kept."""
+async def _exceeds(world: PromiseContext, command: str, said: str) -> None:
+    """Check that a shell command over a limit is reported as such, and the shell is kept."""
     async with world.fresh(limits=_SMALL) as box:
         await box.bash("kept=8")
         notices = " ".join((await box.bash(command)).data.get("limits", ()))
-        if not notices:  # it came after the command had ended
+        if not notices:  # the notice arrived after the command had finished
             notices = " ".join((await box.bash("sleep 3")).data.get("limits", ()))
         expect(said in notices, f"it was told {notices!r}")
         same((await box.bash("echo $kept")).text, "8\n")
@@ -54,50 +61,50 @@ async def _exceeds(world: World, command: str, said: str) -> None:
 
 @promises.add(
     "LIM-004",
-    "What takes more memory than allowed is killed, which is told, and the shell is kept.",
+    "A command that exceeds the memory limit is killed and the model notified; the shell is kept.",
     needs=("bash", "head", "tail", "sleep"),
     exempt=_NOT_LOCAL,
     harmful=True,
 )
-async def memory(world: World) -> None:
-    # Which of a file without an end `tail` keeps as much as it is asked for.
+async def memory(world: PromiseContext) -> None:
+    # `tail` keeps as much of an endless file as it is asked for.
     bomb = "head -c 3000000000 /dev/zero | tail -c 3000000000 > /dev/null"
     await _exceeds(world, bomb, "memory limit of 96 MB was reached")
 
 
 @promises.add(
     "LIM-005",
-    "More processes than allowed are ended, which is told, and the shell is kept.",
+    "Processes beyond the limit are killed and the model notified; the shell is kept.",
     needs=("bash", "sleep"),
     exempt=_NOT_LOCAL,
     harmful=True,
 )
-async def processes(world: World) -> None:
+async def processes(world: PromiseContext) -> None:
     bomb = "(for i in {1..60}; do (trap '' TERM; sleep 20) & done) > /dev/null 2>&1; sleep 5"
     await _exceeds(world, bomb, "limit of 40 processes was reached")
 
 
 @promises.add(
     "LIM-006",
-    "A command that fills the disk is ended, which is told, and the shell is kept.",
+    "A command that fills the disk is killed and the model notified; the shell is kept.",
     needs=("bash", "head", "sleep"),
     exempt=_NOT_LOCAL,
     harmful=True,
 )
-async def disk(world: World) -> None:
-    # Not a loop of the shell itself: where that writes on, it goes too.
+async def disk(world: PromiseContext) -> None:
+    # Not a loop of the shell itself: if the shell writes on, it is killed too.
     bomb = "for i in {1..30}; do head -c 1000000 /dev/zero > file$i; sleep 0.1; done; sleep 5"
     await _exceeds(world, f"bash -c '{bomb}'", "disk limit of 20 MB was reached")
 
 
 @promises.add(
-    "LIM-007", "A sandbox that is too old is ended, and whoever uses it is told why.", needs=("sleep",)
+    "LIM-007", "A sandbox over its lifetime is killed, and its users receive the reason.", needs=("sleep",)
 )
-async def age(world: World) -> None:
-    async with world.fresh(limits=Limits(wall_s=1.0)) as box:
+async def age(world: PromiseContext) -> None:
+    async with world.fresh(limits=SandboxLimits(lifetime_s=1.0)) as box:
         try:
             await box.run("sleep 20")
         except SandboxLimit as ended:
             expect("1 s old" in str(ended), f"it is told {ended}")
             return
-        raise Broken("it lived on")
+        raise PromiseBroken("it lived on")

@@ -1,17 +1,17 @@
-"""What processes inside see of, and can do to, other processes."""
+"""Promises about processes: visibility of, and access to, other processes from inside a sandbox."""
 
 import contextlib
 import os
 import secrets
 
-from prorl_envs.conformance.host import bystander, eventually, marked, shared_namespaces
+from prorl_envs.conformance.host import bystander, eventually, first_process, marked, shared_namespaces
 from prorl_envs.conformance.promise import NOT_LOCAL, PYTHON, Promises, expect, same
-from prorl_envs.conformance.world import World
+from prorl_envs.conformance.world import PromiseContext
 from prorl_envs.errors import ToolError
 
 promises = Promises("processes")
 
-#: Prints the processes whose files of the name $1 hold the text made of the two halves $2 and $3.
+#: Prints the processes whose file named $1 contains the text composed of the two halves $2 and $3.
 SEARCH = """
 search() {
     for file in /proc/[0-9]*/$1; do
@@ -24,24 +24,24 @@ search() {
 
 
 def halves(text: str) -> str:
-    """A text as two words of a shell, so that whoever looks for it does not find it with himself."""
+    """Return a text as two words of a shell, so that a search for the text does not find itself."""
     return f"{text[: len(text) // 2]} {text[len(text) // 2 :]}"
 
 
 @promises.add("PROC-001", "No process of the host is visible.", exempt=NOT_LOCAL)
-async def invisible(world: World) -> None:
+async def invisible(world: PromiseContext) -> None:
     token = secrets.token_hex(16)
     with bystander(token):
         await world.box.nothing(f"{SEARCH}\nsearch cmdline {halves(token)}")
 
 
 @promises.add("PROC-002", "Processes are in a pid namespace of their own.", exempt=NOT_LOCAL)
-async def pid_namespace(world: World) -> None:
+async def pid_namespace(world: PromiseContext) -> None:
     expect("pid" not in world.shared, "they share the host's")
 
 
 @promises.add("PROC-003", "No process of another sandbox is visible.", exempt=NOT_LOCAL, needs=("sleep",))
-async def other_sandbox(world: World) -> None:
+async def other_sandbox(world: PromiseContext) -> None:
     token = secrets.token_hex(16)
     async with world.fresh() as box, world.lingering(box, f": {token}; sleep 600; :"):
         await world.box.nothing(f"{SEARCH}\nsearch cmdline {halves(token)}")
@@ -50,7 +50,7 @@ async def other_sandbox(world: World) -> None:
 @promises.add(
     "PROC-004", "A process of the host cannot be signalled by its number.", exempt=NOT_LOCAL, harmful=True
 )
-async def signal_host(world: World) -> None:
+async def signal_host(world: PromiseContext) -> None:
     with bystander() as target:
         async with world.fresh() as box:
             await box.sh(f"kill -9 {target.pid}; kill -9 -{target.pid}")
@@ -64,12 +64,10 @@ async def signal_host(world: World) -> None:
     harmful=True,
     needs=("sleep",),
 )
-async def kill_all(world: World) -> None:
+async def kill_all(world: PromiseContext) -> None:
     with bystander() as target:
         async with world.fresh() as box, world.lingering(box, "sleep 600; :") as mark:
-            with contextlib.suppress(
-                ToolError
-            ):  # it may reach the tool server, which another takes over from
+            with contextlib.suppress(ToolError):  # it may kill the tool server, which is then replaced
                 await box.sh("kill -9 -1")
             expect(await eventually(lambda: not marked(mark)), "the sandbox's own processes live on")
             same(target.poll(), None)
@@ -80,10 +78,11 @@ async def kill_all(world: World) -> None:
 @promises.add(
     "PROC-006", "The first process can be neither killed nor stopped.", exempt=NOT_LOCAL, harmful=True
 )
-async def kill_first(world: World) -> None:
+async def kill_first(world: PromiseContext) -> None:
     async with world.fresh() as box:
         await box.sh("n=1; while [ $n -lt 65 ]; do kill -$n 1; n=$((n+1)); done")
-        same(await box.sh("echo on"), "on")
+        # An exiting first process takes a moment, during which other processes still run.
+        same(await box.sh("sleep 1; echo on"), "on")
         await box.nothing("read -r line < /proc/1/stat; case $line in *') T '*|*') t '*) echo stopped;; esac")
         expect(box.sandbox.alive, "the sandbox ended")
 
@@ -93,7 +92,7 @@ async def kill_first(world: World) -> None:
     "The first process shows neither environment, memory, descriptors nor directories.",
     exempt=NOT_LOCAL,
 )
-async def inspect_first(world: World) -> None:
+async def inspect_first(world: PromiseContext) -> None:
     await world.box.nothing("""
 for file in environ mem maps auxv fd/0 fd/1; do ( : < /proc/1/$file ) && echo $file; done
 for file in environ auxv syscall stack io smaps; do ( read -r line < /proc/1/$file ) && echo $file; done
@@ -121,7 +120,7 @@ for name in os.listdir("/proc"):
     exempt=NOT_LOCAL,
     harmful=True,
 )
-async def trace(world: World) -> None:
+async def trace(world: PromiseContext) -> None:
     async with world.fresh(python=True) as box:
         await box.nothing_in_python(_TRACE)
 
@@ -157,20 +156,20 @@ for name in os.listdir("/proc"):
     exempt=NOT_LOCAL,
     harmful=True,
 )
-async def steal(world: World) -> None:
+async def steal(world: PromiseContext) -> None:
     async with world.fresh(python=True) as box:
         await box.nothing_in_python(_STEAL)
 
 
 @promises.add("PROC-010", "A command has no descriptors but its three.")
-async def descriptors(world: World) -> None:
-    # Not by `nothing`, whose redirections a shell keeps descriptors for.
+async def descriptors(world: PromiseContext) -> None:
+    # Not with `nothing`: for its redirections a shell keeps descriptors.
     script = "n=0; while [ $n -lt 300 ]; do [ -e /proc/self/fd/$n ] && echo $n; n=$((n+1)); done"
     same((await world.box.sh(script)).split(), ["0", "1", "2"])
 
 
 @promises.add("PROC-011", "A signal to a command's own group ends the command and not the tools.")
-async def own_group(world: World) -> None:
+async def own_group(world: PromiseContext) -> None:
     async with world.fresh() as box:
         done = await box.run("kill -9 0")
         same(done.exit_code, -9)
@@ -178,7 +177,7 @@ async def own_group(world: World) -> None:
 
 
 @promises.add("PROC-012", "Orphans are reaped, and their end does not end the sandbox.", exempt=NOT_LOCAL)
-async def orphans(world: World) -> None:
+async def orphans(world: PromiseContext) -> None:
     zombies = """
 for round in 1 2 3 4 5 6 7 8 9 10; do (sh -c 'sh -c :' & sh -c : &); done
 rounds=0
@@ -200,7 +199,7 @@ done
     "Nothing that a fresh sandbox runs was started by the host's user before it.",
     exempt=NOT_LOCAL,
 )
-async def few(world: World) -> None:
+async def few(world: PromiseContext) -> None:
     async with world.fresh() as box:
         count = await box.sh("set -- /proc/[0-9]*; echo $#")
         expect(int(count) <= 4, f"{count} processes are visible in a fresh sandbox")
@@ -211,7 +210,7 @@ async def few(world: World) -> None:
     "A program that stops itself can be continued and ended, and holds no call for ever.",
     needs=("sleep",),
 )
-async def stopped(world: World) -> None:
+async def stopped(world: PromiseContext) -> None:
     done = await world.box.tools.run(["/bin/sh", "-c", "kill -STOP $$; echo on"], timeout_s=1.0)
     expect(done.timed_out, "a stopped process answered")
 
@@ -221,12 +220,12 @@ async def stopped(world: World) -> None:
     "Processes are in mount, network, ipc and uts namespaces other than the host's.",
     exempt=NOT_LOCAL,
 )
-async def namespaces(world: World) -> None:
+async def namespaces(world: PromiseContext) -> None:
     same(set(world.shared) & {"mnt", "net", "ipc", "uts"}, set())
 
 
 @promises.add("PROC-017", "Two sandboxes share no namespace.", exempt=NOT_LOCAL)
-async def between(world: World) -> None:
+async def between(world: PromiseContext) -> None:
     busy = "while :; do :; done"
     async with (
         world.fresh() as box,
@@ -241,6 +240,32 @@ async def between(world: World) -> None:
         ]
         same(names, [])
         same(shared_namespaces(first), world.shared)
+
+
+#: CAP_SYS_PACCT alone: it has no effect in a user namespace, but is more than other processes inside have.
+_OF_FIRST = {0, 1 << 20}
+
+
+@promises.add("PROC-018", "The first process has no capability with power.", exempt=NOT_LOCAL)
+async def first_capabilities(world: PromiseContext) -> None:
+    script = "while read -r name value; do case $name in Cap[PE]*:) echo $value;; esac; done < /proc/1/status"
+    found = {int(word, 16) for word in (await world.box.sh(script)).split()}
+    expect(bool(found) and found <= _OF_FIRST, f"it has {found}")
+
+
+@promises.add(
+    "PROC-019",
+    "The first process holds nothing but its standard streams, seen from the host.",
+    exempt={
+        **NOT_LOCAL,
+        "apptainer-instance": "has a first process that forks tool servers, and is closed to the host",
+    },
+)
+async def first_descriptors(world: PromiseContext) -> None:
+    async with world.lingering(world.box, "while :; do :; done") as mark:
+        first = first_process(marked(mark)[0])
+    names = sorted(os.listdir(f"/proc/{first}/fd"), key=int)  # noqa: PTH208 - names alone
+    same(names, ["0", "1", "2"])
 
 
 def _inode(pid: int, namespace: str) -> int:

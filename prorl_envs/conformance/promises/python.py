@@ -1,9 +1,9 @@
-"""The persistent Python session."""
+"""Promises about the persistent Python session."""
 
 import asyncio
 
-from prorl_envs.conformance.promise import NOT_LOCAL, SESSION, Promises, expect, same
-from prorl_envs.conformance.world import World
+from prorl_envs.conformance.promise import SESSION, Promises, expect, same
+from prorl_envs.conformance.world import PromiseContext
 
 promises = Promises("python")
 
@@ -12,9 +12,9 @@ _T = 60.0
 
 
 def cells(id_: str, text: str, *steps: tuple[str, str]) -> None:
-    """Promise that cells, one after the other in a session, print this."""
+    """Add a promise that cells, run one after the other in a session, print these texts."""
 
-    async def keep(world: World) -> None:
+    async def keep(world: PromiseContext) -> None:
         async with world.session() as tools:
             for code, printed in steps:
                 same((await tools.python(code, timeout_s=_T)).text, printed)
@@ -30,7 +30,7 @@ cells(
 )
 cells(
     "PY-002",
-    "What is printed comes first, then the value of a last expression.",
+    "Printed output comes first, then the value of a last expression.",
     ("print('a')\n6 * 7", "a\n42\n"),
     ("6 * 7;", ""),
     ("None", ""),
@@ -40,13 +40,13 @@ cells(
 )
 cells(
     "PY-004",
-    "What programs started by a cell print is part of its output.",
+    "The output of programs that a cell starts is part of its output.",
     ("import os\nprint('a', flush=True)\n_ = os.system('echo b; echo c >&2')\nprint('d')", "a\nb\nc\nd\n"),
 )
 
 
 @promises.add("PY-005", "An error is a trace-back without colours, and the session is kept.", needs=_SESSION)
-async def errors(world: World) -> None:
+async def errors(world: PromiseContext) -> None:
     async with world.session() as tools:
         await tools.python("x = 1", timeout_s=_T)
         result = await tools.python("1 / 0", timeout_s=_T)
@@ -59,7 +59,7 @@ async def errors(world: World) -> None:
 @promises.add(
     "PY-006", "At its deadline a cell is interrupted; its output and the session are kept.", needs=_SESSION
 )
-async def deadline(world: World) -> None:
+async def deadline(world: PromiseContext) -> None:
     async with world.session() as tools:
         await tools.python("x = 'kept'", timeout_s=_T)
         result = await tools.python("import time\nprint('before')\ntime.sleep(600)", timeout_s=1.0)
@@ -68,18 +68,21 @@ async def deadline(world: World) -> None:
 
 
 @promises.add(
-    "PY-007", "A cell that ignores the interrupt is killed with its session, which is told.", needs=_SESSION
+    "PY-007",
+    "A cell that ignores the interrupt is killed with its session, and the model notified.",
+    needs=_SESSION,
 )
-async def stubborn(world: World) -> None:
+async def stubborn(world: PromiseContext) -> None:
     code = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass"
     async with world.session() as tools:
+        await tools.python("pass", timeout_s=_T)  # start the session before the short deadline applies
         result = await tools.python(code, timeout_s=1.0)
         expect(result.data["timed_out"] and not result.ok, f"it gave {result.text!r}")
         same((await tools.python("1 + 1", timeout_s=_T)).text, "2\n")
 
 
-@promises.add("PY-008", "A session that ends itself is told, and a new one follows.", needs=_SESSION)
-async def ends(world: World) -> None:
+@promises.add("PY-008", "If a session exits, the model is notified and a new session starts.", needs=_SESSION)
+async def ends(world: PromiseContext) -> None:
     async with world.session() as tools:
         for code in ("exit()", "import os; os._exit(3)", "import os; os.kill(os.getpid(), 9)"):
             result = await tools.python(code, timeout_s=_T)
@@ -88,7 +91,7 @@ async def ends(world: World) -> None:
 
 
 @promises.add("PY-009", "A hundred million characters of output are bounded and counted.", needs=_SESSION)
-async def flood(world: World) -> None:
+async def flood(world: PromiseContext) -> None:
     code = "import sys\nprint('first')\nfor _ in range(100): sys.stdout.write('x' * 10**6)\nprint('last')"
     async with world.session() as tools:
         result = await tools.python(code, timeout_s=_T)
@@ -99,15 +102,15 @@ async def flood(world: World) -> None:
         )
 
 
-@promises.add("PY-010", "A cell that asks for input is told at once that nobody is there.", needs=_SESSION)
-async def asks(world: World) -> None:
+@promises.add("PY-010", "A cell that asks for input fails at once: there is no input.", needs=_SESSION)
+async def asks(world: PromiseContext) -> None:
     async with world.session() as tools:
         result = await tools.python("input('name? ')", timeout_s=_T)
         expect(result.data["error"] is not None and not result.data["timed_out"], f"it gave {result.text!r}")
 
 
 @promises.add("PY-011", "What a cell displays is kept as structured output, bounded.", needs=_SESSION)
-async def displays(world: World) -> None:
+async def displays(world: PromiseContext) -> None:
     code = "from IPython.display import HTML, display\ndisplay(HTML('<b>x</b>'))"
     async with world.session() as tools:
         result = await tools.python(code, timeout_s=_T)
@@ -119,7 +122,7 @@ async def displays(world: World) -> None:
 @promises.add(
     "PY-012", "A cell that forges its session's own messages spoils nothing but its session.", needs=_SESSION
 )
-async def forged(world: World) -> None:
+async def forged(world: PromiseContext) -> None:
     code = (
         "import os\nfor fd in range(3, 32):\n"
         "    try: os.write(fd, b'\\0\\0\\0\\x05\\x91\\xa4Done' * 9)\n    except OSError: pass"
@@ -131,7 +134,7 @@ async def forged(world: World) -> None:
 
 
 @promises.add("PY-013", "A cancelled cell is stopped, and the session is kept.", needs=_SESSION)
-async def cancelled(world: World) -> None:
+async def cancelled(world: PromiseContext) -> None:
     async with world.session() as tools:
         await tools.python("x = 'kept'", timeout_s=_T)
         call = asyncio.ensure_future(tools.python("import time; time.sleep(600)", timeout_s=_T))
@@ -142,29 +145,33 @@ async def cancelled(world: World) -> None:
 
 
 @promises.add(
-    "PY-014",
-    "A session has no capability and the same filter as every other process.",
-    needs=_SESSION,
-    exempt=NOT_LOCAL,
-)
-async def bare(world: World) -> None:
-    code = (
-        "for line in open('/proc/self/status'):\n"
-        "    if line.startswith(('CapEff', 'CapBnd', 'NoNew', 'Seccomp:')): print(*line.split())"
-    )
-    async with world.session() as tools:
-        found = (await tools.python(code, timeout_s=_T)).text
-        none = "0" * 16
-        same(found, f"CapEff: {none}\nCapBnd: {none}\nNoNewPrivs: 1\nSeccomp: 2\n")
-
-
-@promises.add(
     "PY-015", "Packages that hold graders and reference solutions cannot be imported.", needs=_SESSION
 )
-async def hidden(world: World) -> None:
+async def hidden(world: PromiseContext) -> None:
     code = (
         "import importlib.util, os, sys\n"
         "[p for p in sys.path if os.path.isdir(p + '/prorl_envs') and os.listdir(p + '/prorl_envs')]"
     )
     async with world.session() as tools:
         same((await tools.python(code, timeout_s=_T)).text if world.walls else "[]\n", "[]\n")
+
+
+@promises.add("PY-035", "No traceback shows a file of the package that runs the cells.", needs=_SESSION)
+async def own_frames(world: PromiseContext) -> None:
+    stopped = "class Own:\n    def __repr__(self):\n        import signal; signal.raise_signal(2)\nOwn()"
+    async with world.session() as tools:
+        for code, error in (
+            (stopped, "KeyboardInterrupt"),
+            ("input()", "RuntimeError"),
+            ("exit(", "SyntaxError"),
+        ):
+            result = await tools.python(code, timeout_s=_T)
+            expect(error in result.text, f"{code!r} gave {result.text!r}")
+            expect("prorl_envs" not in result.text, f"{code!r} gave {result.text!r}")
+
+
+@promises.add("PY-036", "An exception's name is one line, whatever its class is called.", needs=_SESSION)
+async def error_name(world: PromiseContext) -> None:
+    async with world.session() as tools:
+        result = await tools.python(r"raise type('A\nB\x1b[31m', (Exception,), {})('x')", timeout_s=_T)
+        same(result.data["error"], r"A\nB\x1b[31m")

@@ -1,10 +1,10 @@
-"""The persistent shell."""
+"""Promises about the persistent shell."""
 
 import asyncio
 
 from prorl_envs.conformance.box import TIMEOUT_S
 from prorl_envs.conformance.promise import Promises, expect, same
-from prorl_envs.conformance.world import World
+from prorl_envs.conformance.world import PromiseContext
 
 promises = Promises("bash")
 
@@ -12,9 +12,9 @@ _BASH = ("bash",)
 
 
 def sequence(id_: str, text: str, *steps: tuple[str, str], needs: tuple[str, ...] = ()) -> None:
-    """Promise that commands, one after the other in a shell, print this."""
+    """Add a promise that commands, run one after the other in a shell, print these texts."""
 
-    async def keep(world: World) -> None:
+    async def keep(world: PromiseContext) -> None:
         async with world.shell() as box:
             for command, printed in steps:
                 same((await box.bash(command)).text, printed)
@@ -24,7 +24,7 @@ def sequence(id_: str, text: str, *steps: tuple[str, str], needs: tuple[str, ...
 
 sequence(
     "BASH-001",
-    "Output is exactly what was written.",
+    "Output is returned exactly as it was written.",
     (r"printf 'a\tb\n  c'", "a\tb\n  c"),
     ("echo a >&2; echo b", "a\nb\n"),
     ("", ""),
@@ -79,22 +79,22 @@ sequence(
 )
 
 
-@promises.add("BASH-010", "A status is told, and kept for the next command.", needs=_BASH)
-async def status(world: World) -> None:
+@promises.add("BASH-010", "The status is returned, and kept for the next command.", needs=_BASH)
+async def status(world: PromiseContext) -> None:
     async with world.shell() as box:
         result = await box.bash("(exit 7)")
         same((result.ok, result.text, result.data["exit_code"]), (True, "[exit status 7]", 7))
         same((await box.bash("echo $?")).text, "7\n")
 
 
-@promises.add("BASH-011", "The directory after a command is told.", needs=_BASH)
-async def directory(world: World) -> None:
+@promises.add("BASH-011", "The directory after a command is returned.", needs=_BASH)
+async def directory(world: PromiseContext) -> None:
     async with world.shell() as box:
         same((await box.bash("cd /tmp; cd /")).data["cwd"], "/")
 
 
 @promises.add("BASH-012", "Text that is no command is answered, and the next command works.", needs=_BASH)
-async def syntax(world: World) -> None:
+async def syntax(world: PromiseContext) -> None:
     async with world.shell() as box:
         for text in (
             'echo "never closed',
@@ -112,7 +112,7 @@ async def syntax(world: World) -> None:
 
 
 @promises.add("BASH-013", "A shell that exits says so, and a new one follows.", needs=_BASH)
-async def exits(world: World) -> None:
+async def exits(world: PromiseContext) -> None:
     async with world.shell() as box:
         await box.bash("cd /tmp; x=1")
         result = await box.bash("exit 3")
@@ -124,17 +124,19 @@ async def exits(world: World) -> None:
 
 
 @promises.add(
-    "BASH-014", "A shell that is killed is told from one that exits, and a new one follows.", needs=_BASH
+    "BASH-014", "A killed shell is distinguished from one that exits, and a new shell starts.", needs=_BASH
 )
-async def killed(world: World) -> None:
+async def killed(world: PromiseContext) -> None:
     async with world.shell() as box:
         result = await box.bash("kill -9 $$")
         expect(not result.ok and "signal 9" in result.text, f"it said {result.text!r}")
         same((await box.bash("echo back")).text, "back\n")
 
 
-@promises.add("BASH-015", "`exec` replaces the shell, which is told, and a new one follows.", needs=_BASH)
-async def replaced(world: World) -> None:
+@promises.add(
+    "BASH-015", "`exec` replaces the shell; the model is notified and a new shell starts.", needs=_BASH
+)
+async def replaced(world: PromiseContext) -> None:
     async with world.shell() as box:
         result = await box.bash("exec bash -c 'echo gone'")
         expect(result.text.startswith("gone\n[the shell exited"), f"it said {result.text!r}")
@@ -146,7 +148,7 @@ async def replaced(world: World) -> None:
     "At its deadline a command is interrupted; its output and the shell are kept.",
     needs=("bash", "sleep"),
 )
-async def deadline(world: World) -> None:
+async def deadline(world: PromiseContext) -> None:
     async with world.shell() as box:
         await box.bash("x=kept")
         result = await box.bash("echo before; sleep 600; echo ending", timeout_s=1.0)
@@ -162,7 +164,7 @@ async def deadline(world: World) -> None:
     "A command that ignores the interrupt is killed, and the shell is kept.",
     needs=("bash", "sleep"),
 )
-async def stubborn(world: World) -> None:
+async def stubborn(world: PromiseContext) -> None:
     async with world.shell() as box:
         await box.bash("x=kept")
         command = "bash -c 'trap \"\" INT; echo before; while :; do sleep 1; done'"
@@ -172,7 +174,7 @@ async def stubborn(world: World) -> None:
 
 
 @promises.add("BASH-018", "A shell that cannot be interrupted is killed, and a new one follows.", needs=_BASH)
-async def hopeless(world: World) -> None:
+async def hopeless(world: PromiseContext) -> None:
     async with world.shell() as box:
         result = await box.bash("trap '' INT; while :; do :; done", timeout_s=1.0)
         expect(result.data["timed_out"], f"it gave {result.text!r}")
@@ -181,10 +183,10 @@ async def hopeless(world: World) -> None:
 
 @promises.add(
     "BASH-019",
-    "A command that waits for input is told at once, and takes what is typed into it.",
+    "A command that waits for input is reported at once, and receives typed input.",
     needs=_BASH,
 )
-async def waits(world: World) -> None:
+async def waits(world: PromiseContext) -> None:
     async with world.shell() as box:
         result = await box.bash("read -p 'name? ' name", timeout_s=30.0)
         expect(result.text.startswith("name?") and result.data["waiting"], f"it gave {result.text!r}")
@@ -195,7 +197,7 @@ async def waits(world: World) -> None:
 
 
 @promises.add("BASH-020", "A background job does not hold the call, and lives on.", needs=("bash", "sleep"))
-async def background(world: World) -> None:
+async def background(world: PromiseContext) -> None:
     async with world.shell() as box:
         result = await box.bash("sleep 600 & echo started")
         expect("started" in result.text and not result.data["timed_out"], f"it gave {result.text!r}")
@@ -205,7 +207,7 @@ async def background(world: World) -> None:
 @promises.add(
     "BASH-021", "What a background job writes later comes with the next command.", needs=("bash", "sleep")
 )
-async def later(world: World) -> None:
+async def later(world: PromiseContext) -> None:
     async with world.shell() as box:
         await box.bash("(sleep 0.1; echo later) & disown")
         await box.tools.run(["sleep", "0.4"], timeout_s=TIMEOUT_S)
@@ -217,7 +219,7 @@ async def later(world: World) -> None:
     "A hundred million bytes of output are bounded; both ends are kept and the rest is counted.",
     needs=("bash", "head", "tr"),
 )
-async def flood(world: World) -> None:
+async def flood(world: PromiseContext) -> None:
     async with world.shell() as box:
         result = await box.bash("echo first; head -c 100000000 /dev/zero | tr '\\0' x; echo; echo last")
         limit = box.tools.limits.output_bytes
@@ -226,11 +228,11 @@ async def flood(world: World) -> None:
         )
         expect(len(result.text) < limit + 200, f"{len(result.text)} characters")
         same(result.truncated_bytes, 100_000_012 - limit)
-        expect(f"{result.truncated_bytes} bytes" in result.text, "the count is not told")
+        expect(f"{result.truncated_bytes} bytes" in result.text, "the count is not reported")
 
 
 @promises.add("BASH-023", "Output of any bytes comes as valid text.", needs=("bash", "head"))
-async def binary(world: World) -> None:
+async def binary(world: PromiseContext) -> None:
     async with world.shell() as box:
         result = await box.bash(r"printf 'a\377\376\300b'; head -c 20000 /dev/urandom; printf '\nend'")
         result.text.encode()
@@ -241,7 +243,7 @@ async def binary(world: World) -> None:
 
 
 @promises.add("BASH-024", "Sessions are shells of their own.", needs=_BASH)
-async def sessions(world: World) -> None:
+async def sessions(world: PromiseContext) -> None:
     async with world.shell() as box:
         await box.bash("x=main; cd /tmp")
         same((await box.bash("echo ${x-unset}", session="other")).text, "unset\n")
@@ -251,7 +253,7 @@ async def sessions(world: World) -> None:
 @promises.add(
     "BASH-025", "Sessions work side by side; one that is busy holds no other.", needs=("bash", "sleep")
 )
-async def side_by_side(world: World) -> None:
+async def side_by_side(world: PromiseContext) -> None:
     async with world.shell() as box:
         busy = asyncio.ensure_future(box.bash("sleep 600", session="busy"))
         names = [f"s{number}" for number in range(6)]
@@ -263,7 +265,7 @@ async def side_by_side(world: World) -> None:
 
 
 @promises.add("BASH-026", "Commands of one session run in the order of their calls.", needs=_BASH)
-async def order(world: World) -> None:
+async def order(world: PromiseContext) -> None:
     async with world.shell() as box:
         await box.bash("n=0")
         results = await asyncio.gather(*(box.bash("n=$((n+1)); echo $n") for _ in range(20)))
@@ -271,7 +273,7 @@ async def order(world: World) -> None:
 
 
 @promises.add("BASH-027", "A cancelled command is stopped, and the shell is kept.", needs=("bash", "sleep"))
-async def cancelled(world: World) -> None:
+async def cancelled(world: PromiseContext) -> None:
     async with world.shell() as box:
         await box.bash("x=kept")
         call = asyncio.ensure_future(box.bash("sleep 600; echo more"))
@@ -281,23 +283,23 @@ async def cancelled(world: World) -> None:
         same((await box.bash("echo $x")).text, "kept\n")
 
 
-@promises.add("BASH-028", "Nothing is kept of what was typed.", needs=_BASH)
-async def history(world: World) -> None:
+@promises.add("BASH-028", "Typed input is not kept.", needs=_BASH)
+async def history(world: PromiseContext) -> None:
     async with world.fresh() as box:
         await box.bash("echo secret; exit")
         same((await box.bash("history; echo ~/.bash_h* .bash_h*")).text.count("secret"), 0)
         expect("_h*" in (await box.bash("echo ~/.bash_h*")).text, "a history file was written")
 
 
-@promises.add("BASH-029", "Terminal programs that draw and clear do no harm to what follows.", needs=_BASH)
-async def drawing(world: World) -> None:
+@promises.add("BASH-029", "Terminal programs that draw and clear do not affect later output.", needs=_BASH)
+async def drawing(world: PromiseContext) -> None:
     async with world.shell() as box:
         await box.bash(r"printf '\033[?1049h\033[2J\033[H\033[?25l\033[31m\033c\016'; printf '\033[6n\033[c'")
         same((await box.bash("echo plain")).text, "plain\n")
 
 
 @promises.add("BASH-030", "Text that holds no characters is refused in words.", needs=_BASH)
-async def no_text(world: World) -> None:
+async def no_text(world: PromiseContext) -> None:
     async with world.shell() as box:
         for text in ("a\0b", "\ud800"):
             result = await box.bash(text)
@@ -310,8 +312,30 @@ async def no_text(world: World) -> None:
     "A waiting command can be interrupted, and reads nothing of the next.",
     needs=_BASH,
 )
-async def interrupted_while_waiting(world: World) -> None:
+async def interrupted_while_waiting(world: PromiseContext) -> None:
     async with world.shell() as box:
         await box.bash("read -p 'name? ' name", timeout_s=30.0)
         await box.bash("C-c", is_input=True)
         same((await box.bash("echo ${name:-empty}")).text, "empty\n")
+
+
+@promises.add("BASH-051", "No alias changes the status that a command is reported with.", needs=_BASH)
+async def aliases(world: PromiseContext) -> None:
+    async with world.shell() as box:
+        await box.bash("alias '{'='true; {' '}'='}; true' '[['='true; [[' false2=false")
+        same((await box.bash("false")).data["exit_code"], 1)
+        same((await box.bash("false2")).data["exit_code"], 1)
+        same((await box.bash("alias false2")).text, "alias false2='false'\n")
+
+
+@promises.add(
+    "BASH-052",
+    "A shell that cannot report any more, for it has lowered its own limits, is replaced and says so.",
+    needs=_BASH,
+)
+async def own_limits(world: PromiseContext) -> None:
+    async with world.shell() as box:
+        for command in ("ulimit -n 5", "ulimit -n 12; read x", "ulimit -f 0; echo x > file"):
+            result = await box.bash(command)
+            expect("the shell" in result.text and not result.data["waiting"], f"it said {result.text!r}")
+            same((await box.bash("echo on")).text, "on\n")

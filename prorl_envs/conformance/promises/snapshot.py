@@ -1,4 +1,4 @@
-"""Snapshots: a sandbox's files at one moment, to start others from."""
+"""Promises about snapshots: a sandbox's files at one moment, from which others start."""
 
 import asyncio
 import dataclasses
@@ -6,25 +6,27 @@ import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from prorl_envs.conformance.box import Box
-from prorl_envs.conformance.promise import IMAGE, NOT_LOCAL, Broken, Promises, expect, same
-from prorl_envs.conformance.promises.filesystems import tree
-from prorl_envs.conformance.world import World
+from prorl_envs.conformance.box import Probe
+from prorl_envs.conformance.promise import IMAGE, NOT_LOCAL, ORDINARY, PromiseBroken, Promises, expect, same
+from prorl_envs.conformance.promises.mounts import tree
+from prorl_envs.conformance.world import PromiseContext
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import Mount, SandboxSpec
-from prorl_envs.sandbox.snapshot import Snapshot
+from prorl_envs.sandbox.filesystem.snapshot import Snapshot
 
 promises = Promises("snapshots")
 
 
 @asynccontextmanager
-async def started(world: World, snapshot: Snapshot, spec: SandboxSpec | None = None) -> AsyncIterator[Box]:
-    """A sandbox from a snapshot, with tools."""
+async def started(
+    world: PromiseContext, snapshot: Snapshot, spec: SandboxSpec | None = None
+) -> AsyncIterator[Probe]:
+    """Start a sandbox from a snapshot, with tools."""
     sandbox = await world.driver.start(spec or snapshot.spec, snapshot=snapshot)
     try:
         tools = await world.tools(sandbox)
         try:
-            yield Box(sandbox, tools)
+            yield Probe(sandbox, tools)
         finally:
             await tools.aclose()
     finally:
@@ -36,7 +38,7 @@ async def started(world: World, snapshot: Snapshot, spec: SandboxSpec | None = N
     "A sandbox started from a snapshot has its files, with their modes and links.",
     needs=("ln", "ls", "chmod", "mkdir"),
 )
-async def files(world: World) -> None:
+async def files(world: PromiseContext) -> None:
     script = "mkdir -p a/b; echo deep > a/b/c; echo x > tool; chmod 751 tool; ln -s tool link; ln tool hard"
     async with world.fresh() as box:
         await box.sh(f'{script}; echo home > "$HOME/at-home"')
@@ -52,11 +54,14 @@ async def files(world: World) -> None:
 
 @promises.add(
     "SNAP-002",
-    "What was changed in the image and in overlays is in a snapshot.",
+    "A snapshot contains changes of the image and of overlays.",
     needs=(IMAGE, "rm", "mkdir"),
-    exempt={**NOT_LOCAL, "instance": "keeps an image's changes in memory, out of its reach; it warns so"},
+    exempt={
+        **NOT_LOCAL,
+        "apptainer-instance": "keeps an image's changes in memory, out of its reach; it warns so",
+    },
 )
-async def layers(world: World) -> None:
+async def layers(world: PromiseContext) -> None:
     mounts = (Mount(source=tree(world), target="/opt/tree", overlay=True),)
     async with world.fresh(mounts=mounts) as box:
         await box.sh(
@@ -74,7 +79,7 @@ async def layers(world: World) -> None:
 
 
 @promises.add("SNAP-003", "A snapshot, its sandbox and all that start from it change apart from each other.")
-async def apart(world: World) -> None:
+async def apart(world: PromiseContext) -> None:
     read = "read -r x < file; echo $x"
     async with world.fresh() as box:
         await box.sh("echo first > file")
@@ -89,7 +94,7 @@ async def apart(world: World) -> None:
 @promises.add(
     "SNAP-004", "A snapshot lives on when its sandbox is closed, and a fork when its snapshot is removed."
 )
-async def lives_on(world: World) -> None:
+async def lives_on(world: PromiseContext) -> None:
     async with world.fresh() as box:
         await box.sh("echo kept > file")
         snapshot = await box.sandbox.snapshot()
@@ -102,7 +107,7 @@ async def lives_on(world: World) -> None:
 @promises.add(
     "SNAP-005", "Links are copied as links: nothing of the host comes into a snapshot by one.", needs=("ln",)
 )
-async def links(world: World) -> None:
+async def links(world: PromiseContext) -> None:
     target = world.path / secrets.token_hex(4)
     target.mkdir()
     (target / "file").write_text("the host's")
@@ -119,19 +124,21 @@ async def links(world: World) -> None:
 @promises.add(
     "SNAP-006", "Pipes, sockets and holes in files neither hold nor swell a snapshot.", needs=("mkfifo",)
 )
-async def odd_files(world: World) -> None:
+async def odd_files(world: PromiseContext) -> None:
     async with world.fresh() as box:
         await box.sh("mkfifo pipe; echo x > plain")
         with (box.sandbox.workspace / "hole").open("wb") as file:
             file.truncate(1 << 36)
         snapshot = await box.sandbox.snapshot()
-    blocks = (snapshot.workspace / "hole").stat().st_blocks if (snapshot.workspace / "hole").exists() else 0
+    blocks = (snapshot.workspace / "hole").stat().st_blocks
     await snapshot.remove()
     expect(blocks < 1 << 15, f"a hole became {blocks} blocks")
 
 
-@promises.add("SNAP-007", "A spec with other places is refused; another environment is not.")
-async def other_spec(world: World) -> None:
+@promises.add(
+    "SNAP-007", "A spec with other places is refused; another environment is not.", needs=(ORDINARY,)
+)
+async def other_spec(world: PromiseContext) -> None:
     async with world.fresh() as box:
         snapshot = await box.sandbox.snapshot()
     try:
@@ -142,24 +149,24 @@ async def other_spec(world: World) -> None:
         except SandboxError:
             return
         await sandbox.close()
-        raise Broken("another user's was started")
+        raise PromiseBroken("another user's was started")
     finally:
         await snapshot.remove()
 
 
 @promises.add("SNAP-008", "A closed sandbox has no snapshot.")
-async def closed(world: World) -> None:
+async def closed(world: PromiseContext) -> None:
     sandbox = await world.driver.start(world.spec())
     await sandbox.close()
     try:
         await (await sandbox.snapshot()).remove()
     except SandboxError:
         return
-    raise Broken("it was copied")
+    raise PromiseBroken("it was copied")
 
 
-@promises.add("SNAP-009", "A snapshot cancelled at any moment leaves nothing, and the sandbox goes on.")
-async def cancelled(world: World) -> None:
+@promises.add("SNAP-009", "A snapshot cancelled at any moment leaves nothing, and the sandbox keeps running.")
+async def cancelled(world: PromiseContext) -> None:
     async with world.own_driver() as (driver, _):
         sandbox = await driver.start(world.spec())
         (sandbox.workspace / "much").write_bytes(bytes(30_000_000))
@@ -174,8 +181,10 @@ async def cancelled(world: World) -> None:
         await (await sandbox.snapshot()).remove()
 
 
-@promises.add("SNAP-010", "What runs goes on, and is in no snapshot.", needs=("sleep",), exempt=NOT_LOCAL)
-async def processes(world: World) -> None:
+@promises.add(
+    "SNAP-010", "Running processes continue, and are in no snapshot.", needs=("sleep",), exempt=NOT_LOCAL
+)
+async def processes(world: PromiseContext) -> None:
     async with world.fresh() as box, world.lingering(box, "sleep 600; :"):
         snapshot = await box.sandbox.snapshot()
         async with started(world, snapshot) as fork:

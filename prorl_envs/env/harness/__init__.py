@@ -1,1 +1,1 @@
-"""Agents as others wrote them, run in the sandbox beside what they work on: recipes, installing, running."""
+"""Third-party agents that run in the task's sandbox: recipes, installation, execution."""

@@ -1,4 +1,4 @@
-"""A family whose tasks a harness works on, in the family's own sandbox and with its own grader."""
+"""Families whose tasks are solved by a harness, in the family's own sandbox and with its own grader."""
 
 import platform
 import socket
@@ -13,31 +13,31 @@ from prorl_envs.env.node import Node
 from prorl_envs.env.sandboxed import SandboxedEnvironment
 from prorl_envs.errors import EnvironmentFault, InputError
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.command import DEFAULT_ENV
+from prorl_envs.sandbox.filesystem.mount_plan import DEFAULT_ENV
 from prorl_envs.tools.types import Completed, ToolSpec
 
-#: Bytes kept of what a harness writes, for whoever wonders why it failed.
+#: Bytes kept of the output of a harness, for diagnosing its failures.
 _OUTPUT_BYTES = 64 * 1024
 _FILE_S = 60.0
-#: Bytes of one argument of a command, which the kernel bounds.
+#: Kernel limit for one argument of a command, in bytes.
 _ARGUMENT_BYTES = 128 * 1024 - 1
 _ARCHITECTURES = {"x86_64": "x64", "aarch64": "arm64"}
 
 
 class HarnessedEnvironment[TaskT: Task](SandboxedEnvironment[TaskT]):
-    """Stands in front of a family of one sandbox; `with_harness` makes the class."""
+    """Subclass of a one-sandbox family that runs a harness; created by `with_harness`."""
 
     harness: ClassVar[Recipe]
-    #: The family itself.
+    #: The original family.
     unharnessed: ClassVar[type[Environment[Any]]]
 
     @property
     def tools(self) -> Sequence[ToolSpec]:
-        """None: the harness has its own."""
+        """Empty: the harness has its own tools."""
         return ()
 
     def prompt(self, task: TaskT) -> Prompt:
-        """What the harness is told, as a user's message."""
+        """Return the instruction for the harness, as a user message."""
         said = [m["content"] for m in super().prompt(task).messages if m["role"] == "user"]
         text = filled(self.harness.instruction, {"task": "\n\n".join(said)})
         messages: list[Message] = [{"role": "user", "content": text}]
@@ -66,23 +66,24 @@ class HarnessedEnvironment[TaskT: Task](SandboxedEnvironment[TaskT]):
         return task.model_copy(update=_spelled(task, cls.harness.spelling))
 
     async def listen_inside(self) -> socket.socket:
-        """A socket on the sandbox's loopback, for the model's endpoint. The caller closes it.
+        """Return a listening socket on the sandbox's loopback, for the model's endpoint. The caller closes
+        it.
 
         Raises:
-            SandboxError: the sandbox has ended.
+            SandboxError: the sandbox is closed.
         """
-        return await self._here("run").sandbox.listen()
+        return await self._here("run").sandbox.listen_loopback()
 
     async def run_harness(self, prompt: Prompt, endpoint: Endpoint, *, timeout_s: float) -> Completed:
-        """Run the harness to its end. Who is cancelled ends it.
+        """Run the harness until it exits. Cancellation kills it.
 
         Args:
-            prompt: what `init` returned.
+            prompt: result of `init`.
             endpoint: its model.
             timeout_s: seconds after which it is killed.
 
         Raises:
-            EnvironmentFault: its files cannot be written, or its program is not there.
+            EnvironmentFault: its files cannot be written, or its program is missing.
             SandboxError, ToolError: our infrastructure failed.
         """
         place, recipe = self._here("run"), self.harness
@@ -119,12 +120,12 @@ class HarnessedEnvironment[TaskT: Task](SandboxedEnvironment[TaskT]):
 
 
 def with_harness(base: type[Environment[Any]], recipe: Recipe, where: str) -> type[Environment[Any]]:
-    """A subclass of `base` whose tasks `recipe`'s harness works on.
+    """Return a subclass of `base` whose tasks are solved by the harness of `recipe`.
 
     Args:
         base: the family.
-        recipe: of the harness.
-        where: begins what is said of an error, such as `agents.mini`.
+        recipe: recipe of the harness.
+        where: prefix of error messages, such as `agents.mini`.
 
     Raises:
         InputError: the family has no sandbox in which a harness could run.
@@ -142,17 +143,17 @@ def with_harness(base: type[Environment[Any]], recipe: Recipe, where: str) -> ty
 
 
 def harness_of(family: type[Environment[Any]]) -> Recipe | None:
-    """The harness that works on a family's tasks; None where the service's own loop does."""
+    """Return the harness that solves a family's tasks; None if the service's own agent loop does."""
     return family.harness if issubclass(family, HarnessedEnvironment) else None
 
 
 def without_harness(family: type[Environment[Any]]) -> type[Environment[Any]]:
-    """The family itself: its own tools, prompt and references, whoever else works on its tasks."""
+    """Return the original family, with its own tools, prompt and references."""
     return family.unharnessed if issubclass(family, HarnessedEnvironment) else family
 
 
 def _spelled(task: Task, spelling: Spelling) -> dict[str, Any]:
-    """The reference as the harness's model would write it, as far as it is commands of a shell."""
+    """Translate the reference to calls of the harness's model, as far as it consists of shell commands."""
     calls, answer = [], task.reference_answer
     for call in task.reference:
         if call.tool == "bash":

@@ -1,4 +1,5 @@
-"""Puts a harness's packages into the cache, once per machine: sandboxes mount them and fetch nothing."""
+"""Installation of a harness's packages into the cache, once per machine: sandboxes mount them and fetch
+nothing."""
 
 import asyncio
 import contextlib
@@ -18,22 +19,23 @@ from prorl_envs.env.harness.recipe import INSTALLED, Install, Recipe
 from prorl_envs.errors import EnvironmentFault
 from prorl_envs.images.lock import KeyLock
 from prorl_envs.sandbox.base import Mount
-from prorl_envs.sandbox.runtime import hidden_in
+from prorl_envs.sandbox.filesystem.python_runtime import hidden_in
 
-#: Seconds that an installation may take.
+#: Timeout of an installation, in seconds.
 INSTALL_S = 1800.0
 _SAID = 2000
+_LONGEST_LINE = 1 << 20
 _SYSTEM = Path("/usr")
 
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """What a sandbox is shown of a harness.
+    """Files of a harness that a sandbox sees.
 
     Args:
         mounts: read-only.
-        masks: what of them stays hidden.
-        path: directories for `PATH`, in front.
+        masks: parts of the mounts that stay hidden.
+        path: directories to prepend to `PATH`.
     """
 
     mounts: tuple[Mount, ...] = ()
@@ -42,7 +44,7 @@ class Installed:
 
 
 def place_of(recipe: Recipe, cache_dir: Path) -> Path:
-    """Where a recipe's packages lie, or will: another directory for other packages or another Python."""
+    """Return the directory of a recipe's packages, which depends on the packages and the Python version."""
     install = recipe.install
     what = [install.registry, *install.packages, *install.bare] if install else []
     said = json.dumps([*what, sys.version, platform.machine()] if what else [])
@@ -50,7 +52,7 @@ def place_of(recipe: Recipe, cache_dir: Path) -> Path:
 
 
 def missing(recipe: Recipe, cache_dir: Path) -> str:
-    """Why the harness cannot run on this machine, or ""."""
+    """Return why the harness cannot run on this machine, or ""."""
     if recipe.install is None:
         return ""
     if recipe.install.node and _node() is None:
@@ -61,10 +63,10 @@ def missing(recipe: Recipe, cache_dir: Path) -> str:
 
 
 def installed(recipe: Recipe, cache_dir: Path) -> Installed:
-    """What a sandbox is shown of it.
+    """Return the mounts and paths of an installed harness.
 
     Raises:
-        EnvironmentFault: it is not installed.
+        EnvironmentFault: the harness is not installed.
     """
     install = recipe.install
     if install is None:
@@ -85,17 +87,26 @@ def installed(recipe: Recipe, cache_dir: Path) -> Installed:
     return Installed(tuple(mounts), tuple(masks), tuple(path))
 
 
-async def install(recipe: Recipe, cache_dir: Path, progress: Callable[[str], None]) -> Path:
-    """Install a recipe's packages, unless they are. Of two at a time, on any node, one waits for the other.
+async def install(
+    recipe: Recipe,
+    cache_dir: Path,
+    progress: Callable[[str], None],
+    on_output: Callable[[str], None] = lambda line: None,
+) -> Path:
+    """Install a recipe's packages, unless they are installed. A lock allows one installation at a time,
+    across nodes.
+
+    An installation that failed or was interrupted keeps its downloads for the next attempt.
 
     Args:
-        progress: told in a few words what is being done.
+        progress: called with a short description of each step.
+        on_output: receives each output line of the registry's client.
 
     Returns:
-        where they are.
+        the directory of the packages.
 
     Raises:
-        EnvironmentFault: the registry's client failed, or it is missing.
+        EnvironmentFault: the registry's client failed, or is missing.
     """
     place = place_of(recipe, cache_dir)
     if recipe.install is None or not missing(recipe, cache_dir):
@@ -103,23 +114,25 @@ async def install(recipe: Recipe, cache_dir: Path, progress: Callable[[str], Non
     place.parent.mkdir(parents=True, exist_ok=True)
     lock = place.with_name(f".{place.name}.lock")
     async with KeyLock(
-        lock, on_wait=lambda owner: progress(f"somebody else installs {recipe.name}: waiting")
+        lock, on_wait=lambda owner: progress(f"another process installs {recipe.name}: waiting")
     ):
         if not missing(recipe, cache_dir):
             return place
         progress(f"installing {', '.join(recipe.install.packages)}")
         half = await asyncio.to_thread(_begin, place)
+        downloads = place.with_name(f".{place.name}.downloads")
         try:
             for command in _commands(recipe.install, half):
-                await _run(command, half)
+                await _run(command, half, downloads, on_output)
             await asyncio.to_thread(_settle, half, place)
+            await asyncio.to_thread(shutil.rmtree, downloads, ignore_errors=True)
         finally:
             await asyncio.to_thread(shutil.rmtree, half, ignore_errors=True)
     return place
 
 
 def _begin(place: Path) -> Path:
-    """An empty directory beside `place`, and none that a killed installation left."""
+    """Remove the directories of killed installations, and create an empty one beside `place`."""
     halves = f".{place.name}-"
     for left in place.parent.glob(f"{halves}*"):
         shutil.rmtree(left, ignore_errors=True)
@@ -128,7 +141,7 @@ def _begin(place: Path) -> Path:
 
 def _settle(half: Path, place: Path) -> None:
     half.chmod(0o755)
-    with contextlib.suppress(OSError):  # somebody else was faster, by a lock that was taken for dead
+    with contextlib.suppress(OSError):  # another process was faster, after this lock was taken for stale
         half.rename(place)
 
 
@@ -136,19 +149,21 @@ def _commands(install: Install, place: Path) -> list[list[str]]:
     if install.registry == "npm":
         if (npm := shutil.which("npm")) is None:
             raise EnvironmentFault("npm is not in PATH", hint="install Node.js, which brings it")
-        quiet = ["--no-fund", "--no-audit", "--no-update-notifier"]
+        options = ["--no-fund", "--no-audit", "--no-update-notifier", "--loglevel=http"]
         # Scripts of packages would run here, outside of any sandbox.
-        return [[npm, "install", "--ignore-scripts", *quiet, "--prefix", str(place), *install.packages]]
+        return [[npm, "install", "--ignore-scripts", *options, "--prefix", str(place), *install.packages]]
     python = str(place / "bin" / "python")
-    pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--quiet"]
-    pip += ["--only-binary=:all:"]  # the others' setup would run here
+    pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+    pip += ["--only-binary=:all:"]  # source packages would run their setup here
     commands = [[sys.executable, "-m", "venv", str(place)], [*pip, *install.packages]]
     return [*commands, [*pip, "--no-deps", *install.bare]] if install.bare else commands
 
 
-async def _run(command: list[str], place: Path) -> None:
-    env = {**os.environ, "npm_config_cache": str(place / ".npm"), "PIP_NO_CACHE_DIR": "1"}
-    env.pop("PYTHONPATH", None)
+async def _run(command: list[str], place: Path, downloads: Path, on_output: Callable[[str], None]) -> None:
+    caches = {"npm_config_cache": str(downloads / "npm"), "PIP_CACHE_DIR": str(downloads / "pip")}
+    env = {**os.environ, **caches}
+    for name in ("PYTHONPATH", "PIP_NO_CACHE_DIR", "PIP_QUIET"):
+        env.pop(name, None)
     process = await asyncio.create_subprocess_exec(
         *command,
         cwd=place,
@@ -156,10 +171,17 @@ async def _run(command: list[str], place: Path) -> None:
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
+        limit=_LONGEST_LINE,
     )
+    assert process.stdout is not None
+    last = ""
     try:
         async with asyncio.timeout(INSTALL_S):
-            said, _ = await process.communicate()
+            async for line in process.stdout:
+                text = line.decode("utf-8", "replace")
+                last = (last + text)[-_SAID:]
+                on_output(text.rstrip())
+            await process.wait()
     except TimeoutError:
         raise EnvironmentFault(f"{command[0]} did not end in {INSTALL_S:g} s") from None
     finally:
@@ -167,9 +189,10 @@ async def _run(command: list[str], place: Path) -> None:
             process.kill()
             await process.wait()
     if process.returncode != 0:
-        text = said.decode("utf-8", "replace").strip()[-_SAID:]
-        raise EnvironmentFault(f"{Path(command[0]).name} failed: {text}", hint="can it reach its registry?")
-    shutil.rmtree(place / ".npm", ignore_errors=True)
+        raise EnvironmentFault(
+            f"{Path(command[0]).name} failed: {last.strip()}",
+            hint="can it reach its registry? the next attempt uses what was downloaded",
+        )
 
 
 def _node() -> Path | None:

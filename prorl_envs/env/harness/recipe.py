@@ -1,24 +1,24 @@
-"""What a harness is: how it is installed, started, told of its task and its model, and how it ends."""
+"""Recipe of a harness: its installation, its start, its task and model settings, and its exit statuses."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-#: Where an installed harness lies inside a sandbox, read-only.
+#: Directory of an installed harness inside a sandbox, read-only.
 INSTALLED = "/opt/harness"
-#: What the model is called there; harnesses want a name, and any will do.
+#: Model name in the sandbox; harnesses require a name, and accept any.
 MODEL = "policy"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Install:
-    """Packages of a registry, put into a directory of their own.
+    """Packages of a registry, installed into their own directory.
 
     Args:
-        registry: `pypi` makes a virtual environment, `npm` a `node_modules`.
-        packages: with exact versions, as the registry's own client takes them.
-        bare: further ones of `pypi`, without what they depend on.
-        node: whether Node.js is needed to run it.
+        registry: `pypi` creates a virtual environment, `npm` a `node_modules`.
+        packages: with exact versions, in the syntax of the registry's own client.
+        bare: further `pypi` packages, installed without their dependencies.
+        node: the harness needs Node.js to run.
     """
 
     registry: Literal["pypi", "npm"]
@@ -29,14 +29,14 @@ class Install:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spelling:
-    """How the model calls the harness's shell, so that references can be played by the scripted model.
+    """Form of a call of the harness's shell tool, so that the scripted model can play references.
 
     Args:
         tool: name of the tool.
-        argument: that takes the command.
-        others: further arguments, as they are.
-        as_list: whether the command goes as `["bash", "-lc", COMMAND]`.
-        finish: a command that ends the episode; empty where an answer without a call does.
+        argument: name of the argument with the command.
+        others: further arguments, unchanged.
+        as_list: pass the command as `["bash", "-lc", COMMAND]`.
+        finish: a command that finishes the episode; empty if an answer without a call does.
     """
 
     tool: str
@@ -46,28 +46,28 @@ class Spelling:
     finish: str = ""
 
     def arguments(self, command: str) -> dict[str, object]:
-        """Of a call that runs `command`."""
+        """Return the arguments of a call that runs `command`."""
         return {self.argument: ["bash", "-lc", command] if self.as_list else command, **self.others}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A harness. In command, environment, files, instruction and stdin these stand for what is known when it
-    starts: `{instruction}`, `{task}` (in the instruction alone), `{url}` (of the endpoint; OpenAI's
-    interfaces are below `{url}/v1`), `{key}`, `{model}`, `{installed}`, `{home}`, `{workdir}`, `{arch}`
-    (`x64` or `arm64`).
+    """Harness definition. Command, environment, files, instruction and stdin may hold placeholders that are
+    filled at the start: `{instruction}`, `{task}` (in the instruction only), `{url}` (of the endpoint;
+    OpenAI's interfaces are below `{url}/v1`), `{key}`, `{model}`, `{installed}`, `{home}`, `{workdir}`,
+    `{arch}` (`x64` or `arm64`).
 
     Args:
-        name: of the recipe.
+        name: name of the recipe.
         command: program and arguments.
-        install: what has to be there; None where the sandbox has it all.
-        env: variables beside those that every harness gets (`ENDPOINT`).
-        files: text by absolute path, written before it starts.
-        instruction: what the harness is told.
-        stdin: what it reads.
-        exits: exit statuses with which it ends in order. With another it has failed, unless a limit of the
-            rollout was reached.
-        spelling: None where nothing is known of its tools.
+        install: required packages; None if the sandbox has everything.
+        env: variables in addition to those that every harness gets (`ENDPOINT`).
+        files: text by absolute path, written before the start.
+        instruction: instruction for the harness.
+        stdin: standard input of the harness.
+        exits: exit statuses of success. Any other status is a failure, unless a limit of the rollout was
+            reached.
+        spelling: None if the tools of the harness are unknown.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Recipe:
     spelling: Spelling | None = None
 
 
-#: How every harness is told of its model: the variables that the vendors' own clients read.
+#: Model settings of every harness: the variables that the vendors' own clients read.
 ENDPOINT: Mapping[str, str] = {
     "OPENAI_BASE_URL": "{url}/v1",
     "OPENAI_API_BASE": "{url}/v1",
@@ -97,11 +97,11 @@ ENDPOINT: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """The model, as it is reached from inside a sandbox.
+    """Model endpoint as it is reached from inside a sandbox.
 
     Args:
         port: on loopback.
-        key: of the rollout.
+        key: key of the rollout.
     """
 
     port: int
@@ -113,7 +113,8 @@ class Endpoint:
 
 
 def filled(text: str, values: Mapping[str, str]) -> str:
-    """`text` with what the names in braces stand for. Other braces stay; what is put in is not looked at."""
+    """Replace the names in braces in `text` by their values. Other braces stay; inserted values are not
+    scanned."""
     parts, rest = [], text
     while rest:
         at, name = min(

@@ -1,4 +1,4 @@
-"""The harnesses that are known by name, at the versions that were tried."""
+"""Built-in harness recipes, at the tested versions."""
 
 from collections.abc import Mapping
 
@@ -122,8 +122,8 @@ OPENCODE = Recipe(
 
 OPENHANDS = Recipe(
     name="openhands",
-    # Its tools depend on a browser, and on what comes as source alone: the default agent without a browser
-    # uses neither.
+    # Its tools depend on a browser, and on packages published as source only; the default agent without a
+    # browser uses neither.
     install=Install(
         registry="pypi",
         packages=(

@@ -1,1 +1,1 @@
-"""A model endpoint per rollout: OpenAI's and Anthropic's interfaces over the token protocol, recorded."""
+"""Model endpoint of a rollout: OpenAI's and Anthropic's interfaces over the token protocol, recorded."""

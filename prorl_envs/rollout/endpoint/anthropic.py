@@ -1,5 +1,5 @@
-"""Anthropic's Messages, as its API reference has them (https://docs.anthropic.com/en/api/messages and
-/messages-streaming). Signatures of thinking are empty: nobody checks them here.
+"""Anthropic's Messages interface (https://docs.anthropic.com/en/api/messages and /messages-streaming).
+Signatures of thinking are empty: the endpoint does not check them.
 """
 
 import json
@@ -12,11 +12,11 @@ from prorl_envs.env.base import Message
 from prorl_envs.rollout.endpoint.chat import call_of, sse
 from prorl_envs.rollout.endpoint.types import (
     NULL,
-    Answered,
-    Asked,
     Body,
-    Refused,
-    Why,
+    EndpointAnswer,
+    EndpointRequest,
+    RefusalReason,
+    RequestRefused,
     an_object,
     as_item,
     most_tokens,
@@ -28,19 +28,19 @@ from prorl_envs.rollout.endpoint.types import (
 )
 from prorl_envs.tools.types import JsonObject, ToolSpec
 
-#: What Anthropic calls each refusal.
-_KINDS: Mapping[Why, str] = {
-    Why.KEY: "authentication_error",
-    Why.ROUTE: "not_found_error",
-    Why.SIZE: "request_too_large",
-    Why.ENDED: "permission_error",
-    Why.BUSY: "rate_limit_error",
-    Why.MODEL: "api_error",
+#: Anthropic's name for each refusal.
+_KINDS: Mapping[RefusalReason, str] = {
+    RefusalReason.KEY: "authentication_error",
+    RefusalReason.ROUTE: "not_found_error",
+    RefusalReason.SIZE: "request_too_large",
+    RefusalReason.ENDED: "permission_error",
+    RefusalReason.BUSY: "rate_limit_error",
+    RefusalReason.MODEL: "api_error",
 }
 
 
 class _Request(msgspec.Struct):
-    """What is heeded of a request."""
+    """Fields of a request that are used."""
 
     messages: list[msgspec.Raw]
     system: msgspec.Raw = NULL
@@ -61,7 +61,7 @@ class Messages:
         body = opened(data, _Request)
         choice = body.tool_choice
         none = isinstance(choice, Mapping) and choice.get("type") == "none"
-        asked = Asked(
+        asked = EndpointRequest(
             max_tokens=most_tokens(max_tokens=body.max_tokens),
             stream=body.stream is True,
             model=str(body.model or "")[:200],
@@ -77,7 +77,7 @@ class Messages:
         """See `Shape.tools`."""
         return _tools(given)
 
-    def write(self, answered: Answered, asked: Asked) -> JsonObject:
+    def write(self, answered: EndpointAnswer, asked: EndpointRequest) -> JsonObject:
         """See `Shape.write`."""
         turn = answered.turn
         content: list[JsonObject] = []
@@ -96,18 +96,18 @@ class Messages:
             "usage": _usage(answered),
         }
 
-    def telling(self, asked: Asked, number: int) -> "MessagesTelling":
+    def telling(self, asked: EndpointRequest, number: int) -> "MessagesTelling":
         """See `Shape.telling`."""
         return MessagesTelling(_head(number, asked))
 
-    def error(self, refused: Refused) -> JsonObject:
+    def error(self, refused: RequestRefused) -> JsonObject:
         """See `Shape.error`."""
         kind = _KINDS.get(refused.why, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": refused.message}}
 
 
 class MessagesTelling:
-    """Implements `Telling`."""
+    """Implements `AnswerStream`."""
 
     def __init__(self, head: JsonObject) -> None:
         self._head = head
@@ -115,21 +115,21 @@ class MessagesTelling:
         self._open = ""
 
     def begin(self) -> bytes:
-        """See `Telling.begin`."""
+        """See `AnswerStream.begin`."""
         usage = {"input_tokens": 0, "output_tokens": 0}
         return _event({"type": "message_start", "message": {**self._head, "content": [], "usage": usage}})
 
     def reasoning(self, text: str) -> bytes:
-        """See `Telling.reasoning`."""
+        """See `AnswerStream.reasoning`."""
         opened = self._switch({"type": "thinking", "thinking": "", "signature": ""})
         return opened + self._delta({"type": "thinking_delta", "thinking": text})
 
     def content(self, text: str) -> bytes:
-        """See `Telling.content`."""
+        """See `AnswerStream.content`."""
         return self._switch({"type": "text", "text": ""}) + self._delta({"type": "text_delta", "text": text})
 
-    def end(self, answered: Answered) -> bytes:
-        """See `Telling.end`."""
+    def end(self, answered: EndpointAnswer) -> bytes:
+        """See `AnswerStream.end`."""
         said = b""
         if not answered.turn.tool_calls and self._open != "text":
             said += self._switch({"type": "text", "text": ""})
@@ -142,12 +142,12 @@ class MessagesTelling:
         said += _event({"type": "message_delta", "delta": delta, "usage": _usage(answered)})
         return said + _event({"type": "message_stop"})
 
-    def fail(self, refused: Refused) -> bytes:
-        """See `Telling.fail`."""
+    def fail(self, refused: RequestRefused) -> bytes:
+        """See `AnswerStream.fail`."""
         return _event(Messages().error(refused))
 
     def _switch(self, block: JsonObject) -> bytes:
-        """Begin a block of another kind."""
+        """Start a content block, unless one of the same kind is open."""
         if self._open == block["type"]:
             return b""
         closed = self._close()
@@ -170,13 +170,13 @@ def _event(data: JsonObject) -> bytes:
 
 
 def _messages(item: Mapping[str, Any]) -> list[Message]:
-    """One message as those of a chat: the results of tools first, each on its own, then what is said."""
+    """Convert one message to chat messages: first the tool results, one message each, then the text."""
     role, content = item.get("role"), item.get("content")
     if role == "system":
         text = text_of(content, "system")
         return [{"role": "system", "content": text}] if text else []
     if role not in ("user", "assistant"):
-        raise Refused(Why.INVALID, f"messages: unknown role {str(role)[:50]!r}")
+        raise RequestRefused(RefusalReason.INVALID, f"messages: unknown role {str(role)[:50]!r}")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     blocks = list(objects(content, "content"))
@@ -217,7 +217,7 @@ def _assistant(blocks: list[Mapping[str, Any]]) -> Message:
 
 def _tools(given: Any) -> list[ToolSpec]:
     offered = () if given is None else objects(given, "tools")
-    # Those without a schema are run by Anthropic's own servers.
+    # Tools without a schema run on Anthropic's own servers.
     return [
         tool(item.get("name"), item.get("description"), item["input_schema"])
         for item in offered
@@ -225,7 +225,7 @@ def _tools(given: Any) -> list[ToolSpec]:
     ]
 
 
-def _head(number: int, asked: Asked) -> JsonObject:
+def _head(number: int, asked: EndpointRequest) -> JsonObject:
     return {
         "id": f"msg_{number:08}",
         "type": "message",
@@ -236,13 +236,13 @@ def _head(number: int, asked: Asked) -> JsonObject:
     }
 
 
-def _stop(answered: Answered) -> str:
+def _stop(answered: EndpointAnswer) -> str:
     if answered.turn.tool_calls:
         return "tool_use"
     return "max_tokens" if answered.finish == "length" else "end_turn"
 
 
-def _usage(answered: Answered) -> JsonObject:
+def _usage(answered: EndpointAnswer) -> JsonObject:
     cached = answered.cached_tokens
     return {
         "input_tokens": answered.prompt_tokens - cached,

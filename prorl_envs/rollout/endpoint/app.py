@@ -1,7 +1,7 @@
-"""The model endpoint over HTTP: three vendors' interfaces, one session per key.
+"""Model endpoint over HTTP: three vendors' interfaces, one session per key.
 
-Plain ASGI: a call costs a fraction of a millisecond here, and most of what a framework would check is the
-vendors' own. The key is looked at before a byte of the body is read.
+Plain ASGI: a call costs a fraction of a millisecond here, and most checks of a framework would concern
+formats that the vendors define. The key is checked before a byte of the body is read.
 """
 
 import asyncio
@@ -16,10 +16,17 @@ from starlette.types import Message, Receive, Scope, Send
 
 from prorl_envs.rollout.endpoint.anthropic import Messages
 from prorl_envs.rollout.endpoint.chat import ChatCompletions
+from prorl_envs.rollout.endpoint.incremental_parse import LiveAnswer
 from prorl_envs.rollout.endpoint.responses import Responses
 from prorl_envs.rollout.endpoint.session import EndpointLimits, ModelSession
-from prorl_envs.rollout.endpoint.types import Answered, Asked, Refused, Shape, Telling, Why
-from prorl_envs.rollout.endpoint.unfolding import Live
+from prorl_envs.rollout.endpoint.types import (
+    AnswerStream,
+    EndpointAnswer,
+    EndpointRequest,
+    RefusalReason,
+    RequestRefused,
+    Shape,
+)
 
 log = logging.getLogger(__name__)
 
@@ -30,24 +37,24 @@ _SHAPES: Mapping[str, Shape] = {
     "/messages": _MESSAGES,
     "/messages/count_tokens": _MESSAGES,
 }
-#: Seconds between two looks at a growing answer: tokens that come faster are told together.
+#: Seconds between two reads of a growing answer: tokens that arrive in between are sent together.
 _PACE_S = 0.02
-#: Seconds that a client may take to read what it is sent.
+#: Timeout in seconds for a client to read the data sent.
 _READ_S = 120.0
 
 
 class _Gone(Exception):
-    """The client went away."""
+    """The client closed the connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointApp:
-    """An ASGI application.
+    """ASGI application of the endpoint.
 
     Args:
-        find: the session of a key, or None.
-        model: name of the model, as it is listed.
-        prefix: of all paths, without a slash at its end.
+        find: returns the session of a key, or None.
+        model: name of the model in lists.
+        prefix: prefix of all paths, without a trailing slash.
     """
 
     find: Callable[[str], ModelSession | None]
@@ -63,8 +70,8 @@ class EndpointApp:
         try:
             session = self._session(scope)
             await self._serve(session, scope["method"], path, shape, receive, send)
-        except Refused as refused:
-            if session is not None and refused.why is not Why.ENDED:
+        except RequestRefused as refused:
+            if session is not None and refused.why is not RefusalReason.ENDED:
                 session.count_refused()
             await _answer(send, refused.status, shape.error(refused))
         except _Gone:
@@ -77,7 +84,7 @@ class EndpointApp:
         for key in keys:
             if key and (session := self.find(key.strip().decode("latin-1"))):
                 return session
-        raise Refused(Why.KEY, "this key is none, or its rollout has ended")
+        raise RequestRefused(RefusalReason.KEY, "this key is none, or its rollout has ended")
 
     async def _serve(
         self, session: ModelSession, method: str, path: str, shape: Shape, receive: Receive, send: Send
@@ -86,9 +93,9 @@ class EndpointApp:
             await _answer(send, 200, self._about(path))
             return
         if method != "POST" or path not in _SHAPES:
-            raise Refused(Why.ROUTE, f"there is no {method} {path[:100]}")
+            raise RequestRefused(RefusalReason.ROUTE, f"there is no {method} {path[:100]}")
         if session.reason is not None:
-            raise Refused(Why.ENDED, f"this rollout has ended: {session.reason}")
+            raise RequestRefused(RefusalReason.ENDED, f"this rollout has ended: {session.reason}")
         data = await _body(receive, session.bounds)
         asked = await session.reader.read(shape, data)
         if path.endswith("/count_tokens"):
@@ -105,10 +112,10 @@ class EndpointApp:
             leaving.cancel()
 
     def _about(self, path: str) -> dict[str, Any]:
-        """What there is to read: the one model there is.
+        """Return the response to a GET request: health, or the only model.
 
         Raises:
-            Refused: nothing is there.
+            RequestRefused: there is no such path.
         """
         model = {
             "id": self.model,
@@ -126,22 +133,22 @@ class EndpointApp:
             return {"object": "list", "data": [model], **ends}
         if path.startswith("/models/"):
             return {**model, "id": path.removeprefix("/models/")[:200]}
-        raise Refused(Why.ROUTE, f"there is no GET {path[:100]}")
+        raise RequestRefused(RefusalReason.ROUTE, f"there is no GET {path[:100]}")
 
 
 _numbers = itertools.count()
 
 
 def _path(path: str) -> str:
-    """The path behind `/v1`, which some clients write and some do not."""
+    """Return the path without `/v1`, which some clients send and some do not."""
     return path.removeprefix("/v1").rstrip("/")
 
 
 async def _body(receive: Receive, bounds: EndpointLimits) -> bytes:
-    """The body of a request.
+    """Return the body of a request.
 
     Raises:
-        Refused: it is too large, or does not come.
+        RequestRefused: it is too large, or does not arrive in time.
     """
     data = bytearray()
     try:
@@ -152,41 +159,47 @@ async def _body(receive: Receive, bounds: EndpointLimits) -> bytes:
                     raise _Gone
                 data += message.get("body", b"")
                 if len(data) > bounds.body_bytes:
-                    raise Refused(Why.SIZE, f"the body is larger than {bounds.body_bytes} bytes")
+                    raise RequestRefused(
+                        RefusalReason.SIZE, f"the body is larger than {bounds.body_bytes} bytes"
+                    )
                 if not message.get("more_body", False):
                     return bytes(data)
     except TimeoutError:
-        raise Refused(Why.INVALID, "the body did not come in time") from None
+        raise RequestRefused(RefusalReason.INVALID, "the body did not come in time") from None
 
 
 async def _left(receive: Receive) -> None:
-    """Return when the client goes away."""
+    """Return once the client closes the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _unless(leaving: asyncio.Task[None], call: asyncio.Task[Answered]) -> Answered:
-    """The answer, unless the client leaves: then the generation ends.
+async def _unless(leaving: asyncio.Task[None], call: asyncio.Task[EndpointAnswer]) -> EndpointAnswer:
+    """Return the answer; if the client leaves before, cancel the generation.
 
     Raises:
-        Refused: as the call.
+        RequestRefused: as the call.
     """
     try:
         await asyncio.wait({leaving, call}, return_when=asyncio.FIRST_COMPLETED)
         if not call.done():
             raise _Gone
         if call.cancelled():
-            raise Refused(Why.ENDED, "this rollout has ended")
+            raise RequestRefused(RefusalReason.ENDED, "this rollout has ended")
         return call.result()
     finally:
         await _end(call)
 
 
 async def _tell(
-    session: ModelSession, asked: Asked, telling: Telling, leaving: asyncio.Task[None], send: Send
+    session: ModelSession,
+    asked: EndpointRequest,
+    telling: AnswerStream,
+    leaving: asyncio.Task[None],
+    send: Send,
 ) -> None:
-    """Answer as a stream. What is refused before anything was sampled is refused as any request."""
-    live = Live()
+    """Stream the answer. A refusal before the first sampled token is sent as an ordinary error response."""
+    live = LiveAnswer()
     call = asyncio.create_task(session.call(asked, live))
     started = False
 
@@ -216,7 +229,7 @@ async def _tell(
         answered = await _unless(leaving, call)
         rest = live.unfolding.rest(answered.turn) if live.unfolding else ("", "")
         await say(_pieces(telling, *rest) + telling.end(answered))
-    except Refused as refused:
+    except RequestRefused as refused:
         if not started:
             raise
         session.count_refused()
@@ -226,17 +239,17 @@ async def _tell(
     await _send(send, {"type": "http.response.body", "body": b""})
 
 
-def _pieces(telling: Telling, reasoning: str, content: str) -> bytes:
+def _pieces(telling: AnswerStream, reasoning: str, content: str) -> bytes:
     said = telling.reasoning(reasoning) if reasoning else b""
     return said + (telling.content(content) if content else b"")
 
 
-async def _end(call: asyncio.Task[Answered]) -> None:
+async def _end(call: asyncio.Task[EndpointAnswer]) -> None:
     if not call.done():
         call.cancel()
         await asyncio.wait({call})
     if not call.cancelled():
-        call.exception()  # whoever asked may have gone, and then nobody else looks at it
+        call.exception()  # retrieve the exception, since the caller may have left
 
 
 def _start(status: int, kind: bytes, length: int | None = None) -> Message:
@@ -253,10 +266,10 @@ async def _answer(send: Send, status: int, body: Mapping[str, Any]) -> None:
 
 
 async def _send(send: Send, message: Message) -> None:
-    """Send, unless the client does not read.
+    """Send a message.
 
     Raises:
-        _Gone: it does not.
+        _Gone: the client does not read.
     """
     try:
         async with asyncio.timeout(_READ_S):

@@ -1,6 +1,5 @@
-"""OpenAI's Chat Completions, as its API reference has them
-(https://platform.openai.com/docs/api-reference/chat). Reasoning stands in `reasoning_content`, as vLLM has
-it.
+"""OpenAI's Chat Completions interface (https://platform.openai.com/docs/api-reference/chat). Reasoning is in
+`reasoning_content`, as in vLLM.
 """
 
 import json
@@ -11,14 +10,14 @@ from typing import Any
 import msgspec
 
 from prorl_envs.env.base import Message
-from prorl_envs.rollout.agent import openai_call
+from prorl_envs.rollout.agent.agent_loop import openai_call
 from prorl_envs.rollout.endpoint.types import (
     NULL,
-    Answered,
-    Asked,
     Body,
-    Refused,
-    Why,
+    EndpointAnswer,
+    EndpointRequest,
+    RefusalReason,
+    RequestRefused,
     an_object,
     most_tokens,
     objects,
@@ -34,7 +33,7 @@ _SYSTEM_ROLES = ("system", "user", "assistant", "tool")
 
 
 class _Request(msgspec.Struct):
-    """What is heeded of a request."""
+    """Fields of a request that are used."""
 
     messages: list[msgspec.Raw]
     tools: msgspec.Raw = NULL
@@ -56,9 +55,9 @@ class ChatCompletions:
         """See `Shape.open`."""
         body = opened(data, _Request)
         if body.n not in (None, 1):
-            raise Refused(Why.INVALID, "n: a request has one answer here")
+            raise RequestRefused(RefusalReason.INVALID, "n: a request has one answer here")
         options = body.stream_options
-        asked = Asked(
+        asked = EndpointRequest(
             max_tokens=most_tokens(
                 max_completion_tokens=body.max_completion_tokens, max_tokens=body.max_tokens
             ),
@@ -77,7 +76,7 @@ class ChatCompletions:
         """See `Shape.tools`."""
         return _tools(given)
 
-    def write(self, answered: Answered, asked: Asked) -> JsonObject:
+    def write(self, answered: EndpointAnswer, asked: EndpointRequest) -> JsonObject:
         """See `Shape.write`."""
         turn = answered.turn
         message: JsonObject = {"role": "assistant", "content": turn.content or None, "refusal": None}
@@ -91,36 +90,36 @@ class ChatCompletions:
         head = _head("chat.completion", answered.number, asked)
         return {**head, "choices": [choice], "usage": _usage(answered)}
 
-    def telling(self, asked: Asked, number: int) -> "ChatTelling":
+    def telling(self, asked: EndpointRequest, number: int) -> "ChatTelling":
         """See `Shape.telling`."""
         return ChatTelling(asked, _head("chat.completion.chunk", number, asked))
 
-    def error(self, refused: Refused) -> JsonObject:
+    def error(self, refused: RequestRefused) -> JsonObject:
         """See `Shape.error`."""
         return openai_error(refused)
 
 
 class ChatTelling:
-    """Implements `Telling`."""
+    """Implements `AnswerStream`."""
 
-    def __init__(self, asked: Asked, head: JsonObject) -> None:
+    def __init__(self, asked: EndpointRequest, head: JsonObject) -> None:
         self._asked = asked
         self._head = head
 
     def begin(self) -> bytes:
-        """See `Telling.begin`."""
+        """See `AnswerStream.begin`."""
         return self._chunk({"role": "assistant", "content": ""})
 
     def reasoning(self, text: str) -> bytes:
-        """See `Telling.reasoning`."""
+        """See `AnswerStream.reasoning`."""
         return self._chunk({"reasoning_content": text})
 
     def content(self, text: str) -> bytes:
-        """See `Telling.content`."""
+        """See `AnswerStream.content`."""
         return self._chunk({"content": text})
 
-    def end(self, answered: Answered) -> bytes:
-        """See `Telling.end`."""
+    def end(self, answered: EndpointAnswer) -> bytes:
+        """See `AnswerStream.end`."""
         said = b""
         if answered.turn.tool_calls:
             calls = [{"index": i, **openai_call(call)} for i, call in enumerate(answered.turn.tool_calls)]
@@ -130,8 +129,8 @@ class ChatTelling:
             said += sse({**self._head, "choices": [], "usage": _usage(answered)})
         return said + b"data: [DONE]\n\n"
 
-    def fail(self, refused: Refused) -> bytes:
-        """See `Telling.fail`."""
+    def fail(self, refused: RequestRefused) -> bytes:
+        """See `AnswerStream.fail`."""
         return sse(openai_error(refused))
 
     def _chunk(self, delta: JsonObject, finish: str | None = None) -> bytes:
@@ -140,13 +139,13 @@ class ChatTelling:
 
 
 def sse(data: JsonObject, event: str = "") -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     name = f"event: {event}\n" if event else ""
     return f"{name}data: {json.dumps(data, ensure_ascii=False)}\n\n".encode("utf-8", "replace")
 
 
-def openai_error(refused: Refused) -> JsonObject:
-    """A refusal as OpenAI's interfaces tell it."""
+def openai_error(refused: RequestRefused) -> JsonObject:
+    """Return a refusal as an error of OpenAI's interfaces."""
     kind = "server_error" if refused.status >= 500 else "invalid_request_error"
     return {"error": {"message": refused.message, "type": kind, "param": None, "code": refused.why.value}}
 
@@ -155,7 +154,7 @@ def _message(item: Mapping[str, Any]) -> Message:
     role = item.get("role")
     role = _ROLES.get(role, role) if isinstance(role, str) else role
     if role not in _SYSTEM_ROLES:
-        raise Refused(Why.INVALID, f"messages: unknown role {str(role)[:50]!r}")
+        raise RequestRefused(RefusalReason.INVALID, f"messages: unknown role {str(role)[:50]!r}")
     message: Message = {"role": role, "content": text_of(item.get("content"), "messages")}
     if role == "tool":
         message["tool_call_id"] = str(item.get("tool_call_id") or item.get("name") or "")
@@ -177,15 +176,15 @@ def _message(item: Mapping[str, Any]) -> Message:
 def _call(item: Mapping[str, Any]) -> JsonObject:
     function = item.get("function")
     if not isinstance(function, Mapping):
-        raise Refused(Why.INVALID, "tool_calls: one has no function")
+        raise RequestRefused(RefusalReason.INVALID, "tool_calls: one has no function")
     return call_of(
         str(item.get("id") or ""), text_at(function, "name", "tool_calls"), function.get("arguments")
     )
 
 
 def call_of(id_: str, name: str, arguments: Any) -> JsonObject:
-    """A tool call of a message in a request. What is no JSON object there is kept as one argument: templates
-    take nothing else."""
+    """Return a tool call of a message in a request. Arguments other than a JSON object become one argument,
+    as templates only accept objects."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
     if not _is_object(text):
         text = json.dumps({"arguments": arguments}) if arguments else "{}"
@@ -204,22 +203,22 @@ def _tools(given: Any) -> list[ToolSpec]:
     for item in () if given is None else objects(given, "tools"):
         function = item.get("function")
         if item.get("type") != "function" or not isinstance(function, Mapping):
-            raise Refused(Why.INVALID, "tools: only functions are offered to the model")
+            raise RequestRefused(RefusalReason.INVALID, "tools: only functions are offered to the model")
         tools.append(tool(function.get("name"), function.get("description"), function.get("parameters")))
     return tools
 
 
-def _head(kind: str, number: int, asked: Asked) -> JsonObject:
+def _head(kind: str, number: int, asked: EndpointRequest) -> JsonObject:
     return {"id": f"chatcmpl-{number}", "object": kind, "created": int(time.time()), "model": asked.model}
 
 
-def _finish(answered: Answered) -> str:
+def _finish(answered: EndpointAnswer) -> str:
     if answered.turn.tool_calls:
         return "tool_calls"
     return "length" if answered.finish == "length" else "stop"
 
 
-def _usage(answered: Answered) -> JsonObject:
+def _usage(answered: EndpointAnswer) -> JsonObject:
     return {
         "prompt_tokens": answered.prompt_tokens,
         "completion_tokens": answered.completion_tokens,

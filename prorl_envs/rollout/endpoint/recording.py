@@ -1,10 +1,10 @@
-"""What was asked and answered at a model endpoint, as rows of the token ledger.
+"""Recording of the requests and answers of a model endpoint, as rows of the token ledger.
 
-Each answer is a state: the ids up to its end. A request whose messages begin with those of a state, the
-answer included, goes on from the state's own ids, and what is new is bridged to them as in the agent loop.
-Nothing sampled is ever tokenised again. A request that rewrites its history goes on from the last state that
-it still begins with; what it says otherwise is context. So the rows form a tree. An answer is trained on in
-one row alone: in rows that branch off behind it, it is context.
+Each answer defines a state: the ids up to its end. A request that starts with the messages of a state,
+including its answer, continues with the state's own ids; new messages are bridged to them as in the agent
+loop. Sampled tokens are never tokenised again. A request that rewrites its history continues from the last
+state that it still starts with; its other messages are context. So the rows form a tree. An answer is trained
+on in one row only: in rows that branch off after it, it is context.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,16 +13,16 @@ from hashlib import blake2b
 
 from prorl_envs.env.base import Message
 from prorl_envs.errors import InputError
-from prorl_envs.policy.context import Context
-from prorl_envs.policy.continuation import Append, next_prompt
-from prorl_envs.policy.types import AssistantTurn, Reasoning, Renderer, Sampled
-from prorl_envs.rollout.agent import assistant_message
-from prorl_envs.rollout.endpoint.likeness import key_of, key_of_tools, keys_of
-from prorl_envs.rollout.ledger import Ledger
-from prorl_envs.rollout.types import Trajectory
+from prorl_envs.model.tokens.context import Context
+from prorl_envs.model.tokens.continuation import Append, next_prompt
+from prorl_envs.model.types import AssistantTurn, Reasoning, Renderer, Sampled
+from prorl_envs.rollout.agent.agent_loop import assistant_message
+from prorl_envs.rollout.agent.token_ledger import Ledger
+from prorl_envs.rollout.api.types import Trajectory
+from prorl_envs.rollout.endpoint.conversation_key import key_of, key_of_tools, keys_of
 from prorl_envs.tools.types import ToolCall, ToolSpec
 
-#: Ids at a prompt's end that say whether it began the reasoning.
+#: Ids at the end of a prompt that show if the reasoning starts in the prompt.
 PROMPT_END = 16
 
 
@@ -36,7 +36,7 @@ class _Row:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _State:
-    """A conversation up to the end of an answer."""
+    """Conversation up to the end of an answer."""
 
     row: _Row
     context: Context
@@ -47,15 +47,15 @@ class _State:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pending:
-    """A prompt, ready to be sampled from.
+    """Prompt that is ready for sampling.
 
     Args:
         ids: the whole context.
-        messages: the same, with the recorded answers in their places.
-        tools: on offer.
-        tools_key, key: of these, and of the conversation.
-        parent: the state that `ids` begin with; None for a conversation's beginning.
-        shared: how many ids are the state's.
+        messages: the same, with the recorded answers in place of the request's.
+        tools: available tools.
+        tools_key, key: keys of the tools and of the conversation.
+        parent: the state whose ids are a prefix of `ids`; None for a new conversation.
+        shared: number of ids in common with the state.
     """
 
     ids: Context
@@ -69,11 +69,11 @@ class Pending:
 
 @dataclass(slots=True)
 class Recording:
-    """The conversations of one rollout. Implements what `Transcript.ledger` needs.
+    """Conversations of one rollout. Implements `agent_loop.Record`.
 
     Args:
         renderer: of the model.
-        reasoning: what becomes of earlier reasoning where a conversation goes on.
+        reasoning: handling of earlier reasoning when a conversation continues.
     """
 
     renderer: Renderer
@@ -84,7 +84,7 @@ class Recording:
     _states: dict[bytes, _State] = field(default_factory=dict, init=False)
     _call_ids: dict[str, str] = field(default_factory=dict, init=False)
 
-    # What is asked and answered.
+    # Requests and answers.
 
     def prompt(
         self,
@@ -93,9 +93,9 @@ class Recording:
         keys: Sequence[bytes] = (),
         tools_key: bytes = b"",
     ) -> Pending:
-        """The ids of a request. Changes nothing, so it may run in a thread of its own.
+        """Return the ids of a request. Changes nothing, so it may run in its own thread.
 
-        Args: as of `Asked`.
+        Args: as of `EndpointRequest`.
 
         Raises:
             InputError: the chat template refuses the conversation.
@@ -110,9 +110,9 @@ class Recording:
         return Pending(Context(self.renderer.prompt(given, tools)), given, tools, tools_key, keys[-1], None)
 
     def new_text(self, messages: Sequence[Message], keys: Sequence[bytes], tools_key: bytes) -> int:
-        """Characters of a request that are not known as ids.
+        """Return the number of characters of a request that are not known as ids.
 
-        Args: as of `Asked`.
+        Args: as of `EndpointRequest`.
         """
         known = next((index for index, _ in self._known(messages, keys, tools_key)), -1)
         return sum(len(message["content"]) for message in messages[known + 1 :])
@@ -120,7 +120,7 @@ class Recording:
     def _known(
         self, messages: Sequence[Message], keys: Sequence[bytes], tools_key: bytes
     ) -> Iterator[tuple[int, _State]]:
-        """The answers among the messages up to which the conversation is recorded, the last one first."""
+        """Yield the answers among the messages up to which the conversation is recorded, last one first."""
         for index in range(len(messages) - 2, -1, -1):
             if messages[index]["role"] == "assistant" and (
                 state := self._states.get(tools_key + keys[index])
@@ -133,12 +133,12 @@ class Recording:
         """Record an answer.
 
         Args:
-            pending: what it answers.
+            pending: the prompt.
             sampled: the answer.
             asked_at, now: monotonic seconds.
 
         Returns:
-            the answer, read, its tool calls with ids that are unique here; and the conversation with it.
+            the parsed answer, its tool call ids unique in the rollout; and the conversation with it.
         """
         number, self.turns = self.turns, self.turns + 1
         row = self._row_for(pending, number, asked_at)
@@ -155,9 +155,9 @@ class Recording:
         return self._told(turn, said, number), messages
 
     def abandoned(self, pending: Pending, sampled: Sampled, *, asked_at: float, now: float) -> None:
-        """Record what was sampled of an answer that its client did not wait for.
+        """Record the sampled part of an answer that its client did not wait for.
 
-        Args: as of `answered`; the answer is as long as it got.
+        Args: as of `answered`; the answer may be incomplete.
         """
         self.turns += 1
         row = _Row(Ledger(pending.ids), 0, pending.parent.row if pending.parent else None, pending.shared)
@@ -166,7 +166,7 @@ class Recording:
         self._abandoned.append(row)
 
     def _row_for(self, pending: Pending, number: int, asked_at: float) -> _Row:
-        """The row that the prompt is the end of."""
+        """Return the row that ends with the prompt; starts a new row if necessary."""
         parent = pending.parent
         if parent is not None and pending.shared == len(parent.context) == len(parent.row.ledger):
             parent.row.ledger.tools_took(max(asked_at - parent.at, 0.0))
@@ -179,8 +179,8 @@ class Recording:
     def _continued(
         self, state: _State, messages: Sequence[Message], known: int, tools: Sequence[ToolSpec]
     ) -> tuple[Context, int] | None:
-        """The ids that go on from a state, and how many of them are its own; None where the template cannot
-        write what comes then."""
+        """Return the context of a state with the new messages, and how many of its ids are the state's own;
+        None if the template cannot render the new messages."""
         ids, new = state.context.fork(), messages[known:]
         try:
             if all(message["role"] != "assistant" for message in new):
@@ -197,7 +197,7 @@ class Recording:
         return ids, len(state.context)
 
     def _graft(self, context: Context, last: Sampled, new: Sequence[Message]) -> None:
-        """Put messages behind a context some of which are the model's, but not as it said them."""
+        """Append messages to a context, among them answers that differ from the recorded ones."""
         observations: list[Message] = []
         for message in new:
             if message["role"] != "assistant":
@@ -209,7 +209,7 @@ class Recording:
         context.extend(self.renderer.bridge(last, observations))
 
     def _own_ids(self, message: Message) -> Message:
-        """A message with the ids of tool calls that the model's template was shown."""
+        """Return a message with the tool call ids that the model's template received."""
         if message["role"] == "tool":
             id_ = message["tool_call_id"]
             return {**message, "tool_call_id": self._call_ids.get(id_, id_)}
@@ -221,7 +221,7 @@ class Recording:
         return message
 
     def _told(self, turn: AssistantTurn, said: Message, number: int) -> AssistantTurn:
-        """A turn as the harness is told of it. Calls that cannot be read are told as the text they are."""
+        """Return a turn as the harness receives it. Unreadable calls are sent as text."""
         calls = []
         for index, call in enumerate(turn.tool_calls):
             id_ = f"call_{number}_{index}_{blake2b(call.id.encode(), digest_size=4).hexdigest()}"
@@ -231,15 +231,15 @@ class Recording:
             return AssistantTurn(said["content"], (), turn.malformed)
         return AssistantTurn(said["content"], tuple(calls), (), said.get("reasoning_content", ""))
 
-    # What there is to train on.
+    # Rows for training.
 
     def __len__(self) -> int:
-        """Tokens of all rows."""
+        """Return the number of tokens of all rows."""
         return sum(len(row.ledger) for row in self._rows)
 
     @property
     def ordered(self) -> list[_Row]:
-        """The rows; that of the last answer is the last."""
+        """Rows in the order of their last answers."""
         return sorted(self._rows, key=lambda row: row.latest)
 
     @property
@@ -249,13 +249,13 @@ class Recording:
         return [_trajectory(row, rows) for row in rows[:-1]]
 
     @property
-    def aborted(self) -> list[Trajectory]:
-        """Of each answer that its client did not wait for, the context and what was sampled."""
+    def unfinished_answers(self) -> list[Trajectory]:
+        """Context and sampled tokens of each answer that its client did not wait for."""
         rows = self.ordered
         return [_trajectory(row, rows) for row in self._abandoned]
 
     def trajectory(self) -> Trajectory | None:
-        """The row of the last answer; None before there is one."""
+        """Return the row of the last answer; None before the first answer."""
         rows = self.ordered
         return _trajectory(rows[-1], rows) if rows else None
 
@@ -276,4 +276,4 @@ def _trajectory(row: _Row, rows: Sequence[_Row]) -> Trajectory:
     own = row.ledger.trajectory()
     if row.parent is None or not row.shared:
         return own
-    return own.model_copy(update={"parent": rows.index(row.parent), "shared": row.shared})
+    return own.model_copy(update={"parent": rows.index(row.parent), "shared_prefix_len": row.shared})

@@ -1,6 +1,6 @@
-"""OpenAI's Responses, as its API reference has them (https://platform.openai.com/docs/api-reference/responses
-and /responses-streaming). Nothing is kept under an id: a request carries its whole conversation, as `store:
-false` asks for. Tools that OpenAI's own servers run are not offered to the model; free-form ones take one
+"""OpenAI's Responses interface (https://platform.openai.com/docs/api-reference/responses and
+/responses-streaming). Nothing is stored under an id: a request carries its whole conversation, as with
+`store: false`. Tools that run on OpenAI's own servers are not offered to the model; free-form tools take one
 text.
 """
 
@@ -15,11 +15,11 @@ from prorl_envs.env.base import Message
 from prorl_envs.rollout.endpoint.chat import call_of, openai_error, sse
 from prorl_envs.rollout.endpoint.types import (
     NULL,
-    Answered,
-    Asked,
     Body,
-    Refused,
-    Why,
+    EndpointAnswer,
+    EndpointRequest,
+    RefusalReason,
+    RequestRefused,
     an_object,
     as_item,
     most_tokens,
@@ -31,7 +31,7 @@ from prorl_envs.rollout.endpoint.types import (
 )
 from prorl_envs.tools.types import JsonObject, ToolCall, ToolSpec
 
-#: The argument of free-form tools.
+#: Argument name of free-form tools.
 FREE_TEXT = "input"
 _FREE: JsonObject = {
     "type": "object",
@@ -42,7 +42,7 @@ _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant"
 
 
 class _Request(msgspec.Struct):
-    """What is heeded of a request."""
+    """Fields of a request that are used."""
 
     input: list[msgspec.Raw] | str
     instructions: msgspec.Raw = NULL
@@ -64,10 +64,12 @@ class Responses:
         """See `Shape.open`."""
         body = opened(data, _Request)
         if body.previous_response_id is not None:
-            raise Refused(Why.INVALID, "previous_response_id: nothing is kept here; send the conversation")
+            raise RequestRefused(
+                RefusalReason.INVALID, "previous_response_id: nothing is kept here; send the conversation"
+            )
         if body.background is True:
-            raise Refused(Why.INVALID, "background: answers are given at once here")
-        asked = Asked(
+            raise RequestRefused(RefusalReason.INVALID, "background: answers are given at once here")
+        asked = EndpointRequest(
             max_tokens=most_tokens(max_output_tokens=body.max_output_tokens),
             stream=body.stream is True,
             model=str(body.model or "")[:200],
@@ -86,21 +88,21 @@ class Responses:
         """See `Shape.tools`."""
         return _tools(given)
 
-    def write(self, answered: Answered, asked: Asked) -> JsonObject:
+    def write(self, answered: EndpointAnswer, asked: EndpointRequest) -> JsonObject:
         """See `Shape.write`."""
         return _whole(_head(asked, answered.number), answered, _items(answered, _free(asked)))
 
-    def telling(self, asked: Asked, number: int) -> "ResponsesTelling":
+    def telling(self, asked: EndpointRequest, number: int) -> "ResponsesTelling":
         """See `Shape.telling`."""
         return ResponsesTelling(_head(asked, number), number, _free(asked))
 
-    def error(self, refused: Refused) -> JsonObject:
+    def error(self, refused: RequestRefused) -> JsonObject:
         """See `Shape.error`."""
         return openai_error(refused)
 
 
 class ResponsesTelling:
-    """Implements `Telling`."""
+    """Implements `AnswerStream`."""
 
     def __init__(self, head: JsonObject, number: int, free: frozenset[str]) -> None:
         self._head = head
@@ -112,25 +114,25 @@ class ResponsesTelling:
         self._text = ""
 
     def begin(self) -> bytes:
-        """See `Telling.begin`."""
+        """See `AnswerStream.begin`."""
         return self._event("response.created", response=self._head) + self._event(
             "response.in_progress", response=self._head
         )
 
     def reasoning(self, text: str) -> bytes:
-        """See `Telling.reasoning`."""
+        """See `AnswerStream.reasoning`."""
         said = self._switch("reasoning")
         self._text += text
         return said + self._event("response.reasoning_text.delta", delta=text, **self._place())
 
     def content(self, text: str) -> bytes:
-        """See `Telling.content`."""
+        """See `AnswerStream.content`."""
         said = self._switch("message")
         self._text += text
         return said + self._event("response.output_text.delta", delta=text, logprobs=[], **self._place())
 
-    def end(self, answered: Answered) -> bytes:
-        """See `Telling.end`."""
+    def end(self, answered: EndpointAnswer) -> bytes:
+        """See `AnswerStream.end`."""
         said = self._switch("message") if not self._told(answered) else b""
         said += self._close()
         for index, call in enumerate(answered.turn.tool_calls):
@@ -138,13 +140,13 @@ class ResponsesTelling:
         whole = _whole(self._head, answered, self._done)
         return said + self._event(f"response.{whole['status']}", response=whole)
 
-    def fail(self, refused: Refused) -> bytes:
-        """See `Telling.fail`."""
+    def fail(self, refused: RequestRefused) -> bytes:
+        """See `AnswerStream.fail`."""
         error = {"code": "server_error", "message": refused.message}
         failed = {**self._head, "status": "failed", "error": error, "output": self._done}
         return self._event("response.failed", response=failed)
 
-    def _told(self, answered: Answered) -> bool:
+    def _told(self, answered: EndpointAnswer) -> bool:
         said = any(item["type"] == "message" for item in self._done)
         said = said or (self._open is not None and self._open["type"] == "message")
         return said or bool(answered.turn.tool_calls)
@@ -164,7 +166,7 @@ class ResponsesTelling:
         return said
 
     def _switch(self, kind: str) -> bytes:
-        """Begin an item of another kind."""
+        """Start an output item, unless one of the same kind is open."""
         if self._open is not None and self._open["type"] == kind:
             return b""
         said = self._close()
@@ -202,13 +204,15 @@ class ResponsesTelling:
 
 
 def _read(item: Mapping[str, Any]) -> Message | None:
-    """One item of a conversation, as a message or a part of one; None where it says nothing."""
+    """Convert one item of a conversation to a message or a part of one; None if it is empty."""
     kind = item.get("type", "message")
     match kind:
         case "message":
             role = _ROLES.get(str(item.get("role")))
             if role is None:
-                raise Refused(Why.INVALID, f"input: unknown role {str(item.get('role'))[:50]!r}")
+                raise RequestRefused(
+                    RefusalReason.INVALID, f"input: unknown role {str(item.get('role'))[:50]!r}"
+                )
             text = text_of(item.get("content"), "input")
             return {"role": role, "content": text} if text or role != "system" else None
         case "function_call":
@@ -220,9 +224,11 @@ def _read(item: Mapping[str, Any]) -> Message | None:
             output = text_of(item.get("output"), kind)
             return {"role": "tool", "tool_call_id": text_at(item, "call_id", kind), "content": output}
         case "reasoning":
-            return None  # what was recorded has it
+            return None  # the recorded answer contains it
         case _:
-            raise Refused(Why.INVALID, f"input: items of type {str(kind)[:50]!r} are not known here")
+            raise RequestRefused(
+                RefusalReason.INVALID, f"input: items of type {str(kind)[:50]!r} are not known here"
+            )
 
 
 def _called(id_: str, name: str, arguments: Any) -> Message:
@@ -239,12 +245,12 @@ def _tools(given: Any) -> list[ToolSpec]:
     return tools
 
 
-def _free(asked: Asked) -> frozenset[str]:
-    """The names of free-form tools."""
+def _free(asked: EndpointRequest) -> frozenset[str]:
+    """Return the names of free-form tools."""
     return frozenset(tool.name for tool in asked.tools if tool.parameters is _FREE)
 
 
-def _items(answered: Answered, free: frozenset[str]) -> list[JsonObject]:
+def _items(answered: EndpointAnswer, free: frozenset[str]) -> list[JsonObject]:
     turn, number = answered.turn, answered.number
     items = []
     if turn.reasoning:
@@ -278,7 +284,7 @@ def _call_item(call: ToolCall, number: int, index: int, free: frozenset[str]) ->
     return {"id": f"fc_{number}_{index}", "type": "function_call", **item, "arguments": arguments}
 
 
-def _head(asked: Asked, number: int) -> JsonObject:
+def _head(asked: EndpointRequest, number: int) -> JsonObject:
     return {
         "id": f"resp_{number}",
         "object": "response",
@@ -299,7 +305,7 @@ def _head(asked: Asked, number: int) -> JsonObject:
     }
 
 
-def _whole(head: JsonObject, answered: Answered, items: list[JsonObject]) -> JsonObject:
+def _whole(head: JsonObject, answered: EndpointAnswer, items: list[JsonObject]) -> JsonObject:
     cut = answered.finish == "length"
     return {
         **head,

@@ -1,4 +1,5 @@
-"""One rollout's model: harnesses call it over HTTP, the token protocol answers, every id is recorded."""
+"""Model session of one rollout: answers HTTP calls of harnesses by the token protocol, and records every
+id."""
 
 import asyncio
 import logging
@@ -7,33 +8,33 @@ from dataclasses import dataclass
 from functools import partial
 
 from prorl_envs.errors import InputError, ModelError
-from prorl_envs.policy.types import Conversation, Partial, PooledModel, Sampled, Sampling
-from prorl_envs.rollout import tracing
-from prorl_envs.rollout.agent import Agent, Transcript, check_sampled, elsewhere
-from prorl_envs.rollout.endpoint.reading import Reader
+from prorl_envs.model.types import Conversation, Partial, RoutedModelClient, Sampled, Sampling
+from prorl_envs.rollout.agent import tracing
+from prorl_envs.rollout.agent.agent_loop import Agent, Transcript, check_sampled, elsewhere
+from prorl_envs.rollout.api.types import AgentLimits, StopReason
+from prorl_envs.rollout.endpoint.incremental_parse import IncrementalParser, LiveAnswer
 from prorl_envs.rollout.endpoint.recording import PROMPT_END, Pending, Recording
-from prorl_envs.rollout.endpoint.types import Answered, Asked, Refused, Why
-from prorl_envs.rollout.endpoint.unfolding import Live, Unfolding
-from prorl_envs.rollout.types import AgentLimits, StopReason
+from prorl_envs.rollout.endpoint.request_cache import RequestCache
+from prorl_envs.rollout.endpoint.types import EndpointAnswer, EndpointRequest, RefusalReason, RequestRefused
 
 log = logging.getLogger(__name__)
 
-#: How keys begin, so that one that got lost is known for what it is.
+#: Prefix of keys, by which a leaked key can be recognised.
 KEY_PREFIX = "sk-prorl-"
-#: No token has more in JSON, but for runs of white space.
+#: Upper bound of the JSON bytes per token, except for runs of white space.
 _BYTES_PER_TOKEN = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointLimits:
-    """What one rollout may ask of its endpoint, beside `AgentLimits`.
+    """Limits of one rollout's endpoint, in addition to `AgentLimits`.
 
     Args:
-        parallel: calls that are answered at a time; further ones wait.
-        waiting: calls that wait.
-        refused: requests that were refused, after which no further is read.
-        body_bytes: of a request.
-        body_s: seconds that these may take to come.
+        parallel: concurrent calls; further ones wait.
+        waiting: most waiting calls.
+        refused: refused requests after which no further request is answered.
+        body_bytes: most bytes of a request.
+        body_s: timeout in seconds for receiving a body.
     """
 
     parallel: int = 16
@@ -44,16 +45,16 @@ class EndpointLimits:
 
 
 class ModelSession:
-    """The model endpoint of one rollout. Whoever has its key speaks as that rollout, and as no other.
+    """Model endpoint of one rollout. Its key grants model calls as this rollout only.
 
     Args:
         agent: tokenizer, template and model servers.
         transcript: filled as calls are answered.
-        limits: `max_turns` bounds the calls, `max_tokens` each context with its answer.
-        sampling: how to sample. A request can ask for fewer tokens; temperature and the like stay these, as
-            a trainer computes with them.
-        session: the model servers see the calls as one conversation.
-        bounds: against floods.
+        limits: `max_turns` limits the calls, `max_tokens` each context with its answer.
+        sampling: sampling settings. A request can ask for fewer tokens; temperature and the like are fixed,
+            as a trainer's computations depend on them.
+        session: session name; the model servers treat its calls as one conversation.
+        bounds: protection against floods of requests.
     """
 
     def __init__(
@@ -68,15 +69,15 @@ class ModelSession:
         self.key = KEY_PREFIX + secrets.token_urlsafe(32)
         self.bounds = bounds
         self.recording = Recording(agent.renderer, agent.reasoning)
-        self.reader = Reader()
+        self.reader = RequestCache()
         #: Set once a limit is reached: no further call is answered.
         self.exhausted = asyncio.Event()
         self.reason: StopReason | None = None
-        #: The limit that was reached, where one was.
+        #: The limit that was reached, or None.
         self.limit: StopReason | None = None
-        #: What the last call failed with, where it did.
+        #: The failure of the last call, or None.
         self.failure: ModelError | None = None
-        #: Whether the last call was refused for want of room in its context.
+        #: True if the last call was refused because its context was full.
         self.full = False
         self.refused = 0
         self.aborted = 0
@@ -86,38 +87,38 @@ class ModelSession:
         self._limits = limits
         self._sampling = sampling
         self._session = session
-        self._begun = 0
-        self._calls: dict[asyncio.Task[object], Live] = {}
+        self._started_turns = 0
+        self._calls: dict[asyncio.Task[object], LiveAnswer] = {}
         self._slots = asyncio.Semaphore(bounds.parallel)
         transcript.ledger = self.recording
 
     @property
     def calls(self) -> int:
-        """Calls that are being answered, or wait."""
+        """Number of calls that are being answered or waiting."""
         return len(self._calls)
 
     @property
-    def lives(self) -> list[Live]:
-        """Their answers, as far as they are sampled."""
+    def lives(self) -> list[LiveAnswer]:
+        """Answers in progress of these calls."""
         return list(self._calls.values())
 
-    async def call(self, asked: Asked, live: Live | None = None) -> Answered:
-        """Answer one request. Who is cancelled ends the generation; what was sampled by then is kept as an
-        answer that was not finished, where the model's server tells of it (`Streaming`).
+    async def call(self, asked: EndpointRequest, live: LiveAnswer | None = None) -> EndpointAnswer:
+        """Answer one request. Cancelling the call stops the generation; the tokens sampled before are kept as
+        an unfinished answer, if the model server streams them (`Streaming`).
 
         Args:
-            asked: what is asked for.
-            live: told of the answer while it is sampled; None where nobody reads it then.
+            asked: the request.
+            live: receives the answer while it is sampled; None if the client does not stream.
 
         Raises:
-            Refused: a limit is reached, the conversation cannot be rendered, or the model failed.
+            RequestRefused: a limit is reached, the conversation cannot be rendered, or the model failed.
         """
         self.touched = self._agent.clock.monotonic()
         if self.reason is not None:
-            raise Refused(Why.ENDED, f"this rollout has ended: {self.reason}")
+            raise RequestRefused(RefusalReason.ENDED, f"this rollout has ended: {self.reason}")
         if len(self._calls) >= self.bounds.parallel + self.bounds.waiting:
-            raise Refused(Why.BUSY, "too many requests of this rollout at a time")
-        task, live = asyncio.current_task(), live or Live()
+            raise RequestRefused(RefusalReason.BUSY, "too many requests of this rollout at a time")
+        task, live = asyncio.current_task(), live or LiveAnswer()
         assert task is not None
         self._calls[task] = live
         try:
@@ -131,21 +132,21 @@ class ModelSession:
             del self._calls[task]
             self.touched = self._agent.clock.monotonic()
 
-    def count_tokens(self, asked: Asked) -> int:
-        """Tokens of a request's prompt.
+    def count_tokens(self, asked: EndpointRequest) -> int:
+        """Return the number of tokens of a request's prompt.
 
         Raises:
-            Refused: the conversation cannot be rendered.
+            RequestRefused: the conversation cannot be rendered.
         """
         self._check_size(asked)
         try:
             given = (asked.messages, asked.tools, asked.keys, asked.tools_key)
             return len(self.recording.prompt(*given).ids)
         except InputError as error:
-            raise Refused(Why.INVALID, str(error)) from error
+            raise RequestRefused(RefusalReason.INVALID, str(error)) from error
 
     async def aclose(self) -> None:
-        """Answer nothing more, and end what is being answered. Idempotent."""
+        """Refuse further calls, and cancel the current ones. Idempotent."""
         self.reason = self.reason or StopReason.FINISHED
         calls = [call for call in self._calls if call is not asyncio.current_task()]
         for call in calls:
@@ -154,44 +155,48 @@ class ModelSession:
             await asyncio.wait(calls)
 
     def end(self, reason: StopReason) -> None:
-        """A limit is reached: answer no further call; those that are being answered go on."""
+        """Stop the session at a limit: refuse further calls, but finish the current ones."""
         self.reason = self.limit = self.reason or reason
         self.exhausted.set()
 
     def count_refused(self) -> None:
-        """A request came to nothing. Many end the rollout: nobody who works sends that many."""
+        """Count a refused or cancelled request. Too many stop the session: no working agent causes so
+        many."""
         self.refused += 1
         if self.refused >= self.bounds.refused:
             self.end(StopReason.TURN_LIMIT)
 
     # Steps.
 
-    async def _call(self, asked: Asked, live: Live) -> Answered:
+    async def _call(self, asked: EndpointRequest, live: LiveAnswer) -> EndpointAnswer:
         if self.reason is not None:
-            raise Refused(Why.ENDED, f"this rollout has ended: {self.reason}")
-        if self._begun >= self._limits.max_turns:
+            raise RequestRefused(RefusalReason.ENDED, f"this rollout has ended: {self.reason}")
+        if self._started_turns >= self._limits.max_turns:
             self.end(StopReason.TURN_LIMIT)
-            raise Refused(Why.ENDED, f"this rollout has made its {self._limits.max_turns} model calls")
-        self._begun += 1
+            raise RequestRefused(
+                RefusalReason.ENDED, f"this rollout has made its {self._limits.max_turns} model calls"
+            )
+        self._started_turns += 1
         pending, asked_at = None, 0.0
         try:
             pending = await self._pending(asked)
-            live.unfolding = Unfolding(self._agent.renderer, asked.tools, pending.ids[-PROMPT_END:])
+            live.unfolding = IncrementalParser(self._agent.renderer, asked.tools, pending.ids[-PROMPT_END:])
             asked_at = self._agent.clock.monotonic()
             sampled = await self._sample(asked, pending, live)
         except asyncio.CancelledError:
             if pending is None or not self._keep(pending, live.partial, asked_at):
-                self._begun -= 1
+                self._started_turns -= 1
             raise
         except BaseException:
-            self._begun -= 1  # it can try again; `refused` and the time bound how often
+            # The agent may try again; `refused` and the time limit bound the retries.
+            self._started_turns -= 1
             raise
         now = self._agent.clock.monotonic()
         turn, messages = self.recording.answered(pending, sampled, asked_at=asked_at, now=now)
         self._transcript.messages[:] = messages
         self._transcript.tools = pending.tools
         self.failure, self.full = None, False
-        return Answered(
+        return EndpointAnswer(
             number=self.recording.turns - 1,
             turn=turn,
             finish=sampled.finish_reason,
@@ -201,7 +206,7 @@ class ModelSession:
         )
 
     def _keep(self, pending: Pending, partial: Partial | None, asked_at: float) -> bool:
-        """Record what was sampled of an answer that nobody waits for any more, if something was."""
+        """Record the sampled tokens of an answer without a waiting client. Returns True if there were any."""
         if partial is None or not partial.ids:
             return False
         ids, logprobs = tuple(partial.ids), tuple(partial.logprobs)
@@ -210,23 +215,25 @@ class ModelSession:
         self.recording.abandoned(pending, sampled, asked_at=asked_at, now=now)
         return True
 
-    async def _pending(self, asked: Asked) -> Pending:
+    async def _pending(self, asked: EndpointRequest) -> Pending:
         self._check_size(asked)
         given = (asked.messages, asked.tools, asked.keys, asked.tools_key)
         try:
             new = self.recording.new_text(asked.messages, asked.keys, asked.tools_key)
             return await elsewhere(new, partial(self.recording.prompt, *given))
         except InputError as error:
-            raise Refused(Why.INVALID, str(error)) from error
+            raise RequestRefused(RefusalReason.INVALID, str(error)) from error
 
-    def _check_size(self, asked: Asked) -> None:
-        """Raises:
-        Refused: there is far too much to be worth being tokenised.
+    def _check_size(self, asked: EndpointRequest) -> None:
+        """Check that a request is not much larger than the context.
+
+        Raises:
+            RequestRefused: it is, so that tokenising it would be a waste.
         """
         if asked.size > self._limits.max_tokens * _BYTES_PER_TOKEN:
             raise self._too_long(asked.size // 4)
 
-    async def _sample(self, asked: Asked, pending: Pending, live: Live) -> Sampled:
+    async def _sample(self, asked: EndpointRequest, pending: Pending, live: LiveAnswer) -> Sampled:
         room = self._limits.max_tokens - len(pending.ids)
         if room < 1:
             raise self._too_long(len(pending.ids))
@@ -237,17 +244,17 @@ class ModelSession:
                 sampled = await self._generate(pending, sampling, live)
                 tracing.note_sampled(span, sampled)
             check_sampled(sampled, tokens)
-            if live.restarted and live.told:
-                raise ModelError("the model's server was lost while it answered, and what it said was told")
+            if live.restarted and live.partly_sent:
+                raise ModelError("the model server was lost during an answer that was already sent in part")
         except ModelError as error:
             self.failure = error
             log.info("session %s: the model failed: %s", self._session, error)
-            raise Refused(Why.MODEL, error.message) from error
+            raise RequestRefused(RefusalReason.MODEL, error.message) from error
         return sampled
 
-    async def _generate(self, pending: Pending, sampling: Sampling, live: Live) -> Sampled:
+    async def _generate(self, pending: Pending, sampling: Sampling, live: LiveAnswer) -> Sampled:
         model = self._agent.model
-        if not isinstance(model, PooledModel):
+        if not isinstance(model, RoutedModelClient):
             return await model.generate(pending.ids, sampling, session=self._session)
         said = Conversation(pending.messages, pending.tools)
         with self._transcript.held.counting(model.paused_s):
@@ -259,11 +266,11 @@ class ModelSession:
                 heard=live.heard,
             )
 
-    def _too_long(self, tokens: int) -> Refused:
+    def _too_long(self, tokens: int) -> RequestRefused:
         most = self._limits.max_tokens
         self.full = True
-        return Refused(
-            Why.CONTEXT,
+        return RequestRefused(
+            RefusalReason.CONTEXT,
             f"prompt is too long: this model's maximum context length is {most} tokens, and the messages "
             f"have {tokens}",
         )

@@ -1,4 +1,4 @@
-"""What the shapes of a model endpoint have in common: requests, answers, refusals."""
+"""Common types of a model endpoint's interfaces: requests, answers, refusals."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,18 +9,18 @@ from typing import Any, Protocol
 import msgspec
 
 from prorl_envs.env.base import Message
-from prorl_envs.policy.types import AssistantTurn, FinishReason
+from prorl_envs.model.types import AssistantTurn, FinishReason
 from prorl_envs.tools.types import JsonObject, ToolSpec
 
 NOT_JSON = "the body is no JSON object"
-#: What a request does not say.
+#: Value of a missing field.
 NULL = msgspec.Raw(b"null")
-#: Takes the place of content that has no tokens: images, documents, sound.
+#: Replaces content that has no tokens: images, documents, sound.
 LEFT_OUT = "[left out: the model reads text alone]"
 
 
-class Why(StrEnum):
-    """Why a request is refused."""
+class RefusalReason(StrEnum):
+    """Reason why a request is refused."""
 
     INVALID = "invalid_request"
     KEY = "unknown_key"
@@ -32,28 +32,28 @@ class Why(StrEnum):
     MODEL = "model_failed"
 
 
-#: The HTTP status of each; clients try 429 and 5xx again, and the others not.
-STATUS: Mapping[Why, int] = {
-    Why.INVALID: 400,
-    Why.KEY: 401,
-    Why.ROUTE: 404,
-    Why.SIZE: 413,
-    Why.CONTEXT: 400,
-    Why.ENDED: 403,
-    Why.BUSY: 429,
-    Why.MODEL: 503,
+#: HTTP status of each reason; clients retry 429 and 5xx only.
+STATUS: Mapping[RefusalReason, int] = {
+    RefusalReason.INVALID: 400,
+    RefusalReason.KEY: 401,
+    RefusalReason.ROUTE: 404,
+    RefusalReason.SIZE: 413,
+    RefusalReason.CONTEXT: 400,
+    RefusalReason.ENDED: 403,
+    RefusalReason.BUSY: 429,
+    RefusalReason.MODEL: 503,
 }
 
 
-class Refused(Exception):
-    """A request that is not answered.
+class RequestRefused(Exception):
+    """Error: a request is refused.
 
     Args:
         why: the reason.
-        message: what the caller is told.
+        message: text for the caller.
     """
 
-    def __init__(self, why: Why, message: str) -> None:
+    def __init__(self, why: RefusalReason, message: str) -> None:
         super().__init__(message)
         self.why = why
         self.message = message
@@ -64,19 +64,19 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """A request for an answer, whatever its shape.
+class EndpointRequest:
+    """Request for an answer, independent of the interface.
 
     Args:
-        messages: in OpenAI's Chat Completions shape, content as text; a system message comes first or not at
-            all, and the last one is not the model's.
-        tools: on offer.
+        messages: in OpenAI's Chat Completions shape, content as text; a system message can only be the
+            first, and the last message is not the model's.
+        tools: available tools.
         max_tokens: most tokens of the answer, or None.
-        stream: whether it is told as it is sampled.
-        usage: whether a stream ends with the numbers of tokens, where that is a choice.
-        model: as the caller names it; answered, and not heeded.
+        stream: stream the answer while it is sampled.
+        usage: a stream includes the token counts, if the interface makes this optional.
+        model: name from the caller; returned, but otherwise ignored.
         size: bytes of the request.
-        keys, tools_key: of the messages and the tools, as `likeness` has them; empty where not known.
+        keys, tools_key: keys of messages and tools, see `conversation_key`; empty if not known.
     """
 
     messages: Sequence[Message] = ()
@@ -92,28 +92,28 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A request whose conversation is not read yet.
+    """Request whose conversation is not parsed yet.
 
     Args:
-        items: of the conversation, JSON each.
-        tools: on offer, JSON.
+        items: items of the conversation, JSON each.
+        tools: available tools, JSON.
         asked: the rest.
     """
 
     items: Sequence[bytes]
     tools: bytes
-    asked: Asked
+    asked: EndpointRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
-    """An answer, as the shapes tell it.
+class EndpointAnswer:
+    """Answer, independent of the interface.
 
     Args:
-        number: of the call within its rollout.
-        turn: what was said. Ids of tool calls are unique within the rollout.
-        finish: why sampling ended.
-        prompt_tokens, completion_tokens, cached_tokens: how many.
+        number: number of the call within its rollout.
+        turn: the parsed answer. Ids of tool calls are unique within the rollout.
+        finish: reason why sampling stopped.
+        prompt_tokens, completion_tokens, cached_tokens: token counts.
     """
 
     number: int
@@ -124,96 +124,97 @@ class Answered:
     cached_tokens: int = 0
 
 
-class Telling(Protocol):
-    """One answer told as a stream of server-sent events."""
+class AnswerStream(Protocol):
+    """Writer of one answer as a stream of server-sent events."""
 
     def begin(self) -> bytes:
-        """What comes before anything is sampled."""
+        """Return the events before the first token."""
         ...
 
     def reasoning(self, text: str) -> bytes:
-        """More of what the model thinks first."""
+        """Return events for more reasoning."""
         ...
 
     def content(self, text: str) -> bytes:
-        """More of what it says."""
+        """Return events for more content."""
         ...
 
-    def end(self, answered: Answered) -> bytes:
-        """The tool calls, and the end. Text that was not told before comes first, by the two above."""
+    def end(self, answered: EndpointAnswer) -> bytes:
+        """Return the tool calls and the final events. Unsent text must be sent before, with the two
+        methods above."""
         ...
 
-    def fail(self, refused: Refused) -> bytes:
-        """There is no answer after all."""
+    def fail(self, refused: RequestRefused) -> bytes:
+        """Return the events for a failure after the start of the stream."""
         ...
 
 
 class Shape(Protocol):
-    """One vendor's interface."""
+    """Interface of one vendor."""
 
     @property
     def joins(self) -> bool:
-        """Items of an answer that follow each other are one message."""
+        """True if consecutive items of an answer form one message."""
         ...
 
     def open(self, data: bytes) -> Body:
-        """A request, its conversation not read yet.
+        """Parse a request except for its conversation.
 
         Raises:
-            Refused: it is malformed, or asks for what there is not.
+            RequestRefused: it is malformed, or needs an unsupported feature.
         """
         ...
 
     def item(self, item: Any) -> Sequence[Message]:
-        """The messages of an item of the conversation.
+        """Return the messages of an item of the conversation.
 
         Raises:
-            Refused: it is malformed.
+            RequestRefused: it is malformed.
         """
         ...
 
     def tools(self, given: Any) -> Sequence[ToolSpec]:
-        """The tools on offer.
+        """Return the available tools.
 
         Raises:
-            Refused: one of them cannot be offered.
+            RequestRefused: a tool is not supported.
         """
         ...
 
-    def write(self, answered: Answered, asked: Asked) -> JsonObject:
-        """An answer in one piece."""
+    def write(self, answered: EndpointAnswer, asked: EndpointRequest) -> JsonObject:
+        """Return an answer as one JSON response."""
         ...
 
-    def telling(self, asked: Asked, number: int) -> Telling:
-        """An answer as a stream; `number` makes its name."""
+    def telling(self, asked: EndpointRequest, number: int) -> AnswerStream:
+        """Return a writer for a streamed answer; its id contains `number`."""
         ...
 
-    def error(self, refused: Refused) -> JsonObject:
-        """The body of a refusal."""
+    def error(self, refused: RequestRefused) -> JsonObject:
+        """Return the body of a refusal."""
         ...
 
 
 def opened[BodyT](data: bytes, kind: type[BodyT]) -> BodyT:
-    """A body, as far as `kind` says.
+    """Parse a body into the fields of `kind`.
 
     Raises:
-        Refused: it is no JSON, or of another shape.
+        RequestRefused: it is not JSON, or does not match `kind`.
     """
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
-        raise Refused(Why.INVALID, str(error)) from None
+        raise RequestRefused(RefusalReason.INVALID, str(error)) from None
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         pass
-    try:  # half a surrogate pair, which JSON can spell and no text can hold
+    try:  # half a surrogate pair, which is valid in JSON but not in text
         mended = json.dumps(json.loads(data), ensure_ascii=False).encode("utf-8", "replace")
         return msgspec.json.decode(mended, type=kind)
-    except (msgspec.MsgspecError, RecursionError, ValueError):  # of UTF-8 too
-        raise Refused(Why.INVALID, NOT_JSON) from None
+    except (msgspec.MsgspecError, RecursionError, ValueError):  # includes UnicodeDecodeError
+        raise RequestRefused(RefusalReason.INVALID, NOT_JSON) from None
 
 
 def as_item(role: str, content: msgspec.Raw | str) -> bytes:
-    """What stands beside a conversation, as an item of it.
+    """Return content from outside the conversation as an item of it.
 
     Args:
         content: JSON, or a text.
@@ -222,17 +223,17 @@ def as_item(role: str, content: msgspec.Raw | str) -> bytes:
 
 
 def text_of(content: Any, where: str) -> str:
-    """Text of a message's content: a string, or parts of which those with text count.
+    """Return the text of a message's content: a string, or the text parts of a list.
 
     Raises:
-        Refused: it is neither.
+        RequestRefused: it is neither.
     """
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise Refused(Why.INVALID, f"{where}: content is neither text nor a list of parts")
+        raise RequestRefused(RefusalReason.INVALID, f"{where}: content is neither text nor a list of parts")
     return "".join(_part(part, where) for part in content)
 
 
@@ -240,7 +241,7 @@ def _part(part: Any, where: str) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
-        raise Refused(Why.INVALID, f"{where}: a part of the content is no object")
+        raise RequestRefused(RefusalReason.INVALID, f"{where}: a part of the content is no object")
     for key in ("text", "refusal"):
         if isinstance(part.get(key), str):
             return str(part[key])
@@ -248,65 +249,65 @@ def _part(part: Any, where: str) -> str:
 
 
 def objects(value: Any, where: str) -> Iterator[Mapping[str, Any]]:
-    """The objects of a list.
+    """Yield the objects of a list.
 
     Raises:
-        Refused: it is none.
+        RequestRefused: it is not a list of objects.
     """
     if not isinstance(value, list):
-        raise Refused(Why.INVALID, f"{where} is no list")
+        raise RequestRefused(RefusalReason.INVALID, f"{where} is no list")
     for item in value:
         yield an_object(item, where)
 
 
 def an_object(value: Any, where: str) -> Mapping[str, Any]:
-    """The value itself.
+    """Return the value unchanged.
 
     Raises:
-        Refused: it is no object.
+        RequestRefused: it is not an object.
     """
     if not isinstance(value, Mapping):
-        raise Refused(Why.INVALID, f"{where} holds what is no object")
+        raise RequestRefused(RefusalReason.INVALID, f"{where} holds what is no object")
     return value
 
 
 def text_at(value: Mapping[str, Any], key: str, where: str) -> str:
-    """The text under a key.
+    """Return the text under a key.
 
     Raises:
-        Refused: there is none.
+        RequestRefused: there is none.
     """
     found = value.get(key)
     if not isinstance(found, str):
-        raise Refused(Why.INVALID, f"{where}: {key} is missing, or no text")
+        raise RequestRefused(RefusalReason.INVALID, f"{where}: {key} is missing, or no text")
     return found
 
 
 def most_tokens(**given: Any) -> int | None:
-    """The first of some numbers of tokens, by name, that is given.
+    """Return the first of several token limits, by name, that is set.
 
     Raises:
-        Refused: it is none.
+        RequestRefused: it is not a number of tokens.
     """
     for key, value in given.items():
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise Refused(Why.INVALID, f"{key} is no number of tokens")
+            raise RequestRefused(RefusalReason.INVALID, f"{key} is no number of tokens")
         return value
     return None
 
 
 def tool(name: Any, description: Any, parameters: Any) -> ToolSpec:
-    """A tool on offer.
+    """Return an available tool.
 
     Raises:
-        Refused: it has no name, or its parameters are no schema.
+        RequestRefused: it has no name, or its parameters are not a schema.
     """
     if not isinstance(name, str) or not name:
-        raise Refused(Why.INVALID, "tools: one has no name")
+        raise RequestRefused(RefusalReason.INVALID, "tools: one has no name")
     if parameters is None:
         parameters = {"type": "object", "properties": {}}
     if not isinstance(parameters, dict):
-        raise Refused(Why.INVALID, f"tools: the parameters of {name[:100]} are no schema")
+        raise RequestRefused(RefusalReason.INVALID, f"tools: the parameters of {name[:100]} are no schema")
     return ToolSpec(name, description if isinstance(description, str) else "", parameters)

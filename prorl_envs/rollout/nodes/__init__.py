@@ -1,0 +1,1 @@
+"""Further machines and processes that run jobs for a service: messages, connections, workers."""

@@ -1,8 +1,8 @@
-"""How head and node reach each other: frames over TCP, or two queues in one process.
+"""Channels between head and node: frames over TCP, or two queues in one process.
 
-A frame is its length in 4 bytes, big-endian, and its content. Messages sent in one turn of the event loop
-leave in one write. Who connects proves that it knows the shared token without showing it, and so does who is
-connected to: a challenge and its HMAC-SHA-256 (RFC 2104) each way. What follows is not encrypted, like the
+A frame is its length in 4 bytes, big-endian, and its content. Messages sent in one iteration of the event
+loop leave in one write. In the handshake, each side proves that it knows the shared token without sending it:
+a challenge and its HMAC-SHA-256 (RFC 2104) each way. The following messages are not encrypted, like the
 service's HTTP.
 """
 
@@ -21,7 +21,7 @@ from prorl_envs.rollout.nodes.messages import Message, ToHead, ToNode, decode_to
 
 #: Largest frame: far more than a result of a million tokens.
 MAX_FRAME = 256 << 20
-#: Seconds that a stranger gets to prove that it knows the token.
+#: Timeout of the handshake, seconds.
 HANDSHAKE_S = 10.0
 _MAGIC = b"prorl-envs node 1\n"
 _LENGTH = struct.Struct(">I")
@@ -29,26 +29,26 @@ _NONCE = 32
 
 
 class ChannelClosed(ProrlError):
-    """The other side is gone, or says what makes no sense."""
+    """The connection is lost, or the other side sent an invalid message."""
 
 
-class Channel[Out: Message, In: Message](Protocol):
-    """One side of a conversation."""
+class NodeChannel[Out: Message, In: Message](Protocol):
+    """One side of a connection between head and node."""
 
     def send(self, message: Out) -> None:
-        """Send, or drop where the other side is gone: `receive` says so."""
+        """Send a message. It is dropped if the other side is gone: `receive` then raises."""
         ...
 
     async def receive(self) -> In:
-        """The next message.
+        """Return the next message.
 
         Raises:
-            ChannelClosed: there is none any more.
+            ChannelClosed: there will be no further message.
         """
         ...
 
     def close(self) -> None:
-        """Hang up. Idempotent."""
+        """Close the connection. Idempotent."""
         ...
 
 
@@ -57,7 +57,7 @@ class TcpChannel[Out: Message, In: Message]:
 
     Args:
         reader, writer: of the connection; closed with the channel.
-        decode: makes messages of frames.
+        decode: decodes frames.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class TcpChannel[Out: Message, In: Message]:
         self._unsent: list[bytes] = []
 
     def send(self, message: Out) -> None:
-        """See `Channel.send`."""
+        """See `NodeChannel.send`."""
         content = encode(message)
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)
         self._unsent += (_LENGTH.pack(len(content)), content)
 
     async def receive(self) -> In:
-        """See `Channel.receive`."""
+        """See `NodeChannel.receive`."""
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             if length > MAX_FRAME:
@@ -88,7 +88,7 @@ class TcpChannel[Out: Message, In: Message]:
             raise ChannelClosed(f"the connection is lost: {error}") from error
 
     def close(self) -> None:
-        """See `Channel.close`."""
+        """See `NodeChannel.close`."""
         self._flush()
         self._writer.close()
 
@@ -99,7 +99,7 @@ class TcpChannel[Out: Message, In: Message]:
 
 
 class _Queued[Out: Message, In: Message]:
-    """One end of a pair within one event loop. Messages pass through their frames, as over a wire."""
+    """One side of a channel pair within one event loop. Messages are encoded to frames, as on a network."""
 
     def __init__(self, decode: Callable[[bytes], In]) -> None:
         self._decode = decode
@@ -125,19 +125,19 @@ class _Queued[Out: Message, In: Message]:
             self._inbox.put_nowait(None)
 
 
-def channel_pair() -> tuple[Channel[ToNode, ToHead], Channel[ToHead, ToNode]]:
-    """The head's end and the node's end of a channel in one event loop."""
+def channel_pair() -> tuple[NodeChannel[ToNode, ToHead], NodeChannel[ToHead, ToNode]]:
+    """Return the head's side and the node's side of a channel in one event loop."""
     head: _Queued[ToNode, ToHead] = _Queued(decode_to_head)
     node: _Queued[ToHead, ToNode] = _Queued(decode_to_node)
     head.other, node.other = node, head
     return head, node
 
 
-async def connect(host: str, port: int, token: str) -> Channel[ToHead, ToNode]:
-    """A node's channel to the head at an address.
+async def connect(host: str, port: int, token: str) -> NodeChannel[ToHead, ToNode]:
+    """Connect a node to the head.
 
     Raises:
-        ChannelClosed: nobody is there, or it does not know the token, or does not let us in.
+        ChannelClosed: there is no head at the address, or the handshake fails.
     """
     try:
         async with asyncio.timeout(HANDSHAKE_S):
@@ -157,11 +157,11 @@ async def connect(host: str, port: int, token: str) -> Channel[ToHead, ToNode]:
 
 async def accept(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str
-) -> Channel[ToNode, ToHead]:
-    """The head's channel to a node that has connected.
+) -> NodeChannel[ToNode, ToHead]:
+    """Return the head's channel to a node that has connected.
 
     Raises:
-        ChannelClosed: it is no node, or does not know the token.
+        ChannelClosed: the handshake fails: it is no node, or has another token.
     """
     try:
         async with asyncio.timeout(HANDSHAKE_S):
@@ -175,8 +175,8 @@ async def accept(
 async def _shake(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes, *, mine: bytes, theirs: bytes
 ) -> None:
-    """Prove that we know the token, and see the other side prove it. Both nonces are in both proofs, and each
-    proof names its side, so none can be sent back or used again."""
+    """Prove that this side knows the token, and check the proof of the other side. Both nonces are in both
+    proofs, and each proof names its side, so no proof can be reflected or replayed."""
     nonce = os.urandom(_NONCE)
     writer.write(_MAGIC + nonce)
     if await reader.readexactly(len(_MAGIC)) != _MAGIC:

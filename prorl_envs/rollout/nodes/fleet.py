@@ -1,10 +1,9 @@
-"""The nodes of a service, beside its own machine: who joins, who carries out what, who is lost.
+"""The nodes of a service, beside its own machine: joining, dispatch of stages, loss.
 
-To the engine a fleet is a crew like a worker (`engine.Crew`); to the scheduler its nodes are places.
-Everything that
-is decided or kept is at the head: queues, fairness, batches, the store, the router of model calls. A node
-that is lost is an infrastructure failure of the attempts that were there; they are tried again elsewhere
-within the service's `attempts`.
+For the engine a fleet is a stage executor like a worker (`engine.StageExecutor`); for the scheduler its nodes
+are places. All decisions and all stored state are at the head: queues, fairness, batches, the store, the
+router of model calls. The loss of a node is an infrastructure failure of its attempts; they are retried
+elsewhere within the service's `attempts`.
 """
 
 import asyncio
@@ -15,52 +14,52 @@ from typing import Literal
 
 from prorl_envs import __version__
 from prorl_envs.clock import Clock, SystemClock
-from prorl_envs.policy.pool import ModelPool
-from prorl_envs.rollout import tracing
-from prorl_envs.rollout.engine import Crew, Engine
-from prorl_envs.rollout.episode import Episode
-from prorl_envs.rollout.errors import NotFound
-from prorl_envs.rollout.nodes.channel import Channel, ChannelClosed
-from prorl_envs.rollout.nodes.link import Link, NodeState, lost_failure
+from prorl_envs.model.routing.pool import ModelPool
+from prorl_envs.rollout.agent import tracing
+from prorl_envs.rollout.api.errors import NotFound
+from prorl_envs.rollout.api.types import Failure, Stage
+from prorl_envs.rollout.api.views import NodeView, PoolView
+from prorl_envs.rollout.episode.engine import Engine, StageExecutor
+from prorl_envs.rollout.episode.job import Job
+from prorl_envs.rollout.nodes.channel import ChannelClosed, NodeChannel
+from prorl_envs.rollout.nodes.connection import NodeConnection, NodeState, lost_failure
 from prorl_envs.rollout.nodes.messages import (
-    Alive,
-    Close,
     Closed,
+    CloseJob,
     Collect,
     Collected,
-    End,
-    Interrupt,
+    HeadHeartbeat,
+    Hello,
+    InterruptJob,
+    JoinRefused,
     Perform,
     Performed,
     Ready,
-    Refused,
     Report,
+    Shutdown,
     ToHead,
     ToNode,
-    Welcome,
 )
-from prorl_envs.rollout.nodes.reports import account_of
-from prorl_envs.rollout.placement import HEAD, HERE, Limits, Place
-from prorl_envs.rollout.types import Failure, Stage
-from prorl_envs.rollout.views import NodeView, PoolView
+from prorl_envs.rollout.nodes.result_codec import account_of
+from prorl_envs.rollout.scheduling.placement import HEAD, HERE, Place, StageLimits
 
 log = logging.getLogger(__name__)
 
-#: Seconds that a node gets to tell what an attempt that did not end well has come to.
+#: Seconds that a node gets to report the partial result of an attempt that failed or was cancelled.
 COLLECT_S = 10.0
-#: Lost nodes that are remembered, for whoever asks.
+#: Number of lost nodes that are listed.
 _REMEMBERED = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What the head asks of nodes and tells them.
+    """Requirements for nodes, and settings that nodes receive.
 
     Args:
         environments: names that a node must know.
         fingerprint: of the head's tokenizer and chat template: a node's must be the same.
-        tokenizer, model, protocol, tool_format, reasoning: as in `Welcome`.
-        beat_s, silent_s, grace_s, close_s: as in `Welcome`.
+        tokenizer, model, protocol, tool_format, reasoning: as in `Hello`.
+        heartbeat_s, heartbeat_timeout_s, grace_s, close_s: as in `Hello`.
         start_s: seconds that a node gets to prepare itself.
     """
 
@@ -71,8 +70,8 @@ class Terms:
     protocol: Literal["auto", "vllm", "sglang", "llamacpp", "openai"] = "auto"
     tool_format: str = "auto"
     reasoning: Literal["keep", "user_turn", "template"] = "keep"
-    beat_s: float = 5.0
-    silent_s: float = 30.0
+    heartbeat_s: float = 5.0
+    heartbeat_timeout_s: float = 30.0
     grace_s: float = 30.0
     close_s: float = 60.0
     start_s: float = 300.0
@@ -80,11 +79,11 @@ class Terms:
 
 @dataclass(slots=True, eq=False)
 class _Order:
-    """Where a job's attempt is."""
+    """A job's attempt on a node."""
 
     number: int
-    link: Link
-    whole: bool = False  # the attempt's account is all there
+    link: NodeConnection
+    whole: bool = False  # the complete attempt report has arrived
 
 
 class Fleet:
@@ -92,7 +91,7 @@ class Fleet:
 
     Args:
         pool: routes the model calls of all nodes.
-        terms: what nodes are told.
+        terms: requirements for nodes, and their settings.
         clock: measures silence.
         head_takes_jobs: whether jobs run on the service's own machine too.
     """
@@ -101,117 +100,117 @@ class Fleet:
         self, pool: ModelPool, terms: Terms, clock: Clock | None = None, *, head_takes_jobs: bool = False
     ) -> None:
         self.head_takes_jobs = head_takes_jobs
-        #: Where nodes join: a TCP port, or 0.
+        #: TCP port where nodes join, or 0.
         self.port = 0
         self._pool = pool
         self._terms = terms
         self._clock = clock or SystemClock()
-        self._here: Crew | None = None
+        self._here: StageExecutor | None = None
         self._engine: Engine | None = None
         self._is_attached = asyncio.Event()
-        self._links: dict[str, Link] = {}
-        self._lost: list[Link] = []
+        self._links: dict[str, NodeConnection] = {}
+        self._lost: list[NodeConnection] = []
         self._names = {HEAD}
-        self._orders: dict[str, _Order] = {}  # by job
+        self._orders: dict[str, _Order] = {}  # by job id
         self._number = 0
         self._serving: set[asyncio.Task[None]] = set()
         self._closed = False
         pool.watch(self._hold)
 
-    def attach(self, here: Crew, engine: Engine) -> None:
-        """Belong to a service.
+    def attach(self, here: StageExecutor, engine: Engine) -> None:
+        """Attach the fleet to a service.
 
         Args:
-            here: carries out what is on the service's own machine.
-            engine: hears of nodes.
+            here: carries out stages on the service's own machine.
+            engine: is notified of nodes.
         """
         self._here, self._engine = here, engine
         self._is_attached.set()
 
     @property
-    def links(self) -> Collection[Link]:
-        """The nodes that are there, in the order in which they joined, and the last that were lost."""
+    def links(self) -> Collection[NodeConnection]:
+        """The connected nodes, in the order in which they joined, and the last lost nodes."""
         return (*self._links.values(), *self._lost)
 
     def views(self) -> list[NodeView]:
-        """The same for people."""
+        """Return the API views of the same nodes."""
         places = {place.name: place for place in self._attached.scheduler.nodes}
         return [_view(link, places.get(link.name)) for link in self.links]
 
-    def told(self) -> dict[str, dict[str, float]]:
-        """By name, what each node that is there told with its last beat: see `Beat`."""
+    def heartbeats(self) -> dict[str, dict[str, float]]:
+        """Return each connected node's last heartbeat by name: see `NodeHeartbeat`."""
         return {link.name: link.use for link in self._links.values() if link.use}
 
-    # What the engine asks for.
+    # Requests of the engine.
 
-    async def perform(self, episode: Episode, stage: Stage) -> Failure | None:
-        """See `Crew.perform`."""
+    async def perform(self, episode: Job, stage: Stage) -> Failure | None:
+        """See `StageExecutor.perform`."""
         if episode.node == HERE:
             return await self._crew.perform(episode, stage)
         order = self._orders.get(episode.id) if stage is not Stage.INIT else self._new_order(episode)
-        if order is None:  # INIT, on a node that was lost a moment ago
-            return lost_failure(episode.node, "before the job began", stage)
+        if order is None:  # INIT, on a node that was just lost
+            return lost_failure(episode.node, "before the job started", stage)
         link = order.link
         request = episode.request.model_dump_json().encode() if stage is Stage.INIT else b""
         asked = Perform(order.number, stage, episode.attempts, episode.sample, request, tracing.carried())
         performing = asyncio.create_task(link.ask(asked, Performed, order.number))
         try:
-            told = await asyncio.shield(performing)
+            answer = await asyncio.shield(performing)
         except asyncio.CancelledError:
-            link.channel.send(Interrupt(order.number))
-            while not performing.done():  # whoever cancels again gets no more than that
+            link.channel.send(InterruptJob(order.number))
+            while not performing.done():  # another cancellation has no further effect
                 try:
                     await asyncio.shield(performing)
                 except asyncio.CancelledError:
                     continue
             raise
-        if told is None or link.lost:
+        if answer is None or link.lost:
             return link.failure(stage)
-        episode.active_s[stage] += told.seconds
-        whole = stage is Stage.EVAL and not told.failure
+        episode.active_s[stage] += answer.seconds
+        whole = stage is Stage.EVAL and not answer.failure
         try:
-            failure = Failure.model_validate_json(told.failure) if told.failure else None
-            self._heed(episode, order, told.report, whole=whole)
+            failure = Failure.model_validate_json(answer.failure) if answer.failure else None
+            self._store_report(episode, order, answer.report, whole=whole)
         except (ValueError, TypeError) as error:
             return self._distrust(link, episode, stage, error)
         return failure
 
-    async def collect(self, episode: Episode) -> None:
-        """See `Crew.collect`."""
+    async def collect(self, episode: Job) -> None:
+        """See `StageExecutor.collect`."""
         order = self._orders.get(episode.id)
         if order is None or order.whole:
             return
         try:
             async with self._clock.timeout(COLLECT_S):
-                told = await order.link.ask(Collect(order.number), Collected, order.number)
+                answer = await order.link.ask(Collect(order.number), Collected, order.number)
         except TimeoutError:
             log.warning("job %s: node %s does not say how far it was", episode.id, order.link.name)
             return
-        if told is not None:
+        if answer is not None:
             try:
-                self._heed(episode, order, told.report, whole=True)
+                self._store_report(episode, order, answer.report, whole=True)
             except (ValueError, TypeError) as error:
                 self._distrust(order.link, episode, Stage.EVAL, error)
 
-    async def close(self, episode: Episode) -> bool:
-        """See `Crew.close`. What was on a lost node has ended with it."""
+    async def close(self, episode: Job) -> bool:
+        """See `StageExecutor.close`. On a lost node nothing is left to close."""
         if episode.node == HERE:
             return await self._crew.close(episode)
         order = self._orders.pop(episode.id, None)
         if order is None:
             return True
-        told = await order.link.ask(Close(order.number), Closed, order.number)
-        if told is None:
-            self._pool.forget(episode.session)  # else the node has said so
+        answer = await order.link.ask(CloseJob(order.number), Closed, order.number)
+        if answer is None:
+            self._pool.forget(episode.session)  # otherwise the node has sent `Forget`
         order.link.orders.discard(order.number)
         order.link.done += 1
         self._end_if_empty(order.link)
-        return told is None or told.ok
+        return answer is None or answer.ok
 
     # Nodes.
 
-    async def serve(self, channel: Channel[ToNode, ToHead]) -> None:
-        """Let a node that has just connected take part; returns when it is gone, at once after the end."""
+    async def serve(self, channel: NodeChannel[ToNode, ToHead]) -> None:
+        """Serve a newly connected node until it is disconnected; returns at once if the fleet is closed."""
         if self._closed:
             channel.close()
             return
@@ -237,7 +236,7 @@ class Fleet:
             self._serving.discard(task)
 
     def drain(self, name: str) -> None:
-        """Let no further jobs go to a node; it finishes what it has, and stays.
+        """Stop sending jobs to a node; it finishes its jobs, and stays.
 
         Raises:
             NotFound: there is no such node.
@@ -247,7 +246,7 @@ class Fleet:
         self._attached.admit_jobs(name, jobs=False)
 
     def undrain(self, name: str) -> None:
-        """Let jobs go to a node again.
+        """Resume sending jobs to a node.
 
         Raises:
             NotFound: there is no such node.
@@ -257,34 +256,34 @@ class Fleet:
         self._attached.admit_jobs(name, jobs=True)
 
     async def aclose(self) -> None:
-        """Let every node close everything and go, and take no other one. Idempotent."""
+        """Shut down every node, and accept no other. Idempotent."""
         self._closed = True
         for link in self._links.values():
-            link.channel.send(End())
+            link.channel.send(Shutdown())
         for task in list(self._serving):
             task.cancel()
         while self._serving:
             await asyncio.wait(set(self._serving))
 
     async def beat(self) -> None:
-        """Tell every node that the head lives, until cancelled."""
+        """Send heartbeats to every node, until cancelled."""
         while True:
-            await self._clock.sleep(self._terms.beat_s)
+            await self._clock.sleep(self._terms.heartbeat_s)
             for link in self._links.values():
-                link.channel.send(Alive())
+                link.channel.send(HeadHeartbeat())
 
-    async def _welcome(self, channel: Channel[ToNode, ToHead]) -> Link | None:
+    async def _welcome(self, channel: NodeChannel[ToNode, ToHead]) -> NodeConnection | None:
         terms = self._terms
         channel.send(
-            Welcome(
+            Hello(
                 version=__version__,
                 tokenizer=terms.tokenizer,
                 model=terms.model,
                 protocol=terms.protocol,
                 tool_format=terms.tool_format,
                 reasoning=terms.reasoning,
-                beat_s=terms.beat_s,
-                silent_s=terms.silent_s,
+                heartbeat_s=terms.heartbeat_s,
+                heartbeat_timeout_s=terms.heartbeat_timeout_s,
                 grace_s=terms.grace_s,
                 close_s=terms.close_s,
             )
@@ -298,12 +297,20 @@ class Fleet:
             raise ChannelClosed(f"it begins with {type(ready).__name__}")
         if problem := self._problem(ready):
             log.error("node %s is refused: %s", ready.name, problem[0])
-            channel.send(Refused(*problem))
+            channel.send(JoinRefused(*problem))
             return None
-        link = Link(
-            self._name(ready.name), channel, ready, self._pool, self._clock, terms.silent_s, self._leaving
+        link = NodeConnection(
+            self._name(ready.name),
+            channel,
+            ready,
+            self._pool,
+            self._clock,
+            terms.heartbeat_timeout_s,
+            self._leaving,
         )
-        limits = Limits(init=ready.init, run=ready.run, eval=ready.eval, live=ready.live)
+        limits = StageLimits(
+            init=ready.init, run=ready.run, eval=ready.eval, max_jobs_with_sandbox=ready.max_jobs_with_sandbox
+        )
         self._links[link.name] = link
         link.hold()
         log.info("node %s joins: %d episodes at once", link.name, ready.run)
@@ -311,7 +318,7 @@ class Fleet:
         return link
 
     def _problem(self, ready: Ready) -> tuple[str, str] | None:
-        """Why a node cannot take part, and what to do about it."""
+        """Return why a node cannot join and a hint, or None."""
         if ready.version != __version__:
             return (
                 f"it has prorl-envs {ready.version}, and the service {__version__}",
@@ -321,12 +328,13 @@ class Fleet:
             return f"it does not know {', '.join(missing)}", "give all machines the same settings"
         if ready.fingerprint != self._terms.fingerprint:
             return "its tokenizer makes other ids than the service's", "give all the same tokenizer files"
-        if min(ready.init, ready.run, ready.eval, ready.live) < 1:
+        if min(ready.init, ready.run, ready.eval, ready.max_jobs_with_sandbox) < 1:
             return "it has no room for any job", "every limit is at least 1"
         return None
 
     def _name(self, asked: str) -> str:
-        """A name that no node has had: attempts are bound to one, and never find another behind its name."""
+        """Return a name that no node has had: attempts are bound to a node, and must never match a later one
+        by name."""
         asked = "".join(c if c.isalnum() or c in "-_." else "-" for c in asked[:100]) or "node"
         name, number = asked, 1
         while name in self._names:
@@ -335,7 +343,7 @@ class Fleet:
         self._names.add(name)
         return name
 
-    def _lose(self, link: Link, why: str) -> None:
+    def _lose(self, link: NodeConnection, why: str) -> None:
         level = logging.INFO if not link.orders else logging.ERROR
         log.log(level, "node %s is gone, with %d jobs: %s", link.name, len(link.orders), why)
         del self._links[link.name]
@@ -343,23 +351,23 @@ class Fleet:
         link.lose(why)
         self._attached.lost(link.name, link.failure(Stage.RUN))
 
-    def _leaving(self, link: Link) -> None:
+    def _leaving(self, link: NodeConnection) -> None:
         log.info("node %s would go; it finishes %d jobs", link.name, len(link.orders))
         link.goes = True
         self.drain(link.name)
         self._end_if_empty(link)
 
-    def _end_if_empty(self, link: Link) -> None:
+    def _end_if_empty(self, link: NodeConnection) -> None:
         if link.goes and not link.orders:
-            link.channel.send(End())
+            link.channel.send(Shutdown())
 
     def _hold(self) -> None:
         for link in self._links.values():
             link.hold()
 
-    # Steps.
+    # Helpers.
 
-    def _new_order(self, episode: Episode) -> _Order | None:
+    def _new_order(self, episode: Job) -> _Order | None:
         link = self._links.get(episode.node)
         if link is None:
             return None
@@ -368,29 +376,29 @@ class Fleet:
         link.orders.add(order.number)
         return order
 
-    def _heed(self, episode: Episode, order: _Order, report: Report, *, whole: bool) -> None:
-        """Take over what a node tells of an attempt.
+    def _store_report(self, episode: Job, order: _Order, report: Report, *, whole: bool) -> None:
+        """Store a node's report of an attempt.
 
         Raises:
-            ValueError, TypeError: it makes no sense.
+            ValueError, TypeError: the report is invalid.
         """
-        episode.attempt.told = account_of(report)
+        episode.attempt.remote_report = account_of(report)
         order.whole = whole
 
-    def _distrust(self, link: Link, episode: Episode, stage: Stage, error: Exception) -> Failure:
-        """Hang up on a node that tells nonsense."""
-        log.error("node %s tells nonsense of job %s: %s", link.name, episode.id, error)
+    def _distrust(self, link: NodeConnection, episode: Job, stage: Stage, error: Exception) -> Failure:
+        """Close the connection to a node that sent an invalid report."""
+        log.error("node %s reports invalid data of job %s: %s", link.name, episode.id, error)
         link.channel.close()
-        return lost_failure(link.name, "it told nonsense", stage)
+        return lost_failure(link.name, "it reported invalid data", stage)
 
-    def _get(self, name: str) -> Link:
+    def _get(self, name: str) -> NodeConnection:
         link = self._links.get(name)
         if link is None:
             raise NotFound(f"no node {name!r}", hint="GET /v1/nodes lists them")
         return link
 
     @property
-    def _crew(self) -> Crew:
+    def _crew(self) -> StageExecutor:
         if self._here is None:
             raise AssertionError("attach comes first")
         return self._here
@@ -402,7 +410,7 @@ class Fleet:
         return self._engine
 
 
-def _view(link: Link, place: Place | None) -> NodeView:
+def _view(link: NodeConnection, place: Place | None) -> NodeView:
     pools = None
     if place is not None:
         waiting = {stage: len(queue) for stage, queue in place.queues.items()}
@@ -417,8 +425,8 @@ def _view(link: Link, place: Place | None) -> NodeView:
         state=link.state,
         reason=link.why,
         pools=pools,
-        live=place.live if place is not None else 0,
-        live_limit=link.ready.live,
+        jobs_with_sandbox=place.jobs_with_sandbox if place is not None else 0,
+        max_jobs_with_sandbox=link.ready.max_jobs_with_sandbox,
         attempts=link.done,
         sandboxes=int(link.use.get("open", 0)) if place is not None else 0,
     )

@@ -1,38 +1,39 @@
-"""What a service (the head) and a node tell each other.
+"""Messages between a service (the head) and a node.
 
-A node carries out whole attempts: INIT, RUN with its model calls, EVAL and close all happen there, next to
-the sandbox. The head says which and when, and which model server a turn goes to; tokens, prompts and tool
-output stay on the node until the result is asked for. An `order` numbers an attempt on a node, a `turn` a
-model call in RUN.
+A node carries out whole attempts: INIT, RUN with its model calls, EVAL and close all happen on the node, next
+to the sandbox. The head decides which attempts and when, and which model server samples a turn; tokens,
+prompts and tool output stay on the node until the result is requested. An `order` numbers an attempt on a
+node, a `turn` a model call in RUN.
 
-Frames are MessagePack arrays that begin with the message's tag (msgspec's `array_like`), so a field may be
-added at the end only. Head and node have the same version of this package (`Ready`), so nothing else has to
-be compatible.
+Frames are MessagePack arrays that start with the message's tag (msgspec's `array_like`), so a field may be
+appended only. Head and node have the same version of this package (`Ready`), so nothing else has to be
+compatible.
 """
 
 from typing import Literal
 
 import msgspec
 
-from prorl_envs.rollout.types import Stage
+from prorl_envs.rollout.api.types import Stage
 
 
 class _Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """Base of all."""
+    """Base of all messages."""
 
 
 # From the head.
 
 
-class Welcome(_Message, tag=1):
-    """The first message: what to prepare for.
+class Hello(_Message, tag=1):
+    """The first message: settings of the head.
 
     Args:
         version: of the head's package.
-        tokenizer: folder or Hub name of the model's tokenizer; `model`: its name, or ""; `protocol`: what its
-            servers speak whose URL does not say.
-        tool_format: how the model writes tool calls; `reasoning`: what becomes of earlier reasoning.
-        beat_s: seconds between two beats; `silent_s`: without a word for so long, the other side is gone.
+        tokenizer: folder or Hub name of the model's tokenizer; `model`: its name, or ""; `protocol`: of model
+            servers whose URL names none.
+        tool_format: how the model writes tool calls; `reasoning`: how earlier reasoning is treated.
+        heartbeat_s: heartbeat interval, seconds; `heartbeat_timeout_s`: seconds without a message after which
+            the other side is considered lost.
         grace_s, close_s: as in the service's settings.
     """
 
@@ -42,21 +43,21 @@ class Welcome(_Message, tag=1):
     protocol: Literal["auto", "vllm", "sglang", "llamacpp", "openai"]
     tool_format: str
     reasoning: Literal["keep", "user_turn", "template"]
-    beat_s: float
-    silent_s: float
+    heartbeat_s: float
+    heartbeat_timeout_s: float
     grace_s: float
     close_s: float
 
 
-class Refused(_Message, tag=2):
-    """The node cannot take part."""
+class JoinRefused(_Message, tag=2):
+    """The node may not join."""
 
     reason: str
     hint: str
 
 
 class Perform(_Message, tag=3):
-    """Carry out a stage, and say `Performed`.
+    """Carry out a stage, and answer with `Performed`.
 
     Args:
         request: with INIT, the group as JSON; else empty. `sample`: the job's index in it.
@@ -72,20 +73,20 @@ class Perform(_Message, tag=3):
     trace: dict[str, str]
 
 
-class Interrupt(_Message, tag=4):
-    """End the stage that runs. `Performed` still comes, when nothing runs any more."""
+class InterruptJob(_Message, tag=4):
+    """Cancel the running stage. `Performed` is still sent, when no part of the stage runs any more."""
 
     order: int
 
 
 class Collect(_Message, tag=5):
-    """Say what the attempt has come to by now: `Collected`."""
+    """Report the attempt's partial result in a `Collected`."""
 
     order: int
 
 
-class Close(_Message, tag=6):
-    """Close the attempt's environment, say `Closed`, and forget it."""
+class CloseJob(_Message, tag=6):
+    """Close the attempt's environment, answer with `Closed`, and forget the attempt."""
 
     order: int
 
@@ -94,7 +95,7 @@ class SampleAt(_Message, tag=7):
     """Sample the turn on this server.
 
     Args:
-        url: base URL, as trajectories name it; `address`: the same with its protocol, where one was named.
+        url: base URL, as in trajectories; `address`: the URL with its protocol, if one was given.
         version: of its weights, as far as the head knows.
     """
 
@@ -104,8 +105,8 @@ class SampleAt(_Message, tag=7):
     version: str
 
 
-class HangUp(_Message, tag=8):
-    """End the call that samples this turn; what it sampled does not count."""
+class CancelTurn(_Message, tag=8):
+    """Cancel the call that samples this turn; its tokens are discarded."""
 
     turn: int
 
@@ -119,30 +120,30 @@ class TurnFailed(_Message, tag=9):
 
 
 class Hold(_Message, tag=10):
-    """Weights begin or cease to change.
+    """A weight update starts or has finished.
 
     Args:
-        closed: no turn begins. Deadlines stand still for turns that are held.
-        resample: turns that are broken off now begin anew.
+        closed: no turn starts. Deadlines are suspended for turns that are held.
+        resample: turns that are interrupted now are sampled again from their start.
     """
 
     closed: bool
     resample: bool
 
 
-class End(_Message, tag=11):
-    """Close everything and go."""
+class Shutdown(_Message, tag=11):
+    """Close everything and exit."""
 
 
 # From the node.
 
 
 class Ready(_Message, tag=20):
-    """The node can take part.
+    """The node can join.
 
     Args:
         name: of the node.
-        init, run, eval, live: how much may happen there at once.
+        init, run, eval, max_jobs_with_sandbox: concurrency limits of the node.
         environments: their names.
         fingerprint: of the tokenizer and its chat template.
     """
@@ -152,12 +153,12 @@ class Ready(_Message, tag=20):
     init: int
     run: int
     eval: int
-    live: int
+    max_jobs_with_sandbox: int
     environments: list[str]
     fingerprint: str
 
 
-class Row(_Message):
+class SampledRow(_Message):
     """A row of tokens: see `Trajectory`.
 
     Args:
@@ -176,14 +177,14 @@ class Row(_Message):
 
 
 class Report(_Message):
-    """What an attempt has come to.
+    """State of an attempt.
 
     Args:
-        prompted, stop_reason, model_s, tools_s, held_s: as in `Account`.
-        text: as JSON, what is read of it: `messages`, `tools`, and of the grade `reward`, `components` and
-            `evidence`; empty where only the rest is told.
+        prompted, stop_reason, model_s, tools_s, held_s: as in `AttemptReport`.
+        text: a JSON object with `messages`, `tools`, and of the grade `reward`, `components` and `evidence`;
+            empty in a short report.
         rows: its tokens: the forks, and the trajectory last.
-        aborted: see `Result`.
+        unfinished_answers: see `Result`.
     """
 
     prompted: bool
@@ -192,17 +193,17 @@ class Report(_Message):
     tools_s: float
     held_s: float
     text: bytes = b""
-    rows: list[Row] = []
-    aborted: list[Row] = []
+    rows: list[SampledRow] = []
+    unfinished_answers: list[SampledRow] = []
 
 
 class Performed(_Message, tag=21):
-    """A stage has ended, and nothing of it runs any more.
+    """A stage has finished, and no part of it runs any more.
 
     Args:
         seconds: of active time.
         failure: as JSON, or empty.
-        report: whole after EVAL, else without text and tokens.
+        report: complete after EVAL, otherwise without text and tokens.
     """
 
     order: int
@@ -217,18 +218,18 @@ class Collected(_Message, tag=22):
 
 
 class Closed(_Message, tag=23):
-    """An environment is closed; `ok`: in order."""
+    """An environment is closed; `ok`: without an error."""
 
     order: int
     ok: bool
 
 
-class AskTurn(_Message, tag=24):
-    """Where should this turn be sampled? Answered by `SampleAt`, or `TurnFailed`.
+class RouteTurn(_Message, tag=24):
+    """Request a server for this turn. Answered by `SampleAt`, or `TurnFailed`.
 
     Args:
-        session: the job, as model servers know it.
-        tokens: of the prompt.
+        session: the job's session id for the model servers.
+        tokens: number of prompt tokens.
     """
 
     turn: int
@@ -237,13 +238,12 @@ class AskTurn(_Message, tag=24):
 
 
 class TurnSampled(_Message, tag=25):
-    """A call that `SampleAt` asked for has ended. What it sampled stays here.
+    """A call that `SampleAt` requested has finished. The sampled tokens stay on the node.
 
     Args:
-        error: "" where it was sampled; `overloaded` or `unavailable`: another server may do, and the head
-        says
-            which; `model`: it has failed.
-        complaints: how often the server said that it has too much to do.
+        error: "" if it was sampled; `overloaded`, `unavailable` or `refused`: another server may succeed, and
+            the head chooses it; `model`: the turn has failed.
+        complaints: how often the server has reported overload.
         finish_reason, version, cached: of the answer.
     """
 
@@ -257,20 +257,20 @@ class TurnSampled(_Message, tag=25):
     cached: int | None = None
 
 
-class TurnLeft(_Message, tag=26):
-    """Nobody waits for this turn any more."""
+class TurnAbandoned(_Message, tag=26):
+    """The node no longer waits for this turn."""
 
     turn: int
 
 
 class Forget(_Message, tag=27):
-    """A session has ended."""
+    """A session is closed."""
 
     session: str
 
 
-class Beat(_Message, tag=28):
-    """The node lives.
+class NodeHeartbeat(_Message, tag=28):
+    """Heartbeat of the node.
 
     Args:
         use: `NodeUse` as a mapping; the node's `pid`; its process's processor time `cpu_s`, in seconds, and
@@ -280,33 +280,42 @@ class Beat(_Message, tag=28):
     use: dict[str, float]
 
 
-class Leaving(_Message, tag=29):
-    """The node would go: it wants no further jobs, and an `End` when those it has are done."""
+class DrainRequest(_Message, tag=29):
+    """The node asks to leave: it wants no further jobs, and a `Shutdown` when its jobs are done."""
 
 
 # From both.
 
 
-class Alive(_Message, tag=30):
-    """The head lives."""
+class HeadHeartbeat(_Message, tag=30):
+    """Heartbeat of the head."""
 
 
 type ToNode = (
-    Welcome
-    | Refused
+    Hello
+    | JoinRefused
     | Perform
-    | Interrupt
+    | InterruptJob
     | Collect
-    | Close
+    | CloseJob
     | SampleAt
-    | HangUp
+    | CancelTurn
     | TurnFailed
     | Hold
-    | End
-    | Alive
+    | Shutdown
+    | HeadHeartbeat
 )
 type ToHead = (
-    Ready | Performed | Collected | Closed | AskTurn | TurnSampled | TurnLeft | Forget | Beat | Leaving
+    Ready
+    | Performed
+    | Collected
+    | Closed
+    | RouteTurn
+    | TurnSampled
+    | TurnAbandoned
+    | Forget
+    | NodeHeartbeat
+    | DrainRequest
 )
 type Message = ToNode | ToHead
 
@@ -316,19 +325,23 @@ _to_head: msgspec.msgpack.Decoder[ToHead] = msgspec.msgpack.Decoder(ToHead.__val
 
 
 def encode(message: Message) -> bytes:
-    """A message as a frame's content."""
+    """Encode a message to a frame's content."""
     return _encoder.encode(message)
 
 
 def decode_to_node(frame: bytes) -> ToNode:
-    """Raises:
-    msgspec.MsgspecError: it is none.
+    """Decode a frame from the head.
+
+    Raises:
+        msgspec.MsgspecError: it is not a message.
     """
     return _to_node.decode(frame)
 
 
 def decode_to_head(frame: bytes) -> ToHead:
-    """Raises:
-    msgspec.MsgspecError: it is none.
+    """Decode a frame from a node.
+
+    Raises:
+        msgspec.MsgspecError: it is not a message.
     """
     return _to_head.decode(frame)

@@ -32,19 +32,22 @@ class Client {
 
   /** The response; asks the user for the token where it is missing or wrong. */
   async ask(method, path, { body, signal } = {}) {
-    for (;;) {
+    for (let refused = false; ;) {
       const headers = {};
       if (this.token) headers.Authorization = `Bearer ${this.token}`;
       if (body !== undefined) headers["Content-Type"] = "application/json";
       const sent = this.token;
       const response = await fetch(path, {
-        method, headers, signal, cache: "no-store", credentials: "omit",
+        method, headers, signal, cache: "no-store", credentials: "same-origin",
         body: body === undefined ? undefined : JSON.stringify(body),
       });
       if (response.ok) return response;
       const error = await told(response);
       if (error.status !== 401) throw error;
-      if (sent === this.token) await this.#askToken(sent ? "That token is not the service's." : "");
+      if (sent && sent === this.token) {
+        this.forget(); // the browser may be signed in by its cookie
+        refused = true;
+      } else if (!this.token) await this.#askToken(refused ? "That token is not the service's." : "");
     }
   }
 
@@ -75,10 +78,10 @@ function askToken(problem) {
     const dialog = el("dialog", { class: "dialog", "aria-labelledby": "token-title" },
       el("form", { method: "dialog" },
         el("h2", { id: "token-title" }, "Token"),
-        el("p", { id: "token-help" }, "This service asks for its bearer token (server.token). It stays in this tab and is forgotten with it."),
+        el("p", { id: "token-help" }, "The command “prorl-envs dashboard” prints a link that signs this browser in. Or enter the service's bearer token, which “prorl-envs token” prints: it stays in this tab and is forgotten with it."),
         problem && el("p", { class: "problem", role: "alert" }, problem),
         el("label", { for: "token" }, "Bearer token"), field,
-        el("div", { class: "buttons" }, el("button", { class: "primary", type: "submit" }, "Go on"))));
+        el("div", { class: "buttons" }, el("button", { class: "primary", type: "submit" }, "Sign in"))));
     dialog.addEventListener("cancel", (event) => event.preventDefault());
     dialog.addEventListener("close", () => {
       const token = field.value.trim();

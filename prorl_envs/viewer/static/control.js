@@ -27,7 +27,7 @@ export function ask(title, text, fields, doIt) {
         el("h2", { id: "ask-title" }, title), text && el("p", {}, text),
         inputs.map(([field, node]) => el("div", {}, el("label", { for: `ask-${field.name}` }, field.label), node, field.help && el("p", { class: "quiet" }, field.help))),
         el("div", { class: "buttons" },
-          el("button", { type: "button", on: { click: () => dialog.close("") } }, "Leave"),
+          el("button", { type: "button", on: { click: () => dialog.close("") } }, "Close"),
           el("button", { class: "primary", type: "submit", value: "do" }, doIt))));
     dialog.addEventListener("close", () => {
       const values = dialog.returnValue === "do" ? Object.fromEntries(inputs.map(([field, node]) => [field.name, node.value])) : null;
@@ -49,30 +49,30 @@ function attributes({ min, max, required, placeholder }) {
 }
 
 export async function pause() {
-  const asked = await ask("Pause", "Jobs go on being accepted. Waiting counts against no deadline.", [
-    { name: "mode", label: "What is held back", value: "finish", options: [["finish", "New jobs: what has begun goes to its result"], ["hold", "Every stage: what runs waits at the end of it, with its sandbox"]] },
+  const asked = await ask("Pause", "Jobs are still accepted. Waiting does not count against any deadline.", [
+    { name: "mode", label: "Hold back", value: "finish", options: [["finish", "New jobs: started jobs run to their results"], ["hold", "Every stage: running jobs wait at the end of their stage, with their sandboxes"]] },
   ], "Pause");
   return asked && act("POST", "/v1/pause", { mode: asked.mode }, "Paused.");
 }
 
 export function resume() {
-  return act("POST", "/v1/resume", undefined, "It goes on.");
+  return act("POST", "/v1/resume", undefined, "Resumed.");
 }
 
 export async function drain() {
-  const asked = await ask("Drain", "Nothing more is accepted, and what is there is finished. Resume takes it back.", [], "Drain");
+  const asked = await ask("Drain", "No more jobs are accepted; unfinished jobs run to their results. Resume undoes it.", [], "Drain");
   return asked && act("POST", "/v1/drain", undefined, "Draining.");
 }
 
 export async function limits(view) {
-  const { pools, live_limit: live, queue_limit: queue } = view.status;
-  const now = { init: pools.init.limit, run: pools.run.limit, eval: pools.eval.limit, live, queue, attempts: view.attempts_limit };
-  const names = { init: "INIT at once", run: "RUN at once", eval: "EVAL at once", live: "Jobs that hold a sandbox", queue: "Jobs accepted and not finished", attempts: "Attempts at a job" };
+  const { pools, max_jobs_with_sandbox, queue_limit: queue } = view.status;
+  const now = { init: pools.init.limit, run: pools.run.limit, eval: pools.eval.limit, max_jobs_with_sandbox, queue, attempts: view.attempts_limit };
+  const names = { init: "Concurrent jobs in INIT", run: "Concurrent jobs in RUN", eval: "Concurrent jobs in EVAL", max_jobs_with_sandbox: "Jobs that hold a sandbox", queue: "Unfinished jobs", attempts: "Attempts per job" };
   const fields = Object.entries(names).map(([name, label]) => ({ name, label, type: "number", min: "1", required: true, value: now[name] }));
-  const asked = await ask("Limits", "Of the service's own machine, until it ends. What runs over a new bound goes on to its end.", fields, "Set");
+  const asked = await ask("Limits", "They apply to the service's own machine, until it stops. Running jobs above a new limit are not stopped.", fields, "Set");
   if (!asked) return null;
   const changed = Object.fromEntries(Object.entries(asked).map(([name, value]) => [name, Number(value)]).filter(([name, value]) => value !== now[name]));
-  return Object.keys(changed).length ? act("PATCH", "/v1/limits", changed, "Set.") : null;
+  return Object.keys(changed).length ? act("PATCH", "/v1/limits", changed, "Limits set.") : null;
 }
 
 export async function addServer() {
@@ -84,30 +84,30 @@ export async function addServer() {
 }
 
 export async function drainServer(url) {
-  const asked = await ask("Drain a model server", `${url} gets no more turns, and is gone once those in flight have ended.`, [], "Drain");
-  return asked && act("DELETE", `/v1/model_servers?url=${encodeURIComponent(url)}`, undefined, "It gets nothing more.");
+  const asked = await ask("Drain a model server", `${url} gets no more turns, and is removed once its running turns have finished.`, [], "Drain");
+  return asked && act("DELETE", `/v1/model_servers?url=${encodeURIComponent(url)}`, undefined, "Draining.");
 }
 
 export function node(name, what) {
-  return act("POST", `/v1/nodes/${encodeURIComponent(name)}/${what}`, undefined, what === "drain" ? "Draining." : "It takes jobs again.");
+  return act("POST", `/v1/nodes/${encodeURIComponent(name)}/${what}`, undefined, what === "drain" ? "Draining." : "The node accepts jobs again.");
 }
 
 export async function cancelJob(id) {
-  const asked = await ask("Cancel a job", `${id} ends where it is, and has no reward.`, [], "Cancel the job");
+  const asked = await ask("Cancel a job", `${id} is stopped, and has no reward.`, [], "Cancel the job");
   return asked && act("DELETE", job(id), undefined, "Cancelled.");
 }
 
 export async function cancelBatch(id) {
-  const asked = await ask("Cancel a batch", `What is under way of ${id} ends.`, [], "Cancel the batch");
+  const asked = await ask("Cancel a batch", `Running jobs of ${id} are stopped.`, [], "Cancel the batch");
   return asked && act("DELETE", `/v1/batches/${encodeURIComponent(id)}`, undefined, "Cancelled.");
 }
 
 export async function cancelGroup(id) {
-  const asked = await ask("Cancel a group", `What is left of ${id} ends; finished samples keep their results.`, [], "Cancel the group");
+  const asked = await ask("Cancel a group", `Unfinished samples of ${id} are stopped; finished ones keep their results.`, [], "Cancel the group");
   return asked && act("DELETE", `/v1/groups/${encodeURIComponent(id)}`, undefined, "Cancelled.");
 }
 
 export async function retryJob(id) {
-  const group = await act("POST", job(id, "/retry"), undefined, "It is done again, as a group of its own.");
+  const group = await act("POST", job(id, "/retry"), undefined, "Submitted again, as a group of its own.");
   if (group) location.hash = `#/episode/${encodeURIComponent(group.jobs[0].id)}`;
 }

@@ -1,22 +1,24 @@
 // An episode as a conversation: turns, with the calls of each and what came of them.
 import { el } from "./dom.js";
+import { markdown } from "./markdown.js";
 import { count, seconds } from "./format.js";
 import { image, output, replacement } from "./output.js";
-import { callsOf, conversationOf, partsOf, textOf, thoughts } from "./result.js";
+import { callsOf, conversationOf, partsOf, textOf, thoughts, tokenExact } from "./result.js";
 
 const CODE = new Set(["command", "code", "cmd", "script", "input", "patch", "diff", "file_text", "content", "query", "new_str", "old_str", "message", "thought"]);
 
-/** The whole conversation. `onTokens(turn)` shows a turn's tokens, where there are any. */
-export function conversation(result, onTokens) {
+/** The whole conversation. `onTokens(turn)` shows a turn's tokens, if there are any; `trees(message)` gives the parsed
+ *  Markdown of a message's parts; `linkTo(turn)` is the address of a turn. */
+export function conversation(result, { onTokens = null, trees = () => [], linkTo }) {
   const { before, turns } = conversationOf(result);
   return el("div", { class: "conversation" },
     toolsOnOffer(result.tools),
-    before.map((message) => said(message, { folded: message?.role === "system" })),
-    turns.map((turn) => turnBlock(turn, onTokens)),
+    before.map((message) => said(message, trees(message), { folded: message?.role === "system" })),
+    turns.map((turn) => turnBlock(turn, { onTokens, trees, linkTo })),
     !turns.length && el("p", { class: "quiet pad" }, before.length ? "The model has not answered." : "Nothing was said."));
 }
 
-function turnBlock(turn, onTokens) {
+function turnBlock(turn, { onTokens, trees, linkTo }) {
   const { message, record } = turn;
   const [reasoning, content] = thoughts(message);
   const calls = callsOf(message);
@@ -24,13 +26,13 @@ function turnBlock(turn, onTokens) {
   const matched = new Set(calls.map(({ id }) => answers.get(id)));
   return el("section", { class: "turn", id: `turn-${turn.number}`, tabindex: "-1", "aria-label": `Turn ${turn.number}` },
     el("header", { class: "turn-head" },
-      el("h2", { class: "turn-name" }, `Turn ${turn.number}`), record && facts(record),
+      el("h2", { class: "turn-name" }, el("a", { href: linkTo(turn.number), title: "Link to this turn" }, `Turn ${turn.number}`)), record && facts(record),
       record && onTokens && el("button", { type: "button", class: "link", on: { click: () => onTokens(turn) } }, "tokens")),
     reasoning && el("details", { class: "thought" }, el("summary", {}, `Reasoning, ${count(reasoning.length)} characters`), el("div", { class: "prose" }, reasoning)),
-    prose(content),
+    prose(content, trees(message)),
     !calls.length && !partsOf(content).length && !reasoning && el("p", { class: "quiet" }, "An empty answer."),
     calls.map((call) => callCard(call, answers.get(call.id))),
-    turn.after.filter((m) => !matched.has(m)).map((m) => said(m, {})));
+    turn.after.filter((m) => !matched.has(m)).map((m) => said(m, trees(m), {})));
 }
 
 function facts(record) {
@@ -41,7 +43,7 @@ function facts(record) {
     record.cached_tokens > 0 && [`${count(record.cached_tokens)} cached`, "prompt tokens found in the server's prefix cache"],
     record.finish_reason !== "stop" && [record.finish_reason, "why the model stopped"],
     record.weight_version && [`weights ${record.weight_version}`, `sampled by ${record.server}`],
-    record.exact === false && ["not exact", "the server gave text; these ids are not for training"],
+    !tokenExact(record) && ["not exact", "the server gave text; these ids are not for training"],
   ];
   return el("span", { class: "facts" }, told.filter(Boolean).map(([text, title]) => el("span", { title }, text)));
 }
@@ -70,16 +72,20 @@ function argument(given, name, alone) {
   return el("div", { class: "argument inline" }, el("span", { class: "key" }, name), el("code", {}, textOf(value)));
 }
 
-function said(message, { folded = false }) {
+function said(message, trees, { folded = false }) {
   const role = typeof message?.role === "string" ? message.role : "message";
-  const body = ["user", "system"].includes(role) && partsOf(message?.content).length ? prose(message?.content) : parts(message?.content, "nothing");
+  const body = ["user", "system"].includes(role) && partsOf(message?.content).length ? prose(message?.content, trees) : parts(message?.content, "nothing");
   const label = message?.name && role === "tool" ? `${role} ${message.name}` : role;
   if (folded) return el("details", { class: `said ${role}` }, el("summary", {}, el("span", { class: "role" }, label), el("span", { class: "quiet preview" }, textOf(message?.content ?? "").slice(0, 140))), body);
   return el("section", { class: `said ${["user", "tool", "system"].includes(role) ? role : ""}`, "aria-label": label }, el("span", { class: "role" }, label), body);
 }
 
-function prose(content) {
-  return partsOf(content).map((part) => (part.text === undefined || part.text.includes("data:image/") ? one(part) : el("div", { class: "prose" }, part.text)));
+/** The parts of a message's content: parsed Markdown where there is a tree of it, else the text. */
+export function prose(content, trees) {
+  return partsOf(content).map((part, i) => {
+    if (part.text === undefined || part.text.includes("data:image/")) return one(part);
+    return trees[i] ? markdown(trees[i]) : el("div", { class: "prose" }, part.text);
+  });
 }
 
 function parts(content, nothing) {

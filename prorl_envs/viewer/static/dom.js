@@ -18,6 +18,23 @@ export function svg(tag, props = {}, ...children) {
   return filled(document.createElementNS(SVG, tag), props, children);
 }
 
+const EXTERNAL = /^(?:https?:\/\/|mailto:)\S+$/i;
+
+/** A link that text of a model or a task holds. It opens apart, and learns nothing of this page. */
+export function link(address, ...children) {
+  if (typeof address !== "string" || !EXTERNAL.test(address)) return el("span", {}, children);
+  const node = el("a", { rel: "noopener noreferrer nofollow", target: "_blank", title: visible(address) }, children);
+  node.setAttribute("href", address);
+  return node;
+}
+
+/** An id on one line: if it is too long, its middle is left out, as ids differ at their ends. */
+export function middle(id, tail = 8) {
+  const text = String(id);
+  if (text.length <= tail * 3) return el("span", { title: text }, text);
+  return el("span", { class: "middle", title: text }, el("span", { style: { "max-width": `calc(100% - ${tail + 4}ch)` } }, text.slice(0, -tail)), el("span", {}, text.slice(-tail)));
+}
+
 /** Put these, and nothing else, into a node. */
 export function fill(node, ...children) {
   node.replaceChildren(...nodes(children));
@@ -36,10 +53,13 @@ function filled(node, { style = {}, data = {}, on = {}, ...attributes }, childre
   return node;
 }
 
+// The list of runs, and a run of it.
+const OWN = /^(?:\.\.\/\.\.\/|run\/[\w.%~!'()*-]+\/)$/;
+
 /** The name of an attribute, once it is certain that it runs nothing and asks nobody. */
 function safe(name, value) {
   const runs = name.startsWith("on") || name === "srcdoc" || name === "style";
-  const asks = (name === "href" && !value.startsWith("#")) || (name === "src" && !value.startsWith("data:image/"));
+  const asks = (name === "href" && !value.startsWith("#") && !OWN.test(value)) || (name === "src" && !value.startsWith("data:image/"));
   if (runs || asks) throw new Error(`attribute ${name} is not set here`);
   return name;
 }

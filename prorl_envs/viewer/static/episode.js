@@ -1,19 +1,26 @@
 // One episode: its conversation, tokens and JSON in tabs; its reward and its time beside them.
 import { el, fill, say } from "./dom.js";
 import { conversation } from "./conversation.js";
-import { strip } from "./episodes.js";
+import { addressOf, episodesOf, strip } from "./episodes.js";
+import { parse } from "./filter.js";
 import { tree, verdict } from "./evidence.js";
-import { active, count, seconds } from "./format.js";
+import { active, count, date, seconds } from "./format.js";
+import { gradeView } from "./grade.js";
+import { parsedTexts } from "./markdown.js";
 import { rowsOf } from "./result.js";
 import { waterfall } from "./timing.js";
 import { tokensView } from "./tokens.js";
 
-const TABS = { conversation: "Conversation", tokens: "Tokens", json: "JSON" };
+const TABS = { conversation: "Conversation", grade: "Patch and tests", tokens: "Tokens", json: "JSON" };
 const AGAIN_MS = 2000;
 
-/** The page. `actions(result)` gives further buttons, where the source can do something. */
-export async function episodePage(source, key, { actions = () => null } = {}) {
-  let result = await source.episode(key), tab = "conversation", timer = 0;
+let raw = false; // whether texts are shown as they are, on every page of this tab
+
+/** The page of an episode.
+ *  @param query of the list that it was opened from; @param actions gives further buttons, if the source can do something. */
+export async function episodePage(source, key, { query = "", turn: firstTurn = 0, actions = () => null } = {}) {
+  let [result, trees, request, run] = await Promise.all([source.episode(key), parsedTexts(source, key), optional(source.request(key)), optional(source.overview())]);
+  let tab = "conversation", timer = 0;
   const place = el("div", { id: "panel", role: "tabpanel", tabindex: "-1" });
   const side = el("aside", { class: "side", "aria-label": "Reward, time and details" });
   const top = el("div", { class: "episode-top" });
@@ -36,7 +43,9 @@ export async function episodePage(source, key, { actions = () => null } = {}) {
       button.tabIndex = button.dataset.tab === id ? 0 : -1;
     }
     place.setAttribute("aria-labelledby", `tab-${id}`);
-    if (id === "conversation") fill(place, conversation(result, rowsOf(result).length ? (turn) => show("tokens", turn.number) : null));
+    place.parentNode.classList.toggle("whole", id === "grade");
+    if (id === "conversation") fill(place, el("p", { class: "conversation-bar" }, rawSwitch()), talk());
+    if (id === "grade") fill(place, gradeView(result));
     if (id === "json") fill(place, jsonView(result, key));
     if (id !== "tokens") return;
     fill(place, el("p", { class: "quiet pad" }, "reading …"));
@@ -45,25 +54,43 @@ export async function episodePage(source, key, { actions = () => null } = {}) {
     document.getElementById(`tokens-${focusTurn}`)?.scrollIntoView({ block: "start" });
   }
 
+  function talk() {
+    const messages = result.messages ?? [];
+    return conversation(result, {
+      onTokens: rowsOf(result).length ? (turn) => show("tokens", turn.number) : null,
+      trees: (message) => (raw ? [] : trees[messages.indexOf(message)] ?? []),
+      linkTo: (turn) => `${address()}#turn-${turn}`,
+    });
+  }
+
+  function rawSwitch() {
+    return el("label", { class: "tick" }, el("input", { type: "checkbox", checked: raw, on: { change: () => { raw = !raw; fill(place.lastChild, ...talk().childNodes); } } }), "Show texts without Markdown");
+  }
+
+  function address() {
+    return `#/episode/${encodeURIComponent(key)}${query && `?${query}`}`;
+  }
+
   async function goTo(turn) {
     if (tab !== "conversation") await show("conversation");
     const there = document.getElementById(`turn-${turn}`);
+    if (there) history.replaceState(null, "", `${address()}#turn-${turn}`);
     there?.scrollIntoView({ block: "start" });
     there?.focus({ preventScroll: true });
   }
 
   function draw() {
-    fill(top, heading(source, result, key, actions));
+    fill(top, heading(source, result, key, query, actions));
     fill(side,
       el("section", {}, el("h2", {}, "Reward"), verdict(result)),
       el("section", {}, el("h2", {}, "Time"), waterfall(result, goTo)),
-      el("section", {}, el("h2", {}, "Details"), details(result)));
+      el("section", {}, el("h2", {}, "Details"), details(result, request, run)));
   }
 
   async function again() {
     try {
       const said = result.messages.length;
-      result = await source.episode(key);
+      [result, trees] = await Promise.all([source.episode(key), parsedTexts(source, key)]);
       draw();
       if (tab === "conversation" && (result.messages.length !== said || over(result))) await show(tab);
     } catch (error) {
@@ -75,30 +102,62 @@ export async function episodePage(source, key, { actions = () => null } = {}) {
   draw();
   await show(tab);
   if (source.kind === "live" && !over(result)) timer = setTimeout(again, AGAIN_MS);
-  return { node, title: String(result.task_id), end: () => clearTimeout(timer), key: (event) => onKey(event, source, key, goTo) };
+  return {
+    node, title: String(result.task_id), end: () => clearTimeout(timer), key: (event) => onKey(event, source, key, query, goTo),
+    started: () => firstTurn && goTo(firstTurn),
+    /** Go to another turn of this very page, if that is all an address asks for. */
+    moved: (other) => { if (other.key !== key || other.query !== query || !other.turn) return false; goTo(other.turn); return true; },
+  };
+}
+
+async function optional(promise) {
+  try {
+    return await promise;
+  } catch {
+    return null;
+  }
 }
 
 function over(result) {
   return ["done", "failed", "cancelled"].includes(result.state);
 }
 
-/** Keys of the page: j and k go to the next and the last turn, n and p to the next and the last sample. */
-function onKey(event, source, key, goTo) {
+/** Keys of the page; help.js lists them. */
+function onKey(event, source, key, query, goTo) {
   if (event.key === "j" || event.key === "k") {
     const turns = [...document.querySelectorAll(".turn")];
-    const at = turns.findLastIndex((turn) => turn.getBoundingClientRect().top < 140);
+    const focused = turns.indexOf(document.activeElement?.closest(".turn")); // a turn near the end cannot be scrolled to the top
+    const at = focused >= 0 ? focused : turns.findLastIndex((turn) => turn.getBoundingClientRect().top < 140);
     goTo(Math.max(1, Math.min(turns.length, at + 1 + (event.key === "j" ? 1 : -1))));
   } else if (event.key === "n" || event.key === "p") {
     const group = source.group(source.entry(key)?.group_id), at = group.findIndex((entry) => entry.key === key);
     const next = group[at + (event.key === "n" ? 1 : -1)];
-    if (next) location.hash = `#/episode/${encodeURIComponent(next.key)}`;
-  }
+    if (next) location.hash = addressOf(next);
+  } else if (event.key === "]" || event.key === "[") {
+    const { before, after } = neighbours(source, key, query);
+    const next = event.key === "]" ? after : before;
+    if (next) location.hash = addressOf(next, parse(query));
+  } else if (event.key === "u") location.hash = `#/episodes${query && `?${query}`}`;
 }
 
-function heading(source, result, key, actions) {
+/** The episodes before and after one in the list of a query, and its place there. */
+function neighbours(source, key, query) {
+  const list = episodesOf(source, query), at = list.findIndex((entry) => entry.key === key);
+  return at < 0 ? { at: 0, of: 0 } : { before: list[at - 1], after: list[at + 1], at: at + 1, of: list.length };
+}
+
+function stepper(source, key, query) {
+  const { before, after, at, of } = neighbours(source, key, query), state = parse(query);
+  if (!at) return null;
+  const step = (entry, name, sign) => (entry ? el("a", { href: addressOf(entry, state), title: `${name} episode of the list`, "aria-label": `${name} episode` }, sign) : el("span", { class: "quiet", "aria-hidden": "true" }, sign));
+  return el("nav", { class: "stepper", "aria-label": "Filtered episodes" }, step(before, "Previous", "‹ previous"), el("span", { class: "quiet" }, `${count(at)} of ${count(of)}`), step(after, "Next", "next ›"));
+}
+
+function heading(source, result, key, query, actions) {
   const group = source.group(result.group_id);
   return [
-    el("p", { class: "crumbs" }, el("a", { href: "#/episodes" }, "Episodes"), " / ", el("a", { href: `#/group/${encodeURIComponent(result.group_id)}` }, result.group_id), ` / sample ${result.sample}`),
+    stepper(source, key, query),
+    el("p", { class: "crumbs" }, el("a", { href: `#/episodes${query && `?${query}`}` }, "Episodes"), " / ", el("a", { href: `#/group/${encodeURIComponent(result.group_id)}` }, result.group_id), ` / sample ${result.sample}`),
     el("div", { class: "episode-title" }, el("h1", {}, result.task_id), el("span", { class: "badge" }, result.environment), !over(result) && el("span", { class: "badge live" }, `now in ${result.state.toUpperCase()}`), el("span", { class: "actions" }, actions(result))),
     group.length > 1 && el("nav", { class: "siblings", "aria-label": "Samples of the group" }, group.slice(0, 64).map((entry) =>
       el("a", { class: "sibling", href: `#/episode/${encodeURIComponent(entry.key)}`, "aria-current": entry.key === key ? "page" : null, title: entry.job_id }, strip([entry]), el("span", {}, String(entry.sample)))),
@@ -106,21 +165,26 @@ function heading(source, result, key, actions) {
   ];
 }
 
-function details(result) {
+function details(result, request, run) {
+  const [, agent] = String(result.environment).split("@"), sampling = request?.sampling, description = run?.description;
   const rows = rowsOf(result), ids = rows.reduce((sum, row) => sum + row.ids.length, 0);
   const sampled = rows.reduce((sum, row) => sum + row.turns.reduce((n, turn) => n + turn.end - turn.start, 0), 0);
   const servers = new Set(rows.flatMap((row) => row.turns.map((turn) => turn.server)));
   const versions = new Set(rows.flatMap((row) => row.turns.map((turn) => turn.weight_version)));
   const known = [
-    ["job", result.job_id], ["task", `${result.environment}: ${result.task_id}`], result.batch_id && ["batch", result.batch_id],
+    ["job", result.job_id], ["environment", result.environment], ["task", result.task_id], agent && ["agent", agent],
+    description?.model && ["model", description.model], description && ["run started", date(description.started)],
+    sampling && ["sampling", `temperature ${sampling.temperature}, top-p ${sampling.top_p}, at most ${count(sampling.max_tokens)} tokens per turn${sampling.seed === null ? "" : `, seed ${sampling.seed}`}`], result.batch_id && ["batch", result.batch_id],
     ["turns", count(rows.reduce((sum, row) => sum + row.turns.length, 0))], ["tokens", `${count(ids)}, ${count(sampled)} sampled`],
     rows.length > 1 && ["rows", `${rows.length}: ${rows.length - 1} before a rewrite of the history`],
-    ["drift", count(rows.reduce((sum, row) => sum + (row.drift ?? 0), 0))], ["active", seconds(active(result.timings))], ["attempts", count(result.attempts)],
+    ["drift", count(rows.reduce((sum, row) => sum + (row.drift ?? 0), 0))], ["active time", seconds(active(result.timings))], ["attempts", count(result.attempts)],
     versions.size > 0 && ["weights", [...versions].filter(Boolean).join(", ") || "not known"], servers.size > 0 && ["servers", [...servers].join(", ")],
   ];
   const metadata = Object.keys(result.metadata ?? {}).length > 0;
   return [el("dl", { class: "facts-list" }, known.filter(Boolean).map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, String(value))))),
-    metadata && el("div", {}, el("h3", {}, "Metadata"), tree(result.metadata))];
+    metadata && el("div", {}, el("h3", {}, "Metadata"), tree(result.metadata)),
+    request && el("details", { class: "evidence" }, el("summary", {}, el("h3", {}, "Task row")), tree(request.task)),
+    request?.limits && el("details", { class: "evidence" }, el("summary", {}, el("h3", {}, "Limits")), tree(request.limits))];
 }
 
 function jsonView(result, key) {

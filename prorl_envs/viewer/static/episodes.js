@@ -1,6 +1,6 @@
 // The list of episodes, or of groups, with what is searched for and ticked beside it.
-import { el, fill, say } from "./dom.js";
-import { FACETS, counts, fitting, grouped, parse, sorted, written } from "./filter.js";
+import { el, fill, middle, say } from "./dom.js";
+import { FACETS, counts, fitting, grouped, listed, parse, sorted, written } from "./filter.js";
 import { active, count, number, outcome, percent, plural, seconds, tone } from "./format.js";
 import { VirtualList } from "./list.js";
 
@@ -17,10 +17,11 @@ export function strip(samples) {
   return el("span", { class: "strip", role: "img", "aria-label": `rewards: ${told}` }, marks);
 }
 
-const EPISODES = [
+/** The columns; `state` is of the list, so that what it opens knows the filter. */
+const episodeColumns = (state) => [
   { id: "reward", name: "Reward", width: "5.5rem", cell: chip },
-  { id: "task", name: "Task", grow: 2, cell: (entry) => [el("span", { class: "main" }, entry.task_id), el("span", { class: "quiet wide" }, entry.environment)] },
-  { id: "job", name: "Job", grow: 2, wide: true, cell: jobLink },
+  { id: "task", name: "Task", grow: 2, cell: (entry) => [el("span", { class: "main" }, middle(entry.task_id)), el("span", { class: "quiet wide" }, entry.environment)] },
+  { id: "job", name: "Job", grow: 2, wide: true, cell: (entry) => jobLink(entry, state) },
   { id: "end", name: "Ended by", width: "9rem", cell: (entry) => el("span", { class: entry.failure ? "failure" : "" }, outcome(entry)) },
   { id: "turns", name: "Turns", width: "4.5rem", numeric: true, wide: true, cell: (entry) => count(entry.turns) },
   { id: "tokens", name: "Tokens", width: "5.5rem", numeric: true, wide: true, cell: (entry) => count(entry.tokens) },
@@ -28,16 +29,16 @@ const EPISODES = [
 ];
 
 const GROUPS = [
-  { id: "task", name: "Task", grow: 2, cell: (group) => [el("span", { class: "main" }, group.task_id), el("span", { class: "quiet wide" }, group.environment)] },
-  { id: "group", name: "Group", grow: 2, wide: true, cell: (group) => el("a", { href: `#/group/${encodeURIComponent(group.key)}`, tabindex: "-1" }, group.key) },
-  { id: "rewards", name: "Rewards", grow: 2, cell: (group) => strip(group.samples) },
+  { id: "task", name: "Task", grow: 2, cell: (group) => [el("span", { class: "main" }, middle(group.task_id)), el("span", { class: "quiet wide" }, group.environment)] },
+  { id: "group", name: "Group", grow: 2, wide: true, cell: (group) => el("a", { href: `#/group/${encodeURIComponent(group.key)}`, tabindex: "-1" }, middle(group.key)) },
+  { id: "rewards", name: "Rewards", grow: 1, cell: (group) => strip(group.samples) },
   { id: "mean", name: "Mean", width: "5rem", numeric: true, cell: (group) => (group.mean === null ? "–" : number(group.mean)) },
-  { id: "std", name: "Std", width: "5rem", numeric: true, wide: true, cell: (group) => (group.std === null ? "–" : number(group.std)) },
-  { id: "spread", name: "Differs", width: "5rem", wide: true, cell: (group) => (group.informative ? "yes" : el("span", { class: "quiet" }, "no")) },
+  { id: "std", name: "Std. dev.", width: "5rem", numeric: true, wide: true, cell: (group) => (group.std === null ? "–" : number(group.std)) },
+  { id: "spread", name: "Rewards differ", width: "7rem", wide: true, cell: (group) => (group.informative ? "yes" : el("span", { class: "quiet" }, "no")) },
 ];
 
-function jobLink(entry) {
-  return el("a", { class: "job", href: link(entry), tabindex: "-1", title: entry.job_id, "aria-label": entry.job_id }, jobName(entry.job_id, entry.group_id));
+function jobLink(entry, state) {
+  return el("a", { class: "job", href: addressOf(entry, state), tabindex: "-1", title: entry.job_id, "aria-label": entry.job_id }, jobName(entry.job_id, entry.group_id));
 }
 
 /** The end of an id, which is what samples differ by, stays in sight. */
@@ -45,8 +46,19 @@ export function jobName(job, group) {
   return job.startsWith(`${group}/`) ? [el("span", {}, group), el("span", {}, job.slice(group.length))] : job;
 }
 
-function link(entry) {
-  return `#/episode/${encodeURIComponent(entry.key)}`;
+/** The address of an episode as one of a filtered list. */
+export function addressOf(entry, state) {
+  const filter = state ? written({ ...state, view: "episodes" }) : "";
+  return `#/episode/${encodeURIComponent(entry.key)}${filter && `?${filter}`}`;
+}
+
+let searched = null; // the last search in the texts, of whichever list
+
+/** The episodes of the list that a query describes, in its order; none if it searches for a text and that is not done. */
+export function episodesOf(source, query) {
+  const state = parse(query);
+  if (state.inside && searched?.text !== state.inside) return [];
+  return listed(source.entries, state, state.inside ? searched.keys : null);
 }
 
 /** The page. Returns {node, news, end}. */
@@ -59,15 +71,15 @@ export function episodesPage(source, query) {
   const problem = el("p", { class: "problem", hidden: true });
   const field = el("input", {
     type: "search", id: "filter", value: state.text, placeholder: "words", autocomplete: "off", spellcheck: "false", "aria-describedby": "filter-help",
-    on: { input: () => change({ text: field.value }) },
+    on: { input: () => change({ text: field.value }), keydown: toList },
   });
   const deep = el("form", { class: "field", on: { submit: (event) => { event.preventDefault(); change({ inside: deepField.value }); lookInside(); } } });
   const deepField = el("input", { type: "search", id: "inside", value: state.inside, placeholder: "exact text, then Enter", autocomplete: "off", maxlength: "1000", spellcheck: "false" });
   deepField.addEventListener("search", () => { if (!deepField.value) { change({ inside: "" }); lookInside(); } });
-  deep.append(el("label", { for: "inside" }, "In what was said"), deepField);
+  deep.append(el("label", { for: "inside" }, "Text in messages"), deepField);
   const lists = {
-    episodes: new VirtualList({ label: "Episodes", columns: EPISODES, onOpen: (entry) => { location.hash = link(entry); }, onSort, empty: "No episode fits." }),
-    groups: new VirtualList({ label: "Groups", columns: GROUPS.map((column) => ({ ...column, sortable: false })), onOpen: (group) => { location.hash = `#/group/${encodeURIComponent(group.key)}`; }, empty: "No group fits." }),
+    episodes: new VirtualList({ label: "Episodes", columns: episodeColumns(state), onOpen: (entry) => { location.hash = addressOf(entry, state); }, onSort, empty: "No episode matches the filter." }),
+    groups: new VirtualList({ label: "Groups", columns: GROUPS.map((column) => ({ ...column, sortable: false })), onOpen: (group) => { location.hash = `#/group/${encodeURIComponent(group.key)}`; }, empty: "No group matches the filter." }),
   };
   const tabs = el("div", { class: "tabs", role: "group", "aria-label": "Show" }, ["episodes", "groups"].map((view) =>
     el("button", { type: "button", data: { view }, on: { click: () => change({ view }) } }, view === "groups" ? "Groups" : "Episodes")));
@@ -77,6 +89,12 @@ export function episodesPage(source, query) {
       el("div", { class: "field" }, el("label", { for: "filter" }, "Filter"), field, el("p", { class: "help", id: "filter-help" }, "also turns>10 reward<1 time>60 tokens>5000")), deep,
       el("details", { class: "facets", open: wide }, el("summary", {}, "More filters"), facets)),
     el("section", { class: "results", "aria-label": "Results" }, el("div", { class: "bar" }, tabs, summary), problem, place));
+
+  function toList(event) {
+    if (event.key !== "ArrowDown" && event.key !== "Enter") return;
+    event.preventDefault();
+    lists[state.view].focus();
+  }
 
   function change(changes) {
     Object.assign(state, changes);
@@ -93,6 +111,7 @@ export function episodesPage(source, query) {
     const { generation } = source;
     if (!state.inside) inside = null;
     else if (inside?.text !== state.inside || inside.generation !== generation) inside = { text: state.inside, generation, keys: new Set(), next: null, share: 0, busy: false };
+    searched = inside;
     draw();
     const mine = inside;
     if (!mine || mine.busy) return;
@@ -133,7 +152,7 @@ export function episodesPage(source, query) {
     const rewards = fits.filter(({ reward }) => reward !== null);
     const mean = rewards.length ? `, mean reward ${number(rewards.reduce((sum, { reward }) => sum + reward, 0) / rewards.length)}` : "";
     const reading = source.progress < 1 ? `, ${percent(source.progress)} read` : "";
-    const looking = inside?.busy && inside.share < 1 ? `, ${percent(inside.share)} looked through …` : "";
+    const looking = inside?.busy && inside.share < 1 ? `, ${percent(inside.share)} searched …` : "";
     fill(summary, `${plural(fits.length, "episode")}${all}${mean}${reading}${looking}`);
     problem.hidden = !source.problems;
     fill(problem, source.problems);
@@ -154,5 +173,5 @@ export function episodesPage(source, query) {
 
   draw();
   if (state.inside) lookInside();
-  return { node, title: "Episodes", news, end: () => Object.values(lists).forEach((list) => list.end()) };
+  return { node, title: "Episodes", news, started: () => lists[state.view].focus(), toFilter: () => field.focus(), end: () => Object.values(lists).forEach((list) => list.end()) };
 }

@@ -4,8 +4,8 @@ import { number, tone } from "./format.js";
 import { output } from "./output.js";
 import { list, textOf } from "./result.js";
 
-/** What an episode came to, and why. */
-export function verdict(result) {
+/** The reward of an episode, with its components; unless `brief`, with checks and evidence. */
+export function verdict(result, { brief = false } = {}) {
   const { reward, failure, components = {}, evidence = {} } = result;
   const { checks, ...rest } = evidence ?? {};
   return el("div", { class: "verdict" },
@@ -14,8 +14,8 @@ export function verdict(result) {
     failure && el("div", { class: "problem" }, el("strong", {}, `${failure.kind} in ${failure.stage}`), el("p", {}, String(failure.message)), failure.hint && el("p", {}, `Hint: ${failure.hint}`)),
     Object.keys(components).length > 0 && el("table", { class: "plain" }, el("caption", {}, "Components"), el("tbody", {}, Object.entries(components).map(([name, value]) =>
       el("tr", {}, el("th", { scope: "row" }, name), el("td", { class: "meter-cell" }, el("span", { class: "meter", "aria-hidden": "true" }, el("span", { class: tone(value), style: { width: `${Math.max(0, Math.min(1, Number(value))) * 100}%` } }))), el("td", { class: "numeric" }, number(Number(value))))))),
-    list(checks).length > 0 && el("div", {}, el("h3", {}, "Checks"), el("ul", { class: "checks" }, checks.map(checkItem))),
-    Object.keys(rest).length > 0 && el("details", { class: "evidence", open: matchMedia("(min-width: 1001px)").matches }, el("summary", {}, el("h3", {}, "Evidence")), tree(rest)));
+    !brief && list(checks).length > 0 && el("div", {}, el("h3", {}, "Checks"), el("ul", { class: "checks" }, checks.map(checkItem))),
+    !brief && Object.keys(rest).length > 0 && el("details", { class: "evidence", open: !rest.patch && matchMedia("(min-width: 1001px)").matches }, el("summary", {}, el("h3", {}, "Evidence")), tree(rest)));
 }
 
 function ended(result) {

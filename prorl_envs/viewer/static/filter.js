@@ -77,6 +77,11 @@ export function counts(entries, state, { id, of }) {
   return [...found].sort(([a], [b]) => (a < b ? -1 : 1));
 }
 
+/** The entries that a list shows in a state, in its order. `inside`: keys that a search in the texts has found, or null. */
+export function listed(entries, state, inside = null) {
+  return sorted(fitting(inside ? entries.filter(({ key }) => inside.has(key)) : entries, state), state);
+}
+
 /** Sorted, a copy. */
 export function sorted(entries, { sort, descending }) {
   if (sort === "order" && !descending) return entries.slice();

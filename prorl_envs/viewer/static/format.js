@@ -22,6 +22,12 @@ export function seconds(value) {
   return `${Math.floor(minutes / 1440)} d ${Math.floor((minutes % 1440) / 60)} h`;
 }
 
+/** A time in UTC, to the minute. */
+export function date(text) {
+  const when = new Date(text ?? "");
+  return Number.isNaN(when.getTime()) ? "–" : `${when.toISOString().slice(0, 16).replace("T", " ")} UTC`;
+}
+
 /** A reward: up to four digits. */
 export function number(value) {
   return Number.isFinite(value) ? String(Number(value.toPrecision(4))) : "–";

@@ -30,10 +30,16 @@ export class VirtualList {
     const there = key === null ? -1 : items.findIndex((item) => this.keyOf(item) === key);
     this.#active = Math.max(0, there);
     this.node.setAttribute("aria-rowcount", String(items.length + 1));
+    const held = this.head.contains(document.activeElement) ? document.activeElement.dataset.column : null;
     fill(this.head, this.columns.map((column) => this.#heading(column, sort, descending)));
+    if (held) this.head.querySelector(`[data-column="${held}"]`)?.focus({ preventScroll: true });
     this.space.style.height = `${Math.max(items.length, 1) * this.rowHeight}px`;
     this.#drawn = "";
     this.#draw();
+  }
+
+  focus() {
+    this.node.focus({ preventScroll: true });
   }
 
   /** Leave the page. */
@@ -48,7 +54,7 @@ export class VirtualList {
       role: "columnheader", class: kinds(column), style: size(column),
       "aria-sort": sorted ? (descending ? "descending" : "ascending") : null,
     }, this.onSort && column.sortable !== false
-      ? el("button", { type: "button", class: "heading", tabindex: "-1", on: { click: () => this.onSort(column.id) } }, name, sorted && el("span", { "aria-hidden": "true" }, descending ? " ↓" : " ↑"))
+      ? el("button", { type: "button", class: "heading", title: `Sort by ${(column.name || column.label).toLowerCase()}`, data: { column: column.id }, on: { click: () => this.onSort(column.id) } }, name, sorted && el("span", { "aria-hidden": "true" }, descending ? " ↓" : " ↑"))
       : name);
   }
 

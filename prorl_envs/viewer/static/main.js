@@ -4,6 +4,9 @@ import { client } from "./client.js";
 import { episodePage } from "./episode.js";
 import { episodesPage } from "./episodes.js";
 import { groupPage } from "./group.js";
+import { showHelp } from "./help.js";
+import { overviewPage } from "./overview.js";
+import { runsPage } from "./runs.js";
 import { Service } from "./service.js";
 import { source as openSource } from "./sources.js";
 
@@ -16,6 +19,7 @@ const REDRAWN_MS = 250;
 let shown = null;
 let turn = 0;
 let redraw = 0;
+let toFilter = false;
 
 /** There is more to show. While more comes, it is drawn now and then; the last of it at once. */
 function news(more = true) {
@@ -26,8 +30,9 @@ function news(more = true) {
 
 async function route() {
   const [, name = "", rest = ""] = /^#\/(\w*)[/?]?(.*)$/.exec(location.hash) ?? [];
+  const view = name || first();
+  if (view === "episode" && shown?.moved?.(episodeAddress(rest))) return;
   const mine = (turn += 1);
-  const view = name || (live ? "service" : "episodes");
   let next;
   try {
     next = await open(view, rest);
@@ -41,31 +46,61 @@ async function route() {
   document.title = `${next.title} · ${source.title || "prorl-envs"}`;
   mark(view);
   window.scrollTo(0, 0);
-  return next.started?.();
+  if (toFilter) next.toFilter?.();
+  else next.started?.();
+  toFilter = false;
+}
+
+/** The view of an address that names none. */
+function first() {
+  if (live) return "service";
+  if (kind === "runs") return "runs";
+  return source.hasOverview ? "overview" : "episodes";
+}
+
+/** KEY, KEY?FILTER, either with #turn-N behind it. */
+function episodeAddress(rest) {
+  const [, key, query = "", number = "0"] = /^([^?#]*)(?:\?([^#]*))?(?:#turn-(\d{1,9}))?/.exec(rest);
+  return { key: decodeURIComponent(key), query, turn: Number(number) };
 }
 
 function open(view, rest) {
-  if (view === "episode") return episodePage(source, decodeURIComponent(rest), service ? { actions: (result) => service.actions(result) } : {});
+  if (kind === "runs") return runsPage(source);
+  if (view === "episode") {
+    const { key, ...asked } = episodeAddress(rest);
+    return episodePage(source, key, { ...asked, ...(service && { actions: (result) => service.actions(result) }) });
+  }
+  if (view === "overview" && source.hasOverview) return overviewPage(source);
   if (view === "group") return groupPage(source, decodeURIComponent(rest));
   if (view === "service" && service) return service.page();
   return episodesPage(source, rest);
 }
 
 function mark(view) {
-  const section = view === "service" ? "service" : "episodes";
+  fill(document.querySelector("#top nav"), links());
+  const section = ["service", "overview", "runs"].includes(view) ? view : "episodes";
   for (const link of document.querySelectorAll("#top nav a")) {
     if (link.dataset.view === section) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
 }
 
+function links() {
+  if (kind === "runs") return [el("a", { href: "#/", data: { view: "runs" } }, "Runs")];
+  return [
+    live && el("a", { href: "#/", data: { view: "service" } }, "Service"), source.runs && el("a", { href: "../../" }, "Runs"),
+    source.hasOverview && el("a", { href: "#/overview", data: { view: "overview" } }, "Overview"), el("a", { href: "#/episodes", data: { view: "episodes" } }, "Episodes"),
+  ];
+}
+
 function top() {
+  const help = el("button", { type: "button", class: "icon", "aria-label": "Keys", title: "Keys (?)", on: { click: showHelp } }, "?");
   const theme = el("button", { type: "button", class: "icon", "aria-label": "Change between light and dark", title: "Light or dark", on: { click: () => nextTheme() } }, "◐");
   return [
     el("a", { class: "brand", href: "#/" }, el("span", { class: "logo", "aria-hidden": "true" }), "prorl-envs"),
-    el("nav", { "aria-label": "Views" }, live && el("a", { href: "#/", data: { view: "service" } }, "Service"), el("a", { href: live ? "#/episodes" : "#/", data: { view: "episodes" } }, "Episodes")),
+    el("nav", { "aria-label": "Views" }, links()),
     el("span", { class: "where quiet", id: "where" }, source.title ?? ""),
-    service?.light, live && client.token && el("button", { type: "button", class: "link", on: { click: () => { client.forget(); location.reload(); } } }, "Forget the token"), theme,
+    service?.light, live && client.token && el("button", { type: "button", class: "link", on: { click: () => { client.forget(); location.reload(); } } }, "Forget the token"), help, theme,
   ];
 }
 
@@ -76,13 +111,15 @@ function nextTheme() {
 }
 
 function onKey(event) {
-  const typing = event.target.closest("input, textarea, select, dialog, [role=grid]") || event.ctrlKey || event.metaKey || event.altKey;
-  if (typing) return;
+  const within = (what) => event.target instanceof Element && event.target.closest(what);
+  if (within("input:not([type=checkbox]), textarea, select, dialog") || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.key === "?") return void showHelp();
   if (event.key === "/") {
     const field = document.getElementById("filter");
-    if (field) field.focus(); else location.hash = "#/episodes";
+    if (field) field.focus();
+    else if (kind !== "runs") { toFilter = true; location.hash = "#/episodes"; }
     event.preventDefault();
-  } else {
+  } else if (!within("[role=grid]")) {
     shown?.key?.(event);
   }
 }

@@ -56,6 +56,11 @@ export function thoughts(message) {
   return found ? [found[1].trim(), message.content.slice(found[0].length)] : ["", message?.content];
 }
 
+/** Whether the ids of a row or turn are the model's own. Results of format 1 call the field `exact`. */
+export function tokenExact(part) {
+  return (part.token_exact ?? part.exact) !== false;
+}
+
 /** An array, or none. */
 export function list(value) {
   return Array.isArray(value) ? value : [];

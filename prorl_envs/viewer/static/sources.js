@@ -1,14 +1,17 @@
 // Where results come from: a service that runs, a file behind a small server, or the page itself.
 import { client } from "./client.js";
 
-/** The source that the page names. Each has
+/** The source that the page names. That of `runs` is a list of runs alone; each other has
  *  - kind, and what it can do: `texts` (reads tokens);
  *  - load(onNews): bring `entries`, summaries each with its `key`; calls onNews as more is there;
- *  - episode(key): the whole result; tokens(key): the text of each token by row;
+ *  - episode(key): the whole result; tokens(key): the text of each token by row; markdown(key): the parsed texts of each
+ *    message; request(key): the request of its group, or null;
+ *  - overview(): statistics and description of the run, or null; `runs`: whether it is one of a list of runs;
  *  - look(text, from): a step of a search in what was said, from null or the last step's `next`: {keys, next, share}
  *    with the share of all that has been looked through. Nothing is left where `next` stays as it was. */
 export function source(kind) {
   if (kind === "live") return new Live();
+  if (kind === "runs") return new Runs();
   return kind === "file" ? new File() : new Embedded();
 }
 
@@ -16,10 +19,16 @@ class Source {
   entries = [];
   problems = "";
   texts = false;
+  hasOverview = false;
+  runs = false;
   generation = 0; // counts how often other entries took the place of these
 
   entry(key) {
     return this.entries.find((entry) => entry.key === key);
+  }
+
+  async overview() {
+    return null;
   }
 
   group(id) {
@@ -41,7 +50,7 @@ class File extends Source {
       this.generation = page.generation;
       for (const values of page.entries) this.entries.push(entryOf(page.names, values, String(this.entries.length)));
       asked = page.more ? this.#ask() : null; // on its way while this is drawn
-      ({ file: this.title, texts: this.texts } = page);
+      ({ file: this.title, texts: this.texts, overview: this.hasOverview, runs: this.runs } = page);
       this.progress = page.more ? page.read / page.size : 1;
       this.problems = page.bad_lines ? problems(page) : "";
       if (page.entries.length || fresh || !page.more) onNews();
@@ -61,6 +70,18 @@ class File extends Source {
     return (await client.get(`api/episodes/${key}/tokens`)).rows;
   }
 
+  async markdown(key) {
+    return (await client.get(`api/episodes/${key}/markdown`)).messages;
+  }
+
+  async request(key) {
+    return (await client.get(`api/episodes/${key}/request`)).request;
+  }
+
+  async overview() {
+    return this.hasOverview ? client.get("api/overview") : null;
+  }
+
   async look(text, from) {
     const found = await client.get(`api/search?text=${encodeURIComponent(text)}&after=${from ?? 0}`);
     return { keys: found.numbers.map(String), next: found.next, share: found.of ? found.next / found.of : 1 };
@@ -77,6 +98,19 @@ function problems({ bad, bad_lines: lines }) {
   return `${lines} ${lines === 1 ? "line is" : "lines are"} no result; line ${bad[0][0]}: ${bad[0][1]}`;
 }
 
+const RUNS_MS = 3000;
+
+class Runs extends Source {
+  kind = "runs";
+  title = "";
+
+  async load(onNews) {
+    ({ folder: this.title, runs: this.entries } = await client.get("api/runs"));
+    onNews();
+    setTimeout(() => this.load(onNews).catch(() => {}), RUNS_MS);
+  }
+}
+
 class Embedded extends Source {
   kind = "embedded";
 
@@ -85,6 +119,7 @@ class Embedded extends Source {
     this.data = JSON.parse(document.getElementById("data").textContent);
     this.title = this.data.title;
     this.texts = this.data.tokens.some((rows) => rows !== null);
+    this.hasOverview = Boolean(this.data.overview);
     this.entries = this.data.entries.map((entry, i) => ({ ...entry, key: String(i) }));
   }
 
@@ -98,6 +133,18 @@ class Embedded extends Source {
 
   async tokens(key) {
     return this.data.tokens[Number(key)] ?? [];
+  }
+
+  async markdown(key) {
+    return this.data.markdown[Number(key)] ?? [];
+  }
+
+  async request(key) {
+    return this.data.requests[this.entry(key)?.group_id] ?? null;
+  }
+
+  async overview() {
+    return this.data.overview;
   }
 
   async look(text, from) {
@@ -147,6 +194,14 @@ class Live extends Source {
 
   async tokens(key) {
     return (await client.get(`/v1/jobs/${encodeURIComponent(key)}/tokens`)).rows;
+  }
+
+  async markdown(key) {
+    return (await client.get(`/v1/jobs/${encodeURIComponent(key)}/markdown`)).messages;
+  }
+
+  request(key) {
+    return client.get(`/v1/jobs/${encodeURIComponent(key)}/request`);
   }
 
   async look(text, from) {

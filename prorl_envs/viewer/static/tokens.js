@@ -2,7 +2,7 @@
 // drawn when they are opened, so that a row of a hundred thousand tokens costs what is looked at.
 import { el, fill, svg, visible } from "./dom.js";
 import { count, number, plural } from "./format.js";
-import { list, rowsOf } from "./result.js";
+import { list, rowsOf, tokenExact } from "./result.js";
 
 const CHUNK = 1000;
 /** Lower bounds of probability of the six shades. */
@@ -41,8 +41,8 @@ export async function tokensView(result, load, focusTurn = 0) {
   });
   return el("div", { class: "tokens" },
     !texts && el("p", { class: "quiet" }, `Only the ids are known${why ? `: ${why}` : "."}`),
-    el("div", { class: "legend" }, el("span", {}, el("span", { class: "token observed" }, "read"), "loss mask 0"),
-      SHADES.map((bound, i) => el("span", {}, el("span", { class: `token p${i}` }, i ? `≥ ${bound}` : `< ${SHADES[1]}`), i ? "" : "probability of what was sampled"))),
+    el("div", { class: "legend" }, el("span", {}, el("span", { class: "token observed" }, "read"), "loss mask 0"), el("span", {}, "probability of sampled tokens:"),
+      SHADES.map((bound, i) => el("span", {}, el("span", { class: `token p${i}` }, i ? `≥ ${bound}` : `< ${SHADES[1]}`)))),
     info, blocks);
 }
 
@@ -53,7 +53,7 @@ function rowView(row, texts, index, rows, firstTurn, focusTurn, info) {
     rows > 1 && el("h2", {}, index < rows - 1 ? `Row ${index + 1} of ${rows}: a fork, before its history was rewritten` : `Row ${rows} of ${rows}: how it ended`),
     el("p", { class: "facts" }, el("span", {}, `${count(row.ids.length)} tokens`), el("span", {}, `${count(sampled.length)} to train on`),
       sampled.length > 0 && el("span", {}, `mean log-probability ${number(mean)}`), sampled.length > 0 && el("span", {}, `perplexity ${number(Math.exp(-mean))}`),
-      el("span", {}, `drift ${row.drift ?? 0}`), row.exact === false && el("span", { class: "failure" }, "not exact")),
+      el("span", {}, `drift ${row.drift ?? 0}`), !tokenExact(row) && el("span", { class: "failure" }, "not exact")),
     sampled.length > 1 && profile(sampled),
     segments(row).map((segment) => segmentView(row, texts, segment, firstTurn, focusTurn, info)));
 }

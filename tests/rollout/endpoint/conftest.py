@@ -1,25 +1,28 @@
-"""A model endpoint on loopback, over a model of the test's own or the scripted server."""
+"""A model endpoint on loopback, over a toy model of the test or the scripted server."""
 
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from prorl_envs.clock import SystemClock
-from prorl_envs.policy.pool import ModelPool
-from prorl_envs.policy.servers import Servers
-from prorl_envs.policy.types import ModelClient, Sampling
-from prorl_envs.rollout.agent import Agent, Transcript
+from prorl_envs.env.base import Message
+from prorl_envs.listener.listener import HttpListener
+from prorl_envs.model.routing.pool import ModelPool
+from prorl_envs.model.servers.detect import Servers
+from prorl_envs.model.types import ModelClient, Sampling
+from prorl_envs.rollout.agent.agent_loop import Agent, Transcript
+from prorl_envs.rollout.api.types import AgentLimits, Trajectory
 from prorl_envs.rollout.endpoint.app import EndpointApp
-from prorl_envs.rollout.endpoint.doorstep import IDLE_S, Doorstep
+from prorl_envs.rollout.endpoint.harness_run import INSIDE
+from prorl_envs.rollout.endpoint.request_cache import MessageList
 from prorl_envs.rollout.endpoint.session import EndpointLimits, ModelSession
-from prorl_envs.rollout.server import answering
-from prorl_envs.rollout.types import AgentLimits, Trajectory
+from prorl_envs.rollout.http.server import answering
 from prorl_envs.testing.scripted import ScriptBook
 from prorl_envs.testing.server import ScriptedServer
 from prorl_envs.testing.tokenizer import builtin_renderer
-from prorl_envs.testing.toy import Play, ToyModel
+from tests.support.toy import Play, ToyModel
 
 _LIMITS, _SAMPLING, _BOUNDS = AgentLimits(), Sampling(), EndpointLimits()
 
@@ -33,7 +36,7 @@ LS: dict[str, Any] = {
 
 @dataclass
 class Served:
-    """An endpoint, and what is behind it."""
+    """An endpoint with its session and transcript."""
 
     url: str
     session: ModelSession
@@ -72,12 +75,13 @@ async def endpoint(
 
 @asynccontextmanager
 async def doorstep(
-    served: Served, *, connections: int = 8, idle_s: float = IDLE_S
-) -> AsyncIterator[Doorstep]:
-    """The session on a socket as a sandbox has it."""
+    served: Served, *, connections: int = 8, idle_s: float = INSIDE.keep_alive_s
+) -> AsyncIterator[HttpListener]:
+    """Serve the session on a socket as in a sandbox."""
     listener = socket.create_server(("127.0.0.1", 0))
     app = EndpointApp(lambda key: served.session if key == served.key else None)
-    step = Doorstep(app, listener, connections=connections, idle_s=idle_s)
+    limits = replace(INSIDE, connections=connections, head_s=idle_s, keep_alive_s=idle_s)
+    step = HttpListener(app, listener, limits)
     try:
         yield step
     finally:
@@ -86,7 +90,7 @@ async def doorstep(
 
 @asynccontextmanager
 async def toy_endpoint(play: Play, **options: Any) -> AsyncIterator[Served]:
-    """An endpoint whose model says what `play` says."""
+    """Serve an endpoint whose model answers as `play` returns."""
     async with endpoint(ToyModel(builtin_renderer(), play), **options) as served:
         yield served
 
@@ -98,7 +102,7 @@ async def scripted_endpoint(
     server: dict[str, Any] | None = None,
     **options: Any,
 ) -> AsyncIterator[tuple[Served, ScriptedServer]]:
-    """An endpoint over a real pool and the scripted model server, which speaks HTTP."""
+    """Serve an endpoint over a real pool and the scripted model server, over HTTP."""
     async with AsyncExitStack() as stack:
         book = ScriptBook.from_tapes(tapes)
         played = await stack.enter_async_context(ScriptedServer(book, **(server or {})))
@@ -109,7 +113,7 @@ async def scripted_endpoint(
 
 
 def check_rows(rows: Sequence[Trajectory]) -> None:
-    """Each row is whole, and nothing that was sampled is trained on twice."""
+    """Check that each row is complete and that no sampled token is trained on twice."""
     for row in rows:
         assert len(row.ids) == len(row.loss_mask) == len(row.logprobs)
         assert row.drift == 0
@@ -117,5 +121,14 @@ def check_rows(rows: Sequence[Trajectory]) -> None:
         assert [at for at, mask in enumerate(row.loss_mask) if mask] == sampled
         assert all(value == 0.0 for value, mask in zip(row.logprobs, row.loss_mask, strict=True) if not mask)
         if row.parent is not None:
-            assert row.ids[: row.shared] == rows[row.parent].ids[: row.shared]
-            assert not any(row.loss_mask[: row.shared])
+            assert row.ids[: row.shared_prefix_len] == rows[row.parent].ids[: row.shared_prefix_len]
+            assert not any(row.loss_mask[: row.shared_prefix_len])
+
+
+def tidied(messages: Sequence[Message]) -> list[Message]:
+    """Return messages as a request's `MessageList` holds them."""
+    dialogue = MessageList()
+    for number, message in enumerate(messages):
+        dialogue.add(message, number)
+    dialogue.check_end()
+    return dialogue.messages

@@ -1,5 +1,5 @@
-"""Clients that misuse connections, on raw sockets against the endpoint as a sandbox has it: slow ones,
-endless ones, half ones. Each loses its own connection at the worst."""
+"""Slow, endless and half-open clients on raw sockets against the sandbox listener: each loses at most its own
+connection."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from prorl_envs.rollout.endpoint.doorstep import HEAD_BYTES
+from prorl_envs.listener.connection import HEAD_BYTES
 from prorl_envs.rollout.endpoint.session import EndpointLimits
 from tests.rollout.endpoint.conftest import check_rows, doorstep, scripted_endpoint, toy_endpoint
 from tests.rollout.endpoint.test_hostile import BODY, ask, request
@@ -29,7 +29,7 @@ async def connected(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyn
 
 
 async def end(reader: asyncio.StreamReader) -> bytes:
-    """What is said until the connection ends."""
+    """Return all bytes received until the connection closes."""
     said = b""
     try:
         async with asyncio.timeout(30):
@@ -41,8 +41,8 @@ async def end(reader: asyncio.StreamReader) -> bytes:
 
 
 @pytest.mark.parametrize("before", [b"", b"first"])
-async def test_a_head_that_comes_byte_by_byte_ends_its_connection(before: bytes) -> None:
-    """Also between two requests, where each byte would otherwise begin the wait anew."""
+async def test_a_head_sent_byte_by_byte_is_disconnected(before: bytes) -> None:
+    """Also between two requests, where each byte could restart the timeout."""
     async with toy_endpoint(lambda *_: "Hello.") as served, doorstep(served, idle_s=0.3) as step:
         async with connected(step.port) as (reader, writer):
             if before:
@@ -58,7 +58,7 @@ async def test_a_head_that_comes_byte_by_byte_ends_its_connection(before: bytes)
         assert (await ask(step.port, served.key)).status_code == 200
 
 
-async def test_a_body_that_does_not_come_is_refused() -> None:
+async def test_a_missing_body_is_refused() -> None:
     bounds = EndpointLimits(body_s=0.2)
     async with (
         toy_endpoint(lambda *_: "Hello.", bounds=bounds) as served,
@@ -84,7 +84,7 @@ async def test_a_body_that_does_not_come_is_refused() -> None:
         b"\x16\x03\x01" + b"\0" * 500,
     ],
 )
-async def test_heads_that_are_too_much_or_ambiguous_are_refused(head: bytes) -> None:
+async def test_oversized_and_ambiguous_heads_are_refused(head: bytes) -> None:
     async with toy_endpoint(lambda *_: "Hello.") as served, doorstep(served) as step:
         async with connected(step.port) as (reader, writer):
             for at in range(0, len(head), 50_000):
@@ -95,7 +95,7 @@ async def test_heads_that_are_too_much_or_ambiguous_are_refused(head: bytes) -> 
         assert (await ask(step.port, served.key)).status_code == 200
 
 
-async def test_who_asks_for_another_protocol_is_answered_in_this_one_or_not_at_all() -> None:
+async def test_a_protocol_upgrade_is_ignored_or_refused() -> None:
     upgrade = request("KEY").replace(b"host: x", b"host: x\r\nconnection: upgrade\r\nupgrade: h2c")
     async with toy_endpoint(lambda *_: "Hello.") as served, doorstep(served, idle_s=0.5) as step:
         async with connected(step.port) as (reader, writer):
@@ -106,7 +106,7 @@ async def test_who_asks_for_another_protocol_is_answered_in_this_one_or_not_at_a
         check_rows(served.rows)
 
 
-async def test_requests_in_a_row_are_answered_one_by_one() -> None:
+async def test_consecutive_requests_are_answered_one_by_one() -> None:
     async with toy_endpoint(lambda *_: "Hello.") as served, doorstep(served) as step:
         async with connected(step.port) as (reader, writer):
             writer.write(request(served.key) * 5)
@@ -133,7 +133,7 @@ async def test_a_body_in_a_thousand_chunks_is_one_request() -> None:
         assert b" 200 " in await reader.readline()
 
 
-async def test_a_giant_body_is_refused_before_it_has_come_and_no_more_of_it_is_kept() -> None:
+async def test_a_giant_body_is_refused_before_it_is_read() -> None:
     bounds = EndpointLimits(body_bytes=100_000)
     async with (
         toy_endpoint(lambda *_: "Hello.", bounds=bounds) as served,
@@ -152,8 +152,8 @@ async def test_a_giant_body_is_refused_before_it_has_come_and_no_more_of_it_is_k
         assert (await ask(step.port, served.key)).status_code == 200
 
 
-async def test_a_stream_that_nobody_reads_ends_its_own_generation() -> None:
-    """The client asks for a long answer, reads nothing of it, and goes."""
+async def test_an_unread_stream_stops_only_its_own_generation() -> None:
+    """The client asks for a long answer, reads none of it and disconnects."""
     tape: Any = {"x": [[{"tool": "ls", "arguments": {}, "content": "word " * 3000}]]}
     opening = scripted_endpoint(tape, server={"tokens_per_s": 500.0})
     async with opening as (served, server), doorstep(served) as step:
@@ -164,11 +164,11 @@ async def test_a_stream_that_nobody_reads_ends_its_own_generation() -> None:
         await asyncio.wait_for(server.until(lambda counts: counts.running == 0), 30)
 
 
-async def test_who_connects_as_it_closes_is_not_left_hanging() -> None:
+async def test_a_client_that_connects_during_close_is_disconnected() -> None:
     async with toy_endpoint(lambda *_: "Hello.") as served, doorstep(served) as step:
-        await asyncio.sleep(0.01)  # it waits for clients
+        await asyncio.sleep(0.01)  # the listener waits for clients
         with socket.create_connection(("127.0.0.1", step.port)) as client:
-            await asyncio.sleep(0)  # the loop is about to learn of this one
+            await asyncio.sleep(0)  # the loop is about to accept this one
             await step.aclose()
             client.settimeout(10)
             with contextlib.suppress(ConnectionResetError):

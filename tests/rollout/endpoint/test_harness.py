@@ -1,5 +1,5 @@
-"""Harnesses in real sandboxes without a network, through the service: a small agent of the standard library's
-means, and what goes wrong with agents."""
+"""Harnesses in real sandboxes without a network, through the service: a small agent written with the standard
+library, and failures of agents."""
 
 import shutil
 import tempfile
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from prorl_envs.app.compose import without_harness
 from prorl_envs.catalog import Catalog
-from prorl_envs.cli.compose import by_hand
 from prorl_envs.config import load_settings
 from prorl_envs.conformance.subject import DRIVERS
 from prorl_envs.env.harness.family import with_harness
@@ -21,20 +21,20 @@ from prorl_envs.env.replay import replay
 from prorl_envs.envs.bash.env import BashEnvironment
 from prorl_envs.errors import FailureKind, InputError, ModelError
 from prorl_envs.gym.env import TaskEnv
-from prorl_envs.policy.pool import ModelPool
-from prorl_envs.policy.servers import Servers
-from prorl_envs.policy.types import ModelClient
-from prorl_envs.rollout.episode import Account, Attempt
-from prorl_envs.rollout.nodes.reports import account_of, whole_report
-from prorl_envs.rollout.service import RolloutService
-from prorl_envs.rollout.types import AgentLimits, GroupRequest, JobState, Result, StopReason
-from prorl_envs.sandbox.namespaces import NamespaceDriver
+from prorl_envs.model.routing.pool import ModelPool
+from prorl_envs.model.servers.detect import Servers
+from prorl_envs.model.types import ModelClient
+from prorl_envs.rollout.api.types import AgentLimits, GroupRequest, JobState, Result, StopReason
+from prorl_envs.rollout.episode.job import Attempt, AttemptReport
+from prorl_envs.rollout.nodes.result_codec import account_of, whole_report
+from prorl_envs.rollout.service.service import RolloutService
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
 from prorl_envs.testing.scripted import Script, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
 from prorl_envs.testing.tokenizer import builtin_renderer
-from prorl_envs.testing.toy import ToyModel
 from tests.conftest import existing_driver
 from tests.rollout.endpoint.conftest import check_rows
+from tests.support.toy import ToyModel
 
 pytestmark = pytest.mark.anyio
 
@@ -135,8 +135,8 @@ async def test_an_agent_solves_a_task_in_a_sandbox_without_a_network(node: Node)
     assert server.counts.violations == 0 and server.counts.sessions == 3
 
 
-@pytest.mark.parametrize("kind", ["apptainer", "instance"])
-async def test_the_endpoint_is_on_the_loopback_of_other_drivers_sandboxes(
+@pytest.mark.parametrize("kind", ["apptainer", "apptainer-instance"])
+async def test_the_endpoint_is_on_the_loopback_of_sandboxes_of_other_drivers(
     kind: str, run_dir: Path, tmp_path: Path
 ) -> None:
     root = Path(tempfile.mkdtemp(dir=run_dir))
@@ -153,8 +153,8 @@ async def test_the_endpoint_is_on_the_loopback_of_other_drivers_sandboxes(
     check_rows(result.rows)
 
 
-async def test_an_answer_that_a_harness_hangs_up_on_is_in_its_result(node: Node) -> None:
-    """And comes whole through whatever carries results."""
+async def test_an_answer_that_a_harness_did_not_read_is_in_its_result(node: Node) -> None:
+    """The result is complete in every encoding."""
     script = (
         CALL
         + """\
@@ -177,12 +177,12 @@ ask([{"role": "user", "content": "another"}])
             (result,) = await play(service)
         await pool.aclose()
     assert result.failure is None and len(result.rows) == 1
-    (kept,) = result.aborted
+    (kept,) = result.unfinished_answers
     assert kept.turns[0].finish_reason == "abort" and sum(kept.loss_mask) > 0
     assert Result.model_validate_json(result.model_dump_json()) == result
-    account = Account(trajectory=result.trajectory, forks=result.forks, aborted=[kept])
-    told = account_of(whole_report(Attempt(told=account)))
-    assert (told.trajectory, told.forks, told.aborted) == (result.trajectory, (), (kept,))
+    account = AttemptReport(trajectory=result.trajectory, forks=result.forks, unfinished_answers=[kept])
+    told = account_of(whole_report(Attempt(remote_report=account)))
+    assert (told.trajectory, told.forks, told.unfinished_answers) == (result.trajectory, (), (kept,))
 
 
 def toy(play: Any) -> ToyModel:
@@ -201,7 +201,7 @@ def toy(play: Any) -> ToyModel:
         ("import os; os.kill(os.getpid(), 9)", "asked its model nothing"),
     ],
 )
-async def test_a_harness_that_fails_is_no_reward(node: Node, script: str, says: str) -> None:
+async def test_a_failing_harness_has_no_reward(node: Node, script: str, says: str) -> None:
     async with serving(node, recipe(script), toy(lambda *_: "Hello.")) as service:
         (result,) = await play(service)
     assert result.state is JobState.FAILED and result.reward is None and result.failure is not None
@@ -209,15 +209,15 @@ async def test_a_harness_that_fails_is_no_reward(node: Node, script: str, says: 
     assert says in result.failure.message
 
 
-async def test_other_exit_statuses_may_be_in_order(node: Node) -> None:
+async def test_a_recipe_can_allow_other_exit_statuses(node: Node) -> None:
     harness = recipe(CALL + "ask(messages); sys.exit(3)", exits=frozenset({3}))
     async with serving(node, harness, toy(lambda *_: "Hello.")) as service:
         (result,) = await play(service)
     assert result.reward == 0.0 and result.stop_reason is StopReason.FINISHED
 
 
-async def test_a_harness_that_goes_on_for_ever_meets_a_limit(node: Node) -> None:
-    """It ignores that it is refused; it is ended, and graded."""
+async def test_an_endless_harness_meets_a_limit(node: Node) -> None:
+    """It ignores refusals; it is stopped and graded."""
     script = CALL + "while True:\n  try: ask(messages)\n  except OSError: pass"
     async with serving(node, recipe(script), toy(lambda *_: "Hello.")) as service:
         (result,) = await play(service, max_turns=3, run_s=3)
@@ -226,20 +226,20 @@ async def test_a_harness_that_goes_on_for_ever_meets_a_limit(node: Node) -> None
     check_rows(result.rows)
 
 
-async def test_time_ends_a_harness(node: Node) -> None:
+async def test_a_harness_is_stopped_at_its_time_limit(node: Node) -> None:
     script = CALL + "ask(messages)\nimport time; time.sleep(99)"
     async with serving(node, recipe(script), toy(lambda *_: "Hello.")) as service:
         (result,) = await play(service, run_s=1)
     assert result.stop_reason is StopReason.TIME_LIMIT and result.reward == 0.0
 
 
-async def test_a_model_that_fails_is_the_model_s_failure(node: Node) -> None:
+async def test_a_failing_model_is_a_model_failure(node: Node) -> None:
     async with serving(node, recipe(CALL + "ask(messages)"), toy(lambda *_: ModelError("no GPU"))) as service:
         (result,) = await play(service)
     assert result.failure is not None and result.failure.kind is FailureKind.MODEL
 
 
-async def test_a_full_context_is_told_and_ends_as_the_token_limit(node: Node) -> None:
+async def test_a_full_context_is_refused_and_stops_with_the_token_limit(node: Node) -> None:
     script = CALL + "messages[0]['content'] *= 500\nask([{'role': 'user', 'content': 'x'}]); ask(messages)"
     async with serving(node, recipe(script), toy(lambda *_: "Hello.")) as service:
         (result,) = await play(service, max_tokens=2000)
@@ -274,7 +274,7 @@ assert len(said) == 8
     assert len(result.rows) == 8 and all(len(row.turns) == 1 for row in result.rows)
 
 
-def test_what_is_put_in_is_not_looked_at() -> None:
+def test_substituted_values_are_not_substituted_again() -> None:
     values = {"task": "{key} {task}", "key": "secret"}
     assert filled("a {task} {{x}} {key}", values) == "a {key} {task} {{x}} secret"
 
@@ -285,22 +285,22 @@ agents: {mine: {harness: {command: ["true"]}}}
 """
 
 
-def test_whoever_calls_tools_by_hand_is_not_a_harness(
+def test_commands_that_replay_actions_leave_the_harness_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Validated and played without it, which is said; refused where actions are the point."""
+    """`validate` and `play` warn and run without the harness; the gymnasium environment refuses it."""
     (tmp_path / "settings.yaml").write_text(SETTINGS)
     config = tmp_path / "settings.yaml"
     catalog = Catalog.of(load_settings(config))
     assert catalog.family("bash@mine").harness.name == "command"  # type: ignore[attr-defined]
-    alone = by_hand(catalog, "bash@mine")
+    alone = without_harness(catalog, "bash@mine")
     assert "without the harness command" in capsys.readouterr().err
     assert alone.family("bash@mine").load(ROW).reference[-1].tool == "finish"
     with pytest.raises(InputError, match="takes no actions"):
         TaskEnv("bash@mine", config=config)
 
 
-async def test_a_harness_s_calls_are_not_made_again(node: Node) -> None:
+async def test_tool_calls_of_a_harness_are_not_replayed(node: Node) -> None:
     family = with_harness(BashEnvironment, recipe(AGENT), "test")
     with pytest.raises(InputError, match="tools of its own"):
         await replay(family, node, family.load(ROW), [])

@@ -1,4 +1,4 @@
-"""Clients that want to break the endpoint, on raw sockets: everybody else is answered all the same."""
+"""Clients that attack the endpoint on raw sockets: all others are still answered."""
 
 import asyncio
 import json
@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
+from prorl_envs.rollout.api.types import AgentLimits
 from prorl_envs.rollout.endpoint.session import EndpointLimits
-from prorl_envs.rollout.types import AgentLimits
 from tests.rollout.endpoint.conftest import check_rows, doorstep, scripted_endpoint, toy_endpoint
 
 pytestmark = pytest.mark.anyio
@@ -29,19 +29,20 @@ async def ask(port: int, key: str, body: Any = BODY) -> httpx.Response:
         return await client.post(url, json=body, headers={"x-api-key": key})
 
 
-async def test_connections_are_bounded_and_give_their_places_back() -> None:
-    async with toy_endpoint(lambda *_: "Hello.") as served, doorstep(served) as step:
+async def test_connections_are_bounded_and_idle_ones_make_room() -> None:
+    async with toy_endpoint(lambda *_: "Hello.") as served, doorstep(served, connections=8) as step:
         flood = [await asyncio.open_connection("127.0.0.1", step.port) for _ in range(40)]
-        asking = asyncio.create_task(ask(step.port, served.key))
-        await asyncio.sleep(0.05)
-        assert not asking.done(), "all places are taken"
-        for _, writer in flood:
-            writer.close()
-        assert (await asking).status_code == 200
+        try:
+            assert (await ask(step.port, served.key)).status_code == 200
+            for reader, _ in flood[: 40 - 8]:
+                assert await reader.read() == b"", "more than 8 connections are open"
+        finally:
+            for _, writer in flood:
+                writer.close()
         assert (await ask(step.port, served.key)).status_code == 200
 
 
-async def test_garbage_is_refused_and_hurts_nobody() -> None:
+async def test_garbage_is_refused_and_harms_no_other_client() -> None:
     async with toy_endpoint(lambda *_: "Hello.") as served, doorstep(served) as step:
         for data in (b"\0" * 70_000, b"GET / HTTP/9\r\n\r\n", b"POST / HTTP/1.1\r\nx: " + b"y" * 100_000):
             reader, writer = await asyncio.open_connection("127.0.0.1", step.port)
@@ -52,7 +53,7 @@ async def test_garbage_is_refused_and_hurts_nobody() -> None:
         assert (await ask(step.port, served.key)).status_code == 200
 
 
-async def test_half_a_request_and_half_a_connection_leave_nothing() -> None:
+async def test_incomplete_requests_and_connections_leak_nothing() -> None:
     async with scripted_endpoint({}, server={"latency_s": 30.0}) as (served, server):
         async with doorstep(served) as step:
             _, half = await asyncio.open_connection("127.0.0.1", step.port)
@@ -61,14 +62,14 @@ async def test_half_a_request_and_half_a_connection_leave_nothing() -> None:
             _, whole = await asyncio.open_connection("127.0.0.1", step.port)
             whole.write(request(served.key, {**BODY, "stream": True}))
             await server.until(lambda counts: counts.running == 1)
-            whole.write_eof()  # a client that says nothing more has left, as HTTP servers have it
+            whole.write_eof()  # as in other HTTP servers, a client that closed its sending side is gone
             whole.transport.abort()
             half.transport.abort()
             await asyncio.wait_for(server.until(lambda counts: counts.aborted == 1), 30)
         assert served.session.calls == 0 and served.rows == []
 
 
-async def test_the_end_of_a_rollout_ends_what_is_sampled_for_it() -> None:
+async def test_the_end_of_a_rollout_stops_its_generations() -> None:
     opening = scripted_endpoint({}, server={"latency_s": 30.0})
     async with opening as (served, server), doorstep(served) as step:
         asking = [asyncio.create_task(ask(step.port, served.key)) for _ in range(3)]
@@ -103,7 +104,7 @@ async def test_one_rollout_cannot_write_into_another() -> None:
         (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 200),
     ],
 )
-async def test_bodies_that_are_too_much(data: bytes, status: int) -> None:
+async def test_oversized_bodies_are_refused(data: bytes, status: int) -> None:
     bounds, limits = EndpointLimits(body_bytes=150_000), AgentLimits(max_tokens=1000)
     async with toy_endpoint(lambda *_: "Hello.", bounds=bounds, limits=limits) as served:
         if len(data) > 150_000 and status == 400:
@@ -115,7 +116,7 @@ async def test_bodies_that_are_too_much(data: bytes, status: int) -> None:
         assert len(served.rows) == (status == 200)
 
 
-async def test_calls_at_a_time_are_bounded() -> None:
+async def test_concurrent_calls_are_bounded() -> None:
     bounds = EndpointLimits(parallel=2, waiting=3)
     async with scripted_endpoint({}, server={"latency_s": 0.3}, bounds=bounds) as (served, server):
         async with doorstep(served, connections=16) as step:
@@ -126,7 +127,7 @@ async def test_calls_at_a_time_are_bounded() -> None:
         assert sum(len(row.turns) for row in served.rows) == server.counts.requests == 5
 
 
-async def test_who_only_sends_nonsense_is_not_listened_to_for_ever() -> None:
+async def test_a_client_that_sends_only_garbage_is_disconnected() -> None:
     async with toy_endpoint(lambda *_: "Hello.", bounds=EndpointLimits(refused=20)) as served:
         async with httpx.AsyncClient(base_url=served.url, headers={"x-api-key": served.key}) as client:
             codes = [(await client.post("/v1/messages", json={})).status_code for _ in range(25)]

@@ -1,4 +1,4 @@
-"""Agents that run elsewhere: an episode's endpoint through the service's own address, by its own key."""
+"""Agents that run elsewhere: an episode's endpoint at the service's own address, with its own key."""
 
 import sys
 from asyncio.subprocess import PIPE, create_subprocess_exec
@@ -14,19 +14,19 @@ from prorl_envs.config import ServerSettings, ServiceSettings
 from prorl_envs.env.node import Node
 from prorl_envs.env.rows import read_tasks
 from prorl_envs.envs.bash.env import BashEnvironment
-from prorl_envs.policy.pool import ModelPool
-from prorl_envs.policy.rendering import TemplateRenderer
-from prorl_envs.policy.servers import Servers
-from prorl_envs.rollout.client import RolloutClient
-from prorl_envs.rollout.episode_types import CallRequest, CallStep, EpisodeRequest, TokenStep
-from prorl_envs.rollout.errors import NotFound, OutOfOrder
-from prorl_envs.rollout.server import serving
-from prorl_envs.rollout.service import RolloutService
-from prorl_envs.sandbox.namespaces import NamespaceDriver
+from prorl_envs.model.routing.pool import ModelPool
+from prorl_envs.model.servers.detect import Servers
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.rollout.api.errors import NotFound, OutOfOrder
+from prorl_envs.rollout.api.interactive import CallRequest, CallStep, EpisodeRequest, TokenStep
+from prorl_envs.rollout.client.client import RolloutClient
+from prorl_envs.rollout.http.server import serving
+from prorl_envs.rollout.service.service import RolloutService
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
 from prorl_envs.testing.scripted import ScriptBook
 from prorl_envs.testing.server import ScriptedServer
-from prorl_envs.testing.toy import ToyModel, ToyWorld, empty_node
 from tests.rollout.endpoint.conftest import check_rows
+from tests.support.toy import ToyModel, ToyWorld, empty_node
 
 pytestmark = pytest.mark.anyio
 
@@ -46,7 +46,7 @@ def locked() -> ServerSettings:
     return ServerSettings(port=0, token=SecretStr(TOKEN))
 
 
-async def test_an_episode_with_an_agent_of_the_caller_s(renderer: TemplateRenderer) -> None:
+async def test_an_episode_with_the_callers_own_agent(renderer: TemplateRenderer) -> None:
     async with serving(new_service(renderer), locked()) as url, RolloutClient(url, token=TOKEN) as client:
         await client.start_episode(EpisodeRequest(id="a", environment="toy", task=TASK))
         endpoint = await client.open_endpoint("a")
@@ -104,10 +104,10 @@ async def test_an_episode_driven_by_tokens_has_no_endpoint(renderer: TemplateRen
             await client.open_endpoint("a")
 
 
-async def test_the_example_runs_as_it_is(
+async def test_the_example_runs_unmodified(
     shared_driver: NamespaceDriver, renderer: TemplateRenderer, tmp_path: Path
 ) -> None:
-    """With OpenAI's own client, against a service with the scripted model."""
+    """OpenAI's own client against a service with the scripted model."""
     task = read_tasks(BashEnvironment.load, ROOT / "envs" / "bash" / "data" / "example.jsonl")[0]
     tape = [[{"tool": call.tool, "arguments": call.arguments}] for call in task.reference]
     book = ScriptBook.from_tapes({task.instruction: tape})

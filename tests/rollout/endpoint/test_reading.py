@@ -1,4 +1,4 @@
-"""Requests read beside those before: what comes out is what a reader says who knows none of them."""
+"""Requests parsed with a cache of earlier ones: the outcome equals that of an empty cache."""
 
 import json
 from typing import Any
@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from prorl_envs.rollout.endpoint.anthropic import Messages
 from prorl_envs.rollout.endpoint.chat import ChatCompletions
-from prorl_envs.rollout.endpoint.likeness import key_of_tools, keys_of
-from prorl_envs.rollout.endpoint.reading import Reader
+from prorl_envs.rollout.endpoint.conversation_key import key_of_tools, keys_of
+from prorl_envs.rollout.endpoint.request_cache import RequestCache
 from prorl_envs.rollout.endpoint.responses import Responses
-from prorl_envs.rollout.endpoint.types import Asked, Refused, Shape
+from prorl_envs.rollout.endpoint.types import EndpointRequest, RequestRefused, Shape
 
 pytestmark = pytest.mark.anyio
 
@@ -72,17 +72,17 @@ SHAPES: list[tuple[Shape, str, str, Any]] = [
 ]
 
 
-async def outcome(reader: Reader, shape: Shape, body: bytes) -> Asked | str:
+async def outcome(reader: RequestCache, shape: Shape, body: bytes) -> EndpointRequest | str:
     try:
         return await reader.read(shape, body)
-    except Refused as refused:
+    except RequestRefused as refused:
         return refused.message
 
 
 @given(st.data())
-async def test_what_was_read_before_changes_nothing(data: st.DataObject) -> None:
-    """Histories grow, are cut, are changed anywhere, in any order, in all shapes at a time."""
-    known = Reader()
+async def test_cached_requests_do_not_change_the_outcome(data: st.DataObject) -> None:
+    """Histories grow, are cut and are changed anywhere, in any order, in all shapes at once."""
+    known = RequestCache()
     histories: list[Any] = [[] for _ in SHAPES]
     for _ in range(data.draw(st.integers(1, 10))):
         which = data.draw(st.integers(0, len(SHAPES) - 1))
@@ -96,14 +96,14 @@ async def test_what_was_read_before_changes_nothing(data: st.DataObject) -> None
         if lead:
             body[lead] = data.draw(TEXTS)
         sent = json.dumps(body).encode()
-        mine, fresh = await outcome(known, shape, sent), await outcome(Reader(), shape, sent)
+        mine, fresh = await outcome(known, shape, sent), await outcome(RequestCache(), shape, sent)
         assert mine == fresh
-        if isinstance(mine, Asked):
+        if isinstance(mine, EndpointRequest):
             assert mine.keys == keys_of(mine.messages) and mine.tools_key == key_of_tools(mine.tools)
 
 
-async def test_what_was_read_before_is_not_read_again() -> None:
-    reader, history = Reader(), [{"role": "user", "content": "a"}]
+async def test_known_messages_are_not_parsed_again() -> None:
+    reader, history = RequestCache(), [{"role": "user", "content": "a"}]
     tools = [{"type": "function", "function": {"name": "ls"}}]
     one = await reader.read(CHAT, json.dumps({"messages": history, "tools": tools}).encode())
     history += [{"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
@@ -113,7 +113,7 @@ async def test_what_was_read_before_is_not_read_again() -> None:
 
 
 async def test_an_answer_in_items_is_one_message_that_may_still_grow() -> None:
-    reader = Reader()
+    reader = RequestCache()
     call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
     items: list[Any] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, call]
     ends = {"role": "user", "content": "c"}
@@ -123,8 +123,8 @@ async def test_an_answer_in_items_is_one_message_that_may_still_grow() -> None:
     assert [len(asked.messages[1]["tool_calls"]) for asked in (first, second)] == [1, 2]
 
 
-async def test_long_requests_are_read_in_a_thread_and_forgotten_first() -> None:
-    reader = Reader()
+async def test_long_requests_are_parsed_in_a_thread_and_evicted_first() -> None:
+    reader = RequestCache()
     for number in range(4):
         text = f"{number}" * 12_000_000
         body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
@@ -132,8 +132,8 @@ async def test_long_requests_are_read_in_a_thread_and_forgotten_first() -> None:
     assert sum(history.size for history in reader._histories) < 32 << 20
 
 
-async def test_half_a_surrogate_pair_is_no_text() -> None:
+async def test_half_a_surrogate_pair_is_refused() -> None:
     for content in (b'"x\\ud800"', b'"\\ud800 and more of it"'):
         body = b'{"messages": [{"role": "user", "content": ' + content + b"}]}"
-        (message,) = (await Reader().read(CHAT, body)).messages
+        (message,) = (await RequestCache().read(CHAT, body)).messages
         message["content"].encode()

@@ -1,5 +1,5 @@
-"""Every known harness, unmodified, from its registry: real tasks in sandboxes without a network, through the
-service and with the scripted model. Installs what is missing into the cache; `make test-harnesses`."""
+"""Every known harness, unmodified, from its registry: real tasks in sandboxes without a network, with the
+scripted model. Installs missing ones into the cache; run by `make test-harnesses`."""
 
 import json
 from contextlib import AsyncExitStack
@@ -9,29 +9,29 @@ from typing import Any
 import pytest
 
 from prorl_envs.catalog import Catalog
-from prorl_envs.cli.demo import Chosen, script
+from prorl_envs.cli.commands.demo import Chosen, script
 from prorl_envs.config import Settings
 from prorl_envs.env.harness.install import install
 from prorl_envs.env.harness.recipes import RECIPES
 from prorl_envs.env.node import Node, default_cache_dir
 from prorl_envs.errors import EnvironmentFault
-from prorl_envs.policy.pool import ModelPool
-from prorl_envs.policy.servers import Servers
-from prorl_envs.rollout.service import RolloutService
-from prorl_envs.rollout.types import AgentLimits, GroupRequest, Result, StopReason
-from prorl_envs.sandbox.namespaces import NamespaceDriver
+from prorl_envs.model.routing.pool import ModelPool
+from prorl_envs.model.servers.detect import Servers
+from prorl_envs.rollout.api.types import AgentLimits, GroupRequest, Result, StopReason
+from prorl_envs.rollout.service.service import RolloutService
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
 from prorl_envs.testing.server import ScriptedServer
 from prorl_envs.testing.tokenizer import builtin_renderer
 from tests.rollout.endpoint.conftest import check_rows
 
 pytestmark = [pytest.mark.anyio, pytest.mark.harnesses, pytest.mark.timeout(1800)]
 
-#: One instance of the example data, which is rebuilt from its source release.
+#: One instance of the example data, rebuilt from its source release.
 INSTANCE = "psf__requests-2931"
 
 
 async def played(driver: NamespaceDriver, environment: str, harness: str, row: dict[str, Any]) -> Result:
-    """One rollout, with a model that samples other tokenisations than the template's."""
+    """Run one rollout with a model that samples other tokenisations than the template's."""
     cache = default_cache_dir()
     try:
         await install(RECIPES[harness], cache, print)
@@ -53,7 +53,7 @@ async def played(driver: NamespaceDriver, environment: str, harness: str, row: d
         await service.submit([GroupRequest(id="g", environment=environment, task=row, limits=limits)])
         page = await service.results(0, limit=1, wait_s=1200)
         [result] = page.results
-        # A prompt that does not go on from the last one is a row of its own, or else tokens were lost.
+        # A prompt that does not continue the last one is a row of its own; otherwise tokens were lost.
         assert server.counts.violations <= len(result.rows) - 1
         return result
 
@@ -88,9 +88,9 @@ async def test_an_issue_of_a_repository(driver: NamespaceDriver, harness: str) -
     check_unbroken(await played(driver, "swebench", harness, issue()))
 
 
-async def test_a_harness_that_rewrites_what_the_model_said(driver: NamespaceDriver) -> None:
-    """Claude Code leaves a `cd` to where it is already out of the call that it has in its history. So the
-    model goes on from something else than it said: two rows, and what was sampled stays as it was."""
+async def test_a_harness_that_rewrites_the_models_calls(driver: NamespaceDriver) -> None:
+    """Claude Code drops a `cd` into the current directory from the calls in its history, so the model
+    continues from other text than it sampled: two rows, and the sampled tokens stay unchanged."""
     result = await played(driver, "swebench", "claude-code", issue())
     check(result)
     said, answered = result.rows

@@ -1,4 +1,4 @@
-"""Conversations as harnesses write them, and the rows they become. No HTTP: this is about ids."""
+"""Conversations as harnesses write them, and their rows of token ids. Without HTTP."""
 
 import json
 from collections.abc import Sequence
@@ -9,21 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prorl_envs.env.base import Message
-from prorl_envs.policy.rendering import TemplateRenderer
-from prorl_envs.policy.types import Sampled
-from prorl_envs.rollout.endpoint.reading import tidied
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.model.types import Sampled
+from prorl_envs.rollout.api.types import Trajectory
+from prorl_envs.rollout.endpoint.conversation_key import key_of
 from prorl_envs.rollout.endpoint.recording import Recording
-from prorl_envs.rollout.types import Trajectory
-from prorl_envs.testing.families import family_renderer
 from prorl_envs.testing.tokenizer import builtin_renderer
 from prorl_envs.tools.types import ToolSpec
-from tests.rollout.endpoint.conftest import LS, check_rows
+from tests.rollout.endpoint.conftest import LS, check_rows, tidied
+from tests.support.families import family_renderer
 
 TOOLS = [ToolSpec("ls", "", LS)]
 
 
 class Talk:
-    """A recording, and what the model is made to say."""
+    """A recording, and the model's next answers."""
 
     def __init__(self, renderer: TemplateRenderer | None = None, reasoning: Any = "keep") -> None:
         self.renderer = renderer or builtin_renderer()
@@ -31,7 +31,7 @@ class Talk:
         self.prompts: list[list[int]] = []
 
     def ask(self, messages: Sequence[Message], *, says: Message | list[int]) -> Message:
-        """One call; the message that a harness would keep."""
+        """Make one call; return the message that a harness would keep."""
         pending = self.recording.prompt(tidied(messages), TOOLS)
         ids = says if isinstance(says, list) else self.renderer.assistant(says)
         sampled = Sampled(tuple(ids), (-0.5,) * len(ids), "stop", "1", "here")
@@ -77,7 +77,7 @@ def results(said: Message, output: str = "ok") -> list[Message]:
 @pytest.mark.parametrize(
     "family", ["hermes", "coder", "glm", "llama", "deepseek", "kimi", "gemma", "harmony"]
 )
-def test_a_conversation_that_goes_on_is_one_row(family: str) -> None:
+def test_a_continued_conversation_is_one_row(family: str) -> None:
     talk = Talk(family_renderer(family))
     history = [{"role": "system", "content": "You look."}, user("Look.")]
     for turn in range(4):
@@ -91,8 +91,94 @@ def test_a_conversation_that_goes_on_is_one_row(family: str) -> None:
         assert prompt == row.ids[: record.start], "what was sent is what is recorded"
 
 
+@pytest.mark.parametrize("reasoning", ["user_turn", "template"])
+def test_a_rewritten_history_is_sent_once(reasoning: str) -> None:
+    """The template drops reasoning before a user message: the new prompt replaces the old one."""
+    renderer = family_renderer("coder")
+    talk = Talk(renderer, reasoning)
+    thought = {**text("Here."), "reasoning_content": "Hm."}
+    history = [user("Look.")]
+    history += [talk.ask(history, says=thought), user("And now?")]
+    talk.ask(history, says=text("There."))
+    first, second = talk.prompts
+    assert second == renderer.prompt(tidied(history), TOOLS)
+    assert renderer.decode(second).count("Look.") == 1 and "Hm." not in renderer.decode(second)
+    one, two = talk.rows
+    assert (one.ids[: len(first)], two.ids[: len(second)]) == (first, second)
+    assert (two.parent, two.shared_prefix_len) == (None, 0)
+
+
+def test_new_messages_follow_the_sampled_answer() -> None:
+    talk = Talk()
+    said = talk.ask([user("Look.")], says=call("ls"))
+    history = [user("Look."), said, *results(said, "first"), user("second")]
+    talk.ask(history, says=text("c"))
+    (row,) = talk.rows
+    before, after = talk.prompts
+    answer = row.ids[row.turns[0].start : row.turns[0].end]
+    assert after[: len(before) + len(answer)] == [*before, *answer]
+    new = talk.renderer.decode(after[len(before) + len(answer) :])
+    assert new.index("first") < new.index("second") and "Look." not in new
+
+
+def test_the_last_known_answer_is_found_among_other_messages() -> None:
+    """A harness may add any number of messages at once, and its history may start with an answer."""
+    greeting = text("Hello.")
+    for added in ([user("b")], [user("b"), user("c")], [user("b"), user("c"), user("d")]):
+        talk = Talk()
+        history = [greeting, user("a")]
+        history += [talk.ask(history, says=text("1")), *added]
+        talk.ask(history, says=text("2"))
+        (row,) = talk.rows
+        assert len(row.turns) == 2
+
+
+def test_time_between_an_answer_and_the_next_request_counts_as_tool_time() -> None:
+    recording, renderer = Recording(builtin_renderer()), builtin_renderer()
+    history, says = [user("a")], Sampled(tuple(renderer.assistant(text("b"))), (), "stop", "", "")
+    for asked_at, now in ((1.0, 3.0), (7.0, 8.0), (7.5, 9.0)):
+        pending = recording.prompt(tidied(history), TOOLS)
+        _, messages = recording.answered(pending, says, asked_at=asked_at, now=now)
+        history = [*messages, user("more")]
+    trajectory = recording.trajectory()
+    assert trajectory is not None
+    assert [turn.tools_s for turn in trajectory.turns] == [4.0, 0.0, 0.0]
+    assert [turn.model_s for turn in trajectory.turns] == [2.0, 1.0, 1.5]
+    assert (recording.turns, recording.tools_s, recording.model_s) == (3, 4.0, 4.5)
+
+
+def test_answers_without_a_waiting_client_are_rows_of_their_own() -> None:
+    talk = Talk()
+    said = talk.ask([user("a")], says=text("b"))
+    pending = talk.recording.prompt(tidied([user("a"), said, user("c")]), TOOLS)
+    half = Sampled((5, 6), (-0.1, -0.2), "abort", "1", "here")
+    talk.recording.abandoned(pending, half, asked_at=1.0, now=4.0)
+    (kept,) = talk.rows
+    (aborted,) = talk.recording.unfinished_answers
+    assert len(kept.turns) == 1 and talk.recording.turns == 2
+    assert aborted.ids == [*pending.ids, 5, 6] and aborted.loss_mask[-2:] == [1, 1]
+    assert (aborted.parent, aborted.shared_prefix_len, aborted.drift) == (0, pending.shared, 0)
+    assert talk.recording.sampled_tokens == sum(kept.loss_mask) + 2
+    assert talk.recording.model_s == 1.0 + 3.0
+
+
+def test_conversations_are_equal_only_if_every_part_is() -> None:
+    """White space around an answer and the spelling of its calls' JSON may differ."""
+    start = key_of(b"", user("a"))
+    assert key_of(b"", user("a ")) != start != key_of(b"", {"role": "system", "content": "a"})
+    assert key_of(start, text(" b\n")) == key_of(start, text("b")) != key_of(b"", text("b"))
+    assert key_of(start, text("b")) != key_of(start, user("b"))
+    spelt = call("ls")
+    spelt["tool_calls"][0]["function"]["arguments"] = '{ "command" : "ls" }'
+    assert key_of(start, spelt) == key_of(start, call("ls")) != key_of(start, call("cat"))
+    assert key_of(start, call("ls")) != key_of(start, text(""))
+    broken = call("ls")
+    broken["tool_calls"][0]["function"]["arguments"] = "{"
+    assert key_of(start, broken) != key_of(start, call("ls"))
+
+
 def test_another_tokenisation_is_kept() -> None:
-    """What was sampled is not the template's own tokenisation, and goes back to the model as it was."""
+    """The sampled ids differ from the template's own tokenisation, and return to the model unchanged."""
     talk = Talk()
     odd = [*talk.renderer.tokenizer.encode("i").ids, *talk.renderer.tokenizer.encode("s").ids]
     assert odd != talk.renderer.tokenizer.encode("is").ids
@@ -118,7 +204,7 @@ def test_another_tokenisation_is_kept() -> None:
         },
     ],
 )
-def test_ways_of_writing_history_do_not_fork(changed: Any) -> None:
+def test_different_spellings_of_the_history_do_not_fork(changed: Any) -> None:
     talk = Talk()
     said = talk.ask([user("a")], says=call("ls  -l"))
     kept = changed(said)
@@ -127,7 +213,7 @@ def test_ways_of_writing_history_do_not_fork(changed: Any) -> None:
     assert len(talk.rows) == 1
 
 
-def test_a_retry_is_a_row_of_its_own_whose_beginning_is_context() -> None:
+def test_a_retry_is_a_row_of_its_own_with_shared_context() -> None:
     talk = Talk()
     said = talk.ask([user("a")], says=call("ls"))
     history = [user("a"), said, *results(said)]
@@ -135,7 +221,7 @@ def test_a_retry_is_a_row_of_its_own_whose_beginning_is_context() -> None:
     talk.ask(history, says=text("two"))
     first, second = talk.rows
     assert (len(first.turns), len(second.turns)) == (2, 1)
-    assert second.parent == 0 and second.shared == first.turns[0].end
+    assert second.parent == 0 and second.shared_prefix_len == first.turns[0].end
     assert sum(second.loss_mask) == second.turns[0].end - second.turns[0].start
 
 
@@ -158,7 +244,7 @@ def test_sub_agents_and_compaction_branch_and_nothing_is_dropped() -> None:
     assert "Done." in talk.renderer.decode(rows[-1].ids), "that of the last answer is the last"
 
 
-def test_an_answer_that_was_rewritten_is_context_behind_what_was_recorded() -> None:
+def test_a_rewritten_answer_is_context_after_the_recorded_one() -> None:
     talk = Talk()
     first = talk.ask([user("a")], says=text("one"))
     second = talk.ask([user("a"), first, user("b")], says=text("a secret"))
@@ -166,13 +252,13 @@ def test_an_answer_that_was_rewritten_is_context_behind_what_was_recorded() -> N
     history = [user("a"), first, user("b"), text("[redacted]"), user("c")]
     talk.ask(history, says=text("three"))
     main, branch = talk.rows
-    assert branch.parent == 0 and branch.shared == main.turns[0].end
+    assert branch.parent == 0 and branch.shared_prefix_len == main.turns[0].end
     shown = talk.renderer.decode(branch.ids)
     assert "[redacted]" in shown and "a secret" not in shown
     assert len(branch.turns) == 1
 
 
-def test_other_tools_or_another_system_prompt_begin_anew() -> None:
+def test_other_tools_or_another_system_prompt_start_a_new_row() -> None:
     talk = Talk()
     said = talk.ask([user("a")], says=text("one"))
     history = [user("a"), said, user("b")]
@@ -199,7 +285,7 @@ def test_parallel_calls_of_one_state_are_two_rows() -> None:
     )
 
 
-def test_calls_with_the_same_words_have_ids_of_their_own() -> None:
+def test_calls_with_equal_text_have_different_ids() -> None:
     talk = Talk()
     one = talk.ask([user("a")], says=call("ls"))
     two = talk.ask([user("a"), one, *results(one)], says=call("ls"))
@@ -207,8 +293,8 @@ def test_calls_with_the_same_words_have_ids_of_their_own() -> None:
 
 
 @given(st.data())
-def test_any_tree_of_requests_is_rows_without_loss(data: st.DataObject) -> None:
-    """Harnesses go on from, go back to, cut and rewrite anything; every answer is trained on exactly once."""
+def test_any_tree_of_requests_becomes_rows_without_loss(data: st.DataObject) -> None:
+    """Harnesses continue, return to, cut and rewrite anything; every answer is trained on exactly once."""
     talk = Talk()
     words = st.sampled_from(["a", "b", "<|im_end|>", "x y", "<tool_call>", "é"])
     histories: list[list[Message]] = [[user("a")]]
@@ -227,3 +313,10 @@ def test_any_tree_of_requests_is_rows_without_loss(data: st.DataObject) -> None:
     assert sum(sum(row.loss_mask) for row in rows) == sampled
     sent = sorted(map(tuple, talk.prompts))
     assert sent == sorted(tuple(row.ids[: turn.start]) for row in rows for turn in row.turns)
+
+
+def test_a_recording_without_an_answer_has_no_rows() -> None:
+    recording = Recording(builtin_renderer(), "keep")
+    recording.prompt([user("Hello.")], TOOLS)
+    assert recording.trajectory() is None
+    assert (recording.forks, recording.unfinished_answers, recording.turns, len(recording)) == ([], [], 0, 0)

@@ -1,4 +1,4 @@
-"""The three shapes, spoken by the vendors' own clients."""
+"""The three API shapes, used by the vendors' own clients."""
 
 import json
 from typing import Any
@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai.types.responses import ResponseInputParam
 
-from prorl_envs.policy.types import Sampling
+from prorl_envs.model.types import Sampling
 from tests.rollout.endpoint.conftest import LS, Served, check_rows, toy_endpoint
 
 pytestmark = pytest.mark.anyio
@@ -36,7 +36,7 @@ ANTHROPIC_TOOLS: Any = [{"name": "ls", "input_schema": LS}]
 
 
 def one_row(served: Served) -> None:
-    """Both turns are one contiguous row, which no client's way of writing history has forked."""
+    """Check that both turns are one contiguous row: no client's way of writing history forks it."""
     check_rows(served.rows)
     (row,) = served.rows
     assert len(row.turns) == 2 and row.parent is None
@@ -166,7 +166,7 @@ async def test_a_wrong_key_is_refused_in_each_shape() -> None:
         assert served.rows == [] and served.session.refused == 0
 
 
-async def test_an_answer_that_was_cut_says_so_in_each_shape() -> None:
+async def test_a_truncated_answer_is_marked_in_each_shape() -> None:
     async with toy_endpoint(lambda *_: "a long answer " * 50) as served:
         async with openai_client(served) as client:
             messages: Any = [{"role": "user", "content": "x"}]
@@ -181,7 +181,7 @@ async def test_an_answer_that_was_cut_says_so_in_each_shape() -> None:
 
 
 async def test_the_rollout_s_own_sampling_is_used() -> None:
-    """A trainer computes with one temperature; what a harness would like to have does not count."""
+    """A trainer computes with one temperature; the harness's sampling options are ignored."""
     sampling = Sampling(temperature=0.7, top_p=0.9, max_tokens=64)
     async with toy_endpoint(play, sampling=sampling) as served, openai_client(served) as client:
         messages: Any = [{"role": "user", "content": "x"}]

@@ -1,4 +1,4 @@
-"""Streams from a real model server over HTTP: text leaves as it is sampled, and who hangs up ends it."""
+"""Streams from a real model server over HTTP: text is sent at once, and a disconnect stops sampling."""
 
 import asyncio
 from typing import Any
@@ -7,12 +7,12 @@ import anthropic
 import openai
 import pytest
 
-from prorl_envs.policy.types import Sampling
-from prorl_envs.rollout.endpoint.unfolding import Unfolding
-from prorl_envs.rollout.types import AgentLimits
-from prorl_envs.testing.families import family_renderer
-from tests.policy.test_streaming import KINDS
+from prorl_envs.model.types import Sampling
+from prorl_envs.rollout.api.types import AgentLimits
+from prorl_envs.rollout.endpoint.incremental_parse import IncrementalParser
+from tests.model.test_streaming import KINDS
 from tests.rollout.endpoint.conftest import LS, Served, check_rows, scripted_endpoint
+from tests.support.families import family_renderer
 
 pytestmark = pytest.mark.anyio
 
@@ -30,7 +30,7 @@ def openai_client(served: Served) -> openai.AsyncOpenAI:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_text_leaves_before_the_answer_is_whole(kind: str) -> None:
+async def test_text_is_sent_before_the_answer_is_complete(kind: str) -> None:
     slow = {**KINDS[kind], "tokens_per_s": 40.0, "noncanonical": 0.3}
     sampling = Sampling(max_tokens=500)
     async with scripted_endpoint({"the task": TAPE}, server=slow, sampling=sampling) as (served, server):
@@ -52,7 +52,7 @@ async def test_text_leaves_before_the_answer_is_whole(kind: str) -> None:
         assert served.rows[0].turns[0].end - served.rows[0].turns[0].start == server.counts.sampled_tokens
 
 
-async def test_streams_and_whole_answers_are_one_row() -> None:
+async def test_streams_and_unstreamed_answers_are_one_row() -> None:
     async with scripted_endpoint({"the task": TAPE}, server={"noncanonical": 0.3}) as (served, server):
         messages = list(MESSAGES)
         async with anthropic.AsyncAnthropic(base_url=served.url, api_key=served.key) as client:
@@ -75,8 +75,8 @@ async def test_streams_and_whole_answers_are_one_row() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stream", [True, False])
-async def test_what_was_sampled_for_a_client_that_hangs_up_is_kept_apart(stream: bool, kind: str) -> None:
-    """The generation ends, its tokens are in no row to train on, and the conversation goes on."""
+async def test_tokens_sampled_for_a_disconnected_client_are_kept_apart(stream: bool, kind: str) -> None:
+    """The generation stops, its tokens are in no row to train on, and the conversation continues."""
     options = {**KINDS[kind], "tokens_per_s": 30.0, "noncanonical": 0.3}
     limits, sampling = AgentLimits(max_turns=2), Sampling(max_tokens=200)
     opening = scripted_endpoint({"the task": TAPE}, server=options, limits=limits, sampling=sampling)
@@ -88,36 +88,36 @@ async def test_what_was_sampled_for_a_client_that_hangs_up_is_kept_apart(stream:
             task.cancel()
             await asyncio.wait({task})
             await asyncio.wait_for(server.until(lambda counts: counts.running == 0), 30)
-            while served.session.calls:  # noqa: ASYNC110 - it ends by itself
+            while served.session.calls:  # noqa: ASYNC110 - it finishes by itself
                 await asyncio.sleep(0.01)
             assert served.rows == []
             await client.chat.completions.create(model="m", messages=MESSAGES, tools=TOOLS)
             with pytest.raises(openai.PermissionDeniedError):
                 await client.chat.completions.create(model="m", messages=MESSAGES)
-        (kept,) = served.session.recording.aborted
+        (kept,) = served.session.recording.unfinished_answers
         (turn,) = kept.turns
         (row,) = served.rows
         check_rows([row, kept])
         assert turn.finish_reason == "abort" and turn.end == len(kept.ids) > turn.start
-        assert turn.weight_version == ("" if kind in ("generate", "llamacpp") else "scripted-0")  # do not say
+        assert turn.weight_version == ("" if kind in ("generate", "llamacpp") else "scripted-0")  # no version
         whole = row.ids[row.turns[0].start :]
         assert kept.ids[turn.start :] == whole[: turn.end - turn.start], "exactly what was sampled"
 
 
 async def _sampled(served: Served) -> None:
-    """Return once something was."""
+    """Return once tokens were sampled."""
     while not any(live.partial and live.partial.ids for live in served.session.lives):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
 
 
-async def test_the_end_of_a_rollout_keeps_what_was_sampled_till_then() -> None:
+async def test_the_end_of_a_rollout_keeps_its_sampled_tokens() -> None:
     async with scripted_endpoint({"the task": TAPE}, server={"tokens_per_s": 30.0}) as (served, _):
         async with openai_client(served) as client:
             task = asyncio.create_task(client.chat.completions.create(model="m", messages=MESSAGES))
             await asyncio.wait_for(_sampled(served), 30)
             await served.session.aclose()
             await asyncio.gather(task, return_exceptions=True)
-        assert served.rows == [] and len(served.session.recording.aborted) == 1
+        assert served.rows == [] and len(served.session.recording.unfinished_answers) == 1
 
 
 async def _read(asking: Any) -> None:
@@ -139,8 +139,8 @@ async def test_a_server_lost_within_a_stream_is_an_error_of_the_stream() -> None
 
 
 @pytest.mark.parametrize("family", ["hermes", "coder", "llama", "harmony", "gemma", "kimi"])
-def test_what_was_told_is_the_beginning_of_the_answer(family: str) -> None:
-    """However the ids are cut, nothing of a call is told as text, and nothing has to be taken back."""
+def test_streamed_text_is_a_prefix_of_the_answer(family: str) -> None:
+    """However the ids are split, no part of a call is streamed as text, and no text has to be taken back."""
     renderer = family_renderer(family)
     arguments = {"command": "a < b && c [d] {e}"}
     message = {
@@ -150,7 +150,7 @@ def test_what_was_told_is_the_beginning_of_the_answer(family: str) -> None:
     }
     ids = renderer.assistant(message)
     whole = renderer.parse(ids)
-    unfolding = Unfolding(renderer, (), ())
+    unfolding = IncrementalParser(renderer, (), ())
     told = ""
     for end in range(1, len(ids)):
         told += unfolding.grown(ids[:end])[1]

@@ -1,4 +1,4 @@
-"""A service whose jobs run on nodes, all of them in the test's event loop."""
+"""A service whose jobs run on nodes, all in the test's event loop."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -9,17 +9,17 @@ import pytest
 
 from prorl_envs.clock import Clock
 from prorl_envs.config import ServiceSettings
-from prorl_envs.policy.pool import ModelPool
-from prorl_envs.policy.rendering import TemplateRenderer
-from prorl_envs.policy.types import ModelClient
+from prorl_envs.model.routing.pool import ModelPool
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.model.types import ModelClient
+from prorl_envs.rollout.api.types import GroupRequest, Result
 from prorl_envs.rollout.nodes.fleet import Fleet, Terms
-from prorl_envs.rollout.nodes.joining import Prepared, fingerprint
-from prorl_envs.rollout.placement import Limits
-from prorl_envs.rollout.service import RolloutService
-from prorl_envs.rollout.types import GroupRequest, Result
-from prorl_envs.testing.nodes import LocalNode
+from prorl_envs.rollout.nodes.lifecycle import NodeResources, fingerprint
+from prorl_envs.rollout.scheduling.placement import StageLimits
+from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.testing.tokenizer import builtin_renderer
-from prorl_envs.testing.toy import ToyModel, ToyWorld, empty_node
+from tests.support.nodes import LocalNode
+from tests.support.toy import ToyModel, ToyWorld, empty_node
 
 DONE = [{"tool": "finish", "arguments": {}}]
 
@@ -44,17 +44,17 @@ class Site:
     worlds: dict[str, ToyWorld] = field(default_factory=dict)
 
     async def join(self, name: str, *, ready: bool = True, **limits: int) -> LocalNode:
-        """Start a node, which has joined then."""
+        """Start a node and return once it has joined."""
         world = self.worlds[name] = ToyWorld()
-        prepared = Prepared(empty_node(), {"toy": world.family()}, self.renderer, lambda url: self.model)
-        given = {"init": 4, "run": 4, "eval": 4, "live": 8} | limits
-        node = self.nodes[name] = LocalNode(self.fleet, prepared, name, Limits(**given), self.clock)
+        prepared = NodeResources(empty_node(), {"toy": world.family()}, self.renderer, lambda url: self.model)
+        given = {"init": 4, "run": 4, "eval": 4, "max_jobs_with_sandbox": 8} | limits
+        node = self.nodes[name] = LocalNode(self.fleet, prepared, name, StageLimits(**given), self.clock)
         while ready and name not in {link.name for link in self.fleet.links}:  # noqa: ASYNC110
             await asyncio.sleep(0)
         return node
 
     async def submit(self, name: str = "g", samples: int = 1, **fields: Any) -> GroupRequest:
-        """A group whose task may carry `faults` and a `reward`."""
+        """Return a group whose task may carry `faults` and a `reward`."""
         task = {"id": name, "instruction": f"Do {name}."}
         task |= {key: fields.pop(key) for key in ("faults", "reward") if key in fields}
         group = GroupRequest.model_validate(
@@ -64,7 +64,7 @@ class Site:
         return group
 
     async def results(self, count: int) -> list[Result]:
-        """The first `count` results."""
+        """Return the first `count` results."""
         found: list[Result] = []
         while len(found) < count:
             after = found[-1].cursor if found else 0
@@ -72,14 +72,14 @@ class Site:
         return found
 
     async def settled(self) -> None:
-        """Return once nothing is left of any job."""
+        """Return once no job holds anything."""
         while self.service.status().unfinished:  # noqa: ASYNC110 - the service has no event for it
             await asyncio.sleep(0)
 
 
 @pytest.fixture
 async def make_site(renderer: TemplateRenderer) -> AsyncIterator[Callable[..., Any]]:
-    """Makes services without a node yet; at the end each has to have closed everything."""
+    """Make services without nodes; check at the end that each has closed everything."""
     sites: list[Site] = []
 
     async def make(

@@ -1,4 +1,4 @@
-"""The connection of head and node: who gets in, what arrives, and strangers of every kind."""
+"""The connection of head and node: authentication, messages, and hostile peers."""
 
 import asyncio
 import os
@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prorl_envs.env.base import Grade
-from prorl_envs.rollout.episode import Account, Attempt, Spent
+from prorl_envs.rollout.api.types import StopReason, Trajectory, TurnRecord
+from prorl_envs.rollout.episode.job import Attempt, AttemptReport, Spent
 from prorl_envs.rollout.nodes.channel import ChannelClosed, accept, channel_pair, connect
-from prorl_envs.rollout.nodes.messages import Alive, Beat, Collected, Forget, Hold, Report
-from prorl_envs.rollout.nodes.reports import account_of, whole_report
-from prorl_envs.rollout.types import StopReason, Trajectory, TurnRecord
+from prorl_envs.rollout.nodes.messages import Collected, Forget, HeadHeartbeat, Hold, NodeHeartbeat, Report
+from prorl_envs.rollout.nodes.result_codec import account_of, whole_report
 
 pytestmark = pytest.mark.anyio
 
@@ -26,7 +26,7 @@ type Head = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any
 
 @asynccontextmanager
 async def listening(head: Head) -> AsyncIterator[int]:
-    """A port behind which `head` is."""
+    """Open a port that `head` listens on."""
     tasks: list[asyncio.Task[None]] = []
 
     def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -46,23 +46,23 @@ async def test_messages_arrive_in_order_both_ways() -> None:
     async def head(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         channel = await accept(reader, writer, TOKEN)
         channel.send(Hold(closed=True, resample=False))
-        channel.send(Alive())
+        channel.send(HeadHeartbeat())
         got.extend([await channel.receive() for _ in range(3)])
         channel.close()
 
     big = Collected(7, Report(True, None, 0.0, 0.0, 0.0, text=os.urandom(3_000_000)))
     async with listening(head) as port:
         channel = await connect("127.0.0.1", port, TOKEN)
-        for message in (Forget("a"), big, Beat({"open": 2.0})):
+        for message in (Forget("a"), big, NodeHeartbeat({"open": 2.0})):
             channel.send(message)
-        assert [await channel.receive(), await channel.receive()] == [Hold(True, False), Alive()]
+        assert [await channel.receive(), await channel.receive()] == [Hold(True, False), HeadHeartbeat()]
         with pytest.raises(ChannelClosed, match="lost"):
             await channel.receive()
         channel.close()
-    assert got == [Forget("a"), big, Beat({"open": 2.0})]
+    assert got == [Forget("a"), big, NodeHeartbeat({"open": 2.0})]
 
 
-async def test_neither_side_takes_the_other_with_another_token() -> None:
+async def test_neither_side_accepts_another_token() -> None:
     refused: list[str] = []
 
     async def head(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -76,8 +76,8 @@ async def test_neither_side_takes_the_other_with_another_token() -> None:
     assert "no node's" in refused[0]
 
 
-async def test_a_proof_sent_back_proves_nothing() -> None:
-    """A stranger that echoes whatever the other side says knows no token."""
+async def test_a_reflected_proof_is_refused() -> None:
+    """A peer that echoes everything the other side sends does not know the token."""
 
     async def mirror(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(4096):
@@ -90,7 +90,7 @@ async def test_a_proof_sent_back_proves_nothing() -> None:
 
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n" * 9, b"", b"prorl-envs node 1\n", b"\xff" * 500])
-async def test_strangers_are_hung_up_on(said: bytes) -> None:
+async def test_unauthenticated_peers_are_disconnected(said: bytes) -> None:
     async def head(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with pytest.raises(ChannelClosed, match="no node's"):
             await accept(reader, writer, TOKEN)
@@ -104,7 +104,7 @@ async def test_strangers_are_hung_up_on(said: bytes) -> None:
 
 
 @pytest.mark.parametrize("frame", [b"\xff\xff\xff\xff", b"\x00\x00\x00\x03abc", b"\x00\x00\x00\x02\x91\x63"])
-async def test_a_node_that_talks_nonsense_is_closed(frame: bytes) -> None:
+async def test_a_node_that_sends_garbage_is_disconnected(frame: bytes) -> None:
     async def head(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         channel = await accept(reader, writer, TOKEN)
         with pytest.raises(ChannelClosed, match=r"message|longer"):
@@ -119,7 +119,7 @@ async def test_a_node_that_talks_nonsense_is_closed(frame: bytes) -> None:
         channel.close()
 
 
-async def test_nobody_there_says_what_to_look_at() -> None:
+async def test_the_error_without_a_listener_names_the_remedy() -> None:
     async def head(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         raise AssertionError("nobody connects")
 
@@ -131,15 +131,15 @@ async def test_nobody_there_says_what_to_look_at() -> None:
 
 async def test_a_pair_in_one_loop_behaves_like_a_connection() -> None:
     head, node = channel_pair()
-    head.send(Alive())
-    assert await node.receive() == Alive()
+    head.send(HeadHeartbeat())
+    assert await node.receive() == HeadHeartbeat()
     node.send(Forget("x"))
     node.close()
     assert await head.receive() == Forget("x")
     for side in (head, node):
         with pytest.raises(ChannelClosed):
             await side.receive()
-    head.send(Alive())  # dropped
+    head.send(HeadHeartbeat())  # dropped
 
 
 text = st.text(st.characters(exclude_categories=()), max_size=20)  # lone surrogates too
@@ -163,18 +163,18 @@ trajectories = st.integers(0, 30).flatmap(
             max_size=2,
         ),
         drift=st.integers(0, 3),
-        exact=st.booleans(),
+        token_exact=st.booleans(),
         parent=st.none() | st.integers(0, 3),
-        shared=st.integers(0, 30),
+        shared_prefix_len=st.integers(0, 30),
     )
 )
 accounts = st.builds(
-    Account,
+    AttemptReport,
     prompted=st.booleans(),
     messages=st.lists(st.fixed_dictionaries({"role": text, "content": text}), max_size=3),
     tools=st.lists(st.fixed_dictionaries({"name": text}), max_size=2),
     trajectory=st.none() | trajectories,
-    aborted=st.lists(trajectories, max_size=2).map(tuple),
+    unfinished_answers=st.lists(trajectories, max_size=2).map(tuple),
     stop_reason=st.none() | st.sampled_from(StopReason),
     grade=st.none()
     | st.builds(
@@ -188,6 +188,6 @@ accounts = st.builds(
 
 
 @given(accounts)
-def test_an_account_arrives_exactly(account: Account) -> None:
-    told = account_of(whole_report(Attempt(told=account)))
+def test_an_attempt_report_arrives_unchanged(account: AttemptReport) -> None:
+    told = account_of(whole_report(Attempt(remote_report=account)))
     assert told == account

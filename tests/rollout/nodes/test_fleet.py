@@ -8,20 +8,18 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from prorl_envs import __version__
 from prorl_envs.errors import FailureKind
-from prorl_envs.policy.rendering import TemplateRenderer
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.rollout.api.types import JobState
 from prorl_envs.rollout.nodes.channel import channel_pair
-from prorl_envs.rollout.nodes.joining import fingerprint
-from prorl_envs.rollout.nodes.messages import Perform, Performed, Ready, Report, Welcome
-from prorl_envs.rollout.types import JobState
+from prorl_envs.rollout.nodes.lifecycle import fingerprint
+from prorl_envs.rollout.nodes.messages import Hello, Perform, Performed, Ready, Report
 from prorl_envs.testing.clock import FakeClock
-from prorl_envs.testing.toy import ToyModel
+from tests.support.toy import ToyModel
 
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_result_from_a_node_is_what_it_would_be_here(
-    make_site: Any, renderer: TemplateRenderer
-) -> None:
+async def test_a_result_from_a_node_equals_a_local_one(make_site: Any, renderer: TemplateRenderer) -> None:
     def play(session: str, turn: int) -> Any:
         said = {"tool": "say", "arguments": {"text": f"turn {turn} \ud83d\ude00"}}
         return [said] if turn < 2 else [{"tool": "finish", "arguments": {"reward": 0.25}}]
@@ -46,13 +44,13 @@ async def test_a_result_from_a_node_is_what_it_would_be_here(
 async def test_jobs_spread_over_the_nodes_and_a_late_one_gets_work(make_site: Any) -> None:
     site = await make_site()
     for name in ("a", "b"):
-        await site.join(name, run=2, live=2, init=2)
+        await site.join(name, run=2, max_jobs_with_sandbox=2, init=2)
         site.worlds[name].gates["call"] = asyncio.Event()
     await site.submit(samples=6)
     for name in ("a", "b"):
         await site.worlds[name].until(lambda name=name: site.worlds[name].inside["call"] == 2)
     assert site.service.status().pools["init"].waiting == 2
-    await site.join("late", run=2, live=2)
+    await site.join("late", run=2, max_jobs_with_sandbox=2)
     late = site.worlds["late"]
     await late.until(lambda: late.entered["g", "close"] == 2)
     for name in ("a", "b"):
@@ -61,9 +59,9 @@ async def test_jobs_spread_over_the_nodes_and_a_late_one_gets_work(make_site: An
     assert site.here.log == [], "the head's machine takes none"
 
 
-async def test_what_was_on_a_lost_node_is_done_again_on_another(make_site: Any) -> None:
+async def test_jobs_of_a_lost_node_run_again_on_another(make_site: Any) -> None:
     site = await make_site()
-    await site.join("a", run=1, live=3, init=3)
+    await site.join("a", run=1, max_jobs_with_sandbox=3, init=3)
     world = site.worlds["a"]
     world.gates["call"] = asyncio.Event()
     await site.submit(samples=3)
@@ -96,7 +94,7 @@ async def test_a_job_that_loses_every_node_fails_with_the_reason(make_site: Any)
     assert result.failure.kind is FailureKind.NODE and "b" in result.failure.message
 
 
-async def test_cancelling_ends_the_stage_on_its_node_and_keeps_what_was_said(
+async def test_cancelling_stops_the_stage_on_its_node_and_keeps_the_transcript(
     make_site: Any, renderer: TemplateRenderer
 ) -> None:
     def play(session: str, turn: int) -> Any:
@@ -138,7 +136,7 @@ async def test_failures_keep_their_kind(
     assert result.timings.run_s > 0 or step == "init"
 
 
-async def test_a_failed_attempt_goes_on_another_node(make_site: Any) -> None:
+async def test_a_failed_attempt_is_repeated_on_another_node(make_site: Any) -> None:
     site = await make_site()
     await site.join("a")
     await site.join("b")
@@ -147,7 +145,7 @@ async def test_a_failed_attempt_goes_on_another_node(make_site: Any) -> None:
     assert {name for name, world in site.worlds.items() if world.log} == {"a", "b"}
 
 
-async def test_a_drained_node_gets_nothing_new_and_one_that_leaves_ends(make_site: Any) -> None:
+async def test_a_drained_node_gets_no_new_jobs_and_a_leaving_one_stops(make_site: Any) -> None:
     site = await make_site()
     await site.join("a")
     await site.join("b")
@@ -169,7 +167,7 @@ async def test_a_drained_node_gets_nothing_new_and_one_that_leaves_ends(make_sit
     assert site.service.status().retries == 0
 
 
-async def test_stopping_ends_what_runs_on_nodes(make_site: Any) -> None:
+async def test_stopping_stops_stages_on_nodes(make_site: Any) -> None:
     site = await make_site()
     await site.join("a")
     world = site.worlds["a"]
@@ -194,7 +192,7 @@ async def test_a_node_with_another_tokenizer_or_without_an_environment_is_refuse
     assert "rare" in node.problem
 
 
-async def test_a_node_that_joins_again_is_another_one(make_site: Any) -> None:
+async def test_a_node_that_rejoins_is_a_new_one(make_site: Any) -> None:
     site = await make_site()
     first = await site.join("a")
     await first.cut()
@@ -211,10 +209,10 @@ async def test_turns_are_held_on_nodes_while_weights_change(make_site: Any) -> N
     await site.pool.pause("finish")
     await site.submit(limits={"run_s": 5})
     [link] = site.fleet.links
-    while not link.turns:  # noqa: ASYNC110 - it asks for its first turn then
+    while not link.turns:  # noqa: ASYNC110 - until it asks for its first turn
         await asyncio.sleep(0)
     late = await site.join("late")
-    clock.advance(20.0)  # longer than the stage may take
+    clock.advance(20.0)  # longer than the stage's deadline
     for _ in range(20):
         await asyncio.sleep(0)
     assert site.model.prompts == {} and late.member is not None
@@ -223,7 +221,7 @@ async def test_turns_are_held_on_nodes_while_weights_change(make_site: Any) -> N
     assert (result.reward, result.timings.held_s, result.timings.run_s) == (1.0, 20.0, 0.0)
 
 
-async def test_a_turn_that_a_pause_hangs_up_on_goes_on(make_site: Any, renderer: TemplateRenderer) -> None:
+async def test_a_turn_interrupted_by_a_pause_is_continued(make_site: Any, renderer: TemplateRenderer) -> None:
     gate = asyncio.Event()
     model = ToyModel(renderer, lambda *_: [{"tool": "finish", "arguments": {}}], gate=gate)
     site = await make_site(model=model)
@@ -239,14 +237,14 @@ async def test_a_turn_that_a_pause_hangs_up_on_goes_on(make_site: Any, renderer:
     assert result.reward == 1.0 and len(next(iter(model.prompts.values()))) == 2
 
 
-async def test_a_node_that_tells_nonsense_is_hung_up_on(
+async def test_a_node_that_sends_nonsense_is_disconnected(
     make_site: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its job is done elsewhere; the others know nothing of it."""
+    """Its job runs elsewhere; the other nodes are unaffected."""
     site = await make_site()
     head, liar = channel_pair()
     serving = asyncio.create_task(site.fleet.serve(head))
-    assert isinstance(await liar.receive(), Welcome)
+    assert isinstance(await liar.receive(), Hello)
     prints = fingerprint(site.renderer)
     liar.send(Ready("liar", __version__, 1, 1, 1, 1, ["toy"], prints))
     await site.submit()
@@ -257,12 +255,12 @@ async def test_a_node_that_tells_nonsense_is_hung_up_on(
     await serving
     [result] = await site.results(1)
     assert (result.reward, result.attempts) == (1.0, 2)
-    assert "nonsense" in caplog.text
+    assert "invalid data" in caplog.text
 
 
-async def test_a_silent_node_is_lost_and_a_silent_head_too(make_site: Any) -> None:
+async def test_a_silent_node_and_a_silent_head_are_lost(make_site: Any) -> None:
     clock = FakeClock()
-    site = await make_site(clock=clock, terms={"silent_s": 30.0})
+    site = await make_site(clock=clock, terms={"heartbeat_timeout_s": 30.0})
     head, mute = channel_pair()
     serving = asyncio.create_task(site.fleet.serve(head))
     await mute.receive()
@@ -270,7 +268,7 @@ async def test_a_silent_node_is_lost_and_a_silent_head_too(make_site: Any) -> No
     other = await site.join("other")
     while other.member is None or len(site.fleet.links) < 2:  # noqa: ASYNC110
         await asyncio.sleep(0)
-    for _ in range(7):  # `other` beats; nobody beats for the head here
+    for _ in range(7):  # `other` sends heartbeats; the head here sends none
         clock.advance(5.0)
         for _ in range(20):
             await asyncio.sleep(0)
@@ -291,17 +289,20 @@ async def test_the_heads_metrics_show_each_node(make_site: Any) -> None:
             for one in family.samples
         }
 
-    await site.join("head", ready=False, run=3, live=5)
+    await site.join("head", ready=False, run=3, max_jobs_with_sandbox=5)
     for name in ("a", "b"):
-        await site.join(name, run=3, live=5)
-    while len(site.fleet.told()) < 3:  # noqa: ASYNC110 - a beat is the first thing that a node says
+        await site.join(name, run=3, max_jobs_with_sandbox=5)
+    while len(site.fleet.heartbeats()) < 3:  # noqa: ASYNC110 - the first message of a node is a heartbeat
         await asyncio.sleep(0)
     await site.nodes["b"].cut()
     found = seen()
     assert found["prorl_node_state", "b", "lost"] == 1
     assert found["prorl_node_state", "a", "ready"] == found["prorl_node_state", "head~2", "ready"] == 1
     assert found["prorl_node_pool_limit", "a", "run"] == 3
-    assert found["prorl_node_live_jobs_limit", "a"] == 5 and found["prorl_node_live_jobs", "a"] == 0
+    assert (
+        found["prorl_node_max_jobs_with_sandbox", "a"] == 5
+        and found["prorl_node_jobs_with_sandbox", "a"] == 0
+    )
     assert {key[1] for key in found if key[0] == "prorl_sandboxes_open"} == {"head", "a", "head~2"}
     assert found["prorl_sandbox_ready_seconds_count", "a"] == 0
     assert found["prorl_node_cpu_seconds_total", "a"] > 0

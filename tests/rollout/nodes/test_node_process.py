@@ -13,14 +13,17 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from prorl_envs.cli.compose import Model, rollout_service
-from prorl_envs.cli.processes import share
-from prorl_envs.config import LimitSettings, NodeSettings, ServiceSettings, Settings
+from prorl_envs.app.compose import Model, rollout_service
+from prorl_envs.app.nodes import token_of
+from prorl_envs.app.processes import share
+from prorl_envs.config import LimitSettings, NodeSettings, SandboxSection, ServiceSettings, Settings
 from prorl_envs.errors import InputError
-from prorl_envs.policy.rendering import TemplateRenderer
-from prorl_envs.rollout.service import RolloutService
-from prorl_envs.rollout.types import GroupRequest, Result, Stage
-from prorl_envs.sandbox.files import sweep
+from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.rollout.api.types import GroupRequest, Result, Stage
+from prorl_envs.rollout.client.token_files import Address, read_token
+from prorl_envs.rollout.nodes.channel import ChannelClosed, connect
+from prorl_envs.rollout.service.service import RolloutService
+from prorl_envs.sandbox.filesystem.directories import sweep
 from prorl_envs.testing.scripted import Mix, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
 from prorl_envs.testing.tokenizer import tokenizer_folder
@@ -48,12 +51,12 @@ SCRIPT = Path(sys.executable).with_name("prorl-envs")
 async def head(
     renderer: TemplateRenderer, folder: Path, nodes: NodeSettings | None = None
 ) -> AsyncIterator[tuple[RolloutService, int]]:
-    """A service with nodes that no machine has joined yet, and the port for them."""
+    """A service whose nodes have not joined yet, and the port for them."""
     tokenizer = tokenizer_folder(folder)
     settings = Settings(
         service=SERVICE,
         cache_dir=folder,
-        warm=0,
+        sandbox=SandboxSection(warm_pool_size=0),
         nodes=nodes or NodeSettings(port=0),
         limits=LimitSettings(reserve_bytes=0),
     )
@@ -74,13 +77,13 @@ async def head(
 
 @asynccontextmanager
 async def node(name: str, port: int, folder: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A node in a process of its own; what still runs at the end is asked to leave. One that is killed leaves
-    files, so it has a run directory of its own."""
+    """Run a node in a process of its own and ask it to leave at the end. A killed node leaves files, so it
+    has its own run directory."""
     run_dir = tempfile.mkdtemp(prefix="prn-")
     environ = {
         **os.environ,
         "PRORL_CACHE_DIR": str(folder),
-        "PRORL_WARM": "0",
+        "PRORL_SANDBOX__WARM_POOL_SIZE": "0",
         "PRORL_RUN_DIR": str(run_dir),
         "PRORL_SERVICE__RUN": "2",
         "PRORL_SERVICE__DRAIN_S": "20",
@@ -112,9 +115,7 @@ async def until_ready(service: RolloutService, count: int) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_nodes_work_and_one_that_is_killed_is_replaced_by_another(
-    renderer: TemplateRenderer, tmp_path: Path
-) -> None:
+async def test_nodes_work_and_a_killed_one_is_replaced(renderer: TemplateRenderer, tmp_path: Path) -> None:
     request = GroupRequest(id="g", environment="bash", task=TASK, samples=4)
     async with head(renderer, tmp_path) as (service, port):
         assert service.fleet is not None
@@ -122,7 +123,7 @@ async def test_nodes_work_and_one_that_is_killed_is_replaced_by_another(
             await until_ready(service, 2)
             await service.submit([request])
             [link] = [link for link in service.fleet.links if link.name == "doomed"]
-            while not link.orders:  # noqa: ASYNC110 - its jobs have begun then
+            while not link.orders:  # noqa: ASYNC110 - until its jobs have started
                 await asyncio.sleep(0.02)
             doomed.kill()
             found = await results(service, 4)
@@ -132,13 +133,26 @@ async def test_nodes_work_and_one_that_is_killed_is_replaced_by_another(
             await service.submit([request.model_copy(update={"id": "last", "samples": 1})])
             while not service.fleet._links["other"].orders:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
-            other.send_signal(signal.SIGTERM)  # it leaves in order, when its job is done
+            other.send_signal(signal.SIGTERM)  # it leaves in order, after its job
             assert [result.attempts for result in (await results(service, 5))[4:]] == [1]
             assert await other.wait() == 0
     assert "leaving when the jobs here are done" in (tmp_path / "other.log").read_text()
 
 
-async def test_processes_of_this_machine_share_the_jobs_and_one_that_is_killed_is_replaced(
+async def test_only_the_services_user_can_join_without_a_configured_token(
+    renderer: TemplateRenderer, tmp_path: Path
+) -> None:
+    async with head(renderer, tmp_path) as (_, port):
+        known = read_token(Address("127.0.0.1", port), "nodes")
+        assert known is not None and len(known) >= 32
+        with pytest.raises(ChannelClosed):
+            await connect("127.0.0.1", port, "loopback")
+    assert read_token(Address("127.0.0.1", port), "nodes") is None
+    with pytest.raises(ChannelClosed, match=f"no token for 127.0.0.1:{port}"):
+        token_of(f"127.0.0.1:{port}")
+
+
+async def test_local_processes_share_the_jobs_and_a_killed_one_is_replaced(
     renderer: TemplateRenderer, tmp_path: Path, run_dir: Path
 ) -> None:
     request = GroupRequest(id="g", environment="bash", task=TASK, samples=4)
@@ -149,7 +163,7 @@ async def test_processes_of_this_machine_share_the_jobs_and_one_that_is_killed_i
         assert [pool and pool[Stage.RUN].limit for pool in pools] == [1, 1]
         await service.submit([request])
         links = list(service.fleet.links)
-        while not all(link.orders and link.use for link in links):  # noqa: ASYNC110 - both are at work then
+        while not all(link.orders and link.use for link in links):  # noqa: ASYNC110 - until both work
             await asyncio.sleep(0.02)
         pids = [int(link.use["pid"]) for link in links]
         assert os.getpid() not in pids and all(os.getpriority(os.PRIO_PROCESS, pid) == 10 for pid in pids)
@@ -163,11 +177,11 @@ async def test_processes_of_this_machine_share_the_jobs_and_one_that_is_killed_i
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
-    assert len(sweep(run_dir)) <= 1  # the folder of the process that was killed
+    assert len(sweep(run_dir)) <= 1  # the folder of the killed process
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-async def test_processes_join_wherever_the_port_is_bound(
+async def test_processes_join_on_any_bound_address(
     renderer: TemplateRenderer, tmp_path: Path, host: str
 ) -> None:
     nodes = NodeSettings(processes=1, host=host, token=SecretStr("a token of sixteen characters"))
@@ -175,10 +189,10 @@ async def test_processes_join_wherever_the_port_is_bound(
         await until_ready(service, 1)
 
 
-async def test_processes_that_are_still_on_their_way_end_with_the_service(
+async def test_processes_that_are_still_starting_stop_with_the_service(
     renderer: TemplateRenderer, tmp_path: Path
 ) -> None:
-    async with asyncio.timeout(30):  # a half of what a process gets before it is killed
+    async with asyncio.timeout(30):  # half of the time a process gets before it is killed
         async with head(renderer, tmp_path, NodeSettings(processes=2)):
             pass
 
@@ -189,13 +203,15 @@ async def test_more_processes_than_episodes_are_refused(renderer: TemplateRender
             pass
 
 
-def test_the_pools_are_shared_out_exactly() -> None:
+def test_the_pools_are_divided_exactly() -> None:
     settings = Settings(
-        service=ServiceSettings(init=3, run=10, eval=1, live=11), warm=5, nodes=NodeSettings(processes=4)
+        service=ServiceSettings(init=3, run=10, eval=1, max_jobs_with_sandbox=11),
+        sandbox=SandboxSection(warm_pool_size=5),
+        nodes=NodeSettings(processes=4),
     )
     parts = [share(settings, index) for index in range(4)]
     assert [part.service.run for part in parts] == [3, 3, 2, 2]
-    assert [part.service.live for part in parts] == [3, 3, 3, 2]
+    assert [part.service.max_jobs_with_sandbox for part in parts] == [3, 3, 3, 2]
     assert [part.service.init for part in parts] == [1, 1, 1, 1]  # none can do without
-    assert [part.warm for part in parts] == [2, 1, 1, 1]
+    assert [part.sandbox.warm_pool_size for part in parts] == [2, 1, 1, 1]
     assert not any(part.nodes.wanted for part in parts)

@@ -1,6 +1,8 @@
-"""What the trainers' own tests share. Each file runs in its trainer's environment: make test-trainers."""
+"""Fixtures for tests with real trainers. Each file runs in its trainer's environment: make test-trainers."""
 
 import os
+import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,19 +10,30 @@ import pytest
 
 from prorl_envs.testing.tokenizer import VOCAB_SIZE, save_tokenizer
 
-# Else there is no trainer to import.
+# Otherwise there is no trainer to import.
 collect_ignore_glob = [] if "TEST_TRAINER" in os.environ else ["test_*.py"]
+
+
+PAGES = Path(__file__).parents[3] / "docs" / "trainers"
+
+
+def command_of(page: str, program: str) -> list[str]:
+    """Return the words of a page's only command of that program, from the program on."""
+    text = re.sub(r"\\\n\s*", "", (PAGES / page).read_text())
+    [line] = [line for line in text.splitlines() if re.match(rf"(\S+ )*{re.escape(program)}( |$)", line)]
+    words = shlex.split(line)
+    return words[words.index(program) :]
 
 
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
-    """What a trainer leaves behind is its own."""
+    """Resources that a trainer leaks are its own fault."""
     yield
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a random Qwen 3 of a quarter of a million parameters, with the tokenizer of the tests."""
+    """A folder with a random Qwen 3 of 250,000 parameters, and the tokenizer of the tests."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.trainers, pytest.mark.filterwarnings("ignore"), pytest
 
 
 def register(api: str) -> None:
-    """As a trainer does."""
+    """Register as a trainer does."""
     names = {"wandb_group": "g", "wandb_project": "p", "checkpoint_dir": ""}
     numbers = {"batch_size": 4, "max_token_len": 8192, "save_checkpoint_interval": 0, "starting_step": 0}
     body = names | numbers | {"num_steps": 10}
@@ -45,7 +45,7 @@ async def test_a_trainer_reads_whole_groups_from_atropos() -> None:
             assert all((p == 1.0) != bool(bit) for p, bit in zip(logprobs, bits, strict=True) if not bit)
 
 
-async def test_a_feed_that_is_stopped_leaves_nothing_at_the_service(toy: ToyService) -> None:
+async def test_a_stopped_feed_leaves_no_jobs_at_the_service(toy: ToyService) -> None:
     from atroposlib.api.server import app
 
     toy.close_gate("eval")
@@ -60,6 +60,6 @@ async def test_a_feed_that_is_stopped_leaves_nothing_at_the_service(toy: ToyServ
     await asyncio.to_thread(toy.until_empty)
 
 
-async def test_a_server_that_is_away_is_an_error() -> None:
+async def test_an_unreachable_server_is_an_error() -> None:
     with pytest.raises(AtroposRefused, match="register-env"):
         await feed(AtroposFeed("http://127.0.0.1:9", "http://127.0.0.1:9", "toy", [task()]))

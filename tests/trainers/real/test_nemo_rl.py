@@ -1,5 +1,5 @@
-"""NeMo RL's own post-processing of what the NeMo Gym agent answers, and its reading of the example:
-NEMO_RL_SOURCE names a checkout, as PyPI has a placeholder. The agent itself is tested by make test-nemo."""
+"""NeMo RL's own post-processing of the NeMo Gym agent's answers, and its parsing of the example:
+NEMO_RL_SOURCE names a checkout, as PyPI has a placeholder. `make test-nemo` tests the agent itself."""
 
 import json
 import os
@@ -13,10 +13,10 @@ import pytest
 from prorl_envs.env.registry import example_path
 from prorl_envs.nemo.responses import output_items
 from prorl_envs.nemo.rows import write_rows
-from prorl_envs.rollout.checks import NotContiguous
-from prorl_envs.rollout.types import Result
+from prorl_envs.rollout.api.types import Result
+from prorl_envs.rollout.client.trajectory_checks import NotContiguous
 from prorl_envs.testing.tokenizer import tokenizer_folder
-from prorl_envs.trainers.asking import Asking, collect, connect_sync
+from prorl_envs.trainers.asking import GroupTemplate, collect, connect_sync
 from tests.trainers.conftest import ToyService, task
 
 pytestmark = [pytest.mark.trainers, pytest.mark.filterwarnings("ignore")]
@@ -29,7 +29,7 @@ EXAMPLE = REPOSITORY / "examples" / "trainers" / "nemo_rl" / "grpo.yaml"
 
 
 def post_processed(items: list[dict[str, Any]]) -> Any:
-    """What NeMo RL makes of a rollout's output items."""
+    """Post-process a rollout's output items with NeMo RL."""
     from nemo_rl.environments.nemo_gym import NemoGym
     from transformers import AutoTokenizer
 
@@ -45,7 +45,7 @@ def post_processed(items: list[dict[str, Any]]) -> Any:
 def result(toy: ToyService) -> Result:
     """An episode of two turns."""
     with connect_sync(toy.url) as client:
-        [[only]] = collect(client, [Asking(toy.url, "toy").group("g", task(), 1)])
+        [[only]] = collect(client, [GroupTemplate(toy.url, "toy").group("g", task(), 1)])
     return only
 
 
@@ -61,7 +61,7 @@ def test_a_rollout_is_one_row_of_messages(result: Result) -> None:
     assert logprobs == pytest.approx(kept)
 
 
-def test_what_it_would_refuse_is_refused_here_first(result: Result) -> None:
+def test_rows_that_nemo_rl_would_refuse_are_refused_earlier(result: Result) -> None:
     assert result.trajectory is not None
     forked = result.model_copy(update={"forks": [result.trajectory]})
     with pytest.raises(NotContiguous, match=r"service\.reasoning"):
@@ -75,7 +75,7 @@ def test_what_it_would_refuse_is_refused_here_first(result: Result) -> None:
 
 @pytest.fixture
 def merged(tmp_path: Path) -> dict[str, Any]:
-    """The example over a recipe, as NeMo RL's script reads it."""
+    """Load the example over a recipe, as NeMo RL's script does."""
     from nemo_rl.utils.config import load_config, register_omegaconf_resolvers
     from omegaconf import OmegaConf
 
@@ -86,14 +86,14 @@ def merged(tmp_path: Path) -> dict[str, Any]:
     return dict(OmegaConf.to_container(load_config(path), resolve=True))
 
 
-def test_nemo_rl_takes_the_example(merged: dict[str, Any]) -> None:
+def test_nemo_rl_accepts_the_example(merged: dict[str, Any]) -> None:
     from nemo_rl.algorithms.grpo import MasterConfig
     from nemo_rl.data import DataConfig, ResponseDatasetConfig
     from nemo_rl.environments.nemo_gym import should_use_nemo_gym
     from nemo_rl.experience.rollouts import should_mask_flagged_samples
     from nemo_rl.utils.config import load_config
 
-    config = MasterConfig(**merged)  # which allows what it does not know
+    config = MasterConfig(**merged)  # which allows unknown names
     assert should_use_nemo_gym(config) and should_mask_flagged_samples(config.env)
     ours = load_config(EXAMPLE)
     recipe = load_config(SOURCE / "examples" / "nemo_gym" / "grpo_qwen3_30ba3b_instruct.yaml")
@@ -106,7 +106,7 @@ def test_nemo_rl_takes_the_example(merged: dict[str, Any]) -> None:
 
 
 def test_nemo_gym_resolves_the_agent_of_the_example(merged: dict[str, Any]) -> None:
-    """With what NeMo RL adds when it starts NeMo Gym, and the agent where it lies in this checkout."""
+    """With the settings that NeMo RL adds when it starts NeMo Gym, and the agent of this checkout."""
     from nemo_gym.global_config import GlobalConfigDictParser, GlobalConfigDictParserConfig
     from omegaconf import DictConfig, OmegaConf
 
@@ -135,7 +135,7 @@ def test_nemo_gym_resolves_the_agent_of_the_example(merged: dict[str, Any]) -> N
 def test_nemo_rl_reads_the_rows(
     merged: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the example's comments say to write, by NeMo RL's own data set and processor."""
+    """Write rows as in the example's comments; read them with NeMo RL's own data set and processor."""
     from nemo_rl.data.datasets.response_datasets import load_response_dataset
     from nemo_rl.data.processors import PROCESSOR_REGISTRY
 

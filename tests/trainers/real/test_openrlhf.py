@@ -1,7 +1,7 @@
-"""OpenRLHF's own conversion of responses, for episodes that its engine samples; its reading of the example.
+"""OpenRLHF's own conversion of responses, for episodes that its engine samples; its parsing of the example.
 
-OpenRLHF's rollouts import vLLM, which needs a GPU here: its place is taken by an empty module, and that of
-vLLM's engine by one that samples what a test says. All else is OpenRLHF.
+OpenRLHF's rollouts import vLLM, which needs a GPU here: an empty module replaces it, and one that samples the
+test's tokens replaces its engine. All else is OpenRLHF.
 """
 
 import importlib.util
@@ -28,7 +28,7 @@ TURNS = [{"tool": "say", "arguments": {"text": "hm"}}, {"tool": "finish", "argum
 
 
 class Engine:
-    """Answers as a policy would that says something, and then finishes."""
+    """Answer like a policy that first writes text, and then finishes."""
 
     def __init__(self) -> None:
         self.prompts: list[list[int]] = []
@@ -43,7 +43,7 @@ class Engine:
 
 
 def samples_generator(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """OpenRLHF's module that makes experience of responses."""
+    """Import OpenRLHF's module that makes experience from responses."""
     vllm, engine = ModuleType("vllm"), ModuleType("openrlhf.trainer.ray.vllm_engine")
     vllm.SamplingParams = SimpleNamespace  # type: ignore[attr-defined]
     engine.batch_vllm_engine_call = engine.create_vllm_engines = None  # type: ignore[attr-defined]
@@ -53,7 +53,7 @@ def samples_generator(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def agent_executor(monkeypatch: pytest.MonkeyPatch, url: str) -> Any:
-    """The class of the example's file, loaded as OpenRLHF does it."""
+    """Load the class in the example's file as OpenRLHF does."""
     from openrlhf.utils.agent import AgentExecutorBase
 
     monkeypatch.setenv("ROLLOUT_SERVICE", url)
@@ -73,7 +73,7 @@ async def test_an_episode_becomes_experience(toy: ToyService, monkeypatch: pytes
     response = await executor.execute(to_text(task()), "label", params, 4096, None, engine)
     await executor.episodes.aclose()
     tokens = response["observation_tokens"]
-    assert engine.prompts[1] == tokens[: len(engine.prompts[1])]  # what was sampled is never made anew
+    assert engine.prompts[1] == tokens[: len(engine.prompts[1])]  # sampled tokens are never recomputed
 
     generator = object.__new__(module.SamplesGenerator)
     experience = generator._process_response_into_experience(response, max_len=4096)
@@ -88,11 +88,11 @@ async def test_an_episode_becomes_experience(toy: ToyService, monkeypatch: pytes
 
 
 class Started(Exception):
-    """OpenRLHF has read and checked its arguments."""
+    """Raised once OpenRLHF has parsed and checked its arguments."""
 
 
-def test_openrlhf_takes_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script as a user calls it, up to where OpenRLHF starts workers on GPUs, which are not there."""
+def test_openrlhf_accepts_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the script as a user does, until OpenRLHF would start workers on GPUs, which are absent."""
     import ray
     from openrlhf import utils
     from openrlhf.datasets import PromptDataset

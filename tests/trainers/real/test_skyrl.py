@@ -1,8 +1,7 @@
-"""SkyRL's own validation and concatenation of what the generator gives, and its reading of the example."""
+"""SkyRL's own validation and concatenation of the generator's output, and its parsing of the example."""
 
 import importlib.util
 import json
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,12 +15,13 @@ from prorl_envs.trainers.rollouts import close_shared
 from prorl_envs.trainers.skyrl import RolloutGenerator, as_skyrl, rows
 from tests.trainers.conftest import task, toy_service
 from tests.trainers.made import groups as made_groups
+from tests.trainers.real.conftest import command_of
 
 pytestmark = [pytest.mark.trainers, pytest.mark.filterwarnings("ignore"), pytest.mark.anyio]
 
 
 def generator_input(names: list[str], samples: int) -> Any:
-    """As SkyRL makes it of rows of its data set."""
+    """Return the input that SkyRL makes from rows of its data set."""
     from skyrl.train.generators.utils import prepare_generator_input
 
     made = [
@@ -39,7 +39,7 @@ def generator_input(names: list[str], samples: int) -> Any:
     return batch
 
 
-async def test_the_trainer_takes_what_the_service_rolled_out() -> None:
+async def test_the_trainer_accepts_the_rollouts_of_the_service() -> None:
     from skyrl.train.generators.utils import concatenate_generator_outputs
     from skyrl.train.utils.trainer_utils import validate_generator_output
 
@@ -60,8 +60,8 @@ async def test_the_trainer_takes_what_the_service_rolled_out() -> None:
     assert len(both["response_ids"]) == 16
 
 
-def test_step_wise_rows_are_what_the_trainer_demands() -> None:
-    """Episodes that forked: several rows, side by side, the last one marked."""
+def test_step_wise_rows_meet_the_trainers_requirements() -> None:
+    """Forked episodes: several rows, side by side, the last one marked."""
     from hypothesis import find
     from skyrl.train.generators.base import TrajectoryID
     from skyrl.train.utils.trainer_utils import validate_generator_output
@@ -76,11 +76,12 @@ def test_step_wise_rows_are_what_the_trainer_demands() -> None:
     validate_generator_output(3, output, step_wise=True)
 
 
-def test_skyrl_takes_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commands of its docstring, up to where SkyRL starts workers on GPUs."""
+def test_skyrl_accepts_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the commands of its page, until SkyRL would start workers on GPUs."""
     from skyrl.backends.skyrl_train.workers.worker_dispatch import WorkerDispatch
     from skyrl.train.config import SkyRLTrainConfig
     from skyrl.train.dataset import PromptDataset
+    from skyrl.train.entrypoints.serve import _validate_serve_cfg
     from skyrl.train.utils import validate_cfg
     from transformers import AutoTokenizer
 
@@ -89,14 +90,16 @@ def test_skyrl_takes_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    [commands] = [block for block in str(module.__doc__).split("\n\n") if "python " in block]
-    make, train = [shlex.split(line) for line in commands.replace("\\\n", "").strip().splitlines()]
+    make = command_of("skyrl.md", "examples/trainers/make_data.py")
+    train = command_of("skyrl.md", "examples/trainers/skyrl/main.py")
+    serve = command_of("skyrl.md", "skyrl.train.entrypoints.serve")
+    _validate_serve_cfg(SkyRLTrainConfig.from_cli_overrides(serve[1:]))
 
     monkeypatch.chdir(tmp_path)
     tasks = [task(str(number)) for number in range(64)]
     Path("tasks.jsonl").write_text("".join(json.dumps(one) + "\n" for one in tasks))
-    subprocess.run([sys.executable, examples.parent / make[1], *make[2:]], check=True)
-    config = SkyRLTrainConfig.from_cli_overrides(train[2:])
+    subprocess.run([sys.executable, examples.parent / make[0], *make[1:]], check=True)
+    config = SkyRLTrainConfig.from_cli_overrides(train[1:])
     validate_cfg(config)
     for source in (config.data.train_data, config.data.val_data):
         tokenizer = AutoTokenizer.from_pretrained(str(tokenizer_folder()))
@@ -105,6 +108,6 @@ def test_skyrl_takes_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         _, env_class, extra, _ = data[0]
         assert env_class == rows(tasks, environment="bash")[0]["env_class"]
         assert json.loads(extra["task"]) == tasks[0]
-    for ours in (module.Experiment, module.Trainer):  # what they change is there to be changed
+    for ours in (module.Experiment, module.Trainer):  # all overridden names exist
         assert {name for name in vars(ours) if not name.startswith("__")} <= set(dir(ours.__base__))
     assert hasattr(WorkerDispatch, "save_weights_for_sampler")

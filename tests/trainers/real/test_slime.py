@@ -1,4 +1,4 @@
-"""slime's own rollout loop over the service, and its reading of the example: SLIME_SOURCE names a checkout,
+"""slime's own rollout loop over the service, and its parsing of the example: SLIME_SOURCE names a checkout,
 as PyPI has no slime."""
 
 import asyncio
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from prorl_envs.rollout.types import AgentLimits, JobState
+from prorl_envs.rollout.api.types import AgentLimits, JobState
 from prorl_envs.testing.serving import served
 from prorl_envs.testing.tokenizer import tokenizer_folder
 from prorl_envs.trainers import slime as adapter
@@ -32,7 +32,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "trainers" / "slime"
 
 
 def router() -> FastAPI:
-    """SGLang's router as far as slime asks it when it has enough: it has no workers to abort."""
+    """SGLang's router, as far as slime asks it when it has enough: it has no workers to abort."""
     app = FastAPI()
 
     @app.get("/workers")
@@ -43,7 +43,7 @@ def router() -> FastAPI:
 
 
 def arguments(url: str, router_url: str) -> Namespace:
-    """slime's arguments, with those of the adapter."""
+    """Return slime's arguments, with those of the adapter."""
     ours = {
         "prorl_url": url,
         "prorl_environment": "toy",
@@ -81,7 +81,7 @@ def arguments(url: str, router_url: str) -> Namespace:
     return Namespace(**theirs, **ours)
 
 
-async def test_slime_rolls_out_its_batch_and_has_the_rest_cancelled() -> None:
+async def test_slime_completes_its_batch_and_cancels_the_rest() -> None:
     from slime.rollout import sglang_rollout
     from slime.utils.http_utils import init_http_client
     from slime.utils.types import Sample
@@ -122,8 +122,8 @@ async def test_slime_rolls_out_its_batch_and_has_the_rest_cancelled() -> None:
 
 
 def parsed(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Namespace:
-    """These arguments as slime reads and checks them; an unknown one is an error. What its parser takes over
-    from Megatron and SGLang is left out: neither is there, and the example sets none of it."""
+    """Parse and check these arguments with slime; an unknown one is an error. Arguments of Megatron and
+    SGLang are omitted: neither is installed, and the example sets none of them."""
     absent = SimpleNamespace(sglang_parse_args=None, validate_args=None)
     monkeypatch.setitem(sys.modules, "slime.backends.sglang_utils.arguments", absent)
     from slime.utils import arguments as slime_arguments
@@ -135,8 +135,8 @@ def parsed(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Namespace:
     return args
 
 
-def test_slime_takes_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script as a user calls it: its data, its arguments, and the file that they name."""
+def test_slime_accepts_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the script as a user does: its data, its arguments, and the file that they name."""
     from slime.rollout.data_source import RolloutDataSource
     from slime.utils.misc import load_function
 

@@ -1,17 +1,23 @@
-"""TRL's own trainers, fed by a service."""
+"""TRL's own trainers with rollouts of a service."""
 
+import ast
+import inspect
 import itertools
 import math
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prorl_envs.rollout.types import JobState
+from prorl_envs.exports.chat import training_messages
+from prorl_envs.exports.formats import ExportFormat, export
+from prorl_envs.rollout.api.types import GroupRequest, JobState
 from prorl_envs.trainers.asking import connect_sync
 from prorl_envs.trainers.trl import TrlRollouts, prompts, service_reward
 from prorl_envs.trainers.trl_async import TrlAsyncWorker, TrlWeightTransfer
 from tests.trainers.conftest import ToyService, task, toy_service
+from tests.trainers.real.conftest import command_of
 
 pytestmark = [pytest.mark.trainers, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 
@@ -46,7 +52,7 @@ def grpo(model: Path, output: Path, rollouts: TrlRollouts, **options: Any) -> An
 
 
 def test_grpo_trains_on_the_rows_of_the_service(tiny_model: Path, tmp_path: Path) -> None:
-    """Two steps, where a quarter of the samples fails: they are in no mean and no loss."""
+    """Two steps in which a quarter of the samples fails: they count for no mean and no loss."""
     uploads: list[int] = []
 
     def upload(trainer: Any, version: int) -> None:
@@ -78,15 +84,34 @@ def test_grpo_trains_on_the_rows_of_the_service(tiny_model: Path, tmp_path: Path
     logs = [log for log in trainer.state.log_history if "reward" in log]
     assert len(logs) == 2
     for log in logs:
+        assert {"reward_std", "frac_reward_zero_std"} <= set(log)  # as named on the page
         assert log["reward"] == pytest.approx(2 / 3) and log["rollouts/failed"] == pytest.approx(0.25)
         assert math.isfinite(log["loss"]) and log["grad_norm"] > 0
     assert not (trainer.model.lm_head.weight == before).all()
 
 
-def test_an_interrupted_step_leaves_nothing_at_the_service(
+def test_trl_accepts_the_examples() -> None:
+    """The examples' imports, and the names of their options."""
+    import trl
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+    assert command_of("trl.md", "examples/trainers/trl/train.py")[1:] == ["tasks.jsonl"]
+    kinds = (trl.GRPOConfig, trl.GRPOTrainer, AsyncGRPOConfig, AsyncGRPOTrainer)
+    known = {kind.__name__: set(inspect.signature(kind).parameters) for kind in kinds}
+    checked = set()
+    for path in sorted((Path(__file__).parents[3] / "examples" / "trainers" / "trl").glob("*.py")):
+        runpy.run_path(str(path), run_name="imported")
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in known:
+                assert {keyword.arg for keyword in node.keywords} <= known[node.func.id]
+                checked.add(node.func.id)
+    assert checked == set(known)
+
+
+def test_an_interrupted_step_leaves_no_jobs_at_the_service(
     tiny_model: Path, tmp_path: Path, toy: ToyService
 ) -> None:
-    """The service is asked; the trainer is interrupted while it waits."""
+    """The trainer is interrupted while it waits for the service."""
     toy.close_gate("eval")
     rollouts = TrlRollouts(toy.url, "toy")
     follow = rollouts._client.follow
@@ -108,7 +133,7 @@ def test_an_interrupted_step_leaves_nothing_at_the_service(
 
 
 class PlainAttention:
-    """What TRL has a GPU kernel for (FlashAttention 3): causal attention of packed sequences."""
+    """Replace TRL's GPU kernel (FlashAttention 3): causal attention of packed sequences."""
 
     @staticmethod
     def flash_attn_varlen_func(
@@ -134,8 +159,8 @@ def test_the_asynchronous_trainer_trains(
 ) -> None:
     """Three steps with weights that change under running episodes; groups without a gradient never arrive.
 
-    Two things of this trainer are for GPUs alone, and replaced: the attention kernel, and the look-up of the
-    GPU's speed for a metric.
+    Two parts of this trainer need a GPU and are replaced: the attention kernel, and the look-up of the GPU's
+    speed for a metric.
     """
     from datasets import Dataset
     from transformers import AutoTokenizer
@@ -178,7 +203,7 @@ def test_the_asynchronous_trainer_trains(
         )
         trainer.train()
         with connect_sync(toy.url) as client:
-            toy.until_empty()  # no group goes on after the trainer's end
+            toy.until_empty()  # no group continues after the trainer's end
             versions = {
                 turn.weight_version
                 for result in client.page().results
@@ -192,7 +217,7 @@ def test_the_asynchronous_trainer_trains(
     assert all(log["sample/staleness_max"] <= 1 for log in logs)
 
 
-def test_groups_that_became_too_old_are_cancelled_at_the_service(toy: ToyService) -> None:
+def test_stale_groups_are_cancelled_at_the_service(toy: ToyService) -> None:
     toy.close_gate("eval")
     worker = TrlAsyncWorker(toy.url, "toy", [task()], samples=2, groups=1, max_staleness=1)
     worker.start()
@@ -200,7 +225,7 @@ def test_groups_that_became_too_old_are_cancelled_at_the_service(toy: ToyService
         toy.until_entered("eval", 2)
         worker.update_model_version(1)
         worker.update_model_version(2)  # two versions behind: one too many
-        toy.until_entered("init", 4)  # its place is taken by the next group
+        toy.until_entered("init", 4)  # the next group takes its place
         with connect_sync(toy.url) as client:
             [*old] = [result for result in client.page(wait_s=5).results if "/0/" in result.job_id]
         assert [result.state for result in old] == [JobState.CANCELLED] * 2
@@ -211,7 +236,7 @@ def test_groups_that_became_too_old_are_cancelled_at_the_service(toy: ToyService
     toy.until_empty()
 
 
-def test_a_worker_whose_service_refuses_its_tasks_is_not_well(toy: ToyService) -> None:
+def test_a_worker_whose_tasks_are_refused_is_unhealthy(toy: ToyService) -> None:
     worker = TrlAsyncWorker(toy.url, "toy", [{"id": 7}], samples=2)
     worker.start()
     assert worker._thread is not None
@@ -222,7 +247,7 @@ def test_a_worker_whose_service_refuses_its_tasks_is_not_well(toy: ToyService) -
 
 
 @pytest.mark.parametrize("variant", [{"staleness": 1}, {"dynamic": True}, {"retokenise": True}])
-def test_what_make_learn_changes_acts_on_the_trainer(
+def test_the_ablations_of_make_learn_affect_the_trainer(
     variant: dict[str, Any], tiny_model: Path, tmp_path: Path
 ) -> None:
     """Three steps of each ablation, with the trainer, rollouts and records of `make learn`."""
@@ -258,3 +283,48 @@ def test_what_make_learn_changes_acts_on_the_trainer(
     assert equal == [0.0] * 3 if "dynamic" in variant else min(equal) >= 0.5
     assert all(("drift" in line) == ("retokenise" in variant) for line in steps)
     assert all(line["grad_norm"] > 0 for line in steps)
+
+
+@pytest.mark.parametrize("format_", [ExportFormat.SFT, ExportFormat.HF])
+def test_sft_trains_on_exported_conversations(
+    tiny_model: Path, tmp_path: Path, format_: ExportFormat
+) -> None:
+    """TRL renders the same tokens from an export as from the results' messages and tools."""
+    import trl
+    from datasets import load_dataset
+    from transformers import AutoTokenizer
+
+    with toy_service("solve=1") as toy, connect_sync(toy.url) as client:
+        client.submit([GroupRequest(id="g", environment="toy", task=task(), samples=4)])
+        results = list(client.follow(["g"]))
+    path = tmp_path / ("export" if format_ is ExportFormat.HF else "export.jsonl")
+    export(((one.job_id, one) for one in results), format_, path)
+    cache = {"split": "train", "cache_dir": str(tmp_path / "cache")}
+    if format_ is ExportFormat.HF:
+        dataset = load_dataset(str(path), **cache).select_columns(["messages", "tools"])
+    else:
+        dataset = load_dataset("json", data_files=str(path), **cache)
+    tokenizer = AutoTokenizer.from_pretrained(str(tiny_model))
+    args = trl.SFTConfig(
+        output_dir=str(tmp_path / "out"),
+        per_device_train_batch_size=2,
+        max_steps=2,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = trl.SFTTrainer(
+        model=str(tiny_model), args=args, train_dataset=dataset, processing_class=tokenizer
+    )
+    rows = [row["input_ids"] for row in trainer.train_dataset]
+    expected = [
+        tokenizer.apply_chat_template(
+            training_messages(one), tools=one.tools, tokenize=True, return_dict=False
+        )
+        for one in results
+    ]
+    assert sorted(rows) == sorted(expected)
+    trainer.train()
+    assert all(math.isfinite(log["loss"]) for log in trainer.state.log_history if "loss" in log)

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import yaml
 
-from prorl_envs.rollout.types import Trajectory
+from prorl_envs.rollout.api.types import Trajectory
 from prorl_envs.testing.tokenizer import tokenizer_folder
-from prorl_envs.trainers.asking import Asking, collect, connect_sync
+from prorl_envs.trainers.asking import GroupTemplate, collect, connect_sync
 from prorl_envs.trainers.rollouts import EpisodeFailed, close_shared
-from prorl_envs.trainers.verl import RolloutManager, announce_updates, as_verl, rows
+from prorl_envs.trainers.verl import RolloutManager, as_verl, patch_weight_updates, rows
 from prorl_envs.trainers.weights import weights_change_sync
 from tests.trainers.conftest import ToyService, task, toy_service
+from tests.trainers.real.conftest import command_of
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "trainers" / "verl"
 
@@ -33,7 +34,7 @@ pytestmark = [
 
 
 def worker(url: str, kind: type[Any] | None = None) -> Any:
-    """verl's worker as it is within its Ray actor, without the actor."""
+    """verl's worker as in its Ray actor, without the actor."""
     from omegaconf import OmegaConf
     from transformers import AutoTokenizer
     from verl.experimental.agent_loop import agent_loop
@@ -85,10 +86,10 @@ async def test_the_padded_batch() -> None:
 
 @pytest.fixture(scope="module")
 def queue() -> Iterator[Any]:
-    """verl's queue as its `main_ppo` starts it: the controller and the storage are Ray actors."""
+    """Start verl's queue as its `main_ppo` does: the controller and the storage are Ray actors."""
     environ = {
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Its own processes may be slow to start on a busy machine.
+        # Its processes may be slow to start on a busy machine.
         "RAY_agent_register_timeout_ms": "120000",
         "RAY_gcs_server_request_timeout_seconds": "60",
     }
@@ -108,8 +109,8 @@ def queue() -> Iterator[Any]:
 
 
 def example(folder: Path, *more: str) -> Any:
-    """The configuration that verl reads of the example's script, called as a user calls it, up to verl.
-    A setting that verl's own files lack is an error."""
+    """Return the configuration that the example's script passes to verl when called as a user does. A setting
+    that is missing in verl's own files is an error."""
     from hydra import compose, initialize_config_dir
 
     shim = folder / "python"
@@ -127,7 +128,7 @@ def example(folder: Path, *more: str) -> Any:
 
 
 def small_example(folder: Path, tasks: list[dict[str, Any]], url: str, model: Path) -> Any:
-    """The example with these tasks: batches of two groups of two, and two workers."""
+    """Return the example with these tasks: batches of two groups of two, and two workers."""
     given, train, agent = (folder / name for name in ("tasks.jsonl", "train.parquet", "agent.yaml"))
     given.write_text("".join(json.dumps(one) + "\n" for one in tasks))
     make = [sys.executable, str(EXAMPLE.parent / "make_data.py"), "verl", str(given), str(train)]
@@ -158,7 +159,7 @@ def small_example(folder: Path, tasks: list[dict[str, Any]], url: str, model: Pa
 
 
 def trainer_of(config: Any) -> Any:
-    """verl's trainer as far as it asks for rollouts and takes them; its workers on GPUs are not there."""
+    """verl's trainer as far as it requests and receives rollouts; its workers on GPUs are absent."""
     from verl.trainer.ppo.v1 import get_trainer_cls
 
     trainer = get_trainer_cls(config.trainer.v1.trainer_mode)(config)
@@ -169,13 +170,13 @@ def trainer_of(config: Any) -> Any:
 
 
 def read(queue: Any, keys: list[str]) -> list[dict[str, Any]]:
-    """The rows of these keys, as verl's trainer fetches them."""
+    """Return the rows of these keys, as verl's trainer fetches them."""
     fields = queue.kv_batch_get(keys=keys, partition_id="train")
     return [{name: fields[name][at] for name in fields.keys()} for at in range(len(keys))]  # noqa: SIM118
 
 
 def assert_same(row: dict[str, Any], output: dict[str, Any]) -> None:
-    """What was read from the queue is what `as_verl` gave, token by token."""
+    """Check that rows from the queue equal those of `as_verl`, token by token."""
     prompt, response = output["prompt_ids"], output["response_ids"]
     assert row["prompts"].tolist() == prompt and row["responses"].tolist() == response
     assert row["input_ids"].tolist() == prompt + response
@@ -184,10 +185,10 @@ def assert_same(row: dict[str, Any], output: dict[str, Any]) -> None:
     assert row["rm_scores"].tolist() == [0.0] * (len(response) - 1) + [output["reward_score"]]
 
 
-def test_what_the_trainer_reads_is_what_the_service_ran(
+def test_the_trainer_reads_the_rollouts_of_the_service(
     queue: Any, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two steps. A group of the first fails and is refilled; the weights change amid all of the second."""
+    """Two steps. A group of the first fails and is refilled; the weights change during all of the second."""
     from verl.checkpoint_engine.base import CheckpointEngineManager
 
     monkeypatch.setattr(CheckpointEngineManager, "update_weights", CheckpointEngineManager.update_weights)
@@ -227,13 +228,13 @@ def test_what_the_trainer_reads_is_what_the_service_ran(
         assert versions == {1: (4, 4), 2: (4, 5)}[tag["global_steps"]]
 
 
-def test_an_episode_that_forked_is_several_rows_of_the_queue(queue: Any, toy: ToyService) -> None:
+def test_a_forked_episode_is_several_rows_of_the_queue(queue: Any, toy: ToyService) -> None:
     """As verl's worker puts them there, without its actor."""
     from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
     from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 
     with connect_sync(toy.url) as client:
-        [[result]] = collect(client, [Asking(toy.url, "toy").group("g", task(), 1)])
+        [[result]] = collect(client, [GroupTemplate(toy.url, "toy").group("g", task(), 1)])
     whole = result.trajectory
     assert whole is not None
     end = whole.turns[0].end
@@ -253,7 +254,7 @@ def test_an_episode_that_forked_is_several_rows_of_the_queue(queue: Any, toy: To
         assert_same(row, output)
 
 
-async def test_a_failure_is_raised_and_so_makes_the_group_one() -> None:
+async def test_a_failure_is_raised_so_that_the_group_fails() -> None:
     with toy_service("error500=1") as toy:
         try:
             with pytest.raises(EpisodeFailed):
@@ -263,7 +264,7 @@ async def test_a_failure_is_raised_and_so_makes_the_group_one() -> None:
 
 
 def test_an_update_of_weights_is_announced(toy: ToyService, monkeypatch: pytest.MonkeyPatch) -> None:
-    """verl's own manager; its workers, which are Ray actors on GPUs, are not there."""
+    """verl's own manager; its workers, Ray actors on GPUs, are absent."""
     from verl.checkpoint_engine import base
 
     seen: list[tuple[int, bool]] = []
@@ -277,7 +278,7 @@ def test_an_update_of_weights_is_announced(toy: ToyService, monkeypatch: pytest.
     monkeypatch.setattr(
         base.CheckpointEngineManager, "update_weights", base.CheckpointEngineManager.update_weights
     )
-    announce_updates(toy.url)
+    patch_weight_updates(toy.url)
     manager = object.__new__(base.CheckpointEngineManager)
     manager.backend, manager.actor_wg = "naive", SimpleNamespace(update_weights=update_weights)
     assert manager.update_weights(7) == {}
@@ -288,13 +289,13 @@ def test_an_update_of_weights_is_announced(toy: ToyService, monkeypatch: pytest.
     assert server.weight_version == "7" and router is not None and not router.paused
 
 
-def test_verl_takes_the_example(tmp_path: Path) -> None:
-    """What verl itself demands before it starts workers on GPUs."""
+def test_verl_accepts_the_example(tmp_path: Path) -> None:
+    """The requirements that verl checks before it starts workers on GPUs."""
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.trainer.ppo.v1 import get_trainer_cls
     from verl.utils.config import validate_config
 
-    config = example(tmp_path)
+    config = example(tmp_path, *command_of("verl.md", "examples/trainers/verl/train.sh")[2:])
     validate_config(config, need_reference_policy(config), need_critic(config))
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     longest = rollout.prompt_length + rollout.response_length

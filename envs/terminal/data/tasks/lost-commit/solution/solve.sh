@@ -1,0 +1,3 @@
+#!/bin/bash
+cd /app/notes
+git reset --hard "HEAD@{1}"

@@ -1,0 +1,413 @@
+"""Reader of Harbor's task directories, schema 1.4 (https://www.harborframework.com/docs/tasks).
+
+    task.toml  instruction.md  environment/  tests/test.sh  solution/solve.sh
+    steps/NAME/{instruction.md, tests/, solution/, workdir/}
+
+Keys that the schema does not name are ignored, as Harbor does.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from prorl_envs.env.task_files import Text
+from prorl_envs.envs.terminal.files import Files, host_parts, mapping_of, parsed, paths_below, text_of
+from prorl_envs.envs.terminal.task import (
+    Artifact,
+    Collect,
+    HealthCheck,
+    Machine,
+    NetworkAccess,
+    Phase,
+    Step,
+    TerminalTask,
+    Variables,
+)
+from prorl_envs.errors import InputError
+
+CONFIG = "task.toml"
+#: Name of the agent's own service.
+_MAIN = "main"
+#: Directory of which the files are kept and shown to a separate verifier, whatever the task names.
+ARTIFACTS = "/logs/artifacts"
+_SIZE = re.compile(r"\s*([0-9]{1,12}(?:\.[0-9]{0,12})?|\.[0-9]{1,12})\s*([KMG])\s*", re.IGNORECASE)
+_UNITS = {"K": 2**-10, "M": 1, "G": 2**10}
+_STEP_NAME = re.compile(r"""(?!\.{1,2}$)[^<>:"/\\|?*\x00-\x1f\x7f]{1,255}(?<![. ])""")
+
+
+type _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+type _Pause = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+type _Size = Annotated[int, Field(gt=0, le=2**40)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class _Network(_Section):
+    network_mode: Literal["no-network", "public", "allowlist"] | None = None
+    allowed_hosts: tuple[str, ...] | None = None
+
+    @model_validator(mode="after")
+    def _hosts_need_a_list(self) -> Self:
+        if self.allowed_hosts and self.network_mode != "allowlist":
+            raise ValueError("allowed_hosts needs network_mode = 'allowlist'")
+        return self
+
+    def access(self) -> NetworkAccess | None:
+        match self.network_mode:
+            case None:
+                return None
+            case "allowlist":
+                return NetworkAccess(mode="allowlist", hosts=self.allowed_hosts or ())
+            case "public":
+                return NetworkAccess(mode="public")
+        return NetworkAccess()
+
+
+class _Health(_Section):
+    command: Text
+    interval_sec: _Pause = 5.0
+    timeout_sec: _Seconds = 30.0
+    start_period_sec: _Pause = 0.0
+    start_interval_sec: _Pause = 5.0
+    retries: int = Field(default=3, ge=0)
+
+    def check(self) -> HealthCheck:
+        return HealthCheck(
+            command=self.command,
+            interval_s=self.interval_sec,
+            timeout_s=self.timeout_sec,
+            start_period_s=self.start_period_sec,
+            start_interval_s=self.start_interval_sec,
+            retries=self.retries,
+        )
+
+
+class _Tool(_Section):
+    name: str
+
+
+class _Services(NamedTuple):
+    """Compose services beside the agent's own, and what its own asks for of the host."""
+
+    others: tuple[str, ...] = ()
+    host: tuple[str, ...] = ()
+
+
+class _Environment(_Network):
+    build_timeout_sec: _Seconds = 600.0
+    docker_image: Text | None = None
+    os: str = "linux"
+    cpus: _Seconds | None = None
+    memory_mb: _Size | None = None
+    storage_mb: _Size | None = None
+    memory: str | None = None
+    storage: str | None = None
+    gpus: int | None = Field(default=None, ge=0)
+    tpu: Mapping[str, Any] | None = None
+    mcp_servers: tuple[_Tool, ...] = ()
+    env: Variables = Field(default_factory=dict)
+    healthcheck: _Health | None = None
+    workdir: Text | None = None
+    allow_internet: bool | None = None
+
+    @field_validator("memory", "storage", mode="before")
+    @classmethod
+    def _texts(cls, value: Any) -> Any:
+        return value if isinstance(value, str) else None  # as Harbor does
+
+    def machine(self, folder: str, services: _Services | None = None) -> Machine:
+        # The older field counts only without the newer ones; without any, every host can be reached.
+        access = self.access()
+        if access is None:
+            closed = self.allow_internet is False and self.allowed_hosts is None
+            access = NetworkAccess(mode="none" if closed else "public")
+        return Machine(
+            folder=folder,
+            image=self.docker_image or "",
+            build_s=self.build_timeout_sec,
+            cpus=self.cpus,
+            memory_bytes=_size("memory", self.memory_mb, self.memory),
+            disk_bytes=_size("storage", self.storage_mb, self.storage),
+            gpus=self.gpus or 0,
+            tpu=self.tpu is not None,
+            os=self.os.lower(),
+            network=access,
+            env=self.env,
+            workdir=self.workdir or "",
+            health=None if self.healthcheck is None else self.healthcheck.check(),
+            services=() if services is None else services.others,
+            host=() if services is None else services.host,
+            tools=tuple(tool.name for tool in self.mcp_servers),
+        )
+
+
+class _Agent(_Network):
+    timeout_sec: _Seconds | None = None
+    user: str | int | None = None
+
+
+class _Collect(_Section):
+    command: Text
+    service: str = _MAIN
+    timeout_sec: _Seconds = 60.0
+    user: str | int | None = None
+
+
+class _Verifier(_Network):
+    timeout_sec: _Seconds = 600.0
+    env: Variables = Field(default_factory=dict)
+    user: str | int | None = None
+    environment_mode: Literal["shared", "separate"] | None = None
+    environment: _Environment | None = None
+    collect: tuple[_Collect, ...] = ()
+
+    @model_validator(mode="after")
+    def _mode_fits(self) -> Self:
+        if self.environment_mode == "shared" and self.environment is not None:
+            raise ValueError("environment_mode = 'shared' excludes [verifier.environment]")
+        return self
+
+    @property
+    def mode(self) -> str | None:
+        return self.environment_mode or ("separate" if self.environment is not None else None)
+
+    def phase(self) -> Phase:
+        return Phase(timeout_s=self.timeout_sec, user=self.user, env=self.env, network=self.access())
+
+
+class _Artifact(_Section):
+    source: Text
+    destination: str | None = None
+    exclude: tuple[str, ...] = ()
+    service: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, value: Any) -> Any:
+        return {"source": value} if isinstance(value, str) else value
+
+    @field_validator("source")
+    @classmethod
+    def _inside(cls, value: str) -> str:
+        if ".." in PurePosixPath(value).parts:
+            raise ValueError("'..' is not allowed in a path")
+        return value
+
+    @model_validator(mode="after")
+    def _absolute(self) -> Self:
+        if self.service not in (None, _MAIN) and not self.source.startswith("/"):
+            raise ValueError("the source of a service's artifact is an absolute path")
+        return self
+
+    def artifact(self) -> Artifact:
+        service = "" if self.service in (None, _MAIN) else str(self.service)
+        return Artifact(
+            source=self.source, destination=self.destination or "", exclude=self.exclude, service=service
+        )
+
+
+class _Solution(_Section):
+    env: Variables = Field(default_factory=dict)
+
+
+class _Step(_Section):
+    name: str
+    agent: _Agent = _Agent()
+    verifier: _Verifier = _Verifier()
+    min_reward: float | Mapping[str, float] | None = None
+    healthcheck: _Health | None = None
+    artifacts: tuple[_Artifact, ...] = ()
+
+    @field_validator("name")
+    @classmethod
+    def _portable(cls, value: str) -> str:
+        if not _STEP_NAME.fullmatch(value):
+            raise ValueError(f"{value!r} is not the name of a folder on every system")
+        return value
+
+
+class _Config(_Section):
+    verifier: _Verifier = _Verifier()
+    agent: _Agent = _Agent()
+    environment: _Environment = _Environment()
+    solution: _Solution = _Solution()
+    multi_step_reward_strategy: Literal["mean", "final"] | None = None
+    steps: tuple[_Step, ...] | None = None
+    artifacts: tuple[_Artifact, ...] = ()
+
+    @field_validator("steps")
+    @classmethod
+    def _unique(cls, steps: tuple[_Step, ...] | None) -> tuple[_Step, ...] | None:
+        names = [step.name.casefold() for step in steps or ()]
+        if len(set(names)) < len(names):
+            raise ValueError("two steps have the same name")
+        return steps
+
+
+def harbor_task(id_: str, files: Files) -> TerminalTask:
+    """Read a task directory.
+
+    Raises:
+        InputError: names the file, the field and the problem.
+    """
+    config = parsed(_Config, CONFIG, mapping_of(files, CONFIG))
+    machine = config.environment.machine("environment", _services(files, "environment"))
+    if config.steps:
+        steps = tuple(_step(files, config, one, machine) for one in config.steps)
+    else:
+        steps = (_only_step(files, config, machine),)
+    hooks = [*config.verifier.collect, *(hook for one in config.steps or () for hook in one.verifier.collect)]
+    return TerminalTask(
+        id=id_,
+        instruction=steps[0].instruction,
+        format="harbor",
+        files=files,
+        machine=machine,
+        steps=steps,
+        scoring=config.multi_step_reward_strategy or "mean",
+        collects=tuple(
+            Collect(
+                command=hook.command,
+                service="" if hook.service == _MAIN else hook.service,
+                timeout_s=hook.timeout_sec,
+                user=hook.user,
+            )
+            for hook in hooks
+        ),
+    )
+
+
+def _only_step(files: Files, config: _Config, machine: Machine) -> Step:
+    separate, bundled = _verifier_machine(files, config, None, machine)
+    if not bundled and "tests/test.sh" not in files:
+        raise InputError("tests/test.sh: missing", hint=_windows_hint(files, "tests"))
+    return Step(
+        instruction=_instruction(files, "instruction.md"),
+        agent=_agent(config.agent),
+        verifier=config.verifier.phase(),
+        verifier_machine=separate,
+        tests={} if bundled else paths_below(files, "tests"),
+        solution=_solution(files, "solution"),
+        solution_env=config.solution.env,
+        artifacts=tuple(one.artifact() for one in config.artifacts),
+    )
+
+
+def _step(files: Files, config: _Config, step: _Step, machine: Machine) -> Step:
+    folder = f"steps/{step.name}"
+    separate, bundled = _verifier_machine(files, config, step, machine)
+    tests = paths_below(files, "tests", f"{folder}/tests")
+    if not bundled and "test.sh" not in tests:
+        raise InputError(f"{folder}/tests/test.sh: missing", hint="or tests/test.sh for all steps")
+    least = step.min_reward
+    own, shared = step.verifier, config.verifier
+    phase = Phase(
+        timeout_s=own.timeout_sec if "timeout_sec" in own.model_fields_set else shared.timeout_sec,
+        user=own.user if own.user is not None else shared.user,
+        env={**shared.env, **own.env},
+        network=own.access() or shared.access(),
+    )
+    agent = Phase(
+        timeout_s=step.agent.timeout_sec if step.agent.timeout_sec is not None else config.agent.timeout_sec,
+        user=step.agent.user if step.agent.user is not None else config.agent.user,
+        network=step.agent.access() or config.agent.access(),
+    )
+    return Step(
+        name=step.name,
+        instruction=_instruction(files, f"{folder}/instruction.md"),
+        agent=agent,
+        verifier=phase,
+        verifier_machine=separate,
+        tests={} if bundled else tests,
+        solution=_solution(files, f"{folder}/solution"),
+        solution_env=config.solution.env,
+        workdir_files=paths_below(files, f"{folder}/workdir"),
+        min_reward=least if isinstance(least, Mapping) else {} if least is None else {"reward": least},
+        health=None if step.healthcheck is None else step.healthcheck.check(),
+        artifacts=tuple(one.artifact() for one in (*config.artifacts, *step.artifacts)),
+    )
+
+
+def _verifier_machine(
+    files: Files, config: _Config, step: _Step | None, machine: Machine
+) -> tuple[Machine | None, bool]:
+    """Return the machine of a separate verifier, None if it shares the agent's, and whether its image has the
+    tests."""
+    modes = [None if step is None else step.verifier.mode, config.verifier.mode]
+    if next((mode for mode in modes if mode), "shared") == "shared":
+        return None, False
+    candidates = [(config.verifier.environment, "tests")]
+    if step is not None:
+        candidates.insert(0, (step.verifier.environment, f"steps/{step.name}/tests"))
+    environment = next((one for one, _ in candidates if one is not None), None) or config.environment
+    for given, folder in candidates:
+        if given is not None and given.docker_image:
+            return environment.machine(folder).model_copy(update={"image": given.docker_image}), True
+        if f"{folder}/Dockerfile" in files or f"{folder}/docker-compose.yaml" in files:
+            built = environment.machine(folder, _services(files, folder))
+            return built.model_copy(update={"image": ""}), True
+    return environment.machine("environment").model_copy(update={"image": machine.image}), False
+
+
+def _instruction(files: Files, path: str) -> str:
+    lines = text_of(files, path).split("\n")
+    start = 0
+    while start < len(lines) and _is_canary(lines[start].strip()):
+        start += 1
+    while start < len(lines) and not lines[start].strip():
+        start += 1
+    if start == len(lines):
+        raise InputError(f"{path}: empty")
+    return "\n".join(lines[start:])
+
+
+def _is_canary(line: str) -> bool:
+    """Tell whether a line is a comment that marks a text as benchmark data, which is not for the agent."""
+    comment = line.startswith("#") or (line.startswith("<!--") and line.endswith("-->"))
+    return comment and "canary" in line.casefold()
+
+
+def _solution(files: Files, folder: str) -> dict[str, str]:
+    found = paths_below(files, folder)
+    return found if "solve.sh" in found else {}
+
+
+def _agent(agent: _Agent) -> Phase:
+    return Phase(timeout_s=agent.timeout_sec, user=agent.user, network=agent.access())
+
+
+def _services(files: Files, folder: str) -> _Services:
+    path = f"{folder}/docker-compose.yaml"
+    if path not in files:
+        return _Services()
+    services = mapping_of(files, path).get("services")
+    if not isinstance(services, Mapping):
+        raise InputError(f"{path}: services: not a mapping")
+    own = services.get(_MAIN)
+    return _Services(
+        others=tuple(sorted(str(name) for name in services if name != _MAIN)),
+        host=host_parts(own) if isinstance(own, Mapping) else (),
+    )
+
+
+def _windows_hint(files: Files, folder: str) -> str:
+    return "tests for Windows cannot run here" if f"{folder}/test.bat" in files else ""
+
+
+def _size(name: str, megabytes: int | None, text: str | None) -> int | None:
+    if text is None:
+        return None if megabytes is None else megabytes * 2**20
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise InputError(f"{CONFIG}: environment.{name}: {text!r} is no size", hint="for example 2G or 512M")
+    size = int(float(match[1]) * _UNITS[match[2].upper()])
+    if megabytes is not None and megabytes != size:
+        raise InputError(f"{CONFIG}: environment: {name} and {name}_mb differ")
+    if not size:
+        raise InputError(f"{CONFIG}: environment.{name}: {text!r} is less than a megabyte")
+    return size * 2**20

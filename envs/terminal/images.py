@@ -1,0 +1,161 @@
+"""Images of tasks: built once from a machine's Dockerfile, or pulled, and found again by content."""
+
+import asyncio
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from prorl_envs.env.node import Node
+from prorl_envs.env.task_files import content_of
+from prorl_envs.envs.terminal.files import Files, paths_below
+from prorl_envs.envs.terminal.requirements import dockerfile_of
+from prorl_envs.envs.terminal.task import Machine
+from prorl_envs.errors import EnvironmentFault, InputError
+from prorl_envs.images.digest import of_value
+from prorl_envs.images.dockerfile.build import BuildProgress, DockerfileBuilder
+from prorl_envs.images.dockerfile.run import RunFailed
+from prorl_envs.images.scratch import make_scratch
+from prorl_envs.images.threads import in_thread
+from prorl_envs.sandbox.filesystem.directories import remove_tree
+from prorl_envs.sandbox.filesystem.layered import LayeredImage, read_layered
+
+_NOT_IN_NAMES = re.compile(r"[^a-z0-9._-]+")
+#: Files of Terminal-Bench's own, beside the Dockerfile, that no image may contain.
+_HIDDEN = frozenset({"solution.sh", "solution.yaml", "task.yaml"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskImage:
+    """An image on this machine.
+
+    Args:
+        path: its `.layers.json` file.
+        image: its content.
+    """
+
+    path: Path
+    image: LayeredImage
+
+    def with_layers(self, layers: Sequence[Path], path: Path) -> "TaskImage":
+        """Write the image with further layers, the lowest first, as the file `path`.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        whole = replace(self.image, layers=(*self.image.layers, *layers))
+        whole.write(path)
+        return TaskImage(path=path, image=whole)
+
+
+async def task_image(
+    node: Node,
+    files: Files,
+    machine: Machine,
+    *,
+    timeout_factor: float = 1.0,
+    progress: Callable[[str], None] = lambda line: None,
+) -> TaskImage:
+    """Return the image of a machine; build or pull it if necessary.
+
+    An image is built again only if the files of its folder or the bases of the builder changed, not if the
+    registry's image of a tag did.
+
+    Args:
+        files: the task directory.
+        timeout_factor: factor of the machine's `build_s`.
+        progress: called with a short line for each step.
+
+    Raises:
+        EnvironmentFault: the Dockerfile has an error, a command of it failed, or the build took too long.
+        SandboxError: an image cannot be pulled, or the store cannot be written.
+    """
+    builder = node.dockerfiles()
+    context = _context(files, machine)
+    name = _name(builder, context)
+    found = await in_thread(builder.store.image, name)
+    if found is None:
+        seconds = machine.build_s * timeout_factor
+        found = await _build(builder, context, name, machine.folder, seconds, progress)
+    return TaskImage(path=found, image=await in_thread(read_layered, found))
+
+
+def _context(files: Files, machine: Machine) -> dict[str, tuple[bytes, bool]]:
+    if machine.image:
+        return {"Dockerfile": (f"FROM {machine.image}\n".encode(), False)}
+    if dockerfile_of(machine) not in files:
+        raise EnvironmentFault(f"{dockerfile_of(machine)}: missing", hint="the task names no image either")
+    hidden = _HIDDEN if machine.folder == "." else frozenset()
+    found = paths_below(files, machine.folder)
+    return {path: content_of(files[source]) for path, source in found.items() if path not in hidden}
+
+
+def _name(builder: DockerfileBuilder, context: Mapping[str, tuple[bytes, bool]]) -> str:
+    base = re.search(
+        rb"^\s*FROM\s+(?:--\S+\s+)*(\S+)", context["Dockerfile"][0], re.MULTILINE | re.IGNORECASE
+    )
+    label = "" if base is None else base[1].decode(errors="replace").lower().rpartition("/")[2]
+    content = {path: [data.hex(), executable] for path, (data, executable) in sorted(context.items())}
+    bases = {name: _identity(path) for name, path in sorted(builder.bases.items())}
+    key = of_value({"content": content, "bases": bases})
+    return f"task-{_NOT_IN_NAMES.sub('-', label)[:40].strip('.-_') or 'image'}-{key[:32]}"
+
+
+def _identity(path: Path) -> str:
+    try:
+        return f"{path} {path.stat().st_mtime_ns}"
+    except OSError:  # the build names the missing base
+        return str(path)
+
+
+def write_files(folder: Path, files: Mapping[str, tuple[bytes, bool]]) -> None:
+    """Write files below a new folder of this machine; the values are contents, and whether executable.
+
+    Raises:
+        OSError: a file cannot be written; for instance, its folder is a file too.
+    """
+    folder.mkdir(mode=0o755)
+    for path, (data, executable) in files.items():
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data)
+        target.chmod(0o755 if executable else 0o644)
+
+
+async def _build(
+    builder: DockerfileBuilder,
+    context: Mapping[str, tuple[bytes, bool]],
+    name: str,
+    shown_folder: str,
+    seconds: float,
+    progress: Callable[[str], None],
+) -> Path:
+    scratch = await in_thread(make_scratch, builder.scratch)
+    try:
+        folder = scratch / "context"
+        await in_thread(_write, folder, context)
+        async with asyncio.timeout(seconds):
+            return await builder.build(folder, name=name, on_progress=lambda event: _say(event, progress))
+    except (InputError, RunFailed) as error:
+        shown = "" if shown_folder == "." else f"{shown_folder}/"
+        message = str(error.message).replace(f"{folder}/", shown)
+        raise EnvironmentFault(f"the image cannot be built: {message}", hint=error.hint) from error
+    except TimeoutError:
+        raise EnvironmentFault(
+            f"the image was not built in {seconds:g} s",
+            hint="`prorl-envs prepare` builds images in advance; options.timeout_factor allows more time",
+        ) from None
+    finally:
+        await in_thread(remove_tree, scratch)
+
+
+def _write(folder: Path, context: Mapping[str, tuple[bytes, bool]]) -> None:
+    try:
+        write_files(folder, context)
+    except OSError as error:
+        raise EnvironmentFault(f"the task's files cannot be written: {error.strerror}") from error
+
+
+def _say(event: BuildProgress, progress: Callable[[str], None]) -> None:
+    if event.kind == "step":
+        progress(f"[{event.step}/{event.steps}] {' '.join(event.text.split())[:100]}")

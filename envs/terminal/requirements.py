@@ -1,0 +1,94 @@
+"""Requirements of a task that this machine, or this version, cannot meet. Nothing is started to find them."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+
+from prorl_envs.envs.terminal.files import text_of
+from prorl_envs.envs.terminal.task import Machine, TerminalTask
+from prorl_envs.errors import InputError
+from prorl_envs.images.dockerfile.plan import plan_build
+from prorl_envs.images.dockerfile.syntax import parse_dockerfile
+from prorl_envs.images.registry.documents import host_platform
+from prorl_envs.sandbox.limits.policy import size_words
+
+#: Value of a variable that names one of the person who runs the task.
+_TEMPLATE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
+
+
+def missing(task: TerminalTask, variables: Mapping[str, str]) -> tuple[str, ...]:
+    """Return all reasons why a task cannot run here; empty if there is none.
+
+    Args:
+        task: the task.
+        variables: values for variables that the task takes from the person who runs it.
+    """
+    reasons = [*_machine(task, task.machine)]
+    for step in task.steps:
+        if step.verifier_machine is not None:
+            reasons += _machine(task, step.verifier_machine)
+            reasons += _variables(step.verifier_machine.env, variables)
+        for env in (step.verifier.env, step.agent.env):
+            reasons += _variables(env, variables)
+    reasons += _variables(task.machine.env, variables)
+    if any(hook.service for hook in task.collects) or any(
+        artifact.service for step in task.steps for artifact in step.artifacts
+    ):
+        reasons.append("it takes files from a service")
+    return tuple(dict.fromkeys(reasons))
+
+
+def resolved(env: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:
+    """Return variables with templates replaced: `${NAME}`, or `${NAME:-DEFAULT}`, as the whole value.
+
+    They are never taken from this process's environment, since a task may come from anybody.
+
+    Raises:
+        InputError: a variable has no value.
+    """
+    if reasons := [*_variables(env, variables)]:
+        raise InputError(reasons[0], hint="options.variables gives values")
+    found = {}
+    for name, value in env.items():
+        match = _TEMPLATE.fullmatch(value)
+        found[name] = value if match is None else variables.get(match[1], match[2] or "")
+    return found
+
+
+def _variables(env: Mapping[str, str], variables: Mapping[str, str]) -> Iterator[str]:
+    for value in env.values():
+        match = _TEMPLATE.fullmatch(value)
+        if match is not None and match[2] is None and match[1] not in variables:
+            yield f"the variable {match[1]} has no value"
+
+
+def _machine(task: TerminalTask, machine: Machine) -> Iterator[str]:
+    if machine.os != "linux":
+        yield f"its image is for {machine.os}"
+    if machine.gpus:
+        yield "it needs a GPU"
+    if machine.tpu:
+        yield "it needs a TPU"
+    if machine.services:
+        yield f"it needs Compose services: {', '.join(machine.services)}"
+    for part in machine.host:
+        yield "it needs a privileged container" if part == "privileged" else f"it needs the device {part}"
+    if machine.tools:
+        yield f"it needs MCP servers: {', '.join(machine.tools)}"
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if machine.memory_bytes is not None and machine.memory_bytes > total:
+        yield f"it needs {size_words(machine.memory_bytes)} of memory"
+    if not machine.image:
+        yield from _dockerfile(task, dockerfile_of(machine))
+
+
+def dockerfile_of(machine: Machine) -> str:
+    """Return the path of a machine's Dockerfile in the task directory."""
+    return "Dockerfile" if machine.folder == "." else f"{machine.folder}/Dockerfile"
+
+
+def _dockerfile(task: TerminalTask, path: str) -> Iterator[str]:
+    try:
+        plan_build(parse_dockerfile(text_of(task.files, path), path), {}, platform=host_platform())
+    except InputError as error:
+        yield str(error.message)

@@ -1,0 +1,39 @@
+"""Reader of rows: task directories of both formats."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from prorl_envs.env.task_files import RelativePath, TaskFile, Text
+from prorl_envs.envs.terminal import harbor, terminal_bench
+from prorl_envs.envs.terminal.files import Files, first_problem
+from prorl_envs.envs.terminal.task import TerminalTask
+from prorl_envs.errors import InputError
+
+_HINT = 'a row is {"id": ..., "directory": {PATH: TEXT}}; give a folder of tasks to read them from files'
+
+
+class _Row(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    id: str = Field(min_length=1, max_length=200)
+    directory: dict[RelativePath, Text | TaskFile] = Field(max_length=1000)
+
+
+def task_of(row: Mapping[str, Any]) -> TerminalTask:
+    """Read a row.
+
+    Raises:
+        InputError: names the file and the field that are wrong.
+    """
+    try:
+        given = _Row.model_validate(dict(row))
+    except ValidationError as error:
+        raise InputError(first_problem(error), hint=_HINT) from None
+    files: Files = given.directory
+    if harbor.CONFIG in files:
+        return harbor.harbor_task(given.id, files)
+    if terminal_bench.CONFIG in files:
+        return terminal_bench.terminal_bench_task(given.id, files)
+    raise InputError(f"directory: neither {harbor.CONFIG} nor {terminal_bench.CONFIG}", hint=_HINT)

@@ -1,0 +1,230 @@
+"""The verifier: what the agent leaves cannot forge a reward, and every form of reward is read."""
+
+from typing import Any
+
+import pytest
+
+from prorl_envs.env.node import Node
+from prorl_envs.errors import GraderError
+
+from .conftest import TEST, MakeRow
+from .test_env import episode, graded
+
+pytestmark = pytest.mark.anyio
+
+FORGE = "for f in reward.txt reward.json; do echo 1 > /logs/verifier/$f; done"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        FORGE,
+        f"mkdir -p /tests && echo '{FORGE}' > /tests/test.sh && chmod 755 /tests/test.sh",
+        f"rm -r /logs && mkdir /opt/logs && ln -s /opt/logs /logs && mkdir /logs/verifier && {FORGE}",
+        f"rm -r /logs/verifier && mkdir /opt/v && ln -s /opt/v /logs/verifier && {FORGE}",
+        "ln -s /opt /tests",
+        "echo x > /tests",
+        "rm -r /logs && echo x > /logs",
+        "mkfifo /tests",
+        "chmod 000 /logs/verifier",
+        f"export PATH=/opt:$PATH; (while true; do {FORGE}; done) & disown",
+        "for f in /root/.bashrc /root/.profile /etc/profile; do echo 'echo hello > /app/out.txt' > $f; done",
+        "setsid sh -c 'while true; do mkdir -p /tests; echo echo > /tests/test.sh; done' &",
+    ],
+)
+async def test_what_the_agent_plants_has_no_effect(node: Node, make_row: MakeRow, command: str) -> None:
+    grade = await graded(node, make_row(), command)
+    assert grade.reward == 0
+    assert grade.evidence["steps"]["tests"] == {
+        "rewards": {"reward": 0.0},
+        "problem": "",
+        "exit_code": 0,
+        "output": "cat: /app/out.txt: No such file or directory\n",
+    }
+
+
+async def test_variables_and_functions_of_the_agents_shell_are_gone(node: Node, make_row: MakeRow) -> None:
+    command = f"export BASH_ENV=/app/hook LD_PRELOAD=/x; echo '{FORGE}' > /app/hook"
+    assert (await graded(node, make_row(), command)).reward == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "path"),
+    [
+        (
+            "mv /bin/cat /bin/kitty; printf '#!/bin/sh\\necho hello\\n' > /bin/cat; chmod 755 /bin/cat",
+            "/bin/cat",
+        ),
+        ("mkdir -p /usr/local/bin; printf '#!/bin/sh\\n' > /usr/local/bin/cat", "/usr/local/bin/cat"),
+        ("echo /x.so > /etc/ld.so.preload", "/etc/ld.so.preload"),
+        (
+            "mkdir -p /usr/lib/python3/dist-packages; touch /usr/lib/python3/dist-packages/a.pth",
+            "/usr/lib/python3/dist-packages/a.pth",
+        ),
+        ("mkdir -p /opt/lib; touch /opt/lib/sitecustomize.py", "/opt/lib/sitecustomize.py"),
+        ("touch /app/conftest.py", "/app/conftest.py"),
+    ],
+)
+async def test_changes_that_can_run_in_place_of_the_tests_are_listed(
+    node: Node, make_row: MakeRow, command: str, path: str
+) -> None:
+    grade = await graded(node, make_row(), "echo hello > out.txt", command)
+    assert grade.evidence["planted"] == [path]
+
+
+async def test_an_honest_solution_plants_nothing(node: Node, make_row: MakeRow) -> None:
+    row = make_row({"tests/test.sh": "#!/bin/bash\necho 1 > /logs/verifier/reward.txt\n"})
+    grade = await graded(
+        node, row, "echo hello > out.txt; mkdir -p /usr/local/bin; echo > /usr/local/bin/tool; rm /bin/cat"
+    )
+    assert grade.reward == 1 and grade.evidence["planted"] == []
+
+
+@pytest.mark.parametrize(
+    ("writes", "reward", "components"),
+    [
+        ("echo 0.25 > /logs/verifier/reward.txt", 0.25, {"reward": 0.25}),
+        ('echo \'{"reward": 1, "speed": 0.5}\' > /logs/verifier/reward.json', 1, {"reward": 1, "speed": 0.5}),
+        ('echo \'{"a": 1, "b": 0.5}\' > /logs/verifier/reward.json', 0.75, {"a": 1, "b": 0.5}),
+        ("echo 0.5 > /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt", 0.5, {"reward": 0.5}),
+        ("echo true > /logs/verifier/reward.json; exit 3", 1, {"reward": 1}),
+    ],
+)
+async def test_rewards_are_read_as_harbor_does(
+    node: Node, make_row: MakeRow, writes: str, reward: float, components: dict[str, float]
+) -> None:
+    grade = await graded(node, make_row({"tests/test.sh": f"#!/bin/bash\n{writes}\n"}))
+    assert grade.reward == reward and grade.components == components
+
+
+@pytest.mark.parametrize(
+    ("writes", "problem"),
+    [
+        ("echo nan > /logs/verifier/reward.txt", "holds no reward: 'nan' is not a finite number"),
+        ("echo 1e999 > /logs/verifier/reward.json", "holds no reward"),
+        ('echo \'{"reward": "1"}\' > /logs/verifier/reward.json', "'1' is not a finite number"),
+        ("echo '{}' > /logs/verifier/reward.json", "0 numbers, not 1 to 100"),
+        ("echo 1.5 > /logs/verifier/reward.txt", "the reward 1.5 is not from 0 to 1"),
+        ("echo -1 > /logs/verifier/reward.txt", "the reward -1 is not from 0 to 1"),
+        (r"""printf '{"a":%0400d}' 1 | tr 0 1 > /logs/verifier/reward.json""", "is not a finite number"),
+        (r"""printf '{"\\ud800": 1}' > /logs/verifier/reward.json""", "a name is not printable"),
+        (": > /logs/verifier/reward.txt", "holds no reward"),
+        ("mkfifo /logs/verifier/reward.txt", "cannot be read"),
+        ("mkdir /logs/verifier/reward.txt", "cannot be read"),
+        ("ln -s reward.txt /logs/verifier/reward.txt", "cannot be read"),
+        ("head -c 100000 /dev/zero > /logs/verifier/reward.txt", "more than 65536 bytes"),
+        ("sleep 60", "did not finish in 1 s"),
+    ],
+)
+async def test_tests_without_a_usable_reward_give_no_grade(
+    node: Node, make_row: MakeRow, writes: str, problem: str
+) -> None:
+    row = make_row({"tests/test.sh": f"#!/bin/bash\n{writes}\n"}, config="[verifier]\ntimeout_sec = 1\n")
+    with pytest.raises(GraderError, match=problem):
+        await graded(node, row)
+
+
+async def test_the_verifier_has_its_own_variables_files_and_network(node: Node, make_row: MakeRow) -> None:
+    config = (
+        '[environment]\nnetwork_mode = "no-network"\n'
+        '[verifier]\nnetwork_mode = "allowlist"\nallowed_hosts = ["a.org"]\n[verifier.env]\nKEY = "x"\n'
+    )
+    test = (
+        "#!/bin/bash\n"
+        "[ $KEY = x -a $http_proxy = http://127.0.0.1:3128 -a $PWD = /app -a -f /tests/sub/more ]\n"
+        "echo $((1 - $?)) > /logs/verifier/reward.txt\n"
+    )
+    row = make_row({"tests/test.sh": test, "tests/sub/more": "x"}, config=config)
+    async with episode(node, row) as one:
+        assert (await one.bash("echo [$KEY$http_proxy]")).text == "[]\n"
+        assert (await one.env.eval()).reward == 1
+
+
+SEPARATE: dict[str, Any] = {
+    "tests/Dockerfile": "FROM base\nCOPY . /tests/\nRUN echo own > /etc/verifier\nWORKDIR /app\n",
+    "tests/test.sh": (
+        "#!/bin/bash\n[ -f /etc/verifier -a ! -e /app/data.txt -a ! -e /etc/planted -a ! -e /app/no.pyc ] && "
+        + "bash /tests/real.sh\n"
+    ),
+    "tests/real.sh": TEST,
+}
+
+
+async def test_a_separate_verifier_sees_the_artifacts_alone(node: Node, make_row: MakeRow) -> None:
+    config = (
+        'artifacts = ["/app/out.txt", "/missing", {source = "/app", exclude = ["*.pyc", "data.txt"]}]\n'
+        '[verifier]\nenvironment_mode = "separate"\n'
+    )
+    row = make_row(SEPARATE, config=config)
+    row["directory"]["tests/test.sh"] = {"text": row["directory"]["tests/test.sh"], "executable": True}
+    grade = await graded(
+        node, row, "echo hello > out.txt; touch no.pyc; touch /etc/planted; rm /bin/cat /bin/bash"
+    )
+    assert grade.reward == 1, grade.evidence
+
+
+async def test_a_link_among_the_artifacts_leads_nowhere(node: Node, make_row: MakeRow) -> None:
+    config = 'artifacts = ["/app/out.txt"]\n[verifier]\nenvironment_mode = "separate"\n'
+    row = make_row(SEPARATE, config=config)
+    row["directory"]["tests/test.sh"] = {"text": row["directory"]["tests/test.sh"], "executable": True}
+    grade = await graded(node, row, "ln -s /etc/passwd out.txt; ln -s / /logs/artifacts/root")
+    assert grade.reward == 0, grade.evidence
+
+
+async def test_collect_hooks_run_before_the_processes_end(node: Node, make_row: MakeRow) -> None:
+    hook = "[[verifier.collect]]\ncommand = 'cat /tmp/state > /app/out.txt'\n"
+    command = "mkfifo /tmp/state; (echo hello > /tmp/state) & disown"
+    assert (await graded(node, make_row(config=hook), command)).reward == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "path"),
+    [
+        ("mv /bin /programs; /programs/ln -s programs /bin", "/bin"),
+        ("echo x >> /lib/x86_64-linux-gnu/libc.so.6 || ls /lib", "/lib/x86_64-linux-gnu/libc.so.6"),
+        ("mkdir -p /usr/bin; echo > /usr/bin/ls", "/usr/bin/ls"),
+        ("mkdir -p /root/.local/bin; echo > /root/.local/bin/uvx", "/root/.local/bin/uvx"),
+        ("echo > pytest.py", "/app/pytest.py"),
+        (
+            "d=/opt/site-packages/x.dist-info; mkdir -p $d; echo [pytest11] > $d/entry_points.txt",
+            "/opt/site-packages/x.dist-info/entry_points.txt",
+        ),
+        ("mkdir $'\\xff'; echo > $'\\xff/conftest.py'", "/app/\ufffd/conftest.py"),
+        ("mkdir -p secret; echo > secret/conftest.py; chmod 000 secret", "/app/secret/conftest.py"),
+    ],
+)
+async def test_disguised_changes_are_listed_too(
+    node: Node, make_row: MakeRow, command: str, path: str
+) -> None:
+    row = make_row({"tests/test.sh": "#!/bin/sh\necho 0 > /logs/verifier/reward.txt\n"})
+    grade = await graded(node, row, command)
+    assert path in grade.evidence["planted"], grade.evidence
+
+
+async def test_listing_changes_leaves_the_modes_of_directories(node: Node, make_row: MakeRow) -> None:
+    test = '#!/bin/bash\ncase "$(ls -ld /app/closed)" in d---------*) echo 1 ;; *) echo 0 ;; esac > $1\n'
+    row = make_row({"tests/test.sh": test.replace("$1", "/logs/verifier/reward.txt")})
+    assert (await graded(node, row, "mkdir -p closed/in/ner; chmod 000 closed/in closed")).reward == 1
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "rm /bin/sh",
+        "/bin/mv /bin /gone",
+        "rm -r /app",
+        "rm -r /proc /dev /tmp 2> /dev/null; echo > /tmp",
+        "rm -r /lib64; rm -r /lib",
+        "printf -v d 'x%.0s' {1..200}; for i in {1..30}; do mkdir $d && cd $d; done",
+    ],
+)
+async def test_an_agent_that_destroys_the_system_scores_0(
+    node: Node, make_row: MakeRow, command: str
+) -> None:
+    assert (await graded(node, make_row(), command)).reward == 0
+
+
+async def test_files_that_hide_each_other_are_the_graders_fault(node: Node, make_row: MakeRow) -> None:
+    row = make_row({"tests/a": "file", "tests/a/b": "file"})
+    with pytest.raises(GraderError, match="the tests cannot be written"):
+        await graded(node, row)

@@ -1,0 +1,84 @@
+"""`prorl-envs compare`: comparison of two runs, task by task."""
+
+from collections.abc import Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from prorl_envs.cli.options import JsonOption
+from prorl_envs.cli.output.console import out, plain, print_json
+from prorl_envs.cli.sources import SourceArgument, check_lines, open_episodes
+from prorl_envs.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from prorl_envs.runs.statistics import Comparison
+    from prorl_envs.viewer.summary import Summary
+
+
+def compare(
+    before: SourceArgument,
+    after: SourceArgument,
+    rows: Annotated[int, typer.Option(min=0, help="Most tasks to list, largest changes first.")] = 20,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare the rewards of two runs task by task: wins, losses, mean change, sign test."""
+    from prorl_envs.runs.statistics import compare as compared
+
+    result = compared(_summaries(before), _summaries(after))
+    if not result.tasks:
+        raise InputError(
+            "the two runs have no scored task in common",
+            hint=f"{result.only_before} tasks are in {before} alone, {result.only_after} in {after}",
+        )
+    if as_json:
+        print_json(result)
+        return
+    out.print(_table(result, rows))
+    for line in _lines(result):
+        out.print(line)
+
+
+def _summaries(source: str) -> "Sequence[Summary]":
+    with closing(open_episodes(source)) as episodes:
+        episodes.extend()
+        check_lines(episodes, source)
+        return list(episodes.summaries)
+
+
+def _table(result: "Comparison", rows: int) -> "Table":
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    changed = sorted((one for one in result.tasks if one.change), key=lambda one: -abs(one.change))
+    left_out = len(changed) - rows
+    table = Table(title="changed tasks", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.caption = f"{left_out} more" if left_out > 0 else None
+    for name in ("environment", "task"):
+        table.add_column(name, overflow="fold")
+    for name in ("before", "after", "change"):
+        table.add_column(name, justify="right")
+    for one in changed[:rows]:
+        style = "green" if one.change > 0 else "red"
+        values = (f"{one.before:.3f}", f"{one.after:.3f}", Text(f"{one.change:+.3f}", style=style))
+        table.add_row(plain(one.environment), plain(one.task_id), *values)
+    return table
+
+
+def _lines(result: "Comparison") -> list[str]:
+    change = (result.mean_after or 0.0) - (result.mean_before or 0.0)
+    error = "" if result.standard_error is None else f" ± {result.standard_error:.3f}"
+    lines = [
+        f"tasks in both: {len(result.tasks)}   "
+        f"mean reward: {result.mean_before:.3f} -> {result.mean_after:.3f}   change: {change:+.3f}{error}",
+        f"wins: {result.wins}   losses: {result.losses}   ties: {result.ties}"
+        f"   sign test: p = {result.p_value:.3g}",
+    ]
+    if result.only_before or result.only_after:
+        lines.append(
+            f"left out: {result.only_before} tasks of the first run alone, {result.only_after} of the second"
+        )
+    return lines

@@ -1,0 +1,245 @@
+"""`prorl-envs demo`: real rollouts, end to end, on this machine.
+
+Without `--llm` a scripted model server plays the model: reference solutions, wrong ones and faults, in known
+proportions. So the rewards of every group are known in advance, and the demo checks them.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from prorl_envs.app.compose import Model, request_defaults, rollout_service
+from prorl_envs.catalog import Catalog
+from prorl_envs.cli.output.console import err, out, program
+from prorl_envs.cli.output.run_groups import run_groups
+from prorl_envs.cli.output.tables import groups_table
+from prorl_envs.cli.run_folders import create_folder
+from prorl_envs.config import Settings
+from prorl_envs.env.base import Task
+from prorl_envs.env.node import default_cache_dir
+from prorl_envs.errors import InputError
+from prorl_envs.model.types import Sampling
+from prorl_envs.rollout.api.types import AgentLimits, GroupRequest, GroupStatistics
+from prorl_envs.rollout.client.client import RolloutClient
+from prorl_envs.rollout.episode.defaults import Defaults
+from prorl_envs.rollout.http.server import serving
+from prorl_envs.runs.folder import submissions
+from prorl_envs.testing.scripted import Behaviour, Mix, Script, ScriptBook
+from prorl_envs.testing.server import ScriptedServer
+from prorl_envs.testing.tokenizer import builtin_renderer, tokenizer_folder
+
+#: The slow families first: their builds continue while the others run.
+FAMILIES = ("swebench", "bash", "ipython")
+MIX = "solve=2,wrong=1,malformed=1,loop=1,error500=1"
+#: Large, since most of INIT is waiting here: for an instance that another sample is already building.
+INIT_POOL = 24
+LIMITS = AgentLimits(max_turns=12, max_tokens=65_536)
+
+_SOLVES = frozenset({Behaviour.SOLVE, Behaviour.FLAKY})
+_FAULTS = frozenset(
+    {
+        Behaviour.HANG,
+        Behaviour.ERROR500,
+        Behaviour.BAD_IDS,
+        Behaviour.SHORT_LOGPROBS,
+        Behaviour.DISCONNECT,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """Options of the demo.
+
+    Args:
+        samples: episodes per task; None takes one for each card of the mix.
+        tasks: most tasks of each family; None takes all examples.
+        seed: of the script's decks and log-probabilities.
+        mix: proportions of the scripted behaviours.
+        families: names of the families.
+    """
+
+    samples: int | None = None
+    tasks: Mapping[str, int] = field(default_factory=dict)
+    seed: int = 0
+    mix: Mix = field(default_factory=lambda: Mix.parse(MIX))
+    families: Sequence[str] = FAMILIES
+
+    @property
+    def group_size(self) -> int:
+        return self.samples or sum(self.mix.counts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Task of the demo, with the row it came from."""
+
+    family: str
+    row: Mapping[str, object]
+    task: Task
+
+
+def choose(catalog: Catalog, options: DemoOptions) -> list[Chosen]:
+    """Return the example tasks that this machine can run; print which it cannot run, and why.
+
+    Raises:
+        InputError: one of the families is unknown.
+    """
+    chosen = []
+    for name in options.families:
+        if options.tasks.get(name) == 0:
+            continue
+        family, found = catalog.family(name), []
+        for row, task in catalog.rows(name, None):
+            if reason := family.unavailable(task):
+                err.print(f"left out: {name} {task.id}: {reason}")
+            else:
+                found.append(Chosen(name, row, task))
+        chosen += found[: options.tasks.get(name, len(found))]
+    return chosen
+
+
+def requests(
+    chosen: Sequence[Chosen], options: DemoOptions, defaults: Mapping[str, Defaults]
+) -> list[GroupRequest]:
+    """Return one group per task. The settings of an environment override the demo's own limits."""
+    own = LIMITS.model_dump(exclude_unset=True)
+    limits = {name: AgentLimits(**{**own, **said.limits}) for name, said in defaults.items()}
+    return [
+        GroupRequest(
+            id=f"demo/{one.family}/{one.task.id}",
+            environment=one.family,
+            task=dict(one.row),
+            samples=options.group_size,
+            sampling=Sampling(max_tokens=8192),
+            limits=limits.get(one.family, LIMITS),
+        )
+        for one in chosen
+    ]
+
+
+def script(chosen: Sequence[Chosen]) -> ScriptBook:
+    """Return the script of the model: each task's reference solution, keyed by the task's instruction."""
+    return ScriptBook(
+        {
+            one.task.instruction: Script(
+                [
+                    *([{"tool": call.tool, "arguments": call.arguments}] for call in one.task.reference),
+                    *([{"content": answer}] for answer in [one.task.reference_answer] if answer),
+                ]
+            )
+            for one in chosen
+        }
+    )
+
+
+def unexpected(groups: Sequence[GroupStatistics], options: DemoOptions) -> list[str]:
+    """Return one sentence for each group whose rewards differ from those of the script.
+
+    A group whose size is no multiple of the deck gets part of a deck, so its rewards are not known in
+    advance.
+    """
+    deck = sum(options.mix.counts.values())
+    if options.group_size % deck:
+        return []
+    rounds = options.group_size // deck
+    wanted: Counter[float | None] = Counter()
+    for behaviour, count in options.mix.counts.items():
+        reward = 1.0 if behaviour in _SOLVES else None if behaviour in _FAULTS else 0.0
+        wanted[reward] += count * rounds
+    problems = []
+    for group in groups:
+        got = Counter(group.rewards)
+        if got != +wanted:
+            problems.append(f"{group.group_id}: expected {_counts(+wanted)}, got {_counts(got)}")
+    return problems
+
+
+def _counts(rewards: Counter[float | None]) -> str:
+    parts = ("no reward" if r is None else f"reward {r:g}" for r in rewards)
+    return ", ".join(f"{part} x{n}" for part, n in zip(parts, rewards.values(), strict=True))
+
+
+def scripted_tokenizer(settings: Settings) -> Path:
+    """Return a folder with the tokenizer of the scripted model; written on first use.
+
+    Raises:
+        InputError: the folder cannot be written.
+    """
+    cache = settings.cache_dir or default_cache_dir()
+    try:
+        return tokenizer_folder(cache)
+    except OSError as error:
+        raise InputError(
+            f"the tokenizer cannot be written to {cache}: {error.strerror}",
+            hint="name another place: PRORL_CACHE_DIR",
+        ) from error
+
+
+@asynccontextmanager
+async def _scripted(
+    settings: Settings, chosen: Sequence[Chosen], options: DemoOptions
+) -> AsyncIterator[Model]:
+    server = ScriptedServer(script(chosen), mix=options.mix, seed=options.seed, noncanonical=0.05)
+    async with server:
+        err.print(f"model server:    {server.url}  (scripted: it plays known solutions, it is no model)")
+        folder = str(scripted_tokenizer(settings)) if settings.nodes.wanted else ""
+        yield Model(servers=[server.url], renderer=builtin_renderer(), name="scripted", tokenizer=folder)
+
+
+@asynccontextmanager
+async def _given(model: Model) -> AsyncIterator[Model]:
+    for url in model.servers:
+        err.print(f"model server:    {url}")
+    yield model
+
+
+async def demo(
+    settings: Settings, options: DemoOptions, path: Path | None, model: Model | None = None
+) -> bool:
+    """Run the demo.
+
+    Args:
+        settings: of the service; its port is always a free one on loopback.
+        options: of the demo.
+        path: of the folder for the results; None names one by the time.
+        model: the user's own; None uses the scripted model.
+
+    Returns:
+        whether every group's rewards are those of the script; True with a real model.
+    """
+    catalog = Catalog.of(settings)
+    if settings.environments is not None:
+        families = [name for name in options.families if name in catalog]
+        options = replace(options, families=families or options.families)
+    chosen = await asyncio.to_thread(choose, catalog, options)
+    pools = settings.service.model_copy(update={"init": max(INIT_POOL, settings.service.init)})
+    settings = settings.model_copy(update={"service": pools})
+    groups = requests(chosen, options, request_defaults(settings))
+    name = model.name or "" if model else "scripted"
+    with create_folder(path, datetime.now(UTC), "demo", name, groups) as folder:
+        async with (
+            _given(model) if model else _scripted(settings, chosen, options) as behind,
+            rollout_service(settings, behind) as service,
+            serving(service) as url,
+            RolloutClient(url) as client,
+        ):
+            err.print(f"rollout service: {url}  (documentation: {url}/openapi.json)")
+            err.print(f"submitting {len(groups)} groups of {options.group_size} over HTTP\n")
+            await run_groups(client, folder, submissions(folder), every_sample=False)
+            views = [await client.group(group.id) for group in groups]
+    statistics = [view.statistics for view in views if view.statistics is not None]
+    out.print(groups_table(statistics))
+    if model is not None:
+        return True
+    problems = unexpected(statistics, options)
+    for problem in problems:
+        err.print(f"not as scripted: {problem}", style="red")
+    if not problems:
+        out.print("every group came out as the script says")
+    out.print(f"your model:   {program()} demo --llm http://host:8000/v1")
+    return not problems

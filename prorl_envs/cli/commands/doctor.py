@@ -1,0 +1,202 @@
+"""`prorl-envs doctor`: report on this machine's abilities, suited for a bug report."""
+
+import asyncio
+import os
+import platform
+import resource
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from prorl_envs import __version__
+from prorl_envs.app.compose import node
+from prorl_envs.cli.commands.environments import example_obstacles
+from prorl_envs.cli.output.console import out, print_json
+from prorl_envs.config import Settings
+from prorl_envs.env.node import default_cache_dir
+from prorl_envs.env.registry import environments
+from prorl_envs.env.sandboxed import sandbox_session
+from prorl_envs.errors import InputError, SandboxError
+from prorl_envs.extras import install_extras
+from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.drivers.apptainer_probe import apptainer_checks, image_checks
+from prorl_envs.sandbox.drivers.instance.probe import instance_check
+from prorl_envs.sandbox.drivers.probe import Check, bubblewrap_checks, enclosure_checks, machine_checks
+from prorl_envs.sandbox.drivers.select import choose_driver
+from prorl_envs.sandbox.filesystem.directories import node_local_base
+from prorl_envs.sandbox.limits.counters import UNLIMITED, counters
+from prorl_envs.sandbox.linux.cgroups import Mechanism, delegated, find_groups, sessions_weigh_alike
+
+
+def _machine() -> Iterator[tuple[str, str]]:
+    yield "prorl-envs", __version__
+    yield "Python", f"{platform.python_version()} on {platform.platform()}"
+    yield "user", f"uid {os.geteuid()}, {os.cpu_count()} cores"
+    yield "NeMo Gym", "installed" if find_spec("nemo_gym") else f"not installed ({install_extras('nemo')})"
+    yield "Ray", "installed" if find_spec("ray") else f"not installed ({install_extras('ray')})"
+
+
+async def _sandbox(settings: Settings) -> Check:
+    """Start a sandbox and run a command in its shell: the end-to-end check."""
+    remedy = "the checks above name the missing parts"
+    try:
+        async with node(settings) as opened, sandbox_session(opened, SandboxSpec()) as place:
+            answer = await place.tools.bash("echo $((6 * 7))", timeout_s=20.0)
+    except SandboxError as error:
+        return Check(name="sandbox", ok=False, found=error.message, remedy=error.hint or remedy)
+    ok = answer.text.strip() == "42"
+    return Check(name="sandbox", ok=ok, found="starts and answers" if ok else answer.text, remedy=remedy)
+
+
+def _limits(settings: Settings) -> Check:
+    """Check how sandbox limits are enforced. The watchdog works everywhere, but later than the kernel."""
+    asked = settings.limits.enforcement
+    place, problem = delegated()
+    if place is not None and asked in ("auto", "cgroup2"):
+        return Check(name="limits", ok=True, found=f"cgroup v2 delegated: {place}")
+    if asked == "cgroup2":
+        remedy = (
+            "`systemd-run --user --scope -p Delegate=yes prorl-envs serve`, or limits.enforcement watchdog"
+        )
+        return Check(name="limits", ok=False, found=f"no cgroup v2: {problem}", remedy=remedy)
+    if asked == "cgroup1":
+        try:
+            find_groups(Mechanism.CGROUP1)
+        except SandboxError as error:
+            return Check(name="limits", ok=False, found=error.message, remedy=error.hint)
+        return Check(name="limits", ok=True, found="cgroup v1")
+    why = "" if asked == "watchdog" else f" (no cgroup v2: {problem})"
+    return Check(name="limits", ok=True, found=f"watchdog{why}")
+
+
+def _shared() -> Check:
+    """Report the kernel counters that all sandboxes of this user share, and one sandbox's share."""
+    found = [
+        f"{counter.name}: {_number(counter.size)} ({counter.source}), {counter.share:,} for each sandbox"
+        for counter in counters().values()
+    ]
+    own = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    found.append(f"the service's hard limit of open files: {_number(own if own >= 0 else UNLIMITED)}")
+    return Check(name="shared counters", ok=True, found="; ".join(found))
+
+
+def _number(size: int) -> str:
+    return f"{size:,}" if size < UNLIMITED else "no limit"
+
+
+def _priority(settings: Settings) -> Check:
+    """Check whether `limits.nice` makes a difference."""
+    if settings.limits.enforcement != "cgroup1" and delegated()[0] is None and sessions_weigh_alike():
+        found = "sandboxes do not yield to the service: sched_autogroup shares processors out by session"
+        remedy = "`sysctl kernel.sched_autogroup_enabled=0`, or a job with a CPU control group of its own"
+        return Check(name="priority", ok=False, found=found, remedy=remedy)
+    return Check(name="priority", ok=True, found=f"sandboxes yield by nice {settings.limits.nice}")
+
+
+def _cache(folder: Path) -> Check:
+    """Check that the cache folder can be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return Check(name="cache", ok=True, found=str(folder), remedy="")
+    except OSError as error:
+        found = f"cannot write {folder}: {error.strerror}"
+        return Check(name="cache", ok=False, found=found, remedy="set PRORL_CACHE_DIR to another folder")
+
+
+def _families() -> Iterator[tuple[Check, bool]]:
+    """Yield each family's check, and whether it is needed: not if the family lacks optional packages."""
+    for name in sorted(environments()):
+        try:
+            obstacles = example_obstacles(name, environments()[name])
+        except InputError as error:
+            yield Check(name=name, ok=False, found=error.message, remedy=error.hint), True
+            continue
+        missing = [obstacle for obstacle in obstacles if obstacle]
+        able = len(missing) < len(obstacles)
+        found = f"{len(obstacles) - len(missing)} of {len(obstacles)} example tasks can run here"
+        if missing:
+            found += f" ({missing[0]})"
+        yield Check(name=name, ok=able, found=found, remedy="see the reason in brackets"), able
+
+
+def _drivers(settings: Settings) -> tuple[list[Check], list[Check]]:
+    """Return the checks of the driver in use, and those of the other drivers. Blocks."""
+    common = list(machine_checks(settings.run_dir))
+    found = {
+        "namespaces": [*common, *enclosure_checks(settings.run_dir)],
+        "bubblewrap": [*common, *bubblewrap_checks(settings.run_dir, settings.bwrap)],
+        "apptainer": list(apptainer_checks(settings.run_dir, settings.apptainer, settings.bwrap)),
+        "apptainer-instance": [instance_check(node_local_base(settings.run_dir), settings.apptainer)],
+        "local": [],
+    }
+    try:
+        name = choose_driver(
+            settings.driver, settings.run_dir, bwrap=settings.bwrap, apptainer=settings.apptainer
+        )
+        said = f"{name} ({settings.driver})"
+        if name == "local":
+            said = "local: NO ISOLATION, what a model writes runs as this user"
+        chosen = Check(name="driver", ok=True, found=said)
+    except SandboxError as error:
+        name = "namespaces"
+        chosen = Check(name="driver", ok=False, found=error.message, remedy=error.hint)
+    needed = [*found.pop(name), chosen]
+    others = dict.fromkeys(check for checks in found.values() for check in checks if check not in needed)
+    return needed, list(others)
+
+
+async def doctor(settings: Settings, *, as_json: bool = False) -> bool:
+    """Check this machine and print the findings.
+
+    Args:
+        as_json: print JSON instead of a table.
+
+    Returns:
+        whether rollouts can run here.
+    """
+    needed, others = await asyncio.to_thread(_drivers, settings)
+    needed += [_limits(settings), _shared()]
+    needed.append(await _sandbox(settings))
+    needed.append(_cache(settings.cache_dir or default_cache_dir()))
+    for check, able in await asyncio.to_thread(lambda: list(_families())):
+        (needed if able else others).append(check)
+    others += await asyncio.to_thread(lambda: list(image_checks()))
+    others.append(_priority(settings))
+    fit = all(check.ok for check in needed)
+    if as_json:
+        _print_json(fit, needed, others)
+    else:
+        _print_tables(needed, others)
+    return fit
+
+
+def _print_json(fit: bool, needed: Sequence[Check], others: Sequence[Check]) -> None:
+    checks = [{**asdict(check), "needed": check in needed} for check in (*needed, *others)]
+    print_json({"fit": fit, "machine": dict(_machine()), "checks": checks})
+
+
+def _print_tables(needed: Sequence[Check], others: Sequence[Check]) -> None:
+    for name, value in _machine():
+        out.print(f"{name + ':':12} {value}")
+    table = Table(show_edge=False)
+    table.add_column("check")
+    table.add_column("")
+    table.add_column("found", overflow="fold")
+    for check in needed:
+        _add_row(table, check, Text("no", style="bold red"))
+    table.add_section()
+    for check in others:
+        _add_row(table, check, Text("--", style="yellow"))
+    out.print(table)
+    out.print("-- is optional, or not needed here")
+
+
+def _add_row(table: Table, check: Check, bad: Text) -> None:
+    mark = Text("ok", style="green") if check.ok else bad
+    table.add_row(check.name, mark, check.found if check.ok else f"{check.found}\nremedy: {check.remedy}")

@@ -1,0 +1,229 @@
+"""`prorl-envs envs` and `prorl-envs tasks`: the environments of the configuration, and their tasks."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from prorl_envs.catalog import Catalog, entries
+from prorl_envs.cli.output.console import err, out, plain, print_json, print_json_lines
+from prorl_envs.config import Settings
+from prorl_envs.env.base import Task
+from prorl_envs.env.directories import is_task_directory
+from prorl_envs.env.harness.family import harness_of
+from prorl_envs.env.harness.install import missing
+from prorl_envs.env.node import default_cache_dir
+from prorl_envs.env.registry import Family, description_of, examples_of, is_built_in
+from prorl_envs.env.rows import read_tasks
+from prorl_envs.errors import InputError, NoExampleData
+from prorl_envs.remote.environment import NemoEnvironment
+
+#: Most columns of an instruction in the table of tasks.
+_WIDTH = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentSummary:
+    """Environment, and whether this machine can run it.
+
+    Args:
+        name: as commands and requests name it.
+        kind: `built-in`; `package`: of an installed package; or `nemo-gym`: a NeMo Gym resources server.
+        family: the registered family that it is based on; "" for `nemo-gym`.
+        harness: agent that works on its tasks; "" for the service's own agent loop.
+        tasks: number of example tasks; None if it ships none.
+        runnable: number of them that this machine can run; None if unknown.
+        usable: whether this machine can run it; None if unknown before its server starts.
+        problem: why it is not usable, or why the first task is not runnable; "" if there is no problem.
+        description: one line.
+    """
+
+    name: str
+    kind: str
+    family: str
+    harness: str = ""
+    tasks: int | None = None
+    runnable: int | None = None
+    usable: bool | None = None
+    problem: str = ""
+    description: str = ""
+
+
+def summarise_environments(settings: Settings) -> list[EnvironmentSummary]:
+    """Summarise every environment of the configuration. Reads example tasks and probes requirements: blocks.
+
+    Raises:
+        InputError: the configuration is wrong.
+    """
+    catalog, cache = Catalog.of(settings), settings.cache_dir or default_cache_dir()
+    families = {one.name: one.settings.family or one.environment for one in entries(settings)}
+    return [_summarise(catalog, name, families.get(name, name), cache) for name in sorted(catalog)]
+
+
+def _summarise(catalog: Catalog, name: str, family_name: str, cache: Path) -> EnvironmentSummary:
+    kind = "built-in" if is_built_in(family_name) else "package"
+    try:
+        family = catalog.family(name)
+    except InputError as error:  # its package cannot be imported
+        return EnvironmentSummary(
+            name=name, kind=kind, family=family_name, usable=False, problem=error.message
+        )
+    if issubclass(family, NemoEnvironment):
+        about = "Tasks of a NeMo Gym resources server."
+        return EnvironmentSummary(name=name, kind="nemo-gym", family="", description=about)
+    harness = harness_of(family)
+    lacking = missing(harness, cache) if harness is not None else ""
+    problem = ""
+    tasks = runnable = None
+    try:
+        reasons = example_obstacles(name, family)
+    except NoExampleData:
+        pass
+    except InputError as error:
+        problem = error.message
+    else:
+        tasks, runnable = len(reasons), sum(not reason for reason in reasons)
+        problem = next(filter(None, reasons), "")
+    return EnvironmentSummary(
+        name=name,
+        kind=kind,
+        family=family_name,
+        harness=harness.name if harness is not None else "",
+        tasks=tasks,
+        runnable=runnable,
+        usable=not lacking and (bool(runnable) if tasks else not problem),
+        problem=lacking or problem,
+        description=description_of(family),
+    )
+
+
+def example_obstacles(name: str, family: Family) -> list[str]:
+    """Return for each example task of an environment why this machine cannot run it, "" if it can.
+
+    Raises:
+        InputError: the examples are wrong; NoExampleData: there are none.
+    """
+    examples: list[Task] = read_tasks(family.load, examples_of(name, family))
+    return [family.unavailable(task) for task in examples]
+
+
+def list_environments(settings: Settings, *, as_json: bool) -> None:
+    """Print the environments of the configuration.
+
+    Raises:
+        InputError: the configuration is wrong.
+    """
+    found = summarise_environments(settings)
+    if as_json:
+        print_json(found)
+    else:
+        out.print(environments_table(found))
+        err.print("tasks: runnable here, of the examples; `prorl-envs tasks ENVIRONMENT` lists them")
+
+
+def environments_table(found: list[EnvironmentSummary]) -> Table:
+    """Return a table with one row per environment."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("environment", "kind"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("tasks", justify="right", no_wrap=True)
+    table.add_column("usable", no_wrap=True)
+    table.add_column("description", overflow="fold")
+    for one in found:
+        count = "-" if one.tasks is None else f"{one.runnable} of {one.tasks}"
+        description = plain(one.description)
+        if one.problem:
+            description.append("\n").append_text(Text(plain(one.problem).plain, style="yellow"))
+        table.add_row(plain(one.name), one.kind, count, _mark(one.usable), description)
+    return table
+
+
+def _mark(usable: bool | None) -> Text:
+    if usable is None:
+        return Text("unknown", style="dim")
+    return Text("yes", style="green") if usable else Text("no", style="bold red")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskFilter:
+    """Filter of the tasks to list.
+
+    Args:
+        text: part of the id or the instruction, ignoring case; "" for all.
+        runnable: only tasks that this machine can run.
+        limit: most tasks; None for all.
+    """
+
+    text: str = ""
+    runnable: bool = False
+    limit: int | None = None
+
+
+def list_tasks(
+    settings: Settings, environment: str, data: Path | None, chosen: TaskFilter, *, as_json: bool
+) -> None:
+    """Print tasks of an environment: a table, or their rows as JSON Lines, which `--data` accepts as a file.
+
+    Raises:
+        InputError: no such environment, it ships no examples, or a row is wrong.
+    """
+    catalog = Catalog.of(settings)
+    unavailable = catalog.family(environment).unavailable
+    rows, broken = _readable(catalog, environment, data)
+    fitting = [(row, task, unavailable(task)) for row, task in rows if _fits(task, chosen.text)]
+    if chosen.runnable:
+        fitting = [one for one in fitting if not one[2]]
+    shown = fitting[: chosen.limit]
+    if as_json:
+        print_json_lines(row for row, _, _ in shown)
+    else:
+        out.print(tasks_table((task, reason) for _, task, reason in shown))
+    err.print(f"{len(shown)} of {len(rows)} tasks")
+    for reason, count in Counter(reason for _, _, reason in fitting if reason).most_common():
+        err.print(plain(f"{count} cannot run here: {reason}"))
+    for name, reason in broken:
+        err.print(plain(f"{name} cannot be read: {reason}"), style="yellow")
+
+
+def _readable(
+    catalog: Catalog, environment: str, data: Path | None
+) -> tuple[list[tuple[Any, Task]], list[tuple[str, str]]]:
+    """Return the rows with their tasks; and for a folder of tasks the names of those that are wrong, with the
+    reasons."""
+    if data is None or not data.is_dir() or is_task_directory(data):
+        return catalog.rows(environment, data), []
+    rows: list[tuple[Any, Task]] = []
+    broken: list[tuple[str, str]] = []
+    for folder in filter(is_task_directory, sorted(data.iterdir())):
+        try:
+            rows += catalog.rows(environment, folder)
+        except InputError as error:
+            broken.append((folder.name, str(error.message).replace(f"{folder}:1: ", "")))
+    if not rows and not broken:
+        raise InputError(f"{data} holds no task directory", hint="one has a task.toml or a task.yaml")
+    return rows, broken
+
+
+def _fits(task: Task, text: str) -> bool:
+    wanted = text.casefold()
+    return wanted in task.id.casefold() or wanted in task.instruction.casefold()
+
+
+def tasks_table(tasks: Iterable[tuple[Task, str]]) -> Table:
+    """Return a table with one row per task, with the reason why it is not runnable, if any."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("task", "runnable", "instruction"):
+        table.add_column(name, overflow="fold")
+    for task, reason in tasks:
+        runnable = (
+            Text(plain(f"no: {reason}").plain, style="yellow") if reason else Text("yes", style="green")
+        )
+        instruction = plain(task.instruction.strip().partition("\n")[0])
+        instruction.truncate(_WIDTH, overflow="ellipsis")
+        table.add_row(plain(task.id), runnable, instruction)
+    return table

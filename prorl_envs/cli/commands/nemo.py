@@ -1,0 +1,71 @@
+"""`prorl-envs nemo`: preparation of files that NeMo Gym needs before it starts."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from prorl_envs.cli.output.console import err, out
+from prorl_envs.errors import InputError
+
+nemo = typer.Typer(help="Prepare what NeMo Gym needs of the environments.", no_args_is_help=True)
+
+Family = Annotated[
+    str,
+    typer.Argument(help="bash, code, ipython, math, stem, swebench, terminal, or another registered one."),
+]
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}", hint="choose another place") from error
+
+
+@nemo.command()
+def rows(
+    environment: Family,
+    source: Annotated[Path, typer.Argument(help="Task rows, JSONL.")],
+    target: Annotated[Path, typer.Argument(help="Where to write the NeMo Gym rows.")],
+) -> None:
+    """Convert a family's data file to NeMo Gym's row format."""
+    from prorl_envs.nemo.rows import write_rows
+
+    with _writing(target):
+        err.print(f"{write_rows(environment, source, target)} rows in {target}")
+
+
+@nemo.command()
+def examples(
+    environment: Family,
+    folder: Annotated[Path, typer.Argument(help="The resources server's folder, with app.py.")],
+    rollouts: Annotated[
+        Path | None, typer.Option(help="What gym eval run wrote for the folder's data/example.jsonl.")
+    ] = None,
+) -> None:
+    """Write the example files that NeMo Gym requires of a resources server."""
+    from prorl_envs.nemo.examples import write_examples
+
+    with _writing(folder):
+        write_examples(environment, folder, rollouts)
+    err.print(f"the examples of {environment} are in {folder}")
+
+
+@nemo.command("gym-root")
+def gym_root(
+    path: Annotated[Path, typer.Argument(help="Folder to make; run gym in it.")],
+    venv: Annotated[
+        Path | None, typer.Option(help="Virtual environment with NeMo Gym; default: the running one.")
+    ] = None,
+) -> None:
+    """Create a folder from which gym runs the environments on one virtual environment; print the flags."""
+    from prorl_envs.nemo.root import gym_root
+
+    with _writing(path):
+        root = gym_root(path, venv=venv)
+    err.print(f"run gym in {root.path}, with:")
+    out.print(*root.flags, soft_wrap=True)

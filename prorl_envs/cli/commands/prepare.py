@@ -1,0 +1,157 @@
+"""`prorl-envs prepare`: advance setup of a data file's tasks, as the first episode of each would do it."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from prorl_envs.app.compose import node
+from prorl_envs.catalog import Catalog
+from prorl_envs.cli.output.console import err, out, plain, print_json
+from prorl_envs.config import Settings
+from prorl_envs.env.base import Environment, Task
+from prorl_envs.env.node import Node
+from prorl_envs.errors import InputError, RolloutFailure
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """Outcome of preparing one task.
+
+    Args:
+        task_id: of the task.
+        state: `done`, `was there`, `left out` or `failed`.
+        why: why it was left out or failed.
+        seconds: how long it took.
+    """
+
+    task_id: str
+    state: str
+    why: str = ""
+    seconds: float = 0.0
+
+
+class Display:
+    """Progress bar with a line per running task; without a terminal, one line per finished task."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress = progress
+        self._whole = progress.add_task("preparing", total=total)
+        self._done = 0
+        self._total = total
+
+    def begin(self, name: str) -> TaskID:
+        return self._progress.add_task(f"  {plain(name)}", total=None, visible=False)
+
+    def say(self, row: TaskID, name: str, line: str) -> None:
+        self._progress.update(row, description=f"  {plain(name)}: {plain(line)}", visible=True)
+
+    def end(self, row: TaskID, result: Preparation) -> None:
+        self._progress.remove_task(row)
+        self._progress.advance(self._whole)
+        self._done += 1
+        if not err.is_terminal and result.state != "was there":
+            why = f": {result.why}" if result.why else f" in {result.seconds:.0f} s"
+            err.print(plain(f"{self._done}/{self._total} {result.task_id} {result.state}{why}"))
+
+
+async def prepare_file(
+    settings: Settings, environment: str, data: Path | None, jobs: int, *, as_json: bool = False
+) -> bool:
+    """Prepare the tasks of a data file, several at a time. Earlier work is not repeated.
+
+    Args:
+        settings: all of them.
+        environment: the family.
+        data: the file; None takes the family's examples.
+        jobs: most tasks at a time.
+        as_json: print JSON instead of a table.
+
+    Returns:
+        whether every task that this machine can run is prepared.
+
+    Raises:
+        InputError: no such environment, or a row is wrong.
+    """
+    catalog = Catalog.of(settings)
+    family = catalog.family(environment)
+    tasks = catalog.tasks(environment, data)
+    if not tasks:
+        raise InputError("the data file holds no task")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    async with node(settings) as opened, catalog.only(environment):
+        with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+            results = await prepare(family, opened, tasks, jobs, Display(progress, len(tasks)))
+    if as_json:
+        print_json(results)
+    else:
+        out.print(_table(results))
+    counts = {
+        state: sum(r.state == state for r in results) for state in dict.fromkeys(r.state for r in results)
+    }
+    err.print(", ".join(f"{count} {state}" for state, count in counts.items()))
+    return "failed" not in counts
+
+
+async def prepare(
+    family: type[Environment[Any]], opened: Node, tasks: Sequence[Task], jobs: int, display: Display
+) -> list[Preparation]:
+    """Prepare tasks; a failed task does not stop the others. Return outcomes in the order of the tasks."""
+    slots = asyncio.Semaphore(jobs)
+
+    async def one(task: Task) -> Preparation:
+        async with slots:
+            row = display.begin(task.id)
+            result = await _prepare_one(family, opened, task, lambda line: display.say(row, task.id, line))
+            display.end(row, result)
+            return result
+
+    async with asyncio.TaskGroup() as group:
+        running = [group.create_task(one(task)) for task in tasks]
+    return [task.result() for task in running]
+
+
+async def _prepare_one(
+    family: type[Environment[Any]], opened: Node, task: Task, say: Callable[[str], None]
+) -> Preparation:
+    started = time.monotonic()
+    if reason := await asyncio.to_thread(family.unavailable, task):
+        return Preparation(task.id, "left out", reason)
+    said: list[str] = []
+
+    def note(line: str) -> None:
+        said.append(line)
+        say(line)
+
+    try:
+        await family.provision(opened, task, note)
+    except (RolloutFailure, InputError) as error:
+        return Preparation(task.id, "failed", str(error), time.monotonic() - started)
+    return Preparation(task.id, "done" if said else "was there", seconds=time.monotonic() - started)
+
+
+_STYLES = {"done": "green", "was there": "green", "left out": "yellow", "failed": "red"}
+
+
+def _table(results: Sequence[Preparation]) -> Table:
+    table = Table(title="prepared", title_justify="left")
+    table.add_column("task", overflow="fold")
+    table.add_column("seconds", justify="right")
+    table.add_column("outcome", overflow="fold")
+    for result in results:
+        outcome = f"{result.state}: {_ends_of(result.why)}" if result.why else result.state
+        style = _STYLES[result.state]
+        table.add_row(plain(result.task_id), f"{result.seconds:.1f}", Text(plain(outcome).plain, style=style))
+    return table
+
+
+def _ends_of(text: str) -> str:
+    """Return the first line and the last two: between them may be the output of a whole build."""
+    first, *others = text.strip().splitlines()
+    return "\n".join([first, *(["..."] if len(others) > 2 else []), *others[-2:]])

@@ -1,0 +1,87 @@
+"""`prorl-envs serve`: the rollout service in the foreground, until SIGINT or SIGTERM."""
+
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, closing
+from socket import socket
+
+from prorl_envs.app.compose import (
+    EarlierModel,
+    Model,
+    earlier_model,
+    keep_model,
+    open_store,
+    request_defaults,
+    rollout_service,
+)
+from prorl_envs.app.logs import exporting_traces, set_up_logging
+from prorl_envs.app.nodes import require_node_token
+from prorl_envs.app.run_loop import settled
+from prorl_envs.catalog import Catalog
+from prorl_envs.cli.output.console import err
+from prorl_envs.config import ServerSettings, Settings
+from prorl_envs.rollout.http.auth import require_token
+from prorl_envs.rollout.http.logins import Logins
+from prorl_envs.rollout.http.server import bind, needs_token, serve_until_signal
+from prorl_envs.rollout.store.sqlite import SqlStore
+
+type Connect = Callable[[EarlierModel | None], Awaitable[Model]]
+
+
+async def serve(settings: Settings, connect: Connect) -> None:
+    """Serve until SIGINT or SIGTERM, then drain. A second signal stops at once.
+
+    Configuration, address and store are checked before the first request to a model server.
+
+    Args:
+        settings: all of them.
+        connect: probes the model servers; receives the model of the store's unfinished jobs.
+
+    Raises:
+        InputError: the address cannot be bound, or needs a token; the store cannot be opened; or as
+            `connect`.
+    """
+    set_up_logging(settings.log)
+    require_token(settings.server)
+    require_node_token(settings.nodes)
+    Catalog.of(settings)
+    request_defaults(settings)
+    async with AsyncExitStack() as stack:
+        bound = stack.enter_context(closing(bind(settings.server.host, settings.server.port)))
+        store = open_store(settings.service)
+        if store is not None:
+            stack.push_async_callback(store.aclose)
+        model = await connect(await earlier_model(store))
+        await keep_model(store, model)
+        await _serve(settings, model, store, bound)
+
+
+async def _serve(settings: Settings, model: Model, store: SqlStore | None, bound: socket) -> None:
+    def ready(url: str) -> None:
+        err.print(f"rollout service: {url}   (documentation: {url}/openapi.json)")
+        err.print(f"dashboard:       {url}{_dashboard(settings.server, logins)}")
+        for server in model.servers:
+            err.print(f"model server:    {server}")
+        if not model.servers:
+            err.print("model server:    none yet; turns wait for the first (POST /v1/model_servers)")
+        unfinished = service.status().unfinished
+        going_on = f"   ({unfinished} unfinished jobs resume)" if unfinished else ""
+        err.print(f"store:           {settings.service.store or 'memory; a restart forgets'}{going_on}")
+        if fleet is not None:
+            err.print(f"nodes join at:   port {fleet.port} of {settings.nodes.host}")
+        err.print("Ctrl-C ends it")
+
+    logins = Logins()
+    with exporting_traces():
+        async with rollout_service(settings, model, store) as service:
+            fleet = service.fleet
+            settled()
+            await serve_until_signal(service, settings.server, ready=ready, logins=logins, bound=bound)
+
+
+def _dashboard(settings: ServerSettings, logins: Logins) -> str:
+    """Return the dashboard's path, on terminals as a link that signs in: others may read logs."""
+    if not needs_token(settings) and settings.token is None:
+        return "/dashboard"
+    if err.is_terminal:
+        return logins.link()
+    return "/dashboard   (`prorl-envs dashboard` prints a link that signs in)"

@@ -1,0 +1,67 @@
+"""`prorl-envs validate`: check that a data file discriminates."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+
+from prorl_envs.app.compose import node, without_harness
+from prorl_envs.catalog import Catalog
+from prorl_envs.cli.output.console import err, out, print_json
+from prorl_envs.config import Settings
+from prorl_envs.env.validate import ValidationVerdict, validate
+from prorl_envs.errors import InputError
+
+
+def verdict_table(verdicts: list[ValidationVerdict]) -> Table:
+    """Return a table with one row per task."""
+    table = Table(title="validation", title_justify="left")
+    table.add_column("task", overflow="fold")
+    for name in ("reference", "untouched", "seconds"):
+        table.add_column(name, justify="right")
+    table.add_column("verdict", overflow="fold")
+    for v in verdicts:
+        table.add_row(
+            v.task_id,
+            " ".join(f"{reward:g}" for reward in v.reference) or "-",
+            "-" if v.untouched is None else f"{v.untouched:g}",
+            f"{v.seconds:.2f}",
+            Text("ok", style="green") if v.ok else Text("; ".join(v.problems), style="red"),
+        )
+    return table
+
+
+async def validate_file(
+    settings: Settings, environment: str, data: Path | None, jobs: int, *, as_json: bool = False
+) -> bool:
+    """Validate the tasks of a data file that this machine can run.
+
+    Returns:
+        whether every task discriminates.
+
+    Raises:
+        InputError: no such environment, a row is wrong, or there is nothing to validate.
+    """
+    catalog = without_harness(Catalog.of(settings), environment)
+    chosen = catalog.family(environment)
+    tasks = []
+    for task in catalog.tasks(environment, data):
+        if reason := chosen.unavailable(task):
+            err.print(f"left out: {task.id}: {reason}")
+        else:
+            tasks.append(task)
+    if not tasks:
+        raise InputError(f"there is no {environment} task that this machine can run")
+    async with node(settings) as opened, catalog:
+        with Progress(console=err, transient=True, disable=not err.is_terminal) as bar:
+            row = bar.add_task(f"validating {environment}", total=len(tasks))
+            verdicts = await validate(
+                chosen, opened, tasks, concurrency=jobs, progress=lambda _: bar.advance(row)
+            )
+    if as_json:
+        print_json([{**asdict(verdict), "ok": verdict.ok} for verdict in verdicts])
+    else:
+        out.print(verdict_table(verdicts))
+    return all(verdict.ok for verdict in verdicts)

@@ -1,0 +1,166 @@
+"""`prorl-envs view`: stored episodes in a browser, or in one HTML file that others can open."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from prorl_envs.cli.output.console import err, out
+from prorl_envs.cli.sources import SourceArgument, check_lines, is_store, open_episodes
+from prorl_envs.errors import InputError
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from prorl_envs.viewer.episodes import EpisodeSource
+    from prorl_envs.viewer.rows import Texts
+    from prorl_envs.viewer.run_info import RunInfo
+    from prorl_envs.viewer.summary import Summary
+
+#: Name of the scripted model's tokenizer, which the demo uses.
+SCRIPTED = "scripted"
+#: Bytes that are read before the page is served, to refuse a file without results.
+_FIRST_BYTES = 1 << 20
+
+
+def view(
+    source: SourceArgument,
+    html: Annotated[
+        Path | None, typer.Option(help="Write one HTML file, which opens without a server, and end.")
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--job", help="For --html: a job, a group, or the end of a job id. May be repeated."),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder or Hub name of the model's tokenizer, to read tokens; `scripted` is the demo's."
+        ),
+    ] = None,
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="TCP port; 0 takes a free one.")] = 0,
+    browser: Annotated[bool, typer.Option("--open", help="Open the link in a browser here.")] = False,
+) -> None:
+    """Browse stored episodes: conversations, tokens, time, rewards, samples side by side."""
+    from prorl_envs.app.run_loop import run
+
+    if only and html is None:
+        raise InputError("--job chooses the rollouts for --html", hint="without it the page has a filter")
+    texts = _texts(tokenizer) if tokenizer else None
+    if _is_runs_folder(source):
+        if html is not None:
+            raise InputError(f"{source} has several runs", hint="--html takes the folder of one run")
+        run(_serve_runs(Path(source), texts, port, browser))
+        return
+    episodes = open_episodes(source)
+    try:
+        if html is not None:
+            _export(episodes, html, only or [], texts, _run_of(source))
+        else:
+            episodes.extend(_FIRST_BYTES)
+            if not episodes.summaries:
+                check_lines(episodes, source)
+            run(_serve(episodes, texts, _run_of(source), port, browser))
+    finally:
+        episodes.close()
+
+
+def _is_runs_folder(source: str) -> bool:
+    from prorl_envs.rollout.client.result_files import RESULTS
+    from prorl_envs.runs.views import runs_of
+
+    path = Path(source)
+    return path.is_dir() and not (path / RESULTS).exists() and bool(runs_of(path))
+
+
+def _run_of(source: str) -> "RunInfo":
+    """Return the run of a source; the results of a store, or of a file elsewhere, have none."""
+    from prorl_envs.runs.folder import RUN
+    from prorl_envs.runs.views import RunView
+
+    path = Path(source)
+    folder = path if path.is_dir() else path.parent
+    return RunView(folder.resolve() if (folder / RUN).exists() and not is_store(source) else None)
+
+
+def _texts(name: str) -> "Texts":
+    from prorl_envs.model.tokens.token_texts import token_texts
+
+    decode: Callable[[Sequence[int]], str]
+    if name == SCRIPTED:
+        from prorl_envs.testing.tokenizer import builtin_renderer
+
+        decode = builtin_renderer().decode
+    else:
+        from prorl_envs.model.tokens.loading import load_renderer
+
+        decode = load_renderer(name).decode
+    return partial(token_texts, decode)
+
+
+async def _serve(
+    episodes: "EpisodeSource", texts: "Texts | None", run: "RunInfo", port: int, browser: bool
+) -> None:
+    import secrets
+
+    from prorl_envs.viewer.offline import offline_app, reading_ahead
+
+    token = secrets.token_urlsafe(24)
+    async with reading_ahead(episodes, offline_app(episodes, token, texts, run)) as app:
+        await _answer(app, token, episodes.name, port, browser)
+
+
+async def _serve_runs(folder: Path, texts: "Texts | None", port: int, browser: bool) -> None:
+    import secrets
+
+    from prorl_envs.runs.views import RunsFolder
+    from prorl_envs.viewer.offline import runs_app
+
+    token, runs = secrets.token_urlsafe(24), RunsFolder(folder)
+    async with runs_app(runs, token, texts) as app:
+        await _answer(app, token, runs.name, port, browser)
+
+
+async def _answer(app: "ASGIApp", token: str, name: str, port: int, browser: bool) -> None:
+    """Serve requests, and print the link, until interrupted."""
+    import asyncio
+    import webbrowser
+
+    from prorl_envs.rollout.http.server import answering
+
+    async with answering(app, port=port, last_requests_s=1, log_level="critical") as url:
+        link = f"{url}/{token}/"
+        out.print(link, soft_wrap=True)
+        err.print(f"{name} is at that link, for whoever has it; Ctrl-C ends it")
+        err.print(f"from another machine: ssh -L {url.rpartition(':')[2]}:{url.removeprefix('http://')} HOST")
+        if browser:
+            webbrowser.open(link)
+        await asyncio.Event().wait()
+
+
+def _export(
+    episodes: "EpisodeSource", target: Path, wanted: Sequence[str], texts: "Texts | None", run: "RunInfo"
+) -> None:
+    from prorl_envs.viewer.export import export_html
+
+    episodes.extend()
+    name = episodes.name
+    check_lines(episodes, name)
+    chosen = [number for number, one in enumerate(episodes.summaries) if not wanted or _fits(one, wanted)]
+    if not chosen:
+        raise InputError(f"nothing in {name} fits", hint=f"prorl-envs show {name} lists its jobs")
+    content = export_html((episodes.line(number) for number in chosen), name, texts, run)
+    try:
+        target.write_bytes(content)
+    except OSError as error:
+        raise InputError(
+            f"cannot write {target}: {error.strerror}", hint="choose another place: --html"
+        ) from error
+    noun = "episode" if len(chosen) == 1 else "episodes"
+    err.print(f"{target}: {len(chosen)} {noun}, {len(content) / 1e6:.1f} MB; it opens in any browser")
+
+
+def _fits(one: "Summary", wanted: Sequence[str]) -> bool:
+    return any(name in (one.job_id, one.group_id) or one.job_id.endswith(name) for name in wanted)

@@ -1,0 +1,72 @@
+"""Options that several commands share."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from prorl_envs.config import Settings
+
+
+def _complete_environment(context: typer.Context, incomplete: str) -> list[str]:
+    """Complete an environment's name in the shell, from those of the configuration."""
+    from prorl_envs.catalog import Catalog
+    from prorl_envs.errors import ProrlError
+
+    config = context.params.get("config")
+    try:
+        offered = Catalog.of(settings_of(Path(config) if config else None))
+        return [name for name in offered if name.startswith(incomplete)]
+    except ProrlError:  # the command itself reports it
+        return []
+
+
+EnvironmentArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="ENVIRONMENT",
+        help="bash, code, ipython, math, stem, swebench, terminal, or another that `prorl-envs envs` lists; "
+        "NAME@AGENT picks an agent.",
+        autocompletion=_complete_environment,
+    ),
+]
+DataOption = Annotated[
+    Path | None, typer.Option(help="JSONL or Parquet of task rows; by default the environment's examples.")
+]
+LlmOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--llm",
+        help="Base URL of a model server (vLLM, SGLang, llama.cpp), such as http://host:8000/v1. Repeatable.",
+    ),
+]
+TokenizerOption = Annotated[
+    str | None,
+    typer.Option(help="Folder or Hub name of the model's tokenizer; by default the served model's name."),
+]
+ModelOption = Annotated[str | None, typer.Option("--model", help="Model name, as the server knows it.")]
+ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML file with settings.")]
+#: The same in every command that has this option; `tests/cli/test_json.py` checks that.
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print JSON to standard output, and nothing else there.")
+]
+OutOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", help="Folder for the results.  [default: runs/TIME-ENVIRONMENT, linked as runs/latest]"
+    ),
+]
+
+
+def settings_of(config: Path | None) -> "Settings":
+    """Load the settings of a file and of the environment variables."""
+    from prorl_envs.config import load_settings
+
+    return load_settings(config, os.environ)
+
+
+def api_key() -> str | None:
+    """Return the bearer token of model servers."""
+    return os.environ.get("OPENAI_API_KEY") or None

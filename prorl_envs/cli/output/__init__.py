@@ -1,0 +1,1 @@
+"""Tables, progress and errors on the terminal."""

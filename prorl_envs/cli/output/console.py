@@ -1,0 +1,57 @@
+"""Consoles for standard output and standard error, and the format of errors."""
+
+import os
+import shutil
+import sys
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.text import Text
+
+from prorl_envs.errors import ProrlError, printable
+
+#: Columns if the output is a file or a pipe, which has no width.
+_WIDTH = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120
+
+#: For the requested data: tables, trajectories, JSON.
+out = Console(highlight=False, markup=False, emoji=False, width=_WIDTH)
+#: For everything else: progress, notes, errors.
+err = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
+def report(error: ProrlError) -> None:
+    """Print an error and its hint, if it has one."""
+    err.print(Text.assemble(("error: ", "bold red"), plain(error.message)))
+    if error.hint:
+        err.print(Text.assemble(("hint: ", "bold cyan"), plain(error.hint)))
+
+
+def print_json(value: object, *, indent: int | None = 2) -> None:
+    """Print a value as one JSON document on standard output.
+
+    Args:
+        value: pydantic models, dataclasses, mappings, sequences, paths, enumerations.
+        indent: spaces per level; None prints one line.
+    """
+    from pydantic_core import to_json
+
+    # `out.print` would take several times as long for many lines.
+    out.file.write(to_json(value, indent=indent, inf_nan_mode="null").decode() + "\n")
+
+
+def print_json_lines(values: Iterable[object]) -> None:
+    """Print values as JSON Lines on standard output."""
+    for value in values:
+        print_json(value, indent=None)
+
+
+def program() -> str:
+    """Return this program as its user can type it: its name if the shell finds it, else its path."""
+    found = shutil.which("prorl-envs")
+    same = found is not None and os.path.realpath(found) == os.path.realpath(sys.argv[0])
+    return "prorl-envs" if same else sys.argv[0]
+
+
+def plain(text: str) -> Text:
+    """Make hostile text safe for a terminal: no markup, no escape sequences, no other control characters."""
+    return Text(printable(text))

@@ -1,0 +1,125 @@
+"""Live progress of submitted groups, by stage."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from prorl_envs.cli.output.console import err, plain
+from prorl_envs.cli.output.tables import outcome_cell
+from prorl_envs.rollout.api.types import Result, Stage
+from prorl_envs.rollout.api.views import StatusView
+from prorl_envs.rollout.client.client import RolloutClient
+from prorl_envs.rollout.store.summaries import summarise
+from prorl_envs.viewer.summary import Summary
+
+_LOOK_S = 0.25
+#: Seconds between lines if the output is no terminal.
+_LINE_S = 5.0
+_BAR = 24
+
+
+@dataclass
+class Progress:
+    """Progress to draw: the last status, and the results so far.
+
+    Args:
+        expected: results of the whole run.
+        done: results so far, earlier sessions included.
+        failed: results of this session without a reward.
+    """
+
+    expected: int
+    done: int = 0
+    failed: int = 0
+    status: StatusView | None = None
+    last: Summary | None = None
+    #: Number of status samples by how many stages were active.
+    overlap: Counter[int] = field(default_factory=Counter)
+
+    def look(self, status: StatusView) -> None:
+        """Record a new status."""
+        self.status = status
+        self.overlap[sum(pool.active > 0 for pool in status.pools.values())] += 1
+
+    def add(self, result: Result) -> None:
+        """Record a new result."""
+        self.done += 1
+        self.failed += result.failure is not None
+        self.last = summarise(result)
+
+    @property
+    def overlap_sentence(self) -> str:
+        """Sentence on how the stages overlapped."""
+        looks = sum(self.overlap.values()) or 1
+        both, all_three = (sum(n for busy, n in self.overlap.items() if busy >= k) for k in (2, 3))
+        return (
+            f"of {looks} looks at the service, {both / looks:.0%} saw two stages active at once "
+            f"and {all_three / looks:.0%} all three"
+        )
+
+    @property
+    def line(self) -> str:
+        """Progress in one line."""
+        parts = [f"{self.done}/{self.expected} done"]
+        if self.status is not None:
+            for stage in Stage:
+                pool = self.status.pools[stage]
+                parts.append(f"{stage} {pool.active} active, {pool.waiting} waiting")
+        return " | ".join(parts)
+
+    def __rich__(self) -> RenderableType:
+        grid = Table.grid(padding=(0, 1))
+        grid.add_column(style="bold")
+        grid.add_column(width=_BAR)
+        grid.add_column()
+        if self.status is not None:
+            for stage in Stage:
+                pool = self.status.pools[stage]
+                bar = ProgressBar(total=pool.limit, completed=pool.active, width=_BAR)
+                grid.add_row(stage.upper(), bar, f"{pool.active}/{pool.limit} active, {pool.waiting} waiting")
+        done = ProgressBar(total=self.expected, completed=self.done, width=_BAR)
+        note = f"{self.done}/{self.expected}" + (f", {self.failed} without a reward" if self.failed else "")
+        grid.add_row("DONE", done, note)
+        return Group(grid, self._last())
+
+    def _last(self) -> Text:
+        if self.last is None:
+            return Text("")
+        return Text.assemble(("last: ", "dim"), plain(self.last.job_id), " ", outcome_cell(self.last))
+
+
+@asynccontextmanager
+async def following(client: RolloutClient, progress: Progress) -> AsyncIterator[None]:
+    """Draw the progress and the status of the service while the block runs."""
+    live = Live(progress, console=err, refresh_per_second=8, transient=True) if err.is_terminal else None
+    if live is not None:
+        live.start()
+    drawing = asyncio.create_task(_draw(client, progress, lines=live is None))
+    try:
+        yield
+    finally:
+        drawing.cancel()
+        await asyncio.wait({drawing})
+        if live is not None:
+            live.stop()
+    if not drawing.cancelled():
+        drawing.result()
+
+
+async def _draw(client: RolloutClient, progress: Progress, *, lines: bool) -> None:
+    loop = asyncio.get_running_loop()
+    said = loop.time()
+    while True:
+        progress.look(await client.status())
+        if lines and loop.time() - said >= _LINE_S:
+            said = loop.time()
+            err.print(progress.line)
+        await asyncio.sleep(_LOOK_S)

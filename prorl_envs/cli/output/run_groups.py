@@ -1,0 +1,145 @@
+"""Submission of groups, with results stored as they arrive and reported: shared by `run` and `demo`."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from prorl_envs.cli.output.console import err, out, plain, program
+from prorl_envs.cli.output.progress import Progress, following
+from prorl_envs.cli.output.tables import samples_table, statistics_table, tasks_table, tokens_of
+from prorl_envs.loggers.base import LoggedRun, RunLogger
+from prorl_envs.loggers.reporting import RunReport
+from prorl_envs.rollout.api.types import Failure
+from prorl_envs.rollout.client.client import RolloutClient
+from prorl_envs.runs.folder import RunFolder, Submission
+from prorl_envs.runs.statistics import RunSummary, by_environment, statistics_of
+
+#: Most rows of a table to print.
+MAX_ROWS = 24
+
+
+@dataclass(slots=True)
+class _Failures:
+    """Failures by kind and stage, with the first message of each."""
+
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
+    messages: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def add(self, failure: Failure) -> None:
+        key = (failure.kind.value, failure.stage.value)
+        self.counts[key] += 1
+        self.messages.setdefault(key, failure.message)
+
+    def lines(self) -> list[str]:
+        return [
+            f"{kind} in {stage} x{n}: {self.messages[kind, stage]}"
+            for (kind, stage), n in self.counts.items()
+        ]
+
+
+async def run_groups(
+    client: RolloutClient,
+    folder: RunFolder,
+    submitted: Sequence[Submission],
+    *,
+    every_sample: bool,
+    loggers: Sequence[tuple[str, RunLogger]] = (),
+) -> None:
+    """Run groups to completion. Write each result to the folder as it arrives; then print and save the
+    statistics of the whole run.
+
+    Args:
+        client: of the rollout service.
+        folder: of the run.
+        submitted: groups to submit; empty if the run is complete.
+        every_sample: print a table of samples, too.
+        loggers: by name; the run continues if one fails.
+
+    Raises:
+        InputError: a result cannot be written.
+    """
+    expected = sum(group.samples for group in folder.groups)
+    progress = Progress(expected, done=len(folder.summaries))
+    by_id = {one.request.id: one for one in submitted}
+    failures, started, sampled = _Failures(), time.monotonic(), 0
+    report = RunReport(loggers, lambda text: err.print(plain(f"warning: {text}")))
+    try:
+        if loggers:
+            report.start(_logged_run(folder, expected))
+        if submitted:
+            await client.submit([one.request for one in submitted])
+            async with following(client, progress):
+                async for arrived in client.follow(by_id):
+                    result = by_id[arrived.group_id].relabelled(arrived)
+                    if not folder.append(result):
+                        continue
+                    progress.add(result)
+                    report.add(folder.summaries[result.group_id, result.sample], folder.summaries.values())
+                    sampled += tokens_of(result)[1]
+                    if result.failure is not None:
+                        failures.add(result.failure)
+    except BaseException:
+        _report_interruption(folder, expected)
+        await asyncio.to_thread(report.finish, None, folder.summaries.values())
+        raise
+    wall_s = time.monotonic() - started
+    summary = RunSummary(
+        environment=folder.description.environment,
+        model=folder.description.model,
+        started=folder.description.started,
+        expected=expected,
+        wall_s=wall_s,
+        sampled_tokens_per_s=sampled / wall_s if submitted else 0.0,
+        overall=statistics_of(folder.summaries.values()),
+        environments=by_environment(folder.summaries.values()),
+    )
+    folder.save_summary(summary)
+    await asyncio.to_thread(report.finish, summary, folder.summaries.values())
+    _print(folder, summary, every_sample=every_sample)
+    if submitted:
+        err.print(f"stages: {progress.overlap_sentence}")
+    for line in failures.lines():
+        err.print(plain(line))
+    _print_next_steps(folder)
+
+
+def _logged_run(folder: RunFolder, expected: int) -> LoggedRun:
+    first = folder.groups[0]
+    return LoggedRun(
+        name=folder.description.name,
+        environment=folder.description.environment,
+        model=folder.description.model,
+        started=folder.description.started,
+        version=folder.description.version,
+        folder=folder.path,
+        samples=expected,
+        sampling=first.sampling.model_dump(),
+        limits=first.limits.model_dump(),
+    )
+
+
+def _report_interruption(folder: RunFolder, expected: int) -> None:
+    kept = len(folder.summaries)
+    err.print(f"\n{kept} of {expected} results are in {folder.path}", soft_wrap=True)
+    if kept < expected:
+        err.print(f"continue with the same command and: --resume --out {folder.path}", soft_wrap=True)
+
+
+def _print(folder: RunFolder, summary: RunSummary, *, every_sample: bool) -> None:
+    ordered = sorted(folder.summaries.values(), key=lambda one: (one.environment, one.group_id, one.sample))
+    if every_sample:
+        out.print(samples_table(ordered[:MAX_ROWS]))
+        if len(ordered) > MAX_ROWS:
+            out.print(f"and {len(ordered) - MAX_ROWS} more samples: {program()} show {folder.path}\n")
+    out.print(tasks_table(ordered, MAX_ROWS))
+    out.print(statistics_table(summary))
+
+
+def _print_next_steps(folder: RunFolder) -> None:
+    out.print(f"\nresults:      {folder.results_path}", soft_wrap=True)
+    if folder.summaries:
+        first = next(iter(folder.summaries.values()))
+        out.print(f"show one:     {program()} show {folder.path} {first.job_id}", soft_wrap=True)
+        out.print(f"browse:       {program()} view {folder.path}", soft_wrap=True)

@@ -1,0 +1,128 @@
+"""Settings with their defaults and meanings, for `prorl-envs settings`, docs/settings.md and the JSON schema.
+
+The docstrings of `prorl_envs/config.py` are the source: the entries of their `Args:` are the meanings.
+"""
+
+import inspect
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from prorl_envs.cli.output.fitted_table import FittedTable
+from prorl_envs.config import (
+    AgentSettings,
+    EnvironmentSettings,
+    HarnessSettings,
+    NemoSettings,
+    Settings,
+    ToolSettings,
+)
+
+#: Sections that are None or empty by default, and the path of their settings: entries have names.
+_NESTED: dict[tuple[type[BaseModel], str], tuple[type[BaseModel], str]] = {
+    (Settings, "environments"): (EnvironmentSettings, "environments.name."),
+    (Settings, "agents"): (AgentSettings, "agents.name."),
+    (EnvironmentSettings, "nemo"): (NemoSettings, "nemo."),
+    (AgentSettings, "harness"): (HarnessSettings, "harness."),
+    (AgentSettings, "tools"): (ToolSettings, "tools.name."),
+}
+_ENTRY = re.compile(r"    ([a-z_]+(?:, [a-z_]+)*): (.*)")
+_LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
+_ROW = re.compile(r"^\| `([a-z_.]+)` \| .* \|$", re.MULTILINE)
+
+
+class SettingRow(NamedTuple):
+    """A setting: its dotted name, its default as YAML ("" if it is not set), its meaning in Markdown."""
+
+    name: str
+    default: str
+    meaning: str
+
+
+def setting_rows(model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[SettingRow]:
+    """Yield every setting of a section, those of nested sections included."""
+    meanings = meanings_of(model)
+    for name, field in model.model_fields.items():
+        if isinstance(field.default, BaseModel):
+            yield from setting_rows(type(field.default), f"{prefix}{name}.")
+            continue
+        default = field.get_default(call_default_factory=True)
+        yield SettingRow(prefix + name, _yaml(default), meanings[name])
+        if (model, name) in _NESTED:
+            nested, path = _NESTED[model, name]
+            yield from setting_rows(nested, prefix + path)
+
+
+def meanings_of(model: type[BaseModel]) -> dict[str, str]:
+    """Return the meaning of each setting of a section, from the section's docstring."""
+    _, _, args = (inspect.getdoc(model) or "").partition("\nArgs:\n")
+    texts: dict[str, list[str]] = {}
+    entry: list[str] = []
+    for line in args.splitlines():
+        if found := _ENTRY.fullmatch(line):
+            entry = [found[2]]
+            texts.update(dict.fromkeys(found[1].split(", "), entry))
+        else:
+            entry.append(line.strip())
+    return {name: " ".join(lines).strip() for name, lines in texts.items()}
+
+
+def settings_schema() -> dict[str, Any]:
+    """Return the JSON schema of a settings file, with the meaning of each setting."""
+    schema = Settings.model_json_schema()
+    for model in _sections(Settings):
+        described = schema if model is Settings else schema["$defs"][model.__name__]
+        described["description"] = (inspect.getdoc(model) or "").partition("\n")[0]
+        for name, meaning in meanings_of(model).items():
+            described["properties"][name]["description"] = meaning
+    return schema
+
+
+def updated_page(page: str) -> str:
+    """Return docs/settings.md with the rows of its tables as the settings are now."""
+    rows = {row.name: row for row in setting_rows()}
+
+    def row(found: re.Match[str]) -> str:
+        one = rows.get(found[1])
+        return f"| `{one.name}` | {one.default + ' ' if one.default else ''}| {one.meaning} |" if one else ""
+
+    return _ROW.sub(row, page)
+
+
+def settings_table(rows: Iterable[SettingRow]) -> FittedTable:
+    """Return a table of settings for a terminal, in which links are only their texts."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("setting", no_wrap=True)
+    for name in ("default", "meaning"):
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(row.name, row.default, _LINK.sub(r"\1", row.meaning))
+    return FittedTable(table)
+
+
+def _sections(model: type[BaseModel]) -> set[type[BaseModel]]:
+    """Return a section and all that its fields name."""
+    found = {model}
+    for field in model.model_fields.values():
+        for part in _parts(field.annotation):
+            if inspect.isclass(part) and issubclass(part, BaseModel):
+                found |= _sections(part)
+    return found
+
+
+def _parts(annotation: Any) -> Iterator[Any]:
+    yield annotation
+    for part in getattr(annotation, "__args__", ()):
+        yield from _parts(part)
+
+
+def _yaml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value) if value or value == 0 else ""

@@ -1,0 +1,177 @@
+"""Tables of results."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from prorl_envs.cli.output.console import plain
+from prorl_envs.cli.output.fitted_table import FittedTable
+from prorl_envs.rollout.api.types import GroupStatistics, Result
+from prorl_envs.runs.statistics import RunSummary, Statistics
+from prorl_envs.viewer.summary import Summary
+
+
+def tokens_of(result: Result) -> tuple[int, int]:
+    """Return (all tokens, sampled tokens) of a result."""
+    return sum(len(row.ids) for row in result.rows), sum(sum(row.loss_mask) for row in result.rows)
+
+
+def outcome_cell(one: Summary) -> Text:
+    """Return a sample's reward, or the kind of failure if there is none."""
+    if one.failure is not None:
+        return Text(plain(one.failure).plain, style="yellow")
+    if one.reward is None:
+        return Text(plain(one.state).plain, style="yellow")
+    return Text(f"{one.reward:g}", style="green" if one.reward > 0 else "red")
+
+
+def samples_table(summaries: Iterable[Summary]) -> FittedTable:
+    """Return a table with one row per sample."""
+    table = Table(
+        title="samples", title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+    )
+    for name in ("job", "reward", "ended"):
+        table.add_column(name, overflow="fold")
+    for name in ("turns", "tokens", "sampled", "init/run/eval s", "drift"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in summaries:
+        table.add_row(
+            plain(one.job_id),
+            outcome_cell(one),
+            plain(f"failed in {one.failed_in}" if one.failed_in else one.stop_reason or ""),
+            str(one.turns),
+            str(one.tokens),
+            str(one.sampled),
+            "/".join(f"{seconds:.1f}" for seconds in (one.init_s, one.run_s, one.eval_s)),
+            str(one.drift),
+        )
+    return FittedTable(table)
+
+
+def _mean(values: Sequence[float]) -> str:
+    return f"{sum(values) / len(values):.1f}" if values else "-"
+
+
+def _rewards(samples: Iterable[Summary]) -> Text:
+    """Return one mark per sample: its reward, or a cross if there is none."""
+    marks = [outcome_cell(one) if one.reward is not None else Text("x", style="yellow") for one in samples]
+    return Text(" ").join(marks)
+
+
+def tasks_table(ordered: Iterable[Summary], limit: int) -> FittedTable:
+    """Return a table with one row per task: the reward of each sample, and means over the samples.
+
+    Args:
+        ordered: summaries by environment, group and sample.
+        limit: most rows; the caption states how many were left out.
+    """
+    groups = [list(group) for _, group in groupby(ordered, key=lambda one: (one.environment, one.group_id))]
+    left_out = f"; {len(groups) - limit} more tasks" if len(groups) > limit else ""
+    table = Table(
+        title="tasks",
+        title_justify="left",
+        caption=f"x: no reward; turns and seconds (active) are means over the samples{left_out}",
+        box=SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("task", overflow="fold")
+    table.add_column("rewards")
+    for name in ("turns", "tokens", "init/run/eval s", "drift"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("failures", no_wrap=True)
+    environment = ""
+    for samples in groups[:limit]:
+        if samples[0].environment != environment:
+            environment = samples[0].environment
+            table.add_row(Text(plain(environment).plain, style="bold"))
+        table.add_row(*_task_row(samples))
+    return FittedTable(table)
+
+
+def _task_row(samples: Sequence[Summary]) -> tuple[Text | str, ...]:
+    kinds = Counter(one.failure for one in samples if one.failure)
+    seconds = zip(*((one.init_s, one.run_s, one.eval_s) for one in samples), strict=True)
+    return (
+        plain(samples[0].task_id),
+        _rewards(samples),
+        _mean([one.turns for one in samples if one.rows]),
+        str(sum(one.tokens for one in samples)),
+        "/".join(map(_mean, seconds)),
+        str(sum(one.drift for one in samples)),
+        _failures(kinds),
+    )
+
+
+def _failures(kinds: Mapping[str, int]) -> str:
+    """Return the number of failures of each kind, one kind per line."""
+    return "\n".join(f"{n} {plain(kind).plain}" for kind, n in kinds.items())
+
+
+def statistics_table(summary: RunSummary) -> FittedTable:
+    """Return the statistics of a run: a row per environment if there are several, and one for all."""
+    table = Table(
+        title="summary", title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+    )
+    table.add_column("environment", overflow="fold")
+    passes = sorted(summary.overall.pass_at)
+    names = (
+        "tasks",
+        "results",
+        "reward",
+        *(f"pass@{k}" for k in passes),
+        "turns",
+        "tokens",
+        "sampled",
+        "failures",
+    )
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    several = len(summary.environments) > 1
+    for name, statistics in summary.environments.items():
+        table.add_row(plain(name), *_statistics_row(statistics, passes))
+    if several:
+        table.add_row("all", *_statistics_row(summary.overall, passes), style="bold")
+    rate = f", {summary.sampled_tokens_per_s:.0f} sampled tokens/s" if summary.sampled_tokens_per_s else ""
+    table.caption = f"reward: mean and standard error over tasks; {summary.wall_s:.0f} s{rate}"
+    return FittedTable(table)
+
+
+def _statistics_row(statistics: Statistics, passes: Sequence[int]) -> tuple[str, ...]:
+    error = statistics.standard_error
+    mean = "-" if statistics.mean_reward is None else f"{statistics.mean_reward:.3f}"
+    return (
+        str(statistics.tasks),
+        str(statistics.results),
+        mean if error is None else f"{mean} ± {error:.3f}",
+        *(f"{statistics.pass_at[k]:.3f}" if k in statistics.pass_at else "-" for k in passes),
+        f"{statistics.turns:.1f}",
+        str(statistics.tokens),
+        str(statistics.sampled_tokens),
+        _failures(statistics.failures) or "0",
+    )
+
+
+def groups_table(groups: Iterable[GroupStatistics]) -> FittedTable:
+    """Return the statistics of each group that a trainer gets."""
+    title = "groups, as a trainer sees them"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("group", overflow="fold")
+    for name in ("samples", "with reward", "mean", "std"):
+        table.add_column(name, justify="right")
+    table.add_column("informative")
+    for g in groups:
+        scored = [r for r in g.rewards if r is not None]
+        table.add_row(
+            plain(g.group_id),
+            str(len(g.rewards)),
+            str(len(scored)),
+            "-" if g.mean is None else f"{g.mean:.3f}",
+            "-" if g.std is None else f"{g.std:.3f}",
+            Text("yes", style="green") if g.informative else Text("no", style="dim"),
+        )
+    return FittedTable(table)

@@ -1,0 +1,162 @@
+"""Attacks on shared resources: programs that hold more than a sandbox may, for promises and benchmarks.
+
+Each attack is Python code that sets `held`, and prints it if the attack was not stopped in time. SHARE is set
+before.
+"""
+
+from prorl_envs.sandbox.limits.counters import counters
+
+#: Seconds after which an attack that was not stopped prints `held`. The monitor checks a busy sandbox every
+#: two seconds; on two loaded cores, checks took up to 20 s.
+HELD_S = 60
+
+START = """
+import errno, os, select, socket, threading, time
+def block(size=1 << 20):
+    return b"x" * size
+def send(sock, *fds, content=b"x"):
+    # Other programs of the user count too, and the kernel frees those of ended ones later.
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return socket.send_fds(sock, [content], fds)
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS or time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
+def fly(*fds):
+    ours, theirs = socket.socketpair()
+    socket.send_fds(ours, [b"x"], fds)
+    return ours, theirs
+"""
+END = f"""
+time.sleep({HELD_S})
+print("held", held)
+"""
+
+#: An open file keeps the watches of its closed duplicates.
+_WATCHES = """
+import resource
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+reader, _ = os.pipe()
+numbers = [os.dup(reader) for _ in range(min(hard, 16384) - 600)]
+held, epolls = 0, []
+for _ in range(500):
+    epolls.append(select.epoll())
+    for number in numbers:
+        epolls[-1].register(number)
+    held += len(numbers)
+    if held > 1.3 * SHARE:
+        break
+for number in numbers:
+    os.close(number)
+"""
+_FLYING = """
+null = os.open("/dev/null", os.O_RDONLY)
+held, sockets = 0, []
+while held < 1.5 * SHARE:
+    sockets.append(socket.socketpair())
+    send(sockets[-1][0], *[null] * 200)
+    held += 200
+"""
+_MEMORY_IN_FLIGHT = """
+held, kept = 0, socket.socketpair()
+send(kept[0], 0)
+for _ in range(10):
+    file = os.memfd_create("x")
+    for _ in range(64):
+        os.write(file, block())
+    send(kept[0], file)
+    os.close(file)
+    held += 64
+    time.sleep(0.3)
+"""
+_HIGH_DESCRIPTORS = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (7000, 8192))
+low = [os.open("/dev/null", os.O_RDONLY) for _ in range(4200)]
+held, files = 0, []
+for _ in range(6):
+    files.append(os.memfd_create("x"))
+    for _ in range(64):
+        os.write(files[-1], block())
+    held += 64
+    time.sleep(0.3)
+"""
+#: Mappings by Python keep a descriptor; mappings by the C library do not.
+_LIBRARY = """
+import ctypes
+c = ctypes.CDLL(None)
+c.mmap.restype = ctypes.c_void_p
+c.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+"""
+_DISK_MAPPED = f"""
+{_LIBRARY}
+held = 0
+for number in range(10):
+    file = os.open(f"file{{number}}", os.O_CREAT | os.O_RDWR)
+    os.unlink(f"file{{number}}")
+    for _ in range(30):
+        os.write(file, block())
+    c.mmap(None, 30 << 20, 1, 1, file, 0)
+    os.close(file)
+    held += 30
+    time.sleep(0.4)
+"""
+_DISK_IN_FLIGHT = """
+held, kept = 0, socket.socketpair()
+send(kept[0], 0)
+for number in range(10):
+    file = os.open(f"file{number}", os.O_CREAT | os.O_RDWR)
+    os.unlink(f"file{number}")
+    for _ in range(30):
+        os.write(file, block())
+    send(kept[0], file)
+    os.close(file)
+    held += 30
+    time.sleep(0.4)
+"""
+#: An empty datagram that was peeked at once is never shown again.
+_HIDDEN_IN_FLIGHT = """
+null = os.open("/dev/null", os.O_RDONLY)
+ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+held = 8
+for _ in range(held):
+    send(ours, null, content=b"")
+theirs.setsockopt(socket.SOL_SOCKET, 42, 0)
+for _ in range(held):
+    theirs.recv(1, socket.MSG_PEEK)
+"""
+_FIRST_THREAD_ENDED = f"""
+import ctypes
+held = 0
+def go_on():
+    while " Z " not in open("/proc/self/stat").read():
+        time.sleep(0.1)
+    kept = [bytearray(block(256 << 20))]
+    time.sleep({HELD_S})
+    os.write(1, b"held 256")
+    os._exit(0)
+threading.Thread(target=go_on).start()
+ctypes.CDLL(None).syscall({{"x86_64": 60, "aarch64": 93}}[os.uname().machine], 0)
+"""
+
+
+def attack(name: str) -> str:
+    """Return the program of this name: one of `ATTACKS`."""
+    share = counters()[_SHARES[name]].share if name in _SHARES else 0
+    return f"SHARE = {share}\n{START}{ATTACKS[name]}{END}"
+
+
+_SHARES = {"epoll watches": "watches", "descriptors in flight": "in_flight"}
+ATTACKS = {
+    "epoll watches": _WATCHES,
+    "descriptors in flight": _FLYING,
+    "memory files in flight": _MEMORY_IN_FLIGHT,
+    "memory files at high descriptors": _HIGH_DESCRIPTORS,
+    "nameless files in flight": _DISK_IN_FLIGHT,
+    "nameless files mapped": _DISK_MAPPED,
+    "descriptors that cannot be seen": _HIDDEN_IN_FLIGHT,
+    "first thread ended": _FIRST_THREAD_ENDED,
+}

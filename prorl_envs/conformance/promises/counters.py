@@ -1,0 +1,156 @@
+"""Promises about resources held by descriptors: counted by the kernel per user, or hidden."""
+
+from prorl_envs.conformance.attacks import HELD_S, START, attack
+from prorl_envs.conformance.promise import NOT_LOCAL, PYTHON, Promises, expect, same
+from prorl_envs.conformance.world import PromiseContext
+from prorl_envs.errors import SandboxLimit
+from prorl_envs.sandbox.base import SandboxLimits
+
+promises = Promises("what descriptors hold")
+
+_SMALL = SandboxLimits(memory_bytes=128 << 20, processes=64, open_files=8192, disk_bytes=64 << 20)
+_TIMEOUT_S = 120.0
+#: Parts of the reason if a counter of the user is exceeded.
+_TOO_MANY = ("share", "holds the most")
+
+
+async def _is_killed(world: PromiseContext, code: str, *reasons: str) -> None:
+    """Check that the sandbox is killed, for one of these reasons."""
+    async with world.fresh(python=True) as box:
+        try:
+            done = await box.tools.run([box.python, "-I", "-c", code], timeout_s=_TIMEOUT_S)
+        except SandboxLimit as limit:
+            expect(any(reason in str(limit) for reason in reasons), f"it ended because {limit}")
+            return
+        expect(False, f"it was not killed: {done.output[-300:]!r}")
+
+
+async def _is_stopped(world: PromiseContext, code: str) -> None:
+    """Check that a program that holds more than its sandbox may is killed, or the sandbox is."""
+    async with world.fresh(python=True, limits=_SMALL) as box:
+        try:
+            done = await box.tools.run([box.python, "-I", "-c", code], timeout_s=_TIMEOUT_S)
+        except SandboxLimit:
+            return
+        expect(b"held" not in done.output, f"it was not stopped: {done.output[-300:]!r}")
+        expect(done.exit_code == -9, f"it ended otherwise: {done.output[-500:]!r}")
+
+
+@promises.add(
+    "HOLD-001",
+    "A sandbox that takes more than its share of the user's epoll watches is killed.",
+    needs=(PYTHON,),
+    exempt=NOT_LOCAL,
+    harmful=True,
+)
+async def watches(world: PromiseContext) -> None:
+    await _is_killed(world, attack("epoll watches"), *_TOO_MANY)
+
+
+@promises.add(
+    "HOLD-002",
+    "A sandbox that keeps more than its share of descriptors in flight is killed.",
+    needs=(PYTHON,),
+    exempt=NOT_LOCAL,
+    harmful=True,
+)
+async def in_flight(world: PromiseContext) -> None:
+    await _is_killed(world, attack("descriptors in flight"), *_TOO_MANY)
+
+
+@promises.add(
+    "HOLD-003",
+    "Memory files whose descriptors are in flight count as memory.",
+    needs=(PYTHON,),
+    exempt=NOT_LOCAL,
+    harmful=True,
+)
+async def memory_in_flight(world: PromiseContext) -> None:
+    await _is_stopped(world, attack("memory files in flight"))
+
+
+@promises.add(
+    "HOLD-004",
+    "Memory files count as memory whatever the numbers of their descriptors.",
+    needs=(PYTHON,),
+    exempt=NOT_LOCAL,
+    harmful=True,
+)
+async def high_descriptors(world: PromiseContext) -> None:
+    await _is_stopped(world, attack("memory files at high descriptors"))
+
+
+@promises.add(
+    "HOLD-005",
+    "Files without a name count on disk while their descriptors are in flight.",
+    needs=(PYTHON,),
+    exempt=NOT_LOCAL,
+    harmful=True,
+)
+async def disk_in_flight(world: PromiseContext) -> None:
+    await _is_stopped(world, attack("nameless files in flight"))
+
+
+@promises.add(
+    "HOLD-006",
+    "Files without a name count on disk while they are mapped.",
+    needs=(PYTHON,),
+    exempt=NOT_LOCAL,
+    harmful=True,
+)
+async def disk_mapped(world: PromiseContext) -> None:
+    await _is_stopped(world, attack("nameless files mapped"))
+
+
+@promises.add(
+    "HOLD-007",
+    "A process counts with its memory after its first thread has ended.",
+    needs=(PYTHON,),
+    exempt=NOT_LOCAL,
+    harmful=True,
+)
+async def first_thread_ended(world: PromiseContext) -> None:
+    await _is_stopped(world, attack("first thread ended"))
+
+
+@promises.add(
+    "HOLD-008",
+    "Tools of a sandbox work while another has the most descriptors in flight; further sandboxes start.",
+    needs=(PYTHON,),
+    exempt=NOT_LOCAL,
+    harmful=True,
+)
+async def neighbours(world: PromiseContext) -> None:
+    filling = f"""
+{START}
+import resource
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+null, sockets = os.open("/dev/null", os.O_RDONLY), []
+try:
+    for _ in range(hard // 200 - 1):
+        sockets.append(fly(*[null] * 253))
+except OSError:
+    pass
+open("full", "w").close()
+time.sleep({HELD_S})
+"""
+    async with world.fresh(python=True) as other, world.fresh(python=True) as box:
+        await other.bash("kept=8")
+        async with world.lingering(box, f"exec {box.python} -I -c '{filling}'"):
+            await world.appears(box.sandbox.workspace / "full")
+            same((await other.bash("sleep 0.3; echo $kept")).text, "8\n")
+            same((await other.bash("echo $kept")).text, "8\n")
+            async with world.fresh() as third:
+                same((await third.bash("echo on")).text, "on\n")
+
+
+@promises.add(
+    "HOLD-009",
+    "A sandbox that hides descriptors in flight is killed.",
+    needs=(PYTHON,),
+    exempt=NOT_LOCAL,
+    harmful=True,
+)
+async def hidden_in_flight(world: PromiseContext) -> None:
+    await _is_killed(world, attack("descriptors that cannot be seen"), "hidden descriptors in flight")

@@ -1,0 +1,231 @@
+"""Promises about the two exits of a sandbox's network: the proxy with an allowlist, and loopback services."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from prorl_envs.conformance.box import TIMEOUT_S, Probe
+from prorl_envs.conformance.promise import NOT_LOCAL, PYTHON, PromiseBroken, Promises, expect, same
+from prorl_envs.conformance.promises.network import CONNECT, nobody_came
+from prorl_envs.conformance.world import PromiseContext
+from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.base import PROXY_PORT, Network
+
+promises = Promises("network")
+
+
+#: Requests a target from the proxy; returns its answer, or that of the server behind it.
+_ASK_PROXY = f"""
+import socket
+def ask(first, then=b""):
+    with socket.create_connection(("127.0.0.1", {PROXY_PORT}), 20) as s:
+        s.sendall(first.encode() + b"\\r\\n\\r\\n" + then)
+        data = b""
+        while more := s.recv(65536):
+            data += more
+        return data
+"""
+
+
+@asynccontextmanager
+async def _web() -> AsyncIterator[int]:
+    """Run a web server on the host's loopback; yield its port."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nfrom outside")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        yield server.sockets[0].getsockname()[1]
+
+
+@promises.add(
+    "NET-013",
+    "A host on the sandbox's allowlist is reached through the proxy, by request and by tunnel.",
+    needs=(PYTHON,),
+    exempt=NOT_LOCAL,
+)
+async def listed(world: PromiseContext) -> None:
+    async with (
+        _web() as port,
+        world.fresh(python=True, network=Network(allow=(f"127.0.0.1:{port}",))) as box,
+    ):
+        await box.nothing_in_python(f"""{_ASK_PROXY}
+get = b"GET / HTTP/1.1\\r\\n\\r\\n"
+for answer in (ask("GET http://127.0.0.1:{port}/ HTTP/1.1"), ask("CONNECT 127.0.0.1:{port} HTTP/1.1", get)):
+    if not answer.endswith(b"from outside"):
+        print(answer)
+""")
+
+
+@promises.add(
+    "NET-014",
+    "The proxy refuses a host that is not on the allowlist with status 403.",
+    needs=(PYTHON,),
+    exempt=NOT_LOCAL,
+)
+async def unlisted(world: PromiseContext) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        async with world.fresh(python=True, network=Network(allow=("example.com", "127.0.0.1:1"))) as box:
+            await box.nothing_in_python(f"""{_ASK_PROXY}
+for host in ("127.0.0.1", "127.1", "localhost", "example.com.", "[::1]", "[::ffff:127.0.0.1]", "u@a.org"):
+    for first in (f"GET http://{{host}}:{port}/ HTTP/1.1", f"CONNECT {{host}}:{port} HTTP/1.1"):
+        answer = ask(first)
+        if b" 403 " not in answer[:20]:
+            print(first, answer)
+""")
+        # An unlisted name of a listed address: the name alone is the reason.
+        addresses = Network(allow=(f"127.0.0.1:{port}", f"[::1]:{port}"))
+        async with world.fresh(python=True, network=addresses) as box:
+            await box.nothing_in_python(f"""{_ASK_PROXY}
+answer = ask("CONNECT localhost:{port} HTTP/1.1")
+if b" 403 " not in answer[:20]:
+    print(answer)
+""")
+        expect(nobody_came(server), "a connection was accepted")
+
+
+@promises.add(
+    "NET-015",
+    "An allowed name that leads to an address of the host's is refused.",
+    needs=(PYTHON,),
+    exempt=NOT_LOCAL,
+)
+async def rebound(world: PromiseContext) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        async with world.fresh(python=True, network=Network(allow=(f"localhost:{port}",))) as box:
+            await box.nothing_in_python(f"""{_ASK_PROXY}
+answer = ask("CONNECT localhost:{port} HTTP/1.1")
+if b" 403 " not in answer[:20]:
+    print(answer)
+""")
+        expect(nobody_came(server), "a connection was accepted")
+
+
+@promises.add(
+    "NET-016",
+    "With an allowlist too, the proxy is the only way out, and no other sandbox's.",
+    needs=(PYTHON,),
+    exempt=NOT_LOCAL,
+)
+async def only_way(world: PromiseContext) -> None:
+    async with (
+        _web() as port,
+        world.fresh(python=True, network=Network(allow=(f"127.0.0.1:{port}", "192.0.2.1"))) as box,
+    ):
+        await box.nothing_in_python(
+            f"{CONNECT}\nconnect(socket.AF_INET, ('127.0.0.1', {port}))\n"
+            "connect(socket.AF_INET, ('192.0.2.1', 80))"
+        )
+        await world.python_box.nothing_in_python(
+            f"{CONNECT}\nconnect(socket.AF_INET, ('127.0.0.1', {PROXY_PORT}))"
+        )
+
+
+#: Sends a greeting to each port of its arguments; prints the reply, or "refused".
+_GREET = """
+import socket, sys
+for port in sys.argv[1:]:
+    try:
+        with socket.create_connection(("127.0.0.1", int(port)), 20) as s:
+            s.sendall(b"hello from inside")
+            print(s.makefile().readline(), end="")
+    except ConnectionRefusedError:
+        print("refused")
+"""
+
+
+@asynccontextmanager
+async def _service(listener: socket.socket) -> AsyncIterator[tuple[int, list[bytes]]]:
+    """Serve a sandbox's listener; yield its port and the list of received messages."""
+    heard: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.append(await reader.read(100))
+        writer.write(b"hello from outside\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, sock=listener):
+        yield listener.getsockname()[1], heard
+
+
+async def _greeted(box: Probe, *ports: int) -> list[str]:
+    argv = [box.python, "-I", "-c", _GREET, *map(str, ports)]
+    done = await box.tools.run(argv, timeout_s=TIMEOUT_S)
+    return done.output.decode(errors="replace").splitlines()
+
+
+@promises.add(
+    "NET-017",
+    "A service of the host's can listen on the sandbox's own loopback, and is reached there.",
+    needs=(PYTHON,),
+)
+async def service_inside(world: PromiseContext) -> None:
+    async with (
+        world.fresh(python=True) as box,
+        _service(await box.sandbox.listen_loopback()) as (port, heard),
+    ):
+        same(await _greeted(box, port, port), ["hello from outside"] * 2)
+        same(heard, [b"hello from inside"] * 2)
+
+
+@promises.add(
+    "NET-018",
+    "Such a service is reached from no other sandbox, nor from the host.",
+    needs=(PYTHON,),
+    exempt=NOT_LOCAL,
+)
+async def service_apart(world: PromiseContext) -> None:
+    async with (
+        world.fresh(python=True) as box,
+        world.fresh(python=True) as other,
+        _service(await box.sandbox.listen_loopback()) as (port, heard),
+        _service(await other.sandbox.listen_loopback()) as (second, told),
+    ):
+        same(await _greeted(other, second), ["hello from outside"])
+        if port != second:
+            same(await _greeted(other, port), ["refused"])
+            with socket.socket() as outside:
+                expect(outside.connect_ex(("127.0.0.1", port)) != 0, "the host reaches it")
+        same((len(heard), len(told)), (0, 1))
+
+
+@promises.add(
+    "NET-019",
+    "With such a service, nothing else of the host's can be reached.",
+    needs=(PYTHON,),
+    exempt=NOT_LOCAL,
+)
+async def service_alone(world: PromiseContext) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        async with (
+            world.fresh(python=True) as box,
+            _service(await box.sandbox.listen_loopback()) as (port, _),
+        ):
+            same(await _greeted(box, port, server.getsockname()[1]), ["hello from outside", "refused"])
+            await box.nothing_in_python(
+                f"{CONNECT}\nconnect(socket.AF_INET, ('192.0.2.1', 80))\n"
+                f"connect(socket.AF_INET6, ('2001:db8::1', {port}))"
+            )
+        expect(nobody_came(server), "a connection was accepted")
+
+
+@promises.add(
+    "NET-020",
+    "A stopped sandbox has no loopback to listen on, and an earlier listener receives no connection.",
+)
+async def service_of_the_dead(world: PromiseContext) -> None:
+    async with world.fresh() as box:
+        sandbox, listener = box.sandbox, await box.sandbox.listen_loopback()
+    with listener:
+        expect(nobody_came(listener), "a connection was accepted")
+    try:
+        (await sandbox.listen_loopback()).close()
+    except SandboxError:
+        return
+    raise PromiseBroken("it listens on something")

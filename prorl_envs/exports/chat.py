@@ -1,0 +1,61 @@
+"""Conversations as chat messages, in OpenAI's format and as chat templates read them."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from prorl_envs.rollout.api.types import Result
+
+_TEXT_FIELDS = ("reasoning_content", "tool_call_id", "name")
+
+
+def text_of(content: Any) -> str:
+    """Return the text of a message's content: a text itself, the text parts of a list, or "" for none."""
+    if isinstance(content, list):
+        return "".join(part.get("text") or "" for part in content)
+    return "" if content is None else str(content)
+
+
+def message_of(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with the fields of OpenAI's format and `reasoning_content`, without absent fields."""
+    found: dict[str, Any] = {"role": str(message["role"]), "content": text_of(message.get("content"))}
+    found.update((name, str(message[name])) for name in _TEXT_FIELDS if message.get(name))
+    if message.get("tool_calls"):
+        found["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+    return found
+
+
+def training_messages(result: Result) -> list[dict[str, Any]]:
+    """Return the conversation up to the model's last message; empty if the model wrote nothing.
+
+    Training learns nothing from later messages, and LLaMA-Factory rejects conversations that have them last.
+    The arguments of tool calls are objects, not text: many chat templates write text as a string within JSON,
+    or refuse it.
+    """
+    messages = [message_of(message) for message in result.messages]
+    while messages and messages[-1]["role"] != "assistant":
+        messages.pop()
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            text = call["function"]["arguments"]
+            parsed = arguments_of(text)
+            call["function"]["arguments"] = text if parsed is None else parsed
+    return messages
+
+
+def arguments_of(text: str) -> dict[str, Any] | None:
+    """Return the arguments of a tool call; None for text that is no JSON object."""
+    try:
+        arguments = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return arguments if isinstance(arguments, dict) else None
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function: Mapping[str, Any] = call["function"]
+    return {
+        "id": str(call.get("id") or ""),
+        "type": "function",
+        "function": {"name": str(function["name"]), "arguments": str(function["arguments"])},
+    }

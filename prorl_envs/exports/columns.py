@@ -1,0 +1,92 @@
+"""Columns of a table with one row per rollout, shared by CSV, Parquet and Hugging Face datasets."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prorl_envs.rollout.api.types import Result
+from prorl_envs.rollout.store.summaries import summarise
+from prorl_envs.runs.statistics import SOLVED
+from prorl_envs.viewer.summary import Summary
+
+type Value = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Column of an exported table.
+
+    Args:
+        name: of the column.
+        type: of its values; None is a value of every type.
+        of: returns its value for a result and the result's summary.
+    """
+
+    name: str
+    type: type[str] | type[int] | type[float] | type[bool]
+    of: Callable[[Result, Summary], Value]
+
+
+def _summary_column(name: str, type_: type[str] | type[int] | type[float] | type[bool]) -> Column:
+    return Column(name, type_, lambda _, summary: getattr(summary, name))
+
+
+def _solved(result: Result) -> bool | None:
+    return None if result.reward is None else result.reward >= SOLVED
+
+
+def _cached_tokens(result: Result) -> int | None:
+    """Count prompt tokens found in the server's cache; None if a server did not report them."""
+    counts = [turn.cached_tokens for row in result.rows for turn in row.turns]
+    known = [count for count in counts if count is not None]
+    return sum(known) if known and len(known) == len(counts) else None
+
+
+def as_json(value: Mapping[str, Any] | Sequence[Any]) -> str:
+    """Return a value as JSON text: its fields differ between environments, so it cannot be columns."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+COLUMNS: tuple[Column, ...] = (
+    _summary_column("job_id", str),
+    _summary_column("group_id", str),
+    _summary_column("sample", int),
+    _summary_column("environment", str),
+    _summary_column("task_id", str),
+    _summary_column("state", str),
+    _summary_column("reward", float),
+    Column("solved", bool, lambda result, _: _solved(result)),
+    _summary_column("mask_sample", bool),
+    _summary_column("stop_reason", str),
+    _summary_column("failure", str),
+    Column("failure_stage", str, lambda _, summary: summary.failed_in),
+    Column("failure_message", str, lambda result, _: result.failure.message if result.failure else None),
+    _summary_column("attempts", int),
+    _summary_column("turns", int),
+    _summary_column("rows", int),
+    _summary_column("tokens", int),
+    Column("sampled_tokens", int, lambda _, summary: summary.sampled),
+    Column("cached_tokens", int, lambda result, _: _cached_tokens(result)),
+    _summary_column("drift", int),
+    Column(
+        "token_exact",
+        bool,
+        lambda result, _: all(row.token_exact for row in result.rows) if result.rows else None,
+    ),
+    _summary_column("queued_s", float),
+    _summary_column("init_s", float),
+    _summary_column("run_s", float),
+    _summary_column("eval_s", float),
+    _summary_column("model_s", float),
+    _summary_column("tools_s", float),
+    Column("held_s", float, lambda result, _: result.timings.held_s),
+    Column("components", str, lambda result, _: as_json(result.components)),
+    Column("metadata", str, lambda result, _: as_json(result.metadata)),
+)
+
+
+def row_of(result: Result) -> dict[str, Value]:
+    """Return the row of a result: a value for each column."""
+    summary = summarise(result)
+    return {column.name: column.of(result, summary) for column in COLUMNS}

@@ -1,0 +1,1 @@
+"""Builds of Dockerfiles into layered images, in sandboxes, without Docker and without privileges."""

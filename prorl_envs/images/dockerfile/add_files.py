@@ -1,0 +1,178 @@
+"""Sources of ADD other than files: archives and addresses."""
+
+import asyncio
+import bz2
+import hashlib
+import lzma
+import os
+import posixpath
+import socket
+import stat
+import tarfile
+import zlib
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, cast
+from urllib.parse import urlsplit
+
+from prorl_envs.errors import InputError
+from prorl_envs.images.unpack import UnpackLimits, unpack_layer
+from prorl_envs.sandbox.base import Network
+from prorl_envs.sandbox.network.proxy import Gateway
+
+if TYPE_CHECKING:
+    import httpx
+
+_BLOCK = 512
+_CHUNK = 1 << 20
+_DECODERS = ((b"BZh", bz2.open), (b"\xfd7zXZ\0", lzma.open))
+_GZIP = b"\x1f\x8b"
+_REDIRECTS = 5
+_IDLE_S = 60.0
+
+
+class AddRefused(InputError):
+    """Source of ADD that cannot be used."""
+
+
+def is_address(source: str) -> bool:
+    """Return True if a source of ADD is not a file of the context."""
+    return source.startswith(("http://", "https://", "git://", "git@", "ssh://"))
+
+
+def is_archive(path: Path) -> bool:
+    """Return True if a file is a tar, plain or compressed with gzip, bzip2 or xz."""
+    try:
+        with _decompressed(path) as stream:
+            block = _first_block(path, stream)
+        tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+    except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error, tarfile.TarError):
+        return False
+    return True
+
+
+def _first_block(path: Path, stream: BinaryIO) -> bytes:
+    start = stream.read(_BLOCK)
+    if start.startswith(_GZIP):
+        return zlib.decompressobj(wbits=31).decompress(start + stream.read(_CHUNK), _BLOCK)
+    return start
+
+
+def unpack_archive(path: Path, place: Path, limits: UnpackLimits) -> None:
+    """Unpack an archive, which is hostile: names and links are resolved below `place`. It blocks.
+
+    Args:
+        place: empty directory.
+
+    Raises:
+        SandboxError: the archive is damaged, or exceeds a limit.
+        AddRefused: it cannot be decompressed.
+    """
+    try:
+        with _decompressed(path) as stream:
+            unpack_layer(stream, place, limits=limits)
+    except (EOFError, lzma.LZMAError, ValueError) as error:
+        raise AddRefused(f"the archive {path.name} is damaged: {error}") from error
+
+
+@contextmanager
+def _decompressed(path: Path) -> Iterator[BinaryIO]:
+    """Open a file; bzip2 and xz are decompressed, which `unpack_layer` does not do."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise AddRefused(f"{path.name} is no regular file")
+        start = file.read(6)
+        file.seek(0)
+        decode = next((decode for magic, decode in _DECODERS if start.startswith(magic)), None)
+        if decode is None:
+            yield file
+            return
+        with decode(file) as stream:
+            yield cast(BinaryIO, stream)
+
+
+def address_name(address: str) -> str:
+    """Return the file name of an address.
+
+    Raises:
+        AddRefused: it has none, or is no address of a file.
+    """
+    if not address.startswith(("http://", "https://")):
+        raise AddRefused(f"{address} is not supported", hint="clone a repository with RUN git clone")
+    name = posixpath.basename(urlsplit(address).path)
+    if not name or name in (".", "..") or "\0" in name:
+        raise AddRefused(
+            f"{address} names no file", hint="write the destination as a file, without / at its end"
+        )
+    return name
+
+
+async def download(
+    network: Network,
+    address: str,
+    target: Path,
+    *,
+    limit: int,
+    seconds: float,
+    checksum: str = "",
+) -> None:
+    """Download a file from an allowed host, also after redirections.
+
+    Args:
+        target: made here.
+        limit: most bytes.
+        checksum: `sha256:...` that it must have; "" accepts any.
+
+    Raises:
+        AddRefused: the download failed, or has another checksum.
+    """
+    import httpx  # only a download needs it
+
+    try:
+        async with (
+            asyncio.timeout(seconds),
+            _proxy(network) as proxy,
+            httpx.AsyncClient(
+                proxy=proxy, timeout=_IDLE_S, follow_redirects=True, max_redirects=_REDIRECTS
+            ) as client,
+        ):
+            digest = await _fetch(client, address, target, limit)
+    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, OSError) as error:
+        raise AddRefused(
+            f"cannot download {address}: {error or type(error).__name__}",
+            hint="is its host allowed (--allow)?",
+        ) from error
+    if checksum and checksum != f"sha256:{digest}":
+        raise AddRefused(f"{address} has the checksum sha256:{digest}, not {checksum}")
+
+
+@asynccontextmanager
+async def _proxy(network: Network) -> AsyncIterator[str | None]:
+    """Serve the proxy of an allowlist on loopback. Yield its address; None for an open network."""
+    if network.open:
+        yield None
+        return
+    gateway = Gateway()
+    listener = socket.create_server(("127.0.0.1", 0))
+    proxy = gateway.serve("build", listener, network.allow)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        await proxy.aclose()
+        await gateway.aclose()
+
+
+async def _fetch(client: "httpx.AsyncClient", address: str, target: Path, limit: int) -> str:
+    digest, size = hashlib.sha256(), 0
+    with target.open("xb") as file:
+        async with client.stream("GET", address) as answer:
+            answer.raise_for_status()
+            async for chunk in answer.aiter_bytes(_CHUNK):
+                size += len(chunk)
+                if size > limit:
+                    raise AddRefused(f"{address} has more than {limit} bytes")
+                digest.update(chunk)
+                file.write(chunk)
+    return digest.hexdigest()

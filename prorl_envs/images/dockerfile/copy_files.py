@@ -1,0 +1,466 @@
+"""Files of COPY, ADD and WORKDIR, written into a layer on the host.
+
+Sources and destinations are untrusted. Both are views of layers (`LayerTree`), whose links are resolved below
+their root and never by the kernel; a build context is a view of one layer.
+"""
+
+import hashlib
+import os
+import posixpath
+import shutil
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prorl_envs.errors import InputError
+from prorl_envs.images.dockerfile.ignore import IgnoreRules, glob_expression, is_glob
+from prorl_envs.sandbox.filesystem.directories import remove_tree
+from prorl_envs.sandbox.filesystem.layered import OPAQUE_ATTRIBUTE, LayerTree, is_opaque, is_whiteout
+
+_CHUNK = 1 << 20
+_DEPTH_LIMIT = 200
+
+
+class CopyRefused(InputError):
+    """Source or destination of a copy that cannot be used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyLimits:
+    """Bounds of one instruction.
+
+    Args:
+        size_bytes: of all its files.
+        entries: files, directories and links.
+    """
+
+    size_bytes: int = 16 << 30
+    entries: int = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class SourceEntry:
+    """Entry of a source.
+
+    Args:
+        path: relative to the source that was named; "" is the source itself.
+        host: its place on the host, which may be a link.
+        status: of that place.
+    """
+
+    path: str
+    host: Path
+    status: os.stat_result
+
+
+class SourceTree:
+    """Tree from which files are copied: a build context, a stage, or an image.
+
+    Args:
+        layers: the lowest first.
+        rules: exclude some of its paths.
+        name: for messages.
+    """
+
+    def __init__(
+        self, layers: Sequence[Path], *, rules: IgnoreRules | None = None, name: str = "the build context"
+    ) -> None:
+        self.tree = LayerTree(layers)
+        self.name = name
+        self._rules = rules or IgnoreRules(())
+
+    def select(self, pattern: str) -> list[str]:
+        """Return the paths that a source names, relative and sorted; links in them are not resolved.
+
+        Raises:
+            CopyRefused: there are none, or it leads out.
+        """
+        path = _relative(pattern)
+        found = list(self._matches(path)) if is_glob(path) else [path] if self._exists(path) else []
+        if not found:
+            raise CopyRefused(
+                f"{pattern} is not in {self.name}",
+                hint="is it excluded by .dockerignore, or in another directory?",
+            )
+        return sorted(found)
+
+    def walk(self, path: str, limits: CopyLimits, excluded: IgnoreRules) -> Iterator[SourceEntry]:
+        """Yield an entry that is not a link, and all below it, parents first. Special files are left out.
+
+        Args:
+            path: relative; its links are resolved.
+            excluded: further rules, for paths relative to `path`.
+
+        Raises:
+            CopyRefused: there are too many, or they are nested too deeply.
+        """
+        resolved = self.tree.resolve(f"/{path}")
+        places = self._places(resolved)
+        count = 0
+        for below, entry_places in _walk(places, lambda one: self._skips(resolved, one, excluded)):
+            status = entry_places[0].lstat()
+            if not _is_plain(status.st_mode):
+                continue
+            count += 1
+            if count > limits.entries:
+                raise CopyRefused(f"{path} has more than {limits.entries} files", hint="use .dockerignore")
+            yield SourceEntry(below, entry_places[0], status)
+
+    def _skips(self, root: str, below: str, excluded: IgnoreRules) -> bool:
+        """Return True if neither this path nor one below it can be included."""
+        own = posixpath.join(root, below).strip("/")
+        if below and excluded.excludes(below) and not excluded.has_exceptions:
+            return True
+        return bool(own) and self._rules.excludes(own) and not self._rules.has_exceptions
+
+    def includes(self, path: str) -> bool:
+        """Return False if the rules of this tree exclude a relative path."""
+        return path in ("", ".") or not self._rules.excludes(path)
+
+    def file(self, path: str) -> Path | None:
+        """Return the host path of the regular file that a relative path leads to; None if it is none."""
+        found = self.tree.find(self.tree.resolve(f"/{path}"))
+        return found if found is not None and stat.S_ISREG(found.lstat().st_mode) else None
+
+    def real_path(self, path: str) -> str:
+        """Return the relative path that a relative path leads to."""
+        return self.tree.resolve(f"/{path}").strip("/")
+
+    def _exists(self, path: str) -> bool:
+        real = self.real_path(path)
+        found = self.tree.find(f"/{real}")
+        if found is None:
+            return False
+        return self.includes(real) or (found.is_dir() and self._rules.has_exceptions)
+
+    def _matches(self, pattern: str) -> Iterator[str]:
+        """Yield the paths that match a pattern, part by part; links to directories are followed below."""
+        found = [""]
+        for part in pattern.split("/"):
+            expression = glob_expression(part) if is_glob(part) else None
+            following = []
+            for parent in found:
+                names = self._names(parent) if expression else [part]
+                following += [
+                    posixpath.join(parent, name)
+                    for name in names
+                    if expression is None or expression.fullmatch(name)
+                ]
+            found = [path for path in following if self._exists(path)]
+        yield from found
+
+    def _names(self, path: str) -> list[str]:
+        return sorted(children(self._places(self.tree.resolve(f"/{path}"))))
+
+    def _places(self, resolved: str) -> list[Path]:
+        places = list(reversed(self.tree.layers))
+        for part in resolved.strip("/").split("/"):
+            if part:
+                places = children(places).get(part, [])
+        return places
+
+
+def _relative(source: str) -> str:
+    parts = [part for part in source.split("/") if part not in ("", ".")]
+    if ".." in parts:
+        raise CopyRefused(
+            f"{source} leads out of its directory", hint="copy files from within the context only"
+        )
+    if "\0" in source:
+        raise CopyRefused("a name holds a zero byte")
+    return "/".join(parts)
+
+
+def _is_plain(mode: int) -> bool:
+    return stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode)
+
+
+def children(places: Sequence[Path]) -> dict[str, list[Path]]:
+    """Return the entries of a merged directory: for each name, the host paths that form it, topmost first.
+
+    Args:
+        places: the directories that form it, topmost first; anything else has no entries.
+    """
+    found: dict[str, list[Path]] = {}
+    closed: set[str] = set()
+    for place in places:
+        if not stat.S_ISDIR(place.lstat().st_mode):
+            break
+        with os.scandir(place) as entries:
+            for entry in entries:
+                _add_child(found, closed, entry)
+    return found
+
+
+def _add_child(found: dict[str, list[Path]], closed: set[str], entry: "os.DirEntry[str]") -> None:
+    name, path = entry.name, Path(entry.path)
+    if name in closed:
+        return
+    if entry.is_dir(follow_symlinks=False):
+        found.setdefault(name, []).append(path)
+        if is_opaque(path):
+            closed.add(name)
+        return
+    closed.add(name)
+    if name not in found and not is_whiteout(entry.stat(follow_symlinks=False)):
+        found[name] = [path]
+
+
+def _walk(places: list[Path], skips: Callable[[str], bool]) -> Iterator[tuple[str, list[Path]]]:
+    pending = [("", places)]
+    while pending:
+        below, current = pending.pop()
+        if not current or skips(below):
+            continue
+        if below.count("/") > _DEPTH_LIMIT:
+            raise CopyRefused(f"directories are nested more than {_DEPTH_LIMIT} deep")
+        yield below, current
+        if stat.S_ISDIR(current[0].lstat().st_mode):
+            entries = children(current)
+            pending += [
+                (posixpath.join(below, name), entries[name]) for name in sorted(entries, reverse=True)
+            ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyRequest:
+    """COPY, with its variables replaced.
+
+    Args:
+        sources: of the source tree.
+        documents: contents by name, for sources that are documents of the Dockerfile.
+        destination: absolute path inside; with `/` at its end, a directory.
+        mode: of the copied files, instead of their own.
+        keeps_parents: whether the parents of a source appear below the destination.
+        excluded: patterns relative to each source.
+        unpacked: directories on the host with the content of archives, for their sources.
+    """
+
+    sources: Sequence[str]
+    destination: str
+    documents: Mapping[str, bytes] = field(default_factory=dict)
+    mode: int | None = None
+    keeps_parents: bool = False
+    excluded: Sequence[str] = ()
+    unpacked: Mapping[str, Path] = field(default_factory=dict)
+
+
+class FileCopier:
+    """Copy of a request's files into a layer.
+
+    Args:
+        source: the tree of its sources.
+        request: what is copied.
+        limits: of the copy.
+    """
+
+    def __init__(self, source: SourceTree, request: CopyRequest, limits: CopyLimits | None = None) -> None:
+        self._source, self._request, self._limits = source, request, limits or CopyLimits()
+        self._excluded = IgnoreRules(request.excluded)
+        self._written = 0
+
+    def digest(self) -> str:
+        """Return the digest of the files: names, kinds, permissions, contents. It blocks.
+
+        Raises:
+            CopyRefused: one is missing or cannot be read.
+        """
+        total = hashlib.sha256()
+        for name, content in self._request.documents.items():
+            total.update(repr((name, hashlib.sha256(content).hexdigest())).encode())
+        try:
+            for source in self._request.sources:
+                for path in self._source.select(source):
+                    for entry in self._entries(path):
+                        total.update(repr((path, entry.path, *_identity(entry))).encode())
+        except OSError as error:
+            raise CopyRefused(f"cannot read {error.filename}: {error.strerror}") from error
+        return total.hexdigest()
+
+    def copy(self, writer: "LayerWriter") -> None:
+        """Write the files into a layer. It blocks.
+
+        Raises:
+            CopyRefused: one is missing, cannot be read, or does not fit the destination.
+        """
+        request = self._request
+        selected = [path for source in request.sources for path in self._source.select(source)]
+        destination = request.destination
+        several = len(selected) + len(request.documents) > 1
+        into = destination.endswith(("/", "/.")) or several or writer.is_directory(destination)
+        try:
+            for name, content in request.documents.items():
+                place = posixpath.join(destination, name) if into else destination
+                writer.write_file(place, content, request.mode or 0o644)
+            for path in selected:
+                self._copy_source(path, writer, into)
+        except OSError as error:
+            raise CopyRefused(f"cannot copy {error.filename}: {error.strerror}") from error
+
+    def _copy_source(self, path: str, writer: "LayerWriter", into: bool) -> None:
+        destination = self._request.destination
+        if self._request.keeps_parents:
+            _, pivot, rest = f"/{path}".rpartition("/./")
+            destination, into = posixpath.join(destination, rest if pivot else path), False
+        if (unpacked := self._request.unpacked.get(path)) is not None:
+            self._merge(
+                SourceTree([unpacked]).walk("", self._limits, IgnoreRules(())), writer, destination, None
+            )
+            return
+        entries = list(self._entries(path))
+        if not entries:
+            return
+        if not stat.S_ISDIR(entries[0].status.st_mode) and into:
+            destination = posixpath.join(destination, posixpath.basename(path))
+        self._merge(iter(entries), writer, destination, self._request.mode)
+
+    def _merge(
+        self, entries: Iterator[SourceEntry], writer: "LayerWriter", destination: str, mode: int | None
+    ) -> None:
+        for entry in entries:
+            if stat.S_ISREG(entry.status.st_mode):
+                self._written += entry.status.st_size
+                if self._written > self._limits.size_bytes:
+                    raise CopyRefused(f"more than {self._limits.size_bytes} bytes", hint="use .dockerignore")
+            writer.write_entry(posixpath.join(destination, entry.path).rstrip("/") or "/", entry, mode)
+
+    def _entries(self, path: str) -> Iterator[SourceEntry]:
+        """Yield the entries of a source that are not excluded; a directory only if something in it is not."""
+        real = self._source.real_path(path)
+        for entry in self._source.walk(path, self._limits, self._excluded):
+            own = posixpath.join(real, entry.path).strip("/")
+            included = self._source.includes(own) and not (entry.path and self._excluded.excludes(entry.path))
+            if included or not entry.path:
+                yield entry
+
+
+def _identity(entry: SourceEntry) -> tuple[object, ...]:
+    mode = entry.status.st_mode
+    if stat.S_ISLNK(mode):
+        return ("link", os.fsencode(entry.host.readlink()))
+    if stat.S_ISDIR(mode):
+        return ("directory", mode & 0o1777)
+    digest = hashlib.sha256()
+    with _open(entry.host) as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return ("file", mode & 0o777, digest.hexdigest())
+
+
+def _open(path: Path):  # type: ignore[no-untyped-def]
+    """Open a regular file without following a link and without waiting for a pipe."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CopyRefused(f"{path.name} was replaced during the build")
+    return os.fdopen(fd, "rb")
+
+
+class LayerWriter:
+    """Writer of a new layer above others. All files belong to this user, who may read and write them.
+
+    Args:
+        layers: those below, the lowest first.
+        draft: directory of the new layer.
+    """
+
+    def __init__(self, layers: Sequence[Path], draft: Path) -> None:
+        self._draft = draft
+        self._tree = LayerTree((*layers, draft))
+        root = layers[-1].lstat().st_mode if layers else 0o755
+        draft.chmod(stat.S_IMODE(root) | 0o700)
+
+    def is_directory(self, path: str) -> bool:
+        """Return True if a path leads to a directory."""
+        return self._tree.kind(path) == stat.S_IFDIR
+
+    def make_directory(self, path: str, mode: int = 0o755) -> Path:
+        """Make a directory with those above it; existing ones keep their modes. Return its host path.
+
+        Raises:
+            CopyRefused: one above it is a file.
+        """
+        resolved = self._tree.resolve(path)
+        inside, host = "", self._draft
+        parts = [part for part in resolved.split("/") if part]
+        for number, part in enumerate(parts, start=1):
+            inside, host = f"{inside}/{part}", host / part
+            found = self._tree.find(inside)
+            if found is not None and not stat.S_ISDIR(found.lstat().st_mode):
+                raise CopyRefused(f"{inside} is a file, not a directory")
+            if not host.is_dir():
+                host.mkdir()
+                own = mode if number == len(parts) else 0o755
+                host.chmod((own if found is None else stat.S_IMODE(found.lstat().st_mode)) | 0o700)
+        return host
+
+    def write_file(self, path: str, content: bytes, mode: int) -> None:
+        """Write a file; it replaces an existing entry."""
+        host = self._place(path)
+        host.write_bytes(content)
+        host.chmod(mode & 0o777 | 0o600)
+
+    def write_entry(self, path: str, entry: SourceEntry, mode: int | None) -> None:
+        """Write a copy of an entry. A directory is merged with one that exists; anything else is replaced."""
+        own = entry.status.st_mode
+        if stat.S_ISDIR(own):
+            self._write_directory(path, own if mode is None else mode)
+            return
+        host = self._place(path)
+        if stat.S_ISLNK(own):
+            host.symlink_to(entry.host.readlink())
+            return
+        with _open(entry.host) as source, host.open("xb") as target:
+            shutil.copyfileobj(source, target, _CHUNK)
+        host.chmod((own if mode is None else mode) & 0o777 | 0o600)
+        os.utime(host, ns=(entry.status.st_mtime_ns, entry.status.st_mtime_ns))
+
+    def _write_directory(self, path: str, mode: int) -> None:
+        found = self._tree.find(self._tree.resolve(path))
+        if found is not None and not stat.S_ISDIR(found.lstat().st_mode):
+            parent, name = posixpath.split(self._tree.resolve(path))
+            host = self.make_directory(parent) / name
+            host.unlink(missing_ok=True)
+            host.mkdir()
+            os.setxattr(host, OPAQUE_ATTRIBUTE, b"y")  # a directory below that the file hid stays hidden
+            host.chmod(mode & 0o1777 | 0o700)
+            return
+        self.make_directory(path, mode & 0o1777)
+
+    def _place(self, path: str) -> Path:
+        """Return the host path at which a file or link can be made, after removing what this layer has there.
+
+        A link at the path itself is replaced, not followed.
+        """
+        parent, name = posixpath.split(path.rstrip("/"))
+        if name in ("", ".", ".."):
+            raise CopyRefused(f"{path} is not the name of a file")
+        host = self.make_directory(parent) / name
+        if host.is_dir() and not host.is_symlink():
+            remove_tree(host)
+        host.unlink(missing_ok=True)
+        return host
+
+
+def is_unchanged(layer: Path, below: Sequence[Path]) -> bool:
+    """Return True if a layer changes nothing: it only has directories that exist below, with their modes."""
+    tree = LayerTree(below)
+    pending = [""]
+    while pending:
+        inside = pending.pop()
+        host = layer / inside[1:]
+        found = tree.find(inside or "/")
+        status = host.lstat()
+        if (
+            found is None
+            or is_opaque(host)
+            or stat.S_IMODE(found.lstat().st_mode) != stat.S_IMODE(status.st_mode)
+        ):
+            return False
+        with os.scandir(host) as entries:
+            for entry in entries:
+                if not entry.is_dir(follow_symlinks=False):
+                    return False
+                pending.append(f"{inside}/{entry.name}")
+    return True

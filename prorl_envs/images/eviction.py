@@ -1,0 +1,44 @@
+"""Eviction from stores on a disk that nodes may share."""
+
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def choose_unused[T](
+    used: Sequence[tuple[float, int, T]],
+    *,
+    max_bytes: int | None,
+    keep_after: float,
+    expire_before: float | None = None,
+) -> list[T]:
+    """Choose the entries of a store to remove, the least recently used first.
+
+    Args:
+        used: last use, bytes and key of each entry.
+        max_bytes: limit of the remaining entries together; None is no limit.
+        keep_after: entries used after this time stay.
+        expire_before: entries used last before this time are removed in any case; None is no limit.
+    """
+    total, chosen = sum(size for _, size, _ in used), []
+    for when, size, key in sorted(used, key=lambda entry: entry[:2]):
+        expired = expire_before is not None and when < expire_before
+        excess = max_bytes is not None and total > max_bytes
+        if when <= keep_after and (expired or excess):
+            total -= size
+            chosen.append(key)
+    return chosen
+
+
+def server_time(folder: Path) -> float:
+    """Return the file server's time, which dates its files, by a file in an existing folder.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    mark = folder / f".now-{secrets.token_hex(8)}"
+    mark.touch()
+    try:
+        return mark.stat().st_mtime
+    finally:
+        mark.unlink()

@@ -1,0 +1,1 @@
+"""Pulls of OCI images from registries, without another program."""

@@ -1,0 +1,1 @@
+"""HTTP listener with bounded connections, for clients that are not authenticated yet."""

@@ -1,0 +1,220 @@
+"""Checks of every answer in token ids, and the errors of answers that fail them.
+
+An answer with one wrong number would train the policy on tokens it never sampled, so everything is checked.
+The wire format of each kind of server is in that server's own module.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from prorl_envs.errors import ModelError
+from prorl_envs.model.types import FinishReason, Sampled, Sampling, VersionSpan
+
+# A log-probability computed in low precision may come out slightly above 0.
+_LOGPROB_SLACK = 1e-2
+# vLLM's placeholder for a log-probability that is missing or NaN.
+_NONE_KNOWN = -9999.0
+#: Most version spans in one answer.
+MAX_SPANS = 64
+MAX_VERSION = 200
+LOGPROBS_HINT = "the server must return one log-probability for each sampled token"
+
+
+class ServerUnavailable(ModelError):
+    """Server that cannot be reached, is overloaded or is failing; another server may work."""
+
+
+class Overloaded(ServerUnavailable):
+    """Overload of the server: it answered 429 or 503 to the last attempt."""
+
+
+class ProtocolError(ModelError):
+    """Answer that breaks the token protocol or refuses the request."""
+
+
+class Refusal(ProtocolError):
+    """Refusal of a request by the server.
+
+    Args:
+        message, hint: as of every error.
+        status: of its HTTP answer; 0 if another machine sent the request.
+    """
+
+    def __init__(self, message: str, *, hint: str = "", status: int = 0) -> None:
+        super().__init__(message, hint=hint)
+        self.status = status
+
+    @property
+    def unknown_route(self) -> bool:
+        """True if the server has no such route."""
+        return self.status in (404, 405)
+
+
+class RouteRefused(Refusal, ServerUnavailable):
+    """Refusal of the route or the client, regardless of the request; another server may work."""
+
+
+class NotAModelServer(ProtocolError, ServerUnavailable):
+    """Answer from a URL that is not a supported model server's; another server may work."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContract:
+    """Request properties that an answer must match.
+
+    Args:
+        prompt_ids: the prompt that was sent.
+        max_tokens: most ids that may come back.
+        vocab_size: ids lie in [0, vocab_size); None if unknown.
+        server: base URL, for messages and for the record.
+    """
+
+    prompt_ids: Sequence[int]
+    max_tokens: int
+    vocab_size: int | None
+    server: str
+
+
+class WireSpan(msgspec.Struct):
+    """A span of one weight version, as vLLM and SGLang write it."""
+
+    version: str | int
+    start: int
+    end: int
+
+
+def neutral_sampling(sampling: Sampling) -> dict[str, Any]:
+    """Return the sampling settings that vLLM and SGLang share under the same names.
+
+    Settings that a model's generation_config.json would silently change (top_k, min_p, penalties) are sent
+    with neutral values: otherwise the server samples from another policy than the trainer computes.
+    """
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "n": 1,
+    }
+
+
+def check_ids(ids: Sequence[int], expected: RequestContract) -> tuple[int, ...]:
+    """Check the sampled ids.
+
+    Raises:
+        ProtocolError: there are too many ids, or an id is outside the vocabulary.
+    """
+    if len(ids) > expected.max_tokens:
+        raise ProtocolError(f"{expected.server} returned {len(ids)} ids, {expected.max_tokens} were asked")
+    limit = expected.vocab_size
+    strange = next((number for number in ids if number < 0 or (limit is not None and number >= limit)), None)
+    if strange is not None:
+        raise ProtocolError(
+            f"{expected.server} returned the id {strange}, which is outside the vocabulary of {limit}",
+            hint="is it serving the model whose tokenizer is in use?",
+        )
+    return tuple(ids)
+
+
+def check_logprobs(
+    values: Sequence[float | None] | None, count: int, expected: RequestContract
+) -> tuple[float, ...]:
+    """Check that each of `count` ids has one possible log-probability.
+
+    Raises:
+        ProtocolError: their number differs, or one is missing, infinite, NaN or positive.
+    """
+    if values is None and count == 0:
+        return ()
+    if values is None or len(values) != count:
+        found = "no" if values is None else str(len(values))
+        raise ProtocolError(
+            f"{expected.server} returned {found} log-probabilities for {count} ids", hint=LOGPROBS_HINT
+        )
+    numbers = [value for value in values if value is not None and math.isfinite(value)]
+    if len(numbers) != count or not all(_NONE_KNOWN < value <= _LOGPROB_SLACK for value in numbers):
+        raise ProtocolError(f"{expected.server} returned an impossible log-probability", hint=LOGPROBS_HINT)
+    return tuple(min(value, 0.0) for value in numbers)
+
+
+def check_finish(reason: str | None, count: int, expected: RequestContract) -> FinishReason:
+    """Return the reason why sampling stopped.
+
+    Raises:
+        ProtocolError: the reason is unknown, or the answer is empty without having been aborted.
+    """
+    match reason:
+        case "stop" if count > 0:
+            return "stop"
+        case "length" if count > 0:
+            return "length"
+        case "abort":
+            return "abort"
+        case "stop" | "length":
+            raise ProtocolError(f"{expected.server} returned no ids", hint="is the prompt too long for it?")
+        case other:
+            raise ProtocolError(f"{expected.server} ended a turn for an unknown reason: {str(other)[:40]!r}")
+
+
+def check_spans(spans: Sequence[WireSpan], count: int, expected: RequestContract) -> tuple[VersionSpan, ...]:
+    """Return version spans that cover all ids without a gap; none if one version sampled everything.
+
+    Raises:
+        ProtocolError: they do not, or there are too many.
+    """
+    edges = [0, *(span.end for span in spans)]
+    whole = all(span.start == edge and span.end >= edge for span, edge in zip(spans, edges[:-1], strict=True))
+    if not whole or edges[-1] != count or len(spans) > MAX_SPANS:
+        raise ProtocolError(f"{expected.server} returned weight versions that do not cover the answer")
+    filled = [span for span in spans if span.end > span.start]
+    return joined_spans(
+        [VersionSpan(version=version_name(s.version), start=s.start, end=s.end) for s in filled]
+    )
+
+
+def joined_spans(spans: Sequence[VersionSpan]) -> tuple[VersionSpan, ...]:
+    """Join adjacent spans of one version. A single remaining span is redundant: the result is empty."""
+    joined: list[VersionSpan] = []
+    for span in spans:
+        if joined and joined[-1].version == span.version:
+            joined[-1] = joined[-1].model_copy(update={"end": span.end})
+        else:
+            joined.append(span)
+    return tuple(joined) if len(joined) > 1 else ()
+
+
+def version_name(version: str | int | None) -> str:
+    """Return a version as text, of bounded length."""
+    return "" if version is None else str(version)[:MAX_VERSION]
+
+
+def continued(first: Sampled, second: Sampled) -> Sampled:
+    """Join two answers into one turn: the second continued the first, which had been interrupted."""
+    at = len(first.ids)
+    spans = [*_spans(first, 0), *_spans(second, at)]
+    return Sampled(
+        ids=first.ids + second.ids,
+        logprobs=first.logprobs + second.logprobs,
+        finish_reason=second.finish_reason,
+        weight_version=first.weight_version if at else second.weight_version,
+        server=second.server,
+        version_spans=joined_spans(spans),
+        cached_tokens=first.cached_tokens if at else second.cached_tokens,
+        exact=first.exact and second.exact,
+    )
+
+
+def _spans(sampled: Sampled, at: int) -> list[VersionSpan]:
+    whole = VersionSpan(version=sampled.weight_version, start=0, end=len(sampled.ids))
+    return [
+        VersionSpan(version=span.version, start=at + span.start, end=at + span.end)
+        for span in sampled.version_spans or (whole,)
+        if span.end > span.start
+    ]

@@ -1,0 +1,1 @@
+"""Load balancing, session affinity and pausing over several model servers."""

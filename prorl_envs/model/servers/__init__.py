@@ -1,0 +1,1 @@
+"""One client per kind of model server, and their checks."""

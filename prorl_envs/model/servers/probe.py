@@ -1,0 +1,90 @@
+"""Probe that reports whether a model server supports token-in/token-out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from prorl_envs.errors import ModelError
+from prorl_envs.model.answer_checks import ServerUnavailable
+from prorl_envs.model.http.client import ClientLimits
+from prorl_envs.model.servers.detect import Protocol, Servers, split_protocol
+from prorl_envs.model.types import ChatClient, ControllableServer, Conversation, Sampling, ServerNews
+
+
+@dataclass(frozen=True, slots=True)
+class ServerReport:
+    """Result of a probe.
+
+    Args:
+        url: base URL of the server.
+        model: the model that was asked, or "" if it is unknown.
+        problem: obstacle to rollouts, or "".
+        hint: remedy, or "".
+        weight_version: version that the server names, or "".
+        unavailable: it cannot be reached, is failing or refuses its routes; it may answer later.
+    """
+
+    url: str
+    model: str
+    problem: str = ""
+    hint: str = ""
+    weight_version: str = ""
+    unavailable: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return not self.problem
+
+
+async def probe(
+    url: str,
+    *,
+    protocol: Protocol = "auto",
+    model: str | None = None,
+    api_key: str | None = None,
+    ca_file: Path | None = None,
+    prompt_ids: Sequence[int] = (1, 2, 3),
+    vocab_size: int | None = None,
+    timeout_s: float = 60.0,
+) -> ServerReport:
+    """Request the list of models and one token, and check the answer as a rollout would.
+
+    Args:
+        url: base URL, with or without `/v1`; it may name its protocol.
+        protocol: for a URL that names none.
+        model: model name; None takes the first in the server's list.
+        api_key: bearer token, if the server requires one.
+        ca_file: as `ModelHttpClient`.
+        prompt_ids: a prompt of ids, better from the renderer in use.
+        vocab_size: of that renderer; None skips the check.
+        timeout_s: seconds for each of the requests.
+
+    Raises:
+        InputError: the URL is not one, or the CA file cannot be used.
+    """
+    limits = ClientLimits(connect_s=min(5.0, timeout_s), answer_s=timeout_s, control_s=timeout_s, attempts=1)
+    servers = Servers(
+        vocab_size=vocab_size,
+        encode=lambda _: [0],
+        protocol=protocol,
+        model=model,
+        options={"api_key": api_key, "ca_file": ca_file, "limits": limits},
+    )
+    client, base = servers.connect(url), split_protocol(url)[1]
+    news = ServerNews()
+    one = Sampling(max_tokens=1)
+    try:
+        news = await client.look() if isinstance(client, ControllableServer) else news
+        if isinstance(client, ChatClient):
+            said = Conversation([{"role": "user", "content": "Hello."}], ())
+            sampled = await client.chat(said, one, session="probe")
+        else:
+            sampled = await client.generate(prompt_ids, one, session="probe")
+    except ModelError as error:
+        unavailable = isinstance(error, ServerUnavailable)
+        return ServerReport(base, model or news.model, error.message, error.hint, unavailable=unavailable)
+    finally:
+        await client.aclose()
+    return ServerReport(
+        base, model or news.model, weight_version=sampled.weight_version or news.weight_version
+    )

@@ -1,0 +1,134 @@
+"""Client of a vLLM server that uses token ids.
+
+Protocol: `POST /v1/completions` with token ids as the prompt and `return_token_ids`
+(https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html). Versions differ in the place of ids
+and log-probabilities; all known formats are read. A server that was started with `--enable-scale-out` also
+has `/inference/v1/generate`. That route is preferred, because it alone reports which version of the weights
+sampled which tokens. `/pause`, `/resume`, `/weight_info` and `/update_weight_version` exist on servers that
+run with `VLLM_SERVER_DEV_MODE=1`.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Unpack
+
+from prorl_envs.errors import ModelError
+from prorl_envs.model.answer_checks import Refusal
+from prorl_envs.model.http.client import LinkOptions, first_model, session_headers
+from prorl_envs.model.servers.base import TokenClient
+from prorl_envs.model.servers.vllm_wire import (
+    CompletionEvents,
+    encode_generate,
+    encode_request,
+    read_answer,
+    read_version,
+)
+from prorl_envs.model.types import Heard, InFlight, Sampled, Sampling, ServerNews
+
+_COMPLETIONS = "/v1/completions"
+_GENERATE = "/inference/v1/generate"
+_METHOD_NOT_ALLOWED = 405
+#: vLLM's modes for requests in flight.
+_PAUSE_MODES: dict[InFlight, str] = {"finish": "wait", "abort": "abort", "keep": "keep"}
+
+
+class VllmClient(TokenClient):
+    """Client that samples turns. Implements `ModelClient`, `Streaming` and `ControllableServer`.
+
+    Args: as of `TokenClient`, and
+        model: model name; None takes the first in the server's list.
+    """
+
+    protocol = "vllm"
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        stop_ids: Sequence[int],
+        vocab_size: int | None = None,
+        model: str | None = None,
+        **options: Unpack[LinkOptions],
+    ) -> None:
+        super().__init__(url, stop_ids=stop_ids, vocab_size=vocab_size, **options)
+        self._model = model
+        self._names_versions = True
+        self._has_generate: bool | None = None
+        self._asking = asyncio.Lock()
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str) -> Sampled:
+        """See `ModelClient.generate`.
+
+        Raises:
+            ServerUnavailable: no answer within the attempts.
+            ProtocolError: the server refuses the request, or its answer breaks the token protocol.
+        """
+        path, body = await self._request(prompt_ids, sampling, stream=False)
+        answer = await self._link.request("POST", path, body, session_headers(session))
+        return read_answer(answer, self._expected(prompt_ids, sampling))
+
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str, heard: Heard
+    ) -> Sampled:
+        """See `Streaming.stream`.
+
+        Raises:
+            ServerUnavailable, ProtocolError: as `generate`.
+        """
+        path, body = await self._request(prompt_ids, sampling, stream=True)
+        events = CompletionEvents(heard, self._expected(prompt_ids, sampling))
+        await self._link.request("POST", path, body, session_headers(session), events)
+        return events.whole()
+
+    async def _request(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, stream: bool
+    ) -> tuple[str, bytes]:
+        """Return the route and the body of a request."""
+        model = await self.model_name()
+        if await self._generates():
+            return _GENERATE, encode_generate(model, prompt_ids, sampling, self._stop_ids, stream=stream)
+        return _COMPLETIONS, encode_request(model, prompt_ids, sampling, self._stop_ids, stream=stream)
+
+    async def model_name(self) -> str:
+        """Return the configured model, or the first in the server's list."""
+        if self._model is None:
+            self._model = first_model(await self._link.request("GET", "/v1/models"), self.url).id
+        return self._model
+
+    async def _generates(self) -> bool:
+        """Return whether the server has the route that reports versions. Asks once, without sampling."""
+        async with self._asking:
+            if self._has_generate is None:
+                try:
+                    await self._link.ask("GET", _GENERATE)
+                    self._has_generate = False  # a route that answers GET is not vLLM's
+                except Refusal as error:
+                    if not error.unknown_route:
+                        return False  # the route was refused: ask again with the next request
+                    self._has_generate = error.status == _METHOD_NOT_ALLOWED
+                except ModelError:
+                    return False  # the request itself will show the problem
+            return self._has_generate
+
+    async def look(self) -> ServerNews:
+        """See `ControllableServer.look`."""
+        served = first_model(await self._link.ask("GET", "/v1/models"), self.url)
+        version = ""
+        if self._names_versions:
+            try:
+                version = read_version(await self._link.ask("GET", "/weight_info"))
+            except Refusal as error:
+                self._names_versions = not error.unknown_route
+        return ServerNews(self._model or served.id, version)
+
+    async def pause(self, mode: InFlight) -> bool:
+        """See `ControllableServer.pause`. Empties the prefix cache, which is invalid after an update."""
+        return await self._link.tell(f"/pause?mode={_PAUSE_MODES[mode]}&clear_cache=true")
+
+    async def resume(self, weight_version: str) -> bool:
+        """See `ControllableServer.resume`. Empties the prefix cache: a `finish` pause does not notify the
+        server."""
+        if weight_version:
+            await self._link.tell("/update_weight_version", {"new_version": weight_version})
+            await self._link.tell("/reset_prefix_cache")
+        return await self._link.tell("/resume")

@@ -1,0 +1,297 @@
+"""Wire format of vLLM: request bodies from token ids, and answers into token ids.
+
+Versions differ in the place of ids and log-probabilities; all known formats are read here.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from prorl_envs.model.answer_checks import (
+    ProtocolError,
+    RequestContract,
+    WireSpan,
+    check_finish,
+    check_ids,
+    check_logprobs,
+    check_spans,
+    neutral_sampling,
+    version_name,
+)
+from prorl_envs.model.http.event_stream import Events
+from prorl_envs.model.tokens.context import ids_json
+from prorl_envs.model.types import Sampled, Sampling, VersionSpan
+
+_TOKEN_ID = "token_id:"
+_IDS_HINT = "the server must support return_token_ids (vLLM 0.10.2 or later)"
+
+
+class _ContentItem(msgspec.Struct):
+    logprob: float | None = None
+    token: str = ""
+    token_id: int | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    tokens: list[str] | None = None
+    token_logprobs: list[float | None] | None = None
+    content: list[_ContentItem] | None = None
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: msgspec.Raw = msgspec.Raw(b"null")  # as long as the history: seldom worth parsing
+    logprobs: _Logprobs | None = None
+    weight_version: str | int | None = None
+    weight_versions: list[WireSpan] | None = None
+
+
+class _Meta(msgspec.Struct):
+    weight_version: str | int | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _Details | None = None
+
+
+class _Version(msgspec.Struct):
+    weight_version: str | int | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice]
+    prompt_token_ids: msgspec.Raw = msgspec.Raw(b"null")
+    weight_version: str | int | None = None
+    weight_versions: list[WireSpan] | None = None
+    meta_info: _Meta | None = None
+    usage: _Usage | None = None
+
+
+def encode_request(
+    model: str,
+    prompt_ids: Sequence[int],
+    sampling: Sampling,
+    stop_ids: Sequence[int],
+    *,
+    stream: bool = False,
+) -> bytes:
+    """Return the body of one completion request."""
+    body: dict[str, object] = {
+        "model": model,
+        "prompt": msgspec.Raw(ids_json(prompt_ids)),
+        "max_tokens": sampling.max_tokens,
+        **neutral_sampling(sampling),
+        "stream": stream,
+        "logprobs": 1,
+        "stop_token_ids": list(stop_ids),
+        "skip_special_tokens": False,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+    if sampling.seed is not None:
+        body["seed"] = sampling.seed
+    if stream:
+        body["stream_options"] = {"include_usage": True}
+    return msgspec.json.encode(body)
+
+
+def encode_generate(
+    model: str,
+    prompt_ids: Sequence[int],
+    sampling: Sampling,
+    stop_ids: Sequence[int],
+    *,
+    stream: bool = False,
+) -> bytes:
+    """Return the body of one request to the route that reports versions."""
+    params: dict[str, object] = {
+        **neutral_sampling(sampling),
+        "max_tokens": sampling.max_tokens,
+        "stop_token_ids": list(stop_ids),
+        "logprobs": 0,  # for the sampled token only
+        "detokenize": False,
+    }
+    if sampling.seed is not None:
+        params["seed"] = sampling.seed
+    body: dict[str, object] = {
+        "model": model,
+        "token_ids": msgspec.Raw(ids_json(prompt_ids)),
+        "sampling_params": params,
+        "return_token_ids": True,
+        "stream": stream,
+    }
+    if stream:
+        body["stream_options"] = {"include_usage": True}
+    return msgspec.json.encode(body)
+
+
+def read_answer(body: bytes, expected: RequestContract) -> Sampled:
+    """Read and check one completion.
+
+    Raises:
+        ProtocolError: a part of it is missing, of the wrong type, or impossible.
+    """
+    return _checked(_decoded(body, expected), expected)
+
+
+class CompletionEvents(Events):
+    """A completion as events, each with the ids since the previous event."""
+
+    def begin(self) -> None:
+        """See `Events.begin`."""
+        self._whole = _Answer([])
+        super().begin()
+
+    def _read(self, event: bytes) -> None:
+        answer = _decoded(event, self._expected)
+        for choice in answer.choices:
+            if ids := _given_ids(choice):
+                self._sampled(ids, _sampled_logprobs(choice), _weight_version(answer, choice))
+        _append(self._whole, answer)
+
+    def _judged(self) -> Sampled:
+        return _checked(self._whole, self._expected)
+
+
+def _decoded(body: bytes, expected: RequestContract) -> _Answer:
+    try:
+        return msgspec.json.decode(body, type=_Answer)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"{expected.server} did not answer with a completion: {error}") from error
+
+
+def _append(whole: _Answer, event: _Answer) -> None:
+    """Merge an event of a stream into `whole`. Fields that occur once apply to the whole answer."""
+    whole.weight_version = event.weight_version if event.weight_version is not None else whole.weight_version
+    whole.meta_info = event.meta_info or whole.meta_info
+    whole.usage = event.usage or whole.usage
+    whole.weight_versions = event.weight_versions or whole.weight_versions
+    if not event.choices:
+        return
+    new = event.choices[0]
+    if not whole.choices:
+        whole.choices.append(new)
+        return
+    choice = whole.choices[0]
+    choice.finish_reason = new.finish_reason or choice.finish_reason
+    choice.weight_version = new.weight_version if new.weight_version is not None else choice.weight_version
+    choice.weight_versions = new.weight_versions or choice.weight_versions
+    choice.token_ids = _longer(choice.token_ids, new.token_ids)
+    if choice.logprobs is None or new.logprobs is None:
+        choice.logprobs = choice.logprobs or new.logprobs
+        return
+    choice.logprobs.content = _longer(choice.logprobs.content, new.logprobs.content)
+    choice.logprobs.tokens = _longer(choice.logprobs.tokens, new.logprobs.tokens)
+    choice.logprobs.token_logprobs = _longer(choice.logprobs.token_logprobs, new.logprobs.token_logprobs)
+
+
+def _longer[T](known: list[T] | None, new: list[T] | None) -> list[T] | None:
+    if known is None or new is None:
+        return known if new is None else new
+    known.extend(new)
+    return known
+
+
+def _checked(answer: _Answer, expected: RequestContract) -> Sampled:
+    if len(answer.choices) != 1:
+        raise ProtocolError(f"{expected.server} answered with {len(answer.choices)} choices instead of one")
+    choice = answer.choices[0]
+    for echo in (choice.prompt_token_ids, answer.prompt_token_ids):
+        _check_prompt(echo, expected)
+    ids = _sampled_ids(choice, expected)
+    logprobs = check_logprobs(_sampled_logprobs(choice), len(ids), expected)
+    spans = _version_spans(answer, choice, len(ids), expected)
+    return Sampled(
+        ids=ids,
+        logprobs=logprobs,
+        finish_reason=check_finish(choice.finish_reason, len(ids), expected),
+        weight_version=spans[0].version if spans else _weight_version(answer, choice),
+        server=expected.server,
+        version_spans=spans,
+        cached_tokens=_cached_tokens(answer, expected),
+    )
+
+
+def _check_prompt(echo: msgspec.Raw, expected: RequestContract) -> None:
+    if bytes(echo) in (b"null", ids_json(expected.prompt_ids)):
+        return  # equal texts, if the server writes no white space
+    try:
+        echoed = msgspec.json.decode(echo, type=list[int])
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"{expected.server} did not answer with a completion: {error}") from error
+    if echoed != list(expected.prompt_ids):
+        raise ProtocolError(
+            f"{expected.server} read another prompt than it was sent"
+            f" ({len(echoed)} ids instead of {len(expected.prompt_ids)})",
+            hint="does it add special tokens, or truncate prompts?",
+        )
+
+
+def _sampled_ids(choice: _Choice, expected: RequestContract) -> tuple[int, ...]:
+    ids = _given_ids(choice)
+    if ids is None:
+        raise ProtocolError(f"{expected.server} did not return the sampled token ids", hint=_IDS_HINT)
+    return check_ids(ids, expected)
+
+
+def _given_ids(choice: _Choice) -> list[int] | None:
+    return _ids_in_tokens(choice.logprobs) if choice.token_ids is None else choice.token_ids
+
+
+def _ids_in_tokens(logprobs: _Logprobs | None) -> list[int] | None:
+    """Return ids from tokens written as `token_id:123`, the older format."""
+    if logprobs is None:
+        return None
+    if logprobs.content and all(item.token_id is not None for item in logprobs.content):
+        return [item.token_id for item in logprobs.content if item.token_id is not None]
+    tokens = logprobs.tokens if logprobs.tokens is not None else [i.token for i in logprobs.content or ()]
+    numbers = [token.removeprefix(_TOKEN_ID) for token in tokens if token.startswith(_TOKEN_ID)]
+    if not tokens or len(numbers) != len(tokens):
+        return None
+    if not all(number.isascii() and number.isdigit() and len(number) < 12 for number in numbers):
+        return None
+    return [int(number) for number in numbers]
+
+
+def _sampled_logprobs(choice: _Choice) -> Sequence[float | None] | None:
+    if choice.logprobs is None:
+        return None
+    if choice.logprobs.token_logprobs is None and choice.logprobs.content is not None:
+        return [item.logprob for item in choice.logprobs.content]
+    return choice.logprobs.token_logprobs
+
+
+def _weight_version(answer: _Answer, choice: _Choice) -> str:
+    meta = answer.meta_info.weight_version if answer.meta_info else None
+    named = (choice.weight_version, answer.weight_version, meta)
+    spans = choice.weight_versions or answer.weight_versions or ()
+    return next(
+        (version_name(version) for version in (*named, *(s.version for s in spans)) if version is not None),
+        "",
+    )
+
+
+def _version_spans(
+    answer: _Answer, choice: _Choice, count: int, expected: RequestContract
+) -> tuple[VersionSpan, ...]:
+    spans = choice.weight_versions if choice.weight_versions is not None else answer.weight_versions
+    return check_spans(spans, count, expected) if spans else ()
+
+
+def _cached_tokens(answer: _Answer, expected: RequestContract) -> int | None:
+    """Return the number of cached prompt tokens, if it is reported and possible."""
+    details = answer.usage.prompt_tokens_details if answer.usage else None
+    cached = details.cached_tokens if details else None
+    return cached if cached is not None and 0 <= cached <= len(expected.prompt_ids) else None
+
+
+def read_version(body: bytes) -> str:
+    try:
+        return version_name(msgspec.json.decode(body, type=_Version).weight_version)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return ""

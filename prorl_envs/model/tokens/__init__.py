@@ -1,0 +1,1 @@
+"""Chat templates, tokenizers and the token context of a rollout."""

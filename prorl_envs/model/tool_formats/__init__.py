@@ -1,0 +1,1 @@
+"""How models write tool calls: one module per format, and the detection of the format."""

@@ -1,0 +1,70 @@
+"""Choice of the format in which a model writes its tool calls: detected by a trial, not by the model's name.
+
+The model's own chat template writes a call; the format that reads the same call back is the model's. So
+fine-tuned and renamed models work like their originals.
+"""
+
+from prorl_envs.errors import InputError
+from prorl_envs.model.tool_formats.gemma import Gemma
+from prorl_envs.model.tool_formats.harmony import Harmony
+from prorl_envs.model.tool_formats.hermes import Hermes
+from prorl_envs.model.tool_formats.marked import DeepSeek, Kimi, Llama, Mistral
+from prorl_envs.model.tool_formats.reading import Declared, ReadCall, ToolFormat
+from prorl_envs.model.tool_formats.tagged import Coder, Dsml, Glm
+from prorl_envs.tools.types import JsonObject, ToolSpec
+
+#: In the order of the trials.
+FORMATS: dict[str, ToolFormat] = {
+    each.name: each
+    for each in (
+        Hermes(),
+        Coder(),
+        Glm(),
+        DeepSeek(),
+        Dsml(),
+        Kimi(),
+        Mistral(),
+        Gemma(),
+        Harmony(),
+        Llama(),
+    )
+}
+
+#: Tool of the trial call, which has a text argument and a non-text argument.
+TRIAL_TOOL = ToolSpec(
+    "trial_tool",
+    "Tried out.",
+    {"type": "object", "properties": {"value": {"type": "string"}, "number": {"type": "integer"}}},
+)
+_CALL = ReadCall(TRIAL_TOOL.name, {"value": "text of the trial", "number": 3})
+
+
+def trial_message() -> JsonObject:
+    """Return an assistant message with the trial call."""
+    function = {"name": _CALL.name, "arguments": dict(_CALL.arguments)}
+    call = {"id": "abcdefgh1", "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def choose_format(name: str, written: str) -> ToolFormat | None:
+    """Return the named format, or the format in which a template writes calls.
+
+    Args:
+        name: of a format, or `auto`.
+        written: output of the template for `trial_message`, after the generation prompt.
+
+    Returns:
+        None if `auto` finds none.
+
+    Raises:
+        InputError: the name is unknown.
+    """
+    if name != "auto":
+        if name not in FORMATS:
+            raise InputError(
+                f"there is no form of tool calls {name[:40]!r}", hint=f"known: auto, {', '.join(FORMATS)}"
+            )
+        return FORMATS[name]
+    declared = Declared.of([TRIAL_TOOL])
+    read = (each for each in FORMATS.values() if each.turn(written, declared=declared).calls == (_CALL,))
+    return next(read, None)

@@ -1,0 +1,105 @@
+"""Gemma 4's format: a notation of its own, with strings between quote tokens.
+
+<|tool_call>call:bash{command:<|"|>ls<|"|>,count:3}<tool_call|>
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from prorl_envs.model.tool_formats.reading import (
+    Declared,
+    Malformed,
+    ReadCall,
+    ToolFormat,
+    checked,
+    decode,
+    end_of,
+    resume_behind,
+    skip_space,
+    up_to,
+)
+from prorl_envs.tools.types import JsonObject
+
+_OPEN, _CLOSE, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
+_MAX_DEPTH = 64
+_BARE = re.compile(r"[^\s,{}\[\]<>]{1,400}")
+
+
+class Gemma(ToolFormat):
+    name = "gemma"
+    form = 'Write <|tool_call>call:NAME{KEY:<|"|>TEXT<|"|>,KEY:3}<tool_call|>.'
+
+    def find(self, text: str, at: int) -> int:
+        return text.find(_OPEN, at)
+
+    def read(self, text: str, at: int, declared: Declared) -> tuple[Sequence[ReadCall], int]:
+        at = skip_space(text, at + len(_OPEN))
+        if not text.startswith("call:", at):
+            raise Malformed("A tool call does not begin with call:NAME.")
+        name, brace = up_to(text, at + len("call:"), "{", "The name of a tool call")
+        arguments, end = _object(text, brace, 0)
+        return [checked(name, arguments)], end_of(text, end, _CLOSE, what="the arguments")
+
+    def resume(self, text: str, at: int) -> int:
+        return resume_behind(text, at, _OPEN, _CLOSE)
+
+
+def _object(text: str, at: int, depth: int) -> tuple[JsonObject, int]:
+    """Parse the object whose opening brace is just before `at`. Return it and its end."""
+    found: JsonObject = {}
+    while not text.startswith("}", at := skip_space(text, at)):
+        if text.startswith(_QUOTE, at):
+            key, at = _string(text, at)
+            at = end_of(text, at, ":", what="a key")
+        else:
+            key, at = up_to(text, at, ":", "A key of a tool call")
+        found[key], at = _value(text, at, depth + 1)
+        at = _separator(text, at, "}")
+    return found, at + 1
+
+
+def _list(text: str, at: int, depth: int) -> tuple[list[Any], int]:
+    found: list[Any] = []
+    while not text.startswith("]", at := skip_space(text, at)):
+        value, at = _value(text, at, depth + 1)
+        found.append(value)
+        at = _separator(text, at, "]")
+    return found, at + 1
+
+
+def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
+    at = skip_space(text, at)
+    if depth > _MAX_DEPTH:
+        raise Malformed("The arguments of a tool call are nested too deeply.")
+    if text.startswith(_QUOTE, at):
+        return _string(text, at)
+    if text.startswith("{", at):
+        return _object(text, at + 1, depth)
+    if text.startswith("[", at):
+        return _list(text, at + 1, depth)
+    bare = _BARE.match(text, at)
+    if not bare:
+        raise Malformed("A tool call was cut off, or has a value that cannot be read.")
+    try:
+        return decode(bare[0]), bare.end()
+    except Malformed:
+        return bare[0], bare.end()
+
+
+def _string(text: str, at: int) -> tuple[str, int]:
+    start = at + len(_QUOTE)
+    found = text.find(_QUOTE, start)
+    if found < 0:
+        raise Malformed("A tool call was cut off within a text.")
+    return text[start:found], found + len(_QUOTE)
+
+
+def _separator(text: str, at: int, close: str) -> int:
+    """Return the position after the comma, or of the closing bracket."""
+    at = skip_space(text, at)
+    if text.startswith(",", at):
+        return at + 1
+    if not text.startswith(close, at):
+        raise Malformed(f"A tool call was cut off, or lacks a comma or {close}.")
+    return at

@@ -1,0 +1,152 @@
+"""Formats with JSON arguments after special control tokens: Llama, DeepSeek V3, Kimi, Mistral."""
+
+import re
+from collections.abc import Sequence
+
+from prorl_envs.model.tool_formats.reading import (
+    Declared,
+    Malformed,
+    ReadCall,
+    ToolFormat,
+    call_of,
+    checked,
+    end_of,
+    read_json,
+    read_object,
+    resume_behind,
+    skip_space,
+    up_to,
+)
+
+
+class Llama(ToolFormat):
+    """Llama 3.1 and later: the whole answer is the call.
+
+    {"name": "bash", "parameters": {"command": "ls"}}
+    """
+
+    name = "llama"
+    form = 'Answer with {"name": ..., "parameters": {...}} and nothing else.'
+    _TAG = "<|python_tag|>"
+    _BEGIN = re.compile(
+        r'[\s;,]*(?:<\|python_tag\|>\s*)?(?=\{\s*"(?:type|name|function|parameters|arguments)")'
+    )
+    _KEYS = re.compile(r'"(?:parameters|arguments)"\s*:')
+
+    def find(self, text: str, at: int) -> int:
+        # A JSON object is an ordinary answer, unless it has the keys of a call.
+        if self._BEGIN.match(text, at) and self._KEYS.search(text, at):
+            return at
+        return text.find(self._TAG, at)
+
+    def read(self, text: str, at: int, declared: Declared) -> tuple[Sequence[ReadCall], int]:
+        begun = self._BEGIN.match(text, at)
+        value, end = read_object(text, begun.end() if begun else at + len(self._TAG))
+        if isinstance(value.get("function"), dict):
+            value = value["function"]
+        return [call_of(value, names=("name", "function"), keys=("parameters", "arguments"))], end
+
+    def resume(self, text: str, at: int) -> int:
+        return len(text)
+
+
+class DeepSeek(ToolFormat):
+    """DeepSeek V3 and R1, with the arguments in a code fence; V3.1, without.
+
+    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>bash
+    ```json
+    {"command": "ls"}
+    ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+    """
+
+    name = "deepseek"
+    form = (
+        "Write <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>"
+        "<｜tool▁calls▁end｜> with valid JSON."
+    )
+    noise = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+    _OPEN, _SEPARATOR, _CLOSE = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+    _FENCE = "```"
+
+    def find(self, text: str, at: int) -> int:
+        return text.find(self._OPEN, at)
+
+    def read(self, text: str, at: int, declared: Declared) -> tuple[Sequence[ReadCall], int]:
+        name, at = up_to(text, at + len(self._OPEN), self._SEPARATOR, "The name of a tool call")
+        if name == "function" and not text.startswith("{", skip_space(text, at)):
+            name, at = up_to(text, at, "\n", "The name of a tool call")
+        at = skip_space(text, at)
+        fenced = text.startswith(self._FENCE, at)
+        if fenced:
+            at = text.find("{", at, at + 20)
+        arguments, end = read_object(text, max(at, 0))
+        end = skip_space(text, end)
+        if fenced and text.startswith(self._FENCE, end):
+            end += len(self._FENCE)
+        after = skip_space(text, end)
+        if text.startswith(self.noise[1], after):  # some answers omit the inner end token
+            return [checked(name, arguments)], after
+        return [checked(name, arguments)], end_of(text, end, self._CLOSE)
+
+    def resume(self, text: str, at: int) -> int:
+        return resume_behind(text, at, self._OPEN, self._CLOSE)
+
+
+class Kimi(ToolFormat):
+    """Kimi K2.
+
+    <|tool_calls_section_begin|><|tool_call_begin|>functions.bash:0<|tool_call_argument_begin|>
+    {"command": "ls"}<|tool_call_end|><|tool_calls_section_end|>
+    """
+
+    name = "kimi"
+    form = (
+        "Write <|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>"
+        "{...}<|tool_call_end|><|tool_calls_section_end|> with valid JSON."
+    )
+    noise = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+    _OPEN, _ARGUMENTS, _CLOSE = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+    _ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
+
+    def find(self, text: str, at: int) -> int:
+        return text.find(self._OPEN, at)
+
+    def read(self, text: str, at: int, declared: Declared) -> tuple[Sequence[ReadCall], int]:
+        said, at = up_to(text, at + len(self._OPEN), self._ARGUMENTS, "The id of a tool call")
+        arguments, end = read_object(text, at)
+        named = self._ID.fullmatch(said)
+        return [checked(named[1] if named else "", arguments)], end_of(text, end, self._CLOSE)
+
+    def resume(self, text: str, at: int) -> int:
+        return resume_behind(text, at, self._OPEN, self._CLOSE)
+
+
+class Mistral(ToolFormat):
+    """Mistral: a list of calls in the older format, one call per control token in the newer ones.
+
+    [TOOL_CALLS][{"name": "bash", "arguments": {"command": "ls"}, "id": "abcdefghi"}]
+    [TOOL_CALLS]bash[ARGS]{"command": "ls"}
+    """
+
+    name = "mistral"
+    form = "Write [TOOL_CALLS]NAME[ARGS]{...} with valid JSON."
+    _OPEN = "[TOOL_CALLS]"
+    _NAMED = re.compile(r"\s*([^\s\[\]{}]+?)\s*(?:\[CALL_ID\][^\[\]{}]{0,80})?(?:\[ARGS\])?\s*(?=\{)")
+
+    def find(self, text: str, at: int) -> int:
+        return text.find(self._OPEN, at)
+
+    def read(self, text: str, at: int, declared: Declared) -> tuple[Sequence[ReadCall], int]:
+        at += len(self._OPEN)
+        if not text.startswith(("[", "{"), skip_space(text, at)):
+            named = self._NAMED.match(text, at)
+            if not named:
+                raise Malformed("A tool call does not begin with the tool's name.")
+            arguments, end = read_object(text, named.end())
+            return [checked(named[1], arguments)], end
+        value, end = read_json(text, at)
+        return [call_of(each) for each in (value if isinstance(value, list) else [value])], end
+
+    def resume(self, text: str, at: int) -> int:
+        following = text.find(self._OPEN, at + len(self._OPEN))
+        return following if following >= 0 else len(text)

@@ -1,0 +1,372 @@
+"""Common parts of all tool call formats: the loop over a turn, JSON parsing, types, and limits.
+
+Parsing is total: every text gives calls, content and error messages. A malformed call becomes a short message
+for the model. Calls inside reasoning do not count: the model is only considering them.
+"""
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from prorl_envs.tools.types import JsonObject, ToolSpec
+
+#: Most calls read from one turn; the others are dropped, and the model receives a message.
+MAX_CALLS = 64
+MAX_NAME = 200
+_MAX_DEPTH = 64
+_SPACE = re.compile(r"\s*")
+
+#: Start and end texts of reasoning.
+THOUGHTS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|channel>thought\n", "<channel|>"),
+    ("◁think▷", "◁/think▷"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCall:
+    """A well-formed call: name and arguments."""
+
+    name: str
+    arguments: JsonObject
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTurn:
+    """The parsed text of a turn.
+
+    Args:
+        content: the text outside reasoning and tool calls, stripped.
+        calls: the well-formed calls, in order.
+        malformed: one message for the model per call that could not be read.
+        reasoning: the text inside reasoning, stripped.
+    """
+
+    content: str
+    calls: tuple[ReadCall, ...]
+    malformed: tuple[str, ...]
+    reasoning: str = ""
+
+
+class Malformed(ValueError):
+    """A call that cannot be read; the message is written for the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """Types that tools declare for their parameters, for formats that write values without quotes.
+
+    Args:
+        parameters: by tool, its parameters' JSON schemas by name.
+    """
+
+    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tools: Iterable[ToolSpec]) -> "Declared":
+        """Return the declarations of the offered tools."""
+        return cls({tool.name: _mapping(tool.parameters.get("properties")) for tool in tools})
+
+    def value(self, tool: str, parameter: str, text: str) -> Any:
+        """Convert a value written without quotes to the declared type. If that fails, return the text, so
+        that the tool's error message names the expected type."""
+        types = set(_types(self.parameters.get(tool, {}).get(parameter)))
+        if not types or "string" in types:
+            return text
+        try:
+            return decode(text.strip())
+        except Malformed:
+            return {"True": True, "False": False, "None": None}.get(text.strip(), text)
+
+
+#: Declarations of no tools.
+NOTHING_DECLARED = Declared()
+
+
+class ToolFormat(ABC):
+    """A format for writing tool calls.
+
+    Args, of the class:
+        name: as in the settings.
+        form: description of a call, for a model that wrote a malformed one.
+        noise: control texts around calls that are not content.
+    """
+
+    name: str
+    form: str
+    noise: tuple[str, ...] = ()
+
+    @abstractmethod
+    def find(self, text: str, at: int) -> int:
+        """Return the start of the next call at or after `at`; -1 if there is none."""
+
+    @abstractmethod
+    def read(self, text: str, at: int, declared: Declared) -> tuple[Sequence[ReadCall], int]:
+        """Parse the call at `at` (or several with one opening). Return the calls and their end.
+
+        Raises:
+            Malformed: it cannot be read.
+        """
+
+    @abstractmethod
+    def resume(self, text: str, at: int) -> int:
+        """Return the position after `at` at which to continue after a malformed call at `at`."""
+
+    def turn(self, text: str, *, opened: str = "", declared: Declared = NOTHING_DECLARED) -> ReadTurn:
+        """Parse one assistant turn.
+
+        Args:
+            text: the turn without its stop token.
+            opened: if the prompt contains the start of the reasoning: the text that ends the reasoning.
+            declared: declarations of the offered tools.
+        """
+        reasoning, at = split_reasoning(text, opened)
+        outside, calls, malformed = list[str](), list[ReadCall](), list[str]()
+        while (found := self.find(text, at)) >= 0:
+            outside.append(text[at:found])
+            if len(calls) + len(malformed) >= MAX_CALLS:
+                malformed.append(f"Only the first {MAX_CALLS} tool calls of a turn are read.")
+                at = len(text)
+                break
+            try:
+                read, at = self.read(text, found, declared)
+                calls.extend(read[: MAX_CALLS - len(calls) - len(malformed)])
+            except Malformed as error:
+                malformed.append(f"{error} {self.form}" if self.form else str(error))
+                at = self.resume(text, found)
+        outside.append(text[at:])
+        content = "".join(outside)
+        for literal in self.noise:
+            content = content.replace(literal, "")
+        return ReadTurn(content.strip(), tuple(calls), tuple(malformed), reasoning)
+
+
+def split_reasoning(text: str, opened: str = "") -> tuple[str, int]:
+    """Return the reasoning at the start of a turn, and the position after it. Unclosed reasoning extends to
+    the end of the text.
+
+    Args:
+        text: the turn.
+        opened: if the prompt contains the start of the reasoning: the text that ends the reasoning.
+    """
+    start = skip_space(text, 0)
+    close = opened
+    for begin, end in THOUGHTS:
+        if text.startswith(begin, start):
+            start, close = start + len(begin), end
+            break
+    if not close:
+        return "", 0
+    found = text.find(close, start)
+    if found < 0:
+        return text[start:].strip(), len(text)
+    return text[start:found].strip(), found + len(close)
+
+
+def left_open(prompt: str, *, only_last: bool = False) -> str:
+    """Return the text that would end the reasoning that a prompt left open; "" if no reasoning is open.
+
+    Args:
+        prompt: its text, or the last part of it.
+        only_last: consider only the prompt's last characters; earlier text may come from a tool.
+    """
+    if only_last:
+        tail = prompt.rstrip()
+        return next((end for begin, end in THOUGHTS if tail.endswith(begin.rstrip())), "")
+    return next((end for begin, end in THOUGHTS if prompt.rfind(begin) > prompt.rfind(end)), "")
+
+
+def continued(prompt: str, written: str) -> str | None:
+    """Return the text to sample after a prompt for an answer that a template wrote; None if impossible.
+
+    Args:
+        prompt: ends with the generation prompt, which may contain the start of the reasoning.
+        written: the same conversation, including the answer.
+    """
+    if written.startswith(prompt):
+        return written[len(prompt) :]
+    for begin, end in THOUGHTS:
+        base, found, _ = prompt.rpartition(begin.rstrip())
+        if found and written.startswith(base) and left_open(prompt, only_last=True) == end:
+            answer = written[len(base) :].removeprefix(begin.rstrip())
+            return answer if answer.lstrip().startswith(end) else f"{end}\n\n{answer}"
+    return None
+
+
+def read_json(text: str, start: int) -> tuple[Any, int]:
+    """Parse the JSON value at `start`, after optional white space. Return it and its end.
+
+    The decoder finds the end. A search for a closing literal would fail on a file content that contains it.
+
+    Raises:
+        Malformed: there is no such value.
+    """
+    try:
+        return _DECODER.raw_decode(text, skip_space(text, start))
+    except RecursionError:
+        raise Malformed("The JSON of a tool call is nested too deeply.") from None
+    except json.JSONDecodeError as error:
+        raise Malformed(_what_is_wrong(text, error)) from None
+    except ValueError:  # a number with thousands of digits, or NaN
+        raise Malformed("A number in the JSON of a tool call cannot be read.") from None
+
+
+def read_object(text: str, start: int) -> tuple[JsonObject, int]:
+    """Parse a JSON object as `read_json` does.
+
+    Raises:
+        Malformed: there is no such object.
+    """
+    if not text.startswith("{", skip_space(text, start)):
+        raise Malformed("A tool call is not a JSON object.")
+    value, end = read_json(text, start)
+    return value, end
+
+
+def decode(text: str) -> Any:
+    """Return the JSON value that is the whole of `text`.
+
+    Raises:
+        Malformed: the text is not one JSON value.
+    """
+    value, end = read_json(text, 0)
+    if skip_space(text, end) != len(text):
+        raise Malformed("There is text behind the JSON of a tool call.")
+    return value
+
+
+def call_of(
+    value: Any, *, names: Sequence[str] = ("name",), keys: Sequence[str] = ("arguments",)
+) -> ReadCall:
+    """Return the call in a JSON value.
+
+    Args:
+        value: decoded JSON.
+        names, keys: possible keys of the name, and of the arguments.
+
+    Raises:
+        Malformed: it contains no call.
+    """
+    if not isinstance(value, dict):
+        raise Malformed("A tool call is not a JSON object.")
+    name = next((value[key] for key in names if key in value), None)
+    return checked(name, next((value[key] for key in keys if key in value), {}))
+
+
+def checked(name: Any, arguments: Any) -> ReadCall:
+    """Return a call with a valid name and with arguments that all later code can handle.
+
+    Raises:
+        Malformed: the name or the arguments are invalid.
+    """
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
+        raise Malformed("A tool call has no usable name.")
+    if isinstance(arguments, str):  # some models encode the object as a string
+        try:
+            arguments = _DECODER.decode(arguments)
+        except (ValueError, RecursionError):
+            raise Malformed(f"The arguments of the call to {name!a} are not a JSON object.") from None
+    if not isinstance(arguments, dict):
+        raise Malformed(f"The arguments of the call to {name!a} are not a JSON object.")
+    _check_tree(name, [name, arguments])
+    return ReadCall(name, arguments)
+
+
+def skip_space(text: str, start: int) -> int:
+    """Return the position after white space."""
+    found = _SPACE.match(text, start)
+    return found.end() if found else start
+
+
+def end_of(text: str, start: int, close: str, *, what: str = "") -> int:
+    """Return the position after `close`, which may follow white space. At the end of the text `close` may be
+    missing, because the call is complete without it.
+
+    Raises:
+        Malformed: other text follows.
+    """
+    start = skip_space(text, start)
+    if text.startswith(close, start):
+        return start + len(close)
+    if start != len(text):
+        raise Malformed(f"There is text between {what or 'the JSON of a tool call'} and {close}.")
+    return start
+
+
+def up_to(text: str, start: int, close: str, what: str) -> tuple[str, int]:
+    """Return a short text up to `close`, stripped, and the position after `close`.
+
+    Raises:
+        Malformed: `close` is missing, or too far away.
+    """
+    found = text.find(close, start, start + MAX_NAME + len(close) + 2)
+    if found < 0:
+        raise Malformed(f"{what} is not complete: {close} is missing.")
+    return text[start:found].strip(), found + len(close)
+
+
+def resume_behind(text: str, at: int, opening: str, close: str) -> int:
+    """Return the position after a call's closing literal, or of the next opening one, whichever is first."""
+    start = at + len(opening)
+    closed, opened = text.find(close, start), text.find(opening, start)
+    if closed >= 0 and (opened < 0 or closed < opened):
+        return closed + len(close)
+    return opened if opened >= 0 else len(text)
+
+
+def _what_is_wrong(text: str, error: json.JSONDecodeError) -> str:
+    if error.pos >= len(text) or error.msg.startswith("Unterminated string"):
+        return "A tool call was cut off before its JSON was complete."
+    return f"The JSON of a tool call is not valid: {error.msg} near {text[error.pos : error.pos + 20]!r}."
+
+
+def _check_tree(name: str, value: list[Any]) -> None:
+    """Reject arguments that later code cannot handle: excessive nesting, text without a UTF-8 form."""
+    stack: list[tuple[Any, int]] = [(value, 0)]
+    while stack:
+        item, depth = stack.pop()
+        if depth > _MAX_DEPTH:
+            raise Malformed("The JSON of a tool call is nested too deeply.")
+        if isinstance(item, str):
+            if not _has_utf8(item):
+                raise Malformed(f"The arguments of the call to {name!a} hold half of a surrogate pair.")
+        elif isinstance(item, dict):
+            stack.extend((part, depth + 1) for pair in item.items() for part in pair)
+        elif isinstance(item, list):
+            stack.extend((part, depth + 1) for part in item)
+
+
+def _has_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _types(schema: Any) -> Iterator[str]:
+    """Yield the JSON types that a schema names, including those of its alternatives."""
+    schema = _mapping(schema)
+    named = schema.get("type")
+    yield from [named] if isinstance(named, str) else (named if isinstance(named, list) else ())
+    for key in ("anyOf", "oneOf"):
+        for part in schema[key] if isinstance(schema.get(key), list) else ():
+            named = _mapping(part).get("type")
+            yield from [named] if isinstance(named, str) else ()
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(name)
+
+
+# strict=False admits raw newlines inside strings, which models write in shell commands.
+_DECODER = json.JSONDecoder(strict=False, parse_constant=_no_constant)

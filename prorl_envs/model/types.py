@@ -1,0 +1,314 @@
+"""Types between an agent loop and a model: token ids, never text.
+
+The sampled ids are the truth. A prompt is a list of ids; an answer is the sampled ids with their
+log-probabilities; a new observation is rendered as its own ids and appended. Sampled text is never tokenised
+again.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from prorl_envs.tools.types import ToolCall, ToolSpec
+
+type FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(slots=True)
+class Partial:
+    """Part of an answer that is still being sampled.
+
+    Args:
+        ids, logprobs: everything sampled so far, of the same length; the lists grow.
+        weight_version, server: as of `Sampled`, as far as they are known.
+    """
+
+    ids: list[int]
+    logprobs: list[float]
+    weight_version: str
+    server: str
+
+
+type Heard = Callable[[Partial], None]
+"""Callback for the partial answer during sampling. Fewer ids than before: sampling was restarted."""
+
+type Reasoning = Literal["keep", "user_turn", "template"]
+"""Handling of earlier reasoning when a conversation continues: it stays (the context only grows); it is
+dropped at a user message, if the template does so; or the template decides at each turn. If something is
+dropped, the ledger forks."""
+
+
+class Sampling(BaseModel):
+    """Sampling parameters of one turn.
+
+    Args:
+        temperature: softmax temperature, >= 0.
+        top_p: nucleus mass, in (0, 1].
+        max_tokens: most tokens sampled in one turn.
+        seed: the server's sampling seed, or None; bounded so that a sample's index can be added in 64 bits.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    temperature: float = Field(default=1.0, ge=0.0, le=10.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    max_tokens: int = Field(default=2048, ge=1, le=1_000_000)
+    seed: int | None = Field(default=None, ge=0, le=2**62)
+
+
+class VersionSpan(BaseModel):
+    """Span of one answer that was sampled by one version of the weights.
+
+    Args:
+        version: as the server names it.
+        start, end: indices into the answer's ids; `end` is one past the last.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    version: str
+    start: int = Field(ge=0)
+    end: int = Field(ge=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One answer of a model server.
+
+    Args:
+        ids: the sampled token ids, including the stop token if one was sampled.
+        logprobs: log-probability of each id under the sampling policy; same length as `ids`.
+        finish_reason: why sampling stopped.
+        weight_version: version of the weights that sampled it, the oldest of several; "" if unknown.
+        server: base URL of the server that answered, the last of several.
+        version_spans: if several versions sampled it, the span of each version; together they cover all ids.
+        cached_tokens: prompt tokens the server found in its prefix cache; None if it does not report them.
+        exact: False if the server returned text: `ids` are then a tokenisation of the text, `logprobs` are
+            zeros, and the answer cannot be used for training.
+    """
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    weight_version: str
+    server: str
+    version_spans: tuple[VersionSpan, ...] = ()
+    cached_tokens: int | None = None
+    exact: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Content of a prompt as messages, for servers that take no ids.
+
+    Args:
+        messages: all messages, in OpenAI's format.
+        tools: the offered tools.
+    """
+
+    messages: Sequence[dict[str, Any]]
+    tools: Sequence[ToolSpec]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerNews:
+    """State that a server reports on request.
+
+    Args:
+        model: name of the model it serves, or "".
+        weight_version: version of its weights, or "".
+    """
+
+    model: str = ""
+    weight_version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AssistantTurn:
+    """A parsed answer.
+
+    Args:
+        content: the text outside reasoning and tool calls.
+        tool_calls: the well-formed calls, in order.
+        malformed: one message for the model per tool call that could not be read.
+        reasoning: the model's reasoning before the answer.
+    """
+
+    content: str
+    tool_calls: tuple[ToolCall, ...]
+    malformed: tuple[str, ...]
+    reasoning: str = ""
+
+
+class ModelClient(Protocol):
+    """Client that samples turns from model servers."""
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str) -> Sampled:
+        """Sample one turn.
+
+        Args:
+            prompt_ids: the whole context, as ids.
+            sampling: how to sample.
+            session: the rollout's id; turns of one session go to one server while that server is up.
+
+        Raises:
+            ModelError: no server answered, or an answer breaks the token protocol.
+        """
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+@runtime_checkable
+class Streaming(Protocol):
+    """A server that reports an answer during sampling."""
+
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session: str, heard: Heard
+    ) -> Sampled:
+        """Sample as `ModelClient.generate` does, and call `heard` when ids arrive."""
+        ...
+
+
+@runtime_checkable
+class RoutedModelClient(Protocol):
+    """Client of several servers that samples on one of them and holds turns while weights change."""
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session: str,
+        conversation: Conversation | None = None,
+        heard: Heard | None = None,
+    ) -> Sampled:
+        """Sample as `ModelClient.generate` does.
+
+        Args:
+            conversation: the prompt as messages, for servers that take no ids.
+            heard: receives the partial answer during sampling, if the server supports it.
+        """
+        ...
+
+    def paused_s(self) -> float:
+        """Return the total seconds for which turns were held so far."""
+        ...
+
+    def forget(self, session: str) -> None:
+        """Release the pin of a closed session."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+type InFlight = Literal["finish", "abort", "keep"]
+"""Handling of turns in flight while weights change: they run to completion, they stop at once with the ids
+sampled so far, or they freeze and continue with the new weights."""
+
+
+@runtime_checkable
+class ChatClient(Protocol):
+    """Client of a server that takes messages and returns text: the less capable mode."""
+
+    async def chat(self, conversation: Conversation, sampling: Sampling, *, session: str) -> Sampled:
+        """Sample one turn; `Sampled.exact` is False.
+
+        Raises:
+            ModelError: as `ModelClient.generate`.
+        """
+        ...
+
+
+@runtime_checkable
+class ControllableServer(Protocol):
+    """A server that reports its state and takes notice of weight updates."""
+
+    @property
+    def protocol(self) -> str:
+        """Protocol of the server; "" before it is known."""
+        ...
+
+    @property
+    def complaints(self) -> int:
+        """Number of times the server reported overload."""
+        ...
+
+    async def look(self) -> ServerNews:
+        """Send one health check, with a short timeout.
+
+        Raises:
+            ModelError: the server is not healthy.
+        """
+        ...
+
+    async def pause(self, mode: InFlight) -> bool:
+        """Stop sampling; return False if the server does not support it. Idempotent.
+
+        Raises:
+            ModelError: the server supports it, and failed.
+        """
+        ...
+
+    async def resume(self, weight_version: str) -> bool:
+        """Resume sampling with weights of this version ("" if unknown); return False if not supported.
+
+        Raises:
+            ModelError: it failed.
+        """
+        ...
+
+
+class Renderer(Protocol):
+    """Conversion of messages into ids and ids into messages, for one tokenizer and chat template."""
+
+    def prompt(self, messages: Sequence[dict[str, Any]], tools: Sequence[ToolSpec]) -> list[int]:
+        """Return the ids of a conversation's start, ready for the first answer."""
+        ...
+
+    def bridge(self, sampled: Sampled, observations: Sequence[dict[str, Any]]) -> list[int]:
+        """Return the ids to append after `sampled` so that the model reads `observations` (tool or user
+        messages) and can start its next answer. Never changes sampled ids; closes a truncated turn."""
+        ...
+
+    def assistant(self, message: Mapping[str, Any]) -> list[int]:
+        """Return the ids of an answer that the model did not sample, as its template writes them."""
+        ...
+
+    def parse(
+        self, ids: Sequence[int], tools: Sequence[ToolSpec] = (), *, prompt_ids: Sequence[int] | None = None
+    ) -> AssistantTurn:
+        """Parse a sampled answer. Total: every id sequence gives a turn.
+
+        Args:
+            ids: the answer.
+            tools: the offered tools, whose schemas give the types of unquoted values.
+            prompt_ids: the context before the answer; None for the start of a conversation.
+        """
+        ...
+
+    def without_stop(self, ids: Sequence[int]) -> Sequence[int]:
+        """Return an answer without the stop tokens at its end."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def tool_format(self) -> str:
+        """Format in which the model writes tool calls, a key of `tool_formats.choice.FORMATS`."""
+        ...
+
+
+class ServerHealth(StrEnum):
+    """Health of a model server, which decides whether it gets turns."""
+
+    UNKNOWN = "unknown"
+    HEALTHY = "healthy"
+    FAILING = "failing"
+    DRAINING = "draining"

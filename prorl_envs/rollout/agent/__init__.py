@@ -1,0 +1,1 @@
+"""Agent loop of one job, with its limits and its token ledger."""

@@ -1,0 +1,485 @@
+"""Agent loop on tokens: model calls and tool calls in turn.
+
+The prompt is rendered once. After that the context grows by the sampled tokens, unchanged, and by each
+observation, rendered separately. If a template is allowed to rewrite the history, the ledger forks. The loop
+parses sampled text to find tool calls, and never tokenises this text again.
+"""
+
+import asyncio
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, TypedDict, Unpack
+
+from prorl_envs.clock import Clock
+from prorl_envs.env.base import Message, Prompt
+from prorl_envs.errors import ModelError
+from prorl_envs.model.routing.pause_gate import ActiveTimeout, HeldTime
+from prorl_envs.model.tokens.cached_encoder import LONG
+from prorl_envs.model.tokens.context import Context
+from prorl_envs.model.tokens.continuation import Append, Fork, next_prompt
+from prorl_envs.model.types import (
+    AssistantTurn,
+    Conversation,
+    ModelClient,
+    Reasoning,
+    Renderer,
+    RoutedModelClient,
+    Sampled,
+    Sampling,
+)
+from prorl_envs.rollout.agent import loop_limits, tracing
+from prorl_envs.rollout.agent.fair_yield import LoopFairness
+from prorl_envs.rollout.agent.token_ledger import Ledger
+from prorl_envs.rollout.api.types import AgentLimits, StopReason, Trajectory
+from prorl_envs.tools.types import ToolCall, ToolResult, ToolSpec
+
+_CUT = (
+    "Your answer was cut off after {tokens} tokens, before a tool call was complete. "
+    "Be brief and call one tool."
+)
+
+#: Prompts cached as ids for later samples: more than the groups that start at a time.
+_PROMPTS = 64
+#: Ids at the end of a prompt that show if the reasoning starts in the prompt.
+_PROMPT_END = 16
+
+
+class Record(Protocol):
+    """Token record of a conversation."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def forks(self) -> Sequence[Trajectory]: ...
+
+    @property
+    def unfinished_answers(self) -> Sequence[Trajectory]: ...
+
+    @property
+    def turns(self) -> int: ...
+
+    @property
+    def model_s(self) -> float: ...
+
+    @property
+    def tools_s(self) -> float: ...
+
+    def trajectory(self) -> Trajectory | None: ...
+
+
+class ToolHost(Protocol):
+    """Methods of an environment that the loop uses."""
+
+    @property
+    def finish_tool(self) -> str: ...
+
+    async def call(self, call: ToolCall, *, timeout_s: float | None = None) -> ToolResult: ...
+
+
+@dataclass(slots=True)
+class Transcript:
+    """Conversation so far. It outlives the loop, so that an interrupted episode still has its transcript.
+
+    Args:
+        messages: the conversation in readable form.
+        ledger: the same as tokens; None before the prompt is rendered.
+        tools: available tools, if a harness has tools of its own.
+        held: time for which turns were held while weights changed. Deadlines do not count this time.
+    """
+
+    messages: list[Message] = field(default_factory=list)
+    ledger: Record | None = None
+    tools: Sequence[ToolSpec] | None = None
+    held: HeldTime = field(default_factory=HeldTime)
+
+
+class EpisodeSettings(TypedDict):
+    """Settings of an episode, for the agent loop and for a harness.
+
+    limits: turns, tokens of the whole context, consecutive malformed answers, seconds.
+    sampling: sampling of each turn; `max_tokens` shrinks to the remaining context.
+    session: session name; the model servers treat its calls as one conversation.
+    """
+
+    limits: AgentLimits
+    sampling: Sampling
+    session: str
+
+
+@dataclass(slots=True)
+class Agent:
+    """Runner of episodes with one model.
+
+    Args:
+        renderer: the model's tokenizer and chat template.
+        model: the servers that sample.
+        clock: measures the calls and the time limit.
+        reasoning: handling of earlier reasoning.
+    """
+
+    renderer: Renderer
+    model: ModelClient
+    clock: Clock
+    reasoning: Reasoning = "keep"
+    pooled: RoutedModelClient | None = field(
+        init=False, repr=False
+    )  # `model` if it is a routed client; cached, since the protocol check is slow
+    _reading: asyncio.Lock = field(default_factory=asyncio.Lock, init=False, repr=False)
+    _prompts: OrderedDict[str, list[int]] = field(default_factory=OrderedDict, init=False, repr=False)
+    #: Entered before each computation of an episode that takes longer than a request to the service.
+    turnstile: LoopFairness = field(default_factory=LoopFairness, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.pooled = self.model if isinstance(self.model, RoutedModelClient) else None
+
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """Return the ids of a prompt. The samples of a group share a prompt, so it is rendered once."""
+        said = json.dumps([list(prompt.messages), [tool.to_openai() for tool in prompt.tools]])
+        ids = self._prompts.pop(said, None) or self.renderer.prompt(prompt.messages, prompt.tools)
+        self._prompts[said] = ids
+        if len(self._prompts) > _PROMPTS:
+            self._prompts.popitem(last=False)
+        return ids
+
+    async def play(
+        self,
+        environment: ToolHost,
+        prompt: Prompt,
+        transcript: Transcript,
+        **how: Unpack[EpisodeSettings],
+    ) -> StopReason:
+        """Run the loop until it stops.
+
+        Args:
+            environment: its tools are called; it must be initialised.
+            prompt: the return value of `init`.
+            transcript: filled while the loop runs.
+            how: see `EpisodeSettings`.
+
+        Raises:
+            ModelError, SandboxError, ToolError: a boundary failed.
+        """
+        loop = await self.begin(environment, prompt, transcript, **how)
+        try:
+            return await loop.finish()
+        finally:
+            self.forget(loop.session)
+
+    async def begin(
+        self,
+        environment: ToolHost,
+        prompt: Prompt,
+        transcript: Transcript,
+        **how: Unpack[EpisodeSettings],
+    ) -> "AgentLoop":
+        """Return a loop that has read its prompt and taken no turn. Arguments as of `play`."""
+        async with self._reading:  # the first sample of a group renders the prompt, the others use the cache
+            said = sum(len(message.get("content") or "") for message in prompt.messages)
+            ids = await elsewhere(said, partial(self.prompt_ids, prompt))
+        return AgentLoop(self, environment, prompt, ids, transcript, **how)
+
+    def forget(self, session: str) -> None:
+        """Release the model server pin of a finished conversation."""
+        if self.pooled is not None:
+            self.pooled.forget(session)
+
+
+class AgentLoop:
+    """One run of the loop. Callers may step through it: with `turn`, which samples from the model, or with
+    `answer`, for an answer that the caller sampled. The time limit runs unless the loop sleeps; a new loop is
+    awake.
+
+    Args: as `Agent.play`, and `prompt_ids`: the prompt as ids.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        environment: ToolHost,
+        prompt: Prompt,
+        prompt_ids: Sequence[int],
+        transcript: Transcript,
+        *,
+        limits: AgentLimits,
+        sampling: Sampling,
+        session: str,
+    ) -> None:
+        self.agent = agent
+        self.environment = environment
+        self.limits = limits
+        self.sampling = sampling
+        self.session = session
+        self.ends_at = agent.clock.monotonic() + limits.run_s
+        self.malformed = 0
+        self.repeats = loop_limits.RepeatDetector(limits.max_repeats)
+        self.warned = False
+        self.tools = prompt.tools
+        self.tool_names = frozenset(tool.name for tool in prompt.tools)
+        self.context = Context(prompt_ids)
+        self.ledger = Ledger(self.context)
+        self.transcript = transcript
+        transcript.messages.extend(prompt.messages)
+        transcript.ledger = self.ledger
+
+    def sleep(self) -> None:
+        """Stop the time limit while the caller works."""
+        self.slept_with_s = self.seconds_left
+
+    def wake(self) -> None:
+        """Continue the time limit."""
+        self.ends_at = self.agent.clock.monotonic() + self.slept_with_s
+
+    @property
+    def room(self) -> int:
+        """Number of tokens by which the context may still grow."""
+        return self.limits.max_tokens - len(self.context)
+
+    @property
+    def seconds_left(self) -> float:
+        return self.ends_at + self.transcript.held.seconds() - self.agent.clock.monotonic()
+
+    async def finish(self) -> StopReason:
+        """Take turns until the loop stops."""
+        while (reason := await self.turn()) is None:
+            pass
+        return reason
+
+    async def turn(self) -> StopReason | None:
+        """Run one model call and its tool calls; return why the loop stops, or None to continue."""
+        if reason := self.exhausted():
+            return reason
+        sampled = await self._sample()
+        if sampled is None:
+            return StopReason.TIME_LIMIT
+        return await self._heed(sampled)
+
+    async def answer(self, sampled: Sampled) -> StopReason | None:
+        """Append an answer that the caller sampled from the current context, and run its tool calls.
+
+        Args:
+            sampled: not longer than `room`.
+
+        Returns:
+            the reason why the loop stops, or None to continue.
+        """
+        self.ledger.sent(self.context)
+        self.ledger.sampled(sampled, 0.0)
+        self.context.extend(sampled.ids)
+        return await self._heed(sampled)
+
+    def exhausted(self) -> StopReason | None:
+        """Return why there is no further turn, or None."""
+        if self.ledger.turns >= self.limits.max_turns:
+            return StopReason.TURN_LIMIT
+        return StopReason.TOKEN_LIMIT if self.room < 1 else None
+
+    async def _heed(self, sampled: Sampled) -> StopReason | None:
+        """Parse an answer and run its tool calls."""
+        await self.agent.turnstile.through()
+        before = len(self.context) - len(sampled.ids)
+        prompt_end = self.context[max(0, before - _PROMPT_END) : before]
+        answer = self.agent.renderer.parse(sampled.ids, self.tools, prompt_ids=prompt_end)
+        self.transcript.messages.append(assistant_message(self.agent.renderer, answer, sampled))
+        if reason := self._judge(answer, sampled):
+            return reason
+        observations = await self.act(answer.tool_calls)
+        if isinstance(observations, StopReason):
+            return observations
+        if self.repeats.noticed(answer.tool_calls, observations):
+            return StopReason.LOOP
+        observations.extend({"role": "user", "content": note} for note in self._notes(answer, sampled))
+        return await self._observe(sampled, observations)
+
+    async def _sample(self) -> Sampled | None:
+        """Sample one turn; None if the time limit was reached first.
+
+        Raises:
+            ModelError: the limit was reached before the first answer of the episode, or in a call that alone
+                took more than half of the time; or the answer is invalid.
+        """
+        if self.seconds_left <= 0:
+            return None
+        tokens = min(self.sampling.max_tokens, self.room)
+        sampling = self.sampling
+        if tokens < sampling.max_tokens:
+            sampling = sampling.model_copy(update={"max_tokens": tokens})
+        self.ledger.sent(self.context)
+        clock, held = self.agent.clock, self.transcript.held
+        started, held_before = clock.monotonic(), held.seconds()
+        try:
+            async with ActiveTimeout(clock, self.seconds_left, held.seconds) as deadline:
+                with tracing.model_call(len(self.context)) as span:
+                    sampled = await self._generate(sampling)
+                    tracing.note_sampled(span, sampled)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            waited = clock.monotonic() - started - (held.seconds() - held_before)
+            if self.ledger.turns and waited <= self.limits.run_s / 2:
+                return None
+            raise ModelError(  # the policy did not cause this, so nothing is graded
+                f"the model did not answer in {waited:.3g} of {self.limits.run_s:g} s",
+                hint="are the model servers hung or overloaded? else raise limits.run_s",
+            ) from None
+        check_sampled(sampled, tokens)
+        self.ledger.sampled(sampled, clock.monotonic() - started - (held.seconds() - held_before))
+        self.context.extend(sampled.ids)
+        return sampled
+
+    async def _generate(self, sampling: Sampling) -> Sampled:
+        model = self.agent.pooled
+        if model is None:
+            return await self.agent.model.generate(self.context, sampling, session=self.session)
+        conversation = Conversation(self.transcript.messages, self.tools)
+        with self.transcript.held.counting(model.paused_s):
+            return await model.generate(
+                self.context, sampling, session=self.session, conversation=conversation
+            )
+
+    def _judge(self, answer: AssistantTurn, sampled: Sampled) -> StopReason | None:
+        """Return why an answer without a readable tool call stops the loop, or None."""
+        if answer.tool_calls:
+            self.malformed = 0
+            return None
+        if not answer.malformed and sampled.finish_reason != "length":
+            return StopReason.NO_TOOL_CALL
+        if self.room < 1:
+            return StopReason.TOKEN_LIMIT
+        self.malformed += 1
+        return StopReason.MALFORMED if self.malformed >= self.limits.max_malformed else None
+
+    @staticmethod
+    def _notes(answer: AssistantTurn, sampled: Sampled) -> Sequence[str]:
+        """Return notes to the model about calls that could not be read."""
+        if answer.malformed or answer.tool_calls or sampled.finish_reason != "length":
+            return answer.malformed
+        return (_CUT.format(tokens=len(sampled.ids)),)
+
+    async def act(self, calls: Sequence[ToolCall]) -> list[Message] | StopReason:
+        """Run the calls in order; return the observations, or why the loop stops."""
+        observations: list[Message] = []
+        for call in calls:
+            if self.seconds_left <= 0:
+                return StopReason.TIME_LIMIT
+            started = self.agent.clock.monotonic()
+            timeout_s = min(self.limits.tool_timeout_s, self.seconds_left)
+            with tracing.tool_call(call, known=call.name in self.tool_names) as span:
+                result = await self.environment.call(call, timeout_s=timeout_s)
+                tracing.note_tool(span, result)
+            self.ledger.tools_took(self.agent.clock.monotonic() - started)
+            if call.name == self.environment.finish_tool and result.ok:
+                return StopReason.FINISHED
+            text = unicode(
+                loop_limits.cut(result.text, self.limits.max_observation_chars or len(result.text))
+            )
+            observations.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text})
+        return observations
+
+    async def _observe(self, sampled: Sampled, observations: Sequence[Message]) -> StopReason | None:
+        """Continue with the observations, unless they leave no room for an answer."""
+        await self.agent.turnstile.through()
+        step = await self._next(sampled, observations)
+        reserve = self.limits.reserve_tokens
+        if reserve and not self.warned and self._left(step) <= reserve:
+            step, observations = await self._squeezed(sampled, observations)
+        if self._left(step) < 1:
+            return StopReason.TOKEN_LIMIT
+        if isinstance(step, Fork):
+            self.ledger.fork(step.ids)
+            self.context = Context(step.ids)
+        else:
+            self.ledger.observed(step.ids)
+            self.context.extend(step.ids)
+        self.transcript.messages.extend(observations)
+        return None
+
+    async def _next(self, sampled: Sampled, observations: Sequence[Message]) -> Append | Fork:
+        messages = [*self.transcript.messages, *observations]
+        agent = self.agent
+        rendered = observations if agent.reasoning == "keep" else messages
+        return await elsewhere(
+            sum(len(message.get("content") or "") for message in rendered),
+            partial(
+                next_prompt,
+                agent.renderer,
+                agent.reasoning,
+                self.context,
+                sampled,
+                messages,
+                len(observations),
+                self.tools,
+            ),
+        )
+
+    def _left(self, step: Append | Fork) -> int:
+        """Return the number of tokens by which the context may grow after this step."""
+        return (self.limits.max_tokens if isinstance(step, Fork) else self.room) - len(step.ids)
+
+    async def _squeezed(
+        self, sampled: Sampled, observations: Sequence[Message]
+    ) -> tuple[Append | Fork, list[Message]]:
+        """Cut the observations to preserve the reserve as far as possible, and add the low-budget warning."""
+        self.warned = True
+        warning = loop_limits.last_words(self.limits.reserve_tokens)
+        shown = [*observations, warning]
+        step = await self._next(sampled, shown)
+        for size in loop_limits.sizes(observations):
+            if self._left(step) >= self.limits.reserve_tokens:
+                break
+            shown = [*loop_limits.shorter(observations, size), warning]
+            step = await self._next(sampled, shown)
+        return step, shown
+
+
+async def elsewhere[T](characters: int, work: Callable[[], T]) -> T:
+    """Run tokenisation of so many characters; in a thread if it would block the event loop for
+    milliseconds."""
+    return work() if characters < LONG else await asyncio.to_thread(work)
+
+
+def check_sampled(sampled: Sampled, tokens: int) -> None:
+    """Check that an answer fits a request for at most `tokens` tokens.
+
+    Raises:
+        ModelError: it does not.
+    """
+    if len(sampled.ids) != len(sampled.logprobs):
+        raise ModelError("the model server sent another number of log-probabilities than of tokens")
+    if len(sampled.ids) > tokens:
+        raise ModelError(f"the model server sampled {len(sampled.ids)} tokens, asked for {tokens} at most")
+    if sampled.finish_reason == "abort":
+        raise ModelError("the model server aborted the answer")
+
+
+def assistant_message(renderer: Renderer, answer: AssistantTurn, sampled: Sampled) -> Message:
+    """Return an answer as a message."""
+    if answer.malformed:  # the sampled text contains more than its readable part
+        return {
+            "role": "assistant",
+            "content": unicode(renderer.decode(renderer.without_stop(sampled.ids))),
+        }
+    message: dict[str, Any] = {"role": "assistant", "content": unicode(answer.content)}
+    if answer.reasoning:
+        message["reasoning_content"] = unicode(answer.reasoning)
+    if answer.tool_calls:
+        message["tool_calls"] = [openai_call(call) for call in answer.tool_calls]
+    return message
+
+
+def openai_call(call: ToolCall) -> dict[str, Any]:
+    """Return a tool call in the form of an OpenAI message."""
+    # ASCII escapes keep lone surrogates, which are valid in JSON but not in UTF-8.
+    arguments = json.dumps(call.arguments)
+    return {
+        "id": unicode(call.id),
+        "type": "function",
+        "function": {"name": unicode(call.name), "arguments": arguments},
+    }
+
+
+def unicode(text: str) -> str:
+    """Replace characters that UTF-8 cannot encode: results are sent as UTF-8; model output is untrusted."""
+    return text.encode("utf-8", "replace").decode("utf-8")

@@ -1,0 +1,138 @@
+"""Token ledger of one episode: exactly the tokens that the model read and wrote.
+
+A row only grows at its end, and only the new part of a prompt is compared with the ledger: the cost of a turn
+depends on its own tokens, not on the history. A context that does not continue the recorded tokens starts
+another row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prorl_envs.model.types import Sampled
+from prorl_envs.rollout.api.types import Trajectory, TurnRecord
+
+
+@dataclass(slots=True)
+class _Turn:
+    start: int
+    sampled: Sampled
+    model_s: float
+    tools_s: float = 0.0
+
+
+class Ledger:
+    """Ids, mask and log-probabilities of one episode, with its turns as spans.
+
+    Args:
+        prompt_ids: ids of the initial prompt.
+
+    Length and append methods refer to the last row; `forks` are the rows before.
+    """
+
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
+        self.forks: list[Trajectory] = []
+        self._turns: list[_Turn] = []
+        self._begin(prompt_ids)
+
+    def fork(self, prompt_ids: Sequence[int]) -> None:
+        """Start another row: the conversation continues from these ids, which rewrite its history."""
+        self.forks.append(self.trajectory())
+        self._begin(prompt_ids)
+
+    def _begin(self, prompt_ids: Sequence[int]) -> None:
+        self._ids = list(prompt_ids)
+        self._mask = [0] * len(self._ids)
+        self._logprobs = [0.0] * len(self._ids)
+        self._first = len(self._turns)
+        self._checked = 0
+        self._drift = 0
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @property
+    def ids(self) -> list[int]:
+        """Ids of the current row; read-only."""
+        return self._ids
+
+    @property
+    def unfinished_answers(self) -> Sequence[Trajectory]:
+        """Empty: the loop waits for every answer."""
+        return ()
+
+    @property
+    def turns(self) -> int:
+        """Number of model calls so far."""
+        return len(self._turns)
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(len(turn.sampled.ids) for turn in self._turns)
+
+    @property
+    def exact(self) -> bool:
+        """True if the ids are those that the model read and sampled."""
+        return all(turn.sampled.exact for turn in self._turns)
+
+    @property
+    def model_s(self) -> float:
+        return sum(turn.model_s for turn in self._turns)
+
+    @property
+    def tools_s(self) -> float:
+        return sum(turn.tools_s for turn in self._turns)
+
+    def sent(self, prompt_ids: Sequence[int]) -> None:
+        """Compare a prompt that is about to be sent with the recorded ids: the part that is new since the
+        last prompt, position by position, and the total length."""
+        mine, theirs = self._ids[self._checked :], list(prompt_ids[self._checked :])
+        if mine != theirs:  # usually equal, which spares the comparison by position
+            self._drift += sum(a != b for a, b in zip(mine, theirs, strict=False))
+        self._drift += abs(len(self._ids) - len(prompt_ids))
+        self._checked = len(self._ids)
+
+    def sampled(self, answer: Sampled, model_s: float) -> None:
+        """Append a sampled answer. An answer that is not exact is no training data: its mask is 0."""
+        self._turns.append(_Turn(len(self._ids), answer, model_s))
+        self._append(answer.ids, int(answer.exact), answer.logprobs)
+
+    def observed(self, ids: Sequence[int]) -> None:
+        """Append ids that the model reads next."""
+        self._append(ids, 0, [0.0] * len(ids))
+
+    def tools_took(self, seconds: float) -> None:
+        """Add to the tool time of the last turn, if there was one."""
+        if self._turns:
+            self._turns[-1].tools_s += seconds
+
+    def trajectory(self) -> Trajectory:
+        """Return the current row in the result format."""
+        return Trajectory(
+            ids=self._ids,
+            loss_mask=self._mask,
+            logprobs=self._logprobs,
+            turns=[_record(turn) for turn in self._turns[self._first :]],
+            drift=self._drift,
+            token_exact=self.exact,
+        )
+
+    def _append(self, ids: Sequence[int], mask: int, logprobs: Sequence[float]) -> None:
+        self._ids.extend(ids)
+        self._mask.extend([mask] * len(ids))
+        self._logprobs.extend(logprobs)
+
+
+def _record(turn: _Turn) -> TurnRecord:
+    answer = turn.sampled
+    return TurnRecord(
+        start=turn.start,
+        end=turn.start + len(answer.ids),
+        finish_reason=answer.finish_reason,
+        weight_version=answer.weight_version,
+        server=answer.server,
+        model_s=turn.model_s,
+        tools_s=turn.tools_s,
+        version_spans=list(answer.version_spans),
+        cached_tokens=answer.cached_tokens,
+        token_exact=answer.exact,
+    )

@@ -1,0 +1,147 @@
+"""OpenTelemetry traces: a job, its stages, and in RUN every model call and tool call.
+
+Without an OpenTelemetry SDK this module does nothing, and checks once per stage for an SDK. Attribute names
+follow https://opentelemetry.io/docs/specs/semconv/gen-ai/ if they fit. Spans contain no prompt, output or
+task text: traces travel to other systems than results do.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from prorl_envs import __version__
+from prorl_envs.model.types import Sampled
+from prorl_envs.rollout.api.types import Failure, JobState, Stage
+from prorl_envs.tools.types import ToolCall, ToolResult
+
+_propagator = TraceContextTextMapPropagator()
+_tracer = trace.get_tracer("prorl_envs", __version__)
+
+#: Job of the current asyncio task, for log lines; "" outside of a job.
+current_job: ContextVar[str] = ContextVar("current_job", default="")
+
+
+#: Span used without tracing; the API's own no-op span costs 50 us.
+_NO_SPAN: AbstractContextManager[Span] = nullcontext(trace.INVALID_SPAN)
+
+
+#: True if tracing was active when this task's stage started; None outside of stages.
+_stage_traced: ContextVar[bool | None] = ContextVar("stage_traced", default=None)
+
+
+def _is_traced() -> bool:
+    return not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
+
+
+def _traced() -> bool:
+    known = _stage_traced.get()
+    return _is_traced() if known is None else known
+
+
+def _current(name: str) -> AbstractContextManager[Span]:
+    """Open a new span, the current one while the block runs."""
+    return _tracer.start_as_current_span(name) if _traced() else _NO_SPAN
+
+
+def begin_job(job: str, environment: str, task: str) -> Span:
+    """Start the span of a job at its admission; `end_job` closes the span."""
+    attributes = {"prorl.job": job, "prorl.environment": environment, "prorl.task": task}
+    return _tracer.start_span("rollout", context=Context(), attributes=attributes)
+
+
+def end_job(span: Span, state: JobState, reward: float | None, attempts: int) -> None:
+    """Close the span of a finished job."""
+    span.set_attribute("prorl.state", state)
+    span.set_attribute("prorl.attempts", attempts)
+    if reward is not None:
+        span.set_attribute("prorl.reward", reward)
+    if state is JobState.FAILED:
+        span.set_status(Status(StatusCode.ERROR))
+    span.end()
+
+
+@contextmanager
+def in_stage(job: str, span: Span, stage: Stage, attempt: int) -> Iterator[Span]:
+    """Open the span of a stage while the stage runs in this task."""
+    with (
+        _working_for(job),
+        trace.use_span(span) if _traced() else nullcontext(),
+        _current(stage) as of_stage,
+    ):
+        of_stage.set_attributes({"prorl.job": job, "prorl.attempt": attempt})
+        yield of_stage
+
+
+@contextmanager
+def _working_for(job: str) -> Iterator[None]:
+    of_job, of_traced = current_job.set(job), _stage_traced.set(_is_traced())
+    try:
+        yield
+    finally:
+        _stage_traced.reset(of_traced)
+        current_job.reset(of_job)
+
+
+def carried() -> dict[str, str]:
+    """Return the current span as W3C trace headers, for work that continues on another machine."""
+    carrier: dict[str, str] = {}
+    _propagator.inject(carrier)
+    return carrier
+
+
+@contextmanager
+def continued(job: str, carrier: dict[str, str]) -> Iterator[None]:
+    """Use the span of another machine as parent while a stage starts; tasks created here inherit it."""
+    span = trace.get_current_span(_propagator.extract(carrier, context=Context()))
+    with _working_for(job), trace.use_span(span):
+        yield
+
+
+def note_failure(span: Span, failure: Failure) -> None:
+    """Mark the span of a stage as failed."""
+    span.set_attribute("error.type", failure.kind)
+    span.set_status(Status(StatusCode.ERROR))
+
+
+def model_call(prompt_tokens: int) -> AbstractContextManager[Span]:
+    """Open a span while a model server samples one turn."""
+    return _model_call(prompt_tokens) if _traced() else _NO_SPAN
+
+
+@contextmanager
+def _model_call(prompt_tokens: int) -> Iterator[Span]:
+    with _current("model_call") as span:
+        span.set_attribute("gen_ai.operation.name", "text_completion")
+        span.set_attribute("gen_ai.usage.input_tokens", prompt_tokens)
+        yield span
+
+
+def note_sampled(span: Span, sampled: Sampled) -> None:
+    """Add the outcome of a model call to its span."""
+    span.set_attribute("gen_ai.usage.output_tokens", len(sampled.ids))
+    span.set_attribute("gen_ai.response.finish_reasons", [sampled.finish_reason])
+    span.set_attribute("server.address", sampled.server)
+    span.set_attribute("prorl.weight_version", sampled.weight_version)
+
+
+def tool_call(call: ToolCall, known: bool) -> AbstractContextManager[Span]:
+    """Open a span while a tool runs. An unknown tool name, invented by the model, is not recorded."""
+    return _tool_call(call, known) if _traced() else _NO_SPAN
+
+
+@contextmanager
+def _tool_call(call: ToolCall, known: bool) -> Iterator[Span]:
+    with _current("tool_call") as span:
+        span.set_attribute("gen_ai.operation.name", "execute_tool")
+        span.set_attribute("gen_ai.tool.name", call.name if known else "unknown")
+        yield span
+
+
+def note_tool(span: Span, result: ToolResult) -> None:
+    """Add the outcome of a tool call to its span."""
+    span.set_attribute("prorl.tool_ok", result.ok)

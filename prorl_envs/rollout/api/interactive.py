@@ -1,0 +1,226 @@
+"""Wire format of interactive episodes, which a caller drives step by step."""
+
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    FiniteFloat,
+    Tag,
+    field_validator,
+    model_validator,
+)
+
+from prorl_envs.model.types import Sampling
+from prorl_envs.rollout.api.types import (
+    AgentLimits,
+    Failure,
+    GroupRequest,
+    JobId,
+    Result,
+    StopReason,
+    checked_json,
+)
+
+#: Most token ids of one step: far more than any context has.
+MAX_IDS = 4_000_000
+MAX_CALLS = 64
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class _Wire(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EpisodeRequest(_Wire):
+    """Request for an interactive episode.
+
+    Args:
+        id: the caller's id; repeating the same request returns the same episode.
+        environment: name of a registered environment family.
+        task: one data row of that family.
+        sampling: for the service's own agent loop.
+        limits: as for a job. `run_s` counts only the seconds of steps, not the time between them.
+        idle_s: seconds without a request after which the episode is closed; None, or a value above the
+            service's limit, takes the service's limit.
+    """
+
+    id: JobId
+    environment: str = Field(min_length=1, max_length=100)
+    task: dict[str, Any]
+    sampling: Sampling = Sampling()
+    limits: AgentLimits = AgentLimits()
+    idle_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+
+    @field_validator("task")
+    @classmethod
+    def _is_json(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return checked_json(value)
+
+    def as_group(self) -> GroupRequest:
+        """Return the same request as a group with one sample."""
+        return GroupRequest(
+            id=self.id,
+            environment=self.environment,
+            task=self.task,
+            sampling=self.sampling,
+            limits=self.limits,
+        )
+
+
+class _Step(_Wire):
+    step: int | None = Field(
+        default=None, ge=0, description="Number of this step; the same again is not done twice."
+    )
+
+
+class CallRequest(_Wire):
+    """Tool call that the caller parsed from its model's answer."""
+
+    id: str = Field(default="", max_length=200)
+    name: str = Field(min_length=1, max_length=200)
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+
+class CallStep(_Step):
+    """Step that runs tool calls. The service then neither sees nor records tokens.
+
+    Args:
+        tool_calls: in order.
+        content: text of the model beside the calls.
+    """
+
+    tool_calls: list[CallRequest] = Field(min_length=1, max_length=MAX_CALLS)
+    content: str = ""
+
+
+class TokenStep(_Step):
+    """Step with an answer that the caller's model sampled; the service parses it and runs its tool calls.
+
+    Args:
+        ids: the sampled tokens, including a stop token.
+        logprobs: one per token; None if the caller does not share them.
+        finish_reason: reason why sampling stopped.
+        weight_version: version of the weights that sampled the answer.
+    """
+
+    ids: list[TokenId] = Field(max_length=MAX_IDS)
+    logprobs: list[FiniteFloat] | None = Field(default=None, max_length=MAX_IDS)
+    finish_reason: Literal["stop", "length"] = "stop"
+    weight_version: str = Field(default="", max_length=200)
+
+    @model_validator(mode="after")
+    def _one_each(self) -> "TokenStep":
+        if self.logprobs is not None and len(self.logprobs) != len(self.ids):
+            raise ValueError("logprobs and ids differ in length")
+        return self
+
+
+class AgentStep(_Step):
+    """Step that hands the episode to the service's own agent loop and model servers until the loop stops."""
+
+    agent: Literal[True]
+
+
+def _kind(body: Any) -> str:
+    fields = body if isinstance(body, dict) else vars(body) if isinstance(body, _Step) else {}
+    return next((kind for kind in ("ids", "agent") if kind in fields), "tool_calls")
+
+
+type StepRequest = Annotated[
+    Annotated[CallStep, Tag("tool_calls")]
+    | Annotated[TokenStep, Tag("ids")]
+    | Annotated[AgentStep, Tag("agent")],
+    Discriminator(_kind),
+]
+
+
+class EpisodeState(StrEnum):
+    """State of an interactive episode. Steps need `ready`; grading needs `ready` or `stopped`."""
+
+    WAITING = "waiting"
+    INIT = "init"
+    READY = "ready"
+    RUN = "run"
+    STOPPED = "stopped"
+    EVAL = "eval"
+    GRADED = "graded"
+    FAILED = "failed"
+
+    @property
+    def busy(self) -> bool:
+        """True while the service works on the episode."""
+        return self in (EpisodeState.WAITING, EpisodeState.INIT, EpisodeState.RUN, EpisodeState.EVAL)
+
+
+class PromptView(_Wire):
+    """Initial prompt of an episode.
+
+    Args:
+        messages: in OpenAI shape.
+        tools: in OpenAI function format.
+        ids: messages and tools as tokens, ready for the first answer.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    ids: list[int]
+
+
+class StepView(_Wire):
+    """Outcome of a step.
+
+    Args:
+        step: number of the step, from 0.
+        messages: messages that the step added to the conversation: answers and tool results.
+        ids: tokens to append to the context after the sampled ones, before the next answer; None if the
+            caller sent no token ids.
+        stop_reason: reason why the loop stopped; None if it may continue.
+    """
+
+    step: int
+    messages: list[dict[str, Any]]
+    ids: list[int] | None
+    stop_reason: StopReason | None
+
+
+class EpisodeView(_Wire):
+    """Interactive episode.
+
+    Args:
+        state: state of the episode.
+        steps: number of started steps, which is also the number of the next step.
+        prompt: initial prompt, once it exists; only in the responses to start and lookup requests.
+        last: outcome of the last step.
+        failure: the failure, if any. There is no further attempt.
+        result: the result in the format of jobs, with reward, evidence and tokens; present after grading or a
+            failure.
+    """
+
+    id: str
+    environment: str
+    task_id: str
+    state: EpisodeState
+    steps: int
+    prompt: PromptView | None
+    last: StepView | None
+    failure: Failure | None
+    result: Result | None
+
+
+class EndpointView(_Wire):
+    """Model endpoint for an agent.
+
+    Args:
+        key: key of this endpoint only; its holder can make model calls as this episode.
+        anthropic_base_url, openai_base_url: base URLs for the vendors' clients, on the address through which
+            this request reached the service.
+    """
+
+    key: str
+    anthropic_base_url: str
+    openai_base_url: str

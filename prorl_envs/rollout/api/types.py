@@ -1,0 +1,389 @@
+"""Requests and results of the rollout service. Result format version 2.
+
+A job runs one episode; a group is n jobs of one task. These models are the wire format of the HTTP API and
+the line format of stored trajectories.
+"""
+
+import contextlib
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from prorl_envs.errors import FailureKind
+from prorl_envs.model.types import Sampling, VersionSpan
+
+RESULT_VERSION: Literal[2] = 2
+
+#: Part of an id: not empty, and not `.` or `..`, which clients and proxies remove from a path.
+ID_PART = r"(?:\.?[A-Za-z0-9_:\-][A-Za-z0-9._:\-]*|\.\.[A-Za-z0-9._:\-]+)"
+_ID = rf"^[A-Za-z0-9][A-Za-z0-9._:\-]*(?:/{ID_PART})*$"
+JobId = Annotated[str, Field(min_length=1, max_length=200, pattern=_ID)]
+#: Shorter than a job id, because a batch's groups are called `<id>/<index>`.
+BatchId = Annotated[str, Field(min_length=1, max_length=180, pattern=_ID)]
+
+
+#: Lease: seconds without a request of the client; longer than its pause between two requests.
+Lease = Annotated[float | None, Field(ge=1, le=86_400)]
+
+
+class _Wire(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def json_problem(value: object) -> str:
+    """Return why `value` cannot be sent as JSON in UTF-8 (NaN, a lone surrogate, an object), or ""."""
+    try:
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode("utf-8")
+    except (TypeError, ValueError, RecursionError) as error:  # UnicodeEncodeError is a ValueError
+        return str(error)
+    return ""
+
+
+def checked_json(value: dict[str, Any]) -> dict[str, Any]:
+    """Return the value unchanged. For validators: raises ValueError if it cannot be sent as JSON."""
+    if json_problem(value):  # its text may quote characters that UTF-8 cannot encode
+        raise ValueError("not JSON: a NaN, an infinity or a lone surrogate is in it")
+    return value
+
+
+def job_id(group_id: str, sample: int) -> str:
+    """Return the id of a group's sample."""
+    return f"{group_id}/{sample}"
+
+
+def split_job_id(job: str) -> tuple[str, int]:
+    """Return the group id and sample of a job id, or ("", -1) if it is not a job id."""
+    group_id, _, sample = job.rpartition("/")
+    # One spelling per job: no "g/01", no digits of other scripts.
+    if not (sample.isascii() and sample.isdecimal() and len(sample) < 10 and str(int(sample)) == sample):
+        return "", -1
+    return group_id, int(sample)
+
+
+class Stage(StrEnum):
+    INIT = "init"
+    RUN = "run"
+    EVAL = "eval"
+
+
+class JobState(StrEnum):
+    """State of a job. The last three are final."""
+
+    QUEUED = "queued"
+    INIT = "init"
+    RUN = "run"
+    EVAL = "eval"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def final(self) -> bool:
+        return self in (JobState.DONE, JobState.FAILED, JobState.CANCELLED)
+
+
+class StopReason(StrEnum):
+    """Reason why the agent loop stopped. Jobs with any of these are graded."""
+
+    FINISHED = "finished"
+    NO_TOOL_CALL = "no_tool_call"
+    MALFORMED = "malformed"
+    TURN_LIMIT = "turn_limit"
+    TOKEN_LIMIT = "token_limit"
+    TIME_LIMIT = "time_limit"
+    LOOP = "loop"
+
+
+class AgentLimits(_Wire):
+    """Limits of the agent loop.
+
+    Args:
+        max_turns: most model calls.
+        max_tokens: most tokens of the whole context, including the prompt.
+        max_malformed: consecutive answers without a readable tool call after which the loop stops.
+        max_repeats: the loop stops after this number of consecutive turns with the same calls and outcome, or
+            this number of alternations between two such turns; 0 is no limit.
+        max_observation_chars: longer observations are cut in the middle; None never cuts them.
+        reserve_tokens: part of `max_tokens` that is reserved for the final turns: before the context grows
+            into it, the last observations are cut to fit, and the model is asked once to finish. 0 does
+            neither.
+        tool_timeout_s: timeout of one tool call in seconds.
+        init_s, run_s, eval_s: active seconds each stage may take; waiting in a queue does not count.
+    """
+
+    max_turns: int = Field(default=30, ge=1, le=1000)
+    max_tokens: int = Field(default=32_768, ge=16, le=4_000_000)
+    max_malformed: int = Field(default=3, ge=1, le=100)
+    max_repeats: int = Field(default=0, ge=0, le=100)
+    max_observation_chars: int | None = Field(default=None, ge=200, le=4_000_000)
+    reserve_tokens: int = Field(default=0, ge=0, le=1_000_000)
+    tool_timeout_s: float = Field(default=60.0, gt=0, le=86_400)
+    init_s: float = Field(default=600.0, gt=0, le=86_400)
+    run_s: float = Field(default=1800.0, gt=0, le=86_400)
+    eval_s: float = Field(default=900.0, gt=0, le=86_400)
+
+
+class GroupRequest(_Wire):
+    """Request for `samples` jobs of one task.
+
+    Args:
+        id: the caller's id of the group; submitting the same request again has no further effect.
+        environment: name of a registered environment family.
+        task: one data row of that family.
+        samples: number of jobs; job ids are `<group id>/<index>`.
+        lease_s: seconds without a request about the group after which its unfinished jobs are cancelled. A
+            request that names the group renews the lease; a waiting request holds it. None: the jobs run to
+            completion without a client.
+    """
+
+    id: JobId
+    environment: str = Field(min_length=1, max_length=100)
+    task: dict[str, Any]
+    samples: int = Field(default=1, ge=1, le=1024)
+    sampling: Sampling = Sampling()
+    limits: AgentLimits = AgentLimits()
+    lease_s: Lease = None
+    metadata: dict[str, Any] = Field(default_factory=dict)
+
+    @field_validator("task", "metadata")
+    @classmethod
+    def _is_json(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return checked_json(value)
+
+
+class Failure(_Wire):
+    """Reason why there is no reward.
+
+    Args:
+        kind: the boundary that failed.
+        stage: stage of the job at the failure.
+        message: description of the failure; `hint`: remedy.
+        retryable: another attempt may succeed.
+    """
+
+    kind: FailureKind
+    stage: Stage
+    message: str
+    hint: str = ""
+    retryable: bool = False
+
+
+class TurnRecord(_Wire):
+    """One model call within the trajectory.
+
+    Args:
+        start: index into the trajectory's `ids` of this turn's first sampled token.
+        end: index after its last sampled token.
+        finish_reason: stop, length or abort.
+        weight_version: version of the weights that sampled the turn, the oldest if there were several; ""
+            if unknown.
+        server: base URL of the server that sampled it.
+        model_s: seconds of the model call, without the time it was held while weights changed; `tools_s`:
+            seconds of the tool calls that followed.
+        version_spans: if several versions sampled the turn, the span of each, as indices from `start` on.
+        cached_tokens: prompt tokens that the server found in its cache; None if the server does not report
+            it.
+        token_exact: False if the server returned text, and the ids are only a tokenisation of this text.
+    """
+
+    start: int
+    end: int
+    finish_reason: str
+    weight_version: str
+    server: str
+    model_s: float
+    tools_s: float
+    version_spans: list[VersionSpan] = Field(default_factory=list)
+    cached_tokens: int | None = None
+    token_exact: bool = True
+
+
+class Trajectory(_Wire):
+    """Row of the token ledger: exactly the tokens that the model read and wrote. Most episodes are one row.
+
+    Args:
+        ids: all token ids in order, shape [T].
+        loss_mask: 1 for tokens that the policy sampled, else 0, shape [T]. A turn that is not exact has 0.
+        logprobs: log-probability of each sampled token, 0.0 if the mask is 0, shape [T].
+        turns: the model calls, as spans of `ids`.
+        drift: number of tokens by which a prompt sent to a server differed from the recorded ids. Zero by
+            construction, and counted all the same.
+        token_exact: the ids are those that the model read and sampled. False if a server returned text: then
+            the row must not be trained on, and `mask_sample` is set.
+        parent: index in `Result.rows` of the row that this row branched off from, if a harness rewrote the
+            history: the first `shared_prefix_len` ids are those of that row and are trained on there. The
+                same holds for
+            rows in `Result.unfinished_answers`.
+    """
+
+    ids: list[int]
+    loss_mask: list[int]
+    logprobs: list[float]
+    turns: list[TurnRecord]
+    drift: int = 0
+    token_exact: bool = True
+    parent: int | None = None
+    shared_prefix_len: int = 0
+
+
+class Timings(_Wire):
+    """Seconds that a job spent, active and waiting time apart.
+
+    Args:
+        queued_s: waiting for any stage.
+        init_s, run_s, eval_s: active time of each stage.
+        model_s, tools_s: parts of run_s.
+        held_s: time of turns held while weights changed; not part of the others.
+    """
+
+    queued_s: float = 0.0
+    init_s: float = 0.0
+    run_s: float = 0.0
+    eval_s: float = 0.0
+    model_s: float = 0.0
+    tools_s: float = 0.0
+    held_s: float = 0.0
+
+
+class Result(_Wire):
+    """Result of one job. `reward` is a number only if a grader returned it.
+
+    Args:
+        version: version of this format.
+        cursor: position in the service's stream of results; strictly increasing.
+        job_id, group_id, sample, environment, task_id: identify the job.
+        batch_id: the batch that started the group, if any; a later batch may have taken the group over.
+        state: done, failed or cancelled.
+        reward: the grader's scalar; None unless `state` is done.
+        mask_sample: True if a trainer must leave this sample out of the loss.
+        stop_reason: reason why the agent loop stopped; None if it did not.
+        failure: reason why there is no reward; None if there is one.
+        components, evidence: details of the grade.
+        messages: the conversation in readable form; `trajectory` is authoritative.
+        forks: rows of the same episode that came before `trajectory`, if its history was rewritten
+            (`service.reasoning`). Each is trained on alone; all share the reward, so that a loss is
+            normalised per episode.
+        unfinished_answers: context and sampled tokens of each answer that a harness did not wait for, if the
+            model server reported them; the turn's `finish_reason` is abort. Not part of `rows`: the trainer
+            decides whether to train on them.
+        tools: the available tools, in OpenAI function format.
+        attempts: number of attempts; 0 if the job was cancelled before the first one.
+    """
+
+    version: Literal[2] = RESULT_VERSION
+    cursor: int = 0
+    job_id: str
+    group_id: str
+    sample: int
+    environment: str
+    task_id: str
+    batch_id: str | None = None
+    state: JobState
+    reward: float | None
+    mask_sample: bool
+    stop_reason: StopReason | None
+    failure: Failure | None
+    components: dict[str, float] = Field(default_factory=dict)
+    evidence: dict[str, Any] = Field(default_factory=dict)
+    messages: list[dict[str, Any]] = Field(default_factory=list)
+    tools: list[dict[str, Any]] = Field(default_factory=list)
+    trajectory: Trajectory | None = None
+    forks: list[Trajectory] = Field(default_factory=list)
+    unfinished_answers: list[Trajectory] = Field(default_factory=list)
+    timings: Timings = Timings()
+    attempts: int = 1
+    metadata: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def rows(self) -> list[Trajectory]:
+        """Rows for training: the forks, then the trajectory."""
+        return [*self.forks, *([self.trajectory] if self.trajectory else [])]
+
+
+def parse_result(line: str | bytes) -> Result:
+    """Parse a result of any format version.
+
+    Raises:
+        ValidationError: it is not a result.
+    """
+    try:
+        return Result.model_validate_json(line)
+    except ValidationError:
+        # Not a validator of `Result`: that would parse every result into a dictionary first.
+        with contextlib.suppress(ValueError):
+            fields = json.loads(line)
+            if isinstance(fields, dict) and fields.get("version") == 1:
+                return Result.model_validate(upgrade_result(fields))
+        raise
+
+
+def upgrade_result(result: dict[str, Any]) -> dict[str, Any]:
+    """Return a result of format 1 in the current format, in which some fields have other names."""
+    row_names = {"exact": "token_exact", "shared": "shared_prefix_len"}
+
+    def row(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        turns = value.get("turns")
+        renamed = {row_names.get(name, name): field for name, field in value.items()}
+        return renamed | ({"turns": list(map(row, turns))} if isinstance(turns, list) else {})
+
+    def rows(value: Any) -> Any:
+        return list(map(row, value)) if isinstance(value, list) else row(value)
+
+    names = {"trajectory": "trajectory", "forks": "forks", "aborted": "unfinished_answers"}
+    return {
+        names.get(name, name): rows(field) if name in names else field for name, field in result.items()
+    } | {"version": RESULT_VERSION}
+
+
+class GroupStatistics(_Wire):
+    """Rewards of a finished group, as a trainer uses them.
+
+    Args:
+        rewards: one per sample, None if it has none.
+        mean, std: over the samples that have a reward (population standard deviation).
+        informative: the rewards differ, so the group carries a gradient (DAPO's filter).
+        failures: number of samples by failure kind.
+    """
+
+    group_id: str
+    task_id: str
+    environment: str
+    rewards: list[float | None]
+    mean: float | None
+    std: float | None
+    informative: bool
+    failures: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Filter for results. An empty set accepts every value.
+
+    Args:
+        groups: ids of groups.
+        environments: names of environments.
+        states: final states.
+        prefix: prefix of the group ids.
+    """
+
+    groups: frozenset[str] = frozenset()
+    environments: frozenset[str] = frozenset()
+    states: frozenset[JobState] = frozenset()
+    prefix: str = ""
+
+    def __contains__(self, result: Result) -> bool:
+        return (
+            (not self.groups or result.group_id in self.groups)
+            and result.group_id.startswith(self.prefix)
+            and (not self.environments or result.environment in self.environments)
+            and (not self.states or result.state in self.states)
+        )
+
+
+#: Filter that accepts every result.
+ALL = Selection()

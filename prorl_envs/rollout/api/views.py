@@ -1,0 +1,343 @@
+"""Responses of the service other than results."""
+
+from enum import StrEnum
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from prorl_envs.errors import FailureKind
+from prorl_envs.model.types import ServerHealth
+from prorl_envs.rollout.api.types import GroupStatistics, JobState, Result
+
+
+class _View(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class JobView(_View):
+    """State of a job.
+
+    Args:
+        attempts: number of attempts so far, 0 before the first.
+        reward, failure, cursor: of the result, once there is one.
+    """
+
+    id: str
+    group_id: str
+    sample: int
+    state: JobState
+    attempts: int
+    reward: float | None = None
+    failure: FailureKind | None = None
+    cursor: int | None = None
+
+
+class JobToken(_View):
+    """Bearer token for one job."""
+
+    token: str
+
+
+class GroupView(_View):
+    """State of a group.
+
+    Args:
+        jobs: one per sample.
+        complete: every job has a result.
+        statistics: of the rewards; None until the group is complete.
+        batch_id: the batch that the group counts for, if any.
+    """
+
+    id: str
+    environment: str
+    task_id: str
+    jobs: list[JobView]
+    complete: bool
+    statistics: GroupStatistics | None
+    batch_id: str | None = None
+
+
+class GroupList(_View):
+    """Groups, in the order of the request."""
+
+    groups: list[GroupView]
+
+
+class ResultPage(_View):
+    """Results in the order of their cursors.
+
+    Args:
+        next: cursor for the next request; equal to the requested cursor if there were no results.
+    """
+
+    results: list[Result]
+    next: int
+
+
+class PoolView(_View):
+    """Pool of one stage: active jobs, the limit of active jobs, waiting jobs."""
+
+    limit: int
+    active: int
+    waiting: int
+
+
+class LoginView(_View):
+    """One-time login link for a browser: path and query, below the service's URL."""
+
+    path: str
+
+
+class ModelServerView(_View):
+    """Model server.
+
+    Args:
+        in_flight: calls that it is answering now.
+        sessions: rollouts pinned to it.
+        state: `unknown` until its first answer; `healthy` after an answer; `failing` after a failure;
+            `draining` once it receives no further turns.
+        problem: reason why it is failing, or "".
+        protocol: vllm, sglang, llamacpp or openai; "" until it is detected.
+        weight_version: last known version of its weights; "" if unknown.
+        turns: calls that it received.
+        limit: most calls in flight, learnt from its overload errors; None is no bound.
+    """
+
+    url: str
+    in_flight: int
+    sessions: int
+    state: ServerHealth
+    problem: str = ""
+    protocol: str = ""
+    weight_version: str = ""
+    turns: int = 0
+    limit: int | None = None
+
+
+class ModelServerList(_View):
+    """List of the model servers.
+
+    Args:
+        paused: weights are changing, and no turn starts.
+    """
+
+    servers: list[ModelServerView]
+    paused: bool = False
+
+
+class NodeView(_View):
+    """Node: a further machine that runs jobs.
+
+    Args:
+        name: name of the node; a node that joins again gets a number as suffix.
+        state: ready; draining: it finishes its jobs; lost.
+        reason: reason why it was lost, or "".
+        pools: by stage; None if the node is lost.
+        jobs_with_sandbox, max_jobs_with_sandbox: jobs that hold a sandbox on the node, and their limit.
+        attempts: attempts that finished or failed on the node.
+        sandboxes: open sandboxes, as of the last heartbeat.
+    """
+
+    name: str
+    state: str
+    reason: str = ""
+    pools: dict[str, PoolView] | None = None
+    jobs_with_sandbox: int = 0
+    max_jobs_with_sandbox: int
+    attempts: int
+    sandboxes: int = 0
+
+
+class NodeList(_View):
+    """Nodes in the order in which they joined, then the last that were lost."""
+
+    nodes: list[NodeView]
+
+
+class RouterView(_View):
+    """Statistics of the router of model calls since the start.
+
+    Args:
+        turns: calls that were routed.
+        prompt_tokens: tokens of their prompts.
+        expected_hit_rate: share of these tokens that should have been in the caches of the chosen servers, by
+            the router's own records; None before the first call.
+        reported_hit_rate: the same share as reported by the servers; None if no server reports it.
+        rebalanced: sessions that changed servers for load balance; `failed_over`: because a server failed or
+            was drained.
+        load_imbalance: most calls in flight over the mean, of the servers that receive work.
+        paused: no turn starts, because weights are changing or there is no server yet; `paused_s`: total
+            seconds paused.
+        waiting: there has been no model server yet; turns are held until one is added.
+    """
+
+    turns: int
+    prompt_tokens: int
+    expected_hit_rate: float | None
+    reported_hit_rate: float | None
+    rebalanced: int
+    failed_over: int
+    load_imbalance: float
+    paused: bool
+    paused_s: float
+    waiting: bool = False
+
+
+class ModelServerRequest(_View):
+    """Request to add a model server.
+
+    Args:
+        url: base URL, http or https.
+        protocol: `auto` detects the protocol of vLLM, SGLang or llama.cpp; None takes the service's setting.
+            `openai` is a chat server without token ids, whose trajectories are not for training.
+    """
+
+    url: str = Field(min_length=8, max_length=2000, pattern=r"^https?://[^\s/?#@]+[^\s?#@]*$")
+    protocol: Literal["auto", "vllm", "sglang", "llamacpp", "openai"] | None = None
+
+
+class PauseRequest(_View):
+    """Request to hold model calls while weights change.
+
+    Args:
+        mode: handling of calls in flight: `finish` lets them finish, `abort` aborts them and keeps the
+            sampled tokens, `keep` freezes them in the server until it resumes.
+        resample: with `abort`, sample these turns anew instead of continuing them.
+        wait_s: seconds to wait for calls in flight to finish.
+    """
+
+    mode: Literal["finish", "abort", "keep"] = "finish"
+    resample: bool = False
+    wait_s: float = Field(default=0.0, ge=0, le=3600, allow_inf_nan=False)
+
+
+class ResumeRequest(_View):
+    """Request to resume model calls.
+
+    Args:
+        weight_version: version of the weights from now on; "" takes the version that the servers report.
+    """
+
+    weight_version: str = Field(default="", max_length=200)
+
+
+class ServerAckView(_View):
+    """Acknowledgement of one server.
+
+    Args:
+        supported: the server supports the notification.
+        problem: reason for a failure, or "".
+    """
+
+    url: str
+    supported: bool
+    problem: str = ""
+
+
+class PauseView(_View):
+    """State of a pause of model calls.
+
+    Args:
+        paused: no turn starts.
+        in_flight: calls that servers still process or hold; after `finish` and `abort` the weights may
+            change once it is 0.
+        weight_version: version named by the last resume.
+        acknowledgements: acknowledgement of each server.
+    """
+
+    paused: bool
+    in_flight: int
+    weight_version: str
+    acknowledgements: list[ServerAckView]
+
+
+class StatusView(_View):
+    """The service at one moment.
+
+    Args:
+        state: starting, serving, draining or stopped. A service is drained when it is draining and
+            `unfinished` is 0.
+        paused: `hold`: no stage starts; `finish`: no job starts; None: not paused.
+        uptime_s: seconds since start.
+        pools: by stage.
+        jobs_with_sandbox: jobs and interactive episodes that hold a sandbox; `max_jobs_with_sandbox`: their
+            limit.
+        episodes: interactive episodes.
+        unfinished, queue_limit: jobs accepted and not yet closed.
+        finished: results since start, by state.
+        failures: failed jobs since start, by kind.
+        retries: attempts beyond the first.
+        close_failures: sandboxes that failed to close properly.
+        internal_errors: bugs encountered; the log has the details.
+        newest_cursor: cursor of the newest result; 0 if there is none.
+        router: of the model calls; None if the model is not a pool of servers.
+    """
+
+    version: str
+    state: str
+    paused: str | None = None
+    uptime_s: float
+    pools: dict[str, PoolView]
+    jobs_with_sandbox: int
+    max_jobs_with_sandbox: int
+    episodes: int = 0
+    unfinished: int
+    queue_limit: int
+    finished: dict[str, int]
+    failures: dict[str, int]
+    retries: int
+    close_failures: int
+    internal_errors: int
+    newest_cursor: int
+    model_servers: list[ModelServerView]
+    router: RouterView | None = None
+
+
+class EnvironmentView(_View):
+    """Environment: a family of tasks.
+
+    Args:
+        task_schema: JSON schema of its rows.
+        description: text in one line.
+        limits, sampling: defaults for requests that set none, if they differ from the service's defaults.
+    """
+
+    name: str
+    task_schema: dict[str, Any]
+    description: str = ""
+    limits: dict[str, Any] = Field(default_factory=dict)
+    sampling: dict[str, Any] = Field(default_factory=dict)
+
+
+class EnvironmentList(_View):
+    environments: list[EnvironmentView]
+
+
+class Health(_View):
+    status: str
+
+
+class ErrorDetail(_View):
+    """Error.
+
+    Args:
+        type: name from a closed list.
+        message: description of the problem; `hint`: remedy.
+    """
+
+    type: str
+    message: str
+    hint: str = ""
+
+
+class ErrorBody(_View):
+    """Body of every unsuccessful response."""
+
+    error: ErrorDetail
+
+
+class Pause(StrEnum):
+    """Mode of a scheduler pause."""
+
+    HOLD = "hold"  # every stage: running stages finish, and their jobs wait
+    FINISH = "finish"  # INIT alone: started jobs run to completion

@@ -1,0 +1,1 @@
+"""Batches: dynamic sampling over groups."""

@@ -1,0 +1,365 @@
+"""Batch manager: requests of callers and events of the service, applied to the batches.
+
+Results reach the plans in the order of their cursors, as they are stored. Of a batch's progress only the
+groups it started and their results are written down: a restarted service reads those, and its plans make the
+same decisions again.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from prorl_envs.clock import Clock
+from prorl_envs.config import ServiceSettings
+from prorl_envs.errors import InputError
+from prorl_envs.rollout.api.batches import BatchRequest, BatchTask, BatchTasks, BatchView, SelectedGroups
+from prorl_envs.rollout.api.errors import Conflict, NotFound, QueueFull
+from prorl_envs.rollout.api.types import Result, job_id, split_job_id
+from prorl_envs.rollout.api.views import ResultPage
+from prorl_envs.rollout.batches import record
+from prorl_envs.rollout.batches.plan import BatchPlan, GroupDecision, GroupEnded
+from prorl_envs.rollout.batches.record import Batch
+from prorl_envs.rollout.batches.worker import BatchWorker, Host, unneeded
+from prorl_envs.rollout.scheduling.fair_queue import COMMON, Share
+from prorl_envs.rollout.store.base import PAGE_TOKENS, Store, StoredBatch, token_count
+
+log = logging.getLogger(__name__)
+
+
+class Batches:
+    """All stored batches.
+
+    Args:
+        host: the service.
+        store: keeps batches, groups and results.
+        settings: bounds.
+        clock: measures waits.
+        lock: held while batches change, so that submissions of callers come before or after a change.
+        decided: called with each decision on a group.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        store: Store,
+        settings: ServiceSettings,
+        clock: Clock,
+        lock: asyncio.Lock,
+        decided: Callable[[GroupDecision], None],
+    ) -> None:
+        self._decided = decided
+        self._host = host
+        self._store = store
+        self._settings = settings
+        self._clock = clock
+        self._lock = lock
+        self._batches: dict[str, Batch] = {}
+        self._owners: dict[str, Batch] = {}  # by group id
+        self._worker = BatchWorker(host, clock, self._owners.__setitem__)
+        self._news = asyncio.Event()
+        self._stopped = False
+
+    # Lifecycle.
+
+    async def restore(self) -> None:
+        """Load the batches from the store. A batch that cannot continue is cancelled."""
+        for stored, groups in await self._store.batches():
+            batch = self._add(stored)
+            record.restore(batch.plan, stored, groups)
+            self._owners |= dict.fromkeys(batch.plan.groups, batch)
+        for batch in self._batches.values():
+            source = self._batches.get(batch.request.carry_from or "")
+            if source is not None:
+                source.plan.pass_on(batch.stored.carried)
+            for name in batch.stored.carried:
+                origin, index = split_job_id(name)
+                if origin in self._batches:
+                    plan = self._batches[origin].plan
+                    plan.started = max(plan.started, index + 1)
+            if not batch.plan.state.over:
+                self._host.leases.grant("batches", batch.id, batch.request.lease_s)
+                await self._check_rest(batch)
+
+    def start(self) -> None:
+        """Start to work on the batches."""
+        self._worker.start()
+        for batch in self._batches.values():
+            self._worker.look_at(batch)
+
+    async def aclose(self) -> None:
+        """Start no more groups. The service stops the groups in flight. Idempotent."""
+        self._stopped = True
+        self._announce()
+        await self._worker.aclose()
+
+    # Requests of callers.
+
+    async def submit(self, request: BatchRequest, *, most: tuple[str, int] | None = None) -> BatchView:
+        """Accept a batch. The same request under the same id is the same submission.
+
+        Args:
+            request: the batch request.
+            most: prefix of batch ids, and how many batches with this prefix may run.
+
+        Raises:
+            InputError: the request exceeds a bound, or a task is wrong; nothing of it is stored.
+            NotFound, Conflict: there is no batch to carry from, or nothing to carry from it.
+            Conflict: the id is taken.
+            QueueFull: too many batches are running.
+            Unavailable: the service is not serving.
+        """
+        self._check_bounds(request)
+        await self._check_tasks(request, request.tasks, 0)
+        await asyncio.shield(asyncio.create_task(self._submit(request, most)))
+        return record.view(self._batch(request.id))
+
+    async def extend(self, batch_id: str, body: BatchTasks) -> BatchView:
+        """Append tasks to a batch's stream.
+
+        Raises:
+            InputError: a task is wrong, or there would be too many; NotFound: no such batch.
+            Conflict: the stream is closed, or has other tasks, or none yet, at that index.
+        """
+        await self._check_tasks(self._batch(batch_id).request, body.tasks, body.first)
+        await asyncio.shield(asyncio.create_task(self._extend(batch_id, body)))
+        return record.view(self._batch(batch_id))
+
+    async def cancel(self, batch_id: str) -> BatchView:
+        """Cancel the groups in flight of a batch; for a finished batch these are its leftover groups.
+
+        Raises:
+            NotFound: no such batch.
+        """
+        await asyncio.shield(asyncio.create_task(self._cancel(batch_id)))
+        return record.view(self._batch(batch_id))
+
+    async def view(self, batch_id: str, *, wait_s: float = 0.0) -> BatchView:
+        """Return the progress of a batch.
+
+        Args:
+            wait_s: seconds to wait until it is finished, or waits for tasks.
+
+        Raises:
+            NotFound: no such batch.
+        """
+        batch = self._batch(batch_id)
+        await self._until(lambda: batch.plan.state.over or batch.plan.waiting_for_tasks, wait_s)
+        return record.view(batch)
+
+    def views(self) -> list[BatchView]:
+        """Return all stored batches, oldest first."""
+        return [record.view(batch) for batch in self._batches.values()]
+
+    def selected(self, batch_id: str) -> SelectedGroups:
+        """Return the informative groups.
+
+        Raises:
+            NotFound: no such batch.
+        """
+        plan = self._batch(batch_id).plan
+        return SelectedGroups(
+            state=plan.state, groups=[record.selected(plan, name) for name in plan.selected]
+        )
+
+    async def results(self, batch_id: str, after: int, *, limit: int, wait_s: float = 0.0) -> ResultPage:
+        """Return results of the informative groups, group by group in the order in which these were decided.
+
+        Args:
+            after: number of results to skip.
+            limit: maximum number of results.
+            wait_s: seconds to wait for the first, while the batch is running.
+
+        Raises:
+            NotFound: no such batch, or a result is no longer stored.
+        """
+        plan = self._batch(batch_id).plan
+        await self._until(lambda: len(plan.chosen) > after or plan.state.over, wait_s)
+        page: list[Result] = []
+        tokens = 0
+        for group_id, sample in plan.chosen[after : after + limit]:
+            result = await self._store.result(job_id(group_id, sample))
+            tokens += token_count(result)
+            if page and tokens > PAGE_TOKENS:
+                break
+            page.append(result)
+        return ResultPage(results=page, next=after + len(page))
+
+    # Events of the service.
+
+    def owns(self, group_id: str) -> bool:
+        """Return whether a group id is one of a known batch."""
+        return split_job_id(group_id)[0] in self._batches
+
+    def share(self, batch_id: str | None) -> Share:
+        """Return the share of a batch's jobs."""
+        batch = self._batches.get(batch_id or "")
+        return batch.share if batch else COMMON
+
+    def ended(self, result: Result) -> None:
+        """Record that a result was stored. Must be called in the order of the cursors."""
+        batch = self._owners.get(result.group_id)
+        if batch is not None:
+            kind = result.failure.kind.value if result.failure else ""
+            outcome = GroupEnded(result.cursor, result.reward, kind)
+            if judgement := batch.plan.ended(result.group_id, result.sample, outcome):
+                self._decided(judgement)
+            self._changed(batch)
+
+    def freed(self) -> None:
+        """Record that the queue has room again."""
+        self._worker.freed()
+
+    # Changes under the lock, each in a task of its own that is never cancelled.
+
+    async def _submit(self, request: BatchRequest, most: tuple[str, int] | None) -> None:
+        async with self._lock:
+            known = self._batches.get(request.id)
+            if known is not None:
+                if known.request != request:
+                    raise Conflict(f"batch {request.id!r} is known with another request", hint="use a new id")
+                return
+            self._host.check_open()
+            for prefix, bound in (("", self._settings.batches), *([most] if most else [])):
+                if (running := self._running(prefix)) >= bound:
+                    raise QueueFull(f"{running} batches are running", hint="try again when one is over")
+            source = self._source(request)
+            stored = record.new(request, source)
+            await self._store.open_batch(stored)
+            self._host.leases.grant("batches", request.id, request.lease_s)
+            batch = self._add(stored)
+            if source is not None:
+                batch.plan.adopt(source.plan.pass_on(stored.carried))
+                self._owners |= dict.fromkeys(stored.carried, batch)
+                self._changed(source)
+            self._changed(batch)
+            await self._drop_oldest()
+
+    async def _extend(self, batch_id: str, body: BatchTasks) -> None:
+        async with self._lock:
+            batch = self._batch(batch_id)
+            stored = batch.stored
+            there = batch.rows[body.first : body.first + len(body.tasks)]
+            if body.first > len(batch.rows) or body.tasks[: len(there)] != there:
+                hint = f"the stream has {len(batch.rows)} tasks"
+                raise Conflict(f"these are not the tasks from index {body.first} on", hint=hint)
+            new = body.tasks[len(there) :]
+            if stored.closed:
+                if new:
+                    raise Conflict(f"the task stream of batch {batch_id!r} has ended", hint="use a new batch")
+                return
+            if len(batch.rows) + len(new) > self._settings.batch_tasks:
+                most = self._settings.batch_tasks
+                raise InputError(f"a batch has at most {most} tasks", hint="service.batch_tasks")
+            closed = not body.stream_open
+            await self._store.extend_batch(batch_id, len(batch.rows), new, closed=closed)
+            batch.stored = replace(stored, appended=(*stored.appended, *new), closed=closed)
+            batch.rows.extend(new)
+            batch.plan.add_tasks(len(new), closed=closed)
+            self._changed(batch)
+
+    async def _cancel(self, batch_id: str) -> None:
+        async with self._lock:
+            batch = self._batch(batch_id)
+            plan = batch.plan
+            if batch.stored.cancelled_at is None and (plan.carriable or not plan.state.over):
+                await self._end(batch)
+                self._changed(batch)
+        await self._host.cancel_jobs(unneeded(plan))
+
+    async def _end(self, batch: Batch) -> None:
+        at = await self._store.cancel_batch(batch.id)
+        batch.stored = replace(batch.stored, cancelled_at=at)
+        batch.plan.cancel(at)
+
+    def _source(self, request: BatchRequest) -> Batch | None:
+        if request.carry_from is None:
+            return None
+        source = self._batch(request.carry_from)
+        if not source.plan.state.over:
+            raise Conflict(f"batch {request.carry_from!r} is running", hint="carry from it when it is over")
+        if source.request.on_complete != "carry":
+            raise Conflict(
+                f"batch {request.carry_from!r} leaves nothing", hint="submit it with on_complete: carry"
+            )
+        if source.plan.passed_on is not None:
+            raise Conflict(f"another batch carried from {request.carry_from!r} already", hint="name that one")
+        return source
+
+    def _add(self, stored: StoredBatch) -> Batch:
+        request = stored.request
+        batch = Batch(stored, BatchPlan(record.rules_of(request)), [*request.tasks, *stored.appended])
+        batch.plan.add_tasks(len(batch.rows), closed=stored.closed)
+        self._batches[request.id] = batch
+        return batch
+
+    async def _drop_oldest(self) -> None:
+        """Drop the oldest batches over the bound, among those that have nothing in flight or to do."""
+        over = [name for name, batch in self._batches.items() if batch.idle]
+        for name in over[: max(0, len(over) - self._settings.retention.max_batches)]:
+            await self._store.drop_batch(name)
+            for group in self._batches.pop(name).plan.groups:
+                self._owners.pop(group, None)
+
+    # Helpers.
+
+    def _running(self, prefix: str) -> int:
+        """Return the number of running batches whose id starts with `prefix`."""
+        return sum(
+            name.startswith(prefix) and not batch.plan.state.over for name, batch in self._batches.items()
+        )
+
+    def _check_bounds(self, request: BatchRequest) -> None:
+        settings = self._settings
+        quota = self._host.room.quota_of(request.id)
+        bounds = {
+            "groups": (request.groups, settings.batch_groups, "service.batch_groups"),
+            "in_flight": (request.in_flight or 1, settings.batch_groups, "service.batch_groups"),
+            "tasks": (len(request.tasks), settings.batch_tasks, "service.batch_tasks"),
+            "samples": (request.samples, settings.queue, "service.queue"),
+        }
+        if quota is not None and quota[1] < settings.queue:
+            bounds["samples"] = (request.samples, quota[1], "your quota of jobs")
+        for name, (asked, most, setting) in bounds.items():
+            if asked > most:
+                raise InputError(f"{name} is at most {most}, not {asked}", hint=f"the bound is {setting}")
+
+    async def _check_tasks(self, request: BatchRequest, tasks: Sequence[BatchTask], first: int) -> None:
+        for index, row in enumerate(tasks, first):
+            try:
+                self._host.offer.load(record.group_request(request, row, index))
+            except InputError as error:
+                raise InputError(f"task {index}: {error.message}", hint=error.hint) from error
+            if index % 32 == 0:
+                await asyncio.sleep(0)  # let other tasks of the event loop run
+
+    async def _check_rest(self, batch: Batch) -> None:
+        """Cancel a batch of an earlier service if this service cannot start its remaining tasks."""
+        begun = batch.plan.started
+        try:
+            await self._check_tasks(batch.request, batch.rows[begun:], begun)
+        except InputError as error:
+            log.error("batch %s of an earlier service cannot be resumed: %s", batch.id, error)
+            await self._end(batch)
+
+    def _batch(self, batch_id: str) -> Batch:
+        batch = self._batches.get(batch_id)
+        if batch is None:
+            raise NotFound(f"no batch {batch_id!r}")
+        return batch
+
+    async def _until(self, condition: Callable[[], bool], wait_s: float) -> None:
+        try:
+            async with self._clock.timeout(wait_s):
+                while not condition() and not self._stopped:
+                    await self._news.wait()
+        except TimeoutError:
+            pass  # the returned view shows the current state
+
+    def _changed(self, batch: Batch) -> None:
+        self._worker.look_at(batch)
+        self._announce()
+
+    def _announce(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()

@@ -1,0 +1,224 @@
+"""Token files: tokens of services on this machine, readable by their user only.
+
+A service on loopback without a configured token generates a token, and keeps it in a file while it runs.
+Clients of the same user read the file by the address of the service, as Jupyter's clients do. A restart
+generates another token: another user who binds the address in between and receives the old one cannot use it.
+"""
+
+import contextlib
+import ipaddress
+import logging
+import os
+import re
+import secrets
+import socket
+import stat
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, NamedTuple
+from urllib.parse import urlsplit
+
+import httpx
+
+from prorl_envs.errors import InputError
+
+log = logging.getLogger(__name__)
+
+#: Kind of listener that a token is for.
+type Kind = Literal["service", "nodes"]
+
+_TOKEN = re.compile(r"[A-Za-z0-9_-]{16,200}")
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+#: Non-blocking: another user may have put a pipe in its place.
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_BY_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+class Address(NamedTuple):
+    """IP address and TCP port."""
+
+    host: str
+    port: int
+
+
+def token_folder() -> Path:
+    """Return the folder of the files: `prorl-envs/tokens` in `$XDG_STATE_HOME`, or in `~/.local/state`.
+
+    Raises:
+        InputError: the user has no home directory.
+    """
+    given = Path(os.environ.get("XDG_STATE_HOME") or "")
+    try:
+        state = given if given.is_absolute() else Path.home() / ".local" / "state"
+    except RuntimeError as error:
+        raise InputError("there is no home directory for the token", hint="set XDG_STATE_HOME") from error
+    return state / "prorl-envs" / "tokens"
+
+
+def new_token() -> str:
+    """Return a random token that cannot be guessed."""
+    return secrets.token_urlsafe(32)
+
+
+@contextmanager
+def kept_token(token: str, address: Address, kind: Kind = "service") -> Iterator[Path]:
+    """Keep a token in the file of an address while the block runs.
+
+    Yields:
+        The file.
+
+    Raises:
+        InputError: the file cannot be written, or other users could change it.
+    """
+    folder, name = token_folder(), _name(address, kind)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _opened(folder) as directory:
+            _write(directory, name, token)
+    except OSError as error:
+        raise InputError(
+            f"the token cannot be kept in {folder}: {error.strerror or error}",
+            hint="set XDG_STATE_HOME to a folder of yours; or set server.token; or turn it off: --no-token",
+        ) from error
+    try:
+        yield folder / name
+    finally:
+        drop_token(address, kind, only=token)
+
+
+def drop_token(address: Address, kind: Kind = "service", *, only: str = "") -> None:
+    """Remove the file of an address, if there is one.
+
+    Args:
+        only: remove only a file with this token; "" is any.
+    """
+    if not only or read_token(address, kind) == only:
+        with contextlib.suppress(OSError, InputError):
+            (token_folder() / _name(address, kind)).unlink(missing_ok=True)
+
+
+def read_token(address: Address, kind: Kind = "service") -> str | None:
+    """Return the token of an address; None without a file, or if other users can read or change it."""
+    try:
+        with _opened(token_folder()) as directory:
+            return _read(directory, _name(address, kind))
+    except FileNotFoundError:
+        return None
+    except (OSError, InputError) as error:
+        log.warning("the token of %s:%d is not read: %s", *address, error)
+        return None
+
+
+def addresses_of(url: str) -> list[Address]:
+    """Return the loopback addresses that a URL may mean; none if it names another machine."""
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port or 80
+    if parts.scheme != "http":
+        return []
+    if host == "localhost":
+        return [Address("127.0.0.1", port), Address("::1", port)]
+    try:
+        found = ipaddress.ip_address(host)
+    except ValueError:
+        return []
+    return [Address(str(found), port)] if found.is_loopback else []
+
+
+class LocalToken(httpx.Auth):
+    """HTTP authentication with the token file of a service of the same user on this machine.
+
+    The file is read again if a token is refused: the service may have restarted.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[Address, str] | None = None
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response]:
+        """See `httpx.Auth.auth_flow`."""
+        url = str(request.url)
+        sent = self._known = self._known or _find(url)
+        response = yield _with(request, sent)
+        if response.status_code == httpx.codes.UNAUTHORIZED:
+            self._known = _find(url)
+            if self._known not in (None, sent):
+                yield _with(request, self._known)
+
+
+def _with(request: httpx.Request, found: tuple[Address, str] | None) -> httpx.Request:
+    """Add a token to a request, and send it to the exact address of the token file: another user may listen
+    at another address of `localhost`."""
+    if found is not None:
+        address, token = found
+        request.url = request.url.copy_with(host=address.host)
+        request.headers["Authorization"] = f"Bearer {token}"
+    return request
+
+
+def _find(url: str) -> tuple[Address, str] | None:
+    for address in addresses_of(url):
+        if (token := read_token(address)) is not None:
+            return address, token
+    return None
+
+
+def _name(address: Address, kind: Kind) -> str:
+    """Return the file name; it contains the host name, since machines may share a home directory."""
+    return f"{kind}_{socket.gethostname().replace('/', '_')}_{address.host}_{address.port}"
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    """Open the folder and yield its file descriptor.
+
+    Raises:
+        OSError: it cannot be opened, is a link, or other users can change it.
+    """
+    directory = os.open(folder, _DIRECTORY)
+    try:
+        _check(os.fstat(directory), directory=True)
+        yield directory
+    finally:
+        os.close(directory)
+
+
+def _write(directory: int, name: str, token: str) -> None:
+    """Replace the file atomically, also if its name is a link."""
+    temporary = f".{name}.{secrets.token_hex(8)}"
+    try:
+        file = os.open(temporary, _WRITE, 0o600, dir_fd=directory)
+        with os.fdopen(file, "w", encoding="ascii") as opened:
+            os.fchmod(file, 0o600)
+            opened.write(f"{token}\n")
+        os.replace(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
+    except OSError:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=directory)
+        raise
+
+
+def _read(directory: int, name: str) -> str:
+    file = os.open(name, _READ, dir_fd=directory)
+    try:
+        _check(os.fstat(file), directory=False)
+        text = os.read(file, 1000).decode("ascii", "replace").strip()
+    finally:
+        os.close(file)
+    if not _TOKEN.fullmatch(text):
+        raise OSError(f"{name} holds no token")
+    return text
+
+
+def _check(found: os.stat_result, *, directory: bool) -> None:
+    """Check that a file or directory is of the right kind and private to this user.
+
+    Raises:
+        OSError: wrong kind, another owner, or other users have access.
+    """
+    if not (stat.S_ISDIR if directory else stat.S_ISREG)(found.st_mode):
+        raise OSError("its file is no regular file")
+    if found.st_uid != os.geteuid():
+        raise OSError("its file or folder belongs to another user")
+    if found.st_mode & _BY_OTHERS:
+        raise OSError("its file or folder is open to others: chmod go= would close it")

@@ -1,0 +1,1 @@
+"""One job: the agent loop, its stages and its tokens."""

@@ -1,0 +1,77 @@
+"""Environment registry: the environments that a service offers, and the defaults of requests to them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from prorl_envs.env.base import Task
+from prorl_envs.env.registry import description_of, known
+from prorl_envs.errors import InputError
+from prorl_envs.rollout.api.interactive import EpisodeRequest
+from prorl_envs.rollout.api.types import GroupRequest
+from prorl_envs.rollout.api.views import EnvironmentView
+from prorl_envs.rollout.episode.defaults import Defaults
+from prorl_envs.rollout.episode.stages import Family
+
+
+class EnvironmentRegistry:
+    """Registry of the environments of a service.
+
+    Args:
+        families: environment classes by name.
+        defaults: by environment, the limits and the sampling of a request that sets none.
+    """
+
+    def __init__(
+        self, families: Mapping[str, Family], defaults: Mapping[str, Defaults] | None = None
+    ) -> None:
+        self._families = families
+        self._defaults = defaults or {}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._families
+
+    def load(self, request: GroupRequest | EpisodeRequest) -> Task:
+        """Return the validated task of a request.
+
+        Raises:
+            InputError: its environment is not known, or the row is wrong.
+        """
+        task: Task = known(self._families, request.environment).load(request.task)
+        return task
+
+    def settled(self, request: GroupRequest) -> GroupRequest:
+        """Return the request with the environment's defaults, so that the stored request is complete."""
+        return self._defaults_of(request.environment).applied(request)
+
+    def row_of(self, environment: str, row: dict[str, Any]) -> dict[str, Any]:
+        """Return a data row with the family's field names: SWE-bench calls the id `instance_id`.
+
+        Raises:
+            InputError: the environment is not known, or the row is invalid with either name.
+        """
+        family = known(self._families, environment)
+        renamed = {("id" if key == "instance_id" else key): value for key, value in row.items()}
+        try:
+            family.load(row)
+        except InputError:
+            if len(renamed) < len(row) or "instance_id" not in row:
+                raise
+            family.load(renamed)
+            return renamed
+        return row
+
+    def views(self) -> list[EnvironmentView]:
+        """Return the environments as API views."""
+        return [
+            EnvironmentView(
+                name=name,
+                task_schema=family.task_type.model_json_schema(),
+                description=description_of(family),
+                limits=dict(self._defaults_of(name).limits),
+                sampling=dict(self._defaults_of(name).sampling),
+            )
+            for name, family in sorted(self._families.items())
+        ]
+
+    def _defaults_of(self, environment: str) -> Defaults:
+        return self._defaults.get(environment, Defaults())

@@ -1,0 +1,183 @@
+"""Authentication by token, and authorization by id.
+
+The operator's token may do everything. A tenant's token is limited to ids that start with the tenant's name
+and a slash: `alice` owns `alice/step7/a` and its jobs. Ownership is thus part of the id: it survives restarts
+and needs no table, and no tenant can take, or find out about, another's id. A job's token may read and cancel
+that job.
+"""
+
+import base64
+import binascii
+import hmac
+from collections.abc import Mapping
+from hashlib import sha256
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from prorl_envs.config import ServerSettings, TenantSettings
+from prorl_envs.errors import InputError
+from prorl_envs.rollout.api.caller import OPERATOR, Caller
+from prorl_envs.rollout.api.errors import Conflict, Forbidden, NotFound
+from prorl_envs.rollout.http.logins import Logins
+
+#: Routes that tenants may use; a name in the path must be theirs. All other routes are the operator's, so
+#: that a new route is closed until it is listed here.
+TENANT_ROUTES = frozenset(
+    {
+        "/v1/groups",
+        "/v1/groups/{group_id:path}",
+        "/v1/jobs/{job_id:path}",
+        "/v1/jobs/{job_id:path}/result",
+        "/v1/jobs",
+        "/v1/jobs/{job_id:path}/token",
+        "/v1/jobs/{job_id:path}/partial",
+        "/v1/jobs/{job_id:path}/tokens",
+        "/v1/jobs/{job_id:path}/markdown",
+        "/v1/jobs/{job_id:path}/request",
+        "/v1/jobs/{job_id:path}/retry",
+        "/v1/search",
+        "/v1/summaries",
+        "/v1/results",
+        "/v1/results/stream",
+        "/v1/batches",
+        "/v1/batches/{batch_id:path}",
+        "/v1/batches/{batch_id:path}/tasks",
+        "/v1/batches/{batch_id:path}/groups",
+        "/v1/batches/{batch_id:path}/results",
+        "/v1/episodes",
+        "/v1/episodes/{episode_id:path}",
+        "/v1/episodes/{episode_id:path}/endpoint",
+        "/v1/episodes/{episode_id:path}/run",
+        "/v1/episodes/{episode_id:path}/eval",
+        "/v1/status",
+        "/v1/environments",
+        "/health",
+        "/ready",
+    }
+)
+JOB_ROUTES = frozenset(
+    {
+        "/v1/jobs/{job_id:path}",
+        "/v1/jobs/{job_id:path}/result",
+        "/v1/jobs/{job_id:path}/partial",
+        "/v1/jobs/{job_id:path}/tokens",
+        "/v1/jobs/{job_id:path}/markdown",
+        "/v1/jobs/{job_id:path}/request",
+        "/v1/environments",
+        "/health",
+        "/ready",
+    }
+)
+_NAMES = ("group_id", "job_id", "batch_id", "episode_id")
+_JOB_TOKEN = "prorl-job"
+
+
+def require_token(settings: ServerSettings) -> None:
+    """Refuse settings that let other machines in without a token.
+
+    Raises:
+        InputError: a host other than loopback without a token.
+    """
+    if not settings.loopback and settings.token is None and not settings.tenants:
+        raise InputError(
+            f"binding {settings.host} lets others in, so a token is needed",
+            hint="set server.token (PRORL_SERVER__TOKEN), 16 characters or more",
+        )
+
+
+class TokenStore:
+    """Finds callers by their tokens.
+
+    Args:
+        settings: the operator's token and those of the tenants.
+        logins: sessions of browsers, which are the operator's.
+    """
+
+    def __init__(self, settings: ServerSettings, logins: Logins | None = None) -> None:
+        self.logins = logins or Logins()
+        token = settings.token.get_secret_value().encode() if settings.token else None
+        self._known = [
+            (tenant.token.get_secret_value().encode(), _caller(name, tenant))
+            for name, tenant in settings.tenants.items()
+        ]
+        if token is not None:
+            self._known.append((token, OPERATOR))
+        self._key = hmac.digest(token, b"jobs", sha256) if token is not None else None
+
+    @property
+    def locked(self) -> bool:
+        """True if a token is needed."""
+        return bool(self._known)
+
+    def caller(self, token: bytes) -> Caller | None:
+        """Return the caller that has this token; None if it is unknown. Compares with each known token in
+        constant time, so that the delay of the answer reveals nothing."""
+        found = None
+        for known, caller in self._known:
+            if hmac.compare_digest(known, token):
+                found = caller
+        return found or self._job_caller(token)
+
+    def job_token(self, job: str) -> str:
+        """Return a token that may read and cancel one job, valid until the operator's token changes.
+
+        Raises:
+            Conflict: the service has no token to derive it from.
+        """
+        if self._key is None:
+            raise Conflict("the service has no token of its own", hint="set server.token")
+        name = base64.urlsafe_b64encode(job.encode()).decode().rstrip("=")
+        return f"{_JOB_TOKEN}.{name}.{self._sign(self._key, job)}"
+
+    def _job_caller(self, token: bytes) -> Caller | None:
+        kind, _, rest = token.decode("latin-1").partition(".")
+        name, _, signature = rest.partition(".")
+        if kind != _JOB_TOKEN or self._key is None:
+            return None
+        try:
+            job = base64.urlsafe_b64decode(name + "=" * (-len(name) % 4)).decode()
+        except (binascii.Error, ValueError):  # ValueError includes UnicodeDecodeError
+            return None
+        right = hmac.compare_digest(self._sign(self._key, job).encode(), signature.encode("latin-1"))
+        return Caller(job=job) if right and job else None
+
+    @staticmethod
+    def _sign(key: bytes, job: str) -> str:
+        return hmac.digest(key, job.encode(), sha256).hex()
+
+
+def _caller(name: str, tenant: TenantSettings) -> Caller:
+    return Caller(name, tenant.jobs, tenant.batches)
+
+
+# Dependencies are coroutines: the framework runs a plain function in a thread, and the two switches wait for
+# the interpreter lock, which takes long with a busy event loop.
+
+
+async def caller_of(request: Request) -> Caller:
+    """Return the caller of a request, as the token guard has found it."""
+    caller: Caller = request.state.caller
+    return caller
+
+
+CurrentCaller = Annotated[Caller, Depends(caller_of)]
+
+
+async def authorize(request: Request) -> None:
+    """Check that the caller may use the route, and that the names in the path are the caller's.
+
+    Raises:
+        Forbidden: the route is not for this caller.
+        NotFound: a name in the path is not the caller's; the error does not reveal whether it exists.
+    """
+    caller = await caller_of(request)
+    if caller == OPERATOR:
+        return
+    route: str = getattr(request.scope.get("route"), "path", "")
+    if route not in (JOB_ROUTES if caller.job else TENANT_ROUTES):
+        raise Forbidden("this is the operator's", hint="it takes the service's own token")
+    names: Mapping[str, str] = request.path_params
+    for kind in _NAMES:
+        if kind in names and not caller.owns(names[kind]):
+            raise NotFound(f"no {kind.removesuffix('_id')} {names[kind]!r}")

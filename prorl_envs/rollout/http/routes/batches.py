@@ -1,0 +1,83 @@
+"""The routes of batches."""
+
+from typing import Annotated
+
+from fastapi import FastAPI, Query, Response
+
+from prorl_envs.config import ServerSettings
+from prorl_envs.rollout.api.batches import BatchList, BatchRequest, BatchTasks, BatchView, SelectedGroups
+from prorl_envs.rollout.api.caller import Caller
+from prorl_envs.rollout.api.errors import Forbidden, NotFound
+from prorl_envs.rollout.api.views import ResultPage
+from prorl_envs.rollout.http.auth import CurrentCaller
+from prorl_envs.rollout.service.service import RolloutService
+
+
+def add_batches(app: FastAPI, service: RolloutService, settings: ServerSettings) -> None:
+    """Add the routes to an application."""
+    batches = service.batches
+    max_page, max_wait_s = settings.max_page, settings.max_wait_s
+
+    @app.post("/v1/batches")
+    async def submit_batch(body: BatchRequest, caller: CurrentCaller) -> BatchView:
+        """Request a number of informative groups from a stream of tasks. Idempotent by id."""
+        return await batches.submit(_of(caller, body), most=caller.batches)
+
+    @app.get("/v1/batches")
+    async def get_batches(caller: CurrentCaller) -> BatchList:
+        """Return the caller's stored batches, oldest first."""
+        return BatchList(batches=[view for view in batches.views() if caller.owns(view.id)])
+
+    @app.post("/v1/batches/{batch_id:path}/tasks")
+    async def append_tasks(batch_id: str, body: BatchTasks) -> BatchView:
+        """Append tasks to a batch's stream, or close it. Idempotent by the index of the first task."""
+        return await batches.extend(batch_id, body)
+
+    @app.get("/v1/batches/{batch_id:path}/groups")
+    async def get_batch_groups(batch_id: str) -> SelectedGroups:
+        """Return the informative groups with their statistics; final once the batch is finished."""
+        return batches.selected(batch_id)
+
+    @app.get("/v1/batches/{batch_id:path}/results", response_model=ResultPage)
+    async def get_batch_results(
+        batch_id: str,
+        after: Annotated[int, Query(ge=0, le=2**31, description="Results to leave out.")] = 0,
+        wait_s: Annotated[float, Query(ge=0, le=max_wait_s, allow_inf_nan=False)] = 0.0,
+        limit: Annotated[int, Query(ge=1, le=max_page)] = min(100, max_page),
+    ) -> Response:
+        """Return results of the informative groups, group by group in the order of decision: exactly the
+        samples to train on. Waits up to `wait_s` seconds for the first. An empty page of a finished batch is
+        the last."""
+        page = await batches.results(batch_id, after, limit=limit, wait_s=wait_s)
+        return Response(page.model_dump_json(), media_type="application/json")
+
+    @app.get("/v1/batches/{batch_id:path}")
+    async def get_batch(
+        batch_id: str,
+        wait_s: Annotated[float, Query(ge=0, le=max_wait_s, allow_inf_nan=False)] = 0.0,
+    ) -> BatchView:
+        """Return the progress of a batch. Waits up to `wait_s` seconds until it is finished, or waits for
+        tasks."""
+        return await batches.view(batch_id, wait_s=wait_s)
+
+    @app.delete("/v1/batches/{batch_id:path}")
+    async def cancel_batch(batch_id: str) -> BatchView:
+        """Cancel the groups in flight of a batch; for a finished batch these are its leftover groups."""
+        return await batches.cancel(batch_id)
+
+
+def _of(caller: Caller, request: BatchRequest) -> BatchRequest:
+    """Return a batch request with its caller's tenant. All batches of a tenant share one place in the queue.
+
+    Raises:
+        Forbidden: the caller may not set this id, tenant, weight or priority.
+        NotFound: the batch to carry from is not the caller's; the error does not reveal whether it exists.
+    """
+    if not caller.tenant:
+        return request
+    caller.check_ids(request.id)
+    if request.carry_from is not None and not caller.owns(request.carry_from):
+        raise NotFound(f"no batch {request.carry_from!r}")
+    if (request.tenant or caller.tenant) != caller.tenant or (request.weight, request.priority) != (1.0, 0):
+        raise Forbidden("tenant, weight and priority are the operator's to give", hint="leave them out")
+    return request.model_copy(update={"tenant": caller.tenant})

@@ -1,0 +1,187 @@
+"""Routes of the dashboard: its pages, their data, and the operations that only it needs."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from http import HTTPStatus
+from typing import Annotated, Literal
+
+import msgspec
+from fastapi import FastAPI, Query, Request, Response
+from fastapi.responses import RedirectResponse, StreamingResponse
+
+from prorl_envs.model.tokens.token_texts import token_texts
+from prorl_envs.rollout.api.dashboard import (
+    DashboardView,
+    JobPage,
+    LimitsRequest,
+    MarkdownTrees,
+    SummaryPage,
+    TokenTexts,
+)
+from prorl_envs.rollout.api.errors import NotFound
+from prorl_envs.rollout.api.types import GroupRequest, JobState, Result, Selection, split_job_id
+from prorl_envs.rollout.api.views import GroupView, LoginView, StatusView
+from prorl_envs.rollout.http.auth import CurrentCaller
+from prorl_envs.rollout.http.logins import Logins, cookie_name
+from prorl_envs.rollout.http.routes.results import json_response
+from prorl_envs.rollout.service.service import RolloutService
+from prorl_envs.viewer.assets import HEADERS, Asset, assets, page
+from prorl_envs.viewer.markdown import markdown_of
+
+#: Maximum number of summaries in one event; a slower reader reads `/v1/summaries`.
+MOST_NEWS = 500
+_EVENTS = "text/event-stream"
+
+type _Unfinished = Literal["queued", "init", "run", "eval"]
+
+
+def add_dashboard(app: FastAPI, service: RolloutService, logins: Logins) -> None:
+    """Add the routes. Must come before the routes of jobs, whose ids may contain slashes."""
+    _add_logins(app, logins)
+    _add_pages(app)
+    _add_watching(app, service)
+    _add_jobs(app, service)
+
+
+def _add_logins(app: FastAPI, logins: Logins) -> None:
+    @app.post("/v1/logins")
+    async def make_login() -> LoginView:
+        """Create a link that signs one browser in to the dashboard, once."""
+        return LoginView(path=logins.link())
+
+    @app.get("/dashboard/login", include_in_schema=False)
+    async def sign_in(request: Request, code: Annotated[str, Query(max_length=200)] = "") -> Response:
+        """Start a session. If the link was used before, the page asks for the token."""
+        response = RedirectResponse("./", HTTPStatus.SEE_OTHER, {**HEADERS, "Cache-Control": "no-store"})
+        session, server = logins.redeem(code), request.scope.get("server")
+        if session is not None and server:
+            name = cookie_name(server[1])
+            response.set_cookie(name, session, path="/", httponly=True, samesite="strict")
+        return response
+
+
+def _add_pages(app: FastAPI) -> None:
+    """Add the routes of scripts and styles; they reveal nothing about the service and need no token."""
+
+    @app.get("/dashboard", include_in_schema=False)
+    async def to_dashboard() -> Response:
+        return RedirectResponse("dashboard/")
+
+    @app.get("/dashboard/", include_in_schema=False)
+    async def get_page() -> Response:
+        return _file(page("live"))
+
+    @app.get("/dashboard/{name}", include_in_schema=False)
+    async def get_asset(name: str) -> Response:
+        if name not in assets():
+            raise NotFound("no such file")
+        return _file(assets()[name])
+
+
+def _file(asset: Asset) -> Response:
+    return Response(asset.content, media_type=asset.media_type, headers=HEADERS)
+
+
+def _add_watching(app: FastAPI, service: RolloutService) -> None:
+    watch = service.watch
+
+    @app.get("/v1/dashboard")
+    async def get_dashboard() -> DashboardView:
+        """Return the current state of the service, and its last ten minutes."""
+        return watch.view()
+
+    @app.get(
+        "/v1/dashboard/stream",
+        response_class=StreamingResponse,
+        responses={200: {"content": {_EVENTS: {}}, "description": "Events `now` and `results`."}},
+    )
+    async def stream_dashboard(
+        every_s: Annotated[float, Query(ge=0.2, le=60, allow_inf_nan=False)] = 1.0,
+    ) -> StreamingResponse:
+        """Stream the state at an interval as server-sent events, until the service stops: `now` is the
+        service, `results` the new summaries, the newest 500 at most."""
+        watch.check_room()
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return StreamingResponse(_events(service, every_s), media_type=_EVENTS, headers=headers)
+
+    @app.get("/v1/summaries", response_model=SummaryPage)
+    async def get_summaries(
+        caller: CurrentCaller,
+        after: Annotated[int, Query(ge=0, le=2**63 - 1)] = 0,
+        limit: Annotated[int, Query(ge=1, le=5000)] = 1000,
+    ) -> Response:
+        """Return summaries of results, for lists: those since the start of the service and the last ones
+        before it. `next` is the cursor of the next request."""
+        found = await watch.page(after, limit, Selection(prefix=caller.prefix))
+        body = msgspec.json.encode({"summaries": found.summaries, "next": found.next})
+        return Response(body, media_type="application/json")
+
+    @app.patch("/v1/limits")
+    async def set_limits(body: LimitsRequest) -> StatusView:
+        """Change the concurrency limits of the service's own machine until the service stops. Work above a
+        lowered limit runs to its end."""
+        service.steering.resize(body)
+        return service.status()
+
+
+async def _events(service: RolloutService, every_s: float) -> AsyncIterator[bytes]:
+    watch, cursor, goes_on = service.watch, service.watch.newest, True
+    with watch.followed():
+        while goes_on:
+            yield b"event: now\ndata: " + watch.view().model_dump_json().encode() + b"\n\n"
+            if fresh := watch.since(cursor, MOST_NEWS):
+                cursor = fresh[-1].cursor
+                yield b"event: results\ndata: " + msgspec.json.encode(fresh) + b"\n\n"
+            goes_on = await watch.wait(every_s)
+
+
+def _add_jobs(app: FastAPI, service: RolloutService) -> None:
+    steering = service.steering
+
+    @app.get("/v1/jobs")
+    async def get_jobs(
+        caller: CurrentCaller,
+        state: Annotated[list[_Unfinished], Query(max_length=4)] = [],  # noqa: B006
+        limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    ) -> JobPage:
+        """Return unfinished jobs, those with a running stage first."""
+        states = frozenset(JobState(name) for name in state)
+        return steering.jobs(prefix=caller.prefix, states=states, limit=limit)
+
+    @app.get("/v1/jobs/{job_id:path}/partial", response_model=Result)
+    async def get_partial(job_id: str) -> Response:
+        """Return the partial result of an unfinished job."""
+        return json_response(steering.partial(job_id))
+
+    async def result_so_far(job_id: str) -> Result:
+        view = await service.job(job_id)
+        return await service.store.result(job_id) if view.state.final else steering.partial(job_id)
+
+    @app.get("/v1/jobs/{job_id:path}/tokens")
+    async def get_tokens(job_id: str) -> TokenTexts:
+        """Return the text of each token of a job's trajectory, for people; never to be tokenised again."""
+        result = await result_so_far(job_id)
+        return TokenTexts(rows=await asyncio.to_thread(_texts, service, result))
+
+    @app.get("/v1/jobs/{job_id:path}/markdown", response_model=MarkdownTrees)
+    async def get_markdown(job_id: str) -> Response:
+        """Return a job's messages as Markdown: for each message a tree for each part, or null."""
+        result = await result_so_far(job_id)
+        trees = await asyncio.to_thread(markdown_of, {"messages": result.messages})
+        return Response(msgspec.json.encode({"messages": trees}), media_type="application/json")
+
+    @app.get("/v1/jobs/{job_id:path}/request")
+    async def get_request(job_id: str) -> GroupRequest:
+        """Return the request of a job's group: its task row, sampling and limits."""
+        await service.job(job_id)
+        return (await service.store.group(split_job_id(job_id)[0])).request
+
+    @app.post("/v1/jobs/{job_id:path}/retry")
+    async def retry_job(job_id: str, caller: CurrentCaller) -> GroupView:
+        """Repeat a finished job, as a group of its own with `:retry-<sample>` appended to its id; the
+        existing result stays."""
+        return await steering.retry(job_id, quota=caller.quota)
+
+
+def _texts(service: RolloutService, result: Result) -> list[list[str]]:
+    return [token_texts(service.renderer.decode, row.ids) for row in result.rows]

@@ -1,0 +1,50 @@
+"""Routes to pause, resume and drain a service."""
+
+from typing import Annotated
+
+from fastapi import FastAPI, Query
+from pydantic import BaseModel, ConfigDict
+
+from prorl_envs.config import ServerSettings
+from prorl_envs.rollout.api.views import Pause, StatusView
+from prorl_envs.rollout.service.service import RolloutService
+
+
+class ServicePauseRequest(BaseModel):
+    """Request to pause a service.
+
+    Args:
+        mode: `hold` holds every stage: a running stage finishes, and its job waits with its sandbox; `finish`
+            holds INIT alone: jobs that have started run to their results.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mode: Pause = Pause.HOLD
+
+
+def add_operation(app: FastAPI, service: RolloutService, settings: ServerSettings) -> None:
+    """Add the routes."""
+    max_wait_s = settings.max_wait_s
+
+    @app.post("/v1/pause")
+    async def pause(body: ServicePauseRequest | None = None) -> StatusView:
+        """Keep accepting groups, but hold jobs back. Waiting counts against no deadline. Lasts until
+        `resume`, or until the service stops."""
+        service.pause((body or ServicePauseRequest()).mode)
+        return service.status()
+
+    @app.post("/v1/resume")
+    async def resume() -> StatusView:
+        """Resume after a pause or a drain."""
+        service.resume()
+        return service.status()
+
+    @app.post("/v1/drain")
+    async def drain(
+        wait_s: Annotated[float, Query(ge=0, le=max_wait_s, allow_inf_nan=False)] = 0.0,
+    ) -> StatusView:
+        """Accept nothing more and finish the accepted jobs, waiting up to `wait_s` seconds for that. It is
+        done when `unfinished` is 0. Lasts until `resume`."""
+        await service.drain(wait_s)
+        return service.status()

@@ -1,0 +1,127 @@
+"""Routes of results: pages, and resumable streams."""
+
+from collections.abc import AsyncIterator
+from typing import Annotated, Literal
+
+from fastapi import Depends, FastAPI, Header, Query, Response
+from fastapi.responses import StreamingResponse
+from pydantic import StringConstraints
+
+from prorl_envs.config import ServerSettings
+from prorl_envs.rollout.api.errors import CursorExpired
+from prorl_envs.rollout.api.types import JobState, Result, Selection
+from prorl_envs.rollout.api.views import ResultPage
+from prorl_envs.rollout.http.auth import CurrentCaller
+from prorl_envs.rollout.service.service import RolloutService, ServiceState
+
+#: Seconds without results after which a stream sends a heartbeat, so that a dead reader is noticed.
+HEARTBEAT_S = 15.0
+#: Results that a stream reads from the store at once.
+STREAM_PAGE = 64
+#: Maximum number of values of one filter.
+MAX_VALUES = 100
+
+_LINES, _EVENTS = "application/x-ndjson", "text/event-stream"
+_NO_CACHE = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # for proxies: do not buffer
+
+_Names = list[Annotated[str, StringConstraints(max_length=200)]]
+_Final = Literal["done", "failed", "cancelled"]
+_After = Annotated[
+    int, Query(ge=0, le=2**63 - 1, description="Cursor; 0 starts with the oldest stored result.")
+]
+_LastEventId = Annotated[
+    int | None,
+    Header(alias="Last-Event-ID", ge=0, le=2**63 - 1, description="Resumes events; wins over `after`."),
+]
+
+
+async def _selection(
+    caller: CurrentCaller,
+    group: Annotated[_Names, Query(max_length=MAX_VALUES, description="Only of these groups.")] = [],  # noqa: B006
+    environment: Annotated[_Names, Query(max_length=MAX_VALUES, description="Only of these.")] = [],  # noqa: B006
+    state: Annotated[list[_Final], Query(max_length=3, description="Only these.")] = [],  # noqa: B006
+) -> Selection:
+    return Selection(
+        prefix=caller.prefix,
+        groups=frozenset(group),
+        environments=frozenset(environment),
+        states=frozenset(JobState(name) for name in state),
+    )
+
+
+_Only = Annotated[Selection, Depends(_selection)]
+
+
+def add_results(app: FastAPI, service: RolloutService, settings: ServerSettings) -> None:
+    """Add the routes."""
+    max_page, max_wait_s = settings.max_page, settings.max_wait_s
+
+    @app.get("/v1/results", response_model=ResultPage)
+    async def get_results(
+        only: _Only,
+        after: _After = 0,
+        wait_s: Annotated[float, Query(ge=0, le=max_wait_s, allow_inf_nan=False)] = 0.0,
+        limit: Annotated[int, Query(ge=1, le=max_page)] = min(100, max_page),
+    ) -> Response:
+        """Return results after a cursor, waiting up to `wait_s` seconds for the first. `next` skips
+        filtered-out results."""
+        return json_response(await service.results(after, limit=limit, wait_s=wait_s, only=only))
+
+    @app.get(
+        "/v1/results/stream",
+        response_class=StreamingResponse,
+        responses={
+            200: {"content": {_LINES: {}, _EVENTS: {}}, "description": "One result a line, or event."}
+        },
+    )
+    async def stream_results(
+        only: _Only,
+        after: _After = 0,
+        last_event_id: _LastEventId = None,
+        accept: Annotated[str, Header(description=f"{_EVENTS} asks for server-sent events.")] = _LINES,
+    ) -> StreamingResponse:
+        """Stream results after a cursor as they arrive, until the service stops: one JSON object a line, with
+        empty lines as heartbeats, or server-sent events, whose ids are cursors. Each result is sent at least
+        once; to resume, request the results after the last cursor read."""
+        after = after if last_event_id is None else last_event_id
+        await service.results(after, limit=1, only=only)  # an expired cursor is an error, not an empty stream
+        if _EVENTS in accept.lower():
+            return StreamingResponse(_events(service, after, only), media_type=_EVENTS, headers=_NO_CACHE)
+        return StreamingResponse(_lines(service, after, only), media_type=_LINES, headers=_NO_CACHE)
+
+
+async def _lines(service: RolloutService, after: int, only: Selection) -> AsyncIterator[str]:
+    async for page in _pages(service, after, only):
+        for result in page.results:
+            yield result.model_dump_json() + "\n"
+        if not page.results:
+            yield "\n"
+
+
+async def _events(service: RolloutService, after: int, only: Selection) -> AsyncIterator[str]:
+    """Yield server-sent events (HTML standard, section 9.2). JSON has no line breaks: each result is one
+    `data` line."""
+    async for page in _pages(service, after, only):
+        for result in page.results:
+            yield f"id: {result.cursor}\nevent: result\ndata: {result.model_dump_json()}\n\n"
+        if not page.results:  # an event without data is not shown, but moves the reader's last id
+            yield f"id: {page.next}\n\n"
+
+
+async def _pages(service: RolloutService, after: int, only: Selection) -> AsyncIterator[ResultPage]:
+    """Yield pages of results, each when the reader has taken the previous one. Empty ones are heartbeats."""
+    while True:
+        stopped = service.state is ServiceState.STOPPED
+        try:
+            page = await service.results(after, limit=STREAM_PAGE, wait_s=HEARTBEAT_S, only=only)
+        except CursorExpired:  # the reader is too slow; its next request gets the error
+            return
+        if stopped and not page.results:
+            return
+        yield page
+        after = page.next
+
+
+def json_response(body: ResultPage | Result) -> Response:
+    """Serialise a body once, without a second validation: results are large and already validated."""
+    return Response(body.model_dump_json(), media_type="application/json")

@@ -1,0 +1,1 @@
+"""Metrics and the state that the dashboard shows."""

@@ -1,0 +1,312 @@
+"""Dashboard state of a service: summaries of its last results, and statistics of them.
+
+Each result is counted once, when it is stored. Views are built on request, and shared by all viewers.
+"""
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+
+from prorl_envs.clock import Clock
+from prorl_envs.env.node import MemoryUse, NodeUse
+from prorl_envs.rollout.api.batches import BatchView
+from prorl_envs.rollout.api.dashboard import (
+    Bucket,
+    DashboardView,
+    GroupLine,
+    JobLine,
+    Percentiles,
+    SandboxesView,
+    SummaryPage,
+)
+from prorl_envs.rollout.api.errors import QueueFull
+from prorl_envs.rollout.api.types import JobState, Result, Selection
+from prorl_envs.rollout.api.views import NodeView, StatusView
+from prorl_envs.rollout.store.base import Store
+from prorl_envs.rollout.store.statistics import deviation
+from prorl_envs.rollout.store.summaries import summarise
+from prorl_envs.viewer.summary import Summary
+
+#: Maximum number of summaries kept of results since the start, and of earlier results read from the store on
+#: request; and the number of the latter per read.
+KEPT, AT_ONCE = 20_000, 500
+#: Seconds of a bucket, and number of buckets.
+BUCKET_S, BUCKETS = 10.0, 60
+#: Number of results, and of single calls, that percentiles are computed from.
+LATELY, CALLS = 1_000, 5_000
+GROUPS = 24
+#: Maximum number of followers.
+MOST_STREAMS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DashboardSnapshot:
+    """State of the service, without its results.
+
+    Args:
+        status, attempts_limit, batches, nodes, running: as in `DashboardView`.
+        use: of the machine; `memory`: of its sandboxes.
+    """
+
+    status: StatusView
+    attempts_limit: int
+    use: NodeUse
+    memory: MemoryUse
+    batches: list[BatchView]
+    nodes: list[NodeView]
+    running: list[JobLine]
+
+
+class DashboardState:
+    """Dashboard state of one service.
+
+    Args:
+        clock: measures time.
+        store: has the results from before the start.
+        look: returns the parts of a `DashboardView` that are not about results.
+        results: number of results that the store keeps: at most as many summaries are kept.
+    """
+
+    def __init__(
+        self, clock: Clock, store: Store, look: Callable[[], DashboardSnapshot], results: int
+    ) -> None:
+        self._clock = clock
+        self._store = store
+        self._look = look
+        self._recent: deque[Summary] = deque(maxlen=min(KEPT, results))
+        self._buckets: dict[int, Bucket] = {}
+        self._calls: deque[float] = deque(maxlen=CALLS)
+        self._tools: deque[float] = deque(maxlen=CALLS)
+        self._before: list[Summary] = []
+        self._reading = asyncio.Lock()
+        self._start: int | None = None  # cursor of the first result since the start
+        self._read_to, self._all_read = 0, False
+        self._streams = 0
+        self._made: tuple[float, DashboardView] | None = None
+        self._ended = asyncio.Event()
+
+    def observe(self, result: Result) -> None:
+        """Count a stored result."""
+        summary = summarise(result)
+        self._recent.append(summary)
+        number = int(self._clock.monotonic() // BUCKET_S)
+        bucket = self._buckets.get(number, Bucket())
+        counted = {summary.state: getattr(bucket, summary.state) + 1}
+        self._buckets[number] = bucket.model_copy(
+            update={**counted, "sampled": bucket.sampled + summary.sampled}
+        )
+        if len(self._buckets) > BUCKETS + 1:
+            del self._buckets[next(iter(self._buckets))]
+        for turn in (turn for row in result.rows for turn in row.turns):
+            self._calls.append(turn.model_s)
+            if turn.tools_s:
+                self._tools.append(turn.tools_s)
+
+    async def page(self, after: int, limit: int, only: Selection) -> SummaryPage:
+        """Return summaries after a cursor: of the results since the start, and of the last ones before it.
+
+        Args:
+            after: a cursor; 0 starts with the oldest known result.
+            limit: maximum number of summaries.
+            only: its prefix alone is used.
+        """
+        async with self._reading:
+            await self._read_on(after, limit, only)
+        known = chain(self._before, self._since_start() if self._all_read else ())
+        found = [summary for summary in known if summary.cursor > after]
+        mine = list(islice((one for one in found if one.group_id.startswith(only.prefix)), limit))
+        whole = len(mine) < limit and bool(found)
+        return SummaryPage(
+            summaries=mine, next=found[-1].cursor if whole else mine[-1].cursor if mine else after
+        )
+
+    def since(self, after: int, limit: int) -> list[Summary]:
+        """Return the newest summaries after a cursor, oldest first."""
+        fresh: list[Summary] = []
+        for summary in reversed(self._recent):
+            if summary.cursor <= after or len(fresh) == limit:
+                break
+            fresh.append(summary)
+        return fresh[::-1]
+
+    @property
+    def newest(self) -> int:
+        """Cursor of the newest summary."""
+        return self._recent[-1].cursor if self._recent else 0
+
+    async def _read_on(self, after: int, limit: int, only: Selection) -> None:
+        """Read results from before the start from the store, until `limit` summaries are found."""
+        if self._start is None:
+            self._start = self._recent[0].cursor if self._recent else await self._store.newest() + 1
+            self._read_to = max(0, self._start - 1 - KEPT)
+
+        def wanted(found: Iterable[Summary]) -> int:
+            return sum(one.cursor > after and one.group_id.startswith(only.prefix) for one in found)
+
+        missing = limit - wanted(self._before)
+        while missing > 0 and not self._all_read:
+            page = await self._store.summaries(self._read_to, AT_ONCE)
+            fresh = [summary for summary in page if summary.cursor < self._start]
+            self._before += fresh
+            self._all_read = len(fresh) < AT_ONCE
+            self._read_to = fresh[-1].cursor if fresh else self._read_to
+            missing -= wanted(fresh)
+
+    def _since_start(self) -> Iterator[Summary]:
+        """Return the summaries since the start that were not read from the store."""
+        return (one for one in self._recent if self._start is None or one.cursor >= self._start)
+
+    # Views.
+
+    def view(self, *, fresh_s: float = 0.5) -> DashboardView:
+        """Return the state of the service. Calls within `fresh_s` seconds of each other get the same view."""
+        now = self._clock.monotonic()
+        if self._made is None or now - self._made[0] >= fresh_s:
+            self._made = (now, self._view(now))
+        return self._made[1]
+
+    def _view(self, now: float) -> DashboardView:
+        look = self._look()
+        lately = list(islice(chain(reversed(self._recent), reversed(self._before)), LATELY))
+        rewards = [summary.reward for summary in lately if summary.reward is not None]
+        bucket = int(now // BUCKET_S)
+        return DashboardView(
+            time=time.time(),
+            status=look.status,
+            attempts_limit=look.attempts_limit,
+            sandboxes=_sandboxes(look.use, look.memory),
+            history=[
+                self._buckets.get(number, Bucket()) for number in range(bucket - BUCKETS + 1, bucket + 1)
+            ],
+            latency=self._latency(lately),
+            rewards=_tenths(rewards),
+            reward_mean=math.fsum(rewards) / len(rewards) if rewards else None,
+            groups=_groups(lately),
+            batches=look.batches,
+            nodes=look.nodes,
+            running=look.running,
+        )
+
+    def _latency(self, lately: Sequence[Summary]) -> dict[str, Percentiles]:
+        ended = [summary for summary in lately if summary.state == JobState.DONE]
+        measured: dict[str, Iterable[float]] = {
+            "queued": (summary.queued_s for summary in ended),
+            "init": (summary.init_s for summary in ended),
+            "run": (summary.run_s for summary in ended),
+            "eval": (summary.eval_s for summary in ended),
+            "model_call": self._calls,
+            "tools": self._tools,
+        }
+        return {name: found for name, values in measured.items() if (found := percentiles(values))}
+
+    # Following.
+
+    def check_room(self) -> None:
+        """Check that another follower is allowed.
+
+        Raises:
+            QueueFull: the maximum number of followers is reached.
+        """
+        if self._streams >= MOST_STREAMS:
+            raise QueueFull(f"{MOST_STREAMS} are watching already", hint="close a dashboard")
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Count one more follower while the block runs."""
+        self._streams += 1
+        try:
+            yield
+        finally:
+            self._streams -= 1
+
+    async def wait(self, seconds: float) -> bool:
+        """Wait, and return whether the service still runs after so many seconds."""
+        try:
+            async with self._clock.timeout(seconds):
+                await self._ended.wait()
+        except TimeoutError:
+            return True
+        return False
+
+    async def aclose(self) -> None:
+        """Close every stream."""
+        self._ended.set()
+
+
+def percentiles(values: Iterable[float]) -> Percentiles | None:
+    """Return percentiles of these values, by the nearest rank; None without values."""
+    ordered = sorted(values)
+    if not ordered:
+        return None
+
+    def at(share: float) -> float:
+        return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+    return Percentiles(p50=at(0.5), p90=at(0.9), p99=at(0.99), count=len(ordered))
+
+
+def _tenths(rewards: Sequence[float]) -> list[int]:
+    counts = [0] * 10
+    for reward in rewards:
+        counts[min(9, max(0, math.floor(reward * 10)))] += 1
+    return counts
+
+
+def _groups(lately: Sequence[Summary]) -> list[GroupLine]:
+    found: dict[str, list[Summary]] = {}
+    for summary in lately:
+        if summary.group_id in found or len(found) < GROUPS:
+            found.setdefault(summary.group_id, []).append(summary)
+    lines = []
+    for group, samples in found.items():
+        ordered = sorted(samples, key=lambda summary: summary.sample)
+        given = [summary.reward for summary in ordered if summary.reward is not None]
+        mean = math.fsum(given) / len(given) if given else None
+        lines.append(
+            GroupLine(
+                id=group,
+                environment=ordered[0].environment,
+                task_id=ordered[0].task_id,
+                rewards=[summary.reward for summary in ordered],
+                mean=mean,
+                std=None if mean is None else deviation(given, mean),
+            )
+        )
+    return lines
+
+
+def _sandboxes(use: NodeUse, memory: MemoryUse) -> SandboxesView:
+    total, available = _memory()
+    known = bool(memory.busy or memory.warm)
+    return SandboxesView(
+        open=use.open,
+        warm=use.warm,
+        busy=max(0, use.open - use.warm),
+        starting=use.starting,
+        waiting=use.waiting,
+        starts_limit=None if math.isinf(use.starts_limit) else int(use.starts_limit),
+        handed_out=use.handed_out,
+        from_pool=use.from_pool,
+        failed=use.failed,
+        ready_s=use.seconds / use.handed_out if use.handed_out else None,
+        busy_bytes=sum(memory.busy.values()) if known else None,
+        warm_bytes=sum(memory.warm.values()) if known else None,
+        largest_bytes=max([*memory.busy.values(), *memory.warm.values()]) if known else None,
+        memory_bytes=total,
+        memory_used_bytes=None if total is None or available is None else total - available,
+    )
+
+
+def _memory(path: Path = Path("/proc/meminfo")) -> tuple[int | None, int | None]:
+    """Return the total and the available memory of the machine in bytes."""
+    try:
+        rows = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
+        return int(rows["MemTotal"].split()[0]) * 1024, int(rows["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None, None

@@ -1,0 +1,301 @@
+"""Prometheus metrics of one service. Gauges are read on each scrape. The times of a job are counted once,
+from its result, so that their cost does not depend on the number of scrapes.
+
+Names and types follow https://prometheus.io/docs/practices/naming/.
+"""
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import (
+    CONTENT_TYPE_PLAIN_0_0_4,
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    Summary,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from prorl_envs.env.node import NodeUse
+from prorl_envs.listener.connection import ConnectionCounts
+from prorl_envs.listener.listener import REASONS
+from prorl_envs.model.types import ServerHealth
+from prorl_envs.rollout.api.batches import BatchState, BatchView
+from prorl_envs.rollout.api.types import Result, Stage, Trajectory
+from prorl_envs.rollout.api.views import RouterView, StatusView
+from prorl_envs.rollout.batches.plan import GroupDecision
+from prorl_envs.rollout.monitoring.node_metrics import nodes, sandboxes, use_of
+from prorl_envs.rollout.nodes.fleet import Fleet
+from prorl_envs.rollout.scheduling.placement import HEAD
+
+#: Content type of `Metrics.text`.
+CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+
+#: Upper bounds in seconds, from a tool call to a build.
+_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000)
+_TURNS = (1, 2, 3, 5, 8, 13, 20, 30, 50, 100, 200)
+_TOKENS = (256, 1024, 4096, 8192, 16_384, 32_768, 65_536, 131_072, 262_144)
+
+
+class Metrics:
+    """Metrics of `/metrics`.
+
+    Args:
+        status: returns the current status of the service.
+        node: returns the current use of its machine.
+        batches: returns the stored batches.
+        fleet: further nodes, or None.
+        connections: of the HTTP server.
+    """
+
+    def __init__(
+        self,
+        status: Callable[[], StatusView],
+        node: Callable[[], NodeUse],
+        batches: Callable[[], list[BatchView]],
+        fleet: Fleet | None = None,
+        connections: ConnectionCounts | None = None,
+    ) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._groups = Counter(
+            "prorl_batch_groups_decided",
+            "Groups of batches that were decided, and why these are not informative.",
+            ["verdict", "reason"],
+            registry=registry,
+        )
+        family = ["environment"]
+        self._results = Counter(
+            "prorl_results", "Jobs that came to a result.", [*family, "state"], registry=registry
+        )
+        self._failures = Counter(
+            "prorl_failures",
+            "Results without a reward, by the boundary that failed and the stage.",
+            [*family, "kind", "stage"],
+            registry=registry,
+        )
+        self._stops = Counter(
+            "prorl_agent_stops", "Why the agent loop ended.", [*family, "reason"], registry=registry
+        )
+        self._rewards = Summary("prorl_reward", "Rewards that graders gave.", family, registry=registry)
+        self._queued = _seconds("prorl_job_queued_seconds", "Waiting for stages.", family, registry)
+        self._stages = _seconds(
+            "prorl_job_stage_seconds", "Active time in a stage.", [*family, "stage"], registry
+        )
+        self._calls = _seconds(
+            "prorl_model_call_seconds", "One call of a model server.", ["server"], registry
+        )
+        self._tools = _seconds("prorl_turn_tools_seconds", "The tool calls of one turn.", family, registry)
+        self._turns = Histogram(
+            "prorl_job_turns", "Model calls of a job.", family, buckets=_TURNS, registry=registry
+        )
+        self._length = Histogram(
+            "prorl_job_tokens", "Tokens of a trajectory.", family, buckets=_TOKENS, registry=registry
+        )
+        self._tokens = Counter(
+            "prorl_trajectory_tokens",
+            "Tokens in results, sampled by the model or observed by it.",
+            [*family, "origin"],
+            registry=registry,
+        )
+        self._drift = Counter(
+            "prorl_drift_tokens", "Prompt tokens that differed from the recorded ones.", registry=registry
+        )
+        registry.register(_Now(status, node, batches, fleet, connections or ConnectionCounts()))
+        ProcessCollector(registry=registry)
+
+    def observe(self, result: Result) -> None:
+        """Count a result, once."""
+        family = result.environment
+        self._results.labels(family, result.state).inc()
+        if result.failure is not None:
+            self._failures.labels(family, result.failure.kind, result.failure.stage).inc()
+        if result.stop_reason is not None:
+            self._stops.labels(family, result.stop_reason).inc()
+        if result.reward is not None:
+            self._rewards.labels(family).observe(result.reward)
+        timings = result.timings
+        self._queued.labels(family).observe(timings.queued_s)
+        for stage in Stage:
+            if seconds := getattr(timings, f"{stage}_s"):
+                self._stages.labels(family, stage).observe(seconds)
+        if result.trajectory is not None:
+            self._observe_trajectory(result)
+
+    def decided(self, judgement: GroupDecision) -> None:
+        """Count a decided group, once."""
+        self._groups.labels(judgement.verdict, judgement.reason).inc()
+
+    def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+    def _observe_trajectory(self, result: Result) -> None:
+        family = result.environment
+        self._turns.labels(family).observe(sum(len(row.turns) for row in result.rows))
+        self._length.labels(family).observe(sum(len(row.ids) for row in result.rows))
+        for row in result.rows:
+            self._observe_row(family, row)
+
+    def _observe_row(self, family: str, trajectory: Trajectory) -> None:
+        sampled = sum(turn.end - turn.start for turn in trajectory.turns)
+        self._tokens.labels(family, "sampled").inc(sampled)
+        self._tokens.labels(family, "observed").inc(len(trajectory.ids) - sampled)
+        self._drift.inc(trajectory.drift)
+        tools, calls = self._tools.labels(family), {}
+        for turn in trajectory.turns:
+            if turn.server not in calls:
+                calls[turn.server] = self._calls.labels(turn.server)
+            calls[turn.server].observe(turn.model_s)
+            tools.observe(turn.tools_s)
+
+
+def _seconds(name: str, what: str, labels: list[str], registry: CollectorRegistry) -> Histogram:
+    return Histogram(name, f"Seconds: {what}", labels, buckets=_SECONDS, registry=registry)
+
+
+class _Now(Collector):
+    """Collector of values that are read on each scrape."""
+
+    def __init__(
+        self,
+        status: Callable[[], StatusView],
+        node: Callable[[], NodeUse],
+        batches: Callable[[], list[BatchView]],
+        fleet: Fleet | None,
+        connections: ConnectionCounts,
+    ) -> None:
+        self._status = status
+        self._node = node
+        self._batches = batches
+        self._fleet = fleet
+        self._connections = connections
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._status()
+        yield from _service(status)
+        yield from _http(self._connections)
+        yield from _model_servers(status)
+        heartbeats = self._fleet.heartbeats() if self._fleet is not None else {}
+        yield from sandboxes(
+            {HEAD: self._node(), **{name: use_of(beat) for name, beat in heartbeats.items()}}
+        )
+        yield from nodes(self._fleet.views() if self._fleet is not None else (), heartbeats)
+        yield from _kept_batches(self._batches())
+
+    def describe(self) -> Iterator[Metric]:
+        return iter(())  # otherwise collected once on registration, before there is a service
+
+
+def _service(status: StatusView) -> Iterator[Metric]:
+    yield _gauge("prorl_up_seconds", "Since the service's start.", status.uptime_s)
+    state = GaugeMetricFamily(
+        "prorl_service_state", "1 for the state that the service is in.", labels=["state"]
+    )
+    state.add_metric([status.state], 1)
+    yield state
+    for what in ("active", "waiting", "limit"):
+        pool = GaugeMetricFamily(f"prorl_pool_{what}", _POOL[what], labels=["stage"])
+        for stage, view in status.pools.items():
+            pool.add_metric([stage], getattr(view, what))
+        yield pool
+    yield _gauge("prorl_jobs_with_sandbox", "Jobs that hold a sandbox.", status.jobs_with_sandbox)
+    yield _gauge("prorl_max_jobs_with_sandbox", "Most of them.", status.max_jobs_with_sandbox)
+    yield _gauge("prorl_unfinished_jobs", "Jobs accepted and not gone.", status.unfinished)
+    yield _gauge("prorl_queue_limit", "Most of them.", status.queue_limit)
+    yield _counter("prorl_retries", "Attempts beyond the first.", status.retries)
+    yield _counter("prorl_close_failures", "Sandboxes that did not close in order.", status.close_failures)
+    yield _counter("prorl_internal_errors", "Bugs met.", status.internal_errors)
+
+
+def _http(connections: ConnectionCounts) -> Iterator[Metric]:
+    yield _gauge("prorl_http_connections", "Open connections to the HTTP server.", connections.open)
+    yield _gauge("prorl_http_connections_limit", "Most of them.", connections.limit)
+    closed = CounterMetricFamily(
+        "prorl_http_connections_closed", "Connections that the server closed or refused.", labels=["reason"]
+    )
+    for reason in REASONS:
+        closed.add_metric([reason], connections.closed[reason])
+    yield closed
+
+
+_POOL = {
+    "active": "Jobs in the stage.",
+    "waiting": "Jobs that wait for it.",
+    "limit": "Most jobs in it at once.",
+}
+
+
+def _model_servers(status: StatusView) -> Iterator[Metric]:
+    views = {
+        "in_flight": "Calls that the server is answering.",
+        "sessions": "Rollouts pinned to the server.",
+    }
+    for name, what in views.items():
+        family = GaugeMetricFamily(f"prorl_model_server_{name}", what, labels=["server"])
+        for server in status.model_servers:
+            family.add_metric([server.url], float(getattr(server, name)))
+        yield family
+    family = GaugeMetricFamily(
+        "prorl_model_server_state", "1 for the state that the server is in.", labels=["server", "state"]
+    )
+    for server in status.model_servers:
+        for state in ServerHealth:
+            family.add_metric([server.url, state], server.state is state)
+    yield family
+    if status.router is not None:
+        yield from _router(status.router)
+
+
+def _router(router: RouterView) -> Iterator[Metric]:
+    yield _counter("prorl_router_turns", "Model calls that were routed.", router.turns)
+    yield _counter("prorl_router_prompt_tokens", "Tokens of their prompts.", router.prompt_tokens)
+    hits = GaugeMetricFamily(
+        "prorl_router_hit_rate",
+        "Share of prompt tokens in a server's prefix cache: estimated by the router, or reported by servers.",
+        labels=["source"],
+    )
+    for by, rate in (("router", router.expected_hit_rate), ("servers", router.reported_hit_rate)):
+        if rate is not None:
+            hits.add_metric([by], rate)
+    yield hits
+    moves = CounterMetricFamily(
+        "prorl_router_rerouted_sessions", "Sessions that left a server.", labels=["reason"]
+    )
+    moves.add_metric(["rebalanced"], router.rebalanced)
+    moves.add_metric(["failed_over"], router.failed_over)
+    yield moves
+    yield _gauge(
+        "prorl_router_load_imbalance",
+        "Most calls in flight over the mean of the servers.",
+        router.load_imbalance,
+    )
+    yield _gauge("prorl_router_paused", "1 while turns are held.", router.paused)
+    yield _counter("prorl_router_paused_seconds", "Seconds of that, all in all.", router.paused_s)
+
+
+def _kept_batches(batches: list[BatchView]) -> Iterator[Metric]:
+    states = GaugeMetricFamily("prorl_batches", "Batches that are kept.", labels=["state"])
+    for state in BatchState:
+        states.add_metric([state], sum(batch.state is state for batch in batches))
+    yield states
+    running = [batch for batch in batches if batch.state is BatchState.RUNNING]
+    waiting = sum(batch.waiting_for_tasks for batch in running)
+    yield _gauge("prorl_batches_without_tasks", "Running batches that wait for further tasks.", waiting)
+    groups = GaugeMetricFamily(
+        "prorl_batch_groups",
+        "Groups of the running batches: wanted, informative, under way.",
+        labels=["state"],
+    )
+    for name in ("wanted", "informative", "in_flight"):
+        groups.add_metric([name], sum(getattr(batch, name) for batch in running))
+    yield groups
+
+
+def _gauge(name: str, what: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, what, value)
+
+
+def _counter(name: str, what: str, value: float) -> Metric:
+    return CounterMetricFamily(name, what, value)

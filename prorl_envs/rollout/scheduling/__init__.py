@@ -1,0 +1,1 @@
+"""Scheduling of jobs on stages and nodes. No I/O."""

@@ -1,0 +1,48 @@
+"""Actions: decisions of the scheduler that the engine carries out."""
+
+from dataclasses import dataclass
+
+from prorl_envs.rollout.api.types import JobState, Stage
+from prorl_envs.rollout.scheduling.placement import HERE
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Action: run this stage of the job now, on this node."""
+
+    job: str
+    stage: Stage
+    attempt: int
+    node: str = HERE
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupt:
+    """Action: interrupt the running stage, then report `ended`."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Action: record the result of the finished job. Returned exactly once for every job."""
+
+    job: str
+    state: JobState
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Action: close the environment of the job's attempt, then report `closed`."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdmitExternal:
+    """Action: let the guest start its environment; the guest then reports `prepared`."""
+
+    guest: str
+
+
+type Decision = Start | Interrupt | Finish | Close | AdmitExternal

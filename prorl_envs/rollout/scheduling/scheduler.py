@@ -1,0 +1,385 @@
+"""Scheduler: decides which job may enter which stage. Carries out nothing itself.
+
+Events are method calls, and each returns a list of decisions; time, tasks, sandboxes and storage belong to
+the service. A job goes through
+
+    waiting(INIT) -> active(INIT) -> waiting(RUN) -> active(RUN) -> waiting(EVAL) -> active(EVAL) -> closing
+
+and leaves when its environment is closed. A failed attempt that may be retried closes too; the job then
+waits for INIT again, on a fresh sandbox.
+
+An attempt stays on the node where its INIT started (`placement.py` chooses the node). A service of one
+machine has one node, `HERE`.
+
+Four rules:
+
+- each stage has its own pool on each node, so a slow stage never holds slots of another stage;
+- back-pressure is one number: at most `max_jobs_with_sandbox` jobs of a node are between the start of INIT
+  and the end of close. It only holds back INIT, so work behind a slow stage continues, and the number of
+  sandboxes that wait for a stage is bounded;
+- while the scheduler is paused, no stage starts, or no INIT; all other events work as usual;
+- within a queue, higher priorities come first, lanes share by weight, and a lane's groups are served in
+  order of arrival (`fair_queue.py`).
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from prorl_envs.rollout.api.types import JobState, Stage
+from prorl_envs.rollout.api.views import Pause
+from prorl_envs.rollout.scheduling.actions import AdmitExternal, Close, Decision, Finish, Interrupt, Start
+from prorl_envs.rollout.scheduling.fair_queue import COMMON, FairQueue, Share
+from prorl_envs.rollout.scheduling.placement import HERE, Place, Placement, StageLimits
+
+_NEXT = {Stage.INIT: Stage.RUN, Stage.RUN: Stage.EVAL}
+
+
+class _Phase(Enum):
+    WAITING = auto()  # in the queue of its stage
+    ACTIVE = auto()  # its stage is running
+    STOPPING = auto()  # its running stage was interrupted; the job is finished already
+    CLOSING = auto()  # its environment is being closed
+
+
+@dataclass(slots=True)
+class _Job:
+    id: str
+    group: str
+    share: Share
+    stage: Stage = Stage.INIT
+    phase: _Phase = _Phase.WAITING
+    attempt: int = 1
+    finished: bool = False
+    place: Place | None = None  # node of the attempt; while the job waits for INIT, of the last attempt
+
+    @property
+    def at(self) -> Place:
+        """Node of the job, once it has started."""
+        if self.place is None:
+            raise AssertionError(f"job {self.id} has not started")
+        return self.place
+
+
+class Scheduler:
+    """State of every unfinished job, and the pools of every node.
+
+    Every event method returns the resulting decisions, in the order in which to carry them out. Late events
+    (a stage that finishes after its job was cancelled) are expected and have no second effect.
+
+    Args:
+        limits: limits of concurrent work on this machine.
+        here: run jobs on this machine too. Guests always run here.
+    """
+
+    def __init__(self, limits: StageLimits, *, here: bool = True) -> None:
+        self.attempts = limits.attempts
+        self._jobs: dict[str, _Job] = {}
+        self._waiting = FairQueue()  # for INIT
+        self._nodes = Placement()
+        self._here = Place(HERE, limits, open=here)
+        self._nodes.join(self._here)
+        self._pause: Pause | None = None
+        self._guests_waiting: dict[str, None] = {}
+        self._guests: dict[str, bool] = {}  # by name; True while the guest is in INIT
+
+    # Inspection.
+
+    def __len__(self) -> int:
+        """Return the number of jobs, including those whose environment is being closed."""
+        return len(self._jobs)
+
+    def __contains__(self, job: str) -> bool:
+        return job in self._jobs
+
+    @property
+    def nodes(self) -> Collection[Place]:
+        """Every node, this machine first. Read-only."""
+        return self._nodes.places.values()
+
+    @property
+    def jobs_with_sandbox(self) -> int:
+        """Number of jobs that hold an environment."""
+        return sum(place.jobs_with_sandbox for place in self.nodes)
+
+    @property
+    def max_jobs_with_sandbox(self) -> int:
+        """Limit of `jobs_with_sandbox`."""
+        return sum(place.limits.max_jobs_with_sandbox for place in self.nodes if place.open)
+
+    @property
+    def paused(self) -> Pause | None:
+        """Current pause mode, or None."""
+        return self._pause
+
+    @property
+    def active(self) -> Mapping[Stage, int]:
+        """Number of running jobs by stage."""
+        return {stage: sum(place.active[stage] for place in self.nodes) for stage in Stage}
+
+    @property
+    def waiting(self) -> Mapping[Stage, int]:
+        """Number of waiting jobs by stage."""
+        return {
+            stage: len(self._waiting)
+            if stage is Stage.INIT
+            else sum(len(place.queues[stage]) for place in self.nodes)
+            for stage in Stage
+        }
+
+    def limit(self, stage: Stage) -> int:
+        """Return the limit of active jobs in a stage, over all nodes that accept jobs."""
+        return sum(place.limits.of(stage) for place in self.nodes if place.open)
+
+    def waiting_on(self, node: str) -> list[str]:
+        """Return the unfinished jobs that wait on a node, between two stages."""
+        return [
+            job.id
+            for job in self._jobs.values()
+            if job.phase is _Phase.WAITING and job.stage is not Stage.INIT and job.at.name == node
+        ]
+
+    def state(self, job: str) -> JobState | None:
+        """Return the state of an unfinished job; None for a finished or unknown job."""
+        entry = self._jobs.get(job)
+        if entry is None or entry.finished:
+            return None
+        if entry.stage is Stage.INIT and entry.phase is not _Phase.ACTIVE:
+            return JobState.QUEUED
+        return JobState(entry.stage.value)
+
+    # Events.
+
+    def submit(
+        self,
+        jobs: Iterable[tuple[str, str]],
+        failures: Mapping[str, int] | None = None,
+        share: Share = COMMON,
+    ) -> list[Decision]:
+        """Handle new jobs, as pairs of job id and group id.
+
+        Args:
+            jobs: in the order in which they are served.
+            failures: by job id, attempts that failed before; they count against the limit.
+            share: share of their owner.
+
+        Raises:
+            ValueError: an id is already scheduled.
+        """
+        for job, group in jobs:
+            if job in self._jobs:
+                raise ValueError(f"job {job} is scheduled already")
+            self._jobs[job] = _Job(job, group, share, attempt=(failures or {}).get(job, 0) + 1)
+            self._waiting.push(job, group, share)
+        return self._fill()
+
+    def pause(self, mode: Pause) -> list[Decision]:
+        """Set the pause mode, also while another pause is active."""
+        self._pause = mode
+        return self._fill(*self.nodes)
+
+    def resume(self) -> list[Decision]:
+        """Cancel the pause."""
+        self._pause = None
+        return self._fill(*self.nodes)
+
+    def ended(self, job: str) -> list[Decision]:
+        """Handle a stage of a job that finished normally or was interrupted."""
+        entry = self._leave_stage(job)
+        following = _NEXT.get(entry.stage)
+        if entry.phase is _Phase.STOPPING:
+            return [self._close(entry), *self._fill(entry.at)]
+        if following is None:
+            return [self._finish(entry, JobState.DONE), self._close(entry), *self._fill(entry.at)]
+        entry.stage = following
+        if self._nodes.places.get(entry.at.name) is not entry.at:  # the node is lost: this fails at once
+            return [self._start(entry, entry.at)]
+        entry.phase = _Phase.WAITING
+        entry.at.queues[following].push(job, entry.group, entry.share)
+        return self._fill(entry.at)
+
+    def failed(self, job: str, *, retryable: bool) -> list[Decision]:
+        """Handle a stage of a job that failed."""
+        entry = self._leave_stage(job)
+        if entry.phase is _Phase.STOPPING:
+            return [self._close(entry), *self._fill(entry.at)]
+        return [*self._give_up(entry, retryable=retryable), *self._fill(entry.at)]
+
+    def cancel(self, job: str) -> list[Decision]:
+        """Cancel a job. Unknown and finished jobs are left unchanged."""
+        entry = self._jobs.get(job)
+        if entry is None or entry.finished:
+            return []
+        finish = self._finish(entry, JobState.CANCELLED)
+        if entry.phase is _Phase.ACTIVE:
+            entry.phase = _Phase.STOPPING
+            return [finish, Interrupt(job)]
+        if entry.phase is _Phase.CLOSING:  # between two attempts
+            return [finish]
+        if entry.stage is Stage.INIT:  # holds no environment yet
+            self._waiting.remove(job, entry.group, entry.share)
+            del self._jobs[job]
+            return [finish]
+        entry.at.queues[entry.stage].remove(job, entry.group, entry.share)
+        return [finish, self._close(entry), *self._fill(entry.at)]
+
+    def closed(self, job: str) -> list[Decision]:
+        """Handle the closed environment of a job's attempt."""
+        entry = self._jobs[job]
+        if entry.phase is not _Phase.CLOSING:
+            raise ValueError(f"job {job} was not closing")
+        entry.at.jobs_with_sandbox -= 1
+        self._nodes.changed(entry.at)
+        if entry.finished:
+            del self._jobs[job]
+        else:
+            entry.stage, entry.phase = Stage.INIT, _Phase.WAITING
+            entry.attempt += 1
+            self._waiting.push(job, entry.group, entry.share)
+        return self._fill(entry.at)
+
+    def resize(self, limits: StageLimits) -> list[Decision]:
+        """Change the limits of this machine. Work above a new limit still runs to completion."""
+        self.attempts = limits.attempts
+        self._here.limits = limits
+        self._nodes.changed(self._here)
+        return self._fill(self._here)
+
+    # Nodes.
+
+    def join(self, node: str, limits: StageLimits) -> list[Decision]:
+        """Add a node that runs jobs.
+
+        Raises:
+            ValueError: there is a node of this name.
+        """
+        place = Place(node, limits)
+        self._nodes.join(place)
+        return self._fill(place)
+
+    def admit(self, node: str, *, jobs: bool) -> list[Decision]:
+        """Open or close a node for further jobs. Its current jobs continue.
+
+        Raises:
+            KeyError: there is no such node.
+        """
+        place = self._nodes.places[node]
+        place.open = jobs
+        self._nodes.changed(place)
+        return self._fill(place)
+
+    def lost(self, node: str) -> list[Decision]:
+        """Remove a lost node. Jobs that wait there fail, and may be retried on other nodes; for jobs that run
+        or close there, `ended`, `failed` and `closed` are still reported.
+
+        Raises:
+            KeyError: there is no such node.
+        """
+        decisions: list[Decision] = []
+        for job in self.waiting_on(node):
+            entry = self._jobs[job]
+            entry.at.queues[entry.stage].remove(job, entry.group, entry.share)
+            decisions += self._give_up(entry, retryable=True)
+        self._nodes.leave(node)
+        return decisions
+
+    # Guests: environments driven by an external caller. They share INIT and the limit of sandboxes with the
+    # jobs.
+
+    def reserve(self, guest: str) -> list[Decision]:
+        """Reserve an environment for a guest. Guests come before every job that waits for INIT.
+
+        Raises:
+            ValueError: the guest's name is in use.
+        """
+        if guest in self._guests or guest in self._guests_waiting:
+            raise ValueError(f"guest {guest} is there already")
+        self._guests_waiting[guest] = None
+        return self._fill()
+
+    def prepared(self, guest: str) -> list[Decision]:
+        """Handle a guest's environment that has started, or has failed to start."""
+        if not self._guests[guest]:
+            raise ValueError(f"guest {guest} was prepared already")
+        self._guests[guest] = False
+        self._here.active[Stage.INIT] -= 1
+        self._nodes.changed(self._here)
+        return self._fill()
+
+    def release(self, guest: str) -> list[Decision]:
+        """Remove a guest that no longer waits, or whose environment is gone. Unknown guests are ignored."""
+        self._guests_waiting.pop(guest, None)
+        preparing = self._guests.pop(guest, None)
+        if preparing is None:
+            return []
+        self._here.jobs_with_sandbox -= 1
+        self._here.active[Stage.INIT] -= preparing
+        self._nodes.changed(self._here)
+        return self._fill()
+
+    # Steps.
+
+    def _leave_stage(self, job: str) -> _Job:
+        entry = self._jobs[job]
+        if entry.phase not in (_Phase.ACTIVE, _Phase.STOPPING):
+            raise ValueError(f"job {job} was not in a stage")
+        entry.at.active[entry.stage] -= 1
+        self._nodes.changed(entry.at)
+        return entry
+
+    def _give_up(self, entry: _Job, *, retryable: bool) -> list[Decision]:
+        """Handle a failed attempt: close it for a retry, or finish the job after its last attempt."""
+        if retryable and entry.attempt < self.attempts:
+            return [self._close(entry)]
+        return [self._finish(entry, JobState.FAILED), self._close(entry)]
+
+    def _finish(self, entry: _Job, state: JobState) -> Finish:
+        entry.finished = True
+        return Finish(entry.id, state)
+
+    def _close(self, entry: _Job) -> Close:
+        entry.phase = _Phase.CLOSING
+        return Close(entry.id)
+
+    def _fill(self, *places: Place) -> list[Decision]:
+        """Start RUN and EVAL on these nodes, and INIT on any node, as far as the limits allow; the last stage
+        first, since it frees environments soonest."""
+        decisions: list[Decision] = []
+        if self._pause is not Pause.HOLD:
+            for place in places:
+                for stage in (Stage.EVAL, Stage.RUN):
+                    self._fill_stage(place, stage, decisions)
+        if self._pause is None:
+            self._admit_guests(decisions)
+            self._begin(decisions)
+        return decisions
+
+    def _fill_stage(self, place: Place, stage: Stage, decisions: list[Decision]) -> None:
+        queue = place.queues[stage]
+        while queue and place.active[stage] < place.limits.of(stage):
+            decisions.append(self._start(self._jobs[queue.pop()], place))
+
+    def _admit_guests(self, decisions: list[Decision]) -> None:
+        while self._guests_waiting and self._here.room:
+            guest = next(iter(self._guests_waiting))
+            del self._guests_waiting[guest]
+            self._guests[guest] = True
+            self._here.jobs_with_sandbox += 1
+            self._here.active[Stage.INIT] += 1
+            self._nodes.changed(self._here)
+            decisions.append(AdmitExternal(guest))
+
+    def _begin(self, decisions: list[Decision]) -> None:
+        """Start INIT of waiting jobs on the nodes with the most room; a retry on another node if possible."""
+        while self._waiting and self._nodes.best() is not None:
+            entry = self._jobs[self._waiting.pop()]
+            place = self._nodes.best(avoid=entry.place.name if entry.place else None)
+            assert place is not None
+            place.jobs_with_sandbox += 1
+            decisions.append(self._start(entry, place))
+
+    def _start(self, entry: _Job, place: Place) -> Start:
+        entry.place, entry.phase = place, _Phase.ACTIVE
+        place.active[entry.stage] += 1
+        self._nodes.changed(place)
+        return Start(entry.id, entry.stage, entry.attempt, place.name)

@@ -1,0 +1,1 @@
+"""Stores of groups, results and batches."""

@@ -1,0 +1,317 @@
+"""Store in a PostgreSQL database: the statements of `SqlStore`, translated for PostgreSQL.
+
+The store belongs to one service at a time, which holds an advisory lock of the database for as long as its
+session lasts. A broken session is opened again, unless another service opened the database meanwhile: each
+service that opens it increments `owner.epoch`. Reasons: `docs/decisions/store.md`.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from prorl_envs.errors import InputError
+from prorl_envs.extras import install_extras
+from prorl_envs.rollout.store.sqlite import SqlStore
+from prorl_envs.rollout.store.sqlite_schema import rename_batch_fields
+
+try:
+    import psycopg
+except ImportError as error:  # pragma: no cover - the extra is not installed
+    raise InputError("psycopg is not installed", hint=install_extras("postgres")) from error
+
+SCHEMA = "prorl_envs"
+#: Key of the advisory lock: "PROL".
+_LOCK = 0x50524F4C
+#: Connection timeout, and pause between two queries for the state of a transaction, in seconds.
+_CONNECT_S, _PAUSE_S = 10, 0.2
+#: Seconds to wait for the lock of a service that has just stopped.
+_LOCK_S = 3.0
+#: A host that vanishes loses the lock after a minute; the usual two hours would delay its successor.
+_OPTIONS = (
+    f"-c search_path={SCHEMA} -c synchronous_commit=on -c idle_in_transaction_session_timeout=0"
+    " -c tcp_keepalives_idle=30 -c tcp_keepalives_interval=10 -c tcp_keepalives_count=3"
+)
+
+# As in `sqlite_schema.py`: each step extends the format before.
+_FORMAT_1 = """
+CREATE TABLE owner (epoch BIGINT NOT NULL, format INTEGER NOT NULL);
+INSERT INTO owner VALUES (0, 0);
+CREATE TABLE groups (
+    number BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY, id TEXT COLLATE "C" NOT NULL UNIQUE,
+    task_id TEXT NOT NULL, environment TEXT NOT NULL, request BYTEA NOT NULL, missing INTEGER NOT NULL,
+    batch_id TEXT COLLATE "C", weight_version BIGINT
+);
+CREATE INDEX of_a_batch ON groups (batch_id) WHERE batch_id IS NOT NULL;
+CREATE TABLE batches (
+    number BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY, id TEXT COLLATE "C" NOT NULL UNIQUE,
+    request BYTEA NOT NULL, tenant TEXT NOT NULL, carried TEXT NOT NULL, dropped INTEGER NOT NULL,
+    closed BOOLEAN NOT NULL, cancelled_at BIGINT
+);
+CREATE TABLE batch_tasks (
+    number BIGINT, position INTEGER, body BYTEA NOT NULL, PRIMARY KEY (number, position)
+);
+CREATE INDEX unfinished ON groups (number) WHERE missing > 0;
+CREATE TABLE jobs (
+    number BIGINT, sample INTEGER, attempts INTEGER NOT NULL DEFAULT 0, failures INTEGER NOT NULL DEFAULT 0,
+    cursor BIGINT, state TEXT, reward DOUBLE PRECISION, failure TEXT,
+    PRIMARY KEY (number, sample)
+);
+CREATE TABLE results (
+    cursor BIGINT PRIMARY KEY, number BIGINT NOT NULL, tokens BIGINT NOT NULL, total BIGINT NOT NULL,
+    body BYTEA NOT NULL, ids BYTEA, loss_mask BYTEA, logprobs BYTEA, at DOUBLE PRECISION
+);
+ALTER TABLE results ALTER body SET STORAGE EXTERNAL, ALTER ids SET STORAGE EXTERNAL,
+    ALTER loss_mask SET STORAGE EXTERNAL, ALTER logprobs SET STORAGE EXTERNAL;
+"""
+_FORMAT_2 = """
+CREATE TABLE kept (name TEXT COLLATE "C" PRIMARY KEY, value TEXT NOT NULL);
+"""
+#: The rows are converted by `_rename_batch_fields`.
+_FORMAT_3 = ""
+_FORMATS = (_FORMAT_1, _FORMAT_2, _FORMAT_3)
+
+
+class PostgresStore(SqlStore):
+    """Groups and results in a PostgreSQL database; its tables are in the schema `prorl_envs`.
+
+    Args:
+        url: `postgresql://...`, see https://www.postgresql.org/docs/current/libpq-connect.html.
+        bounds: as of `SqlStore`.
+
+    Raises:
+        InputError: it cannot be opened, has a newer format, or another service has it open.
+    """
+
+    errors = (psycopg.Error,)
+    _near = False
+
+    def __init__(self, url: str, **bounds: Any) -> None:
+        name = _name(url)
+        self._ending = threading.Event()
+        with contextlib.ExitStack() as stack:
+            try:
+                owner = stack.enter_context(contextlib.closing(_Owner(url, name, self._ending)))
+                view = stack.enter_context(contextlib.closing(_View(url)))
+            except psycopg.Error as error:
+                raise InputError(f"the store {name} cannot be opened: {str(error).strip()}") from error
+            super().__init__(name, owner, view, stack.pop_all(), **bounds)
+
+    async def aclose(self) -> None:
+        """Finish pending writes and release the database. Idempotent."""
+        self._ending.set()
+        await super().aclose()
+
+
+def open_to_read(url: str) -> tuple[str, "_View"]:
+    """Return the database's name, and a connection to it that takes no lock and writes nothing.
+
+    Raises:
+        InputError: it cannot be read, or holds no store.
+    """
+    name = _name(url)
+    try:
+        with contextlib.ExitStack() as stack:
+            view = _View(url)
+            stack.callback(view.close)
+            [there] = view.execute("SELECT to_regclass(?)", (f"{SCHEMA}.owner",)).fetchone() or (None,)
+            if there is None:
+                raise InputError(f"{name} holds no store", hint="serve --store makes one")
+            _check_format(view.session())
+            stack.pop_all()
+            return name, view
+    except psycopg.Error as error:
+        raise InputError(f"the store {name} cannot be read: {str(error).strip()}") from error
+
+
+class _Session:
+    """Connection with the interface of `sqlite3.Connection`, which is reopened after a failure."""
+
+    begin = "BEGIN"
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._session: psycopg.Connection[Any] | None = None
+        self._within = False  # in a transaction, which a new session cannot continue
+        self.session()
+
+    def session(self) -> psycopg.Connection[Any]:
+        """Return the open connection."""
+        if self._session is None or (self._session.closed and not self._within):
+            self._session = None
+            session = _connect(self._url)
+            try:
+                self.opened(session)
+            except BaseException:
+                session.close()
+                raise
+            self._session = session
+        return self._session
+
+    def opened(self, session: psycopg.Connection[Any]) -> None:
+        """Prepare a new session; a hook for subclasses."""
+
+    def execute(self, sql: str, parameters: Sequence[Any] = (), /) -> psycopg.Cursor[Any]:
+        text = sql.replace("?", "%s")
+        if sql.startswith("BEGIN"):
+            text, self._within = self.begin, False
+        rows = self.session().execute(text.encode(), _plain(parameters) or None)
+        self._within |= text == self.begin
+        return rows
+
+    def executemany(self, sql: str, parameters: Iterable[Sequence[Any]], /) -> object:
+        with self.session().cursor() as cursor:
+            cursor.executemany(sql.replace("?", "%s").encode(), [_plain(row) for row in parameters])
+        return None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None:
+        try:
+            if kind is None:
+                self.commit()
+            elif self._session is not None:
+                with contextlib.suppress(psycopg.Error):  # broken: the server rolls back by itself
+                    self._session.execute("ROLLBACK")
+        finally:
+            self._within = False
+
+    def commit(self) -> None:
+        self.session().execute("COMMIT")
+
+    def close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+
+
+class _View(_Session):
+    """Reading session. All reads of one transaction see the same snapshot."""
+
+    begin = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
+
+
+class _Owner(_Session):
+    """Writing session, which holds the lock."""
+
+    def __init__(self, url: str, name: str, ending: threading.Event) -> None:
+        self._name = name
+        self._ending = ending
+        self._epoch: int | None = None
+        self._transaction = ""
+        super().__init__(url)
+
+    def opened(self, session: psycopg.Connection[Any]) -> None:
+        locked = _lock(session)
+        if self._epoch is None:  # the server may not have noticed yet that the last service stopped
+            deadline = time.monotonic() + _LOCK_S
+            while not locked and time.monotonic() < deadline and not self._ending.wait(_PAUSE_S):
+                locked = _lock(session)
+        if not locked and self._epoch is None:
+            hint = "each service needs a database of its own"
+            raise InputError(f"the store {self._name} is open in another service", hint=hint)
+        if not locked:  # perhaps our own last session, which the server has not closed yet
+            raise psycopg.OperationalError("another session holds the lock of the store")
+        if self._epoch is None:
+            self._epoch = _prepare(session)
+        elif session.execute("SELECT epoch FROM owner").fetchone() != (self._epoch,):
+            raise psycopg.OperationalError(
+                "another service had the database meanwhile: start this one again, and one at a time"
+            )
+
+    def execute(self, sql: str, parameters: Sequence[Any] = (), /) -> psycopg.Cursor[Any]:
+        rows = super().execute(sql, parameters)
+        if sql.startswith("BEGIN"):
+            [self._transaction] = super().execute("SELECT pg_current_xact_id()::text").fetchone() or ("",)
+        return rows
+
+    def commit(self) -> None:
+        """Commit; if the session broke before the response, query the state of the transaction: writers must
+        not receive an error for a stored write, or success for a lost one."""
+        try:
+            super().commit()
+        except psycopg.OperationalError:
+            if not self._was_committed():
+                raise
+
+    def _was_committed(self) -> bool:
+        while True:
+            try:
+                with _connect(self._url) as session:
+                    asked = session.execute("SELECT pg_xact_status(%s::xid8)", (self._transaction,))
+                    [status] = asked.fetchone() or ("",)
+                if status != "in progress":
+                    return bool(status == "committed")
+            except psycopg.Error:
+                if self._ending.is_set():  # the next start reads the stored state
+                    raise
+            self._ending.wait(_PAUSE_S)
+
+
+def _lock(session: psycopg.Connection[Any]) -> bool:
+    [locked] = session.execute("SELECT pg_try_advisory_lock(%s)", (_LOCK,)).fetchone() or (False,)
+    return bool(locked)
+
+
+def _connect(url: str) -> psycopg.Connection[Any]:
+    return psycopg.connect(url, autocommit=True, connect_timeout=_CONNECT_S, options=_OPTIONS)
+
+
+def _prepare(session: psycopg.Connection[Any]) -> int:
+    """Create missing tables, count this owner, and return its epoch."""
+    with session.transaction():
+        [there] = session.execute("SELECT to_regclass(%s)", (f"{SCHEMA}.owner",)).fetchone() or (None,)
+        if there is None:
+            session.execute(f"CREATE SCHEMA IF NOT EXISTS {SCHEMA}".encode())
+            session.execute(_FORMATS[0].encode())
+        version = _check_format(session)
+        for step in _FORMATS[max(version, 1) :]:
+            session.execute(step.encode())
+        if version < 3:
+            _rename_batch_fields(session)
+        counted = session.execute(
+            "UPDATE owner SET epoch = epoch + 1, format = %s RETURNING epoch", (len(_FORMATS),)
+        )
+        [epoch] = counted.fetchone() or (0,)
+        return int(epoch)
+
+
+def _rename_batch_fields(session: psycopg.Connection[Any]) -> None:
+    for number, request in session.execute("SELECT number, request FROM batches").fetchall():
+        session.execute(
+            "UPDATE batches SET request = %s WHERE number = %s", (rename_batch_fields(request), number)
+        )
+
+
+def _check_format(session: psycopg.Connection[Any]) -> int:
+    [version] = session.execute("SELECT format FROM owner").fetchone() or (0,)
+    if version > len(_FORMATS):
+        hint = "open it with the version that wrote it, or use a new database"
+        raise InputError(f"the store has format {version}; this is {len(_FORMATS)}", hint=hint)
+    return int(version)
+
+
+def _plain(parameters: Sequence[Any]) -> tuple[Any, ...]:
+    # PostgreSQL text cannot contain NUL. No id contains NUL, so the replacement changes no lookup.
+    return tuple(
+        value.encode(errors="replace").decode().replace("\0", "\ufffd") if isinstance(value, str) else value
+        for value in parameters
+    )
+
+
+def _name(url: str) -> str:
+    """Return the database's name for messages, without the password."""
+    try:
+        parts = psycopg.conninfo.conninfo_to_dict(url)
+    except psycopg.Error as error:
+        raise InputError(f"the store's URL is none: {str(error).strip()}") from error
+    host = parts.get("host") or "local"
+    return f"{parts.get('dbname') or 'postgres'} at {host}"

@@ -1,0 +1,137 @@
+"""Read-only access to the results of a store, while a service may be writing to it."""
+
+import bisect
+import sqlite3
+import threading
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Self
+
+from prorl_envs.errors import InputError
+from prorl_envs.rollout.store.sql_queries import DbConnection, bodies
+from prorl_envs.rollout.store.sqlite_schema import open_to_read, unpack
+from prorl_envs.viewer.episodes import Found, holds, needles
+from prorl_envs.viewer.summary import Summary, summary_of_body
+
+
+class StoredEpisodes:
+    """Results of a store as `viewer.episodes.EpisodeSource`, in the order of their cursors. Results that the
+    service drops stay in the list, but can no longer be opened. Writes nothing and holds no lock.
+
+    Args:
+        name: name of the store.
+        view: a read-only connection; `held`: closes it.
+        errors: exceptions of the connection if the database fails.
+
+    Attributes:
+        read, size: cursor of the last result that was read, and of the last in the store.
+    """
+
+    generation = 0
+
+    def __init__(
+        self, name: str, view: DbConnection, held: ExitStack, errors: tuple[type[Exception], ...]
+    ) -> None:
+        self.name = name
+        self.summaries: list[Summary] = []
+        self.bad: list[tuple[int, str]] = []
+        self.bad_lines = self.read = self.size = 0
+        self._view, self._held, self._errors = view, held, errors
+        self._cursors: list[int] = []
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of_file(cls, path: Path) -> Self:
+        """Open the results of a SQLite file.
+
+        Raises:
+            InputError: it cannot be read, or is no store.
+        """
+        with ExitStack() as stack:
+            view = stack.enter_context(closing(open_to_read(path)))
+            return cls(path.name, view, stack.pop_all(), (sqlite3.Error,))
+
+    @classmethod
+    def of_postgres(cls, url: str) -> Self:
+        """Open the results of a PostgreSQL database.
+
+        Raises:
+            InputError: it cannot be read, or holds no store.
+        """
+        from prorl_envs.rollout.store import postgres
+
+        with ExitStack() as stack:
+            name, view = postgres.open_to_read(url)
+            stack.callback(view.close)
+            return cls(name, view, stack.pop_all(), postgres.PostgresStore.errors)
+
+    def close(self) -> None:
+        self._held.close()
+
+    def extend(self, max_bytes: int | None = None) -> bool:
+        with self._reading():
+            [newest] = self._view.execute("SELECT max(cursor) FROM results").fetchone()
+            self.size, looked_at = newest or 0, 0
+            for cursor, tokens, packed in bodies(self._view, self.read, self.size):
+                body = zlib.decompress(packed)
+                self._take(body, cursor, tokens)
+                looked_at += len(body)
+                if max_bytes is not None and looked_at >= max_bytes:
+                    break
+            else:
+                self.read = max(self.read, self.size)
+            return self.read < self.size
+
+    def line(self, number: int) -> bytes:
+        if not 0 <= number < len(self._cursors):
+            raise InputError(f"no episode {number}")
+        with self._reading():
+            row = self._view.execute(
+                "SELECT cursor, number, tokens, total, body, ids, loss_mask, logprobs, 0"
+                " FROM results WHERE cursor = ?",
+                (self._cursors[number],),
+            ).fetchone()
+        if row is None:
+            raise InputError(
+                "this result is no longer kept", hint="service.retention.max_results says how many are"
+            )
+        return unpack(row).model_dump_json().encode()
+
+    def search(self, text: str, first: int = 0, max_bytes: int | None = None) -> Found:
+        wanted, numbers, looked_at = needles(text), [], 0
+        known = len(self._cursors)
+        if first >= known:
+            return Found([], first)
+        with self._reading():
+            for cursor, _, packed in bodies(self._view, self._cursors[first] - 1, known - first):
+                number = bisect.bisect_left(self._cursors, cursor)
+                if number >= known:
+                    break
+                body = zlib.decompress(packed)
+                looked_at += len(body)
+                if holds(body, wanted):
+                    numbers.append(number)
+                if max_bytes is not None and looked_at >= max_bytes:
+                    return Found(numbers, number + 1)
+        return Found(numbers, known)
+
+    def _take(self, body: bytes, cursor: int, tokens: int) -> None:
+        self.read = cursor
+        try:
+            summary = summary_of_body(body, cursor, tokens)
+        except InputError as error:
+            self.bad_lines += 1
+            self.bad.append((cursor, error.message))
+        else:
+            self.summaries.append(summary)
+            self._cursors.append(cursor)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        with self._lock:
+            try:
+                yield
+            except self._errors as error:
+                raise InputError(f"{self.name} cannot be read: {str(error).strip()}") from error

@@ -1,0 +1,99 @@
+"""Queries of a results database: pages by cursor, summaries and text search. Read-only."""
+
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Protocol
+
+from prorl_envs.rollout.api.types import ALL, Selection
+from prorl_envs.rollout.store.summaries import SearchHits, look_through
+from prorl_envs.viewer.summary import Summary, summary_of_body
+
+#: Rows in memory at once.
+_ROWS = 100
+
+
+class Rows(Protocol):
+    """Result set of a statement."""
+
+    @property
+    def rowcount(self) -> int: ...
+    def fetchone(self) -> Any: ...
+    def fetchall(self) -> list[Any]: ...
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+class DbConnection(Protocol):
+    """Subset of `sqlite3.Connection` that the store uses. A `with` block commits, or rolls back on errors."""
+
+    def execute(self, sql: str, parameters: Sequence[Any] = ..., /) -> Rows: ...
+    def executemany(self, sql: str, parameters: Iterable[Sequence[Any]], /) -> object: ...
+    def __enter__(self) -> object: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> object: ...
+
+
+def summaries(view: DbConnection, after: int, limit: int, only: Selection = ALL) -> list[Summary]:
+    """Return summaries of results: see `Store.summaries`."""
+    return [
+        summary_of_body(zlib.decompress(body), cursor, tokens)
+        for cursor, tokens, body in bodies(view, after, limit, only)
+    ]
+
+
+def search(view: DbConnection, text: str, after: int, limit: int, only: Selection = ALL) -> SearchHits:
+    """Run one step of a search: see `Store.search`."""
+    found = ((cursor, zlib.decompress(body)) for cursor, _, body in bodies(view, after, limit, only))
+    return look_through(found, text, after)
+
+
+def bodies(
+    view: DbConnection, after: int, limit: int, only: Selection = ALL
+) -> Iterator[tuple[int, int, bytes]]:
+    """Yield the cursor, the number of tokens and the packed JSON of each result after a cursor."""
+    where, values = condition(only)
+    while limit > 0:
+        rows = view.execute(
+            f"SELECT cursor, tokens, body FROM results WHERE cursor > ?{where} ORDER BY cursor LIMIT ?",
+            (after, *values, min(limit, _ROWS)),
+        ).fetchall()
+        yield from rows
+        if len(rows) < min(limit, _ROWS):
+            return
+        after, limit = rows[-1][0], limit - len(rows)
+
+
+def condition(only: Selection) -> tuple[str, list[str]]:
+    """Return a selection as SQL. Groups are looked up by their id; the other conditions are checked for one
+    result after the other, since readers usually have read most of them already."""
+    sql = ""
+    values: list[str] = []
+
+    def one_of(column: str, wanted: Collection[str]) -> str:
+        values.extend(sorted(wanted))
+        return f"{column} IN ({', '.join('?' * len(wanted))})"
+
+    if only.groups:
+        ids = one_of("id", only.groups)
+        sql += f" AND cursor IN (SELECT cursor FROM groups JOIN jobs USING (number) WHERE {ids})"
+    if only.environments:
+        names = one_of("environment", only.environments)
+        sql += f" AND EXISTS (SELECT 1 FROM groups WHERE groups.number = results.number AND {names})"
+    if only.prefix:
+        sql += (
+            " AND EXISTS (SELECT 1 FROM groups WHERE groups.number = results.number"
+            " AND substr(id, 1, length(?)) = ?)"
+        )
+        values.extend([only.prefix, only.prefix])
+    if only.states:
+        states = one_of("state", only.states)
+        sql += (
+            " AND EXISTS (SELECT 1 FROM jobs WHERE jobs.number = results.number"
+            f" AND jobs.cursor = results.cursor AND {states})"
+        )
+    return sql, values

@@ -1,0 +1,609 @@
+"""SQL store whose data outlives the process, committed by one thread; and its SQLite database.
+
+Acknowledged writes are on the disk. Writes that wait during another transaction are committed together in the
+next one, so they share the cost of a flush. Reads have their own connection and thread and never wait for a
+write; clients that follow the results receive them from memory. A result is written once; its token arrays
+are compressed machine numbers.
+
+The file belongs on a local disk and to one service at a time. `docs/decisions/store.md` gives
+the reasons and describes a full disk. `postgres.py` has the other database.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import math
+import os
+import sqlite3
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from prorl_envs.errors import FailureKind, ProrlError
+from prorl_envs.rollout.api.batches import BatchTask
+from prorl_envs.rollout.api.errors import NotFound, Unavailable
+from prorl_envs.rollout.api.types import ALL, GroupRequest, JobState, Result, Selection, split_job_id
+from prorl_envs.rollout.store import sql_queries, sqlite_batches
+from prorl_envs.rollout.store.base import (
+    PAGE_TOKENS,
+    NewGroup,
+    Recent,
+    StoredBatch,
+    StoredGroup,
+    StoredOutcome,
+    conflict,
+    expired,
+    first_page,
+    token_count,
+)
+from prorl_envs.rollout.store.sql_queries import DbConnection, condition
+from prorl_envs.rollout.store.sqlite_schema import deflate, lock, open_file, pack, unpack
+from prorl_envs.rollout.store.summaries import SearchHits
+from prorl_envs.viewer.summary import Summary
+
+#: Rows per query when the oldest results are dropped: usually one is over the bounds.
+_TRIM_ROWS = 16
+#: Largest weight of a transaction that runs on the event loop, in tokens to be packed (some 3 ms), and the
+#: weight of one submitted group.
+_LIGHT, _GROUP_WEIGHT = 16_384, 1_024
+#: Most seconds that a write without a waiting caller is delayed to join another transaction.
+_COMPANY_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """Pending write: see `SqlStore._write`. `future` is None if no caller waits."""
+
+    work: Callable[[], Any]
+    future: asyncio.Future[Any] | None
+    weight: float
+    alone: bool
+
+
+class SqlStore:
+    """Groups and results in a database. Bound to the event loop in which it is used; must be closed.
+
+    Args:
+        name: name of the database in errors.
+        db: the connection that writes; `view`: the one that reads.
+        held: closes both connections and releases the database.
+        max_results: results kept; the oldest are dropped first, and a complete group with its last result.
+        max_tokens: tokens of all trajectories kept.
+        ttl_s: seconds that results are kept; None is no bound. Older ones are dropped at the next result.
+        now: seconds since 1970; by default unaffected by clock changes while the process runs.
+
+    Every method raises `Unavailable` if the database cannot be read or written; a write that raises has
+    changed nothing.
+    """
+
+    durable = True
+    #: Exceptions of the connections if the database fails.
+    errors: ClassVar[tuple[type[Exception], ...]]
+    #: True if a statement takes no longer than passing it to a thread.
+    _near: ClassVar[bool]
+
+    def __init__(
+        self,
+        name: str,
+        db: DbConnection,
+        view: DbConnection,
+        held: contextlib.ExitStack,
+        *,
+        max_results: int = 100_000,
+        max_tokens: int = 50_000_000,
+        ttl_s: float | None = None,
+        now: Callable[[], float] | None = None,
+    ) -> None:
+        self._name = name
+        self._db = db
+        self._view = view
+        self._held = held
+        self._max_results = max_results
+        self._max_tokens = max_tokens
+        self._ttl_s = ttl_s
+        self._now = now or steady_time()
+        #: Newest result: its cursor, and the tokens of all up to it. Oldest result: its cursor, the tokens
+        #: before it, and when it was recorded. None if it must be read from the database.
+        self._last: tuple[int, int] | None = None
+        self._oldest: tuple[int, int, float] | None = None
+        #: Of the current transaction: recorded results, newest dropped cursor, whether more are to be
+        #: dropped.
+        self._recorded: list[Result] = []
+        self._dropped, self._drops_more = 0, False
+        self._recent = Recent()
+        self._waiting: list[_Write] = []
+        self._left = False  # the last transaction left other writes waiting
+        self._committing: asyncio.Future[None] | None = None  # done when no caller waits for a write
+        self._company: asyncio.TimerHandle | None = None  # deadline of writes without a waiting caller
+        self._closed = False
+        self._writer = ThreadPoolExecutor(1, "store-write")
+        self._reader = ThreadPoolExecutor(1, "store-read")
+
+    async def submit(self, groups: Sequence[NewGroup]) -> list[bool]:
+        weight = len(groups) * _GROUP_WEIGHT
+        return await self._write(partial(self._submit, groups), weight=weight, alone=True)
+
+    async def started(self, job_id: str, failures: int = 0, *, at_once: bool = True) -> None:
+        work = partial(self._started, job_id, failures)
+        if at_once:
+            await self._write(work, weight=0)
+        else:
+            self._write_with_others(work)
+
+    async def record(self, result: Result) -> Result:
+        return await self._write(partial(self._record, result), weight=token_count(result))
+
+    async def group(self, group_id: str) -> StoredGroup:
+        return await self._read(partial(self._group, group_id))
+
+    async def newest(self) -> int:
+        self._check_open()
+        return self._recent.newest or await self._read(self._newest)
+
+    async def results(
+        self, after: int, limit: int, *, max_tokens: int = PAGE_TOKENS, only: Selection = ALL
+    ) -> list[Result]:
+        self._check_open()
+        if (recent := self._recent.after(after)) is not None:
+            return first_page((result for result in recent if result in only), limit, max_tokens)
+        return await self._read(partial(self._results, after, limit, max_tokens, only))
+
+    async def summaries(self, after: int, limit: int, *, only: Selection = ALL) -> list[Summary]:
+        return await self._read(partial(sql_queries.summaries, self._view, after, limit, only))
+
+    async def search(self, text: str, after: int, limit: int, *, only: Selection = ALL) -> SearchHits:
+        return await self._read(partial(sql_queries.search, self._view, text, after, limit, only))
+
+    async def result(self, job_id: str) -> Result:
+        return await self._read(partial(self._result, job_id))
+
+    async def unfinished(self) -> list[StoredGroup]:
+        return await self._read(self._unfinished)
+
+    async def open_batch(self, batch: StoredBatch) -> None:
+        await self._write(partial(sqlite_batches.keep, self._db, batch))
+
+    async def extend_batch(
+        self, batch_id: str, first: int, tasks: Sequence[BatchTask], *, closed: bool
+    ) -> None:
+        await self._write(partial(sqlite_batches.extend, self._db, batch_id, first, tasks, closed=closed))
+
+    async def cancel_batch(self, batch_id: str) -> int:
+        return await self._write(partial(sqlite_batches.cancel, self._db, batch_id))
+
+    async def drop_batch(self, batch_id: str) -> None:
+        await self._write(partial(sqlite_batches.drop, self._db, batch_id))
+
+    async def batches(self) -> list[tuple[StoredBatch, list[StoredGroup]]]:
+        return await self._read(self._batches)
+
+    async def keep(self, name: str, value: str) -> None:
+        await self._write(partial(self._keep, name, value))
+
+    async def kept(self, name: str) -> str | None:
+        return await self._read(partial(self._kept, name))
+
+    async def aclose(self) -> None:
+        """Finish pending writes and release the file. Idempotent."""
+        self._closed = True
+        if self._waiting:
+            self._hurry()
+        if self._committing is not None:
+            await asyncio.wait([self._committing])
+        for executor in (self._writer, self._reader):
+            await asyncio.to_thread(executor.shutdown)
+        await asyncio.to_thread(self._held.close)
+
+    # Between the event loop and the threads.
+
+    async def _write[T](self, work: Callable[[], T], *, weight: float = math.inf, alone: bool = False) -> T:
+        """Run `work` in the next transaction; return once it is on the disk. If the caller is cancelled while
+        waiting, the write may or may not happen.
+
+        Args:
+            weight: see `_LIGHT`.
+            alone: the caller waits for this write, but not for results in the same transaction; those wait
+                for the next transaction, and never longer.
+        """
+        self._check_open()
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Write(work, future, weight, alone))
+        self._hurry()
+        return await future
+
+    def _write_with_others(self, work: Callable[[], Any]) -> None:
+        """Run light `work` in a transaction that follows soon."""
+        self._check_open()
+        self._waiting.append(_Write(work, None, 0.0, alone=False))
+        self._await_company()
+
+    def _hurry(self) -> None:
+        """Write the waiting work now, or directly after the current transaction."""
+        if self._company is not None:
+            self._company.cancel()
+            self._company = None
+        if self._committing is None:
+            self._committing = asyncio.get_running_loop().create_future()
+            asyncio.get_running_loop().call_soon(self._commit)  # together with writes that arrive until then
+
+    def _await_company(self) -> None:
+        if self._committing is None and self._company is None:
+            self._company = asyncio.get_running_loop().call_later(_COMPANY_S, self._hurry)
+
+    # Callbacks instead of a task: a task would need further iterations of a busy loop.
+
+    def _commit(self) -> None:
+        """Start a transaction with the waiting writes."""
+        loop = asyncio.get_running_loop()
+        batch, self._waiting = self._waiting, []
+        if not self._left and any(write.alone for write in batch):
+            self._waiting = [write for write in batch if write.future is not None and not write.alone]
+            batch = [write for write in batch if write.future is None or write.alone]
+        self._left = bool(self._waiting)
+
+        def tell(done: Future[list[Any]]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so no caller waits
+                loop.call_soon_threadsafe(self._committed, [write.future for write in batch], done)
+
+        works = [write.work for write in batch]
+        run = partial(self._transaction, works)
+        # Beside a busy loop, a thread waits for the interpreter at the end of each statement, and delays the
+        # loop as often: light work runs here, and the thread only commits.
+        if self._near and sum(write.weight for write in batch) <= _LIGHT:
+            run = partial(self._end, self._begin(works))
+        self._writer.submit(run).add_done_callback(tell)
+
+    def _committed(self, waiting: Sequence[asyncio.Future[Any] | None], done: Future[list[Any]]) -> None:
+        """Resolve the futures of a finished transaction, and start the next one if writes are waiting."""
+        error = done.exception()
+        if error is None:
+            self._recent.add(self._recorded, dropped=self._dropped)
+        self._recorded.clear()
+        for future, outcome in zip(
+            waiting, done.result() if error is None else [error] * len(waiting), strict=True
+        ):
+            if future is None or future.done():  # no caller waits, or it was cancelled
+                continue
+            if isinstance(outcome, self.errors):
+                outcome = self._unavailable("written", outcome)
+            if isinstance(outcome, BaseException):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
+        if any(write.future is not None for write in self._waiting) or (self._closed and self._waiting):
+            self._commit()
+        elif self._committing is not None:
+            self._committing.set_result(None)
+            self._committing = None
+            if self._waiting:
+                self._await_company()
+
+    async def _read[T](self, work: Callable[[], T]) -> T:
+        self._check_open()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._reader, work)
+        except self.errors as error:
+            raise self._unavailable("read", error) from error
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Unavailable("the store is closed")
+
+    def _unavailable(self, what: str, error: BaseException) -> Unavailable:
+        hint = "accepted work is safe; is the disk full, or the database in use or down?"
+        return Unavailable(f"{self._name} cannot be {what}: {str(error).strip()}", hint=hint)
+
+    # In the writing thread, or while it is idle. Refusals are raised before anything is written, so the
+    # other writes of the transaction remain valid.
+
+    def _transaction(self, works: Sequence[Callable[[], Any]]) -> list[Any]:
+        return self._end(self._begin(works))
+
+    def _begin(self, works: Sequence[Callable[[], Any]]) -> list[Any] | BaseException:
+        """Return the outcome of each, or the reason why the transaction must be rolled back."""
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            return [_value_or_refusal(work) for work in works]
+        except BaseException as error:  # noqa: BLE001 - raised by `_end`
+            return error
+
+    def _end(self, outcomes: list[Any] | BaseException) -> list[Any]:
+        try:
+            with self._db:  # commits, or rolls all of it back
+                if isinstance(outcomes, BaseException):
+                    raise outcomes
+                while self._drops_more:
+                    self._trim()
+                return outcomes
+        except BaseException:
+            self._last = self._oldest = None
+            self._drops_more = False
+            raise
+
+    def _submit(self, groups: Sequence[NewGroup]) -> list[bool]:
+        new: dict[str, tuple[NewGroup, bytes]] = {}
+        fresh = []
+        for group in groups:
+            request = group.request
+            text = request.model_dump_json().encode()
+            known = new[request.id][1] if request.id in new else self._request(request.id)
+            if known is not None and not _same(known, text):
+                raise conflict(request.id)
+            fresh.append(known is None)
+            if known is None:
+                new[request.id] = group, text
+        for group, text in new.values():
+            samples = group.request.samples
+            environment, packed = group.request.environment, deflate(text)
+            [number] = self._db.execute(
+                "INSERT INTO groups (id, task_id, environment, request, missing, batch_id, weight_version)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?) RETURNING number",
+                (
+                    group.request.id,
+                    group.task_id,
+                    environment,
+                    packed,
+                    samples,
+                    group.batch_id,
+                    group.weight_version,
+                ),
+            ).fetchone()
+            # One statement: beside a busy event loop, each statement waits for the interpreter again.
+            self._db.execute(
+                f"INSERT INTO jobs (number, sample) VALUES {', '.join(['(?, ?)'] * samples)}",
+                [value for sample in range(samples) for value in (number, sample)],
+            )
+        return fresh
+
+    def _request(self, group_id: str) -> bytes | None:
+        row = self._db.execute("SELECT request FROM groups WHERE id = ?", (group_id,)).fetchone()
+        return zlib.decompress(row[0]) if row else None
+
+    def _started(self, job_id: str, failures: int) -> None:
+        group_id, sample = split_job_id(job_id)
+        changed = self._db.execute(
+            "UPDATE jobs SET attempts = attempts + 1, failures = ?"
+            " WHERE number = (SELECT number FROM groups WHERE id = ?) AND sample = ?",
+            (failures, group_id, sample),
+        )
+        if changed.rowcount == 0:
+            raise NotFound(f"no job {job_id!r}")
+
+    # Beside a busy event loop, a statement waits for the interpreter at its end, and delays the loop:
+    # known values are not queried.
+
+    def _record(self, result: Result) -> Result:
+        last, total = self._newest_known()
+        written = result.model_copy(update={"cursor": last + 1})
+        kind = result.failure.kind.value if result.failure else None
+        row = self._db.execute(
+            "UPDATE jobs SET cursor = ?, state = ?, reward = ?, failure = ?, attempts = ?"
+            " WHERE number = (SELECT number FROM groups WHERE id = ?) AND sample = ? AND cursor IS NULL"
+            " RETURNING number",
+            (
+                written.cursor,
+                result.state.value,
+                result.reward,
+                kind,
+                result.attempts,
+                result.group_id,
+                result.sample,
+            ),
+        ).fetchone()
+        if row is None:
+            return self._recorded_before(result)
+        self._db.execute("UPDATE groups SET missing = missing - 1 WHERE number = ?", row)
+        tokens = token_count(result)
+        total += tokens
+        values = (written.cursor, *row, tokens, total, *pack(written), self._now())
+        self._db.execute("INSERT INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+        self._last = written.cursor, total
+        self._recorded.append(written)
+        self._trim()
+        return written
+
+    def _recorded_before(self, result: Result) -> Result:
+        row = self._db.execute(
+            "SELECT cursor FROM jobs JOIN groups USING (number) WHERE id = ? AND sample = ?",
+            (result.group_id, result.sample),
+        ).fetchone()
+        if row is None:
+            raise NotFound(f"no group {result.group_id!r}")
+        kept = self._db.execute("SELECT * FROM results WHERE cursor = ?", row).fetchone()
+        return unpack(kept) if kept else result.model_copy(update={"cursor": row[0]})
+
+    def _newest_known(self) -> tuple[int, int]:
+        """Return the cursor of the newest result, and the tokens of all results up to it."""
+        if self._last is None:
+            newest = self._db.execute("SELECT cursor, total FROM results ORDER BY cursor DESC LIMIT 1")
+            self._last = newest.fetchone() or (0, 0)
+        return self._last
+
+    def _trim(self) -> None:
+        """Drop some of the oldest results over the bounds; the newest always stays."""
+        newest, total = self._newest_known()
+        self._drops_more = False
+        if self._oldest is not None and not self._is_over(*self._oldest, newest, total):
+            return
+        self._oldest = None
+        oldest = self._db.execute(
+            "SELECT cursor, total - tokens, at, number FROM results WHERE cursor < ?"
+            f" ORDER BY cursor LIMIT {_TRIM_ROWS}",
+            (newest,),
+        ).fetchall()
+        for cursor, before, at, number in oldest:
+            if not self._is_over(cursor, before, at, newest, total):
+                self._oldest = cursor, before, at
+                return
+            self._drop(cursor, number)
+        self._drops_more = len(oldest) == _TRIM_ROWS
+
+    def _is_over(self, cursor: int, before: int, at: float, newest: int, total: int) -> bool:
+        """Return True if a result is over the bounds, from its cursor, the tokens before it and its time."""
+        return (
+            newest - cursor >= self._max_results
+            or total - before > self._max_tokens
+            or (self._ttl_s is not None and self._now() - at > self._ttl_s)
+        )
+
+    def _drop(self, cursor: int, number: int) -> None:
+        self._db.execute("DELETE FROM results WHERE cursor = ?", (cursor,))
+        self._dropped = cursor
+        gone = self._db.execute(
+            "DELETE FROM groups WHERE number = ? AND missing = 0 AND batch_id IS NULL"
+            " AND NOT EXISTS (SELECT 1 FROM jobs WHERE jobs.number = groups.number AND cursor > ?)",
+            (number, cursor),
+        )
+        if gone.rowcount:
+            self._db.execute("DELETE FROM jobs WHERE number = ?", (number,))
+
+    def _keep(self, name: str, value: str) -> None:
+        self._db.execute(
+            "INSERT INTO kept VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
+            (name, value),
+        )
+
+    # In the reading thread.
+
+    def _kept(self, name: str) -> str | None:
+        row = self._view.execute("SELECT value FROM kept WHERE name = ?", (name,)).fetchone()
+        return str(row[0]) if row else None
+
+    def _group(self, group_id: str) -> StoredGroup:
+        for group in self._groups("id = ?", group_id):
+            return group
+        raise NotFound(f"no group {group_id!r}")
+
+    def _unfinished(self) -> list[StoredGroup]:
+        return list(self._groups("missing > 0"))
+
+    def _groups(self, condition: str, *values: object) -> Iterator[StoredGroup]:
+        """Yield groups in the order of their submission. One query, so that they are one snapshot."""
+        rows = self._view.execute(
+            "SELECT number, task_id, request, batch_id, weight_version,"
+            " state, reward, failure, attempts, cursor, failures"
+            f" FROM groups JOIN jobs USING (number) WHERE {condition} ORDER BY number, sample",
+            values,
+        ).fetchall()
+        for _, jobs in itertools.groupby(rows, key=lambda row: row[0]):
+            group = list(jobs)
+            _, task_id, request, batch_id, weight_version, *_ = group[0]
+            yield StoredGroup(
+                GroupRequest.model_validate_json(zlib.decompress(request)),
+                task_id,
+                tuple(_outcome(*row[5:10]) for row in group),
+                tuple(row[8] for row in group),
+                tuple(row[10] for row in group),
+                batch_id,
+                weight_version,
+            )
+
+    def _batches(self) -> list[tuple[StoredBatch, list[StoredGroup]]]:
+        with self._view:  # all queries see the same snapshot
+            self._view.execute("BEGIN")
+            kept = sqlite_batches.read(self._view)
+            groups: dict[str | None, list[StoredGroup]] = {}
+            for group in self._groups("batch_id IS NOT NULL"):
+                groups.setdefault(group.batch_id, []).append(group)
+        return [(batch, groups.get(batch.request.id, [])) for batch in kept]
+
+    def _newest(self) -> int:
+        newest: int | None = self._view.execute("SELECT max(cursor) FROM results").fetchone()[0]
+        return newest or 0
+
+    def _results(self, after: int, limit: int, max_tokens: int, only: Selection) -> list[Result]:
+        where, values = condition(only)
+        with self._view:  # both queries see the same snapshot
+            self._view.execute("BEGIN")
+            first = self._view.execute("SELECT min(cursor) FROM results").fetchone()[0]
+            if first is not None and 0 < after < first - 1:
+                raise expired(first - 1, after)
+            # Sizes first: rows that do not fit into the page are not read.
+            sizes = self._view.execute(
+                f"SELECT cursor, tokens FROM results WHERE cursor > ?{where} ORDER BY cursor LIMIT ?",
+                (after, *values, limit),
+            ).fetchall()
+            if not sizes:
+                return []
+            last = sizes[0][0]
+            for cursor, tokens in sizes:
+                max_tokens -= tokens
+                if max_tokens < 0:
+                    break
+                last = cursor
+            rows = self._view.execute(
+                f"SELECT * FROM results WHERE cursor > ? AND cursor <= ?{where} ORDER BY cursor",
+                (after, last, *values),
+            ).fetchall()
+        return [unpack(row) for row in rows]
+
+    def _result(self, job_id: str) -> Result:
+        group_id, sample = split_job_id(job_id)
+        job = self._view.execute(
+            "SELECT cursor FROM jobs JOIN groups USING (number) WHERE id = ? AND sample = ?",
+            (group_id, sample),
+        ).fetchone()
+        if job is None:
+            raise NotFound(f"no job {job_id!r}")
+        if job[0] is None:
+            raise NotFound(f"job {job_id!r} is not finished", hint="ask again when it is")
+        row = self._view.execute("SELECT * FROM results WHERE cursor = ?", job).fetchone()
+        if row is None:
+            raise NotFound(f"the result of job {job_id!r} is no longer kept")
+        return unpack(row)
+
+
+class SqliteStore(SqlStore):
+    """Groups and results in a SQLite file.
+
+    Args:
+        path: the file; created, readable by its owner only, if missing. Its folder must exist.
+        bounds: as of `SqlStore`.
+
+    Raises:
+        InputError: it cannot be opened, is no store, has a newer format, or another service has it open.
+    """
+
+    errors = (sqlite3.Error,)
+    _near = True
+
+    def __init__(self, path: Path, **bounds: Any) -> None:
+        self.path = path.resolve()
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, lock(self.path))
+            db = stack.enter_context(contextlib.closing(open_file(self.path)))
+            view = stack.enter_context(contextlib.closing(open_file(self.path)))
+            super().__init__(self.path.name, db, view, stack.pop_all(), **bounds)
+
+
+def steady_time() -> Callable[[], float]:
+    """Return a clock of seconds since 1970 that only reads the wall clock now: later changes of the wall
+    clock do not age results."""
+    begin = time.time() - time.monotonic()
+    return lambda: begin + time.monotonic()
+
+
+def _value_or_refusal(work: Callable[[], Any]) -> Any:
+    try:
+        return work()
+    except ProrlError as refusal:
+        return refusal
+
+
+def _same(known: bytes, text: bytes) -> bool:
+    """Return True if two requests are equal, in any order of their keys."""
+    return known == text or json.loads(known) == json.loads(text)
+
+
+def _outcome(
+    state: str | None, reward: float | None, failure: str | None, attempts: int, cursor: int | None
+) -> StoredOutcome | None:
+    if state is None or cursor is None:
+        return None
+    return StoredOutcome(JobState(state), reward, FailureKind(failure) if failure else None, attempts, cursor)

@@ -1,0 +1,102 @@
+"""Batches in the database of a durable store. Runs in the store's threads; refusals precede all writes."""
+
+import json
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from prorl_envs.rollout.api.batches import BatchRequest, BatchTask
+from prorl_envs.rollout.api.types import split_job_id
+from prorl_envs.rollout.store.base import StoredBatch, batch_conflict
+from prorl_envs.rollout.store.sqlite_schema import deflate
+
+if TYPE_CHECKING:
+    from prorl_envs.rollout.store.sql_queries import DbConnection
+
+
+def keep(db: "DbConnection", batch: StoredBatch) -> None:
+    """Insert a new batch."""
+    request = batch.request
+    # ":" follows the digits, so the index of ids finds the candidates for `<id>/<index>`.
+    alike = db.execute(
+        "SELECT id FROM groups WHERE id >= ? AND id < ?", (f"{request.id}/0", f"{request.id}/:")
+    )
+    if any(split_job_id(row[0])[0] == request.id for row in alike.fetchall()):
+        raise batch_conflict(request.id)
+    unsaid = _unsaid(request) | {"tasks": {i: _unsaid(task) for i, task in enumerate(request.tasks)}}
+    body = deflate(request.model_dump_json(exclude=unsaid).encode())
+    db.execute(
+        "INSERT INTO batches (id, request, tenant, carried, dropped, closed) VALUES (?, ?, ?, ?, ?, ?)",
+        (request.id, body, batch.tenant, json.dumps(batch.carried), batch.dropped, batch.closed),
+    )
+    db.executemany(
+        "UPDATE groups SET batch_id = ? WHERE id = ?", ((request.id, group) for group in batch.carried)
+    )
+
+
+def extend(
+    db: "DbConnection", batch_id: str, first: int, tasks: Sequence[BatchTask], *, closed: bool
+) -> None:
+    """Append tasks."""
+    [number] = db.execute("SELECT number FROM batches WHERE id = ?", (batch_id,)).fetchone()
+    rows = [
+        (number, position, deflate(task.model_dump_json(exclude=_unsaid(task)).encode()))
+        for position, task in enumerate(tasks, first)
+    ]
+    db.executemany("INSERT INTO batch_tasks (number, position, body) VALUES (?, ?, ?)", rows)
+    db.execute("UPDATE batches SET closed = ? WHERE number = ?", (closed, number))
+
+
+def cancel(db: "DbConnection", batch_id: str) -> int:
+    """Store the cancellation; return the cursor of the newest result."""
+    newest: int = db.execute("SELECT coalesce(max(cursor), 0) FROM results").fetchone()[0]
+    db.execute("UPDATE batches SET cancelled_at = ? WHERE id = ?", (newest, batch_id))
+    return newest
+
+
+def drop(db: "DbConnection", batch_id: str) -> None:
+    """Delete a batch, and those of its groups whose results are no longer kept."""
+    [number] = db.execute("SELECT number FROM batches WHERE id = ?", (batch_id,)).fetchone()
+    db.execute("DELETE FROM batch_tasks WHERE number = ?", (number,))
+    db.execute("DELETE FROM batches WHERE number = ?", (number,))
+    oldest = db.execute("SELECT min(cursor) FROM results").fetchone()[0] or 0
+    gone = db.execute(
+        "SELECT number FROM groups WHERE batch_id = ? AND missing = 0"
+        " AND NOT EXISTS (SELECT 1 FROM jobs WHERE jobs.number = groups.number AND cursor >= ?)",
+        (batch_id, oldest),
+    ).fetchall()
+    db.executemany("DELETE FROM jobs WHERE number = ?", gone)
+    db.executemany("DELETE FROM groups WHERE number = ?", gone)
+    db.execute("UPDATE groups SET batch_id = NULL WHERE batch_id = ?", (batch_id,))
+
+
+def read(db: "DbConnection") -> list[StoredBatch]:
+    """Return every batch, oldest first."""
+    batches = []
+    rows = db.execute(
+        "SELECT number, request, tenant, carried, dropped, closed, cancelled_at FROM batches ORDER BY number"
+    )
+    for number, request, tenant, carried, dropped, closed, cancelled_at in rows.fetchall():
+        tasks = db.execute("SELECT body FROM batch_tasks WHERE number = ? ORDER BY position", (number,))
+        batches.append(
+            StoredBatch(
+                BatchRequest.model_validate_json(zlib.decompress(request)),
+                tenant,
+                tuple(json.loads(carried)),
+                dropped,
+                tuple(BatchTask.model_validate_json(zlib.decompress(body)) for (body,) in tasks),
+                bool(closed),
+                cancelled_at,
+            )
+        )
+    return batches
+
+
+def _unsaid(row: BatchRequest | BatchTask) -> dict[str, Any]:
+    """Return the fields that were not set; they must stay unset, for the environment's defaults to apply."""
+    parts = {"sampling": row.sampling, "limits": row.limits}
+    return {
+        name: set(type(part).model_fields) - part.model_fields_set
+        for name, part in parts.items()
+        if part is not None
+    }

@@ -1,0 +1,294 @@
+"""File of a durable store: how to open it, its tables, and the conversion of results to rows."""
+
+import contextlib
+import fcntl
+import json
+import os
+import sqlite3
+import zlib
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from prorl_envs.errors import InputError
+from prorl_envs.rollout.api.types import Result, upgrade_result
+from prorl_envs.rollout.store.summaries import ARRAYS, body_of
+
+#: Stored in the file's header, to recognise databases of other programs.
+_APPLICATION_ID = 0x50524F4C
+#: Seconds that a statement waits for another program that writes to the file, although none should. The
+#: event loop may wait as long.
+_BUSY_S = 0.25
+
+# Each step upgrades a file from the format before; an empty file takes all steps. Released steps are never
+# changed, only extended by further steps.
+#
+# `results.total` is the sum of tokens up to and including the row, of all results ever recorded: the tokens
+# of any range are the difference of two rows.
+_FORMAT_1 = f"""
+CREATE TABLE groups (
+    number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, task_id TEXT NOT NULL, request BLOB NOT NULL,
+    missing INTEGER NOT NULL
+);
+CREATE INDEX unfinished ON groups (number) WHERE missing > 0;
+CREATE TABLE jobs (
+    number INTEGER, sample INTEGER, attempts INTEGER NOT NULL DEFAULT 0,
+    cursor INTEGER, state TEXT, reward REAL, failure TEXT,
+    PRIMARY KEY (number, sample)
+) WITHOUT ROWID;
+CREATE TABLE results (
+    cursor INTEGER PRIMARY KEY, number INTEGER NOT NULL, tokens INTEGER NOT NULL, total INTEGER NOT NULL,
+    body BLOB NOT NULL, ids BLOB, loss_mask BLOB, logprobs BLOB
+);
+PRAGMA application_id = {_APPLICATION_ID};
+"""
+#: Columns for the filters of readers, and the number of failed attempts of a job.
+_FORMAT_2 = """
+ALTER TABLE groups ADD COLUMN environment TEXT NOT NULL DEFAULT '';
+UPDATE groups SET environment = environment_of(request);
+ALTER TABLE jobs ADD COLUMN failures INTEGER NOT NULL DEFAULT 0;
+"""
+#: Time at which a result was recorded, in seconds since 1970.
+_FORMAT_3 = """
+ALTER TABLE results ADD COLUMN at REAL;
+UPDATE results SET at = strftime('%s', 'now');
+"""
+#: Batches, and the groups that count for them.
+_FORMAT_4 = """
+ALTER TABLE groups ADD COLUMN batch_id TEXT;
+ALTER TABLE groups ADD COLUMN weight_version INTEGER;
+CREATE INDEX of_a_batch ON groups (batch_id) WHERE batch_id IS NOT NULL;
+CREATE TABLE batches (
+    number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, request BLOB NOT NULL, tenant TEXT NOT NULL,
+    carried TEXT NOT NULL, dropped INTEGER NOT NULL, closed INTEGER NOT NULL, cancelled_at INTEGER
+);
+CREATE TABLE batch_tasks (
+    number INTEGER, position INTEGER, body BLOB NOT NULL, PRIMARY KEY (number, position)
+) WITHOUT ROWID;
+"""
+#: State that a restarted service needs.
+_FORMAT_5 = """
+CREATE TABLE kept (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+"""
+#: Fields of batch requests got other names.
+_FORMAT_6 = """
+UPDATE batches SET request = rename_batch_fields(request);
+"""
+FORMATS = (_FORMAT_1, _FORMAT_2, _FORMAT_3, _FORMAT_4, _FORMAT_5, _FORMAT_6)
+SCHEMA_VERSION = len(FORMATS)
+
+#: File systems that several machines may mount, but without the shared memory that SQLite readers need.
+_OF_SEVERAL_MACHINES = frozenset(
+    {"nfs", "nfs4", "lustre", "cifs", "smb3", "beegfs", "gpfs", "ceph", "glusterfs", "juicefs", "sshfs"}
+)
+
+_ELSEWHERE = "--store, or service.store: a file on a local disk, a PostgreSQL database, or memory"
+
+#: Window of a small compressor in bytes: content up to this size is compressed as well as with a larger one.
+_SMALL = 8192
+
+
+def lock(path: Path) -> int:
+    """Return a descriptor that holds the lock of a store; the kernel releases it however the process exits.
+
+    The lock is on a file beside the store: closing a further descriptor of the store itself would release
+    SQLite's own locks.
+    """
+    beside = path.with_name(path.name + "-lock")
+    if kind := _shared_by_machines(path.parent):
+        raise InputError(f"the store {path} would lie on {kind}, where SQLite is not safe", hint=_ELSEWHERE)
+    try:
+        descriptor = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise InputError(f"the store {path} cannot be opened: {error.strerror}", hint=_ELSEWHERE) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        hint = "each service needs a file of its own"
+        raise InputError(f"the store {path} is open in another service", hint=hint) from error
+    except OSError as error:
+        os.close(descriptor)
+        raise InputError(f"the store {path} cannot be locked: {error.strerror}", hint=_ELSEWHERE) from error
+    return descriptor
+
+
+def _shared_by_machines(folder: Path) -> str:
+    """Return the type of a folder's file system if several machines may share it, otherwise ""."""
+    try:
+        device, mounts = folder.stat().st_dev, Path("/proc/self/mountinfo").read_text("utf-8", "replace")
+    except OSError:  # the folder is missing; opening the store reports it
+        return ""
+    kind = type_of(device, mounts)
+    return kind if kind.removeprefix("fuse.") in _OF_SEVERAL_MACHINES else ""
+
+
+def type_of(device: int, mounts: str) -> str:
+    """Return the type of the file system on a device; "" if unknown.
+
+    Args:
+        device: as returned by `os.stat`.
+        mounts: content of proc_pid_mountinfo(5).
+    """
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in mounts.splitlines():
+        mount, _, source = line.partition(" - ")
+        if number in mount.split():
+            return source.partition(" ")[0]
+    return ""
+
+
+def open_file(path: Path) -> sqlite3.Connection:
+    """Open the store at `path`; the caller must hold its lock. An empty file becomes a store."""
+    try:
+        path.touch(mode=0o600)
+        with contextlib.ExitStack() as stack:
+            db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+            stack.callback(db.close)
+            _prepare(db)
+            stack.pop_all()
+            return db
+    except (OSError, sqlite3.Error) as error:
+        raise InputError(f"the store {path} cannot be opened: {error}") from error
+
+
+def open_to_read(path: Path) -> sqlite3.Connection:
+    """Open a store that a service may have open. Writes nothing and does not take the store's lock.
+
+    Raises:
+        InputError: it cannot be read, or is no store.
+    """
+    try:
+        with contextlib.ExitStack() as stack:
+            db = _connect_to_read(path, "mode=ro")
+            stack.callback(db.close)
+            _version(db)
+            stack.pop_all()
+            return db
+    except (OSError, sqlite3.Error) as error:
+        raise InputError(f"the store {path} cannot be read: {error}") from error
+
+
+def _connect_to_read(path: Path, how: str) -> sqlite3.Connection:
+    db = sqlite3.connect(f"{path.resolve().as_uri()}?{how}", uri=True, check_same_thread=False)
+    try:
+        db.execute("SELECT count(*) FROM sqlite_schema")
+    except sqlite3.OperationalError:
+        db.close()
+        # In a read-only folder, the shared memory of SQLite readers cannot be created. If no write-ahead log
+        # is pending, no service is writing, and the file can be read without it.
+        beside = path.with_name(path.name + "-wal")
+        if how == "mode=ro" and not (beside.exists() and beside.stat().st_size):
+            return _connect_to_read(path, "immutable=1")
+        raise
+    return db
+
+
+def _version(db: sqlite3.Connection) -> int:
+    """Return the format of a store; 0 if the file is empty.
+
+    Raises:
+        InputError: it belongs to another program, or is newer.
+    """
+
+    def pragma(name: str) -> int:
+        return int(db.execute(f"PRAGMA {name}").fetchone()[0])
+
+    if db.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0] == 0:
+        return 0
+    if pragma("application_id") != _APPLICATION_ID:
+        raise InputError("the file is a database of another program", hint="name another file")
+    version = pragma("user_version")
+    if not 1 <= version <= SCHEMA_VERSION:
+        hint = "open it with the version that wrote it, or use a new file"
+        raise InputError(f"the store has format {version}; this is {SCHEMA_VERSION}", hint=hint)
+    return version
+
+
+def _prepare(db: sqlite3.Connection) -> None:
+    version = _version(db)
+    if db.execute("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
+        raise InputError("the file system of the store has no shared memory", hint="use a local disk")
+    db.execute("PRAGMA synchronous = FULL")
+    if version < SCHEMA_VERSION:
+        db.create_function("environment_of", 1, _environment_of, deterministic=True)
+        db.create_function("rename_batch_fields", 1, rename_batch_fields, deterministic=True)
+        steps = "".join(FORMATS[version:])
+        db.executescript(f"BEGIN; {steps} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+
+
+def _environment_of(request: bytes) -> str:
+    return str(json.loads(zlib.decompress(request))["environment"])
+
+
+def rename_batch_fields(request: bytes) -> bytes:
+    """Convert a stored batch request that was written before some fields got other names."""
+    names = {
+        "usable": "min_rewards",
+        "spare": "max_speculative_groups",
+        "leftover": "on_complete",
+        "more": "stream_open",
+    }
+    fields = json.loads(zlib.decompress(request))
+    return deflate(json.dumps({names.get(name, name): fields[name] for name in fields}).encode())
+
+
+def pack(result: Result) -> tuple[bytes | None, ...]:
+    """Return the columns from `body` on. The body is JSON without the token arrays."""
+    body = body_of(result)
+    trajectory = result.trajectory
+    if trajectory is None:
+        return (deflate(body), None, None, None)
+    return (
+        deflate(body),
+        _whole(trajectory.ids),
+        _whole(trajectory.loss_mask),
+        _real(trajectory.logprobs),
+    )
+
+
+def deflate(data: bytes) -> bytes:
+    """Compress quickly, for `zlib.decompress`.
+
+    The default compressor first clears a quarter of a megabyte, which takes longer than compressing a few
+    kilobytes.
+    """
+    if len(data) > _SMALL:
+        return zlib.compress(data, 1)
+    small = zlib.compressobj(1, wbits=_SMALL.bit_length() - 1, memLevel=6)
+    return small.compress(data) + small.flush()
+
+
+def unpack(row: Sequence[Any]) -> Result:
+    """Return the result of a whole row of the table."""
+    cursor, _, _, _, body, *columns, _ = row
+    fields = json.loads(zlib.decompress(body))
+    if fields["trajectory"] is not None:
+        fields["trajectory"] |= dict(zip(ARRAYS, map(_list, columns), strict=True))
+    if fields["version"] == 1:
+        fields = upgrade_result(fields)
+    return Result.model_validate({**fields, "cursor": cursor})
+
+
+def _whole(values: Sequence[int]) -> bytes:
+    """Pack integers in the smallest machine type that holds each of them, compressed."""
+    for code in "BHIq":
+        with contextlib.suppress(OverflowError):  # the next type is wider
+            return _deflated(array(code, values))
+    raise OverflowError("a number of more than 64 bits")
+
+
+def _real(values: list[float]) -> bytes:
+    """Pack numbers in single precision if that is exact for all of them, else in double, compressed."""
+    single = array("f", values)
+    return _deflated(single if single.tolist() == values else array("d", values))
+
+
+def _deflated(numbers: "array[Any]") -> bytes:
+    return deflate(numbers.typecode.encode() + numbers.tobytes())
+
+
+def _list(packed: bytes) -> list[Any]:
+    content = zlib.decompress(packed)
+    return array(chr(content[0]), content[1:]).tolist()

@@ -1,0 +1,263 @@
+"""Detection of Apptainer or SingularityCE: installation, version, settings, and requirements of images."""
+
+import os
+import pwd
+import re
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.drivers.apptainer_wrapper import (
+    doorway_command,
+    doorway_environment,
+    explain_doorway,
+    write_doorway,
+)
+from prorl_envs.sandbox.drivers.probe import Check, find_bwrap, isolation_command
+from prorl_envs.sandbox.filesystem.directories import node_local_base
+from prorl_envs.sandbox.filesystem.sif_mounts import find_program
+
+_NAMES = ("apptainer", "singularity")
+_TIMEOUT_S = 30.0
+_INSTALL_REMEDY = (
+    "on a cluster, load its module (`module load apptainer`); else install Apptainer 1.2 or later, or name "
+    "the program in PRORL_APPTAINER"
+)
+
+#: The oldest versions with the options used here, by the first word of the output of `--version`.
+_MINIMUM = {"apptainer": (1, 2), "singularity-ce": (3, 11)}
+_PRODUCTS = {"apptainer": "Apptainer", "singularity-ce": "SingularityCE", "singularity": "Singularity"}
+_VERSION = re.compile(r"(apptainer|singularity-ce|singularity)(?:-ce)? version (\d+(?:\.\d+)+)")
+
+#: Settings without which sandboxes cannot start. Apptainer's default is `yes` for each.
+_NEEDED = ("allow user ns", "allow container dir", "user bind control")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installation:
+    """Properties of an installed Apptainer.
+
+    Args:
+        product: the first word of its version, such as `apptainer`; empty if the output was not understood.
+        version: its numbers.
+        setuid: whether its setuid program is installed and allowed. Only `InstanceDriver` uses it.
+        forbidden: settings of its configuration that prevent sandboxes, with the values they should have.
+    """
+
+    product: str
+    version: tuple[int, ...]
+    setuid: bool
+    forbidden: tuple[str, ...]
+
+    @property
+    def supported(self) -> bool:
+        """True if the product and version can start sandboxes."""
+        return self.product in _MINIMUM and self.version >= _MINIMUM[self.product]
+
+
+def find_apptainer(chosen: Path | None = None) -> Path:
+    """Return the program: `chosen`, `$PRORL_APPTAINER`, else `apptainer` or `singularity` in PATH.
+
+    Raises:
+        SandboxError: there is none.
+    """
+    named = chosen or os.environ.get("PRORL_APPTAINER")
+    if named:
+        if not os.access(named, os.X_OK):
+            raise SandboxError(f"PRORL_APPTAINER is not a program: {named}", hint=_INSTALL_REMEDY)
+        return Path(named)
+    for name in _NAMES:
+        if found := shutil.which(name):
+            return Path(found)
+    raise SandboxError("neither Apptainer nor Singularity is installed", hint=_INSTALL_REMEDY)
+
+
+def read_installation(program: Path) -> Installation:
+    """Run the program to read its version and settings.
+
+    Raises:
+        SandboxError: it cannot be run.
+    """
+    found = _VERSION.search(_output(program, "--version"))
+    product, numbers = (found[1], found[2]) if found else ("", "0")
+    built = _build_settings(_output(program, "buildcfg"))
+    configured = _configured(built)
+    return Installation(
+        product=product,
+        version=tuple(map(int, numbers.split("."))),
+        setuid=_has_setuid(built) and configured.get("allow setuid", "yes") != "no",
+        forbidden=tuple(f"{name} = yes" for name in _NEEDED if configured.get(name, "yes") == "no"),
+    )
+
+
+def uses_setuid(program: Path) -> bool:
+    """Return True if the setuid program can make this user's containers: root does not use it. Blocks."""
+    return os.geteuid() != 0 and read_installation(program).setuid
+
+
+def apptainer_checks(
+    base: Path | None = None, chosen: Path | None = None, bwrap: Path | None = None
+) -> Iterator[Check]:
+    """Check Apptainer; the last check tries to start a sandbox. Blocks.
+
+    Args:
+        base, bwrap: see `probe.machine_checks` and `BubblewrapDriver`.
+        chosen: the program drivers would use; None for the default one.
+    """
+    try:
+        program = find_apptainer(chosen)
+        installation = read_installation(program)
+    except SandboxError as error:
+        yield Check(name="apptainer", ok=False, found=error.message, remedy=error.hint)
+        return
+    yield _product(program, installation)
+    if installation.forbidden:
+        yield Check(
+            name="apptainer settings",
+            ok=False,
+            found=f"not set: {', '.join(installation.forbidden)}",
+            remedy="the administrator must set them in Apptainer's configuration",
+        )
+    yield start_check(program, node_local_base(base), bwrap)
+
+
+def image_checks() -> Iterator[Check]:
+    """Check the requirements of SIF images, which are the same for all drivers."""
+    problems = []
+    try:
+        for names in (("squashfuse_ll", "squashfuse"), ("fusermount3", "fusermount"), ("flock",)):
+            find_program(*names)
+    except SandboxError as error:
+        problems.append(error.message)
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        problems.append("/dev/fuse is not accessible to this user")
+    yield Check(
+        name="SIF images",
+        ok=not problems,
+        found="; ".join(problems) or "can be mounted",
+        remedy="install squashfuse, fuse3 and util-linux and make /dev/fuse accessible to this user; image "
+        "directories (`apptainer build --sandbox DIRECTORY IMAGE`) work without",
+    )
+    user = pwd.getpwuid(os.geteuid()).pw_name if _has_name() else ""
+    entered = [name for name in ("subuid", "subgid") if _is_entered(Path("/etc", name), user)]
+    yield Check(
+        name="image builds",
+        ok=os.geteuid() == 0 or len(entered) == 2,
+        found="as root"
+        if os.geteuid() == 0
+        else f"{len(entered)} of 2 entries in /etc/subuid and /etc/subgid",
+        remedy="no sandbox needs them; `apptainer build` may, for packages that make users",
+    )
+
+
+def start_check(program: Path, base: Path, bwrap: Path | None = None) -> Check:
+    """Try to start a sandbox with Apptainer below `base`."""
+    try:
+        problem = _try_start(program, base, find_bwrap(bwrap))
+    except SandboxError as error:
+        problem = error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        problem = SandboxError(f"cannot be tried in {base}: {error}")
+    if problem is None:
+        return Check(name="apptainer start", ok=True, found="works")
+    return Check(name="apptainer start", ok=False, found=problem.message, remedy=problem.hint)
+
+
+def _try_start(program: Path, base: Path, bwrap: Path) -> SandboxError | None:
+    with tempfile.TemporaryDirectory(dir=base) as scratch:
+        doorway = Path(scratch, "apptainer")
+        write_doorway(doorway)
+        done = subprocess.run(
+            [*doorway_command(program, doorway), *isolation_command(bwrap)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            env=doorway_environment(doorway, {}),
+            cwd="/",
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+    return explain_doorway(done.stdout + done.stderr) if done.returncode else None
+
+
+def _product(program: Path, installation: Installation) -> Check:
+    name = _PRODUCTS.get(installation.product, "an unknown product")
+    version = ".".join(map(str, installation.version))
+    how = (
+        "with a setuid program, used by the driver `apptainer-instance` alone"
+        if installation.setuid
+        else "without setuid"
+    )
+    return Check(
+        name="apptainer",
+        ok=installation.supported,
+        found=f"{name} {version} at {program}, {how}",
+        remedy="Apptainer 1.2 or later, or SingularityCE 3.11 or later",
+    )
+
+
+def _output(program: Path, command: str) -> str:
+    try:
+        with tempfile.TemporaryDirectory() as notes:  # else Apptainer makes a directory in the user's home
+            done = subprocess.run(
+                [program, command],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                env=doorway_environment(Path(notes), {}),
+                timeout=_TIMEOUT_S,
+                check=False,
+            )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SandboxError(f"cannot run {program}: {error}", hint=_INSTALL_REMEDY) from error
+    return done.stdout
+
+
+def _build_settings(text: str) -> dict[str, str]:
+    """Parse settings by the part of their names common to both products, such as CONF_FILE."""
+    pairs = (line.partition("=") for line in text.splitlines())
+    return {re.sub("^(APPTAINER|SINGULARITY)_", "", key): value for key, _, value in pairs}
+
+
+def _has_setuid(built: dict[str, str]) -> bool:
+    for name in _NAMES:
+        starter = Path(built.get("LIBEXECDIR", "/nonexistent"), name, "bin", "starter-suid")
+        try:
+            found = starter.stat()
+        except OSError:
+            continue
+        if found.st_uid == 0 and found.st_mode & stat.S_ISUID:
+            return True
+    return False
+
+
+def _configured(built: dict[str, str]) -> dict[str, str]:
+    """Return the site's settings; empty if this user may not read them: a failed start names the reason."""
+    try:
+        text = Path(built.get("CONF_FILE", "/nonexistent")).read_text(errors="replace")
+    except OSError:
+        return {}
+    pairs = (line.partition("=") for line in text.splitlines() if not line.startswith("#"))
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _has_name() -> bool:
+    try:
+        pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    return True
+
+
+def _is_entered(path: Path, user: str) -> bool:
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return False
+    return any(line.split(":")[0] in (user, str(os.geteuid())) for line in lines if line)

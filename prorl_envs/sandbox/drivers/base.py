@@ -1,0 +1,435 @@
+"""Base classes of all drivers and sandboxes: directory, templates, limits, snapshots and closing.
+
+A driver defines how a sandbox is made (`_make`), launched, joined by a tool server, and stopped.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import socket
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.base import OpenedTerminal, SandboxLimits, SandboxSpec
+from prorl_envs.sandbox.filesystem.directories import DriverDirectory, node_local_base, remove_tree, sweep
+from prorl_envs.sandbox.filesystem.disk_usage import DiskUse
+from prorl_envs.sandbox.filesystem.mount_plan import check
+from prorl_envs.sandbox.filesystem.sif_mounts import sweep_mounts
+from prorl_envs.sandbox.filesystem.snapshot import Snapshot, copy_trees, no_workspace
+from prorl_envs.sandbox.limits.enforcement import DEFAULT_LIMITS, EnforcedLimits, LimitEnforcer, NodeLimits
+from prorl_envs.sandbox.limits.monitor import memory_of
+from prorl_envs.sandbox.linux.descriptors import allow_many, check_room
+from prorl_envs.sandbox.template.process import ForkRequest, ToolServerProcess
+from prorl_envs.sandbox.template.template import TEMPLATES, Template, TemplateSpec
+
+
+class NodeDriver[S: "NodeSandbox"](ABC):
+    """Base class of drivers; fulfils the contract of `base.Driver`. Bound to the event loop of its first use.
+
+    Args:
+        root: existing directory on a local disk under which the driver makes its own; None chooses
+            `$PRORL_RUN_DIR` or the temporary directory.
+        templates: the templates that `Sandbox.spawn` can fork, by name.
+        limits: default limits of sandboxes, and how limits are enforced.
+
+    Raises:
+        SandboxError: no directory can be made, or the limit of open files is too low.
+    """
+
+    name: str
+
+    def __init__(
+        self,
+        root: Path | None = None,
+        *,
+        templates: Mapping[str, TemplateSpec] = TEMPLATES,
+        limits: NodeLimits = DEFAULT_LIMITS,
+    ) -> None:
+        allow_many()
+        self.directory = DriverDirectory(node_local_base(root))
+        self.nice = limits.nice
+        self.templates = {name: self._template(name, spec) for name, spec in templates.items()}
+        self.containment = LimitEnforcer(limits, self.directory)
+        self._sandboxes: set[S] = set()
+        self._sweeping: asyncio.Task[list[Path]] | None = None
+        self._started = self._snapshots = 0
+        self._closing: asyncio.Task[None] | None = None
+
+    async def start(self, spec: SandboxSpec, *, snapshot: Snapshot | None = None) -> S:
+        """Start a sandbox and return it once its first process runs: see `base.Driver`.
+
+        Raises:
+            SandboxError: with the runtime's error message and a remedy as hint.
+        """
+        try:
+            return await self._start(spec, snapshot)
+        except SandboxError as error:
+            if not await self.relieve(error):
+                raise
+        return await self._start(spec, snapshot)
+
+    async def _start(self, spec: SandboxSpec, snapshot: Snapshot | None) -> S:
+        self._check_open()
+        check_room()
+        spec = self.containment.complete(spec)
+        if spec.emulate_root:
+            spec = dataclasses.replace(spec, uid=0)
+        check(spec)
+        if snapshot is not None:
+            snapshot.check(spec)
+        self._sweep()
+        sandbox = await self._make(spec)
+        self._check_open()  # closed while `_make` ran: the driver's `aclose` frees the resources
+        self._sandboxes.add(sandbox)
+        try:
+            if snapshot is not None:
+                await sandbox.restore(snapshot)
+            await self.containment.prepare(sandbox)
+            await sandbox.launch()
+            self.containment.watch(sandbox)
+        except BaseException:
+            await sandbox.close()
+            raise
+        return sandbox
+
+    async def relieve(self, error: BaseException) -> bool:
+        """Free a kernel counter that sandboxes share, if a full one may have caused `error`.
+
+        Returns:
+            True if a sandbox was killed (and has closed), so that another attempt may succeed.
+        """
+        guilty = await self.containment.relieve(error)
+        for sandbox in self.sandboxes:
+            if sandbox is guilty:
+                await sandbox.close()
+        return guilty is not None
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """The fields of `SandboxLimits` that are enforced here.
+
+        Raises:
+            SandboxError: the requested mechanism is not available.
+        """
+        known = {field.name for field in dataclasses.fields(SandboxLimits)}
+        return frozenset(known if self.containment.keeps_cpus else known - {"cpus"})
+
+    async def image_env(self, image: Path) -> dict[str, str]:
+        """Return the variables that an image sets for itself, for `SandboxSpec.env`: see `read_image_env`.
+
+        Args:
+            image: as in `SandboxSpec.image`.
+
+        Raises:
+            SandboxError: there is no such image, or it cannot be read.
+        """
+        return {}
+
+    @property
+    def sandboxes(self) -> frozenset[S]:
+        """The sandboxes that are not closed yet."""
+        return frozenset(self._sandboxes)
+
+    async def warm(self, *names: str) -> None:
+        """Start templates before their first use; without names, all of them.
+
+        Raises:
+            SandboxError: a template does not start.
+        """
+        await asyncio.gather(*(self.templates[name].start() for name in names or self.templates))
+
+    async def aclose(self) -> None:
+        """Close all open sandboxes, stop the templates and remove the driver's directory.
+
+        Idempotent. Continues if the caller is cancelled.
+        """
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._aclose())
+        await asyncio.shield(self._closing)
+
+    def forget(self, sandbox: S) -> None:
+        """Drop a sandbox that has closed. Called by the sandbox."""
+        self.containment.forget(sandbox)
+        self._sandboxes.discard(sandbox)
+
+    def _template(self, name: str, spec: TemplateSpec) -> Template:
+        return Template(name, spec, nice=self.nice)
+
+    @abstractmethod
+    async def _make(self, spec: SandboxSpec) -> S:
+        """Prepare everything before the launch; the directory's path comes from `_place`."""
+
+    async def _release(self) -> None:  # noqa: B027 - most hold nothing
+        """Release the driver's own resources, once all sandboxes are closed."""
+
+    def _place(self) -> tuple[str, Path]:
+        """Return the id of the next sandbox, unique on this node, and its directory, not made yet."""
+        self._started += 1
+        path = self.directory.path / str(self._started)
+        return f"{self.directory.id}-{self._started}", path
+
+    def snapshot_place(self) -> Path:
+        """Return the directory of the next snapshot, not made yet."""
+        self._snapshots += 1
+        return self.directory.path / f"snapshot{self._snapshots}"
+
+    def _check_open(self) -> None:
+        if self._closing is not None:
+            raise SandboxError("the driver is closed")
+
+    def _sweep(self) -> asyncio.Task[list[Path]]:
+        """Remove the leftovers of killed services, once, in a background task: there may be many files."""
+        if self._sweeping is None:
+            self._sweeping = asyncio.create_task(asyncio.to_thread(_sweep, self.directory.base))
+        return self._sweeping
+
+    async def _aclose(self) -> None:
+        await self._sweep()
+        closing = (sandbox.close() for sandbox in tuple(self._sandboxes))
+        outcomes = await asyncio.gather(*closing, return_exceptions=True)
+        await self.containment.aclose()
+        await asyncio.gather(*(template.aclose() for template in self.templates.values()))
+        await self._release()
+        await asyncio.to_thread(self.directory.remove)
+        for outcome in outcomes:  # last: a sandbox that fails to close must not block the rest
+            if outcome is not None:
+                raise outcome
+
+
+class NodeSandbox(ABC):
+    """Base class of sandboxes; fulfils the contract of `base.Sandbox`. Made by a driver.
+
+    Args:
+        sandbox_id: unique on this node.
+        spec: the requested spec.
+        root: the sandbox's own directory on the host; removed when the sandbox closes.
+        driver: the driver that made it.
+    """
+
+    #: True if the sandbox has its own user namespace, which the process that measures its files must enter.
+    _own_users = True
+
+    def __init__(self, sandbox_id: str, spec: SandboxSpec, root: Path, driver: NodeDriver[Any]) -> None:
+        self._id = sandbox_id
+        self._spec = spec
+        self._root = root
+        self._driver = driver
+        self._servers: set[ToolServerProcess] = set()
+        self._why: SandboxError | None = None
+        #: The enforced limits; filled by the driver's `LimitEnforcer` before the launch.
+        self.contained = EnforcedLimits()
+        self._closing: asyncio.Task[None] | None = None
+        self._copying = asyncio.Lock()
+        self._stop_copying = threading.Event()
+        self._restored = False
+        #: Path of the workspace below the sandbox's directory; None if it is a directory of the image.
+        self._work: str | None = "work"
+
+    @property
+    def id(self) -> str:
+        return self._id
+
+    @property
+    def spec(self) -> SandboxSpec:
+        return self._spec
+
+    @property
+    def workspace(self) -> Path:
+        if self._work is None:
+            raise no_workspace(self._spec)
+        return self._root / self._work
+
+    @property
+    def alive(self) -> bool:
+        return self._closing is None
+
+    @property
+    def first_pid(self) -> int | None:
+        """Host pid of the first process; None without a pid namespace, or before the launch."""
+        return None
+
+    @property
+    def seen_root(self) -> str | None:
+        """Host path of the sandbox's root directory; None if the sandbox has no root of its own."""
+        return None if self.first_pid is None else f"/proc/{self.first_pid}/root"
+
+    @property
+    def servers_inside(self) -> frozenset[int]:
+        """The pids, inside, of the tool servers that run in the sandbox's pid namespace."""
+        return frozenset()
+
+    def end_error(self) -> SandboxError:
+        """See `base.Sandbox`."""
+        return self._why or SandboxError(f"sandbox {self.id} has ended")
+
+    def pop_notices(self) -> list[str]:
+        """See `base.Sandbox`."""
+        return self.contained.pop_notices()
+
+    def memory(self) -> int | None:
+        """See `base.Sandbox`."""
+        watch = self.contained.watch
+        return None if watch is None or not self.alive else memory_of(watch)
+
+    def end(self, why: SandboxError) -> None:
+        """Close the sandbox; its users receive `why` as the error. Called by the watchdog."""
+        self._why = why
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+
+    async def measure_disk(self, *, size: int, files: int) -> DiskUse:
+        """Measure the sandbox's files on disk: see `Template.measure`."""
+        self._check_alive()
+        with contextlib.ExitStack() as opened:
+            fds = [os.open(self._root, os.O_RDONLY | os.O_DIRECTORY)]
+            opened.callback(os.close, fds[0])
+            if self._own_users:
+                fds.append(self._open_place())
+                opened.callback(os.close, fds[1])
+            template = next(iter(self._driver.templates.values()))
+            return await template.measure(self.id, fds, size=size, files=files)
+
+    @property
+    def tool_servers(self) -> list[int]:
+        """Host pids of the running tool servers; for operators."""
+        return [server.process.pid for server in self._servers if server.process.alive]
+
+    @abstractmethod
+    async def launch(self) -> None:
+        """Make the directories and start the first process. Called once, by the driver."""
+
+    async def spawn(self, entry: str, *, template: str = "base") -> socket.socket:
+        """Fork a process from a template into this sandbox and run `entry` there: see `base.Sandbox`.
+
+        The returned socket is non-blocking.
+        """
+        self._check_alive()
+        if template not in self._driver.templates:
+            raise SandboxError(
+                f"no template {template!r}", hint=f"there are: {', '.join(self._driver.templates)}"
+            )
+        request = self.contained.apply(self._request(entry))
+        try:
+            server, sock = await self._fork_in_place(template, request)
+        except (SandboxError, OSError) as error:
+            if not await self._driver.relieve(error):
+                raise
+            self._check_alive()  # the killed sandbox may be this one
+            server, sock = await self._fork_in_place(template, request)
+        try:
+            self._check_alive()
+        except SandboxError:
+            server.process.kill()
+            sock.close()
+            raise
+        self._servers = {held for held in self._servers if held.process.alive} | {server}
+        return sock
+
+    async def _fork_in_place(
+        self, template: str, request: ForkRequest
+    ) -> tuple[ToolServerProcess, socket.socket]:
+        # A duplicate: if the sandbox closes meanwhile, the number of its descriptor may be reused.
+        place = self._open_place()
+        try:
+            return await self._fork(template, place, request)
+        finally:
+            os.close(place)
+
+    async def _fork(
+        self, template: str, place: int, request: ForkRequest
+    ) -> tuple[ToolServerProcess, socket.socket]:
+        """Fork a tool server: see `Template.fork`."""
+        return await self._driver.templates[template].fork(self.id, place, request)
+
+    async def open_shell(self) -> OpenedTerminal | None:
+        """See `base.Sandbox`. Most drivers open no shell in advance."""
+        return None
+
+    async def snapshot(self) -> Snapshot:
+        """Copy the files of the sandbox, which continues to run: see `base.Sandbox`."""
+        async with self._copying:
+            self._check_alive()
+            path = self._driver.snapshot_place()
+            try:
+                copied = await copy_trees(self._root, path, self._state(), self._stop_copying)
+            except BaseException:
+                if self._closing is None:  # a cancelled caller stops its own copy only
+                    self._stop_copying.clear()
+                await asyncio.shield(asyncio.to_thread(remove_tree, path))
+                raise
+            return Snapshot(self._spec, path, copied, self._work)
+
+    async def restore(self, snapshot: Snapshot) -> None:
+        """Copy the files of a snapshot into the sandbox before the launch. Called by the driver.
+
+        Raises:
+            SandboxError: the files cannot be copied.
+        """
+        async with self._copying:
+            await copy_trees(snapshot.path, self._root, self._state(), self._stop_copying)
+        self._restored = True
+
+    async def take_layer(self, target: Path) -> None:
+        """See `base.Sandbox`. Most drivers have no changes to an image in a directory."""
+        raise SandboxError(
+            f"the {self._driver.name} driver cannot make a layer of a sandbox",
+            hint="use the driver namespaces, bubblewrap or apptainer",
+        )
+
+    async def close(self) -> None:
+        """Kill everything in the sandbox and remove its files.
+
+        Idempotent. Continues if the caller is cancelled; the driver's `aclose` then waits for it.
+        """
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    def _state(self) -> Iterator[str]:
+        """Return the names of the directories, below the sandbox's own, that hold its files."""
+        yield from ("work", "home", "tmp")
+
+    @abstractmethod
+    def _open_place(self) -> int:
+        """Return a new descriptor of the namespaces that a tool server enters: see `Template.fork`."""
+
+    @abstractmethod
+    def _request(self, entry: str) -> ForkRequest: ...
+
+    @abstractmethod
+    async def _end(self) -> None:
+        """Kill every process of the sandbox, tool servers included."""
+
+    async def _release(self) -> None:  # noqa: B027 - most hold nothing
+        """Release the sandbox's resources, once its processes and files are gone."""
+
+    def _leave_files(self) -> bool:
+        """Return True if the directory was disposed of without delay. Called once nothing runs in it."""
+        return False
+
+    def _remove_files(self) -> None:
+        """Remove the sandbox's directory, if it still exists. Called in a thread."""
+        remove_tree(self._root)
+
+    async def _close(self) -> None:
+        self._stop_copying.set()
+        async with self._copying:
+            await self._end()
+        await self.contained.release()
+        if not self._leave_files():
+            await asyncio.to_thread(self._remove_files)
+        await self._release()
+        self._driver.forget(self)
+
+    def _check_alive(self) -> None:
+        if not self.alive:
+            raise self.end_error()
+
+
+def _sweep(base: Path) -> list[Path]:
+    return sweep(base) + sweep_mounts(base)

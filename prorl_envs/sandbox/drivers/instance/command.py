@@ -1,0 +1,244 @@
+"""Translation of a `SandboxSpec` to the Apptainer command line of one sandbox. Pure, but for `write_system`
+and `write_points`.
+
+Without an image, Apptainer's container is a directory made here that holds all mount points, so that the
+site's settings have no effect on it. An image is passed as it is; its changes stay in memory.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.drivers.apptainer_wrapper import on_one_line
+from prorl_envs.sandbox.drivers.instance.runtime import PLACE
+from prorl_envs.sandbox.drivers.probe import NAMESPACES_REMEDY
+from prorl_envs.sandbox.filesystem.host_system import kernel_files, root_directories
+from prorl_envs.sandbox.filesystem.mount_plan import HOME, SandboxFiles, mount_points
+
+#: Apptainer's default mounts that a sandbox gets in another way, or not at all.
+_NO_MOUNTS = "sys,tmp,cwd,bind-paths,hostfs"
+_CONFIGURATION = "the administrator must set `{}` in Apptainer's configuration"
+_LIMITED = (
+    "the administrator must add to `limit container {0}` in Apptainer's configuration, or unset it: each "
+    "image counts, and each sandbox without one is a directory of this user's below PRORL_RUN_DIR"
+)
+#: Remedies by parts of Apptainer's messages. The first match counts.
+_REMEDIES = {
+    "unknown flag": "Apptainer 1.2 or later, or SingularityCE 3.11 or later",
+    "disallows users from running sandbox": _CONFIGURATION.format("allow container dir = yes"),
+    "disallows users from running unencrypted sif": _CONFIGURATION.format("allow container sif = yes"),
+    "not in an allowed configured path": _LIMITED.format("paths"),
+    "not owned by required user": _LIMITED.format("owners"),
+    "not owned by required group": _LIMITED.format("groups"),
+    "/proc/net/dev": _CONFIGURATION.format("mount proc = yes"),
+    "/proc/self/": _CONFIGURATION.format("mount proc = yes"),
+    "user bind control": _CONFIGURATION.format("user bind control = yes"),
+    "not allowed by configuration": _CONFIGURATION.format("allow user ns = yes"),
+    "user namespace": "install Apptainer's setuid program (`apptainer-suid`), with "
+    f"`allow setuid = yes` in its configuration, or {NAMESPACES_REMEDY}",
+    "writable-tmpfs": _CONFIGURATION.format("enable overlay = yes"),
+    "overlay": _CONFIGURATION.format("enable overlay = yes"),
+    "destination": "where a mount is to appear must exist in the image or below a writable directory",
+}
+_SAID_LIMIT = 500
+#: Apptainer's settings that allow each namespace.
+_SETTINGS = {"pid": "allow pid ns = yes", "ipc": "allow ipc ns = yes", "uts": "allow uts ns = yes"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceFiles(SandboxFiles):
+    """The host directories of one sandbox, and those of its driver that it shows.
+
+    Args:
+        runtime: the Python of its first process.
+        empty, blank: an empty directory, and an empty file.
+    """
+
+    runtime: Path
+    empty: Path
+    blank: Path
+
+    @property
+    def system(self) -> Path:
+        """The container directory of a sandbox without an image: holds the mount points."""
+        return self.root / "system"
+
+
+def apptainer_command(
+    program: Path,
+    spec: SandboxSpec,
+    files: InstanceFiles,
+    *,
+    setuid: bool,
+    root: bool = False,
+    system_masks: tuple[str, ...] = (),
+    copied: Mapping[int, Path] | None = None,
+    host_mounts: Sequence[str] = (),
+) -> list[str]:
+    """Return the command prefix for the command of a sandbox's first process.
+
+    Args:
+        program: Apptainer.
+        setuid: whether Apptainer uses its setuid program in place of a user namespace.
+        root: whether root runs it, so that the first process has capabilities to drop.
+        system_masks: hidden in addition to the spec's own `masks`.
+        copied: the private copies of overlay mounts, by their index in the spec.
+        host_mounts: the host's mount points.
+    """
+    network = () if spec.network.open else ("--net", "--network", "none")
+    image = spec.image
+    mounts = _with_parts(_mounts(spec, files, system_masks, copied or {}), host_mounts)
+    return [
+        *(str(program), "--silent", "--nocolor", "exec", *(() if setuid else ("--userns",))),
+        # No shim process: the first process must be ours, so that no signal from inside kills it.
+        *("--contain", "--cleanenv", "--no-eval", "--pid", "--ipc", "--uts", "--no-init"),
+        *(("--keep-privs",) if root else ("--no-privs",)),
+        *("--hostname", spec.hostname, *network),
+        *("--no-mount", _NO_MOUNTS, "--home", f"{files.home}:{HOME}", "--scratch", "/run"),
+        *(() if image is None else ("--writable-tmpfs",)),
+        *(word for mount in mounts for word in ("--mount", mount.text())),
+        *("--pwd", "/", str(files.system if image is None else image.resolve())),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Bind:
+    source: Path
+    target: str
+    writable: bool = False
+
+    def text(self) -> str:
+        """Return the argument of `--mount`: a line of CSV."""
+        fields = ["type=bind", f"source={self.source}", f"destination={self.target}"]
+        return ",".join(map(_quoted, fields if self.writable else [*fields, "ro"]))
+
+
+def _with_parts(mounts: Iterable[_Bind], host_mounts: Sequence[str]) -> Iterator[_Bind]:
+    """Add the host's mounts below each read-only mount: Apptainer makes only the top mount read-only."""
+    for each in mounts:
+        yield each
+        if not each.writable:
+            for place in host_mounts:
+                path = Path(place)
+                if path != each.source and path.is_relative_to(each.source):
+                    target = PurePosixPath(each.target, path.relative_to(each.source))
+                    yield _Bind(path, str(target))
+
+
+def _mounts(
+    spec: SandboxSpec, files: InstanceFiles, system_masks: tuple[str, ...], copied: Mapping[int, Path]
+) -> Iterator[_Bind]:
+    if spec.image is None:
+        for name in ("usr", *(path.name for path in root_directories() if not path.is_symlink())):
+            yield _Bind(Path("/", name), f"/{name}")
+        yield _Bind(files.etc, "/etc")
+    else:
+        # Hide an image's environment scripts for Apptainer and its ld.so.preload from the first process.
+        yield _Bind(files.empty, "/.singularity.d")
+        yield _Bind(files.blank, "/etc/ld.so.preload")
+        yield _Bind(files.blank, "/etc/resolv.conf")
+    yield _Bind(files.root / "hosts", "/etc/hosts")
+    yield _Bind(files.root / "hostname", "/etc/hostname")
+    # In any mount of /proc/sys, the kernel shows the namespaces of the reading process.
+    yield _Bind(Path("/proc/sys"), "/proc/sys")
+    for name in kernel_files():
+        yield _Bind(Path("/dev/null"), f"/proc/{name}")  # unopenable on a mount without devices
+    yield _Bind(files.runtime, PLACE)
+    yield _Bind(files.tmp, "/tmp", writable=True)
+    yield _Bind(files.work, spec.workdir, writable=True)
+    for index, mount in enumerate(spec.mounts):
+        source = copied.get(index, mount.source)
+        yield _Bind(source, mount.target, writable=mount.writable or mount.overlay)
+    for mask in (*spec.masks, *system_masks):
+        for place, source in _above(mask, files.places(spec)):
+            yield _Bind(source, place, writable=True)
+        yield _Bind(files.empty, mask)
+
+
+def _above(target: str, places: Mapping[str, Path]) -> Iterator[tuple[str, Path]]:
+    """Return the directories between a directory writable inside and a mount in it, to be bind-mounted.
+
+    Otherwise the sandbox could rename them, and so move the mount below.
+    """
+    path = PurePosixPath(target)
+    own = max((place for place in places if path.is_relative_to(place)), key=len, default=None)
+    if own is not None:
+        parts = path.relative_to(own).parts
+        for count in range(1, len(parts)):
+            yield str(PurePosixPath(own, *parts[:count])), places[own].joinpath(*parts[:count])
+
+
+def _quoted(field: str) -> str:
+    return '"' + field.replace('"', '""') + '"' if any(c in field for c in ',"\n\r ') else field
+
+
+def write_system(spec: SandboxSpec, files: InstanceFiles) -> None:
+    """Make the container directory of a sandbox without an image: mount points, and links.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    system = files.system
+    for name in ("usr", "etc", "proc", "dev", "run", "tmp", "var", PLACE[1:]):
+        (system / name).mkdir(parents=True)
+    (system / "var" / "tmp").symlink_to("/tmp")
+    for path in root_directories():
+        if path.is_symlink():
+            (system / path.name).symlink_to(path.readlink())
+        else:
+            (system / path.name).mkdir()
+    places = {**files.places(spec), "/": system}
+    for target, is_directory in mount_points(spec).items():
+        _make_point(target, places, is_directory)
+
+
+def write_points(spec: SandboxSpec, files: InstanceFiles) -> None:
+    """Make the mount points in the sandbox's own directories, since no other program can make them.
+
+    Raises:
+        OSError: a mount point cannot be made.
+    """
+    places = files.places(spec)
+    for target, is_directory in mount_points(spec).items():
+        _make_point(target, places, is_directory)
+
+
+def _make_point(target: str, places: Mapping[str, Path], is_directory: bool) -> None:
+    path = PurePosixPath(target)
+    above = [place for place in places if path != PurePosixPath(place) and path.is_relative_to(place)]
+    if not above:
+        return
+    place = max(above, key=len)
+    point = places[place] / path.relative_to(place)
+    if is_directory:
+        point.mkdir(mode=0o755, parents=True, exist_ok=True)
+    else:
+        point.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        point.touch(mode=0o644)
+
+
+def explain_instance(output: str) -> SandboxError:
+    """Return the error for a failed start, from Apptainer's output."""
+    said = on_one_line(output)[-_SAID_LIMIT:] or "Apptainer ended without a word"
+    lower = said.lower()
+    hint = next((remedy for words, remedy in _REMEDIES.items() if words in lower), "")
+    return SandboxError(
+        f"Apptainer did not start the sandbox: {said}", hint=hint or "`prorl-envs doctor` checks this machine"
+    )
+
+
+def explain_shared(names: Sequence[str]) -> SandboxError:
+    """Return the error for a sandbox that shares namespaces with the host.
+
+    Args:
+        names: the names of these namespaces, as in `/proc/self/ns`.
+    """
+    settings = ", ".join(f"`{_SETTINGS[name]}`" for name in names if name in _SETTINGS)
+    return SandboxError(
+        f"Apptainer gave the sandbox no namespace of its own for: {', '.join(names)}",
+        hint=f"the administrator must set {settings} in Apptainer's configuration"
+        if settings
+        else "`prorl-envs doctor` checks this machine",
+    )

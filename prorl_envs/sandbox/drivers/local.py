@@ -1,0 +1,291 @@
+"""A driver without isolation, for trusted use on machines that allow no user namespaces.
+
+Same contract, same tool server, no walls: what runs in it is this user on this machine.
+"""
+
+import asyncio
+import os
+import select
+import signal
+import socket
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Set
+from enum import Enum
+from pathlib import Path
+
+from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.drivers.base import NodeDriver, NodeSandbox
+from prorl_envs.sandbox.filesystem.mount_plan import DEFAULT_ENV
+from prorl_envs.sandbox.limits.enforcement import DEFAULT_LIMITS, NodeLimits
+from prorl_envs.sandbox.template.process import ForkRequest
+from prorl_envs.sandbox.template.route import listen_on_host
+from prorl_envs.sandbox.template.template import TEMPLATES, TemplateSpec
+
+#: Marks every process of a sandbox, for there is no pid namespace to end them by.
+MARK = "PRORL_LOCAL_SANDBOX"
+_KERNEL_THREAD = 0x0020_0000
+#: Seconds in which the processes of a sandbox must end once they are killed.
+_END_S = 10.0
+#: Scans in a row that find no more than that some process ended meanwhile, after which none is left. On a
+#: machine that starts programs all the time, hardly a scan finds less.
+_LAST_SCANS = 5
+#: Seconds between two scans: killed processes need the processor to end.
+_PAUSE_S = 0.001
+
+
+class NoIsolationWarning(UserWarning):
+    """Commands run unconfined on this machine."""
+
+
+class LocalDriver(NodeDriver["LocalSandbox"]):
+    """Runs "sandboxes" as plain directories. Isolates nothing, and warns that it does.
+
+    Args:
+        root: see `NodeDriver`.
+        templates: see `NodeDriver`.
+        limits: likewise; kept are only those of single processes, of the disk and of wall time.
+
+    Raises:
+        SandboxError: no directory can be made.
+    """
+
+    name = "local"
+
+    def __init__(
+        self,
+        root: Path | None = None,
+        *,
+        templates: Mapping[str, TemplateSpec] = TEMPLATES,
+        limits: NodeLimits = DEFAULT_LIMITS,
+    ) -> None:
+        warnings.warn(
+            "LocalDriver isolates nothing: whatever a model writes runs as you on this machine",
+            NoIsolationWarning,
+            stacklevel=2,
+        )
+        super().__init__(root, templates=templates, limits=limits)
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """Limits that this driver enforces: none that needs the sandbox's processes to be counted apart."""
+        return super().kept - {"cpus", "memory_bytes", "processes"}
+
+    async def _make(self, spec: SandboxSpec) -> "LocalSandbox":
+        _refuse_mounts(spec)
+        _refuse_allowlist(spec)
+        sandbox_id, root = self._place()
+        return LocalSandbox(sandbox_id, spec, root, self)
+
+
+class LocalSandbox(NodeSandbox):
+    """A directory and the processes started in it.
+
+    The path `spec.workdir` does not exist: processes start in the workspace directory itself.
+    """
+
+    _own_users = False
+
+    async def launch(self) -> None:
+        """Make the directories; there is no first process."""
+        if not self._restored:
+            self._root.mkdir(mode=0o700)
+            for name in self._state():
+                (self._root / name).mkdir(mode=0o700)
+
+    def _open_place(self) -> int:
+        return os.open(self.workspace, os.O_PATH | os.O_DIRECTORY)
+
+    def _request(self, entry: str) -> ForkRequest:
+        own = {"HOME": str(self._root / "home"), "TMPDIR": str(self._root / "tmp"), MARK: self.id}
+        env = {**DEFAULT_ENV, **own, **self._spec.env}
+        return ForkRequest(entry=entry, workdir=str(self.workspace), env=env, isolated=False)
+
+    async def listen_loopback(self) -> socket.socket:
+        """See `Sandbox.listen_loopback`. The loopback is the host's, so it warns that others can connect."""
+        if not self.alive:
+            raise self.end_error()
+        warnings.warn(
+            "a service for a local sandbox listens on this machine's own loopback: everybody on it can "
+            "connect, and nothing but the service's key keeps them out",
+            NoIsolationWarning,
+            stacklevel=2,
+        )
+        return listen_on_host()
+
+    async def _end(self) -> None:
+        """Kill the processes that carry this sandbox's mark."""
+        servers = tuple(self._servers)
+        for server in servers:
+            server.process.kill()
+        for server in servers:
+            await server.process.wait()
+        sessions = frozenset(server.process.pid for server in servers)
+        await asyncio.to_thread(self._kill_marked, sessions)
+
+    def _kill_marked(self, sessions: Set[int]) -> None:
+        """Kill the sandbox's processes, and return once they have ended.
+
+        Raises:
+            SandboxError: some are still there after `_END_S` seconds.
+        """
+        deadline = time.monotonic() + _END_S
+        templates = {template.pid for template in self._driver.templates.values() if template.pid is not None}
+        marked = _MarkedProcesses(self.id, sessions, templates | set(_ancestors()))
+        ended = 0
+        while (found := marked.kill()) is not _Found.NOTHING:
+            ended = ended + 1 if found is _Found.ENDED else 0
+            if ended == _LAST_SCANS or time.monotonic() > deadline:
+                break
+            time.sleep(_PAUSE_S)
+        if found is _Found.MARKED:
+            raise SandboxError(
+                f"processes of the local sandbox {self.id} did not end within {_END_S:g} s",
+                hint=f"end what has {MARK}={self.id} in its environment (/proc/<pid>/environ)",
+            )
+
+
+def _refuse_mounts(spec: SandboxSpec) -> None:
+    if spec.image is not None:
+        raise SandboxError(
+            f"the local driver cannot run the image {spec.image}",
+            hint="use a driver that isolates; `prorl-envs doctor` says what it lacks here",
+        )
+    for mount in spec.mounts:
+        if mount.overlay or str(mount.source) != mount.target:
+            raise SandboxError(
+                f"the local driver cannot mount {mount.source} at {mount.target}",
+                hint="use a driver that isolates; `prorl-envs doctor` says what it lacks here",
+            )
+
+
+def _refuse_allowlist(spec: SandboxSpec) -> None:
+    if spec.network.allow:
+        raise SandboxError(
+            "the local driver cannot keep an allowlist: what runs in it has the host's network",
+            hint="use a driver that isolates; `prorl-envs doctor` says what it lacks here",
+        )
+
+
+class _Found(Enum):
+    """Result of a scan, or the kind of one process."""
+
+    #: No process of the sandbox.
+    NOTHING = "nothing"
+    #: It ended before it was looked at, and may have forked one that the scan did not list.
+    ENDED = "ended"
+    #: It shows no environment, and may be one of the sandbox.
+    UNCLEAR = "unclear"
+    #: Killed, and not seen to have ended.
+    MARKED = "marked"
+
+
+class _MarkedProcesses:
+    """Finds and kills the processes of one sandbox.
+
+    Args:
+        sandbox_id: the value of their mark.
+        sessions: those of its tool servers, whose children show the mark only once they run a program.
+        reapers: processes that adopt those of the sandbox whose parents have ended.
+    """
+
+    def __init__(self, sandbox_id: str, sessions: Set[int], reapers: Set[int]) -> None:
+        self._mark = f"{MARK}={sandbox_id}".encode()
+        self._sessions = sessions
+        self._reapers = reapers
+        #: Pid, and inode in /proc, of processes that need no second look: without the mark, or ended.
+        self._others: set[tuple[int, int]] = set()
+
+    def kill(self) -> _Found:
+        """Scan the processes once, and kill those of the sandbox.
+
+        Returns:
+            The most that was found.
+        """
+        found = {_Found.NOTHING}
+        listed = set(_processes())
+        self._others &= listed
+        # The newest first: one that forks and ends at once does not live long.
+        for pid, inode in sorted(listed, reverse=True):
+            if (pid, inode) not in self._others:
+                one = self._kill(pid)
+                found.add(one)
+                if one in (_Found.NOTHING, _Found.ENDED):
+                    self._others.add((pid, inode))
+        return next(one for one in reversed(_Found) if one in found)
+
+    def _kill(self, pid: int) -> _Found:
+        try:
+            if Path(f"/proc/{pid}").stat().st_uid != os.geteuid():
+                return _Found.NOTHING
+            pidfd = os.pidfd_open(pid)  # so that the process that is killed is the one that was looked at
+        except (FileNotFoundError, ProcessLookupError):
+            return _Found.ENDED
+        try:
+            found = self._look(pid)
+            if found is _Found.MARKED:
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            return _Found.ENDED if found is not _Found.NOTHING and _has_ended(pidfd) else found
+        except (FileNotFoundError, ProcessLookupError):
+            return _Found.ENDED
+        except PermissionError:  # it has another user's rights
+            return _Found.NOTHING
+        finally:
+            os.close(pidfd)
+
+    def _look(self, pid: int) -> _Found:
+        environ = _environment(pid)
+        if self._mark in environ.split(b"\0"):
+            return _Found.MARKED
+        fields = _stat(pid)
+        parent, session, flags, env_start, env_end = (int(fields[number]) for number in (1, 3, 6, 47, 48))
+        if session in self._sessions:
+            return _Found.MARKED
+        # A process that is ending, or in the middle of `execve`, has no environment. It may get one between
+        # the two reads: the bounds of the environment show whether it is empty.
+        if environ or flags & _KERNEL_THREAD or env_start == env_end != 0 or self._is_other(parent):
+            return _Found.NOTHING
+        return _Found.UNCLEAR
+
+    def _is_other(self, parent: int) -> bool:
+        """Whether the children of a process are none of the sandbox: on a busy machine, some of its other
+        processes are always starting or ending.
+        """
+        return parent not in self._reapers and any(pid == parent for pid, _ in self._others)
+
+
+def _processes() -> Iterator[tuple[int, int]]:
+    """Pid and inode in /proc of every process."""
+    with os.scandir("/proc") as entries:
+        for entry in entries:
+            if entry.name.isdigit():
+                yield int(entry.name), entry.inode()
+
+
+def _ancestors() -> Iterator[int]:
+    """This process, its parent, and so on."""
+    pid = os.getpid()
+    while pid:
+        yield pid
+        pid = int(_stat(pid)[1])
+
+
+def _stat(pid: int) -> list[bytes]:
+    """The fields of proc_pid_stat(5) from the third, the state, on."""
+    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
+
+
+def _environment(pid: int) -> bytes:
+    """The environment of a process; empty if it has none now, for which kernels since 6.14 have an error."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except ProcessLookupError:
+        return b""
+
+
+def _has_ended(pidfd: int) -> bool:
+    """Whether the process of `pidfd` has ended with all its threads. It may not be reaped yet."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))

@@ -1,0 +1,459 @@
+"""Driver that makes sandboxes by system calls: namespaces without root, a daemon or another program, in some
+milliseconds. `NamespaceSandbox` is also the base of bubblewrap's sandboxes."""
+
+import asyncio
+import contextlib
+import errno
+import os
+import pkgutil
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.base import PROXY_PORT, OpenedTerminal, SandboxSpec
+from prorl_envs.sandbox.drivers.isolated import IsolatedDriver, IsolatedSandbox
+from prorl_envs.sandbox.drivers.probe import explain
+from prorl_envs.sandbox.filesystem.directories import make_accessible
+from prorl_envs.sandbox.filesystem.directory_pool import DirectoryPool
+from prorl_envs.sandbox.filesystem.host_system import write_etc, write_names
+from prorl_envs.sandbox.filesystem.images import ImageUse
+from prorl_envs.sandbox.filesystem.layered import LayerTree
+from prorl_envs.sandbox.filesystem.mount_plan import (
+    HOME,
+    TRIAL,
+    SandboxFiles,
+    default_environment,
+    has_own_names,
+    mount_options,
+    mount_points,
+    shared_memory_bytes,
+)
+from prorl_envs.sandbox.filesystem.rootfs import (
+    add_names,
+    check_owners,
+    resolve_targets,
+    write_root_upper,
+    write_upper,
+)
+from prorl_envs.sandbox.filesystem.snapshot import check_mount_points
+from prorl_envs.sandbox.filesystem.tree_copy import copy_tree
+from prorl_envs.sandbox.launcher.elf import NAME
+from prorl_envs.sandbox.launcher.launcher import ENDING_SIZE, LaunchPlan, LaunchProgram, LaunchProgramCache
+from prorl_envs.sandbox.launcher.writer import GO
+from prorl_envs.sandbox.limits.enforcement import DEFAULT_LIMITS, NodeLimits
+from prorl_envs.sandbox.linux.descriptors import pid_of
+from prorl_envs.sandbox.linux.kernel_settings import (
+    PROCESS_LIMITS,
+    ROOT_SETTINGS,
+    Setting,
+    namespace_settings,
+)
+from prorl_envs.sandbox.linux.pidfd import Process, not_in_forks, receive
+from prorl_envs.sandbox.template.process import ForkRequest
+from prorl_envs.sandbox.template.route import listen_on_host
+from prorl_envs.sandbox.template.template import TEMPLATES, Template, TemplateSpec
+
+START_TIMEOUT_S = 30.0
+#: Function that plans the shell of a sandbox. A name only: this package does not import tools.
+SHELL = "prorl_envs.tools.server.initial_shell:plan"
+#: Number of descriptors received for an opened shell.
+_BEGUN = 4
+
+
+class NamespaceDriver(IsolatedDriver["NamespaceSandbox"]):
+    """Starts sandboxes by system calls. They are killed with this process, even if it is killed itself.
+
+    Args:
+        root: see `NodeDriver`.
+        templates, limits: see `NodeDriver`.
+
+    Raises:
+        SandboxError: no directory can be made.
+    """
+
+    name = "namespaces"
+
+    def __init__(
+        self,
+        root: Path | None = None,
+        *,
+        templates: Mapping[str, TemplateSpec] = TEMPLATES,
+        limits: NodeLimits = DEFAULT_LIMITS,
+    ) -> None:
+        super().__init__(root, templates=templates, limits=limits)
+        #: Forks the launch programs. A fork from this process would stop the event loop until the child's
+        #: exec: 4 to 18 ms on a busy machine (docs/decisions/templates.md).
+        self.starter = Template("starter", TemplateSpec(entries=()), nice=limits.nice)
+        self.programs = LaunchProgramCache()
+        self.spares = DirectoryPool(self.directory.path)
+        self._etc: dict[int, asyncio.Task[Path]] = {}
+
+    async def warm(self, *names: str) -> None:
+        """Start the starter template and the named templates: see `NodeDriver`."""
+        await asyncio.gather(self._warm_starter(), super().warm(*names))
+
+    async def _warm_starter(self) -> None:
+        await self.starter.start()
+
+    def _template(self, name: str, spec: TemplateSpec) -> Template:
+        return Template(name, spec, nice=self.nice, filtered=True)
+
+    async def _make(self, spec: SandboxSpec) -> "NamespaceSandbox":
+        self.check_network(spec)
+        etc = await self._etc_for(spec.uid)
+        image = await self.images.acquire(spec.image) if spec.image is not None else None
+        sandbox_id, root = self._place()
+        files = SandboxFiles(root, etc, () if image is None else image.layers)
+        return self._sandbox(sandbox_id, spec, files, image)
+
+    def _sandbox(
+        self, sandbox_id: str, spec: SandboxSpec, files: SandboxFiles, image: ImageUse | None
+    ) -> "NamespaceSandbox":
+        return NamespaceSandbox(sandbox_id, spec, files, self, image)
+
+    async def _release(self) -> None:
+        # A task that still writes into the directory would prevent its removal.
+        await asyncio.gather(*self._etc.values(), return_exceptions=True)
+        await self.starter.aclose()
+        self.programs = LaunchProgramCache()
+        await super()._release()
+
+    async def _etc_for(self, uid: int) -> Path:
+        """Return the /etc directory for a uid, written at first use."""
+        if uid not in self._etc:
+            self._etc[uid] = asyncio.create_task(asyncio.to_thread(self._write_etc, uid))
+        written = self._etc[uid]
+        return written.result() if written.done() else await asyncio.shield(written)
+
+    def _write_etc(self, uid: int) -> Path:
+        path = self.directory.path / f"etc{uid}"
+        write_etc(path, uid=uid, home=HOME)
+        return path
+
+
+class NamespaceSandbox(IsolatedSandbox):
+    """A running sandbox. On the host it consists of its first process, which waits, and one socket. The
+    sandbox stops when that socket closes, even if this service is killed.
+    """
+
+    def __init__(
+        self,
+        sandbox_id: str,
+        spec: SandboxSpec,
+        files: SandboxFiles,
+        driver: NamespaceDriver,
+        image: ImageUse | None = None,
+    ) -> None:
+        super().__init__(sandbox_id, spec, files.root, driver)
+        self._driver: NamespaceDriver = driver
+        self._files = files
+        self._image = image
+        self._lifetime: socket.socket | None = None
+        #: Target of `take_layer`, and the error of the move.
+        self._layer: Path | None = None
+        self._not_taken: Exception | None = None
+        #: True if the workspace's path was given out, so that it may be mounted elsewhere.
+        self._shown = False
+        self._maker: Process | None = None
+        #: Connection to the launch program, until the shell is opened.
+        self._way: socket.socket | None = None
+
+    @property
+    def maker_pid(self) -> int | None:
+        """Host pid of the process that made the sandbox; for operators. None with bubblewrap."""
+        return None if self._maker is None else self._maker.pid
+
+    @property
+    def workspace(self) -> Path:
+        self._shown = True
+        return super().workspace
+
+    async def _launch(self) -> None:
+        try:
+            self._prepare_files()
+        except OSError as error:
+            raise SandboxError(f"cannot make a sandbox's directories: {error}") from error
+        try:
+            await self._begin()
+        except OSError as error:
+            raise SandboxError(f"the sandbox did not start: {error}") from error
+        if self._spec.default_route or self._spec.network.allow:
+            await self._set_up_network()
+
+    async def _begin(self) -> None:
+        """Make the sandbox, up to its first process.
+
+        Raises:
+            SandboxError: the start failed, with the reason.
+            OSError: this process may open no more descriptors.
+        """
+        # A socket, not a pipe: from inside, a pipe could be opened again through /proc/1/fd and kept open.
+        self._lifetime, inside = socket.socketpair()
+        self._lifetime.setblocking(False)
+        not_in_forks(self._lifetime)
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                with inside:
+                    await self._run(inside.fileno())
+                await self._await_first()
+        except TimeoutError:
+            raise SandboxError(f"the sandbox was not ready in {START_TIMEOUT_S} s") from None
+
+    async def _run(self, lifetime: int) -> None:
+        """Run the launch program. The sandbox stops when the peer of `lifetime` (a descriptor) is closed."""
+        making = self._making()
+        try:
+            program = self._driver.programs.get(making)
+        except ValueError as error:
+            raise explain(str(error)) from error
+        self._way, its_way = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._way.setblocking(False)
+        not_in_forks(self._way)
+        own = os.open(self._files.root, os.O_PATH | os.O_DIRECTORY)
+        try:
+            with its_way:
+                fds = [lifetime, its_way.fileno(), own, program.fd]
+                self._maker = await self._driver.starter.spawn(self.id, ["", NAME], fds)
+        finally:
+            os.close(own)
+        self.contained.enter(self._maker.pid)
+        with contextlib.suppress(BrokenPipeError):  # if it stopped already, `_made` reads the reason
+            self._way.send(GO)
+        pidfd = await self._made(self._way, program)
+        self._first = Process(pid_of(pidfd), pidfd)
+
+    async def _made(self, way: socket.socket, program: LaunchProgram) -> int:
+        """Wait until the sandbox is made; return a pidfd of its first process.
+
+        Raises:
+            SandboxError: the kernel refused a system call.
+        """
+        while True:
+            said, fds = await receive(way, ENDING_SIZE, descriptors=1)
+            if fds:
+                return fds[0]
+            if refused := program.refusal(said):
+                raise explain(refused) from program.cause(said)
+
+    def _making(self) -> LaunchPlan:
+        request = self.contained.apply(self._request(""))
+        return LaunchPlan(
+            mounts=tuple(self._mounts()),
+            files=frozenset(
+                str(mount.source)
+                for mount in self._inside.mounts
+                if not mount.source.is_dir() and not mount.source.is_relative_to(self._files.root)
+            ),
+            own=f"{self._files.root}/",
+            workdir=request.workdir,
+            uid=self._spec.uid,
+            hostname=self._spec.hostname,
+            network=not self._spec.network.open,
+            rlimits=(*request.rlimits, *PROCESS_LIMITS),
+            emulate_root=self._spec.emulate_root,
+            settings=self._settings(),
+            # The image's shell may be missing, or built for another architecture.
+            trial=TRIAL if self._image is not None else (),
+            shell=pkgutil.resolve_name(SHELL)(default_environment(self._spec), self._spec.env),
+        )
+
+    async def open_shell(self) -> OpenedTerminal | None:
+        """See `Sandbox.open_shell`."""
+        self._check_alive()
+        way, self._way = self._way, None
+        if way is None:
+            return None
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                way.send(GO)
+            async with asyncio.timeout(START_TIMEOUT_S):
+                _, fds = await receive(way, ENDING_SIZE, descriptors=_BEGUN)
+        except (OSError, TimeoutError) as error:
+            way.close()
+            self._check_alive()
+            raise SandboxError(f"no shell could be opened: {error}") from error
+        except BaseException:
+            way.close()
+            raise
+        if len(fds) != _BEGUN:  # the sandbox has no such shell
+            way.close()
+            for fd in fds:
+                os.close(fd)
+            self._check_alive()
+            return None
+        terminal, report, process, text = fds
+        os.set_blocking(report, False)
+        pid, exits = pid_of(process), way.detach()
+        return OpenedTerminal(
+            pid=pid, terminal=terminal, report=report, process=process, text=text, exits=exits
+        )
+
+    async def _await_first(self) -> None:
+        """Return once the first process runs. Here it runs already."""
+
+    def _mounts(self) -> list[str]:
+        masks = self._driver.system_masks if self._image is None else ()
+        return list(mount_options(self._inside, self._files, system_masks=masks))
+
+    def _open_place(self) -> int:
+        assert self._first is not None
+        return os.dup(self._first.pidfd)
+
+    def _request(self, entry: str) -> ForkRequest:
+        return ForkRequest(
+            entry=entry,
+            workdir=self._spec.workdir,
+            env={**default_environment(self._spec), **self._spec.env},
+            host_network=self._spec.network.open,
+            emulate_root=self._spec.emulate_root,
+        )
+
+    def _settings(self) -> tuple[Setting, ...]:
+        """Return the settings of the sandbox's namespaces."""
+        of_root = ROOT_SETTINGS if self._spec.emulate_root and not self._spec.network.open else ()
+        return (*namespace_settings(shared_memory_bytes(self._spec)), *of_root)
+
+    async def listen_loopback(self) -> socket.socket:
+        """See `Sandbox.listen_loopback`."""
+        if self._first is None or not self.alive:
+            raise self.end_error()
+        if self._spec.network.open:
+            return listen_on_host()
+        with self._network() as netns:
+            return await self._any_template().listen(self.id, netns, 0)
+
+    async def _set_up_network(self) -> None:
+        with self._network() as netns:
+            if self._spec.default_route:
+                await self._any_template().route(self.id, netns)
+            if allow := self._spec.network.allow:
+                listener = await self._any_template().listen(self.id, netns, PROXY_PORT)
+                self._proxy = self._driver.gateway.serve(self.id, listener, allow)
+
+    @contextlib.contextmanager
+    def _network(self) -> Iterator[int]:
+        """Open a descriptor of the sandbox's network namespace.
+
+        Raises:
+            SandboxError: the sandbox has stopped.
+        """
+        assert self._first is not None
+        try:
+            netns = os.open(f"/proc/{self._first.pid}/ns/net", os.O_RDONLY)
+        except OSError:
+            raise self.end_error() from None
+        try:
+            if not self._first.alive:  # else the pid, and so the namespace, may belong to another process
+                raise self.end_error()
+            yield netns
+        finally:
+            os.close(netns)
+
+    def _any_template(self) -> Template:
+        return next(iter(self._driver.templates.values()))
+
+    def _state(self) -> Iterator[str]:
+        return (path.name for path in self._files.state(self._spec))
+
+    def _prepare_files(self) -> None:
+        if not self._restored:
+            self._driver.spares.make(self._files.root, self._files.state(self._spec))
+        for directory in self._files.scratch(self._spec):
+            directory.mkdir(mode=0o700)
+        if has_own_names(self._spec):
+            write_names(self._files.root, self._spec.hostname)
+        tree = LayerTree(self._files.layers)
+        if tree.layers:
+            self._fit_image(tree)
+        if self._restored:
+            check_mount_points(self._files.places(self._inside), mount_points(self._inside))
+        elif self._spec.emulate_root:
+            write_root_upper(tree, self._files.upper, self._inside)
+        elif tree.layers:
+            write_upper(tree, self._files.upper, self._inside)
+
+    def _fit_image(self, tree: LayerTree) -> None:
+        if self._spec.emulate_root:
+            check_owners(tree.layers, os.geteuid(), os.getegid())
+            self._inside = add_names(tree, self._inside, self._files.root)
+        self._inside = resolve_targets(tree, self._inside)
+        if self._spec.emulate_root:
+            below = f"{self._files.upper.name}{self._inside.workdir}"
+            self._work = None if tree.kind(self._inside.workdir) else below
+
+    async def take_layer(self, target: Path) -> None:
+        """Close the sandbox and move its changes to the image: see `Sandbox.take_layer`."""
+        self._check_alive()
+        if not self._files.layers:
+            raise SandboxError("a sandbox without an image has no layer")
+        self._layer = target
+        await self.close()
+        if self._not_taken is not None or not await asyncio.to_thread(target.is_dir):
+            why = self._not_taken or "the sandbox was closed at the same time"
+            raise SandboxError(
+                f"cannot move the sandbox's changes to {target}: {why}",
+                hint="use a directory on the sandboxes' own file system (run_dir)",
+            ) from self._not_taken
+
+    def _leave_files(self) -> bool:
+        return self._layer is None and self._driver.spares.take_back(self._files.root, self._kept())
+
+    def _remove_files(self) -> None:
+        if self._layer is not None:
+            try:
+                _move_tree(self._files.upper, self._layer)
+            except (OSError, SandboxError) as error:
+                self._not_taken = error
+        self._driver.spares.retire(self._files.root, self._kept())
+
+    def _kept(self) -> set[str]:
+        """Return the names of the directories that another sandbox may reuse."""
+        files = self._files
+        return {path.name for path in (files.tmp, files.home, *(() if self._shown else (files.work,)))}
+
+    def _before_end(self) -> None:
+        if self._lifetime is not None:
+            self._lifetime.shutdown(socket.SHUT_WR)  # also stops a first process that is still starting
+
+    async def _release(self) -> None:
+        if self._image is not None:
+            await self._driver.images.release(self._image)
+
+    def _processes(self) -> Iterator[Process | None]:
+        """Return the host processes; when the first one stops, the kernel kills all others inside."""
+        yield from (self._first, self._maker)
+
+    async def _end_processes(self) -> None:
+        if self._way is not None:
+            self._way.close()
+        # Tool servers as well: a pid namespace is released only once parents outside have reaped.
+        servers = [server.process for server in self._servers]
+        own = [process for process in self._processes() if process is not None]
+        for process in (*servers, self._first, self._maker):
+            if process is not None:
+                process.kill()
+        for process in (*servers, *own):
+            await process.wait()
+        if self._lifetime is not None:
+            while (await receive(self._lifetime, 4096))[0]:  # until no process holds the peer
+                pass
+            self._lifetime.close()
+
+
+def _move_tree(source: Path, target: Path) -> None:
+    """Move a directory in which nothing runs any more; copy it to another file system.
+
+    Raises:
+        OSError, SandboxError: it cannot be moved, or not be copied.
+    """
+    make_accessible(source)  # moving a directory needs write access to it
+    try:
+        source.rename(target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        if target.is_dir():
+            target.rmdir()
+        copy_tree(source, target, threading.Event())

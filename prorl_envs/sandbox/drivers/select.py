@@ -1,0 +1,117 @@
+"""Selection of the driver that starts the sandboxes of this machine."""
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.drivers.apptainer import ApptainerDriver
+from prorl_envs.sandbox.drivers.apptainer_probe import find_apptainer, start_check
+from prorl_envs.sandbox.drivers.base import NodeDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
+from prorl_envs.sandbox.drivers.instance.driver import InstanceDriver
+from prorl_envs.sandbox.drivers.instance.probe import instance_check
+from prorl_envs.sandbox.drivers.local import LocalDriver
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.probe import Check, enclosure_check, find_bwrap, isolation_check
+from prorl_envs.sandbox.filesystem.directories import node_local_base
+
+#: Valid driver names. `auto` selects the first isolating driver that works.
+DRIVERS = ("auto", "namespaces", "bubblewrap", "apptainer", "apptainer-instance", "local")
+
+#: Drivers whose sandboxes start from layered images.
+LAYERED_DRIVERS = ("namespaces", "bubblewrap")
+
+
+def choose_driver(
+    wanted: str | None = None,
+    root: Path | None = None,
+    *,
+    bwrap: Path | None = None,
+    apptainer: Path | None = None,
+) -> str:
+    """Return the name of the driver to use. Blocks: some 40 ms if the namespaces driver works, some 500 ms
+    otherwise.
+
+    Args:
+        wanted: one of DRIVERS; None takes `$PRORL_DRIVER`, else `auto`. A driver chosen by name is not tried.
+        root: see `NodeDriver`.
+        bwrap: see `BubblewrapDriver`.
+        apptainer: see `ApptainerDriver`.
+
+    Raises:
+        SandboxError: there is no such driver; or no driver works (for `auto`), with the reasons.
+    """
+    name = wanted or os.environ.get("PRORL_DRIVER") or "auto"
+    if name not in DRIVERS:
+        raise SandboxError(f"there is no driver {name!r}", hint=f"there are: {', '.join(DRIVERS)}")
+    if name != "auto":
+        return name
+    tried = {}
+    if bwrap is None and not os.environ.get("PRORL_BWRAP"):  # an explicit bwrap is a choice of bubblewrap
+        tried["namespaces"] = enclosure_check()
+        if tried["namespaces"].ok:
+            return "namespaces"
+    direct = _try_bubblewrap(bwrap)
+    if direct.ok:
+        return "bubblewrap"
+    indirect = _try_apptainer(root, bwrap, apptainer)
+    if indirect.ok:
+        return "apptainer"
+    alone = instance_check(node_local_base(root), apptainer)
+    if alone.ok:
+        return "apptainer-instance"
+    tried |= {"bubblewrap": direct, "apptainer": indirect, "apptainer-instance": alone}
+    found = "; ".join(f"{name}: {check.found}" for name, check in tried.items())
+    remedies = "; ".join(f"{name}: {check.remedy}" for name, check in tried.items())
+    raise SandboxError(
+        f"no driver works on this machine: {found}",
+        hint=f"{remedies}; `prorl-envs doctor` says more. "
+        "For code you trust, `PRORL_DRIVER=local` runs it without any isolation",
+    )
+
+
+def make_driver(
+    name: str,
+    root: Path | None = None,
+    *,
+    bwrap: Path | None = None,
+    apptainer: Path | None = None,
+    **options: Any,
+) -> NodeDriver[Any]:
+    """Return the driver with the name that `choose_driver` returned.
+
+    Args:
+        options: passed on to the driver.
+
+    Raises:
+        SandboxError: its program is missing, or no directory can be made.
+    """
+    if name == "namespaces":
+        return NamespaceDriver(root, **options)
+    if name == "bubblewrap":
+        return BubblewrapDriver(root, bwrap=bwrap, **options)
+    if name == "apptainer":
+        return ApptainerDriver(root, apptainer=apptainer, bwrap=bwrap, **options)
+    if name == "apptainer-instance":
+        return InstanceDriver(root, apptainer=apptainer, **options)
+    return LocalDriver(root, **options)
+
+
+def _try_bubblewrap(bwrap: Path | None) -> Check:
+    try:
+        return isolation_check(find_bwrap(bwrap))
+    except SandboxError as error:
+        return Check(name="bubblewrap", ok=False, found=error.message, remedy=error.hint)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Check(
+            name="bubblewrap", ok=False, found=str(error), remedy="name another binary in PRORL_BWRAP"
+        )
+
+
+def _try_apptainer(root: Path | None, bwrap: Path | None, apptainer: Path | None) -> Check:
+    try:
+        return start_check(find_apptainer(apptainer), node_local_base(root), bwrap)
+    except SandboxError as error:
+        return Check(name="apptainer", ok=False, found=error.message, remedy=error.hint)

@@ -1,0 +1,1 @@
+"""Directories, images, mounts and snapshots of sandboxes."""

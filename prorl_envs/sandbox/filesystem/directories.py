@@ -1,0 +1,203 @@
+"""Node-local directories of drivers for sandbox files, and safe removal of untrusted trees.
+
+A driver's directory is locked for the lifetime of the driver, so that the next driver can recognise and
+remove the directories of killed services.
+"""
+
+import contextlib
+import fcntl
+import itertools
+import logging
+import os
+import secrets
+import stat
+import tempfile
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.linux.cgroups import sweep_groups
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = "prorl-sandboxes-"
+_ARMED = "locked"
+#: Seconds after which a directory without the mark of a lock counts as a killed driver's.
+_UNMARKED_S = 60
+#: A Unix socket's path has at most 107 bytes; paths of tools below a sandbox's directory need the rest.
+PATH_LIMIT = 64
+
+
+def node_local_base(chosen: Path | None = None) -> Path:
+    """Return the directory under which a driver makes its own, and create it if it does not exist.
+
+    The default is `$PRORL_RUN_DIR`, else the temporary directory. Not `$XDG_RUNTIME_DIR`: it is a small
+    tmpfs, and workspaces hold whole source trees. Never raises: users of the directory report failures.
+
+    Args:
+        chosen: the directory to use in place of the default.
+    """
+    base = Path(chosen or os.environ.get("PRORL_RUN_DIR") or tempfile.gettempdir()).resolve()
+    with contextlib.suppress(OSError):
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return base
+
+
+class DriverDirectory:
+    """A private locked directory, made on construction.
+
+    Args:
+        base: existing directory to make it in, on a local disk.
+
+    Raises:
+        SandboxError: it cannot be made there, or its path is too long for sockets below it.
+    """
+
+    def __init__(self, base: Path) -> None:
+        self.base = base
+        prefix = f"{_PREFIX}{os.geteuid()}-"
+        if len(os.fsencode(base)) > PATH_LIMIT:
+            raise SandboxError(
+                f"the path of {base} is longer than {PATH_LIMIT} bytes",
+                hint="set PRORL_RUN_DIR to a shorter one",
+            )
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            (self.path / _ARMED).touch()
+        except OSError as error:
+            raise SandboxError(
+                f"cannot make a directory for sandboxes: {error}",
+                hint="set PRORL_RUN_DIR to a writable directory on a local disk",
+            ) from error
+
+    @property
+    def id(self) -> str:
+        """The part of its name that is unique on this node."""
+        return self.path.name.rpartition("-")[2]
+
+    def remove(self) -> None:
+        """Remove the directory with its content and release the lock. Idempotent."""
+        if self._lock >= 0:
+            remove_tree(self.path)
+            os.close(self._lock)
+            self._lock = -1
+
+
+def driver_directory(base: Path, sandbox_id: str) -> Path:
+    """Return the directory of the driver that made a sandbox on this node for this user. It may not exist."""
+    return base / f"{_PREFIX}{os.geteuid()}-{sandbox_id.rpartition('-')[0]}"
+
+
+def sweep(base: Path) -> list[Path]:
+    """Remove the directories that killed drivers of this user left in `base`. Return the removed paths.
+
+    Failures are logged and skipped, since they do not concern the caller.
+    """
+    removed = []
+    for path in base.glob(f"{_PREFIX}{os.geteuid()}-*"):
+        if _is_abandoned(path):
+            sweep_groups(path)  # first: the directory lists them
+            try:
+                remove_tree(path)
+            except OSError as error:
+                logger.warning("cannot remove what a killed service left: %s", error)
+            else:
+                removed.append(path)
+    return removed
+
+
+def _is_abandoned(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return False  # removed by another sweeper, or not readable for this user
+    try:
+        status = os.fstat(fd)
+        if status.st_uid != os.geteuid():
+            return False
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Without the mark, a driver may be about to lock it, or was killed before that or while removing it.
+        return (path / _ARMED).exists() or time.time() - status.st_mtime > _UNMARKED_S
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a tree that a sandbox wrote, once nothing runs in it any more. A missing tree is no error.
+
+    No link is followed. Directories are moved up to the top before they are emptied, so that neither depth
+    nor path length matters (an agent can nest deeper than a path can name), and unreadable ones are made
+    readable (overlayfs leaves one of mode 000).
+
+    Raises:
+        OSError: something cannot be removed.
+    """
+    try:
+        make_accessible(path)
+        top = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return
+    try:
+        clear(top)
+    finally:
+        os.close(top)
+    path.rmdir()
+
+
+def clear(top: int, *, but: Collection[str] = ()) -> list[str]:
+    """Remove the content of a directory (a descriptor) as `remove_tree` does.
+
+    Args:
+        but: names of directories in it that are kept, with their content.
+
+    Returns:
+        The kept directories that exist.
+    """
+    fresh_names = map(f"{secrets.token_hex(8)}-{{}}".format, itertools.count())
+    directories = _directories_left(top)
+    pending = [name for name in directories if name not in but]
+    while pending:
+        name = pending.pop()
+        make_accessible(name, top)
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
+        try:
+            for child in _directories_left(fd):
+                make_accessible(child, fd)  # moving a directory needs write access to it
+                moved = next(fresh_names)
+                os.rename(child, moved, src_dir_fd=fd, dst_dir_fd=top)
+                pending.append(moved)
+        finally:
+            os.close(fd)
+        os.rmdir(name, dir_fd=top)
+    return [name for name in directories if name in but]
+
+
+def _directories_left(fd: int) -> list[str]:
+    """Unlink everything in the directory but its directories, and return their names."""
+    while True:
+        directories, unlinked = [], False
+        # One entry at a time: a sandbox can make more files than fit in memory as a list of names.
+        with os.scandir(fd) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    directories.append(entry.name)
+                else:
+                    os.unlink(entry.name, dir_fd=fd)
+                    unlinked = True
+        if not unlinked:  # else scan again: the kernel may skip entries after an unlink
+            return directories
+
+
+def make_accessible(path: Path | str, dir_fd: int | None = None) -> None:
+    """Make a directory of this user's accessible to it, if a sandbox changed its mode."""
+    fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=dir_fd)
+    try:
+        if stat.S_IMODE(os.fstat(fd).st_mode) & 0o700 != 0o700:
+            Path(f"/proc/self/fd/{fd}").chmod(0o700)
+    finally:
+        os.close(fd)

@@ -1,0 +1,147 @@
+"""Images of one driver: each stays mounted as long as a sandbox uses it, and some longer."""
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.filesystem.layer_leases import LayerLease
+from prorl_envs.sandbox.filesystem.layered import check_layers, is_layered, read_layered
+from prorl_envs.sandbox.filesystem.sif_mounts import identity, mount
+
+#: Unused images that stay mounted for the next sandbox, 2 MB each.
+IDLE_LIMIT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ImageUse:
+    """One sandbox's reference to an image.
+
+    Args:
+        layers: the directories of its root file system on the host, the lowest first; never written to.
+        key: identifies its mount or its layers; empty for a directory, which needs none.
+    """
+
+    layers: tuple[Path, ...]
+    key: str = ""
+
+
+class Available(Protocol):
+    """Image that sandboxes can use until it is released."""
+
+    @property
+    def layers(self) -> tuple[Path, ...]: ...
+
+    def release(self) -> None: ...
+
+
+class _HeldLayers:
+    """Layers of an image, leased so that no process evicts them.
+
+    Raises:
+        SandboxError: one is missing.
+    """
+
+    def __init__(self, image: Path) -> None:
+        self.layers = read_layered(image).layers
+        self._lease = LayerLease(self.layers)
+        try:
+            check_layers(image, self.layers)  # one may have been evicted before the lease
+        except BaseException:
+            self._lease.release()
+            raise
+
+    def release(self) -> None:
+        """Release the lease. Idempotent."""
+        self._lease.release()
+
+
+@dataclass(slots=True)
+class _Held:
+    mounting: asyncio.Task[Available]
+    users: int = 0
+
+
+class Images:
+    """Mounts images at first use and keeps the most recently used.
+
+    Args:
+        base: existing directory on a local disk, the same for all services that should share mounts.
+        idle_limit: unused images that stay mounted until `aclose`.
+    """
+
+    def __init__(self, base: Path, *, idle_limit: int = IDLE_LIMIT) -> None:
+        self._base = base
+        self._idle_limit = idle_limit
+        self._held: dict[str, _Held] = {}  # in the order of last use
+        self._closed = False
+
+    async def acquire(self, image: Path) -> ImageUse:
+        """Make the image's root file system available until `release`.
+
+        Raises:
+            SandboxError: there is no such image, or this machine cannot mount it.
+        """
+        if await asyncio.to_thread(image.is_dir):
+            return ImageUse((await asyncio.to_thread(image.resolve),))
+        try:
+            key = await asyncio.to_thread(identity, image)
+        except OSError as error:
+            raise SandboxError(f"cannot read the image {image}: {error.strerror}") from error
+        if self._closed:
+            raise SandboxError("the driver is closed")
+        held = self._held.pop(key, None) or _Held(
+            asyncio.create_task(asyncio.to_thread(_make_available, image, self._base))
+        )
+        self._held[key] = held
+        held.users += 1
+        try:
+            mounted = await asyncio.shield(held.mounting)
+        except BaseException:
+            held.users -= 1
+            if held.mounting.done() and held.mounting.exception() is not None and self._held.get(key) is held:
+                del self._held[key]
+            raise
+        return ImageUse(mounted.layers, key)
+
+    async def release(self, use: ImageUse) -> None:
+        """Release the result of `acquire`.
+
+        Raises:
+            SandboxError: another image, unused for long, cannot be unmounted.
+        """
+        if not use.key:
+            return
+        self._held[use.key].users -= 1
+        idle = [key for key, held in self._held.items() if held.users == 0]
+        for key in idle[: max(len(idle) - self._idle_limit, 0)]:
+            await _unmount(self._held.pop(key))
+
+    async def aclose(self) -> None:
+        """Release every image. No sandbox may use one any more.
+
+        Raises:
+            SandboxError: one cannot be unmounted.
+        """
+        self._closed = True
+        held, self._held = self._held, {}
+        outcomes = await asyncio.gather(*map(_unmount, held.values()), return_exceptions=True)
+        for outcome in outcomes:
+            if outcome is not None:
+                raise outcome
+
+
+def _make_available(image: Path, base: Path) -> Available:
+    if not is_layered(image):
+        return mount(image, base)
+    try:
+        return _HeldLayers(image)
+    except OSError as error:
+        raise SandboxError(f"cannot use the image {image}: {error}", hint="build it again") from error
+
+
+async def _unmount(held: _Held) -> None:
+    await asyncio.wait([held.mounting])
+    if held.mounting.exception() is None:
+        await asyncio.to_thread(held.mounting.result().release)

@@ -1,0 +1,270 @@
+"""Layered images: directories that an overlay shows as one root file system.
+
+A layer has overlayfs's own form: a removed file is a character device 0:0, and a directory that hides those
+below it has the extended attribute `user.overlay.opaque` (kernel documentation, filesystems/overlayfs). An
+ordinary user can make both. Layers are untrusted: the host never follows a link in one.
+"""
+
+import json
+import os
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from prorl_envs.errors import SandboxError
+
+#: Name extension of a layered image's file.
+SUFFIX = ".layers.json"
+#: Most layers of one image: their paths have to fit into one page, with the other options of the mount.
+LAYER_LIMIT = 120
+OPAQUE_ATTRIBUTE = "user.overlay.opaque"
+
+_FORMAT = 1
+_FILE_LIMIT = 1 << 20
+_LINK_LIMIT = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageConfig:
+    """Settings of an image: `config` of the OCI image specification (github.com/opencontainers/image-spec).
+
+    Args:
+        env: variables of every process.
+        workdir: absolute path of the initial working directory; "" is `/`.
+        user: user, or user and group, names or numbers: "", `app`, `1000:1000`.
+        entrypoint, command: the default program, and its default arguments.
+        shell: program of shell-form instructions.
+        labels: free text by name.
+        ports: `80/tcp`.
+        volumes: absolute paths.
+        healthcheck: the OCI health check's fields (`Test`, and durations in nanoseconds); None without one.
+        stop_signal: name or number; "" is the default.
+    """
+
+    env: Mapping[str, str] = field(default_factory=dict)
+    workdir: str = ""
+    user: str = ""
+    entrypoint: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+    shell: tuple[str, ...] = ("/bin/sh", "-c")
+    labels: Mapping[str, str] = field(default_factory=dict)
+    ports: tuple[str, ...] = ()
+    volumes: tuple[str, ...] = ()
+    healthcheck: Mapping[str, Any] | None = None
+    stop_signal: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayeredImage:
+    """Layers of a root file system with the image's settings.
+
+    Args:
+        layers: directories on this machine, the lowest first; at least one.
+        config: settings that the image has for its processes.
+    """
+
+    layers: tuple[Path, ...]
+    config: ImageConfig = field(default_factory=ImageConfig)
+
+    def write(self, path: Path) -> None:
+        """Write the image's file, atomically. Layers below the file's directory are stored relative to it.
+
+        Args:
+            path: its name ends in `.layers.json`.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        base = path.parent.resolve()
+        layers = [str(one.relative_to(base) if one.is_relative_to(base) else one) for one in self.layers]
+        record = {"format": _FORMAT, "layers": layers, "config": asdict(self.config)}
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(record, indent=1) + "\n")
+        temporary.replace(path)
+
+
+def is_layered(image: Path) -> bool:
+    """Return True if `image` is named like a layered image's file."""
+    return image.name.endswith(SUFFIX)
+
+
+def read_layered(path: Path) -> LayeredImage:
+    """Read a layered image's file.
+
+    Raises:
+        SandboxError: it cannot be read, is no such file, or a layer is missing.
+    """
+    try:
+        with path.open("rb") as file:
+            record = json.loads(file.read(_FILE_LIMIT))
+    except (OSError, ValueError, RecursionError) as error:
+        raise SandboxError(f"cannot read the image {path}: {error}") from error
+    try:
+        if record["format"] != _FORMAT:
+            raise SandboxError(
+                f"the image {path} has format {record['format']}, not {_FORMAT}", hint="build it again"
+            )
+        layers = tuple(path.parent.resolve() / str(layer) for layer in record["layers"])
+        image = LayeredImage(layers=layers, config=_config(record["config"]))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise SandboxError(f"the file {path} is not a layered image", hint="build it again") from error
+    check_layers(path, image.layers)
+    return image
+
+
+def _config(record: Mapping[str, Any]) -> ImageConfig:
+    lists = ("entrypoint", "command", "shell", "ports", "volumes")
+    fields: dict[str, Any] = {name: tuple(map(str, record[name])) for name in lists if name in record}
+    return ImageConfig(**{**record, **fields})
+
+
+def check_layers(path: Path, layers: Sequence[Path]) -> None:
+    """Raise SandboxError if the layers of the image file `path` are too many, or not all there."""
+    if not 1 <= len(layers) <= LAYER_LIMIT:
+        raise SandboxError(f"the image {path} has {len(layers)} layers, not 1 to {LAYER_LIMIT}")
+    for layer in layers:
+        if not layer.is_dir():
+            raise SandboxError(
+                f"the image {path} has lost its layer {layer.name}",
+                hint="it was evicted; build the image again",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerEntry:
+    """Entry of an image that a path leads to.
+
+    Args:
+        path: absolute inside, without links; its parts need not exist.
+        hosts: host paths that form it, the topmost first; empty if it does not exist.
+        status: of the first of them; never of a link.
+    """
+
+    path: str
+    hosts: tuple[str, ...]
+    status: os.stat_result | None
+
+    @property
+    def kind(self) -> int:
+        """File type (`stat.S_IFDIR` ...); 0 if the entry does not exist."""
+        return 0 if self.status is None else stat.S_IFMT(self.status.st_mode)
+
+
+class LayerTree:
+    """View of layers as an overlay shows them, for the host. Follows no link of theirs on the host.
+
+    Args:
+        layers: directories, the lowest first.
+    """
+
+    def __init__(self, layers: Sequence[Path]) -> None:
+        self.layers = tuple(layers)
+        self._root = tuple(str(layer) for layer in reversed(self.layers))
+
+    def find(self, path: str) -> Path | None:
+        """Return the host path of an entry, which may itself be a link; None if there is none.
+
+        Args:
+            path: absolute inside, without links among its parents (see `resolve`).
+        """
+        hosts = self._root
+        for part in PurePosixPath(path).parts[1:]:
+            hosts, _ = _below(hosts, part)
+        return Path(hosts[0]) if hosts else None
+
+    def locate(self, target: str) -> LayerEntry:
+        """Return the entry that an absolute path inside leads to.
+
+        Raises:
+            SandboxError: its links form a loop.
+        """
+        pending = list(reversed(PurePosixPath(target).parts[1:]))
+        done: list[str] = []
+        levels = [self._root]  # of the root directory and each of `done`
+        links = 0
+        while pending:
+            part = pending.pop()
+            if part == "..":
+                done, levels = done[:-1], levels[: max(len(levels) - 1, 1)]
+                continue
+            hosts, found = _below(levels[-1], part)
+            if found is None or not stat.S_ISLNK(found.st_mode):
+                done.append(part)
+                levels.append(hosts)
+                continue
+            links += 1
+            if links > _LINK_LIMIT:
+                raise SandboxError(f"the image's {target} is a link in circles")
+            aim = PurePosixPath(os.readlink(hosts[0]))  # noqa: PTH115
+            if aim.is_absolute():
+                done, levels = [], levels[:1]
+            pending += reversed([part for part in aim.parts if part != "/"])
+        hosts = levels[-1]
+        return LayerEntry("/" + "/".join(done), hosts, os.lstat(hosts[0]) if hosts else None)
+
+    def resolve(self, target: str) -> str:
+        """Resolve the links of an absolute path inside; its parts need not exist. Return an absolute path.
+
+        Raises:
+            SandboxError: its links form a loop.
+        """
+        return self.locate(target).path
+
+    def kind(self, path: str) -> int:
+        """Return the file type of the entry that a path leads to (`stat.S_IFDIR` ...); 0 if there is none.
+
+        Raises:
+            SandboxError: its links form a loop.
+        """
+        return self.locate(path).kind
+
+    def read(self, path: str, limit: int) -> str | None:
+        """Return the text of the regular file that a path leads to; None if there is none, or it is larger.
+
+        Args:
+            limit: most bytes.
+
+        Raises:
+            SandboxError: its links form a loop.
+            OSError: this user may not read it.
+        """
+        found = self.locate(path)
+        if found.status is None or not stat.S_ISREG(found.status.st_mode) or found.status.st_size > limit:
+            return None
+        return Path(found.hosts[0]).read_text(errors="surrogateescape")
+
+
+def _below(hosts: Sequence[str], name: str) -> tuple[tuple[str, ...], os.stat_result | None]:
+    """Return the host paths that form the entry `name` of a merged directory, and the status of the first."""
+    found: list[str] = []
+    first: os.stat_result | None = None
+    for host in hosts:
+        path = f"{host}/{name}"
+        try:
+            status = os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if not stat.S_ISDIR(status.st_mode):
+            if first is None and not is_whiteout(status):
+                return (path,), status
+            break
+        found.append(path)
+        first = first or status
+        if len(hosts) > 1 and is_opaque(path):
+            break
+    return tuple(found), first
+
+
+def is_whiteout(status: os.stat_result) -> bool:
+    """Return True if an entry of a layer stands for a removed file."""
+    return stat.S_ISCHR(status.st_mode) and status.st_rdev == 0
+
+
+def is_opaque(directory: Path | str) -> bool:
+    """Return True if a directory of a layer hides those below it."""
+    try:
+        return os.getxattr(directory, OPAQUE_ATTRIBUTE, follow_symlinks=False) == b"y"
+    except OSError:  # not set, or a file system without attributes
+        return False

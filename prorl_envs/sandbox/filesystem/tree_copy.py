@@ -1,0 +1,260 @@
+"""Copy of a tree that a sandbox wrote and may still write to, for snapshots.
+
+No link is followed, on either side. Copies by reflink if the file system can (the blocks are shared until one
+side changes them), else by the kernel's own copy; holes stay holes. Preserved are contents, kinds, modes,
+times, hard links, and the `user.` attributes in which an overlay records deletions. Everything blocks.
+"""
+
+import errno
+import fcntl
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.filesystem.disk_usage import DEPTH_LIMIT
+
+#: Limit of nested directories that are closed to their own user.
+CLOSED_LIMIT = 64
+_FICLONE = 0x40049409  # from <linux/fs.h>: _IOW(0x94, 9, int)
+_CHUNK = 16 << 20
+_NO_REFLINK = {errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.EXDEV, errno.ENOSYS}
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+type Names = tuple[str, ...]
+
+
+class CopyStopped(Exception):
+    """The copy was stopped by `stop`."""
+
+
+@dataclass(slots=True)
+class Copied:
+    """Amount of copied data.
+
+    Args:
+        entries: files, directories, links and all else.
+        size_bytes: sizes of the files, holes not counted.
+    """
+
+    entries: int = 0
+    size_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Copier:
+    target: Path
+    stop: threading.Event
+    done: Copied = field(default_factory=Copied)
+    reflinks: bool = True
+    links: dict[tuple[int, int], Names] = field(default_factory=dict)
+    #: Directories in the order they were made, with the mode and times to set at the end.
+    made: list[tuple[Names, os.stat_result]] = field(default_factory=list)
+
+
+def copy_tree(source: Path, target: Path, stop: threading.Event) -> Copied:
+    """Copy a tree; files that vanish meanwhile are left out.
+
+    Args:
+        source: a directory on the host whose content is untrusted.
+        target: made here.
+        stop: set it to stop the copy early.
+
+    Raises:
+        CopyStopped: `stop` was set; `target` may hold a part.
+        OSError: something cannot be read or written.
+        SandboxError: the tree is deeper than DEPTH_LIMIT.
+    """
+    copier = _Copier(target, stop)
+    target.mkdir(mode=0o700)
+    pending: list[tuple[Names, os.stat_result]] = [((), source.lstat())]
+    while pending:
+        names, status = pending.pop()
+        if len(names) > DEPTH_LIMIT:
+            raise SandboxError(
+                f"the sandbox's files lie in more than {DEPTH_LIMIT} directories in each other"
+            )
+        try:
+            with _opened(source, names) as read, _opened(target, names) as write:
+                copier.made.append((names, status))
+                pending += _copy_directory(copier, names, read, write)
+        except FileNotFoundError:
+            if not names:  # the tree itself
+                raise
+    for names, status in reversed(copier.made):
+        with _opened(target, names) as fd:
+            _finish(fd, status)
+    return copier.done
+
+
+def _copy_directory(
+    copier: _Copier, names: Names, source: int, target: int
+) -> list[tuple[Names, os.stat_result]]:
+    """Copy the files of one directory; return its subdirectories, made but still empty."""
+    _copy_attributes(source, target)
+    directories = []
+    with os.scandir(source) as entries:
+        for entry in entries:
+            if copier.stop.is_set():
+                raise CopyStopped
+            try:
+                found = entry.stat(follow_symlinks=False)
+                if stat.S_ISDIR(found.st_mode):
+                    os.mkdir(entry.name, 0o700, dir_fd=target)
+                    directories.append(((*names, entry.name), found))
+                else:
+                    _copy_entry(copier, (*names, entry.name), found, source, target)
+            except FileNotFoundError:
+                continue
+            copier.done.entries += 1
+    return directories
+
+
+def _copy_entry(copier: _Copier, names: Names, found: os.stat_result, source: int, target: int) -> None:
+    name = names[-1]
+    if found.st_nlink > 1 and (first := copier.links.get((found.st_dev, found.st_ino))):
+        with _opened(copier.target, first[:-1]) as fd:
+            os.link(first[-1], name, src_dir_fd=fd, dst_dir_fd=target, follow_symlinks=False)
+        return
+    if stat.S_ISLNK(found.st_mode):
+        os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=target)
+    elif stat.S_ISREG(found.st_mode):
+        _copy_file(copier, name, found, source, target)
+    else:
+        # Sockets, pipes, and the device without number by which an overlay marks deleted files.
+        os.mknod(name, stat.S_IFMT(found.st_mode) | 0o600, os.makedev(0, 0), dir_fd=target)
+    if found.st_nlink > 1:
+        copier.links[found.st_dev, found.st_ino] = names
+
+
+def _copy_file(copier: _Copier, name: str, found: os.stat_result, source: int, target: int) -> None:
+    with ExitStack() as held:
+        read = _open_file(name, source, held)
+        status = os.fstat(read)
+        if not stat.S_ISREG(status.st_mode):
+            raise FileNotFoundError(errno.ENOENT, "replaced meanwhile", name)
+        write = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=target)
+        held.callback(os.close, write)
+        if not (copier.reflinks and _cloned(copier, read, write)):
+            _copy_content(copier, read, write, status.st_size)
+        copier.done.size_bytes += min(status.st_size, status.st_blocks * 512)
+        _copy_attributes(read, write)
+        _finish(write, found)
+
+
+def _cloned(copier: _Copier, read: int, write: int) -> bool:
+    try:
+        fcntl.ioctl(write, _FICLONE, read)
+    except OSError as error:
+        if error.errno not in _NO_REFLINK:
+            raise
+        copier.reflinks = False
+        return False
+    return True
+
+
+def _copy_content(copier: _Copier, read: int, write: int, size: int) -> None:
+    """Copy the data up to `size`, the file's size when it was opened: it may grow all the time."""
+    os.ftruncate(write, size)
+    offset = 0
+    while offset < size:
+        try:
+            start = os.lseek(read, offset, os.SEEK_DATA)
+            end = min(os.lseek(read, start, os.SEEK_HOLE), size)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # only a hole up to the end
+                return
+            raise
+        while start < end:
+            if copier.stop.is_set():
+                raise CopyStopped
+            copied = _copy_range(read, write, min(end - start, _CHUNK), start)
+            if not copied:  # truncated meanwhile
+                return
+            start += copied
+        offset = max(start, end)
+
+
+def _copy_range(read: int, write: int, size: int, start: int) -> int:
+    """Copy bytes to the same place; return their number."""
+    try:
+        return os.copy_file_range(read, write, size, start, start)
+    except OSError as error:
+        if error.errno != errno.EXDEV:  # since Linux 5.19, between file systems of one kind only
+            raise
+    os.lseek(write, start, os.SEEK_SET)
+    return os.sendfile(write, read, start, size)
+
+
+def _copy_attributes(read: int, write: int) -> None:
+    for name in os.listxattr(read):
+        if name.startswith("user."):
+            os.setxattr(write, name, os.getxattr(read, name))
+
+
+def _finish(fd: int, status: os.stat_result) -> None:
+    os.fchmod(fd, stat.S_IMODE(status.st_mode))
+    os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@contextmanager
+def _opened(root: Path, names: Names) -> Iterator[int]:
+    """Open the directory at `names` below `root`, passing through directories only.
+
+    Directories closed to their owner are opened to it meanwhile, including those on the path.
+    """
+    with ExitStack() as held:
+        closed: list[int] = []
+        fd = _open_directory(str(root), None, held, closed)
+        try:
+            for name in names:
+                below = _open_directory(name, fd, held, closed)
+                os.close(fd)
+                fd = below
+            yield fd
+        finally:
+            os.close(fd)
+
+
+def _open_directory(name: str, dir_fd: int | None, held: ExitStack, closed: list[int]) -> int:
+    """Open a directory; if it is closed to its owner, hold its descriptor and add it to `closed`."""
+    if len(closed) > CLOSED_LIMIT:  # each takes a descriptor of the service's
+        raise SandboxError(f"more than {CLOSED_LIMIT} directories in each other are closed to their own user")
+    with ExitStack() as opened:
+        itself = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
+        opened.callback(os.close, itself)
+        if _lend(itself, 0o500, opened):
+            held.push(opened.pop_all())
+            closed.append(itself)
+        return os.open(f"/proc/self/fd/{itself}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def _open_file(name: str, dir_fd: int, held: ExitStack) -> int:
+    """Open a file to read; it may have been replaced by anything meanwhile."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = os.open(name, flags, dir_fd=dir_fd)
+    except PermissionError:
+        itself = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
+        held.callback(os.close, itself)
+        if not stat.S_ISREG(os.fstat(itself).st_mode):
+            raise FileNotFoundError(errno.ENOENT, "replaced meanwhile", name) from None
+        _lend(itself, 0o400, held)
+        fd = os.open(f"/proc/self/fd/{itself}", os.O_RDONLY | os.O_CLOEXEC)
+    held.callback(os.close, fd)
+    return fd
+
+
+def _lend(fd: int, needed: int, held: ExitStack) -> bool:
+    """Grant the owner missing rights until `held` closes. Return True if any were missing."""
+    mode = stat.S_IMODE(os.fstat(fd).st_mode)
+    if mode & needed == needed:
+        return False
+    itself = Path(f"/proc/self/fd/{fd}")
+    itself.chmod(mode | needed)
+    held.callback(itself.chmod, mode)
+    return True

@@ -1,0 +1,1 @@
+"""Launcher: a program of system calls that creates a sandbox."""

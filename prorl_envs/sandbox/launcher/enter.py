@@ -1,0 +1,153 @@
+"""Steps by which a forked process enters a sandbox. Runs in a template's child; independent of the host side.
+
+The process joins every namespace of the sandbox but stays outside its pid namespace itself: only its children
+are created in it. So the sandbox can neither see, signal nor trace the process.
+"""
+
+import contextlib
+import os
+import resource
+import signal
+from collections.abc import Mapping, Sequence
+
+from prorl_envs.sandbox.linux.seccomp import install_filter, install_root_emulation
+from prorl_envs.sandbox.linux.syscalls import (
+    PR_SET_DUMPABLE,
+    PR_SET_NO_NEW_PRIVS,
+    PR_SET_PDEATHSIG,
+    ROOT_CAPABILITIES,
+    drop_capabilities,
+    prctl,
+)
+
+NAMESPACES = (
+    os.CLONE_NEWUSER
+    | os.CLONE_NEWNS
+    | os.CLONE_NEWPID
+    | os.CLONE_NEWNET
+    | os.CLONE_NEWIPC
+    | os.CLONE_NEWUTS
+    | os.CLONE_NEWCGROUP
+)
+
+#: Signals that Python handles or ignores from its start, and those whose disposition cannot be set.
+_PYTHONS_OWN = {signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGKILL, signal.SIGSTOP}
+
+#: Score by which the kernel kills a sandbox's process before others if the machine's memory runs out.
+OOM_SCORE = b"500"
+
+
+def join(pidfd: int, *, host_network: bool = False) -> None:
+    """Enter the namespaces of the sandbox whose first process is `pidfd`.
+
+    Args:
+        host_network: True if the sandbox has the host's network, which cannot be joined and need not be.
+
+    Raises:
+        OSError: the sandbox has stopped.
+    """
+    os.setns(pidfd, NAMESPACES & ~os.CLONE_NEWNET if host_network else NAMESPACES)
+
+
+def begin(groups: Sequence[str]) -> None:
+    """Enter a new session and the control groups, while this process is still an idle process of the host.
+
+    Args:
+        groups: folders of the control groups to enter, so that all processes started here are in them.
+    """
+    # A signal to a process's own group crosses pid namespaces: without a session of its own, a child that
+    # calls kill(0, ...) would reach the template and every other tool server.
+    lead_session()
+    for group in groups:
+        with open(f"{group}/cgroup.procs", "w") as file:  # noqa: PTH123 - the template imports no pathlib
+            file.write("0")
+    offer_to_oom_killer()
+
+
+def settle(
+    *,
+    workdir: str,
+    env: Mapping[str, str],
+    parent: int,
+    isolated: bool,
+    emulate_root: bool = False,
+    rlimits: Sequence[Sequence[int]] = (),
+) -> None:
+    """Drop every privilege, in the sandbox.
+
+    Args:
+        workdir: absolute path inside, this process's initial working directory.
+        env: its complete environment from now on.
+        parent: pid of the template; this process is killed when the template exits.
+        isolated: False keeps capabilities and adds no filter (for the driver that does not isolate).
+        emulate_root: whether the sandbox's processes are root of its image: see `SandboxSpec`.
+        rlimits: kind, soft and hard limit of each resource; lower limits of the service take precedence.
+
+    Raises:
+        OSError: the kernel refused a step; the process must exit.
+    """
+    os.chdir(workdir)
+    os.umask(0o022)
+    for kind, soft, hard in rlimits:
+        resource.setrlimit(kind, lowered(kind, soft, hard))
+    if isolated:
+        drop_capabilities(keep=ROOT_CAPABILITIES if emulate_root else 0)
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    if isolated:
+        install_filter()
+    if emulate_root:
+        install_root_emulation()
+    # Processes of the same uid cannot trace or read it. After the capabilities: changing them resets this.
+    prctl(PR_SET_DUMPABLE, 0)
+    end_with(parent)
+    os.environ.clear()
+    os.environ.update(env)
+
+
+def restore_signals() -> None:
+    """Give every signal its default disposition, and block none.
+
+    Programs inherit ignored and blocked signals, and this process inherits them from the program that started
+    the service: `nohup`, `&` in a script, a job scheduler. Python itself restores those it ignores.
+    """
+    for number in signal.valid_signals() - _PYTHONS_OWN:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def yield_processors(nice: int) -> None:
+    """Raise the nice value of this process, and of all that it starts, to at least `nice`."""
+    os.setpriority(os.PRIO_PROCESS, 0, max(nice, os.getpriority(os.PRIO_PROCESS, 0)))
+
+
+def lead_session() -> None:
+    """Make this process the leader of a session, unless it is one already."""
+    if os.getsid(0) != os.getpid():
+        os.setsid()
+
+
+def offer_to_oom_killer() -> None:
+    """Make the kernel kill this process and its children before others if memory runs out."""
+    # Refused if the service's own score is already higher, or if /proc is read-only: done earlier then.
+    with contextlib.suppress(OSError):
+        file = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+        try:
+            os.write(file, OOM_SCORE)
+        finally:
+            os.close(file)
+
+
+def lowered(kind: int, soft: int, hard: int) -> tuple[int, int]:
+    """Return the soft and hard limit of a resource, capped by this process's own hard limit."""
+    _, current = resource.getrlimit(kind)
+    if current != resource.RLIM_INFINITY:
+        hard = min(hard, current)
+    return min(soft, hard), hard
+
+
+def end_with(parent: int) -> None:
+    """Make the kernel kill this process once its parent, `parent`, has exited."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,222 @@
+"""Enforcement of a driver's limits: chooses between control groups and the watchdog, and sets up each
+sandbox for either."""
+
+import asyncio
+import contextlib
+import resource
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self
+
+from prorl_envs.sandbox.base import SandboxLimits, SandboxSpec
+from prorl_envs.sandbox.filesystem.directories import DriverDirectory
+from prorl_envs.sandbox.limits.counters import refused_for_want
+from prorl_envs.sandbox.limits.monitor import MonitoredSandbox, SandboxMonitor
+from prorl_envs.sandbox.limits.watchdog import Watchdog
+from prorl_envs.sandbox.linux.cgroups import ControlGroup, ControlGroups, Mechanism, find_groups
+from prorl_envs.sandbox.linux.descriptors import SOFT_OPEN_FILES, open_files_inside
+from prorl_envs.sandbox.template.process import ForkRequest
+
+#: Limit of processes if the kernel counts them with the user's others: as many as a user needs.
+_PROCESSES_OF_USER = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLimits:
+    """The limits of a machine's sandboxes.
+
+    Args:
+        each: limits of a sandbox whose spec has none.
+        reserve_bytes: disk space kept free: below it, the sandbox that holds most is killed. 0 keeps none.
+        enforcement: how limits are enforced.
+        nice: nice value of sandboxes, from 0 to 19.
+    """
+
+    each: SandboxLimits = field(default_factory=SandboxLimits)
+    reserve_bytes: int = 1 << 30
+    enforcement: Mechanism = Mechanism.AUTO
+    nice: int = 10
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Self:
+        """Convert the values of `config.LimitSettings`."""
+        own = {"reserve_bytes", "enforcement", "nice"}
+        each = SandboxLimits(**{name: value for name, value in settings.items() if name not in own})
+        return cls(
+            each=each,
+            reserve_bytes=settings["reserve_bytes"],
+            enforcement=Mechanism(settings["enforcement"]),
+            nice=settings["nice"],
+        )
+
+
+DEFAULT_LIMITS = NodeLimits()
+
+
+class Containable(MonitoredSandbox, Protocol):
+    """The part of a sandbox that limit enforcement uses."""
+
+    contained: "EnforcedLimits"
+
+    @property
+    def spec(self) -> SandboxSpec: ...
+
+
+@dataclass(slots=True)
+class EnforcedLimits:
+    """Enforced limits of one sandbox.
+
+    Args:
+        limits: its limits.
+        group: its control group, if control groups are used.
+        watch: its watchdog state, once it runs.
+    """
+
+    limits: SandboxLimits | None = None
+    group: ControlGroup | None = None
+    watch: SandboxMonitor | None = None
+
+    def apply(self, request: ForkRequest) -> ForkRequest:
+        """Return the request for a tool server, with the sandbox's limits."""
+        if self.limits is None:
+            return request
+        groups = () if self.group is None else self.group.folders
+        return replace(request, groups=groups, rlimits=rlimits(self.limits, isolated=request.isolated))
+
+    def bound_open_files(self, pid: int) -> None:
+        """Lower the open-files limit of a process that another program started for the sandbox."""
+        if self.limits is not None:
+            most = open_files_inside(self.limits.open_files)
+            with contextlib.suppress(ProcessLookupError):  # it exited at once, and its output has the reason
+                resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(SOFT_OPEN_FILES, most), most))
+
+    def enter(self, pid: int) -> None:
+        """Move a process, before it does anything, into the sandbox's control groups; its children follow."""
+        if self.group is not None:
+            self.group.add(pid)
+
+    def pop_notices(self) -> list[str]:
+        return [] if self.watch is None else self.watch.take()
+
+    async def release(self) -> None:
+        """Remove the control group, once all its processes have exited."""
+        if self.group is not None:
+            await asyncio.to_thread(self.group.remove)
+
+
+class LimitEnforcer:
+    """Limit enforcement of one driver. The mechanism is detected at the first sandbox.
+
+    Args:
+        limits: the machine's.
+        directory: the driver's.
+
+    Raises:
+        SandboxError: the requested mechanism is not available.
+    """
+
+    def __init__(self, limits: NodeLimits, directory: DriverDirectory) -> None:
+        self._limits = limits
+        self._directory = directory
+        self._watchdog = Watchdog(directory.path, limits.reserve_bytes)
+        self._groups: ControlGroups | None = None
+        self._found = False
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """The mechanism that enforces the limits of memory, processes and processors.
+
+        Raises:
+            SandboxError: the requested mechanism is not available.
+        """
+        groups = self._find()
+        return Mechanism.WATCHDOG if groups is None else groups.mechanism
+
+    @property
+    def keeps_cpus(self) -> bool:
+        """True if a limit of processor time is enforced.
+
+        Raises:
+            SandboxError: the requested mechanism is not available.
+        """
+        groups = self._find()
+        return groups is not None and "cpu" in groups.places
+
+    @property
+    def looking_s(self) -> float:
+        """Seconds the watchdog has spent checking processes; for operators."""
+        return self._watchdog.looking_s
+
+    def complete(self, spec: SandboxSpec) -> SandboxSpec:
+        """Return the spec with default limits if it has none."""
+        return spec if spec.limits is not None else replace(spec, limits=self._limits.each)
+
+    async def prepare(self, sandbox: Containable) -> None:
+        """Set up enforcement before a sandbox's launch.
+
+        Raises:
+            SandboxError: no control group can be made for it, or limits are no longer enforced.
+        """
+        self._watchdog.check()
+        limits = sandbox.spec.limits
+        assert limits is not None
+        sandbox.contained.limits = limits
+        groups = self._find()
+        if groups is not None:
+            group = groups.group(sandbox.id)
+            sandbox.contained.group = group
+            await asyncio.to_thread(group.make, limits, self._limits.nice)
+
+    def watch(self, sandbox: Containable) -> None:
+        """Start enforcement after a sandbox's launch, before any command runs in it."""
+        contained = sandbox.contained
+        assert contained.limits is not None
+        if contained.group is not None and sandbox.first_pid is not None:
+            contained.group.add(sandbox.first_pid)
+        contained.watch = self._watchdog.add(sandbox, contained.limits, contained.group)
+
+    async def relieve(self, error: BaseException) -> MonitoredSandbox | None:
+        """Kill the sandbox that holds the most, if `error` comes from a full counter that sandboxes share.
+
+        Returns:
+            That sandbox, which is about to close; None if there is none.
+        """
+        refused = refused_for_want(error)
+        return None if refused is None else await self._watchdog.relieve(refused)
+
+    def forget(self, sandbox: Containable) -> None:
+        """Stop watching a sandbox that has closed."""
+        self._watchdog.remove(sandbox)
+        sandbox.contained.watch = None  # breaks a reference cycle that the collector would have to find
+
+    async def aclose(self) -> None:
+        """Stop the watchdog, once all sandboxes are closed. Idempotent."""
+        await self._watchdog.aclose()
+
+    def _find(self) -> ControlGroups | None:
+        if not self._found:
+            self._groups = find_groups(self._limits.enforcement)
+            if self._groups is not None:
+                self._groups.record(self._directory.path, self._directory.id)
+            self._found = True
+        return self._groups
+
+
+def rlimits(limits: SandboxLimits, *, isolated: bool) -> tuple[tuple[int, int, int], ...]:
+    """Return the limits that the kernel enforces for each process: kind, soft and hard bound.
+
+    Not the address space: a process may reserve memory that it never uses, and many do.
+    """
+    open_files = open_files_inside(limits.open_files)
+    found = [
+        (resource.RLIMIT_CORE, 0, 0),
+        (resource.RLIMIT_NOFILE, min(SOFT_OPEN_FILES, open_files), open_files),
+    ]
+    # Counted per user namespace since Linux 5.14, so per sandbox; before that, per user. Root is exempt.
+    processes = limits.processes if isolated else _PROCESSES_OF_USER
+    if processes is not None:
+        found.append((resource.RLIMIT_NPROC, processes, processes))
+    file_bytes = limits.file_bytes if limits.file_bytes is not None else limits.disk_bytes
+    if file_bytes is not None:
+        found.append((resource.RLIMIT_FSIZE, file_bytes, file_bytes))
+    return tuple(found)

@@ -1,0 +1,217 @@
+"""Files whose descriptors wait in a Unix socket to be received.
+
+They are in no process's descriptor table, so /proc does not show them. The socket is duplicated with
+pidfd_getfd(2), and its queue is read with MSG_PEEK: that returns duplicates of the descriptors and leaves the
+queue as it is.
+"""
+
+import array
+import contextlib
+import errno
+import os
+import socket
+import stat
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prorl_envs.sandbox.limits.policy import ProcessUse
+from prorl_envs.sandbox.limits.usage import parse_stat
+from prorl_envs.sandbox.linux.syscalls import syscall
+
+#: The same number on every architecture.
+_PIDFD_GETFD = 438
+#: Not in the `socket` module: see socket(7) and unix(7).
+_SO_PEEK_OFF = 42
+#: Descriptors that one message can carry (SCM_MAX_FD).
+_MOST_PER_MESSAGE = 253
+#: Read size: more than one piece of a stream's queue, so that no piece is read twice.
+_PIECE = 1 << 18
+_MOST_MESSAGES = 10_000
+#: A sandbox with more descriptors in flight is not inspected. Its share is less.
+_MOST_LOOKED_INTO = 4096
+#: Timeout in seconds for the read of a queue: a reader of the socket inside can hold its lock.
+_PATIENCE_S = 1.0
+_DESCRIPTION = 1024
+
+
+@dataclass(slots=True)
+class Queue:
+    """Descriptors that wait in a socket, and in sockets that wait in it.
+
+    Args:
+        files: the status of each descriptor's file.
+        nested: descriptors that wait in sockets which are themselves in flight.
+        hidden: descriptors that the kernel counts but the queue did not show.
+    """
+
+    files: list[os.stat_result] = field(default_factory=list)
+    nested: int = 0
+    hidden: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A socket in which descriptors wait.
+
+    Args:
+        process: a process that has it open.
+        number: its descriptor there.
+        file: its device and inode.
+        count: descriptors that wait in it.
+    """
+
+    process: ProcessUse
+    number: int
+    file: tuple[int, int]
+    count: int
+
+
+def waiting(folder: int | None, path: str) -> int:
+    """Return the number of descriptors that wait in a socket, from its `fdinfo`; 0 before Linux 5.10.
+
+    Raises:
+        OSError: the socket was closed meanwhile.
+    """
+    fd = os.open(path, os.O_RDONLY, dir_fd=folder)
+    try:
+        _, _, rest = os.read(fd, _DESCRIPTION).partition(b"\nscm_fds:")
+    finally:
+        os.close(fd)
+    return int(rest.split(b"\n", 1)[0] or 0)
+
+
+def look_into(sockets: Sequence[Waiting]) -> Iterator[tuple[Waiting, Queue]]:
+    """Yield the queue of each of a sandbox's sockets; empty if this machine does not allow duplicates."""
+    hosts = _on_host({each.process for each in sockets}) if sockets else {}
+    most = sum(each.count for each in sockets) > _MOST_LOOKED_INTO
+    for each in sockets:
+        try:
+            fd = None if most else _duplicate(each, hosts.get(each.process, []))
+        except PermissionError:
+            yield each, Queue()
+        else:
+            yield each, Queue(hidden=each.count) if fd is None else _read_in_time(each, fd)
+
+
+def _read_in_time(waits: Waiting, fd: int) -> Queue:
+    """Read a queue in a thread, and close `fd`."""
+    queue = Queue()
+
+    def read() -> None:
+        try:
+            _read(fd, waits.count, queue, {waits.file})
+        finally:
+            os.close(fd)
+
+    reader = threading.Thread(target=read, name="in flight", daemon=True)
+    reader.start()
+    reader.join(_PATIENCE_S)
+    return Queue(hidden=waits.count) if reader.is_alive() else queue
+
+
+def _read(sock: int, count: int, queue: Queue, seen: set[tuple[int, int]]) -> None:
+    """Read a queue recursively. The kernel allows at most four levels of sockets in flight."""
+    number = 0
+    for fds in _messages(sock):
+        number += len(fds)
+        try:
+            for fd in fds:
+                _add(fd, queue, seen)
+        finally:
+            for fd in fds:
+                os.close(fd)
+        if number >= count:
+            break
+    queue.hidden += max(0, count - number)
+
+
+def _add(fd: int, queue: Queue, seen: set[tuple[int, int]]) -> None:
+    """Add the status of one descriptor; read the queue of a socket."""
+    status = os.fstat(fd)
+    queue.files.append(status)
+    file = (status.st_dev, status.st_ino)
+    if stat.S_ISSOCK(status.st_mode) and file not in seen:
+        seen.add(file)
+        if inner := waiting(None, f"/proc/self/fdinfo/{fd}"):
+            queue.nested += inner
+            _read(fd, inner, queue, seen)
+
+
+def _messages(fd: int) -> Iterator[list[int]]:
+    """Yield duplicates of the descriptors that wait in a socket, per message. The caller closes them."""
+    sock = socket.socket(fileno=os.dup(fd))
+    try:
+        before = sock.getsockopt(socket.SOL_SOCKET, _SO_PEEK_OFF)
+        sock.setsockopt(socket.SOL_SOCKET, _SO_PEEK_OFF, 0)
+        try:
+            for _ in range(_MOST_MESSAGES):
+                received = _peek(sock)
+                if received is None:
+                    break
+                yield received
+        finally:
+            sock.setsockopt(socket.SOL_SOCKET, _SO_PEEK_OFF, before)
+    except OSError:
+        return  # the socket has no queue: it listens, or was closed
+    finally:
+        sock.close()
+
+
+def _peek(sock: socket.socket) -> list[int] | None:
+    """Return the descriptors of the next piece of the queue; None at its end."""
+    space = socket.CMSG_SPACE(_MOST_PER_MESSAGE * array.array("i").itemsize)
+    flags = socket.MSG_PEEK | socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+    try:
+        data, ancillary, _, _ = sock.recvmsg(_PIECE, space, flags)
+    except BlockingIOError:
+        return None
+    fds = array.array("i")
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    return fds.tolist() if data or fds else None
+
+
+def _duplicate(waits: Waiting, candidates: Sequence[int]) -> int | None:
+    """Return a duplicate of the socket; None if only a thread may have it at this number.
+
+    Raises:
+        PermissionError: this machine does not allow it.
+    """
+    for pid in candidates:
+        with contextlib.suppress(ProcessLookupError):  # it has exited meanwhile
+            pidfd = os.pidfd_open(pid)
+            try:
+                fd = syscall(_PIDFD_GETFD, pidfd, waits.number, 0)
+            except OSError as error:
+                if error.errno in (errno.EPERM, errno.ENOSYS):
+                    raise PermissionError(error.errno, "pidfd_getfd") from error
+                continue
+            finally:
+                os.close(pidfd)
+            status = os.fstat(fd)
+            if (status.st_dev, status.st_ino) == waits.file:
+                return fd
+            os.close(fd)
+    return None
+
+
+def _on_host(processes: Collection[ProcessUse]) -> dict[ProcessUse, list[int]]:
+    """Return the host pids of a sandbox's processes, found by pid inside and start time."""
+    found: dict[ProcessUse, list[int]] = {}
+    for name in os.listdir("/proc"):  # noqa: PTH208 - names alone
+        if name.isdigit():
+            with contextlib.suppress(OSError):  # it has exited meanwhile
+                _, _, rest = Path(f"/proc/{name}/status").read_bytes().partition(b"\nNSpid:")
+                numbers = [int(number) for number in rest.partition(b"\n")[0].split()]
+                for process in processes:
+                    if process.pid in numbers and _start(name) == process.start:
+                        found.setdefault(process, []).append(int(name))
+    return found
+
+
+def _start(pid: str) -> int | None:
+    process = parse_stat(Path(f"/proc/{pid}/stat").read_bytes(), dead=True)
+    return None if process is None else process.start

@@ -1,0 +1,437 @@
+"""State of one sandbox under the watchdog, and the actions when it reaches a limit.
+
+The functions here block briefly and are called from the watchdog's thread.
+"""
+
+import contextlib
+import logging
+import os
+import time
+from collections import deque
+from dataclasses import dataclass, field, replace
+from threading import Lock
+from typing import Protocol
+
+from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.base import SandboxLimits
+from prorl_envs.sandbox.filesystem.disk_usage import DiskUse
+from prorl_envs.sandbox.limits import usage
+from prorl_envs.sandbox.limits.counters import counters, excess
+from prorl_envs.sandbox.limits.held_descriptors import Holdings, count_watches, holdings, memory_device
+from prorl_envs.sandbox.limits.policy import (
+    ProcessUse,
+    branches,
+    killed_words,
+    size_words,
+    spared,
+    to_kill,
+    without,
+)
+from prorl_envs.sandbox.linux.cgroups import ControlGroup
+
+logger = logging.getLogger(__name__)
+
+#: Consecutive over-limit checks before the sandbox is killed.
+PATIENCE = 50
+#: Seconds a sandbox may stay at its limit of processes before all but its shells are killed: a build that
+#: starts too many processes backs off, a fork bomb does not.
+AT_LIMIT_S = 1.0
+#: Processes that count towards the limit and cannot be seen from here, with a margin.
+_UNSEEN = 8
+#: Seconds in which a sandbox's processes must be killed, and between two checks that they are gone.
+_KILL_S = 5.0
+_DYING_S = 0.005
+_NOTICES = 16
+#: Least seconds between two checks of the descriptors of an active sandbox; most such checks per second for
+#: all sandboxes (one takes 0.07 ms for an idle sandbox, 2.3 ms with 400 descriptors); ratio of the pause to
+#: the last check's duration; and the longest pause.
+_DESCRIPTORS_S = 1.0
+_DESCRIPTORS_RATE = 50
+_DESCRIPTORS_FACTOR = 20
+_DESCRIPTORS_MOST_S = 30.0
+#: Seconds after which an idle sandbox's descriptors are due as well: a process can open some within one tick
+#: (10 ms) of processor time, which does not show as activity. 0.4 % of a core for a thousand sandboxes.
+DESCRIPTORS_IDLE_S = 15.0
+#: Consecutive checks that did not show all descriptors queued in a sandbox's sockets, before it is killed.
+#: A single check can meet a queue that is being read.
+_HIDDEN_LOOKS = 3
+#: Ratio of the pause between two counts of epoll watches to the duration of a count. Low, since few programs
+#: have many watches, and one that does may be about to take all.
+_COUNTING_FACTOR = 5
+
+
+class MonitoredSandbox(Protocol):
+    """The part of a sandbox that the watchdog uses."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def alive(self) -> bool: ...
+
+    @property
+    def first_pid(self) -> int | None:
+        """Host pid of the first process; None without a pid namespace."""
+        ...
+
+    @property
+    def seen_root(self) -> str | None:
+        """Host path of its root directory; None if the sandbox has no root of its own."""
+        ...
+
+    @property
+    def servers_inside(self) -> frozenset[int]:
+        """The pids, inside, of tool servers that run in its pid namespace."""
+        ...
+
+    async def measure_disk(self, *, size: int, files: int) -> DiskUse:
+        """Measure its files on disk: see `disk_usage.measure`."""
+        ...
+
+    def end(self, why: SandboxError) -> None:
+        """Close the sandbox; its users receive `why` as the error."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class SandboxMonitor:
+    """Watchdog state of one sandbox. The thread adds to `notices`, the event loop removes.
+
+    Args:
+        sandbox: the sandbox.
+        limits: its limits.
+        group: its control group; None if the watchdog enforces the limits itself.
+        due: time of the next check; earlier if the machine's use reaches `wake`.
+        wake: the machine's use at which this sandbox, idle until now, could be half-way to a limit.
+        room: difference between `wake` and the machine's least use since the last check.
+        activity: processor time and processes at the last check; if unchanged, nothing was written.
+        measured: when its tree was last measured; `measuring_s` is the duration.
+        held: bytes and files on the file system at that time.
+        active: its `activity` at that time.
+        use: size of its tree at that time.
+        judged: the excessive amount at the last decision about the disk.
+        holdings: its descriptors at their last check.
+        descriptors_due: time of their next check if the sandbox has run since, so that its `activity` differs
+            from `descriptors_activity`; `DESCRIPTORS_IDLE_S` later if it has not.
+        hiding: consecutive checks at which some descriptors in flight could not be seen.
+        nameless: bytes of files on disk without a name at the last verdict about the disk.
+        unreadable: consecutive checks that could not read its processes; `unreadable_why` is the last error.
+    """
+
+    sandbox: MonitoredSandbox
+    limits: SandboxLimits
+    group: ControlGroup | None
+    notices: deque[str] = field(default_factory=lambda: deque(maxlen=_NOTICES))
+    started: float = field(default_factory=time.monotonic)
+    due: float = 0.0
+    wake: usage.MachineUse | None = None
+    room: usage.MachineUse | None = None
+    files: usage.MemoryFiles | None = None
+    over: int = 0
+    at_limit: float | None = None
+    dying: set[tuple[int, int]] = field(default_factory=set)
+    killed: int = 0
+    lock: Lock = field(default_factory=Lock)
+    why: str = ""
+    held: DiskUse = field(default_factory=lambda: DiskUse(0, 0))
+    activity: tuple[int, int] = (0, 0)
+    idle: bool = False
+    active: tuple[int, int] = (0, 0)
+    measured: float = field(default_factory=time.monotonic)
+    measuring_s: float = 0.0
+    use: DiskUse = field(default_factory=lambda: DiskUse(0, 0))
+    judged: int = 0
+    offences: int = 0
+    holdings: Holdings = field(default_factory=Holdings)
+    descriptors_due: float = 0.0
+    descriptors_activity: tuple[int, int] = (0, 0)
+    hiding: int = 0
+    nameless: int = 0
+    unreadable: int = 0
+    unreadable_why: str = ""
+
+    @property
+    def looked_at(self) -> bool:
+        """True if its memory, processes and descriptors have to be checked."""
+        return self.sandbox.first_pid is not None
+
+    @property
+    def unseen(self) -> bool:
+        """True if its descriptors may have changed since their last check, or were not all seen."""
+        return self.activity != self.descriptors_activity or self.hiding > 0
+
+    @property
+    def on_disk(self) -> bool:
+        return self.limits.disk_bytes is not None or self.limits.disk_files is not None
+
+    def tell(self, text: str) -> None:
+        """Log a notice, and keep it for the model to read."""
+        logger.warning("sandbox %s: %s", self.sandbox.id, text)
+        self.notices.append(f"[{text}]")
+
+    def take(self) -> list[str]:
+        """Return the notices since the last call."""
+        if self.group is not None:
+            self.note_killed(self.group.killed())
+        taken = []
+        while self.notices:  # the thread only adds
+            taken.append(self.notices.popleft())
+        return taken
+
+    def note_killed(self, count: int) -> None:
+        """Add a notice if the kernel killed more processes for memory; `count` is the total so far."""
+        with self.lock:  # called from the loop and from the thread
+            killed, self.killed = count - self.killed, max(count, self.killed)
+        if killed > 0:
+            what = "a process was" if killed == 1 else f"{killed} processes were"
+            self.tell(f"{_memory_limit(self.limits)} was reached: {what} killed")
+
+
+def look_at(watch: SandboxMonitor, first: int, proc: int, sandboxes: int) -> tuple[int | None, int | None]:
+    """Check one sandbox's memory, processes and descriptors, and act. Return memory and processes left.
+
+    Args:
+        first: host pid of its first process.
+        proc: descriptor of its /proc.
+        sandboxes: number of all sandboxes.
+    """
+    found = without(usage.processes(proc), watch.dying)
+    watch.dying &= (
+        {(process.pid, process.start) for process in usage.processes(proc)} if watch.dying else set()
+    )
+    if watch.group is not None:
+        watch.note_killed(watch.group.killed())
+    limits = watch.limits
+    processes_left = memory_left = None
+    before, watch.activity = watch.activity, (sum(process.ticks for process in found), len(found))
+    watch.idle = before == watch.activity
+    if before == (0, 0):
+        watch.active = watch.activity  # no command has run in it yet
+    if limits.processes is not None:
+        processes_left = limits.processes - len(found)
+        if _judge_processes(watch, proc, found, limits.processes):
+            return 0, 0  # the measurements are outdated: check again
+    if time.monotonic() >= watch.descriptors_due + (0.0 if watch.unseen else DESCRIPTORS_IDLE_S):
+        _judge_descriptors(watch, proc, found, sandboxes)
+    if limits.memory_bytes is not None and watch.group is None:
+        memory_left = _judge_memory(watch, first, proc, found, limits.memory_bytes)
+    return memory_left, processes_left
+
+
+def _judge_descriptors(watch: SandboxMonitor, proc: int, found: list[ProcessUse], sandboxes: int) -> None:
+    started = time.thread_time()  # CPU time: waiting for a processor must not lengthen the pause
+    held = holdings(proc, found, () if watch.files is None else watch.files.devices)
+    counting_s = _count_watches(proc, held)
+    watch.holdings = held
+    took_s = time.thread_time() - started
+    watch.descriptors_activity = watch.activity
+    pause_s = max(
+        _DESCRIPTORS_S,
+        sandboxes / _DESCRIPTORS_RATE,
+        took_s * _DESCRIPTORS_FACTOR,
+        counting_s * _COUNTING_FACTOR,
+    )
+    watch.descriptors_due = time.monotonic() + min(pause_s, _DESCRIPTORS_MOST_S)
+    watch.hiding = watch.hiding + 1 if held.hidden else 0
+    watch.nameless = min(watch.nameless, held.on_disk)
+    if why := excess(watch.holdings, counters()):
+        watch.why = why
+    elif watch.hiding >= _HIDDEN_LOOKS:
+        watch.why = f"it keeps {held.hidden} hidden descriptors in flight"
+
+
+def _count_watches(proc: int, held: Holdings) -> float:
+    """Count epoll watches. Return the seconds of processor time that it took."""
+    if "watches" not in counters():
+        return 0.0
+    held.watches, took_s = count_watches(proc, held.epolls, counters()["watches"].share)
+    return took_s
+
+
+def holdings_of(watch: SandboxMonitor) -> Holdings:
+    """Return a sandbox's current descriptors; empty if it has stopped. May be called from any thread."""
+    root = watch.sandbox.seen_root
+    if root is not None:
+        with contextlib.suppress(OSError):  # the sandbox is stopping
+            proc = usage.open_proc(root)
+            try:
+                held = holdings(proc, usage.processes(proc))
+                _count_watches(proc, held)
+                return held
+            finally:
+                os.close(proc)
+    return Holdings()
+
+
+def _judge_processes(watch: SandboxMonitor, proc: int, found: list[ProcessUse], limit: int) -> bool:
+    """Kill the processes if they are too many. Return True if they were killed."""
+    count = len(found)
+    now = time.monotonic()
+    # Threads count if the kernel enforces the limit.
+    if sum(process.threads for process in found) >= limit - _UNSEEN:
+        watch.at_limit = watch.at_limit or now
+    else:
+        watch.at_limit = None
+    if count > limit or (watch.at_limit is not None and now >= watch.at_limit + AT_LIMIT_S):
+        watch.at_limit = None
+        # The notice comes first: the answer to the killed command must include it.
+        watch.tell(f"the sandbox's limit of {limit} processes was reached: all but its shells were killed")
+        if not _kill_all(proc, watch.sandbox.servers_inside):
+            watch.why = "it starts processes faster than they can be killed"
+        return True
+    return False
+
+
+def memory_of(watch: SandboxMonitor) -> int | None:
+    """Return the bytes of memory that count towards a sandbox's limit; None if it has stopped or has no
+    pid namespace. May be called from any thread."""
+    first, root = watch.sandbox.first_pid, watch.sandbox.seen_root
+    if first is None or root is None:
+        return None
+    try:
+        proc = usage.open_proc(root)
+    except OSError:  # the sandbox is stopping
+        return None
+    try:
+        return _exact(watch, proc, _its_own(watch, usage.processes(proc)))[1]
+    except OSError:
+        return None
+    finally:
+        os.close(proc)
+
+
+def _its_own(watch: SandboxMonitor, found: list[ProcessUse]) -> list[ProcessUse]:
+    """Leave out our own processes in the sandbox, which are not its use; most drivers have none inside."""
+    return [process for process in found if process.pid not in {1, *watch.sandbox.servers_inside}]
+
+
+def _judge_memory(watch: SandboxMonitor, first: int, proc: int, found: list[ProcessUse], limit: int) -> int:
+    found = _its_own(watch, found)
+    if watch.files is None:
+        root = watch.sandbox.seen_root
+        assert root is not None
+        watch.files = usage.MemoryFiles(first, root)
+    in_files = watch.files.used()
+    # An upper bound: mapped memory counts for each process too, and memory files are from the last check.
+    at_most = sum(process.memory for process in found) + in_files + sum(watch.holdings.memory.values())
+    if at_most < limit:
+        return limit - at_most
+    exact, used, elsewhere = _exact(watch, proc, found)
+    if used <= limit:
+        watch.over = 0
+        return limit - used
+    watch.over += 1
+    chosen = (
+        list(to_kill(branches(exact, watch.sandbox.servers_inside), used - limit))
+        if used - elsewhere > 0
+        else []
+    )
+    victims = {process for branch in chosen for process in branch.processes}
+    if victims:
+        words = killed_words([branch.name for branch in chosen], len(victims))
+        watch.tell(f"{_memory_limit(watch.limits)} was reached: {words}")
+    for process in victims:
+        usage.kill(proc, process)
+    watch.dying |= {(process.pid, process.start) for process in victims}
+    if not chosen or watch.over > PATIENCE:
+        watch.why = f"{_memory_limit(watch.limits)} was exceeded, and killing its processes is no help"
+    return 0
+
+
+def _exact(watch: SandboxMonitor, proc: int, found: list[ProcessUse]) -> tuple[list[ProcessUse], int, int]:
+    """Return the processes with their exact memory, the sandbox's memory, and the part no kill can free."""
+    held = holdings(proc, found)
+    held.watches, watch.holdings = watch.holdings.watches, held
+    unlinked = held.memory
+    exact, private, mapped = [], 0, 0
+    for process in found:
+        own, shared = usage.private_and_shared(proc, process)
+        private, mapped = private + own, mapped + shared
+        exact.append(replace(process, memory=own + max(shared, unlinked.get(process.pid, 0))))
+    in_files = watch.files.used() if watch.files is not None else 0
+    # Most mapped memory is also counted as files: take the larger of the two.
+    return exact, private + max(mapped, in_files + sum(unlinked.values())), in_files
+
+
+def _kill_all(proc: int, servers: frozenset[int], *, shells: bool = False) -> bool:
+    """Kill until a check finds only shells, or with `shells` no processes at all.
+
+    Args:
+        servers: tool servers, which are spared.
+
+    Returns:
+        False if new processes kept appearing.
+    """
+    deadline = time.monotonic() + _KILL_S
+    killed: set[tuple[int, int]] = set()
+    while time.monotonic() < deadline:
+        found = usage.processes(proc)
+        # After the first round, new shells, and the next commands that shells start, are not among the
+        # processes to be killed.
+        tops = {1, *servers} if shells and not killed else spared(found, servers)
+        others = [process for process in found if process.pid not in tops]
+        if killed:
+            began = [process for process in others if process.parent in tops - {1, *servers}]
+            others = [process for process in others if process not in without(began, killed)]
+        if not others:
+            return True
+        fresh = without(others, killed)
+        for process in fresh:
+            usage.kill(proc, process)
+        killed |= {(process.pid, process.start) for process in fresh}
+        if not fresh:
+            time.sleep(_DYING_S)  # dying processes still have to release their memory
+    return False
+
+
+def judge_disk(watch: SandboxMonitor) -> None:
+    """Kill a sandbox's commands once it has too much on disk, and again whenever it has grown further.
+
+    Nothing is killed while its files shrink. The first time, shells are spared; later they are killed too,
+    since they may be the writers.
+    """
+    first = watch.sandbox.first_pid
+    root = watch.sandbox.seen_root
+    if first is None or root is None:
+        _decide_on_disk(watch, 0, None)
+        return
+    with contextlib.suppress(OSError):  # the sandbox is stopping
+        proc = usage.open_proc(root)
+        try:
+            in_memory = () if watch.files is None else watch.files.devices
+            found = usage.processes(proc)
+            held = holdings(proc, found, in_memory)
+            held.watches, watch.holdings = watch.holdings.watches, held
+            watch.nameless = held.on_disk
+            mapped = usage.deleted_mappings(proc, found, (memory_device(), *in_memory), held.inodes)
+            _decide_on_disk(watch, held.on_disk + mapped, proc)
+        finally:
+            os.close(proc)
+
+
+def _decide_on_disk(watch: SandboxMonitor, unlinked: int, proc: int | None) -> None:
+    limits, size, files = watch.limits, watch.use.size + unlinked, watch.use.files
+    if limits.disk_bytes is not None and size > limits.disk_bytes:
+        what = f"the sandbox's disk limit of {size_words(limits.disk_bytes)} was reached"
+        now, far = size, size > 2 * limits.disk_bytes
+    elif limits.disk_files is not None and files > limits.disk_files:
+        what = f"the sandbox's limit of {limits.disk_files} files was reached"
+        now, far = files, files > 2 * limits.disk_files
+    else:
+        watch.judged = watch.offences = 0
+        return
+    if now <= watch.judged:
+        return
+    watch.judged, watch.offences = now, watch.offences + 1
+    if far or proc is None:
+        watch.why = f"{what} and far exceeded" if far else what
+        return
+    watch.tell(f"{what}: its running commands were killed; remove files before writing more")
+    if not _kill_all(proc, watch.sandbox.servers_inside, shells=watch.offences > 1):
+        watch.why = f"{what}, and the writing processes cannot be stopped"
+
+
+def _memory_limit(limits: SandboxLimits) -> str:
+    if limits.memory_bytes is None:
+        return "the machine's memory limit"
+    return f"the sandbox's memory limit of {size_words(limits.memory_bytes)}"

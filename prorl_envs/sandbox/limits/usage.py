@@ -1,0 +1,238 @@
+"""Memory and processes that a sandbox uses, as its own /proc shows.
+
+Its /proc lists exactly the processes of its pid namespace, even those whose parents have exited. It is
+reached through the sandbox's root directory, and only by descriptors, since processes may exit at any moment.
+Process names are untrusted; all other figures are the kernel's.
+"""
+
+import contextlib
+import os
+import signal
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from operator import add
+from pathlib import Path
+
+from prorl_envs.sandbox.limits.policy import ProcessUse
+
+#: Bytes of kernel memory behind an empty file in memory.
+_INODE_BYTES = 1024
+#: Most bytes read of a process's mappings.
+_MAPS_BYTES = 16 << 20
+_PAGE = os.sysconf("SC_PAGESIZE")
+
+
+def open_proc(root: str) -> int:
+    """Open the /proc of the sandbox whose root directory the host sees at `root`. The caller closes it.
+
+    Raises:
+        OSError: the sandbox has stopped, or this user may not read it.
+    """
+    return os.open(f"{root}/proc", os.O_RDONLY | os.O_DIRECTORY)
+
+
+def processes(proc: int) -> list[ProcessUse]:
+    """Return all living processes, with their resident memory."""
+    names = [name for name in os.listdir(proc) if name.isdigit()]
+    found = (_process(proc, name) for name in names)
+    return [process for process in found if process is not None]
+
+
+def _process(proc: int, name: str) -> ProcessUse | None:
+    text = _read(proc, f"{name}/stat")
+    process = parse_stat(text)
+    if process is None and (dead := parse_stat(text, dead=True)) is not None and dead.threads > 1:
+        # Its first thread has exited, the others run: only their own files show the memory.
+        for thread in _names(proc, f"{name}/task"):
+            living = parse_stat(_read(proc, f"{name}/task/{thread}/stat"))
+            if living is not None:
+                return replace(dead, memory=living.memory)
+    return process
+
+
+def parse_stat(text: bytes, *, dead: bool = False) -> ProcessUse | None:
+    """Parse a process's `stat`; None if it is empty, or if the process has exited and not `dead`."""
+    head, _, rest = text.rpartition(b") ")
+    fields = rest.split()
+    if len(fields) < 22 or (fields[0] in (b"Z", b"X") and not dead):
+        return None
+    pid, _, name = head.partition(b" (")
+    return ProcessUse(
+        pid=int(pid),
+        parent=int(fields[1]),
+        start=int(fields[19]),
+        threads=int(fields[17]),
+        ticks=sum(map(int, fields[11:15])),
+        memory=int(fields[21]) * _PAGE,
+        name=name.decode(errors="replace"),
+    )
+
+
+def private_and_shared(proc: int, process: ProcessUse) -> tuple[int, int]:
+    """Return two amounts of memory in bytes: private memory that is freed when the process exits, with its
+    share of pages common with its relatives, and its share of shared memory.
+
+    Mapped files count as neither: the kernel reclaims them when needed. A process that cannot be read counts
+    with all its resident memory.
+    """
+    fields = dict.fromkeys((b"Pss_Anon:", b"Pss_Shmem:"), -1)
+    for line in _read(proc, f"{process.pid}/smaps_rollup").splitlines():
+        name, _, value = line.partition(b" ")
+        if name in fields:
+            fields[name] = int(value.split()[0]) * 1024
+    private, shared = fields.values()
+    return (process.memory, 0) if private < 0 or shared < 0 else (private, shared)
+
+
+def deleted_mappings(
+    proc: int, found: Iterable[ProcessUse], in_memory: Collection[int], counted: Collection[int]
+) -> int:
+    """Return the bytes of unlinked files on disk that mappings keep, up to the last mapped byte of each.
+
+    Args:
+        in_memory: device numbers of file systems in memory.
+        counted: inodes of files that are counted already.
+    """
+    ends: dict[tuple[str, str], int] = {}
+    for process in found:
+        for line in _read_all(proc, f"{process.pid}/maps").splitlines():
+            fields = line.split(maxsplit=5)
+            if len(fields) < 6 or not fields[5].endswith(" (deleted)") or int(fields[4]) in counted:
+                continue
+            if _device(fields[3]) not in in_memory:
+                first, _, last = fields[0].partition("-")
+                end = int(fields[2], 16) + int(last, 16) - int(first, 16)
+                file = fields[3], fields[4]
+                ends[file] = max(ends.get(file, 0), end)
+    return sum(ends.values())
+
+
+def _device(text: str) -> int:
+    major, _, minor = text.partition(":")
+    return os.makedev(int(major, 16), int(minor, 16))
+
+
+class MemoryFiles:
+    """The tmpfs mounts that a sandbox can write to, found before untrusted code runs in it.
+
+    Args:
+        first: host pid of its first process.
+        root: host path of its root directory.
+    """
+
+    def __init__(self, first: int, root: str) -> None:
+        self._root = root
+        self._places: dict[str, int] = {}
+        for line in Path(f"/proc/{first}/mountinfo").read_text().splitlines():
+            before, _, after = line.partition(" - ")
+            device, _, target, options = before.split()[2:6]  # the device in decimal, unlike in maps
+            if after.startswith("tmpfs ") and "rw" in options.split(","):
+                with contextlib.suppress(OSError):
+                    seen = os.stat(f"{self._root}{target}").st_dev  # noqa: PTH116
+                    if f"{os.major(seen)}:{os.minor(seen)}" == device:  # not mounted over
+                        self._places[target] = seen
+
+    @property
+    def devices(self) -> Collection[int]:
+        """The device numbers of the mounts."""
+        return self._places.values()
+
+    def used(self) -> int:
+        """Return the bytes in the mounts, with the kernel's own memory for each file."""
+        total = 0
+        for place, device in self._places.items():
+            with contextlib.suppress(OSError):
+                fd = os.open(f"{self._root}{place}", os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
+                try:
+                    if os.fstat(fd).st_dev == device:  # else the mount was replaced
+                        status = os.fstatvfs(fd)
+                        total += (status.f_blocks - status.f_bfree) * status.f_frsize
+                        total += (status.f_files - status.f_ffree) * _INODE_BYTES
+                finally:
+                    os.close(fd)
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class MachineUse:
+    """Use of the whole machine.
+
+    Args:
+        memory: bytes that are not available.
+        tasks: processes and threads.
+        kernel: bytes of unreclaimable kernel memory, such as that of descriptors and epoll watches.
+    """
+
+    memory: int
+    tasks: int
+    kernel: int = 0
+
+    def __add__(self, other: "MachineUse") -> "MachineUse":
+        return MachineUse(*map(add, self._fields(), other._fields()))
+
+    def least(self, other: "MachineUse") -> "MachineUse":
+        """Return the smaller value of each field."""
+        return MachineUse(*map(min, self._fields(), other._fields()))
+
+    def _fields(self) -> tuple[int, int, int]:
+        return self.memory, self.tasks, self.kernel
+
+
+def node_use() -> MachineUse:
+    """Return the machine's current use. Takes some tens of microseconds."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    known = {fields[0]: int(fields[1]) * 1024 for fields in lines}
+    tasks = Path("/proc/loadavg").read_text().split()[3].partition("/")[2]
+    used = known["MemTotal:"] - known["MemAvailable:"]
+    return MachineUse(used, int(tasks), known.get("SUnreclaim:", 0))
+
+
+def kill(proc: int, process: ProcessUse) -> bool:
+    """Kill `process` if it is still the measured one. Return True if it was.
+
+    Its /proc directory serves as a pidfd: its number in the sandbox cannot be used to kill it from here.
+    """
+    with contextlib.suppress(OSError):
+        folder = os.open(str(process.pid), os.O_RDONLY | os.O_DIRECTORY, dir_fd=proc)
+        try:
+            now = parse_stat(_read(folder, "stat"), dead=True)
+            if now is not None and now.start == process.start:
+                signal.pidfd_send_signal(folder, signal.SIGKILL)
+                return True
+        finally:
+            os.close(folder)
+    return False
+
+
+def _read(folder: int, path: str) -> bytes:
+    try:
+        fd = os.open(path, os.O_RDONLY, dir_fd=folder)
+    except OSError:
+        return b""
+    try:
+        return os.read(fd, 4096)
+    except OSError:  # it has exited meanwhile, or must not be read
+        return b""
+    finally:
+        os.close(fd)
+
+
+def _names(folder: int, path: str) -> list[str]:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd=folder)
+    except OSError:  # it has exited meanwhile
+        return []
+    try:
+        return os.listdir(fd)  # noqa: PTH208
+    finally:
+        os.close(fd)
+
+
+def _read_all(folder: int, path: str) -> str:
+    try:
+        with open(
+            path, errors="replace", opener=lambda name, flags: os.open(name, flags, dir_fd=folder)
+        ) as file:
+            return file.read(_MAPS_BYTES)
+    except OSError:  # it has exited meanwhile, or must not be read
+        return ""

@@ -1,0 +1,1 @@
+"""System calls, seccomp filters and file descriptors: functions that Python does not provide."""

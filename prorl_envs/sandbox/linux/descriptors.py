@@ -1,0 +1,107 @@
+"""Limits of open files, receiving descriptors over a Unix socket, and the process behind a pidfd.
+
+The kernel counts the descriptors in flight (sent over Unix sockets and not yet received) per host user, and
+refuses to send if they are more than the sender's own soft limit of open files: see `too_many_unix_fds` in
+net/core/scm.c. So this process and its templates keep a higher limit than programs in sandboxes can have.
+"""
+
+import array
+import os
+import resource
+import socket
+
+from prorl_envs.errors import SandboxError
+
+_SIZE = array.array("i").itemsize
+#: Maximum of open descriptors of this process, if the machine allows it: a sandbox takes about ten. Twice the
+#: default limit of programs in sandboxes; not more, because some programs iterate over all possible numbers.
+_MANY = 131_072
+#: Minimum that the tools need.
+_FEW = 1024
+#: Minimum by which the limit of programs in sandboxes is lower than this process's own: a message carries up
+#: to 253 descriptors beyond the limit that the kernel compares.
+_HEADROOM = 512
+#: Soft limit of programs in sandboxes, which they may raise to the hard one.
+SOFT_OPEN_FILES = 4096
+#: Reserved for closing sandboxes: without a free descriptor, not even a directory can be removed.
+_RESERVE = 128
+
+
+def allow_many() -> None:
+    """Raise this process's own soft limit of descriptors, usually 1,024, to the hard one, at most `_MANY`.
+
+    Raises:
+        SandboxError: the hard limit is too low for a single sandbox.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:
+        hard = _MANY
+    elif hard < _FEW + _HEADROOM:
+        raise SandboxError(
+            f"a process may open no more than {hard} files here; the service needs {_FEW + _HEADROOM}: "
+            f"{_FEW} for programs in sandboxes, and {_HEADROOM} more of its own",
+            hint="raise the hard limit: `ulimit -Hn`, LimitNOFILE= of systemd",
+        )
+    if soft != resource.RLIM_INFINITY and soft < min(hard, _MANY):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, _MANY), hard))
+
+
+def open_files_inside(wanted: int) -> int:
+    """Return the open file limit of programs in sandboxes: `wanted`, or less if this process's own is low.
+
+    Always clearly below this process's own: three quarters of it at most.
+    """
+    own, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if own == resource.RLIM_INFINITY:
+        return wanted
+    return min(wanted, max(_FEW, own - max(_HEADROOM, own // 4)))
+
+
+def check_room() -> None:
+    """Check that a further sandbox leaves enough descriptors to close the existing ones.
+
+    Raises:
+        SandboxError: nearly all descriptors are open.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        lowest = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        lowest = limit
+    else:
+        os.close(lowest)
+    if limit != resource.RLIM_INFINITY and lowest > limit - _RESERVE:
+        raise SandboxError(
+            f"this process has nearly all of its {limit} descriptors open",
+            hint="raise the hard limit (`ulimit -Hn`), or have fewer sandboxes at once (service.run)",
+        )
+
+
+def receive_descriptors(sock: socket.socket, size: int, count: int) -> tuple[bytes, list[int]]:
+    """Receive one message with up to `count` descriptors, which programs started from here do not inherit.
+
+    `socket.recv_fds` ignores its flags (seen in Python 3.12), so its descriptors would be inherited.
+
+    Returns:
+        The bytes (empty at end of file) and the descriptors, which the caller owns.
+
+    Raises:
+        OSError: as `recvmsg` does.
+    """
+    descriptors = array.array("i")
+    data, ancillary, _, _ = sock.recvmsg(size, socket.CMSG_LEN(count * _SIZE), socket.MSG_CMSG_CLOEXEC)
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(content[: len(content) - len(content) % _SIZE])
+    return data, list(descriptors)
+
+
+def pid_of(pidfd: int) -> int:
+    """Return the local pid of the process behind `pidfd`; -1 if it has exited."""
+    # A text file object would cost more than everything else here.
+    info = os.open(f"/proc/self/fdinfo/{pidfd}", os.O_RDONLY)
+    try:
+        _, _, behind = os.read(info, 4096).partition(b"\nPid:")
+    finally:
+        os.close(info)
+    return int(behind.partition(b"\n")[0])

@@ -1,0 +1,1 @@
+"""The allowlist of a sandbox and the proxy that enforces it."""

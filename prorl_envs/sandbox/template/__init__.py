@@ -1,0 +1,1 @@
+"""Zygotes: processes that are started once and forked for each tool server."""

@@ -1,0 +1,385 @@
+"""Host side of one template process, from its start to its exit, and of the forks requested from it.
+
+The other side is `zygote.py`, whose docstring describes the protocol.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import prorl_envs
+from prorl_envs.errors import SandboxError, printable
+from prorl_envs.sandbox.filesystem.disk_usage import DiskUse
+from prorl_envs.sandbox.linux.descriptors import pid_of
+from prorl_envs.sandbox.linux.kernel_settings import Setting
+from prorl_envs.sandbox.linux.pidfd import Process, not_in_forks, receive, writable
+from prorl_envs.sandbox.template.zygote import MESSAGE_LIMIT, REPORT_LIMIT
+
+logger = logging.getLogger(__name__)
+
+FORK_TIMEOUT_S = 30.0
+_END_TIMEOUT_S = 5.0
+_SAID_LIMIT = 4096
+
+#: Imports the package from the host process's folder, even if another is installed: a template runs the same
+#: code as its host. For all other imports that folder comes last.
+BOOT = """\
+import sys
+before = sys.path[:]
+sys.path[:0] = sys.argv[1:]
+import prorl_envs
+sys.path[:] = before + [path for path in sys.argv[1:] if path not in before]
+from prorl_envs.sandbox.template.zygote import main
+main()
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkRequest:
+    """Request for a tool server: see `enter.join`, `kernel_settings.enter_and_limit` and `Sandbox.spawn`."""
+
+    entry: str
+    workdir: str
+    env: Mapping[str, str]
+    isolated: bool = True
+    host_network: bool = False
+    emulate_root: bool = False
+    groups: tuple[str, ...] = ()
+    rlimits: tuple[tuple[int, int, int], ...] = ()
+    #: Written before it joins, if the program that created the sandbox could not; then with `terminals`.
+    settings: tuple[Setting, ...] = ()
+    terminals: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wrapper:
+    """Program that runs a template, in an environment that the program prepares.
+
+    Args:
+        command: precedes the template's own command.
+        env: the program's environment; the program decides about the template's.
+        explain: converts the program's output to an error if the template did not start.
+        python: the template's own command, if it differs from the default.
+    """
+
+    command: tuple[str, ...]
+    env: Mapping[str, str]
+    explain: Callable[[str], SandboxError]
+    python: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inside:
+    """Setup of a template that is the first process of a sandbox: see `sandbox_init.py`.
+
+    Args:
+        code: folder of this package inside.
+        route: whether to add a default route.
+        settings: of its namespaces, written if the kernel permits.
+        terminals: limit of its pseudo-terminals, likewise.
+    """
+
+    code: str
+    route: bool = False
+    settings: tuple[Setting, ...] = ()
+    terminals: int = 0
+
+
+class ToolServerProcess:
+    """Forked process, held until it has exited. Logs the traceback of one that fails."""
+
+    def __init__(self, sandbox_id: str, pid: int, pidfd: int, status: socket.socket) -> None:
+        self._sandbox_id = sandbox_id
+        self._status = status
+        self.answer: dict[str, Any] = {}
+        #: Descriptor sent by the process; the caller that takes it owns it.
+        self.passed: int | None = None
+        #: Its pid as the template sees it; on the host it may have another.
+        self.own_pid = pid
+        self.process = Process(pid_of(pidfd), pidfd)
+
+    def watch(self) -> None:
+        """Log its failure from now on. Until then, `_birth` reads its status socket."""
+        self.process.on_exit(self._ended)
+
+    def close(self) -> None:
+        """Close the pidfd and the status socket. Idempotent."""
+        self.process.close()
+        self._status.close()
+
+    def _ended(self) -> None:
+        with contextlib.suppress(BlockingIOError, ConnectionResetError):
+            if report := self._status.recv(2 * REPORT_LIMIT):
+                _log_failure(self._sandbox_id, json.loads(report))
+        self.close()
+
+
+class TemplateProcess:
+    """Template process. Starts on construction; `prepare` waits until it is ready. Arguments as of
+    `Template`."""
+
+    def __init__(
+        self,
+        name: str,
+        nice: int,
+        wrapper: Wrapper | None = None,
+        *,
+        filtered: bool = False,
+    ) -> None:
+        self._name = name
+        self._own = {"nice": nice, "filtered": filtered}
+        self._wrapper = wrapper
+        self._said = ""
+        self.own_pid: int | None = None
+        #: Data and descriptors that the template has sent about itself.
+        self.found: dict[str, Any] = {}
+        self.descriptors: list[int] = []
+        self._control, inside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.setblocking(False)
+        not_in_forks(self._control)
+        self._sending = asyncio.Lock()
+        with inside:
+            self._child = subprocess.Popen(
+                [*(wrapper.command if wrapper else ()), *((wrapper and wrapper.python) or _own_python())],
+                stdin=inside.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env=wrapper.env if wrapper else environment(),
+                cwd="/",
+                # A Ctrl-C in the terminal is for the service, which then stops its templates in order.
+                start_new_session=True,
+            )
+        self._process = Process.open(self._child.pid)
+        assert self._child.stderr is not None
+        self._stderr = self._child.stderr
+        os.set_blocking(self._stderr.fileno(), False)
+        asyncio.get_running_loop().add_reader(self._stderr, self._log_stderr)
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.alive
+
+    async def prepare(
+        self,
+        entries: tuple[str, ...],
+        preload: tuple[str, ...],
+        timeout_s: float,
+        inside: Inside | None = None,
+    ) -> None:
+        """Make the process import everything, and wait until it is ready.
+
+        Raises:
+            SandboxError: an import failed, or it took longer than `timeout_s` seconds.
+        """
+        try:
+            # No spares if another program runs the template, because that program may count its processes.
+            spares = bool(entries) and self._wrapper is None
+            setup = {"entries": entries, "preload": preload, "spares": spares}
+            more = {} if inside is None else {"inside": asdict(inside)}
+            await self._send({**setup, **self._own, **more}, [])
+        except SandboxError:
+            if self._wrapper is None:
+                raise  # with a wrapper, its output has the reason: see below
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer, self.descriptors = await receive(self._control, MESSAGE_LIMIT, descriptors=2)
+                if not answer and self._wrapper is not None:
+                    await self._process.wait()
+        except TimeoutError:
+            raise SandboxError(f"template {self._name!r} was not ready in {timeout_s} s") from None
+        message: dict[str, Any] = json.loads(answer) if answer else {"error": "the process ended"}
+        self.own_pid, self.found = message.get("pid"), message
+        if not answer and self._wrapper is not None:
+            self._log_stderr()
+            raise self._wrapper.explain(self._said)
+        if "error" in message and self._wrapper is not None:  # caused by a site's settings
+            raise self._wrapper.explain(message["error"].strip().splitlines()[-1])
+        if "error" in message:
+            raise SandboxError(f"template {self._name!r} did not start: {message['error'].strip()}")
+
+    async def fork(
+        self, sandbox_id: str, pidfd: int, request: ForkRequest
+    ) -> tuple[ToolServerProcess, socket.socket]:
+        """See `Template.fork`."""
+        with contextlib.ExitStack() as undo:
+            ours, theirs = _pair(socket.SOCK_STREAM, undo)
+            server = await self._child_for(sandbox_id, asdict(request), [pidfd, theirs.fileno()])
+            theirs.close()
+            undo.pop_all()
+            return server, ours
+
+    async def route(self, sandbox_id: str, netns: int) -> None:
+        """See `Template.route`."""
+        server = await self._child_for(sandbox_id, {"route": True}, [netns])
+        await server.process.wait()
+
+    async def listen(self, sandbox_id: str, netns: int, port: int) -> socket.socket:
+        """See `Template.listen`."""
+        server = await self._child_for(sandbox_id, {"listen": port}, [netns])
+        assert server.passed is not None
+        listener = socket.socket(fileno=server.passed)
+        try:
+            await server.process.wait()
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+
+    async def spawn(self, sandbox_id: str, command: list[str], fds: list[int]) -> Process:
+        """See `Template.spawn`."""
+        server = await self._child_for(sandbox_id, {"command": command}, fds)
+        return server.process
+
+    async def measure(self, sandbox_id: str, fds: list[int], *, size: int, files: int) -> DiskUse:
+        """See `Template.measure`."""
+        server = await self._child_for(sandbox_id, {"measure": {"size": size, "files": files}}, fds)
+        await server.process.wait()
+        return DiskUse(server.answer["size"], server.answer["files"])
+
+    async def aclose(self) -> None:
+        """Stop the template. Call once; must not be cancelled."""
+        self._control.close()
+        if self._wrapper is None:
+            self._process.kill()
+        else:
+            await self._end_wrapped()
+        await self._process.wait()
+        self._process.close()
+        self._child.wait()  # it has exited: this only reaps
+        self._log_stderr()
+        asyncio.get_running_loop().remove_reader(self._stderr)
+        self._stderr.close()
+
+    async def _end_wrapped(self) -> None:
+        """Wait for template and wrapper, which exit once the control socket closes; else kill them."""
+        try:
+            async with asyncio.timeout(_END_TIMEOUT_S):
+                await self._process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._child.pid, signal.SIGKILL)  # not reaped yet, so the group is still its own
+
+    async def _child_for(self, sandbox_id: str, message: dict[str, Any], fds: list[int]) -> ToolServerProcess:
+        """Request a fork that gets `fds`, and wait until it has joined."""
+        with contextlib.ExitStack() as undo:
+            status, theirs = _pair(socket.SOCK_SEQPACKET, undo)
+            try:
+                async with asyncio.timeout(FORK_TIMEOUT_S):
+                    await self._send(message, [*fds, theirs.fileno()])
+                    theirs.close()
+                    server = await _birth(sandbox_id, status, undo)
+            except TimeoutError:
+                raise SandboxError(f"no process in the sandbox within {FORK_TIMEOUT_S} s") from None
+            undo.pop_all()
+            return server
+
+    async def _send(self, message: dict[str, Any], fds: list[int]) -> None:
+        data = json.dumps(message).encode()
+        if len(data) > MESSAGE_LIMIT:
+            raise SandboxError("the environment is too large", hint=f"keep it under {MESSAGE_LIMIT} bytes")
+        async with self._sending:
+            while True:
+                try:
+                    socket.send_fds(self._control, [data], fds)
+                except BlockingIOError:
+                    await writable(self._control.fileno())
+                except (BrokenPipeError, ConnectionResetError):
+                    raise SandboxError(f"template {self._name!r} has died") from None
+                else:
+                    return
+
+    def _log_stderr(self) -> None:
+        try:
+            text = os.read(self._stderr.fileno(), 4096)
+        except BlockingIOError:
+            return
+        if text and self._wrapper is not None and self.own_pid is None:
+            self._said = (self._said + text.decode(errors="replace"))[-_SAID_LIMIT:]
+        elif text:
+            logger.warning("template %s: %s", self._name, printable(text.decode(errors="replace").rstrip()))
+        else:
+            asyncio.get_running_loop().remove_reader(self._stderr)
+
+
+async def _birth(sandbox_id: str, status: socket.socket, undo: contextlib.ExitStack) -> ToolServerProcess:
+    """Wait for the template's message (the process, with its pidfd) and the child's own (it has joined).
+
+    They arrive in either order; for a spawned program, as one message.
+    """
+    server: ToolServerProcess | None = None
+    joined: dict[str, Any] = {}
+    passed: int | None = None
+    while server is None or not joined:
+        answer, fds = await receive(status, 2 * REPORT_LIMIT, descriptors=1)
+        message: dict[str, Any] = json.loads(answer) if answer else {"summary": "the process ended"}
+        if "pid" in message:
+            server = ToolServerProcess(sandbox_id, message["pid"], fds[0], status)
+            undo.callback(server.close)
+            undo.callback(server.process.kill)
+            if message.get("ready"):
+                joined = message
+        elif message.get("ready"):
+            joined = message
+            if fds:
+                [passed] = fds
+                undo.callback(os.close, passed)
+        elif joined and answer:  # it failed so soon that its report overtook the template's message
+            _log_failure(sandbox_id, message)
+        else:
+            raise SandboxError(
+                f"a process could not join the sandbox: {message['summary']}",
+                hint="the sandbox may have ended; `prorl-envs doctor` checks this machine",
+            ) from _cause(message)
+    server.answer = joined
+    server.passed = passed
+    server.watch()
+    return server
+
+
+def _cause(report: dict[str, Any]) -> OSError | None:
+    """Return the system error that a failed fork reports, if any: see `counters.refused_for_want`."""
+    number = report.get("errno")
+    return OSError(number, os.strerror(number)) if isinstance(number, int) else None
+
+
+def _log_failure(sandbox_id: str, report: dict[str, Any]) -> None:
+    logger.warning("tool server of sandbox %s failed: %s", sandbox_id, printable(str(report["error"])))
+
+
+def _pair(kind: socket.SocketKind, undo: contextlib.ExitStack) -> tuple[socket.socket, socket.socket]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
+    undo.enter_context(ours)
+    undo.enter_context(theirs)
+    ours.setblocking(False)
+    return ours, theirs
+
+
+def _own_python() -> list[str]:
+    return [sys.executable, "-I", "-c", BOOT, *_code_paths()]
+
+
+def _code_paths() -> Iterator[str]:
+    for folder in prorl_envs.__path__:
+        yield str(Path(folder).resolve().parent)
+
+
+def environment() -> dict[str, str]:
+    """Return an environment without the service's variables, except its library path."""
+    kept = {"LANG": "C.UTF-8"}
+    if library_path := os.environ.get("LD_LIBRARY_PATH"):
+        kept["LD_LIBRARY_PATH"] = library_path
+    return kept

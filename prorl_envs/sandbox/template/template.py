@@ -1,0 +1,181 @@
+"""Template processes, seen from the host: started once, forked for each tool server.
+
+An interpreter per sandbox costs 100 ms and 15 MB; a fork of a process that has imported everything costs 2 ms
+and 1 MB, and needs nothing from the sandbox's image.
+"""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.filesystem.disk_usage import DiskUse
+from prorl_envs.sandbox.linux.pidfd import Process
+from prorl_envs.sandbox.template.process import ForkRequest, TemplateProcess, ToolServerProcess, Wrapper
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateSpec:
+    """Preparation of a template before it forks.
+
+    Args:
+        entries: the only `package.module:function`s its forks may run; their modules are imported.
+        preload: further modules to import, or `module:function`s to call once, in order.
+        start_timeout_s: seconds it may take to get ready.
+        wrapper: the program that runs it; None for none.
+    """
+
+    entries: tuple[str, ...]
+    preload: tuple[str, ...] = ()
+    start_timeout_s: float = 60.0
+    wrapper: Wrapper | None = None
+
+
+#: Templates of a node, by the name that `Sandbox.spawn` uses. Names only: this package imports no tools.
+TEMPLATES: Mapping[str, TemplateSpec] = {
+    "base": TemplateSpec(
+        entries=(
+            "prorl_envs.tools.server.server:serve",
+            "prorl_envs.tools.server.interactive:serve",
+            "prorl_envs.tools.server.transfer:serve",
+        ),
+        preload=("prorl_envs.tools.server.server:rehearse",),
+    ),
+    "ipython": TemplateSpec(
+        entries=("prorl_envs.tools.server.server:serve",),
+        preload=("prorl_envs.tools.server.python_kernel:prepare",),
+    ),
+}
+
+
+class Template:
+    """Template process, started at first use and again whenever it is found dead.
+
+    Args:
+        name: its name in messages.
+        spec: its preparation.
+        nice: minimum nice value of it and its forks.
+        filtered: whether the system calls of all its forks are filtered from the start.
+    """
+
+    def __init__(self, name: str, spec: TemplateSpec, *, nice: int, filtered: bool = False) -> None:
+        self.name = name
+        self.spec = spec
+        self._nice = nice
+        self._filtered = filtered
+        self._starting = asyncio.Lock()
+        self._process: TemplateProcess | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Pid of the running process, for operators; None if none was started."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def own_pid(self) -> int | None:
+        """Pid of the template itself, which another program may run; None if it is not ready."""
+        return None if self._process is None else self._process.own_pid
+
+    async def start(self) -> None:
+        """Start the process unless it runs.
+
+        Raises:
+            SandboxError: with the template's own message.
+        """
+        await self._ensure()
+
+    async def fork(
+        self, sandbox_id: str, pidfd: int, request: ForkRequest
+    ) -> tuple[ToolServerProcess, socket.socket]:
+        """Fork a process into the sandbox whose first process is `pidfd`.
+
+        Returns:
+            The process, and the host's end of its stream socket (non-blocking). The caller owns both.
+
+        Raises:
+            SandboxError: the entry is unknown, the template does not start, or the process cannot join.
+        """
+        if request.entry not in self.spec.entries:
+            raise SandboxError(
+                f"template {self.name!r} has no entry {request.entry!r}",
+                hint=f"it has: {', '.join(self.spec.entries)}",
+            )
+        process = await self._ensure()
+        return await process.fork(sandbox_id, pidfd, request)
+
+    async def route(self, sandbox_id: str, netns: int) -> None:
+        """Add a default route to the network namespace `netns` (a descriptor): see `route.py`.
+
+        Raises:
+            SandboxError: the kernel refused.
+        """
+        process = await self._ensure()
+        await process.route(sandbox_id, netns)
+
+    async def listen(self, sandbox_id: str, netns: int, port: int) -> socket.socket:
+        """Return a socket listening on the loopback of the network namespace `netns` (a descriptor).
+
+        Returns:
+            The socket, which the caller owns. It belongs to that namespace.
+
+        Raises:
+            SandboxError: the kernel refused.
+        """
+        process = await self._ensure()
+        return await process.listen(sandbox_id, netns, port)
+
+    async def spawn(self, sandbox_id: str, command: list[str], fds: list[int]) -> Process:
+        """Start a program as a child of the template. The program survives the template's exit.
+
+        Args:
+            command: the program's path and arguments, its name first. An empty path means one in memory.
+            fds: the descriptor for its standard streams, the descriptors for its next numbers, and that of a
+                program in memory.
+
+        Raises:
+            SandboxError: the template does not start, or the process could not be created.
+        """
+        process = await self._ensure()
+        return await process.spawn(sandbox_id, command, fds)
+
+    async def measure(self, sandbox_id: str, fds: list[int], *, size: int, files: int) -> DiskUse:
+        """Measure a directory tree in a separate process: see `disk_usage.measure`.
+
+        Args:
+            fds: the tree's directory, and the sandbox's first process if it has one.
+
+        Raises:
+            SandboxError: the sandbox has stopped, or it took too long.
+        """
+        process = await self._ensure()
+        return await process.measure(sandbox_id, fds, size=size, files=files)
+
+    async def aclose(self) -> None:
+        """Stop the process. Its forks stop with it. Idempotent."""
+        async with self._starting:
+            process, self._process = self._process, None
+            if process is not None:
+                await asyncio.shield(process.aclose())
+
+    async def _ensure(self) -> TemplateProcess:
+        async with self._starting:
+            if self._process is not None and not self._process.alive:
+                logger.warning("template %s died and is started again", self.name)
+                dead, self._process = self._process, None
+                await asyncio.shield(dead.aclose())
+            if self._process is None:
+                self._process = await self._start()
+            return self._process
+
+    async def _start(self) -> TemplateProcess:
+        process = TemplateProcess(self.name, self._nice, self.spec.wrapper, filtered=self._filtered)
+        try:
+            await process.prepare(self.spec.entries, self.spec.preload, self.spec.start_timeout_s)
+        except BaseException:
+            await asyncio.shield(process.aclose())
+            raise
+        return process

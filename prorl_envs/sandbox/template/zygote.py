@@ -1,0 +1,437 @@
+"""Template process itself: imports the modules that tool servers need, then forks one per request.
+
+Started by `process.py` with the control socket as descriptor 0, an empty environment and nothing else open.
+It is single-threaded and never acts on input from a sandbox; only its forks do.
+
+    host -> template    once, the setup (modules to import); then one message per fork, with descriptors.
+                        Tool server: the sandbox's first process, the tool server's socket, the status
+                        socket.
+                        Default route or listening socket: the network namespace, the status socket.
+                        Program (spawned, not forked): the descriptor for its standard streams, those for its
+                        next numbers, the program itself if it is in memory, the status socket.
+                        Size of a tree: its directory, the sandbox's first process if it has one, the status
+                        socket.
+                        While there is a spare (a child forked in advance), only the spare reads the
+                        requests; it takes one and is an ordinary child from then on.
+    template -> host    on the control socket, `ready` with its pid, or the error; for each fork, on its
+                        status socket, the child's pid with its pidfd (a spare sends them itself).
+                        The first process of a sandbox (see `sandbox_init.py`) adds to `ready` its namespaces,
+                        and descriptors of itself and of its root directory. Its forks join nothing: tools
+                        get no namespaces, and the descriptors in their place mean nothing.
+    child -> host       on the status socket: `ready` once it has joined, with the listening socket if one
+                        was requested; or the error; and later, if the entry fails, its traceback
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from typing import Any, NoReturn
+
+from prorl_envs.sandbox.filesystem.disk_usage import measure
+from prorl_envs.sandbox.launcher.elf import spawn
+from prorl_envs.sandbox.launcher.enter import (
+    begin,
+    end_with,
+    join,
+    lead_session,
+    restore_signals,
+    settle,
+    yield_processors,
+)
+from prorl_envs.sandbox.linux.descriptors import receive_descriptors
+from prorl_envs.sandbox.linux.kernel_settings import PROCESS_LIMITS, enter_and_limit
+from prorl_envs.sandbox.linux.seccomp import install_filter, own_program
+from prorl_envs.sandbox.linux.syscalls import PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, capabilities, prctl
+from prorl_envs.sandbox.template.immortal_objects import immortalise
+from prorl_envs.sandbox.template.route import add_default_route, listen_inside
+from prorl_envs.sandbox.template.sandbox_init import become_first, end_all_but, is_inside, serve_under
+
+MESSAGE_LIMIT = 160 * 1024
+REPORT_LIMIT = 16 * 1024
+#: Milliseconds without a request after which the next spare is forked, so that the fork delays no request.
+_SPARE_MS = 8
+#: Maximum number of descriptors in a request.
+_DESCRIPTORS = 5
+
+type Entry = Callable[[socket.socket], None]
+
+
+def main() -> None:
+    """Serve fork requests until the control socket closes. Never returns in a child."""
+    control = socket.socket(fileno=os.dup(0))
+    _replace_with_null(0)
+    restore_signals()
+    # Adopts orphans of a tool server: a zombie that is not reaped would keep its pid namespace alive.
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    setup = control.recv(MESSAGE_LIMIT)
+    if not setup:  # the host has exited
+        return
+    try:
+        prepared = _prepare(json.loads(setup))
+    except (ImportError, AttributeError, OSError) as error:
+        _say(control, error="".join(traceback.format_exception(error)))
+        return
+    gc.collect()
+    if not prepared.inside:  # the first process forks only once or twice, and a sandbox waits for it
+        immortalise()
+    gc.freeze()
+    socket.send_fds(control, [json.dumps({"ready": True, **prepared.found}).encode()], prepared.descriptors)
+    if prepared.inside:
+        _close_all_but([control.fileno()])
+    _serve(control, prepared)
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """State of a template that is ready.
+
+    Args:
+        entries: functions that its forks may run.
+        inside: whether it is the first process of a sandbox.
+        spares: whether to keep a child forked in advance.
+        found, descriptors: data and descriptors for the host.
+    """
+
+    entries: dict[str, Entry]
+    inside: bool
+    spares: bool
+    found: dict[str, object]
+    descriptors: list[int]
+
+
+def _prepare(setup: dict[str, Any]) -> _Prepared:
+    own_program()
+    capabilities()
+    for name in setup["preload"]:
+        module, _, function = name.partition(":")
+        loaded = importlib.import_module(module)
+        if function:
+            getattr(loaded, function)()
+    entries = {name: _load(name) for name in setup["entries"]}
+    # Only after the imports, because the first sandbox waits for them.
+    yield_processors(setup["nice"])
+    found: dict[str, object] = {"pid": os.getpid()}
+    descriptors: list[int] = []
+    inside = setup.get("inside")
+    if inside is not None:
+        # The cells of a Python session must not see the package's folder.
+        sys.path[:] = [path for path in sys.path if path != inside["code"]]
+        found, descriptors = become_first(
+            route=inside["route"], settings=inside["settings"], terminals=inside["terminals"]
+        )
+    if setup["filtered"]:  # the kernel translates a filter anew for each process that installs it
+        prctl(PR_SET_NO_NEW_PRIVS, 1)
+        install_filter()
+    return _Prepared(entries, inside is not None, setup["spares"], found, descriptors)
+
+
+def _load(name: str) -> Entry:
+    module, _, function = name.partition(":")
+    entry: Entry = getattr(importlib.import_module(module), function)
+    return entry
+
+
+def _serve(control: socket.socket, prepared: _Prepared) -> None:
+    wakeup, signalled = socket.socketpair()
+    wakeup.setblocking(False)
+    signalled.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(signalled.fileno(), warn_on_full_buffer=False)
+    children: set[int] = set()
+    #: Sockets from the first process to its tool servers.
+    servers: dict[int, socket.socket] = {}
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    poll.register(wakeup, select.POLLIN)
+    #: Closes when the spare takes a request, or dies.
+    spare: socket.socket | None = None
+    wanted = prepared.spares
+    while True:
+        ready = {fd for fd, _ in poll.poll(_SPARE_MS if wanted else None)}
+        if not ready:
+            wanted = False
+            spare = _fork_spare(prepared, control, children)
+            if spare is not None:
+                poll.unregister(control)
+                poll.register(spare, select.POLLIN)
+        if spare is not None and spare.fileno() in ready:
+            poll.unregister(spare)
+            spare.close()
+            spare, wanted = None, True
+            poll.register(control, select.POLLIN)
+        if wakeup.fileno() in ready:
+            wakeup.recv(4096)
+            _reap(children)
+        if control.fileno() in ready:
+            message, fds = receive_descriptors(control, MESSAGE_LIMIT, _DESCRIPTORS)
+            if not message:
+                break
+            request = json.loads(message)
+            if "command" in request:
+                _spawn(request["command"], fds)
+                continue
+            try:
+                ours, theirs = _way_to_first(prepared, request)
+            except OSError as error:  # the machine has no more open files
+                _refuse(fds, error)
+                continue
+            pid = _fork(request, fds, prepared, theirs)
+            if pid is not None:
+                children.add(pid)
+            if ours is not None:
+                servers[ours.fileno()] = ours
+                poll.register(ours, select.POLLIN)
+        for fd in ready & servers.keys():
+            if servers[fd].recv(16):
+                _reap(children)
+                ended = end_all_but(children)
+                with contextlib.suppress(OSError):  # it has exited
+                    servers[fd].send(b"ended" if ended else b"some live")
+            else:
+                poll.unregister(fd)
+                servers.pop(fd).close()
+    signal.set_wakeup_fd(-1)  # it closes with this function
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid cannot be another process's
+
+
+def _way_to_first(
+    prepared: _Prepared, request: dict[str, Any]
+) -> tuple[socket.socket, socket.socket] | tuple[None, None]:
+    if not prepared.inside or "entry" not in request:
+        return None, None
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _reap(children: set[int]) -> None:
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        children.discard(pid)
+
+
+def _fork(
+    request: dict[str, Any], fds: list[int], prepared: _Prepared, first: socket.socket | None
+) -> int | None:
+    """Fork a child for a request. `first` is its socket to this process, if it is to have one."""
+    parent = os.getpid()
+    try:
+        pid = os.fork()
+    except OSError as error:
+        # A sandbox may have used up the user's processes: that must not stop the tool servers of all
+        # sandboxes.
+        if first is not None:
+            first.close()
+        _refuse(fds, error)
+        return None
+    if pid == 0:
+        _live(request, fds, prepared, parent, first)
+    if first is not None:
+        first.close()
+    return _tell_of(pid, fds)
+
+
+def _spawn(command: list[str], fds: list[int]) -> None:
+    """Start a program. It is not among the children that are killed with this process: bubblewrap, killed at
+    the wrong moment, would make its own child wait forever."""
+    try:
+        pid = spawn(command, fds[:-1])
+    except OSError as error:
+        _refuse(fds, error)
+    else:
+        _tell_of(pid, fds, ready=True)
+
+
+def _tell_of(pid: int, fds: list[int], **more: object) -> int:
+    """Send the host the pidfd of a child. Kill the child if that fails."""
+    *others, status_fd = fds
+    with socket.socket(fileno=status_fd) as status:
+        try:
+            _say_pid(status, pid, **more)
+        except OSError as error:
+            # A sandbox may have used up the user's descriptors in flight, or the machine's open files. This
+            # process must continue: its exit would stop the tool servers of all sandboxes.
+            os.kill(pid, signal.SIGKILL)
+            _report(status, error)
+    for fd in others:
+        os.close(fd)
+    return pid
+
+
+def _say_pid(status: socket.socket, pid: int, **more: object) -> None:
+    pidfd = os.pidfd_open(pid)
+    try:
+        # If the host has given up on the child, the child detects that too and exits.
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            socket.send_fds(status, [json.dumps({"pid": pid, **more}).encode()], [pidfd])
+    finally:
+        os.close(pidfd)
+
+
+def _fork_spare(prepared: _Prepared, control: socket.socket, children: set[int]) -> socket.socket | None:
+    """Fork a child in advance, which takes the next request itself, so that no request waits for a fork.
+
+    Returns:
+        A socket that closes when the child has taken a request, or died; None if there is no spare.
+    """
+    parent = os.getpid()
+    try:
+        free, inside = socket.socketpair()
+    except OSError:  # the next request reports it
+        return None
+    try:
+        pid = os.fork()
+    except OSError:  # likewise
+        free.close()
+        return None
+    finally:
+        if os.getpid() == parent:
+            inside.close()
+    if pid == 0:
+        _live_as_spare(control.fileno(), inside.fileno(), prepared, parent)
+    children.add(pid)
+    return free
+
+
+def _live_as_spare(control: int, free: int, prepared: _Prepared, parent: int) -> NoReturn:
+    try:
+        _close_all_but([control, free])
+        _reset_signals()
+        lead_session()  # can take milliseconds on a busy machine
+        end_with(parent)
+        with socket.socket(fileno=control) as requests:
+            message, fds = receive_descriptors(requests, MESSAGE_LIMIT, _DESCRIPTORS)
+            os.close(free)
+        if message:
+            _live(json.loads(message), fds, prepared, parent, None, spare=True)
+    finally:
+        os._exit(0)  # the host has exited
+
+
+def _refuse(fds: list[int], error: OSError) -> None:
+    *others, status_fd = fds
+    with socket.socket(fileno=status_fd) as status:
+        _report(status, error)
+    for fd in others:
+        os.close(fd)
+
+
+def _live(
+    request: dict[str, Any],
+    fds: list[int],
+    prepared: _Prepared,
+    parent: int,
+    first: socket.socket | None,
+    *,
+    spare: bool = False,
+) -> NoReturn:
+    """Run the child until its exit. Leaves only by `os._exit`, so that it never runs the template's code."""
+    code = 1
+    status: socket.socket | None = None
+    try:
+        status = socket.socket(fileno=fds[-1])
+        if spare:  # the spare has done the rest
+            _say_pid(status, os.getpid())
+        else:
+            _close_all_but([*fds, *(() if first is None else (first.fileno(),))])
+            _reset_signals()
+        if "route" in request:
+            add_default_route(fds[0])
+            _say(status, ready=True)
+        elif "listen" in request:
+            with listen_inside(None if prepared.inside else fds[0], request["listen"]) as listener:
+                socket.send_fds(status, [b'{"ready": true}'], [listener.fileno()])
+        elif "measure" in request:
+            root, *pidfd, _ = fds
+            use = measure(root, pidfd[0] if pidfd else None, **request["measure"])
+            _say(status, ready=True, size=use.size, files=use.files)
+        else:
+            if first is not None:
+                serve_under(first)
+            _serve_tools(request, fds, prepared.entries[request["entry"]], parent, status)
+        code = 0
+    finally:
+        try:
+            error = sys.exception()
+            if error is not None and status is not None:
+                _report(status, error)
+        finally:
+            os._exit(code)
+
+
+def _serve_tools(
+    request: dict[str, Any], fds: list[int], entry: Entry, parent: int, status: socket.socket
+) -> None:
+    place, tool_fd, _ = fds
+    begin(request["groups"])
+    if request["settings"]:
+        enter_and_limit(
+            place, request["settings"], request["terminals"], host_network=request["host_network"]
+        )
+    if request["isolated"]:
+        join(place, host_network=request["host_network"])
+    os.close(place)
+    settle(
+        workdir=request["workdir"],
+        env=request["env"],
+        parent=parent,
+        isolated=request["isolated"],
+        emulate_root=request["emulate_root"],
+        rlimits=[*request["rlimits"], *PROCESS_LIMITS],
+    )
+    if request["isolated"] or is_inside():
+        # Later imports would load the sandbox's files, and run them outside its pid namespace.
+        sys.meta_path.remove(PathFinder)
+    _say(status, ready=True)
+    entry(socket.socket(fileno=tool_fd))
+
+
+def _close_all_but(keep: list[int]) -> None:
+    """Close every descriptor but `keep`, and point 0-2 at /dev/null."""
+    low = 3
+    for fd in sorted(keep):
+        os.closerange(low, fd)
+        low = fd + 1
+    os.closerange(low, os.sysconf("SC_OPEN_MAX"))
+    for fd in range(3):
+        _replace_with_null(fd)
+
+
+def _replace_with_null(fd: int) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, fd, inheritable=True)
+    if null != fd:
+        os.close(null)
+
+
+def _reset_signals() -> None:
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _say(sock: socket.socket, **message: object) -> None:
+    sock.send(json.dumps(message).encode())
+
+
+def _report(report: socket.socket, error: BaseException) -> None:
+    text = "".join(traceback.format_exception(error))[-REPORT_LIMIT:]
+    report.setblocking(False)
+    # A host that has exited or does not read sees the exit itself.
+    with contextlib.suppress(OSError):
+        number = error.errno if isinstance(error, OSError) else None
+        _say(report, error=text, summary=f"{type(error).__name__}: {error}"[:1000], errno=number)

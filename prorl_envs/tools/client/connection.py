@@ -1,0 +1,408 @@
+"""Host end of one connection to a tool server: sends requests and matches replies to them."""
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import Any, Self
+
+from prorl_envs.errors import RolloutFailure, ToolError
+from prorl_envs.sandbox.base import OpenedTerminal
+from prorl_envs.sandbox.linux.descriptors import receive_descriptors
+from prorl_envs.tools.client.direct_session import (
+    DESCRIPTORS,
+    BornShell,
+    DirectPython,
+    DirectSession,
+    DirectShell,
+)
+from prorl_envs.tools.protocol.messages import (
+    AnyReply,
+    Bash,
+    BashDone,
+    Cancel,
+    Done,
+    Framer,
+    Python,
+    PythonDone,
+    Reply,
+    Request,
+    Setup,
+    ToolRefused,
+    WireError,
+    decode_reply,
+    encode,
+)
+
+#: Maximum number of requests in flight.
+IN_FLIGHT_LIMIT = 256
+#: Seconds to wait for a server's setup before the connection is closed.
+_SETUP_S = 15.0
+#: Bytes received at a time: below the size for which `malloc` asks the kernel.
+_RECEIVE_SIZE = 65536
+
+
+class ServerLost(ToolError):
+    """The server stopped, or its connection was closed, before or during a request."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """Request in flight."""
+
+    request: Request
+    future: asyncio.Future[AnyReply]
+    due: float
+    deadline_s: float
+
+
+class ToolConnection:
+    """Connection to a tool server. Belongs to one event loop; everything received is untrusted.
+
+    Uses the socket directly, because an asyncio transport cannot receive descriptors.
+
+    Args:
+        output_limit: bytes of output kept of each command.
+        reach: starts a server on demand; this object owns the returned socket.
+        setup: builds the first request to the server.
+    """
+
+    def __init__(
+        self,
+        output_limit: int,
+        reach: Callable[[], Awaitable[socket.socket]] | None = None,
+        setup: Callable[[int], Setup] | None = None,
+    ) -> None:
+        self._sock: socket.socket | None = None
+        self._reach, self._setup = reach, setup
+        self._reaching: asyncio.Task[None] | None = None
+        #: Descriptors to send to the server with the next bytes.
+        self._passed: tuple[int, ...] = ()
+        self._output_limit = output_limit
+        self._loop = asyncio.get_running_loop()
+        self._ids = count(1)
+        self._framer = Framer()
+        self._unsent = bytearray()
+        self._waiting: dict[int, _Waiting] = {}
+        self._descriptors: list[int] = []
+        #: By the shell's session name; the key of the Python session is None.
+        self._lent: dict[str | None, DirectSession[Any]] = {}
+        self._deadline: asyncio.TimerHandle | None = None
+        self._why = "the tool server ended"
+        #: True once no more requests can be sent.
+        self.lost = False
+
+    @classmethod
+    async def open(cls, sock: socket.socket, *, output_limit: int = 32 * 1024) -> Self:
+        """Create a connection that owns a connected stream socket."""
+        connection = cls(output_limit)
+        connection._take_over(sock)
+        return connection
+
+    async def reach(self, *, deadline_s: float) -> None:
+        """Start a server and wait for its setup.
+
+        Raises:
+            OSError, SandboxError, ToolError: the server cannot be started or set up.
+        """
+        assert self._reach is not None and self._setup is not None
+        self._take_over(await self._reach())
+        await self.request(self._setup, Done, deadline_s=deadline_s)
+
+    def borrow(self, session: str, begun: OpenedTerminal, *, cwd: str, settings: bytes) -> None:
+        """Use a shell that was opened without a server, for a session that has no shell yet.
+
+        Args:
+            begun: the shell's descriptors, owned from here on.
+            cwd: directory in which the shell was started.
+            settings: settings of its terminal.
+        """
+        limit, give_back = self._output_limit, partial(self._give_back_born, session)
+        with contextlib.suppress(OSError, ValueError):  # on failure, the server opens a shell
+            shell = BornShell(
+                session, begun, cwd, settings, output_limit=limit, give_back=give_back, answer=self._take
+            )
+            if self.lost:
+                shell.close()
+            else:
+                self._lent[session] = shell
+
+    async def request[R: Reply](
+        self, make: Callable[[int], Request], reply_type: type[R], *, deadline_s: float
+    ) -> R:
+        """Send a request and await its reply.
+
+        Cancelling the caller cancels the request in the server; the connection stays usable.
+
+        Args:
+            make: builds the request, given its id.
+            deadline_s: seconds after which the connection to the server is closed.
+
+        Raises:
+            OSError: the server refused the request with this error.
+            ServerLost: the server has stopped, or did not answer in time.
+            ToolError: the server sent an unexpected reply, or too many requests are in flight.
+        """
+        request, future = self._ask(make, deadline_s)
+        try:
+            reply = await future
+        except asyncio.CancelledError:
+            # The reply still arrives, finds the future cancelled, and is dropped.
+            if not self.lost:
+                self._send(Cancel(request.id))
+            raise
+        if isinstance(reply, reply_type):
+            return reply
+        if isinstance(reply, ToolRefused):
+            raise OSError(reply.errno, reply.message)
+        self.give_up(f"the tool server answered {type(reply).__name__}, not {reply_type.__name__}")
+        raise ToolError(self._why)
+
+    def tell(self, make: Callable[[int], Request], *, deadline_s: float) -> None:
+        """Send a request that must be `Done` before any other can be, without waiting for the reply.
+
+        If the request fails, the next request raises the error.
+
+        Args:
+            make, deadline_s: see `request`.
+
+        Raises:
+            ServerLost: the server has stopped.
+            ToolError: the request cannot be sent.
+        """
+        _, future = self._ask(make, deadline_s)
+        future.add_done_callback(self._on_told)
+
+    def _on_told(self, future: asyncio.Future[AnyReply]) -> None:
+        if future.exception() is None and not isinstance(reply := future.result(), Done):
+            why = reply.message if isinstance(reply, ToolRefused) else f"it answered {type(reply).__name__}"
+            self.give_up(f"the tool server could not be set up: {why}")
+
+    def _ask(
+        self, make: Callable[[int], Request], deadline_s: float
+    ) -> tuple[Request, asyncio.Future[AnyReply]]:
+        if self.lost:
+            raise ServerLost(self._why)
+        if len(self._waiting) >= IN_FLIGHT_LIMIT:
+            raise ToolError(f"{IN_FLIGHT_LIMIT} requests are under way on this toolbox already")
+        request = make(next(self._ids))
+        future: asyncio.Future[AnyReply] = self._loop.create_future()
+        due = self._loop.time() + deadline_s
+        self._waiting[request.id] = _Waiting(request, future, due, deadline_s)
+        self._send(request)
+        # One timer for all requests, rarely reset: a timer for each would cost as much as sending the
+        # request.
+        if self._deadline is None or self._deadline.when() > due:
+            self._watch_deadline(due)
+        return request, future
+
+    def give_up(self, why: str, error: Exception | None = None) -> None:
+        """Close at once; fail every request in flight with `error`, or `ServerLost` if there is none."""
+        if self.lost:
+            return
+        self.lost, self._why = True, why
+        self._reach = self._setup = None  # the owner holds this object too
+        if self._sock is not None:
+            self._loop.remove_reader(self._sock)
+            self._loop.remove_writer(self._sock)
+            self._sock.close()
+        if self._reaching is not None:
+            self._reaching.cancel()
+        self._drop_passed()
+        if self._deadline is not None:
+            self._deadline.cancel()
+        for lent in self._lent.values():
+            lent.close()
+        self._lent.clear()
+        self._drop_descriptors()
+        for waiting in self._waiting.values():
+            if not waiting.future.done():
+                waiting.future.set_exception(error or ServerLost(why))
+        self._waiting.clear()
+
+    async def aclose(self) -> None:
+        """Close the connection. Idempotent."""
+        self.give_up("the toolbox was closed")
+
+    def _watch_deadline(self, due: float) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = self._loop.call_at(due, self._on_deadline)
+
+    def _on_deadline(self) -> None:
+        self._deadline = None
+        first = min(self._waiting.values(), key=lambda waiting: waiting.due, default=None)
+        if first is None:
+            return
+        if first.due <= self._loop.time():
+            self.give_up(f"the tool server did not answer within {first.deadline_s:g} s")
+        else:
+            self._watch_deadline(first.due)
+
+    # Sending: to the server, or to a lent session.
+
+    def _send(self, request: Request) -> None:
+        if isinstance(request, Bash | Python):
+            lent = self._lent.get(_session(request))
+            if lent is not None and lent.begin(request):
+                return
+        elif isinstance(request, Cancel):
+            for lent in tuple(self._lent.values()):
+                if lent.runs(request.id):
+                    lent.give_back()
+        try:
+            frame = encode(request)
+        except WireError as error:
+            del self._waiting[request.id]
+            raise ToolError(str(error), hint="send less at a time") from error
+        if self._unsent or self._sock is None:
+            self._unsent += frame
+            self._reach_server()
+            return
+        sent = self._write(self._sock, frame)
+        if sent < len(frame):
+            self._unsent += frame[sent:]
+            self._loop.add_writer(self._sock, self._on_writable)
+
+    def _on_writable(self) -> None:
+        assert self._sock is not None
+        del self._unsent[: self._write(self._sock, self._unsent)]
+        if not self._unsent:
+            self._loop.remove_writer(self._sock)
+
+    def _write(self, sock: socket.socket, data: bytearray) -> int:
+        try:
+            if not self._passed:
+                return sock.send(data)
+            sent = socket.send_fds(sock, [data], self._passed)
+        except BlockingIOError:
+            return 0
+        except (BrokenPipeError, ConnectionResetError):  # the reader finds the end of the stream
+            return len(data)
+        self._drop_passed()
+        return sent
+
+    def _drop_passed(self) -> None:
+        passed, self._passed = self._passed, ()
+        for fd in passed:
+            os.close(fd)
+
+    def _reach_server(self) -> None:
+        """Start a server for the unsent requests, unless one runs or is starting."""
+        if self._sock is None and self._reaching is None:
+            self._reaching = self._loop.create_task(self._start_server())
+
+    async def _start_server(self) -> None:
+        assert self._reach is not None and self._setup is not None
+        try:
+            sock = await self._reach()
+            self._take_over(sock)
+            unsent, self._unsent = self._unsent, bytearray()
+            # Not awaited: the first call need not wait for the reply to the setup.
+            self.tell(self._setup, deadline_s=_SETUP_S)
+        except (RolloutFailure, OSError) as error:
+            self._reaching = None
+            self.give_up(str(error), error)
+            return
+        self._unsent += unsent
+        self._loop.add_writer(sock, self._on_writable)
+
+    def _take_over(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._loop.add_reader(sock, self._on_readable)
+
+    # Receiving: from the server, or from a lent session.
+
+    def _on_readable(self) -> None:
+        assert self._sock is not None
+        try:
+            data, descriptors = receive_descriptors(self._sock, _RECEIVE_SIZE, DESCRIPTORS)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            data, descriptors = b"", []
+        self._descriptors += descriptors
+        if not data:
+            self.give_up(self._why)
+            return
+        try:
+            if len(self._descriptors) > DESCRIPTORS:
+                raise WireError("descriptors for nothing")
+            for reply in [decode_reply(frame) for frame in self._framer.feed(data)]:
+                self._take(reply)
+        except WireError as error:
+            self.give_up(f"the tool server broke the protocol: {error}")
+
+    def _take(self, reply: AnyReply) -> None:
+        """Pass a reply to its request.
+
+        Raises:
+            WireError: the reply matches no request, or not this one.
+        """
+        waiting = self._waiting.get(reply.id)
+        if waiting is None:
+            raise WireError("a reply to no request")
+        if isinstance(reply, BashDone | PythonDone) and reply.lent:
+            self._borrow(waiting.request, reply)
+        del self._waiting[reply.id]
+        if not waiting.future.done():
+            waiting.future.set_result(reply)
+
+    def _borrow(self, request: Request, done: BashDone | PythonDone) -> None:
+        """Take over a lent session, or decline: then the session's next request returns it to the server.
+
+        Raises:
+            WireError: the session is lent at the wrong moment.
+        """
+        if not isinstance(request, Bash if isinstance(done, BashDone) else Python):
+            raise WireError("a session lent at the wrong moment")
+        session = _session(request)
+        if session in self._lent:
+            raise WireError("a session lent twice")
+        # The server runs a request that was sent before the loan was known, for instance after a cancelled
+        # call.
+        late = sum(_is_for(waiting.request, session) for waiting in self._waiting.values()) > 1
+        if late or len(self._descriptors) != DESCRIPTORS:  # descriptors may have run out
+            self._drop_descriptors()
+            return
+        descriptors, self._descriptors = self._descriptors, []
+        limit, give_back, answer = self._output_limit, partial(self._give_back, session), self._take
+        with contextlib.suppress(OSError, ValueError):
+            if session is None:
+                self._lent[None] = DirectPython(
+                    descriptors, output_limit=limit, give_back=give_back, answer=answer
+                )
+            else:
+                assert isinstance(done, BashDone)
+                self._lent[session] = DirectShell(
+                    session, done, descriptors, output_limit=limit, give_back=give_back, answer=answer
+                )
+
+    def _give_back(self, session: str | None, returned: Request) -> None:
+        del self._lent[session]
+        self._send(returned)
+
+    def _give_back_born(self, session: str, returned: Request) -> None:
+        shell = self._lent.pop(session)
+        assert isinstance(shell, BornShell)
+        adoption, self._passed = shell.adoption
+        self._send(adoption)
+        self._send(returned)
+
+    def _drop_descriptors(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+
+def _session(request: Bash | Python) -> str | None:
+    """Return the session that runs a request: a shell's name, or None for the Python session."""
+    return request.session if isinstance(request, Bash) else None
+
+
+def _is_for(request: Request, session: str | None) -> bool:
+    return isinstance(request, Bash | Python) and _session(request) == session

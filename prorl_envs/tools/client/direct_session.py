@@ -1,0 +1,396 @@
+"""Sessions lent to the host: short commands and cells run without waking the tool server.
+
+The server keeps the shell, or the Python session, and lends the descriptors that control it: its output, the
+channel on which it reports results, and the process. The host then starts a request and reads its result
+itself. In every unusual case the session returns to the server, with the output read so far: a request that
+takes long, writes much, or must be stopped; a text that cannot be typed; input; output while nothing runs;
+the exit of the process. So this module makes no decisions, and a sandbox takes little of the host's time.
+"""
+
+import asyncio
+import contextlib
+import os
+import stat
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from prorl_envs.sandbox.base import OpenedTerminal
+from prorl_envs.tools.protocol.messages import (
+    HEADER_SIZE,
+    Adopt,
+    Bash,
+    BashDone,
+    Cell,
+    Framer,
+    Python,
+    PythonDone,
+    Request,
+    Return,
+    ReturnPython,
+    WireError,
+    decode_cell_done,
+    encode,
+)
+from prorl_envs.tools.protocol.output import OutputBuffer
+from prorl_envs.tools.protocol.shell_status import Reports
+from prorl_envs.tools.server.input_detection import settings
+from prorl_envs.tools.server.shell_syntax import BASH
+from prorl_envs.tools.server.terminal import end, put_text
+
+#: Number of descriptors of a loan: output, channel, process.
+DESCRIPTORS = 3
+#: Seconds after which a request returns to the server (at the latest twice that). Longer if no server runs
+#: yet, because starting one costs more.
+_HOLD_S, _BORN_HOLD_S = 0.02, 0.1
+#: Bytes of output after which the request returns to the server.
+_OUTPUT_LIMIT = 16 * 1024
+#: Bytes of the longest command text run here, because the text stays in memory.
+_TEXT_LIMIT = 64 * 1024
+#: Bytes of the longest cell run here, and of its result message.
+_CELL_LIMIT = 16 * 1024
+_CHANNEL_SIZE, _OUTPUT_SIZE = 8192, 65536
+#: Reads that empty an output whose writers may continue.
+_DRAIN_READS = 16
+
+type GiveBack = Callable[[Request], None]
+type Answer = Callable[[BashDone | PythonDone], None]
+
+
+class DirectSession[RequestT: Bash | Python](ABC):
+    """Session driven by the host. Watches its descriptors in the running loop until `give_back` or `close`.
+
+    Args:
+        descriptors: DESCRIPTORS of them, owned from here on.
+        output_limit: bytes of output kept of each request.
+        give_back: called with the message that returns the session to the server.
+        answer: called with the reply to a request.
+
+    Raises:
+        OSError, ValueError: a descriptor has the wrong type or is blocking.
+    """
+
+    _hold_s = _HOLD_S
+    #: Checks of the file types of output and channel.
+    _kinds: tuple[Callable[[int], bool], Callable[[int], bool]]
+
+    def __init__(
+        self, descriptors: Sequence[int], *, output_limit: int, give_back: GiveBack, answer: Answer
+    ) -> None:
+        self._output_limit = output_limit
+        self._give_back, self._answer = give_back, answer
+        self._source, self._channel, self._process = self._descriptors = tuple(descriptors)
+        self._running: RequestT | None = None
+        self._output = bytearray()
+        self._started = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+        try:
+            for fd, kind in zip((self._source, self._channel), self._kinds, strict=True):
+                if not kind(os.fstat(fd).st_mode) or os.get_blocking(fd):
+                    raise ValueError(f"descriptor {fd} is not what it should be")
+            self._loop.add_reader(self._source, self._on_output)
+            self._loop.add_reader(self._channel, self._on_channel)
+            self._loop.add_reader(self._process, self.give_back)
+        except (OSError, ValueError):
+            self.close()
+            raise
+
+    def begin(self, request: RequestT) -> bool:
+        """Start a request; return False if the session was returned to the server instead."""
+        words = self._words(request)
+        if words is None:
+            self.give_back()
+            return False
+        try:
+            self._say(words)
+        except OSError:  # the reader is slow or gone; the server determines the cause
+            self.give_back()
+            return False
+        self._running, self._started = request, self._loop.time()
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._started + self._hold_s, self._on_time)
+        return True
+
+    def runs(self, request_id: int) -> bool:
+        """Return True if this request runs here."""
+        return self._running is not None and self._running.id == request_id
+
+    def give_back(self) -> None:
+        """Return the session to the server."""
+        self.close()
+        self._give_back(self._returned(self._loop.time() - self._started))
+
+    def close(self) -> None:
+        """Stop watching, and close the descriptors."""
+        self._let_go()
+        for fd in self._descriptors:
+            os.close(fd)
+
+    def _let_go(self) -> None:
+        """Stop watching the descriptors and the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for fd in self._descriptors:
+            self._loop.remove_reader(fd)
+
+    @abstractmethod
+    def _words(self, request: RequestT) -> bytes | bytearray | None:
+        """Return the message that starts a request; None if the server must run the request."""
+
+    @abstractmethod
+    def _say(self, words: bytes | bytearray) -> None:
+        """Write the message to the session.
+
+        Raises:
+            OSError: it cannot be written at once.
+        """
+
+    @abstractmethod
+    def _returned(self, spent_s: float) -> Request:
+        """Return the message with which the session returns to the server."""
+
+    @abstractmethod
+    def _hear(self, data: bytes) -> BashDone | PythonDone | None:
+        """Return the reply to the running request, if these bytes of the channel complete it.
+
+        Raises:
+            WireError: the bytes are unexpected; the server must handle them.
+        """
+
+    def _on_time(self) -> None:
+        self._timer = None
+        if self._running is None:
+            return
+        due = self._started + self._hold_s
+        if due <= self._loop.time():
+            self.give_back()
+        else:
+            self._timer = self._loop.call_at(due, self._on_time)
+
+    def _on_output(self) -> None:
+        # The result has usually arrived too: reading it now saves a round of the loop.
+        if self._running is not None and self._on_channel():
+            return
+        allowed = 0 if self._running is None else _OUTPUT_LIMIT
+        if not self._read_output() or len(self._output) > allowed:
+            self.give_back()
+
+    def _read_output(self) -> bool:
+        """Read once; return True if more output may follow, now or later."""
+        try:
+            data = os.read(self._source, _OUTPUT_SIZE)
+        except BlockingIOError:  # a terminal may be reported readable without having data
+            return True
+        except OSError:  # EIO: a terminal's last user has closed it
+            return False
+        self._output += data
+        return bool(data)
+
+    def _on_channel(self) -> bool:
+        """Read the channel; return True if the request, or the loan, is finished."""
+        try:
+            data = os.read(self._channel, _CHANNEL_SIZE)
+        except BlockingIOError:  # already read together with the output
+            return False
+        except ConnectionResetError:
+            data = b""
+        try:
+            done = self._hear(data)
+        except WireError:
+            self.give_back()
+            return True
+        if done is None:
+            return False
+        self._running = None
+        self._answer(done)
+        return True
+
+    def _text(self) -> tuple[str, int]:
+        """Return the finished request's output, including all written before its end, and the bytes left out.
+
+        See `OutputReader.drain`.
+        """
+        before = -1
+        for _ in range(_DRAIN_READS):
+            if len(self._output) == before:
+                break
+            before = len(self._output)
+            self._read_output()
+        data, self._output = self._output, bytearray()
+        if len(data) <= self._output_limit:
+            return data.decode("utf-8", "replace"), 0
+        buffer = OutputBuffer(self._output_limit)
+        buffer.feed(bytes(data))
+        captured = buffer.take()
+        return captured.text(), captured.omitted
+
+
+class DirectShell(DirectSession[Bash]):
+    """Shell driven by the host. Its output is its terminal; its channel is the pipe for reports.
+
+    Args:
+        session: name of the shell's session.
+        done: the reply with which the shell was lent.
+    """
+
+    _kinds = stat.S_ISCHR, stat.S_ISFIFO
+
+    def __init__(
+        self,
+        session: str,
+        done: BashDone,
+        descriptors: Sequence[int],
+        *,
+        output_limit: int,
+        give_back: GiveBack,
+        answer: Answer,
+    ) -> None:
+        self._session = session
+        self._status, self._cwd = done.exit_code or 0, done.cwd
+        self._settings = done.lent
+        self._reports = Reports()
+        self._nonce = ""
+        super().__init__(descriptors, output_limit=output_limit, give_back=give_back, answer=answer)
+
+    def _words(self, request: Bash) -> bytes | None:
+        nonce = os.urandom(8).hex()
+        line, content = BASH.line(request.command, nonce=nonce, status=self._status)
+        if request.is_input or request.restart or settings(self._source) != self._settings:
+            return None
+        if content is not None and not self._put(content):
+            return None
+        self._nonce = nonce
+        return line
+
+    def _put(self, content: bytes) -> bool:
+        """Store a text that cannot be typed where the shell reads it; return False if that is unsupported."""
+        return False
+
+    def _say(self, words: bytes | bytearray) -> None:
+        os.write(self._source, words)
+
+    def _returned(self, spent_s: float) -> Return:
+        running = self._running
+        return Return(
+            0 if running is None else running.id,
+            self._session,
+            self._status,
+            self._cwd,
+            running,
+            self._nonce,
+            spent_s,
+            bytes(self._output),
+            self._reports.rest,
+        )
+
+    def _hear(self, data: bytes) -> BashDone | None:
+        report = self._reports.feed(data, self._nonce)
+        if not data or self._running is None:
+            raise WireError("the shell is gone, or says something unasked")
+        if report is None:
+            return None
+        self._status, self._cwd = report
+        text, omitted = self._text()
+        return BashDone(self._running.id, text, omitted, self._status, self._cwd, False, "")
+
+
+class BornShell(DirectShell):
+    """Shell that was opened without a tool server, handled as if a later server had lent it.
+
+    Args:
+        begun: its descriptors, owned from here on.
+        settings: the terminal's initial settings.
+    """
+
+    _hold_s = _BORN_HOLD_S
+
+    def __init__(
+        self,
+        session: str,
+        begun: OpenedTerminal,
+        cwd: str,
+        settings: bytes,
+        *,
+        output_limit: int,
+        give_back: GiveBack,
+        answer: Answer,
+    ) -> None:
+        self._begun, self._settings_begun = begun, settings
+        done = BashDone(0, "", 0, 0, cwd, False, "", lent=settings)
+        descriptors = begun.terminal, begun.report, begun.process
+        super().__init__(
+            session, done, descriptors, output_limit=output_limit, give_back=give_back, answer=answer
+        )
+        try:
+            os.write(begun.terminal, BASH.prepare.encode())
+        except OSError:
+            self.close()
+            raise
+
+    def _put(self, content: bytes) -> bool:
+        if len(content) > _TEXT_LIMIT:
+            return False
+        put_text(self._begun.text, content)
+        return True
+
+    @property
+    def adoption(self) -> tuple[Adopt, tuple[int, ...]]:
+        """The message and the descriptors with which a server adopts the shell."""
+        begun = self._begun
+        fds = (begun.terminal, begun.report, begun.process, begun.text, begun.exits)
+        return Adopt(0, self._session, begun.pid, self._settings_begun), fds
+
+    def give_back(self) -> None:
+        self._let_go()  # the server gets the descriptors
+        self._give_back(self._returned(self._loop.time() - self._started))
+
+    def close(self) -> None:
+        """Kill the shell and its command."""
+        self._let_go()
+        end(self._begun)
+
+
+class DirectPython(DirectSession[Python]):
+    """Python session driven by the host. Its output is a pipe; its channel is the socket for cells.
+
+    The process that runs the model's code writes to this channel. Only short, typed messages are accepted
+    here; all others are left to the server.
+    """
+
+    _kinds = stat.S_ISFIFO, stat.S_ISSOCK
+
+    def __init__(
+        self, descriptors: Sequence[int], *, output_limit: int, give_back: GiveBack, answer: Answer
+    ) -> None:
+        self._heard = bytearray()
+        super().__init__(descriptors, output_limit=output_limit, give_back=give_back, answer=answer)
+
+    def _words(self, request: Python) -> bytearray | None:
+        if len(request.code) > _CELL_LIMIT:
+            return None
+        with contextlib.suppress(WireError):
+            return encode(Cell(request.id, request.code))
+        return None  # not Unicode: the connection then raises ToolError
+
+    def _say(self, words: bytes | bytearray) -> None:
+        # A session that does not read may accept only a part; then its cell times out like any other.
+        os.write(self._channel, words)
+
+    def _returned(self, spent_s: float) -> ReturnPython:
+        running = self._running
+        id_ = 0 if running is None else running.id
+        return ReturnPython(id_, running, spent_s, bytes(self._output), bytes(self._heard))
+
+    def _hear(self, data: bytes) -> PythonDone | None:
+        self._heard += data
+        if not data or self._running is None or len(self._heard) > _CELL_LIMIT:
+            raise WireError("the session is gone, says something unasked, or says much")
+        frames = Framer(_CELL_LIMIT).feed(self._heard)
+        if not frames:
+            return None
+        done = decode_cell_done(frames[0])
+        if done.id != self._running.id or len(frames[0]) + HEADER_SIZE != len(self._heard):
+            raise WireError("the end of another cell, or more than one")
+        self._heard.clear()
+        text, omitted = self._text()
+        return PythonDone(done.id, text, omitted, done.error, False, "", done.display)

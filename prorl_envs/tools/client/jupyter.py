@@ -1,0 +1,374 @@
+"""Jupyter kernel in the sandbox, run by the image's own interpreter.
+
+The kernel listens on Unix sockets in a directory of the workspace, which is deleted once they are connected.
+The directory's content is untrusted: the host opens each socket through descriptors that follow no link, and
+connects to the opened file.
+"""
+
+import asyncio
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+from jupyter_client.asynchronous.client import AsyncKernelClient
+
+from prorl_envs.errors import InputError, ToolError
+from prorl_envs.sandbox.base import Sandbox
+from prorl_envs.tools.client.connection import ServerLost
+from prorl_envs.tools.client.jupyter_output import CellOutput
+from prorl_envs.tools.client.jupyter_setup import SETUP
+from prorl_envs.tools.client.results import python_result
+from prorl_envs.tools.client.server_handle import ToolLimits, ToolServerHandle
+from prorl_envs.tools.protocol.messages import Done, PythonDone, Run, RunDone, Write
+from prorl_envs.tools.types import ToolResult
+
+#: Seconds a kernel may take for its first answer.
+START_TIMEOUT_S = 60.0
+#: Bytes of one message, and messages queued, per channel. A kernel that sends a longer message is
+#: disconnected, and its session is closed at the cell's deadline.
+MESSAGE_LIMIT = 16 * 1024 * 1024
+MESSAGES_WAITING = 16
+#: Exceptions that malformed messages raise, in the client's libraries or here.
+_BREACHES = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+    zmq.ZMQError,
+    msgspec.MsgspecError,
+)
+#: As in `server/python_kernel.py`. Otherwise SQLite writes each cell to a file in the sandbox, and opens that
+#: file's folder for a moment, which looks like a leaked descriptor.
+_NO_HISTORY = ("--HistoryManager.enabled=False", "--HistoryManager.hist_file=:memory:")
+#: Seconds to wait for a kernel's exit after its output connection closed.
+_END_S = 5.0
+_LIFETIME_S = 30 * 86400.0
+_PORTS = {"shell_port": 1, "iopub_port": 2, "stdin_port": 3, "control_port": 4, "hb_port": 5}
+
+
+class JupyterPython:
+    """Persistent session in a Jupyter kernel.
+
+    Args:
+        sandbox: the sandbox in which the kernel runs.
+        limits: bounds of the session.
+        interpreter: the image's Python, which must have ipykernel.
+    """
+
+    def __init__(self, sandbox: Sandbox, limits: ToolLimits, *, interpreter: str = "python3") -> None:
+        self._sandbox = sandbox
+        self._limits = limits
+        self._interpreter = interpreter
+        self._link = ToolServerHandle(sandbox, "base", limits, python=False)
+        self._kernel: _Kernel | None = None
+        self._lock = asyncio.Lock()
+
+    async def start(self) -> None:
+        self._kernel = await _Kernel.start(self._link, self._interpreter)
+
+    async def run(self, code: str, *, timeout_s: float) -> ToolResult:
+        started = time.monotonic()
+        async with self._lock:
+            before = await self._take_note_of_an_end()
+            if self._kernel is None:
+                await self.start()
+            assert self._kernel is not None
+            output = CellOutput(self._limits.output_bytes)
+            try:
+                done = await self._execute(self._kernel, code, output, timeout_s)
+            except BaseException:
+                # Cancelled, or lost: the kernel may still be busy, so the next cell gets a new one.
+                await self._end()
+                raise
+        if done.notice and not self._sandbox.alive:
+            raise self._sandbox.end_error()
+        done.notice = "\n".join(filter(None, [before, done.notice]))
+        return python_result(done, "", time.monotonic() - started)
+
+    async def restart(self) -> None:
+        if self._kernel is not None:
+            self._kernel.give_up("was restarted")  # stops a running cell and the kernel
+        async with self._lock:
+            await self._end()
+            await self.start()
+
+    def connection_file(self) -> Path:
+        """Return the connection file: see `Toolbox.jupyter_connection_file`."""
+        if self._kernel is None:
+            raise InputError("no kernel runs", hint="the next cell, or a restart, starts one")
+        return self._kernel.connection_file()
+
+    async def aclose(self) -> None:
+        await self._end()
+        await self._link.aclose()
+
+    async def _take_note_of_an_end(self) -> str:
+        """Return a notice for the model if the kernel has stopped since the last cell, else ""."""
+        if self._kernel is None or not (ended := self._kernel.ended):
+            return ""
+        await self._end()
+        return f"[before this cell, the Python session {ended}; this is a new one, without its variables]"
+
+    async def _execute(
+        self, kernel: "_Kernel", code: str, output: CellOutput, timeout_s: float
+    ) -> PythonDone:
+        stopped = ""
+        try:
+            if not await kernel.execute(code, output, timeout_s):
+                stopped = f"[timed out after {timeout_s:g} s: it was interrupted]"
+                if not await kernel.interrupt(output, self._limits.grace_s):
+                    stopped = f"[timed out after {timeout_s:g} s: it ignored the interrupt and was killed]"
+                    raise _KernelEnded("was killed")
+        except _KernelEnded as ended:
+            await self._end()
+            notice = f"[the Python session {ended}; the next cell gets a new one, without its variables]"
+            notices = "\n".join(filter(None, [stopped, notice]))
+            return output.reply(timed_out=bool(stopped), notice=notices, error="SessionEnded")
+        return output.reply(timed_out=bool(stopped), notice=stopped)
+
+    async def _end(self) -> None:
+        kernel, self._kernel = self._kernel, None
+        if kernel is not None:
+            await kernel.aclose()
+
+
+class _KernelEnded(Exception):
+    """The kernel stopped, or broke the protocol; the message continues "the Python session"."""
+
+
+class _Kernel:
+    """Kernel process and a client connected to it."""
+
+    def __init__(self, process: "asyncio.Task[RunDone]", info: dict[str, Any]) -> None:
+        self._process = process
+        self._info = info
+        self._why = ""
+        self._context = zmq.asyncio.Context()
+        # Defaults of the sockets created from this context: the peer is untrusted.
+        self._context.setsockopt(zmq.MAXMSGSIZE, MESSAGE_LIMIT)
+        self._context.setsockopt(zmq.RCVHWM, MESSAGES_WAITING)
+        self._context.setsockopt(zmq.LINGER, 0)
+        self._client = AsyncKernelClient(context=self._context)
+        self._cut_off: asyncio.Task[None] | None = None
+        self._sockets: dict[int, int] = {}
+        self._attachment: Path | None = None
+        self._cell = ""
+        self._ready = False
+
+    @classmethod
+    async def start(cls, link: ToolServerHandle, interpreter: str) -> "_Kernel":
+        """Start the process in the sandbox and connect.
+
+        Raises:
+            ToolError: the kernel does not start; the message includes its output.
+        """
+        if link.sandbox.spec.emulate_root:
+            raise ToolError(
+                "no Jupyter kernel can be connected to a sandbox with an emulated root",
+                hint="sockets do not pass an overlay; use the Python tool, or no `emulate_root`",
+            )
+        name = f".kernel-{secrets.token_hex(6)}"
+        inside = f"{link.sandbox.spec.workdir}/{name}"
+        key = secrets.token_hex(32)
+        info = {
+            "transport": "ipc",
+            "signature_scheme": "hmac-sha256",
+            "key": key,
+            "kernel_name": "",
+            **_PORTS,
+        }
+        data = msgspec.json.encode({**info, "ip": f"{inside}/k"})
+        await link.ask(lambda id_: Write(id_, f"{inside}/info.json", data, 0o600), Done, timeout_s=30)
+        argv = [interpreter, "-m", "ipykernel_launcher", "-f", f"{inside}/info.json", *_NO_HISTORY]
+        process = asyncio.create_task(_run(link, argv, _LIFETIME_S))
+        kernel = cls(process, info)
+        try:
+            listening = "for n in 1 2 3 4 5; do until [ -S $0/k-$n ]; do sleep 0.02; done; done"
+            await kernel.while_alive(_run(link, ["sh", "-c", listening, inside], START_TIMEOUT_S))
+            await kernel._connect(link.sandbox.workspace, name)
+        except BaseException as error:
+            await kernel.aclose()
+            if isinstance(error, _KernelEnded):
+                raise ToolError(f"the Jupyter kernel {error}", hint="the image needs ipykernel") from None
+            raise
+        finally:
+            await _run(link, ["rm", "-rf", inside], 30)
+        return kernel
+
+    async def execute(self, code: str, output: CellOutput, timeout_s: float, *, silent: bool = False) -> bool:
+        """Run a cell; return False if it has not finished in time.
+
+        Raises:
+            _KernelEnded: the kernel stopped instead.
+        """
+        self._cell = self._client.execute(code, silent=silent, store_history=not silent, allow_stdin=False)
+        return await self._follow(output, timeout_s)
+
+    async def interrupt(self, output: CellOutput, grace_s: float) -> bool:
+        """Interrupt the cell; return False if it is still running after `grace_s`."""
+        message = self._client.session.msg("interrupt_request", {})
+        self._client.control_channel.send(message)
+        return await self._follow(output, grace_s)
+
+    async def while_alive[T](self, work: "asyncio.Future[T] | Any") -> T:
+        """Await `work`, but only while the kernel lives.
+
+        Raises:
+            _KernelEnded: the kernel stopped first.
+        """
+        task = asyncio.ensure_future(work)
+        others = filter(None, (self._process, self._cut_off))
+        try:
+            await asyncio.wait({task, *others}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+        if task.cancelled():
+            raise _KernelEnded(self.ended)
+        result: T = task.result()
+        return result
+
+    @property
+    def ended(self) -> str:
+        """Reason for the kernel's end, which continues "the Python session"; empty while the kernel lives."""
+        if self._process.cancelled():
+            return self._why or "was ended"
+        if not self._process.done():
+            cut_off = self._cut_off is not None and self._cut_off.done()
+            return f"sent a message of more than {MESSAGE_LIMIT} bytes, and was killed" if cut_off else ""
+        try:
+            done = self._process.result()
+        except ServerLost as lost:
+            return f"was lost ({lost.message})"
+        words = "" if self._ready else done.output.decode(errors="replace").strip()[-500:]
+        return f"exited with status {done.exit_code}{f' ({words})' if words else ''}"
+
+    def give_up(self, why: str) -> None:
+        """Kill the process; a running cell stops with it."""
+        self._why = why
+        self._process.cancel()
+
+    def connection_file(self) -> Path:
+        """Write the connection file for a Jupyter client; it is deleted when the kernel stops."""
+        if self._attachment is None:
+            folder = self._attachment = self._way_to_sockets()
+            path = folder / "kernel.json"
+            path.touch(mode=0o600)
+            path.write_bytes(msgspec.json.encode({**self._info, "ip": str(folder / "k")}))
+        return self._attachment / "kernel.json"
+
+    async def aclose(self) -> None:
+        """Kill the process and close every socket."""
+        self._process.cancel()
+        tasks = [task for task in (self._process, self._cut_off) if task is not None]
+        if self._cut_off is not None:
+            self._cut_off.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._client.stop_channels()
+        self._context.destroy(linger=0)
+        if self._attachment is not None:
+            shutil.rmtree(self._attachment)
+        for fd in self._sockets.values():
+            os.close(fd)
+        self._sockets.clear()
+
+    def _way_to_sockets(self) -> Path:
+        """Create a directory with a short link to the opened file of each socket.
+
+        The links are valid while this process lives, independent of the sandbox's own directory.
+        """
+        folder = Path(tempfile.mkdtemp(prefix="prk-"))
+        for number, fd in self._sockets.items():
+            (folder / f"k-{number}").symlink_to(f"/proc/{os.getpid()}/fd/{fd}")
+        return folder
+
+    async def _connect(self, workspace: Path, name: str) -> None:
+        try:
+            for number in _PORTS.values():
+                self._sockets[number] = _open_socket(workspace, name, f"k-{number}")
+        except OSError as error:
+            raise ToolError(f"the Jupyter kernel's sockets cannot be opened: {error}") from error
+        folder = self._way_to_sockets()
+        try:
+            info: Any = {**self._info, "ip": str(folder / "k")}
+            self._client.load_connection_info(info)
+            self._client.start_channels(stdin=False, hb=False, control=True)
+            await self.while_alive(self._client.wait_for_ready(timeout=START_TIMEOUT_S))
+            # The control channel must also be connected before the directory is deleted.
+            self._client.control_channel.send(self._client.session.msg("kernel_info_request", {}))
+            await self.while_alive(self._client.get_control_msg(timeout=START_TIMEOUT_S))
+            self._cut_off = asyncio.create_task(self._until_cut_off())
+            await self.execute(SETUP, CellOutput(0), START_TIMEOUT_S, silent=True)
+            self._ready = True
+        finally:
+            shutil.rmtree(folder)
+
+    async def _until_cut_off(self) -> None:
+        """Wait until the output connection closes while the kernel lives: a message was too long."""
+        sock = self._client.iopub_channel.socket
+        monitor = sock.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        try:
+            await monitor.recv_multipart()
+        finally:
+            sock.disable_monitor()
+        # If the kernel has exited, its status will be known soon.
+        await asyncio.wait({self._process}, timeout=_END_S)
+
+    async def _follow(self, output: CellOutput, timeout_s: float) -> bool:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not await self._next(output):
+                    pass
+                while (reply := await self._reply())["parent_header"].get("msg_id") != self._cell:
+                    pass  # reply to a request sent during the start
+                if any(part["source"] == "ask_exit" for part in reply["content"].get("payload", ())):
+                    await self.while_alive(asyncio.Event().wait())  # exit(): the kernel exits shortly
+        except TimeoutError:
+            return False
+        except _BREACHES as error:
+            raise _KernelEnded(f"broke the protocol ({type(error).__name__})") from error
+        return True
+
+    async def _reply(self) -> dict[str, Any]:
+        reply: dict[str, Any] = await self.while_alive(self._client.get_shell_msg())
+        return reply
+
+    async def _next(self, output: CellOutput) -> bool:
+        message: dict[str, Any] = await self.while_alive(self._client.get_iopub_msg())
+        if message["parent_header"].get("msg_id") != self._cell:
+            return False
+        return output.take(message["msg_type"], message["content"])
+
+
+async def _run(link: ToolServerHandle, argv: list[str], timeout_s: float) -> RunDone:
+    return await link.ask(
+        lambda id_: Run(id_, argv, "", {}, b"", timeout_s, 65536), RunDone, timeout_s=timeout_s
+    )
+
+
+def _open_socket(workspace: Path, folder: str, name: str) -> int:
+    """Open a socket's file, following no link below `workspace`. The caller closes the descriptor."""
+    root = os.open(workspace, os.O_PATH | os.O_DIRECTORY)
+    try:
+        parent = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=root)
+    finally:
+        os.close(root)
+    try:
+        fd = os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=parent)
+    finally:
+        os.close(parent)
+    if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(f"{name} is not a socket")
+    return fd

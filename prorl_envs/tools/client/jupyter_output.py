@@ -1,0 +1,101 @@
+"""Conversion of a Jupyter kernel's messages for a cell to a reply. Pure; the kernel is untrusted."""
+
+import re
+from typing import Any
+
+import msgspec
+
+from prorl_envs.tools.protocol.messages import DISPLAY_LIMIT, ERROR_NAME_LIMIT, MIME_LIMIT, PythonDone
+from prorl_envs.tools.protocol.output import OutputBuffer
+
+#: Characters of all rich representations forwarded per cell.
+DISPLAY_CHARACTERS = 1024 * 1024
+_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+class Stream(msgspec.Struct):
+    """Content of a `stream` message."""
+
+    text: str
+
+
+class Bundle(msgspec.Struct):
+    """Content of an `execute_result` or `display_data` message."""
+
+    data: dict[str, Any]
+
+
+class CellFailure(msgspec.Struct):
+    """Content of an `error` message."""
+
+    ename: str
+    traceback: list[str]
+
+
+class KernelStatus(msgspec.Struct):
+    """Content of a `status` message."""
+
+    execution_state: str
+
+
+class CellOutput:
+    """Bounded collection of a cell's messages.
+
+    Args:
+        output_limit: bytes of text kept.
+    """
+
+    def __init__(self, output_limit: int) -> None:
+        self._text = OutputBuffer(output_limit)
+        self._display: list[dict[str, str]] = []
+        self._display_characters = 0
+        self._error = ""
+
+    def take(self, kind: str, content: Any) -> bool:
+        """Add one message's content; return True if the cell has finished.
+
+        Raises:
+            msgspec.ValidationError: the content does not match its kind.
+        """
+        match kind:
+            case "stream":
+                self._write(msgspec.convert(content, Stream).text)
+            case "execute_result" | "display_data":
+                self._show(msgspec.convert(content, Bundle).data)
+            case "error":
+                failure = msgspec.convert(content, CellFailure)
+                self._error = _whole(failure.ename[:ERROR_NAME_LIMIT])
+                self._write(_COLOUR.sub("", "\n".join(failure.traceback)) + "\n")
+            case "status":
+                return msgspec.convert(content, KernelStatus).execution_state == "idle"
+        return False
+
+    def reply(self, *, timed_out: bool, notice: str, error: str = "") -> PythonDone:
+        """Return the reply for the model."""
+        captured = self._text.take()
+        return PythonDone(
+            0, captured.text(), captured.omitted, error or self._error, timed_out, notice, self._display
+        )
+
+    def _write(self, text: str) -> None:
+        self._text.feed(text.encode("utf-8", "replace"))
+
+    def _show(self, bundle: dict[str, Any]) -> None:
+        rich = {_whole(mime): _whole(str(value)) for mime, value in bundle.items() if mime != "text/plain"}
+        if "text/plain" in bundle:
+            self._write(f"{bundle['text/plain']}\n")
+        if not rich:
+            return
+        size = sum(map(len, rich.values()))
+        total = self._display_characters + size + sum(map(len, rich))
+        few = len(self._display) < DISPLAY_LIMIT and len(rich) <= MIME_LIMIT
+        if few and total <= DISPLAY_CHARACTERS:
+            self._display.append(rich)
+            self._display_characters = total
+        else:
+            self._write(f"[display data of {size} characters left out]\n")
+
+
+def _whole(text: str) -> str:
+    """Replace lone surrogates: JSON can contain them, but a reply cannot."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()

@@ -1,0 +1,74 @@
+"""Setup code that a Jupyter kernel runs before its first cell, so that cells behave as in the forked engine.
+
+The code runs in the image's interpreter, which may be old. It improves the behaviour of honest cells only; a
+hostile cell can undo it, but the host's limits still hold.
+"""
+
+#: Runs `!command` without a terminal, which would take 0.1 s and alter line ends. Bounds the size of
+#: messages: otherwise one print of 20 MB would be one message, too large for the host.
+SETUP = """
+def _setup():
+    import io, subprocess, sys
+    shell = get_ipython()
+    limit = 1 << 20
+
+    def clip(text):
+        left_out = len(text) - 2 * limit
+        if left_out <= 0:
+            return text
+        return "%s\\n[... %d characters left out ...]\\n%s" % (text[:limit], left_out, text[-limit:])
+
+    # A stream of its own, for the shell puts back the methods that it finds on the other.
+    class Bounded(object):
+        def __init__(self, stream):
+            self._stream = stream
+            self._waiting = 0
+
+        def __getattr__(self, name):
+            return getattr(self._stream, name)
+
+        def write(self, text):
+            written = self._stream.write(clip(text) if isinstance(text, str) else text)
+            self._waiting += len(text)
+            if self._waiting > limit:
+                self._waiting = 0
+                self._stream.flush()
+            return written
+
+        def writelines(self, lines):
+            for line in lines:
+                self.write(line)
+
+    def format_bounded(*args, **kwargs):
+        data, metadata = format_any(*args, **kwargs)
+        for mime, value in list(data.items()):
+            if isinstance(value, str) and len(value) > 2 * limit:
+                if mime == "text/plain":
+                    data[mime] = clip(value)
+                else:
+                    del data[mime]
+                    note = "[display data of %d characters left out: %s]" % (len(value), mime)
+                    data["text/plain"] = "%s\\n%s" % (data.get("text/plain", ""), note)
+        return data, metadata
+
+    def system(cmd):
+        process = subprocess.Popen(
+            shell.var_expand(cmd, depth=1), shell=True, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        try:
+            with io.TextIOWrapper(process.stdout, "utf-8", "replace", newline="") as output:
+                for line in output:
+                    sys.stdout.write(line)
+        finally:
+            shell.user_ns["_exit_code"] = process.wait()
+
+    sys.stdout = Bounded(sys.stdout)
+    sys.stderr = Bounded(sys.stderr)
+    format_any = shell.display_formatter.format
+    shell.display_formatter.format = format_bounded
+    shell.system = system
+
+_setup()
+del _setup
+"""

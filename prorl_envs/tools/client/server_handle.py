@@ -1,0 +1,168 @@
+"""Handle of a sandbox's tool server: starts the server on demand, and again after a loss."""
+
+import asyncio
+import math
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from prorl_envs.errors import InputError, ToolError
+from prorl_envs.sandbox.base import Sandbox
+from prorl_envs.tools.client.connection import ServerLost, ToolConnection
+from prorl_envs.tools.protocol.messages import Reply, Request, Setup
+from prorl_envs.tools.server import initial_shell
+
+ENTRY = "prorl_envs.tools.server.server:serve"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolLimits:
+    """Bounds of one toolbox.
+
+    Args:
+        output_bytes: bytes of output kept of each tool call; half from its start, half from its end.
+        grace_s: seconds a command has to react to an interrupt before it is killed.
+        margin_s: seconds beyond a call's own timeout after which the connection to the server is closed.
+        transfer_s: seconds for moving a file.
+    """
+
+    output_bytes: int = 32 * 1024
+    grace_s: float = 2.0
+    margin_s: float = 15.0
+    transfer_s: float = 60.0
+
+
+@dataclass(slots=True)
+class ToolServerSession:
+    """State of one session; its lock keeps the session's calls in order.
+
+    Args:
+        server: the connection last used; None before the first call, or once the model was notified of a
+            loss.
+    """
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    server: ToolConnection | None = None
+
+
+class ToolServerHandle:
+    """Tool server that is forked at first use, and again if it is lost."""
+
+    def __init__(self, sandbox: Sandbox, template: str, limits: ToolLimits, *, python: bool) -> None:
+        self.sandbox = sandbox
+        self._template = template
+        self.limits = limits
+        self._python = python
+        self._connection: ToolConnection | None = None
+        self._starting = asyncio.Lock()
+        self._asked_for_shell = False
+        self._closed = False
+
+    @property
+    def live(self) -> ToolConnection | None:
+        """The live connection, or None."""
+        connection = self._connection
+        return None if connection is None or connection.lost else connection
+
+    async def connection(self) -> ToolConnection:
+        """Return the live connection; create one if there is none.
+
+        Raises:
+            SandboxError: the sandbox has stopped.
+            ToolError: the toolbox is closed, or a new server cannot be set up.
+        """
+        if (connection := self.live) is not None:
+            return connection
+        if self._closed:
+            raise ToolError("the toolbox is closed")
+        if not self.sandbox.alive:
+            raise self.sandbox.end_error()
+        async with self._starting:
+            if self.live is None:
+                self._connection = await self._start()
+            assert self._connection is not None
+            return self._connection
+
+    async def ask[R: Reply](
+        self,
+        make: Callable[[int], Request],
+        reply_type: type[R],
+        *,
+        timeout_s: float,
+        connection: ToolConnection | None = None,
+    ) -> R:
+        """Send a request and await its reply; see `ToolConnection.request`.
+
+        Args:
+            timeout_s: seconds the request itself may take; the server gets `limits.margin_s` more.
+            connection: the connection to use, if the caller must know it.
+
+        Raises:
+            OSError: the server refused the request with this error.
+            SandboxError: the sandbox has stopped.
+            ToolError: the server was lost or broke the protocol.
+        """
+        connection = connection or await self.connection()
+        try:
+            return await connection.request(make, reply_type, deadline_s=timeout_s + self.limits.margin_s)
+        except (ServerLost, OSError) as error:
+            if not self.sandbox.alive:
+                raise self.sandbox.end_error() from error
+            raise
+
+    async def aclose(self) -> None:
+        """Close the connection; the server then kills its commands and exits. Idempotent."""
+        self._closed = True
+        if self._connection is not None:
+            await self._connection.aclose()
+
+    async def shell_connection(self, session: str) -> ToolConnection:
+        """Return the live connection, prepared for a command in a session's shell.
+
+        The main session's first command uses the shell opened with the sandbox, if there is one.
+
+        Raises:
+            SandboxError: the sandbox has stopped.
+            ToolError: the toolbox is closed, or a new server cannot be set up.
+        """
+        connection = await self.connection()
+        if session == initial_shell.SESSION and not self._asked_for_shell:
+            self._asked_for_shell = True
+            begun = await self.sandbox.open_shell()
+            if begun is not None:
+                workdir, settings = self.sandbox.spec.workdir, initial_shell.terminal_settings()
+                connection.borrow(session, begun, cwd=workdir, settings=settings)
+        return connection
+
+    async def _start(self) -> ToolConnection:
+        connection = ToolConnection(self.limits.output_bytes, self._reach, self._setup)
+        if self._python:  # the server starts the Python session
+            try:
+                await connection.reach(deadline_s=self.limits.margin_s)
+            except BaseException:
+                await connection.aclose()
+                raise
+        return connection
+
+    async def _reach(self) -> socket.socket:
+        return await self.sandbox.spawn(ENTRY, template=self._template)
+
+    def _setup(self, request_id: int) -> Setup:
+        return Setup(
+            request_id,
+            self.sandbox.spec.workdir,
+            {**initial_shell.ENVIRONMENT, **self.sandbox.spec.env},
+            self.limits.output_bytes,
+            self.limits.grace_s,
+            self._python,
+        )
+
+
+def check_timeout(timeout_s: float) -> None:
+    """Check that a timeout is a positive number of seconds.
+
+    Raises:
+        InputError: it is not.
+    """
+    if not (math.isfinite(timeout_s) and timeout_s > 0):
+        raise InputError(f"timeout_s is {timeout_s}; it must be a positive number of seconds")

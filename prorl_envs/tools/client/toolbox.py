@@ -1,0 +1,443 @@
+"""Host side of a sandbox's tools."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+from prorl_envs.errors import InputError, ToolError
+from prorl_envs.sandbox.base import Sandbox
+from prorl_envs.tools.client import transfer
+from prorl_envs.tools.client.arguments import complaint, is_unicode
+from prorl_envs.tools.client.connection import ServerLost
+from prorl_envs.tools.client.python import ForkedPython, PythonEngine, PythonTool
+from prorl_envs.tools.client.results import bash_result, server_lost, with_notices
+from prorl_envs.tools.client.server_handle import (
+    ToolLimits,
+    ToolServerHandle,
+    ToolServerSession,
+    check_timeout,
+)
+from prorl_envs.tools.protocol.messages import (
+    CONTENT_LIMIT,
+    Bash,
+    BashDone,
+    Content,
+    Done,
+    Edit,
+    Edited,
+    EndProcesses,
+    Patch,
+    Read,
+    Request,
+    Run,
+    RunDone,
+    Write,
+)
+from prorl_envs.tools.protocol.tree import Transferred, TreeLimits
+from prorl_envs.tools.schemas import APPLY_PATCH, BASH, EDITOR, PYTHON
+from prorl_envs.tools.types import Completed, JsonObject, ToolCall, ToolResult
+
+#: Characters of the longest name of a shell session.
+SESSION_NAME_LIMIT = 64
+
+
+class Toolbox:
+    """Tools of one sandbox. Created by `open`; the creator closes it before the sandbox.
+
+    Calls of different kinds and sessions may be in flight together; those of one session run in order.
+    Cancelling a call stops the work it started and leaves the toolbox usable.
+    """
+
+    def __init__(
+        self, sandbox: Sandbox, python: PythonEngine, limits: ToolLimits, interpreter: str = "python3"
+    ) -> None:
+        self.sandbox = sandbox
+        self.limits = limits
+        self._tools = ToolServerHandle(sandbox, "base", limits, python=False)
+        self._shells: dict[str, ToolServerSession] = {}
+        self._python: PythonTool | None = None
+        if python is PythonEngine.FORKED:
+            self._python = ForkedPython(sandbox, limits)
+        elif python is PythonEngine.KERNEL:
+            # Imported only here: the libraries take 0.2 s to import.
+            from prorl_envs.tools.client.jupyter import JupyterPython
+
+            self._python = JupyterPython(sandbox, limits, interpreter=interpreter)
+
+    @classmethod
+    async def open(
+        cls,
+        sandbox: Sandbox,
+        *,
+        python: PythonEngine | bool = False,
+        limits: ToolLimits | None = None,
+        interpreter: str = "python3",
+    ) -> Self:
+        """Open the tools of a running sandbox.
+
+        The Python session, if requested, starts now. A tool server or the shell starts with the first call.
+
+        Args:
+            sandbox: the running sandbox; its owner still closes it.
+            python: engine for Python cells; True selects the forked session.
+            limits: bounds of outputs and times.
+            interpreter: for a Jupyter kernel, the image's Python: a name in its PATH, or an absolute path.
+
+        Raises:
+            SandboxError: the sandbox has stopped or cannot be joined.
+            ToolError: a server does not answer.
+        """
+        engine = PythonEngine.FORKED if python is True else PythonEngine(python or PythonEngine.NONE)
+        toolbox = cls(sandbox, engine, limits or ToolLimits(), interpreter)
+        try:
+            if toolbox._python is not None:
+                await toolbox._python.start()
+            else:
+                await toolbox._tools.connection()
+        except BaseException:
+            await toolbox.aclose()
+            raise
+        return toolbox
+
+    async def bash(
+        self,
+        command: str,
+        *,
+        timeout_s: float,
+        session: str = "main",
+        is_input: bool = False,
+        restart: bool = False,
+    ) -> ToolResult:
+        """Run a command in a persistent shell, or type into a command that waits for input.
+
+        Args:
+            command: any text bash can evaluate. As input, it is typed with Enter appended; names of keys
+                (`C-c`, `C-d`, others in `keys.KEYS`) are typed without Enter, and an empty text waits for
+                more output.
+            timeout_s: seconds after which the command is interrupted, then killed.
+            session: name of the shell; a new one is started at first use.
+            is_input: True if the text is input for a waiting command.
+            restart: kill the session's shell, and all in it but background jobs, first.
+
+        Returns:
+            The output, then the exit status if it is not 0, then notes about the command or shell. Returns
+            early, with `waiting` true, if the command waits for input (see
+            `tools/server/input_detection.py`).
+            `data`: exit_code (None if stopped or waiting), cwd, timed_out, waiting.
+
+        Raises:
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        check_timeout(timeout_s)
+        if "\0" in command or not is_unicode(command):
+            return ToolResult(text="the command holds a character that bash cannot take", ok=False)
+        shell = self._shells.get(session)
+        if shell is None:
+            if len(session) > SESSION_NAME_LIMIT or not is_unicode(session):
+                return ToolResult(
+                    text=f"a session's name has at most {SESSION_NAME_LIMIT} characters", ok=False
+                )
+            shell = self._shells[session] = ToolServerSession()
+        started = time.monotonic()
+        async with shell.lock:
+            connection = await self._tools.shell_connection(session)
+            lost = shell.server is not None and shell.server is not connection
+            shell.server = connection
+            try:
+                done = await self._tools.ask(
+                    lambda id_: Bash(id_, session, command, timeout_s, is_input, restart),
+                    BashDone,
+                    timeout_s=timeout_s,
+                    connection=connection,
+                )
+            except ServerLost as error:
+                shell.server = None
+                return self._noted(server_lost(error, "shell", time.monotonic() - started))
+            except OSError as error:
+                raise ToolError(f"no shell could be started: {error}") from error
+        if done.notice and not self.sandbox.alive:
+            raise self.sandbox.end_error()
+        return self._noted(bash_result(done, "shell" if lost else "", time.monotonic() - started))
+
+    async def python(self, code: str, *, timeout_s: float) -> ToolResult:
+        """Run a cell in the persistent Python session.
+
+        Args:
+            code: Python, with IPython's magics.
+            timeout_s: seconds after which the cell is interrupted, then killed with the session.
+
+        Returns:
+            The cell's printed output, the value of its last expression and its traceback, in order; then
+            notes about the session. `data`: error (class name or None), timed_out, display (bundles of MIME
+            type and content, if there are any).
+
+        Raises:
+            InputError: this toolbox has no Python session.
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        check_timeout(timeout_s)
+        if self._python is None:
+            raise InputError("this toolbox has no Python session", hint="open it with python=True")
+        if not is_unicode(code):
+            return ToolResult(text="the code holds a character that Python cannot take", ok=False)
+        return self._noted(await self._python.run(code, timeout_s=timeout_s))
+
+    async def restart_python(self) -> None:
+        """Replace the Python session by a new one; a running cell stops, and its result says so.
+
+        Raises:
+            InputError: this toolbox has no Python session.
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        if self._python is None:
+            raise InputError("this toolbox has no Python session", hint="open it with python=True")
+        await self._python.restart()
+
+    def jupyter_connection_file(self) -> Path:
+        """Return the path of the Jupyter kernel's connection file, for a Jupyter client of this user.
+
+        The file is deleted when the kernel stops. Messages to the client are as untrusted as the cells.
+
+        Raises:
+            InputError: this toolbox has no Jupyter kernel, or none runs.
+        """
+        if self._python is None or not (path := self._python.connection_file()):
+            raise InputError("this toolbox has no Jupyter kernel", hint="open it with PythonEngine.KERNEL")
+        return path
+
+    async def edit(self, arguments: JsonObject) -> ToolResult:
+        """View or edit a file.
+
+        Args:
+            arguments: as `schemas.EDITOR` describes them; untrusted.
+
+        Returns:
+            `ok=False` with a message for the model if the arguments are wrong or the edit does not apply.
+
+        Raises:
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        if wrong := complaint(EDITOR, arguments):
+            return ToolResult(text=wrong, ok=False)
+        return await self._edit(lambda id_: Edit(id_, **arguments))
+
+    async def patch(self, arguments: JsonObject) -> ToolResult:
+        """Apply a patch to files, completely or not at all.
+
+        Args:
+            arguments: as `schemas.APPLY_PATCH` describes them; untrusted.
+
+        Returns:
+            `ok=False` with a message for the model if the patch does not apply.
+
+        Raises:
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        if wrong := complaint(APPLY_PATCH, arguments):
+            return ToolResult(text=wrong, ok=False)
+        return await self._edit(lambda id_: Patch(id_, arguments["input"]))
+
+    async def call(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
+        """Execute a model's call of a built-in tool.
+
+        Args:
+            call: the call; untrusted in every part.
+            timeout_s: seconds the call may take.
+
+        Returns:
+            `ok=False` with a message for the model if the tool or its arguments are wrong.
+
+        Raises:
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        match call.name:
+            case BASH.name:
+                wrong = complaint(BASH, call.arguments)
+                if not wrong:
+                    return await self.bash(**call.arguments, timeout_s=timeout_s)
+            case name if name == PYTHON.name and self._python is not None:
+                wrong = complaint(PYTHON, call.arguments)
+                if not wrong:
+                    return await self.python(call.arguments["code"], timeout_s=timeout_s)
+            case EDITOR.name:
+                return await self.edit(call.arguments)
+            case APPLY_PATCH.name:
+                return await self.patch(call.arguments)
+            case _:
+                wrong = f"there is no tool {call.name[:50]!r}"
+        return ToolResult(text=wrong, ok=False)
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str = "",
+        env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        timeout_s: float,
+        output_limit: int = 1024 * 1024,
+        apart: bool = False,
+        background: bool = False,
+    ) -> Completed:
+        """Run a fresh process; its process group is killed when the process exits or at the deadline.
+
+        Args:
+            argv: program and arguments.
+            cwd: absolute directory; empty means the sandbox's workspace.
+            env: variables on top of the sandbox's own.
+            stdin: input of the process; empty means the null device.
+            timeout_s: seconds after which the process is killed.
+            output_limit: bytes kept of the output, or of each stream if stderr is kept apart.
+            apart: keep stderr apart from stdout.
+            background: let background processes continue after the process exits by itself; their later
+                output is lost.
+
+        Raises:
+            OSError: as starting it locally would raise (no such program, no such directory).
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        check_timeout(timeout_s)
+
+        def make(id_: int) -> Run:
+            return Run(
+                id_, list(argv), cwd, dict(env or {}), stdin, timeout_s, output_limit, apart, background
+            )
+
+        done = await self._tools.ask(make, RunDone, timeout_s=timeout_s)
+        if done.exit_code is not None and done.exit_code < 0 and not self.sandbox.alive:
+            # The process's exit can arrive before that of the tool server: the sandbox's stop killed both.
+            raise self.sandbox.end_error()
+        return Completed(
+            exit_code=done.exit_code,
+            output=done.output,
+            timed_out=done.timed_out,
+            truncated_bytes=done.omitted,
+            duration_s=done.duration_s,
+            errors=done.errors,
+        )
+
+    async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        """Create or replace a file atomically, with the sandbox's own rights; create missing directories.
+
+        Raises:
+            InputError: more than `messages.CONTENT_LIMIT` bytes.
+            OSError: as a local write would raise.
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        if len(data) > CONTENT_LIMIT:
+            raise InputError(
+                f"{len(data)} bytes are more than one transfer takes", hint="upload a file, or use a mount"
+            )
+        await self._tools.ask(
+            lambda id_: Write(id_, path, data, mode),
+            Done,
+            timeout_s=self.limits.transfer_s,
+        )
+
+    async def read(self, path: str, *, limit: int = CONTENT_LIMIT) -> bytes:
+        """Return the first `limit` bytes of a regular file. The content is untrusted.
+
+        Raises:
+            OSError: as a local read would raise; also if the path is not a regular file.
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        content = await self._tools.ask(
+            lambda id_: Read(id_, path, limit),
+            Content,
+            timeout_s=self.limits.transfer_s,
+        )
+        return content.data
+
+    async def upload(
+        self, source: Path, target: str, *, timeout_s: float, limits: TreeLimits | None = None
+    ) -> Transferred:
+        """Copy a file or a tree of the host into the sandbox, with the sandbox's own rights.
+
+        A file is created or replaced. A tree is merged into an existing one: its files and links are created
+        or replaced, each atomically; other files stay. No link below `target` is followed. After a failure,
+        the entries copied so far stay. `protocol/tree.py` lists the supported kinds of files.
+
+        Args:
+            source: path on the host.
+            target: absolute path inside; missing directories are created.
+            timeout_s: seconds the copy may take.
+            limits: maximum size of the tree.
+
+        Raises:
+            TransferRefused: the tree holds an unsupported kind of file, or is too large.
+            OSError: as a local copy would raise.
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        check_timeout(timeout_s)
+        return await transfer.upload(self.sandbox, source, target, limits or TreeLimits(), timeout_s)
+
+    async def download(
+        self,
+        source: str,
+        target: Path,
+        *,
+        timeout_s: float,
+        limits: TreeLimits | None = None,
+        skip_unsupported: bool = False,
+    ) -> Transferred:
+        """Copy a file or a tree out of the sandbox, completely or not at all. The content is untrusted.
+
+        The copy holds no link that leads out of it, no device, pipe or socket, and no set-id bit. Processes
+        in the sandbox may change the tree while it is read.
+
+        Args:
+            source: absolute path inside.
+            target: path on the host; must not exist, but its parent must.
+            timeout_s: seconds the copy may take.
+            limits: maximum size of the tree.
+            skip_unsupported: skip unsupported files and name them in the result, instead of failing.
+
+        Raises:
+            InputError: `target` exists.
+            TransferRefused: the tree holds an unsupported kind of file, or is too large.
+            OSError: as a local copy would raise.
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        check_timeout(timeout_s)
+        return await transfer.download(
+            self.sandbox, source, target, limits or TreeLimits(), timeout_s, skip_unsupported=skip_unsupported
+        )
+
+    async def end_processes(self) -> None:
+        """Kill every process in the sandbox, including background jobs and daemons; files and tools stay.
+
+        For a grader that continues in the agent's own sandbox. The next call in each session starts a new
+        one.
+
+        Raises:
+            SandboxError, ToolError: our infrastructure failed, or the processes cannot be killed.
+        """
+        try:
+            await self._tools.ask(EndProcesses, Done, timeout_s=self.limits.transfer_s)
+        except OSError as error:
+            raise ToolError(f"the sandbox's processes cannot be ended: {error}") from error
+
+    def _noted(self, result: ToolResult) -> ToolResult:
+        return with_notices(result, self.sandbox.pop_notices())
+
+    async def aclose(self) -> None:
+        """Stop the tool servers, and with them the shells and the Python session. Idempotent."""
+        await self._tools.aclose()
+        if self._python is not None:
+            await self._python.aclose()
+
+    async def _edit(self, make: Callable[[int], Request]) -> ToolResult:
+        started = time.monotonic()
+        try:
+            edited = await self._tools.ask(make, Edited, timeout_s=self.limits.transfer_s)
+        except ServerLost as error:
+            return self._noted(server_lost(error, "editor", time.monotonic() - started))
+        return self._noted(
+            ToolResult(
+                text=edited.text,
+                ok=edited.ok,
+                duration_s=time.monotonic() - started,
+                truncated_bytes=edited.omitted,
+            )
+        )

@@ -1,0 +1,1 @@
+"""Warm pool of sandboxes, and the limit of concurrent sandbox starts."""

@@ -1,0 +1,237 @@
+"""Warm pool: idle sandboxes, each with a shell that has answered, ready for the next request.
+
+The number per kind follows recent requests (`demand.py`) and announced requests, within one limit over all
+kinds. The pool starts one sandbox at a time, so that it does not compete with waiting requests.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import OrderedDict, deque
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+from prorl_envs.errors import RolloutFailure
+from prorl_envs.sandbox.base import Driver, SandboxSpec
+from prorl_envs.tools.pool.demand import Demand
+from prorl_envs.tools.pool.sandbox_session import SandboxSession
+from prorl_envs.tools.pool.start_limiter import StartLimiter
+
+logger = logging.getLogger(__name__)
+
+#: Seconds for which a burst is remembered and an unused sandbox is kept.
+MEMORY_S = 60.0
+#: Kinds whose demand is remembered.
+KINDS = 256
+_READY_TIMEOUT_S = 30.0
+#: Seconds that a caller has for the first steps in its sandbox before the next one is started.
+_PAUSE_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Key of interchangeable sandboxes."""
+
+    spec: SandboxSpec
+    python: bool
+
+    def __hash__(self) -> int:
+        return hash((self.spec.image, self.spec.workdir, self.spec.mounts, self.python))
+
+
+@dataclass(slots=True)
+class _Stock:
+    demand: Demand
+    expected: deque[float] = field(default_factory=deque)  # times of announcements
+    ready: deque[tuple[float, SandboxSession]] = field(default_factory=deque)
+
+
+class WarmPool:
+    """Warm pool of sandbox sessions; created and closed by one owner, in one event loop.
+
+    Args:
+        driver: starts the sandboxes; its owner closes it after the pool.
+        limit: maximum number of idle sandboxes over all kinds; 0 disables the pool.
+        memory_s: seconds for which unused sandboxes are kept.
+        starts: limits concurrent starts; None means no limit.
+    """
+
+    def __init__(
+        self, driver: Driver, *, limit: int, memory_s: float = MEMORY_S, starts: StartLimiter | None = None
+    ) -> None:
+        self._driver = driver
+        self._starts = starts
+        self._limit = limit
+        self._memory_s = memory_s
+        self._stocks: OrderedDict[_Kind, _Stock] = OrderedDict()
+        self._asked = asyncio.Event()
+        self._settled = asyncio.Event()
+        self._keeper: asyncio.Task[None] | None = None
+        self._closed = False
+        self._filling: tuple[_Kind, asyncio.Future[None]] | None = None
+        #: Number of requests served from the pool.
+        self.hits = 0
+
+    @property
+    def ready(self) -> int:
+        """Number of idle sandboxes."""
+        return sum(len(stock.ready) for stock in self._stocks.values())
+
+    @property
+    def ready_sandboxes(self) -> frozenset[str]:
+        """Ids of the idle sandboxes."""
+        return frozenset(place.sandbox.id for stock in self._stocks.values() for _, place in stock.ready)
+
+    async def take(self, spec: SandboxSpec, *, python: bool = False) -> SandboxSession:
+        """Return an unused session: an idle one, or a new one. The caller closes it.
+
+        Raises:
+            SandboxError, ToolError: our infrastructure failed.
+        """
+        kind = _Kind(spec, python)
+        if self._limit == 0 or self._closed:
+            return await self._open(kind)
+        stock = self._stock(kind)
+        stock.demand.taken(time.monotonic())
+        if stock.expected and self._filling and self._filling[0] == kind:  # an announced sandbox is starting
+            await asyncio.wait([self._filling[1]])
+        if stock.expected:
+            stock.expected.popleft()
+        self._wake()
+        while stock.ready:
+            _, place = stock.ready.popleft()
+            if place.sandbox.alive:
+                self.hits += 1
+                return place
+            await place.aclose()
+        return await self._open(kind)
+
+    def prewarm(self, spec: SandboxSpec, *, python: bool = False) -> None:
+        """Announce a request: prepare one sandbox if the limit allows it."""
+        if self._limit > 0 and not self._closed:
+            self._stock(_Kind(spec, python)).expected.append(time.monotonic())
+            self._wake()
+
+    def cancel_prewarm(self, spec: SandboxSpec, *, python: bool = False) -> None:
+        """Withdraw an announcement."""
+        stock = self._stocks.get(_Kind(spec, python))
+        if stock is not None and stock.expected:
+            stock.expected.pop()
+            self._wake()
+
+    async def settled(self) -> None:
+        """Wait until the pool has its target size, or cannot grow further."""
+        while self._asked.is_set():
+            self._settled.clear()
+            await self._settled.wait()
+
+    async def aclose(self) -> None:
+        """Close the idle sandboxes. Idempotent."""
+        self._closed = True
+        if self._keeper is not None:
+            # Not cancelled: a start or close in progress would remain incomplete.
+            self._asked.set()
+            await asyncio.shield(self._keeper)
+        for stock in self._stocks.values():
+            while stock.ready:
+                await stock.ready.popleft()[1].aclose()
+
+    def _stock(self, kind: _Kind) -> _Stock:
+        stock = self._stocks.pop(kind, None) or _Stock(Demand(self._memory_s))
+        self._stocks[kind] = stock  # least recently requested kinds are dropped first
+        if len(self._stocks) > KINDS:
+            oldest = next(iter(self._stocks))
+            if not self._stocks[oldest].ready:
+                del self._stocks[oldest]
+        return stock
+
+    def _wake(self) -> None:
+        self._asked.set()
+        if self._keeper is None:
+            self._keeper = asyncio.create_task(self._keep())
+
+    async def _open(self, kind: _Kind) -> SandboxSession:
+        async with self._starts.turn(kind) if self._starts else nullcontext():
+            started = time.monotonic()
+            place = await SandboxSession.open(self._driver, kind.spec, python=kind.python)
+        if kind in self._stocks:
+            self._stocks[kind].demand.started(time.monotonic() - started)
+        return place
+
+    async def _keep(self) -> None:
+        """Start missing sandboxes and close unneeded ones while the pool is open."""
+        while not self._closed:
+            while (place := self._unwanted(time.monotonic())) is not None:
+                await place.aclose()
+            kind = self._short(time.monotonic())
+            if kind is not None and self.ready < self._limit and await self._fill(kind):
+                continue
+            if self._closed:
+                break
+            self._asked.clear()
+            self._settled.set()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._memory_s / 4):
+                    await self._asked.wait()
+                    await asyncio.sleep(_PAUSE_S)
+        self._settled.set()
+
+    def _unwanted(self, now: float) -> SandboxSession | None:
+        """Remove and return an idle sandbox that is too old, surplus, or takes the place of another kind."""
+        short = self._short(now)
+        in_the_way = self.ready >= self._limit
+        for kind, stock in self._stocks.items():  # least recently requested kinds first
+            if kind == short:
+                in_the_way = False
+            if not stock.ready:
+                continue
+            since, place = stock.ready[0]
+            crowding = in_the_way and short is not None and not stock.expected
+            if crowding or since < now - self._memory_s or len(stock.ready) > self._wanted(stock, now):
+                stock.demand.unused()
+                stock.ready.popleft()
+                return place
+        return None
+
+    def _short(self, now: float) -> _Kind | None:
+        """Return the kind below its target: first announced first, else most recently requested."""
+        short = [kind for kind, stock in self._stocks.items() if len(stock.ready) < self._wanted(stock, now)]
+        expected = [kind for kind in short if self._stocks[kind].expected]
+        if expected:
+            return min(expected, key=lambda kind: self._stocks[kind].expected[0])
+        return short[-1] if short else None
+
+    def _wanted(self, stock: _Stock, now: float) -> int:
+        """Return the target number of idle sandboxes of a kind."""
+        while stock.expected and stock.expected[0] < now - self._memory_s:
+            stock.expected.popleft()
+        return stock.demand.wanted(now) + len(stock.expected)
+
+    async def _fill(self, kind: _Kind) -> bool:
+        self._filling = kind, asyncio.get_running_loop().create_future()
+        try:
+            return await self._try_fill(kind)
+        finally:
+            self._filling[1].set_result(None)
+            self._filling = None
+
+    async def _try_fill(self, kind: _Kind) -> bool:
+        try:
+            place = await self._open(kind)
+        except RolloutFailure as error:
+            # No caller waits here; a later request that fails raises its own error.
+            logger.warning("a sandbox to stand ready could not be started: %s", error)
+            return False
+        try:
+            await place.tools.bash(":", timeout_s=_READY_TIMEOUT_S)
+        except RolloutFailure as error:
+            logger.warning("a sandbox to stand ready does not answer: %s", error)
+            await place.aclose()
+            return False
+        stock = self._stocks.get(kind)
+        if stock is None or self._closed:
+            await place.aclose()
+            return False
+        stock.ready.append((time.monotonic(), place))
+        return True

@@ -1,0 +1,381 @@
+"""Messages between the host and a tool server: length-prefixed msgpack frames over one stream socket.
+
+Pure: bytes in, messages out. Both sides decode received frames into typed structs, within a frame limit; the
+host treats the server as untrusted.
+"""
+
+import struct
+from typing import Annotated
+
+import msgspec
+
+#: Bytes of the longest frame either side accepts.
+FRAME_LIMIT = 48 * 1024 * 1024
+#: Bytes of file content that fit into one frame with room for the rest of the message.
+CONTENT_LIMIT = FRAME_LIMIT - 64 * 1024
+
+#: Rich representations forwarded per cell, MIME types of one, and characters of an exception's name. A kernel
+#: that exceeds them breaks the protocol: a few megabytes of empty objects would decode to a gigabyte.
+DISPLAY_LIMIT = 16
+MIME_LIMIT = 64
+ERROR_NAME_LIMIT = 200
+
+_LENGTH = struct.Struct(">I")
+#: Bytes of a frame before its message.
+HEADER_SIZE = _LENGTH.size
+
+
+class WireError(ValueError):
+    """The peer broke the protocol."""
+
+
+type ErrorName = Annotated[str, msgspec.Meta(max_length=ERROR_NAME_LIMIT)]
+type Bundle = Annotated[dict[str, str], msgspec.Meta(max_length=MIME_LIMIT)]
+type Bundles = Annotated[list[Bundle], msgspec.Meta(max_length=DISPLAY_LIMIT)]
+
+
+class Request(msgspec.Struct, array_like=True, gc=False):
+    """Base of the host's requests; every request gets one reply with the same id."""
+
+    id: int
+
+
+class Setup(Request, tag=0):
+    """First request on a connection.
+
+    Args:
+        workdir: directory in which shells and sessions start.
+        env: variables of every process, on top of the server's own environment.
+        output_limit: bytes of output kept of each command.
+        grace_s: seconds between an interrupt and the kill that follows if the interrupt had no effect.
+        python: start a Python session now.
+    """
+
+    workdir: str
+    env: dict[str, str]
+    output_limit: int
+    grace_s: float
+    python: bool
+
+
+class Bash(Request, tag=1):
+    """Command for a shell; with `is_input`, text to type into the waiting command.
+
+    With `restart`, the session's shell is killed first.
+    """
+
+    session: str
+    command: str
+    timeout_s: float
+    is_input: bool = False
+    restart: bool = False
+
+
+class Python(Request, tag=2):
+    code: str
+    timeout_s: float
+
+
+class Run(Request, tag=3):
+    """Run a fresh process.
+
+    Args:
+        output_limit: bytes kept, of each stream if stderr is kept apart.
+        apart: keep stderr apart from stdout.
+        background: let background processes continue after the process exits by itself.
+    """
+
+    argv: list[str]
+    cwd: str
+    env: dict[str, str]
+    stdin: bytes
+    timeout_s: float
+    output_limit: int
+    apart: bool = False
+    background: bool = False
+
+
+class Write(Request, tag=4):
+    path: str
+    data: bytes
+    mode: int
+
+
+class Read(Request, tag=5):
+    path: str
+    limit: int
+
+
+class Edit(Request, tag=6):
+    """Command of the editor, with the model's arguments."""
+
+    command: str
+    path: str
+    file_text: str | None = None
+    old_str: str | None = None
+    new_str: str | None = None
+    insert_line: int | None = None
+    view_range: list[int] | None = None
+
+
+class Cancel(Request, tag=7):
+    """Stop the request with this id. That request is answered as usual; `Cancel` has no reply of its own."""
+
+
+class EndProcesses(Request, tag=8):
+    """Kill every process of the sandbox except its first process and the tool servers."""
+
+
+class Patch(Request, tag=20):
+    """Patch of files, as the model wrote it; answered with `Edited`."""
+
+    patch: str
+
+
+class Return(Request, tag=21):
+    """Return of a lent shell to the server: see `tools/client/direct_session.py`.
+
+    Answered with `BashDone` if a command runs, otherwise not at all.
+
+    Args:
+        status, cwd: last values that the shell reported.
+        running: the command in progress, whose id this message has; None if there is none.
+        nonce: nonce under which the command's end will be reported.
+        spent_s: seconds the command has run.
+        output, report: output, and part of an incomplete report, read so far.
+    """
+
+    session: str
+    status: int
+    cwd: str
+    running: Bash | None
+    nonce: str
+    spent_s: float
+    output: bytes
+    report: bytes
+
+
+class Adopt(Request, tag=23):
+    """Transfer of a shell opened by another process; the server owns and lends it. Not answered.
+
+    The descriptors of a `sandbox.base.OpenedTerminal` accompany the message, in that order.
+
+    Args:
+        pid: process id of the shell outside of the sandbox.
+        settings: initial settings of its terminal.
+    """
+
+    session: str
+    pid: int
+    settings: bytes
+
+
+class ReturnPython(Request, tag=22):
+    """Return of a lent Python session to the server: see `tools/client/direct_session.py`.
+
+    Answered with `PythonDone` if a cell runs, otherwise not at all.
+
+    Args:
+        running: the cell in progress, whose id this message has; None if there is none.
+        spent_s: seconds the cell has run.
+        output, heard: output, and bytes of the session's channel, read so far.
+    """
+
+    running: Python | None
+    spent_s: float
+    output: bytes
+    heard: bytes
+
+
+class Reply(msgspec.Struct, array_like=True, gc=False):
+    """Base of the server's replies."""
+
+    id: int
+
+
+class Done(Reply, tag=0):
+    """Success of a request without a result."""
+
+
+class BashDone(Reply, tag=1):
+    """Result of a shell command.
+
+    `exit_code` is None if the command was interrupted, its shell was lost, it is `waiting` for input, or the
+    request was `refused` (see `notice`). If `lent` (the terminal's settings) is set, the host now drives the
+    shell: see `tools/client/direct_session.py`.
+    """
+
+    output: str
+    omitted: int
+    exit_code: int | None
+    cwd: str
+    timed_out: bool
+    notice: str
+    waiting: bool = False
+    refused: bool = False
+    lent: bytes = b""
+
+
+class PythonDone(Reply, tag=2):
+    """Result of a cell; `error` is the exception's class name, or empty.
+
+    If `lent` is set, the host now drives the session: see `tools/client/direct_session.py`.
+    """
+
+    output: str
+    omitted: int
+    error: ErrorName
+    timed_out: bool
+    notice: str
+    display: Bundles
+    lent: bool = False
+
+
+class RunDone(Reply, tag=3):
+    """Result of a fresh process; `errors` is its stderr if it was kept apart."""
+
+    output: bytes
+    omitted: int
+    exit_code: int | None
+    timed_out: bool
+    duration_s: float
+    errors: bytes = b""
+
+
+class Content(Reply, tag=4):
+    """First bytes of a file, and the file's whole size."""
+
+    data: bytes
+    size: int
+
+
+class Edited(Reply, tag=5):
+    text: str
+    ok: bool
+    omitted: int
+
+
+class ToolRefused(Reply, tag=6):
+    """Error of the operating system, raised on the host as the same OSError."""
+
+    errno: int
+    message: str
+
+
+class Cell(msgspec.Struct, array_like=True, gc=False):
+    """Cell for the Python session's own process, sent by the server."""
+
+    id: int
+    code: str
+
+
+class CellDone(msgspec.Struct, array_like=True, gc=False):
+    """Result of a cell: see `PythonDone`. Sent by a process that runs untrusted code."""
+
+    id: int
+    error: ErrorName
+    display: Bundles
+
+
+type AnyRequest = (
+    Setup
+    | Bash
+    | Python
+    | Run
+    | Write
+    | Read
+    | Edit
+    | Cancel
+    | EndProcesses
+    | Patch
+    | Return
+    | ReturnPython
+    | Adopt
+)
+type AnyReply = Done | BashDone | PythonDone | RunDone | Content | Edited | ToolRefused
+
+_encoder = msgspec.msgpack.Encoder()
+_requests: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(AnyRequest.__value__)
+_replies: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(
+    Done | BashDone | PythonDone | RunDone | Content | Edited | ToolRefused
+)
+_cells = msgspec.msgpack.Decoder(Cell)
+_cells_done = msgspec.msgpack.Decoder(CellDone)
+
+
+def encode(message: msgspec.Struct) -> bytearray:
+    """Return one frame: four bytes of length, then the message.
+
+    Raises:
+        WireError: the message is longer than a frame may be, or holds text that is not Unicode.
+    """
+    frame = bytearray(64)
+    try:
+        _encoder.encode_into(message, frame, HEADER_SIZE)
+    except UnicodeEncodeError as error:
+        raise WireError(f"text that is no Unicode: {error}") from error
+    if len(frame) - HEADER_SIZE > FRAME_LIMIT:
+        raise WireError(f"message of {len(frame)} bytes; a frame holds {FRAME_LIMIT}")
+    _LENGTH.pack_into(frame, 0, len(frame) - HEADER_SIZE)
+    return frame
+
+
+def decode[T](decoder: msgspec.msgpack.Decoder[T], frame: bytes, what: str) -> T:
+    """Return the message in `frame`. Raise WireError if it is not `what`."""
+    try:
+        return decoder.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # the latter for text that is not UTF-8
+        raise WireError(f"not {what}: {error}") from error
+
+
+def decode_request(frame: bytes) -> AnyRequest:
+    """Decode a request. Raise WireError if the frame is not a request."""
+    return decode(_requests, frame, "a request")
+
+
+def decode_reply(frame: bytes) -> AnyReply:
+    """Decode a reply. Raise WireError if the frame is not a reply."""
+    return decode(_replies, frame, "a reply")
+
+
+def decode_cell(frame: bytes) -> Cell:
+    """Decode a cell. Raise WireError if the frame is not a cell."""
+    return decode(_cells, frame, "a cell")
+
+
+def decode_cell_done(frame: bytes) -> CellDone:
+    """Decode a cell's result. Raise WireError if the frame is not such a result."""
+    return decode(_cells_done, frame, "the end of a cell")
+
+
+class Framer:
+    """Splitter of a byte stream into frames.
+
+    Args:
+        limit: bytes of the longest frame accepted.
+    """
+
+    def __init__(self, limit: int = FRAME_LIMIT) -> None:
+        self._limit = limit
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes | bytearray) -> list[bytes]:
+        """Add received bytes; return the frames they complete, in order.
+
+        Raises:
+            WireError: a frame announces more than the limit.
+        """
+        self._buffer += data
+        frames = []
+        start = 0
+        while len(self._buffer) - start >= HEADER_SIZE:
+            (length,) = _LENGTH.unpack_from(self._buffer, start)
+            if length > self._limit:
+                raise WireError(f"frame of {length} bytes announced; the limit is {self._limit}")
+            end = start + HEADER_SIZE + length
+            if len(self._buffer) < end:
+                break
+            frames.append(bytes(self._buffer[start + HEADER_SIZE : end]))
+            start = end
+        del self._buffer[:start]
+        return frames

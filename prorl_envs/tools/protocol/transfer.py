@@ -1,0 +1,166 @@
+"""Messages of a file transfer: one request, an archive in chunks, one end message.
+
+Each transfer has its own tool server and socket: it may take minutes, and the socket's flow control slows
+down the faster side. Each side is a blocking process or thread.
+"""
+
+import socket
+from collections import deque
+from typing import Annotated
+
+import msgspec
+
+from prorl_envs.errors import TransferRefused
+from prorl_envs.tools.protocol.messages import Framer, WireError, encode
+from prorl_envs.tools.protocol.tree import NAMED_LIMIT, PATH_LIMIT, Transferred, TreeLimits
+
+#: Bytes of archive in one frame; and of any frame.
+CHUNK_SIZE = 256 * 1024
+FRAME_LIMIT = 2 * 1024 * 1024
+_RECEIVE_SIZE = 256 * 1024
+
+type Named = Annotated[
+    list[Annotated[str, msgspec.Meta(max_length=2 * PATH_LIMIT)]], msgspec.Meta(max_length=NAMED_LIMIT)
+]
+
+
+class Pack(msgspec.Struct, array_like=True, tag=0):
+    """Send `path` as an archive."""
+
+    path: str
+    limits: TreeLimits
+    skip_unsupported: bool
+
+
+class Unpack(msgspec.Struct, array_like=True, tag=1):
+    """Create `path` from the archive that follows."""
+
+    path: str
+    limits: TreeLimits
+
+
+class Chunk(msgspec.Struct, array_like=True, tag=2):
+    """Next bytes of the archive."""
+
+    data: bytes
+
+
+class TransferEnd(msgspec.Struct, array_like=True, tag=3):
+    """Success. The packer's message describes the archive, the unpacker's the created files."""
+
+    entries: int
+    bytes: int
+    left_out: Named
+    left_out_count: int
+
+
+class Failed(msgspec.Struct, array_like=True, tag=4):
+    """Failure of the peer; `errno` is 0 if the peer refuses the given or found data."""
+
+    errno: int
+    message: str
+
+
+type Message = Pack | Unpack | Chunk | TransferEnd | Failed
+
+_messages = msgspec.msgpack.Decoder(Pack | Unpack | Chunk | TransferEnd | Failed)
+
+
+class TransferChannel:
+    """One side of a transfer, blocking. Has `read` and `write`, so that an archive can be streamed over it.
+
+    Args:
+        sock: the socket; its owner closes it.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._framer = Framer(FRAME_LIMIT)
+        self._arrived: deque[bytes] = deque()
+        self._rest = memoryview(b"")
+        self._waiting = bytearray()
+        self._end: TransferEnd | None = None
+
+    def send(self, message: Message) -> None:
+        """Send a message. Raise BrokenPipeError or ConnectionResetError if the peer is gone."""
+        self._sock.sendall(encode(message))
+
+    def send_end(self, done: Transferred) -> None:
+        """Send the rest of an archive, then report success."""
+        if self._waiting:
+            self._send_chunk()
+        self.send(TransferEnd(done.entries, done.bytes, done.left_out, done.left_out_count))
+
+    def receive(self) -> Message:
+        """Return the next message.
+
+        Raises:
+            EOFError: the peer is gone.
+            WireError: the peer broke the protocol.
+        """
+        while not self._arrived:
+            data = self._sock.recv(_RECEIVE_SIZE)
+            if not data:
+                raise EOFError
+            self._arrived += self._framer.feed(data)
+        try:
+            message: Message = _messages.decode(self._arrived.popleft())
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise WireError(f"not a message of a transfer: {error}") from error
+        return message
+
+    def write(self, data: bytes) -> int:
+        """Send a part of an archive, buffered to whole chunks."""
+        self._waiting += data
+        while len(self._waiting) >= CHUNK_SIZE:
+            self._send_chunk()
+        return len(data)
+
+    def read(self, size: int) -> bytes:
+        """Return at most `size` bytes of the archive; empty at its end.
+
+        Raises:
+            EOFError, WireError: as `receive`.
+            OSError, TransferRefused: the packer failed with this error.
+        """
+        while not self._rest and self._end is None:  # an empty chunk is allowed, and does not end the archive
+            match self.receive():
+                case Chunk(data):
+                    self._rest = memoryview(data)
+                case message:
+                    self._end = ended(message)
+        data, self._rest = bytes(self._rest[:size]), self._rest[size:]
+        return data
+
+    def check_end(self, done: Transferred) -> None:
+        """Read to the packer's end message, and compare the totals.
+
+        Raises:
+            EOFError, WireError, OSError, TransferRefused: as `read`; also if the archive is incomplete.
+        """
+        while self.read(CHUNK_SIZE):
+            pass
+        assert self._end is not None
+        if (self._end.entries, self._end.bytes) != (done.entries, done.bytes):
+            raise TransferRefused("the archive is not complete")
+        done.left_out, done.left_out_count = self._end.left_out, self._end.left_out_count
+
+    def _send_chunk(self) -> None:
+        self.send(Chunk(bytes(self._waiting[:CHUNK_SIZE])))
+        del self._waiting[:CHUNK_SIZE]
+
+
+def ended(message: Message) -> TransferEnd:
+    """Return the peer's end message.
+
+    Raises:
+        OSError, TransferRefused: the peer failed with this error.
+        WireError: the message is not an end message.
+    """
+    match message:
+        case TransferEnd():
+            return message
+        case Failed(errno, text):
+            raise OSError(errno, text) if errno else TransferRefused(text)
+        case _:
+            raise WireError(f"{type(message).__name__} at the end of a transfer")

@@ -1,0 +1,1 @@
+"""Tool server, which runs in the sandbox."""

@@ -1,0 +1,1 @@
+"""File tools: reading, editing, patching, undo."""

@@ -1,0 +1,83 @@
+"""Bounded history of edited files."""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+#: Versions kept of one file; files; bytes of all versions of all files.
+VERSIONS_LIMIT = 20
+FILES_LIMIT = 1000
+BYTES_LIMIT = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """Version of a file.
+
+    Args:
+        data: its content.
+        mode: permissions to restore; None keeps the current ones.
+    """
+
+    data: bytes
+    mode: int | None = None
+
+
+class UndoHistory:
+    """History of versions, newest last; the least recently edited files are forgotten first. Pure.
+
+    Args:
+        versions_limit: versions kept of one file.
+        files_limit: files remembered.
+        bytes_limit: bytes of all versions together.
+    """
+
+    def __init__(
+        self,
+        versions_limit: int = VERSIONS_LIMIT,
+        files_limit: int = FILES_LIMIT,
+        bytes_limit: int = BYTES_LIMIT,
+    ) -> None:
+        self._versions_limit = versions_limit
+        self._files_limit = files_limit
+        self._bytes_limit = bytes_limit
+        self._bytes = 0
+        # A version is None if there was no file.
+        self._files: OrderedDict[str, list[Version | None]] = OrderedDict()
+
+    def has(self, path: str) -> bool:
+        """Return True if `pop` has a version to return."""
+        return path in self._files
+
+    def push(self, path: str, version: Version | None) -> None:
+        """Remember the version of `path` before an edit."""
+        versions = self._files.setdefault(path, [])
+        self._files.move_to_end(path)
+        versions.append(version)
+        self._bytes += _size(version)
+        if len(versions) > self._versions_limit:
+            self._bytes -= _size(versions.pop(0))
+        while self._bytes > self._bytes_limit or len(self._files) > self._files_limit:
+            self._forget_oldest()
+
+    def pop(self, path: str) -> Version | None:
+        """Remove and return the newest version of `path`.
+
+        Raises:
+            KeyError: there is none.
+        """
+        versions = self._files[path]
+        version = versions.pop()
+        self._bytes -= _size(version)
+        if not versions:
+            del self._files[path]
+        return version
+
+    def _forget_oldest(self) -> None:
+        path, versions = next(iter(self._files.items()))
+        self._bytes -= _size(versions.pop(0))
+        if not versions:
+            del self._files[path]
+
+
+def _size(version: Version | None) -> int:
+    return len(version.data) if version is not None else 0

@@ -1,0 +1,193 @@
+"""Children of a tool server that do not exec: the warm Python kernel, and a killer of all processes."""
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from importlib.machinery import PathFinder
+
+from prorl_envs.sandbox.template import sandbox_init
+
+#: Seconds a kernel may take to accept a cell; between cells it only reads.
+SEND_TIMEOUT_S = 5.0
+_PR_SET_DUMPABLE = 4
+_KILL_ROUNDS = 1000
+_KILL_ATTEMPTS = 20
+_KILL_TIMEOUT_MS = 1000
+
+
+class Kernel:
+    """Forked kernel process and its descriptors. Makes system calls but no decisions.
+
+    Args:
+        workdir: its first directory.
+
+    Raises:
+        OSError: it cannot be forked.
+    """
+
+    def __init__(self, workdir: str) -> None:
+        self.control, inside = socket.socketpair()
+        self.output, output = os.pipe()
+        try:
+            self.pid = os.fork()
+            if self.pid == 0:
+                _become_kernel(workdir, inside.fileno(), output)
+        except BaseException:
+            self.control.close()
+            os.close(self.output)
+            raise
+        finally:
+            inside.close()
+            os.close(output)
+        self.pidfd = os.pidfd_open(self.pid)
+        self.control.settimeout(SEND_TIMEOUT_S)
+
+    def send(self, frame: bytes | bytearray) -> None:
+        """Send a cell. Ignore a kernel that is gone: its exit is handled. Kill one that does not read."""
+        try:
+            self.control.sendall(frame)
+        except TimeoutError:
+            self.kill()
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+
+    def interrupt(self) -> None:
+        """Interrupt the kernel and the processes its cell started, like Ctrl-C."""
+        self._signal(signal.SIGINT)
+
+    def kill(self) -> None:
+        """Kill the kernel and the processes of its group."""
+        self._signal(signal.SIGKILL)
+
+    def reap(self) -> int:
+        """Wait for the exit; return the exit status, negative for a signal."""
+        _, status = os.waitpid(self.pid, 0)
+        return os.waitstatus_to_exitcode(status)
+
+    def close(self) -> None:
+        """Close all descriptors. The process must have been reaped."""
+        self.control.close()
+        os.close(self.output)
+        os.close(self.pidfd)
+
+    def _signal(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self.pid, number)
+        except ProcessLookupError:  # just forked: not yet the leader of its group
+            signal.pidfd_send_signal(self.pidfd, number)
+
+
+def end_processes() -> None:
+    """Kill every process in the sandbox but its first.
+
+    A child does this, because only children live in the sandbox's pid namespace, in which one call kills all
+    processes at once. A process may fork while the others die, so the child repeats the call until none is
+    left. A process may also stop or kill each new process, including the child; the remaining ones are then
+    killed one by one from here, out of their reach.
+
+    Raises:
+        OSError: new processes start faster than they can be killed, or the sandbox has no pid namespace of
+            its own: then the call would kill all processes of this user.
+    """
+    if sandbox_init.is_inside():
+        sandbox_init.end_others()
+        return
+    # If /proc belongs to a namespace of this process, it contains this process.
+    if os.path.exists("/proc/self"):  # noqa: PTH110
+        raise OSError(errno.EPERM, "the sandbox has no pid namespace of its own")
+    for _ in range(_KILL_ATTEMPTS):
+        if _killed_by_child():
+            return
+        _kill_one_by_one()
+    raise OSError(errno.EAGAIN, "the sandbox starts processes faster than they can be killed")
+
+
+def _killed_by_child() -> bool:
+    try:
+        pid = os.fork()
+    except BlockingIOError:  # the sandbox has used up its limit of processes
+        return False
+    if pid == 0:
+        try:
+            if os.getppid() == 0:  # the kernel reports parent 0 if the parent is outside the pid namespace
+                _kill_all_but_first()
+        finally:
+            os._exit(1)
+    pidfd = os.pidfd_open(pid)
+    ended = select.poll()
+    ended.register(pidfd, select.POLLIN)
+    if not ended.poll(_KILL_TIMEOUT_MS):
+        os.kill(pid, signal.SIGKILL)
+    os.close(pidfd)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def _kill_all_but_first() -> None:
+    for _ in range(_KILL_ROUNDS):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+        if not any(_lives(name) for name in os.listdir("/proc") if name.isdigit()):  # noqa: PTH208
+            os._exit(0)
+
+
+def _kill_one_by_one() -> None:
+    for name in os.listdir("/proc"):  # noqa: PTH208
+        if not name.isdigit() or name == "1":
+            continue
+        # A process's /proc directory serves as its pidfd. Its number here is not valid for kill(2).
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            folder = os.open(f"/proc/{name}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                signal.pidfd_send_signal(folder, signal.SIGKILL)
+            finally:
+                os.close(folder)
+
+
+def _lives(pid: str) -> bool:
+    """Return True for a live process other than the sandbox's first and the caller; zombies do not count."""
+    if int(pid) in (1, os.getpid()):
+        return False
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
+            return file.read().rpartition(b") ")[2][:1] not in (b"Z", b"X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _become_kernel(workdir: str, control: int, output: int) -> None:
+    """Run the forked child until it exits, with none of the server's descriptors open."""
+    try:
+        os.setsid()
+        null = os.open(os.devnull, os.O_RDONLY)
+        # Copied to high numbers first, so that no target overwrites a source.
+        sources = [fcntl.fcntl(fd, fcntl.F_DUPFD, 16) for fd in (null, output, output, control)]
+        for target, fd in enumerate(sources):
+            os.dup2(fd, target, inheritable=target < 3)
+        os.closerange(4, os.sysconf("SC_OPEN_MAX"))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)
+        # The server is inaccessible to the sandbox's processes; this process is one of them, so it is
+        # accessible.
+        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1)
+        os.chdir(workdir)
+        # The server imports nothing from the sandbox's files; this process may, as part of the sandbox.
+        if PathFinder not in sys.meta_path:
+            sys.meta_path.append(PathFinder)
+        from prorl_envs.tools.server.python_kernel import (
+            main,  # only here: a server without Python does not need IPython
+        )
+
+        main()
+    finally:
+        error = sys.exception()
+        if error is not None:
+            os.write(2, "".join(traceback.format_exception(error)).encode("utf-8", "replace"))
+        os._exit(0 if error is None else 1)

@@ -1,0 +1,165 @@
+"""Fresh process for one command, used by graders and set-up steps.
+
+Its output is complete when the process exits, even if its children still hold the pipes open. Then its whole
+process group is killed, unless the caller wants background processes to continue.
+"""
+
+import contextlib
+import errno
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from typing import IO
+
+from prorl_envs.tools.protocol.messages import Run, RunDone
+from prorl_envs.tools.protocol.output import OutputBuffer
+from prorl_envs.tools.server.loop import EventLoop
+from prorl_envs.tools.server.reader import Leftovers, OutputReader
+
+_WRITE_SIZE = 65536
+
+
+class FreshProcess:
+    """One run, from start to answer.
+
+    Args:
+        loop: the server's loop.
+        request: the command to run.
+        env: its environment, before the request's own variables.
+        leftovers: receives the outputs that background processes still hold.
+        answer: called once with the result.
+
+    Raises:
+        OSError: the process cannot be started.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        request: Run,
+        *,
+        env: Mapping[str, str],
+        leftovers: Leftovers,
+        answer: Callable[[RunDone], None],
+    ) -> None:
+        self._loop = loop
+        self._id = request.id
+        self._answer = answer
+        self._leftovers = leftovers if request.background else None
+        self._stdin = memoryview(request.stdin)
+        self._timed_out = self._ended = False
+        self._started = time.monotonic()
+        self._process = _popen(request, env)
+        self._pidfd = os.pidfd_open(self._process.pid)
+        self._outputs = [
+            _Output(loop, pipe, request.output_limit)
+            for pipe in (self._process.stdout, self._process.stderr)
+            if pipe is not None
+        ]
+        loop.watch(self._pidfd, self._on_exit)
+        if self._process.stdin is not None:
+            os.set_blocking(self._process.stdin.fileno(), False)
+            loop.watch(self._process.stdin.fileno(), self._on_stdin, write=True)
+        self._deadline = loop.call_later(request.timeout_s, self._on_deadline)
+
+    def cancel(self) -> None:
+        """Kill the process now; it is answered like any killed process."""
+        self._leftovers = None
+        self._kill()
+
+    def close(self) -> None:
+        """Kill the process without an answer."""
+        self._leftovers = None
+        self._kill()
+        self._process.wait()
+        self._release()
+
+    def _on_stdin(self) -> None:
+        assert self._process.stdin is not None
+        fd = self._process.stdin.fileno()
+        try:
+            written = os.write(fd, self._stdin[:_WRITE_SIZE])
+        except BrokenPipeError:  # the process does not read the rest
+            written = len(self._stdin)
+        self._stdin = self._stdin[written:]
+        if not self._stdin:
+            self._loop.forget(fd)
+            self._process.stdin.close()
+
+    def _on_deadline(self) -> None:
+        self._timed_out = True
+        self._leftovers = None
+        self._kill()
+
+    def _on_exit(self) -> None:
+        if self._leftovers is None:
+            # The group before the reaping: until then its id cannot be another's.
+            self._kill()
+        code = self._process.wait()
+        for output in self._outputs:
+            output.finish(self._leftovers)
+        self._release()
+        captured = [output.buffer.take() for output in self._outputs]
+        self._answer(
+            RunDone(
+                self._id,
+                captured[0].data(),
+                sum(each.omitted for each in captured),
+                None if self._timed_out else code,
+                self._timed_out,
+                time.monotonic() - self._started,
+                b"".join(each.data() for each in captured[1:]),
+            )
+        )
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _release(self) -> None:
+        self._deadline.cancel()
+        self._loop.forget(self._pidfd)
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            self._loop.forget(self._process.stdin.fileno())
+            self._process.stdin.close()
+        for output in self._outputs:
+            output.close()
+        os.close(self._pidfd)
+
+
+class _Output:
+    """One output stream: its pipe, and the kept bytes."""
+
+    def __init__(self, loop: EventLoop, pipe: IO[bytes], limit: int) -> None:
+        self.buffer = OutputBuffer(limit)
+        self._pipe = pipe
+        self._reader = OutputReader(loop, pipe.fileno(), self.buffer)
+
+    def finish(self, leftovers: Leftovers | None) -> None:
+        """Read the available output; pass a pipe that others still write to to `leftovers`, if given."""
+        ended = self._reader.drain()
+        self._reader.stop()
+        if leftovers is not None and not ended:
+            leftovers.adopt(os.dup(self._pipe.fileno()))
+
+    def close(self) -> None:
+        self._reader.stop()
+        self._pipe.close()
+
+
+def _popen(request: Run, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            request.argv,
+            bufsize=0,
+            cwd=request.cwd or None,
+            env={**env, **request.env},
+            stdin=subprocess.PIPE if request.stdin else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE if request.apart else subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except (ValueError, IndexError, subprocess.SubprocessError) as error:  # a NUL byte, no argv
+        raise OSError(errno.EINVAL, str(error)) from error

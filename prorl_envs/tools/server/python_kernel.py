@@ -1,0 +1,327 @@
+"""Process of the Python session: IPython, driven by its direct API, one cell after the other.
+
+Forked by the tool server (`python_session.py`); the template has already called `prepare`. Output goes to
+descriptors 1 and 2 as in any program; descriptor 3 receives the cells and returns their results. The cells'
+code runs in this process, so the server trusts none of its messages.
+"""
+
+import builtins
+import contextlib
+import getpass
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import warnings
+from collections.abc import Iterator
+from io import TextIOWrapper
+from types import TracebackType
+from typing import Any, NoReturn
+
+from IPython.core.displayhook import DisplayHook
+from IPython.core.displaypub import DisplayPublisher
+from IPython.core.inputtransformer2 import TransformerManager
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets import Type
+from traitlets.config import Config
+
+from prorl_envs.tools.protocol.messages import (
+    DISPLAY_LIMIT,
+    ERROR_NAME_LIMIT,
+    MIME_LIMIT,
+    Cell,
+    CellDone,
+    Framer,
+    decode_cell,
+    encode,
+)
+
+CONTROL_FD = 3
+#: Imported before every session, if installed. Cells must still import them to use their names.
+LIBRARIES = ("numpy", "pandas", "scipy.optimize", "scipy.stats", "sympy")
+#: Types whose only representation is text, unless a formatter is registered for them.
+_PLAIN = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, range}
+)
+#: Characters that can start IPython's own syntax.
+_MAGIC = re.compile(r"[%!?]|^\s*[,;/]")
+#: Prefix of the paths of this package's files.
+_OWN_FILES = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(__file__))), "")  # noqa: PTH118, PTH120
+#: Characters of all rich representations forwarded per cell.
+DISPLAY_CHARACTERS = 1024 * 1024
+
+
+class Displays:
+    """Bounded collection of a cell's rich representations."""
+
+    def __init__(self) -> None:
+        self._bundles: list[dict[str, str]] = []
+        self._characters = 0
+
+    def show(self, bundle: dict[str, Any]) -> None:
+        """Print the text of a representation; keep the rest."""
+        if "text/plain" in bundle:
+            sys.stdout.write(f"{bundle['text/plain']}\n")
+        rich = {
+            mime: value if isinstance(value, str) else json.dumps(value, default=repr)
+            for mime, value in bundle.items()
+            if mime != "text/plain"
+        }
+        if not rich:
+            return
+        size = sum(map(len, rich.values()))
+        total = self._characters + size + sum(map(len, rich))
+        few = len(self._bundles) < DISPLAY_LIMIT and len(rich) <= MIME_LIMIT
+        if few and total <= DISPLAY_CHARACTERS:
+            self._bundles.append(rich)
+            self._characters = total
+        else:
+            sys.stdout.write(f"[display data of {size} characters left out: {', '.join(rich)}]\n")
+
+    def take(self) -> list[dict[str, str]]:
+        """Return the kept representations and reset the collection."""
+        bundles, self._bundles, self._characters = self._bundles, [], 0
+        return bundles
+
+
+class _Hook(DisplayHook):
+    """Display hook that shows the value of a last expression without a numbered prompt."""
+
+    def compute_format_data(self, result: Any) -> Any:
+        # Calling every formatter takes a quarter of a short cell's time.
+        shell: Any = self.shell
+        formatter = shell.display_formatter
+        if type(result) in _PLAIN and not _is_registered(type(result), formatter.formatters):
+            return {"text/plain": formatter.formatters["text/plain"](result)}, {}
+        return super().compute_format_data(result)  # type: ignore[no-untyped-call]
+
+    def quiet(self) -> bool:
+        # The superclass tokenizes the cell to check for a final semicolon.
+        shell: Any = self.shell
+        cells = shell.history_manager.input_hist_parsed
+        return ";" in cells[-1] and bool(super().quiet())  # type: ignore[no-untyped-call]
+
+    def write_output_prompt(self) -> None:
+        pass
+
+    def write_format_data(self, format_dict: dict[str, Any], md_dict: dict[str, Any] | None = None) -> None:
+        _displays(self).show(format_dict)
+
+    def cull_cache(self) -> None:
+        with warnings.catch_warnings(action="ignore"):  # it would warn the model
+            super().cull_cache()  # type: ignore[no-untyped-call]
+
+    def log_output(self, format_dict: dict[str, Any]) -> None:
+        pass  # IPython would keep every output forever
+
+
+def _is_registered(kind: type, formatters: dict[str, Any]) -> bool:
+    """Return True if a formatter shows a built-in type in another form than text."""
+    names = {(each.__module__, each.__name__) for each in kind.__mro__}
+    for mime, formatter in formatters.items():
+        if mime != "text/plain":
+            deferred = formatter.deferred_printers
+            if not formatter.type_printers.keys().isdisjoint(kind.__mro__):
+                return True
+            if deferred and not deferred.keys().isdisjoint(names):
+                return True
+    return False
+
+
+class _Publisher(DisplayPublisher):
+    """Display publisher used by `display()`."""
+
+    def publish(self, data: Any, metadata: Any = None, source: Any = None, **_: Any) -> None:
+        _displays(self).show(data)
+
+    def clear_output(self, wait: bool = False) -> None:
+        pass
+
+
+def _displays(part: DisplayHook | DisplayPublisher) -> Displays:
+    assert isinstance(part.shell, CellShell)
+    return part.shell.displays
+
+
+class Transformers(TransformerManager):
+    """Transformer that tokenizes only cells with possible magics: it takes a tenth of a short cell's time."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._usual = tuple(self.token_transformers)
+
+    def do_token_transforms(self, lines: list[str]) -> Any:
+        if tuple(self.token_transformers) == self._usual and not any(map(_MAGIC.search, lines)):
+            return lines
+        return super().do_token_transforms(lines)  # type: ignore[no-untyped-call]
+
+
+class CellShell(InteractiveShell):
+    """IPython without a terminal, without files, history, colours or questions to the user."""
+
+    displayhook_class = Type(_Hook)
+    display_pub_class = Type(_Publisher)
+
+    def __init__(self) -> None:
+        self.displays = Displays()
+        self.exiting = False
+        super().__init__(  # type: ignore[no-untyped-call]
+            config=Config(HistoryManager={"enabled": False, "hist_file": ":memory:"}),
+            colors="nocolor",
+            input_transformer_manager=Transformers(),
+        )
+
+    def init_ipython_dir(self, ipython_dir: str | None) -> None:
+        self.ipython_dir = ""
+
+    def init_profile_dir(self, profile_dir: object) -> None:
+        pass  # the default would be created on disk
+
+    def init_virtualenv(self) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def _tee(self, channel: str) -> Iterator[None]:
+        yield  # IPython would keep all printed text
+
+    def _format_exception_for_storage(self, exception: BaseException, *_: Any, **__: Any) -> dict[str, Any]:
+        return {}  # unused, and as expensive as showing the exception
+
+    def _get_exc_info(self, exc_tuple: Any = None) -> Any:
+        kind, value, _ = super()._get_exc_info(exc_tuple)  # type: ignore[no-untyped-call]
+        _leave_out_own_frames(value)
+        return kind, value, value.__traceback__
+
+    def should_run_async(self, raw_cell: str, *, transformed_cell: str | None = None, **more: Any) -> bool:
+        # The superclass compiles the cell to find out.
+        if (
+            transformed_cell is not None
+            and "await" not in transformed_cell
+            and "async" not in transformed_cell
+        ):
+            return False
+        found: bool = super().should_run_async(raw_cell, transformed_cell=transformed_cell, **more)
+        return found
+
+    def system(self, cmd: str) -> None:
+        """Run a `!` command. IPython's own way uses a terminal, takes 0.1 s, and alters line ends."""
+        sys.stdout.flush()
+        self.system_raw(cmd)  # type: ignore[no-untyped-call]
+
+    def ask_exit(self) -> None:
+        """Handle `exit` and `quit`."""
+        self.exiting = True
+
+
+def _leave_out_own_frames(error: BaseException) -> None:
+    """Remove the frames of this package from tracebacks: its files lie at a path of the host."""
+    left, seen = [error], set[int]()
+    while left:
+        one = left.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = _without_own_frames(one.__traceback__)
+            left += filter(None, (one.__cause__, one.__context__))
+
+
+def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Remove the frames of this package from a traceback, in place; return the first remaining one."""
+    first = TracebackType(trace, sys._getframe(), 0, 1)
+    last = first
+    while last.tb_next is not None:
+        if last.tb_next.tb_frame.f_code.co_filename.startswith(_OWN_FILES):
+            last.tb_next = last.tb_next.tb_next
+        else:
+            last = last.tb_next
+    return first.tb_next
+
+
+def prepare(*, libraries: bool = True) -> Any:
+    """Create the shell, once per process: a template does it before it forks.
+
+    Args:
+        libraries: import the libraries that most sessions use.
+
+    Returns:
+        The process's `CellShell`; IPython is untyped.
+    """
+    warm = CellShell.initialized()
+    shell: Any = CellShell.instance()
+    if not warm:
+        if libraries:
+            _import_libraries()
+        # A first cell and a first traceback import another megabyte of modules.
+        sys.stdout, stdout = open(os.devnull, "w"), sys.stdout  # noqa: PTH123, SIM115
+        try:
+            shell.run_cell("1 + 1")
+            shell.run_cell("1 / 0")
+        finally:
+            sys.stdout.close()
+            sys.stdout = stdout
+        shell.reset()
+    return shell
+
+
+def prepare_alone() -> Any:
+    """Create the shell without the libraries, which are then imported by the first cell that needs them."""
+    return prepare(libraries=False)
+
+
+def _import_libraries() -> None:
+    """Import the libraries of nearly every session, once for all of them: seconds of processor time each."""
+    # A forked process has no threads, so none may start before the fork: OpenBLAS would start some.
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"
+    for name in LIBRARIES:
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+            importlib.import_module(name)
+
+
+def main() -> None:
+    """Run cells until the control socket closes. Main function of the forked process."""
+    shell = prepare()
+    for name, fd, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        stream = _text_stream(fd, mode)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    builtins.input = getpass.getpass = _no_input
+    # The session's own directory first; then only directories that exist in this sandbox.
+    sys.path[:] = ["", *filter(os.path.exists, sys.path)]
+    control = socket.socket(fileno=CONTROL_FD)
+    framer, pid = Framer(), os.getpid()
+    while data := control.recv(65536):
+        for frame in framer.feed(data):
+            reply = _run(shell, decode_cell(frame))
+            if os.getpid() != pid:  # the cell forked, and this is the child
+                os._exit(0)
+            if shell.exiting:  # the exit of this process is the answer
+                control.detach()  # if it were closed earlier, the server would kill this process
+                return
+            control.sendall(encode(reply))
+
+
+def _text_stream(fd: int, mode: str) -> TextIOWrapper:
+    # Buffered by line, so that the two outputs keep their order.
+    raw = open(fd, f"{mode}b", closefd=False)  # noqa: SIM115
+    return TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+
+
+def _run(shell: Any, cell: Cell) -> CellDone:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        result = shell.run_cell(cell.code, store_history=True)
+        error = result.error_before_exec or result.error_in_exec
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except KeyboardInterrupt as interrupt:  # between IPython's own handlers
+        error = interrupt
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    name = type(error).__name__[:ERROR_NAME_LIMIT] if error is not None else ""
+    return CellDone(cell.id, name, shell.displays.take())
+
+
+def _no_input(*_: object, **__: object) -> NoReturn:
+    raise RuntimeError("input() is not available: there is no one to answer")

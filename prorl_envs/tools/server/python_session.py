@@ -1,0 +1,190 @@
+"""Tool server's side of the Python session: forks the kernel, sends it cells, kills it.
+
+The kernel runs the model's code, so its messages are untrusted: frames are small, typed, and matched to the
+running cell.
+"""
+
+from prorl_envs.tools.protocol.messages import (
+    Cell,
+    Framer,
+    Python,
+    PythonDone,
+    ReturnPython,
+    WireError,
+    decode_cell_done,
+    encode,
+)
+from prorl_envs.tools.server.fork import Kernel
+from prorl_envs.tools.server.loop import EventLoop, Timer, has_ended
+from prorl_envs.tools.server.reader import OutputReader
+from prorl_envs.tools.server.session import Answer, Cause, RequestSession, Running
+
+#: Bytes of the longest frame a kernel may send: its display data and room for the rest.
+FRAME_LIMIT = 8 * 1024 * 1024
+_READ_SIZE = 262144
+
+
+class KernelSession(RequestSession[Python]):
+    """Python session.
+
+    Args:
+        loop: the server's loop.
+        workdir: directory in which a kernel starts.
+        output_limit: bytes of output kept of each cell.
+        grace_s: seconds between the interrupt and the kill.
+    """
+
+    def __init__(self, loop: EventLoop, *, workdir: str, output_limit: int, grace_s: float) -> None:
+        super().__init__(loop, output_limit=output_limit, grace_s=grace_s)
+        self._workdir = workdir
+        self._framer = Framer(FRAME_LIMIT)
+        self._kernel: Kernel | None = None
+        self._reader: OutputReader | None = None
+        self._kill_timer: Timer | None = None
+        self._notice = ""
+        self._breach = ""
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """Descriptors passed to the host with a loan; see `DirectPython`."""
+        assert self._kernel is not None
+        return self._kernel.output, self._kernel.control.fileno(), self._kernel.pidfd
+
+    def take_back(self, returned: ReturnPython, answer: Answer) -> None:
+        """Continue a lent session where the host stopped; call `answer` when the running cell has finished.
+
+        Raises:
+            WireError: the session was not lent.
+        """
+        if not self.lent:
+            raise WireError("the Python session is not lent")
+        self._own()
+        self.output.feed(returned.output)
+        if returned.running is not None:
+            self.resume(returned.running, answer, returned.spent_s)
+        self._hear(returned.heard)
+
+    def start(self) -> Kernel:
+        """Fork a kernel.
+
+        Raises:
+            OSError: it cannot be forked.
+        """
+        kernel = self._kernel = Kernel(self._workdir)
+        self._framer = Framer(FRAME_LIMIT)
+        self._breach = ""
+        self._reader = OutputReader(self.loop, kernel.output, self.output)
+        self.lent = False
+        self._watch(kernel)
+        return kernel
+
+    def close(self) -> None:
+        """Kill the kernel and the processes of its cell."""
+        if self._kernel is not None:
+            self._kernel.kill()
+            self._discard()
+
+    def _settle(self) -> None:
+        if self._kernel is not None and has_ended(self._kernel.pidfd):
+            self._on_exit()
+
+    def _begin(self, request: Python) -> None:
+        kernel = self._kernel or self.start()
+        kernel.send(encode(Cell(request.id, request.code)))
+
+    def _watch(self, kernel: Kernel) -> None:
+        self.loop.watch(kernel.control.fileno(), self._on_control)
+        self.loop.watch(kernel.pidfd, self._on_exit)
+
+    def _own(self) -> None:
+        assert self._kernel is not None and self._reader is not None
+        self.lent = False
+        self._reader.start()
+        self._watch(self._kernel)
+
+    def _lend(self, running: Running[Python], done: PythonDone) -> PythonDone:
+        """Lend the session to the host for the next cells, if this cell finished normally."""
+        self.lent = done.lent = running.cause is None and not self.queued
+        if self.lent:
+            for fd in self.descriptors:
+                self.loop.forget(fd)
+        return done
+
+    def _discard(self) -> int:
+        """Close the exited kernel; return its exit status."""
+        kernel, self._kernel = self._kernel, None
+        assert kernel is not None
+        for fd in (kernel.output, kernel.control.fileno(), kernel.pidfd):
+            self.loop.forget(fd)
+        status = kernel.reap()
+        kernel.close()
+        return status
+
+    def _on_control(self) -> None:
+        assert self._kernel is not None and self._reader is not None
+        try:
+            data = self._kernel.control.recv(_READ_SIZE)
+        except ConnectionResetError:
+            data = b""
+        if not data:  # closed by a cell, or the kernel exited
+            self.loop.forget(self._kernel.control.fileno())
+            self._kernel.kill()
+        else:
+            self._hear(data)
+
+    def _hear(self, data: bytes) -> None:
+        """Process bytes from the kernel's control socket."""
+        assert self._kernel is not None and self._reader is not None
+        try:
+            replies = [decode_cell_done(frame) for frame in self._framer.feed(data)]
+        except WireError:
+            self._breach = "wrote to the session's own channel and "
+            self._kernel.kill()
+            return
+        for done in replies:
+            if self.running is not None and done.id == self.running.request.id:
+                self._reader.drain()
+                self.finish(
+                    lambda running: self._lend(running, self._reply(running, done.error, done.display))  # noqa: B023 - called at once
+                )
+
+    def _on_exit(self) -> None:
+        assert self._reader is not None
+        self._reader.drain()
+        status = self._discard()
+        ended = f"exited with status {status}" if status >= 0 else f"was killed by signal {-status}"
+        notice = (
+            f"the Python session {self._breach}{ended}; the next cell gets a new one, without its variables"
+        )
+        if self.running is None:
+            self._notice = f"[before this cell, {notice.replace('the next cell gets', 'this is')}]"
+        else:
+            self.finish(lambda running: self._reply(running, "SessionEnded", [], f"[{notice}]"))
+
+    def _reply(
+        self, running: Running[Python], error: str, display: list[dict[str, str]], notice: str = ""
+    ) -> PythonDone:
+        if self._kill_timer is not None:
+            self._kill_timer.cancel()
+        captured = self.output.take()
+        notices = [self._notice, f"[{running.stopped}]" if running.cause else "", notice]
+        self._notice = ""
+        return PythonDone(
+            running.request.id,
+            captured.text(),
+            captured.omitted,
+            error,
+            running.cause is Cause.TIMEOUT,
+            "\n".join(filter(None, notices)),
+            display,
+        )
+
+    def _interrupt(self, running: Running[Python]) -> None:
+        def kill() -> None:
+            running.killed = True
+            if self._kernel is not None:
+                self._kernel.kill()
+
+        assert self._kernel is not None
+        self._kernel.interrupt()
+        self._kill_timer = self.loop.call_later(self.grace_s, kill)

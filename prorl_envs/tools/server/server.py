@@ -1,0 +1,312 @@
+"""Tool server: one small process per sandbox that answers the host's requests.
+
+It runs inside the sandbox's namespaces but outside its pid namespace, forked warm from a template: it may
+have children there, but no threads. When the host closes its end of the socket, the server kills its children
+and exits.
+"""
+
+import errno
+import os
+import socket
+from functools import partial
+
+import msgspec
+
+from prorl_envs.sandbox.base import OpenedTerminal
+from prorl_envs.sandbox.linux.descriptors import receive_descriptors
+from prorl_envs.tools.protocol.messages import (
+    CONTENT_LIMIT,
+    Adopt,
+    AnyRequest,
+    Bash,
+    BashDone,
+    Cancel,
+    Content,
+    Done,
+    Edit,
+    Edited,
+    EndProcesses,
+    Framer,
+    Patch,
+    Python,
+    PythonDone,
+    Read,
+    Reply,
+    Return,
+    ReturnPython,
+    Run,
+    RunDone,
+    Setup,
+    ToolRefused,
+    WireError,
+    Write,
+    decode_request,
+    encode,
+)
+from prorl_envs.tools.protocol.output import clip
+from prorl_envs.tools.server.files.editor import Editor
+from prorl_envs.tools.server.files.patch_files import apply_patch
+from prorl_envs.tools.server.files.text import EditError
+from prorl_envs.tools.server.files.undo import UndoHistory
+from prorl_envs.tools.server.files.whole_files import read_file, write_file
+from prorl_envs.tools.server.fork import end_processes
+from prorl_envs.tools.server.loop import EventLoop
+from prorl_envs.tools.server.process import FreshProcess
+from prorl_envs.tools.server.python_session import KernelSession
+from prorl_envs.tools.server.reader import Leftovers
+from prorl_envs.tools.server.shell import ShellSession
+from prorl_envs.tools.server.shell_syntax import BASH
+from prorl_envs.tools.server.terminal import Terminal
+
+#: Shell sessions of one sandbox.
+SESSION_LIMIT = 16
+_RECEIVE_SIZE = 32768
+#: Number of descriptors that accompany a shell.
+_DESCRIPTORS = 5
+_REHEARSAL_S = 10.0
+#: Descriptors in flight are counted per host user, including those of other sandboxes; see unix(7).
+_CANNOT_PASS = frozenset({errno.ETOOMANYREFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
+
+
+def serve(sock: socket.socket) -> None:
+    """Answer requests until the peer closes. Entry point into which a template forks.
+
+    Args:
+        sock: connected stream socket; its peer is the host.
+
+    Raises:
+        WireError: the host broke the protocol.
+    """
+    sock.setblocking(True)
+    server = ToolServer(sock)
+    try:
+        server.run()
+    finally:
+        server.close()
+
+
+def rehearse() -> None:
+    """Serve a few requests in the template itself, before it forks.
+
+    The interpreter specialises code during its first runs, which modifies memory. Done once in the template,
+    all forks share the result: they start faster and use a tenth less memory.
+    """
+    sock, ours = socket.socketpair()
+    with ours:
+        server = ToolServer(sock)
+        requests = [
+            Setup(1, "/", {}, 32768, 2.0, False),
+            *(Bash(number, "main", ":", _REHEARSAL_S) for number in range(2, 6)),
+        ]
+        for request in requests:
+            ours.sendall(encode(request))
+        server.run_until(ours, replies=len(requests))
+        server.close()
+
+
+class ToolServer:
+    """Dispatcher of requests; each request is answered when it is done."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._loop = EventLoop()
+        self._framer = Framer()
+        self._setup = Setup(0, "/", {}, 32768, 2.0, False)
+        self._history = UndoHistory()
+        self._shells: dict[str, ShellSession] = {}
+        self._kernel: KernelSession | None = None
+        self._processes: dict[int, FreshProcess] = {}
+        self._leftovers = Leftovers(self._loop)
+        #: Descriptors received with incomplete requests.
+        self._descriptors: list[int] = []
+
+    def run(self) -> None:
+        self._loop.watch(self._sock.fileno(), self._on_request)
+        self._loop.run()
+
+    def run_until(self, host: socket.socket, *, replies: int) -> None:
+        """Run until the given number of replies can be read at the host's end."""
+        framer, left = Framer(), replies
+
+        def on_reply() -> None:
+            nonlocal left
+            left -= len(framer.feed(host.recv(_RECEIVE_SIZE)))
+            if left <= 0:
+                self._loop.stop()
+
+        self._loop.watch(host.fileno(), on_reply)
+        self.run()
+
+    def close(self) -> None:
+        for shell in self._shells.values():
+            shell.close()
+        if self._kernel is not None:
+            self._kernel.close()
+        for process in self._processes.values():
+            process.close()
+        self._leftovers.close()
+        for fd in self._descriptors:
+            os.close(fd)
+        self._sock.close()
+
+    def _on_request(self) -> None:
+        try:
+            data, descriptors = receive_descriptors(self._sock, _RECEIVE_SIZE, _DESCRIPTORS)
+        except ConnectionResetError:
+            data, descriptors = b"", []
+        self._descriptors += descriptors
+        if not data:
+            self._loop.stop()
+            return
+        for frame in self._framer.feed(data):
+            request = decode_request(frame)
+            try:
+                self._dispatch(request)
+            except OSError as error:
+                self._answer(ToolRefused(request.id, error.errno or 0, error.strerror or str(error)))
+
+    def _answer(self, reply: Reply) -> None:
+        self._send(encode(reply))
+
+    def _send(self, frame: bytearray) -> None:
+        # Blocking: the host always reads; if it does not, the commands' output waits too.
+        try:
+            self._sock.sendall(frame)
+        except (BrokenPipeError, ConnectionResetError):
+            self._loop.stop()
+
+    def _answer_lending(self, session: ShellSession | KernelSession, reply: BashDone | PythonDone) -> None:
+        """Answer, and lend the session. If the kernel refuses to pass descriptors, only answer."""
+        frame = encode(reply)
+        try:
+            sent = socket.send_fds(self._sock, [frame], session.descriptors)
+        except (BrokenPipeError, ConnectionResetError):
+            self._loop.stop()
+        except OSError as error:
+            if error.errno not in _CANNOT_PASS:
+                raise
+            session.keep()
+            reply.lent = type(reply.lent)()
+            self._answer(reply)
+        else:
+            self._send(frame[sent:])
+
+    def _dispatch(self, request: AnyRequest) -> None:
+        match request:
+            case Bash():
+                self._bash(request)
+            case Return():
+                shell = self._shells[request.session]
+                shell.take_back(request, partial(self._answer_bash, shell))
+            case Adopt():
+                self._adopt(request)
+            case Python():
+                self._python().submit(request, self._answer_python)
+            case ReturnPython():
+                self._python().take_back(request, self._answer_python)
+            case Run():
+                self._run(request)
+            case Read():
+                data, size = read_file(request.path, min(request.limit, CONTENT_LIMIT))
+                self._answer(Content(request.id, data, size))
+            case Write():
+                write_file(request.path, request.data, mode=request.mode)
+                self._answer(Done(request.id))
+            case Edit() | Patch():
+                self._edit(request)
+            case EndProcesses():
+                end_processes()
+                self._answer(Done(request.id))
+            case Cancel():
+                self._cancel(request.id)
+            case Setup():
+                # The actual start directory: the local driver has no directory with the requested name.
+                self._setup = msgspec.structs.replace(request, workdir=os.getcwd())  # noqa: PTH109
+                # Environment of all later processes, including the Python session's fork.
+                os.environ.update(request.env)
+                if request.python:
+                    self._python().start()
+                self._answer(Done(request.id))
+
+    def _bash(self, request: Bash) -> None:
+        name = request.session
+        if name not in self._shells:
+            if len(self._shells) >= SESSION_LIMIT:
+                why = f"[not run: {SESSION_LIMIT} sessions are open already; use one of them]"
+                self._answer(BashDone(request.id, "", 0, None, "", False, why, False, True))
+                return
+            self._shells[name] = self._new_shell()
+        shell = self._shells[name]
+        shell.submit(request, partial(self._answer_bash, shell))
+
+    def _new_shell(self) -> ShellSession:
+        return ShellSession(
+            self._loop,
+            workdir=self._setup.workdir,
+            env=os.environ,
+            output_limit=self._setup.output_limit,
+            grace_s=self._setup.grace_s,
+        )
+
+    def _adopt(self, request: Adopt) -> None:
+        descriptors, self._descriptors = self._descriptors, []
+        if len(descriptors) != _DESCRIPTORS or request.session in self._shells:
+            raise WireError("a shell without its descriptors, or one too many")
+        terminal, report, process, text, exits = descriptors
+        begun = OpenedTerminal(
+            pid=request.pid, terminal=terminal, report=report, process=process, text=text, exits=exits
+        )
+        shell = self._shells[request.session] = self._new_shell()
+        shell.adopt(Terminal(begun, BASH, request.settings))
+
+    def _answer_bash(self, shell: ShellSession, reply: Reply) -> None:
+        if isinstance(reply, BashDone) and reply.lent:
+            self._answer_lending(shell, reply)
+        else:
+            self._answer(reply)
+
+    def _answer_python(self, reply: Reply) -> None:
+        if isinstance(reply, PythonDone) and reply.lent:
+            self._answer_lending(self._python(), reply)
+        else:
+            self._answer(reply)
+
+    def _python(self) -> KernelSession:
+        if self._kernel is None:
+            self._kernel = KernelSession(
+                self._loop,
+                workdir=self._setup.workdir,
+                output_limit=self._setup.output_limit,
+                grace_s=self._setup.grace_s,
+            )
+        return self._kernel
+
+    def _run(self, request: Run) -> None:
+        def ended(reply: RunDone) -> None:
+            del self._processes[request.id]
+            self._answer(reply)
+
+        request = msgspec.structs.replace(request, cwd=request.cwd or self._setup.workdir)
+        self._processes[request.id] = FreshProcess(
+            self._loop, request, env=os.environ, leftovers=self._leftovers, answer=ended
+        )
+
+    def _edit(self, request: Edit | Patch) -> None:
+        limit, ok = self._setup.output_limit, True
+        try:
+            if isinstance(request, Edit):
+                text = Editor(self._history).edit(request)
+            else:
+                text = apply_patch(request.patch, self._setup.workdir, self._history)
+        except EditError as error:
+            text, ok = str(error), False
+        text, omitted = clip(text, limit)
+        self._answer(Edited(request.id, text, ok, omitted))
+
+    def _cancel(self, request_id: int) -> None:
+        for shell in self._shells.values():
+            shell.cancel(request_id)
+        if self._kernel is not None:
+            self._kernel.cancel(request_id)
+        if request_id in self._processes:
+            self._processes[request_id].cancel()

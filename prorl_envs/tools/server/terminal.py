@@ -1,0 +1,301 @@
+"""Shell on a pseudo-terminal, and the descriptors that control it.
+
+The shell is interactive, so that an interrupt stops the command and not the shell. Its terminal carries only
+the commands' input and output. Lines are typed into it (`shell_syntax.py`); the end of the command, its
+status and its directory are reported over a pipe.
+"""
+
+import contextlib
+import fcntl
+import os
+import resource
+import shutil
+import signal
+import struct
+import sys
+import termios
+from collections.abc import Mapping
+from typing import Self
+
+from ptyprocess import PtyProcess  # type: ignore[import-untyped]
+
+from prorl_envs.sandbox.base import OpenedTerminal
+from prorl_envs.tools.server.input_detection import TIOCGPTN, ForegroundState, by_line, look, settings
+from prorl_envs.tools.server.shell_syntax import BASH, SH, ShellSyntax
+
+# From <asm-generic/ioctls.h>: signal the foreground process group of a pty, regardless of its `stty isig`.
+_TIOCSIG = 0x40045436
+ROWS, COLUMNS = 50, 160
+#: Fields of a `siginfo_t`: the way the process exited, and its status or signal.
+_ENDING, _ENDING_SIZE = struct.Struct("=8xi12xi"), 128
+#: Temporary numbers of a shell's descriptors: numbers that this process does not use.
+_TEXT_FD, _REPORT_FD = 990, 991
+
+
+class Terminal:
+    """Running shell, bash or else `sh`. Makes system calls but no decisions.
+
+    Args:
+        begun: its descriptors, owned from here on; without `exits` it is a child of this process.
+        settings_raw: initial settings of its terminal.
+    """
+
+    def __init__(self, begun: OpenedTerminal, dialect: ShellSyntax, settings_raw: bytes) -> None:
+        self.dialect = dialect
+        self.pid = begun.pid
+        self._process = PtyProcess(self.pid, begun.terminal)
+        self.fd: int = self._process.fd
+        self.report, self.pidfd = begun.report, begun.process
+        self._text, self._exits = begun.text, begun.exits
+        self._settings = settings_raw
+        self._unread = False
+
+    @classmethod
+    def open(cls, cwd: str, env: Mapping[str, str]) -> Self:
+        """Start a shell.
+
+        Args:
+            cwd: its directory; if that cannot be entered, the shell starts in the server's own directory.
+            env: its whole environment.
+
+        Raises:
+            OSError: there is no shell, or no pseudo-terminal.
+        """
+        path, dialect = _find_shell(env)
+        text = os.memfd_create("command", os.MFD_CLOEXEC)
+        report, report_write = os.pipe()
+        try:
+            pid, master = _spawn(path, dialect, cwd, env, text, report_write)
+        except BaseException:
+            os.close(text)
+            os.close(report)
+            raise
+        finally:
+            os.close(report_write)
+        os.set_blocking(report, False)
+        begun = OpenedTerminal(
+            pid=pid, terminal=master, report=report, process=os.pidfd_open(pid), text=text, exits=-1
+        )
+        terminal = cls(begun, dialect, settings(master))
+        terminal.prepare()
+        return terminal
+
+    def prepare(self) -> None:
+        """Type the shell's initial line."""
+        self._type(self.dialect.prepare.encode())
+
+    def evaluate(self, text: str, *, nonce: str, status: int) -> None:
+        """Make the shell evaluate `text`, with `$?` as before, and report under `nonce`."""
+        self._restore_settings()
+        line, content = self.dialect.line(text, nonce=nonce, status=status)
+        if content is not None:
+            put_text(self._text, content)
+        self._type(line)
+
+    def ask_report(self, *, nonce: str, repair: bool = False) -> None:
+        """Make the shell report once it reads its terminal again; with `repair`, type the repair first."""
+        self._restore_settings()
+        self._type(self.dialect.ask_repaired(nonce) if repair else self.dialect.ask(nonce))
+
+    def answer(self, keys: bytes) -> None:
+        """Type into the foreground program."""
+        self._unread = True
+        self._type(keys)
+
+    def lendable(self) -> bytes:
+        """Return the terminal's settings if the host can drive the shell by typing alone, else nothing."""
+        usual = self.dialect is BASH and not self._unread and settings(self.fd) == self._settings
+        return self._settings if usual else b""
+
+    def look(self) -> ForegroundState:
+        """Return the state of the foreground."""
+        return look(self.fd, report_fd=self.dialect.report_fd, shell=self.pid)
+
+    @property
+    def is_mute(self) -> bool:
+        """True if the shell waits for a line, or for a builtin's input, and can never report again.
+
+        It has lowered its limit of open files below the number of its report descriptor.
+        """
+        soft, _ = resource.prlimit(self.pid, resource.RLIMIT_NOFILE)
+        return self.dialect.report_fd >= soft != resource.RLIM_INFINITY and self.at_prompt
+
+    @property
+    def by_line(self) -> bool:
+        """True if the foreground program gets whole lines, not single keys."""
+        return by_line(self.fd)
+
+    def _restore_settings(self) -> None:
+        # The last command may have changed the terminal. Reading the settings is four times faster than
+        # writing.
+        if self._unread:
+            self._unread = False
+            # Discards typed but unread input.
+            fcntl.ioctl(self.fd, termios.TCSETSF, self._settings)
+        elif settings(self.fd) != self._settings:
+            fcntl.ioctl(self.fd, termios.TCSETS, self._settings)
+
+    def interrupt(self) -> None:
+        """Interrupt like Ctrl-C, even if the terminal's settings disable it."""
+        fcntl.ioctl(self.fd, _TIOCSIG, signal.SIGINT)
+
+    @property
+    def at_prompt(self) -> bool:
+        """True if the shell itself is in the foreground."""
+        return _foreground(self.fd) == self.pid
+
+    def resume(self) -> None:
+        """Continue a stopped shell."""
+        signal.pidfd_send_signal(self.pidfd, signal.SIGCONT)
+
+    def kill_foreground(self) -> None:
+        """Kill the running command's process group; the shell itself survives unless it is in the group."""
+        _kill_foreground(self.fd, self.pid)
+
+    def kill(self) -> None:
+        """Kill the shell and its foreground."""
+        _kill(self.fd, self.pid, self.pidfd)
+
+    def reap(self) -> int:
+        """Wait for the shell's exit; return its exit status, negative for a signal."""
+        if self._exits < 0:
+            _, status = os.waitpid(self.pid, 0)
+            return os.waitstatus_to_exitcode(status)
+        os.set_blocking(self._exits, True)
+        ending = os.read(self._exits, _ENDING_SIZE)
+        if len(ending) < _ENDING_SIZE:  # the process that started the shell was killed
+            return -signal.SIGKILL
+        code, status = map(int, _ENDING.unpack_from(ending))
+        return status if code == os.CLD_EXITED else -status
+
+    def close(self) -> None:
+        """Close all descriptors. The shell must have been reaped."""
+        for fd in (self._text, self.report, self.pidfd, self._exits):
+            if fd >= 0:
+                os.close(fd)
+        # Its own close() sleeps, and signals a process that is gone.
+        self._process.fileobj.close()
+        self._process.closed = True
+
+    def _type(self, line: bytes) -> None:
+        # A full input queue means that the program does not read; the deadline handles that.
+        with contextlib.suppress(BlockingIOError):
+            os.write(self.fd, line)
+
+
+def end(begun: OpenedTerminal) -> None:
+    """Kill a shell and its foreground, and close its descriptors."""
+    _kill(begun.terminal, begun.pid, begun.process)
+    for fd in (begun.terminal, begun.report, begun.process, begun.text, begun.exits):
+        os.close(fd)
+
+
+def put_text(fd: int, content: bytes) -> None:
+    """Write a command's text to the memory file from which a shell reads it."""
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, content, 0)
+    os.lseek(fd, 0, os.SEEK_SET)
+
+
+def _find_shell(env: Mapping[str, str]) -> tuple[str, ShellSyntax]:
+    for dialect in (BASH, SH):
+        path = shutil.which(dialect.name, path=env.get("PATH"))
+        if path is not None:
+            return path, dialect
+    raise FileNotFoundError(2, "no bash and no sh in the sandbox's PATH")
+
+
+def _spawn(
+    path: str, dialect: ShellSyntax, cwd: str, env: Mapping[str, str], text: int, report: int
+) -> tuple[int, int]:
+    master, slave = os.openpty()
+    try:
+        set_up(slave)
+        number = fcntl.ioctl(master, TIOCGPTN, bytes(4))
+        pid = _spawn_on(
+            f"/dev/pts/{int.from_bytes(number, sys.byteorder)}", path, dialect, cwd, env, text, report
+        )
+    except BaseException:
+        os.close(master)
+        raise
+    finally:
+        os.close(slave)
+    return pid, master
+
+
+def set_up(terminal: int) -> None:
+    """Apply a shell's settings to a new terminal."""
+    # Must precede the shell's start: after killing a command, it restores the settings found at its start.
+    settings = termios.tcgetattr(terminal)
+    settings[1] &= ~termios.OPOST  # "\n" stays "\n"
+    settings[3] &= ~termios.ECHO
+    termios.tcsetattr(terminal, termios.TCSANOW, settings)
+    termios.tcsetwinsize(terminal, (ROWS, COLUMNS))
+
+
+def _spawn_on(
+    terminal: str, path: str, dialect: ShellSyntax, cwd: str, env: Mapping[str, str], text: int, report: int
+) -> int:
+    """Start the shell as leader of a new session with this controlling terminal; return its pid.
+
+    Not by `PtyProcess.spawn`, which forks: copying this process's page tables and freeing them again takes
+    longer than the start of bash. The first terminal that a session's leader opens becomes the controlling
+    terminal.
+    """
+    output = ((os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (1, 2))
+    same = ((os.POSIX_SPAWN_DUP2, 0, fd) for fd in (1, 2))
+    os.dup2(text, _TEXT_FD, inheritable=False)
+    os.dup2(report, _REPORT_FD, inheritable=False)
+    home = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        # The sandbox can remove or lock the directory at any time.
+        with contextlib.suppress(OSError):
+            os.chdir(cwd)
+        return os.posix_spawn(
+            path,
+            [path, *dialect.options],
+            {**env, "PS1": "", "PS2": ""},
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, terminal, os.O_RDWR, 0),
+                *(output if dialect.quiet else same),
+                (os.POSIX_SPAWN_DUP2, _TEXT_FD, dialect.text_fd),
+                (os.POSIX_SPAWN_DUP2, _REPORT_FD, dialect.report_fd),
+            ],
+            setsid=True,
+            # Python ignores these signals, and programs would inherit that: `yes | head` would report an
+            # error.
+            setsigdef=(signal.SIGPIPE, signal.SIGXFSZ),
+        )
+    finally:
+        os.fchdir(home)
+        for fd in (home, _TEXT_FD, _REPORT_FD):
+            os.close(fd)
+
+
+def _kill(terminal: int, shell: int, pidfd: int) -> None:
+    _kill_foreground(terminal, shell)
+    with contextlib.suppress(ProcessLookupError):  # already reaped by another process
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
+
+def _kill_foreground(terminal: int, shell: int) -> None:
+    group = _foreground(terminal)
+    if group > 0 and _is_its(shell, group):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+
+
+def _is_its(shell: int, group: int) -> bool:
+    # A terminal may name a group whose processes have all exited. The number may have been reused since, even
+    # by a process outside the sandbox.
+    try:
+        return os.getsid(group) == shell
+    except ProcessLookupError:  # only the leader has exited; its number stays reserved while the group lives
+        return True
+
+
+def _foreground(terminal: int) -> int:
+    try:
+        return os.tcgetpgrp(terminal)
+    except OSError:
+        return -1  # no process has the terminal any more

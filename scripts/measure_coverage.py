@@ -1,0 +1,97 @@
+"""Coverage of the tests, subprocesses included, as a table per package, and the functions never executed.
+
+    .venv/bin/python scripts/measure_coverage.py [--functions] [PYTEST ARGUMENTS]
+
+Every Python process that the tests start measures itself if it finds the virtual environment of this run.
+Processes in sandboxes cannot write the data file and are not counted, nor are processes that are killed:
+a function of a tool server that is listed as never executed may well run there.
+"""
+
+import ast
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from coverage import Coverage, CoverageData
+
+SETTINGS = Path("build/coverage/coveragerc")
+DATA = Path("build/coverage/data").resolve()
+CONFIG = f"""[run]
+source = {Path("prorl_envs").resolve()}, {Path("envs").resolve()}
+omit = */tests/*, */conftest.py, */app.py
+patch = subprocess, fork, _exit
+parallel = true
+data_file = {DATA}
+disable_warnings = no-data-collected, module-not-measured, already-imported, module-not-imported
+"""
+
+
+def functions(path: Path) -> Iterator[tuple[str, int, int]]:
+    """Yield name, first and last line of every function's body."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name, node.body[0].lineno, node.body[-1].end_lineno or node.body[-1].lineno
+
+
+def never_executed(path: Path, lines: set[int]) -> list[str]:
+    """Return the functions of which no line ran. A body that is a docstring has no line."""
+    return [
+        f"{path}:{first} {name}"
+        for name, first, last in functions(path)
+        if not any(first <= line <= last for line in lines)
+    ]
+
+
+def run(arguments: list[str]) -> int:
+    """Run the tests; return their exit status."""
+    for old in DATA.parent.glob("data*"):
+        old.unlink()
+    DATA.parent.mkdir(parents=True, exist_ok=True)
+    SETTINGS.write_text(CONFIG)
+    command = ["coverage", "run", f"--rcfile={SETTINGS}", "-m", "pytest", "-p", "no:cacheprovider"]
+    return subprocess.run([sys.executable, "-m", *command, *arguments], check=False).returncode
+
+
+def executed() -> CoverageData:
+    """Return the combined data of all processes."""
+    coverage = Coverage(config_file=str(SETTINGS))
+    coverage.combine(keep=True)
+    return coverage.get_data()
+
+
+def report(*, with_functions: bool) -> None:
+    """Print per package the executed and total statements, and the functions."""
+    coverage = Coverage(config_file=str(SETTINGS))
+    coverage.load()
+    table: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    unused: list[str] = []
+    files = [*Path("prorl_envs").rglob("*.py"), *Path("envs").rglob("*.py")]
+    for path in sorted(path for path in files if "tests" not in path.parts):
+        _, statements, _, missing, _ = coverage.analysis2(str(path.resolve()))
+        lines = set(statements) - set(missing)
+        found, all_functions = never_executed(path, lines), list(functions(path))
+        package = "/".join(path.parts[:2]) if len(path.parts) > 2 else path.parts[0]
+        counts = (len(lines), len(statements), len(all_functions) - len(found), len(all_functions))
+        table[package] = [old + new for old, new in zip(table[package], counts, strict=True)]
+        unused += found
+    say = sys.stdout.write
+    say("\nstatements          functions       package\n")
+    for package, (ran, every, called, defined) in sorted(table.items()):
+        say(f"{ran:5}/{every:5} {ran / max(every, 1):4.0%}   {called:4}/{defined:4}       {package}\n")
+    if with_functions:
+        say("\nnever executed:\n" + "".join(f"  {name}\n" for name in unused))
+
+
+def main() -> int:
+    arguments = sys.argv[1:]
+    with_functions = "--functions" in arguments
+    status = run([argument for argument in arguments if argument != "--functions"])
+    executed()
+    report(with_functions=with_functions)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

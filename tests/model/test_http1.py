@@ -1,0 +1,410 @@
+"""The HTTP client of the model servers' clients: over real sockets, with arbitrary bytes from the server."""
+
+import asyncio
+import os
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+import trustme
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prorl_envs.errors import InputError
+from prorl_envs.model.answer_checks import ProtocolError, Refusal, ServerUnavailable
+from prorl_envs.model.http.client import ClientLimits, ModelHttpClient
+from prorl_envs.model.http.http1 import (
+    ConnectionBroken,
+    HttpAnswer,
+    ModelConnection,
+    Origin,
+    TooLong,
+    Unreachable,
+    connect,
+)
+from tests.support.tls import server_tls
+
+pytestmark = pytest.mark.anyio
+
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: Chunked\r\n\r\n"
+#: Parts of generated answers.
+PIECES = [
+    *(OK, CHUNKED, b"HTTP/1.1 ", b"200 OK\r\n", b"content-length: 2\r\n", b"\r\n", b"ok", b"0\r\n", b"\0"),
+    b"HTTP/1.1 100 Continue\r\n\r\n",
+]
+
+type Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+async def read_request(reader: asyncio.StreamReader) -> tuple[str, bytes]:
+    """Read one request: its head and its body."""
+    head = (await reader.readuntil(b"\r\n\r\n")).decode()
+    length = next((line[16:] for line in head.split("\r\n") if line.startswith("content-length: ")), "0")
+    return head, await reader.readexactly(int(length))
+
+
+@asynccontextmanager
+async def server(talk: Talk, tls: ssl.SSLContext | None = None) -> AsyncIterator[str]:
+    """Run a server that calls `talk` for each connection, then closes it."""
+    ended: set[asyncio.Task[None]] = set()
+
+    async def guarded(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        ended.add(asyncio.current_task())  # type: ignore[arg-type]
+        with suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            await talk(reader, writer)
+        writer.close()
+        with suppress(OSError, asyncio.CancelledError):
+            await writer.wait_closed()
+
+    listening = await asyncio.start_server(guarded, "127.0.0.1", 0, ssl=tls)
+    try:
+        yield f"http{'s' if tls else ''}://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    finally:
+        listening.close()
+        for task in ended:
+            task.cancel()
+        if ended:
+            await asyncio.wait(ended)
+
+
+def saying(answer: bytes, *, then_close: bool = False) -> Talk:
+    """Answer every request with these bytes."""
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            await read_request(reader)
+            writer.write(answer)
+            if then_close:
+                return
+
+    return talk
+
+
+async def ask(
+    connection: ModelConnection, origin: Origin, body: bytes = b"{}", most: int = 1000
+) -> HttpAnswer:
+    return await connection.exchange(origin.head("POST", "/x", len(body)), body, max_body=most)
+
+
+@asynccontextmanager
+async def connected(url: str) -> AsyncIterator[tuple[ModelConnection, Origin]]:
+    origin = Origin(url, {})
+    connection = await connect(origin, seconds=30)
+    yield connection, origin
+    connection.abort()
+    await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("sent", "body", "usable"),
+    [
+        (OK, b"ok", True),
+        (CHUNKED + b"1\r\no\r\n1;x=y\r\nk\r\n0\r\na: b\r\n\r\n", b"ok", True),
+        (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early\r\nretry-after: 9\r\n\r\n" + OK, b"ok", True),
+        (b"HTTP/1.1 204 No Content\r\n\r\n", b"", True),
+        (b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 2\r\n\r\nok", b"ok", False),
+        (b"HTTP/1.0 200 OK\r\ncontent-length: 2\r\n\r\nok", b"ok", False),
+        (OK + OK, b"ok", False),
+        (OK + b"\0", b"ok", False),
+    ],
+    ids=["length", "chunks", "news first", "no body", "close", "old", "two answers", "more bytes"],
+)  # fmt: skip
+async def test_complete_answers(sent: bytes, body: bytes, usable: bool) -> None:
+    async with server(saying(sent)) as url, connected(url) as (connection, origin):
+        answer = await ask(connection, origin)
+        assert (answer.body, answer.headers, connection.usable) == (body, {}, usable)
+        if usable:
+            assert (await ask(connection, origin)).body == body
+        else:
+            with pytest.raises(ConnectionBroken):
+                await ask(connection, origin)
+
+
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+async def test_an_answer_may_end_with_the_connection(version: bytes) -> None:
+    talk = saying(b"HTTP/%b 200 OK\r\nretry-after: 3\r\n\r\nok" % version, then_close=True)
+    async with server(talk) as url, connected(url) as (connection, origin):
+        answer = await ask(connection, origin)
+        assert (answer.body, answer.headers[b"retry-after"], connection.usable) == (b"ok", b"3", False)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"HTTP/1.1 200 OK\r\ncontent-len",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nok",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n",
+        b"HTTP/1.1 100 Continue\r\n\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n",
+        b"SSH-2.0-OpenSSH_9.7\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\nok",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ntransfer-encoding: chunked\r\n\r\nok",
+        b"HTTP/1.1 200 OK\r\ncontent-length: -1\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nffffffffffffffffff\r\n",
+        b"HTTP/1.1 200 OK\r\na\0b: c\r\ncontent-length: 0\r\n\r\n",
+    ],
+    ids=repr,
+)
+async def test_incomplete_and_ambiguous_answers_are_refused(sent: bytes) -> None:
+    async with server(saying(sent, then_close=True)) as url, connected(url) as (connection, origin):
+        with pytest.raises(ConnectionBroken):
+            await ask(connection, origin)
+        assert not connection.usable
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"HTTP/1.1 200 OK\r\ncontent-length: 1001\r\n\r\n" + b"x" * 1001,
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 1001,
+        b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 1001,
+        b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 20_000,
+        b"HTTP/1.1 200 OK\r\na: " + b"b" * 100_000,
+        b"HTTP/1.1 100 Continue\r\n\r\n" * 10_000,
+    ],
+    ids=lambda sent: repr(sent[-10:]),
+)
+async def test_endless_answers_are_cut_off(sent: bytes) -> None:
+    async with server(saying(sent)) as url, connected(url) as (connection, origin):
+        with pytest.raises(TooLong):
+            await ask(connection, origin)
+        assert not connection.usable
+
+
+@settings(max_examples=50)
+@given(st.lists(st.sampled_from(PIECES) | st.binary(max_size=8), max_size=12))
+async def test_reading_arbitrary_bytes_terminates(pieces: list[bytes]) -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        for piece in pieces:
+            writer.write(piece)
+            await asyncio.sleep(0)
+
+    async with server(talk) as url, connected(url) as (connection, origin):
+        try:
+            answer = await ask(connection, origin, most=8)
+        except (ConnectionBroken, TooLong):
+            assert not connection.usable
+        else:
+            assert len(answer.body) <= 8 and answer.status >= 200
+
+
+async def test_cancelling_closes_the_connection() -> None:
+    closed = asyncio.Event()
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        assert await reader.read() == b""
+        closed.set()
+
+    async with server(talk) as url, connected(url) as (connection, origin):
+        asking = asyncio.create_task(ask(connection, origin))
+        await asyncio.sleep(0.01)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await asyncio.wait_for(closed.wait(), 30)
+
+
+async def test_unsolicited_bytes_close_an_idle_connection() -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(OK)
+        await reader.read(1)
+        writer.write(OK)
+        await reader.read()
+
+    async with server(talk) as url, connected(url) as (connection, origin):
+        await ask(connection, origin)
+        connection._transport.write(b"!")
+        while connection.usable:  # noqa: ASYNC110 - the loop must turn
+            await asyncio.sleep(0.001)
+
+
+async def test_a_large_request_that_is_refused_early() -> None:
+    """The answer is returned, and the rest of the request does not become part of the next one."""
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 413 Too Large\r\ncontent-length: 2\r\n\r\nno")
+        await reader.read()
+
+    async with server(talk) as url, connected(url) as (connection, origin):
+        answer = await ask(connection, origin, b"x" * 50_000_000)
+        assert (answer.status, answer.body, connection.usable) == (413, b"no", False)
+
+
+async def test_the_content_of_a_request() -> None:
+    heads = []
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            heads.append((await read_request(reader))[0])
+            writer.write(OK)
+
+    async with server(talk) as url:
+        host = url.removeprefix("http://")
+        link = ModelHttpClient(f"http://user:p%40ss@{host}/a%20b/v1/")
+        assert await link.request("POST", "/v1/x", b"{}", {"x-session-id": "s"}) == b"ok"
+        assert await link.ask("GET", "/v1/models") == b"ok"
+        await link.aclose()
+    post, get = (head.split("\r\n") for head in heads)
+    assert (post[0], get[0]) == ("POST /a%20b/v1/x HTTP/1.1", "GET /a%20b/v1/models HTTP/1.1")
+    shared = {f"host: {host}", "accept-encoding: identity", "authorization: Basic dXNlcjpwQHNz"}
+    assert shared <= set(post) and shared <= set(get)
+    assert {"content-length: 2", "x-session-id: s"} <= set(post)
+    assert not any(line.startswith("content-length") for line in get)
+
+
+@pytest.mark.parametrize("key", ["a\r\nx: y", "a\n", "größe", "\0"])
+def test_a_key_that_could_end_its_header_is_refused(key: str) -> None:
+    with pytest.raises(InputError, match="printable"):
+        ModelHttpClient("http://127.0.0.1:1", api_key=key)
+
+
+async def test_an_address_without_a_listener_is_unreachable() -> None:
+    with pytest.raises(Unreachable, match="cannot be reached"):
+        await connect(Origin("http://127.0.0.1:1", {}), seconds=30)
+    with pytest.raises(Unreachable, match="cannot be reached"):
+        await connect(Origin("http://no-such-host.invalid", {}), seconds=30)
+
+
+async def test_a_host_that_accepts_no_connection_is_unreachable() -> None:
+    async with server(saying(OK)) as url:  # it does not speak TLS, and sends nothing
+        origin = Origin(url.replace("http:", "https:"), {})
+        with pytest.raises(Unreachable, match="does not accept connections"):
+            await connect(origin, seconds=0.1)
+
+
+@pytest.fixture
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+async def test_a_server_of_a_private_authority_is_verified(authority: trustme.CA, tmp_path: Path) -> None:
+    trusted, other = tmp_path / "ca.pem", tmp_path / "other.pem"
+    authority.cert_pem.write_to_path(str(trusted))
+    trustme.CA().cert_pem.write_to_path(str(other))
+    limits = ClientLimits(attempts=1)
+    async with server(saying(OK), server_tls(authority)) as url:
+        link = ModelHttpClient(url, ca_file=trusted, limits=limits)
+        assert await link.request("GET", "/") == b"ok"
+        await link.aclose()
+        link = ModelHttpClient(url.replace("127.0.0.1", "localhost"), ca_file=trusted, limits=limits)
+        with pytest.raises(ServerUnavailable, match="certificate is not valid for 'localhost'"):
+            await link.request("GET", "/")
+        with pytest.raises(ServerUnavailable, match=r"trusted authority: .* \(model\.ca_file names"):
+            await ModelHttpClient(url, ca_file=other, limits=limits).request("GET", "/")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "is not a file"),
+        (b"", "no valid certificates"),
+        (b"\0" * 100, "no valid certificates"),
+        (b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n", "no valid certificates"),
+    ],
+)
+def test_a_ca_file_that_cannot_be_used_is_refused(tmp_path: Path, content: bytes | None, says: str) -> None:
+    path = tmp_path / "ca.pem"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(InputError, match=says) as caught:
+        ModelHttpClient("https://127.0.0.1:1", ca_file=path)
+    assert str(path) in caught.value.message and "model.ca_file" in caught.value.hint
+
+
+def test_a_pipe_is_no_ca_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="is not a file"):
+        ModelHttpClient("https://127.0.0.1:1", ca_file=tmp_path / "pipe")
+
+
+async def test_tls(authority: trustme.CA) -> None:
+    async with server(saying(OK), server_tls(authority)) as url:
+        link = ModelHttpClient(url, limits=ClientLimits(attempts=1))
+        with pytest.raises(ServerUnavailable, match="no certificate of a trusted authority"):
+            await link.request("GET", "/")
+        origin = Origin(url, {})
+        assert origin.tls is not None
+        authority.configure_trust(origin.tls)
+        connection = await connect(origin, seconds=30)
+        for _ in range(2):
+            assert (await ask(connection, origin)).body == b"ok"
+        connection.abort()
+        await asyncio.sleep(0.01)
+
+
+async def test_a_server_that_closes_idle_connections_causes_no_failure() -> None:
+    talks = 0
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal talks
+        talks += 1
+        await read_request(reader)
+        writer.write(OK)
+
+    async with server(talk) as url:
+        link = ModelHttpClient(url, limits=ClientLimits(attempts=1))
+        for number in range(1, 4):
+            assert await link.request("GET", "/") == b"ok"
+            assert talks == number
+            await asyncio.sleep(0.02)  # the close arrives
+        await link.aclose()
+
+
+async def test_a_long_idle_connection_is_not_used_again() -> None:
+    talks = 0
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal talks
+        talks += 1
+        await saying(OK)(reader, writer)
+
+    async with server(talk) as url:
+        link = ModelHttpClient(url, limits=ClientLimits(attempts=1, idle_s=0.05))
+        for pause_s, expected in ((0.0, 1), (0.0, 1), (0.1, 2)):
+            await asyncio.sleep(pause_s)
+            await link.request("GET", "/")
+            assert talks == expected
+        await link.aclose()
+
+
+async def test_encoded_answers_are_refused() -> None:
+    async with server(saying(OK.replace(b"OK\r\n", b"OK\r\ncontent-encoding: gzip\r\n"))) as url:
+        link = ModelHttpClient(url, limits=ClientLimits(attempts=1))
+        with pytest.raises(ProtocolError, match="encoded"):
+            await link.request("GET", "/")
+        await link.aclose()
+
+
+async def test_a_redirection_is_not_followed() -> None:
+    async with server(
+        saying(b"HTTP/1.1 302 Found\r\nlocation: http://x/\r\ncontent-length: 0\r\n\r\n")
+    ) as url:
+        link = ModelHttpClient(url)
+        with pytest.raises(Refusal, match="302"):
+            await link.request("GET", "/")
+        await link.aclose()
+
+
+async def test_closing_aborts_requests_in_flight() -> None:
+    asked = asyncio.Event()
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        asked.set()
+        await reader.read()
+
+    async with server(talk) as url:
+        link = ModelHttpClient(url, limits=ClientLimits(backoff_s=0))
+        asking = asyncio.create_task(link.request("GET", "/"))
+        await asked.wait()
+        await link.aclose()
+        with pytest.raises(ServerUnavailable, match="no longer in use"):
+            await asking

@@ -1,0 +1,25 @@
+"""Overlays of layers as the kernel shows them to an ordinary user."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def show_overlay(layers: Sequence[Path], program: str) -> dict[str, str]:
+    """Mount an overlay of layers at /mnt, in namespaces of its own; return the JSON that a program prints.
+
+    Args:
+        layers: the lowest first.
+        program: Python code.
+    """
+    lower = ":".join(str(layer) for layer in reversed(layers))
+    mount = 'mount -t overlay -o "userxattr,lowerdir=$1" none /mnt && exec "$2" -c "$3"'
+    done = subprocess.run(
+        ["unshare", "-Urm", "sh", "-ec", mount, "sh", lower, sys.executable, program],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
