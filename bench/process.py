@@ -99,6 +99,7 @@ class SubjectProcess:
         self._process.stdout.close()
         left = self._kill_marked()
         if self._process.returncode:
+            ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
             shutil.copy(self._log, ENVIRONMENTS / f"{self.entry.module}-{self.entry.kind}.log")
         shutil.rmtree(self._scratch, ignore_errors=True)
         return left

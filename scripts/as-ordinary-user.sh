@@ -11,10 +11,11 @@ user=prorl-$$
 home=$(mktemp -d "${TMPDIR:-/tmp}/prorl-home.XXXXXX")
 useradd --home-dir "$home" --no-create-home --shell /bin/bash "$user"
 finish() {
-    # Processes that the user still runs are leaks: show them, and kill them by their uid.
-    # A zombie has exited; it waits until init reaps it.
-    left=$(ps -o stat=,pid=,args= -u "$user" | awk '$1 !~ /^Z/' || true)
-    [ -z "$left" ] || { echo "error: left running: $left" >&2; ps -o pid= -u "$user" | xargs -r kill -9; }
+    # Processes that the user still runs are leaks: show and kill them. A zombie has exited; it waits until init reaps it.
+    left=$(find /proc -maxdepth 1 -name '[0-9]*' -user "$user" -printf '%f\n' 2>/dev/null | while read -r pid; do
+        grep -qs '^State:[[:space:]]*[^Z]' "/proc/$pid/status" && echo "$pid $(tr '\0' ' ' < "/proc/$pid/cmdline")"
+    done || true)
+    [ -z "$left" ] || { printf 'error: left running:\n%s\n' "$left" >&2; printf '%s\n' "$left" | cut -d' ' -f1 | xargs -r kill -9; }
     rm -rf "$home"
     userdel "$user" 2>/dev/null || true
     [ -z "$left" ] || exit 1

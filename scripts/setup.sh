@@ -86,14 +86,18 @@ fi
 command -v uv >/dev/null || [ -x "$VENV/bin/uv" ] || ln -f .build/uv/bin/uv "$VENV/bin/uv" 2>/dev/null \
     || cp .build/uv/bin/uv "$VENV/bin/uv"
 
-groups="--no-default-groups"
-[ "$purpose" = test ] && groups="--group dev"
-# The lock file names the public index; behind a private mirror we resolve from pyproject.toml instead.
-# --inexact keeps what the other purpose installed.
+group=
+[ "$purpose" = test ] && group="--group dev"
+# uv.lock names files of the public index. Its versions and hashes are installed from the configured index instead, which
+# may be a mirror. What the other purpose installed stays.
+locked="$VENV/locked.txt"
 # shellcheck disable=SC2086
-UV_PROJECT_ENVIRONMENT=$VENV scripts/uv.sh sync --frozen --inexact --extra data $groups || {
-    say "the locked set could not be installed; resolving again from the configured index"
-    scripts/uv.sh pip install -e '.[data]' $([ "$purpose" = test ] && echo --group dev)
+{
+    scripts/uv.sh export --frozen --no-default-groups $group --extra data --no-emit-project --no-annotate -o "$locked" >/dev/null \
+        && scripts/uv.sh pip install -r "$locked" && scripts/uv.sh pip install --no-deps -e .
+} || {
+    say "the locked versions could not be installed from the index; installing the newest that fit, which are not tested"
+    scripts/uv.sh pip install -e '.[data]' $group
 } || fail "the dependencies could not be installed" "see the messages above: the index must serve PyPI's packages; \
 for an unknown issuer, name the certificates of your proxy in SSL_CERT_FILE (docs/install.md)"
 compile_ours

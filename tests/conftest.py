@@ -82,6 +82,14 @@ def existing_driver(name: str) -> str:
     return name
 
 
+@pytest.fixture(scope="session")
+def busybox() -> str:
+    """Path of a static busybox, for the smallest image."""
+    if (found := shutil.which("busybox")) is None:
+        pytest.skip("busybox is not installed")
+    return found
+
+
 @pytest.fixture
 async def driver(run_dir: Path) -> AsyncIterator[NamespaceDriver]:
     """Driver for one test, with real sandboxes. If the machine cannot run it, the error gives the remedy.

@@ -1,4 +1,4 @@
-"""The hooks in the root's conftest.py: unexpected skips, flaky tests, and signals that `nohup` ignores."""
+"""Hooks of the root's conftest.py and settings of pytest: reruns, optional programs, hangs, signals."""
 
 import os
 import subprocess
@@ -15,69 +15,65 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture(autouse=True)
 def only_our_hooks(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     (pytester.path / "conftest.py").symlink_to(ROOT / "conftest.py")
+    pytester.makeini("[pytest]\nmarkers = thorough: left out of make test")
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
-    monkeypatch.delenv("ONLY_EXPECTED_SKIPS", raising=False)
 
 
-def run(pytester: pytest.Pytester, source: str) -> pytest.RunResult:
+def run(pytester: pytest.Pytester, source: str, *options: str) -> pytest.RunResult:
     pytester.makepyfile(test_one=f"import pytest\n{source}\n")
-    return pytester.runpytest_inprocess("-ra", "-p", "no:cacheprovider", "-p", "no:xdist")
-
-
-SKIPS = """
-@pytest.mark.skipif(True, reason="only root may do it")
-def test_expected(): pass
-
-def test_unexpected(): pytest.skip("Chromium is not installed")
-
-@pytest.mark.skipif(True, reason="FUSE is missing")
-def test_marked(): pass
-"""
-
-
-def test_in_ci_a_skip_fails_unless_its_reason_is_expected(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ONLY_EXPECTED_SKIPS", "1")
-    done = run(pytester, SKIPS)
-    done.assert_outcomes(failed=1, errors=1, skipped=1)  # a mark skips at setup
-    report = done.stdout.str()
-    assert "unexpected skip (conftest.py): Chromium is not installed" in report
-    assert "unexpected skip (conftest.py): FUSE is missing" in report
-
-
-def test_in_ci_a_file_that_is_skipped_fails_too(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ONLY_EXPECTED_SKIPS", "1")
-    done = run(pytester, "pytest.importorskip('no_such_peer')")
-    done.assert_outcomes(errors=1)
-    assert "unexpected skip (conftest.py): could not import 'no_such_peer'" in done.stdout.str()
-
-
-def test_elsewhere_a_skip_is_a_skip(pytester: pytest.Pytester) -> None:
-    run(pytester, SKIPS).assert_outcomes(skipped=3)
-
-
-def test_a_flaky_test_needs_a_reason(pytester: pytest.Pytester) -> None:
-    done = run(pytester, "@pytest.mark.flaky(reruns=1)\ndef test_sometimes(): pass")
-    assert "test_sometimes is marked as flaky without a reason" in done.stderr.str()
+    return pytester.runpytest_inprocess("-ra", "-p", "no:cacheprovider", "-p", "no:xdist", *options)
 
 
 FLAKY = """
 tries = []
 
-@pytest.mark.flaky(reruns=1, reason="an example")
 def test_sometimes():
     tries.append(1)
     assert len(tries) == 2, "the first try"
 """
 
 
-def test_a_flaky_test_runs_twice_and_its_first_failure_is_shown(pytester: pytest.Pytester) -> None:
-    report = run(pytester, FLAKY).stdout.str()
+def test_why_a_repeated_test_failed_is_shown(pytester: pytest.Pytester) -> None:
+    report = run(pytester, FLAKY, "--reruns", "2").stdout.str()
     assert "1 passed, 1 rerun" in report
     assert "ran again: test_one.py::test_sometimes" in report and "the first try" in report
+
+
+NEEDS = """
+@pytest.fixture
+def chromium(): pass
+
+def test_page(chromium): pass
+
+@pytest.mark.parametrize("driver", ["namespaces", "apptainer"])
+def test_driver(driver): pass
+"""
+
+
+def test_tests_of_optional_programs_are_left_out_of_make_test(pytester: pytest.Pytester) -> None:
+    done = run(pytester, NEEDS, "-m", "not thorough", "-v")
+    done.assert_outcomes(passed=1, deselected=2)
+    done.stdout.fnmatch_lines(["*test_driver[[]namespaces[]] PASSED*"])
+
+
+HANGING = """
+import threading
+
+@pytest.fixture
+def service():
+    yield
+    threading.Event().wait()
+
+def test_hangs(service): pass
+"""
+
+
+def test_a_teardown_that_never_ends_is_ended_with_a_traceback(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_one=f"import pytest\n{HANGING}")
+    limits = ["-o", "faulthandler_timeout=1", "-o", "faulthandler_exit_on_timeout=true"]
+    done = pytester.runpytest_subprocess("-p", "no:cacheprovider", *limits, timeout=60)
+    assert done.ret == 1
+    done.stderr.fnmatch_lines(["*Timeout*", "*in service*"])
 
 
 STARTED = """

@@ -374,3 +374,21 @@ def app() -> None:
     except ProrlError as error:
         report(error)
         sys.exit(2)
+    finally:
+        _flush_output()
+
+
+def _flush_output() -> None:
+    """Flush the standard streams, so that the interpreter does not exit with 120 if their reader has gone.
+
+    The rest of such a stream goes to /dev/null: see "Note on SIGPIPE" in Python's documentation of `signal`.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if stream is None or stream.closed:
+            continue
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)

@@ -8,7 +8,7 @@ from prorl_envs.errors import SandboxError, SandboxLimit
 from prorl_envs.tools.client.toolbox import Toolbox
 from tests.attacks.attempts import Driver, OpenBox, T, python, usable
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.thorough]
 
 TOO_MANY = "limit of 40 processes was reached: all but its shells were killed"
 

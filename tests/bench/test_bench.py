@@ -32,6 +32,7 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
 
 
+@pytest.mark.thorough
 def test_actions_and_starts_are_measured_and_all_answers_are_right(tmp_path: Path) -> None:
     data = tmp_path / "data.json"
     done = run(
@@ -49,6 +50,7 @@ def test_actions_and_starts_are_measured_and_all_answers_are_right(tmp_path: Pat
     assert pool["ready"] or pool["failed"].startswith("not built")
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may read the memory of tool servers")
 def test_memory_is_counted_and_no_process_is_leaked(tmp_path: Path) -> None:
     data = tmp_path / "data.json"

@@ -32,7 +32,7 @@ from tests.cli.conftest import Cli, FastCli
     ids=lambda value: " ".join(value[:3]) if isinstance(value, tuple) else "",
 )
 def test_a_mistake_is_one_clear_error(
-    cli: Cli, tmp_path: Path, arguments: tuple[str, ...], words: str
+    fast_cli: FastCli, tmp_path: Path, arguments: tuple[str, ...], words: str
 ) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "binary").write_bytes(b"\x7fELF\x02\x01\x01\x00")
@@ -40,10 +40,10 @@ def test_a_mistake_is_one_clear_error(
     (tmp_path / "folder" / "results.jsonl").mkdir(parents=True)
     row = '{"id": "a", "instruction": "b", "checks": [{"type": "file_absent", "path": "x"}]}'
     (tmp_path / "row.jsonl").write_text(row)
-    done = cli(*arguments)
-    assert done.returncode == 2, done.stderr
-    assert words in done.stderr and done.stderr.count("error: ") == 1
-    assert "Traceback" not in done.stderr and "submitting" not in done.stdout
+    done = fast_cli(*arguments)
+    assert done.code == 2, done.err
+    assert words in done.err and done.err.count("error: ") == 1
+    assert "Traceback" not in done.err and "submitting" not in done.out
 
 
 @pytest.mark.parametrize(

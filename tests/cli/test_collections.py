@@ -40,6 +40,7 @@ def test_its_rows_are_validated(cli: Cli, tmp_path: Path) -> None:
     assert done.returncode == 2 and "ships no example data" in done.stderr
 
 
+@pytest.mark.thorough
 def test_its_tasks_are_run(cli: Cli, tmp_path: Path) -> None:
     with served(FastAPI(routes=ResourcesDesk().app().routes)) as url:
         data = (*write(tmp_path, url), "--data", "rows.jsonl")

@@ -16,6 +16,7 @@ from tests.cli.conftest import Cli
 SMALL = ("demo", "--swebench", "0", "--tasks", "2", "--out", "runs")
 
 
+@pytest.mark.thorough  # CI runs `make demo`, which checks the same
 def test_every_group_has_its_scripted_outcome(cli: Cli, tmp_path: Path) -> None:
     done = cli(*SMALL)
     assert done.returncode == 0, done.stderr
@@ -34,6 +35,7 @@ def test_every_group_has_its_scripted_outcome(cli: Cli, tmp_path: Path) -> None:
     assert all(r.state is JobState.FAILED and r.attempts == 2 for r in failed)
 
 
+@pytest.mark.thorough
 def test_a_solver_alone_gives_uninformative_groups(cli: Cli) -> None:
     done = cli(*SMALL, "--mix", "solve=1", "--samples", "2")
     assert done.returncode == 0, done.stderr

@@ -77,3 +77,25 @@ def test_a_killed_service_leaves_only_files_that_the_next_one_removes(
     # The fixture checks processes and mounts; directories survive the kill of their process.
     left = list(run_dir.glob("prorl-sandboxes-*"))
     assert sweep(run_dir) == left and len(left) == 1
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize("arguments", [("envs",), ("show", "nothing")], ids=lambda found: found[0])
+def test_a_reader_that_has_gone_is_no_fault_of_the_interpreter(
+    tmp_path: Path, arguments: tuple[str, ...], stream: str
+) -> None:
+    """With 120 Python would report that it could not flush a stream."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [SCRIPT, *arguments],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+        stdout=writer if stream == "stdout" else subprocess.PIPE,
+        stderr=writer if stream == "stderr" else subprocess.PIPE,
+        check=False,
+        timeout=60,
+    )
+    os.close(writer)
+    assert done.returncode in (0, 1, 2)
+    assert b"Exception ignored" not in (done.stderr or b"")

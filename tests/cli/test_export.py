@@ -28,7 +28,9 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize(
+    "format_", [pytest.param(one, marks=[pytest.mark.thorough] * (one != "csv")) for one in FORMATS]
+)
 def test_every_format_is_written_once(cli: Cli, tmp_path: Path, run_folder: Path, format_: str) -> None:
     target = tmp_path / "new" / "out"
     command = ("export", "runs/latest", "--to", format_, "--out", str(target))
@@ -84,10 +86,8 @@ def peak_memory(folder: Path, *arguments: str) -> int:
     return usage.ru_maxrss * 1024
 
 
-@pytest.mark.parametrize(
-    "format_",
-    [one if one in ("hf", "sft") else pytest.param(one, marks=pytest.mark.thorough) for one in FORMATS],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("format_", FORMATS)
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, format_: str) -> None:
     """90 MB of results, with conversations of 300 KB, need little more memory than a tenth of them."""
     messages = [{"role": "user", "content": "x" * 300_000}, {"role": "assistant", "content": "y"}]

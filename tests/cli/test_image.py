@@ -2,13 +2,14 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.cli.conftest import FastCli
+from tests.conftest import existing_driver
 from tests.sandbox.rootfs import write_busybox_rootfs
 
 PROGRAM = Path(sys.executable).parent / "prorl-envs"
@@ -29,11 +30,8 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, **own, "COLUMNS": "200"}
 
 
-def write_context(tmp_path: Path, text: str) -> list[str | Path]:
+def write_context(tmp_path: Path, busybox: str, text: str) -> list[str | Path]:
     """Write a context with a Dockerfile, and a base with busybox; return the arguments of its build."""
-    busybox = shutil.which("busybox")
-    if busybox is None:
-        pytest.skip("busybox is not installed")
     if not (tmp_path / "root").exists():
         write_busybox_rootfs(tmp_path / "root", busybox)
     (tmp_path / "context").mkdir(exist_ok=True)
@@ -41,10 +39,11 @@ def write_context(tmp_path: Path, text: str) -> list[str | Path]:
     return ["build", tmp_path / "context", "--base", f"base={tmp_path / 'root'}"]
 
 
-def test_a_dockerfile_is_built_with_readable_progress(tmp_path: Path) -> None:
+def test_a_dockerfile_is_built_with_readable_progress(tmp_path: Path, busybox: str) -> None:
     (tmp_path / "token").write_text("t")
     build = write_context(
         tmp_path,
+        busybox,
         "ARG v=1\nFROM base AS one\nARG v\n"
         'RUN --mount=type=secret,id=s echo got $v "$(cat /run/secrets/s)" | cat > /said; cat /said\n'
         "FROM one\nRUN exit 1",
@@ -58,15 +57,15 @@ def test_a_dockerfile_is_built_with_readable_progress(tmp_path: Path) -> None:
     assert second.stderr.endswith("  in the store already\n")
 
 
-def test_a_build_that_fails_says_where(tmp_path: Path) -> None:
-    done = run(tmp_path, *write_context(tmp_path, "FROM base\n\nRUN echo why; exit 7\n"))
+def test_a_build_that_fails_says_where(tmp_path: Path, busybox: str) -> None:
+    done = run(tmp_path, *write_context(tmp_path, busybox, "FROM base\n\nRUN echo why; exit 7\n"))
     assert done.returncode == 2
     assert "Dockerfile:3: RUN failed with exit status 7" in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_killed_build_leaves_nothing_half_made(tmp_path: Path) -> None:
-    build = write_context(tmp_path, "FROM base\nRUN echo half > /half; test -e /go || sleep 1000\n")
+def test_a_killed_build_leaves_nothing_half_made(tmp_path: Path, busybox: str) -> None:
+    build = write_context(tmp_path, busybox, "FROM base\nRUN echo half > /half; test -e /go || sleep 1000\n")
     with subprocess.Popen(
         [PROGRAM, "image", *build],
         stderr=subprocess.PIPE,
@@ -88,10 +87,8 @@ def test_a_killed_build_leaves_nothing_half_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_build_list_inspect_prune(tmp_path: Path) -> None:
-    busybox = shutil.which("busybox")
-    if busybox is None or not (shutil.which("apptainer") or shutil.which("singularity")):
-        pytest.skip("no busybox, or no apptainer")
+def test_build_list_inspect_prune(tmp_path: Path, busybox: str) -> None:
+    existing_driver("apptainer")
     write_busybox_rootfs(tmp_path / "root", busybox)
     definition = tmp_path / "task.def"
     definition.write_text("Bootstrap: localimage\nFrom: root\n\n%post\n    echo {{ word }} > /etc/said\n")
@@ -125,9 +122,9 @@ def test_build_list_inspect_prune(tmp_path: Path) -> None:
         (["inspect", "/etc/passwd"], "not an image"),
     ],
 )
-def test_wrong_input_is_one_line_and_a_hint(tmp_path: Path, arguments: list[str], says: str) -> None:
-    done = run(tmp_path, *arguments)
-    assert done.returncode == 2
-    assert says in done.stderr
-    assert done.stderr.startswith("error: ")
-    assert "Traceback" not in done.stderr
+def test_wrong_input_is_one_line_and_a_hint(fast_cli: FastCli, arguments: list[str], says: str) -> None:
+    done = fast_cli("image", *arguments)
+    assert done.code == 2
+    assert says in done.err
+    assert done.err.startswith("error: ")
+    assert "Traceback" not in done.err

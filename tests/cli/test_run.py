@@ -14,7 +14,7 @@ import pytest
 from prorl_envs.rollout.client.result_files import read_results
 from prorl_envs.runs.folder import run_groups
 from prorl_envs.sandbox.filesystem.directories import sweep
-from tests.cli.conftest import SCRIPT, Cli
+from tests.cli.conftest import SCRIPT, Cli, FastCli
 from tests.cli.test_scripted import scripted
 
 #: Several commands in a row, each of which imports everything.
@@ -84,7 +84,14 @@ def test_results_are_never_overwritten(cli: Cli, tmp_path: Path, model: list[str
     assert (tmp_path / "out" / "results.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.thorough),
+        pytest.param(signal.SIGKILL, marks=pytest.mark.thorough),
+    ],
+)
 def test_an_interrupted_run_keeps_its_results_and_is_resumed(
     cli: Cli, tmp_path: Path, model: list[str], number: signal.Signals
 ) -> None:
@@ -181,10 +188,10 @@ def test_tasks_and_sampling_can_be_set(cli: Cli, tmp_path: Path, model: list[str
     ],
 )
 def test_wrong_options_are_clear_errors(
-    cli: Cli, model: list[str], arguments: tuple[str, ...], words: str
+    fast_cli: FastCli, model: list[str], arguments: tuple[str, ...], words: str
 ) -> None:
-    done = cli("run", "bash", *model, *arguments)
-    assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
+    done = fast_cli("run", "bash", *model, *arguments)
+    assert done.code == 2 and words in done.err and "Traceback" not in done.err
 
 
 def test_two_runs_are_compared(cli: Cli, tmp_path: Path, model: list[str]) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from prorl_envs.errors import FailureKind
 from prorl_envs.rollout.client.result_files import read_results
 from tests.cli.conftest import SCRIPT, Cli
@@ -31,6 +33,7 @@ def scripted(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[s
             process.kill()
 
 
+@pytest.mark.thorough
 def test_a_run_against_it_scores_as_scripted(cli: Cli, tmp_path: Path) -> None:
     mix = "solve=1,wrong=1,error500=1"
     with scripted(tmp_path, "bash", "--mix", mix) as (process, options):

@@ -32,7 +32,8 @@ def serving(
         save_tokenizer(folder / "tokenizer")
     named = ["--tokenizer", str(folder / "tokenizer")] if tokenizer else []
     command = [str(SCRIPT), "serve", *named, "--port", "0", *options]
-    place: Any = {"cwd": folder, "env": {**os.environ, "COLUMNS": "200"}}
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    place: Any = {"cwd": folder, "env": {**environ, "COLUMNS": "200"}}
     running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **place)
     assert running.stderr is not None
     try:

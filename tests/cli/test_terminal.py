@@ -62,6 +62,7 @@ def test_a_failed_build_shows_the_ends_of_its_output(cli: Cli, folder: Path) -> 
     assert "line6" in done.stdout and "line3" not in done.stdout and "line3" in done.stderr
 
 
+@pytest.mark.thorough
 def test_a_model_runs_a_folder_of_tasks(cli: Cli, folder: Path) -> None:
     with scripted(folder, "terminal", "--data", "tasks/", "--mix", "solve=1,wrong=1") as (_, options):
         done = cli(

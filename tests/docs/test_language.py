@@ -66,10 +66,14 @@ def test_no_docstring_starts_with_a_relative_pronoun(sources: dict[Path, str]) -
     assert FIRST_WORD.match("What is left.") and not FIRST_WORD.match("Whole files.")
 
 
+@pytest.fixture(scope="module")
+def prose(sources: dict[Path, str]) -> list[str]:
+    return [words for text in sources.values() for words in (*docstrings(text), *comments(text))]
+
+
 @pytest.mark.parametrize("name", LIMITS)
-def test_words_are_rare(sources: dict[Path, str], name: str) -> None:
+def test_words_are_rare(prose: list[str], name: str) -> None:
     pattern, limit = LIMITS[name]
-    prose = [words for text in sources.values() for words in (*docstrings(text), *comments(text))]
     total = sum(len(words.split()) for words in prose)
     hits = [found for words in prose for found in re.findall(pattern, words)]
     assert total > 50_000

@@ -7,6 +7,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -29,23 +30,29 @@ FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 @cache
-def literals() -> frozenset[str]:
-    """Return every string of the package and its set-up script; NUL stands for values in an f-string."""
+def trees() -> dict[Path, ast.Module]:
+    """Return the syntax trees of the package."""
+    return {path: ast.parse(path.read_text()) for path in (ROOT / "prorl_envs").rglob("*.py")}
+
+
+@cache
+def literals() -> str:
+    """Return the strings of the package and its set-up script, separated by \\1. NUL stands for a value."""
     found = {(ROOT / "scripts" / "setup.sh").read_text()}
-    for path in (ROOT / "prorl_envs").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for tree in trees().values():
+        for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.add(node.value)
             elif isinstance(node, ast.JoinedStr):
                 parts = (part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
                 found.add("".join(map(str, parts)))
-    return frozenset(found)
+    return "\1".join(found)
 
 
 def is_in_source(message: str) -> bool:
     """Whether one string of the source has the fixed parts of a message, in order."""
-    pattern = re.compile(".*?".join(re.escape(part) for part in message.split("…")), re.DOTALL)
-    return any(pattern.search(literal) for literal in literals())
+    pattern = "[^\1]*?".join(re.escape(part) for part in message.split("…"))
+    return re.search(pattern, literals()) is not None
 
 
 def test_quoted_messages_are_in_the_source() -> None:
@@ -92,8 +99,8 @@ def code_paragraphs(docstring: str) -> Iterator[str]:
 
 def test_code_in_docstrings_is_fenced() -> None:
     found = []
-    for path in (ROOT / "prorl_envs").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 code = list(code_paragraphs(ast.get_docstring(node) or ""))
                 found += [f"{path.relative_to(ROOT)}: {paragraph}" for paragraph in code]

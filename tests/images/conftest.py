@@ -28,10 +28,7 @@ From: {{ base }}
 
 
 @pytest.fixture(scope="session")
-def rootfs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    busybox = shutil.which("busybox")
-    if busybox is None:
-        pytest.skip("busybox is not installed")
+def rootfs(tmp_path_factory: pytest.TempPathFactory, busybox: str) -> Path:
     return write_busybox_rootfs(tmp_path_factory.mktemp("rootfs") / "root", busybox)
 
 

@@ -101,6 +101,7 @@ def selected(service: RolloutService, name: str) -> list[tuple[str, tuple[str, .
     return [(group.group_id, tuple(group.job_ids), tuple(group.rewards)) for group in found]
 
 
+@pytest.mark.thorough
 async def test_after_a_kill_at_any_write_decisions_are_the_same_and_work_continues(
     renderer: TemplateRenderer, tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ from prorl_envs.rollout.store.base import Store
 from prorl_envs.rollout.store.sqlite import SqliteStore
 from prorl_envs.testing.scripted import as_message
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.thorough]
 
 JOBS, KEPT = 128, 160
 

@@ -21,7 +21,7 @@ from prorl_envs.rollout.store.sqlite import SqliteStore
 from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
 from prorl_envs.testing.scripted import as_message
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.thorough]
 
 JOBS = 24
 TASK = {

@@ -25,7 +25,7 @@ from prorl_envs.rollout.http.server import serving
 from prorl_envs.rollout.service.service import RolloutService
 from tests.support.toy import ToyModel, ToyWorld, empty_node
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.anyio, pytest.mark.thorough, pytest.mark.timeout(300)]
 
 #: Number of requests for each operation. They are the same in every run.
 EXAMPLES = 8

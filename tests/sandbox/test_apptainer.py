@@ -4,7 +4,7 @@ import os
 import select
 import shutil
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -28,10 +28,12 @@ from tests.sandbox.rootfs import build_sif, missing_for_sif, write_rootfs
 
 pytestmark = pytest.mark.anyio
 
-needs_apptainer = pytest.mark.skipif(
-    not (shutil.which("apptainer") or shutil.which("singularity")),
-    reason="neither Apptainer nor Singularity is installed",
-)
+
+def needs_apptainer[**P, R](test: Callable[P, R]) -> Callable[P, R]:
+    """Mark a test that needs Apptainer."""
+    missing = not (shutil.which("apptainer") or shutil.which("singularity"))
+    skip = pytest.mark.skipif(missing, reason="neither Apptainer nor Singularity is installed")
+    return pytest.mark.thorough(skip(test))
 
 
 def program(path: Path, script: str) -> Path:

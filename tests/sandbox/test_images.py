@@ -355,10 +355,9 @@ async def test_a_truncated_sif_is_refused(driver: NamespaceDriver, sif: Path, tm
         await driver.start(SandboxSpec(image=cut))
 
 
-async def test_a_busybox_is_enough_for_an_image(run_dir: Path, driver_name: str, tmp_path: Path) -> None:
-    busybox = shutil.which("busybox")
-    if busybox is None:
-        pytest.skip("busybox is not installed")
+async def test_a_busybox_is_enough_for_an_image(
+    run_dir: Path, driver_name: str, tmp_path: Path, busybox: str
+) -> None:
     image = write_busybox_rootfs(tmp_path / "root", busybox)
     driver = scripted_driver(driver_name)
     tools = make_driver(driver_name)

@@ -31,6 +31,7 @@ from tests.sandbox.rootfs import build_sif, missing_for_sif, write_busybox_rootf
 
 pytestmark = [
     pytest.mark.anyio,
+    pytest.mark.thorough,
     pytest.mark.skipif(
         not (shutil.which("apptainer") or shutil.which("singularity")),
         reason="neither Apptainer nor Singularity is installed",

@@ -28,7 +28,7 @@ from prorl_envs.sandbox.linux.cgroups import Mechanism, find_groups
 from prorl_envs.testing.sandbox_entry import LIGHT_TEMPLATES
 from prorl_envs.tools.client.toolbox import Toolbox
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.thorough]
 
 LIMITS = SandboxLimits(
     memory_bytes=96 << 20, processes=40, open_files=1024, disk_bytes=20 << 20, disk_files=2000

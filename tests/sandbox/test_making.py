@@ -66,10 +66,7 @@ async def driver(run_dir: Path) -> AsyncIterator[NamespaceDriver]:
 
 
 @pytest.fixture
-async def busybox_image(tmp_path: Path) -> Path:
-    busybox = shutil.which("busybox")
-    if busybox is None:
-        pytest.skip("busybox is not installed")
+async def busybox_image(tmp_path: Path, busybox: str) -> Path:
     return write_busybox_rootfs(tmp_path / "busybox", busybox)
 
 
@@ -616,7 +613,8 @@ def test_a_process_killed_during_a_start_leaks_nothing(run_dir: Path, whom: str,
             os.close(maker)
         else:
             time.sleep(after_s)
-            subprocess.run(["kill", "-KILL", str(service.pid if whom == "service" else starter)], check=False)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(service.pid if whom == "service" else starter, signal.SIGKILL)
         said, errors = service.communicate(timeout=60)
     assert service.returncode == -signal.SIGKILL or said == "started\n" or "SandboxError" in errors
     asyncio.run(NamespaceDriver().aclose())  # the next driver removes them

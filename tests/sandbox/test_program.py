@@ -84,7 +84,13 @@ def running(machine: str, folder: Path, steps: tuple[Step, ...]) -> Iterator[Run
         yield Running(pid, streams, way)
 
 
-@pytest.fixture(params=EMULATORS)
+#: Programs for another machine need an emulator.
+MACHINES = [
+    pytest.param(name, marks=[pytest.mark.thorough] * (name != os.uname().machine)) for name in EMULATORS
+]
+
+
+@pytest.fixture(params=MACHINES)
 def machine(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -209,6 +209,7 @@ async def test_other_toolboxes_have_no_connection_file(box: Toolbox, python_box:
             toolbox.jupyter_connection_file()
 
 
+@pytest.mark.thorough
 @pytest.mark.anyio
 async def test_a_message_that_is_too_long_is_reported_at_once(kernel_box: Toolbox) -> None:
     code = (

@@ -19,10 +19,7 @@ T = 60.0
 _TOOLS = ("wc", "tr", "head", "od", "stty", "env")
 
 
-def _busybox_image(root: Path) -> Path:
-    busybox = shutil.which("busybox")
-    if busybox is None:
-        pytest.skip("busybox is not installed")
+def _busybox_image(root: Path, busybox: str) -> Path:
     write_busybox_rootfs(root, busybox)
     for tool in _TOOLS:
         (root / "bin" / tool).symlink_to("busybox")
@@ -41,8 +38,10 @@ def _dash_image(root: Path) -> Path:
 @pytest.fixture(scope="module", params=["busybox", "dash"])
 def image(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A system whose only shell is this one."""
-    make = {"busybox": _busybox_image, "dash": _dash_image}[request.param]
-    return make(tmp_path_factory.mktemp("sh") / "root")
+    root = tmp_path_factory.mktemp("sh") / "root"
+    if request.param == "busybox":
+        return _busybox_image(root, request.getfixturevalue("busybox"))
+    return _dash_image(root)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from prorl_envs.envs.code.task import CodeTask
 
 
 @pytest.mark.anyio
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 async def test_every_example_discriminates(node: Node) -> None:
     tasks = [task for task in load_tasks("code", example_path("code")) if isinstance(task, CodeTask)]

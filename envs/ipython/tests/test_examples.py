@@ -19,6 +19,7 @@ def templates() -> Mapping[str, TemplateSpec]:
 
 
 @pytest.mark.anyio
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 async def test_every_example_discriminates(node: Node) -> None:
     tasks = [task for task in load_tasks("ipython", example_path("ipython")) if isinstance(task, IPythonTask)]

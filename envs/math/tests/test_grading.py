@@ -24,6 +24,7 @@ async def play(node: Node, right: str, answer: str | None = None, words: str = "
 
 
 @pytest.mark.anyio
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 async def test_every_example_discriminates(node: Node) -> None:
     tasks = [task for task in load_tasks("math", example_path("math")) if isinstance(task, MathTask)]

@@ -21,7 +21,7 @@ from prorl_envs.envs.swebench.task import SwebenchTask
 from prorl_envs.errors import EnvironmentFault, GraderError
 from prorl_envs.tools.types import ToolCall
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.anyio, pytest.mark.thorough, pytest.mark.timeout(600)]
 
 REQUESTS = "psf__requests-6028"
 MARSHMALLOW = "marshmallow-code__marshmallow-1252"

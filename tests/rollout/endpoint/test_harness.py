@@ -139,8 +139,9 @@ async def test_an_agent_solves_a_task_in_a_sandbox_without_a_network(node: Node)
 async def test_the_endpoint_is_on_the_loopback_of_sandboxes_of_other_drivers(
     kind: str, run_dir: Path, tmp_path: Path
 ) -> None:
+    existing_driver(kind)
     root = Path(tempfile.mkdtemp(dir=run_dir))
-    driver = DRIVERS[existing_driver(kind)](root)
+    driver = DRIVERS[kind](root)
     says = [{"tool": "shell", "arguments": {"command": "echo hello > hi.txt"}}]
     model = toy(lambda _, turn: says if turn == 0 else "Done.")
     try:

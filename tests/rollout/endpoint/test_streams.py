@@ -77,7 +77,7 @@ async def test_streams_and_unstreamed_answers_are_one_row() -> None:
 @pytest.mark.parametrize("stream", [True, False])
 async def test_tokens_sampled_for_a_disconnected_client_are_kept_apart(stream: bool, kind: str) -> None:
     """The generation stops, its tokens are in no row to train on, and the conversation continues."""
-    options = {**KINDS[kind], "tokens_per_s": 30.0, "noncanonical": 0.3}
+    options = {**KINDS[kind], "tokens_per_s": 60.0, "noncanonical": 0.3}
     limits, sampling = AgentLimits(max_turns=2), Sampling(max_tokens=200)
     opening = scripted_endpoint({"the task": TAPE}, server=options, limits=limits, sampling=sampling)
     async with opening as (served, server):

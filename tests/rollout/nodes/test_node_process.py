@@ -152,6 +152,7 @@ async def test_only_the_services_user_can_join_without_a_configured_token(
         token_of(f"127.0.0.1:{port}")
 
 
+@pytest.mark.thorough
 async def test_local_processes_share_the_jobs_and_a_killed_one_is_replaced(
     renderer: TemplateRenderer, tmp_path: Path, run_dir: Path
 ) -> None:

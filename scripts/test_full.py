@@ -1,0 +1,320 @@
+"""Run the tests that `make test` leaves out, part by part: `make test-full`.
+
+Parts run one after the other, each with a time limit and a log; a failing part does not stop the others.
+After each part the results are written as a table (results.md) and as JSON (results.json).
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+#: Seconds in which a part's processes can clean up at its time limit, before they are killed.
+GRACE_S = 30
+
+_SUMMARY = re.compile(r"^=+ .*\bin \d+\.\d+s.*=+$", re.MULTILINE)
+_COUNT = re.compile(r"(\d+) (passed|failed|errors?|skipped|rerun)\b")
+_SKIP = re.compile(r"^SKIPPED \[(\d+)\] \S+ (.*)$", re.MULTILINE)
+
+#: Directories whose thorough tests are a part of their own; "rest" runs those of all others.
+_APART = {
+    "drivers": "tests/sandbox tests/tools tests/env tests/attacks",
+    "conformance": "tests/conformance",
+    "images": "tests/images envs",
+    "service": "tests/rollout tests/model",
+    "pages": "tests/viewer",
+}
+
+#: Commands of the part "ordinary user". Of the sabotages, only those that root does not notice.
+_AS_USER = (
+    "TESTS_ON_DISK=1 make test\n"
+    "make test-thorough ARGS='tests/sandbox tests/tools tests/env tests/attacks tests/conformance "
+    '-k "not sabotage or ordinary"\''
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One check, or the tests with one peer.
+
+    Attributes:
+        command: shell command, run in the repository's root; `$scratch` is a directory of this run.
+        limit_s: time limit in seconds.
+        default: whether it runs if no part is named.
+        pytest: whether it runs tests; it then fails without a passed test.
+    """
+
+    command: str
+    limit_s: int
+    default: bool = True
+    pytest: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """A row of the table; counts are None for a part that runs no tests.
+
+    Attributes:
+        tree: git's id of the tested files, or "" if there were uncommitted changes.
+        skips: reasons of skipped tests, with their numbers.
+    """
+
+    part: str
+    command: str
+    result: str
+    passed: int | None
+    failed: int | None
+    rerun: int | None
+    skipped: int | None
+    duration_s: int
+    date: str
+    tree: str
+    skips: dict[str, int]
+
+
+def thorough(paths: str) -> Part:
+    return Part(f"make test-thorough ARGS='{paths}'", 3600)
+
+
+def on_python(version: str) -> Part:
+    """Return the part for `make test` on another version of Python: this machine's, or Debian's."""
+    command = f"""set -e
+        python=$(scripts/find-python.sh {version} "$scratch/debian-{version}")
+        SETUP_PYTHON="$python" make test VENV="$scratch/python-{version}" """
+    return Part(command, 2400)
+
+
+def trainer(name: str) -> Part:
+    return Part(f"make test-trainers ARGS={name}", 1800, default=False)
+
+
+PARTS = {
+    "docs": Part("make docs", 600, pytest=False),
+    "pages": thorough(_APART["pages"]),
+    "images": thorough(_APART["images"]),
+    "drivers": thorough(_APART["drivers"]),
+    "service": thorough(_APART["service"]),
+    "rest": thorough("tests " + " ".join(f"--ignore={path}" for path in " ".join(_APART.values()).split())),
+    "conformance": thorough(_APART["conformance"]),
+    "ordinary user": Part(f"scripts/as-ordinary-user.sh sh -ec {shlex.quote(_AS_USER)}", 3600),
+    "Debian 12": Part("scripts/test-install.sh bookworm", 2400),
+    "Debian 13": Part("scripts/test-install.sh trixie", 2400),
+    "fuzz": Part("make fuzz ARGS='--seconds 10'", 1800, pytest=False),
+    "faults": Part("make faults ARGS='--seconds 10'", 1800, pytest=False),
+    "mutation": Part("make mutation ARGS='--sample 200'", 1800, pytest=False),
+    "NeMo Gym 0.4": Part("make test-nemo", 3600),
+    "NeMo Gym 0.7": Part("make test-nemo NEMO_GYM=0.7", 3600),
+    "Python 3.13": on_python("3.13"),
+    "Python 3.14": on_python("3.14"),
+    "all mutants": Part("make mutation", 5400, default=False, pytest=False),
+    "SWE-bench": Part("make verify-swebench", 3600, default=False, pytest=False),
+    "Ray": Part("make test-ray", 900, default=False),
+    "llama.cpp": Part("make test-llamacpp", 900, default=False),
+    "vLLM": Part("make test-vllm", 2400, default=False),
+    "harnesses": Part("make test-harnesses", 2400, default=False),
+    "cgroup v2": Part("make test-cgroup2", 2400, default=False),
+    **{name: trainer(name.lower()) for name in ("Harbor", "TRL", "verl", "SkyRL", "OpenRLHF", "Atropos")},
+    "learn": Part(
+        'make learn ARGS="--seeds 1 --steps 12 --out $scratch/learn-runs"', 5400, default=False, pytest=False
+    ),
+}
+
+
+def main() -> None:
+    options = parser().parse_args()
+    if options.list:
+        for name, part in PARTS.items():
+            print(f"{name:14} {'' if part.default else '(only if named) '}{part.command.split('ARGS')[0]}")
+        return
+    names = options.only or [name for name, part in PARTS.items() if part.default]
+    options.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    tree = tested_tree()
+    before = passed_before(options.out / "results.json", tree) if options.resume else {}
+    outcomes: list[Outcome] = []
+    install_programs()
+    scratch = Path(tempfile.mkdtemp(prefix="prorl-full-"))
+    try:
+        for name in names:
+            outcomes.append(before.get(name) or run(name, PARTS[name], scratch, options.out, tree))
+            (options.out / "results.md").write_text(table(outcomes))
+            listed = [dataclasses.asdict(outcome) for outcome in outcomes]
+            (options.out / "results.json").write_text(json.dumps(listed, indent=2) + "\n")
+    finally:
+        shutil.rmtree(scratch)
+    print(table(outcomes))
+    sys.exit(any(outcome.result != "passed" for outcome in outcomes))
+
+
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(prog="make test-full ARGS=...", description=__doc__)
+    found.add_argument("--only", action="append", choices=PARTS, metavar="PART", help="may be repeated")
+    found.add_argument("--list", action="store_true", help="list the parts")
+    found.add_argument("--resume", action="store_true", help="leave out parts that passed on the same files")
+    found.add_argument("--out", type=Path, default=ROOT / "build/test-full", help="for logs and results")
+    return found
+
+
+def tested_tree() -> str:
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+        ).stdout.strip()
+
+    return "" if git("status", "--porcelain") else git("rev-parse", "HEAD^{tree}")
+
+
+def passed_before(path: Path, tree: str) -> dict[str, Outcome]:
+    """Return the outcomes of parts that passed on these files, by part."""
+    if not tree or not path.exists():
+        return {}
+    found = [Outcome(**one) for one in json.loads(path.read_text())]
+    return {one.part: one for one in found if one.result == "passed" and one.tree == tree}
+
+
+def install_programs() -> None:
+    """Install the optional programs, if that is possible; tests of missing ones are skipped."""
+    if os.geteuid() != 0 or shutil.which("apt-get") is None:
+        print("optional programs are not installed: that needs root and apt", flush=True)
+        return
+    print("installing optional programs", flush=True)
+    packages = (
+        "postgresql chromium qemu-user-static linux-libc-dev docker-registry skopeo umoci mmdebstrap patchelf"
+    )
+    command = f"""apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 \
+        install -y -q --no-install-recommends {packages}; scripts/install-apptainer.sh"""
+    done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"warning: not all could be installed:\n{done.stderr[-1000:]}", flush=True)
+
+
+def environment(scratch: Path) -> dict[str, str]:
+    """Return the variables of a part: environments that it makes for peers are below `scratch`."""
+    places = {
+        "npm_config_cache": "npm",
+        "LLAMACPP_VENV": "llamacpp",
+        "VLLM_VENV": "vllm",
+        "TRAINERS_VENVS": "trainers",
+        "NEMO_VENV": "nemo",
+        "LEARN_VENV": "learn",
+        "CGROUP2_DIR": "cgroup2",
+    }
+    return {
+        **os.environ,
+        **{name: str(scratch / place) for name, place in places.items()},
+        "scratch": str(scratch),
+        "PYTEST_ADDOPTS": "-raR -W error",  # of dependencies too
+    }
+
+
+def run(name: str, part: Part, scratch: Path, out: Path, tree: str = "") -> Outcome:
+    """Run one part to its end or its time limit."""
+    log = out / f"{re.sub('[^a-z0-9]+', '-', name.lower())}.log"
+    print(f"== {name}: {log}", flush=True)
+    date, start = datetime.datetime.now(datetime.UTC).date().isoformat(), time.monotonic()
+    with log.open("wb") as file:
+        child = subprocess.Popen(
+            ["env", "--default-signal", "sh", "-c", part.command],  # `nohup` and `&` make shells ignore some
+            cwd=ROOT,
+            env=environment(scratch),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        status = _wait(child, part.limit_s)
+    duration = round(time.monotonic() - start)
+    text = log.read_text(errors="replace")
+    counts = tests_of(text) if part.pytest else None
+    outcome = Outcome(
+        part=name,
+        command=" ".join(part.command.split()),
+        result=result(status, counts, part.limit_s),
+        passed=None if counts is None else counts["passed"],
+        failed=None if counts is None else counts["failed"],
+        rerun=None if counts is None else counts["rerun"],
+        skipped=None if counts is None else counts["skipped"],
+        duration_s=duration,
+        date=date,
+        tree=tree,
+        skips=skips_of(text),
+    )
+    print(f"   {outcome.result}, {duration} s", flush=True)
+    return outcome
+
+
+def _wait(child: subprocess.Popen[bytes], limit_s: int) -> int | None:
+    """Return the exit status, or None at the time limit. No process of the part's group remains."""
+    try:
+        return child.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(GRACE_S)
+        return None
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+
+
+def tests_of(log: str) -> Counter[str]:
+    """Return the counts of all pytest summaries in a log; errors count as failures."""
+    counts: Counter[str] = Counter()
+    for summary in _SUMMARY.findall(log):
+        for number, kind in _COUNT.findall(summary):
+            counts["failed" if kind.startswith("error") else kind] += int(number)
+    return counts
+
+
+def skips_of(log: str) -> dict[str, int]:
+    """Return the reasons of skipped tests in a log, each with the number of tests."""
+    counts: Counter[str] = Counter()
+    for number, reason in _SKIP.findall(log):
+        counts[reason] += int(number)
+    return dict(counts)
+
+
+def result(status: int | None, counts: Counter[str] | None, limit_s: int) -> str:
+    """Return "passed" or why it failed. A part without a passed test fails: its peer was missing."""
+    if status is None:
+        return f"did not finish in {limit_s // 60} min"
+    if status != 0:
+        return "failed"
+    return "failed: no test ran" if counts is not None and not counts["passed"] else "passed"
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """Format the results as Markdown, with the reasons of skipped tests below."""
+    lines = [
+        "| part | result | passed | failed | rerun | skipped | duration | date |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for one in outcomes:
+        numbers = (one.passed, one.failed, one.rerun, one.skipped)
+        counts = ["-" if count is None else str(count) for count in numbers]
+        duration = f"{one.duration_s // 60}:{one.duration_s % 60:02}"
+        lines.append(f"| {' | '.join([one.part, one.result, *counts, duration, one.date])} |")
+    reasons = [f"- {one.part}: {n} × {reason}" for one in outcomes for reason, n in one.skips.items()]
+    if reasons:
+        lines += ["", "Skipped:", "", *reasons]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
