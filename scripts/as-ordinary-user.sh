@@ -13,7 +13,7 @@ useradd --home-dir "$home" --no-create-home --shell /bin/bash "$user"
 finish() {
     # Processes that the user still runs are leaks: show and kill them. A zombie has exited; it waits until init reaps it.
     left=$(find /proc -maxdepth 1 -name '[0-9]*' -user "$user" -printf '%f\n' 2>/dev/null | while read -r pid; do
-        grep -qs '^State:[[:space:]]*[^Z]' "/proc/$pid/status" && echo "$pid $(tr '\0' ' ' < "/proc/$pid/cmdline")"
+        grep -qs '^State:[[:space:]]*[^Z[:space:]]' "/proc/$pid/status" && echo "$pid $(tr '\0' ' ' < "/proc/$pid/cmdline")"
     done || true)
     [ -z "$left" ] || { printf 'error: left running:\n%s\n' "$left" >&2; printf '%s\n' "$left" | cut -d' ' -f1 | xargs -r kill -9; }
     rm -rf "$home"
