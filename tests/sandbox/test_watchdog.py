@@ -1,6 +1,7 @@
 """When the watchdog checks a sandbox."""
 
 import os
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -16,7 +17,7 @@ from prorl_envs.sandbox.limits.monitor import (
     SandboxMonitor,
     look_at,
 )
-from prorl_envs.sandbox.limits.usage import MachineUse, open_proc
+from prorl_envs.sandbox.limits.usage import MachineUse, MemoryFiles, open_proc
 from prorl_envs.sandbox.limits.watchdog import _suspicious, half_way, is_due
 from prorl_envs.testing.sandbox_entry import SCRIPT_TEMPLATES
 
@@ -83,6 +84,27 @@ def test_deleted_open_files_trigger_a_measurement() -> None:
     assert _suspicious(watch, DiskUse(500, 10), now)
     watch.nameless = 71  # already judged
     assert not _suspicious(watch, DiskUse(500, 10), now)
+
+
+@pytest.mark.anyio
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="/dev/shm is not writable")
+async def test_files_of_others_in_the_same_tmpfs_are_not_the_sandboxs_memory(run_dir: Path) -> None:
+    """Many machines have /tmp in memory, and so the workspaces of all sandboxes."""
+    with tempfile.TemporaryDirectory(prefix="prt-", dir="/dev/shm") as place:
+        driver = NamespaceDriver(Path(place).resolve(), templates=SCRIPT_TEMPLATES)
+        try:
+            (Path(place) / "of-another").write_bytes(bytes(8 << 20))
+            sandbox = await driver.start(SandboxSpec())
+            first, root = sandbox.first_pid, sandbox.seen_root
+            assert first is not None and root is not None
+            found = MemoryFiles(first, root)
+            assert found.used() < 8 << 20
+            assert Path(place).stat().st_dev not in found.devices
+            assert len(found.devices) >= 2, "its /tmp and /dev/shm"
+            (sandbox.workspace / "its-own").write_bytes(bytes(8 << 20))
+            assert found.used() < 8 << 20, "a file of the workspace is disk use"
+        finally:
+            await driver.aclose()
 
 
 @pytest.mark.anyio

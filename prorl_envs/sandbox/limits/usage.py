@@ -113,7 +113,10 @@ def _device(text: str) -> int:
 
 
 class MemoryFiles:
-    """The tmpfs mounts that a sandbox can write to, found before untrusted code runs in it.
+    """The sandbox's own tmpfs mounts that it can write to, found before untrusted code runs in it.
+
+    A directory of a host's tmpfs is not its own: for example its workspace, if the host's /tmp is in memory. The
+    rest of such a file system belongs to others, and the files in the workspace count as disk use.
 
     Args:
         first: host pid of its first process.
@@ -125,8 +128,8 @@ class MemoryFiles:
         self._places: dict[str, int] = {}
         for line in Path(f"/proc/{first}/mountinfo").read_text().splitlines():
             before, _, after = line.partition(" - ")
-            device, _, target, options = before.split()[2:6]  # the device in decimal, unlike in maps
-            if after.startswith("tmpfs ") and "rw" in options.split(","):
+            device, mounted, target, options = before.split()[2:6]  # the device in decimal, unlike in maps
+            if after.startswith("tmpfs ") and mounted == "/" and "rw" in options.split(","):
                 with contextlib.suppress(OSError):
                     seen = os.stat(f"{self._root}{target}").st_dev  # noqa: PTH116
                     if f"{os.major(seen)}:{os.minor(seen)}" == device:  # not mounted over
