@@ -4,6 +4,7 @@ import json
 import os
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -155,3 +156,39 @@ def describe(tree: LayerTree, path: str) -> str | None:
     if found.is_symlink():
         return str(found.readlink())
     return "directory" if found.is_dir() else found.read_text()
+
+
+@pytest.fixture
+def ordinary_user() -> Iterator[None]:
+    """Without root's right to enter every directory."""
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(65534)
+    yield
+    os.seteuid(before)
+
+
+@pytest.mark.usefixtures("ordinary_user")
+@pytest.mark.parametrize(
+    ("path", "resolved", "kind"),
+    [
+        ("/closed/in/file", "/closed/in/file", stat.S_IFREG),
+        ("/closed/in/link", "/closed/in/file", stat.S_IFREG),
+        ("/closed/in/none", "/closed/in/none", 0),
+        ("/closed/in", "/closed/in", stat.S_IFDIR),
+    ],
+)
+def test_entries_below_directories_without_permissions_are_found(path: str, resolved: str, kind: int) -> None:
+    """As in the sandbox whose emulated root closed them. Their modes stay as they are."""
+    with tempfile.TemporaryDirectory(prefix="prt-") as layer:
+        closed = [Path(layer, "closed"), Path(layer, "closed", "in")]
+        closed[1].mkdir(parents=True)
+        (closed[1] / "file").write_text("f")
+        (closed[1] / "link").symlink_to("file")
+        for place in reversed(closed):
+            place.chmod(0)
+        found = LayerTree([Path(layer)]).locate(path)
+        assert (found.path, found.kind) == (resolved, kind)
+        for place in closed:
+            assert stat.S_IMODE(place.stat().st_mode) == 0
+            place.chmod(0o700)

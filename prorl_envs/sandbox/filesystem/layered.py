@@ -8,7 +8,9 @@ ordinary user can make both. Layers are untrusted: the host never follows a link
 import json
 import os
 import stat
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -24,6 +26,8 @@ OPAQUE_ATTRIBUTE = "user.overlay.opaque"
 _FORMAT = 1
 _FILE_LIMIT = 1 << 20
 _LINK_LIMIT = 40
+#: Held while closed directories are open, so that no other thread restores their modes too early.
+_OPENING = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,12 +201,13 @@ class LayerTree:
             links += 1
             if links > _LINK_LIMIT:
                 raise SandboxError(f"the image's {target} is a link in circles")
-            aim = PurePosixPath(os.readlink(hosts[0]))  # noqa: PTH115
+            aim = PurePosixPath(_with_access(os.readlink, hosts[0]))
             if aim.is_absolute():
                 done, levels = [], levels[:1]
             pending += reversed([part for part in aim.parts if part != "/"])
         hosts = levels[-1]
-        return LayerEntry("/" + "/".join(done), hosts, os.lstat(hosts[0]) if hosts else None)
+        status = _with_access(os.lstat, hosts[0]) if hosts else None
+        return LayerEntry("/" + "/".join(done), hosts, status)
 
     def resolve(self, target: str) -> str:
         """Resolve the links of an absolute path inside; its parts need not exist. Return an absolute path.
@@ -243,7 +248,7 @@ def _below(hosts: Sequence[str], name: str) -> tuple[tuple[str, ...], os.stat_re
     for host in hosts:
         path = f"{host}/{name}"
         try:
-            status = os.lstat(path)
+            status = _with_access(os.lstat, path)
         except (FileNotFoundError, NotADirectoryError):
             continue
         if not stat.S_ISDIR(status.st_mode):
@@ -257,6 +262,31 @@ def _below(hosts: Sequence[str], name: str) -> tuple[tuple[str, ...], os.stat_re
     return tuple(found), first
 
 
+def _with_access[T](look: Callable[[str], T], path: str) -> T:
+    """Call `look` with a host path. Directories of this user that deny it access are opened meanwhile.
+
+    A layer may have such directories: the emulated root that made it could enter them nevertheless.
+
+    Raises:
+        OSError: as `look` does.
+    """
+    try:
+        return look(path)
+    except PermissionError:
+        with _OPENING, ExitStack() as opened:
+            for place in (*reversed(Path(path).parents), Path(path)):
+                status = place.lstat()
+                mode = stat.S_IMODE(status.st_mode)
+                if stat.S_ISDIR(status.st_mode) and mode & 0o700 != 0o700 and status.st_uid == os.geteuid():
+                    place.chmod(mode | 0o700)
+                    opened.callback(place.chmod, mode)
+            return look(path)
+
+
+def _opaque_attribute(directory: str) -> bytes:
+    return os.getxattr(directory, OPAQUE_ATTRIBUTE, follow_symlinks=False)
+
+
 def is_whiteout(status: os.stat_result) -> bool:
     """Return True if an entry of a layer stands for a removed file."""
     return stat.S_ISCHR(status.st_mode) and status.st_rdev == 0
@@ -265,6 +295,6 @@ def is_whiteout(status: os.stat_result) -> bool:
 def is_opaque(directory: Path | str) -> bool:
     """Return True if a directory of a layer hides those below it."""
     try:
-        return os.getxattr(directory, OPAQUE_ATTRIBUTE, follow_symlinks=False) == b"y"
+        return _with_access(_opaque_attribute, str(directory)) == b"y"
     except OSError:  # not set, or a file system without attributes
         return False

@@ -131,8 +131,8 @@ def _add_directory(tree: LayerTree, upper: Path, directory: str, mode: int) -> N
 
 
 def _mode(tree: LayerTree, directory: str, default: int) -> int:
-    found = tree.find(directory)
-    return default if found is None else stat.S_IMODE(found.lstat().st_mode) | 0o700
+    status = tree.locate(directory).status
+    return default if status is None else stat.S_IMODE(status.st_mode) | 0o700
 
 
 def _add_account(tree: LayerTree, upper: Path, name: str, number: int, line: str) -> None:
