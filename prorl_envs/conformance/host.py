@@ -5,6 +5,7 @@ import contextlib
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -105,8 +106,11 @@ def bystander(*words: str) -> Iterator["subprocess.Popen[bytes]"]:
 
 
 def interfaces() -> set[str]:
-    """Return the names of the host's network interfaces that have a device."""
-    return {path.name for path in Path("/sys/class/net").iterdir() if (path / "device").exists()}
+    """Return the host's network interfaces that have a device; without /sys, all but the loopback."""
+    listed = Path("/sys/class/net")
+    if not listed.is_dir():
+        return {name for _, name in socket.if_nameindex() if name != "lo"}
+    return {path.name for path in listed.iterdir() if (path / "device").exists()}
 
 
 def owner(pid: int) -> int:

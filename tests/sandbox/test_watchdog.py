@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -86,25 +87,31 @@ def test_deleted_open_files_trigger_a_measurement() -> None:
     assert not _suspicious(watch, DiskUse(500, 10), now)
 
 
-@pytest.mark.anyio
-@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="/dev/shm is not writable")
-async def test_files_of_others_in_the_same_tmpfs_are_not_the_sandboxs_memory(run_dir: Path) -> None:
-    """Many machines have /tmp in memory, and so the workspaces of all sandboxes."""
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    """A directory of a tmpfs that holds files of others."""
+    if not os.access("/dev/shm", os.W_OK):
+        pytest.skip("/dev/shm is not writable")
     with tempfile.TemporaryDirectory(prefix="prt-", dir="/dev/shm") as place:
-        driver = NamespaceDriver(Path(place).resolve(), templates=SCRIPT_TEMPLATES)
-        try:
-            (Path(place) / "of-another").write_bytes(bytes(8 << 20))
-            sandbox = await driver.start(SandboxSpec())
-            first, root = sandbox.first_pid, sandbox.seen_root
-            assert first is not None and root is not None
-            found = MemoryFiles(first, root)
-            assert found.used() < 8 << 20
-            assert Path(place).stat().st_dev not in found.devices
-            assert len(found.devices) >= 2, "its /tmp and /dev/shm"
-            (sandbox.workspace / "its-own").write_bytes(bytes(8 << 20))
-            assert found.used() < 8 << 20, "a file of the workspace is disk use"
-        finally:
-            await driver.aclose()
+        (Path(place) / "of-another").write_bytes(bytes(8 << 20))
+        yield Path(place).resolve()
+
+
+@pytest.mark.anyio
+async def test_files_of_others_in_the_same_tmpfs_are_not_the_sandboxs_memory(in_memory: Path) -> None:
+    """Many machines have /tmp in memory, and so the workspaces of all sandboxes."""
+    driver = NamespaceDriver(in_memory, templates=SCRIPT_TEMPLATES)
+    try:
+        sandbox = await driver.start(SandboxSpec())
+        first, root = sandbox.first_pid, sandbox.seen_root
+        assert first is not None and root is not None
+        found = MemoryFiles(first, root)
+        assert len(found.devices) >= 2, "its /tmp and /dev/shm"
+        assert found.used() < 8 << 20
+        (sandbox.workspace / "its-own").write_bytes(bytes(8 << 20))
+        assert found.used() < 8 << 20, "a file of the workspace is disk use"
+    finally:
+        await driver.aclose()
 
 
 @pytest.mark.anyio

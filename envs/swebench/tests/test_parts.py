@@ -1,5 +1,6 @@
 """The parts of building and grading that need neither network nor sandbox."""
 
+import importlib.util
 import io
 import sys
 import tarfile
@@ -31,6 +32,12 @@ def archive(folder: Path, *entries: tuple[str, bytes | str]) -> None:
                 tar.addfile(info, io.BytesIO(content))
 
 
+has_pip = pytest.mark.skipif(
+    importlib.util.find_spec("ensurepip") is None, reason="this Python has no pip (on Debian: python3-venv)"
+)
+
+
+@has_pip
 def test_this_interpreter_is_found() -> None:
     minor = f"{sys.version_info.major}.{sys.version_info.minor}"
     found = interpreters()[minor]
@@ -39,6 +46,7 @@ def test_this_interpreter_is_found() -> None:
     assert choose(["3.0", minor]) is found
 
 
+@has_pip
 def test_unreadable_places_have_no_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PYENV_ROOT", "UV_PYTHON_INSTALL_DIR", "PATH"):
         monkeypatch.setenv(name, f"/{'x' * 300}")  # longer than a name may be: an error for root, too

@@ -163,7 +163,7 @@ async def own_frames(world: PromiseContext) -> None:
         for code, error in (
             (stopped, "KeyboardInterrupt"),
             ("input()", "RuntimeError"),
-            ("exit(", "SyntaxError"),
+            ("exit(", "incomplete input"),
         ):
             result = await tools.python(code, timeout_s=_T)
             expect(error in result.text, f"{code!r} gave {result.text!r}")

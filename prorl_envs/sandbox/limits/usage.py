@@ -115,8 +115,8 @@ def _device(text: str) -> int:
 class MemoryFiles:
     """The sandbox's own tmpfs mounts that it can write to, found before untrusted code runs in it.
 
-    A directory of a host's tmpfs is not its own: for example its workspace, if the host's /tmp is in memory. The
-    rest of such a file system belongs to others, and the files in the workspace count as disk use.
+    A directory of a host's tmpfs is not its own: for example its workspace, if the host's /tmp is in memory.
+    The rest of such a file system belongs to others, and the files in the workspace count as disk use.
 
     Args:
         first: host pid of its first process.
