@@ -214,8 +214,10 @@ def environment(scratch: Path) -> dict[str, str]:
         "LEARN_VENV": "learn",
         "CGROUP2_DIR": "cgroup2",
     }
+    # The variables of the make that runs this would be those of each part's make, too.
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     return {
-        **os.environ,
+        **own,
         **{name: str(scratch / place) for name, place in places.items()},
         "scratch": str(scratch),
         "PYTEST_ADDOPTS": "-raR -W error",  # of dependencies too

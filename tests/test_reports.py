@@ -64,14 +64,17 @@ def service():
     yield
     threading.Event().wait()
 
-def test_hangs(service): pass
+def test_passes(service): pass
+
+def test_fails(service): assert False
 """
 
 
-def test_a_teardown_that_never_ends_is_ended_with_a_traceback(pytester: pytest.Pytester) -> None:
+@pytest.mark.parametrize("name", ["test_passes", "test_fails"])
+def test_a_teardown_that_never_ends_is_ended_with_a_traceback(pytester: pytest.Pytester, name: str) -> None:
     pytester.makepyfile(test_one=f"import pytest\n{HANGING}")
     limits = ["-o", "faulthandler_timeout=1", "-o", "faulthandler_exit_on_timeout=true"]
-    done = pytester.runpytest_subprocess("-p", "no:cacheprovider", *limits, timeout=60)
+    done = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-k", name, *limits, timeout=60)
     assert done.ret == 1
     done.stderr.fnmatch_lines(["*Timeout*", "*in service*"])
 

@@ -115,8 +115,8 @@ def _device(text: str) -> int:
 class MemoryFiles:
     """The sandbox's own tmpfs mounts that it can write to, found before untrusted code runs in it.
 
-    A directory of a host's tmpfs is not its own: for example its workspace, if the host's /tmp is in memory.
-    The rest of such a file system belongs to others, and the files in the workspace count as disk use.
+    A tmpfs that this process sees too is not its own, such as that of its workspace if the host has /tmp in
+    memory. Others have files there, and those in the workspace count as disk use.
 
     Args:
         first: host pid of its first process.
@@ -126,10 +126,11 @@ class MemoryFiles:
     def __init__(self, first: int, root: str) -> None:
         self._root = root
         self._places: dict[str, int] = {}
+        shared = {line.split()[2] for line in Path("/proc/self/mountinfo").read_text().splitlines()}
         for line in Path(f"/proc/{first}/mountinfo").read_text().splitlines():
             before, _, after = line.partition(" - ")
-            device, mounted, target, options = before.split()[2:6]  # the device in decimal, unlike in maps
-            if after.startswith("tmpfs ") and mounted == "/" and "rw" in options.split(","):
+            device, _, target, options = before.split()[2:6]  # the device in decimal, unlike in maps
+            if after.startswith("tmpfs ") and device not in shared and "rw" in options.split(","):
                 with contextlib.suppress(OSError):
                     seen = os.stat(f"{self._root}{target}").st_dev  # noqa: PTH116
                     if f"{os.major(seen)}:{os.minor(seen)}" == device:  # not mounted over
