@@ -3,8 +3,8 @@
 #   NEMO_GYM     its version: 0.4 (the default), 0.7, 0.7.0
 #   NEMO_PYTHON  the interpreter; else a Python 3.12 is looked for, or for 0.5 and later a Python 3.13
 #   NEMO_VENV    its directory (.venv-nemo for 0.4, .venv-nemo-0.7 for 0.7); kept, about 1.5 GB
-# An environment that has NeMo Gym is used as it is. This package is installed into it as a wheel, as users
-# install it, and again on every run.
+# An environment that has this version of NeMo Gym is used as it is. This package is installed into it as a wheel,
+# as users install it, and again on every run.
 set -eu
 cd "$(dirname "$0")/.."
 base=${VENV:-.venv}
@@ -34,9 +34,14 @@ if [ ! -x "$venv/bin/python" ]; then
 fi
 # Later versions of NeMo Gym require a patch release of Python that few machines have, but run on earlier ones:
 # packages are resolved as for a later patch release.
-"$venv/bin/python" -c 'import nemo_gym' 2>/dev/null \
+installed() { "$venv/bin/python" -c 'import importlib.metadata as m; print(m.version("nemo-gym"))' 2>/dev/null; }
+installed >/dev/null \
     || scripts/uv.sh pip install --python "$venv/bin/python" --python-version "$wanted.99" "nemo-gym==$version.*" \
     || fail "nemo-gym $version could not be installed into $venv" "see the messages above"
+case $(installed). in
+    "$version".*) ;;
+    *) fail "$venv has nemo-gym $(installed), not $version" "remove it, or name another place with NEMO_VENV" ;;
+esac
 scripts/uv.sh pip install --python "$venv/bin/python" --reinstall-package prorl-envs \
     '.[data]' --group dev \
     || fail "this package could not be installed into $venv" "see the messages above"

@@ -117,8 +117,8 @@ PARTS = {
     "fuzz": Part("make fuzz ARGS='--seconds 10'", 1800, pytest=False),
     "faults": Part("make faults ARGS='--seconds 10'", 1800, pytest=False),
     "mutation": Part("make mutation ARGS='--sample 200'", 1800, pytest=False),
-    "NeMo Gym 0.4": Part("make test-nemo", 3600),
-    "NeMo Gym 0.7": Part("make test-nemo NEMO_GYM=0.7", 3600),
+    "NeMo Gym 0.4": Part('make test-nemo NEMO_VENV="$scratch/nemo-0.4"', 3600),
+    "NeMo Gym 0.7": Part('make test-nemo NEMO_GYM=0.7 NEMO_VENV="$scratch/nemo-0.7"', 3600),
     "Python 3.13": on_python("3.13"),
     "Python 3.14": on_python("3.14"),
     "all mutants": Part("make mutation", 5400, default=False, pytest=False),
@@ -210,12 +210,13 @@ def environment(scratch: Path) -> dict[str, str]:
         "LLAMACPP_VENV": "llamacpp",
         "VLLM_VENV": "vllm",
         "TRAINERS_VENVS": "trainers",
-        "NEMO_VENV": "nemo",
         "LEARN_VENV": "learn",
         "CGROUP2_DIR": "cgroup2",
     }
-    # The variables of the make that runs this would be those of each part's make, too.
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    # The variables of the make that runs this, such as its ARGS, would be those of each part's make, too.
+    own = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "ARGS"))
+    }
     return {
         **own,
         **{name: str(scratch / place) for name, place in places.items()},

@@ -43,6 +43,22 @@ def test_every_part_has_a_result(
     assert (tmp_path / "a-peer.log").exists()
 
 
+def test_variables_of_the_make_that_runs_the_parts_are_not_theirs(
+    full: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "MAKEFLAGS": " -- ARGS=x",
+        "MAKEOVERRIDES": "x",
+        "MFLAGS": "x",
+        "ARGS": "--only docs",
+    }.items():
+        monkeypatch.setenv(name, value)
+    makefile = tmp_path / "Makefile"
+    makefile.write_text("all:\n\t@echo given: $(ARGS)\n")
+    full.run("a", full.Part(f"make -f {makefile}", 30, pytest=False), tmp_path, tmp_path)
+    assert (tmp_path / "a.log").read_text() == "given:\n"
+
+
 def test_a_part_without_tests_has_no_counts(full: ModuleType, tmp_path: Path) -> None:
     outcome = full.run("check", full.Part("true", 30, pytest=False), tmp_path, tmp_path)
     assert (outcome.result, outcome.passed) == ("passed", None)
