@@ -6,7 +6,8 @@
     │   └── NoExampleData     an environment without example tasks of its own
     └── RolloutFailure        an episode failed; becomes a typed Failure, never a reward
         ├── SandboxError      the sandbox did not start, or stopped while in use
-        │   └── SandboxLimit  the sandbox was killed because it exceeded one of its limits
+        │   ├── SandboxLimit  the sandbox was killed because it exceeded one of its limits
+        │   └── UnsupportedMachine  no sandbox can start on this machine
         ├── ToolError         the tool server is lost or broke its protocol
         ├── TransferRefused   a file tree contains entries that cannot be copied into or out of a sandbox
         ├── ModelError        the model server failed or gave an invalid answer
@@ -126,6 +127,12 @@ class SandboxError(RolloutFailure):
 
 class SandboxLimit(SandboxError):
     """Sandbox that was killed because it exceeded one of its limits; a fresh sandbox would exceed it too."""
+
+    retryable = False
+
+
+class UnsupportedMachine(SandboxError):
+    """Machine on which no sandbox can start, or no driver offers what was requested."""
 
     retryable = False
 

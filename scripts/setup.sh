@@ -74,6 +74,11 @@ if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then compile_ours; exit
 [ "$(uname -s)" = Linux ] || fail "prorl-envs runs on Linux only" "its sandboxes are Linux namespaces"
 [ -z "${SETUP_PYTHON:-}" ] || suitable "$SETUP_PYTHON" \
     || fail "SETUP_PYTHON=$SETUP_PYTHON is not a working Python 3.12 or later" "name another interpreter, or unset it"
+# The demo needs sandboxes: what refuses them is said before anything is installed. Apptainer may be a way round.
+if [ "$purpose" = demo ] && [ -z "${PRORL_DRIVER:-}" ] && ! command -v apptainer singularity >/dev/null; then
+    python=${SETUP_PYTHON:-$(find_old_python 2>/dev/null)} || python=
+    [ -z "$python" ] || "$python" -I prorl_envs/sandbox/linux/user_namespaces.py || exit 1
+fi
 trust_certificates
 use_index
 find_uv >/dev/null || install_uv

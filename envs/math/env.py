@@ -48,6 +48,7 @@ class MathEnvironment(SandboxedEnvironment[MathTask]):
     """Mathematical problems with a Python session, graded by equivalence of the answer."""
 
     name = "math"
+    needs_isolation = False
     task_type = MathTask
     python = True
     sandbox_tools = (PYTHON,)

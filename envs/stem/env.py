@@ -64,6 +64,7 @@ class StemEnvironment(SandboxedEnvironment[StemTask]):
     """Science questions with search, a shell and a Python session; short answers."""
 
     name = "stem"
+    needs_isolation = False
     task_type = StemTask
     python = True
     host_tools = (SEARCH,)

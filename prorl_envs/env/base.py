@@ -89,6 +89,8 @@ class Environment[TaskT: Task](ABC):
     finish_tool: ClassVar[str] = "finish"
     #: Model of the family's options, None if it has none; `options` holds the values in force.
     options_type: ClassVar[type[BaseModel] | None] = None
+    #: Whether the tasks or the grader rely on paths that only isolated sandboxes have: `/workspace`, mounts.
+    needs_isolation: ClassVar[bool] = True
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -111,6 +113,17 @@ class Environment[TaskT: Task](ABC):
     def unavailable(cls, task: TaskT) -> str:
         """Return why this machine cannot run `task` (a missing interpreter, say), or "" if it can. May
         block."""
+        return ""
+
+    @classmethod
+    def driver_obstacle(cls, driver: str) -> str:
+        """Return why sandboxes of a driver cannot run this family, or "" if they can.
+
+        Args:
+            driver: its name, or the setting `driver`.
+        """
+        if cls.needs_isolation and driver == "local":
+            return f"{cls.name} tasks need isolated sandboxes, which the driver `local` does not offer"
         return ""
 
     @classmethod  # noqa: B027 - most families need nothing

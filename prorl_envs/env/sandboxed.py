@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from prorl_envs.env.base import Environment, Grade, Message, Prompt, Task
 from prorl_envs.env.node import Node
 from prorl_envs.env.rows import validate_row
-from prorl_envs.errors import EnvironmentFault
+from prorl_envs.errors import EnvironmentFault, UnsupportedMachine
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.tools.client.arguments import is_unicode
 from prorl_envs.tools.pool.sandbox_session import SandboxSession
@@ -101,6 +101,8 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
     async def init(self, task: TaskT) -> Prompt:
         self._expect("init", Phase.NEW)
         self._phase = Phase.STARTING
+        if obstacle := self.driver_obstacle(self.node.driver.name):
+            raise UnsupportedMachine(obstacle, hint="`prorl-envs doctor` shows what this machine lacks")
         opening = sandbox_session(self.node, self.sandbox_spec(task), python=self.python)
         self._place = await self._exits.enter_async_context(opening)
         await self.prepare(task, self._place)

@@ -16,7 +16,7 @@ from prorl_envs.env.base import Environment, Prompt, Task
 from prorl_envs.env.conversation import MessageLog
 from prorl_envs.env.harness.family import harness_of
 from prorl_envs.env.node import Node
-from prorl_envs.errors import InputError, RolloutFailure, StageTimeout, causes_of
+from prorl_envs.errors import InputError, RolloutFailure, StageTimeout, UnsupportedMachine, causes_of
 from prorl_envs.gym.actions import ActionError, parse_action
 from prorl_envs.gym.runner import Runner
 from prorl_envs.gym.spaces import UnicodeText
@@ -131,6 +131,7 @@ class TaskEnv(gymnasium.Env[str, str]):
 
         Raises:
             InputError: unknown options, or a wrong task.
+            UnsupportedMachine: no sandbox can start on this machine, or none that the family can use.
         """
         super().reset(seed=seed)
         task = self._choose(options or {})
@@ -139,6 +140,9 @@ class TaskEnv(gymnasium.Env[str, str]):
         self._transcript = []
         try:
             prompt = self._runner.run(lambda node: self._bounded(self._init(node, task)))
+        except UnsupportedMachine:
+            self._running = False
+            raise
         except RolloutFailure as failure:
             self._note(failure)
             return self._show("The environment could not be started."), self._info(**_error_info(failure))

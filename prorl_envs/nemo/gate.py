@@ -201,6 +201,10 @@ class SharedSandbox:
         """Return a general error, see `sandbox.base.Sandbox`; the owner may know more."""
         return SandboxError(f"sandbox {self._id} has ended")
 
+    def path_inside(self, path: str, *, write: bool = False) -> str:
+        """Return the path: `Box` knows the work directory."""
+        return path
+
     def pop_notices(self) -> list[str]:
         """Return no notices: only the owner receives them."""
         return []

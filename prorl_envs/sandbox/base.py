@@ -188,6 +188,18 @@ class Sandbox(Protocol):
         """
         ...
 
+    def path_inside(self, path: str, *, write: bool = False) -> str:
+        """Return the path that processes inside use for a path of the spec, such as one below `workdir`.
+
+        Args:
+            path: absolute, or relative to `workdir`.
+            write: whether the caller will write there.
+
+        Raises:
+            SandboxError: the path is not the sandbox's own, and must not be written.
+        """
+        ...
+
     @property
     def alive(self) -> bool: ...
 

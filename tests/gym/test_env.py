@@ -16,7 +16,7 @@ from gymnasium.utils.env_checker import check_env
 
 from prorl_envs.env.node import Node
 from prorl_envs.env.registry import example_path, load_tasks
-from prorl_envs.errors import InputError, SandboxError
+from prorl_envs.errors import InputError, SandboxError, UnsupportedMachine
 from prorl_envs.gym.env import TaskEnv
 from prorl_envs.gym.registration import IDS
 from prorl_envs.gym.runner import Runner
@@ -234,6 +234,28 @@ def test_a_failed_reset_raises_and_the_next_step_truncates(caplog: pytest.LogCap
     assert "error" not in env.reset(options=GREETING)[1] and env.failure is None
     env.close()
     runner.close()
+
+
+def test_a_machine_without_sandboxes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_driver() -> str:
+        raise UnsupportedMachine("user namespaces are disabled", hint="as root: ...")
+
+    monkeypatch.setattr("prorl_envs.env.node.choose_driver", no_driver)
+    env = TaskEnv("bash")
+    with pytest.raises(UnsupportedMachine, match="user namespaces are disabled"):
+        env.reset(options=GREETING)
+    with pytest.raises(ResetNeeded):
+        env.step(FINISH)
+    env.close()
+
+
+@pytest.mark.filterwarnings("ignore::prorl_envs.sandbox.drivers.local.NoIsolationWarning")
+def test_tasks_that_need_isolation_are_an_error_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRORL_DRIVER", "local")
+    env = TaskEnv("bash")
+    with pytest.raises(UnsupportedMachine, match="need isolated sandboxes"):
+        env.reset(options=GREETING)
+    env.close()
 
 
 def test_environments_may_share_a_runner() -> None:

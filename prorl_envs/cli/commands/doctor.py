@@ -26,7 +26,7 @@ from prorl_envs.extras import install_extras
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.drivers.apptainer_probe import apptainer_checks, image_checks
 from prorl_envs.sandbox.drivers.instance.probe import instance_check
-from prorl_envs.sandbox.drivers.probe import Check, bubblewrap_checks, enclosure_checks, machine_checks
+from prorl_envs.sandbox.drivers.probe import Check, bubblewrap_checks, directory_check, enclosure_checks
 from prorl_envs.sandbox.drivers.select import choose_driver
 from prorl_envs.sandbox.filesystem.directories import node_local_base
 from prorl_envs.sandbox.limits.counters import UNLIMITED, counters
@@ -109,11 +109,11 @@ def _cache(folder: Path) -> Check:
         return Check(name="cache", ok=False, found=found, remedy="set PRORL_CACHE_DIR to another folder")
 
 
-def _families() -> Iterator[tuple[Check, bool]]:
+def _families(driver: str) -> Iterator[tuple[Check, bool]]:
     """Yield each family's check, and whether it is needed: not if the family lacks optional packages."""
     for name in sorted(environments()):
         try:
-            obstacles = example_obstacles(name, environments()[name])
+            obstacles = example_obstacles(name, environments()[name], driver)
         except InputError as error:
             yield Check(name=name, ok=False, found=error.message, remedy=error.hint), True
             continue
@@ -126,11 +126,14 @@ def _families() -> Iterator[tuple[Check, bool]]:
 
 
 def _drivers(settings: Settings) -> tuple[list[Check], list[Check]]:
-    """Return the checks of the driver in use, and those of the other drivers. Blocks."""
-    common = list(machine_checks(settings.run_dir))
+    """Return the checks of the driver in use, and those of the other drivers. Blocks.
+
+    If no driver works, the last check of the first list is the driver's.
+    """
+    directory = directory_check(node_local_base(settings.run_dir))
     found = {
-        "namespaces": [*common, *enclosure_checks(settings.run_dir)],
-        "bubblewrap": [*common, *bubblewrap_checks(settings.run_dir, settings.bwrap)],
+        "namespaces": list(enclosure_checks(settings.run_dir)),
+        "bubblewrap": list(bubblewrap_checks(settings.run_dir, settings.bwrap)),
         "apptainer": list(apptainer_checks(settings.run_dir, settings.apptainer, settings.bwrap)),
         "apptainer-instance": [instance_check(node_local_base(settings.run_dir), settings.apptainer)],
         "local": [],
@@ -143,10 +146,9 @@ def _drivers(settings: Settings) -> tuple[list[Check], list[Check]]:
         if name == "local":
             said = "local: NO ISOLATION, what a model writes runs as this user"
         chosen = Check(name="driver", ok=True, found=said)
+        needed = [directory, *found.pop(name), chosen]
     except SandboxError as error:
-        name = "namespaces"
-        chosen = Check(name="driver", ok=False, found=error.message, remedy=error.hint)
-    needed = [*found.pop(name), chosen]
+        needed = [directory, Check(name="driver", ok=False, found=error.message, remedy=error.hint)]
     others = dict.fromkeys(check for checks in found.values() for check in checks if check not in needed)
     return needed, list(others)
 
@@ -161,11 +163,14 @@ async def doctor(settings: Settings, *, as_json: bool = False) -> bool:
         whether rollouts can run here.
     """
     needed, others = await asyncio.to_thread(_drivers, settings)
+    has_driver = needed[-1].ok
     needed += [_limits(settings), _shared()]
-    needed.append(await _sandbox(settings))
+    if has_driver:
+        needed.append(await _sandbox(settings))
     needed.append(_cache(settings.cache_dir or default_cache_dir()))
-    for check, able in await asyncio.to_thread(lambda: list(_families())):
-        (needed if able else others).append(check)
+    if has_driver:
+        for check, able in await asyncio.to_thread(lambda: list(_families(settings.driver))):
+            (needed if able else others).append(check)
     others += await asyncio.to_thread(lambda: list(image_checks()))
     others.append(_priority(settings))
     fit = all(check.ok for check in needed)
@@ -188,15 +193,20 @@ def _print_tables(needed: Sequence[Check], others: Sequence[Check]) -> None:
     table.add_column("check")
     table.add_column("")
     table.add_column("found", overflow="fold")
+    shown: set[str] = set()
     for check in needed:
-        _add_row(table, check, Text("no", style="bold red"))
+        _add_row(table, check, Text("no", style="bold red"), shown)
     table.add_section()
     for check in others:
-        _add_row(table, check, Text("--", style="yellow"))
+        _add_row(table, check, Text("--", style="yellow"), shown)
     out.print(table)
     out.print("-- is optional, or not needed here")
 
 
-def _add_row(table: Table, check: Check, bad: Text) -> None:
-    mark = Text("ok", style="green") if check.ok else bad
-    table.add_row(check.name, mark, check.found if check.ok else f"{check.found}\nremedy: {check.remedy}")
+def _add_row(table: Table, check: Check, bad: Text, shown: set[str]) -> None:
+    """Add a check, and its remedy unless that is among those already `shown`."""
+    found = check.found
+    if not check.ok and not any(check.remedy in remedy for remedy in shown):
+        shown.add(check.remedy)
+        found += f"\nremedy: {check.remedy}"
+    table.add_row(check.name, Text("ok", style="green") if check.ok else bad, found)

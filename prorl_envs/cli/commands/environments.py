@@ -62,10 +62,13 @@ def summarise_environments(settings: Settings) -> list[EnvironmentSummary]:
     """
     catalog, cache = Catalog.of(settings), settings.cache_dir or default_cache_dir()
     families = {one.name: one.settings.family or one.environment for one in entries(settings)}
-    return [_summarise(catalog, name, families.get(name, name), cache) for name in sorted(catalog)]
+    return [
+        _summarise(catalog, name, families.get(name, name), cache, settings.driver)
+        for name in sorted(catalog)
+    ]
 
 
-def _summarise(catalog: Catalog, name: str, family_name: str, cache: Path) -> EnvironmentSummary:
+def _summarise(catalog: Catalog, name: str, family_name: str, cache: Path, driver: str) -> EnvironmentSummary:
     kind = "built-in" if is_built_in(family_name) else "package"
     try:
         family = catalog.family(name)
@@ -81,7 +84,7 @@ def _summarise(catalog: Catalog, name: str, family_name: str, cache: Path) -> En
     problem = ""
     tasks = runnable = None
     try:
-        reasons = example_obstacles(name, family)
+        reasons = example_obstacles(name, family, driver)
     except NoExampleData:
         pass
     except InputError as error:
@@ -102,14 +105,17 @@ def _summarise(catalog: Catalog, name: str, family_name: str, cache: Path) -> En
     )
 
 
-def example_obstacles(name: str, family: Family) -> list[str]:
+def example_obstacles(name: str, family: Family, driver: str) -> list[str]:
     """Return for each example task of an environment why this machine cannot run it, "" if it can.
+
+    Args:
+        driver: the setting.
 
     Raises:
         InputError: the examples are wrong; NoExampleData: there are none.
     """
     examples: list[Task] = read_tasks(family.load, examples_of(name, family))
-    return [family.unavailable(task) for task in examples]
+    return [family.driver_obstacle(driver) or family.unavailable(task) for task in examples]
 
 
 def list_environments(settings: Settings, *, as_json: bool) -> None:
@@ -173,9 +179,12 @@ def list_tasks(
         InputError: no such environment, it ships no examples, or a row is wrong.
     """
     catalog = Catalog.of(settings)
-    unavailable = catalog.family(environment).unavailable
+    family = catalog.family(environment)
+    obstacle = family.driver_obstacle(settings.driver)
     rows, broken = _readable(catalog, environment, data)
-    fitting = [(row, task, unavailable(task)) for row, task in rows if _fits(task, chosen.text)]
+    fitting = [
+        (row, task, obstacle or family.unavailable(task)) for row, task in rows if _fits(task, chosen.text)
+    ]
     if chosen.runnable:
         fitting = [one for one in fitting if not one[2]]
     shown = fitting[: chosen.limit]

@@ -202,7 +202,10 @@ async def here(
     api_key: str | None,
 ) -> None:
     """Run on a service started for this run alone."""
-    chosen = rows(Catalog.of(settings), options)
+    catalog = Catalog.of(settings)
+    chosen = rows(catalog, options)
+    if obstacle := catalog.family(options.environment).driver_obstacle(settings.driver):
+        raise InputError(obstacle, hint="`prorl-envs doctor` shows what this machine lacks")
     if not llm:
         raise InputError("no model server is named", hint="--llm http://host:8000/v1, or --service URL")
     model = await connect(

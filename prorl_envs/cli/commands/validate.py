@@ -48,7 +48,7 @@ async def validate_file(
     chosen = catalog.family(environment)
     tasks = []
     for task in catalog.tasks(environment, data):
-        if reason := chosen.unavailable(task):
+        if reason := chosen.driver_obstacle(settings.driver) or chosen.unavailable(task):
             err.print(f"left out: {task.id}: {reason}")
         else:
             tasks.append(task)

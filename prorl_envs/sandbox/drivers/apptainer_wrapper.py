@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from prorl_envs.errors import SandboxError
-from prorl_envs.sandbox.drivers.probe import NAMESPACES_REMEDY, blocking_settings, explain
+from prorl_envs.sandbox.drivers.probe import explain
+from prorl_envs.sandbox.linux.user_namespaces import refusal_of
 
 #: Name of the directory, below Apptainer's root, at which the host's root is mounted.
 _HOST = ".host"
@@ -81,8 +82,7 @@ def explain_doorway(output: str) -> SandboxError:
     lower = said.lower()
     hint = next((remedy for words, remedy in _REMEDIES.items() if words in lower), "")
     if "user namespace" in lower:
-        blocking = blocking_settings()
-        hint = NAMESPACES_REMEDY + (f" (found: {', '.join(blocking)})" if blocking else "")
+        hint = refusal_of(said).remedy
     return SandboxError(
         f"Apptainer did not start the sandbox: {said}", hint=hint or "`prorl-envs doctor` checks this machine"
     )

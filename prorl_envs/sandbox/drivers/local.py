@@ -12,9 +12,9 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Set
 from enum import Enum
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from prorl_envs.errors import SandboxError
+from prorl_envs.errors import SandboxError, UnsupportedMachine
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.drivers.base import NodeDriver, NodeSandbox
 from prorl_envs.sandbox.filesystem.mount_plan import DEFAULT_ENV
@@ -82,7 +82,8 @@ class LocalDriver(NodeDriver["LocalSandbox"]):
 class LocalSandbox(NodeSandbox):
     """A directory and the processes started in it.
 
-    The path `spec.workdir` does not exist: processes start in the workspace directory itself.
+    The path `spec.workdir` does not exist: processes start in the workspace directory itself, and tools use
+    that for paths below `spec.workdir`. A `Toolbox` writes nothing elsewhere; programs inside can.
     """
 
     _own_users = False
@@ -93,6 +94,18 @@ class LocalSandbox(NodeSandbox):
             self._root.mkdir(mode=0o700)
             for name in self._state():
                 (self._root / name).mkdir(mode=0o700)
+
+    def path_inside(self, path: str, *, write: bool = False) -> str:
+        """See `Sandbox.path_inside`."""
+        wanted = PurePosixPath(os.path.normpath(PurePosixPath(self._spec.workdir, path)))
+        if wanted.is_relative_to(self._spec.workdir):
+            return str(self.workspace / wanted.relative_to(self._spec.workdir))
+        if write and not wanted.is_relative_to(self._root):
+            raise UnsupportedMachine(
+                f"the local driver writes nothing outside its sandbox: {path}",
+                hint=f"write below {self._spec.workdir}, or use a driver that isolates",
+            )
+        return path
 
     def _open_place(self) -> int:
         return os.open(self.workspace, os.O_PATH | os.O_DIRECTORY)
@@ -148,13 +161,13 @@ class LocalSandbox(NodeSandbox):
 
 def _refuse_mounts(spec: SandboxSpec) -> None:
     if spec.image is not None:
-        raise SandboxError(
+        raise UnsupportedMachine(
             f"the local driver cannot run the image {spec.image}",
             hint="use a driver that isolates; `prorl-envs doctor` says what it lacks here",
         )
     for mount in spec.mounts:
         if mount.overlay or str(mount.source) != mount.target:
-            raise SandboxError(
+            raise UnsupportedMachine(
                 f"the local driver cannot mount {mount.source} at {mount.target}",
                 hint="use a driver that isolates; `prorl-envs doctor` says what it lacks here",
             )
@@ -162,7 +175,7 @@ def _refuse_mounts(spec: SandboxSpec) -> None:
 
 def _refuse_allowlist(spec: SandboxSpec) -> None:
     if spec.network.allow:
-        raise SandboxError(
+        raise UnsupportedMachine(
             "the local driver cannot keep an allowlist: what runs in it has the host's network",
             hint="use a driver that isolates; `prorl-envs doctor` says what it lacks here",
         )

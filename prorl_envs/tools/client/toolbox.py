@@ -220,7 +220,8 @@ class Toolbox:
         """
         if wrong := complaint(EDITOR, arguments):
             return ToolResult(text=wrong, ok=False)
-        return await self._edit(lambda id_: Edit(id_, **arguments))
+        place = self.sandbox.path_inside(arguments["path"])
+        return await self._edit(lambda id_: Edit(id_, **{**arguments, "path": place}))
 
     async def patch(self, arguments: JsonObject) -> ToolResult:
         """Apply a patch to files, completely or not at all.
@@ -298,10 +299,11 @@ class Toolbox:
             SandboxError, ToolError: our infrastructure failed.
         """
         check_timeout(timeout_s)
+        place = self.sandbox.path_inside(cwd) if cwd else ""
 
         def make(id_: int) -> Run:
             return Run(
-                id_, list(argv), cwd, dict(env or {}), stdin, timeout_s, output_limit, apart, background
+                id_, list(argv), place, dict(env or {}), stdin, timeout_s, output_limit, apart, background
             )
 
         done = await self._tools.ask(make, RunDone, timeout_s=timeout_s)
@@ -329,8 +331,9 @@ class Toolbox:
             raise InputError(
                 f"{len(data)} bytes are more than one transfer takes", hint="upload a file, or use a mount"
             )
+        place = self.sandbox.path_inside(path, write=True)
         await self._tools.ask(
-            lambda id_: Write(id_, path, data, mode),
+            lambda id_: Write(id_, place, data, mode),
             Done,
             timeout_s=self.limits.transfer_s,
         )
@@ -342,8 +345,9 @@ class Toolbox:
             OSError: as a local read would raise; also if the path is not a regular file.
             SandboxError, ToolError: our infrastructure failed.
         """
+        place = self.sandbox.path_inside(path)
         content = await self._tools.ask(
-            lambda id_: Read(id_, path, limit),
+            lambda id_: Read(id_, place, limit),
             Content,
             timeout_s=self.limits.transfer_s,
         )
@@ -370,7 +374,8 @@ class Toolbox:
             SandboxError, ToolError: our infrastructure failed.
         """
         check_timeout(timeout_s)
-        return await transfer.upload(self.sandbox, source, target, limits or TreeLimits(), timeout_s)
+        place = self.sandbox.path_inside(target, write=True)
+        return await transfer.upload(self.sandbox, source, place, limits or TreeLimits(), timeout_s)
 
     async def download(
         self,
@@ -401,7 +406,12 @@ class Toolbox:
         """
         check_timeout(timeout_s)
         return await transfer.download(
-            self.sandbox, source, target, limits or TreeLimits(), timeout_s, skip_unsupported=skip_unsupported
+            self.sandbox,
+            self.sandbox.path_inside(source),
+            target,
+            limits or TreeLimits(),
+            timeout_s,
+            skip_unsupported=skip_unsupported,
         )
 
     async def end_processes(self) -> None:

@@ -13,7 +13,6 @@ from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.drivers.apptainer_wrapper import on_one_line
 from prorl_envs.sandbox.drivers.instance.runtime import PLACE
-from prorl_envs.sandbox.drivers.probe import NAMESPACES_REMEDY
 from prorl_envs.sandbox.filesystem.host_system import kernel_files, root_directories
 from prorl_envs.sandbox.filesystem.mount_plan import HOME, SandboxFiles, mount_points
 
@@ -37,7 +36,7 @@ _REMEDIES = {
     "user bind control": _CONFIGURATION.format("user bind control = yes"),
     "not allowed by configuration": _CONFIGURATION.format("allow user ns = yes"),
     "user namespace": "install Apptainer's setuid program (`apptainer-suid`), with "
-    f"`allow setuid = yes` in its configuration, or {NAMESPACES_REMEDY}",
+    "`allow setuid = yes` in its configuration, or allow user namespaces (`prorl-envs doctor` says how)",
     "writable-tmpfs": _CONFIGURATION.format("enable overlay = yes"),
     "overlay": _CONFIGURATION.format("enable overlay = yes"),
     "destination": "where a mount is to appear must exist in the image or below a writable directory",

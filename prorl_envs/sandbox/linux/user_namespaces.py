@@ -1,0 +1,135 @@
+"""Why a machine refuses user namespaces, and the remedy that fits it.
+
+Also a program that needs no package and only Python 3.9: it exits with 1 and prints both if this machine
+refuses them. `scripts/setup.sh` runs it before it installs anything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+_CLONE_NEWUSER, _CLONE_NEWNS = 0x1000_0000, 0x2_0000
+_CAP_SYS_ADMIN = 21
+
+_CONTAINER_FILES = (".dockerenv", "run/.containerenv")
+_CONTAINER_VARIABLES = (
+    "KUBERNETES_SERVICE_HOST",
+    "container",
+    "APPTAINER_CONTAINER",
+    "SINGULARITY_CONTAINER",
+)
+_CONTAINER_REMEDY = (
+    "start the container with `--security-opt seccomp=unconfined --security-opt systempaths=unconfined` "
+    "(Docker, Podman), or in Kubernetes with an unconfined seccomp profile and `procMount: Unmasked`"
+)
+
+
+class NamespaceRefusal(NamedTuple):
+    """Why user namespaces, or the mounts in them, are refused.
+
+    Args:
+        cause: one sentence without a full stop.
+        remedy: what the user or the administrator can do.
+    """
+
+    cause: str
+    remedy: str
+
+
+def refusal_of(
+    said: str, *, proc: Path = Path("/proc"), root: Path = Path("/"), environ: Mapping[str, str] = os.environ
+) -> NamespaceRefusal:
+    """Return why namespaces are refused here, from this machine's settings.
+
+    Args:
+        said: message of the call that failed; the cause if the settings show none.
+        proc, root: the directories `/proc` and `/`.
+        environ: this process's environment.
+    """
+    in_container = any((root / name).exists() for name in _CONTAINER_FILES) or any(
+        name in environ for name in _CONTAINER_VARIABLES
+    )
+    place = ", on the container's host" if in_container else ""
+    privileged = _has_capability(_CAP_SYS_ADMIN, proc)
+    if _setting("user/max_user_namespaces", proc) == "0":
+        return NamespaceRefusal(
+            "user namespaces are disabled (user.max_user_namespaces=0)",
+            f"as root{place}: `sysctl user.max_user_namespaces=65536`",
+        )
+    if _setting("kernel/unprivileged_userns_clone", proc) == "0" and not privileged:
+        return NamespaceRefusal(
+            "only root may create user namespaces (kernel.unprivileged_userns_clone=0)",
+            f"as root{place}: `sysctl kernel.unprivileged_userns_clone=1`",
+        )
+    if _in_chroot(proc):
+        return NamespaceRefusal(
+            "this process runs in a chroot, where the kernel refuses user namespaces",
+            "run it outside, or enter the directory as a container (`bwrap`, `systemd-nspawn`) instead",
+        )
+    if in_container and any(word in said.lower() for word in ("permi", "denied")):
+        return NamespaceRefusal(f"this container may not create sandboxes: {_plain(said)}", _CONTAINER_REMEDY)
+    if _setting("kernel/apparmor_restrict_unprivileged_userns", proc) == "1" and not privileged:
+        return NamespaceRefusal(
+            "AppArmor restricts user namespaces (kernel.apparmor_restrict_unprivileged_userns=1)",
+            "as root: `sysctl kernel.apparmor_restrict_unprivileged_userns=0`, or an AppArmor profile that "
+            "allows `userns` to this program",
+        )
+    return NamespaceRefusal(
+        _plain(said), "this machine must allow user namespaces: see docs/troubleshooting.md"
+    )
+
+
+def _plain(said: str) -> str:
+    """Replace the error text of ENOSPC, which means a limit here."""
+    return said.replace("No space left on device", "the kernel's limit of namespaces is reached (user.max_*)")
+
+
+def _setting(name: str, proc: Path) -> str:
+    try:
+        return (proc / "sys" / name).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _has_capability(number: int, proc: Path) -> bool:
+    try:
+        lines = (proc / "self/status").read_text().splitlines()
+    except OSError:
+        return False
+    fields = dict(line.partition(":\t")[::2] for line in lines)
+    return bool(int(fields.get("CapEff", "0"), 16) >> number & 1)
+
+
+def _in_chroot(proc: Path) -> bool:
+    """Return whether the root directory is no mount point: then this process called chroot."""
+    try:
+        lines = (proc / "self/mountinfo").read_text().splitlines()
+    except OSError:
+        return False
+    return all(line.split(" ")[4] != "/" for line in lines)
+
+
+def _try() -> str:
+    """Create a user and a mount namespace in a child. Return the error, or ""."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    child = os.fork()
+    if child == 0:
+        os._exit(ctypes.get_errno() if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNS) else 0)
+    number = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return f"new namespaces: {os.strerror(number)}" if number else ""
+
+
+def main() -> None:
+    """Exit with 1 if this machine refuses user namespaces, and print why and what to do."""
+    if said := _try():
+        refusal = refusal_of(said)
+        sys.exit(f"error: this machine cannot start sandboxes: {refusal.cause}\nhint: {refusal.remedy}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""The cause for which user namespaces are refused, and the remedy, on imitated machines."""
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from prorl_envs.sandbox.linux import user_namespaces
+from prorl_envs.sandbox.linux.user_namespaces import refusal_of
+
+ROOT_MOUNT = "22 1 254:0 / / rw - ext4 /dev/vda rw\n"
+
+
+def machine(
+    folder: Path, *, settings: Mapping[str, str], mounts: str = ROOT_MOUNT, capabilities: str = "0"
+) -> Path:
+    """Make a directory like /proc."""
+    for name, value in settings.items():
+        path = folder / "sys" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{value}\n")
+    (folder / "self").mkdir(parents=True)
+    (folder / "self/mountinfo").write_text(mounts)
+    (folder / "self/status").write_text(f"Name:\tx\nCapEff:\t{capabilities}\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("settings", "mounts", "cause", "remedy"),
+    [
+        ({"user/max_user_namespaces": "0"}, ROOT_MOUNT, "max_user_namespaces=0", "max_user_namespaces=65536"),
+        ({"kernel/unprivileged_userns_clone": "0"}, ROOT_MOUNT, "userns_clone=0", "userns_clone=1"),
+        (
+            {"kernel/apparmor_restrict_unprivileged_userns": "1"},
+            ROOT_MOUNT,
+            "AppArmor",
+            "restrict_unprivileged_userns=0",
+        ),
+        ({}, "22 1 254:0 / /proc rw - proc proc rw\n", "chroot", "outside"),
+        ({"user/max_user_namespaces": "90000"}, ROOT_MOUNT, "said so", "troubleshooting"),
+    ],
+)  # fmt: skip
+def test_the_cause_is_found(
+    tmp_path: Path, settings: Mapping[str, str], mounts: str, cause: str, remedy: str
+) -> None:
+    found = refusal_of(
+        "said so",
+        proc=machine(tmp_path / "proc", settings=settings, mounts=mounts),
+        root=tmp_path,
+        environ={},
+    )
+    assert cause in found.cause and remedy in found.remedy
+    assert "container" not in found.cause
+
+
+def test_a_container_is_told_how_to_be_started(tmp_path: Path) -> None:
+    proc = machine(tmp_path / "proc", settings={"kernel/apparmor_restrict_unprivileged_userns": "1"})
+    inside = refusal_of(
+        "new namespaces: Operation not permitted",
+        proc=proc,
+        root=tmp_path,
+        environ={"KUBERNETES_SERVICE_HOST": ""},
+    )
+    assert inside.cause.endswith(
+        "container may not create sandboxes: new namespaces: Operation not permitted"
+    )
+    assert "seccomp=unconfined" in inside.remedy and "procMount" in inside.remedy
+    (tmp_path / ".dockerenv").touch()
+    assert (
+        refusal_of("mount: permission denied", proc=proc, root=tmp_path, environ={}).remedy == inside.remedy
+    )
+    assert "container" not in refusal_of("not implemented", proc=proc, root=tmp_path, environ={}).cause
+    (proc / "sys/user").mkdir()
+    (proc / "sys/user/max_user_namespaces").write_text("0\n")
+    assert "on the container's host" in refusal_of("x", proc=proc, root=tmp_path, environ={}).remedy
+
+
+def test_settings_for_ordinary_users_do_not_concern_root(tmp_path: Path) -> None:
+    settings = {
+        "kernel/unprivileged_userns_clone": "0",
+        "kernel/apparmor_restrict_unprivileged_userns": "1",
+    }
+    proc = machine(tmp_path / "proc", settings=settings, capabilities="000001ffffffffff")
+    assert refusal_of("said so", proc=proc, root=tmp_path, environ={}).cause == "said so"
+
+
+def test_a_limit_is_not_called_a_full_device(tmp_path: Path) -> None:
+    found = refusal_of("new namespaces: No space left on device", proc=tmp_path, root=tmp_path, environ={})
+    assert "device" not in found.cause and "limit of namespaces" in found.cause
+
+
+@pytest.mark.parametrize("limit", [0, 1000])
+def test_the_set_up_asks_without_packages(limit: int) -> None:
+    script = f'echo {limit} > /proc/sys/user/max_user_namespaces; exec "$0" -I -S "$1"'
+    done = subprocess.run(
+        ["unshare", "-U", "-r", "sh", "-c", script, sys.executable, user_namespaces.__file__],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == (0 if limit else 1), done.stderr
+    assert ("user.max_user_namespaces=0" in done.stderr) == (not limit)
