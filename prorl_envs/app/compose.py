@@ -125,9 +125,10 @@ async def node(settings: Settings) -> AsyncIterator[Node]:
 
     Raises:
         SandboxError: this machine cannot run sandboxes. One test sandbox finds this out before the first job.
+        InputError: the user has no home directory, so there is no cache directory.
     """
-    driver = await sandbox_driver(settings)
     cache_dir = settings.cache_dir or default_cache_dir()
+    driver = await sandbox_driver(settings)
     images = functools.partial(image_builder, settings, driver=driver.name)
     search = search_of(settings)
     async with Node(

@@ -42,10 +42,12 @@ def planted() -> Iterator[Planted]:
     secret = secrets.token_hex(16)
     with contextlib.ExitStack() as stack:
         files = []
-        for folder in dict.fromkeys((Path(tempfile.gettempdir()), Path.home(), Path.cwd())):
-            with contextlib.suppress(OSError):
+        for folder in dict.fromkeys((tempfile.gettempdir(), "~", str(Path.cwd()))):
+            with contextlib.suppress(OSError, RuntimeError):  # the user may have no home
                 file = stack.enter_context(
-                    tempfile.NamedTemporaryFile("w", dir=folder, prefix=".prorl-conformance-")
+                    tempfile.NamedTemporaryFile(
+                        "w", dir=Path(folder).expanduser(), prefix=".prorl-conformance-"
+                    )
                 )
                 file.write(secret)
                 file.flush()

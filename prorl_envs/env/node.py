@@ -13,6 +13,7 @@ from typing import Self
 from prorl_envs.env.search import SearchBackend, SearchSettings
 from prorl_envs.env.search_index import IndexSearch
 from prorl_envs.env.web_search import WebSearch
+from prorl_envs.errors import InputError
 from prorl_envs.images.builder import ImageBuilder
 from prorl_envs.images.dockerfile.build import DockerfileBuilder
 from prorl_envs.images.layers import LayerStore
@@ -120,9 +121,10 @@ class Node:
 
         Raises:
             SandboxError: the machine cannot run sandboxes.
+            InputError: the user has no home directory, so there is no cache directory.
         """
-        search = SearchSettings.from_environ(os.environ)
-        return cls(make_driver(choose_driver()), cache_dir or default_cache_dir(), search=search)
+        search, cache = SearchSettings.from_environ(os.environ), cache_dir or default_cache_dir()
+        return cls(make_driver(choose_driver()), cache, search=search)
 
     async def sandbox(self, spec: SandboxSpec) -> Sandbox:
         """Start a sandbox. The caller closes it."""
@@ -231,7 +233,15 @@ class Node:
 
 
 def default_cache_dir() -> Path:
-    """Return `$PRORL_CACHE_DIR`, else `prorl-envs` in the user's cache directory."""
+    """Return `$PRORL_CACHE_DIR`, else `prorl-envs` in the user's cache directory.
+
+    Raises:
+        InputError: the user has no home directory.
+    """
     if chosen := os.environ.get("PRORL_CACHE_DIR"):
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "prorl-envs"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "prorl-envs"
+    except RuntimeError as error:
+        hint = "set HOME to a directory that can be written, or PRORL_CACHE_DIR and XDG_STATE_HOME"
+        raise InputError("this user has no home directory", hint=hint) from error

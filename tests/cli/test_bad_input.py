@@ -89,6 +89,22 @@ def test_brackets_are_not_markup(cli: Cli, tmp_path: Path) -> None:
     assert "[bold]results[/bold] :smile:" in done.stderr
 
 
+@pytest.mark.parametrize("command", [("doctor",), ("envs",), ("scripted-model", "bash")])
+def test_a_user_without_a_home_is_told_so(
+    fast_cli: FastCli, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Kubernetes, the user often has no entry in /etc/passwd and no HOME."""
+
+    def no_entry(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr("pwd.getpwuid", no_entry)
+    for name in ("HOME", "XDG_CACHE_HOME", "PRORL_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    done = fast_cli(*command)
+    assert done.code == 2 and "this user has no home directory" in done.err and "set HOME" in done.err
+
+
 def test_an_unwritable_cache_is_reported(cli: Cli, tmp_path: Path, config: Path) -> None:
     config.write_text("cache_dir: /proc/none\n")
     done = cli("scripted-model", "bash", "--config", str(config))
