@@ -526,8 +526,8 @@ class Settings(_Section):
         sandbox: start of sandboxes.
         cache_dir: built once and kept (SWE-bench environments, 30 MB each); default: `prorl-envs` in
             `$XDG_CACHE_HOME` or `~/.cache`
-        run_dir: files of running sandboxes: a local disk, a path of at most 64 bytes; default: the temporary
-            directory
+        run_dir: files of running sandboxes: a local disk, a path of at most 64 bytes, not mounted noexec;
+            default: the temporary directory, or `/tmp` or `/var/tmp` if that is not suited
         driver: starts sandboxes: `namespaces` (no other program); `bubblewrap`; `apptainer` (Apptainer or
             SingularityCE); `apptainer-instance` (an Apptainer for each sandbox, for machines without user
             namespaces); `local`, which isolates nothing; or `auto`, the first that works here (never `local`;

@@ -4,6 +4,8 @@ import os
 import shutil
 import socket
 import stat
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 
@@ -133,6 +135,44 @@ def test_an_unusable_base_is_named_with_a_remedy(tmp_path: Path, name: str) -> N
     with pytest.raises(SandboxError, match=name) as caught:
         DriverDirectory(tmp_path / name)
     assert "PRORL_RUN_DIR" in caught.value.hint
+
+
+def test_a_base_where_no_program_could_run_is_refused(run_dir: Path) -> None:
+    """Else right work of an agent, a script that it runs, would fail."""
+    base = run_dir / "noexec"
+    base.mkdir()
+    script = f'mount -t tmpfs -o noexec none {base} && exec "$0" -c "$1"'
+    program = (
+        "from pathlib import Path\n"
+        "from prorl_envs.errors import SandboxError\n"
+        "from prorl_envs.sandbox.filesystem.directories import DriverDirectory\n"
+        f"try:\n    DriverDirectory(Path({str(base)!r}))\n"
+        "except SandboxError as error:\n    print(error)\n"
+    )
+    done = subprocess.run(
+        ["unshare", "-U", "-r", "-m", "sh", "-c", script, sys.executable, program],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    base.rmdir()
+    assert f"{base} is mounted noexec" in done.stdout and "PRORL_RUN_DIR" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("length", [PATH_LIMIT, PATH_LIMIT + 1, 180])
+def test_another_base_is_found_for_a_temporary_directory_with_a_long_path(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, length: int
+) -> None:
+    long = run_dir / ("x" * (length - len(str(run_dir)) - 1))
+    long.mkdir()
+    monkeypatch.delenv("PRORL_RUN_DIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    monkeypatch.setattr("prorl_envs.sandbox.filesystem.directories._SHORT_BASES", (Path("/none"), run_dir))
+    base = node_local_base()
+    DriverDirectory(base).remove()
+    assert node_local_base() == base == (long if length == PATH_LIMIT else run_dir)
+    assert len(caplog.records) == (0 if length == PATH_LIMIT else 1), "and says so once"
+    long.rmdir()
 
 
 @pytest.mark.parametrize("how", ["variable", "argument"])

@@ -11,6 +11,7 @@ import pytest
 
 from prorl_envs.sandbox.base import SandboxLimits, SandboxSpec
 from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.filesystem.directories import base_problem
 from prorl_envs.sandbox.filesystem.disk_usage import DiskUse
 from prorl_envs.sandbox.limits.monitor import (
     DESCRIPTORS_IDLE_S,
@@ -90,8 +91,8 @@ def test_deleted_open_files_trigger_a_measurement() -> None:
 @pytest.fixture
 def in_memory() -> Iterator[Path]:
     """A directory of a tmpfs that holds files of others."""
-    if not os.access("/dev/shm", os.W_OK):
-        pytest.skip("/dev/shm is not writable")
+    if problem := base_problem(Path("/dev/shm")):
+        pytest.skip(problem)
     with tempfile.TemporaryDirectory(prefix="prt-", dir="/dev/shm") as place:
         (Path(place) / "of-another").write_bytes(bytes(8 << 20))
         yield Path(place).resolve()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.extras import install_packages
-from prorl_envs.sandbox.filesystem.directories import PATH_LIMIT, node_local_base
+from prorl_envs.sandbox.filesystem.directories import BASE_REMEDY, base_problem, node_local_base
 from prorl_envs.sandbox.launcher.launcher import LaunchPlan, why_refused
 from prorl_envs.sandbox.linux.user_namespaces import refusal_of
 
@@ -147,14 +147,8 @@ def _namespaces_check(name: str, refusal: str) -> Check:
 
 def directory_check(base: Path) -> Check:
     """Check the directory in which drivers make their sandboxes."""
-    remedy = "set PRORL_RUN_DIR to a writable directory with a short path on a local disk"
-    if not os.access(base, os.W_OK | os.X_OK):
-        return Check(name="directory", ok=False, found=f"{base} is not writable", remedy=remedy)
-    flags = os.statvfs(base).f_flag
-    problems = [f"{base} is mounted noexec"] if flags & os.ST_NOEXEC else []
-    if len(os.fsencode(base)) > PATH_LIMIT:
-        problems.append(f"the path of {base} is too long")
-    return Check(name="directory", ok=not problems, found="; ".join(problems) or str(base), remedy=remedy)
+    problem = base_problem(base)
+    return Check(name="directory", ok=not problem, found=problem or str(base), remedy=BASE_REMEDY)
 
 
 def _version(bwrap: Path) -> Check:

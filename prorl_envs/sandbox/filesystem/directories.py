@@ -6,6 +6,7 @@ remove the directories of killed services.
 
 import contextlib
 import fcntl
+import functools
 import itertools
 import logging
 import os
@@ -23,25 +24,55 @@ logger = logging.getLogger(__name__)
 
 _PREFIX = "prorl-sandboxes-"
 _ARMED = "locked"
+#: Directories for sandboxes if the temporary directory is not suited, as in jobs of batch systems.
+_SHORT_BASES = (Path("/tmp"), Path("/var/tmp"))
 #: Seconds after which a directory without the mark of a lock counts as a killed driver's.
 _UNMARKED_S = 60
 #: A Unix socket's path has at most 107 bytes; paths of tools below a sandbox's directory need the rest.
 PATH_LIMIT = 64
+BASE_REMEDY = (
+    "set PRORL_RUN_DIR to a writable directory on a local disk, with a short path and not mounted noexec"
+)
 
 
 def node_local_base(chosen: Path | None = None) -> Path:
     """Return the directory under which a driver makes its own, and create it if it does not exist.
 
-    The default is `$PRORL_RUN_DIR`, else the temporary directory. Not `$XDG_RUNTIME_DIR`: it is a small
-    tmpfs, and workspaces hold whole source trees. Never raises: users of the directory report failures.
+    The default is `$PRORL_RUN_DIR`, else the temporary directory; if sandboxes cannot be there, `/tmp` or
+    `/var/tmp`, which is logged. Not `$XDG_RUNTIME_DIR`: it is a small tmpfs, and workspaces hold whole source
+    trees. Never raises: users of the directory report failures.
 
     Args:
         chosen: the directory to use in place of the default.
     """
-    base = Path(chosen or os.environ.get("PRORL_RUN_DIR") or tempfile.gettempdir()).resolve()
-    with contextlib.suppress(OSError):
-        base.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return base
+    if named := chosen or os.environ.get("PRORL_RUN_DIR"):
+        base = Path(named).resolve()
+        with contextlib.suppress(OSError):
+            base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return base
+    return _default_base(Path(tempfile.gettempdir()).resolve(), _SHORT_BASES)
+
+
+def base_problem(base: Path) -> str:
+    """Return why sandboxes cannot be below a directory; "" if they can."""
+    if not os.access(base, os.W_OK | os.X_OK):
+        return f"{base} is not writable"
+    if os.statvfs(base).f_flag & os.ST_NOEXEC:
+        return f"{base} is mounted noexec: no program that a sandbox writes could run"
+    if len(os.fsencode(base)) > PATH_LIMIT:
+        return f"the path of {base} is longer than {PATH_LIMIT} bytes"
+    return ""
+
+
+@functools.cache  # it is asked for often, and logs once
+def _default_base(wanted: Path, others: tuple[Path, ...]) -> Path:
+    if not (problem := base_problem(wanted)):
+        return wanted
+    for base in others:
+        if not base_problem(base):
+            logger.warning("%s: sandboxes are in %s instead (PRORL_RUN_DIR chooses a place)", problem, base)
+            return base
+    return wanted
 
 
 class DriverDirectory:
@@ -51,27 +82,21 @@ class DriverDirectory:
         base: existing directory to make it in, on a local disk.
 
     Raises:
-        SandboxError: it cannot be made there, or its path is too long for sockets below it.
+        SandboxError: it cannot be made there, or see `base_problem`.
     """
 
     def __init__(self, base: Path) -> None:
         self.base = base
         prefix = f"{_PREFIX}{os.geteuid()}-"
-        if len(os.fsencode(base)) > PATH_LIMIT:
-            raise SandboxError(
-                f"the path of {base} is longer than {PATH_LIMIT} bytes",
-                hint="set PRORL_RUN_DIR to a shorter one",
-            )
+        if problem := base_problem(base):
+            raise SandboxError(problem, hint=BASE_REMEDY)
         try:
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
             self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             (self.path / _ARMED).touch()
         except OSError as error:
-            raise SandboxError(
-                f"cannot make a directory for sandboxes: {error}",
-                hint="set PRORL_RUN_DIR to a writable directory on a local disk",
-            ) from error
+            raise SandboxError(f"cannot make a directory for sandboxes: {error}", hint=BASE_REMEDY) from error
 
     @property
     def id(self) -> str:
