@@ -1,4 +1,4 @@
-"""A process's limit of open files: raised as far as allowed, and never exhausted."""
+"""A process's limits of open files and processes: raised as far as allowed, and never exhausted."""
 
 import resource
 import subprocess
@@ -6,6 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from prorl_envs.errors import SandboxError
+from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.linux.descriptors import allow_processes
 
 SCRIPT = """
 import asyncio, os, resource, sys
@@ -69,6 +73,36 @@ def test_the_last_descriptors_are_reserved_for_the_shutdown(run_dir: Path) -> No
 def test_too_few_for_one_sandbox_is_reported_at_once(run_dir: Path, hard: int) -> None:
     text = said(run_dir, 256, hard)
     assert f"a process may open no more than {hard} files here; the service needs 1536" in text
+
+
+@pytest.mark.parametrize(
+    ("uid", "soft", "hard", "raised"),
+    [
+        (1000, 200, 400, True),
+        (1000, 200, resource.RLIM_INFINITY, True),
+        (1000, resource.RLIM_INFINITY, resource.RLIM_INFINITY, False),
+        (0, 60, 60, False),
+    ],
+)
+def test_the_limit_of_processes_is_raised(
+    monkeypatch: pytest.MonkeyPatch, uid: int, soft: int, hard: int, raised: bool
+) -> None:
+    limits = []
+    monkeypatch.setattr("os.geteuid", lambda: uid)
+    monkeypatch.setattr("resource.getrlimit", lambda which: (soft, hard))
+    monkeypatch.setattr("resource.setrlimit", lambda which, values: limits.append((which, values)))
+    allow_processes()
+    assert limits == ([(resource.RLIMIT_NPROC, (hard, hard))] if raised else [])
+
+
+@pytest.mark.parametrize("hard", [60, 399])
+def test_too_few_processes_are_reported_at_once(monkeypatch: pytest.MonkeyPatch, hard: int) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    limits = {resource.RLIMIT_NPROC: (hard, hard), resource.RLIMIT_NOFILE: (4096, 4096)}
+    monkeypatch.setattr("resource.getrlimit", limits.__getitem__)
+    with pytest.raises(SandboxError, match=f"no more than {hard} processes") as caught:
+        NamespaceDriver()
+    assert "ulimit -Hu" in caught.value.hint
 
 
 @pytest.mark.parametrize(("own", "inside"), [(1536, 1024), (4096, 3072), (20_000, 15_000), (131_072, 65_536)])

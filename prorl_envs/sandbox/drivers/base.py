@@ -23,7 +23,7 @@ from prorl_envs.sandbox.filesystem.sif_mounts import sweep_mounts
 from prorl_envs.sandbox.filesystem.snapshot import Snapshot, copy_trees, no_workspace
 from prorl_envs.sandbox.limits.enforcement import DEFAULT_LIMITS, EnforcedLimits, LimitEnforcer, NodeLimits
 from prorl_envs.sandbox.limits.monitor import memory_of
-from prorl_envs.sandbox.linux.descriptors import allow_many, check_room
+from prorl_envs.sandbox.linux.descriptors import allow_many, allow_processes, check_room
 from prorl_envs.sandbox.template.process import ForkRequest, ToolServerProcess
 from prorl_envs.sandbox.template.template import TEMPLATES, Template, TemplateSpec
 
@@ -38,7 +38,7 @@ class NodeDriver[S: "NodeSandbox"](ABC):
         limits: default limits of sandboxes, and how limits are enforced.
 
     Raises:
-        SandboxError: no directory can be made, or the limit of open files is too low.
+        SandboxError: no directory can be made, or the limit of open files or of processes is too low.
     """
 
     name: str
@@ -51,6 +51,7 @@ class NodeDriver[S: "NodeSandbox"](ABC):
         limits: NodeLimits = DEFAULT_LIMITS,
     ) -> None:
         allow_many()
+        allow_processes()
         self.directory = DriverDirectory(node_local_base(root))
         self.nice = limits.nice
         self.templates = {name: self._template(name, spec) for name, spec in templates.items()}

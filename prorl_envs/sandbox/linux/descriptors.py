@@ -1,4 +1,4 @@
-"""Limits of open files, receiving descriptors over a Unix socket, and the process behind a pidfd.
+"""This process's limits of open files and processes; descriptors over a Unix socket, and behind a pidfd.
 
 The kernel counts the descriptors in flight (sent over Unix sockets and not yet received) per host user, and
 refuses to send if they are more than the sender's own soft limit of open files: see `too_many_unix_fds` in
@@ -21,6 +21,8 @@ _FEW = 1024
 #: Minimum by which the limit of programs in sandboxes is lower than this process's own: a message carries up
 #: to 253 descriptors beyond the limit that the kernel compares.
 _HEADROOM = 512
+#: Minimum of processes and threads: the service's own, and those of some sandboxes. With 200, some failed.
+_FEW_PROCESSES = 400
 #: Soft limit of programs in sandboxes, which they may raise to the hard one.
 SOFT_OPEN_FILES = 4096
 #: Reserved for closing sandboxes: without a free descriptor, not even a directory can be removed.
@@ -44,6 +46,24 @@ def allow_many() -> None:
         )
     if soft != resource.RLIM_INFINITY and soft < min(hard, _MANY):
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, _MANY), hard))
+
+
+def allow_processes() -> None:
+    """Raise this process's own soft limit of processes and threads to the hard one. Root has none.
+
+    Raises:
+        SandboxError: the hard limit is too low for some sandboxes beside the service.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    if os.geteuid() == 0 or soft == resource.RLIM_INFINITY:
+        return
+    if hard != resource.RLIM_INFINITY and hard < _FEW_PROCESSES:
+        raise SandboxError(
+            f"this user may have no more than {hard} processes and threads; the service needs "
+            f"{_FEW_PROCESSES}",
+            hint="raise the hard limit: `ulimit -Hu`, LimitNPROC= of systemd",
+        )
+    resource.setrlimit(resource.RLIMIT_NPROC, (hard, hard))
 
 
 def open_files_inside(wanted: int) -> int:
