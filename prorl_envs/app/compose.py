@@ -33,12 +33,14 @@ from prorl_envs.model.servers.probe import probe
 from prorl_envs.model.tokens.loading import load_renderer
 from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.rollout.episode.defaults import Defaults
+from prorl_envs.rollout.scheduling.placement import StageLimits
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.rollout.store.sqlite import SqliteStore, SqlStore
 from prorl_envs.sandbox.base import Driver, Network, SandboxSpec
 from prorl_envs.sandbox.drivers.base import NodeDriver
 from prorl_envs.sandbox.drivers.select import LAYERED_DRIVERS, choose_driver, make_driver
 from prorl_envs.sandbox.limits.enforcement import NodeLimits
+from prorl_envs.sandbox.linux.descriptors import sandboxes_allowed
 
 
 def without_harness(catalog: Catalog, name: str) -> Catalog:
@@ -274,9 +276,10 @@ async def rollout_service(
         store: keeps groups and results; the caller closes it. None keeps them in memory.
 
     Raises:
-        InputError: an environment is wrong or its server does not start.
+        InputError: an environment is wrong or its server does not start, or see `check_capacity`.
     """
     catalog, defaults = Catalog.of(settings), request_defaults(settings)
+    check_capacity(settings.service)
     async with AsyncExitStack() as stack:
         opened = await stack.enter_async_context(node(settings))
         pool = ModelPool(servers_of(model).connect, wait=True)
@@ -292,6 +295,22 @@ async def rollout_service(
             fleet = await stack.enter_async_context(fleet_of(settings, model, pool, sorted(offered)))
         yield RolloutService(
             opened, offered, model.renderer, pool, settings.service, store, defaults=defaults, fleet=fleet
+        )
+
+
+def check_capacity(settings: ServiceSettings) -> None:
+    """Check that a process of this machine can hold as many sandboxes at once as its settings allow.
+
+    Raises:
+        InputError: it cannot.
+    """
+    jobs, most = StageLimits.of_settings(settings).max_jobs_with_sandbox, sandboxes_allowed()
+    if jobs > most:
+        raise InputError(
+            f"{jobs} jobs with sandboxes at once need more files than a process may open here: "
+            f"enough for {most}",
+            hint="raise the hard limit (`ulimit -Hn`), or lower service.max_jobs_with_sandbox (or init, run, "
+            "eval)",
         )
 
 

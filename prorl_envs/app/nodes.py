@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
-from prorl_envs.app.compose import Model, absolute_tokenizer, node, servers_of
+from prorl_envs.app.compose import Model, absolute_tokenizer, check_capacity, node, servers_of
 from prorl_envs.app.logs import exporting_traces, set_up_logging
 from prorl_envs.app.run_loop import settled
 from prorl_envs.catalog import Catalog
@@ -177,8 +177,9 @@ async def keep_working(
         said: called with each message for the user.
 
     Raises:
-        InputError, SandboxError: as `work`.
+        InputError, SandboxError: as `check_capacity` and `work`.
     """
+    check_capacity(settings.service)
     configured = settings.nodes.token.get_secret_value() if settings.nodes.token else None
     members: list[NodeWorker] = []
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from prorl_envs.errors import UnsupportedMachine
 from tests.cli.conftest import Cli, FastCli
 
 
@@ -57,6 +58,7 @@ def test_a_mistake_is_one_clear_error(
         ((), "environments: {bsh: {}}", "no environment is called 'bsh'"),
         ((), "environments: {bash: {limits: {max_turns: 0}}}", "environments.bash.limits.max_turns"),
         ((), "service: {init: 0}", "setting service.init"),
+        ((), "service: {run: 1000000}", "1000008 jobs with sandboxes at once need more files than"),
     ],
 )
 def test_serve_checks_its_own_settings_before_it_asks_a_model_server(
@@ -73,6 +75,18 @@ def test_serve_checks_its_own_settings_before_it_asks_a_model_server(
         model.settimeout(0)
         with pytest.raises(BlockingIOError):
             model.accept()
+
+
+def test_serve_makes_no_store_on_a_machine_without_sandboxes(
+    fast_cli: FastCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_works(*_: object, **__: object) -> str:
+        raise UnsupportedMachine("this machine cannot start sandboxes: it is too small")
+
+    monkeypatch.setattr("prorl_envs.app.compose.choose_driver", none_works)
+    done = fast_cli("serve", "--llm", "http://127.0.0.1:9", "--port", "0")
+    assert done.code == 2 and "it is too small" in done.err
+    assert not list(tmp_path.iterdir())
 
 
 def test_demo_checks_its_folder_before_it_asks_a_model_server(fast_cli: FastCli, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from prorl_envs.testing.tokenizer import builtin_renderer, tokenizer_folder
 FAMILIES = ("swebench", "bash", "ipython")
 MIX = "solve=2,wrong=1,malformed=1,loop=1,error500=1"
 #: Large, since most of INIT is waiting here: for an instance that another sample is already building.
-INIT_POOL = 24
+INIT_POOL = 16
 LIMITS = AgentLimits(max_turns=12, max_tokens=65_536)
 
 _SOLVES = frozenset({Behaviour.SOLVE, Behaviour.FLAKY})

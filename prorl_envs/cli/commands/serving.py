@@ -1,5 +1,6 @@
 """`prorl-envs serve`: the rollout service in the foreground, until SIGINT or SIGTERM."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, closing
 from socket import socket
@@ -7,6 +8,8 @@ from socket import socket
 from prorl_envs.app.compose import (
     EarlierModel,
     Model,
+    check_capacity,
+    driver_name,
     earlier_model,
     keep_model,
     open_store,
@@ -38,13 +41,16 @@ async def serve(settings: Settings, connect: Connect) -> None:
 
     Raises:
         InputError: the address cannot be bound, or needs a token; the store cannot be opened; or as
-            `connect`.
+            `check_capacity` and `connect`.
+        UnsupportedMachine: no sandbox can start on this machine.
     """
     set_up_logging(settings.log)
     require_token(settings.server)
     require_node_token(settings.nodes)
     Catalog.of(settings)
     request_defaults(settings)
+    check_capacity(settings.service)
+    await asyncio.to_thread(driver_name, settings)
     async with AsyncExitStack() as stack:
         bound = stack.enter_context(closing(bind(settings.server.host, settings.server.port)))
         store = open_store(settings.service)

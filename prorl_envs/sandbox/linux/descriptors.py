@@ -13,9 +13,11 @@ import socket
 from prorl_envs.errors import SandboxError
 
 _SIZE = array.array("i").itemsize
-#: Maximum of open descriptors of this process, if the machine allows it: a sandbox takes about ten. Twice the
-#: default limit of programs in sandboxes; not more, because some programs iterate over all possible numbers.
+#: Maximum of open descriptors of this process, if the machine allows it. Twice the default limit of programs
+#: in sandboxes; not more, because some programs iterate over all possible numbers.
 _MANY = 131_072
+#: Descriptors of one sandbox with a shell and a Python session (measured: 15.2; 9.2 without Python).
+_EACH = 16
 #: Minimum that the tools need.
 _FEW = 1024
 #: Minimum by which the limit of programs in sandboxes is lower than this process's own: a message carries up
@@ -35,10 +37,8 @@ def allow_many() -> None:
     Raises:
         SandboxError: the hard limit is too low for a single sandbox.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == resource.RLIM_INFINITY:
-        hard = _MANY
-    elif hard < _FEW + _HEADROOM:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)[0], _hard_limit()
+    if hard < _FEW + _HEADROOM:
         raise SandboxError(
             f"a process may open no more than {hard} files here; the service needs {_FEW + _HEADROOM}: "
             f"{_FEW} for programs in sandboxes, and {_HEADROOM} more of its own",
@@ -46,6 +46,16 @@ def allow_many() -> None:
         )
     if soft != resource.RLIM_INFINITY and soft < min(hard, _MANY):
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, _MANY), hard))
+
+
+def _hard_limit() -> int:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return _MANY if hard == resource.RLIM_INFINITY else hard
+
+
+def sandboxes_allowed() -> int:
+    """Return how many sandboxes with a Python session this process's hard limit of descriptors allows."""
+    return (min(_hard_limit(), _MANY) - _HEADROOM - _RESERVE) // _EACH
 
 
 def allow_processes() -> None:
