@@ -31,10 +31,11 @@ class _Tolerance(AnswerCheck):
 
     Args:
         rel_tol, abs_tol: an answer is right within `abs_tol`, or within `rel_tol` of the right value's size.
+            By default, `abs_tol` is 1e-9 for the right value 0, and 0 for others.
     """
 
     rel_tol: float = Field(default=1e-6, ge=0, le=1)
-    abs_tol: float = Field(default=1e-9, ge=0, allow_inf_nan=False)
+    abs_tol: float | None = Field(default=None, ge=0, allow_inf_nan=False)
 
 
 class NumberCheck(_Tolerance):

@@ -9,31 +9,40 @@ import random
 import re
 from collections.abc import Sequence
 
-from prorl_envs.env.expressions import Expression, ExpressionError, parse_expression
+from prorl_envs.env.expressions import Expression, ExpressionError, Measured, parse_expression
 
 #: Longest answer that is parsed as one number, and most numbers parsed from one answer.
 MAX_NUMBER_CHARS = 64
 MAX_NUMBERS = 10_000
+#: Default absolute tolerance if the number 0 is expected.
+ZERO_TOL = 1e-9
 
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,4})?"
 _ONE_NUMBER = re.compile(_NUMBER, re.ASCII)
 _GROUPED = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?", re.ASCII)
 _FRACTION = re.compile(rf"({_NUMBER})\s*/\s*({_NUMBER})", re.ASCII)
+_MIXED = re.compile(r"([+-]?)(\d+)\s+(\d+)\s*/\s*(\d+)", re.ASCII)
 _SEPARATORS = re.compile(r"[\s,;]+")
 
 #: Expressions are compared at this many seeded points, of which at least `_MIN_DEFINED` must be defined.
 _POINTS = 24
 _MIN_DEFINED = 8
 _REL_TOL = 1e-9
+#: Rounding error of double precision, relative to the largest terms of a sum, with a margin for its steps.
+_ROUNDING = 1e-12
 
 
 def parse_number(text: str) -> float | None:
-    """Parse one finite real number: `42`, `-1.5e3`, `1,234.5`, `3/4`; return None for any other text."""
+    """Parse one finite real number: `42`, `-1.5e3`, `1,234.5`, `3/4`, `2 1/4`; return None for any other
+    text."""
     text = text.strip()
     if len(text) > MAX_NUMBER_CHARS:
         return None
     if _GROUPED.fullmatch(text):
         return float(text.replace(",", ""))
+    if (mixed := _MIXED.fullmatch(text)) and int(mixed[3]) < int(mixed[4]):
+        size = int(mixed[2]) + int(mixed[3]) / int(mixed[4])
+        return -size if mixed[1] == "-" else size
     if fraction := _FRACTION.fullmatch(text):
         above, below = (float(part) for part in fraction.groups())
         value = above / below if below else math.nan
@@ -51,13 +60,24 @@ def parse_numbers(text: str) -> list[float] | None:
     return None if None in values else [value for value in values if value is not None]
 
 
-def is_close(value: float, expected: float, *, rel_tol: float, abs_tol: float) -> bool:
-    """Return true if `value` is within `abs_tol`, or within `rel_tol` of the expected magnitude."""
+def is_close(value: float, expected: float, *, rel_tol: float, abs_tol: float | None) -> bool:
+    """Return true if `value` is within `abs_tol`, or within `rel_tol` of the expected magnitude.
+
+    Args:
+        abs_tol: None for `ZERO_TOL` if 0 is expected, else 0: no other value is too small to be told from 0.
+    """
+    if abs_tol is None:
+        abs_tol = 0.0 if expected else ZERO_TOL
     return abs(value - expected) <= max(abs_tol, rel_tol * abs(expected))
 
 
 def same_numbers(
-    values: Sequence[float], expected: Sequence[float], *, ordered: bool, rel_tol: float, abs_tol: float
+    values: Sequence[float],
+    expected: Sequence[float],
+    *,
+    ordered: bool,
+    rel_tol: float,
+    abs_tol: float | None,
 ) -> bool:
     """Return true if both hold the same numbers, equally often, within tolerance.
 
@@ -85,8 +105,9 @@ def same_expression(
     """Return true if two expressions are the same function on `domain`.
 
     Both are evaluated at seeded random points, in complex double precision: two different analytic
-    expressions agree at all of them with negligible probability. Unlike the simplification of a computer
-    algebra system, no answer can make this comparison expensive.
+    expressions agree at all of them with negligible probability. The tolerance is relative, however small
+    the value; only 0 is compared within the rounding errors of the answer. Unlike the simplification of a
+    computer algebra system, no answer can make this comparison expensive.
 
     Args:
         text: the answer; unreadable text counts as different.
@@ -101,7 +122,7 @@ def same_expression(
     right = parse_expression(expected, variables)
     draw = random.Random(seed)
     points = [{name: draw.uniform(*domain) for name in variables} for _ in range(_POINTS)]
-    defined = [(point, value) for point in points if (value := right(point)) is not None]
+    defined = [(point, value) for point in points if (value := right.measure(point)) is not None]
     if len(defined) < _MIN_DEFINED:
         raise ExpressionError(f"{expected!r} is undefined on most of {domain}")
     try:
@@ -111,6 +132,13 @@ def same_expression(
     return all(_agree(left, point, value) for point, value in defined)
 
 
-def _agree(answer: Expression, point: dict[str, float], expected: complex) -> bool:
-    value = answer(point)
-    return value is not None and abs(value - expected) <= _REL_TOL * max(1.0, abs(expected))
+def _agree(answer: Expression, point: dict[str, float], expected: Measured) -> bool:
+    """Compare relatively to the expected value, however small; only for 0, to the terms that cancel."""
+    measured = answer.measure(point)
+    if measured is None:
+        return False
+    (value, scale), (right, right_scale) = measured, expected
+    tolerance = max(_REL_TOL * abs(right), _ROUNDING * right_scale)
+    if abs(right) <= _ROUNDING * right_scale:
+        tolerance += _ROUNDING * scale
+    return abs(value - right) <= tolerance

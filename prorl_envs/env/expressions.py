@@ -21,12 +21,16 @@ MAX_CHARS = 2_000
 MAX_DEPTH = 60
 #: Values of this size and above count as undefined.
 MAX_SIZE = 1e300
+#: Relative change of an argument, by which the rounding error of a function is estimated.
+_STEP = 1e-8
 
 _TOKEN = re.compile(r"\s*(?:(?P<number>\d+\.?\d*(?:[eE][+-]?\d{1,4})?|\.\d+(?:[eE][+-]?\d{1,4})?)"
                     r"|(?P<name>[A-Za-z_]\w*)|(?P<sign>\*\*|[-+*/^(),]))", re.ASCII)  # fmt: skip
 
 type Point = Mapping[str, float]
-type Node = Callable[[Point], complex]
+#: A value, and the size that its rounding error is relative to: larger than the value where terms cancel.
+type Measured = tuple[complex, float]
+type Node = Callable[[Point], Measured]
 
 
 def _factorial(z: complex) -> complex:
@@ -58,15 +62,22 @@ class Expression:
         self._node = node
 
     def __call__(self, point: Point) -> complex | None:
-        """Return the value at `point` (variable name to real value), or None if it is undefined or too
-        large."""
+        """Return the value at `point` (variable name to real value); None if it is undefined or too large."""
+        measured = self.measure(point)
+        return None if measured is None else measured[0]
+
+    def measure(self, point: Point) -> Measured | None:
+        """Return the value at `point`, and the size of the terms that it is the sum of; None as above.
+
+        In `sin(x)**2 + cos(x)**2 - 1`, they are 0 and 2: the value has the rounding errors of the latter.
+        """
         try:
-            value = complex(self._node(point))
+            value, scale = self._node(point)
             size = abs(value)
         except (ArithmeticError, ValueError):
             return None
         # The comparison is false for nan, and leaves room to subtract two values.
-        return value if size < MAX_SIZE else None
+        return (value, scale) if size < MAX_SIZE else None
 
 
 def parse_expression(text: str, variables: Sequence[str]) -> Expression:
@@ -114,7 +125,7 @@ class _Parser:
             term = self._term(depth)
             terms.append(term if sign == "+" else _negative(term))
         # One flat sum, not a chain of closures: evaluation depth follows nesting, not length.
-        return terms[0] if len(terms) == 1 else lambda point: sum((t(point) for t in terms), 0j)
+        return terms[0] if len(terms) == 1 else lambda point: _sum([term(point) for term in terms])
 
     def take(self, sign: str) -> None:
         if self._tokens[self._next] != ("sign", sign):
@@ -127,7 +138,7 @@ class _Parser:
             self.take(sign)
             factor = self._factor(depth)
             factors.append(factor if sign == "*" else _inverse(factor))
-        return factors[0] if len(factors) == 1 else lambda point: math.prod(f(point) for f in factors)
+        return factors[0] if len(factors) == 1 else lambda point: _product([f(point) for f in factors])
 
     def _factor(self, depth: int) -> Node:
         if depth > MAX_DEPTH:
@@ -141,14 +152,14 @@ class _Parser:
             return base
         self.take(sign)
         exponent = self._factor(depth + 1)
-        return lambda point: complex(base(point)) ** exponent(point)
+        return lambda point: _applied(complex.__pow__, [base(point), exponent(point)])
 
     def _atom(self, depth: int) -> Node:
         kind, text = self._tokens[self._next]
         if kind == "number":
             self._next += 1
-            value = complex(float(text))
-            return lambda point: value
+            number = _exact(float(text))
+            return lambda point: number
         if kind == "name":
             self._next += 1
             return self._named(text, depth)
@@ -159,9 +170,9 @@ class _Parser:
 
     def _named(self, name: str, depth: int) -> Node:
         if name in self._variables:
-            return lambda point: complex(point[name])
+            return lambda point: _exact(point[name])
         if name in _CONSTANTS:
-            constant = _CONSTANTS[name]
+            constant = _exact(_CONSTANTS[name])
             return lambda point: constant
         if name not in _FUNCTIONS:
             raise ExpressionError(f"unknown name {name!r}")
@@ -169,7 +180,7 @@ class _Parser:
         arguments = self._arguments(depth)
         if len(arguments) > (2 if name in _TWO_ARGUMENTS else 1):
             raise ExpressionError(f"too many arguments for {name}")
-        return lambda point: function(*(argument(point) for argument in arguments))
+        return lambda point: _applied(function, [argument(point) for argument in arguments])
 
     def _arguments(self, depth: int) -> list[Node]:
         self.take("(")
@@ -186,8 +197,35 @@ class _Parser:
 
 
 def _negative(node: Node) -> Node:
-    return lambda point: -node(point)
+    def negative(point: Point) -> Measured:
+        value, scale = node(point)
+        return -value, scale
+
+    return negative
 
 
 def _inverse(node: Node) -> Node:
-    return lambda point: 1 / complex(node(point))
+    return lambda point: _applied(lambda value: 1 / value, [node(point)])
+
+
+def _exact(value: complex) -> Measured:
+    return complex(value), abs(value)
+
+
+def _sum(terms: Sequence[Measured]) -> Measured:
+    return sum((value for value, _ in terms), 0j), sum(scale for _, scale in terms)
+
+
+def _product(factors: Sequence[Measured]) -> Measured:
+    return math.prod(value for value, _ in factors), math.prod(scale for _, scale in factors)
+
+
+def _applied(function: Callable[..., complex], arguments: Sequence[Measured]) -> Measured:
+    """Return the value of a function, and its scale: its change per relative change of the arguments."""
+    values = [value for value, _ in arguments]
+    result = complex(function(*values))
+    scale = abs(result)
+    for index, (value, size) in enumerate(arguments):
+        moved = [*values[:index], value + _STEP * size, *values[index + 1 :]]
+        scale += abs(function(*moved) - result) / _STEP
+    return result, scale

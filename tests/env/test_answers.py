@@ -24,6 +24,9 @@ from prorl_envs.env.expressions import ExpressionError
         ("3/4", 0.75),
         ("-1 / 8", -0.125),
         (".5", 0.5),
+        ("2 1/4", 2.25),
+        ("-2  1 / 4", -2.25),
+        ("+0 1/2", 0.5),
     ],
 )
 def test_numbers_as_people_write_them(text: str, value: float) -> None:
@@ -43,6 +46,13 @@ def test_numbers_as_people_write_them(text: str, value: float) -> None:
         "1_000",
         "12,34",
         "42 m",
+        "4 10/3",
+        "4 3/3",
+        "2 1/0",
+        "2 -1/4",
+        "2.5 1/4",
+        "2 1.5/4",
+        "4 2",
         "__import__('os')",
         "9" * 100,
         "1e99999",
@@ -120,9 +130,36 @@ def test_an_expected_expression_must_be_defined() -> None:
         same_expression("1", "1/(x - x)", variables=["x"], domain=(0, 1))
 
 
-def test_a_deviation_of_exactly_the_tolerance_is_accepted() -> None:
-    assert same_expression("1e-9", "0", variables=[], domain=(0, 1))
-    assert not same_expression("1.1e-9", "0", variables=[], domain=(0, 1))
+def test_a_deviation_of_the_tolerance_is_accepted() -> None:
+    assert same_expression("1 + 0.9e-9", "1", variables=[], domain=(0, 1))
+    assert not same_expression("1 + 1.1e-9", "1", variables=[], domain=(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "same"),
+    [
+        ("10**-20", "10**-30", False),
+        ("2**-60", "2**-61", False),
+        ("exp(-50)", "exp(-60)", False),
+        ("exp(-50)", "exp(-50)", True),
+        ("x*1e-20", "x*1e-30", False),
+        ("x*1e-20", "1e-20*x", True),
+        ("1e-9", "0", False),
+        ("1e-20", "0", False),
+        ("0", "10**-20", False),
+        ("sqrt(2) - sqrt(2)", "10**-20", False),
+        ("sin(x)**2 + cos(x)**2 - 1", "0", True),
+        ("0", "sin(x)**2 + cos(x)**2 - 1", True),
+        ("log(sin(x)**2 + cos(x)**2)", "0", True),
+        ("sqrt(sin(x)**2 + cos(x)**2 - 1)", "0", True),
+        ("exp(log(x)) - x", "0", True),
+        ("sin(pi)", "0", True),
+        ("sin(3.14)", "0", False),
+        ("0*x", "0", True),
+    ],
+)
+def test_small_expressions_are_compared_relatively(answer: str, expected: str, same: bool) -> None:
+    assert same_expression(answer, expected, variables=["x"], domain=(0.5, 2)) is same
 
 
 def test_the_tolerance_grows_with_the_value() -> None:

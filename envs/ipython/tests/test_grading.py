@@ -7,6 +7,7 @@ import pytest
 from prorl_envs.env.base import Grade
 from prorl_envs.env.node import Node
 from prorl_envs.envs.ipython.env import IPythonEnvironment
+from prorl_envs.envs.ipython.grading import judge
 from prorl_envs.errors import EnvironmentFault
 from prorl_envs.tools.types import ToolCall, ToolResult
 
@@ -56,6 +57,29 @@ async def test_answers_of_the_finish_call(
     node: Node, check: dict[str, Any], answer: object, reward: int
 ) -> None:
     assert (await play(node, check, answer=answer)).reward == reward
+
+
+@pytest.mark.parametrize(
+    ("check", "answer", "right"),
+    [
+        ({"type": "number", "value": 1e-12}, "1e-12", True),
+        ({"type": "number", "value": 1e-12}, "0", False),
+        ({"type": "number", "value": 1e-12}, "5e-10", False),
+        ({"type": "number", "value": 0}, "1e-17", True),
+        ({"type": "number", "value": 0}, "1e-8", False),
+        ({"type": "number", "value": 1e-12, "abs_tol": 1e-9}, "0", True),
+        ({"type": "number", "value": 2.25}, "2 1/4", True),
+        ({"type": "numbers", "values": [0, 1e-12]}, "1e-17, 1e-12", True),
+        ({"type": "numbers", "values": [0, 1e-12]}, "0, 2e-12", False),
+        ({"type": "expression", "value": "10**-20"}, "10**-30", False),
+        ({"type": "expression", "value": "10**-20"}, "1/10**20", True),
+    ],
+)
+def test_no_number_is_too_small_to_be_told_from_another(
+    check: dict[str, Any], answer: str, right: bool
+) -> None:
+    ((name, loaded),) = IPythonEnvironment.load(row(check)).named_checks()
+    assert judge(name, loaded, answer).passed is right
 
 
 @pytest.mark.anyio
