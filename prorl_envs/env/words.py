@@ -7,8 +7,22 @@ _THOUGHT = "<think>"
 _FENCE = "```"
 _PYTHON = ("", "python", "python3", "py")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_LINE = re.compile(r"^\W*(?:the |final )*answer\W*?(?: is)?\s*[:=]\s*(.+)$", re.IGNORECASE)
+_LEAD = r"(?:(?:so|thus|hence|then|therefore)\b\W*)?(?:(?:the|my|our|final|correct|right)\s+)*"
+_LABEL = re.compile(
+    rf"^\W*{_LEAD}answer\b\s*(?:\([^()]*\)\s*)?(?:is\b\s*)?(?P<colon>[:=：])?\s*", re.IGNORECASE
+)
+_HEADING = re.compile(r"\s*(?:#+\s|\*\*|__)")
+_DISPLAY = re.compile(r"\s*(?:\$\$(.{1,500}?)\$\$|\\\[(.{1,500}?)\\\]|```\w*\n)", re.DOTALL)
+_WORD = re.compile(r"(?<![\\{A-Za-z])[A-Za-z]{3,}")
 _LINES, _LINE_CHARS = 20, 500
+#: Emphasis and code spans of Markdown. An opening mark follows no word or bracket, and a closing mark
+#: precedes none, as those of `x**2 + (y)**2` do.
+_EMPHASIS = re.compile(
+    r"(?<![\w)\]}*`\\])(\*{1,3}|_{1,3}|`{1,3})(?=\S)(.{1,500}?)(?<=\S)(?:\1(?![\w({\[*`])|(?<=[:：])\1)",
+    re.DOTALL,
+)
+_INSIDE = r"(?:[^$\\]|\\[^()\[\]])"
+_FORMULA = re.compile(rf"({_INSIDE}*)(?:\$\$?|\\[(\[])({_INSIDE}+)(?:\$\$?|\\[)\]])({_INSIDE}*)", re.DOTALL)
 #: Characters of a text that are searched, from its end.
 MAX_CHARS = 200_000
 
@@ -45,21 +59,83 @@ def last_boxed(text: str) -> str:
 
 
 def stated(words: str) -> str:
-    """Return the answer in a last message: its last boxed expression, or its last line `Answer: ...`."""
-    if boxed := last_boxed(words):
-        return boxed
-    lines = [line for line in said(words).splitlines()[-_LINES:] if len(line) <= _LINE_CHARS]
-    found = [match[1] for line in lines if (match := _LINE.match(line.strip()))]
-    return found[-1] if found else ""
+    """Return the answer that a last message states: its last boxed expression or line `Answer: ...`.
+
+    The later of the two counts, unless the line is prose that repeats the boxed expression. The answer may be
+    on the line after `**Answer:**`. A sentence `The answer is ...` counts if it is short, or if nothing else
+    states an answer.
+    """
+    spoken = said(words)
+    box, boxed = max((match.start() for match in _BOX.finditer(spoken)), default=-1), last_boxed(words)
+    found = _statements(spoken)
+    certain = [(at, text) for at, text, sure in found if sure]
+    if certain and (not boxed or (certain[-1][0] > box and not _repeats(certain[-1][1], boxed))):
+        return certain[-1][1]
+    return boxed or (found[-1][1] if found else "")
 
 
 def bare(answer: str) -> str:
-    """Strip the decoration of an answer: a box, dollar signs, a full stop."""
+    """Strip the decoration of an answer: a box, emphasis, backquotes, the dollar signs of its only formula, a
+    full stop."""
     text = _without_stop((last_boxed(answer) or answer).strip())
-    for left, right in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
-        if text.startswith(left) and text.endswith(right) and len(text) > len(left) + len(right):
-            text = text[len(left) : -len(right)].strip()
-    return _without_stop(text)
+    for _ in range(3):
+        text = _without_stop(_undecorated(text).strip())
+        if formula := _FORMULA.fullmatch(text):
+            text = _without_stop(" ".join(part.strip() for part in formula.groups() if part.strip()))
+    return text
+
+
+def _statements(spoken: str) -> list[tuple[int, str, bool]]:
+    """Return the lines that state an answer: the position, the answer, and whether it is surely one."""
+    lines = spoken.splitlines(keepends=True)
+    at = sum(len(line) for line in lines[:-_LINES])
+    found = []
+    for index in range(max(len(lines) - _LINES, 0), len(lines)):
+        line = lines[index]
+        text = _undecorated(line.strip()) if len(line) <= _LINE_CHARS else ""
+        if label := _LABEL.match(text):
+            rest = text[label.end() :]
+            said_is = not label["colon"] and label[0].lower().rstrip().endswith("is")
+            if label["colon"] or said_is or (not rest and _HEADING.match(line)):
+                answer = _first("".join((rest or "\n", *lines[index + 1 :])) if _opens(rest) else rest)
+                sure = bool(label["colon"] or not rest or not _WORD.search(rest) or _decorated(line, rest))
+                found += [(at, answer, sure)] if answer else []
+        at += len(line)
+    return found
+
+
+def _opens(rest: str) -> bool:
+    """Return true if an answer is on the next lines."""
+    return rest in ("", "$$", "\\[", "```")
+
+
+def _first(text: str) -> str:
+    """Return the first formula or line of a text."""
+    display = _DISPLAY.match(text)
+    if display and (formula := display[1] or display[2]):
+        return formula.strip()
+    lines = text[display.end() if display else 0 :].strip().splitlines()
+    answer = _undecorated(lines[0].strip()) if lines and len(lines[0]) <= _LINE_CHARS else ""
+    return answer.removeprefix("**").removesuffix("**").strip()
+
+
+def _decorated(line: str, rest: str) -> bool:
+    """Return true if a line emphasises the whole rest, or it is one formula."""
+    text = _without_stop(rest.strip())
+    return f"*{text}" in line or f"`{text}" in line or f"_{text}" in line or text[:1] + text[-1:] == "$$"
+
+
+def _repeats(text: str, boxed: str) -> bool:
+    """Return true if a text is prose that contains the boxed expression."""
+    return len(_WORD.findall(text)) >= 3 and re.search(rf"(?<!\w){re.escape(boxed)}(?!\w)", text) is not None
+
+
+def _undecorated(text: str) -> str:
+    for _ in range(3):  # emphasis may be nested
+        text, count = _EMPHASIS.subn(r"\2", text)
+        if not count:
+            break
+    return text
 
 
 def _without_stop(text: str) -> str:

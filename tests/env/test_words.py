@@ -43,7 +43,7 @@ def test_the_last_box(text: str, found: str) -> None:
     ("text", "found"),
     [
         ("Answer: 42", "42"),
-        ("**Final answer:** 42", "** 42"),
+        ("**Final answer:** 42", "42"),
         ("The answer is: $x$", "$x$"),
         ("Answer: 1\nAnswer: 2", "2"),
         (r"Answer: 1 \boxed{2}", "2"),
@@ -54,6 +54,91 @@ def test_the_last_box(text: str, found: str) -> None:
 )
 def test_the_stated_answer(text: str, found: str) -> None:
     assert stated(text) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("Answer: **73**", "73"),
+        ("Answer: `73`", "73"),
+        ("Answer: ***73***.", "73"),
+        ("Answer: __73__", "73"),
+        ("Answer: _73_", "73"),
+        ("Answer: $**73**$", "73"),
+        ("Answer: **$73$**", "73"),
+        (r"**Answer:** $\frac{3}{4}$", r"\frac{3}{4}"),
+        ("**Answer:**73", "73"),
+        ("**Answer**: 73", "73"),
+        ("> **Answer (in m):** 73", "73"),
+        ("Answer: **x^2+1**", "x^2+1"),
+        ("**Answer: 9.81 m/s**", "9.81 m/s"),
+        ("Answer: **9.81** m/s", "9.81 m/s"),
+        ("**Answer: **9.81** m/s**", "9.81 m/s"),
+        (r"Answer: $9.81\ \text{m/s}$", r"9.81\ \text{m/s}"),
+        (r"Answer: $9.81$ m/s", "9.81 m/s"),
+        (r"Answer: \(9.81\) m/s", "9.81 m/s"),
+        ("Answer: **B.** two", "B. two"),
+        ("The answer is **73**.", "73"),
+        ("**The answer is 73.**", "73"),
+        ("The answer is `73`", "73"),
+        ("So the answer is 73.", "73"),
+        ("Therefore, the final answer is $73$.", "73"),
+        ("The answer is argon.", "argon"),
+        ("The answer is not 73", "not 73"),
+        ("**Answer:**\n73", "73"),
+        ("**Answer:**\n\n**73**", "73"),
+        ("**Answer:\n73**", "73"),
+        ("## Final Answer\n\n$73$", "73"),
+        ("**Answer:**\n$$\n73\n$$", "73"),
+        ("Answer: \\[\n73\n\\]", "73"),
+        ("Answer:\n```\n73\n```", "73"),
+        ("Answer:\n\n\\boxed{73}", "73"),
+        # Marks that are not emphasis, and dollars that enclose several formulas, are part of the answer.
+        ("Answer: 2**3", "2**3"),
+        ("**Answer: 2**3**", "2**3"),
+        ("Answer: `x**2 + y**2`", "x**2 + y**2"),
+        ("Answer: 2*3*4", "2*3*4"),
+        ("Answer: a_1 + b_1", "a_1 + b_1"),
+        ("Answer: **12** or **73**", "12 or 73"),
+        ("Answer: $4$ $2$", "$4$ $2$"),
+        ("Answer: 4$2$", "4 2"),
+        (r"Answer: $\$5$", r"\$5"),
+        ("answer", ""),
+        ("The answer is", ""),
+        ("Answer:\n", ""),
+    ],
+)
+def test_decoration_is_not_part_of_the_answer(text: str, found: str) -> None:
+    assert bare(stated(text)) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("\\boxed{12}\nAnswer: 3", "3"),
+        ("\\boxed{12}\nThe answer is 3.", "3"),
+        ("\\boxed{E \\gg kT}\n**Answer: B**", "B"),
+        ("\\boxed{A}\nThe correct answer is **B**.", "B"),
+        ("\\boxed{12}\n\n**Answer**\n\n3", "3"),
+        ("Answer: 3\n\\boxed{12}", "12"),
+        ("Answer: 3, \\boxed{12}", "12"),
+        ("\\boxed{12}\nAnswer: 3 or 12", "3 or 12"),
+        ("\\boxed{12}\nAnswer: the train travels 12 km", "12"),
+        ("\\boxed{12}\nAnswer: the train travels 3 km", "the train travels 3 km"),
+        ("\\boxed{12}\nThe answer is consistent with the check.", "12"),
+        ("Answer: 12\nThe answer is obvious.", "12"),
+    ],
+)
+def test_the_later_statement_counts(text: str, found: str) -> None:
+    assert bare(stated(text)) == found
+
+
+@pytest.mark.parametrize(
+    "mark", ["**", "*a ", "`a", "_a ", "$a", "\\(", "a\\", "Answer: ", "Answer:\n", "answer is "]
+)
+def test_hostile_marks_are_read_quickly(mark: str) -> None:
+    text = mark * 3_000
+    assert len(stated(text)) <= len(text) and len(bare(text)) <= len(text)
 
 
 def test_reasoning_is_not_part_of_the_answer() -> None:
