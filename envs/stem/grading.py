@@ -3,21 +3,26 @@
 import re
 
 from prorl_envs.env.answers import is_close, parse_number
+from prorl_envs.env.words import bare
 from prorl_envs.envs.stem.task import ChoiceAnswer, NumberAnswer, StemTask, TextAnswer
 
 #: Longest answer that is judged.
 MAX_CHARS = 4_000
 
-_LETTER = re.compile(r"(?:\\(?:text|mathrm|textbf)\{)?\(?([A-Za-z])\)?\}?[.:)]?")
+_LETTER = re.compile(r"\(?([A-Za-z])\)?[.:)]?")
 _LETTER_FIRST = re.compile(r"\(?([A-Z])(?:\)|\.|:)\s+(.+)", re.DOTALL)
 _POWER = re.compile(r"\s*(?:\\times|\\cdot|×|·|x|\*)\s*10\s*(?:\^|\*\*)\s*\{?\s*([+-]?\d{1,4})\s*\}?")
+_TEXT = re.compile(r"\\(?:text|math)(?:rm|bf|it)?\s*\{([^{}]*)\}")
+_SPACE = re.compile(r"\\(?:[,;:! ]|q?quad\b)|~")
+_EXPONENT = re.compile(r"\^\{([+-]?\d+)\}")
 _ARTICLES = frozenset(("a", "an", "the"))
 
 
 def is_right(task: StemTask, answer: str) -> bool:
-    """Return true if an answer without its surroundings is the right one."""
+    """Return true if an answer is the right one. Its decoration does not count."""
     if not answer.strip() or len(answer) > MAX_CHARS:
         return False
+    answer = _plain(answer)
     match task.answer:
         case ChoiceAnswer(value=letter):
             return chosen(task, answer) == letter
@@ -30,7 +35,7 @@ def is_right(task: StemTask, answer: str) -> bool:
 def chosen(task: StemTask, answer: str) -> str:
     """Return the one letter that an answer chooses, by itself, with its text, or by its text alone; "" for
     none."""
-    answer = answer.strip().strip("*").strip()
+    answer = _plain(answer)
     if match := _LETTER.fullmatch(answer):
         return match[1].upper()
     letters = dict(task.lettered)
@@ -40,17 +45,22 @@ def chosen(task: StemTask, answer: str) -> str:
     return same[0] if len(same) == 1 else ""
 
 
+def _plain(text: str) -> str:
+    """Return a text without the decoration of Markdown and the text commands and spaces of LaTeX."""
+    text = _EXPONENT.sub(r"^\1", _SPACE.sub(" ", bare(text).replace("$", " ")))
+    return " ".join(_TEXT.sub(r"\1", text).split())
+
+
 def _number(answer: str, right: NumberAnswer) -> bool:
-    text = answer.replace("−", "-").replace(r"\,", " ").strip()
-    text = re.sub(r"\\(?:text|mathrm)\{([^{}]*)\}", r"\1", text).strip()
-    for unit in sorted(right.units, key=len, reverse=True):
+    text = _POWER.sub(r"e\1", answer.replace("−", "-"), count=1)
+    for unit in sorted((_plain(unit) for unit in right.units), key=len, reverse=True):
         if text.endswith(unit):
             text = text.removesuffix(unit).rstrip()
             break
-    value = parse_number(_POWER.sub(r"e\1", text, count=1))
+    value = parse_number(text)
     return value is not None and is_close(value, right.value, rel_tol=right.rel_tol, abs_tol=right.abs_tol)
 
 
 def _words(text: str) -> list[str]:
-    words = text.casefold().strip().strip(".\"'“”").split()
+    words = _plain(text).casefold().strip().strip(".\"'“”").split()
     return [word for word in words if word not in _ARTICLES] or words

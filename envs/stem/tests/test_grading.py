@@ -59,6 +59,39 @@ async def test_every_example_discriminates(node: Node) -> None:
         (TEXT, "charr", True),
         (TEXT, "trout or charr", False),
         (TEXT, "", False),
+        (CHOICE, "**B.** a photon", True),
+        (CHOICE, "**B**", True),
+        (CHOICE, "`B`", True),
+        (CHOICE, "$B$", True),
+        (CHOICE, r"$\mathbf{B}$", True),
+        (CHOICE, "**B. a photon**", True),
+        (CHOICE, "**A** or **B**", False),
+        (CHOICE, "**B.** a proton", False),
+        (CHOICE, "$A$ $B$", False),
+        (NUMBER, "**3e8** m/s", True),
+        (NUMBER, "**3e8 m/s**", True),
+        (NUMBER, r"$3.0 \times 10^8$ m/s", True),
+        (NUMBER, r"$3.0 \times 10^8\ \text{m/s}$", True),
+        (NUMBER, r"$3.0 \times 10^8$ $\mathrm{m/s}$", True),
+        (NUMBER, r"3.0 \times 10^8\,\mathrm{m\,s^{-1}}", True),
+        (NUMBER, r"3.0 \times 10^8~\mathrm{~m/s}", True),
+        (NUMBER, r"$3\ \text{m/s}$", False),
+        (NUMBER, r"$3e8\ \text{km/s}$", False),
+        (NUMBER, "**3e8** or **4e8** m/s", False),
+        (NUMBER, "$3$ $e8$", False),
+        ({"type": "number", "value": 2.25}, "2 1/4", True),
+        ({"type": "number", "value": 2.25}, "**2 1/4**", True),
+        ({"type": "number", "value": 10}, "4 10/3", False),
+        ({"type": "number", "value": 42}, "4 2", False),
+        ({"type": "number", "value": 42}, "$4$$2$", False),
+        ({"type": "number", "value": 1e-20}, "0", False),
+        ({"type": "number", "value": 1e-20}, "1e-30", False),
+        (TEXT, "**charr**", True),
+        (TEXT, r"$\text{charr}$", True),
+        (TEXT, "_the_ **arctic char**", True),
+        ({"type": "text", "values": ["*E. coli*", r"$x^2$"]}, "E. coli", True),
+        ({"type": "text", "values": ["*E. coli*", r"$x^2$"]}, "x^2", True),
+        (TEXT, "**trout** or **charr**", False),
     ],
 )
 def test_right_and_wrong_answers_are_distinguished(answer: dict[str, Any], given: str, right: bool) -> None:
@@ -119,7 +152,15 @@ async def test_neither_pages_nor_answers_are_in_the_sandbox(node: Node) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(
-    ("words", "reward"), [(r"It is \boxed{B}", 1.0), ("Answer: B", 1.0), ("B or C", 0.0)]
+    ("words", "reward"),
+    [
+        (r"It is \boxed{B}", 1.0),
+        ("Answer: B", 1.0),
+        ("Answer: **B.** a photon", 1.0),
+        ("\\boxed{E \\gg kT}\n**Answer: B**", 1.0),
+        ("**Answer: B**\n\\boxed{C}", 0.0),
+        ("B or C", 0.0),
+    ],
 )
 async def test_answers_of_a_last_message(node: Node, words: str, reward: float) -> None:
     async with StemEnvironment(node) as env:
