@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from prorl_envs.env.base import Grade
 from prorl_envs.env.sandboxed import SandboxedEnvironment, sandbox_session
 from prorl_envs.env.words import bare, stated
-from prorl_envs.envs.math.answers import MAX_CHARS, quick, unfinished
+from prorl_envs.envs.math.answers import MAX_CHARS, canonical, is_plain, quick, unfinished
 from prorl_envs.envs.math.rows import own_row
 from prorl_envs.envs.math.task import MathTask
 from prorl_envs.errors import EnvironmentFault, GraderError, SandboxLimit
@@ -26,6 +27,7 @@ VERIFY_S = 300.0
 _PACKAGES = ("numpy", "sympy", "math_verify")
 _EXTRAS = ("data", "math")
 _EVIDENCE_CHARS = 2_000
+_FORMULAS = re.compile(r"(?<!\\)\$|\\boxed")
 
 ANSWER = ToolSpec(
     name="finish",
@@ -93,7 +95,7 @@ class MathEnvironment(SandboxedEnvironment[MathTask]):
         plain = [quick(answer, text) for text in right]
         if any(plain) or all(verdict is False for verdict in plain):
             return any(plain), "plain"
-        if "$" in answer or "\\boxed" in answer:
+        if _FORMULAS.search(answer):
             return False, "several expressions"
         if unfinished(answer, right):
             return False, "not worked out"
@@ -106,7 +108,9 @@ class MathEnvironment(SandboxedEnvironment[MathTask]):
             GraderError: it does not start, or the machine is too busy for it.
         """
         program = files("prorl_envs.envs.math").joinpath("verifier.py").read_text("utf-8")
-        given = json.dumps({"answer": answer, "right": right}).encode()
+        texts = [canonical(text) for text in (answer, *right)]
+        read, *expected = [{"text": text, "plain": is_plain(text)} for text in texts]
+        given = json.dumps({"answer": read, "right": expected}).encode()
         async with sandbox_session(self.node, spec) as verifier:
             try:
                 done = await verifier.tools.run(

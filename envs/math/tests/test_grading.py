@@ -1,12 +1,17 @@
 """Grading of answers, from agents that submit other things than answers."""
 
+from collections.abc import Callable, Iterator
+
 import pytest
+from math_verify import grader
 
 from prorl_envs.env.base import Grade
 from prorl_envs.env.node import Node
 from prorl_envs.env.registry import example_path, load_tasks
 from prorl_envs.env.validate import validate
-from prorl_envs.envs.math.answers import quick
+from prorl_envs.env.words import bare
+from prorl_envs.envs.math import verifier
+from prorl_envs.envs.math.answers import canonical, is_plain, quick
 from prorl_envs.envs.math.env import MathEnvironment
 from prorl_envs.envs.math.task import MathTask
 from prorl_envs.errors import EnvironmentFault
@@ -43,12 +48,21 @@ async def test_every_example_discriminates(node: Node) -> None:
         ("42", "42.00001", False),
         ("12345678901234567890", "12345678901234567891", False),
         ("1/3", "0.333333", None),
-        (r"\frac{1}{2}", r"\dfrac12", None),
+        (r"\frac{1}{2}", r"\dfrac12", True),
         (r"\dfrac{1}{2}", r"\frac{1}{2}", True),
         (r"\text{Monday}", "Monday", True),
-        ("x**2 - 1", "(x-1)*(x+1)", True),
-        ("x**2 - 1", "(x-1)*(x+2)", None),
-        ("sqrt(8)", "2*sqrt(2)", True),
+        ("x**2 - 1", "(x-1)*(x+1)", None),
+        ("sqrt(8)", "2*sqrt(2)", None),
+        ("42", "4 2", None),
+        ("42", r"4\,2", None),
+        ("1000", "1 000", True),
+        ("1000000", r"1\,000\,000", True),
+        ("-5", "−5", True),
+        ("21/4", "2 1/4", None),
+        (r"2\frac{1}{4}", "2 1/4", True),
+        ("4 10/3", "4 10/3", True),
+        ("101_2", "101_3", False),
+        ("101_2", "101_{2}", None),
         ("42", "9**9**9**9", None),
         ("42", "(" * 1500, None),
     ],
@@ -66,6 +80,7 @@ def test_plain_answers_need_no_library(right: str, answer: str, verdict: bool | 
         ("42", r"\boxed{42}", 1),
         ("42", "42.", 1),
         (r"\frac{1}{2}", "0.5", 1),
+        ("5", r"$\$5$", 1),
         (r"\{1, 2\}", r"\{2, 1\}", 1),
         ("[0, 1)", r"\left[0, 1\right)", 1),
         (r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", r"\begin{bmatrix} 1 & 2 \\ 3 & 4 \end{bmatrix}", 1),
@@ -91,6 +106,141 @@ async def test_answers_of_the_finish_call(node: Node, right: str, answer: str, r
     assert grade.reward == reward, grade.evidence
 
 
+SMALL = [
+    ("10^{-30}", "10^{-20}", 0),
+    ("1/2^{98}", "1/2^{99}", 0),
+    (r"\frac{1}{2006!}", r"\frac{1}{2004!}", 0),
+    (r"\frac{1}{2006!}", r"\frac{1}{2006 \cdot 2005!}", 1),
+    ("e^{-60}", "e^{-50}", 0),
+    ("10^{-20}", "0", 0),
+    ("0", "10^{-20}", 0),
+    ("10^{-20}", "1 - 1", 0),
+    ("10^{-20}", r"\sqrt{2} - \sqrt{2}", 0),
+    ("10^{-7}", "0.0", 0),
+    ("10^{-7}", "0.0000001", 1),
+    ("10^{-7}", "1e-7", 1),
+    (r"\frac{2}{10^7}", "0.0000001", 0),
+    (r"2.0 \times 10^{-8}", r"1.0 \times 10^{-8}", 0),
+    (r"2.0 \times 10^{-8}", "0.00000002", 1),
+    (r"\sqrt{2}", r"\sqrt{2} + 10^{-20}", 0),
+    ("2^100", "2^100 - 1", 0),
+    ("10^{20}", "10^{20} + 1", 0),
+    (r"\frac{x}{10^{30}}", r"\frac{x}{10^{20}}", 0),
+    ("x", "x + 10^{-20}", 0),
+    ("(10^{-30}, 1)", "(10^{-20}, 1)", 0),
+    ("[0, 10^{-30}]", "[0, 10^{-20}]", 0),
+    (r"\{10^{-30}\}", r"\{10^{-20}\}", 0),
+    ("x = 10^{-30}", "x = 10^{-20}", 0),
+    ("x < 10^{-30}", "x < 10^{-20}", 0),
+    (r"\begin{pmatrix} 10^{-30} \\ 1 \end{pmatrix}", r"\begin{pmatrix} 10^{-20} \\ 1 \end{pmatrix}", 0),
+    ("x^2 = -2", "x^2 = -1", 0),
+    (r"\frac{1}{3}", "0.333333", 1),
+    (r"\frac{1}{60}", "0.016667", 1),
+    (r"\frac{1}{3}", "0.33333", 0),
+    (r"\sqrt{2} - 1", "0.4142135623730951", 1),
+    (r"1 + \sqrt{2}", r"\sqrt{3 + 2\sqrt{2}}", 1),
+    (r"\frac{\pi}{2}", r"0.5\pi", 1),
+    (r"\sin 2x", r"2 \sin x \cos x", 1),
+]
+WHOLE = [
+    ("4", r"4\sqrt(2)", 0),
+    (r"4\sqrt{2}", "4*sqrt(2)", 1),
+    ("42", "42 +", 0),
+    ("42", "42)", 0),
+    ("42", "42?", 0),
+    ("42", "42\n+1", 0),
+    ("42", r"42\foo{3}", 0),
+    ("42", r"42 \\ 43", 0),
+    ("42", "42~43", 0),
+    ("9", r"4\quad 5", 0),
+    ("9", r"4\,5", 0),
+    ("45", r"4\,5", 0),
+    ("4", r"4\text{5}", 0),
+    ("4", r"4\text{ or 5}", 0),
+    ("4", r"4\text{ not}", 0),
+    ("0.3", r"0.3\ldots", 0),
+    ("4", "4√2", 0),
+    ("5", r"\$5", 1),
+    ("42", "43 = 42", 0),
+    ("42", "x = 42", 1),
+    ("2", "1 + 1 = 2", 1),
+    ("4", r"4\frac", 0),
+    (r"\frac{1}{2}", "x +\n\\frac{1}{2}", 0),
+    ("6", "4 2", 0),
+    ("42", "4 2", 0),
+    ("42", r"42\%", 1),
+    ("0.42", "42%", 1),
+    ("43", "42%", 0),
+    ("5", r"5 \text{ cm}", 1),
+]
+MIXED = [
+    ("9/4", "2 1/4", 1),
+    ("2.25", "2 1/4", 1),
+    (r"\frac{9}{4}", r"2\frac14", 1),
+    ("2 1/4", "9/4", 1),
+    ("-9/4", "-2 1/4", 1),
+    ("-7/4", "-2 1/4", 0),
+    ("9/4", r"2\ 1/4", 1),
+    ("x = 9/4", "x = 2 1/4", 1),
+    ("9/4, 7/2", "2 1/4, 3 1/2", 1),
+    ("100.5", "100 1/2", 1),
+    ("2.75", "2.5 1/4", 0),
+    ("(9/4, 1)", "(2 1/4, 1)", 1),
+    ("21/4", "2 1/4", 0),
+    ("1/2", "2 1/4", 0),
+    ("3/4", "2 1/4", 0),
+    ("10", "4 10/3", 0),
+    ("14/3", "4 10/3", 0),
+    ("40/3", "4 10/3", 0),
+]
+PLAIN = [
+    ("x**2 - 1", "(x-1)*(x+1)", 1),
+    ("x**2 - 1", "(x-1)*(x+2)", 0),
+    ("sqrt(8)", "2*sqrt(2)", 1),
+    (r"\frac{\pi}{2}", "pi/2", 1),
+    (r"\sin^2 x", "sin(x)**2", 1),
+    ("3", "log(8)/log(2)", 1),
+    ("120", "factorial(5)", 1),
+    ("e^2", "exp(2)", 1),
+]
+
+
+@pytest.fixture(scope="module")
+def library_verdict() -> Iterator[Callable[[str, str], bool]]:
+    """The judge without its sandbox: one process imports the library for all cases."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grader, "sympy_numeric_eq", grader.sympy_numeric_eq)
+        patch.setattr(grader, "sympy_solve_and_compare", grader.sympy_solve_and_compare)
+        verifier.refine()
+
+        def verdict(right: str, answer: str) -> bool:
+            if (plain := quick(bare(answer), bare(right))) is not None:
+                return plain
+            texts = [canonical(bare(text)) for text in (right, answer)]
+            return verifier.is_equal(*(verifier.read(text, plain=is_plain(text)) for text in texts))
+
+        yield verdict
+
+
+@pytest.mark.parametrize(("right", "answer", "reward"), [*SMALL, *WHOLE, *MIXED, *PLAIN])
+def test_answers_that_the_library_judges(
+    library_verdict: Callable[[str, str], bool], right: str, answer: str, reward: int
+) -> None:
+    assert library_verdict(right, answer) is bool(reward)
+
+
+@pytest.mark.anyio
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("right", "answer", "reward"), [SMALL[0], SMALL[2], WHOLE[0], MIXED[0], MIXED[1], PLAIN[2]]
+)
+async def test_the_sandboxed_judge_gives_the_same_verdicts(
+    node: Node, right: str, answer: str, reward: int
+) -> None:
+    grade = await play(node, right, answer)
+    assert grade.reward == reward, grade.evidence
+
+
 @pytest.mark.anyio
 @pytest.mark.parametrize(
     ("words", "reward"),
@@ -104,6 +254,12 @@ async def test_answers_of_the_finish_call(node: Node, right: str, answer: str, r
         (r"It is \boxed{42", 0),
         ("It is 42", 0),
         (r"\boxed{42} or \boxed{43}", 0),
+        ("Answer: **42**", 1),
+        ("**Answer:**\n42", 1),
+        ("The answer is **42**.", 1),
+        ("\\boxed{12}\nAnswer: 42", 1),
+        ("\\boxed{42}\n**Answer: 12**", 0),
+        ("Answer: $4$ $2$", 0),
     ],
 )
 async def test_answers_of_a_last_message(node: Node, words: str, reward: int) -> None:
