@@ -115,11 +115,181 @@ def test_reasoning_may_be_opened_by_the_prompt() -> None:
     assert FORMATS["hermes"].turn("endless", opened="</think>").reasoning == "endless"
 
 
+@pytest.mark.parametrize(
+    ("name", "opening", "close"),
+    [
+        ("hermes", "<think>", "</think>"),
+        ("coder", "<think>", "</think>"),
+        ("glm", "<think>", "</think>"),
+        ("kimi", "<think>", "</think>"),
+        ("kimi", "◁think▷", "◁/think▷"),
+        ("deepseek", "<think>", "</think>"),
+        ("dsml", "<think>", "</think>"),
+        ("mistral", "[THINK]", "[/THINK]"),
+        ("gemma", "<|channel>thought\n", "<channel|>"),
+    ],
+)
+@pytest.mark.parametrize("after", ["", "\nHm, or not?"])
+def test_a_call_in_unclosed_reasoning_is_reported(name: str, opening: str, close: str, after: str) -> None:
+    call = dict(WRITTEN)[name]
+    thought = f"I look.\n{call}{after}"
+    for text, opened in ((f"{opening}{thought}", ""), (thought, close), (f"{opening}{thought}", close)):
+        turn = FORMATS[name].turn(text, opened=opened, declared=DECLARED)
+        assert (turn.calls, turn.content, turn.reasoning) == ((), "", thought)
+        assert len(turn.malformed) == 1
+        assert f"{close} is missing" in turn.malformed[0]
+        assert FORMATS[name].form in turn.malformed[0]
+        draft = FORMATS[name].turn(f"{text}{close}", opened=opened, declared=DECLARED)
+        assert (draft.calls, draft.malformed) == ((), ())
+        both = FORMATS[name].turn(f"{text}{close}\n{call}", opened=opened, declared=DECLARED)
+        assert (both.calls, both.malformed) == ((ReadCall("bash", ARGUMENTS),), ())
+
+
+def test_unclosed_reasoning_without_a_call_is_not_reported() -> None:
+    for name in FORMATS:
+        turn = FORMATS[name].turn("<think>I compare a < b, [1] and {2}.")
+        assert (turn.calls, turn.malformed) == ((), ())
+
+
 def test_values_have_their_declared_types() -> None:
     values = {"command": "3", "count": "x", "flag": "True", "paths": '["a"]', "other": "7"}
     text = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
     (call,) = FORMATS["coder"].turn(f"<function=bash>\n{text}</function>", declared=DECLARED).calls
     assert call.arguments == {"command": "3", "count": "x", "flag": True, "paths": ["a"], "other": "7"}
+
+
+SCHEMA = {
+    "type": "object",
+    "$defs": {
+        "count": {"type": "integer"},
+        "alias": {"$ref": "#/$defs/count"},
+        "point": {"type": "object", "properties": {"x": {"type": "number"}}},
+        "loop": {"anyOf": [{"$ref": "#/$defs/loop"}, {"type": "integer"}]},
+        "me": {"$ref": "#/$defs/me"},
+        "a/b~c d": {"type": "boolean"},
+        "text": {"type": "string"},
+    },
+    "definitions": {"old": {"type": "array"}},
+    "properties": {
+        "ref": {"$ref": "#/$defs/count", "description": "How many."},
+        "alias": {"$ref": "#/$defs/alias"},
+        "old": {"$ref": "#/definitions/old"},
+        "sibling": {"$ref": "#/properties/alias"},
+        "point": {"$ref": "#/$defs/point"},
+        "escaped": {"$ref": "#/$defs/a~1b~0c%20d"},
+        "loop": {"$ref": "#/$defs/loop"},
+        "me": {"$ref": "#/$defs/me"},
+        "nowhere": {"$ref": "#/$defs/none"},
+        "far": {"$ref": "https://example.com/schema.json"},
+        "ref_text": {"$ref": "#/$defs/text"},
+        "all": {"allOf": [{"$ref": "#/$defs/count"}, {"description": "How many."}]},
+        "all_text": {"allOf": [{"$ref": "#/$defs/text"}, {"minLength": 1}]},
+        "narrow": {"type": ["string", "integer"], "allOf": [{"type": "integer"}]},
+        "nested": {"anyOf": [{"allOf": [{"$ref": "#/$defs/count"}]}, {"type": "null"}]},
+        "one": {"oneOf": [{"$ref": "#/$defs/count"}, {"$ref": "#/definitions/old"}]},
+        "optional_text": {"anyOf": [{"$ref": "#/$defs/text"}, {"type": "null"}]},
+        "optional_any": {"anyOf": [{}, {"type": "null"}]},
+        "enum": {"enum": [1, 2, 3]},
+        "enum_text": {"enum": ["1", "2"]},
+        "enum_mixed": {"enum": ["auto", "2", 1, None]},
+        "typed_enum": {"type": "integer", "enum": [1, 2]},
+        "const": {"const": 7},
+        "const_text": {"const": "7"},
+        "const_flag": {"const": True},
+        "untyped": {"description": "Anything."},
+        "true": True,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("parameter", "text", "value"),
+    [
+        ("ref", "3", 3),
+        ("ref", "three", "three"),
+        ("alias", "3", 3),
+        ("old", "[1, 2]", [1, 2]),
+        ("sibling", "3", 3),
+        ("point", '{"x": 1.5}', {"x": 1.5}),
+        ("escaped", "true", True),
+        ("escaped", "False", False),
+        ("loop", "3", 3),
+        ("me", "3", "3"),
+        ("nowhere", "3", "3"),
+        ("nowhere", "[3]", [3]),
+        ("far", '{"a": 1}', {"a": 1}),
+        ("ref_text", "3", "3"),
+        ("ref_text", '{"a": 1}', '{"a": 1}'),
+        ("all", "3", 3),
+        ("all_text", "[3]", "[3]"),
+        ("narrow", "3", 3),
+        ("nested", "3", 3),
+        ("nested", "null", None),
+        ("one", "3", 3),
+        ("one", "[3]", [3]),
+        ("optional_text", "3", "3"),
+        ("optional_any", "None", None),
+        ("optional_any", "3", "3"),
+        ("optional_any", '{"a": [1]}', {"a": [1]}),
+        ("enum", "2", 2),
+        ("enum_text", "2", "2"),
+        ("enum_mixed", "1", 1),
+        ("enum_mixed", "2", "2"),
+        ("enum_mixed", "auto", "auto"),
+        ("enum_mixed", "null", None),
+        ("typed_enum", "2", 2),
+        ("const", "7", 7),
+        ("const_text", "7", "7"),
+        ("const_flag", "True", True),
+        ("untyped", '{"a": 1}', {"a": 1}),
+        ("untyped", " [1, 2]\n", [1, 2]),
+        ("untyped", "7", "7"),
+        ("untyped", "true", "true"),
+        ("untyped", '"quoted"', '"quoted"'),
+        ("untyped", "[ -f x ]", "[ -f x ]"),
+        ("true", '{"a": 1}', {"a": 1}),
+        ("undeclared", '{"a": 1}', {"a": 1}),
+        ("undeclared", "7", "7"),
+    ],
+)
+def test_values_are_converted_by_their_schemas(parameter: str, text: str, value: Any) -> None:
+    declared = Declared.of([ToolSpec("f", "Do.", SCHEMA)])
+    written = {
+        "coder": f"<function=f>\n<parameter={parameter}>\n{text}\n</parameter>\n</function>",
+        "glm": f"<tool_call>f<arg_key>{parameter}</arg_key><arg_value>{text}</arg_value></tool_call>",
+        "dsml": f'<｜DSML｜invoke name="f"><｜DSML｜parameter name="{parameter}">{text}</｜DSML｜parameter>'
+        "</｜DSML｜invoke>",
+    }
+    for name, call in written.items():
+        (read,) = FORMATS[name].turn(call, declared=declared).calls
+        assert repr(read.arguments) == repr({parameter: value})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/$defs/arguments", "$defs": {"arguments": {"properties": {"n": {"type": "integer"}}}}},
+        {"allOf": [{"properties": {"n": {"type": "integer"}}}, {"required": ["n"]}]},
+        {"oneOf": [{"properties": {"n": {"type": "integer"}}}, {"properties": {"n": {"type": "null"}}}]},
+        {"type": "object", "additionalProperties": {"type": "integer"}},
+    ],
+)
+def test_properties_may_be_in_parts_of_a_schema(schema: dict[str, Any]) -> None:
+    assert Declared.of([ToolSpec("f", "Do.", schema)]).value("f", "n", "3") == 3
+
+
+def test_hostile_schemas_are_read_quickly() -> None:
+    twice = {f"d{n}": {"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(60)}
+    deep: dict[str, Any] = {"type": "integer"}
+    for _ in range(900):
+        deep = {"allOf": [deep]}
+    odd = {"type": [{}, 3], "enum": 3, "anyOf": {}, "allOf": [None, 7], "$ref": 5}
+    places = {"list": {"$ref": "#/$defs/list/anyOf/9" + "9" * 30}, "deep": deep, "odd": odd}
+    properties = {**places, "twice": {"$ref": "#/$defs/d0"}}
+    declared = Declared.of(
+        [ToolSpec("f", "Do.", {"$defs": {**twice, "list": {"anyOf": []}}, "properties": properties})]
+    )
+    assert [declared.value("f", name, "x") for name in properties] == ["x"] * 4
 
 
 def test_values_may_contain_their_closing_tags() -> None:

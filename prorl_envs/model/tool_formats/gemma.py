@@ -22,6 +22,7 @@ from prorl_envs.model.tool_formats.reading import (
 from prorl_envs.tools.types import JsonObject
 
 _OPEN, _CLOSE, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
+_TAGS = re.compile(r"<\|tool_call>\s*call:|<tool_call\|>")
 _MAX_DEPTH = 64
 _BARE = re.compile(r"[^\s,{}\[\]<>]{1,400}")
 
@@ -92,7 +93,17 @@ def _string(text: str, at: int) -> tuple[str, int]:
     found = text.find(_QUOTE, start)
     if found < 0:
         raise Malformed("A tool call was cut off within a text.")
+    if _starts_call(text[start:found]):
+        raise Malformed(f"A text of a tool call contains the start of another call, or lacks {_QUOTE}.")
     return text[start:found], found + len(_QUOTE)
+
+
+def _starts_call(value: str) -> bool:
+    """Return whether a call starts in a text and does not end there: the text's closing quote is missing."""
+    depth = 0
+    for tag in _TAGS.finditer(value):
+        depth = max(depth - 1, 0) if tag[0] == _CLOSE else depth + 1
+    return depth > 0
 
 
 def _separator(text: str, at: int, close: str) -> int:

@@ -26,6 +26,8 @@ from prorl_envs.model.tool_formats.reading import (
 _START, _MESSAGE = "<|start|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)
 _END = re.compile("|".join(map(re.escape, _ENDS)))
+# Some answers lack the end of a message that is not a call.
+_NEXT = re.compile(f"{_END.pattern}|{re.escape('<|channel|>')}")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>(\w+)")
 
@@ -52,16 +54,17 @@ class Harmony(ToolFormat):
         return [checked(recipient[1].removeprefix("functions."), arguments)], end
 
     def resume(self, text: str, at: int) -> int:
-        ended = _END.search(text, at)
+        ended = _NEXT.search(text, at)
         return ended.start() if ended else len(text)
 
     def turn(self, text: str, *, opened: str = "", declared: Declared = NOTHING_DECLARED) -> ReadTurn:
         """See `ToolFormat.turn`. If a turn contains no message, its whole text is the content."""
         said: dict[str, list[str]] = {"analysis": [], "final": [], "commentary": []}
         calls, malformed = list[ReadCall](), list[str]()
-        at, channel = 0, "final"
+        at, channel, incomplete = 0, "final", False
         while (body := self.find(text, at)) >= 0:
-            header = text[at:body]
+            *broken, header = _END.split(text[at:body])
+            incomplete |= any(map(_names_call, broken))
             named = _CHANNEL.search(header)
             channel = named[1] if named else channel
             at = self.resume(text, body)
@@ -76,8 +79,15 @@ class Harmony(ToolFormat):
                 calls.extend(read)
             except Malformed as error:
                 malformed.append(f"{error} {self.form}")
+        incomplete |= any(map(_names_call, _END.split(text[at:])))
+        if incomplete and len(malformed) <= MAX_CALLS - len(calls):
+            malformed.append(f"A tool call has no {_MESSAGE} before its JSON. {self.form}")
         content = [*said["commentary"], *said["final"]]
         if not at:
             content = [text.strip()]
         reasoning = "\n\n".join(filter(None, said["analysis"]))
         return ReadTurn("\n\n".join(filter(None, content)), tuple(calls), tuple(malformed), reasoning)
+
+
+def _names_call(header: str) -> bool:
+    return bool(_CHANNEL.search(header) and _RECIPIENT.search(header))

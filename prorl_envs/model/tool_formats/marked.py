@@ -32,6 +32,7 @@ class Llama(ToolFormat):
         r'[\s;,]*(?:<\|python_tag\|>\s*)?(?=\{\s*"(?:type|name|function|parameters|arguments)")'
     )
     _KEYS = re.compile(r'"(?:parameters|arguments)"\s*:')
+    _NEXT = re.compile(r'<\|python_tag\|>|;\s*\{\s*"(?:type|name|function)"')
 
     def find(self, text: str, at: int) -> int:
         # A JSON object is an ordinary answer, unless it has the keys of a call.
@@ -47,7 +48,8 @@ class Llama(ToolFormat):
         return [call_of(value, names=("name", "function"), keys=("parameters", "arguments"))], end
 
     def resume(self, text: str, at: int) -> int:
-        return len(text)
+        following = self._NEXT.search(text, at + 1)
+        return following.start() if following else len(text)
 
 
 class DeepSeek(ToolFormat):
@@ -67,6 +69,7 @@ class DeepSeek(ToolFormat):
     noise = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
     _OPEN, _SEPARATOR, _CLOSE = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
     _FENCE = "```"
+    _FENCED = re.compile(r"```\w{0,12}\s*")
 
     def find(self, text: str, at: int) -> int:
         return text.find(self._OPEN, at)
@@ -76,10 +79,8 @@ class DeepSeek(ToolFormat):
         if name == "function" and not text.startswith("{", skip_space(text, at)):
             name, at = up_to(text, at, "\n", "The name of a tool call")
         at = skip_space(text, at)
-        fenced = text.startswith(self._FENCE, at)
-        if fenced:
-            at = text.find("{", at, at + 20)
-        arguments, end = read_object(text, max(at, 0))
+        fenced = self._FENCED.match(text, at)
+        arguments, end = read_object(text, fenced.end() if fenced else at)
         end = skip_space(text, end)
         if fenced and text.startswith(self._FENCE, end):
             end += len(self._FENCE)

@@ -1,16 +1,18 @@
 """Common parts of all tool call formats: the loop over a turn, JSON parsing, types, and limits.
 
 Parsing is total: every text gives calls, content and error messages. A malformed call becomes a short message
-for the model. Calls inside reasoning do not count: the model is only considering them.
+for the model. Calls inside reasoning do not count: the model is only considering them. If such reasoning has
+no end, the model receives a message, because it may have meant the call.
 """
 
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from prorl_envs.model.tool_formats.schema_types import ANY, SchemaTypes, type_name
 from prorl_envs.tools.types import JsonObject, ToolSpec
 
 #: Most calls read from one turn; the others are dropped, and the model receives a message.
@@ -62,28 +64,37 @@ class Declared:
     """Types that tools declare for their parameters, for formats that write values without quotes.
 
     Args:
-        parameters: by tool, its parameters' JSON schemas by name.
+        schemas: by tool, the types that the JSON schema of its arguments allows.
     """
 
-    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    schemas: Mapping[str, SchemaTypes] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tools: Iterable[ToolSpec]) -> "Declared":
         """Return the declarations of the offered tools."""
-        return cls({tool.name: _mapping(tool.parameters.get("properties")) for tool in tools})
+        return cls({tool.name: SchemaTypes(tool.parameters) for tool in tools})
 
     def value(self, tool: str, parameter: str, text: str) -> Any:
-        """Convert a value written without quotes to the declared type. If that fails, return the text, so
+        """Convert a value written without quotes to the declared type; if a text is allowed, return the text.
+        Without a declared type, convert JSON objects and lists. If the conversion fails, return the text, so
         that the tool's error message names the expected type."""
-        types = set(_types(self.parameters.get(tool, {}).get(parameter)))
-        if not types or "string" in types:
+        types, listed = self.schemas.get(tool, _NO_SCHEMA).parameter(parameter)
+        if "string" in types and not listed:
             return text
         try:
-            return decode(text.strip())
+            value = decode(text.strip())
         except Malformed:
-            return {"True": True, "False": False, "None": None}.get(text.strip(), text)
+            value = {"True": True, "False": False, "None": None}.get(text.strip(), text)
+        if text in listed or value in listed:
+            return text if text in listed else value
+        if "string" in types:
+            return text
+        if ANY in types and type_name(value) not in (*types, "object", "array"):
+            return text
+        return value
 
 
+_NO_SCHEMA = SchemaTypes({})
 #: Declarations of no tools.
 NOTHING_DECLARED = Declared()
 
@@ -125,8 +136,12 @@ class ToolFormat(ABC):
             opened: if the prompt contains the start of the reasoning: the text that ends the reasoning.
             declared: declarations of the offered tools.
         """
-        reasoning, at = split_reasoning(text, opened)
+        reasoning, at, close = split_reasoning(text, opened)
         outside, calls, malformed = list[str](), list[ReadCall](), list[str]()
+        if close and self.find(reasoning, 0) >= 0:
+            malformed.append(
+                f"A tool call in reasoning does not count, and {close} is missing before it. {self.form}"
+            )
         while (found := self.find(text, at)) >= 0:
             outside.append(text[at:found])
             if len(calls) + len(malformed) >= MAX_CALLS:
@@ -146,13 +161,15 @@ class ToolFormat(ABC):
         return ReadTurn(content.strip(), tuple(calls), tuple(malformed), reasoning)
 
 
-def split_reasoning(text: str, opened: str = "") -> tuple[str, int]:
-    """Return the reasoning at the start of a turn, and the position after it. Unclosed reasoning extends to
-    the end of the text.
+def split_reasoning(text: str, opened: str = "") -> tuple[str, int, str]:
+    """Split the reasoning from the start of a turn. Unclosed reasoning extends to the end of the text.
 
     Args:
         text: the turn.
         opened: if the prompt contains the start of the reasoning: the text that ends the reasoning.
+
+    Returns:
+        The reasoning, the position after it, and the text that should have ended it; "" if it is closed.
     """
     start = skip_space(text, 0)
     close = opened
@@ -161,11 +178,11 @@ def split_reasoning(text: str, opened: str = "") -> tuple[str, int]:
             start, close = start + len(begin), end
             break
     if not close:
-        return "", 0
+        return "", 0, ""
     found = text.find(close, start)
     if found < 0:
-        return text[start:].strip(), len(text)
-    return text[start:found].strip(), found + len(close)
+        return text[start:].strip(), len(text), close
+    return text[start:found].strip(), found + len(close), ""
 
 
 def left_open(prompt: str, *, only_last: bool = False) -> str:
@@ -302,12 +319,13 @@ def up_to(text: str, start: int, close: str, what: str) -> tuple[str, int]:
     """Return a short text up to `close`, stripped, and the position after `close`.
 
     Raises:
-        Malformed: `close` is missing, or too far away.
+        Malformed: `close` is missing or too far away, or another tag or line starts before it.
     """
     found = text.find(close, start, start + MAX_NAME + len(close) + 2)
-    if found < 0:
+    short = text[start : max(found, start)].strip()
+    if found < 0 or "<" in short or "\n" in short:
         raise Malformed(f"{what} is not complete: {close} is missing.")
-    return text[start:found].strip(), found + len(close)
+    return short, found + len(close)
 
 
 def resume_behind(text: str, at: int, opening: str, close: str) -> int:
@@ -347,21 +365,6 @@ def _has_utf8(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def _types(schema: Any) -> Iterator[str]:
-    """Yield the JSON types that a schema names, including those of its alternatives."""
-    schema = _mapping(schema)
-    named = schema.get("type")
-    yield from [named] if isinstance(named, str) else (named if isinstance(named, list) else ())
-    for key in ("anyOf", "oneOf"):
-        for part in schema[key] if isinstance(schema.get(key), list) else ():
-            named = _mapping(part).get("type")
-            yield from [named] if isinstance(named, str) else ()
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -1,11 +1,14 @@
 """Formats whose arguments are tags around plain values: the coder format, GLM's, and DeepSeek's DSML.
 
 Values are not quoted, so their types come from the tools' schemas. A value may contain its own closing tag:
-it ends at the first closing tag after which the call continues with valid syntax.
+it ends at the first closing tag after which the call continues with valid syntax. It may also contain whole
+calls, as a text about tool calls does. If a call or parameter starts in a value and does not end there, the
+call is malformed: more likely the value's own closing tag is missing, and it would swallow the next call.
 """
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from prorl_envs.model.tool_formats.reading import (
     Declared,
@@ -24,7 +27,65 @@ from prorl_envs.tools.types import JsonObject
 _TOOL_CALL, _TOOL_CALL_END = "<tool_call>", "</tool_call>"
 
 
-class Coder(ToolFormat):
+class _Tagged(ToolFormat):
+    """A format with tagged parameters.
+
+    Args, of the class:
+        tags: matches a tag. Its groups `call` and `end` are the start and the end of a call; `parameter` and
+            `close` those of a parameter.
+        following: matches the text that continues a call after a parameter.
+    """
+
+    tags: re.Pattern[str]
+    following: re.Pattern[str]
+
+    def resume(self, text: str, at: int) -> int:
+        own = self.tags.match(text, at)
+        if not own:  # not even the call's start is valid
+            opening = next(each for each in (_TOOL_CALL, "<") if text.startswith(each, at))
+            return resume_behind(text, at, opening, _TOOL_CALL_END)
+        for tag in self.tags.finditer(text, own.end()):
+            if tag.lastgroup == "call":
+                return tag.start()
+            if tag.lastgroup == "end":
+                return tag.end()
+        return len(text)
+
+    def value(self, text: str, start: int, name: str) -> tuple[str, int]:
+        """Return a value as it is written, and the position after its closing tag.
+
+        Args:
+            text: the turn.
+            start: position after the value's opening tag.
+            name: of the call.
+
+        Raises:
+            Malformed: the closing tag is missing.
+        """
+        quoted: list[str] = []  # calls and parameters that the value quotes, and that are still open
+        stray = start  # end of the last closing tag that closes nothing in the value
+        for tag in self.tags.finditer(text, start):
+            kind, inner = tag.lastgroup, quoted[-1:]
+            if kind == "call":
+                if stray > start and not inner and skip_space(text, stray) == tag.start():
+                    break  # one call ends and the next starts
+                quoted.append("call")
+            elif kind == "parameter":
+                # In the middle of a line it is a quotation, which ends at any closing tag.
+                own_line = text[tag.start() - 1] == "\n" or tag.start() == start
+                quoted.append("parameter" if inner or own_line else "inline")
+            elif (kind == "end" and inner == ["call"]) or (kind == "close" and inner == ["inline"]):
+                quoted.pop()
+            elif kind == "close" and inner != ["call"] and self.following.match(text, tag.end()):
+                if not quoted:
+                    return text[start : tag.start()], tag.end()
+                quoted.pop()
+            elif not inner:
+                stray = tag.end()
+        raise Malformed(f"The call to {name[:40]!a} lacks a closing tag before the next one, or was cut off.")
+
+
+class Coder(_Tagged):
     """Qwen 3 Coder, Qwen 3.5 and later, Nemotron 3.
 
     <tool_call>
@@ -40,6 +101,12 @@ class Coder(ToolFormat):
     form = (
         "Write <tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n</function>\n</tool_call>."
     )
+    tags = re.compile(
+        r"(?P<call><tool_call>\s*<function=|<function=[^<>\n]{1,200}>\s*(?=<parameter=|</function>|</tool_call>))"
+        r"|(?P<end></function>(?:\s*</tool_call>)?|</tool_call>)"
+        r"|(?P<parameter><parameter=[^<>\n]{1,200}>)|(?P<close></parameter>)"
+    )
+    following = re.compile(r"\s*(?:<parameter=|</function>|</tool_call>|\Z)")
 
     def find(self, text: str, at: int) -> int:
         # The coder models sometimes omit the outer tag.
@@ -55,8 +122,8 @@ class Coder(ToolFormat):
         arguments: JsonObject = {}
         while text.startswith("<parameter=", at := skip_space(text, at)):
             key, at = up_to(text, at + len("<parameter="), ">", f"A parameter of {name!a}")
-            value, at = _value(text, at, "</parameter>", ("<parameter=", "</function>", _TOOL_CALL_END))
-            arguments[key] = declared.value(name, key, value.removeprefix("\n").removesuffix("\n"))
+            value, at = self.value(text, at, name)
+            _add(arguments, key, declared.value(name, key, value.removeprefix("\n").removesuffix("\n")))
         if text.startswith("</function>", at):
             at += len("</function>")
         elif not text.startswith(_TOOL_CALL_END, at):
@@ -64,12 +131,8 @@ class Coder(ToolFormat):
         call = checked(name, arguments)
         return [call], end_of(text, at, _TOOL_CALL_END, what="</function>") if tagged else at
 
-    def resume(self, text: str, at: int) -> int:
-        opening = _TOOL_CALL if text.startswith(_TOOL_CALL, at) else "<function="
-        return resume_behind(text, at, opening, _TOOL_CALL_END)
 
-
-class Glm(ToolFormat):
+class Glm(_Tagged):
     """GLM 4.5 and later.
 
     <tool_call>bash
@@ -80,6 +143,12 @@ class Glm(ToolFormat):
 
     name = "glm"
     form = "Write <tool_call>NAME\n<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n</tool_call>."
+    tags = re.compile(
+        r"(?P<call><tool_call>\s*[^\s<>{}]+\s*(?=<arg_key>|</tool_call>))|(?P<end></tool_call>)"
+        r"|(?P<parameter><arg_key>(?:[^<]{0,200}</arg_key>\s*<arg_value>)?|<arg_value>)"
+        r"|(?P<close></arg_value>)"
+    )
+    following = re.compile(r"\s*(?:<arg_key>|</tool_call>|\Z)")
     _NAME = re.compile(r"\s*([^\s<>{}]+)")
 
     def find(self, text: str, at: int) -> int:
@@ -96,17 +165,14 @@ class Glm(ToolFormat):
             at = skip_space(text, at)
             if not text.startswith("<arg_value>", at):
                 raise Malformed(f"The key {key!a} has no <arg_value>.")
-            value, at = _value(text, at + len("<arg_value>"), "</arg_value>", ("<arg_key>", _TOOL_CALL_END))
-            arguments[key] = declared.value(name, key, value)
+            value, at = self.value(text, at + len("<arg_value>"), name)
+            _add(arguments, key, declared.value(name, key, value))
         if not text.startswith(_TOOL_CALL_END, at):
             raise Malformed(f"The call to {name[:40]!a} was cut off, or has text between its arguments.")
         return [checked(name, arguments)], at + len(_TOOL_CALL_END)
 
-    def resume(self, text: str, at: int) -> int:
-        return resume_behind(text, at, _TOOL_CALL, _TOOL_CALL_END)
 
-
-class Dsml(ToolFormat):
+class Dsml(_Tagged):
     """DeepSeek V3.2 and later.
 
     <｜DSML｜function_calls>
@@ -126,6 +192,10 @@ class Dsml(ToolFormat):
     )
     _OPEN, _CLOSE = '<｜DSML｜invoke name="', "</｜DSML｜invoke>"
     _PARAMETER, _PARAMETER_END = '<｜DSML｜parameter name="', "</｜DSML｜parameter>"
+    tags = re.compile(
+        f"(?P<call>{_OPEN})|(?P<end>{_CLOSE})|(?P<parameter>{_PARAMETER})|(?P<close>{_PARAMETER_END})"
+    )
+    following = re.compile(rf"\s*(?:{_PARAMETER}|{_CLOSE}|\Z)")
     _KIND = re.compile(r'\s+string="(true|false)"\s*>|\s*>')
 
     def find(self, text: str, at: int) -> int:
@@ -139,23 +209,25 @@ class Dsml(ToolFormat):
             kind = self._KIND.match(text, at)
             if not kind:
                 raise Malformed(f'The parameter {key!a} is not written as name="KEY" string="true">.')
-            value, at = _value(text, kind.end(), self._PARAMETER_END, (self._PARAMETER, self._CLOSE))
-            arguments[key] = decode(value) if kind[1] == "false" else value
+            value, at = self.value(text, kind.end(), name)
+            _add(arguments, key, _of_kind(kind[1], value, declared, name, key))
         if not text.startswith(self._CLOSE, at):
             raise Malformed(f"The call to {name!a} was cut off, or has text between its parameters.")
         return [checked(name, arguments)], at + len(self._CLOSE)
 
-    def resume(self, text: str, at: int) -> int:
-        return resume_behind(text, at, self._OPEN, self._CLOSE)
+
+def _of_kind(string: str | None, value: str, declared: Declared, name: str, key: str) -> Any:
+    """Return a DSML value, according to its attribute `string`."""
+    match string:
+        case "true":
+            return value
+        case "false":
+            return decode(value)
+        case _:
+            return declared.value(name, key, value)
 
 
-def _value(text: str, start: int, close: str, after: tuple[str, ...]) -> tuple[str, int]:
-    """Return a value as it is written, and the position after its closing tag."""
-    found = text.find(close, start)
-    while found >= 0:
-        end = found + len(close)
-        following = skip_space(text, end)
-        if following == len(text) or text.startswith(after, following):
-            return text[start:found], end
-        found = text.find(close, end)
-    raise Malformed(f"A tool call was cut off before {close}.")
+def _add(arguments: JsonObject, key: str, value: Any) -> None:
+    if key in arguments:
+        raise Malformed(f"A tool call has the parameter {key!a} twice.")
+    arguments[key] = value
