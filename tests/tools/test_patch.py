@@ -11,7 +11,7 @@ from prorl_envs.tools.server.files.patch import Add, Delete, Hunk, Update, parse
 from prorl_envs.tools.server.files.patch_match import patched
 from prorl_envs.tools.server.files.text import EditError, Text, checked, decode
 
-LINES = st.lists(st.sampled_from(["a", "b", "", "  c", "--- x", "+y", "é"]), max_size=12)
+LINES = st.lists(st.sampled_from(["a", "b", "", "  c", "--- x", "-- x", "++ y", "+y", "é"]), max_size=12)
 
 
 def envelope(*lines: str) -> str:
@@ -76,6 +76,42 @@ def test_a_unified_diff_makes_the_new_file(
     [change] = parse(patch)
     assert isinstance(change, Update)
     assert patched(Text(before), change.hunks) == after
+
+
+HUNK = "@@ -1,3 +1,3 @@\n select 1;\n--- x\n+++ y\n select 2;\n"
+AFTER = "select 1;\n++ y\nselect 2;\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "patch", "after"),
+    [
+        ("select 1;\n-- x\nselect 2;\n", f"--- a/f\n+++ b/f\n{HUNK}", AFTER),
+        ("-- x\n", "--- a/f\n+++ b/f\n@@ -1 +1 @@\n--- x\n+++ y", "++ y\n"),
+        ("-- x", "--- f\n+++ f\n@@ -1 +1 @@\n--- x\n\\ No newline at end of file\n+++ y\n", "++ y\n"),
+        ("-- w\n-- x\nz\n", "--- a/f\n+++ b/f\n@@ -1,2 +1 @@\n--- w\n--- x\n+++ y\n", "++ y\nz\n"),
+        (
+            "-- x\na\nb\nc\n-- x\n",
+            "--- a/f\n+++ b/f\n@@ -1 +1 @@\n--- x\n+++ y\n@@ -5 +5 @@\n--- x\n+++ z\n",
+            "++ y\na\nb\nc\n++ z\n",
+        ),
+        # Wrong counts: the lines are changes as long as no heading follows.
+        ("-- x\na\n", "--- a/f\n+++ b/f\n@@ -1,9 +1,9 @@\n--- x\n+++ y\n a\n", "++ y\na\n"),
+    ],
+)
+def test_changed_lines_that_look_like_a_header_are_no_header(before: str, patch: str, after: str) -> None:
+    [change] = parse(patch)
+    assert isinstance(change, Update)
+    assert patched(decode(before.encode()), change.hunks) == after
+
+
+@pytest.mark.parametrize("path", ["g", "-- x"])
+@pytest.mark.parametrize("counts", ["-1,2 +1,2", "-1,3 +1,3", "-1,9 +1,9", "-1,2 +1,9", "-1 +1", "-1,0 +1,0"])
+@pytest.mark.parametrize("between", ["", "diff --git a/g b/g\n", "\n"])
+def test_a_wrong_count_does_not_hide_the_next_file(path: str, counts: str, between: str) -> None:
+    second = f"--- a/{path}\n+++ b/{path}\n@@ -1 +1 @@\n-c\n+d\n"
+    changes = parse(f"--- a/f\n+++ b/f\n@@ {counts} @@\n-a\n+A\n b\n{between}{second}")
+    paths = [(change.path, len(change.hunks)) for change in changes if isinstance(change, Update)]
+    assert paths == [("f", 1), (path, 1)]
 
 
 @pytest.mark.parametrize(("before", "after"), [("a\nb", "a\nb\n"), ("a\nb\n", "a\nb")])
@@ -239,3 +275,8 @@ def test_files_made_to_take_for_ever_are_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(patch_match, "_LINES_LIMIT", 10)
     with pytest.raises(EditError, match="more than 10 lines"):
         update("\n" * 11, "@@", "-x")
+
+
+def test_a_heading_with_an_absurd_number_is_refused() -> None:
+    with pytest.raises(EditError, match="a hunk begins with"):
+        parse(f"--- a/f\n+++ b/f\n@@ -{'9' * 5000} +1 @@\n-a\n+b\n")

@@ -18,7 +18,7 @@ HUNKS_LIMIT = 1000
 _BEGIN, _END = "*** Begin Patch", "*** End Patch"
 _ADD, _DELETE, _UPDATE = "*** Add File:", "*** Delete File:", "*** Update File:"
 _MOVE, _END_OF_FILE = "*** Move to:", "*** End of File"
-_RANGES = re.compile(r"@@ -(\d+)(?:,(\d+))? \+\d+(?:,\d+)? @@")
+_RANGES = re.compile(r"@@ -(\d{1,9})(?:,(\d{1,9}))? \+\d{1,9}(?:,(\d{1,9}))? @@")
 _NOT_TAKEN = ("rename ", "copy ", "GIT binary patch", "Binary files ")
 
 
@@ -183,14 +183,43 @@ def _complete(hunks: list[Hunk]) -> list[Hunk]:
 def _unified(lines: list[str]) -> list[Change]:
     if refused := [line for line in lines if line.startswith(_NOT_TAKEN)]:
         raise EditError(f"A patch cannot do this; use the shell: {refused[0][:80]}")
-    starts = [n for n in range(len(lines) - 1) if _is_header(lines, n)]
+    starts = list(_headers(lines))
     if not starts:
         raise EditError("In a unified diff, `--- OLD` and `+++ NEW` come first.")
     return [_unified_file(lines[start:end], start + 1) for start, end in pairwise([*starts, len(lines)])]
 
 
+def _headers(lines: list[str]) -> Iterator[int]:
+    """Yield the lines at which the parts for each file start.
+
+    A removed line `-- x` before an added line `++ y` looks like a header, so the lines of a hunk are counted.
+    """
+    old = new = 0  # lines that the hunk's heading still announces
+    for n, line in enumerate(lines):
+        if _is_header(lines, n) and not (old > 0 and new > 0 and _is_change(lines, n, old, new)):
+            yield n
+            old = new = 0
+        elif ranges := _RANGES.match(line):
+            old, new = int(ranges[2] or 1), int(ranges[3] or 1)
+        elif line[:1] in (" ", "+", "-", ""):
+            old -= line[:1] != "+"
+            new -= line[:1] != "-"
+        elif not line.startswith("\\"):
+            old = new = 0
+
+
 def _is_header(lines: list[str], n: int) -> bool:
-    return lines[n].startswith("--- ") and lines[n + 1].startswith("+++ ")
+    return lines[n].startswith("--- ") and any(line.startswith("+++ ") for line in lines[n + 1 : n + 2])
+
+
+def _is_change(lines: list[str], n: int, old: int, new: int) -> bool:
+    """Return whether two lines that look like a header belong to a hunk, of which `old` and `new` lines are
+    missing. Models miscount: before a hunk's heading, the two must complete the hunk, and differ from the
+    usual `--- a/PATH` and `+++ b/PATH`."""
+    if not any(map(_RANGES.match, lines[n + 2 : n + 3])):
+        return True
+    usual = lines[n].startswith("--- a/") and lines[n + 1] == f"+++ b/{lines[n][6:]}"
+    return old == new == 1 and not usual
 
 
 def _unified_file(lines: list[str], number: int) -> Change:
