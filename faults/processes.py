@@ -38,7 +38,7 @@ _NOW = "\nserve(*sys.argv[1:])"
 #: Forks a service for each line of arguments, prints its pid, and finally its status.
 _NURSERY = """
 import json, os
-for line in sys.stdin:
+for line in sys.stdin.buffer:
     pid = os.fork()
     if pid == 0:
         os.close(0)

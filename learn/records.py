@@ -38,8 +38,8 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a run, without an incomplete last line."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    *lines, _ = path.read_bytes().split(b"\n")
+    return [json.loads(line) for line in lines]
 
 
 def curve(records: list[dict[str, Any]], key: str = "reward") -> list[tuple[int, float]]:

@@ -61,7 +61,7 @@ import json, sys
 answer, sys.stdout = sys.stdout, sys.stderr
 from swebench.harness.grading import get_eval_report
 from swebench.types import TestSpec
-for line in sys.stdin:
+for line in sys.stdin.buffer:
     row = json.loads(line)
     spec = TestSpec(instance_id=row["id"], image="", eval_script_list=[], repo=row["repo"], version="",
                     FAIL_TO_PASS=row["f2p"], PASS_TO_PASS=row["p2p"], log_parser=row["parser"],

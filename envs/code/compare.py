@@ -47,7 +47,7 @@ def _same_value(value: Any, expected: Any, tests: FunctionTests) -> bool:
 
 
 def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+    return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
 def _close_tokens(left: str, right: str, tests: StdioTests) -> bool:

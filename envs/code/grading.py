@@ -258,8 +258,8 @@ async def _run_checker(
         done = await place.tools.run(
             [*_PYTHON, _CHECKER], env=_ENV, stdin=given, timeout_s=_OVERHEAD_S + len(triples), apart=True
         )
-    lines = done.output.splitlines()
-    if not lines:
+    lines = done.output.rstrip(b"\n").split(b"\n")
+    if not done.output:
         raise GraderError(f"the checker failed: {done.errors[-500:].decode(errors='replace')}")
     return [json.loads(line) for line in lines[1:] if line in (b"true", b"false") or line.endswith(b'"')]
 

@@ -120,7 +120,7 @@ def _livecodebench(row: Mapping[str, Any]) -> JsonObject:
 def _call(case: Mapping[str, Any]) -> JsonObject:
     """Parse a case whose arguments are one per line, each in JSON."""
     try:
-        args = [json.loads(line) for line in str(case["input"]).splitlines() if line.strip()]
+        args = [json.loads(line) for line in str(case["input"]).split("\n") if line.strip()]
         return {"args": args, "expected": json.loads(str(case["output"]))}
     except ValueError as error:
         raise InputError(f"private_test_cases: an argument or result is not JSON: {error}") from error

@@ -10,6 +10,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from io import StringIO
 from typing import Any
 
 from prorl_envs.envs.swebench.foreign import MULTI_SWE
@@ -223,15 +224,18 @@ def _r2e_patch(row: Row) -> str:
         old, new = file.get("old_file_content"), file.get("new_file_content")
         if not path or not isinstance(old, str) or not isinstance(new, str) or "test" in path.lower():
             continue
-        lines = difflib.unified_diff(
-            old.splitlines(keepends=True), new.splitlines(keepends=True), f"a/{path}", f"b/{path}"
-        )
+        lines = difflib.unified_diff(_lines(old), _lines(new), f"a/{path}", f"b/{path}")
         text = "".join(
             line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
         )
         if text:
             diffs.append(f"diff --git a/{path} b/{path}\n{text}")
     return "".join(diffs)
+
+
+def _lines(text: str) -> list[str]:
+    """Return the lines with their ends; `splitlines` would also cut at form feeds and others."""
+    return list(StringIO(text, newline="\n"))
 
 
 def _swe_rebench(row: Row) -> dict[str, Any]:

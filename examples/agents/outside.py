@@ -61,7 +61,7 @@ async def solve(service: str, task: dict[str, Any]) -> Result:
 
 
 async def main(service: str) -> None:
-    task = json.loads(DATA.read_text().splitlines()[0])
+    task = json.loads(DATA.read_bytes().split(b"\n")[0])
     result = await solve(service, task)
     for row in result.rows:
         sampled = sum(row.loss_mask)

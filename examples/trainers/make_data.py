@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--environment", default="bash")
     options = parser.parse_args()
-    tasks = [json.loads(line) for line in options.tasks.read_text().splitlines() if line.strip()]
+    tasks = [json.loads(line) for line in options.tasks.read_bytes().split(b"\n") if line.strip()]
     made = rows(options.trainer, tasks, options.environment)
     if options.output.suffix == ".parquet":
         import pyarrow

@@ -105,7 +105,9 @@ def _passages(corpus: Path, path: Path) -> Iterator[tuple[str, str, str]]:
     """Yield title, text and source of each passage of a file."""
     name = str(path.relative_to(corpus))
     try:
-        text = path.read_text("utf-8")
+        # JSON lines end at line feeds only.
+        with path.open(encoding="utf-8", newline="\n" if path.suffix == ".jsonl" else None) as file:
+            text = file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read: {error}") from error
     if path.suffix != ".jsonl":
@@ -113,7 +115,7 @@ def _passages(corpus: Path, path: Path) -> Iterator[tuple[str, str, str]]:
         title = heading[1].strip() if heading else path.stem.replace("-", " ").replace("_", " ")
         yield from ((title, part, f"{name}#{number}") for number, part in enumerate(_cut(text), start=1))
         return
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             yield from _line(line, name, number)
 

@@ -105,7 +105,7 @@ def verifier_cases(row: Mapping[str, Any], rollout: Mapping[str, Any]) -> list[J
 
 
 def read_jsonl(path: Path) -> list[JsonObject]:
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    return [json.loads(line) for line in path.read_bytes().split(b"\n") if line.strip()]
 
 
 def write_jsonl(path: Path, objects: Sequence[Mapping[str, Any]]) -> None:

@@ -195,7 +195,7 @@ class OwnServer(RunningServer):
         """Copy the server's output to the log, and keep its last lines."""
         assert process.stdout is not None
         while chunk := await process.stdout.read(_LINE_BYTES):
-            for line in chunk.decode("utf-8", "replace").splitlines():
+            for line in chunk.decode("utf-8", "replace").rstrip("\n").split("\n"):
                 self._lines.append(line)
                 log.debug("%s: %s", self.name, printable(line))
 

@@ -44,6 +44,19 @@ async def test_the_index_holds_every_kind_of_file(corpus: Path, tmp_path: Path) 
     assert len(await index.search("whales", 2)) == 2
 
 
+async def test_lines_of_json_end_at_line_feeds_only(corpus: Path, tmp_path: Path) -> None:
+    odd = "Newts\u2028swim\u2029in\x85ponds."
+    rows = [{"title": "Newts", "text": odd, "url": "http://newts"}, {"text": "Toads\x0bjump."}]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    (corpus / "odd.jsonl").write_bytes("\r\n".join([*lines, '{"text":\r"Eels glide."}']).encode())
+    index = IndexSearch(corpus, tmp_path / "cache")
+    (hit,) = await index.search("newts", 5)
+    assert (hit.text.split(), hit.source) == (odd.split(), "http://newts")
+    assert [hit.source for hit in await index.search("eels", 5)] == ["odd.jsonl:3"]
+    (corpus / "old.md").write_bytes(b"# Otters\r\n\r\nThey dive.\r\n")
+    assert (await IndexSearch(corpus, tmp_path / "cache").search("otters", 5))[0].title == "Otters"
+
+
 async def test_the_index_is_built_once_and_again_after_a_change(corpus: Path, tmp_path: Path) -> None:
     first = build_index(corpus, tmp_path)
     assert build_index(corpus, tmp_path) == first

@@ -31,6 +31,12 @@ def look(reward: float, **levels: float) -> dict[str, Any]:
     return {"reward": reward, "by_level": {level.removeprefix("l"): value for level, value in levels.items()}}
 
 
+def test_records_end_at_line_feeds_only(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_text('{"note": "a\u2028b\x85c"}\n{"note": "d"}\n{"no', encoding="utf-8")
+    assert [line["note"] for line in read_records(path)] == ["a\u2028b\x85c", "d"]
+
+
 def test_a_resumed_run_discards_records_after_its_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "a" / "records.jsonl"
     records = Records(path)

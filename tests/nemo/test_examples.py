@@ -186,3 +186,10 @@ def test_too_few_tasks_are_refused(tmp_path: Path) -> None:
     source.write_text("".join(example_path("bash").read_text().splitlines(keepends=True)[:4]))
     with pytest.raises(InputError, match="4 tasks"):
         example_rows(blank("bash"), source)
+
+
+def test_rows_end_at_line_feeds_only(tmp_path: Path) -> None:
+    rows = [{"a": "b\u2028c\u2029d\x85"}, {"a": "e"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows), "utf-8")
+    assert read_jsonl(path) == rows

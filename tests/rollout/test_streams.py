@@ -229,6 +229,30 @@ async def test_a_broken_stream_is_resumed() -> None:
     assert asked == ["after=0&group=g", *["after=2&group=g"] * 3]
 
 
+class Pieces(httpx.AsyncByteStream):
+    """Response body in pieces of a few bytes."""
+
+    def __init__(self, text: str, size: int) -> None:
+        self._data, self._size = text.encode(), size
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for start in range(0, len(self._data), self._size):
+            yield self._data[start : start + self._size]
+
+
+@pytest.mark.parametrize("size", [1, 7, 100_000])
+async def test_the_lines_of_a_stream_end_at_line_feeds_only(size: int) -> None:
+    group = "a\u2028b\u2029c\x85d\x1c\x1d\x1e\x0b\x0ce\rf"
+    text = f"{line(1, group)}\n{line(2)}{line(3, group)}"
+    assert "\u2028" in text, "characters are not escaped"
+    for body in (text, text.removesuffix("\n")):
+        answer = httpx.Response(200, stream=Pieces(body, size))
+        transport = httpx.MockTransport(lambda _, answer=answer: answer)
+        async with RolloutClient("http://127.0.0.1", transport=transport) as client:
+            read = [result.group_id async for result in client.stream()]
+        assert read == [group, "g", group]
+
+
 async def test_a_stream_whose_service_stays_down_raises() -> None:
     def refuse(_: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused")

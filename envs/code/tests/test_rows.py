@@ -235,3 +235,20 @@ def test_outputs_are_compared_as_configured(compare: str, output: str, expected:
 def test_results_are_compared_as_configured(compare: str, value: Any, expected: Any, same: bool) -> None:
     tests = FunctionTests.model_validate({**CALL, "compare": compare})
     assert same_result(value, FunctionCase(expected=expected), tests) is same
+
+
+def test_arguments_of_a_call_end_at_line_feeds_only() -> None:
+    odd = "a\u2028b\u2029c\x85d"
+    case = {"input": f'"{odd}"\r\n2\n', "output": json.dumps(odd * 2, ensure_ascii=False)}
+    row = {**PUBLIC["livecodebench-function"], "public_test_cases": "[]"}
+    row["private_test_cases"] = packed(json.dumps([{**case, "testtype": "functional"}]))
+    tests = CodeEnvironment.load(row).tests
+    assert isinstance(tests, FunctionTests)
+    assert [(case.args, case.expected) for case in tests.cases] == [((odd, 2), odd * 2)]
+
+
+@pytest.mark.parametrize("odd", ["\u2028", "\x85", "\x0b", "\x0c", "\x1e"])
+def test_lines_of_an_output_end_at_line_feeds_only(odd: str) -> None:
+    tests = StdioTests.model_validate({**TESTS, "compare": "lines"})
+    assert not same_output(f"1{odd}2\n", "1\n2\n", tests)
+    assert same_output(f"1{odd}2 \r\n3\n\n", f"1{odd}2\n3", tests)

@@ -185,6 +185,16 @@ def test_r2e_gym_expects_a_map_and_hides_its_tests() -> None:
     assert "+x = 2" in task.patch and "test_b" not in task.patch
 
 
+def test_lines_of_an_r2e_reference_end_at_line_feeds_only() -> None:
+    old, new = "x = 1\n\x0c\ny = '\x1e\u2028'\r\nz = 3", "x = 2\n\x0c\ny = '\x1e\u2028'\r\nz = 3\n"
+    file = {"header": {"file": {"path": "a.py"}}, "old_file_content": old, "new_file_content": new}
+    row = {**ROWS["r2e-gym"], "parsed_commit_content": json.dumps({"file_diffs": [file]})}
+    assert SwebenchEnvironment.load(row).patch == (
+        "diff --git a/a.py b/a.py\n--- a/a.py\n+++ b/a.py\n@@ -1,4 +1,4 @@\n-x = 1\n+x = 2\n \x0c\n"
+        " y = '\x1e\u2028'\r\n-z = 3\n\\ No newline at end of file\n+z = 3\n"
+    )
+
+
 def test_a_row_without_script_or_recipe_names_the_remedy() -> None:
     row = {**COMMON, "repo": "psf/requests", "version": "2.27"}
     with pytest.raises(InputError, match=r"eval_script: .*swebench<5"):

@@ -14,7 +14,7 @@ ATROPOS, SERVICE, ENVIRONMENT = "http://127.0.0.1:8000", "http://127.0.0.1:8600"
 
 
 def main(tasks: Path) -> None:
-    rows = [json.loads(line) for line in tasks.read_text().splitlines()]
+    rows = [json.loads(line) for line in tasks.read_bytes().split(b"\n") if line.strip()]
     asked = AtroposFeed(ATROPOS, SERVICE, ENVIRONMENT, rows, samples=8, groups=16, max_batches_behind=2)
     pushed = asyncio.run(feed(asked))
     print(f"{pushed} groups pushed")

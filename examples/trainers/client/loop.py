@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-staleness", type=int, default=1)
     parser.add_argument("--mode", choices=["finish", "abort", "keep"], default="finish")
     options = parser.parse_args(arguments)
-    tasks = [json.loads(line) for line in options.tasks.read_text().splitlines() if line.strip()]
+    tasks = [json.loads(line) for line in options.tasks.read_bytes().split(b"\n") if line.strip()]
     asyncio.run(loop(GroupTemplate(options.service, options.environment), tasks, options))
 
 

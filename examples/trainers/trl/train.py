@@ -35,7 +35,7 @@ def upload(trainer: Any, version: int) -> None:
 
 
 def main(tasks: Path) -> None:
-    rows = [json.loads(line) for line in tasks.read_text().splitlines()]
+    rows = [json.loads(line) for line in tasks.read_bytes().split(b"\n") if line.strip()]
     config = GRPOConfig(
         output_dir="runs/trl",
         per_device_train_batch_size=8,

@@ -39,7 +39,7 @@ def transfer() -> TrlWeightTransfer:
 
 
 def main(tasks: Path) -> None:
-    rows = [json.loads(line) for line in tasks.read_text().splitlines()]
+    rows = [json.loads(line) for line in tasks.read_bytes().split(b"\n") if line.strip()]
     args = AsyncGRPOConfig(
         output_dir="runs/trl-async",
         num_generations=8,

@@ -227,8 +227,8 @@ class RolloutClient:
                 if not response.is_success:
                     await response.aread()
                     raise _error(response)
-                async for line in response.aiter_lines():
-                    if line:
+                async for line in _lines(response):
+                    if line.strip():
                         yield await asyncio.to_thread(_parse, Result, line)
         except httpx.TransportError as error:
             raise self._away(error) from error
@@ -554,6 +554,19 @@ class RolloutClient:
     def _away(self, error: httpx.TransportError) -> Unavailable:
         message = f"the rollout service at {self.url} does not answer: {error or type(error).__name__}"
         return Unavailable(message, hint="`prorl-envs serve` starts one; is it at another address?")
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    """Yield the lines of a body, cut at line feeds only. httpx would also cut at U+2028 and others, which may
+    occur in JSON strings."""
+    rest = bytearray()
+    async for chunk in response.aiter_bytes():
+        *lines, last = chunk.split(b"\n")
+        for line in lines:
+            yield bytes(rest + line)
+            rest.clear()
+        rest += last
+    yield bytes(rest)
 
 
 def _parse[V: BaseModel](view: type[V], content: bytes | str) -> V:
