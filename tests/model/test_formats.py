@@ -145,6 +145,20 @@ def test_a_call_in_unclosed_reasoning_is_reported(name: str, opening: str, close
         assert (both.calls, both.malformed) == ((ReadCall("bash", ARGUMENTS),), ())
 
 
+def test_reasoning_does_not_end_within_a_call() -> None:
+    for name in ("hermes", "coder", "glm", "kimi"):
+        call = dict(WRITTEN)[name].replace("echo", "</think> <tool_call> echo")
+        for opening, opened in (("<think>I look. ", ""), ("", "</think>")):
+            turn = FORMATS[name].turn(f"{opening}{call}", opened=opened, declared=DECLARED)
+            assert (turn.calls, turn.content, len(turn.malformed)) == ((), "", 1), name
+            turn = FORMATS[name].turn(f"{opening}{call}</think>{call}", opened=opened, declared=DECLARED)
+            assert (len(turn.calls), turn.content, turn.malformed) == (1, "", ()), name
+    draft = '<think>I write <tool_call>{"name": "bash", </think>'
+    assert len(FORMATS["hermes"].turn(draft + WRITTEN[0][1]).calls) == 1
+    draft = "<think>I write <tool_call>\n<function=bash>\n<parameter=command>\n</think>"
+    assert len(FORMATS["coder"].turn(draft + WRITTEN[1][1]).calls) == 1
+
+
 def test_unclosed_reasoning_without_a_call_is_not_reported() -> None:
     for name in FORMATS:
         turn = FORMATS[name].turn("<think>I compare a < b, [1] and {2}.")

@@ -137,6 +137,8 @@ class ToolFormat(ABC):
             declared: declarations of the offered tools.
         """
         reasoning, at, close = split_reasoning(text, opened)
+        while at and not close and (end := self._end_of_call_around(text, at, declared)):
+            reasoning, at, close = split_reasoning(text, opened, end)
         outside, calls, malformed = list[str](), list[ReadCall](), list[str]()
         if close and self.find(reasoning, 0) >= 0:
             malformed.append(
@@ -160,13 +162,30 @@ class ToolFormat(ABC):
             content = content.replace(literal, "")
         return ReadTurn(content.strip(), tuple(calls), tuple(malformed), reasoning)
 
+    def _end_of_call_around(self, text: str, position: int, declared: Declared) -> int:
+        """Return the end of the call of which `position` is in the middle; 0 if there is none."""
+        at = 0
+        for _ in range(MAX_CALLS):
+            found = self.find(text, at)
+            if not 0 <= found < position:
+                break
+            try:
+                _, at = self.read(text, found, declared)
+            except Malformed:
+                at = self.resume(text, found)
+            else:
+                if at > position:
+                    return at
+        return 0
 
-def split_reasoning(text: str, opened: str = "") -> tuple[str, int, str]:
+
+def split_reasoning(text: str, opened: str = "", after: int = 0) -> tuple[str, int, str]:
     """Split the reasoning from the start of a turn. Unclosed reasoning extends to the end of the text.
 
     Args:
         text: the turn.
         opened: if the prompt contains the start of the reasoning: the text that ends the reasoning.
+        after: position before which the reasoning does not end.
 
     Returns:
         The reasoning, the position after it, and the text that should have ended it; "" if it is closed.
@@ -179,7 +198,7 @@ def split_reasoning(text: str, opened: str = "") -> tuple[str, int, str]:
             break
     if not close:
         return "", 0, ""
-    found = text.find(close, start)
+    found = text.find(close, max(start, after))
     if found < 0:
         return text[start:].strip(), len(text), close
     return text[start:found].strip(), found + len(close), ""
