@@ -99,6 +99,17 @@ def test_a_text_without_a_closing_quote_does_not_swallow_the_next_call() -> None
 
 
 @pytest.mark.parametrize("name", TAGGED)
+def test_quotations_are_bounded(name: str) -> None:
+    for depth, read in ((30, True), (70, False)):
+        value = "a"
+        for _ in range(depth):
+            value = TAGGED[name][0].replace("{}", value)
+        turn = FORMATS[name].turn(TAGGED[name][0].replace("{}", value))
+        assert (turn.calls == (plan(value),)) is read
+        assert bool(turn.malformed) is not read
+
+
+@pytest.mark.parametrize("name", TAGGED)
 def test_a_repeated_parameter_is_malformed(name: str) -> None:
     written, close = TAGGED[name]
     start, _, end = written.replace("{}", "ls").partition(close)

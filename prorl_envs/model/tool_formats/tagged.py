@@ -25,6 +25,8 @@ from prorl_envs.model.tool_formats.reading import (
 from prorl_envs.tools.types import JsonObject
 
 _TOOL_CALL, _TOOL_CALL_END = "<tool_call>", "</tool_call>"
+#: Most quoted tags that are open at once. Bounds the time for an answer of many calls without an end.
+_MAX_DEPTH = 64
 
 
 class _Tagged(ToolFormat):
@@ -82,6 +84,8 @@ class _Tagged(ToolFormat):
                 quoted.pop()
             elif not inner:
                 stray = tag.end()
+            if len(quoted) > _MAX_DEPTH:
+                break
         raise Malformed(f"The call to {name[:40]!a} lacks a closing tag before the next one, or was cut off.")
 
 
