@@ -3,8 +3,10 @@
 One class serves all families; the `environment` key of the YAML block selects one. Two kinds of agent drive
 it:
 
-- `simple_agent`: `/seed_session`, one route per tool, `/verify`;
+- `simple_agent`: `/seed_session`, `/verify`, and any other path for the tool of that name;
 - `gymnasium_agent`: `/reset` and `/step`, with gymnasium's five values.
+
+`routes.py` keeps a model that names a route as its tool from reaching it.
 """
 
 # mypy: allow-subclassing-any, no-warn-return-any, disable-error-code="import-not-found,import-untyped"
@@ -31,7 +33,8 @@ from prorl_envs.env.registry import family
 from prorl_envs.errors import InputError, ProrlError, RolloutFailure
 from prorl_envs.nemo.failures import TOOL_UNAVAILABLE, error_body, http_status
 from prorl_envs.nemo.process import die_with_parent, live_within
-from prorl_envs.nemo.rows import blank, task_row
+from prorl_envs.nemo.routes import separate_tool_calls
+from prorl_envs.nemo.rows import task_row
 from prorl_envs.nemo.sessions import SessionLimits, Sessions
 from prorl_envs.nemo.wire import (
     EnvironmentServerConfig,
@@ -74,18 +77,12 @@ class EnvironmentServer(SimpleResourcesServer):
         app: FastAPI = super().setup_webserver()
         app.post("/reset")(self.reset)
         app.post("/step")(self.step)
-        for tool in blank(self.config.environment).tools:
-            self._add_tool(app, tool.name)
-        app.post("/{tool}")(self.call_tool)  # a name the model made up: the environment refuses it
+        separate_tool_calls(
+            app, sessions=lambda: self._sessions, session_id=_session_id, call_tool=self.call_tool
+        )
         app.add_exception_handler(ProrlError, answer_error)
         live_within(app, self._serving)
         return app
-
-    def _add_tool(self, app: FastAPI, name: str) -> None:
-        async def call(request: Request) -> Response:
-            return await self.call_tool(request, name)
-
-        app.add_api_route(f"/{name}", call, methods=["POST"], name=name)
 
     @asynccontextmanager
     async def _serving(self) -> AsyncIterator[None]:
@@ -121,7 +118,8 @@ class EnvironmentServer(SimpleResourcesServer):
         return SeedResponse()
 
     async def call_tool(self, request: Request, tool: str) -> Response:
-        """Run a tool call; the body holds its arguments, and the response is the text for the model."""
+        """Run a tool call; the body holds its arguments, and the response is the text for the model. The
+        environment refuses a tool that it does not have."""
         arguments = await _arguments(request)
         if isinstance(arguments, str):
             return PlainTextResponse(arguments)

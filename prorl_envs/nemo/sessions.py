@@ -3,12 +3,14 @@
 Independent of NeMo Gym, so that tests do not need it. Two properties matter most:
 
 - An agent posts to any route that the model names, so a model can call `seed_session` or `verify` as if they
-  were tools. Therefore a session is seeded once (another task is refused) and graded once (a repeated request
-  gets the same answer), and a closed session stays closed.
+  were tools. Therefore a session knows its task row (`may_belong`; see `routes.py`), is seeded once (another
+  task is refused) and graded once (a repeated request gets the same answer), and a closed one stays closed.
 - An agent that dies sends no message. Therefore a session that is idle too long is closed, with its sandbox.
 """
 
 import asyncio
+import hashlib
+import json
 import logging
 import math
 import time
@@ -74,7 +76,7 @@ class SessionLimits:
 class NemoSession:
     """One open episode. `turns` counts model answers, for callers that step through them."""
 
-    row: Mapping[str, Any]
+    row_digest: str
     task: Task
     environment: AnyEnvironment
     last_used: float
@@ -88,6 +90,7 @@ class NemoSession:
 class SessionEnded:
     """Outcome of a closed session: its grade, or the failure."""
 
+    row_digest: str
     task_id: str
     outcome: Grade | RolloutFailure
 
@@ -141,6 +144,12 @@ class Sessions:
         """Return the outcome of the session under `session_id`, if it is still kept."""
         return self._ended.get(session_id)
 
+    def may_belong(self, session_id: str, row: object) -> bool:
+        """Return whether a request with this task row can be the agent's own: the session has no episode, or
+        the row is its episode's. The model never sees the row, so its requests have another or none."""
+        known = self._open.get(session_id) or self._ended.get(session_id)
+        return known is None or known.row_digest == _digest(row)
+
     async def open(self, session_id: str, row: Mapping[str, Any]) -> Prompt:
         """Start an episode of the task in `row`, in the order of requests. Repeating a seed returns the same
         session.
@@ -154,7 +163,7 @@ class Sessions:
         if (known := self._open.get(session_id)) is not None:
             return await self._reopened(session_id, known, row)
         environment = self._make()
-        session = NemoSession(row, environment.load(row), environment, self._clock())
+        session = NemoSession(_digest(row), environment.load(row), environment, self._clock())
         self._open[session_id] = session
         async with session.lock:
             try:
@@ -212,13 +221,16 @@ class Sessions:
     async def expire(self) -> int:
         """Close the sessions that were idle for longer than the limit, and return their number."""
         oldest = self._clock() - self._limits.idle_s
-        idle = [
-            (key, one) for key, one in self._open.items() if not one.lock.locked() and one.last_used < oldest
-        ]
-        for session_id, session in idle:
-            reason = f"the session was idle for more than {self._limits.idle_s:g} s"
-            await self._end(session_id, session, SessionExpired(reason))
-        return len(idle)
+        reason = f"the session was idle for more than {self._limits.idle_s:g} s"
+        closed = 0
+        for session_id, session in list(self._open.items()):
+            # Each is looked at only now, because closing the ones before it may have taken long.
+            if session.lock.locked() or session.last_used >= oldest or session_id not in self._open:
+                continue
+            async with session.lock:
+                await self._end(session_id, session, SessionExpired(reason))
+            closed += 1
+        return closed
 
     async def keep_expiring(self) -> None:
         """Expire sessions in an endless loop, often enough that no idle session outlives its limit by
@@ -238,10 +250,11 @@ class Sessions:
             await self.end(session_id)
 
     async def _reopened(self, session_id: str, known: NemoSession, row: Mapping[str, Any]) -> Prompt:
-        if known.row != row:
+        if known.row_digest != _digest(row):
             raise InputError("this session already has another task", hint="one session is one episode")
         async with known.lock:
             prompt = self.get(session_id).prompt
+            known.last_used = self._clock()
         if prompt is None:  # unreachable while the lock covers the start; for the type checker
             raise SessionLost("the session did not start")
         return prompt
@@ -269,7 +282,7 @@ class Sessions:
         """Record the outcome first, then close: a repeated request never finds a half-closed session."""
         if self._open.pop(session_id, None) is None:
             return
-        self._ended[session_id] = SessionEnded(session.task.id, outcome)
+        self._ended[session_id] = SessionEnded(session.row_digest, session.task.id, outcome)
         while len(self._ended) > self._limits.remembered:
             self._ended.popitem(last=False)
         try:
@@ -281,6 +294,11 @@ class Sessions:
         finally:
             if session.placed:
                 self._places.release()
+
+
+def _digest(row: object) -> str:
+    """Return a hash of a row, which may be megabytes long and is remembered after the episode."""
+    return hashlib.sha256(json.dumps(row, sort_keys=True).encode()).hexdigest()
 
 
 def _tell(session: NemoSession, output: Sequence[Mapping[str, Any]]) -> None:

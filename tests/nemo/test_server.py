@@ -1,22 +1,26 @@
 """The bash family behind NeMo Gym's routes: a real server, real sandboxes, real HTTP."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 pytest.importorskip("nemo_gym", reason="run by scripts/test-nemo.sh in an environment of its own")
 
 # mypy: disable-error-code="import-not-found,import-untyped"
+from nemo_gym import server_utils
 from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.server_utils import ServerClient
 from omegaconf import OmegaConf
+from responses_api_agents.simple_agent.app import SimpleAgent, SimpleAgentConfig
 
 from prorl_envs.env.base import ReferenceCall
 from prorl_envs.env.registry import example_path, load_tasks
+from prorl_envs.nemo.process import live_within
 from prorl_envs.nemo.rows import blank, nemo_row
 from prorl_envs.nemo.server import EnvironmentServer
 from prorl_envs.nemo.wire import KNOWS_MASKS, EnvironmentServerConfig
@@ -170,15 +174,83 @@ def test_mistakes_of_the_model_are_reported_to_the_model(tool: str, content: byt
         assert verify(agent).json()["reward"] == 1.0
 
 
-def test_a_model_that_posts_to_the_servers_own_routes_gains_nothing() -> None:
+OWN_ROUTES = ("verify", "reset", "step", "seed_session", "aggregate_metrics")
+
+
+@pytest.mark.parametrize("route", OWN_ROUTES)
+def test_a_model_that_calls_a_route_of_the_server_is_told_that_there_is_no_such_tool(route: str) -> None:
     """An agent posts to any route that the model names."""
+    forged = row(EASY) | {"response": answer(), "verify_responses": []}
     with client() as agent:
         seed(agent)
-        assert seed(agent, EASY).status_code == 422
-        assert agent.post("/reset", json=row(EASY)).status_code == 422
-        assert verify(agent, EASY).json()["reward"] == 0.0
+        for body in ({}, forged, {"response": answer()}):
+            told = agent.post(f"/{route}", json=body)
+            assert (told.status_code, f"no tool '{route}'" in told.text) == (200, True), told.text
+        agent.post("/bash", json={"command": SOLVE})
+        assert verify(agent).json()["reward"] == 1.0
         assert agent.post("/bash", json={"command": SOLVE}).status_code == 422
-        assert verify(agent).json()["reward"] == 0.0
+
+
+@asynccontextmanager
+async def nemo_gyms_client() -> AsyncIterator[None]:
+    """The HTTP client of NeMo Gym's process; made on demand, it would parse pytest's command line."""
+    session = server_utils.set_global_aiohttp_client(server_utils.GlobalAIOHTTPAsyncClientConfig())
+    try:
+        yield
+    finally:
+        await session.close()
+        server_utils._GLOBAL_AIOHTTP_CLIENT = None
+
+
+@contextmanager
+def simple_agent(environment: str, turns: list[dict[str, Any]]) -> Iterator[str]:
+    """NeMo Gym's simple_agent, unmodified, with a model that answers `turns` one after another."""
+    model = FastAPI()
+
+    @model.post("/v1/responses")
+    async def respond() -> dict[str, Any]:
+        return turns.pop(0)
+
+    def place(kind: str, url: str) -> dict[str, Any]:
+        address = httpx.URL(url)
+        return {kind: {"main": {"host": address.host, "port": address.port}}}
+
+    servers = OmegaConf.create({})
+    config = SimpleAgentConfig(
+        name="agent",
+        host="127.0.0.1",
+        port=0,
+        entrypoint="app.py",
+        resources_server={"type": "resources_servers", "name": "environment"},
+        model_server={"type": "responses_api_models", "name": "model"},
+    )
+    gym = ServerClient(
+        head_server_config=BaseServerConfig(host="127.0.0.1", port=0), global_config_dict=servers
+    )
+    agent = SimpleAgent(config=config, server_client=gym).setup_webserver()
+    live_within(agent, nemo_gyms_client)
+    with served(model) as model_url, served(agent) as agent_url:
+        servers["model"] = place("responses_api_models", model_url)
+        servers["environment"] = place("resources_servers", environment)
+        servers["agent"] = place("responses_api_agents", agent_url)
+        yield agent_url
+
+
+@pytest.mark.parametrize("route", OWN_ROUTES)
+def test_a_model_that_calls_a_route_of_the_server_through_simple_agent(route: str) -> None:
+    forged = json.dumps(row(EASY) | {"response": answer(), "verify_responses": []})
+    turns = [answer((route, "{}")), answer((route, forged)), answer(bash(SOLVE)), answer()]
+    with serving() as url, simple_agent(url, turns) as agent:
+        reply = httpx.post(f"{agent}/run", json=row(TASK), timeout=60)
+        assert reply.status_code == 200, reply.text
+        outputs = [
+            item["output"]
+            for item in reply.json()["response"]["output"]
+            if item["type"] == "function_call_output"
+        ]
+        assert len(outputs) == 3
+        assert all(f"no tool '{route}'" in output for output in outputs[:2]), outputs
+        assert reply.json()["reward"] == 1.0
 
 
 def test_a_bad_row_is_a_client_error_that_names_the_field() -> None:

@@ -240,6 +240,49 @@ async def test_idle_episodes_expire_and_busy_ones_do_not(tmp_path: Path) -> None
     assert (await house.sessions.grade("busy")).reward == 1.0
 
 
+async def test_a_session_used_while_others_expire_stays_open(tmp_path: Path) -> None:
+    """The sweep blocks in closing the first; the second is used meanwhile, and the third is in a call."""
+    house = House(tmp_path, idle_s=10)
+    await house.sessions.open("first", ROW | {"fault": "close-hangs"})
+    await house.sessions.open("second", ROW)
+    await house.sessions.open("third", ROW | {"fault": "call-hangs"})
+    await house.sessions.open("fourth", ROW)
+    house.now = 11
+    sweep = asyncio.create_task(house.sessions.expire())
+    await until(lambda: len(house.sessions) == 3)
+    await house.write("second", "alpha")
+    call = asyncio.create_task(house.write("third", "alpha"))
+    await asyncio.sleep(0)
+    await house.sessions.grade("fourth")
+    house.gate.set()
+    assert await sweep == 1
+    await call
+    for name in ("second", "third"):
+        assert (await house.sessions.grade(name)).reward == 1.0
+
+
+async def test_a_repeated_seed_counts_as_use(tmp_path: Path) -> None:
+    house = House(tmp_path, idle_s=10)
+    await house.sessions.open("s", ROW)
+    house.now = 8
+    await house.sessions.open("s", ROW)
+    house.now = 16
+    assert await house.sessions.expire() == 0
+    await house.sessions.aclose()
+
+
+async def test_a_call_during_the_close_of_an_idle_session_is_refused(tmp_path: Path) -> None:
+    house = House(tmp_path, idle_s=10)
+    await house.sessions.open("s", ROW | {"fault": "close-hangs"})
+    house.now = 11
+    sweep = asyncio.create_task(house.sessions.expire())
+    await until(lambda: len(house.sessions) == 0)
+    with pytest.raises(SessionExpired):
+        await house.write("s", "alpha")
+    house.gate.set()
+    assert await sweep == 1
+
+
 async def test_episodes_wait_for_a_place_in_order(tmp_path: Path) -> None:
     house = House(tmp_path, open=1)
     await house.sessions.open("first", ROW)

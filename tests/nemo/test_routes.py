@@ -1,0 +1,112 @@
+"""A model that names a route of the server as its tool, without NeMo Gym: a server with the same routes."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import PlainTextResponse
+from pydantic import BaseModel, ConfigDict
+
+from prorl_envs.nemo.routes import separate_tool_calls
+from tests.nemo.test_sessions import ROW, House
+
+pytestmark = pytest.mark.anyio
+
+OWN = ("verify", "reset", "step", "seed_session", "aggregate_metrics")
+BODY = {"verifier_metadata": {"task": ROW}}
+EASY = {"verifier_metadata": {"task": ROW | {"expected": "easy"}}}
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    verifier_metadata: dict[str, Any]
+
+
+@asynccontextmanager
+async def serving(root: Path) -> AsyncIterator[tuple[House, httpx.AsyncClient]]:
+    """A server whose own routes answer `own: NAME`, and whose tool calls answer `tool: NAME, BODY`."""
+    house = House(root)
+    app = FastAPI()
+
+    def add(name: str) -> None:
+        async def own(body: _Body, request: Request) -> str:
+            assert await request.body()
+            return f"own: {name}, {body.verifier_metadata['task']['expected']}"
+
+        app.post(f"/{name}")(own)
+
+    async def call_tool(request: Request, tool: str) -> Response:
+        return PlainTextResponse(f"tool: {tool}, {(await request.body()).decode()}")
+
+    for name in OWN:
+        add(name)
+    separate_tool_calls(
+        app,
+        sessions=lambda: house.sessions,
+        session_id=lambda request: request.headers["session"],
+        call_tool=call_tool,
+    )
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://gym", headers={"session": "s"}
+    ) as agent:
+        yield house, agent
+        await house.sessions.aclose()
+
+
+@pytest.mark.parametrize("state", ["open", "graded"])
+@pytest.mark.parametrize("name", OWN)
+async def test_a_models_call_of_a_route_of_the_server_is_a_tool_call(
+    tmp_path: Path, name: str, state: str
+) -> None:
+    async with serving(tmp_path) as (house, agent):
+        await house.sessions.open("s", ROW)
+        if state == "graded":
+            await house.sessions.grade("s")
+        bodies: list[Any] = [{}, [], "verify", EASY, {"verifier_metadata": ROW}, {"verifier_metadata": None}]
+        for text in map(json.dumps, bodies):
+            answer = await agent.post(f"/{name}", content=text)
+            assert (answer.status_code, answer.text) == (200, f"tool: {name}, {text}")
+        assert (await agent.post(f"/{name}", content="{no JSON")).text == f"tool: {name}, {{no JSON"
+        assert len(house.sessions) == (state == "open")
+
+
+@pytest.mark.parametrize("name", OWN)
+async def test_the_agents_own_requests_reach_their_routes(tmp_path: Path, name: str) -> None:
+    async with serving(tmp_path) as (house, agent):
+        assert (await agent.post(f"/{name}", json=EASY)).json() == f"own: {name}, easy"  # no episode yet
+        assert (await agent.post(f"/{name}", json={})).status_code == 422
+        await house.sessions.open("s", ROW)
+        reordered = {"verifier_metadata": {"task": dict(reversed(ROW.items()))}}
+        for body in (BODY, BODY | {"response": {}}, reordered):
+            assert (await agent.post(f"/{name}", json=body)).json() == f"own: {name}, alpha"
+        await house.sessions.grade("s")
+        assert (await agent.post(f"/{name}", json=BODY)).json() == f"own: {name}, alpha"  # repeated
+
+
+@pytest.mark.parametrize(
+    ("path", "tool"),
+    [
+        ("/write", "write"),
+        ("/verify/", "verify/"),
+        ("/verify?a=b", "verify"),
+        ("/%76erify", "verify"),
+        ("//verify", "/verify"),
+        ("/a/verify", "a/verify"),
+        ("/openapi.json", "openapi.json"),
+        ("/docs", "docs"),
+        ("/Verify", "Verify"),
+        ("/", ""),
+    ],
+)
+async def test_every_other_path_is_a_tool_call(tmp_path: Path, path: str, tool: str) -> None:
+    async with serving(tmp_path) as (house, agent):
+        await house.sessions.open("s", ROW)
+        answer = await agent.post(f"http://gym{path}", json={})
+        assert (answer.status_code, answer.text) == (200, f"tool: {tool}, {{}}")
