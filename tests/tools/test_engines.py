@@ -104,6 +104,95 @@ async def test_input_is_refused_at_once_with_a_reason(kept: Toolbox, code: str) 
     assert "not" in result.text.splitlines()[-1]
 
 
+LOOP = "for _ in range(100):\n    "
+
+
+@pytest.mark.parametrize(
+    "commands",
+    [
+        "!sleep 60\n!sleep 60\n!sleep 60",
+        f"{LOOP}!sleep 60",
+        f"{LOOP}!sleep 60; true",
+        f"import os\n{LOOP}os.system('sleep 60')",
+        f"import os\n{LOOP}os.system('sleep 60; true')",
+        f"{LOOP}x = !sleep 60",
+        f"{LOOP}get_ipython().getoutput('sleep 60')",
+        "!!sleep 60\n!!sleep 60\n!!sleep 60",
+        "%sx sleep 60\n%sx sleep 60\n%sx sleep 60",
+        f"{LOOP}get_ipython().run_cell_magic('bash', '', 'sleep 60')",
+        f"{LOOP}get_ipython().run_line_magic('time', '__import__(\"time\").sleep(60)')",
+        f"import subprocess\n{LOOP}subprocess.run(['sleep', '60'])",
+        f"import os\n{LOOP}os.popen('sleep 60').read()",
+    ],
+)
+async def test_the_deadline_ends_a_cell_of_several_commands(kept: Toolbox, commands: str) -> None:
+    await kept.python("kept = 1", timeout_s=T)
+    code = f"print('before', flush=True)\n{commands}\nprint('after')"
+    result = await at_deadline(lambda limit_s: kept.python(code, timeout_s=limit_s))
+    assert "s: it was interrupted]" in result.text
+    assert result.data["error"] == "KeyboardInterrupt"
+    assert "after" not in result.text.splitlines()
+    assert (await kept.python("kept", timeout_s=T)).text == "1\n"
+
+
+async def test_commands_see_the_names_of_the_cell_and_give_their_status(kept: Toolbox) -> None:
+    code = (
+        "import os\ncmd, line, cell, depth = 'C', 'L', 'E', 'D'\n"
+        "!echo {cmd} $line {cell}; exit 3\n"
+        "print(_exit_code, os.waitstatus_to_exitcode(os.system('exit 4')))\n"
+        "x = !echo {cmd} $line {depth}\nprint(x)\n"
+        "def f(local):\n    y = !echo {local}\n    !echo {local}\n    return y\nprint(f('here'))\n"
+        "%sx echo {line} $cell\nget_ipython().run_cell_magic('bash', '-s {line}', 'echo $1')\n"
+        "os.system('kill -9 $$')"
+    )
+    result = await kept.python(code, timeout_s=T)
+    assert result.text == "C L E\n3 4\n['C L D']\nhere\n['here']\nL\n9\n"
+
+
+async def test_an_interrupt_that_a_cell_handles_does_not_end_its_later_commands(kept: Toolbox) -> None:
+    code = (
+        "import time\nprint('before', flush=True)\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n"
+        "    !echo handled\n    x = !echo too\n    print(x)"
+    )
+    result = await at_deadline(lambda limit_s: kept.python(code, timeout_s=limit_s))
+    assert "handled\n['too']\n" in result.text
+    assert result.data["error"] is None
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+async def test_processes_of_multiprocessing_start(kept: Toolbox, method: str) -> None:
+    code = (
+        "import concurrent.futures, multiprocessing\n"
+        f"context = multiprocessing.get_context({method!r})\n"
+        "with context.Pool(1) as pool:\n    print(pool.map(abs, [-1, -2]))\n"
+        "with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:\n"
+        "    print(list(pool.map(abs, [-3])))\n"
+        "process = context.Process(target=print, args=('in the process',))\n"
+        "process.start()\nprocess.join()\nprint(process.exitcode)"
+    )
+    result = await kept.python(code, timeout_s=T)
+    assert result.data["error"] is None, result.text
+    assert result.text.startswith("[1, 2]\n[3]\n") and "0" in result.text.splitlines()
+    # These helpers of `multiprocessing` live as long as the session; the leak check would find them.
+    await kept.python(
+        "from multiprocessing import forkserver, resource_tracker\n"
+        "forkserver._forkserver._stop()\nresource_tracker._resource_tracker._stop()",
+        timeout_s=T,
+    )
+
+
+async def test_a_cell_has_no_program_arguments(kept: Toolbox) -> None:
+    code = (
+        "import argparse, sys\nprint(sys.argv, sys.orig_argv)\n"
+        "print(argparse.ArgumentParser().parse_args())\n"
+        "parser = argparse.ArgumentParser()\nparser.add_argument('file')\nparser.parse_args()"
+    )
+    result = await kept.python(code, timeout_s=T)
+    assert result.text.startswith("[''] ['python3']\nNamespace()\n")
+    assert result.data["error"] == "SystemExit"
+    assert "following arguments are required: file" in result.text
+
+
 async def test_the_deadline_keeps_the_output_and_the_session(kept: Toolbox) -> None:
     await kept.python("kept = 1", timeout_s=T)
     code = "import time\nprint('before')\ntime.sleep(100)"

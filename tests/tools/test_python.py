@@ -224,3 +224,17 @@ async def test_without_a_session_the_call_is_refused(box: Toolbox) -> None:
 async def test_surrogates_are_shown_and_never_break_the_wire(python_box: Toolbox) -> None:
     assert (await python_box.python(r"print('\ud800')", timeout_s=T)).text == "\\ud800\n"
     assert not (await python_box.python("'\ud800'", timeout_s=T)).ok
+
+
+@pytest.mark.parametrize(
+    "code", ["raise SystemExit(3)", "import argparse\nargparse.ArgumentParser().error('x')"]
+)
+async def test_a_cell_that_exits_shows_no_path_of_the_host(python_box: Toolbox, code: str) -> None:
+    result = await python_box.python(code, timeout_s=T)
+    assert result.data["error"] == "SystemExit"
+    assert "/" not in result.text
+
+
+async def test_multiprocessing_remembers_no_directory_of_the_host(python_box: Toolbox) -> None:
+    code = "import multiprocessing.process as p, multiprocessing.spawn as s\nprint(p.ORIGINAL_DIR)"
+    assert (await python_box.python(code, timeout_s=T)).text == "None\n"

@@ -8,7 +8,7 @@ hostile cell can undo it, but the host's limits still hold.
 #: messages: otherwise one print of 20 MB would be one message, too large for the host.
 SETUP = """
 def _setup():
-    import io, subprocess, sys
+    import contextlib, io, os, signal, subprocess, sys, threading
     shell = get_ipython()
     limit = 1 << 20
 
@@ -60,14 +60,78 @@ def _setup():
             with io.TextIOWrapper(process.stdout, "utf-8", "replace", newline="") as output:
                 for line in output:
                     sys.stdout.write(line)
+        except KeyboardInterrupt:
+            stop(process)
+            raise
         finally:
             shell.user_ns["_exit_code"] = process.wait()
+
+    def stop(process):
+        # The interrupt has reached it too, as one of the kernel's group.
+        try:
+            process.wait(0.25)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+    # The next ones are as in `server/python_kernel.py`.
+    def run_system(command):
+        status = subprocess.call(command, shell=True, close_fds=False)
+        return -status if status < 0 else status << 8
+
+    @contextlib.contextmanager
+    def interrupt_kept():
+        if (
+            threading.current_thread() is not threading.main_thread()
+            or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        ):
+            yield
+            return
+        interrupted = []
+
+        def on_interrupt(*_):
+            interrupted.append(True)
+            raise KeyboardInterrupt
+
+        signal.signal(signal.SIGINT, on_interrupt)
+        try:
+            yield
+        except Exception:
+            if not interrupted:
+                raise
+        finally:
+            if signal.getsignal(signal.SIGINT) is on_interrupt:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+        if interrupted:
+            raise KeyboardInterrupt
+
+    getoutput_any = shell.getoutput
+
+    def getoutput(cmd, split=True, depth=0):
+        with interrupt_kept():
+            return getoutput_any(cmd, split, depth + 1)
+
+    line_magic_any, cell_magic_any = shell.run_line_magic, shell.run_cell_magic
+
+    def run_line_magic(magic_name, line, _stack_depth=1):
+        with interrupt_kept():
+            return line_magic_any(magic_name, line, _stack_depth + 1)
+
+    def run_cell_magic(magic_name, line, cell):
+        with interrupt_kept():
+            return cell_magic_any(magic_name, line, cell)
 
     sys.stdout = Bounded(sys.stdout)
     sys.stderr = Bounded(sys.stderr)
     format_any = shell.display_formatter.format
     shell.display_formatter.format = format_bounded
     shell.system = system
+    shell.getoutput = getoutput
+    shell.run_line_magic = run_line_magic
+    shell.run_cell_magic = run_cell_magic
+    os.system = run_system
+    sys.argv[:] = [""]  # the kernel's own arguments, on which a parser of arguments would fail
+    if hasattr(sys, "orig_argv"):
+        sys.orig_argv[:] = ["python3"]
 
 _setup()
 del _setup

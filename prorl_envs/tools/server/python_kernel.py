@@ -10,11 +10,14 @@ import contextlib
 import getpass
 import importlib.util
 import json
+import multiprocessing.process
 import os
 import re
 import signal
 import socket
+import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from io import TextIOWrapper
@@ -206,14 +209,75 @@ class CellShell(InteractiveShell):
         found: bool = super().should_run_async(raw_cell, transformed_cell=transformed_cell, **more)
         return found
 
+    def init_user_ns(self) -> None:
+        super().init_user_ns()  # type: ignore[no-untyped-call]
+        # `multiprocessing` reads it of the main module to start processes by `spawn` and `forkserver`.
+        self.user_ns.setdefault("__spec__", None)
+        self.user_ns_hidden.setdefault("__spec__", None)
+
     def system(self, cmd: str) -> None:
-        """Run a `!` command. IPython's own way uses a terminal, takes 0.1 s, and alters line ends."""
+        """Run a `!` command. IPython's own way uses a terminal, takes 0.1 s, alters line ends, and continues
+        the cell after an interrupt."""
         sys.stdout.flush()
-        self.system_raw(cmd)  # type: ignore[no-untyped-call]
+        command = self.var_expand(cmd, depth=1)  # type: ignore[no-untyped-call]
+        status = subprocess.call(command, shell=True, executable=os.environ.get("SHELL"))
+        self.user_ns["_exit_code"] = 128 - status if status > 128 else status
+        if self.system_raise_on_error and status != 0:
+            raise subprocess.CalledProcessError(status, command)
+
+    def getoutput(self, cmd: str, split: bool = True, depth: int = 0) -> Any:
+        """Run a command for its output: `names = !ls`."""
+        with interrupt_kept():
+            return super().getoutput(cmd, split, depth + 1)  # type: ignore[no-untyped-call]
+
+    def run_line_magic(self, magic_name: str, line: str, _stack_depth: int = 1) -> Any:
+        with interrupt_kept():
+            return super().run_line_magic(magic_name, line, _stack_depth + 1)
+
+    def run_cell_magic(self, magic_name: str, line: str, cell: str) -> Any:
+        with interrupt_kept():
+            return super().run_cell_magic(magic_name, line, cell)  # type: ignore[no-untyped-call]
 
     def ask_exit(self) -> None:
         """Handle `exit` and `quit`."""
         self.exiting = True
+
+
+@contextlib.contextmanager
+def interrupt_kept() -> Iterator[None]:
+    """Raise KeyboardInterrupt at the end if an interrupt came and the work did not raise it: IPython's
+    commands and magics print `^C` or a traceback instead, and the cell would continue until it is killed."""
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
+        yield
+        return
+    interrupted = False
+
+    def on_interrupt(*_: object) -> NoReturn:
+        nonlocal interrupted
+        interrupted = True
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield
+    except Exception:  # such as the failure of a command that the interrupt ended
+        if not interrupted:
+            raise
+    finally:
+        if signal.getsignal(signal.SIGINT) is on_interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def run_system(command: str | bytes | os.PathLike[str]) -> int:
+    """Run a command like `os.system`, which however ignores interrupts while the command runs, so that a loop
+    of commands would have to be killed. Return the wait status."""
+    status = subprocess.call(command, shell=True, close_fds=False)
+    return -status if status < 0 else status << 8
 
 
 def _leave_out_own_frames(error: BaseException) -> None:
@@ -287,6 +351,12 @@ def main() -> None:
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     builtins.input = getpass.getpass = _no_input
+    os.system = run_system  # type: ignore[assignment]  # typeshed knows paths of bytes, too
+    # These name the program of the template, and directories of the host.
+    sys.argv[:] = [""]
+    sys.orig_argv[:] = ["python3"]
+    multiprocessing.process.ORIGINAL_DIR = None  # type: ignore[attr-defined]
+    warnings.filterwarnings("ignore", message="To exit: use 'exit'", module="IPython")
     # The session's own directory first; then only directories that exist in this sandbox.
     sys.path[:] = ["", *filter(os.path.exists, sys.path)]
     control = socket.socket(fileno=CONTROL_FD)
