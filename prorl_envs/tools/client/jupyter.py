@@ -22,6 +22,7 @@ from jupyter_client.asynchronous.client import AsyncKernelClient
 
 from prorl_envs.errors import InputError, ToolError
 from prorl_envs.sandbox.base import Sandbox
+from prorl_envs.sandbox.filesystem.directories import node_local_base
 from prorl_envs.tools.client.connection import ServerLost
 from prorl_envs.tools.client.jupyter_output import CellOutput
 from prorl_envs.tools.client.jupyter_setup import SETUP
@@ -288,7 +289,7 @@ class _Kernel:
 
         The links are valid while this process lives, independent of the sandbox's own directory.
         """
-        folder = Path(tempfile.mkdtemp(prefix="prk-"))
+        folder = Path(tempfile.mkdtemp(prefix="prk-", dir=node_local_base()))
         for number, fd in self._sockets.items():
             (folder / f"k-{number}").symlink_to(f"/proc/{os.getpid()}/fd/{fd}")
         return folder
