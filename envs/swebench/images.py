@@ -34,7 +34,9 @@ class Images:
             return error.message
         if self._options.pull and task.image:
             return ""
-        return f"there is no image of {task.id} ({task.image or 'its row names none'})"
+        if task.image:
+            return "there is no image of it here: options.images.pull: true pulls the one that its row names"
+        return f"there is no image of it, and its row names none: {_HINT}"
 
     def find(self, task: SwebenchTask) -> Path | str | None:
         """Return the path or address the options give for `task`; None if it is neither looked up nor in the

@@ -27,6 +27,7 @@ from prorl_envs.cli.commands.run_command import run
 from prorl_envs.cli.commands.settings import list_settings
 from prorl_envs.cli.commands.view import view
 from prorl_envs.cli.options import (
+    AllowMissingOption,
     ConfigOption,
     DataOption,
     EnvironmentArgument,
@@ -226,13 +227,18 @@ def validate(
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Episodes at a time.")] = 4,
     config: ConfigOption = None,
+    allow_missing: AllowMissingOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Check a data file without a model: references score 1, untouched workspaces 0, twice the same."""
     from prorl_envs.app.run_loop import run
     from prorl_envs.cli.commands.validate import validate_file
 
-    if not run(validate_file(settings_of(config), environment, data, jobs, as_json=as_json)):
+    if not run(
+        validate_file(
+            settings_of(config), environment, data, jobs, allow_missing=allow_missing, as_json=as_json
+        )
+    ):
         raise typer.Exit(1)
 
 
@@ -273,13 +279,18 @@ def prepare(
     ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Tasks at a time.")] = 4,
     config: ConfigOption = None,
+    allow_missing: AllowMissingOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Build, pull and check everything that the tasks of a data file need. Run it again to resume."""
     from prorl_envs.app.run_loop import run
     from prorl_envs.cli.commands.prepare import prepare_file
 
-    if not run(prepare_file(settings_of(config), environment, data, jobs, as_json=as_json)):
+    if not run(
+        prepare_file(
+            settings_of(config), environment, data, jobs, allow_missing=allow_missing, as_json=as_json
+        )
+    ):
         raise typer.Exit(1)
 
 

@@ -49,6 +49,9 @@ TokenizerOption = Annotated[
 ModelOption = Annotated[str | None, typer.Option("--model", help="Model name, as the server knows it.")]
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML file with settings.")]
 #: The same in every command that has this option; `tests/cli/test_json.py` checks that.
+AllowMissingOption = Annotated[
+    bool, typer.Option("--allow-missing", help="Succeed even if some tasks cannot run on this machine.")
+]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print JSON to standard output, and nothing else there.")
 ]

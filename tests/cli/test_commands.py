@@ -176,6 +176,23 @@ def test_prepare_reports_prepared_data(cli: Cli, tmp_path: Path) -> None:
     assert done.returncode == 0 and "was there" in done.stdout and "1 was there" in done.stderr
 
 
+@pytest.mark.parametrize("command", ["validate", "prepare"])
+def test_tasks_that_cannot_run_here_are_a_failure_unless_allowed(
+    cli: Cli, tmp_path: Path, command: str
+) -> None:
+    checks = [{"type": "file_equals", "name": "x", "path": "x", "text": "x"}]
+    reference = [{"tool": "bash", "arguments": {"command": "printf x > x"}}]
+    good = {"id": "good", "instruction": "Write x.", "checks": checks, "reference": reference}
+    lacking = {**good, "requires": ["no-such-program"]}
+    rows = [good, *({**lacking, "id": f"lacking-{number}"} for number in range(5))]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = cli(command, "bash", "tasks.jsonl")
+    assert done.returncode == 1
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("left out: ")]
+    assert line.startswith("left out: lacking-0, lacking-1, lacking-2 and 2 more: not installed below /usr")
+    assert cli(command, "bash", "tasks.jsonl", "--allow-missing").returncode == 0
+
+
 def test_an_unknown_environment_is_a_clear_error(cli: Cli) -> None:
     done = cli("run", "chess", "--llm", "http://127.0.0.1:9")
     assert done.returncode == 2 and "chess" in done.stderr and "bash" in done.stderr

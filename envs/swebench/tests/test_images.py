@@ -162,7 +162,7 @@ async def test_preparing_again_finds_existing_images(
         again = await prepare(family, node, tasks, 2, Display(progress, 3))
     assert [result.state for result in first] == ["done", "left out", "failed"]
     assert [result.state for result in again] == ["was there", "left out", "failed"]
-    assert "there is no image of thing__absent" in first[1].why
+    assert "there is no image of it here: options.images.pull: true" in first[1].why
     assert "the image has no /testbed" in first[2].why
 
 

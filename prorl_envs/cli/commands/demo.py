@@ -14,7 +14,7 @@ from pathlib import Path
 
 from prorl_envs.app.compose import Model, request_defaults, rollout_service
 from prorl_envs.catalog import Catalog
-from prorl_envs.cli.output.console import err, out, program
+from prorl_envs.cli.output.console import err, out, print_left_out, program
 from prorl_envs.cli.output.run_groups import run_groups
 from prorl_envs.cli.output.tables import groups_table
 from prorl_envs.cli.run_folders import create_folder
@@ -96,14 +96,13 @@ def choose(catalog: Catalog, options: DemoOptions, driver: str = "auto") -> list
     for name in options.families:
         if options.tasks.get(name) == 0:
             continue
-        family, found, left_out = catalog.family(name), [], Counter[str]()
+        family, found, left_out = catalog.family(name), list[Chosen](), list[tuple[str, str]]()
         for row, task in catalog.rows(name, None):
             if reason := family.driver_obstacle(driver) or family.unavailable(task):
-                left_out[reason] += 1
+                left_out.append((f"{name} {task.id}", reason))
             else:
                 found.append(Chosen(name, row, task))
-        for reason, count in left_out.items():
-            err.print(f"left out: {count} {name} {'task' if count == 1 else 'tasks'}: {reason}")
+        print_left_out(left_out)
         chosen += found[: options.tasks.get(name, len(found))]
     if not chosen:
         raise InputError("this machine can run none of the demo's tasks", hint="the reasons are above")

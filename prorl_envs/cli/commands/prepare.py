@@ -13,7 +13,7 @@ from rich.text import Text
 
 from prorl_envs.app.compose import node
 from prorl_envs.catalog import Catalog
-from prorl_envs.cli.output.console import err, out, plain, print_json
+from prorl_envs.cli.output.console import err, out, plain, print_json, print_left_out
 from prorl_envs.config import Settings
 from prorl_envs.env.base import Environment, Task
 from prorl_envs.env.node import Node
@@ -62,7 +62,13 @@ class Display:
 
 
 async def prepare_file(
-    settings: Settings, environment: str, data: Path | None, jobs: int, *, as_json: bool = False
+    settings: Settings,
+    environment: str,
+    data: Path | None,
+    jobs: int,
+    *,
+    allow_missing: bool = False,
+    as_json: bool = False,
 ) -> bool:
     """Prepare the tasks of a data file, several at a time. Earlier work is not repeated.
 
@@ -71,10 +77,11 @@ async def prepare_file(
         environment: the family.
         data: the file; None takes the family's examples.
         jobs: most tasks at a time.
+        allow_missing: tasks that cannot run here are no failure.
         as_json: print JSON instead of a table.
 
     Returns:
-        whether every task that this machine can run is prepared.
+        whether every task is prepared.
 
     Raises:
         InputError: no such environment, or a row is wrong.
@@ -96,7 +103,8 @@ async def prepare_file(
         state: sum(r.state == state for r in results) for state in dict.fromkeys(r.state for r in results)
     }
     err.print(", ".join(f"{count} {state}" for state, count in counts.items()))
-    return "failed" not in counts
+    print_left_out([(one.task_id, one.why) for one in results if one.state == "left out"])
+    return "failed" not in counts and (allow_missing or "left out" not in counts)
 
 
 async def prepare(

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from prorl_envs.app.compose import node, without_harness
 from prorl_envs.catalog import Catalog
-from prorl_envs.cli.output.console import err, out, print_json
+from prorl_envs.cli.output.console import err, out, print_json, print_left_out
 from prorl_envs.config import Settings
 from prorl_envs.env.validate import ValidationVerdict, validate
 from prorl_envs.errors import InputError
@@ -34,24 +34,34 @@ def verdict_table(verdicts: list[ValidationVerdict]) -> Table:
 
 
 async def validate_file(
-    settings: Settings, environment: str, data: Path | None, jobs: int, *, as_json: bool = False
+    settings: Settings,
+    environment: str,
+    data: Path | None,
+    jobs: int,
+    *,
+    allow_missing: bool = False,
+    as_json: bool = False,
 ) -> bool:
-    """Validate the tasks of a data file that this machine can run.
+    """Validate the tasks of a data file that this machine can run, and say why it cannot run others.
+
+    Args:
+        allow_missing: tasks that cannot run here are no failure.
 
     Returns:
-        whether every task discriminates.
+        whether every task can run here and discriminates.
 
     Raises:
         InputError: no such environment, a row is wrong, or there is nothing to validate.
     """
     catalog = without_harness(Catalog.of(settings), environment)
     chosen = catalog.family(environment)
-    tasks = []
+    tasks, left_out = [], list[tuple[str, str]]()
     for task in catalog.tasks(environment, data):
         if reason := chosen.driver_obstacle(settings.driver) or chosen.unavailable(task):
-            err.print(f"left out: {task.id}: {reason}")
+            left_out.append((task.id, reason))
         else:
             tasks.append(task)
+    print_left_out(left_out)
     if not tasks:
         raise InputError(f"there is no {environment} task that this machine can run")
     async with node(settings) as opened, catalog:
@@ -64,4 +74,4 @@ async def validate_file(
         print_json([{**asdict(verdict), "ok": verdict.ok} for verdict in verdicts])
     else:
         out.print(verdict_table(verdicts))
-    return all(verdict.ok for verdict in verdicts)
+    return all(verdict.ok for verdict in verdicts) and (allow_missing or not left_out)

@@ -26,6 +26,21 @@ def report(error: ProrlError) -> None:
         err.print(Text.assemble(("hint: ", "bold cyan"), plain(error.hint)))
 
 
+def print_left_out(tasks: Iterable[tuple[str, str]]) -> None:
+    """Print how many tasks cannot run here, for each reason.
+
+    Args:
+        tasks: the id and the reason of each.
+    """
+    by_reason: dict[str, list[str]] = {}
+    for task_id, reason in tasks:
+        by_reason.setdefault(reason, []).append(task_id)
+    for reason, ids in by_reason.items():
+        few = ", ".join(ids[:3])
+        named = few if len(ids) <= 3 else f"{few} and {len(ids) - 3} more"
+        err.print(plain(f"left out: {named}: {reason}"), style="yellow")
+
+
 def print_json(value: object, *, indent: int | None = 2) -> None:
     """Print a value as one JSON document on standard output.
 
