@@ -94,8 +94,10 @@ def _relatively_close(gold: Any, answer: Any) -> bool:
     symbols = sorted(left.free_symbols | right.free_symbols, key=str)
     point = {symbol: Rational(31 + 7 * index, 23 + 5 * index) for index, symbol in enumerate(symbols)}
     left, right = left.xreplace(point), right.xreplace(point)
-    size = max(abs(left.evalf()), abs(right.evalf()))
-    return bool(abs((left - right).evalf()) <= Float(_DECIMAL if decimal else _EXACT) * size)
+    sizes = [abs(value.evalf()) for value in (left, right, left - right)]
+    if not all(size.is_comparable for size in sizes):
+        return True  # infinite, or with an undefined function
+    return bool(sizes[2] <= Float(_DECIMAL if decimal else _EXACT) * max(sizes[:2]))
 
 
 def is_equal(right: Any, answer: Any) -> bool:
