@@ -39,7 +39,7 @@ from prorl_envs.cli.options import (
     api_key,
     settings_of,
 )
-from prorl_envs.cli.output.console import out, report
+from prorl_envs.cli.output.console import out, replace_unencodable, report
 from prorl_envs.cli.sources import SourceArgument
 from prorl_envs.errors import InputError, ProrlError
 
@@ -380,6 +380,7 @@ cli.add_typer(nemo, name="nemo", rich_help_panel=_NEMO)
 
 def app() -> None:
     """Run the command line (the console script)."""
+    replace_unencodable()
     try:
         cli()
     except ProrlError as error:

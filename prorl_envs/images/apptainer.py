@@ -96,7 +96,9 @@ def rights() -> Rights:
 
 def _is_listed(path: Path) -> bool:
     try:
-        names = {line.partition(":")[0] for line in path.read_text().splitlines()}
+        names = {
+            line.partition(":")[0] for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
+        }
     except OSError:
         return False
     known = {str(os.geteuid())}

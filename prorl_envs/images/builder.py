@@ -223,7 +223,7 @@ class ImageBuilder:
             stages[-1].add("files", copies)
         labels = {"template": locked.template.name, "version": locked.template.version, "lock": locked.key}
         stages[-1].add("labels", [f"    prorl.{name} {value}" for name, value in labels.items()])
-        definition.write_text(render(stages))
+        definition.write_text(render(stages), encoding="utf-8")
         arguments = (str(image), str(definition))
         try:
             await self._apptainer(scratch, *arguments, identity=may.identity)

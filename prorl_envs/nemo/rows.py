@@ -127,7 +127,7 @@ def write_rows(environment: str, source: Path, target: Path) -> int:
     """
     text = render(environment, source)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(text)
+    target.write_text(text, encoding="utf-8")
     return text.count("\n")
 
 

@@ -1,9 +1,13 @@
 """Consoles for standard output and standard error, and the format of errors."""
 
+import codecs
+import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterable
+from io import TextIOWrapper
 
 from rich.console import Console
 from rich.text import Text
@@ -13,10 +17,21 @@ from prorl_envs.errors import ProrlError, printable
 #: Columns if the output is a file or a pipe, which has no width.
 _WIDTH = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120
 
+_NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
+
 #: For the requested data: tables, trajectories, JSON.
 out = Console(highlight=False, markup=False, emoji=False, width=_WIDTH)
 #: For everything else: progress, notes, errors.
 err = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
+def replace_unencodable() -> None:
+    """Have the standard streams replace characters that their encoding does not have, instead of raising an
+    error: text of models and of sandboxes may hold any character, lone surrogates included."""
+    for stream in (sys.stdout, sys.stderr):
+        # Other error handlers never raise, or were chosen with PYTHONIOENCODING.
+        if isinstance(stream, TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+            stream.reconfigure(errors="replace")
 
 
 def report(error: ProrlError) -> None:
@@ -50,8 +65,16 @@ def print_json(value: object, *, indent: int | None = 2) -> None:
     """
     from pydantic_core import to_json
 
+    text = to_json(value, indent=indent, inf_nan_mode="null").decode()
+    if not _is_utf8(out.encoding):
+        # Strings of JSON have escapes, so no character is lost. Outside strings, all is ASCII.
+        text = _NOT_ASCII.sub(lambda found: json.dumps(found[0])[1:-1], text)
     # `out.print` would take several times as long for many lines.
-    out.file.write(to_json(value, indent=indent, inf_nan_mode="null").decode() + "\n")
+    out.file.write(f"{text}\n")
+
+
+def _is_utf8(encoding: str) -> bool:
+    return codecs.lookup(encoding).name == "utf-8"
 
 
 def print_json_lines(values: Iterable[object]) -> None:

@@ -569,7 +569,7 @@ class _Build:
                 )
             return
         if "env" in options:
-            env[options["env"]] = path.read_text().rstrip("\n")
+            env[options["env"]] = path.read_text(encoding="utf-8").rstrip("\n")
         if "target" in options:
             mounts.append(Mount(source=path.absolute(), target=options["target"]))
 
