@@ -608,9 +608,10 @@ def test_a_process_killed_during_a_start_leaks_nothing(run_dir: Path, whom: str,
         if whom == "maker":
             maker = child_of(starter)
             time.sleep(after_s)
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(maker, signal.SIGKILL)
-            os.close(maker)
+            if maker is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(maker, signal.SIGKILL)
+                os.close(maker)
         else:
             time.sleep(after_s)
             with contextlib.suppress(ProcessLookupError):
@@ -621,11 +622,15 @@ def test_a_process_killed_during_a_start_leaks_nothing(run_dir: Path, whom: str,
     assert leaks_since(before, run_dir) == []
 
 
-def child_of(starter: int) -> int:
-    """Return a pidfd of the first child that runs a program in memory."""
+def child_of(starter: int) -> int | None:
+    """Return a pidfd of the first child that runs a program in memory; None if the start was faster."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        for pid in map(int, Path(f"/proc/{starter}/task/{starter}/children").read_text().split()):
+        try:
+            children = Path(f"/proc/{starter}/task/{starter}/children").read_text()
+        except FileNotFoundError:  # it has ended
+            return None
+        for pid in map(int, children.split()):
             with contextlib.suppress(OSError):
                 pidfd = os.pidfd_open(pid)
                 if Path(f"/proc/{pid}/cmdline").read_bytes() == b"sandbox\0":
