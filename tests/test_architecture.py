@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
             "errors",
             "window",
             "sandbox.base",
+            "sandbox.filesystem.directories",  # Jupyter's sockets need a short path
             "sandbox.linux.descriptors",
             "sandbox.template.sandbox_init",
         }
