@@ -1,11 +1,19 @@
 """Extraction of answers from model output: a box, a line `Answer: ...`, a block of code. Pure and bounded."""
 
 import re
+from collections.abc import Sequence
+from typing import NamedTuple
 
 _THOUGHT_ENDS = "</think>"
 _THOUGHT = "<think>"
-_FENCE = "```"
-_PYTHON = ("", "python", "python3", "py")
+#: A fence; the language is the first word of its text, without braces and options.
+_FENCE = re.compile(
+    r"(?P<indent>[ \t]*(?P<item>(?:[-*+]|[0-9]{1,9}[.)])[ \t]+)?)(?P<marks>`{3,}+(?!.*`)|~{3,}+)"
+    r"(?P<info>[ \t]*[{.]*(?:(?P<language>[^\s{}:,=]+)(?![^\s{}:,=]*=))?.*)",
+)
+#: Fences that are searched, from the end of a text: hostile ones take quadratic time.
+_FENCES = 2_000
+_PYTHON = re.compile(r"i?python[0-9.]*|py3?|.*\.py")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _LEAD = r"(?:(?:so|thus|hence|then|therefore)\b\W*)?(?:(?:the|my|our|final|correct|right)\s+)*"
 _LABEL = re.compile(
@@ -36,19 +44,68 @@ def said(text: str) -> str:
 
 
 def last_code(text: str) -> str:
-    """Return the last fenced block of Python, or of no named language; "" if there is none."""
-    found, language = "", ""
-    block: list[str] | None = None
-    for line in said(text).splitlines(keepends=True):
-        mark = line.strip()
-        if block is None and mark.startswith(_FENCE):
-            block, language = [], mark.removeprefix(_FENCE).strip().lower()
-        elif block is not None and mark == _FENCE:
-            found = "".join(block) if language in _PYTHON else found
-            block = None
-        elif block is not None:
-            block.append(line)
-    return found
+    """Return the last fenced block marked as Python; if none is, the last unmarked one; "" without any.
+
+    Fences are those of CommonMark (https://spec.commonmark.org/0.31.2/#fenced-code-blocks), at any
+    indentation because of nested lists. Empty blocks and blocks that are not closed do not count.
+    """
+    lines = said(text).split("\n")
+    fences = [fence for number, line in enumerate(lines) if (fence := _fence(number, line))][-_FENCES:]
+    marked = unmarked = ""
+    end = -1
+    for place, opening in enumerate(fences):
+        if opening.line <= end or (closing := _closing(fences, place)) is None:
+            continue
+        end, width = closing.line, opening.indent  # a line loses at most the indentation of the opening fence
+        block = lines[opening.line + 1 : end]
+        code = "".join(f"{line[:width].lstrip()}{line[width:]}\n" for line in block)
+        if code.strip() and _PYTHON.fullmatch(opening.language):
+            marked = code
+        elif code.strip() and not opening.language:
+            unmarked = code
+    return marked or unmarked
+
+
+class _Fence(NamedTuple):
+    line: int
+    indent: int
+    marks: str
+    info: str
+    language: str
+    item: bool
+
+    def encloses(self, other: "_Fence") -> bool:
+        """Return true if the other fence is too short, or of another kind, to close this one's block."""
+        return not other.marks.startswith(self.marks)
+
+
+def _fence(line: int, text: str) -> _Fence | None:
+    match = _FENCE.fullmatch(text)
+    if match is None:
+        return None
+    indent, item, marks, info, language = match.group("indent", "item", "marks", "info", "language")
+    return _Fence(line, len(indent), marks, info.strip(), (language or "").lower(), bool(item))
+
+
+def _closing(fences: Sequence[_Fence], place: int) -> _Fence | None:
+    """Return the fence that closes the block opened at a place; None if the next block starts before it.
+
+    A fence that is indented further than the opening one may be part of a docstring: it closes the block
+    only if no other does.
+    """
+    opening, indented = fences[place], None
+    for number in range(place + 1, len(fences)):
+        fence = fences[number]
+        if opening.encloses(fence):
+            continue
+        outside = fence.indent <= opening.indent
+        if outside and (fence.info or fence.item):
+            break
+        if outside:
+            return fence
+        if not fence.info and not fence.item:
+            indented = indented or fence
+    return indented
 
 
 def last_boxed(text: str) -> str:
