@@ -1,5 +1,6 @@
 """Comparison of an output or a result with the expected one. Pure, total and bounded; evaluates no code."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
@@ -41,7 +42,7 @@ def _same_value(value: Any, expected: Any, tests: FunctionTests) -> bool:
             return _same_items(value, expected)
         if tests.compare is ValueRule.FLOATS:
             return _close(value, expected, tests)
-        return bool(_plain(value) == _plain(expected))
+        return _equal(value, expected)
     except (RecursionError, OverflowError):
         return False
 
@@ -70,22 +71,52 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def _plain(value: Any) -> Any:
-    """Convert a value to JSON form, because rows are JSON: tuples to lists, keys to JSON keys; numbers and
-    booleans stay."""
+def _canonical(value: Any) -> str:
+    """Return a text that two values share exactly if they are equal.
+
+    Rows are JSON, so a tuple equals a list, and keys equal JSON's. Numbers are equal as in Python, but NaN
+    equals NaN. A set equals only a set. Hashes would be faster, but a hostile value can make all its hashes
+    collide.
+    """
     if _is_list(value):
-        return [_plain(item) for item in value]
+        return f"[{','.join(map(_canonical, value))}]"
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return f"{{{','.join(sorted(f'{_key(key)!r}:{_canonical(item)}' for key, item in value.items()))}}}"
     if isinstance(value, Set):
-        return sorted(map(repr, value))
-    return value
+        return f"{{{','.join(sorted(map(_canonical, value)))}}}set"
+    return _canonical_number(value) if isinstance(value, int | float | complex) else repr(value)
+
+
+def _canonical_number(value: complex) -> str:
+    if isinstance(value, complex):
+        if value.imag:
+            return f"{_canonical_number(value.real)}+{_canonical_number(value.imag)}j"
+        value = value.real
+    if isinstance(value, int) or value.is_integer():
+        return hex(int(value))  # decimal digits of large numbers take quadratic time
+    return repr(value)
+
+
+def _key(key: Any) -> str:
+    """Return a key of a dict as JSON writes it."""
+    if isinstance(key, bool) or key is None:
+        return json.dumps(key)
+    return str(key)
+
+
+def _equal(value: Any, expected: Any) -> bool:
+    return _canonical(value) == _canonical(expected)
 
 
 def _same_items(value: Any, expected: Any) -> bool:
-    if not (_is_list(value) or isinstance(value, Set)) or not _is_list(expected):
-        return bool(_plain(value) == _plain(expected))
-    return sorted(repr(_plain(item)) for item in value) == sorted(repr(_plain(item)) for item in expected)
+    """Compare the items of two lists in any order. A set counts as the list of its items."""
+    if _is_items(value) and _is_items(expected):
+        return sorted(map(_canonical, value)) == sorted(map(_canonical, expected))
+    return _equal(value, expected)
+
+
+def _is_items(value: Any) -> bool:
+    return _is_list(value) or isinstance(value, Set)
 
 
 def _close(value: Any, expected: Any, tests: FunctionTests) -> bool:
@@ -93,11 +124,15 @@ def _close(value: Any, expected: Any, tests: FunctionTests) -> bool:
         pairs = zip(value, expected, strict=False)
         return len(value) == len(expected) and all(_close(a, b, tests) for a, b in pairs)
     if isinstance(value, Mapping) and isinstance(expected, Mapping):
-        left, right = ({str(key): item for key, item in each.items()} for each in (value, expected))
-        return left.keys() == right.keys() and all(_close(left[key], right[key], tests) for key in left)
+        left, right = ({_key(key): item for key, item in each.items()} for each in (value, expected))
+        return (
+            len(value) == len(expected)
+            and left.keys() == right.keys()
+            and all(_close(left[key], right[key], tests) for key in left)
+        )
     if _is_number(value) and _is_number(expected):
-        return _near(float(value), float(expected), tests.rel_tol, tests.abs_tol)
-    return bool(_plain(value) == _plain(expected))
+        return value == expected or _near(float(value), float(expected), tests.rel_tol, tests.abs_tol)
+    return _equal(value, expected)
 
 
 def _is_number(value: Any) -> bool:

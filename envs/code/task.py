@@ -87,8 +87,10 @@ class FunctionTests(_Model):
 
     Args:
         entry_point: the name.
-        cases: calls with their results. A tuple equals a list with the same items.
-        compare: `equal`, `floats` (numbers within the tolerance), or `unordered` (a list in any order).
+        cases: calls with their results. A tuple equals a list with the same items, 1 equals 1.0, and NaN
+            equals NaN. A set equals no list, except with `unordered`.
+        compare: `equal`, `floats` (numbers within the tolerance), or `unordered` (the items of a list or set
+            in any order; each item as with `equal`).
         rel_tol, abs_tol: tolerances of `floats`.
     """
 

@@ -2,11 +2,15 @@
 
 import base64
 import json
+import math
 import pickle
 import zlib
+from random import Random
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from prorl_envs.env.node import Node
 from prorl_envs.env.validate import validate
@@ -230,6 +234,45 @@ def test_outputs_are_compared_as_configured(compare: str, output: str, expected:
         ("unordered", [3, 1, 1], [1, 3, 1], True),
         ("unordered", [3, 1], [1, 3, 1], False),
         ("unordered", {1, 3}, [3, 1], True),
+        ("unordered", {1, 2}, ["1", "2"], False),
+        ("unordered", [2.0, 1.0], [1, 2], True),
+        ("unordered", [{"b": 2, "a": 1}], [{"a": 1, "b": 2}], True),
+        ("unordered", [0.0], [-0.0], True),
+        ("unordered", [True, 0], [0, 1], True),
+        ("unordered", [1 + 0j, [2j]], [[2j], 1], True),
+        ("unordered", [(2, 1.0)], [[2, 1]], True),
+        ("unordered", [(1, 2)], [[2, 1]], False),
+        ("unordered", [2**53 + 1], [float(2**53)], False),
+        ("unordered", [10**5000, 1], [1, 10**5000], True),
+        ("unordered", [float("nan"), 1], [1.0, float("nan")], True),
+        ("unordered", ["1", 2], [1, "2"], False),
+        ("unordered", [b"a", "b'b'"], ["b'a'", b"b"], False),
+        ("unordered", ["a,b"], ["a", "b"], False),
+        ("unordered", "ab", ["a", "b"], False),
+        ("unordered", {"b": 2, "a": 1.0}, {"a": 1, "b": 2}, True),
+        # a set equals only a set, but is a list in any order
+        ("equal", {1, 2}, ["1", "2"], False),
+        ("equal", {1, 2}, [1, 2], False),
+        ("equal", [{1, 2}], [["1", "2"]], False),
+        ("equal", {1.0, 2}, frozenset([2, 1]), True),
+        ("equal", {"a", 1}, {"a", "1"}, False),
+        ("equal", set(), [], False),
+        ("unordered", [{1, 2}], [[1, 2]], False),
+        ("unordered", [{1.0, 2}, {3}], [{3}, {2, 1}], True),
+        ("floats", {1, 2}, ["1", "2"], False),
+        # keys are those of JSON, and none is lost
+        ("equal", {1: "x", "1": "a"}, {"1": "a"}, False),
+        ("floats", {1: 2, "1": 1}, {"1": 1}, False),
+        ("equal", {True: 1, None: 2, 1.5: 3}, {"true": 1, "null": 2, "1.5": 3}, True),
+        ("floats", {True: 1.0}, {"true": 1}, True),
+        ("equal", {(1, 2): 3}, {"(1, 2)": 3}, True),
+        ("equal", {"a": 1}, [["a", 1]], False),
+        # whatever is equal is so within any tolerance
+        ("floats", [10**400], [10**400], True),
+        ("floats", [10**400 + 1], [10**400], False),
+        ("equal", [float("nan")], [float("nan")], True),
+        ("equal", [float("inf")], [float("-inf")], False),
+        ("equal", None, 0, False),
     ],
 )
 def test_results_are_compared_as_configured(compare: str, value: Any, expected: Any, same: bool) -> None:
@@ -252,3 +295,44 @@ def test_lines_of_an_output_end_at_line_feeds_only(odd: str) -> None:
     tests = StdioTests.model_validate({**TESTS, "compare": "lines"})
     assert not same_output(f"1{odd}2\n", "1\n2\n", tests)
     assert same_output(f"1{odd}2 \r\n3\n\n", f"1{odd}2\n3", tests)
+
+
+_NUMBERS = st.integers() | st.floats(allow_nan=False) | st.complex_numbers(allow_nan=False)
+_SCALARS = st.none() | st.booleans() | _NUMBERS | st.text() | st.binary()
+_HASHED = st.recursive(_SCALARS, lambda items: st.frozensets(items, max_size=3) | st.tuples(items, items))
+_VALUES = st.recursive(
+    _SCALARS | st.just(math.nan) | st.frozensets(_HASHED, max_size=3),
+    lambda items: st.lists(items, max_size=4) | st.dictionaries(st.text(max_size=3), items, max_size=3),
+    max_leaves=10,
+)
+
+
+def _rewritten(value: Any) -> Any:
+    """Return an equal value: other types of numbers and of lists, and another order of keys."""
+    if isinstance(value, list):
+        return tuple(map(_rewritten, value))
+    if isinstance(value, dict):
+        return {key: _rewritten(value[key]) for key in reversed(value)}
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return complex(value) if isinstance(value, float) else value
+
+
+@settings(deadline=None)
+@given(st.lists(_VALUES, max_size=6), st.randoms(use_true_random=False))
+def test_equal_lists_are_equal_in_any_order(values: list[Any], random: Random) -> None:
+    case = FunctionCase(expected=values)
+    shuffled = list(map(_rewritten, values))
+    assert same_result(shuffled, case, _tests("equal"))
+    random.shuffle(shuffled)
+    assert same_result(shuffled, case, _tests("unordered"))
+
+
+@settings(deadline=None)
+@given(_SCALARS | _HASHED, _SCALARS | _HASHED)
+def test_scalars_are_equal_as_in_python(left: Any, right: Any) -> None:
+    assert same_result(left, FunctionCase(expected=right), _tests("equal")) is (left == right)
+
+
+def _tests(compare: str) -> FunctionTests:
+    return FunctionTests.model_validate({**CALL, "compare": compare})
