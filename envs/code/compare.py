@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -9,6 +10,7 @@ from prorl_envs.envs.code.task import FunctionCase, FunctionTests, StdioTests, T
 
 #: Longest token that is parsed as a number.
 _MAX_NUMBER = 400
+_LINE_END = re.compile(r"\r\n?|\n")
 
 
 def same_output(output: str, expected: str, tests: StdioTests) -> bool:
@@ -48,7 +50,8 @@ def _same_value(value: Any, expected: Any, tests: FunctionTests) -> bool:
 
 
 def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().split("\n")]
+    # `splitlines` would also split at form feeds and Unicode separators, which are no ends of lines.
+    return [line.rstrip() for line in _LINE_END.split(text.rstrip())]
 
 
 def _close_tokens(left: str, right: str, tests: StdioTests) -> bool:

@@ -50,17 +50,19 @@ _ENV = {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "OPENBLAS_NUM_THR
 _PYTHON = ("python3", "-s", "-P", "-c")
 
 _CHECKER = """
-import json, sys
+import json, os, sys
+verdicts = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # what the checker prints, perhaps text of the solution, is no verdict
 given = json.load(sys.stdin)
 names = {"__name__": "checker"}
 exec(compile(given["checker"], "<checker>", "exec"), names)
-print(json.dumps("ready"), flush=True)
+print(json.dumps("ready"), file=verdicts, flush=True)
 for case in given["cases"]:
     try:
         verdict = bool(names["check"](*case))
     except Exception as error:
         verdict = f"{type(error).__name__}: {error}"[:200]
-    print(json.dumps(verdict), flush=True)
+    print(json.dumps(verdict), file=verdicts, flush=True)
 """
 
 
@@ -251,7 +253,7 @@ async def _run_checker(
     """Return the checker's verdict on each case; fewer if it was too slow.
 
     Raises:
-        GraderError: the checker does not start.
+        GraderError: the checker does not start, or ends itself.
     """
     given = json.dumps({"checker": checker, "cases": triples}).encode()
     async with sandbox_session(node, spec) as place:
@@ -261,6 +263,12 @@ async def _run_checker(
     lines = done.output.rstrip(b"\n").split(b"\n")
     if not done.output:
         raise GraderError(f"the checker failed: {done.errors[-500:].decode(errors='replace')}")
+    # An output may make a checker run too long or crash, but not exit.
+    if done.exit_code is not None and done.exit_code >= 0 and len(lines) <= len(triples):
+        raise GraderError(
+            "the checker ended before it judged every case",
+            hint="check() has to return true or false; it must not call sys.exit",
+        )
     return [json.loads(line) for line in lines[1:] if line in (b"true", b"false") or line.endswith(b'"')]
 
 

@@ -295,6 +295,30 @@ async def test_a_checker_judges_the_programs_output(node: Node) -> None:
 
 
 @pytest.mark.anyio
+async def test_an_output_that_crashes_the_checker_is_wrong(node: Node) -> None:
+    checker = "import os\ndef check(input, output, expected):\n    return os.kill(os.getpid(), 11) is None"
+    tests = {"type": "stdio", "cases": [{"input": "7"}], "checker": checker}
+    assert (await play(node, tests, "print(1)")).reward == 0.0
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("says", ["print(output)", "import os\n    os.write(1, output.encode())"])
+async def test_what_a_checker_prints_is_no_verdict(node: Node, says: str) -> None:
+    checker = f"def check(input, output, expected):\n    {says}\n    return False"
+    tests = {"type": "stdio", "cases": [{"input": "7"}], "checker": checker}
+    assert (await play(node, tests, "print('true')")).reward == 0.0
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("status", [0, 1])
+async def test_a_checker_that_ends_itself_gives_no_verdict(node: Node, status: int) -> None:
+    checker = f"import sys\ndef check(input, output, expected):\n    sys.exit({status})"
+    tests = {"type": "stdio", "cases": [{"input": "7"}], "checker": checker}
+    with pytest.raises(GraderError, match="ended before it judged every case"):
+        await play(node, tests, "print(1)")
+
+
+@pytest.mark.anyio
 async def test_a_checker_that_does_not_start_gives_no_verdict(node: Node) -> None:
     checker = "import no_such_module\ndef check(input, output, expected):\n    return True"
     tests = {"type": "stdio", "cases": [{"input": "7"}], "checker": checker}
