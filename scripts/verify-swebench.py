@@ -115,12 +115,14 @@ class Official:
                     "log": file.name,
                 }
             )
-        if report["resolved"] != grade.evidence["resolved"]:
+        if report["resolved"] != grade.evidence["official_resolved"]:
             return f"resolved: {report['resolved']} there"
         for column, ours in (("FAIL_TO_PASS", "fail_to_pass"), ("PASS_TO_PASS", "pass_to_pass")):
             theirs = report.get("tests_status", {}).get(column, {}).get("success", [])
             passed = {"PASSED", "XFAIL"} | ({"SKIPPED"} if ours == "pass_to_pass" else set())
-            here = [test for test, status in grade.evidence[ours].items() if status in passed]
+            overlooked = grade.evidence["overlooked_failures"]
+            statuses = grade.evidence[ours].items()
+            here = [test for test, status in statuses if status in passed or test in overlooked]
             if sorted(theirs) != sorted(here):
                 return f"{column}: {len(theirs)} pass there, {len(here)} here"
         return ""

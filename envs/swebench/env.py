@@ -9,7 +9,7 @@ from prorl_envs.env.node import Node
 from prorl_envs.env.sandboxed import SandboxedEnvironment, sandbox_session
 from prorl_envs.envs.swebench.build import Builder, missing
 from prorl_envs.envs.swebench.grade import run_tests
-from prorl_envs.envs.swebench.logs import ScriptRun, Status, Verdict, judge, judge_map
+from prorl_envs.envs.swebench.logs import FAILING, ScriptRun, Status, Verdict, judge, judge_map
 from prorl_envs.envs.swebench.options import SwebenchOptions
 from prorl_envs.envs.swebench.root import BuiltRoot
 from prorl_envs.envs.swebench.submission import SUBMISSION, Submission, apply, take
@@ -104,7 +104,7 @@ class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
         if submission.refusal:
             return self._graded(task, submission, ScriptRun({}, None, ""))
         run = await self.run_patch(task, submission)
-        if run.problem:
+        if self._judged(run).problem:
             await self._check_grader(task, submission, run)
         return self._graded(task, submission, run)
 
@@ -127,9 +127,9 @@ class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
             GraderError: the untouched tree has no verdict either, so the submission is not the cause.
         """
         control = await self.run_patch(task, replace(submission, patch=b"")) if submission.patch else run
-        if control.problem:
+        if problem := self._judged(control).problem:
             raise GraderError(
-                f"{task.id}: {control.problem}, on the untouched tree: {control.tail[-1000:]}",
+                f"{task.id}: {problem}, on the untouched tree: {control.tail[-1000:]}",
                 hint="the instance was built differently from what its row expects, or this machine is slow",
             )
 
@@ -138,15 +138,23 @@ class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
             raise EnvironmentFault("the instance is not built", hint="init first")
         return self._root
 
+    def _judged(self, run: ScriptRun) -> ScriptRun:
+        """Return a run with the statuses that the option `verdict` selects."""
+        return run if self.options.verdict == "official" else run.strict
+
     def _graded(self, task: SwebenchTask, submission: Submission, run: ScriptRun) -> Grade:
-        problem = submission.refusal or run.problem
-        verdict = _verdict(task, {} if problem else run.statuses)
+        judged = self._judged(run)
+        problem = submission.refusal or judged.problem
+        verdict = _verdict(task, {} if problem else judged.statuses, self.options.verdict)
+        official = _verdict(task, {} if submission.refusal or run.problem else run.statuses, "official")
         reward = float(verdict.resolved)
         if self.options.reward == "partial" and not task.expected and verdict.shares["pass_to_pass"] == 1:
             reward = verdict.shares["fail_to_pass"]
         patch = submission.patch.decode(errors="replace")
         evidence: JsonObject = {
             "resolved": verdict.resolved,
+            "official_resolved": official.resolved,
+            "overlooked_failures": sorted(run.failed)[:100],
             "problem": problem,
             "fail_to_pass": dict(verdict.fail_to_pass),
             "pass_to_pass": dict(verdict.pass_to_pass),
@@ -159,10 +167,12 @@ class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
         return Grade(reward=reward, components=verdict.shares, evidence=evidence)
 
 
-def _verdict(task: SwebenchTask, statuses: Mapping[str, Status]) -> Verdict:
+def _verdict(task: SwebenchTask, statuses: Mapping[str, Status], rule: str) -> Verdict:
     if task.expected:
         return judge_map(task.expected, statuses)
     fail_only = task.eval_type == "fail_only" and bool(statuses)
+    if fail_only and rule == "strict":  # the official rule lets tests with errors pass
+        statuses = {test: Status.FAILED if status in FAILING else status for test, status in statuses.items()}
     return judge(task.fail_to_pass, task.pass_to_pass, statuses, fail_only=fail_only)
 
 

@@ -3,8 +3,9 @@
 import asyncio
 import re
 
+from prorl_envs.envs.swebench.failures import failed_tests
 from prorl_envs.envs.swebench.foreign import parse
-from prorl_envs.envs.swebench.logs import ScriptRun
+from prorl_envs.envs.swebench.logs import FAILING, ScriptRun
 from prorl_envs.envs.swebench.schemas import END_MARKER, START_MARKER
 from prorl_envs.envs.swebench.task import SwebenchTask
 from prorl_envs.tools.pool.sandbox_session import SandboxSession
@@ -71,4 +72,6 @@ def read_log(task: SwebenchTask, log: str, *, timed_out: bool = False) -> Script
     tested = before.rpartition(START_MARKER)[2]
     status = re.search(rf"^{_STATUS_MARKER} (\d{{1,3}})$", after, re.MULTILINE)
     exit_code = int(status[1]) if status and not timed_out else None
-    return ScriptRun(parse(task.log_parser, tested), exit_code, log)
+    statuses = parse(task.log_parser, tested)
+    others = {test for test, status in statuses.items() if status not in FAILING}
+    return ScriptRun(statuses, exit_code, log, failed_tests(tested, others))

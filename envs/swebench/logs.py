@@ -1,12 +1,12 @@
 """Evaluation of a test log, from the parser's result to the verdict. Pure.
 
 The rules agree with those of the `swebench` package, version 5, including its quirks: the lists of expected
-tests were made with them.
+tests were made with them. `ScriptRun.strict` corrects the statuses first.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -25,7 +25,8 @@ type Statuses = dict[str, Status]
 #: Characters of a log's end that are kept as evidence.
 _TAIL_CHARS = 4000
 _PASSING = (Status.PASSED, Status.XFAIL)
-_FAILING = (Status.FAILED, Status.ERROR)
+#: Statuses of a test that failed.
+FAILING = (Status.FAILED, Status.ERROR)
 
 
 class Outcomes:
@@ -132,14 +133,23 @@ class ScriptRun:
     """One run of the script.
 
     Args:
-        statuses: status by test, from the log.
+        statuses: status by test, from the log, as in the official verdict.
         exit_code: of the test command; None if the script did not finish.
         log: the log itself, or why there is none.
+        failed: further tests that the log reports as failed, to which `statuses` gives another status.
     """
 
     statuses: Mapping[str, Status]
     exit_code: int | None
     log: str
+    failed: frozenset[str] = frozenset()
+
+    @property
+    def strict(self) -> "ScriptRun":
+        """The same run, with every test failed that the log reports as failed."""
+        return replace(
+            self, statuses={**self.statuses, **dict.fromkeys(self.failed, Status.FAILED)}, failed=frozenset()
+        )
 
     @property
     def tail(self) -> str:
@@ -153,6 +163,6 @@ class ScriptRun:
             return "the test command did not come to its end"
         if not self.statuses:
             return "the log names no test"
-        if self.exit_code != 0 and not any(status in _FAILING for status in self.statuses.values()):
+        if self.exit_code != 0 and not any(status in FAILING for status in self.statuses.values()):
             return f"the test command ended with status {self.exit_code}, but no test of the log failed"
         return ""

@@ -42,6 +42,8 @@ class SwebenchOptions(BaseModel):
             `image`.
         reward: `resolved` is 1 or 0. `partial` is the share of FAIL_TO_PASS that passes, and 0 if a test of
             PASS_TO_PASS is broken.
+        verdict: `strict` fails every test that the log reports as failed, also if only a sub-test or the
+            teardown failed; `official` is the verdict of the `swebench` package, which overlooks those.
         test_timeout_s: timeout of an instance's tests, in seconds.
         images: locations of images.
     """
@@ -50,5 +52,6 @@ class SwebenchOptions(BaseModel):
 
     prefer: Literal["release", "image"] = "release"
     reward: Literal["resolved", "partial"] = "resolved"
+    verdict: Literal["strict", "official"] = "strict"
     test_timeout_s: float = Field(default=1800.0, gt=0)
     images: ImageOptions = ImageOptions()

@@ -17,12 +17,12 @@ type Parser = Callable[[str], Statuses]
 
 _WORDS = tuple(Status)
 #: Characters of a line that are read; no test's name is near it.
-_MAX_LINE = 64 * 1024
+MAX_LINE = 64 * 1024
 
 
-def _lines(log: str) -> Iterator[str]:
+def lines_of(log: str) -> Iterator[str]:
     """Yield one line at a time: a list of them would take many times the log's own memory."""
-    return (line.removesuffix("\n")[:_MAX_LINE] for line in StringIO(log, newline="\n"))
+    return (line.removesuffix("\n")[:MAX_LINE] for line in StringIO(log, newline="\n"))
 
 
 def _summary_words(line: str) -> list[str] | None:
@@ -42,7 +42,7 @@ def _summary_words(line: str) -> list[str] | None:
 def parse_pytest(log: str) -> Statuses:
     """Parse pytest's short summary (`-rA`)."""
     statuses: Statuses = {}
-    for line in _lines(log):
+    for line in lines_of(log):
         if words := _summary_words(line):
             statuses[words[1]] = Status(words[0])
     return statuses
@@ -51,10 +51,11 @@ def parse_pytest(log: str) -> Statuses:
 def parse_pytest_options(log: str) -> Statuses:
     """Parse like `parse_pytest`, with a path as a test's parameter cut to its last part: it differs by
     machine."""
-    return {_short_option(test): status for test, status in parse_pytest(log).items()}
+    return {short_option(test): status for test, status in parse_pytest(log).items()}
 
 
-def _short_option(test: str) -> str:
+def short_option(test: str) -> str:
+    """Return a test's name with a path as its parameter cut to its last part."""
     # Up to the last bracket. Not by a regular expression, which would take cubic time on brackets alone.
     start, end = test.find("["), test.rfind("]")
     if not 0 <= start < end:
@@ -72,7 +73,7 @@ def parse_pytest_v2(log: str) -> Statuses:
     """Parse pytest's short summary with colours, names that hold spaces, and the older `test STATUS`
     lines."""
     statuses: Statuses = {}
-    for coloured in _lines(log):
+    for coloured in lines_of(log):
         line = re.sub(r"\[(\d+)m", "", coloured).translate(_CONTROL)
         if line.startswith(_WORDS):
             if words := _summary_words(line.split(" - ", 1)[0] if line.startswith("FAILED") else line):
@@ -92,7 +93,7 @@ def parse_matplotlib(log: str) -> Statuses:
 def parse_verbose(log: str) -> Statuses:
     """Parse pytest's progress lines with `--verbose`: `file::test STATUS [ 50%]`."""
     statuses: Statuses = {}
-    for line in _lines(log):
+    for line in lines_of(log):
         words = line.split(maxsplit=2)
         if len(words) > 1 and not line[0].isspace():
             for status in Status:
@@ -104,7 +105,7 @@ def parse_verbose(log: str) -> Statuses:
 def parse_seaborn(log: str) -> Statuses:
     """Parse pytest's short summary, and the older `test PASSED` lines; only passed and failed tests."""
     statuses: Statuses = {}
-    for line in _lines(log):
+    for line in lines_of(log):
         words = line.split(maxsplit=2)
         if len(words) < 2:
             continue
@@ -125,12 +126,12 @@ def parse_sympy(log: str) -> Statuses:
     """Parse sympy's own runner with `--verbose`: `test_name ok` lines, and `___ file.py:test_name ___`
     headings."""
     statuses: Statuses = {}
-    for line in _lines(log):
+    for line in lines_of(log):
         first, last = line.find(" "), line.rfind(" ")
         # A heading's name is between the first and the last space, regardless of the text outside.
         if 0 <= first < last and line.rfind(".py:", first + 1, last) > 0:
             statuses[line[first + 1 : last]] = Status.FAILED
-    for line in _lines(log):
+    for line in lines_of(log):
         line = line.strip()
         if line.startswith("test_"):
             for ending, status in _SYMPY_ENDINGS:
@@ -149,7 +150,7 @@ def parse_django(log: str) -> Statuses:
     """Parse Django's runner with `--verbosity 2`: `test ... ok` lines, which other output may interrupt."""
     statuses: Statuses = {}
     previous: str | None = None
-    for whole in _lines(log):
+    for whole in lines_of(log):
         line = whole.strip()
         if _DJANGO_VERSION in line:
             statuses[_DJANGO_VERSION] = Status.PASSED
@@ -177,7 +178,7 @@ def _interrupted(log: str) -> Iterator[str]:
     line."""
     name: str | None = None
     begun: str | None = None
-    for line in _lines(log):
+    for line in lines_of(log):
         if line == "ok" and name is not None:
             yield name
             begun = None
@@ -193,7 +194,8 @@ def _interrupted(log: str) -> Iterator[str]:
             name = test
 
 
-_SUMMARY = "short test summary info"
+#: In the heading of pytest's short summary.
+SUMMARY = "short test summary info"
 
 
 def parse_r2e(log: str) -> Statuses:
@@ -201,7 +203,7 @@ def parse_r2e(log: str) -> Statuses:
     dot."""
     statuses: Statuses = {}
     clean = re.sub(r"\x1b\[[0-9;]*m|\r", "", log)
-    for line in _lines(clean.partition(_SUMMARY)[2].partition(_SUMMARY)[0]):
+    for line in lines_of(clean.partition(SUMMARY)[2].partition(SUMMARY)[0]):
         for status in (Status.PASSED, Status.FAILED, Status.ERROR):
             if status in line:
                 statuses[".".join(line.split("::")[1:]).partition(" - ")[0]] = status

@@ -17,6 +17,7 @@ from prorl_envs.env.validate import validate
 from prorl_envs.envs.swebench.env import SwebenchEnvironment
 from prorl_envs.envs.swebench.images import Images
 from prorl_envs.envs.swebench.options import ImageOptions
+from prorl_envs.envs.swebench.schemas import script
 from prorl_envs.envs.swebench.task import SwebenchTask
 from prorl_envs.errors import EnvironmentFault, InputError
 from prorl_envs.tools.types import ToolCall
@@ -223,3 +224,56 @@ async def test_without_an_image_an_episode_names_possible_sources(node: Node, ta
 def test_a_wrong_option_is_named() -> None:
     with pytest.raises(InputError, match=r"environments\.mine\.options\.images\.foldr: "):
         with_options("mine", SwebenchEnvironment, Options(own={"images": {"foldr": "/x"}}))
+
+
+def scripted(command: str, **changes: Any) -> SwebenchTask:
+    """Return a task in the same image whose test command is `command`."""
+    base = SwebenchEnvironment.load(row())
+    fields = {
+        "expected": {},
+        "fail_to_pass": ("a.py::fixed",),
+        "pass_to_pass": ("a.py::kept",),
+        "log_parser": "parse_log_pytest",
+        "eval_script": script((), command),
+        "hidden_files": (),
+        **changes,
+    }
+    return base.model_copy(update=fields)
+
+
+def with_verdict(images: Path, verdict: str) -> type[SwebenchEnvironment]:
+    own = {"images": {"folder": str(images), "patterns": ["{name}*"]}, "verdict": verdict}
+    made = with_options("images", SwebenchEnvironment, Options(own=own))
+    assert issubclass(made, SwebenchEnvironment)
+    return made
+
+
+SUBTEST_FAILS = """
+echo 'PASSED a.py::kept'; echo 'FAILED a.py::other - x'
+if [ "$(cat value)" = 1 ]; then echo 'FAILED a.py::fixed - x'; else echo 'PASSED a.py::fixed'; fi
+[ "$(cat value)" != 3 ] || echo 'SUBFAILED[message] a.py::kept - x'
+(exit 1)
+"""
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("verdict", "reward"), [("strict", 0), ("official", 1)])
+async def test_a_failed_subtest_is_not_resolved_and_the_evidence_names_it(
+    images: Path, node: Node, verdict: str, reward: float
+) -> None:
+    family, task = with_verdict(images, verdict), scripted(SUBTEST_FAILS)
+    spoiled = await graded(family, node, task, "echo 3 > value")
+    assert (spoiled.reward, spoiled.evidence["official_resolved"]) == (reward, True)
+    assert spoiled.evidence["overlooked_failures"] == ["a.py::kept"]
+    fixed = await graded(family, node, task, "echo 2 > value")
+    assert (fixed.reward, fixed.evidence["overlooked_failures"]) == (1, [])
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("verdict", "reward"), [("strict", 0), ("official", 1)])
+async def test_a_test_with_an_error_fails_where_only_failures_are_named(
+    images: Path, node: Node, verdict: str, reward: float
+) -> None:
+    task = scripted("echo 'ERROR a.py::fixed - x'; (exit 1)", eval_type="fail_only")
+    grade = await graded(with_verdict(images, verdict), node, task, "echo 2 > value")
+    assert (grade.reward, grade.evidence["official_resolved"]) == (reward, True)

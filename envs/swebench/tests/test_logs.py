@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from prorl_envs.envs.swebench.failures import failed_tests
 from prorl_envs.envs.swebench.foreign import missing, parse
 from prorl_envs.envs.swebench.grade import read_log, script_for
 from prorl_envs.envs.swebench.logs import Outcomes, ScriptRun, Status, judge, judge_map
@@ -197,6 +198,81 @@ def test_a_run_is_a_verdict_or_an_error_with_the_reason() -> None:
     assert "did not come to its end" in ScriptRun(passed, None, "").problem
     assert "names no test" in ScriptRun({}, 0, "").problem
     assert "no test of the log failed" in ScriptRun(passed, 1, "").problem
+
+
+P, Q = "tests/test_a.py::test_p", "tests/test_a.py::T::test_q[p - q]"
+
+
+@pytest.mark.parametrize(
+    ("parser", "log", "failed"),
+    [
+        ("parse_log_pytest", f"PASSED {P}\nSUBFAIL {P} - assert 0\n", {P}),
+        ("parse_log_pytest", f"PASSED {P}\n[a :: b - c] (i='d e') SUBFAIL {P} - assert 0\n", {P}),
+        ("parse_log_pytest", f"SUBFAILED[a - b] (i='x::y') {P} - E: a - b\nPASSED {P}\n", {P}),
+        ("parse_log_pytest", f"PASSED {P}\nSUBFAILED(<subtest>) {P}\n", {P}),
+        ("parse_log_pytest", f"PASSED {P}\n[a] SUBPASS {P}\nSUBPASSED[SUBFAIL] {P}\n", set()),
+        ("parse_log_pytest", f"PASSED {P}\nSUBFAILED[a] {P}x - b\nSUBFAILED[a] {P}[1]\n", set()),
+        ("parse_log_pytest", f"ERROR {P} - E\nPASSED {P}\n", {P}),
+        ("parse_log_pytest", f"XFAIL {P} - no\nSUBFAILED[a] {P} - b\n", {P}),
+        ("parse_log_pytest_v2", f"PASSED {P}\nERROR {P} - E: a - b\n", {P}),
+        ("parse_log_pytest_v2", f"PASSED {Q}\nERROR {Q} - E: a - b\n", {Q}),
+        ("parse_log_pytest_v2", f"PASSED {Q}\n\x1b[31mSUBFAILED(i=1)\x1b[0m {Q} - E\n", {Q}),
+        ("parse_log_pytest_v2", f"{P} PASSED\n{P} ERROR\n{P} PASSED\n", {P}),
+        ("parse_log_pytest_v2", f"PASSED {P}\nERROR {P}[1] - E\nERROR tests/test_a.py - E\n", set()),
+        ("parse_log_requests", "PASSED a.py::t[/x/y]\nSUBFAILED[a] a.py::t[/x/y] - b\n", {"a.py::t[/y]"}),
+        (
+            "parse_log_matplotlib",
+            "PASSED a::t[MouseButton.LEFT]\n(i=1) SUBFAIL a::t[MouseButton.LEFT] - b\n",
+            {"a::t[1]"},
+        ),
+        ("parse_log_seaborn", f"PASSED {P}\nERROR {P} - E\n", {P}),
+        ("parse_log_seaborn", f"{P} PASSED [ 50%]\n{P} ERROR [ 50%]\n", {P}),
+        ("pytest_verbose", f"{P} [a b] (i=1) SUBFAIL [ 14%]\n{P} PASSED [ 14%]\n", {P}),
+        ("pytest_verbose", f"{P} SUBFAILED[a] (i=1) [ 14%]\n{P} PASSED [ 14%]\n", {P}),
+        ("r2e", "= short test summary info =\nPASSED a.py::T::t\nSUBFAIL a.py::T::t - b\n", {"T.t"}),
+        ("parse_log_sympy", "test_a F\ntest_b ok\ntest_a ok\n", {"test_a"}),
+        ("parse_log_django", "t (x.T) ... ok\nFAIL: t (x.T) [a] (i=1)\n", {"t (x.T)"}),
+        ("parse_log_django", "t (x.T.t) ... ok\n  t (x.T.t) (i=1) ... ERROR\n", {"t (x.T.t)"}),
+        ("parse_log_django", "Same words. ... FAIL\nSame words. ... ok\n", {"Same words."}),
+    ],
+)
+def test_a_failure_that_the_official_parser_overlooks_counts(
+    task: SwebenchTask, parser: str, log: str, failed: set[str]
+) -> None:
+    run = read_log(task.model_copy(update={"log_parser": parser}), log_of(log))
+    assert run.failed == failed
+    # The parser's own result is the official one.
+    passed = {test for test, status in run.statuses.items() if status in (Status.PASSED, Status.XFAIL)}
+    assert failed <= passed
+    for test in passed:
+        assert judge([test], [], run.statuses).resolved
+        assert judge([test], [], run.strict.statuses).resolved is (test not in failed)
+
+
+def test_output_of_runners_in_tests_does_not_fail_the_tests(task: SwebenchTask) -> None:
+    """A later summary decides: with a name that both contain, as with a second run of a test."""
+    heading = "= short test summary info =\n"
+    log = f"{heading}FAILED {P} - inner\nSUBFAIL {P} - inner\n{heading}PASSED {P}\n"
+    assert not read_log(task, log_of(log)).failed
+    assert read_log(task, log_of(f"{heading}PASSED {P}\n{heading}SUBFAIL {P} - outer\n")).failed == {P}
+    assert read_log(task, log_of(f"{heading}PASSED {P}\nSUBFAIL {P}\n{heading}PASSED {Q}\n")).failed == {P}
+
+
+def test_a_failed_subtest_alone_is_a_verdict(task: SwebenchTask) -> None:
+    run = read_log(task, log_of(f"PASSED {P}\nSUBFAILED[a] {P} - b"))
+    assert "no test of the log failed" in run.problem
+    assert not run.strict.problem
+
+
+def test_finding_failures_in_any_log_takes_linear_time() -> None:
+    log = "\n".join(
+        (
+            *("SUBFAIL" + " a::b - c" * 100_000, "ERROR" + " - " * 300_000),
+            "a::b" + " [(" * 20_000 + " SUBFAIL ",
+            *(" PASSED" * 100_000 + " " * 100_000 + "x", " ... FAIL" * 100_000, "\x1b[" * 300_000),
+        )
+    )  # fmt: skip
+    assert failed_tests(log * 3, {"x"}) == frozenset()
 
 
 def test_only_text_between_the_markers_counts(task: SwebenchTask) -> None:
