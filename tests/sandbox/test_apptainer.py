@@ -221,14 +221,13 @@ def test_a_named_bubblewrap_is_chosen(run_dir: Path) -> None:
     assert choose_driver("auto", bwrap=find_bwrap()) == "bubblewrap"
 
 
-def test_if_no_driver_works_each_reason_is_given(tmp_path: Path, run_dir: Path) -> None:
+def test_if_no_driver_works_the_first_reason_is_given(tmp_path: Path, run_dir: Path) -> None:
     broken = program(tmp_path / "bwrap", "echo 'bwrap: setting up uid map: Permission denied' >&2; exit 1")
     refuses = program(tmp_path / "apptainer", "echo 'FATAL: not allowed by configuration' >&2; exit 255")
-    with pytest.raises(SandboxError, match=r"uid map.*not allowed by configuration") as caught:
+    with pytest.raises(SandboxError, match=r"cannot start sandboxes: .*uid map") as caught:
         choose_driver("auto", bwrap=broken, apptainer=refuses)
-    assert "max_user_namespaces" in caught.value.hint
-    assert "allow user ns = yes" in caught.value.hint
-    assert "local" in caught.value.hint
+    assert "namespaces" in caught.value.hint or "seccomp" in caught.value.hint
+    assert "module load apptainer" in caught.value.hint and "local" not in caught.value.hint
 
 
 def test_a_driver_that_does_not_exist_is_refused() -> None:

@@ -89,6 +89,7 @@ def test_settings_for_ordinary_users_do_not_concern_root(tmp_path: Path) -> None
 def test_a_limit_is_not_called_a_full_device(tmp_path: Path) -> None:
     found = refusal_of("new namespaces: No space left on device", proc=tmp_path, root=tmp_path, environ={})
     assert "device" not in found.cause and "limit of namespaces" in found.cause
+    assert "max_user_namespaces" in found.remedy
 
 
 @pytest.mark.parametrize("limit", [0, 1000])

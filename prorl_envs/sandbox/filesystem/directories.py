@@ -55,8 +55,10 @@ def node_local_base(chosen: Path | None = None) -> Path:
 
 def base_problem(base: Path) -> str:
     """Return why sandboxes cannot be below a directory; "" if they can."""
-    if not os.access(base, os.W_OK | os.X_OK):
-        return f"{base} is not writable"
+    return _unsuited(base) if os.access(base, os.W_OK | os.X_OK) else f"{base} is not writable"
+
+
+def _unsuited(base: Path) -> str:
     if os.statvfs(base).f_flag & os.ST_NOEXEC:
         return f"{base} is mounted noexec: no program that a sandbox writes could run"
     if len(os.fsencode(base)) > PATH_LIMIT:
@@ -88,9 +90,9 @@ class DriverDirectory:
     def __init__(self, base: Path) -> None:
         self.base = base
         prefix = f"{_PREFIX}{os.geteuid()}-"
-        if problem := base_problem(base):
-            raise SandboxError(problem, hint=BASE_REMEDY)
         try:
+            if problem := _unsuited(base):
+                raise SandboxError(problem, hint=BASE_REMEDY)
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
             self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(self._lock, fcntl.LOCK_EX)

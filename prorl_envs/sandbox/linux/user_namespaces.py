@@ -16,6 +16,8 @@ from typing import NamedTuple
 _CLONE_NEWUSER, _CLONE_NEWNS = 0x1000_0000, 0x2_0000
 _CAP_SYS_ADMIN = 21
 
+#: Words of messages about a limit of namespaces, which are those of ENOSPC.
+_LIMIT_WORDS = ("No space left on device", "ENOSPC", "number exceeded", "namespaces exceeded")
 _CONTAINER_FILES = (".dockerenv", "run/.containerenv")
 _CONTAINER_VARIABLES = (
     "KUBERNETES_SERVICE_HOST",
@@ -79,6 +81,8 @@ def refusal_of(
             "as root: `sysctl kernel.apparmor_restrict_unprivileged_userns=0`, or an AppArmor profile that "
             "allows `userns` to this program",
         )
+    if any(words in said for words in _LIMIT_WORDS):
+        return NamespaceRefusal(_plain(said), f"as root{place}: `sysctl user.max_user_namespaces=65536`")
     return NamespaceRefusal(
         _plain(said), "this machine must allow user namespaces: see docs/troubleshooting.md"
     )
