@@ -126,6 +126,15 @@ class Environment[TaskT: Task](ABC):
             return f"{cls.name} tasks need isolated sandboxes, which the driver `local` does not offer"
         return ""
 
+    @classmethod
+    def obstacle(cls, task: TaskT, driver: str) -> str:
+        """Return why this machine cannot run `task` in sandboxes of a driver, or "" if it can. May block.
+
+        Args:
+            driver: as of `driver_obstacle`.
+        """
+        return cls.driver_obstacle(driver) or cls.unavailable(task)
+
     @classmethod  # noqa: B027 - most families need nothing
     async def provision(cls, node: Node, task: TaskT, progress: Callable[[str], None]) -> None:
         """Do the one-time work of the first episode of `task` on a machine in advance: build, pull, check.

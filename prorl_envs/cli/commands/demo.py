@@ -98,7 +98,7 @@ def choose(catalog: Catalog, options: DemoOptions, driver: str = "auto") -> list
             continue
         family, found, left_out = catalog.family(name), list[Chosen](), list[tuple[str, str]]()
         for row, task in catalog.rows(name, None):
-            if reason := family.driver_obstacle(driver) or family.unavailable(task):
+            if reason := family.obstacle(task, driver):
                 left_out.append((f"{name} {task.id}", reason))
             else:
                 found.append(Chosen(name, row, task))

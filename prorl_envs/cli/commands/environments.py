@@ -115,7 +115,7 @@ def example_obstacles(name: str, family: Family, driver: str) -> list[str]:
         InputError: the examples are wrong; NoExampleData: there are none.
     """
     examples: list[Task] = read_tasks(family.load, examples_of(name, family))
-    return [family.driver_obstacle(driver) or family.unavailable(task) for task in examples]
+    return [family.obstacle(task, driver) for task in examples]
 
 
 def list_environments(settings: Settings, *, as_json: bool) -> None:
@@ -180,10 +180,9 @@ def list_tasks(
     """
     catalog = Catalog.of(settings)
     family = catalog.family(environment)
-    obstacle = family.driver_obstacle(settings.driver)
     rows, broken = _readable(catalog, environment, data)
     fitting = [
-        (row, task, obstacle or family.unavailable(task)) for row, task in rows if _fits(task, chosen.text)
+        (row, task, family.obstacle(task, settings.driver)) for row, task in rows if _fits(task, chosen.text)
     ]
     if chosen.runnable:
         fitting = [one for one in fitting if not one[2]]

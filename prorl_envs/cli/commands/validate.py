@@ -57,7 +57,7 @@ async def validate_file(
     chosen = catalog.family(environment)
     tasks, left_out = [], list[tuple[str, str]]()
     for task in catalog.tasks(environment, data):
-        if reason := chosen.driver_obstacle(settings.driver) or chosen.unavailable(task):
+        if reason := chosen.obstacle(task, settings.driver):
             left_out.append((task.id, reason))
         else:
             tasks.append(task)
