@@ -315,8 +315,8 @@ async def mounts(world: PromiseContext) -> None:
         writable |= {"/etc/hosts", "/etc/hostname"}
     of_others = set()
     if world.subject.driver == "apptainer-instance":
-        # /dev lies in the memory file system that also holds /run, and only root may make it read-only.
-        of_others = _OF_APPTAINER if os.geteuid() == 0 else _OF_APPTAINER | {"/dev"}
+        # Only root may make these two read-only. /dev lies in the memory file system that also holds /run.
+        of_others = _OF_APPTAINER if os.geteuid() == 0 else _OF_APPTAINER | {"/proc", "/dev"}
     if world.subject.image is not None and world.subject.driver in _BY_BUBBLEWRAP:
         of_others = {"/"}
     listed = await box.sh("while read -r line; do echo $line; done < /proc/self/mountinfo")
