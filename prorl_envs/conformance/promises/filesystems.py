@@ -296,6 +296,9 @@ _DEVICES = {f"/dev/{name}" for name in ("null", "zero", "full", "random", "urand
 _BELOW_DEV = {*_DEVICES, "/dev/pts", "/dev/shm"}
 #: Mounts that Apptainer itself makes writable.
 _OF_APPTAINER = {"/", "/etc/hostname", "/etc/resolv.conf", "/dev/mqueue", *_DEVICES}
+#: Further ones of an ordinary user's Apptainer. Only root may make /proc and /dev read-only; the others are
+#: the sandbox's own copies, in the memory file system that also holds /dev and /run.
+_OF_USERS_APPTAINER = {"/proc", "/dev", "/etc/passwd", "/etc/group"}
 #: bubblewrap mounts the overlay of an image without flags. The kernel opens no device of a mount made in a
 #: user namespace, and ignores set-user-id programs after no-new-privileges.
 _BY_BUBBLEWRAP = {"bubblewrap", "apptainer"}
@@ -315,8 +318,7 @@ async def mounts(world: PromiseContext) -> None:
         writable |= {"/etc/hosts", "/etc/hostname"}
     of_others = set()
     if world.subject.driver == "apptainer-instance":
-        # Only root may make these two read-only. /dev lies in the memory file system that also holds /run.
-        of_others = _OF_APPTAINER if os.geteuid() == 0 else _OF_APPTAINER | {"/proc", "/dev"}
+        of_others = _OF_APPTAINER if os.geteuid() == 0 else _OF_APPTAINER | _OF_USERS_APPTAINER
     if world.subject.image is not None and world.subject.driver in _BY_BUBBLEWRAP:
         of_others = {"/"}
     listed = await box.sh("while read -r line; do echo $line; done < /proc/self/mountinfo")
