@@ -60,9 +60,9 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
 @functools.cache
 def without_sandboxes() -> str:
     """Return why this machine cannot run the tests that start sandboxes; "" if it can."""
-    from prorl_envs.sandbox.drivers.probe import enclosure_check
+    from prorl_envs.sandbox.drivers.probe import find_bwrap, isolation_check
 
-    check = enclosure_check()
+    check = isolation_check(find_bwrap())
     return "" if check.ok else f"this machine starts no sandboxes ({check.found})"
 
 

@@ -42,7 +42,6 @@ PTY = Entry("floor", "pty", "raw pty, no sandbox (floor)", peer=False)
 BWRAP = Entry("floor", "bwrap", "pipes to a bash in bare bubblewrap", isolates=ALL, peer=False)
 OURS = Entry("ours", "bash", "**prorl-envs bash**", isolates=ALL, peer=False)
 PROCESS = Entry("ours", "process", "prorl-envs, fresh process", keeps="files", isolates=ALL, peer=False)
-BY_BWRAP = Entry("ours", "bubblewrap", "prorl-envs, by bubblewrap", isolates=ALL, peer=False)
 POOL = Entry("ours", "pool", "**prorl-envs, warm pool**", isolates=ALL, peer=False)
 SIF_NEEDS = ("apptainer", "squashfuse_ll", "fusermount3")
 SIF = Entry("ours", "sif", "**prorl-envs, SIF**", isolates=ALL, peer=False, image=True, needs=SIF_NEEDS)
@@ -98,6 +97,6 @@ BASH = (
     *(PTY, BWRAP, OURS, PROCESS, SWE_REX, SWE_REX_HTTP, OH_TMUX, OH_PTY, OH_SERVER, OH_OLD),
     *(MINI, MINI_BWRAP, INSTANCE),
 )
-READY = (BWRAP, OURS, BY_BWRAP, POOL, SIF, INSIDE, INSIDE_SIF, EXEC, SWE_REX, OH_TMUX, OH_PTY, OH_OLD)
+READY = (BWRAP, OURS, POOL, SIF, INSIDE, INSIDE_SIF, EXEC, SWE_REX, OH_TMUX, OH_PTY, OH_OLD)
 CELL = (IPYTHON, OUR_KERNEL, KERNEL, KERNEL_IPC, GATEWAY)
 IDLE = (OURS, IPYTHON, OUR_KERNEL, KERNEL)

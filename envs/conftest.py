@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from prorl_envs.env.node import Node
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.template.template import TemplateSpec
 from prorl_envs.testing.leaks import OpenResources, leaks_since
 from prorl_envs.testing.sandbox_entry import LIGHT_TEMPLATES
@@ -37,7 +37,7 @@ def templates() -> Mapping[str, TemplateSpec]:
 @pytest.fixture(scope="module")
 async def node(family_run_dir: Path, templates: Mapping[str, TemplateSpec]) -> AsyncIterator[Node]:
     """Provide one node for a module's tests, with its templates started in advance."""
-    driver = NamespaceDriver(family_run_dir, templates=templates)
+    driver = BubblewrapDriver(family_run_dir, templates=templates)
     cache = family_run_dir / "cache"
     cache.mkdir(exist_ok=True)  # outlives the tests that write to it
     async with Node(driver, cache) as node:

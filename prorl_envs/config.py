@@ -528,10 +528,10 @@ class Settings(_Section):
             `$XDG_CACHE_HOME` or `~/.cache`
         run_dir: files of running sandboxes: a local disk, a path of at most 64 bytes, not mounted noexec;
             default: the temporary directory, or `/tmp` or `/var/tmp` if that is not suited
-        driver: starts sandboxes: `namespaces` (no other program); `bubblewrap`; `apptainer` (Apptainer or
-            SingularityCE); `apptainer-instance` (an Apptainer for each sandbox, for machines without user
-            namespaces); `local`, which isolates nothing; or `auto`, the first that works here (never `local`;
-            bubblewrap if `bwrap` is set). `prorl-envs --driver NAME COMMAND` overrides it
+        driver: starts sandboxes: `bubblewrap`; `apptainer` (Apptainer or SingularityCE);
+            `apptainer-instance` (an Apptainer for each sandbox, for machines without user namespaces);
+            `local`, which isolates nothing; or `auto`, the first that works here (never `local`).
+            `prorl-envs --driver NAME COMMAND` overrides it
         bwrap: the bubblewrap program; default: the one of this package, or else the system's
         image_cache: images that were built or pulled; nodes may share it; default: `images` in `cache_dir`
         image_build_s: seconds that building or pulling one image may take
@@ -552,7 +552,7 @@ class Settings(_Section):
     images: ImagesSection = ImagesSection()
     cache_dir: ExpandedPath | None = None
     run_dir: ExpandedPath | None = None
-    driver: Literal["auto", "namespaces", "bubblewrap", "apptainer", "apptainer-instance", "local"] = "auto"
+    driver: Literal["auto", "bubblewrap", "apptainer", "apptainer-instance", "local"] = "auto"
     bwrap: ExpandedPath | None = None
     image_cache: ExpandedPath | None = None
     image_build_s: float = Field(default=3600.0, gt=0)

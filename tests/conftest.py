@@ -10,7 +10,7 @@ import pytest
 from hypothesis import Phase, settings
 
 from prorl_envs.sandbox.base import SandboxLimits
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.limits.enforcement import NodeLimits
 from prorl_envs.testing.leaks import OpenResources, leaks_since
 from prorl_envs.testing.sandbox_entry import LIGHT_TEMPLATES
@@ -68,7 +68,7 @@ def no_leaks(run_dir: Path) -> Iterator[None]:
         pytest.fail("left behind:\n" + "\n".join(leaks))
 
 
-@pytest.fixture(scope="module", params=["namespaces", "apptainer"])
+@pytest.fixture(scope="module", params=["bubblewrap", "apptainer"])
 def driver_name(request: pytest.FixtureRequest) -> str:
     """Name of each driver that isolates with its tool servers outside the sandbox."""
     return existing_driver(request.param)
@@ -91,23 +91,23 @@ def busybox() -> str:
 
 
 @pytest.fixture
-async def driver(run_dir: Path) -> AsyncIterator[NamespaceDriver]:
+async def driver(run_dir: Path) -> AsyncIterator[BubblewrapDriver]:
     """Driver for one test, with real sandboxes. If the machine cannot run it, the error gives the remedy.
 
     Its Python sessions import numpy and the others themselves, as sessions in an instance do.
     """
-    driver = NamespaceDriver(templates=LIGHT_TEMPLATES)
+    driver = BubblewrapDriver(templates=LIGHT_TEMPLATES)
     yield driver
     await driver.aclose()
 
 
 @pytest.fixture(scope="module")
-async def shared_driver(run_dir: Path) -> AsyncIterator[NamespaceDriver]:
+async def shared_driver(run_dir: Path) -> AsyncIterator[BubblewrapDriver]:
     """Driver for a module's tests, with its templates started up front. Each test closes its sandboxes.
 
     It has no watchdog: a check that is in progress at the end of a test would look like a leak.
     """
-    driver = NamespaceDriver(limits=UNWATCHED, templates=LIGHT_TEMPLATES)
+    driver = BubblewrapDriver(limits=UNWATCHED, templates=LIGHT_TEMPLATES)
     try:
         await driver.warm()
         yield driver

@@ -97,7 +97,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 
 #: The parts of each package, lowest first: a part may import only earlier parts.
 ORDER: dict[str, tuple[str, ...]] = {
-    "sandbox": ("base", "linux", "network", "filesystem", "launcher", "template", "limits", "drivers"),
+    "sandbox": ("base", "linux", "network", "filesystem", "template", "limits", "drivers"),
     "tools": ("types", "schemas", "protocol", "server", "client", "pool"),
     "model": ("types", "answer_checks", "http", "tool_formats", "tokens", "servers", "routing"),
     "rollout": (

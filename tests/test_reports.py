@@ -45,7 +45,7 @@ def chromium(): pass
 
 def test_page(chromium): pass
 
-@pytest.mark.parametrize("driver", ["namespaces", "apptainer"])
+@pytest.mark.parametrize("driver", ["bubblewrap", "apptainer"])
 def test_driver(driver): pass
 """
 
@@ -53,7 +53,7 @@ def test_driver(driver): pass
 def test_tests_of_optional_programs_are_left_out_of_make_test(pytester: pytest.Pytester) -> None:
     done = run(pytester, NEEDS, "-m", "not thorough", "-v")
     done.assert_outcomes(passed=1, deselected=2)
-    done.stdout.fnmatch_lines(["*test_driver[[]namespaces[]] PASSED*"])
+    done.stdout.fnmatch_lines(["*test_driver[[]bubblewrap[]] PASSED*"])
 
 
 HANGING = """

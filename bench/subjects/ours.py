@@ -20,8 +20,7 @@ from pathlib import Path
 from bench.subjects.protocol import Session, bash_task, cell_task, serve
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.drivers.apptainer import ApptainerDriver
-from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver, NamespaceSandbox
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver, BubblewrapSandbox
 from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
 from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.client.toolbox import Toolbox
@@ -29,15 +28,13 @@ from prorl_envs.tools.pool.sandbox_session import SandboxSession
 from prorl_envs.tools.pool.warm_pool import WarmPool
 
 TIMEOUT_S = 60.0
-#: Driver by the prefix of a kind; for other kinds, the driver that needs no other program.
-DRIVERS = {"apptainer": ApptainerDriver, "bubblewrap": BubblewrapDriver}
 ENGINES = {"ipython": PythonEngine.FORKED, "kernel": PythonEngine.KERNEL}
 
 
 class Box:
     """One sandbox with its tools."""
 
-    def __init__(self, sandbox: NamespaceSandbox, tools: Toolbox, kind: str) -> None:
+    def __init__(self, sandbox: BubblewrapSandbox, tools: Toolbox, kind: str) -> None:
         self.sandbox = sandbox
         self._tools = tools
         self._kind = kind
@@ -86,14 +83,14 @@ class Ours:
         self.task = cell_task if kind in ENGINES else bash_task
         self._spec = SandboxSpec(image=image)
         self._boxes: list[Box] = []
-        self._driver: NamespaceDriver | None = None
+        self._driver: BubblewrapDriver | None = None
         self._pool: WarmPool | None = None
 
     async def prepare(self) -> str:
         if self._kind in ENGINES:
             mounts, masks, env = python_runtime()
             self._spec = SandboxSpec(mounts=mounts, masks=masks, env=env)
-        self._driver = DRIVERS.get(self._kind.partition("-")[0], NamespaceDriver)()
+        self._driver = ApptainerDriver() if self._kind.startswith("apptainer") else BubblewrapDriver()
         await self._driver.warm("base", *(["ipython"] if self._kind == "ipython" else []))
         if self._kind == "pool":
             self._pool = WarmPool(self._driver, limit=4)
@@ -118,8 +115,7 @@ class Ours:
         for box in self._boxes:
             if box.sandbox.alive:
                 found |= {box.sandbox.pid, *box.sandbox.tool_servers}
-                if (maker := box.sandbox.maker_pid) is not None:
-                    found.add(maker)
+                found.add(_parent(box.sandbox.pid))  # bubblewrap's own process
                 namespaces.add(os.readlink(f"/proc/{box.sandbox.pid}/ns/pid"))  # noqa: PTH115
         return sorted(found | {pid for pid, namespace in _namespaces() if namespace in namespaces})
 
@@ -128,6 +124,11 @@ class Ours:
             await self._pool.aclose()
         if self._driver is not None:
             await self._driver.aclose()
+
+
+def _parent(pid: int) -> int:
+    """Return the parent of a process."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
 
 
 def _namespaces() -> Iterator[tuple[int, str]]:

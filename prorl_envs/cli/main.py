@@ -69,7 +69,7 @@ def _root(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
     driver: Annotated[
         str | None,
-        typer.Option(help="Starts sandboxes: auto, namespaces, bubblewrap, apptainer, instance, local."),
+        typer.Option(help="Starts sandboxes: auto, bubblewrap, apptainer, apptainer-instance, local."),
     ] = None,
 ) -> None:
     if driver is not None:
@@ -341,7 +341,7 @@ def doctor(
 
 @cli.command(rich_help_panel=_MACHINE)
 def conformance(
-    driver: Annotated[str, typer.Option(help="Sandbox driver, such as bubblewrap.")] = "namespaces",
+    driver: Annotated[str, typer.Option(help="Sandbox driver, such as apptainer.")] = "bubblewrap",
     image: Annotated[
         Path | None, typer.Option(exists=True, help="Image of the sandboxes; by default the host's system.")
     ] = None,

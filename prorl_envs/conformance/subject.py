@@ -10,7 +10,6 @@ from prorl_envs.sandbox.drivers.apptainer import ApptainerDriver
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.drivers.instance.driver import InstanceDriver
 from prorl_envs.sandbox.drivers.local import LocalDriver
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
 from prorl_envs.sandbox.template.template import TEMPLATES, TemplateSpec
 
 #: Entry of the `base` template that reports the state of a forked tool server.
@@ -24,7 +23,6 @@ class MakeDriver(Protocol):
 
 
 DRIVERS: Mapping[str, MakeDriver] = {
-    "namespaces": NamespaceDriver,
     "bubblewrap": BubblewrapDriver,
     "apptainer": ApptainerDriver,
     "apptainer-instance": InstanceDriver,

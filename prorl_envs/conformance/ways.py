@@ -1,7 +1,6 @@
 """Ways in which a process can start in a sandbox, and the state that a process reports in each.
 
-Each way takes another path through the launcher, the templates and the tool servers, and so can leak on its
-own.
+Each way takes another path through the templates and the tool servers, and so can leak on its own.
 """
 
 import asyncio

@@ -193,10 +193,6 @@ class SharedSandbox:
         lent.setblocking(False)
         return lent
 
-    async def open_shell(self) -> None:
-        """Do nothing: only the owner opens a shell without a tool server."""
-        return
-
     def end_error(self) -> SandboxError:
         """Return a general error, see `sandbox.base.Sandbox`; the owner may know more."""
         return SandboxError(f"sandbox {self._id} has ended")

@@ -70,9 +70,7 @@ class ProviderConfig(_Strict):
         options: see `PlanOptions`.
     """
 
-    driver: Literal["auto", "namespaces", "bubblewrap", "apptainer", "apptainer-instance", "local"] | None = (
-        None
-    )
+    driver: Literal["auto", "bubblewrap", "apptainer", "apptainer-instance", "local"] | None = None
     run_dir: Path | None = None
     default_timeout_s: float = Field(default=180.0, gt=0, allow_inf_nan=False)
     output_limit: int = Field(default=4 * 1024 * 1024, ge=1024, le=16 * 1024 * 1024)

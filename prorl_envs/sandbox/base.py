@@ -120,51 +120,6 @@ class SandboxSpec:
     network: Network = field(default_factory=Network)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TerminalPlan:
-    """Program that the launcher of a sandbox starts on its own pseudo-terminal.
-
-    Args:
-        programs: absolute paths inside, tried in turn.
-        arguments: arguments after the program's own name.
-        env: its complete environment.
-        settings: the terminal's, in TCSETS format (the kernel's `struct termios`, 36 bytes).
-        size: rows and columns.
-        text_fd, report_fd: the program's descriptors of a memory file and of the write end of a pipe.
-    """
-
-    programs: tuple[str, ...]
-    arguments: tuple[str, ...]
-    env: Mapping[str, str]
-    settings: bytes
-    size: tuple[int, int]
-    text_fd: int
-    report_fd: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenedTerminal:
-    """Running program on a terminal; the receiver owns the descriptors.
-
-    Args:
-        pid: its pid on the host; -1 if it has already exited.
-        terminal: the master's side, non-blocking.
-        report: the read end of the pipe, non-blocking.
-        process: its pidfd.
-        text: the memory file.
-        exits: socket on which the program's parent reports how each of its children exited, as `siginfo_t`
-            (128 bytes) from waitid(2). Its only other child is the sandbox's first process. End of file once
-            the parent has exited.
-    """
-
-    pid: int
-    terminal: int
-    report: int
-    process: int
-    text: int
-    exits: int
-
-
 @runtime_checkable
 class Sandbox(Protocol):
     """Running sandbox. The caller that started it closes it; it stops with the process that started it."""
@@ -231,18 +186,6 @@ class Sandbox(Protocol):
 
         Raises:
             SandboxError: the sandbox has stopped, or the process could not join it.
-        """
-        ...
-
-    async def open_shell(self) -> OpenedTerminal | None:
-        """Start the shell of `tools.server.initial_shell.plan` without a tool server; once per sandbox.
-
-        Returns:
-            the shell's terminal and descriptors; None if there is no such shell, or it was started before: a
-            tool server can start others.
-
-        Raises:
-            SandboxError: the sandbox has stopped.
         """
         ...
 

@@ -18,12 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from prorl_envs.sandbox.launcher.elf import NAME
-
 #: PF_KTHREAD of <linux/sched.h>, among the flags of proc(5)'s stat.
 _KERNEL_THREAD = 0x00200000
-#: Launch program of sandboxes, which a driver keeps for the next similar sandbox.
-_PROGRAM = f"/memfd:{NAME} (deleted)"
 #: Pid, and inode in /proc, of processes that cannot be ours: they are not read again. Another process with
 #: that pid has another inode.
 _STRANGERS: set[tuple[str, int]] = set()
@@ -133,9 +129,8 @@ def _descriptors() -> dict[tuple[str, int], str]:
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the descriptor that listed the directory
             target = os.readlink(f"/proc/self/fd/{number}")
-            if target != _PROGRAM:
-                found[target, seen[target]] = number
-                seen[target] += 1
+            found[target, seen[target]] = number
+            seen[target] += 1
     return found
 
 

@@ -22,7 +22,7 @@ LIMITS = SandboxLimits(
 )
 
 
-@pytest.fixture(scope="module", params=["namespaces", "apptainer", "apptainer-instance"])
+@pytest.fixture(scope="module", params=["bubblewrap", "apptainer", "apptainer-instance"])
 def driver_name(request: pytest.FixtureRequest) -> str:
     """Name of each isolating driver: with tool servers outside, and inside."""
     return existing_driver(request.param)

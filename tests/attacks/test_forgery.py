@@ -15,7 +15,7 @@ from tests.attacks.attempts import T, python, usable
 pytestmark = [
     pytest.mark.anyio,
     pytest.mark.parametrize(
-        "driver_name", ["namespaces", "apptainer-instance"], indirect=True, scope="module"
+        "driver_name", ["bubblewrap", "apptainer-instance"], indirect=True, scope="module"
     ),
 ]
 

@@ -13,7 +13,7 @@ from tests.attacks.attempts import T
 
 pytestmark = [
     pytest.mark.anyio,
-    pytest.mark.parametrize("driver_name", ["namespaces"], indirect=True, scope="module"),
+    pytest.mark.parametrize("driver_name", ["bubblewrap"], indirect=True, scope="module"),
 ]
 
 #: Each creates the file `ran` in the directory in which it runs.

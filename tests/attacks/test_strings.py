@@ -16,7 +16,7 @@ from tests.attacks.attempts import Driver, T
 
 pytestmark = [
     pytest.mark.anyio,
-    pytest.mark.parametrize("driver_name", ["namespaces"], indirect=True, scope="module"),
+    pytest.mark.parametrize("driver_name", ["bubblewrap"], indirect=True, scope="module"),
 ]
 
 

@@ -11,7 +11,7 @@ from prorl_envs.app.run_loop import run
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_jobs_beside_attackers_get_the_right_rewards(run_dir: Path) -> None:
-    options = parser().parse_args(["--jobs", "4", "--each", "2", "--rounds", "1", "--driver", "namespaces"])
+    options = parser().parse_args(["--jobs", "4", "--each", "2", "--rounds", "1", "--driver", "bubblewrap"])
     found = summary(*run(measure(options, run_dir)))
     assert found.jobs == 8
     assert (found.wrong, found.failed) == (0, 0)

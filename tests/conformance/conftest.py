@@ -18,11 +18,8 @@ type Outcomes = Callable[[str], list[PromiseOutcome]]
 
 #: Every driver with every kind of image; an emulated root has a directory. A new driver is a line here.
 SUBJECTS = {
-    "namespaces": ("namespaces", ""),
-    "namespaces-sif": ("namespaces", "sif"),
     "bubblewrap": ("bubblewrap", ""),
     "bubblewrap-sif": ("bubblewrap", "sif"),
-    "namespaces-root": ("namespaces", "directory"),
     "bubblewrap-root": ("bubblewrap", "directory"),
     "apptainer-root": ("apptainer", "directory"),
     "apptainer-sif": ("apptainer", "sif"),
@@ -56,7 +53,7 @@ def outcomes(image: Callable[[str], Path | None], run_dir: Path) -> Outcomes:
     def get(name: str) -> list[PromiseOutcome]:
         if name not in known:
             driver, kind = SUBJECTS[name]
-            templates = TEMPLATES if driver == "namespaces" else LIGHT_TEMPLATES
+            templates = TEMPLATES if driver == "bubblewrap" else LIGHT_TEMPLATES
             subject = Subject(
                 driver=driver,
                 make_driver=DRIVERS[driver],

@@ -30,9 +30,6 @@ ROW = re.compile(r"^\| ([A-Z]+-\d+) \| (.*?) \| (.*?) ?\| (.*?) ?\|$", re.MULTIL
 
 #: For each of these, `make test` runs another subject with the same code path.
 THOROUGH = {
-    "namespaces-sif",
-    "namespaces-root",
-    "bubblewrap",
     "bubblewrap-sif",
     "bubblewrap-root",
     "apptainer-root",
@@ -52,7 +49,7 @@ def test_every_promise_is_kept(name: str, outcomes: Outcomes) -> None:
 LEFT_OUT = ("no image was given", "root is not emulated", "on this machine: only")
 
 
-@pytest.mark.parametrize("name", ["namespaces", "local"])
+@pytest.mark.parametrize("name", ["bubblewrap", "local"])
 def test_without_an_image_only_promises_of_images_and_of_other_drivers_are_skipped(
     name: str, outcomes: Outcomes
 ) -> None:
@@ -156,7 +153,7 @@ def test_an_error_of_any_kind_breaks_its_promise_and_no_other(
             [(kept, ()), (broken, ()), (faulty, ()), (kept, ("no-such",)), (inapplicable, ()), (untried, ())]
         )
     ]
-    subject = Subject(driver="namespaces", make_driver=DRIVERS["namespaces"])
+    subject = Subject(driver="bubblewrap", make_driver=DRIVERS["bubblewrap"])
     assert asyncio.run(conformance(subject, promises)) is False
     assert "1 kept, 2 broken, 2 not applicable, 1 not tried" in capsys.readouterr().out
     assert asyncio.run(conformance(subject, promises, as_json=True)) is False

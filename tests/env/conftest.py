@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from prorl_envs.env.node import Node
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 
 
 @pytest.fixture(scope="module")
-async def node(shared_driver: NamespaceDriver, run_dir: Path) -> AsyncIterator[Node]:
+async def node(shared_driver: BubblewrapDriver, run_dir: Path) -> AsyncIterator[Node]:
     """The fixture of the driver closes it."""
     yield Node(shared_driver, run_dir / "cache")

@@ -12,7 +12,7 @@ from prorl_envs.config import load_settings
 from prorl_envs.env.node import Node
 from prorl_envs.env.registry import example_path, family, load_tasks
 from prorl_envs.env.validate import validate
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from tests.support.toy import empty_node
 
 FAMILIES = ("bash", "code", "ipython", "math", "stem", "swebench", "terminal")
@@ -57,7 +57,7 @@ def test_it_counts_the_shipped_tasks(name: str) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", [name for name in FAMILIES if rows(name)])
-async def test_its_own_row_discriminates(name: str, shared_driver: NamespaceDriver, tmp_path: Path) -> None:
+async def test_its_own_row_discriminates(name: str, shared_driver: BubblewrapDriver, tmp_path: Path) -> None:
     tasks = [family(name).load(row) for row in rows(name)]
     (verdict,) = await validate(family(name), Node(shared_driver, tmp_path), tasks, repeats=1)
     assert (verdict.untouched, verdict.problems) == (0.0, ()) and set(verdict.reference) == {1.0}

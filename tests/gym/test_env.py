@@ -21,7 +21,7 @@ from prorl_envs.gym.env import TaskEnv
 from prorl_envs.gym.registration import IDS
 from prorl_envs.gym.runner import Runner
 from prorl_envs.sandbox.base import Sandbox, SandboxSpec
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.filesystem.snapshot import Snapshot
 from prorl_envs.testing.sandbox_entry import LIGHT_TEMPLATES
 from prorl_envs.testing.serving import served
@@ -38,7 +38,7 @@ class FaultyDriver:
     name = "faulty"
 
     def __init__(self) -> None:
-        self.driver = NamespaceDriver()
+        self.driver = BubblewrapDriver()
         self.failing = False
         self.started: list[Sandbox] = []
 
@@ -60,8 +60,8 @@ class FaultyDriver:
 def runner(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     """One driver for the tests of every family, its templates started up front."""
     cache = tmp_path_factory.mktemp("cache")
-    runner = Runner(lambda: Node(NamespaceDriver(templates=LIGHT_TEMPLATES), cache))
-    runner.run(lambda node: cast(NamespaceDriver, node.driver).warm())
+    runner = Runner(lambda: Node(BubblewrapDriver(templates=LIGHT_TEMPLATES), cache))
+    runner.run(lambda node: cast(BubblewrapDriver, node.driver).warm())
     yield runner
     runner.close()
 

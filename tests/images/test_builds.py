@@ -23,7 +23,7 @@ from prorl_envs.images.store import ImageStore
 from prorl_envs.images.supervised import BuildLimits, environment
 from prorl_envs.images.template import ImageTemplate
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.filesystem.sif import labels
 from prorl_envs.testing.sandbox_entry import SCRIPT_TEMPLATES, run_script
 from tests.images.conftest import SAYING, Writer, names, write_docker_archive, write_oci_archive
@@ -344,7 +344,7 @@ async def test_a_built_image_runs_in_a_sandbox(run_dir: Path, builder: ImageBuil
     if reason := missing_for_sif():
         pytest.skip(reason)
     image = await built(builder, saying(rootfs))
-    driver = NamespaceDriver(templates=SCRIPT_TEMPLATES)
+    driver = BubblewrapDriver(templates=SCRIPT_TEMPLATES)
     try:
         sandbox = await driver.start(SandboxSpec(image=image))
         assert await run_script(sandbox, "cat /etc/said") == "hello\n"

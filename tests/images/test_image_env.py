@@ -6,7 +6,7 @@ import pytest
 
 from prorl_envs.images.builder import ImageBuilder
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.testing.sandbox_entry import SCRIPT_TEMPLATES, run_script
 from tests.images.conftest import write_oci_archive
 from tests.sandbox.rootfs import missing_for_sif
@@ -32,7 +32,7 @@ async def test_variables_of_the_definition_are_unchanged(
     env = [f"{name}={value}" for name, value in ENV.items()]
     image = await builder.resolve(write_oci_archive(tmp_path / "image.tar", layer, env))
     assert image is not None
-    driver = NamespaceDriver(templates=SCRIPT_TEMPLATES)
+    driver = BubblewrapDriver(templates=SCRIPT_TEMPLATES)
     try:
         found = await driver.image_env(image)
         assert found == ENV

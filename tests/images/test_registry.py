@@ -137,7 +137,7 @@ async def test_a_sandbox_starts_from_it(
 def test_the_command_pulls_lists_and_prunes(
     registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PRORL_DRIVER", "namespaces")
+    monkeypatch.setenv("PRORL_DRIVER", "bubblewrap")
     monkeypatch.setenv("PRORL_IMAGES__LAYERS_DIR", str(tmp_path / "layers"))
     monkeypatch.setenv("PRORL_IMAGES__INSECURE", f"[{registry.host!r}]")
     pulled = image_command(tmp_path, "pull", f"docker://{registry.host}/team/made:zstd")

@@ -12,13 +12,13 @@ from learn.tasks import LEVELS, LearnTask, Split, held_out, tasks
 from prorl_envs.env.node import Node
 from prorl_envs.env.validate import validate
 from prorl_envs.envs.bash.env import BashEnvironment
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.tools.types import ToolCall
 
 
 @pytest.fixture
 async def node(run_dir: Path, tmp_path: Path) -> AsyncIterator[Node]:
-    async with Node(NamespaceDriver(run_dir), tmp_path) as node:
+    async with Node(BubblewrapDriver(run_dir), tmp_path) as node:
         yield node
 
 

@@ -89,7 +89,7 @@ async def test_unenforced_limits_are_logged_or_refused(caplog: pytest.LogCapture
     await strict.stop()
 
 
-@pytest.mark.parametrize("driver", ["auto", "namespaces", "bubblewrap", "apptainer"])
+@pytest.mark.parametrize("driver", ["auto", "bubblewrap", "apptainer"])
 async def test_a_driver_is_chosen_by_its_name(driver: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with sandbox({"driver": driver}) as box:
         await box.start()

@@ -7,7 +7,7 @@ import pytest
 
 from prorl_envs.nemo.terminal import ENTRY, TerminalSession
 from prorl_envs.sandbox.base import Sandbox, SandboxSpec
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.tools.protocol.messages import encode
 from prorl_envs.tools.protocol.terminal import Open
 
@@ -20,7 +20,7 @@ class Over(Exception):
 
 
 @pytest.fixture
-async def sandbox(shared_driver: NamespaceDriver) -> AsyncIterator[Sandbox]:
+async def sandbox(shared_driver: BubblewrapDriver) -> AsyncIterator[Sandbox]:
     sandbox = await shared_driver.start(SandboxSpec())
     yield sandbox
     await sandbox.close()

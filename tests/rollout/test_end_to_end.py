@@ -19,7 +19,7 @@ from prorl_envs.rollout.api.types import AgentLimits, GroupRequest, JobState, Re
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.http.server import serving
 from prorl_envs.rollout.service.service import RolloutService
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.testing.scripted import Mix, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
 
@@ -45,7 +45,7 @@ BOOK = ScriptBook.from_tapes(
 
 @asynccontextmanager
 async def running(
-    driver: NamespaceDriver, renderer: TemplateRenderer, folder: Path, mix: str
+    driver: BubblewrapDriver, renderer: TemplateRenderer, folder: Path, mix: str
 ) -> AsyncIterator[tuple[RolloutClient, ScriptedServer]]:
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(
@@ -89,7 +89,7 @@ async def collect(client: RolloutClient, *groups: GroupRequest) -> list[Result]:
 
 
 async def test_every_behaviour_has_the_expected_outcome(
-    driver: NamespaceDriver, renderer: TemplateRenderer, tmp_path: Path
+    driver: BubblewrapDriver, renderer: TemplateRenderer, tmp_path: Path
 ) -> None:
     mix = "solve=3,wrong=1,idle=1,malformed=1,loop=1,bad_ids=1"
     async with running(driver, renderer, tmp_path, mix) as (client, server):
@@ -114,7 +114,7 @@ async def test_every_behaviour_has_the_expected_outcome(
 
 
 async def test_cancelling_at_random_moments_leaves_no_sandbox(
-    driver: NamespaceDriver, renderer: TemplateRenderer, tmp_path: Path
+    driver: BubblewrapDriver, renderer: TemplateRenderer, tmp_path: Path
 ) -> None:
     chance = random.Random(7)
     async with running(driver, renderer, tmp_path, "solve=2,loop=1,hang=1") as (client, _):
@@ -134,7 +134,7 @@ async def test_cancelling_at_random_moments_leaves_no_sandbox(
 
 
 async def test_closing_while_everything_runs_leaves_no_sandbox(
-    driver: NamespaceDriver, renderer: TemplateRenderer, tmp_path: Path
+    driver: BubblewrapDriver, renderer: TemplateRenderer, tmp_path: Path
 ) -> None:
     async with running(driver, renderer, tmp_path, "hang=1") as (client, server):
         await client.submit([group("g", 12)])

@@ -20,7 +20,7 @@ from prorl_envs.rollout.api.types import GroupRequest, Result
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.http.server import serving
 from prorl_envs.rollout.service.service import RolloutService
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.testing.sandbox_entry import LIGHT_TEMPLATES
 from prorl_envs.testing.scripted import Mix, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
@@ -43,7 +43,7 @@ def first_row(name: str) -> dict[str, Any]:
     "families", [FAMILIES, pytest.param(("swebench",), marks=pytest.mark.thorough)], ids=["quick", "swebench"]
 )
 async def test_references_score_one_and_others_zero(
-    driver: NamespaceDriver, renderer: TemplateRenderer, tmp_path: Path, families: tuple[str, ...]
+    driver: BubblewrapDriver, renderer: TemplateRenderer, tmp_path: Path, families: tuple[str, ...]
 ) -> None:
     rows = {name: first_row(name) for name in families}
     tasks = [environments()[name].load(row) for name, row in rows.items()]
@@ -90,7 +90,7 @@ def said(result: Result) -> dict[str, Any]:
 
 def through_gymnasium(rows: dict[str, dict[str, Any]], cache: Path) -> dict[str, dict[str, Any]]:
     """Return the same parts of episodes that play the references as actions, by family."""
-    runner = Runner(lambda: Node(NamespaceDriver(templates=LIGHT_TEMPLATES), cache))
+    runner = Runner(lambda: Node(BubblewrapDriver(templates=LIGHT_TEMPLATES), cache))
     try:
         return {name: stepped(name, row, runner) for name, row in rows.items()}
     finally:

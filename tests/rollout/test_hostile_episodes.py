@@ -16,7 +16,7 @@ from prorl_envs.rollout.api.types import AgentLimits, GroupRequest, Result, Stop
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.http.server import serving
 from prorl_envs.rollout.service.service import RolloutService
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.testing.scripted import ScriptBook
 from prorl_envs.testing.server import ScriptedServer
 
@@ -50,7 +50,7 @@ def request(name: str, **changes: object) -> GroupRequest:
 
 @asynccontextmanager
 async def running(
-    driver: NamespaceDriver, renderer: TemplateRenderer, folder: Path, agents: Mapping[str, str]
+    driver: BubblewrapDriver, renderer: TemplateRenderer, folder: Path, agents: Mapping[str, str]
 ) -> AsyncIterator[RolloutClient]:
     tapes = {
         instruction(name): [[{"tool": "bash", "arguments": {"command": command}}]]
@@ -78,7 +78,7 @@ def observation(result: Result) -> str:
 
 
 async def test_each_agent_is_graded_on_its_own_files(
-    driver: NamespaceDriver, renderer: TemplateRenderer, tmp_path: Path
+    driver: BubblewrapDriver, renderer: TemplateRenderer, tmp_path: Path
 ) -> None:
     async with running(driver, renderer, tmp_path, AGENTS) as client:
         came = await outcomes(client, *(request(name) for name in AGENTS))
@@ -97,7 +97,7 @@ async def test_each_agent_is_graded_on_its_own_files(
 
 
 async def test_a_check_that_hangs_is_a_failed_check(
-    driver: NamespaceDriver, renderer: TemplateRenderer, tmp_path: Path
+    driver: BubblewrapDriver, renderer: TemplateRenderer, tmp_path: Path
 ) -> None:
     """For the grader a hanging check is the agent's own work, which has used up its time."""
     hangs = {"type": "command", "name": "hangs", "command": "sleep 1000", "timeout_s": 0.5}
@@ -109,7 +109,7 @@ async def test_a_check_that_hangs_is_a_failed_check(
 
 
 async def test_a_grader_that_fails_gives_no_reward(
-    driver: NamespaceDriver, renderer: TemplateRenderer, tmp_path: Path
+    driver: BubblewrapDriver, renderer: TemplateRenderer, tmp_path: Path
 ) -> None:
     agents = {"unlucky": "echo yes >answer", "solver": AGENTS["solver"]}
     no_pattern = {"type": "file_matches", "path": "answer", "pattern": "("}

@@ -18,7 +18,7 @@ from prorl_envs.model.types import Sampled, Sampling
 from prorl_envs.rollout.api.types import GroupRequest
 from prorl_envs.rollout.service.service import RolloutService
 from prorl_envs.rollout.store.sqlite import SqliteStore
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.testing.scripted import as_message
 
 pytestmark = [pytest.mark.anyio, pytest.mark.thorough]
@@ -74,7 +74,7 @@ def collected() -> Iterator[list[object]]:
 
 
 async def test_a_job_leaves_no_reference_cycle(
-    driver: NamespaceDriver, renderer: TemplateRenderer, tmp_path: Path
+    driver: BubblewrapDriver, renderer: TemplateRenderer, tmp_path: Path
 ) -> None:
     store = SqliteStore(tmp_path / "store.db", max_results=JOBS)
     service = RolloutService(

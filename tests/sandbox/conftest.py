@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.drivers.select import make_driver
 from prorl_envs.testing.sandbox_entry import SCRIPT_TEMPLATES
 
 
-def scripted_driver(name: str) -> NamespaceDriver:
+def scripted_driver(name: str) -> BubblewrapDriver:
     driver = make_driver(name, templates=SCRIPT_TEMPLATES)
-    assert isinstance(driver, NamespaceDriver)
+    assert isinstance(driver, BubblewrapDriver)
     return driver
 
 
 @pytest.fixture(scope="module")
-async def shell_driver(run_dir: Path, driver_name: str) -> AsyncIterator[NamespaceDriver]:
+async def shell_driver(run_dir: Path, driver_name: str) -> AsyncIterator[BubblewrapDriver]:
     """Driver shared by a module's tests; its template is up."""
     driver = scripted_driver(driver_name)
     try:
@@ -31,7 +31,7 @@ async def shell_driver(run_dir: Path, driver_name: str) -> AsyncIterator[Namespa
 
 
 @pytest.fixture
-async def own_driver(run_dir: Path, driver_name: str) -> AsyncIterator[NamespaceDriver]:
+async def own_driver(run_dir: Path, driver_name: str) -> AsyncIterator[BubblewrapDriver]:
     """Driver for a single test, to break or to close."""
     driver = scripted_driver(driver_name)
     yield driver

@@ -213,11 +213,8 @@ def test_the_programs_that_images_need_are_named() -> None:
     assert all(check.found and check.remedy for check in image_checks())
 
 
-def test_the_driver_that_needs_no_program_is_preferred(run_dir: Path) -> None:
-    assert choose_driver("auto") == "namespaces"
-
-
-def test_a_named_bubblewrap_is_chosen(run_dir: Path) -> None:
+def test_bubblewrap_is_preferred(run_dir: Path) -> None:
+    assert choose_driver("auto") == "bubblewrap"
     assert choose_driver("auto", bwrap=find_bwrap()) == "bubblewrap"
 
 

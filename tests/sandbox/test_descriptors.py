@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from prorl_envs.errors import SandboxError
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.linux.descriptors import allow_processes
 
 SCRIPT = """
@@ -16,7 +16,7 @@ import asyncio, os, resource, sys
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.tools.client.toolbox import Toolbox
 
 soft, hard, taken = map(int, sys.argv[1:])
@@ -24,7 +24,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def main():
-    driver = NamespaceDriver()
+    driver = BubblewrapDriver()
     others = [os.open(os.devnull, os.O_RDONLY) for _ in range(taken)]
     boxes = []
     try:
@@ -101,7 +101,7 @@ def test_too_few_processes_are_reported_at_once(monkeypatch: pytest.MonkeyPatch,
     limits = {resource.RLIMIT_NPROC: (hard, hard), resource.RLIMIT_NOFILE: (4096, 4096)}
     monkeypatch.setattr("resource.getrlimit", limits.__getitem__)
     with pytest.raises(SandboxError, match=f"no more than {hard} processes") as caught:
-        NamespaceDriver()
+        BubblewrapDriver()
     assert "ulimit -Hu" in caught.value.hint
 
 

@@ -16,8 +16,8 @@ import pytest
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import Mount, SandboxSpec
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.drivers.local import LocalDriver, NoIsolationWarning
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
 from prorl_envs.sandbox.drivers.select import make_driver
 from prorl_envs.sandbox.filesystem.images import Images
 from prorl_envs.sandbox.filesystem.layered import LayerTree
@@ -59,7 +59,7 @@ def image(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture
-async def driver(run_dir: Path, driver_name: str) -> AsyncIterator[NamespaceDriver]:
+async def driver(run_dir: Path, driver_name: str) -> AsyncIterator[BubblewrapDriver]:
     """Driver for a single test: its mounts are unmounted at the end of the test."""
     driver = scripted_driver(driver_name)
     yield driver
@@ -78,7 +78,7 @@ def squashfuse_pids(run_dir: Path) -> dict[int, str]:
 
 
 async def test_the_system_is_the_images_and_the_hosts_is_hidden(
-    driver: NamespaceDriver, image: Path, tmp_path: Path
+    driver: BubblewrapDriver, image: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "host").touch()
     sandbox = await driver.start(SandboxSpec(image=image, hostname="box"))
@@ -106,7 +106,7 @@ async def test_a_bash_action_works(run_dir: Path, driver_name: str, image: Path)
         await driver.aclose()
 
 
-async def test_the_workspace_is_visible_on_the_host(driver: NamespaceDriver, image: Path) -> None:
+async def test_the_workspace_is_visible_on_the_host(driver: BubblewrapDriver, image: Path) -> None:
     sandbox = await driver.start(SandboxSpec(image=image))
     await run_script(sandbox, "echo kept > file")
     assert (sandbox.workspace / "file").read_text() == "kept\n"
@@ -114,7 +114,7 @@ async def test_the_workspace_is_visible_on_the_host(driver: NamespaceDriver, ima
 
 
 async def test_changes_belong_to_a_sandbox_and_never_to_the_image(
-    driver: NamespaceDriver, image: Path, directory: Path
+    driver: BubblewrapDriver, image: Path, directory: Path
 ) -> None:
     first = await driver.start(SandboxSpec(image=image))
     second = await driver.start(SandboxSpec(image=image))
@@ -130,7 +130,7 @@ async def test_changes_belong_to_a_sandbox_and_never_to_the_image(
 
 
 async def test_a_directory_images_files_can_be_changed_in_the_sandbox_only(
-    driver: NamespaceDriver, directory: Path
+    driver: BubblewrapDriver, directory: Path
 ) -> None:
     sandbox = await driver.start(SandboxSpec(image=directory))
     script = "echo changed > /etc/image; rm /bin/id; cat /etc/image; ls /bin"
@@ -143,9 +143,9 @@ async def test_a_directory_images_files_can_be_changed_in_the_sandbox_only(
 
 
 async def test_sandboxes_and_drivers_share_one_mount(
-    driver: NamespaceDriver, sif: Path, run_dir: Path
+    driver: BubblewrapDriver, sif: Path, run_dir: Path
 ) -> None:
-    other = NamespaceDriver(templates=SCRIPT_TEMPLATES)
+    other = BubblewrapDriver(templates=SCRIPT_TEMPLATES)
     try:
         started = [driver.start(SandboxSpec(image=sif)) for _ in range(4)]
         started += [other.start(SandboxSpec(image=sif)) for _ in range(4)]
@@ -161,7 +161,7 @@ async def test_sandboxes_and_drivers_share_one_mount(
 
 
 async def test_a_mount_whose_squashfuse_died_is_replaced(
-    driver: NamespaceDriver, sif: Path, run_dir: Path
+    driver: BubblewrapDriver, sif: Path, run_dir: Path
 ) -> None:
     await driver.start(SandboxSpec(image=sif))
     pids = squashfuse_pids(run_dir)
@@ -171,7 +171,7 @@ async def test_a_mount_whose_squashfuse_died_is_replaced(
     signal.pidfd_send_signal(squashfuse, signal.SIGKILL)
     select.select([squashfuse], [], [])
     os.close(squashfuse)
-    other = NamespaceDriver(templates=SCRIPT_TEMPLATES)
+    other = BubblewrapDriver(templates=SCRIPT_TEMPLATES)
     try:
         sandbox = await other.start(SandboxSpec(image=sif))
         assert await run_script(sandbox, "cat /etc/image") == "from the image\n"
@@ -201,7 +201,7 @@ def test_a_directory_that_others_can_write_is_neither_used_nor_removed(sif: Path
     assert (shared / "planted").exists()
 
 
-async def test_a_start_cancelled_while_mounting_leaves_nothing(driver: NamespaceDriver, sif: Path) -> None:
+async def test_a_start_cancelled_while_mounting_leaves_nothing(driver: BubblewrapDriver, sif: Path) -> None:
     for delay_ms in (0, 5, 20, 40):
         start = asyncio.create_task(driver.start(SandboxSpec(image=sif)))
         await asyncio.wait([start], timeout=delay_ms / 1000)
@@ -238,7 +238,7 @@ def test_a_killed_service_leaks_no_process_and_no_mount_and_its_files_are_remove
         assert service.stdout is not None
         assert service.stdout.readline() == "busy\n"
         service.kill()
-    asyncio.run(NamespaceDriver().aclose())  # the next driver removes them
+    asyncio.run(BubblewrapDriver().aclose())  # the next driver removes them
     assert leaks_since(before, run_dir) == []
     assert fuse_mounts(run_dir) == []
 
@@ -275,7 +275,9 @@ def test_a_service_killed_while_it_mounts_leaks_no_mount(
     shutil.rmtree(base)
 
 
-async def test_targets_are_resolved_through_the_images_links(driver: NamespaceDriver, tmp_path: Path) -> None:
+async def test_targets_are_resolved_through_the_images_links(
+    driver: BubblewrapDriver, tmp_path: Path
+) -> None:
     root = write_rootfs(tmp_path / "root")
     (root / "data").symlink_to("/opt")
     (root / "opt" / "secret").mkdir()
@@ -323,7 +325,7 @@ def test_circular_links_are_refused(tmp_path: Path) -> None:
         LayerTree([tmp_path]).resolve("/a")
 
 
-async def test_an_image_whose_tmp_is_a_link_is_refused(driver: NamespaceDriver, tmp_path: Path) -> None:
+async def test_an_image_whose_tmp_is_a_link_is_refused(driver: BubblewrapDriver, tmp_path: Path) -> None:
     root = write_rootfs(tmp_path / "root")
     (root / "tmp").rmdir()
     (root / "tmp").symlink_to("/oldroot/tmp")
@@ -332,14 +334,14 @@ async def test_an_image_whose_tmp_is_a_link_is_refused(driver: NamespaceDriver, 
 
 
 async def test_an_image_without_a_shell_is_refused_with_the_reason(
-    driver: NamespaceDriver, tmp_path: Path
+    driver: BubblewrapDriver, tmp_path: Path
 ) -> None:
     with pytest.raises(SandboxError, match="/bin/sh") as caught:
         await driver.start(SandboxSpec(image=write_rootfs(tmp_path / "root", ())))
     assert "an image needs" in str(caught.value)
 
 
-async def test_a_file_that_is_no_image_is_refused(driver: NamespaceDriver, tmp_path: Path) -> None:
+async def test_a_file_that_is_no_image_is_refused(driver: BubblewrapDriver, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no image")
     with pytest.raises(SandboxError, match="not an image"):
         await driver.start(SandboxSpec(image=tmp_path / "file"))
@@ -347,7 +349,7 @@ async def test_a_file_that_is_no_image_is_refused(driver: NamespaceDriver, tmp_p
         await driver.start(SandboxSpec(image=tmp_path / "absent"))
 
 
-async def test_a_truncated_sif_is_refused(driver: NamespaceDriver, sif: Path, tmp_path: Path) -> None:
+async def test_a_truncated_sif_is_refused(driver: BubblewrapDriver, sif: Path, tmp_path: Path) -> None:
     cut = tmp_path / "cut.sif"
     shutil.copy(sif, cut)
     os.truncate(cut, cut.stat().st_size - 4096)
@@ -375,7 +377,7 @@ async def test_a_busybox_is_enough_for_an_image(
         await driver.aclose()
 
 
-async def test_a_tool_server_imports_nothing_from_the_sandbox(driver: NamespaceDriver) -> None:
+async def test_a_tool_server_imports_nothing_from_the_sandbox(driver: BubblewrapDriver) -> None:
     """An agent could plant a module with a well-known name in the image's writable system."""
     mounts, masks, env = python_runtime()
     sandbox = await driver.start(SandboxSpec(mounts=mounts, masks=masks, env=env))

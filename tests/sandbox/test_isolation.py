@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 
 from prorl_envs.sandbox.base import Sandbox, SandboxSpec
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.testing.sandbox_entry import RUN_SCRIPTS, ask, run_script
 
 pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-async def sandbox(shell_driver: NamespaceDriver) -> AsyncIterator[Sandbox]:
+async def sandbox(shell_driver: BubblewrapDriver) -> AsyncIterator[Sandbox]:
     sandbox = await shell_driver.start(SandboxSpec())
     yield sandbox
     await sandbox.close()
 
 
-async def run_with(driver: NamespaceDriver, spec: SandboxSpec, script: str) -> str:
+async def run_with(driver: BubblewrapDriver, spec: SandboxSpec, script: str) -> str:
     sandbox = await driver.start(spec)
     try:
         return await run_script(sandbox, script)
@@ -57,7 +57,7 @@ async def test_a_process_has_no_capabilities_and_cannot_gain_any(sandbox: Sandbo
     assert {int(value, 16) for value in fields.values()} == {0}
 
 
-async def test_root_inside_has_no_capability_either(shell_driver: NamespaceDriver) -> None:
+async def test_root_inside_has_no_capability_either(shell_driver: BubblewrapDriver) -> None:
     output = await run_with(
         shell_driver, SandboxSpec(uid=0), "id -u; whoami; grep CapEff /proc/self/status; chown 5 /tmp"
     )
@@ -76,7 +76,7 @@ async def test_the_hosts_environment_is_not_passed_on(sandbox: Sandbox) -> None:
     assert set(names.split()) == {"HOME", "LANG", "PATH", "PWD", "TERM"}
 
 
-async def test_the_specs_environment_is_passed_on(shell_driver: NamespaceDriver) -> None:
+async def test_the_specs_environment_is_passed_on(shell_driver: BubblewrapDriver) -> None:
     spec = SandboxSpec(env={"GREETING": "hällo\nworld", "HOME": "/tmp"})
     assert await run_with(shell_driver, spec, 'echo "$GREETING $HOME"') == "hällo\nworld /tmp\n"
 
@@ -114,7 +114,7 @@ async def test_the_workspace_is_the_hosts_directory(sandbox: Sandbox) -> None:
     assert sandbox.workspace.parent.stat().st_mode & 0o777 == 0o700
 
 
-async def test_sandboxes_do_not_see_each_other(shell_driver: NamespaceDriver, sandbox: Sandbox) -> None:
+async def test_sandboxes_do_not_see_each_other(shell_driver: BubblewrapDriver, sandbox: Sandbox) -> None:
     await run_script(
         sandbox, "touch /workspace/a /tmp/b /dev/shm/c /home/agent/d /run/e; sleep 60 > /dev/null 2>&1 &"
     )
@@ -146,14 +146,14 @@ async def test_loopback_works(sandbox: Sandbox) -> None:
     assert int((await run_script(sandbox, script)).split()[-1]) > 0
 
 
-async def test_a_default_route_makes_outside_addresses_time_out(shell_driver: NamespaceDriver) -> None:
+async def test_a_default_route_makes_outside_addresses_time_out(shell_driver: BubblewrapDriver) -> None:
     script = "timeout 0.3 bash -c '</dev/tcp/192.0.2.1/80'; echo $?; grep -c '^lo.00000000' /proc/net/route"
     status, routes = (await run_with(shell_driver, SandboxSpec(default_route=True), script)).split()
     assert status == "124"  # `timeout` killed it: it was still trying
     assert routes == "1"
 
 
-async def test_a_sandbox_resolves_its_own_names(shell_driver: NamespaceDriver) -> None:
+async def test_a_sandbox_resolves_its_own_names(shell_driver: BubblewrapDriver) -> None:
     spec = SandboxSpec(hostname="node7", uid=1234, workdir="/testbed/repo")
     output = await run_with(shell_driver, spec, "hostname; cat /etc/hostname; id -un; id -u; pwd; echo ~")
     assert output.split() == ["node7", "node7", "agent", "1234", "/testbed/repo", "/home/agent"]

@@ -16,7 +16,7 @@ import pytest
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import Driver, Mount, Sandbox, SandboxSpec
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver, NamespaceSandbox
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver, BubblewrapSandbox
 from prorl_envs.sandbox.drivers.probe import find_bwrap
 from prorl_envs.testing.leaks import OpenResources, leaks_since
 from prorl_envs.testing.sandbox_entry import FAIL, RUN_SCRIPTS, ask, run_script
@@ -31,7 +31,7 @@ def run_dir() -> Iterator[Path]:
     yield from drivers_directory(in_memory=True)
 
 
-async def test_the_driver_and_its_sandboxes_keep_the_contract(shell_driver: NamespaceDriver) -> None:
+async def test_the_driver_and_its_sandboxes_keep_the_contract(shell_driver: BubblewrapDriver) -> None:
     assert isinstance(shell_driver, Driver)
     sandbox = await shell_driver.start(SandboxSpec())
     assert isinstance(sandbox, Sandbox)
@@ -40,14 +40,14 @@ async def test_the_driver_and_its_sandboxes_keep_the_contract(shell_driver: Name
     assert not sandbox.alive
 
 
-async def test_closing_is_idempotent_and_concurrent(shell_driver: NamespaceDriver) -> None:
+async def test_closing_is_idempotent_and_concurrent(shell_driver: BubblewrapDriver) -> None:
     sandbox = await shell_driver.start(SandboxSpec())
     await asyncio.gather(*(sandbox.close() for _ in range(5)))
     await sandbox.close()
     assert not sandbox.workspace.exists()
 
 
-async def test_closing_continues_when_the_caller_is_cancelled(shell_driver: NamespaceDriver) -> None:
+async def test_closing_continues_when_the_caller_is_cancelled(shell_driver: BubblewrapDriver) -> None:
     sandbox = await shell_driver.start(SandboxSpec())
     closing = asyncio.create_task(sandbox.close())
     await asyncio.sleep(0)
@@ -58,7 +58,7 @@ async def test_closing_continues_when_the_caller_is_cancelled(shell_driver: Name
     assert not sandbox.workspace.exists()
 
 
-async def test_closing_kills_busy_and_detached_processes(shell_driver: NamespaceDriver) -> None:
+async def test_closing_kills_busy_and_detached_processes(shell_driver: BubblewrapDriver) -> None:
     sandbox = await shell_driver.start(SandboxSpec())
     with await sandbox.spawn(RUN_SCRIPTS) as sock:
         await ask(sock, "(setsid sleep 600 > /dev/null 2>&1 &); (nohup sleep 600 > /dev/null 2>&1 &)")
@@ -69,7 +69,7 @@ async def test_closing_kills_busy_and_detached_processes(shell_driver: Namespace
             await ask(sock, "true")
 
 
-async def test_closing_the_driver_closes_everything(own_driver: NamespaceDriver, run_dir: Path) -> None:
+async def test_closing_the_driver_closes_everything(own_driver: BubblewrapDriver, run_dir: Path) -> None:
     sandboxes = [await own_driver.start(SandboxSpec()) for _ in range(3)]
     socks = [await sandbox.spawn(RUN_SCRIPTS) for sandbox in sandboxes]
     await own_driver.aclose()
@@ -81,18 +81,18 @@ async def test_closing_the_driver_closes_everything(own_driver: NamespaceDriver,
         await own_driver.start(SandboxSpec())
 
 
-async def test_closing_the_driver_cancels_starts(own_driver: NamespaceDriver) -> None:
+async def test_closing_the_driver_cancels_starts(own_driver: BubblewrapDriver) -> None:
     starts = [asyncio.create_task(own_driver.start(SandboxSpec())) for _ in range(4)]
     await own_driver.start(SandboxSpec())
     await own_driver.aclose()
     outcomes = await asyncio.gather(*starts, return_exceptions=True)
     for outcome in outcomes:
         assert isinstance(outcome, SandboxError) or (
-            isinstance(outcome, NamespaceSandbox) and not outcome.alive
+            isinstance(outcome, BubblewrapSandbox) and not outcome.alive
         )
 
 
-async def test_many_sandboxes_at_once(shell_driver: NamespaceDriver) -> None:
+async def test_many_sandboxes_at_once(shell_driver: BubblewrapDriver) -> None:
     async def one(number: int) -> str:
         sandbox = await shell_driver.start(SandboxSpec(env={"NUMBER": str(number)}))
         try:
@@ -105,7 +105,7 @@ async def test_many_sandboxes_at_once(shell_driver: NamespaceDriver) -> None:
 
 @pytest.mark.parametrize("delay_ms", [0, 1, 2, 4, 6, 8, 12, 30, 60, 90])
 async def test_a_start_cancelled_at_any_moment_leaks_nothing(
-    shell_driver: NamespaceDriver, delay_ms: int
+    shell_driver: BubblewrapDriver, delay_ms: int
 ) -> None:
     """A start that completes before the cancellation yields a sandbox, which is closed."""
     before = set(shell_driver.sandboxes)
@@ -121,7 +121,7 @@ async def test_a_start_cancelled_at_any_moment_leaks_nothing(
 
 @pytest.mark.parametrize("delay_ms", [0, 1, 2, 3, 5])
 async def test_a_spawn_cancelled_at_any_moment_leaks_nothing(
-    shell_driver: NamespaceDriver, delay_ms: int
+    shell_driver: BubblewrapDriver, delay_ms: int
 ) -> None:
     sandbox = await shell_driver.start(SandboxSpec())
     spawn = asyncio.create_task(sandbox.spawn(RUN_SCRIPTS))
@@ -133,7 +133,7 @@ async def test_a_spawn_cancelled_at_any_moment_leaks_nothing(
     await sandbox.close()
 
 
-async def test_a_failed_start_leaks_nothing(own_driver: NamespaceDriver, tmp_path: Path) -> None:
+async def test_a_failed_start_leaks_nothing(own_driver: BubblewrapDriver, tmp_path: Path) -> None:
     absent = SandboxSpec(mounts=(Mount(source=tmp_path / "absent", target="/x"),))
     for _ in range(3):
         with pytest.raises(SandboxError):
@@ -141,7 +141,7 @@ async def test_a_failed_start_leaks_nothing(own_driver: NamespaceDriver, tmp_pat
     assert not own_driver.sandboxes
 
 
-async def test_a_sandbox_that_exits_by_itself_is_reported_as_ended(shell_driver: NamespaceDriver) -> None:
+async def test_a_sandbox_that_exits_by_itself_is_reported_as_ended(shell_driver: BubblewrapDriver) -> None:
     sandbox = await shell_driver.start(SandboxSpec())
     with await sandbox.spawn(RUN_SCRIPTS) as sock:
         first = os.pidfd_open(sandbox.pid)
@@ -157,7 +157,9 @@ async def test_a_sandbox_that_exits_by_itself_is_reported_as_ended(shell_driver:
     await sandbox.close()
 
 
-async def test_a_lost_tool_server_is_noticed_and_another_can_be_forked(shell_driver: NamespaceDriver) -> None:
+async def test_a_lost_tool_server_is_noticed_and_another_can_be_forked(
+    shell_driver: BubblewrapDriver,
+) -> None:
     sandbox = await shell_driver.start(SandboxSpec())
     with await sandbox.spawn(RUN_SCRIPTS) as sock:
         await ask(sock, "echo kept > file")
@@ -168,7 +170,9 @@ async def test_a_lost_tool_server_is_noticed_and_another_can_be_forked(shell_dri
     await sandbox.close()
 
 
-async def test_no_process_of_the_same_user_can_inspect_the_tool_server(shell_driver: NamespaceDriver) -> None:
+async def test_no_process_of_the_same_user_can_inspect_the_tool_server(
+    shell_driver: BubblewrapDriver,
+) -> None:
     sandbox = await shell_driver.start(SandboxSpec())
     with await sandbox.spawn(RUN_SCRIPTS):
         (server,) = sandbox.tool_servers
@@ -181,7 +185,7 @@ async def test_no_process_of_the_same_user_can_inspect_the_tool_server(shell_dri
 
 
 async def test_a_failing_entry_closes_the_socket_and_is_logged(
-    shell_driver: NamespaceDriver, caplog: pytest.LogCaptureFixture
+    shell_driver: BubblewrapDriver, caplog: pytest.LogCaptureFixture
 ) -> None:
     sandbox = await shell_driver.start(SandboxSpec())
     with caplog.at_level(logging.WARNING), await sandbox.spawn(FAIL) as sock:
@@ -195,7 +199,7 @@ async def test_a_failing_entry_closes_the_socket_and_is_logged(
     [("os:abort", "base", "no entry"), (RUN_SCRIPTS, "absent", "no template")],
 )
 async def test_an_unlisted_entry_cannot_be_spawned(
-    shell_driver: NamespaceDriver, entry: str, template: str, word: str
+    shell_driver: BubblewrapDriver, entry: str, template: str, word: str
 ) -> None:
     sandbox = await shell_driver.start(SandboxSpec())
     with pytest.raises(SandboxError, match=word):
@@ -203,7 +207,7 @@ async def test_an_unlisted_entry_cannot_be_spawned(
     await sandbox.close()
 
 
-async def test_a_dead_template_is_replaced_and_sandboxes_survive(own_driver: NamespaceDriver) -> None:
+async def test_a_dead_template_is_replaced_and_sandboxes_survive(own_driver: BubblewrapDriver) -> None:
     sandbox = await own_driver.start(SandboxSpec())
     with await sandbox.spawn(RUN_SCRIPTS) as sock:
         template = own_driver.templates["base"].pid
@@ -216,7 +220,7 @@ async def test_a_dead_template_is_replaced_and_sandboxes_survive(own_driver: Nam
     await sandbox.close()
 
 
-async def test_concurrent_first_spawns_share_one_template(own_driver: NamespaceDriver) -> None:
+async def test_concurrent_first_spawns_share_one_template(own_driver: BubblewrapDriver) -> None:
     sandbox = await own_driver.start(SandboxSpec())
     answers = await asyncio.gather(*(run_script(sandbox, "echo $PPID") for _ in range(4)))
     assert answers == ["0\n"] * 4  # the parent is outside
@@ -294,7 +298,7 @@ def test_a_forked_worker_does_not_keep_a_killed_services_sandboxes(run_dir: Path
         select.select([worker], [], [])
         os.close(worker)
     assert not kept
-    asyncio.run(NamespaceDriver().aclose())
+    asyncio.run(BubblewrapDriver().aclose())
 
 
 def interrupted_service(driver_name: str, moment: str, number: signal.Signals) -> None:
@@ -326,7 +330,7 @@ def test_a_killed_service_leaks_no_process_and_its_files_are_removed(
     before = OpenResources.now(run_dir)
     interrupted_service(driver_name, moment, signal.SIGKILL)
     assert set(run_dir.iterdir()) - set(map(Path, before.directories))
-    asyncio.run(NamespaceDriver().aclose())  # the next driver removes them
+    asyncio.run(BubblewrapDriver().aclose())  # the next driver removes them
     assert leaks_since(before, run_dir) == []
 
 
@@ -357,5 +361,5 @@ def test_a_service_or_starter_killed_while_bubblewrap_starts_leaks_no_process(
     service = subprocess.run([sys.executable, "-c", STARTING, program], check=False)
     assert service.returncode in ends
     assert not wait_for_processes(before, run_dir)
-    asyncio.run(NamespaceDriver().aclose())
+    asyncio.run(BubblewrapDriver().aclose())
     assert leaks_since(before, run_dir) == []

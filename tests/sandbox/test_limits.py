@@ -17,8 +17,8 @@ import pytest
 
 from prorl_envs.errors import SandboxError, SandboxLimit
 from prorl_envs.sandbox.base import Driver, SandboxLimits, SandboxSpec
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.drivers.local import LocalDriver, NoIsolationWarning
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
 from prorl_envs.sandbox.filesystem.directories import sweep
 from prorl_envs.sandbox.filesystem.disk_usage import DiskUse
 from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
@@ -47,8 +47,8 @@ SPEC = SandboxSpec(limits=LIMITS)
 
 
 @pytest.fixture(scope="module", params=MECHANISMS)
-async def limited(request: pytest.FixtureRequest, run_dir: Path) -> AsyncIterator[NamespaceDriver]:
-    driver = NamespaceDriver(
+async def limited(request: pytest.FixtureRequest, run_dir: Path) -> AsyncIterator[BubblewrapDriver]:
+    driver = BubblewrapDriver(
         limits=NodeLimits(each=LIMITS, enforcement=request.param), templates=LIGHT_TEMPLATES
     )
     try:
@@ -59,9 +59,9 @@ async def limited(request: pytest.FixtureRequest, run_dir: Path) -> AsyncIterato
 
 
 @pytest.fixture(scope="module")
-async def watched(run_dir: Path) -> AsyncIterator[NamespaceDriver]:
+async def watched(run_dir: Path) -> AsyncIterator[BubblewrapDriver]:
     """Driver for tests in which the mechanism makes no difference, and no Python session is opened."""
-    driver = NamespaceDriver(limits=NodeLimits(each=LIMITS, enforcement=Mechanism.WATCHDOG))
+    driver = BubblewrapDriver(limits=NodeLimits(each=LIMITS, enforcement=Mechanism.WATCHDOG))
     try:
         await driver.warm("base")
         yield driver
@@ -88,7 +88,7 @@ async def open_box() -> AsyncIterator[OpenBox]:
 
 
 @pytest.fixture
-async def box(open_box: OpenBox, limited: NamespaceDriver) -> AsyncIterator[Toolbox]:
+async def box(open_box: OpenBox, limited: BubblewrapDriver) -> AsyncIterator[Toolbox]:
     """Sandbox whose shell must survive the test, beside a sandbox that must not be affected."""
     neighbour, box = await open_box(limited), await open_box(limited)
     templates = {name: template.pid for name, template in limited.templates.items()}
@@ -130,7 +130,7 @@ async def test_memory_within_the_limit_is_left_alone(box: Toolbox) -> None:
 
 
 async def test_sandboxes_have_a_lower_priority_than_the_service(
-    open_box: OpenBox, limited: NamespaceDriver
+    open_box: OpenBox, limited: BubblewrapDriver
 ) -> None:
     box = await open_box(limited, python=True)
     assert (await box.bash("nice", timeout_s=10)).text == "10\n"
@@ -194,7 +194,7 @@ async def test_a_flood_of_output_does_no_harm(box: Toolbox) -> None:
 
 
 async def test_a_python_session_that_takes_too_much_memory_is_killed(
-    open_box: OpenBox, limited: NamespaceDriver
+    open_box: OpenBox, limited: BubblewrapDriver
 ) -> None:
     mounts, masks, env = python_runtime()
     spec = SandboxSpec(mounts=mounts, masks=masks, env=env, limits=SandboxLimits(memory_bytes=256 << 20))
@@ -206,7 +206,7 @@ async def test_a_python_session_that_takes_too_much_memory_is_killed(
     assert (await box.python("print(6 * 7)", timeout_s=30)).text == "42\n"
 
 
-async def test_a_file_stops_growing_at_the_limit(open_box: OpenBox, watched: NamespaceDriver) -> None:
+async def test_a_file_stops_growing_at_the_limit(open_box: OpenBox, watched: BubblewrapDriver) -> None:
     box = await open_box(watched)
     result = await box.bash("kept=8; head -c 60M /dev/zero > file; stat -c %s file", timeout_s=30)
     assert str(20 << 20) in result.text and "File size limit exceeded" in result.text
@@ -224,7 +224,7 @@ WRITER = """
 
 async def test_a_command_that_fills_the_disk_is_killed_and_files_can_be_removed(
     open_box: OpenBox,
-    watched: NamespaceDriver,
+    watched: BubblewrapDriver,
 ) -> None:
     box = await open_box(watched)
     result = await box.bash("kept=8\n" + script(WRITER), timeout_s=60)
@@ -234,7 +234,7 @@ async def test_a_command_that_fills_the_disk_is_killed_and_files_can_be_removed(
 
 
 async def test_a_shell_that_fills_the_disk_itself_is_killed(
-    open_box: OpenBox, watched: NamespaceDriver
+    open_box: OpenBox, watched: BubblewrapDriver
 ) -> None:
     box = await open_box(watched)
     line = "x" * 65536
@@ -246,20 +246,20 @@ async def test_a_shell_that_fills_the_disk_itself_is_killed(
     assert (await box.bash("rm f*; echo here", timeout_s=10)).text == "here\n"
 
 
-async def test_small_files_count_even_when_empty(open_box: OpenBox, watched: NamespaceDriver) -> None:
+async def test_small_files_count_even_when_empty(open_box: OpenBox, watched: BubblewrapDriver) -> None:
     box = await open_box(watched)
     result = await box.bash("for i in {1..3500}; do : > f$i; done; sleep 20", timeout_s=60)
     assert "[the sandbox's limit of 2000 files was reached" in result.text
 
 
-async def test_unreadable_directories_hide_nothing(open_box: OpenBox, watched: NamespaceDriver) -> None:
+async def test_unreadable_directories_hide_nothing(open_box: OpenBox, watched: BubblewrapDriver) -> None:
     box = await open_box(watched)
     hide = "mkdir d$i; head -c 1M /dev/zero > d$i/x; chmod 0 d$i; sleep 0.2"
     result = await box.bash(f"for i in {{1..50}}; do {hide}; done", timeout_s=60)
     assert "disk limit of 20 MB was reached" in result.text
 
 
-async def test_removed_files_count_while_they_are_open(open_box: OpenBox, watched: NamespaceDriver) -> None:
+async def test_removed_files_count_while_they_are_open(open_box: OpenBox, watched: BubblewrapDriver) -> None:
     box = await open_box(watched)
     result = await box.bash(
         script("""
@@ -278,14 +278,14 @@ async def test_removed_files_count_while_they_are_open(open_box: OpenBox, watche
     assert "disk limit of 20 MB was reached" in result.text
 
 
-async def test_a_sparse_file_counts_by_its_blocks(open_box: OpenBox, watched: NamespaceDriver) -> None:
+async def test_a_sparse_file_counts_by_its_blocks(open_box: OpenBox, watched: BubblewrapDriver) -> None:
     box = await open_box(watched)
     result = await box.bash("for i in 1 2 3; do truncate -s 19M f$i; done; sleep 1; echo fine", timeout_s=30)
     assert result.text == "fine\n"
 
 
 async def test_a_sandbox_far_over_its_disk_limit_is_killed(
-    open_box: OpenBox, watched: NamespaceDriver
+    open_box: OpenBox, watched: BubblewrapDriver
 ) -> None:
     box = await open_box(watched)
     burst = script("""
@@ -301,7 +301,7 @@ async def test_a_sandbox_far_over_its_disk_limit_is_killed(
         await box.bash("echo hello", timeout_s=10)
 
 
-async def test_a_sandbox_over_its_lifetime_is_killed(open_box: OpenBox, watched: NamespaceDriver) -> None:
+async def test_a_sandbox_over_its_lifetime_is_killed(open_box: OpenBox, watched: BubblewrapDriver) -> None:
     box = await open_box(watched, SandboxSpec(limits=SandboxLimits(lifetime_s=1.0)))
     with pytest.raises(SandboxLimit, match="was ended: it was 1 s old"):
         await box.bash("sleep 60", timeout_s=90)
@@ -314,7 +314,7 @@ async def test_a_sandbox_over_its_lifetime_is_killed(open_box: OpenBox, watched:
 async def test_on_a_full_disk_the_largest_sandbox_is_killed(open_box: OpenBox, run_dir: Path) -> None:
     status = os.statvfs(run_dir)
     more_than_there_is = status.f_blocks * status.f_frsize
-    driver = NamespaceDriver(limits=NodeLimits(reserve_bytes=more_than_there_is))
+    driver = BubblewrapDriver(limits=NodeLimits(reserve_bytes=more_than_there_is))
     small, large = await open_box(driver, SandboxSpec()), await open_box(driver, SandboxSpec())
     with pytest.raises(SandboxLimit, match="disk is nearly full"):
         await large.bash("head -c 80M /dev/urandom > file; sleep 60", timeout_s=90)
@@ -324,7 +324,7 @@ async def test_on_a_full_disk_the_largest_sandbox_is_killed(open_box: OpenBox, r
 
 async def test_without_limits_nothing_is_checked(open_box: OpenBox, run_dir: Path) -> None:
     free = SandboxLimits(memory_bytes=None, processes=None, disk_bytes=None, disk_files=None)
-    driver = NamespaceDriver(limits=NodeLimits(each=free, reserve_bytes=0))
+    driver = BubblewrapDriver(limits=NodeLimits(each=free, reserve_bytes=0))
     box = await open_box(driver, SandboxSpec())
     assert (await box.bash("head -c 30M /dev/zero > f; sleep 0.5; echo fine", timeout_s=30)).text == "fine\n"
     assert driver.containment.looking_s == 0
@@ -341,7 +341,7 @@ async def test_the_local_driver_enforces_limits_of_single_processes(open_box: Op
 
 
 async def test_the_nice_level_of_sandboxes_can_be_set(open_box: OpenBox, run_dir: Path) -> None:
-    driver = NamespaceDriver(limits=NodeLimits(nice=3, enforcement=Mechanism.WATCHDOG))
+    driver = BubblewrapDriver(limits=NodeLimits(nice=3, enforcement=Mechanism.WATCHDOG))
     try:
         assert (await (await open_box(driver)).bash("nice", timeout_s=10)).text == "3\n"
     finally:
@@ -358,7 +358,9 @@ async def test_the_nice_level_of_sandboxes_can_be_set(open_box: OpenBox, run_dir
     ],
     ids=repr,
 )
-async def test_limits_that_are_too_small_are_refused(watched: NamespaceDriver, limits: SandboxLimits) -> None:
+async def test_limits_that_are_too_small_are_refused(
+    watched: BubblewrapDriver, limits: SandboxLimits
+) -> None:
     with pytest.raises(SandboxError, match="not a usable limit"):
         await watched.start(SandboxSpec(limits=limits))
 
@@ -378,12 +380,12 @@ def test_the_largest_file_is_the_disk_limit_by_default() -> None:
 SERVICE = """
     import asyncio, sys, time
     from prorl_envs.sandbox.base import SandboxSpec
-    from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+    from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
     from prorl_envs.sandbox.linux.cgroups import Mechanism
     from prorl_envs.sandbox.limits.enforcement import NodeLimits
 
     async def main():
-        driver = NamespaceDriver(limits=NodeLimits(enforcement=Mechanism(sys.argv[1])))
+        driver = BubblewrapDriver(limits=NodeLimits(enforcement=Mechanism(sys.argv[1])))
         sandbox = await driver.start(SandboxSpec())
         print(driver.directory.path, flush=True)
         await asyncio.Event().wait()
@@ -423,7 +425,7 @@ def test_the_groups_of_a_killed_service_are_removed_with_its_directory(
     assert not any(group.exists() for group in groups)
 
 
-async def test_a_driver_names_the_limits_it_enforces(run_dir: Path, watched: NamespaceDriver) -> None:
+async def test_a_driver_names_the_limits_it_enforces(run_dir: Path, watched: BubblewrapDriver) -> None:
     assert watched.kept >= {"memory_bytes", "processes", "disk_bytes", "disk_files", "lifetime_s"}
     assert "cpus" not in watched.kept
     with pytest.warns(NoIsolationWarning):
@@ -493,7 +495,7 @@ async def test_a_running_sandbox_whose_processes_cannot_be_read_is_closed(tmp_pa
 
 
 async def test_no_sandbox_runs_once_limits_are_no_longer_enforced(open_box: OpenBox, run_dir: Path) -> None:
-    driver = NamespaceDriver(limits=NodeLimits(each=LIMITS, enforcement=Mechanism.WATCHDOG))
+    driver = BubblewrapDriver(limits=NodeLimits(each=LIMITS, enforcement=Mechanism.WATCHDOG))
     try:
         box = await open_box(driver)
         for _ in range(FAULTS_LIMIT):

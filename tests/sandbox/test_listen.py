@@ -7,7 +7,7 @@ import pytest
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.tools.pool.sandbox_session import SandboxSession
 
 pytestmark = pytest.mark.anyio
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.anyio
 CONNECT = "exec 3<>/dev/tcp/127.0.0.1/{port} && read -r line <&3 && echo got $line"
 
 
-async def test_connections_from_inside_are_accepted_outside(shared_driver: NamespaceDriver) -> None:
+async def test_connections_from_inside_are_accepted_outside(shared_driver: BubblewrapDriver) -> None:
     places = [await SandboxSession.open(shared_driver, SandboxSpec()) for _ in range(2)]
     try:
         with await places[0].sandbox.listen_loopback() as listener:
@@ -35,7 +35,7 @@ async def test_connections_from_inside_are_accepted_outside(shared_driver: Names
             await place.aclose()
 
 
-async def test_two_listeners_have_different_ports(shared_driver: NamespaceDriver) -> None:
+async def test_two_listeners_have_different_ports(shared_driver: BubblewrapDriver) -> None:
     sandbox = await shared_driver.start(SandboxSpec())
     try:
         with await sandbox.listen_loopback() as one, await sandbox.listen_loopback() as two:
@@ -44,7 +44,7 @@ async def test_two_listeners_have_different_ports(shared_driver: NamespaceDriver
         await sandbox.close()
 
 
-async def test_a_closed_sandbox_has_no_loopback(shared_driver: NamespaceDriver) -> None:
+async def test_a_closed_sandbox_has_no_loopback(shared_driver: BubblewrapDriver) -> None:
     sandbox = await shared_driver.start(SandboxSpec())
     await sandbox.close()
     with pytest.raises(SandboxError):

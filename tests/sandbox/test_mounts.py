@@ -6,7 +6,7 @@ import pytest
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import Mount, SandboxSpec
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.testing.sandbox_entry import run_script
 
 pytestmark = pytest.mark.anyio
@@ -22,7 +22,7 @@ def tree(tmp_path: Path) -> Path:
     return source
 
 
-async def run_with(driver: NamespaceDriver, spec: SandboxSpec, script: str) -> str:
+async def run_with(driver: BubblewrapDriver, spec: SandboxSpec, script: str) -> str:
     sandbox = await driver.start(spec)
     try:
         return await run_script(sandbox, script)
@@ -30,25 +30,25 @@ async def run_with(driver: NamespaceDriver, spec: SandboxSpec, script: str) -> s
         await sandbox.close()
 
 
-async def test_a_mount_is_read_only(shell_driver: NamespaceDriver, tree: Path) -> None:
+async def test_a_mount_is_read_only(shell_driver: BubblewrapDriver, tree: Path) -> None:
     spec = SandboxSpec(mounts=(Mount(source=tree, target="/opt/tree"),))
     output = await run_with(shell_driver, spec, "LC_ALL=C; cat /opt/tree/file; echo x > /opt/tree/file")
     assert output.startswith("original\n")
     assert "Read-only file system" in output
 
 
-async def test_a_single_file_can_be_mounted(shell_driver: NamespaceDriver, tree: Path) -> None:
+async def test_a_single_file_can_be_mounted(shell_driver: BubblewrapDriver, tree: Path) -> None:
     spec = SandboxSpec(mounts=(Mount(source=tree / "file", target="/opt/one"),))
     assert await run_with(shell_driver, spec, "cat /opt/one") == "original\n"
 
 
-async def test_a_writable_mount_writes_to_the_host(shell_driver: NamespaceDriver, tree: Path) -> None:
+async def test_a_writable_mount_writes_to_the_host(shell_driver: BubblewrapDriver, tree: Path) -> None:
     spec = SandboxSpec(mounts=(Mount(source=tree, target="/opt/tree", writable=True),))
     await run_with(shell_driver, spec, "echo changed > /opt/tree/file")
     assert (tree / "file").read_text() == "changed\n"
 
 
-async def test_an_overlay_never_changes_its_source(shell_driver: NamespaceDriver, tree: Path) -> None:
+async def test_an_overlay_never_changes_its_source(shell_driver: BubblewrapDriver, tree: Path) -> None:
     spec = SandboxSpec(mounts=(Mount(source=tree, target="/opt/tree", overlay=True),))
     script = "cd /opt/tree && echo changed > file && rm -r package && mv file moved && cat moved && ls"
     assert await run_with(shell_driver, spec, script) == "changed\nmoved\n"
@@ -57,7 +57,7 @@ async def test_an_overlay_never_changes_its_source(shell_driver: NamespaceDriver
 
 
 async def test_sandboxes_with_one_source_do_not_share_changes(
-    shell_driver: NamespaceDriver, tree: Path
+    shell_driver: BubblewrapDriver, tree: Path
 ) -> None:
     spec = SandboxSpec(mounts=(Mount(source=tree, target="/opt/tree", overlay=True),))
     first = await shell_driver.start(spec)
@@ -71,14 +71,14 @@ async def test_sandboxes_with_one_source_do_not_share_changes(
         await second.close()
 
 
-async def test_the_workspace_itself_can_be_an_overlay(shell_driver: NamespaceDriver, tree: Path) -> None:
+async def test_the_workspace_itself_can_be_an_overlay(shell_driver: BubblewrapDriver, tree: Path) -> None:
     spec = SandboxSpec(workdir="/testbed", mounts=(Mount(source=tree, target="/testbed", overlay=True),))
     assert await run_with(shell_driver, spec, "pwd; cat file; echo x > new && ls") == (
         "/testbed\noriginal\nfile\nnew\npackage\n"
     )
 
 
-async def test_a_mask_is_an_empty_read_only_directory(shell_driver: NamespaceDriver, tree: Path) -> None:
+async def test_a_mask_is_an_empty_read_only_directory(shell_driver: BubblewrapDriver, tree: Path) -> None:
     spec = SandboxSpec(
         mounts=(Mount(source=tree, target="/opt/tree"),), masks=("/opt/tree/package/secret", "/usr/games")
     )
@@ -100,20 +100,22 @@ async def test_a_mask_is_an_empty_read_only_directory(shell_driver: NamespaceDri
     ],
 )
 async def test_an_impossible_spec_is_refused(
-    shell_driver: NamespaceDriver, spec: SandboxSpec, word: str
+    shell_driver: BubblewrapDriver, spec: SandboxSpec, word: str
 ) -> None:
     with pytest.raises(SandboxError, match=word):
         await shell_driver.start(spec)
 
 
-async def test_a_missing_source_is_named_with_a_remedy(shell_driver: NamespaceDriver, tmp_path: Path) -> None:
+async def test_a_missing_source_is_named_with_a_remedy(
+    shell_driver: BubblewrapDriver, tmp_path: Path
+) -> None:
     spec = SandboxSpec(mounts=(Mount(source=tmp_path / "absent", target="/opt/x"),))
     with pytest.raises(SandboxError, match="absent") as caught:
         await shell_driver.start(spec)
     assert "must exist" in caught.value.hint
 
 
-async def test_a_target_that_cannot_be_made_is_named(shell_driver: NamespaceDriver, tree: Path) -> None:
+async def test_a_target_that_cannot_be_made_is_named(shell_driver: BubblewrapDriver, tree: Path) -> None:
     spec = SandboxSpec(mounts=(Mount(source=tree, target="/usr/absent/deep"),))
     with pytest.raises(SandboxError, match="/usr/absent") as caught:
         await shell_driver.start(spec)

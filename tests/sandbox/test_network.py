@@ -10,8 +10,8 @@ import pytest
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import PROXY_PORT, Network, Sandbox, SandboxSpec
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.drivers.local import LocalDriver, NoIsolationWarning
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
 from prorl_envs.sandbox.filesystem.mount_plan import check
 from prorl_envs.testing.sandbox_entry import RUN_SCRIPTS, SCRIPT_TEMPLATES, ask, run_script
 
@@ -36,7 +36,7 @@ async def web() -> AsyncIterator[int]:
 
 
 @asynccontextmanager
-async def started(driver: NamespaceDriver, *allow: str, **fields: object) -> AsyncIterator[Sandbox]:
+async def started(driver: BubblewrapDriver, *allow: str, **fields: object) -> AsyncIterator[Sandbox]:
     sandbox = await driver.start(SandboxSpec(network=Network(allow=allow), **fields))  # type: ignore[arg-type]
     try:
         yield sandbox
@@ -50,7 +50,7 @@ def through_proxy(*lines: str, port: int = PROXY_PORT) -> str:
     return f"bash -c 'exec 3<>/dev/tcp/127.0.0.1/{port}; printf \"{text}\" >&3; cat <&3'"
 
 
-async def test_a_listed_host_is_reached_through_the_proxy(shell_driver: NamespaceDriver) -> None:
+async def test_a_listed_host_is_reached_through_the_proxy(shell_driver: BubblewrapDriver) -> None:
     async with web() as port, started(shell_driver, f"127.0.0.1:{port}") as sandbox:
         output = await run_script(
             sandbox, through_proxy(f"GET http://127.0.0.1:{port}/x?y HTTP/1.1", "A: b", "")
@@ -58,7 +58,7 @@ async def test_a_listed_host_is_reached_through_the_proxy(shell_driver: Namespac
         assert output.splitlines()[-1] == "got GET /x?y HTTP/1.1"
 
 
-async def test_an_unlisted_host_is_refused_with_a_reason(shell_driver: NamespaceDriver) -> None:
+async def test_an_unlisted_host_is_refused_with_a_reason(shell_driver: BubblewrapDriver) -> None:
     refused = shell_driver.gateway.counts.refused
     async with web() as port, started(shell_driver, "example.com") as sandbox:
         for request in (f"GET http://127.0.0.1:{port}/ HTTP/1.1", f"CONNECT 127.0.0.1:{port} HTTP/1.1"):
@@ -68,7 +68,7 @@ async def test_an_unlisted_host_is_refused_with_a_reason(shell_driver: Namespace
     assert shell_driver.gateway.counts.refused == refused + 2
 
 
-async def test_a_tunnel_carries_bytes_both_ways(shell_driver: NamespaceDriver) -> None:
+async def test_a_tunnel_carries_bytes_both_ways(shell_driver: BubblewrapDriver) -> None:
     async with web() as port, started(shell_driver, f"127.0.0.1:{port}") as sandbox:
         output = await run_script(
             sandbox, through_proxy(f"CONNECT 127.0.0.1:{port} HTTP/1.1", "", "GET /inside HTTP/1.1", "")
@@ -77,7 +77,7 @@ async def test_a_tunnel_carries_bytes_both_ways(shell_driver: NamespaceDriver) -
         assert output.endswith("got GET /inside HTTP/1.1\n")
 
 
-async def test_the_proxy_cannot_be_bypassed(shell_driver: NamespaceDriver) -> None:
+async def test_the_proxy_cannot_be_bypassed(shell_driver: BubblewrapDriver) -> None:
     async with web() as port, started(shell_driver, f"127.0.0.1:{port}", "192.0.2.1") as sandbox:
         for address, error in ((f"127.0.0.1/{port}", "refused"), ("192.0.2.1/80", "unreachable")):
             assert error in await run_script(sandbox, f"LC_ALL=C bash -c '</dev/tcp/{address}' 2>&1")
@@ -85,14 +85,14 @@ async def test_the_proxy_cannot_be_bypassed(shell_driver: NamespaceDriver) -> No
         assert interfaces.split() == ["lo"]
 
 
-async def test_without_an_allowlist_there_is_no_proxy(shell_driver: NamespaceDriver) -> None:
+async def test_without_an_allowlist_there_is_no_proxy(shell_driver: BubblewrapDriver) -> None:
     async with started(shell_driver) as sandbox:
         output = await run_script(sandbox, f"LC_ALL=C bash -c '</dev/tcp/127.0.0.1/{PROXY_PORT}'; env")
         assert "refused" in output
         assert "proxy" not in output.lower()
 
 
-async def test_the_environment_names_the_proxy_unless_the_spec_does(shell_driver: NamespaceDriver) -> None:
+async def test_the_environment_names_the_proxy_unless_the_spec_does(shell_driver: BubblewrapDriver) -> None:
     env = {"https_proxy": "http://other:1", "NO_PROXY": "*"}
     async with started(shell_driver, "example.com", env=env) as sandbox:
         lines = (await run_script(sandbox, "env | grep -i proxy | sort")).splitlines()
@@ -107,7 +107,7 @@ async def test_the_environment_names_the_proxy_unless_the_spec_does(shell_driver
     }
 
 
-async def test_no_process_inside_can_impersonate_the_proxy(shell_driver: NamespaceDriver) -> None:
+async def test_no_process_inside_can_impersonate_the_proxy(shell_driver: BubblewrapDriver) -> None:
     """One sandbox cannot use another's proxy either."""
     async with started(shell_driver, "example.com") as sandbox, started(shell_driver) as other:
         listening = await run_script(sandbox, "grep -c ' 0A ' /proc/net/tcp; cat /proc/[0-9]*/stat")
@@ -118,7 +118,7 @@ async def test_no_process_inside_can_impersonate_the_proxy(shell_driver: Namespa
         assert "refused" in await run_script(other, connecting)
 
 
-async def test_the_proxy_stops_with_the_sandbox_and_its_connections(own_driver: NamespaceDriver) -> None:
+async def test_the_proxy_stops_with_the_sandbox_and_its_connections(own_driver: BubblewrapDriver) -> None:
     connected = asyncio.Event()
 
     async def hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -141,7 +141,7 @@ async def test_the_proxy_stops_with_the_sandbox_and_its_connections(own_driver: 
                 await asking
 
 
-async def test_a_cancelled_start_leaks_nothing(own_driver: NamespaceDriver) -> None:
+async def test_a_cancelled_start_leaks_nothing(own_driver: BubblewrapDriver) -> None:
     """The leak fixture checks descriptors and processes."""
     await own_driver.warm()
     for steps in range(0, 60, 3):
@@ -155,7 +155,7 @@ async def test_a_cancelled_start_leaks_nothing(own_driver: NamespaceDriver) -> N
 
 
 async def test_an_open_network_is_the_hosts(
-    shell_driver: NamespaceDriver, caplog: pytest.LogCaptureFixture
+    shell_driver: BubblewrapDriver, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with web() as port:
         sandbox = await shell_driver.start(SandboxSpec(network=Network(open=True)))
@@ -194,14 +194,14 @@ async def test_the_local_driver_refuses_an_allowlist(run_dir: Path) -> None:
     await driver.aclose()
 
 
-async def test_a_default_route_and_an_allowlist_can_be_combined(shell_driver: NamespaceDriver) -> None:
+async def test_a_default_route_and_an_allowlist_can_be_combined(shell_driver: BubblewrapDriver) -> None:
     async with web() as port, started(shell_driver, f"127.0.0.1:{port}", default_route=True) as sandbox:
         output = await run_script(sandbox, through_proxy(f"GET http://127.0.0.1:{port}/ HTTP/1.1", ""))
         assert output.endswith("got GET / HTTP/1.1\n")
         assert await run_script(sandbox, "timeout 0.2 bash -c '</dev/tcp/192.0.2.1/80'; echo $?") == "124\n"
 
 
-async def test_a_flood_from_one_sandbox_does_not_affect_the_others(shell_driver: NamespaceDriver) -> None:
+async def test_a_flood_from_one_sandbox_does_not_affect_the_others(shell_driver: BubblewrapDriver) -> None:
     """It gets as many connections as the proxy has slots; the rest wait in the kernel."""
     one = f"exec {{fd}}<>/dev/tcp/127.0.0.1/{PROXY_PORT}"
     flood = f"timeout 1 bash -c 'for i in {{1..1000}}; do {one} || break; done; echo all'; echo end"

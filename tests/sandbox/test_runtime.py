@@ -9,7 +9,7 @@ import pytest
 
 import prorl_envs
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.filesystem.python_runtime import (
     HIDDEN_PACKAGES,
     hidden_in,
@@ -21,7 +21,7 @@ from prorl_envs.testing.sandbox_entry import run_script
 pytestmark = pytest.mark.anyio
 
 
-async def test_the_interpreter_and_its_packages_work_inside(shell_driver: NamespaceDriver) -> None:
+async def test_the_interpreter_and_its_packages_work_inside(shell_driver: BubblewrapDriver) -> None:
     mounts, masks, env = python_runtime()
     sandbox = await shell_driver.start(SandboxSpec(mounts=mounts, masks=masks, env=env))
     script = "import colorsys, msgspec, sys; print(sys.prefix, msgspec.json.encode([1]).decode())"
@@ -30,7 +30,7 @@ async def test_the_interpreter_and_its_packages_work_inside(shell_driver: Namesp
     await sandbox.close()
 
 
-async def test_packages_with_solutions_and_the_checkout_are_hidden(shell_driver: NamespaceDriver) -> None:
+async def test_packages_with_solutions_and_the_checkout_are_hidden(shell_driver: BubblewrapDriver) -> None:
     mounts, masks, env = python_runtime()
     sandbox = await shell_driver.start(SandboxSpec(mounts=mounts, masks=masks, env=env))
     source = Path(next(iter(prorl_envs.__path__)))

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
 from prorl_envs.sandbox.linux.seccomp import filter_program
 from prorl_envs.sandbox.linux.syscall_rules import ARCHITECTURES
@@ -22,7 +22,7 @@ CALL = (
 
 @pytest.mark.anyio
 @pytest.mark.skipif(platform.machine() not in ARCHITECTURES, reason="no filter on this architecture")
-async def test_listed_calls_are_refused_inside(shell_driver: NamespaceDriver) -> None:
+async def test_listed_calls_are_refused_inside(shell_driver: BubblewrapDriver) -> None:
     architecture = ARCHITECTURES[platform.machine()]
     mounts, masks, env = python_runtime()
     sandbox = await shell_driver.start(SandboxSpec(mounts=mounts, masks=masks, env=env))

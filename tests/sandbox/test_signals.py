@@ -49,7 +49,7 @@ LAUNCH = "trap '' HUP INT QUIT USR1; exec nohup setsid -w \"$@\""
 OF_THE_LIBRARY = 0b11 << 31
 
 
-@pytest.mark.parametrize("name", ["namespaces", "bubblewrap", "apptainer", "apptainer-instance"])
+@pytest.mark.parametrize("name", ["bubblewrap", "apptainer", "apptainer-instance"])
 def test_programs_of_a_service_under_nohup_have_default_signals(name: str, run_dir: Path) -> None:
     command = [sys.executable, "-c", SERVICE, existing_driver(name)]
     done = subprocess.run(
@@ -63,8 +63,8 @@ def test_programs_of_a_service_under_nohup_have_default_signals(name: str, run_d
 #: Ignores and blocks signals, then starts one program by `spawn` and another after `restore_signals`.
 ODD = """\
 import os, signal, sys
-from prorl_envs.sandbox.launcher.enter import restore_signals
-from prorl_envs.sandbox.launcher.elf import spawn
+from prorl_envs.sandbox.template.enter import restore_signals
+from prorl_envs.sandbox.template.spawn import spawn
 for number in (signal.SIGHUP, signal.SIGCHLD, signal.SIGRTMIN + 1):
     signal.signal(number, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGUSR2})

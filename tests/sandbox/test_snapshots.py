@@ -9,8 +9,8 @@ import pytest
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import Mount, Sandbox, SandboxSpec
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.drivers.local import LocalDriver, NoIsolationWarning
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
 from prorl_envs.sandbox.filesystem.snapshot import Snapshot
 from prorl_envs.testing.sandbox_entry import SCRIPT_TEMPLATES, run_script
 from tests.sandbox.rootfs import PROGRAMS, write_rootfs
@@ -33,13 +33,13 @@ def tree(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def started(own_driver: NamespaceDriver) -> AsyncIterator[Sandbox]:
+async def started(own_driver: BubblewrapDriver) -> AsyncIterator[Sandbox]:
     sandbox = await own_driver.start(SandboxSpec())
     yield sandbox
     await sandbox.close()
 
 
-async def fork(driver: NamespaceDriver, sandbox: Sandbox) -> Sandbox:
+async def fork(driver: BubblewrapDriver, sandbox: Sandbox) -> Sandbox:
     snapshot = await sandbox.snapshot()
     forked = await driver.start(snapshot.spec, snapshot=snapshot)
     await snapshot.remove()
@@ -47,14 +47,16 @@ async def fork(driver: NamespaceDriver, sandbox: Sandbox) -> Sandbox:
     return forked
 
 
-async def test_a_copy_continues_where_its_original_was(own_driver: NamespaceDriver, started: Sandbox) -> None:
+async def test_a_copy_continues_where_its_original_was(
+    own_driver: BubblewrapDriver, started: Sandbox
+) -> None:
     await run_script(started, "echo work > w; echo home > ~/h; echo tmp > /tmp/t; ln -s w link")
     forked = await fork(own_driver, started)
     assert await run_script(forked, "cat link ~/h /tmp/t") == "work\nhome\ntmp\n"
     assert (forked.workspace / "w").read_text() == "work\n"
 
 
-async def test_later_changes_are_not_shared(own_driver: NamespaceDriver, started: Sandbox) -> None:
+async def test_later_changes_are_not_shared(own_driver: BubblewrapDriver, started: Sandbox) -> None:
     await run_script(started, "echo before > file")
     forked = await fork(own_driver, started)
     await run_script(started, "echo first > file")
@@ -64,7 +66,7 @@ async def test_later_changes_are_not_shared(own_driver: NamespaceDriver, started
 
 
 async def test_a_snapshot_serves_many_and_outlives_its_sandbox(
-    own_driver: NamespaceDriver, started: Sandbox
+    own_driver: BubblewrapDriver, started: Sandbox
 ) -> None:
     await run_script(started, "echo kept > file")
     snapshot = await started.snapshot()
@@ -78,7 +80,7 @@ async def test_a_snapshot_serves_many_and_outlives_its_sandbox(
     assert [await run_script(forked, "wc -l < file") for forked in forks] == ["2\n"] * 4
 
 
-async def test_changes_and_deletions_in_an_overlay_are_kept(own_driver: NamespaceDriver, tree: Path) -> None:
+async def test_changes_and_deletions_in_an_overlay_are_kept(own_driver: BubblewrapDriver, tree: Path) -> None:
     spec = SandboxSpec(mounts=(Mount(source=tree, target="/opt/tree", overlay=True),))
     sandbox = await own_driver.start(spec)
     script = "cd /opt/tree; rm package/a; mkdir other; echo new > other/n; echo changed > package/b"
@@ -93,7 +95,7 @@ async def test_changes_and_deletions_in_an_overlay_are_kept(own_driver: Namespac
     )
 
 
-async def test_changes_in_an_image_are_kept(own_driver: NamespaceDriver, image: Path) -> None:
+async def test_changes_in_an_image_are_kept(own_driver: BubblewrapDriver, image: Path) -> None:
     sandbox = await own_driver.start(SandboxSpec(image=image))
     await run_script(sandbox, "echo changed > /etc/image; rm /bin/id; mkdir /made; echo own > /made/file")
     forked = await fork(own_driver, sandbox)
@@ -104,7 +106,7 @@ async def test_changes_in_an_image_are_kept(own_driver: NamespaceDriver, image: 
 
 
 async def test_the_environment_may_differ_but_the_mounts_may_not(
-    own_driver: NamespaceDriver, started: Sandbox, image: Path
+    own_driver: BubblewrapDriver, started: Sandbox, image: Path
 ) -> None:
     snapshot = await started.snapshot()
     spec = dataclasses.replace(started.spec, env={"NAME": "value"}, hostname="other")
@@ -117,7 +119,7 @@ async def test_the_environment_may_differ_but_the_mounts_may_not(
 
 @pytest.mark.parametrize("place", ["/", "/oldroot/tmp", "../../../tmp"])
 async def test_a_link_in_place_of_a_mount_point_is_refused(
-    own_driver: NamespaceDriver, image: Path, tree: Path, place: str
+    own_driver: BubblewrapDriver, image: Path, tree: Path, place: str
 ) -> None:
     spec = SandboxSpec(image=image, mounts=(Mount(source=tree, target="/data/inner/tree"),))
     sandbox = await own_driver.start(spec)
@@ -130,7 +132,7 @@ async def test_a_link_in_place_of_a_mount_point_is_refused(
 
 
 async def test_a_link_in_the_workspace_does_not_redirect_a_mount(
-    own_driver: NamespaceDriver, tree: Path, tmp_path: Path
+    own_driver: BubblewrapDriver, tree: Path, tmp_path: Path
 ) -> None:
     spec = SandboxSpec(mounts=(Mount(source=tree, target="/workspace/data/tree"),))
     sandbox = await own_driver.start(spec)
@@ -142,13 +144,13 @@ async def test_a_link_in_the_workspace_does_not_redirect_a_mount(
     assert not list((tmp_path / "outside").iterdir())
 
 
-async def test_a_closed_sandbox_has_no_snapshot(own_driver: NamespaceDriver, started: Sandbox) -> None:
+async def test_a_closed_sandbox_has_no_snapshot(own_driver: BubblewrapDriver, started: Sandbox) -> None:
     await started.close()
     with pytest.raises(SandboxError, match="has ended"):
         await started.snapshot()
 
 
-async def test_closing_the_sandbox_stops_the_copy(own_driver: NamespaceDriver, started: Sandbox) -> None:
+async def test_closing_the_sandbox_stops_the_copy(own_driver: BubblewrapDriver, started: Sandbox) -> None:
     await run_script(started, "for i in 1 2 3; do mkdir $i; (cd $i; touch $(seq 2000)); done")
     taking = [asyncio.create_task(started.snapshot()) for _ in range(3)]
     await asyncio.sleep(0)
@@ -159,7 +161,7 @@ async def test_closing_the_sandbox_stops_the_copy(own_driver: NamespaceDriver, s
 
 
 async def test_a_cancelled_snapshot_leaks_nothing(
-    own_driver: NamespaceDriver, started: Sandbox, run_dir: Path
+    own_driver: BubblewrapDriver, started: Sandbox, run_dir: Path
 ) -> None:
     await run_script(started, "touch $(seq 3000)")
     before = sorted(path.name for path in started.workspace.parent.parent.iterdir())
@@ -171,7 +173,7 @@ async def test_a_cancelled_snapshot_leaks_nothing(
     assert sorted(path.name for path in started.workspace.parent.parent.iterdir()) == before
 
 
-async def test_a_failed_restore_leaks_nothing(own_driver: NamespaceDriver, started: Sandbox) -> None:
+async def test_a_failed_restore_leaks_nothing(own_driver: BubblewrapDriver, started: Sandbox) -> None:
     snapshot = await started.snapshot()
     gone = Snapshot(snapshot.spec, snapshot.path.with_name("gone"), snapshot.copied)
     with pytest.raises(SandboxError, match="cannot be copied"):

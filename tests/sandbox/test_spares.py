@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from prorl_envs.sandbox.base import Mount, Sandbox, SandboxSpec
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.filesystem import directory_pool
 from prorl_envs.sandbox.filesystem.directory_pool import DirectoryPool
 from prorl_envs.testing.sandbox_entry import run_script
@@ -215,7 +215,7 @@ def test_spares_removed_by_another_process_are_replaced(place: Place, what: str)
 
 
 @pytest.mark.anyio
-async def test_sandboxes_reuse_directories(own_driver: NamespaceDriver) -> None:
+async def test_sandboxes_reuse_directories(own_driver: BubblewrapDriver) -> None:
     async def numbers() -> str:
         sandbox = await own_driver.start(SandboxSpec())
         try:
@@ -230,7 +230,7 @@ async def test_sandboxes_reuse_directories(own_driver: NamespaceDriver) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_workspace_mounted_elsewhere_is_not_reused(own_driver: NamespaceDriver) -> None:
+async def test_a_workspace_mounted_elsewhere_is_not_reused(own_driver: BubblewrapDriver) -> None:
     async def start(*mounts: Mount) -> Sandbox:
         return await own_driver.start(SandboxSpec(mounts=mounts))
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from prorl_envs.sandbox.launcher.elf import MACHINES
 from prorl_envs.sandbox.linux.syscall_rules import ARCHITECTURES, BY_ARGUMENT
 
 #: Locations of the numbers in Linux's headers, by architecture; the first that exists counts.
@@ -35,14 +34,7 @@ def test_numbers_of_the_filter_are_the_kernels(machine: str) -> None:
     assert architecture.by_argument.keys() == BY_ARGUMENT.keys()
 
 
-@pytest.mark.parametrize("machine", HEADERS)
-def test_numbers_of_programs_in_memory_are_the_kernels(machine: str) -> None:
-    known, used = kernel_numbers(machine), MACHINES[machine].numbers
-    assert used == {name: known[name] for name in used}
-
-
 def test_both_architectures_refuse_the_same_calls() -> None:
     x86, arm = ARCHITECTURES["x86_64"], ARCHITECTURES["aarch64"]
     assert x86.refused.keys() == arm.refused.keys()
     assert x86.absent.keys() - arm.absent.keys() == {"modify_ldt"}  # only on x86
-    assert MACHINES["x86_64"].numbers.keys() == MACHINES["aarch64"].numbers.keys()

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from prorl_envs.sandbox.base import SandboxLimits, SandboxSpec
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.filesystem.directories import base_problem
 from prorl_envs.sandbox.filesystem.disk_usage import DiskUse
 from prorl_envs.sandbox.limits.monitor import (
@@ -101,7 +101,7 @@ def in_memory() -> Iterator[Path]:
 @pytest.mark.anyio
 async def test_files_of_others_in_the_same_tmpfs_are_not_the_sandboxs_memory(in_memory: Path) -> None:
     """Many machines have /tmp in memory, and so the workspaces of all sandboxes."""
-    driver = NamespaceDriver(in_memory, templates=SCRIPT_TEMPLATES)
+    driver = BubblewrapDriver(in_memory, templates=SCRIPT_TEMPLATES)
     try:
         sandbox = await driver.start(SandboxSpec())
         first, root = sandbox.first_pid, sandbox.seen_root
@@ -118,7 +118,7 @@ async def test_files_of_others_in_the_same_tmpfs_are_not_the_sandboxs_memory(in_
 @pytest.mark.anyio
 async def test_descriptors_of_an_idle_sandbox_are_checked_again(run_dir: Path) -> None:
     """A process can open descriptors within one tick of processor time, without visible activity."""
-    driver = NamespaceDriver(run_dir, templates=SCRIPT_TEMPLATES)
+    driver = BubblewrapDriver(run_dir, templates=SCRIPT_TEMPLATES)
     try:
         sandbox = await driver.start(SandboxSpec())
         first, root = sandbox.first_pid, sandbox.seen_root

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
 from prorl_envs.tools.client.server_handle import ToolLimits
 from prorl_envs.tools.client.toolbox import Toolbox
@@ -15,7 +15,7 @@ LIMITS = ToolLimits(grace_s=0.5)
 
 
 @pytest.fixture
-async def box(shared_driver: NamespaceDriver) -> AsyncIterator[Toolbox]:
+async def box(shared_driver: BubblewrapDriver) -> AsyncIterator[Toolbox]:
     """Shell, editor and files in a new sandbox."""
     sandbox = await shared_driver.start(SandboxSpec())
     toolbox = await Toolbox.open(sandbox, limits=LIMITS)
@@ -25,7 +25,7 @@ async def box(shared_driver: NamespaceDriver) -> AsyncIterator[Toolbox]:
 
 
 @pytest.fixture
-async def python_box(shared_driver: NamespaceDriver) -> AsyncIterator[Toolbox]:
+async def python_box(shared_driver: BubblewrapDriver) -> AsyncIterator[Toolbox]:
     """The same with a Python session."""
     mounts, masks, _ = python_runtime()
     spec = SandboxSpec(mounts=mounts, masks=masks)

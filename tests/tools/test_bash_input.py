@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.drivers.local import LocalDriver, NoIsolationWarning
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
 from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
 from prorl_envs.tools.client.toolbox import Toolbox
 from prorl_envs.tools.types import ToolCall, ToolResult
@@ -20,7 +20,7 @@ T = 60.0
 
 
 @pytest.fixture
-async def programs(shared_driver: NamespaceDriver) -> AsyncIterator[Toolbox]:
+async def programs(shared_driver: BubblewrapDriver) -> AsyncIterator[Toolbox]:
     """Toolbox with a `python3`."""
     mounts, masks, env = python_runtime()
     sandbox = await shared_driver.start(SandboxSpec(mounts=mounts, masks=masks, env=env))

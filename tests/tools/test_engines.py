@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
 from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.client.server_handle import ToolLimits
@@ -22,7 +22,7 @@ PNG = base64.b64decode(
 )
 
 
-async def opened(driver: NamespaceDriver, engine: PythonEngine, *, grace_s: float = 1.0) -> Toolbox:
+async def opened(driver: BubblewrapDriver, engine: PythonEngine, *, grace_s: float = 1.0) -> Toolbox:
     mounts, masks, env = python_runtime()
     sandbox = await driver.start(SandboxSpec(mounts=mounts, masks=masks, env=env))
     limits = ToolLimits(grace_s=grace_s)
@@ -30,7 +30,7 @@ async def opened(driver: NamespaceDriver, engine: PythonEngine, *, grace_s: floa
 
 
 @pytest.fixture(scope="module", params=[PythonEngine.FORKED, PythonEngine.KERNEL])
-async def kept(shared_driver: NamespaceDriver, request: pytest.FixtureRequest) -> AsyncIterator[Toolbox]:
+async def kept(shared_driver: BubblewrapDriver, request: pytest.FixtureRequest) -> AsyncIterator[Toolbox]:
     """One session for all tests that do not change it: a kernel takes seconds to start."""
     box = await opened(shared_driver, request.param, grace_s=30.0)  # no machine is too slow to interrupt
     await box.python("pass", timeout_s=T)  # its processes exist before a test's leak check starts
@@ -53,7 +53,7 @@ def no_leaks(lent: None, no_leaks: None) -> None:
 
 
 @pytest.fixture(params=[PythonEngine.FORKED, PythonEngine.KERNEL])
-async def box(shared_driver: NamespaceDriver, request: pytest.FixtureRequest) -> AsyncIterator[Toolbox]:
+async def box(shared_driver: BubblewrapDriver, request: pytest.FixtureRequest) -> AsyncIterator[Toolbox]:
     """A session that a test may break."""
     box = await opened(shared_driver, request.param)
     yield box

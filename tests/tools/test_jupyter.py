@@ -14,7 +14,7 @@ from jupyter_client.asynchronous.client import AsyncKernelClient
 
 from prorl_envs.errors import InputError, ToolError
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
 from prorl_envs.tools.client.jupyter import JupyterPython
 from prorl_envs.tools.client.jupyter_output import CellOutput
@@ -27,7 +27,7 @@ T = 60.0
 
 
 @pytest.fixture
-async def kernel_box(shared_driver: NamespaceDriver) -> AsyncIterator[Toolbox]:
+async def kernel_box(shared_driver: BubblewrapDriver) -> AsyncIterator[Toolbox]:
     """Toolbox whose cells run in a Jupyter kernel."""
     mounts, masks, _ = python_runtime()
     spec = SandboxSpec(mounts=mounts, masks=masks)
@@ -120,7 +120,7 @@ async def test_a_lost_tool_server_is_reported_and_replaced(kernel_box: Toolbox) 
 
 
 @pytest.mark.anyio
-async def test_an_image_without_ipykernel_is_reported(shared_driver: NamespaceDriver) -> None:
+async def test_an_image_without_ipykernel_is_reported(shared_driver: BubblewrapDriver) -> None:
     sandbox = await shared_driver.start(SandboxSpec())
     with pytest.raises(ToolError, match="exited with status 1"):
         await Toolbox.open(sandbox, python=PythonEngine.KERNEL, interpreter="false")

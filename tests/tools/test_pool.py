@@ -8,7 +8,7 @@ import pytest
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.sandbox.base import Sandbox, SandboxSpec
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.filesystem.snapshot import Snapshot
 from prorl_envs.tools.client.server_handle import ENTRY
 from prorl_envs.tools.pool.sandbox_session import SandboxSession
@@ -25,7 +25,7 @@ class CountingDriver:
 
     name = "counting"
 
-    def __init__(self, driver: NamespaceDriver) -> None:
+    def __init__(self, driver: BubblewrapDriver) -> None:
         self._driver = driver
         self.started: list[Sandbox] = []
         self.failing = False
@@ -56,7 +56,7 @@ async def closed(sandbox: Sandbox) -> None:
 
 
 @pytest.fixture
-def driver(shared_driver: NamespaceDriver) -> CountingDriver:
+def driver(shared_driver: BubblewrapDriver) -> CountingDriver:
     return CountingDriver(shared_driver)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.tools.client.toolbox import Toolbox
 from tests.sandbox.rootfs import PROGRAMS, write_busybox_rootfs, write_rootfs
 from tests.tools.conftest import LIMITS
@@ -45,7 +45,7 @@ def image(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture
-async def box(shared_driver: NamespaceDriver, image: Path) -> AsyncIterator[Toolbox]:
+async def box(shared_driver: BubblewrapDriver, image: Path) -> AsyncIterator[Toolbox]:
     """A toolbox whose first result was checked."""
     sandbox = await shared_driver.start(SandboxSpec(image=image))
     toolbox = await Toolbox.open(sandbox, limits=LIMITS)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.limits.memory_pressure import memory_is_short
 from prorl_envs.tools.pool.start_limiter import SLOW_S, AdaptiveLimit, StartLimiter
 from prorl_envs.tools.pool.warm_pool import WarmPool
@@ -155,7 +155,7 @@ async def test_every_waiter_gets_its_turn(events: list[str]) -> None:
     assert (starts.running, starts.waiting) == (0, 0)
 
 
-async def test_real_sandboxes_start_one_by_one_while_memory_is_short(shared_driver: NamespaceDriver) -> None:
+async def test_real_sandboxes_start_one_by_one_while_memory_is_short(shared_driver: BubblewrapDriver) -> None:
     starts = StartLimiter(lambda: True)
     starts.pace.memory_is_short(1, -10.0)
     pool = WarmPool(shared_driver, limit=0, starts=starts)

@@ -7,7 +7,7 @@ import pytest
 
 from prorl_envs.errors import InputError, SandboxError, ToolError, TransferRefused
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.tools.client.toolbox import Toolbox
 from prorl_envs.tools.protocol.messages import CONTENT_LIMIT
 from prorl_envs.tools.protocol.tree import Transferred, TreeLimits
@@ -166,7 +166,7 @@ async def test_cancelled_and_late_transfers_leave_nothing(box: Toolbox, tmp_path
     assert (await box.bash("echo fine", timeout_s=T)).text == "fine\n"
 
 
-async def test_a_sandbox_that_closes_is_reported(shared_driver: NamespaceDriver, tmp_path: Path) -> None:
+async def test_a_sandbox_that_closes_is_reported(shared_driver: BubblewrapDriver, tmp_path: Path) -> None:
     sandbox = await shared_driver.start(SandboxSpec())
     box = await Toolbox.open(sandbox)
     await shell(box, "mkdir t; truncate -s 1000M t/big")

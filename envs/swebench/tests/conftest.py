@@ -8,7 +8,7 @@ import pytest
 from prorl_envs.env.node import Node
 from prorl_envs.env.registry import example_path, load_tasks
 from prorl_envs.envs.swebench.task import SwebenchTask
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.template.template import TemplateSpec
 
 
@@ -21,7 +21,7 @@ def build_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def node(
     family_run_dir: Path, templates: Mapping[str, TemplateSpec], build_cache: Path
 ) -> AsyncIterator[Node]:
-    driver = NamespaceDriver(family_run_dir, templates=templates)
+    driver = BubblewrapDriver(family_run_dir, templates=templates)
     async with Node(driver, build_cache) as node:
         await driver.warm()
         yield node

@@ -10,7 +10,7 @@ from prorl_envs.env.node import Node
 from prorl_envs.images.dockerfile.build import DockerfileBuilder
 from prorl_envs.images.layers import LayerStore
 from prorl_envs.sandbox.base import Driver
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.filesystem.images import Images
 from prorl_envs.sandbox.template.template import TemplateSpec
 from tests.sandbox.rootfs import PROGRAMS, write_rootfs
@@ -67,7 +67,7 @@ async def node(
             scratch=scratch,
         )
 
-    driver = NamespaceDriver(family_run_dir, templates=templates)
+    driver = BubblewrapDriver(family_run_dir, templates=templates)
     driver.images = Images(driver.directory.base, idle_limit=0)  # a lease that is kept looks like a leak
     async with Node(driver, cache, dockerfiles=dockerfiles) as node:
         await driver.warm()

@@ -26,7 +26,7 @@ from prorl_envs.extras import install_extras
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.drivers.apptainer_probe import apptainer_checks, image_checks
 from prorl_envs.sandbox.drivers.instance.probe import instance_check
-from prorl_envs.sandbox.drivers.probe import Check, bubblewrap_checks, directory_check, enclosure_checks
+from prorl_envs.sandbox.drivers.probe import Check, bubblewrap_checks, directory_check
 from prorl_envs.sandbox.drivers.select import choose_driver
 from prorl_envs.sandbox.filesystem.directories import node_local_base
 from prorl_envs.sandbox.limits.counters import UNLIMITED, counters
@@ -132,7 +132,6 @@ def _drivers(settings: Settings) -> tuple[list[Check], list[Check]]:
     """
     directory = directory_check(node_local_base(settings.run_dir))
     found = {
-        "namespaces": list(enclosure_checks(settings.run_dir)),
         "bubblewrap": list(bubblewrap_checks(settings.run_dir, settings.bwrap)),
         "apptainer": list(apptainer_checks(settings.run_dir, settings.apptainer, settings.bwrap)),
         "apptainer-instance": [instance_check(node_local_base(settings.run_dir), settings.apptainer)],

@@ -18,9 +18,9 @@ from prorl_envs.conformance.promise import (
     expect,
     same,
 )
+from prorl_envs.conformance.static_program import static_program
 from prorl_envs.conformance.world import PromiseContext
 from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.launcher.elf import END, Call, Jump, Label, Stack, program
 
 promises = Promises("file systems")
 
@@ -203,22 +203,13 @@ async def names(world: PromiseContext) -> None:
         same(await box.sh('n=$(printf \'a\\nb\\377 *\'); echo x > "$n" && read -r x < "$n" && echo $x'), "x")
 
 
-#: First process, start check and command in one program: prints "ready", and waits until its input is closed.
-_WHOLE_SYSTEM = (
-    Call("write", (1, b"ready\n", 6)),
-    Label("wait"),
-    Call("read", (0, Stack(), 1), least=1, otherwise=END),
-    Jump("wait"),
-)
-
-
 @promises.add("FS-024", "An image of one static program is enough.", exempt=NOT_LOCAL)
 async def small_image(world: PromiseContext) -> None:
     image = world.path / "small"
     for folder in ("bin", "etc", "tmp", "proc", "dev", "run", "home"):
         (image / folder).mkdir(parents=True)
     try:
-        (image / "bin/sh").write_bytes(program(os.uname().machine, _WHOLE_SYSTEM))
+        (image / "bin/sh").write_bytes(static_program(os.uname().machine))
     except KeyError:
         raise PromiseSkipped(f"there is no program for {os.uname().machine}") from None
     (image / "bin/sh").chmod(0o755)

@@ -132,7 +132,7 @@ class DockerfileBuilder:
 
     Args:
         store: store of the layers and images; builders that share it trust each other.
-        driver: driver of the sandboxes of RUN: namespaces, bubblewrap or apptainer.
+        driver: driver of the sandboxes of RUN: bubblewrap or apptainer.
         bases: local images by reference, used in place of a registry: directories and `.layers.json` files.
         network: hosts that RUN and ADD can reach.
         limits: bounds of one build.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from prorl_envs.errors import SandboxError
-from prorl_envs.sandbox.base import OpenedTerminal, SandboxLimits, SandboxSpec
+from prorl_envs.sandbox.base import SandboxLimits, SandboxSpec
 from prorl_envs.sandbox.filesystem.directories import DriverDirectory, node_local_base, remove_tree, sweep
 from prorl_envs.sandbox.filesystem.disk_usage import DiskUse
 from prorl_envs.sandbox.filesystem.mount_plan import check
@@ -351,10 +351,6 @@ class NodeSandbox(ABC):
         """Fork a tool server: see `Template.fork`."""
         return await self._driver.templates[template].fork(self.id, place, request)
 
-    async def open_shell(self) -> OpenedTerminal | None:
-        """See `base.Sandbox`. Most drivers open no shell in advance."""
-        return None
-
     async def snapshot(self) -> Snapshot:
         """Copy the files of the sandbox, which continues to run: see `base.Sandbox`."""
         async with self._copying:
@@ -383,7 +379,7 @@ class NodeSandbox(ABC):
         """See `base.Sandbox`. Most drivers have no changes to an image in a directory."""
         raise SandboxError(
             f"the {self._driver.name} driver cannot make a layer of a sandbox",
-            hint="use the driver namespaces, bubblewrap or apptainer",
+            hint="use the driver bubblewrap or apptainer",
         )
 
     async def close(self) -> None:

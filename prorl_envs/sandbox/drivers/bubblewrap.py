@@ -1,26 +1,57 @@
-"""Driver for bubblewrap, for machines that allow user namespaces only to named programs, or whose kernel is
-too old for `NamespaceDriver`. Its sandboxes are the same as those of `NamespaceDriver`."""
+"""Driver for bubblewrap: sandboxes in namespaces, without root or a daemon."""
 
+import asyncio
 import contextlib
+import errno
 import json
 import os
+import socket
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from prorl_envs.errors import SandboxError
-from prorl_envs.sandbox.base import SandboxSpec
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver, NamespaceSandbox
+from prorl_envs.sandbox.base import PROXY_PORT, SandboxSpec
+from prorl_envs.sandbox.drivers.isolated import IsolatedDriver, IsolatedSandbox
 from prorl_envs.sandbox.drivers.probe import explain, find_bwrap
+from prorl_envs.sandbox.filesystem.directories import make_accessible
+from prorl_envs.sandbox.filesystem.directory_pool import DirectoryPool
+from prorl_envs.sandbox.filesystem.host_system import write_etc, write_names
 from prorl_envs.sandbox.filesystem.images import ImageUse
-from prorl_envs.sandbox.filesystem.mount_plan import SandboxFiles, bwrap_arguments
+from prorl_envs.sandbox.filesystem.layered import LayerTree
+from prorl_envs.sandbox.filesystem.mount_plan import (
+    HOME,
+    SandboxFiles,
+    bwrap_arguments,
+    default_environment,
+    has_own_names,
+    mount_options,
+    mount_points,
+    shared_memory_bytes,
+)
+from prorl_envs.sandbox.filesystem.rootfs import (
+    add_names,
+    check_owners,
+    resolve_targets,
+    write_root_upper,
+    write_upper,
+)
+from prorl_envs.sandbox.filesystem.snapshot import check_mount_points
+from prorl_envs.sandbox.filesystem.tree_copy import copy_tree
 from prorl_envs.sandbox.limits.enforcement import DEFAULT_LIMITS, NodeLimits
-from prorl_envs.sandbox.linux.kernel_settings import TERMINALS
-from prorl_envs.sandbox.linux.pidfd import Process, receive
+from prorl_envs.sandbox.linux.kernel_settings import (
+    ROOT_SETTINGS,
+    TERMINALS,
+    Setting,
+    namespace_settings,
+)
+from prorl_envs.sandbox.linux.pidfd import Process, not_in_forks, receive
 from prorl_envs.sandbox.template.process import ForkRequest
-from prorl_envs.sandbox.template.template import TEMPLATES, TemplateSpec
+from prorl_envs.sandbox.template.route import listen_on_host
+from prorl_envs.sandbox.template.template import TEMPLATES, Template, TemplateSpec
 
+START_TIMEOUT_S = 30.0
 #: Output of the first process once it runs.
 READY = b"ready\n"
 #: Descriptor on which bubblewrap describes the namespaces it made (`--info-fd`).
@@ -29,8 +60,8 @@ _INFO_FD = 3
 _INFO_BYTES = 4096
 
 
-class BubblewrapDriver(NamespaceDriver):
-    """Starts sandboxes with bubblewrap.
+class BubblewrapDriver(IsolatedDriver["BubblewrapSandbox"]):
+    """Starts sandboxes with bubblewrap. They are killed with this process, even if it is killed itself.
 
     Args:
         root: see `NodeDriver`.
@@ -53,6 +84,21 @@ class BubblewrapDriver(NamespaceDriver):
     ) -> None:
         self.program = find_bwrap(bwrap)
         super().__init__(root, templates=templates, limits=limits)
+        #: Starts bubblewrap. A fork from this process would stop the event loop until the child's exec: 4 to
+        #: 18 ms on a busy machine (docs/decisions/templates.md).
+        self.starter = Template("starter", TemplateSpec(entries=()), nice=limits.nice)
+        self.spares = DirectoryPool(self.directory.path)
+        self._etc: dict[int, asyncio.Task[Path]] = {}
+
+    async def warm(self, *names: str) -> None:
+        """Start the starter template and the named templates: see `NodeDriver`."""
+        await asyncio.gather(self._warm_starter(), super().warm(*names))
+
+    async def _warm_starter(self) -> None:
+        await self.starter.start()
+
+    def _template(self, name: str, spec: TemplateSpec) -> Template:
+        return Template(name, spec, nice=self.nice, filtered=True)
 
     async def run(
         self, sandbox_id: str, options: list[str], streams: int, info: int, layers: Sequence[Path]
@@ -76,14 +122,38 @@ class BubblewrapDriver(NamespaceDriver):
         program = str(self.program)
         return [program, program, "--info-fd", str(_INFO_FD), *options]
 
-    def _sandbox(
-        self, sandbox_id: str, spec: SandboxSpec, files: SandboxFiles, image: ImageUse | None
-    ) -> "BubblewrapSandbox":
+    async def _make(self, spec: SandboxSpec) -> "BubblewrapSandbox":
+        self.check_network(spec)
+        etc = await self._etc_for(spec.uid)
+        image = await self.images.acquire(spec.image) if spec.image is not None else None
+        sandbox_id, root = self._place()
+        files = SandboxFiles(root, etc, () if image is None else image.layers)
         return BubblewrapSandbox(sandbox_id, spec, files, self, image)
 
+    async def _release(self) -> None:
+        # A task that still writes into the directory would prevent its removal.
+        await asyncio.gather(*self._etc.values(), return_exceptions=True)
+        await self.starter.aclose()
+        await super()._release()
 
-class BubblewrapSandbox(NamespaceSandbox):
-    """A running sandbox. On the host there is also bubblewrap's own process, which waits for the first."""
+    async def _etc_for(self, uid: int) -> Path:
+        """Return the /etc directory for a uid, written at first use."""
+        if uid not in self._etc:
+            self._etc[uid] = asyncio.create_task(asyncio.to_thread(self._write_etc, uid))
+        written = self._etc[uid]
+        return written.result() if written.done() else await asyncio.shield(written)
+
+    def _write_etc(self, uid: int) -> Path:
+        path = self.directory.path / f"etc{uid}"
+        write_etc(path, uid=uid, home=HOME)
+        return path
+
+
+class BubblewrapSandbox(IsolatedSandbox):
+    """A running sandbox. On the host it consists of its first process, which waits, bubblewrap's own process,
+    which waits for the first, and one socket. The sandbox stops when that socket closes, even if this service
+    is killed.
+    """
 
     def __init__(
         self,
@@ -93,44 +163,222 @@ class BubblewrapSandbox(NamespaceSandbox):
         driver: BubblewrapDriver,
         image: ImageUse | None = None,
     ) -> None:
-        super().__init__(sandbox_id, spec, files, driver, image)
+        super().__init__(sandbox_id, spec, files.root, driver)
         self._driver: BubblewrapDriver = driver
+        self._files = files
+        self._image = image
+        self._lifetime: socket.socket | None = None
         self._monitor: Process | None = None
-        self._info = -1
+        #: Target of `take_layer`, and the error of the move.
+        self._layer: Path | None = None
+        self._not_taken: Exception | None = None
+        #: True if the workspace's path was given out, so that it may be mounted elsewhere.
+        self._shown = False
 
-    async def _begin(self) -> None:
-        # A file, not a pipe: if this service is killed, bubblewrap must not die of SIGPIPE, because its child
-        # would then wait forever for permission to continue.
-        self._info = os.memfd_create("namespaces")
+    @property
+    def workspace(self) -> Path:
+        self._shown = True
+        return super().workspace
+
+    async def _launch(self) -> None:
         try:
-            await super()._begin()
-        finally:
-            os.close(self._info)
+            self._prepare_files()
+        except OSError as error:
+            raise SandboxError(f"cannot make a sandbox's directories: {error}") from error
+        try:
+            await self._start_first()
+        except OSError as error:
+            raise SandboxError(f"the sandbox did not start: {error}") from error
+        if self._spec.default_route or self._spec.network.allow:
+            await self._set_up_network()
 
-    async def _run(self, lifetime: int) -> None:
-        options = bwrap_arguments(self._inside, self._mounts())
-        self._monitor = await self._driver.run(self.id, options, lifetime, self._info, self._files.layers)
-        # The first process is the image's own shell, a child of bubblewrap, and inherits the limit.
-        self.contained.bound_open_files(self._monitor.pid)
+    async def _start_first(self) -> None:
+        """Run bubblewrap and wait for the sandbox's first process.
 
-    async def _await_first(self) -> None:
-        assert self._lifetime is not None
+        Raises:
+            SandboxError: the start failed, with the reason.
+            OSError: this process may open no more descriptors.
+        """
+        # A socket, not a pipe: from inside, a pipe could be opened again through /proc/1/fd and kept open.
+        self._lifetime, inside = socket.socketpair()
+        self._lifetime.setblocking(False)
+        not_in_forks(self._lifetime)
+        with contextlib.ExitStack() as opened:
+            opened.enter_context(inside)
+            # A file, not a pipe: if this service is killed, bubblewrap must not die of SIGPIPE, because its
+            # child would then wait forever for permission to continue.
+            info = os.memfd_create("namespaces")
+            opened.callback(os.close, info)
+            try:
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    options = bwrap_arguments(self._inside, self._mounts())
+                    self._monitor = await self._driver.run(
+                        self.id, options, inside.fileno(), info, self._files.layers
+                    )
+                    inside.close()
+                    # The first process, a child of bubblewrap, inherits the limit.
+                    self.contained.bound_open_files(self._monitor.pid)
+                    await self._await_first(self._lifetime, info)
+            except TimeoutError:
+                raise SandboxError(f"the sandbox was not ready in {START_TIMEOUT_S} s") from None
+
+    async def _await_first(self, lifetime: socket.socket, info: int) -> None:
         output = b""  # of bubblewrap and the first process, up to READY or EOF
         while not output.endswith(READY) and len(output) < 16384:
-            data, _ = await receive(self._lifetime, 4096)
+            data, _ = await receive(lifetime, 4096)
             if not data:
-                raise explain(output.decode(errors="replace"))
+                silent = "execvp /bin/sh: it ended at once" if self._image is not None else ""
+                raise explain(output.decode(errors="replace") or silent)
             output += data
         # The info is complete: bubblewrap writes it before the first process runs.
-        self._first = _hold_first(json.loads(os.pread(self._info, _INFO_BYTES, 0)))
+        self._first = _hold_first(json.loads(os.pread(info, _INFO_BYTES, 0)))
         self.contained.bound_open_files(self._first.pid)
 
-    def _request(self, entry: str) -> ForkRequest:
-        # bubblewrap does neither; the tool servers do it when they enter, before any untrusted code runs.
-        return replace(super()._request(entry), settings=self._settings(), terminals=TERMINALS)
+    def _mounts(self) -> list[str]:
+        masks = self._driver.system_masks if self._image is None else ()
+        return list(mount_options(self._inside, self._files, system_masks=masks))
 
-    def _processes(self) -> Iterator[Process | None]:
-        yield from (self._first, self._monitor)
+    def _open_place(self) -> int:
+        assert self._first is not None
+        return os.dup(self._first.pidfd)
+
+    def _request(self, entry: str) -> ForkRequest:
+        return ForkRequest(
+            entry=entry,
+            workdir=self._spec.workdir,
+            env={**default_environment(self._spec), **self._spec.env},
+            host_network=self._spec.network.open,
+            emulate_root=self._spec.emulate_root,
+            # bubblewrap does neither; the tool servers do it when they enter, before any untrusted code runs.
+            settings=self._settings(),
+            terminals=TERMINALS,
+        )
+
+    def _settings(self) -> tuple[Setting, ...]:
+        """Return the settings of the sandbox's namespaces."""
+        of_root = ROOT_SETTINGS if self._spec.emulate_root and not self._spec.network.open else ()
+        return (*namespace_settings(shared_memory_bytes(self._spec)), *of_root)
+
+    async def listen_loopback(self) -> socket.socket:
+        """See `Sandbox.listen_loopback`."""
+        if self._first is None or not self.alive:
+            raise self.end_error()
+        if self._spec.network.open:
+            return listen_on_host()
+        with self._network() as netns:
+            return await self._any_template().listen(self.id, netns, 0)
+
+    async def _set_up_network(self) -> None:
+        with self._network() as netns:
+            if self._spec.default_route:
+                await self._any_template().route(self.id, netns)
+            if allow := self._spec.network.allow:
+                listener = await self._any_template().listen(self.id, netns, PROXY_PORT)
+                self._proxy = self._driver.gateway.serve(self.id, listener, allow)
+
+    @contextlib.contextmanager
+    def _network(self) -> Iterator[int]:
+        """Open a descriptor of the sandbox's network namespace.
+
+        Raises:
+            SandboxError: the sandbox has stopped.
+        """
+        assert self._first is not None
+        try:
+            netns = os.open(f"/proc/{self._first.pid}/ns/net", os.O_RDONLY)
+        except OSError:
+            raise self.end_error() from None
+        try:
+            if not self._first.alive:  # else the pid, and so the namespace, may belong to another process
+                raise self.end_error()
+            yield netns
+        finally:
+            os.close(netns)
+
+    def _any_template(self) -> Template:
+        return next(iter(self._driver.templates.values()))
+
+    def _state(self) -> Iterator[str]:
+        return (path.name for path in self._files.state(self._spec))
+
+    def _prepare_files(self) -> None:
+        if not self._restored:
+            self._driver.spares.make(self._files.root, self._files.state(self._spec))
+        for directory in self._files.scratch(self._spec):
+            directory.mkdir(mode=0o700)
+        if has_own_names(self._spec):
+            write_names(self._files.root, self._spec.hostname)
+        tree = LayerTree(self._files.layers)
+        if tree.layers:
+            self._fit_image(tree)
+        if self._restored:
+            check_mount_points(self._files.places(self._inside), mount_points(self._inside))
+        elif self._spec.emulate_root:
+            write_root_upper(tree, self._files.upper, self._inside)
+        elif tree.layers:
+            write_upper(tree, self._files.upper, self._inside)
+
+    def _fit_image(self, tree: LayerTree) -> None:
+        if self._spec.emulate_root:
+            check_owners(tree.layers, os.geteuid(), os.getegid())
+            self._inside = add_names(tree, self._inside, self._files.root)
+        self._inside = resolve_targets(tree, self._inside)
+        if self._spec.emulate_root:
+            below = f"{self._files.upper.name}{self._inside.workdir}"
+            self._work = None if tree.kind(self._inside.workdir) else below
+
+    async def take_layer(self, target: Path) -> None:
+        """Close the sandbox and move its changes to the image: see `Sandbox.take_layer`."""
+        self._check_alive()
+        if not self._files.layers:
+            raise SandboxError("a sandbox without an image has no layer")
+        self._layer = target
+        await self.close()
+        if self._not_taken is not None or not await asyncio.to_thread(target.is_dir):
+            why = self._not_taken or "the sandbox was closed at the same time"
+            raise SandboxError(
+                f"cannot move the sandbox's changes to {target}: {why}",
+                hint="use a directory on the sandboxes' own file system (run_dir)",
+            ) from self._not_taken
+
+    def _leave_files(self) -> bool:
+        return self._layer is None and self._driver.spares.take_back(self._files.root, self._kept())
+
+    def _remove_files(self) -> None:
+        if self._layer is not None:
+            try:
+                _move_tree(self._files.upper, self._layer)
+            except (OSError, SandboxError) as error:
+                self._not_taken = error
+        self._driver.spares.retire(self._files.root, self._kept())
+
+    def _kept(self) -> set[str]:
+        """Return the names of the directories that another sandbox may reuse."""
+        files = self._files
+        return {path.name for path in (files.tmp, files.home, *(() if self._shown else (files.work,)))}
+
+    def _before_end(self) -> None:
+        if self._lifetime is not None:
+            self._lifetime.shutdown(socket.SHUT_WR)  # also stops a first process that is still starting
+
+    async def _release(self) -> None:
+        if self._image is not None:
+            await self._driver.images.release(self._image)
+
+    async def _end_processes(self) -> None:
+        # Tool servers as well: a pid namespace is released only once parents outside have reaped.
+        servers = [server.process for server in self._servers]
+        for process in servers:
+            process.kill()
+        if self._first is not None:
+            self._first.kill()  # the kernel then kills all others inside; bubblewrap exits by itself
+        for own in (*servers, self._first, self._monitor):
+            if own is not None:
+                await own.wait()
+        if self._lifetime is not None:
+            while (await receive(self._lifetime, 4096))[0]:  # until no process holds the peer
+                pass
+            self._lifetime.close()
 
 
 def _hold_first(info: dict[str, Any]) -> Process:
@@ -148,3 +396,20 @@ def _hold_first(info: dict[str, Any]) -> Process:
             return process
         process.close()
     raise SandboxError("the sandbox ended while starting")
+
+
+def _move_tree(source: Path, target: Path) -> None:
+    """Move a directory in which nothing runs any more; copy it to another file system.
+
+    Raises:
+        OSError, SandboxError: it cannot be moved, or not be copied.
+    """
+    make_accessible(source)  # moving a directory needs write access to it
+    try:
+        source.rename(target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        if target.is_dir():
+            target.rmdir()
+        copy_tree(source, target, threading.Event())

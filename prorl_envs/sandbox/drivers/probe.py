@@ -7,15 +7,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from prorl_envs.errors import SandboxError
 from prorl_envs.extras import install_packages
 from prorl_envs.sandbox.filesystem.directories import BASE_REMEDY, base_problem, node_local_base
-from prorl_envs.sandbox.launcher.launcher import LaunchPlan, why_refused
 from prorl_envs.sandbox.linux.user_namespaces import refusal_of
 
 MINIMUM_VERSION = (0, 11, 0)
@@ -118,31 +116,8 @@ def bubblewrap_checks(base: Path | None = None, chosen: Path | None = None) -> I
     yield _version(bwrap)
     yield (namespaces := isolation_check(bwrap))
     if namespaces.ok:
-        yield _overlay("bubblewrap's overlay", node_local_base(base), partial(_bwrap_refusal, bwrap))
+        yield _overlay(node_local_base(base), bwrap)
         yield _joining(bwrap)
-
-
-def enclosure_checks(base: Path | None = None) -> Iterator[Check]:
-    """Try to make namespaces and an overlay without bubblewrap. Blocks for some 80 ms.
-
-    Args:
-        base: see `bubblewrap_checks`.
-    """
-    yield (namespaces := enclosure_check())
-    if namespaces.ok:
-        yield _overlay("overlay", node_local_base(base), _enclosure_refusal)
-
-
-def enclosure_check() -> Check:
-    """Try to make the namespaces and mounts of a sandbox without bubblewrap. Blocks for some 40 ms."""
-    return _namespaces_check("own namespaces", _enclosure_refusal())
-
-
-def _namespaces_check(name: str, refusal: str) -> Check:
-    if not refusal:
-        return Check(name=name, ok=True, found="works")
-    cause, remedy = refusal_of(refusal.removeprefix("bwrap: "))
-    return Check(name=name, ok=False, found=cause, remedy=remedy)
 
 
 def directory_check(base: Path) -> Check:
@@ -170,11 +145,10 @@ def isolation_command(bwrap: Path) -> list[str]:
 
 def isolation_check(bwrap: Path) -> Check:
     """Try to make a sandbox's namespaces with bubblewrap. Blocks for some 5 ms."""
-    return _namespaces_check("namespaces", _refusal(isolation_command(bwrap)))
-
-
-def _bwrap_refusal(bwrap: Path, *options: str) -> str:
-    return _refusal(_minimal(bwrap, *options))
+    if not (refusal := _refusal(isolation_command(bwrap))):
+        return Check(name="namespaces", ok=True, found="works")
+    cause, remedy = refusal_of(refusal.removeprefix("bwrap: "))
+    return Check(name="namespaces", ok=False, found=cause, remedy=remedy)
 
 
 def _refusal(command: list[str]) -> str:
@@ -183,39 +157,22 @@ def _refusal(command: list[str]) -> str:
     return "" if done.returncode == 0 else done.stderr.strip() or f"exit status {done.returncode}"
 
 
-def _enclosure_refusal(*options: str) -> str:
-    """Return why a sandbox with further mounts cannot be made; "" if it can."""
-    system = [option for path in _SYSTEM if path.is_dir() for option in ("--ro-bind", str(path), str(path))]
-    making = LaunchPlan(
-        mounts=(*system, *options, "--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev"),
-        files=frozenset(),
-        own="/proc/",  # no mount has a source below it
-        workdir="/",
-        uid=1,
-        hostname="probe",
-        network=True,
-        rlimits=(),
-        trial=("/bin/true",),
-        shell=None,
-    )
-    return why_refused(making)
-
-
-def _overlay(name: str, base: Path, refusal: Callable[..., str]) -> Check:
-    """Check that `refusal`, called with the options for an overlay below `base`, reports no error."""
+def _overlay(base: Path, bwrap: Path) -> Check:
+    """Check that bubblewrap can mount an overlay whose directories are below `base`."""
     try:
-        problem = _try_overlay(base, refusal)
+        problem = _try_overlay(base, bwrap)
     except OSError as error:
         problem = f"cannot be tried in {base}: {error.strerror}"
-    return Check(name=name, ok=not problem, found=problem or "works", remedy=_OVERLAY_REMEDY)
+    return Check(name="overlay", ok=not problem, found=problem or "works", remedy=_OVERLAY_REMEDY)
 
 
-def _try_overlay(base: Path, refusal: Callable[..., str]) -> str:
+def _try_overlay(base: Path, bwrap: Path) -> str:
     with tempfile.TemporaryDirectory(dir=base if base.is_dir() else None) as scratch:
         upper, work = Path(scratch, "upper"), Path(scratch, "work")
         upper.mkdir()
         work.mkdir()
-        problem = refusal("--overlay-src", "/usr", "--overlay", str(upper), str(work), "/mnt")
+        overlay = ("--overlay-src", "/usr", "--overlay", str(upper), str(work), "/mnt")
+        problem = _refusal(_minimal(bwrap, *overlay))
         for left in work.iterdir():
             left.chmod(0o700)
     return problem

@@ -13,15 +13,14 @@ from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.drivers.instance.driver import InstanceDriver
 from prorl_envs.sandbox.drivers.instance.probe import instance_check
 from prorl_envs.sandbox.drivers.local import LocalDriver
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
-from prorl_envs.sandbox.drivers.probe import Check, enclosure_check, find_bwrap, isolation_check
+from prorl_envs.sandbox.drivers.probe import Check, find_bwrap, isolation_check
 from prorl_envs.sandbox.filesystem.directories import node_local_base
 
 #: Valid driver names. `auto` selects the first isolating driver that works.
-DRIVERS = ("auto", "namespaces", "bubblewrap", "apptainer", "apptainer-instance", "local")
+DRIVERS = ("auto", "bubblewrap", "apptainer", "apptainer-instance", "local")
 
 #: Drivers whose sandboxes start from layered images.
-LAYERED_DRIVERS = ("namespaces", "bubblewrap")
+LAYERED_DRIVERS = ("bubblewrap",)
 
 
 def choose_driver(
@@ -31,7 +30,7 @@ def choose_driver(
     bwrap: Path | None = None,
     apptainer: Path | None = None,
 ) -> str:
-    """Return the name of the driver to use. Blocks: some 40 ms if the namespaces driver works, some 500 ms
+    """Return the name of the driver to use. Blocks: some 5 ms if bubblewrap works, some 500 ms
     otherwise.
 
     Args:
@@ -49,21 +48,16 @@ def choose_driver(
         raise SandboxError(f"there is no driver {name!r}", hint=f"there are: {', '.join(DRIVERS)}")
     if name != "auto":
         return name
-    tried = []
-    if bwrap is None and not os.environ.get("PRORL_BWRAP"):  # an explicit bwrap is a choice of bubblewrap
-        tried.append(enclosure_check())
-        if tried[-1].ok:
-            return "namespaces"
-    tried.append(_try_bubblewrap(bwrap))
-    if tried[-1].ok:
+    bubblewrap = _try_bubblewrap(bwrap)
+    if bubblewrap.ok:
         return "bubblewrap"
     if _try_apptainer(root, bwrap, apptainer).ok:
         return "apptainer"
     if instance_check(node_local_base(root), apptainer).ok:
         return "apptainer-instance"
     raise UnsupportedMachine(
-        f"this machine cannot start sandboxes: {tried[0].found}",
-        hint=f"{tried[0].remedy}; or install Apptainer with its setuid program (on a cluster: `module load "
+        f"this machine cannot start sandboxes: {bubblewrap.found}",
+        hint=f"{bubblewrap.remedy}; or install Apptainer with its setuid program (on a cluster: `module load "
         "apptainer`)",
     )
 
@@ -84,8 +78,6 @@ def make_driver(
     Raises:
         SandboxError: its program is missing, or no directory can be made.
     """
-    if name == "namespaces":
-        return NamespaceDriver(root, **options)
     if name == "bubblewrap":
         return BubblewrapDriver(root, bwrap=bwrap, **options)
     if name == "apptainer":

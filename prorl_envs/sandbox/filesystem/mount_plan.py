@@ -31,8 +31,6 @@ INIT = (
     "trap '' HUP INT QUIT ALRM TERM USR1 USR2 TSTP TTIN TTOU; trap 'died=1' CHLD; "
     'echo ready; while died=; read _ || [ "$died" ]; do jobs; done',
 )
-#: Command that an image must be able to run.
-TRIAL = ("/bin/sh", "-c", ":")
 #: Directories of every sandbox that are mounted over an image's.
 _KERNELS = ("/proc", "/dev")
 _COVERED = (*_KERNELS, "/run", "/tmp", HOME)
@@ -119,6 +117,9 @@ def check(spec: SandboxSpec) -> None:
         path = PurePosixPath(target)
         if not path.is_absolute() or ".." in path.parts or path == PurePosixPath("/") or "\0" in target:
             raise SandboxError(f"not an absolute path inside the sandbox: {target!r}")
+    texts = [*spec.env, *spec.env.values(), *(str(mount.source) for mount in spec.mounts)]
+    if any("\0" in text for text in texts):
+        raise SandboxError("a variable or the source of a mount holds a zero byte")
     for mount in spec.mounts:
         if mount.overlay and mount.writable:
             raise SandboxError(
@@ -224,7 +225,7 @@ def shared_memory_bytes(spec: SandboxSpec) -> int:
 def mount_options(
     spec: SandboxSpec, files: SandboxFiles, *, system_masks: tuple[str, ...] = ()
 ) -> Iterator[str]:
-    """Yield a sandbox's mounts as bubblewrap options, in order, for all launchers (see `launcher/mounts.py`).
+    """Yield a sandbox's mounts as bubblewrap options, in order.
 
     Args:
         system_masks: hidden in addition to the spec's own `masks`.

@@ -90,11 +90,6 @@ class EnforcedLimits:
             with contextlib.suppress(ProcessLookupError):  # it exited at once, and its output has the reason
                 resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(SOFT_OPEN_FILES, most), most))
 
-    def enter(self, pid: int) -> None:
-        """Move a process, before it does anything, into the sandbox's control groups; its children follow."""
-        if self.group is not None:
-            self.group.add(pid)
-
     def pop_notices(self) -> list[str]:
         return [] if self.watch is None else self.watch.take()
 

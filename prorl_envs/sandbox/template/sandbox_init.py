@@ -14,7 +14,6 @@ import socket
 import time
 from collections.abc import Sequence
 
-from prorl_envs.sandbox.launcher.enter import offer_to_oom_killer
 from prorl_envs.sandbox.linux.kernel_settings import (
     Setting,
     limit_terminals,
@@ -25,6 +24,7 @@ from prorl_envs.sandbox.linux.kernel_settings import (
 )
 from prorl_envs.sandbox.linux.seccomp import install_filter
 from prorl_envs.sandbox.linux.syscalls import PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, drop_capabilities, prctl
+from prorl_envs.sandbox.template.enter import offer_to_oom_killer
 from prorl_envs.sandbox.template.route import add_own_default_route
 
 _NAMESPACES = ("pid", "mnt", "net", "ipc", "uts")

@@ -132,9 +132,8 @@ class Template:
         """Start a program as a child of the template. The program survives the template's exit.
 
         Args:
-            command: the program's path and arguments, its name first. An empty path means one in memory.
-            fds: the descriptor for its standard streams, the descriptors for its next numbers, and that of a
-                program in memory.
+            command: the program's path and arguments, its name first.
+            fds: the descriptor for its standard streams, and the descriptors for its next numbers.
 
         Raises:
             SandboxError: the template does not start, or the process could not be created.

@@ -8,7 +8,7 @@ It is single-threaded and never acts on input from a sandbox; only its forks do.
                         socket.
                         Default route or listening socket: the network namespace, the status socket.
                         Program (spawned, not forked): the descriptor for its standard streams, those for its
-                        next numbers, the program itself if it is in memory, the status socket.
+                        next numbers, the status socket.
                         Size of a tree: its directory, the sandbox's first process if it has one, the status
                         socket.
                         While there is a spare (a child forked in advance), only the spare reads the
@@ -38,8 +38,11 @@ from importlib.machinery import PathFinder
 from typing import Any, NoReturn
 
 from prorl_envs.sandbox.filesystem.disk_usage import measure
-from prorl_envs.sandbox.launcher.elf import spawn
-from prorl_envs.sandbox.launcher.enter import (
+from prorl_envs.sandbox.linux.descriptors import receive_descriptors
+from prorl_envs.sandbox.linux.kernel_settings import PROCESS_LIMITS, enter_and_limit
+from prorl_envs.sandbox.linux.seccomp import install_filter, own_program
+from prorl_envs.sandbox.linux.syscalls import PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, capabilities, prctl
+from prorl_envs.sandbox.template.enter import (
     begin,
     end_with,
     join,
@@ -48,13 +51,10 @@ from prorl_envs.sandbox.launcher.enter import (
     settle,
     yield_processors,
 )
-from prorl_envs.sandbox.linux.descriptors import receive_descriptors
-from prorl_envs.sandbox.linux.kernel_settings import PROCESS_LIMITS, enter_and_limit
-from prorl_envs.sandbox.linux.seccomp import install_filter, own_program
-from prorl_envs.sandbox.linux.syscalls import PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, capabilities, prctl
 from prorl_envs.sandbox.template.immortal_objects import immortalise
 from prorl_envs.sandbox.template.route import add_default_route, listen_inside
 from prorl_envs.sandbox.template.sandbox_init import become_first, end_all_but, is_inside, serve_under
+from prorl_envs.sandbox.template.spawn import spawn
 
 MESSAGE_LIMIT = 160 * 1024
 REPORT_LIMIT = 16 * 1024

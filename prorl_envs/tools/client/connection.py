@@ -11,11 +11,9 @@ from itertools import count
 from typing import Any, Self
 
 from prorl_envs.errors import RolloutFailure, ToolError
-from prorl_envs.sandbox.base import OpenedTerminal
 from prorl_envs.sandbox.linux.descriptors import receive_descriptors
 from prorl_envs.tools.client.direct_session import (
     DESCRIPTORS,
-    BornShell,
     DirectPython,
     DirectSession,
     DirectShell,
@@ -80,8 +78,6 @@ class ToolConnection:
         self._sock: socket.socket | None = None
         self._reach, self._setup = reach, setup
         self._reaching: asyncio.Task[None] | None = None
-        #: Descriptors to send to the server with the next bytes.
-        self._passed: tuple[int, ...] = ()
         self._output_limit = output_limit
         self._loop = asyncio.get_running_loop()
         self._ids = count(1)
@@ -112,24 +108,6 @@ class ToolConnection:
         assert self._reach is not None and self._setup is not None
         self._take_over(await self._reach())
         await self.request(self._setup, Done, deadline_s=deadline_s)
-
-    def borrow(self, session: str, begun: OpenedTerminal, *, cwd: str, settings: bytes) -> None:
-        """Use a shell that was opened without a server, for a session that has no shell yet.
-
-        Args:
-            begun: the shell's descriptors, owned from here on.
-            cwd: directory in which the shell was started.
-            settings: settings of its terminal.
-        """
-        limit, give_back = self._output_limit, partial(self._give_back_born, session)
-        with contextlib.suppress(OSError, ValueError):  # on failure, the server opens a shell
-            shell = BornShell(
-                session, begun, cwd, settings, output_limit=limit, give_back=give_back, answer=self._take
-            )
-            if self.lost:
-                shell.close()
-            else:
-                self._lent[session] = shell
 
     async def request[R: Reply](
         self, make: Callable[[int], Request], reply_type: type[R], *, deadline_s: float
@@ -212,7 +190,6 @@ class ToolConnection:
             self._sock.close()
         if self._reaching is not None:
             self._reaching.cancel()
-        self._drop_passed()
         if self._deadline is not None:
             self._deadline.cancel()
         for lent in self._lent.values():
@@ -276,20 +253,11 @@ class ToolConnection:
 
     def _write(self, sock: socket.socket, data: bytearray) -> int:
         try:
-            if not self._passed:
-                return sock.send(data)
-            sent = socket.send_fds(sock, [data], self._passed)
+            return sock.send(data)
         except BlockingIOError:
             return 0
         except (BrokenPipeError, ConnectionResetError):  # the reader finds the end of the stream
             return len(data)
-        self._drop_passed()
-        return sent
-
-    def _drop_passed(self) -> None:
-        passed, self._passed = self._passed, ()
-        for fd in passed:
-            os.close(fd)
 
     def _reach_server(self) -> None:
         """Start a server for the unsent requests, unless one runs or is starting."""
@@ -385,13 +353,6 @@ class ToolConnection:
 
     def _give_back(self, session: str | None, returned: Request) -> None:
         del self._lent[session]
-        self._send(returned)
-
-    def _give_back_born(self, session: str, returned: Request) -> None:
-        shell = self._lent.pop(session)
-        assert isinstance(shell, BornShell)
-        adoption, self._passed = shell.adoption
-        self._send(adoption)
         self._send(returned)
 
     def _drop_descriptors(self) -> None:

@@ -14,10 +14,8 @@ import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from prorl_envs.sandbox.base import OpenedTerminal
 from prorl_envs.tools.protocol.messages import (
     HEADER_SIZE,
-    Adopt,
     Bash,
     BashDone,
     Cell,
@@ -35,17 +33,13 @@ from prorl_envs.tools.protocol.output import OutputBuffer
 from prorl_envs.tools.protocol.shell_status import Reports
 from prorl_envs.tools.server.input_detection import settings
 from prorl_envs.tools.server.shell_syntax import BASH
-from prorl_envs.tools.server.terminal import end, put_text
 
 #: Number of descriptors of a loan: output, channel, process.
 DESCRIPTORS = 3
-#: Seconds after which a request returns to the server (at the latest twice that). Longer if no server runs
-#: yet, because starting one costs more.
-_HOLD_S, _BORN_HOLD_S = 0.02, 0.1
+#: Seconds after which a request returns to the server (at the latest twice that).
+_HOLD_S = 0.02
 #: Bytes of output after which the request returns to the server.
 _OUTPUT_LIMIT = 16 * 1024
-#: Bytes of the longest command text run here, because the text stays in memory.
-_TEXT_LIMIT = 64 * 1024
 #: Bytes of the longest cell run here, and of its result message.
 _CELL_LIMIT = 16 * 1024
 _CHANNEL_SIZE, _OUTPUT_SIZE = 8192, 65536
@@ -69,7 +63,6 @@ class DirectSession[RequestT: Bash | Python](ABC):
         OSError, ValueError: a descriptor has the wrong type or is blocking.
     """
 
-    _hold_s = _HOLD_S
     #: Checks of the file types of output and channel.
     _kinds: tuple[Callable[[int], bool], Callable[[int], bool]]
 
@@ -108,7 +101,7 @@ class DirectSession[RequestT: Bash | Python](ABC):
             return False
         self._running, self._started = request, self._loop.time()
         if self._timer is None:
-            self._timer = self._loop.call_at(self._started + self._hold_s, self._on_time)
+            self._timer = self._loop.call_at(self._started + _HOLD_S, self._on_time)
         return True
 
     def runs(self, request_id: int) -> bool:
@@ -122,16 +115,11 @@ class DirectSession[RequestT: Bash | Python](ABC):
 
     def close(self) -> None:
         """Stop watching, and close the descriptors."""
-        self._let_go()
-        for fd in self._descriptors:
-            os.close(fd)
-
-    def _let_go(self) -> None:
-        """Stop watching the descriptors and the timer."""
         if self._timer is not None:
             self._timer.cancel()
         for fd in self._descriptors:
             self._loop.remove_reader(fd)
+            os.close(fd)
 
     @abstractmethod
     def _words(self, request: RequestT) -> bytes | bytearray | None:
@@ -161,7 +149,7 @@ class DirectSession[RequestT: Bash | Python](ABC):
         self._timer = None
         if self._running is None:
             return
-        due = self._started + self._hold_s
+        due = self._started + _HOLD_S
         if due <= self._loop.time():
             self.give_back()
         else:
@@ -255,16 +243,13 @@ class DirectShell(DirectSession[Bash]):
     def _words(self, request: Bash) -> bytes | None:
         nonce = os.urandom(8).hex()
         line, content = BASH.line(request.command, nonce=nonce, status=self._status)
-        if request.is_input or request.restart or settings(self._source) != self._settings:
+        # Only the server can store a text that cannot be typed.
+        if request.is_input or request.restart or content is not None:
             return None
-        if content is not None and not self._put(content):
+        if settings(self._source) != self._settings:
             return None
         self._nonce = nonce
         return line
-
-    def _put(self, content: bytes) -> bool:
-        """Store a text that cannot be typed where the shell reads it; return False if that is unsupported."""
-        return False
 
     def _say(self, words: bytes | bytearray) -> None:
         os.write(self._source, words)
@@ -292,62 +277,6 @@ class DirectShell(DirectSession[Bash]):
         self._status, self._cwd = report
         text, omitted = self._text()
         return BashDone(self._running.id, text, omitted, self._status, self._cwd, False, "")
-
-
-class BornShell(DirectShell):
-    """Shell that was opened without a tool server, handled as if a later server had lent it.
-
-    Args:
-        begun: its descriptors, owned from here on.
-        settings: the terminal's initial settings.
-    """
-
-    _hold_s = _BORN_HOLD_S
-
-    def __init__(
-        self,
-        session: str,
-        begun: OpenedTerminal,
-        cwd: str,
-        settings: bytes,
-        *,
-        output_limit: int,
-        give_back: GiveBack,
-        answer: Answer,
-    ) -> None:
-        self._begun, self._settings_begun = begun, settings
-        done = BashDone(0, "", 0, 0, cwd, False, "", lent=settings)
-        descriptors = begun.terminal, begun.report, begun.process
-        super().__init__(
-            session, done, descriptors, output_limit=output_limit, give_back=give_back, answer=answer
-        )
-        try:
-            os.write(begun.terminal, BASH.prepare.encode())
-        except OSError:
-            self.close()
-            raise
-
-    def _put(self, content: bytes) -> bool:
-        if len(content) > _TEXT_LIMIT:
-            return False
-        put_text(self._begun.text, content)
-        return True
-
-    @property
-    def adoption(self) -> tuple[Adopt, tuple[int, ...]]:
-        """The message and the descriptors with which a server adopts the shell."""
-        begun = self._begun
-        fds = (begun.terminal, begun.report, begun.process, begun.text, begun.exits)
-        return Adopt(0, self._session, begun.pid, self._settings_begun), fds
-
-    def give_back(self) -> None:
-        self._let_go()  # the server gets the descriptors
-        self._give_back(self._returned(self._loop.time() - self._started))
-
-    def close(self) -> None:
-        """Kill the shell and its command."""
-        self._let_go()
-        end(self._begun)
 
 
 class DirectPython(DirectSession[Python]):

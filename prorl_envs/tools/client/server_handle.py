@@ -10,9 +10,11 @@ from prorl_envs.errors import InputError, ToolError
 from prorl_envs.sandbox.base import Sandbox
 from prorl_envs.tools.client.connection import ServerLost, ToolConnection
 from prorl_envs.tools.protocol.messages import Reply, Request, Setup
-from prorl_envs.tools.server import initial_shell
 
 ENTRY = "prorl_envs.tools.server.server:serve"
+#: Variables of every tool's processes, unless the sandbox's own override them: no user can operate a pager,
+#: and the model reads no colours.
+ENVIRONMENT = {"PAGER": "cat", "GIT_PAGER": "cat", "MANPAGER": "cat", "TERM": "dumb"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,6 @@ class ToolServerHandle:
         self._python = python
         self._connection: ToolConnection | None = None
         self._starting = asyncio.Lock()
-        self._asked_for_shell = False
         self._closed = False
 
     @property
@@ -116,24 +117,6 @@ class ToolServerHandle:
         if self._connection is not None:
             await self._connection.aclose()
 
-    async def shell_connection(self, session: str) -> ToolConnection:
-        """Return the live connection, prepared for a command in a session's shell.
-
-        The main session's first command uses the shell opened with the sandbox, if there is one.
-
-        Raises:
-            SandboxError: the sandbox has stopped.
-            ToolError: the toolbox is closed, or a new server cannot be set up.
-        """
-        connection = await self.connection()
-        if session == initial_shell.SESSION and not self._asked_for_shell:
-            self._asked_for_shell = True
-            begun = await self.sandbox.open_shell()
-            if begun is not None:
-                workdir, settings = self.sandbox.spec.workdir, initial_shell.terminal_settings()
-                connection.borrow(session, begun, cwd=workdir, settings=settings)
-        return connection
-
     async def _start(self) -> ToolConnection:
         connection = ToolConnection(self.limits.output_bytes, self._reach, self._setup)
         if self._python:  # the server starts the Python session
@@ -151,7 +134,7 @@ class ToolServerHandle:
         return Setup(
             request_id,
             self.sandbox.spec.workdir,
-            {**initial_shell.ENVIRONMENT, **self.sandbox.spec.env},
+            {**ENVIRONMENT, **self.sandbox.spec.env},
             self.limits.output_bytes,
             self.limits.grace_s,
             self._python,

@@ -141,7 +141,7 @@ class Toolbox:
             shell = self._shells[session] = ToolServerSession()
         started = time.monotonic()
         async with shell.lock:
-            connection = await self._tools.shell_connection(session)
+            connection = await self._tools.connection()
             lost = shell.server is not None and shell.server is not connection
             shell.server = connection
             try:

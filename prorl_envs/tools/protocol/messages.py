@@ -155,21 +155,6 @@ class Return(Request, tag=21):
     report: bytes
 
 
-class Adopt(Request, tag=23):
-    """Transfer of a shell opened by another process; the server owns and lends it. Not answered.
-
-    The descriptors of a `sandbox.base.OpenedTerminal` accompany the message, in that order.
-
-    Args:
-        pid: process id of the shell outside of the sandbox.
-        settings: initial settings of its terminal.
-    """
-
-    session: str
-    pid: int
-    settings: bytes
-
-
 class ReturnPython(Request, tag=22):
     """Return of a lent Python session to the server: see `tools/client/direct_session.py`.
 
@@ -278,19 +263,7 @@ class CellDone(msgspec.Struct, array_like=True, gc=False):
 
 
 type AnyRequest = (
-    Setup
-    | Bash
-    | Python
-    | Run
-    | Write
-    | Read
-    | Edit
-    | Cancel
-    | EndProcesses
-    | Patch
-    | Return
-    | ReturnPython
-    | Adopt
+    Setup | Bash | Python | Run | Write | Read | Edit | Cancel | EndProcesses | Patch | Return | ReturnPython
 )
 type AnyReply = Done | BashDone | PythonDone | RunDone | Content | Edited | ToolRefused
 

@@ -12,11 +12,8 @@ from functools import partial
 
 import msgspec
 
-from prorl_envs.sandbox.base import OpenedTerminal
-from prorl_envs.sandbox.linux.descriptors import receive_descriptors
 from prorl_envs.tools.protocol.messages import (
     CONTENT_LIMIT,
-    Adopt,
     AnyRequest,
     Bash,
     BashDone,
@@ -38,7 +35,6 @@ from prorl_envs.tools.protocol.messages import (
     RunDone,
     Setup,
     ToolRefused,
-    WireError,
     Write,
     decode_request,
     encode,
@@ -55,14 +51,10 @@ from prorl_envs.tools.server.process import FreshProcess
 from prorl_envs.tools.server.python_session import KernelSession
 from prorl_envs.tools.server.reader import Leftovers
 from prorl_envs.tools.server.shell import ShellSession
-from prorl_envs.tools.server.shell_syntax import BASH
-from prorl_envs.tools.server.terminal import Terminal
 
 #: Shell sessions of one sandbox.
 SESSION_LIMIT = 16
 _RECEIVE_SIZE = 32768
-#: Number of descriptors that accompany a shell.
-_DESCRIPTORS = 5
 _REHEARSAL_S = 10.0
 #: Descriptors in flight are counted per host user, including those of other sandboxes; see unix(7).
 _CANNOT_PASS = frozenset({errno.ETOOMANYREFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
@@ -117,8 +109,6 @@ class ToolServer:
         self._kernel: KernelSession | None = None
         self._processes: dict[int, FreshProcess] = {}
         self._leftovers = Leftovers(self._loop)
-        #: Descriptors received with incomplete requests.
-        self._descriptors: list[int] = []
 
     def run(self) -> None:
         self._loop.watch(self._sock.fileno(), self._on_request)
@@ -145,16 +135,13 @@ class ToolServer:
         for process in self._processes.values():
             process.close()
         self._leftovers.close()
-        for fd in self._descriptors:
-            os.close(fd)
         self._sock.close()
 
     def _on_request(self) -> None:
         try:
-            data, descriptors = receive_descriptors(self._sock, _RECEIVE_SIZE, _DESCRIPTORS)
+            data = self._sock.recv(_RECEIVE_SIZE)
         except ConnectionResetError:
-            data, descriptors = b"", []
-        self._descriptors += descriptors
+            data = b""
         if not data:
             self._loop.stop()
             return
@@ -198,8 +185,6 @@ class ToolServer:
             case Return():
                 shell = self._shells[request.session]
                 shell.take_back(request, partial(self._answer_bash, shell))
-            case Adopt():
-                self._adopt(request)
             case Python():
                 self._python().submit(request, self._answer_python)
             case ReturnPython():
@@ -247,17 +232,6 @@ class ToolServer:
             output_limit=self._setup.output_limit,
             grace_s=self._setup.grace_s,
         )
-
-    def _adopt(self, request: Adopt) -> None:
-        descriptors, self._descriptors = self._descriptors, []
-        if len(descriptors) != _DESCRIPTORS or request.session in self._shells:
-            raise WireError("a shell without its descriptors, or one too many")
-        terminal, report, process, text, exits = descriptors
-        begun = OpenedTerminal(
-            pid=request.pid, terminal=terminal, report=report, process=process, text=text, exits=exits
-        )
-        shell = self._shells[request.session] = self._new_shell()
-        shell.adopt(Terminal(begun, BASH, request.settings))
 
     def _answer_bash(self, shell: ShellSession, reply: Reply) -> None:
         if isinstance(reply, BashDone) and reply.lent:

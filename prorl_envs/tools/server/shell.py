@@ -102,13 +102,6 @@ class ShellSession(RequestSession[Bash]):
             self.resume(returned.running, answer, returned.spent_s)
             self._watch(max(0.0, _FIRST_LOOK_S - returned.spent_s))
 
-    def adopt(self, terminal: Terminal) -> None:
-        """Take over a shell opened by another process and driven by the host; precedes all commands."""
-        self._terminal = terminal
-        self._reader = OutputReader(self.loop, terminal.fd, self.output)
-        self._reader.stop()
-        self.lent = True
-
     def close(self) -> None:
         """Kill the shell and its command. Background jobs continue without a terminal."""
         if self._terminal is not None:

@@ -11,7 +11,6 @@ import os
 import resource
 import shutil
 import signal
-import struct
 import sys
 import termios
 from collections.abc import Mapping
@@ -19,15 +18,12 @@ from typing import Self
 
 from ptyprocess import PtyProcess  # type: ignore[import-untyped]
 
-from prorl_envs.sandbox.base import OpenedTerminal
 from prorl_envs.tools.server.input_detection import TIOCGPTN, ForegroundState, by_line, look, settings
 from prorl_envs.tools.server.shell_syntax import BASH, SH, ShellSyntax
 
 # From <asm-generic/ioctls.h>: signal the foreground process group of a pty, regardless of its `stty isig`.
 _TIOCSIG = 0x40045436
 ROWS, COLUMNS = 50, 160
-#: Fields of a `siginfo_t`: the way the process exited, and its status or signal.
-_ENDING, _ENDING_SIZE = struct.Struct("=8xi12xi"), 128
 #: Temporary numbers of a shell's descriptors: numbers that this process does not use.
 _TEXT_FD, _REPORT_FD = 990, 991
 
@@ -36,18 +32,21 @@ class Terminal:
     """Running shell, bash or else `sh`. Makes system calls but no decisions.
 
     Args:
-        begun: its descriptors, owned from here on; without `exits` it is a child of this process.
-        settings_raw: initial settings of its terminal.
+        dialect: its syntax.
+        pid: its pid; a child of this process.
+        master: the terminal's master side. This and the following descriptors are owned from here on.
+        report: read end of the pipe on which the shell reports.
+        text: memory file from which the shell reads commands that cannot be typed.
     """
 
-    def __init__(self, begun: OpenedTerminal, dialect: ShellSyntax, settings_raw: bytes) -> None:
+    def __init__(self, dialect: ShellSyntax, pid: int, master: int, report: int, text: int) -> None:
         self.dialect = dialect
-        self.pid = begun.pid
-        self._process = PtyProcess(self.pid, begun.terminal)
+        self.pid = pid
+        self._process = PtyProcess(pid, master)
         self.fd: int = self._process.fd
-        self.report, self.pidfd = begun.report, begun.process
-        self._text, self._exits = begun.text, begun.exits
-        self._settings = settings_raw
+        self.report, self.pidfd = report, os.pidfd_open(pid)
+        self._text = text
+        self._settings = settings(master)
         self._unread = False
 
     @classmethod
@@ -73,23 +72,16 @@ class Terminal:
         finally:
             os.close(report_write)
         os.set_blocking(report, False)
-        begun = OpenedTerminal(
-            pid=pid, terminal=master, report=report, process=os.pidfd_open(pid), text=text, exits=-1
-        )
-        terminal = cls(begun, dialect, settings(master))
-        terminal.prepare()
+        terminal = cls(dialect, pid, master, report, text)
+        terminal._type(dialect.prepare.encode())
         return terminal
-
-    def prepare(self) -> None:
-        """Type the shell's initial line."""
-        self._type(self.dialect.prepare.encode())
 
     def evaluate(self, text: str, *, nonce: str, status: int) -> None:
         """Make the shell evaluate `text`, with `$?` as before, and report under `nonce`."""
         self._restore_settings()
         line, content = self.dialect.line(text, nonce=nonce, status=status)
         if content is not None:
-            put_text(self._text, content)
+            self._put_text(content)
         self._type(line)
 
     def ask_report(self, *, nonce: str, repair: bool = False) -> None:
@@ -154,47 +146,33 @@ class Terminal:
 
     def kill(self) -> None:
         """Kill the shell and its foreground."""
-        _kill(self.fd, self.pid, self.pidfd)
+        self.kill_foreground()
+        with contextlib.suppress(ProcessLookupError):  # already reaped by another process
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     def reap(self) -> int:
         """Wait for the shell's exit; return its exit status, negative for a signal."""
-        if self._exits < 0:
-            _, status = os.waitpid(self.pid, 0)
-            return os.waitstatus_to_exitcode(status)
-        os.set_blocking(self._exits, True)
-        ending = os.read(self._exits, _ENDING_SIZE)
-        if len(ending) < _ENDING_SIZE:  # the process that started the shell was killed
-            return -signal.SIGKILL
-        code, status = map(int, _ENDING.unpack_from(ending))
-        return status if code == os.CLD_EXITED else -status
+        _, status = os.waitpid(self.pid, 0)
+        return os.waitstatus_to_exitcode(status)
 
     def close(self) -> None:
         """Close all descriptors. The shell must have been reaped."""
-        for fd in (self._text, self.report, self.pidfd, self._exits):
-            if fd >= 0:
-                os.close(fd)
+        for fd in (self._text, self.report, self.pidfd):
+            os.close(fd)
         # Its own close() sleeps, and signals a process that is gone.
         self._process.fileobj.close()
         self._process.closed = True
+
+    def _put_text(self, content: bytes) -> None:
+        """Write a command's text to the memory file from which the shell reads it."""
+        os.ftruncate(self._text, 0)
+        os.pwrite(self._text, content, 0)
+        os.lseek(self._text, 0, os.SEEK_SET)
 
     def _type(self, line: bytes) -> None:
         # A full input queue means that the program does not read; the deadline handles that.
         with contextlib.suppress(BlockingIOError):
             os.write(self.fd, line)
-
-
-def end(begun: OpenedTerminal) -> None:
-    """Kill a shell and its foreground, and close its descriptors."""
-    _kill(begun.terminal, begun.pid, begun.process)
-    for fd in (begun.terminal, begun.report, begun.process, begun.text, begun.exits):
-        os.close(fd)
-
-
-def put_text(fd: int, content: bytes) -> None:
-    """Write a command's text to the memory file from which a shell reads it."""
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, content, 0)
-    os.lseek(fd, 0, os.SEEK_SET)
 
 
 def _find_shell(env: Mapping[str, str]) -> tuple[str, ShellSyntax]:
@@ -270,12 +248,6 @@ def _spawn_on(
         os.fchdir(home)
         for fd in (home, _TEXT_FD, _REPORT_FD):
             os.close(fd)
-
-
-def _kill(terminal: int, shell: int, pidfd: int) -> None:
-    _kill_foreground(terminal, shell)
-    with contextlib.suppress(ProcessLookupError):  # already reaped by another process
-        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
 
 
 def _kill_foreground(terminal: int, shell: int) -> None:

@@ -9,230 +9,14 @@ from tests.conformance.sabotage.runner import Patch
 _RULES = "sandbox/linux/syscall_rules.py"
 _ALL_SETS = "another protection refuses the same: "
 
-#: `sandbox/launcher/launcher.py`: the launcher of the namespaces driver, and the first process and shell.
-LAUNCHER = (
-    Patch(
-        "system call filter of the first shell",
-        "sandbox/launcher/launcher.py",
-        "for rules in (own_program(), root_emulation() if making.emulate_root else None):",
-        "for rules in ():",
-        ("WAY-003",),
-    ),
-    Patch(
-        "resource limits of the first shell",
-        "sandbox/launcher/launcher.py",
-        "_bound(writer, [limit for limit in making.rlimits if limit[0] != resource.RLIMIT_NOFILE])",
-        "_bound(writer, [])",
-        ("WAY-003",),
-    ),
-    Patch(
-        "open files of the first shell",
-        "sandbox/launcher/launcher.py",
-        "    _bound_files(writer, making)\n    writer.execute(plan.programs,",
-        "    writer.execute(plan.programs,",
-        ("WAY-003",),
-    ),
-    Patch(
-        "bounding set of the first shell",
-        "sandbox/launcher/launcher.py",
-        "for capability in range(capabilities()):",
-        "for capability in ():",
-        ("WAY-003",),
-    ),
-    Patch(
-        "capabilities of the launcher",
-        "sandbox/launcher/launcher.py",
-        '    call("capset", *capability_sets(keep))\n',
-        "",
-        no_effect="the empty bounding set leaves the shell none when it is executed",
-        checked_by=("WAY-003",),
-    ),
-    Patch(
-        "no new privileges in the launcher",
-        "sandbox/launcher/launcher.py",
-        '    call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)\n',
-        "",
-        no_sandbox=True,
-    ),
-    Patch(
-        "launcher closed to others of its user",
-        "sandbox/launcher/launcher.py",
-        '    call("prctl", PR_SET_DUMPABLE, 0, 0, 0, 0)\n',
-        "",
-        no_effect="it is outside the pid namespace, so no process inside can name it",
-        checked_by=("PROC-008", "PROC-009"),
-    ),
-    Patch(
-        "mask for new files of the first shell",
-        "sandbox/launcher/launcher.py",
-        'call("umask", 0o022)',
-        'call("umask", 0)',
-        ("WAY-003",),
-    ),
-    Patch(
-        "score of the first shell for the out-of-memory killer",
-        "sandbox/launcher/launcher.py",
-        'call("write", OWN + 1, OOM_SCORE, len(OOM_SCORE), least=ANY)',
-        "pass",
-        ("WAY-003",),
-    ),
-    Patch(
-        "a descriptor of the launcher that stays open in the first shell",
-        "sandbox/launcher/launcher.py",
-        'call("memfd_create", "command", os.MFD_CLOEXEC)',
-        'call("memfd_create", "command", 0)',
-        ("WAY-003",),
-    ),
-    Patch(
-        "the launcher's socket to the host in the first shell",
-        "sandbox/launcher/launcher.py",
-        'call("dup3", its_report, plan.report_fd, 0)',
-        'call("dup3", its_report, plan.report_fd, 0)\n    call("dup3", WAY, 20, 0)',
-        ("WAY-003",),
-    ),
-    Patch(
-        "ipc namespace",
-        "sandbox/launcher/launcher.py",
-        "    | os.CLONE_NEWIPC\n",
-        "",
-        ("PROC-016", "PRIV-027", "WAY-001", "WAY-003"),
-        user="root",
-    ),
-    Patch(
-        "ipc namespace, as an ordinary user",
-        "sandbox/launcher/launcher.py",
-        "    | os.CLONE_NEWIPC\n",
-        "",
-        no_sandbox=True,
-        user="ordinary",
-    ),
-    Patch(
-        "uts namespace",
-        "sandbox/launcher/launcher.py",
-        "    | os.CLONE_NEWUTS\n",
-        "",
-        no_sandbox=True,
-    ),
-    Patch(
-        "pid namespace",
-        "sandbox/launcher/launcher.py",
-        "    | os.CLONE_NEWPID\n",
-        "",
-        no_sandbox=True,
-    ),
-    Patch(
-        "control group namespace",
-        "sandbox/launcher/launcher.py",
-        "    | os.CLONE_NEWCGROUP\n",
-        "",
-        ("PRIV-032",),
-        user="root",
-    ),
-    Patch(
-        "control group namespace, as an ordinary user",
-        "sandbox/launcher/launcher.py",
-        "    | os.CLONE_NEWCGROUP\n",
-        "",
-        no_sandbox=True,
-        user="ordinary",
-    ),
-    Patch(
-        "network namespace",
-        "sandbox/launcher/launcher.py",
-        "os.CLONE_NEWNET if making.network else 0",
-        "0",
-        no_sandbox=True,
-    ),
-    Patch(
-        "limit of user namespaces inside",
-        "sandbox/launcher/launcher.py",
-        '    writer.put(_PROC, "sys/user/max_user_namespaces", "1", "limit of user namespaces")\n',
-        "",
-        no_effect=_ALL_SETS + "the filter refuses CLONE_NEWUSER, and clone3 does not exist",
-        checked_by=("PRIV-007",),
-    ),
-    Patch(
-        "the host's root unmounted",
-        "sandbox/launcher/launcher.py",
-        '    call("umount2", HOST, _DETACH)\n',
-        "",
-        no_effect="it lies in the root that is left and unmounted two steps later",
-        checked_by=("FS-006", "FS-009", "FS-027"),
-    ),
-    Patch(
-        "the capability by which the first process is out of reach",
-        "sandbox/launcher/launcher.py",
-        'call("capset", *capability_sets(1 << _CAP_SYS_PACCT), what=what)',
-        'call("capset", *capability_sets(0), what=what)',
-        ("PROC-007", "PROC-008"),
-    ),
-    Patch(
-        "capabilities of the first process",
-        "sandbox/launcher/launcher.py",
-        '    call("capset", *capability_sets(1 << _CAP_SYS_PACCT), what=what)\n',
-        "",
-        ("PROC-018",),
-    ),
-    Patch(
-        "orphans reaped by the kernel",
-        "sandbox/launcher/launcher.py",
-        '    call("rt_sigaction", signal.SIGCHLD, _IGNORE, 0, _SIGNALS_SIZE, what=what)\n',
-        "",
-        ("PROC-012",),
-    ),
-    Patch(
-        "descriptors of the first process",
-        "sandbox/launcher/launcher.py",
-        '    call("close_range", WAY, TO_MAKER - 1, 0, what=what)\n',
-        "",
-        ("PROC-019",),
-    ),
-)
-
-#: `sandbox/launcher/mounts.py` and `sandbox/filesystem/mount_plan.py`: the files in a sandbox.
+#: `sandbox/filesystem/mount_plan.py`: the files in a sandbox.
 MOUNTS = (
     Patch(
         "read-only mounts",
-        "sandbox/launcher/mounts.py",
-        '"--ro-bind": lambda: self._bind(_READ_ONLY)',
-        '"--ro-bind": self._bind',
+        "sandbox/filesystem/mount_plan.py",
+        '"--bind" if mount.writable else "--ro-bind"',
+        '"--bind"',
         ("FS-010", "FS-027"),
-    ),
-    Patch(
-        "no set-user-id programs and devices on mounts",
-        "sandbox/launcher/mounts.py",
-        "attributes | _NO_SETUID | _NO_DEVICES, below=True",
-        "attributes, below=True",
-        ("FS-027",),
-    ),
-    Patch(
-        "no devices in file systems in memory",
-        "sandbox/launcher/mounts.py",
-        'self._mount("tmpfs", self._place(), "tmpfs", MS_NOSUID | MS_NODEV, settings)',
-        'self._mount("tmpfs", self._place(), "tmpfs", 0, settings)',
-        ("FS-027",),
-    ),
-    Patch(
-        "mounts made read-only later",
-        "sandbox/launcher/mounts.py",
-        "self._attributes(ROOT + self._next(), _READ_ONLY)",
-        "self._next()",
-        ("FS-002", "FS-027"),
-    ),
-    Patch(
-        "no other device than the harmless",
-        "sandbox/launcher/mounts.py",
-        '_DEVICES = ("null",',
-        '_DEVICES = ("kmsg", "null",',
-        ("FS-027",),
-    ),
-    Patch(
-        "no devices in an image",
-        "sandbox/launcher/mounts.py",
-        '"overlay", MS_NOSUID | MS_NODEV, settings)',
-        '"overlay", 0, settings)',
-        ("FS-027",),
-        image=True,
     ),
     Patch(
         "kernel files masked",
@@ -500,9 +284,9 @@ FILTER = (
 SHARED_KERNEL = (
     Patch(
         "devices read-only",
-        "sandbox/launcher/mounts.py",
-        "self._attributes(place, _NO_SETUID | _READ_ONLY, below=True)",
-        "self._attributes(place, _NO_SETUID, below=True)",
+        "sandbox/linux/kernel_settings.py",
+        "        protect_devices()\n",
+        "",
         ("KERN-002", "FS-027"),
     ),
     Patch(
@@ -548,7 +332,6 @@ SHARED_KERNEL = (
         "        limit_terminals(terminals)\n        protect_devices()\n",
         "        limit_terminals(terminals)\n",
         ("KERN-002", "FS-027"),
-        driver="bubblewrap",
     ),
     Patch(
         "devices of an instance read-only",
@@ -561,60 +344,60 @@ SHARED_KERNEL = (
     ),
 )
 
-#: `sandbox/launcher/enter.py` and `sandbox/template/zygote.py`: how a tool server enters a sandbox.
+#: `sandbox/template/enter.py` and `sandbox/template/zygote.py`: how a tool server enters a sandbox.
 TOOL_SERVERS = (
     Patch(
         "tool servers in the network namespace",
-        "sandbox/launcher/enter.py",
+        "sandbox/template/enter.py",
         "    | os.CLONE_NEWNET\n",
         "",
         ("WAY-001", "NET-001", "NET-002", "NET-004", "PROC-016"),
     ),
     Patch(
         "tool servers in the ipc namespace",
-        "sandbox/launcher/enter.py",
+        "sandbox/template/enter.py",
         "    | os.CLONE_NEWIPC\n",
         "",
         ("WAY-001", "WAY-008", "PRIV-027", "PROC-016"),
     ),
     Patch(
         "tool servers in the uts namespace",
-        "sandbox/launcher/enter.py",
+        "sandbox/template/enter.py",
         "    | os.CLONE_NEWUTS\n",
         "",
         ("WAY-001", "WAY-011", "ENV-009", "PROC-016"),
     ),
     Patch(
         "tool servers in the control group namespace",
-        "sandbox/launcher/enter.py",
+        "sandbox/template/enter.py",
         "    | os.CLONE_NEWCGROUP\n",
         "",
         ("WAY-001", "PRIV-032"),
     ),
     Patch(
         "tool servers in the pid namespace",
-        "sandbox/launcher/enter.py",
+        "sandbox/template/enter.py",
         "    | os.CLONE_NEWPID\n",
         "",
         ("PROC-002",),
     ),
     Patch(
         "resource limits of tool servers",
-        "sandbox/launcher/enter.py",
+        "sandbox/template/enter.py",
         "for kind, soft, hard in rlimits:",
         "for kind, soft, hard in ():",
         ("WAY-001", "WAY-004", "WAY-008", "WAY-011", "PRIV-024"),
     ),
     Patch(
         "capabilities of tool servers",
-        "sandbox/launcher/enter.py",
+        "sandbox/template/enter.py",
         "        drop_capabilities(keep=ROOT_CAPABILITIES if emulate_root else 0)\n",
         "        pass\n",
         ("WAY-001", "WAY-008", "WAY-011", "PRIV-001"),
     ),
     Patch(
         "no new privileges, without walls",
-        "sandbox/launcher/enter.py",
+        "sandbox/template/enter.py",
         "    prctl(PR_SET_NO_NEW_PRIVS, 1)\n",
         "",
         ("WAY-001", "WAY-008"),
@@ -622,7 +405,7 @@ TOOL_SERVERS = (
     ),
     Patch(
         "no new privileges in a tool server",
-        "sandbox/launcher/enter.py",
+        "sandbox/template/enter.py",
         "    prctl(PR_SET_NO_NEW_PRIVS, 1)\n",
         "",
         no_effect="the template has set it for all its forks, with the filter",
@@ -630,35 +413,35 @@ TOOL_SERVERS = (
     ),
     Patch(
         "tool servers closed to processes of their user",
-        "sandbox/launcher/enter.py",
+        "sandbox/template/enter.py",
         "    prctl(PR_SET_DUMPABLE, 0)\n",
         "",
         ("WAY-011",),
     ),
     Patch(
         "tool servers end with their template",
-        "sandbox/launcher/enter.py",
+        "sandbox/template/enter.py",
         "    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)\n",
         "",
         ("WAY-011",),
     ),
     Patch(
         "mask for new files of tool servers",
-        "sandbox/launcher/enter.py",
+        "sandbox/template/enter.py",
         "    os.umask(0o022)\n",
         "    os.umask(0)\n",
         ("ENV-013", "WAY-001", "WAY-011"),
     ),
     Patch(
         "score of tool servers for the out-of-memory killer",
-        "sandbox/launcher/enter.py",
+        "sandbox/template/enter.py",
         "            os.write(file, OOM_SCORE)\n",
         "            pass\n",
         ("WAY-001",),
     ),
     Patch(
         "the template's environment",
-        "sandbox/launcher/enter.py",
+        "sandbox/template/enter.py",
         "    os.environ.clear()\n",
         "",
         no_effect="the template has none but LANG, which every sandbox has as well",
@@ -673,17 +456,10 @@ TOOL_SERVERS = (
     ),
     Patch(
         "the service's environment kept from sandboxes",
-        "sandbox/drivers/namespaces.py",
+        "sandbox/drivers/bubblewrap.py",
         "            env={**default_environment(self._spec), **self._spec.env},\n",
         "            env={**os.environ, **default_environment(self._spec), **self._spec.env},\n",
         ("ENV-001", "ENV-012", "WAY-001", "WAY-011"),
-    ),
-    Patch(
-        "the service's environment kept from the first shell",
-        "tools/server/initial_shell.py",
-        "env = {**default, **ENVIRONMENT",
-        "env = {**os.environ, **default, **ENVIRONMENT",
-        ("WAY-003",),
     ),
     Patch(
         "no imports from the sandbox",
@@ -708,17 +484,17 @@ TOOL_SERVERS = (
     ),
     Patch(
         "default signals of tool servers",
-        "sandbox/launcher/enter.py",
+        "sandbox/template/enter.py",
         "    for number in signal.valid_signals() - _PYTHONS_OWN:\n",
         "    for number in ():\n",
         ("WAY-001", "WAY-008", "WAY-011"),
     ),
     Patch(
-        "default signals of the first shell",
-        "sandbox/launcher/elf.py",
+        "default signals of the first process",
+        "sandbox/template/spawn.py",
         "        setsigdef=signal.valid_signals(),\n        setsigmask=(),\n",
         "",
-        no_effect="the template that starts the launcher has restored them",
+        no_effect="the template that starts bubblewrap has restored them",
         checked_by=("WAY-003",),
     ),
     Patch(
@@ -742,7 +518,7 @@ TOOLS = (
     ),
     Patch(
         "unblocked signals of programs",
-        "sandbox/launcher/enter.py",
+        "sandbox/template/enter.py",
         "    signal.pthread_sigmask(signal.SIG_SETMASK, ())\n",
         "",
         ("WAY-004", "WAY-008", "WAY-011"),
@@ -943,7 +719,6 @@ BUBBLEWRAP = (
         'for namespace in ("user", "pid", "net", "ipc", "uts", "cgroup"):',
         'for namespace in ("user", "pid", "ipc", "uts", "cgroup"):',
         no_sandbox=True,
-        driver="bubblewrap",
     ),
     Patch(
         "bubblewrap's ipc namespace",
@@ -951,7 +726,6 @@ BUBBLEWRAP = (
         'for namespace in ("user", "pid", "net", "ipc", "uts", "cgroup"):',
         'for namespace in ("user", "pid", "net", "uts", "cgroup"):',
         no_sandbox=True,
-        driver="bubblewrap",
     ),
     Patch(
         "bubblewrap's control group namespace",
@@ -959,7 +733,6 @@ BUBBLEWRAP = (
         'for namespace in ("user", "pid", "net", "ipc", "uts", "cgroup"):',
         'for namespace in ("user", "pid", "net", "ipc", "uts"):',
         no_sandbox=True,
-        driver="bubblewrap",
     ),
     Patch(
         "bubblewrap's uts namespace",
@@ -967,7 +740,6 @@ BUBBLEWRAP = (
         'for namespace in ("user", "pid", "net", "ipc", "uts", "cgroup"):',
         'for namespace in ("user", "pid", "net", "ipc", "cgroup"):',
         no_sandbox=True,
-        driver="bubblewrap",
     ),
     Patch(
         "capabilities of bubblewrap's first process",
@@ -975,7 +747,6 @@ BUBBLEWRAP = (
         '    yield from ("--cap-drop", "ALL", "--cap-add", "CAP_SYS_PACCT")\n',
         "",
         ("PROC-007", "PROC-008"),
-        driver="bubblewrap",
     ),
     Patch(
         "bubblewrap's environment",
@@ -984,7 +755,6 @@ BUBBLEWRAP = (
         '"--new-session", "--as-pid-1"',
         no_effect="the starter that runs bubblewrap gives it none",
         checked_by=("ENV-005",),
-        driver="bubblewrap",
     ),
     Patch(
         "signals of bubblewrap's first process",
@@ -992,7 +762,6 @@ BUBBLEWRAP = (
         "trap '' HUP INT QUIT ALRM TERM USR1 USR2 TSTP TTIN TTOU; ",
         "",
         ("PROC-006",),
-        driver="bubblewrap",
     ),
     Patch(
         "bubblewrap's first process ends with the service",
@@ -1000,7 +769,6 @@ BUBBLEWRAP = (
         "do jobs; done',\n",
         "do jobs; done; while :; do sleep 1; done',\n",
         ("END-018",),
-        driver="bubblewrap",
     ),
 )
 
@@ -1110,16 +878,8 @@ INSTANCE = (
 #: Sandboxes with an emulated root.
 EMULATED_ROOT = (
     Patch(
-        "other capabilities of an emulated root's first shell",
-        "sandbox/launcher/launcher.py",
-        "keep = ROOT_CAPABILITIES if making.emulate_root else 0",
-        "keep = 0xFFFFFFFF",
-        ("WAY-003",),
-        emulate_root=True,
-    ),
-    Patch(
         "other capabilities of an emulated root's tools",
-        "sandbox/launcher/enter.py",
+        "sandbox/template/enter.py",
         "drop_capabilities(keep=ROOT_CAPABILITIES if emulate_root else 0)",
         "drop_capabilities(keep=0xFFFFFFFF)",
         ("WAY-001", "WAY-011", "ROOT-001"),
@@ -1127,14 +887,14 @@ EMULATED_ROOT = (
     ),
     Patch(
         "capabilities of users who are not root",
-        "sandbox/launcher/enter.py",
+        "sandbox/template/enter.py",
         "drop_capabilities(keep=ROOT_CAPABILITIES if emulate_root else 0)",
         "drop_capabilities(keep=ROOT_CAPABILITIES)",
         ("WAY-001", "PRIV-001"),
     ),
     Patch(
         "success without effect of root's calls",
-        "sandbox/launcher/enter.py",
+        "sandbox/template/enter.py",
         "    if emulate_root:\n        install_root_emulation()\n",
         "",
         ("ROOT-002", "ROOT-003"),
@@ -1175,7 +935,6 @@ EMULATED_ROOT = (
 )
 
 PATCHES = (
-    *LAUNCHER,
     *MOUNTS,
     *FILTER,
     *SHARED_KERNEL,

@@ -53,7 +53,7 @@ class Patch:
     no_sandbox: bool = False
     no_effect: str = ""
     checked_by: tuple[str, ...] = ()
-    driver: str = "namespaces"
+    driver: str = "bubblewrap"
     image: bool = False
     emulate_root: bool = False
     user: str = ""

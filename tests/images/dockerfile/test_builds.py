@@ -19,7 +19,7 @@ from prorl_envs.images.dockerfile.run import RunFailed
 from prorl_envs.images.dockerfile.syntax import DockerfileError
 from prorl_envs.images.layers import LayerStore
 from prorl_envs.sandbox.base import Network
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.filesystem.layered import LAYER_LIMIT, LayeredImage, read_layered
 from tests.sandbox.test_network import web
 
@@ -33,7 +33,7 @@ def names(folder: Path) -> list[str]:
 class Project:
     """Build context, store and builder of a test."""
 
-    def __init__(self, root: Path, driver: NamespaceDriver, rootfs: Path, run_dir: Path) -> None:
+    def __init__(self, root: Path, driver: BubblewrapDriver, rootfs: Path, run_dir: Path) -> None:
         self.context, self.store = root / "context", LayerStore(root / "store")
         self.context.mkdir()
         self.events: list[BuildProgress] = []
@@ -61,7 +61,7 @@ class Project:
 
 
 @pytest.fixture
-def project(tmp_path: Path, driver: NamespaceDriver, rootfs: Path, run_dir: Path) -> Project:
+def project(tmp_path: Path, driver: BubblewrapDriver, rootfs: Path, run_dir: Path) -> Project:
     return Project(tmp_path, driver, rootfs, run_dir)
 
 
@@ -355,7 +355,7 @@ async def test_add_downloads_from_allowed_hosts_only(project: Project) -> None:
             await project.build(f"ADD --checksum=sha256:00 {address} /d/")
 
 
-async def test_a_store_may_be_on_another_file_system(project: Project, driver: NamespaceDriver) -> None:
+async def test_a_store_may_be_on_another_file_system(project: Project, driver: BubblewrapDriver) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         project.store = project.builder.store = LayerStore(Path(folder))
         image = await project.build(

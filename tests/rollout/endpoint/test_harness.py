@@ -28,7 +28,7 @@ from prorl_envs.rollout.api.types import AgentLimits, GroupRequest, JobState, Re
 from prorl_envs.rollout.episode.job import Attempt, AttemptReport
 from prorl_envs.rollout.nodes.result_codec import account_of, whole_report
 from prorl_envs.rollout.service.service import RolloutService
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.testing.scripted import Script, ScriptBook
 from prorl_envs.testing.server import ScriptedServer
 from prorl_envs.testing.tokenizer import builtin_renderer
@@ -85,7 +85,7 @@ def recipe(script: str, **fields: Any) -> Recipe:
 
 
 @pytest.fixture
-async def node(shared_driver: NamespaceDriver, tmp_path: Path) -> Node:
+async def node(shared_driver: BubblewrapDriver, tmp_path: Path) -> Node:
     return Node(shared_driver, tmp_path)
 
 

@@ -22,7 +22,7 @@ from prorl_envs.rollout.api.interactive import CallRequest, CallStep, EpisodeReq
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.http.server import serving
 from prorl_envs.rollout.service.service import RolloutService
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.testing.scripted import ScriptBook
 from prorl_envs.testing.server import ScriptedServer
 from tests.rollout.endpoint.conftest import check_rows
@@ -105,7 +105,7 @@ async def test_an_episode_driven_by_tokens_has_no_endpoint(renderer: TemplateRen
 
 
 async def test_the_example_runs_unmodified(
-    shared_driver: NamespaceDriver, renderer: TemplateRenderer, tmp_path: Path
+    shared_driver: BubblewrapDriver, renderer: TemplateRenderer, tmp_path: Path
 ) -> None:
     """OpenAI's own client against a service with the scripted model."""
     task = read_tasks(BashEnvironment.load, ROOT / "envs" / "bash" / "data" / "example.jsonl")[0]

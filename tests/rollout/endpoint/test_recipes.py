@@ -19,7 +19,7 @@ from prorl_envs.model.routing.pool import ModelPool
 from prorl_envs.model.servers.detect import Servers
 from prorl_envs.rollout.api.types import AgentLimits, GroupRequest, Result, StopReason
 from prorl_envs.rollout.service.service import RolloutService
-from prorl_envs.sandbox.drivers.namespaces import NamespaceDriver
+from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.testing.server import ScriptedServer
 from prorl_envs.testing.tokenizer import builtin_renderer
 from tests.rollout.endpoint.conftest import check_rows
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.harnesses, pytest.mark.timeout(1800
 INSTANCE = "psf__requests-2931"
 
 
-async def played(driver: NamespaceDriver, environment: str, harness: str, row: dict[str, Any]) -> Result:
+async def played(driver: BubblewrapDriver, environment: str, harness: str, row: dict[str, Any]) -> Result:
     """Run one rollout with a model that samples other tokenisations than the template's."""
     cache = default_cache_dir()
     try:
@@ -71,7 +71,7 @@ def check_unbroken(result: Result) -> None:
 
 
 @pytest.mark.parametrize("harness", RECIPES)
-async def test_a_shell_task(driver: NamespaceDriver, harness: str) -> None:
+async def test_a_shell_task(driver: BubblewrapDriver, harness: str) -> None:
     path = Path(__file__).parents[3] / "envs" / "bash" / "data" / "example.jsonl"
     row = json.loads(path.read_text().splitlines()[0])
     check_unbroken(await played(driver, "bash", harness, row))
@@ -84,11 +84,11 @@ def issue() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("harness", ["mini-swe-agent", "codex"])
-async def test_an_issue_of_a_repository(driver: NamespaceDriver, harness: str) -> None:
+async def test_an_issue_of_a_repository(driver: BubblewrapDriver, harness: str) -> None:
     check_unbroken(await played(driver, "swebench", harness, issue()))
 
 
-async def test_a_harness_that_rewrites_the_models_calls(driver: NamespaceDriver) -> None:
+async def test_a_harness_that_rewrites_the_models_calls(driver: BubblewrapDriver) -> None:
     """Claude Code drops a `cd` into the current directory from the calls in its history, so the model
     continues from other text than it sampled: two rows, and the sampled tokens stay unchanged."""
     result = await played(driver, "swebench", "claude-code", issue())

@@ -1,1 +1,0 @@
-"""Launcher: a program of system calls that creates a sandbox."""
