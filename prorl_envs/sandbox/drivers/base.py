@@ -409,10 +409,6 @@ class NodeSandbox(ABC):
     async def _release(self) -> None:  # noqa: B027 - most hold nothing
         """Release the sandbox's resources, once its processes and files are gone."""
 
-    def _leave_files(self) -> bool:
-        """Return True if the directory was disposed of without delay. Called once nothing runs in it."""
-        return False
-
     def _remove_files(self) -> None:
         """Remove the sandbox's directory, if it still exists. Called in a thread."""
         remove_tree(self._root)
@@ -422,8 +418,7 @@ class NodeSandbox(ABC):
         async with self._copying:
             await self._end()
         await self.contained.release()
-        if not self._leave_files():
-            await asyncio.to_thread(self._remove_files)
+        await asyncio.to_thread(self._remove_files)
         await self._release()
         self._driver.forget(self)
 

@@ -16,7 +16,6 @@ from prorl_envs.sandbox.base import PROXY_PORT, SandboxSpec
 from prorl_envs.sandbox.drivers.isolated import IsolatedDriver, IsolatedSandbox
 from prorl_envs.sandbox.drivers.probe import explain, find_bwrap
 from prorl_envs.sandbox.filesystem.directories import make_accessible
-from prorl_envs.sandbox.filesystem.directory_pool import DirectoryPool
 from prorl_envs.sandbox.filesystem.host_system import write_etc, write_names
 from prorl_envs.sandbox.filesystem.images import ImageUse
 from prorl_envs.sandbox.filesystem.layered import LayerTree
@@ -87,7 +86,6 @@ class BubblewrapDriver(IsolatedDriver["BubblewrapSandbox"]):
         #: Starts bubblewrap. A fork from this process would stop the event loop until the child's exec: 4 to
         #: 18 ms on a busy machine (docs/decisions/templates.md).
         self.starter = Template("starter", TemplateSpec(entries=()), nice=limits.nice)
-        self.spares = DirectoryPool(self.directory.path)
         self._etc: dict[int, asyncio.Task[Path]] = {}
 
     async def warm(self, *names: str) -> None:
@@ -172,13 +170,6 @@ class BubblewrapSandbox(IsolatedSandbox):
         #: Target of `take_layer`, and the error of the move.
         self._layer: Path | None = None
         self._not_taken: Exception | None = None
-        #: True if the workspace's path was given out, so that it may be mounted elsewhere.
-        self._shown = False
-
-    @property
-    def workspace(self) -> Path:
-        self._shown = True
-        return super().workspace
 
     async def _launch(self) -> None:
         try:
@@ -303,7 +294,9 @@ class BubblewrapSandbox(IsolatedSandbox):
 
     def _prepare_files(self) -> None:
         if not self._restored:
-            self._driver.spares.make(self._files.root, self._files.state(self._spec))
+            self._files.root.mkdir(mode=0o700)
+            for directory in self._files.state(self._spec):
+                directory.mkdir(mode=0o700)
         for directory in self._files.scratch(self._spec):
             directory.mkdir(mode=0o700)
         if has_own_names(self._spec):
@@ -341,21 +334,13 @@ class BubblewrapSandbox(IsolatedSandbox):
                 hint="use a directory on the sandboxes' own file system (run_dir)",
             ) from self._not_taken
 
-    def _leave_files(self) -> bool:
-        return self._layer is None and self._driver.spares.take_back(self._files.root, self._kept())
-
     def _remove_files(self) -> None:
         if self._layer is not None:
             try:
                 _move_tree(self._files.upper, self._layer)
             except (OSError, SandboxError) as error:
                 self._not_taken = error
-        self._driver.spares.retire(self._files.root, self._kept())
-
-    def _kept(self) -> set[str]:
-        """Return the names of the directories that another sandbox may reuse."""
-        files = self._files
-        return {path.name for path in (files.tmp, files.home, *(() if self._shown else (files.work,)))}
+        super()._remove_files()
 
     def _before_end(self) -> None:
         if self._lifetime is not None:

@@ -14,7 +14,6 @@ import secrets
 import stat
 import tempfile
 import time
-from collections.abc import Collection
 from pathlib import Path
 
 from prorl_envs.errors import SandboxError
@@ -170,24 +169,16 @@ def remove_tree(path: Path) -> None:
     except FileNotFoundError:
         return
     try:
-        clear(top)
+        _clear(top)
     finally:
         os.close(top)
     path.rmdir()
 
 
-def clear(top: int, *, but: Collection[str] = ()) -> list[str]:
-    """Remove the content of a directory (a descriptor) as `remove_tree` does.
-
-    Args:
-        but: names of directories in it that are kept, with their content.
-
-    Returns:
-        The kept directories that exist.
-    """
+def _clear(top: int) -> None:
+    """Remove the content of a directory (a descriptor)."""
     fresh_names = map(f"{secrets.token_hex(8)}-{{}}".format, itertools.count())
-    directories = _directories_left(top)
-    pending = [name for name in directories if name not in but]
+    pending = _directories_left(top)
     while pending:
         name = pending.pop()
         make_accessible(name, top)
@@ -201,7 +192,6 @@ def clear(top: int, *, but: Collection[str] = ()) -> list[str]:
         finally:
             os.close(fd)
         os.rmdir(name, dir_fd=top)
-    return [name for name in directories if name in but]
 
 
 def _directories_left(fd: int) -> list[str]:
