@@ -293,11 +293,11 @@ class SandboxSection(_Section):
 
     Args:
         warm_pool_size: maximum size of the warm pool, 0.5 MB per sandbox; 0 disables it
-        adaptive_starts: start fewer sandboxes at once while starts are slow or memory is short
+        max_concurrent_starts: sandboxes that may start at once; others wait. Default: four per processor
     """
 
     warm_pool_size: int = Field(default=8, ge=0)
-    adaptive_starts: bool = True
+    max_concurrent_starts: int | None = Field(default=None, ge=1)
 
 
 class SearchSection(_Section):

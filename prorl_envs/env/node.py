@@ -1,11 +1,10 @@
 """Shared resources of this machine: one sandbox driver with its templates, and a cache directory."""
 
 import asyncio
-import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -21,10 +20,11 @@ from prorl_envs.images.store import ImageStore
 from prorl_envs.sandbox.base import Driver, Sandbox, SandboxLimits, SandboxSpec
 from prorl_envs.sandbox.drivers.select import choose_driver, make_driver
 from prorl_envs.sandbox.limits.enforcement import DEFAULT_LIMITS
-from prorl_envs.sandbox.limits.memory_pressure import memory_is_short
 from prorl_envs.tools.pool.sandbox_session import SandboxSession
-from prorl_envs.tools.pool.start_limiter import StartLimiter
 from prorl_envs.tools.pool.warm_pool import WarmPool
+
+#: Default of `max_concurrent_starts`: a start mostly needs a processor, and at times waits for a disk.
+STARTS_PER_PROCESSOR = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,6 @@ class NodeUse:
         from_pool: handed-out sandboxes that came from the warm pool.
         failed: requests that failed.
         starting: sandboxes that start now; `waiting`: sandboxes that wait for permission to start.
-        starts_limit: maximum number of concurrent starts; infinite if there is no reason for a limit.
-        slow, short: how often this limit was lowered because of slow starts, and because of low memory.
     """
 
     open: int
@@ -51,9 +49,6 @@ class NodeUse:
     failed: int
     starting: int = 0
     waiting: int = 0
-    starts_limit: float = math.inf
-    slow: int = 0
-    short: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +71,7 @@ class Node:
         cache_dir: node-local directory for built trees and environments; survives the process.
         warm_pool_size: maximum number of idle sandboxes in the warm pool; see `WarmPool`.
         search: settings of the search back end; None uses the defaults.
-        adaptive_starts: start fewer sandboxes at once while starts are slow or memory is short; see
-            `StartLimiter`.
+        max_concurrent_starts: sandboxes that may start at once; None is four for each processor.
         images: creates the image builder, given a progress callback; None keeps images in the cache
             directory.
         dockerfiles: creates the builder of Dockerfiles, given the driver; None keeps layers in the cache
@@ -92,7 +86,7 @@ class Node:
         *,
         warm_pool_size: int = 0,
         search: SearchSettings | None = None,
-        adaptive_starts: bool = True,
+        max_concurrent_starts: int | None = None,
         images: Callable[[Callable[[str], None]], ImageBuilder] | None = None,
         dockerfiles: Callable[[Driver], DockerfileBuilder] | None = None,
         limits: SandboxLimits = DEFAULT_LIMITS.each,
@@ -104,8 +98,8 @@ class Node:
         self._search = search or SearchSettings()
         self._backend: SearchBackend | None = None
         self.cache_dir = cache_dir
-        self._starts = StartLimiter(memory_is_short) if adaptive_starts else None
-        self._pool = WarmPool(driver, limit=warm_pool_size, starts=self._starts)
+        starts = max_concurrent_starts or STARTS_PER_PROCESSOR * len(os.sched_getaffinity(0))
+        self._pool = WarmPool(driver, limit=warm_pool_size, max_concurrent_starts=starts)
         self._handed_out = self._failed = 0
         self._seconds = 0.0
 
@@ -186,24 +180,15 @@ class Node:
     @property
     def use(self) -> NodeUse:
         """Current state and counters of the node, for operators."""
-        use = NodeUse(
+        return NodeUse(
             open=len(self.driver.sandboxes),
             warm=self._pool.ready,
             handed_out=self._handed_out,
             seconds=self._seconds,
             from_pool=self._pool.hits,
             failed=self._failed,
-        )
-        if self._starts is None:
-            return use
-        starts, pace = self._starts, self._starts.pace
-        return replace(
-            use,
-            starting=starts.running,
-            waiting=starts.waiting,
-            starts_limit=pace.window.limit,
-            slow=pace.slow,
-            short=pace.short,
+            starting=self._pool.starting,
+            waiting=self._pool.waiting,
         )
 
     async def memory(self) -> MemoryUse:

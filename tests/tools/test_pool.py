@@ -28,6 +28,7 @@ class CountingDriver:
     def __init__(self, driver: BubblewrapDriver) -> None:
         self._driver = driver
         self.started: list[Sandbox] = []
+        self.at_once = self.most_at_once = 0
         self.failing = False
         self.changed = asyncio.Event()
 
@@ -36,11 +37,14 @@ class CountingDriver:
         return self._driver.sandboxes
 
     async def start(self, spec: SandboxSpec, *, snapshot: Snapshot | None = None) -> Sandbox:
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
         try:
             if self.failing:
                 raise SandboxError("no more sandboxes today")
             self.started.append(await self._driver.start(spec, snapshot=snapshot))
         finally:
+            self.at_once -= 1
             self.changed.set()
         return self.started[-1]
 
@@ -255,3 +259,20 @@ async def test_a_failed_prewarming_does_not_block_later_requests(
     driver.failing = False
     place = await pool.take(OTHER)
     await place.aclose()
+
+
+async def test_at_most_as_many_as_allowed_start_at_once(driver: CountingDriver, run_dir: Path) -> None:
+    pool = WarmPool(driver, limit=0, max_concurrent_starts=2)
+    asked = [asyncio.create_task(pool.take(PLAIN)) for _ in range(6)]
+    await asyncio.sleep(0)
+    assert (pool.starting, pool.waiting) == (2, 4)
+    asked.pop().cancel()
+    for place in await asyncio.gather(*asked):
+        await place.aclose()
+    assert (driver.most_at_once, len(driver.started)) == (2, 5)
+    driver.failing = True
+    for _ in range(3):
+        with pytest.raises(SandboxError):
+            await pool.take(PLAIN)
+    assert (pool.starting, pool.waiting) == (0, 0)
+    await pool.aclose()

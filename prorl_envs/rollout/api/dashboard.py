@@ -135,7 +135,6 @@ class SandboxesView(_View):
     Args:
         open: sandboxes that are not closed; `warm`: those in the warm pool; `busy`: the others.
         starting, waiting: sandboxes that are starting, and those that wait for their start.
-        starts_limit: most concurrent starts; None is no bound.
         handed_out: sandboxes handed out so far; `from_pool`: those from the warm pool; `failed`: failed
             requests.
         ready_s: mean seconds from the request of a sandbox until it is ready.
@@ -150,7 +149,6 @@ class SandboxesView(_View):
     busy: int
     starting: int
     waiting: int
-    starts_limit: int | None
     handed_out: int
     from_pool: int
     failed: int

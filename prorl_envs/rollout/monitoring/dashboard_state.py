@@ -290,7 +290,6 @@ def _sandboxes(use: NodeUse, memory: MemoryUse) -> SandboxesView:
         busy=max(0, use.open - use.warm),
         starting=use.starting,
         waiting=use.waiting,
-        starts_limit=None if math.isinf(use.starts_limit) else int(use.starts_limit),
         handed_out=use.handed_out,
         from_pool=use.from_pool,
         failed=use.failed,

@@ -18,7 +18,6 @@ _GAUGES = {
     "prorl_sandboxes_warm": ("Of these, those that stand ready.", "warm"),
     "prorl_sandbox_starts_active": ("Sandboxes that start now.", "starting"),
     "prorl_sandbox_starts_waiting": ("Sandboxes that wait for their turn to.", "waiting"),
-    "prorl_sandbox_starts_limit": ("Most that may start at once.", "starts_limit"),
 }
 _COUNTERS = {
     "prorl_sandboxes_from_pool": ("Sandboxes that stood ready when asked for.", "from_pool"),
@@ -49,16 +48,10 @@ def sandboxes(uses: Mapping[str, NodeUse]) -> Iterator[Metric]:
         for node, use in uses.items():
             counter.add_metric([node], getattr(use, key))
         yield counter
-    slowed = CounterMetricFamily(
-        "prorl_sandbox_starts_slowed", "How often that bound was lowered.", labels=["node", "reason"]
-    )
     what = "Seconds from asking for a sandbox to having it."
     ready = SummaryMetricFamily("prorl_sandbox_ready_seconds", what, labels=["node"])
     for node, use in uses.items():
-        slowed.add_metric([node, "slow"], use.slow)
-        slowed.add_metric([node, "memory"], use.short)
         ready.add_metric([node], use.handed_out, use.seconds)
-    yield slowed
     yield ready
 
 

@@ -9,14 +9,12 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict, deque
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from prorl_envs.errors import RolloutFailure
 from prorl_envs.sandbox.base import Driver, SandboxSpec
 from prorl_envs.tools.pool.demand import Demand
 from prorl_envs.tools.pool.sandbox_session import SandboxSession
-from prorl_envs.tools.pool.start_limiter import StartLimiter
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +52,15 @@ class WarmPool:
         driver: starts the sandboxes; its owner closes it after the pool.
         limit: maximum number of idle sandboxes over all kinds; 0 disables the pool.
         memory_s: seconds for which unused sandboxes are kept.
-        starts: limits concurrent starts; None means no limit.
+        max_concurrent_starts: sandboxes that may start at once, over all kinds; others wait in order of
+            arrival.
     """
 
     def __init__(
-        self, driver: Driver, *, limit: int, memory_s: float = MEMORY_S, starts: StartLimiter | None = None
+        self, driver: Driver, *, limit: int, memory_s: float = MEMORY_S, max_concurrent_starts: int = 64
     ) -> None:
         self._driver = driver
-        self._starts = starts
+        self._turns = asyncio.Semaphore(max_concurrent_starts)
         self._limit = limit
         self._memory_s = memory_s
         self._stocks: OrderedDict[_Kind, _Stock] = OrderedDict()
@@ -72,6 +71,8 @@ class WarmPool:
         self._filling: tuple[_Kind, asyncio.Future[None]] | None = None
         #: Number of requests served from the pool.
         self.hits = 0
+        #: Numbers of sandboxes that start now, and that wait for their turn.
+        self.starting = self.waiting = 0
 
     @property
     def ready(self) -> int:
@@ -152,9 +153,18 @@ class WarmPool:
             self._keeper = asyncio.create_task(self._keep())
 
     async def _open(self, kind: _Kind) -> SandboxSession:
-        async with self._starts.turn(kind) if self._starts else nullcontext():
-            started = time.monotonic()
+        self.waiting += 1
+        try:
+            await self._turns.acquire()
+        finally:
+            self.waiting -= 1
+        self.starting += 1
+        started = time.monotonic()
+        try:
             place = await SandboxSession.open(self._driver, kind.spec, python=kind.python)
+        finally:
+            self.starting -= 1
+            self._turns.release()
         if kind in self._stocks:
             self._stocks[kind].demand.started(time.monotonic() - started)
         return place
