@@ -269,8 +269,8 @@ class LimitSettings(_Section):
         lifetime_s: lifetime of a sandbox in seconds
         reserve_bytes: free disk space below `run_dir`; if less is free, the sandbox that uses the most is
             killed
-        enforcement: enforces the limits: `cgroup2` and `cgroup1` are control groups, `watchdog` needs none;
-            `auto` uses `cgroup2` if it is delegated. `prorl-envs doctor` shows which is used
+        enforcement: enforces the limits: `cgroup2` is control groups, `watchdog` needs none; `auto` uses
+            `cgroup2` if it is delegated. `prorl-envs doctor` shows which is used
         nice: `nice` value of sandboxes, 0 to 19; higher values give priority to the service and other
             programs
     """
@@ -284,7 +284,7 @@ class LimitSettings(_Section):
     file_bytes: int | None = Field(default=None, ge=1 << 20)
     lifetime_s: float | None = Field(default=None, ge=0.1)
     reserve_bytes: int = Field(default=1 << 30, ge=0)
-    enforcement: Literal["auto", "cgroup2", "cgroup1", "watchdog"] = "auto"
+    enforcement: Literal["auto", "cgroup2", "watchdog"] = "auto"
     nice: int = Field(default=10, ge=0, le=19)
 
 

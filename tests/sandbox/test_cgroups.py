@@ -43,10 +43,10 @@ def test_a_delegated_group_is_emptied_and_delegates_its_controllers(tmp_path: Pa
     assert delegated(proc) == (place, "")
     (place / "prorl-service").mkdir()
     groups = find_groups(Mechanism.AUTO, proc)
-    assert groups is not None and groups.mechanism is Mechanism.CGROUP2
+    assert groups is not None
     assert (place / "prorl-service/cgroup.procs").read_text() == str(os.getpid())
     assert (place / "cgroup.subtree_control").read_text() == "+memory +pids +cpu"
-    assert groups.places == dict.fromkeys(("memory", "pids", "cpu"), place)
+    assert (groups.place, groups.controllers) == (place, ("memory", "pids", "cpu"))
 
 
 def test_another_driver_of_the_same_service_finds_the_same_group(tmp_path: Path) -> None:
@@ -74,49 +74,21 @@ def test_the_watchdog_can_be_requested(tmp_path: Path) -> None:
     assert find_groups(Mechanism.WATCHDOG, unified_tree(tmp_path)) is None
 
 
-def test_version_one_is_used_only_on_request(tmp_path: Path) -> None:
-    proc = tmp_path / "proc"
-    (proc / "self").mkdir(parents=True)
-    for name in ("memory", "pids", "cpu"):
-        (tmp_path / name / "job").mkdir(parents=True)
-    (proc / "self/mountinfo").write_text(
-        "".join(f"3 1 0:3 / {tmp_path / name} rw - cgroup cgroup rw,{name}\n" for name in ("memory", "pids"))
-        + f"4 1 0:4 / {tmp_path / 'cpu'} rw - cgroup cgroup rw,cpu,cpuacct\n"
-    )
-    (proc / "self/cgroup").write_text("5:memory:/job\n4:pids:/job\n3:cpu,cpuacct:/job\n")
-    assert find_groups(Mechanism.AUTO, proc) is None
-    groups = find_groups(Mechanism.CGROUP1, proc)
-    assert groups is not None and groups.places == {
-        name: tmp_path / name / "job" for name in ("memory", "pids", "cpu")
-    }
-    (proc / "self/cgroup").write_text("4:pids:/job\n")
-    with pytest.raises(SandboxError, match="memory cannot be divided"):
-        find_groups(Mechanism.CGROUP1, proc)
-
-
 def test_limits_are_written_to_the_groups_files() -> None:
-    assert list(settings(LIMITS, 10, unified=True)) == [
-        ("cpu", "cpu.weight.nice", "10"),
-        ("memory", "memory.max", str(1 << 30)),
-        ("pids", "pids.max", "100"),
-        ("cpu", "cpu.max", "150000 100000"),
-    ]
-    assert list(settings(LIMITS, 10, unified=False)) == [
-        ("cpu", "cpu.shares", "110"),
-        ("memory", "memory.limit_in_bytes", str(1 << 30)),
-        ("pids", "pids.max", "100"),
-        ("cpu", "cpu.cfs_period_us", "100000"),
-        ("cpu", "cpu.cfs_quota_us", "150000"),
-    ]
-    nothing = SandboxLimits(memory_bytes=None, processes=None)
-    assert list(settings(nothing, 0, unified=False)) == [("cpu", "cpu.shares", "1024")]
+    assert settings(LIMITS, 10) == {
+        "cpu.weight.nice": "10",
+        "memory.max": str(1 << 30),
+        "pids.max": "100",
+        "cpu.max": "150000 100000",
+    }
+    assert settings(SandboxLimits(memory_bytes=None, processes=None), 0) == {"cpu.weight.nice": "0"}
 
 
 def test_a_group_reports_the_kernels_counters(tmp_path: Path) -> None:
-    group = ControlGroups(dict.fromkeys(("memory", "pids"), tmp_path), unified=True).group("abc-1")
+    group = ControlGroups(tmp_path, ("memory", "pids")).group("abc-1")
     group.make(LIMITS, 10)
     folder = tmp_path / "prorl-abc-1"
-    assert group.folders == (str(folder),)
+    assert group.folder == folder
     assert (folder / "memory.max").read_text() == str(1 << 30)
     assert not (folder / "cpu.max").exists()  # this controller does not exist here
     group.add(77)
@@ -126,22 +98,20 @@ def test_a_group_reports_the_kernels_counters(tmp_path: Path) -> None:
 
 
 def test_a_group_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
-    group = ControlGroup({"memory": tmp_path / "absent/prorl-abc-1"}, unified=True)
+    group = ControlGroup(tmp_path / "absent/prorl-abc-1", ("memory",))
     with pytest.raises(SandboxError, match="cannot make a sandbox's control group"):
         group.make(LIMITS, 10)
 
 
 def test_groups_of_a_killed_service_are_removed_and_no_others(tmp_path: Path) -> None:
-    places = {name: tmp_path / name for name in ("memory", "pids")}
-    for place in places.values():
-        for name in ("prorl-abc-1", "prorl-abc-12", "prorl-abcd-1", "other"):
-            (place / name).mkdir(parents=True)
+    place = tmp_path / "groups"
+    for name in ("prorl-abc-1", "prorl-abc-12", "prorl-abcd-1", "other"):
+        (place / name).mkdir(parents=True)
     directory = tmp_path / "driver"
     directory.mkdir()
-    ControlGroups(places, unified=False).record(directory, "abc")
+    ControlGroups(place, ("memory", "pids")).record(directory, "abc")
     sweep_groups(directory)
-    for place in places.values():
-        assert sorted(path.name for path in place.iterdir()) == ["other", "prorl-abcd-1"]
+    assert sorted(path.name for path in place.iterdir()) == ["other", "prorl-abcd-1"]
 
 
 def test_a_directory_without_groups_has_none_to_remove(tmp_path: Path) -> None:

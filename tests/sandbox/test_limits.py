@@ -42,7 +42,7 @@ def has(groups: Mechanism) -> bool:
         return False
 
 
-MECHANISMS = [Mechanism.WATCHDOG, *filter(has, (Mechanism.CGROUP2, Mechanism.CGROUP1))]
+MECHANISMS = [Mechanism.WATCHDOG, *filter(has, (Mechanism.CGROUP2,))]
 SPEC = SandboxSpec(limits=LIMITS)
 
 
@@ -394,13 +394,13 @@ SERVICE = """
 """
 
 
-@pytest.fixture(params=[Mechanism.CGROUP2, Mechanism.CGROUP1])
-def abandoned_groups(request: pytest.FixtureRequest, run_dir: Path) -> Iterator[tuple[list[Path], Path]]:
+@pytest.fixture
+def abandoned_groups(run_dir: Path) -> Iterator[tuple[list[Path], Path]]:
     """Groups and driver directory of a service that was killed."""
-    if not has(request.param):
-        pytest.skip(f"this machine lends no control groups of {request.param.value}")
+    if not has(Mechanism.CGROUP2):
+        pytest.skip("this machine delegates no control groups")
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(SERVICE), request.param], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", textwrap.dedent(SERVICE), Mechanism.CGROUP2], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     directory = Path(process.stdout.readline().strip())
@@ -409,7 +409,7 @@ def abandoned_groups(request: pytest.FixtureRequest, run_dir: Path) -> Iterator[
     process.wait()
     process.stdout.close()
     name = f"prorl-{record['driver']}-*"
-    groups = [found for place in record["places"] for found in Path(place).glob(name)]
+    groups = list(Path(record["place"]).glob(name))
     yield groups, directory
     for left in groups:  # only if the test has failed
         if left.exists():

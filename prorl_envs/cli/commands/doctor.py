@@ -30,7 +30,7 @@ from prorl_envs.sandbox.drivers.probe import Check, bubblewrap_checks, directory
 from prorl_envs.sandbox.drivers.select import choose_driver
 from prorl_envs.sandbox.filesystem.directories import node_local_base
 from prorl_envs.sandbox.limits.counters import UNLIMITED, counters
-from prorl_envs.sandbox.linux.cgroups import Mechanism, delegated, find_groups, sessions_weigh_alike
+from prorl_envs.sandbox.linux.cgroups import delegated, sessions_weigh_alike
 
 
 def _machine() -> Iterator[tuple[str, str]]:
@@ -64,12 +64,6 @@ def _limits(settings: Settings) -> Check:
             "`systemd-run --user --scope -p Delegate=yes prorl-envs serve`, or limits.enforcement watchdog"
         )
         return Check(name="limits", ok=False, found=f"no cgroup v2: {problem}", remedy=remedy)
-    if asked == "cgroup1":
-        try:
-            find_groups(Mechanism.CGROUP1)
-        except SandboxError as error:
-            return Check(name="limits", ok=False, found=error.message, remedy=error.hint)
-        return Check(name="limits", ok=True, found="cgroup v1")
     why = "" if asked == "watchdog" else f" (no cgroup v2: {problem})"
     return Check(name="limits", ok=True, found=f"watchdog{why}")
 
@@ -91,7 +85,7 @@ def _number(size: int) -> str:
 
 def _priority(settings: Settings) -> Check:
     """Check whether `limits.nice` makes a difference."""
-    if settings.limits.enforcement != "cgroup1" and delegated()[0] is None and sessions_weigh_alike():
+    if delegated()[0] is None and sessions_weigh_alike():
         found = "sandboxes do not yield to the service: sched_autogroup shares processors out by session"
         remedy = "`sysctl kernel.sched_autogroup_enabled=0`, or a job with a CPU control group of its own"
         return Check(name="priority", ok=False, found=found, remedy=remedy)

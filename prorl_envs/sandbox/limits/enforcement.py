@@ -80,7 +80,7 @@ class EnforcedLimits:
         """Return the request for a tool server, with the sandbox's limits."""
         if self.limits is None:
             return request
-        groups = () if self.group is None else self.group.folders
+        groups = () if self.group is None else (str(self.group.folder),)
         return replace(request, groups=groups, rlimits=rlimits(self.limits, isolated=request.isolated))
 
     def bound_open_files(self, pid: int) -> None:
@@ -125,7 +125,7 @@ class LimitEnforcer:
             SandboxError: the requested mechanism is not available.
         """
         groups = self._find()
-        return Mechanism.WATCHDOG if groups is None else groups.mechanism
+        return Mechanism.WATCHDOG if groups is None else Mechanism.CGROUP2
 
     @property
     def keeps_cpus(self) -> bool:
@@ -135,7 +135,7 @@ class LimitEnforcer:
             SandboxError: the requested mechanism is not available.
         """
         groups = self._find()
-        return groups is not None and "cpu" in groups.places
+        return groups is not None and "cpu" in groups.controllers
 
     @property
     def looking_s(self) -> float:

@@ -1,8 +1,7 @@
-"""Control groups for sandboxes: the kernel itself enforces the limits if this user may create groups.
+"""Control groups (version 2) for sandboxes: the kernel enforces the limits if a subtree is delegated to this
+user. systemd does this for `systemd-run --user --scope -p Delegate=yes`.
 
-Version 2 is used if a subtree is delegated to this user (systemd does this for `systemd-run --user --scope -p
-Delegate=yes`), version 1 only on request, because its hierarchies have no delegation that systemd respects.
-Source: Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/ in the kernel, systemd's CGROUP_DELEGATION.
+Source: Documentation/admin-guide/cgroup-v2.rst in the kernel, systemd's CGROUP_DELEGATION.
 """
 
 import contextlib
@@ -11,7 +10,8 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
@@ -26,40 +26,32 @@ _SERVICE = "prorl-service"
 #: File in a driver's directory that records its groups, for `sweep_groups`.
 RECORD = "groups"
 _CPU_PERIOD_US = 100_000
-#: Weight of a group in version 1, and the factor by which each step of `nice` lowers it: sched(7).
-_CPU_SHARES, _LESS_PER_NICE = 1024, 1.25
 _REMOVE_S = 5.0
 
 
 class Mechanism(StrEnum):
     """Enforcement mechanism for the limits of memory, processes and processors.
 
-    AUTO: CGROUP2 if it is delegated, else WATCHDOG. CGROUP1: groups of version 1, as root. WATCHDOG: limits
-    per process, and checks of their total usage.
+    AUTO: CGROUP2 if it is delegated, else WATCHDOG. WATCHDOG: limits per process, and checks of their total
+    usage.
     """
 
     AUTO = "auto"
     CGROUP2 = "cgroup2"
-    CGROUP1 = "cgroup1"
     WATCHDOG = "watchdog"
 
 
 class ControlGroup:
-    """Control group of one sandbox: a folder, or one per controller in version 1.
+    """Control group of one sandbox.
 
     Args:
-        folders: by controller; in version 2 all are the same.
-        unified: whether this is version 2.
+        folder: of the group.
+        controllers: those that it has.
     """
 
-    def __init__(self, folders: Mapping[str, Path], *, unified: bool) -> None:
-        self._folders = folders
-        self._unified = unified
-
-    @property
-    def folders(self) -> tuple[str, ...]:
-        """Folders of the group, to each of which a process must be added."""
-        return tuple(dict.fromkeys(map(str, self._folders.values())))
+    def __init__(self, folder: Path, controllers: Collection[str]) -> None:
+        self.folder = folder
+        self._controllers = controllers
 
     def make(self, limits: SandboxLimits, nice: int) -> None:
         """Create the group with its limits.
@@ -71,12 +63,13 @@ class ControlGroup:
             SandboxError: the kernel refused.
         """
         try:
-            for folder in self.folders:
-                Path(folder).mkdir()
-            for controller, name, value in settings(limits, nice, unified=self._unified):
-                if controller in self._folders:
-                    (self._folders[controller] / name).write_text(value)
-            self._bound_swap(limits)
+            self.folder.mkdir()
+            for name, value in settings(limits, nice).items():
+                if name.partition(".")[0] in self._controllers:
+                    (self.folder / name).write_text(value)
+            swap = self.folder / "memory.swap.max"  # absent if the kernel does not count swap
+            if limits.memory_bytes is not None and swap.exists():
+                swap.write_text("0")
         except OSError as error:
             self.remove(patience_s=0)
             raise SandboxError(f"cannot make a sandbox's control group: {error}") from error
@@ -87,77 +80,54 @@ class ControlGroup:
         Raises:
             OSError: the process has exited, or the kernel refused.
         """
-        for folder in self.folders:
-            Path(folder, "cgroup.procs").write_text(str(pid))
+        (self.folder / "cgroup.procs").write_text(str(pid))
 
     def killed(self) -> int:
         """Return how many processes the kernel has killed for their memory. Takes some microseconds."""
-        name = "memory.events" if self._unified else "memory.oom_control"
-        return _numbers(self._folders["memory"], name).get("oom_kill", 0)
+        return _numbers(self.folder, "memory.events").get("oom_kill", 0)
 
     def remove(self, *, patience_s: float = _REMOVE_S) -> None:
         """Kill the remaining processes and remove the group. Blocks. Missing is fine; a failure is logged."""
-        for folder in map(Path, self.folders):
-            _remove(folder, patience_s)
-
-    def _bound_swap(self, limits: SandboxLimits) -> None:
-        # Absent if the kernel does not count swap; version 1 counts memory and swap together.
-        name = "memory.swap.max" if self._unified else "memory.memsw.limit_in_bytes"
-        path = self._folders["memory"] / name
-        if limits.memory_bytes is not None and path.exists():
-            path.write_text("0" if self._unified else str(limits.memory_bytes))
+        _remove(self.folder, patience_s)
 
 
+@dataclass(frozen=True, slots=True)
 class ControlGroups:
-    """Parent groups in which a driver creates the groups of its sandboxes.
+    """Parent group in which a driver creates the groups of its sandboxes.
 
     Args:
-        places: for each controller, the parent folder.
-        unified: whether this is version 2.
+        place: the parent's folder.
+        controllers: those that its subgroups have.
     """
 
-    def __init__(self, places: Mapping[str, Path], *, unified: bool) -> None:
-        self.places = places
-        self.unified = unified
-
-    @property
-    def mechanism(self) -> Mechanism:
-        return Mechanism.CGROUP2 if self.unified else Mechanism.CGROUP1
+    place: Path
+    controllers: tuple[str, ...]
 
     def group(self, sandbox_id: str) -> ControlGroup:
         """Return the group of a sandbox, not created yet."""
-        folders = {name: place / f"{_PREFIX}{sandbox_id}" for name, place in self.places.items()}
-        return ControlGroup(folders, unified=self.unified)
+        return ControlGroup(self.place / f"{_PREFIX}{sandbox_id}", self.controllers)
 
     def record(self, directory: Path, driver_id: str) -> None:
-        """Record the parent folders in the driver's directory, for `sweep_groups`."""
-        places = list(dict.fromkeys(map(str, self.places.values())))
-        (directory / RECORD).write_text(json.dumps({"driver": driver_id, "places": places}))
+        """Record the parent group in the driver's directory, for `sweep_groups`."""
+        (directory / RECORD).write_text(json.dumps({"driver": driver_id, "place": str(self.place)}))
 
 
-def settings(limits: SandboxLimits, nice: int, *, unified: bool) -> Iterator[tuple[str, str, str]]:
-    """Yield the controller, file and value of each limit, and of the weight. Pure."""
-    if unified:
-        yield "cpu", "cpu.weight.nice", str(nice)
-    else:
-        yield "cpu", "cpu.shares", str(round(_CPU_SHARES / _LESS_PER_NICE**nice))
+def settings(limits: SandboxLimits, nice: int) -> dict[str, str]:
+    """Return the value of each file that sets a limit, or the weight. Pure."""
+    values = {"cpu.weight.nice": str(nice)}
     if limits.memory_bytes is not None:
-        yield "memory", "memory.max" if unified else "memory.limit_in_bytes", str(limits.memory_bytes)
+        values["memory.max"] = str(limits.memory_bytes)
     if limits.processes is not None:
-        yield "pids", "pids.max", str(limits.processes)
+        values["pids.max"] = str(limits.processes)
     if limits.cpus is not None:
-        quota = max(1000, round(limits.cpus * _CPU_PERIOD_US))
-        if unified:
-            yield "cpu", "cpu.max", f"{quota} {_CPU_PERIOD_US}"
-        else:
-            yield "cpu", "cpu.cfs_period_us", str(_CPU_PERIOD_US)
-            yield "cpu", "cpu.cfs_quota_us", str(quota)
+        values["cpu.max"] = f"{max(1000, round(limits.cpus * _CPU_PERIOD_US))} {_CPU_PERIOD_US}"
+    return values
 
 
 def find_groups(mechanism: Mechanism, proc: Path = Path("/proc")) -> ControlGroups | None:
     """Return the groups that this process may divide; None if the watchdog must enforce the limits.
 
-    In version 2 this process moves to a group of its own beside those of the sandboxes.
+    This process moves to a group of its own beside those of the sandboxes.
 
     Args:
         mechanism: the requested mechanism.
@@ -168,18 +138,16 @@ def find_groups(mechanism: Mechanism, proc: Path = Path("/proc")) -> ControlGrou
     """
     if mechanism is Mechanism.WATCHDOG:
         return None
-    if mechanism is Mechanism.CGROUP1:
-        return _find_legacy(proc)
     place, problem = delegated(proc)
     if place is not None:
         controllers, problem = _occupy(place)
         if not problem:
-            return ControlGroups(dict.fromkeys(controllers, place), unified=True)
+            return ControlGroups(place, controllers)
     if mechanism is Mechanism.CGROUP2:
         raise SandboxError(
             f"no control groups of version 2: {problem}",
             hint="start the service with `systemd-run --user --scope -p Delegate=yes`, "
-            "or set limits.mechanism to watchdog",
+            "or set limits.enforcement to watchdog",
         )
     return None
 
@@ -231,7 +199,7 @@ def _is_marked(place: Path) -> bool:
     return False
 
 
-def _occupy(place: Path) -> tuple[list[str], str]:
+def _occupy(place: Path) -> tuple[tuple[str, ...], str]:
     """Move this process out of `place` and enable the controllers for its subgroups.
 
     Returns:
@@ -242,15 +210,15 @@ def _occupy(place: Path) -> tuple[list[str], str]:
         service.mkdir(exist_ok=True)
         others = {int(line) for line in (place / "cgroup.procs").read_text().split()} - {os.getpid()}
         if not all(_is_descendant(pid) for pid in others):
-            return [], f"other processes run in {place}"
+            return (), f"other processes run in {place}"
         for pid in (os.getpid(), *others):
             with contextlib.suppress(ProcessLookupError):
                 (service / "cgroup.procs").write_text(str(pid))
         present = (place / "cgroup.controllers").read_text().split()
-        wanted: list[str] = [name for name in ("memory", "pids", "cpu") if name in present]
+        wanted = tuple(name for name in ("memory", "pids", "cpu") if name in present)
         (place / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in wanted))
     except OSError as error:
-        return [], f"{place}: {error.strerror}"
+        return (), f"{place}: {error.strerror}"
     return wanted, ""
 
 
@@ -262,23 +230,6 @@ def _is_descendant(pid: int) -> bool:
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
         return False
     return True  # it has exited
-
-
-def _find_legacy(proc: Path) -> ControlGroups:
-    """Return the groups of version 1 that this process is in."""
-    memberships = _memberships(proc)
-    places = {}
-    for mount, kind, options in _mounts(proc):
-        for name in {"memory", "pids", "cpu"} & set(options.split(",")):
-            if kind == "cgroup" and name in memberships:
-                places[name] = mount / memberships[name].lstrip("/")
-    missing = {"memory", "pids"} - {name for name, place in places.items() if os.access(place, os.W_OK)}
-    if missing:
-        raise SandboxError(
-            f"no control groups of version 1: {', '.join(sorted(missing))} cannot be divided by this user",
-            hint="set limits.mechanism to auto",
-        )
-    return ControlGroups(places, unified=False)
 
 
 def _mounts(proc: Path) -> Iterator[tuple[Path, str, str]]:
@@ -313,9 +264,8 @@ def sweep_groups(directory: Path) -> None:
     except (OSError, ValueError) as error:
         logger.warning("cannot read where a killed service had its control groups: %s", error)
         return
-    for place in map(Path, record["places"]):
-        for folder in place.glob(f"{_PREFIX}{record['driver']}-*"):
-            _remove(folder, _REMOVE_S)
+    for folder in Path(record["place"]).glob(f"{_PREFIX}{record['driver']}-*"):
+        _remove(folder, _REMOVE_S)
 
 
 def _remove(folder: Path, patience_s: float) -> None:
