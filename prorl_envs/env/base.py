@@ -189,10 +189,6 @@ class Environment[TaskT: Task](ABC):
                 results. Hostile; must not be changed.
         """
 
-    def prefetch_grader(self) -> None:  # noqa: B027 - most graders need nothing of their own
-        """Announce that `eval` follows, perhaps after a wait, so that the grader's resources can start in
-        advance. The agent must not be able to reach them, and `close` releases them."""
-
     @abstractmethod
     async def eval(self) -> Grade:
         """Grade the episode in a place that the agent could not tamper with.

@@ -136,15 +136,6 @@ class Node:
         self._seconds += time.monotonic() - asked
         return place
 
-    def prewarm(self, spec: SandboxSpec) -> None:
-        """Announce that a session of this kind will be requested soon. The warm pool prepares it if it has
-        capacity."""
-        self._pool.prewarm(spec)
-
-    def cancel_prewarm(self, spec: SandboxSpec) -> None:
-        """Withdraw one announcement of `expect`."""
-        self._pool.cancel_prewarm(spec)
-
     def search_backend(self, sample: Path) -> SearchBackend:
         """Return the back end of search tools; all episodes share it.
 

@@ -74,7 +74,6 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
         self._task: TaskT | None = None
         self._place: SandboxSession | None = None
         self._exits = AsyncExitStack()
-        self._expected: SandboxSpec | None = None
         self._answer: str | None = None
         self._last_words = ""
 
@@ -130,12 +129,6 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
         if self._phase is Phase.READY and last.get("role") == "assistant" and not last.get("tool_calls"):
             self._last_words = str(last.get("content") or "")[-MAX_WORDS:]
 
-    def prefetch_grader(self) -> None:
-        if self._phase in (Phase.READY, Phase.FINISHED) and self._task is not None and self._expected is None:
-            self._expected = self.grader_spec(self._task, self._here("prefetch_grader"))
-            if self._expected is not None:
-                self.node.prewarm(self._expected)
-
     async def eval(self) -> Grade:
         self._expect("eval", Phase.READY, Phase.FINISHED)
         self._phase = Phase.GRADED
@@ -144,8 +137,6 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
         return await self.grade(self._task, self._here("eval"))
 
     async def close(self) -> None:
-        if self._expected is not None:  # no effect if the grader's sandbox has been taken
-            self.node.cancel_prewarm(self._expected)
         self._phase = Phase.CLOSED
         await self.close_agent_sandbox()
 
@@ -168,12 +159,6 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
     def sandbox_spec(self, task: TaskT) -> SandboxSpec:
         """Return the spec of the agent's sandbox for `task`."""
         return SandboxSpec()
-
-    def grader_spec(self, task: TaskT, place: SandboxSession) -> SandboxSpec | None:
-        """Return the spec of the sandbox that `grade` will request first, or None if it is not known in
-        advance. This sandbox starts while the episode waits to be graded. `place` is the agent's own
-        sandbox."""
-        return None
 
     async def call_host(self, call: ToolCall, *, timeout_s: float) -> ToolResult:
         """Run a call of one of the `host_tools`; its arguments are hostile.

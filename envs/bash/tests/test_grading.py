@@ -204,27 +204,3 @@ async def test_the_agent_finds_neither_checks_nor_reference(node: Node) -> None:
         await env.init(BashEnvironment.load(row))
         result = await env.call(ToolCall(id="c", name="bash", arguments={"command": search}))
     assert result.text == ""
-
-
-@pytest.mark.anyio
-async def test_a_prefetched_grader_is_ready_and_sees_later_changes(node: Node) -> None:
-    """It is started while the episode waits, and closed if the episode is never graded."""
-    warm = Node(node.driver, node.cache_dir, warm_pool_size=2)
-    row = BashEnvironment.load({"id": "t", "instruction": "Do it.", "checks": [GREETING]})
-    try:
-        async with BashEnvironment(warm) as env:
-            await env.init(row)
-            env.prefetch_grader()
-            await warm._pool.settled()
-            assert warm.use.warm == 1
-            await env.call(ToolCall(id="c", name="bash", arguments={"command": "echo hello > greeting.txt"}))
-            assert (await env.eval()).reward == 1.0
-            assert warm.use.from_pool == 1
-        async with BashEnvironment(warm) as env:
-            await env.init(row)
-            env.prefetch_grader()
-            await warm._pool.settled()
-        await warm._pool.settled()
-        assert warm.use.from_pool == 1 or warm.use.open == warm.use.warm
-    finally:
-        await warm._pool.aclose()

@@ -40,7 +40,6 @@ async def run(episode: Job, agent: Agent) -> None:
         episode.attempt.stop_reason = await harness_run.play(agent, environment, prompt, transcript, **how)
     else:
         episode.attempt.stop_reason = await agent.play(environment, prompt, transcript, **how)
-    environment.prefetch_grader()
 
 
 async def evaluate(episode: Job) -> None:

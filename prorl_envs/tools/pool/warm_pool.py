@@ -1,7 +1,7 @@
 """Warm pool: idle sandboxes, each with a shell that has answered, ready for the next request.
 
-The number per kind follows recent requests (`demand.py`) and announced requests, within one limit over all
-kinds. The pool starts one sandbox at a time, so that it does not compete with waiting requests.
+The number per kind follows recent requests (`demand.py`), within one limit over all kinds. The pool starts
+one sandbox at a time, so that it does not compete with waiting requests.
 """
 
 import asyncio
@@ -41,7 +41,6 @@ class _Kind:
 @dataclass(slots=True)
 class _Stock:
     demand: Demand
-    expected: deque[float] = field(default_factory=deque)  # times of announcements
     ready: deque[tuple[float, SandboxSession]] = field(default_factory=deque)
 
 
@@ -68,7 +67,6 @@ class WarmPool:
         self._settled = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
         self._closed = False
-        self._filling: tuple[_Kind, asyncio.Future[None]] | None = None
         #: Number of requests served from the pool.
         self.hits = 0
         #: Numbers of sandboxes that start now, and that wait for their turn.
@@ -95,10 +93,6 @@ class WarmPool:
             return await self._open(kind)
         stock = self._stock(kind)
         stock.demand.taken(time.monotonic())
-        if stock.expected and self._filling and self._filling[0] == kind:  # an announced sandbox is starting
-            await asyncio.wait([self._filling[1]])
-        if stock.expected:
-            stock.expected.popleft()
         self._wake()
         while stock.ready:
             _, place = stock.ready.popleft()
@@ -107,19 +101,6 @@ class WarmPool:
                 return place
             await place.aclose()
         return await self._open(kind)
-
-    def prewarm(self, spec: SandboxSpec, *, python: bool = False) -> None:
-        """Announce a request: prepare one sandbox if the limit allows it."""
-        if self._limit > 0 and not self._closed:
-            self._stock(_Kind(spec, python)).expected.append(time.monotonic())
-            self._wake()
-
-    def cancel_prewarm(self, spec: SandboxSpec, *, python: bool = False) -> None:
-        """Withdraw an announcement."""
-        stock = self._stocks.get(_Kind(spec, python))
-        if stock is not None and stock.expected:
-            stock.expected.pop()
-            self._wake()
 
     async def settled(self) -> None:
         """Wait until the pool has its target size, or cannot grow further."""
@@ -197,36 +178,19 @@ class WarmPool:
             if not stock.ready:
                 continue
             since, place = stock.ready[0]
-            crowding = in_the_way and short is not None and not stock.expected
-            if crowding or since < now - self._memory_s or len(stock.ready) > self._wanted(stock, now):
+            crowding = in_the_way and short is not None
+            if crowding or since < now - self._memory_s or len(stock.ready) > stock.demand.wanted(now):
                 stock.demand.unused()
                 stock.ready.popleft()
                 return place
         return None
 
     def _short(self, now: float) -> _Kind | None:
-        """Return the kind below its target: first announced first, else most recently requested."""
-        short = [kind for kind, stock in self._stocks.items() if len(stock.ready) < self._wanted(stock, now)]
-        expected = [kind for kind in short if self._stocks[kind].expected]
-        if expected:
-            return min(expected, key=lambda kind: self._stocks[kind].expected[0])
-        return short[-1] if short else None
-
-    def _wanted(self, stock: _Stock, now: float) -> int:
-        """Return the target number of idle sandboxes of a kind."""
-        while stock.expected and stock.expected[0] < now - self._memory_s:
-            stock.expected.popleft()
-        return stock.demand.wanted(now) + len(stock.expected)
+        """Return the most recently requested kind that is below its target."""
+        stocks = reversed(self._stocks.items())
+        return next((kind for kind, stock in stocks if len(stock.ready) < stock.demand.wanted(now)), None)
 
     async def _fill(self, kind: _Kind) -> bool:
-        self._filling = kind, asyncio.get_running_loop().create_future()
-        try:
-            return await self._try_fill(kind)
-        finally:
-            self._filling[1].set_result(None)
-            self._filling = None
-
-    async def _try_fill(self, kind: _Kind) -> bool:
         try:
             place = await self._open(kind)
         except RolloutFailure as error:
