@@ -5,19 +5,20 @@ not retried, because the result would be the same. Cancelling a request closes i
 then stop the generation.
 """
 
-import asyncio
 import random
-from collections import deque
-from collections.abc import Callable
-from contextlib import nullcontext
+from base64 import b64encode
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
+from io import BytesIO
 from pathlib import Path
 from typing import Protocol, TypedDict
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
+import aiohttp
 import httpx
 import msgspec
+import yarl
 
 from prorl_envs.clock import Clock, SystemClock
 from prorl_envs.errors import InputError
@@ -28,16 +29,10 @@ from prorl_envs.model.answer_checks import (
     RouteRefused,
     ServerUnavailable,
 )
-from prorl_envs.model.http.http1 import (
-    ConnectionBroken,
-    HttpAnswer,
-    ModelConnection,
-    Origin,
-    TooLong,
-    Unreachable,
-    connect,
-)
+from prorl_envs.model.http.tls import client_tls
 
+#: Bytes of a request's body above which it is sent in pieces, between which the event loop runs.
+_LARGE = 2**20
 #: Statuses that refuse one request for its content. Every other 4xx refuses the route or the client.
 _REQUEST_STATUSES = frozenset({400, 409, 413, 414, 415, 422, 431})
 
@@ -76,6 +71,15 @@ class _Failed:
 
     error: ServerUnavailable
     pause_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """A complete answer; the body is empty if a listener received it."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
 
 
 class Listener(Protocol):
@@ -134,18 +138,21 @@ class ModelHttpClient:
         headers = {"accept-encoding": "identity", "content-type": "application/json"}
         if api_key:
             headers["authorization"] = f"Bearer {api_key}"
-        self._origin = Origin(self.url, headers, ca_file)
-        self._free = asyncio.Semaphore(limits.max_connections)
-        self._busy: set[ModelConnection] = set()
-        self._idle: deque[ModelConnection] = deque()  # most recently used at the right
+        parsed = httpx.URL(self.url)
+        if parsed.userinfo:
+            credentials = b64encode(unquote(parsed.userinfo.decode()).encode()).decode()
+            headers["authorization"] = f"Basic {credentials}"
+        self._headers = checked_headers(headers)
+        self._base = str(parsed.copy_with(username=None, password=None)).rstrip("/")
+        self._tls = client_tls(ca_file) if parsed.scheme == "https" else True
+        self._sessions: dict[bool, aiohttp.ClientSession] = {}
         self._closed = False
 
     async def aclose(self) -> None:
         """Close the connections; requests in flight fail."""
         self._closed = True
-        for connection in (*self._busy, *self._idle):
-            connection.abort()
-        await asyncio.sleep(0)  # the event loop closes the sockets in its next iteration
+        for session in self._sessions.values():
+            await session.close()
 
     async def request(
         self,
@@ -211,67 +218,77 @@ class ModelHttpClient:
         seconds = self._limits.control_s if control else self._limits.answer_s
         try:
             async with self._clock.timeout(seconds):
-                answer = await self._exchange(
-                    method, path, body or b"", headers, control=control, heard=heard
-                )
+                answer = await self._exchange(method, path, body, headers, control=control, heard=heard)
+        except aiohttp.ServerTimeoutError:  # also a TimeoutError
+            return _Failed(self._unavailable("does not accept connections"))
         except TimeoutError as error:
             raise self._unavailable(f"did not answer within {seconds:g} s") from error
-        except Unreachable as error:
-            return _Failed(self._unavailable(str(error)))
-        except ConnectionBroken as error:
-            return _Failed(self._unavailable(f"broke the connection: {error}"))
-        except TooLong as error:
-            raise ProtocolError(f"{self.url} sent more than {self._limits.max_body_bytes} bytes") from error
+        except aiohttp.ClientConnectorCertificateError as error:
+            reason = getattr(error.certificate_error, "verify_message", error.certificate_error)
+            said = f"has no certificate of a trusted authority: {reason}"
+            return _Failed(self._unavailable(f"{said} (model.ca_file names a private authority)"))
+        except aiohttp.ClientConnectorError as error:
+            return _Failed(self._unavailable(f"cannot be reached: {error.os_error}"))
+        except UnicodeError as error:  # invalid host name
+            return _Failed(self._unavailable(f"cannot be reached: {error}"))
+        except (aiohttp.ClientError, OSError) as error:
+            if self._closed:
+                raise self._unavailable("is no longer in use") from error
+            reason = getattr(error, "message", "") or str(error) or type(error).__name__
+            return _Failed(self._unavailable(f"broke the connection: {reason}"))
         return self._judge(answer)
 
     async def _exchange(
         self,
         method: str,
         path: str,
-        body: bytes,
+        body: bytes | None,
         headers: dict[str, str] | None,
         *,
         control: bool,
         heard: Listener | None,
-    ) -> HttpAnswer:
-        head = self._origin.head(method, path, len(body), headers)
-        async with nullcontext() if control else self._free:
-            if self._closed:
-                raise self._unavailable("is no longer in use")
-            connection = self._reuse() or await self._connect()
-            self._busy.add(connection)
-            if heard is not None:
-                heard.begin()
-            try:
-                return await connection.exchange(
-                    head, body, max_body=self._limits.max_body_bytes, heard=heard.feed if heard else None
-                )
-            finally:
-                self._busy.discard(connection)
-                if connection.usable:
-                    connection.idle_since = self._clock.monotonic()
-                    self._idle.append(connection)
-
-    def _reuse(self) -> ModelConnection | None:
-        """Return the last used idle connection, or None. Close connections that were idle for too long."""
-        oldest = self._clock.monotonic() - self._limits.idle_s
-        while self._idle and self._idle[0].idle_since < oldest:
-            self._idle.popleft().abort()
-        while self._idle:
-            if (connection := self._idle.pop()).usable:
-                return connection
-        return None
-
-    async def _connect(self) -> ModelConnection:
-        connection = await connect(self._origin, seconds=self._limits.connect_s)
-        if self._closed:  # closed while connecting
-            connection.abort()
+    ) -> _Answer:
+        if self._closed:
             raise self._unavailable("is no longer in use")
-        return connection
+        url = yarl.URL(f"{self._base}{path}", encoded=True)
+        further = checked_headers(headers or {})
+        if heard is not None:
+            heard.begin()
+        data = BytesIO(body) if body is not None and len(body) >= _LARGE else body
+        # Leaving the block before the end of the answer closes the connection: the server stops sampling.
+        async with self._session(control).request(
+            method, url, data=data or None, headers=further, allow_redirects=False
+        ) as response:
+            content = bytearray()
+            streamed = heard if response.status == HTTPStatus.OK else None
+            async for part in response.content.iter_any():
+                if streamed is not None:
+                    too_much = not streamed.feed(part)
+                else:
+                    content += part
+                    too_much = len(content) > self._limits.max_body_bytes
+                if too_much:
+                    raise ProtocolError(f"{self.url} sent more than {self._limits.max_body_bytes} bytes")
+            return _Answer(response.status, response.headers, bytes(content))
 
-    def _judge(self, answer: HttpAnswer) -> bytes | _Failed:
-        encoding = answer.headers.get(b"content-encoding", b"identity")
-        if encoding.lower() != b"identity":
+    def _session(self, control: bool) -> aiohttp.ClientSession:
+        """Return the session for sampling requests, or for control requests, which do not wait for a free
+        connection. Created at first use, since it belongs to the running event loop."""
+        if control not in self._sessions:
+            limit = 0 if control else self._limits.max_connections
+            self._sessions[control] = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(
+                    limit=limit, keepalive_timeout=self._limits.idle_s, ssl=self._tls
+                ),
+                headers=self._headers,
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._limits.connect_s),
+                auto_decompress=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+            )
+        return self._sessions[control]
+
+    def _judge(self, answer: _Answer) -> bytes | _Failed:
+        if answer.headers.get("content-encoding", "identity").lower() != "identity":
             raise ProtocolError(f"{self.url} sent its answer encoded, and was asked not to")
         if answer.status == HTTPStatus.OK:
             return answer.body
@@ -314,6 +331,18 @@ def first_model(body: bytes, server: str) -> NamedModel:
     return models[0]
 
 
+def checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return `headers` if they can be sent.
+
+    Raises:
+        InputError: a value has characters other than printable ASCII.
+    """
+    for name, value in headers.items():
+        if not (value.isascii() and value.isprintable()):
+            raise InputError(f"the header {name} can only have printable ASCII characters")
+    return dict(headers)
+
+
 def session_headers(session: str) -> dict[str, str]:
     """Return the header by which routers in front of servers group the requests of a session."""
     return {"x-session-id": quote(session, safe="/:")}
@@ -352,9 +381,9 @@ def _server_message(content: bytes) -> str:
     return text[:500].strip() or "(no message)"
 
 
-def _retry_after(answer: HttpAnswer) -> float | None:
-    value = answer.headers.get(b"retry-after", b"")
-    return float(value) if value.isdigit() and len(value) < 8 else None
+def _retry_after(answer: _Answer) -> float | None:
+    value = answer.headers.get("retry-after", "")
+    return float(value) if value.isascii() and value.isdigit() and len(value) < 8 else None
 
 
 def _hint(status: int) -> str:

@@ -16,7 +16,7 @@ MOUNTS = (
         "sandbox/filesystem/mount_plan.py",
         '"--bind" if mount.writable else "--ro-bind"',
         '"--bind"',
-        ("FS-010", "FS-027"),
+        ("FS-010",),
     ),
     Patch(
         "kernel files masked",
@@ -351,14 +351,16 @@ TOOL_SERVERS = (
         "sandbox/template/enter.py",
         "    | os.CLONE_NEWNET\n",
         "",
-        ("WAY-001", "NET-001", "NET-002", "NET-004", "PROC-016"),
+        no_effect="a tool server has entered it before, to limit what is shared",
+        checked_by=("WAY-001", "NET-001", "NET-002", "NET-004", "PROC-016"),
     ),
     Patch(
         "tool servers in the ipc namespace",
         "sandbox/template/enter.py",
         "    | os.CLONE_NEWIPC\n",
         "",
-        ("WAY-001", "WAY-008", "PRIV-027", "PROC-016"),
+        no_effect="a tool server has entered it before, to limit what is shared",
+        checked_by=("WAY-001", "WAY-008", "PRIV-027", "PROC-016"),
     ),
     Patch(
         "tool servers in the uts namespace",
@@ -663,13 +665,6 @@ REST = (
         "        if _is_abandoned(path):\n",
         "        if False:\n",
         ("END-018",),
-    ),
-    Patch(
-        "directories emptied for the next sandbox",
-        "sandbox/filesystem/directory_pool.py",
-        "        clear(fd)\n        return _as_new(fd, given)\n",
-        "        return True\n",
-        ("FS-026",),
     ),
     Patch(
         "links copied as links into a snapshot",
