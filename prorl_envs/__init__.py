@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         SandboxError,
         SandboxLimit,
         ToolError,
+        UnsupportedMachine,
     )
     from prorl_envs.images.builder import ImageBuilder
     from prorl_envs.images.modes import ImageMode
@@ -63,12 +64,11 @@ MODULES = {
     "Grade": "prorl_envs.env.base",
     "GroupRequest": "prorl_envs.rollout.api.types",
     "ImageBuilder": "prorl_envs.images.builder",
+    "ImageMode": "prorl_envs.images.modes",
     "ImageStore": "prorl_envs.images.store",
     "ImageTemplate": "prorl_envs.images.template",
     "InputError": "prorl_envs.errors",
-    "SandboxLimits": "prorl_envs.sandbox.base",
     "LoggedRun": "prorl_envs.loggers.base",
-    "ImageMode": "prorl_envs.images.modes",
     "ModelError": "prorl_envs.errors",
     "Mount": "prorl_envs.sandbox.base",
     "Network": "prorl_envs.sandbox.base",
@@ -86,6 +86,7 @@ MODULES = {
     "Sandbox": "prorl_envs.sandbox.base",
     "SandboxError": "prorl_envs.errors",
     "SandboxLimit": "prorl_envs.errors",
+    "SandboxLimits": "prorl_envs.sandbox.base",
     "SandboxSession": "prorl_envs.tools.pool.sandbox_session",
     "SandboxSpec": "prorl_envs.sandbox.base",
     "SandboxedEnvironment": "prorl_envs.env.sandboxed",
@@ -98,6 +99,7 @@ MODULES = {
     "ToolResult": "prorl_envs.tools.types",
     "Toolbox": "prorl_envs.tools.client.toolbox",
     "Trajectory": "prorl_envs.rollout.api.types",
+    "UnsupportedMachine": "prorl_envs.errors",
     "example_path": "prorl_envs.env.registry",
     "family": "prorl_envs.env.registry",
     "is_close": "prorl_envs.env.answers",
@@ -106,9 +108,9 @@ MODULES = {
     "play": "prorl_envs.env.validate",
     "python_spec": "prorl_envs.sandbox.filesystem.python_runtime",
     "read_results": "prorl_envs.rollout.client.result_files",
+    "sandbox_session": "prorl_envs.env.sandboxed",
     "score": "prorl_envs.env.scoring",
     "validate": "prorl_envs.env.validate",
-    "sandbox_session": "prorl_envs.env.sandboxed",
 }
 
 __all__ = [
@@ -162,6 +164,7 @@ __all__ = [
     "ToolResult",
     "Toolbox",
     "Trajectory",
+    "UnsupportedMachine",
     "example_path",
     "family",
     "is_close",

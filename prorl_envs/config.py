@@ -292,7 +292,7 @@ class SandboxSection(_Section):
     """Start of sandboxes.
 
     Args:
-        warm_pool_size: maximum size of the warm pool, 0.5 MB per sandbox; 0 disables it
+        warm_pool_size: maximum size of the warm pool, 2.5 MB per sandbox; 0 disables it
         max_concurrent_starts: sandboxes that may start at once; others wait. Default: four per processor
     """
 
