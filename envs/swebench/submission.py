@@ -1,8 +1,10 @@
 """Conversion of the agent's tree to a patch on the pristine one, without the agent's git data.
 
 The agent's workspace is mounted read-only in a sandbox created for the comparison. There git compares it with
-the pristine repository's base commit: the agent's `.git`, with its hooks, filters, aliases and history, is
-never opened.
+the pristine tree: the agent's `.git`, with its hooks, filters, aliases and history, is never opened.
+
+Files are compared and patched byte for byte. The base commit is not the base of the patch, because git may
+have converted line ends, encodings or keywords when the files were committed.
 """
 
 import sys
@@ -37,6 +39,10 @@ _RUNNER_FILES = frozenset(
 #: Prefixes of such files' names, of runners in other languages.
 _RUNNER_NAMES = ("jest.config.", "vitest.config.", "karma.conf.", ".mocharc.")
 
+# In a repository, this file takes precedence over each .gitattributes: git converts nothing. Its other
+# attributes of conversion have no effect on files without `text`.
+_RAW = "echo '* -text !ident !filter !working-tree-encoding !diff' > .git/info/attributes || exit 1\n"
+
 # A git that reads the pristine repository, the agent's tree, a separate index, and no configuration. The
 # index starts without any file's size or time, so that every file is read.
 _GIT = f"""
@@ -53,17 +59,26 @@ large=$(find . -name .git -prune -o -type f -size +{MAX_FILE_BYTES // 2**20}M -p
 # Sparse files and links to one file cost nothing to make, and git reads each of them.
 total=$(du --summarize --apparent-size --bytes --count-links --exclude=.git . 2>/dev/null | cut --fields=1)
 [ "$total" -le {MAX_TREE_BYTES} ] || {{ echo 'more than {MAX_TREE_BYTES} bytes'; exit {_REFUSED}; }}
-git read-tree HEAD || exit 1
+(
+    export GIT_WORK_TREE=/testbed
+    cd /testbed
+    {_RAW}
+    git config core.fileMode true || exit 1
+    git read-tree HEAD && git add --all . >/dev/null 2>&1 && git write-tree > /tmp/base
+) && git read-tree "$(cat /tmp/base)" || exit 1
 # Unreadable files keep their base version, and git says so with status 1.
 git add --all --ignore-errors . >/dev/null 2>&1
-git diff --cached --no-renames --name-only -z HEAD 2>/dev/null
+git diff --cached --no-renames --name-only -z "$(cat /tmp/base)" 2>/dev/null
 """
-_DROP = "git reset --quiet HEAD --pathspec-from-file=- --pathspec-file-nul || exit 1\n"
+_DROP = 'git reset --quiet "$(cat /tmp/base)" --pathspec-from-file=- --pathspec-file-nul || exit 1\n'
 _DIFF = f"""
-git diff --cached --binary --full-index --no-renames --no-ext-diff --no-textconv HEAD \
+git diff --cached --binary --full-index --no-renames --no-ext-diff --no-textconv "$(cat /tmp/base)" \
     > /tmp/submission.patch || exit 1
 [ "$(stat --format=%s /tmp/submission.patch)" -le {MAX_PATCH_BYTES} ] \
     || {{ echo 'a patch over {MAX_PATCH_BYTES} bytes'; exit {_REFUSED}; }}
+# Git writes some names that it cannot read: an empty file in a directory whose name ends in a space.
+[ ! -s /tmp/submission.patch ] || fault=$(git apply --numstat /tmp/submission.patch 2>&1 >/dev/null) \
+    || {{ echo "git cannot read its own patch: $fault"; exit {_REFUSED}; }}
 """
 
 
@@ -115,8 +130,12 @@ async def apply(patch: bytes, grader: SandboxSession, *, testbed: str) -> None:
     if not patch:
         return
     await grader.tools.write("/tmp/submission.patch", patch)
-    command = ["git", "apply", "--whitespace=nowarn", "/tmp/submission.patch"]
-    done = await grader.tools.run(command, cwd=testbed, timeout_s=TIMEOUT_S)
+    # The test script finds the repository as it was.
+    script = (
+        f"{_RAW}trap 'rm .git/info/attributes' EXIT\n"
+        "git -c core.fileMode=true apply --whitespace=nowarn /tmp/submission.patch"
+    )
+    done = await grader.tools.run(["/bin/bash", "-c", script], cwd=testbed, timeout_s=TIMEOUT_S)
     if done.exit_code != 0:
         raise GraderError(f"the patch does not apply: {done.output.decode(errors='replace')[-500:]}")
 

@@ -74,6 +74,8 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (tree / "value").write_text("1\n")
     (tree / "ignored").write_text("tracked all the same\n")
     (tree / ".gitignore").write_text("ignored\n")
+    (tree / ".gitattributes").write_text("*.txt text -diff\n")
+    (tree / "dos.txt").write_bytes(b"one\r\n")
     (tree / "run_tests.sh").write_text(RUN_TESTS)
     (root / "r2e_tests").mkdir()
     (root / "r2e_tests/test_1.sh").write_text(HIDDEN_TEST)
@@ -120,7 +122,7 @@ async def test_neither_later_commits_nor_tests_are_in_the_agents_sandbox(
         )
         call = ToolCall(id="look", name="bash", arguments={"command": look})
         seen = (await env.call(call)).text
-    assert seen == "/testbed\nfrom the image\nv1.0\nBase commit\nignored\nvalue\n\n/r2e_tests:\n"
+    assert seen == "/testbed\nfrom the image\nv1.0\nBase commit\ndos.txt\nignored\nvalue\n\n/r2e_tests:\n"
 
 
 CHEATS: Mapping[str, str] = {
@@ -277,3 +279,24 @@ async def test_a_test_with_an_error_fails_where_only_failures_are_named(
     task = scripted("echo 'ERROR a.py::fixed - x'; (exit 1)", eval_type="fail_only")
     grade = await graded(with_verdict(images, verdict), node, task, "echo 2 > value")
     assert (grade.reward, grade.evidence["official_resolved"]) == (reward, True)
+
+
+RAW_BYTES = """
+if [ "$(cat -v dos.txt)" = "$(cat expected)" ] && [ ! -e .git/info/attributes ]; then
+    echo 'PASSED a.py::fixed'
+else
+    echo 'FAILED a.py::fixed - x'
+fi
+echo 'PASSED a.py::kept'
+"""
+
+
+@pytest.mark.anyio
+async def test_line_ends_that_git_would_convert_are_graded_as_they_are(
+    family: type[SwebenchEnvironment], node: Node
+) -> None:
+    untouched = await graded(family, node, scripted(RAW_BYTES), "echo 'one^M' > expected")
+    assert (untouched.reward, "dos.txt" in untouched.evidence["patch"]) == (1, False)
+    change = "printf 'two\\r\\n' >> dos.txt; printf 'one^M\\ntwo^M\\n' > expected"
+    changed = await graded(family, node, scripted(RAW_BYTES), change)
+    assert (changed.reward, "+two\r\n" in changed.evidence["patch"]) == (1, True)
