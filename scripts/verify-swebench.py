@@ -76,7 +76,7 @@ class Logged(SwebenchEnvironment):
 
     last: ScriptRun | None = None
 
-    async def run_patch(self, task: SwebenchTask, submission: Submission) -> ScriptRun:
+    async def run_patch(self, task: SwebenchTask, submission: Submission | None) -> ScriptRun:
         run = await super().run_patch(task, submission)
         if self.last is None:  # a second run checks the grader, on the untouched tree
             self.last = run

@@ -9,10 +9,10 @@ from prorl_envs.env.node import Node
 from prorl_envs.env.sandboxed import SandboxedEnvironment, sandbox_session
 from prorl_envs.envs.swebench.build import Builder, missing
 from prorl_envs.envs.swebench.grade import run_tests
-from prorl_envs.envs.swebench.logs import FAILING, ScriptRun, Status, Verdict, judge, judge_map
+from prorl_envs.envs.swebench.logs import FAILING, ScriptRun, Status, Verdict, common_gate, judge, judge_map
 from prorl_envs.envs.swebench.options import SwebenchOptions
 from prorl_envs.envs.swebench.root import BuiltRoot
-from prorl_envs.envs.swebench.submission import SUBMISSION, Submission, apply, take
+from prorl_envs.envs.swebench.submission import SUBMISSION, Submission, apply, apply_reference, take
 from prorl_envs.envs.swebench.task import SwebenchTask
 from prorl_envs.errors import EnvironmentFault, GraderError, SandboxError, ToolError
 from prorl_envs.sandbox.base import Mount, SandboxSpec
@@ -104,34 +104,54 @@ class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
         if submission.refusal:
             return self._graded(task, submission, ScriptRun({}, None, ""))
         run = await self.run_patch(task, submission)
-        if self._judged(run).problem:
-            await self._check_grader(task, submission, run)
-        return self._graded(task, submission, run)
+        gate = await self._find_cause(task, submission, run) if self._judged(run).problem else ""
+        return self._graded(task, submission, run, gate)
 
-    async def run_patch(self, task: SwebenchTask, submission: Submission) -> ScriptRun:
-        """Run the instance's tests on a patch, in a sandbox that contains nothing else of the agent's."""
+    async def run_patch(self, task: SwebenchTask, submission: Submission | None) -> ScriptRun:
+        """Run the instance's tests on a patch, in a sandbox that contains nothing else of the agent's.
+
+        Args:
+            task: the instance.
+            submission: holds the patch; None for the reference patch.
+        """
         root = self._built()
         spec = root.grading_spec(default_route=_default_route(task))
         async with sandbox_session(self.node, spec) as grader:
-            await apply(submission.patch, grader, testbed=root.testbed)
+            if submission is None:
+                await apply_reference(task, grader)
+            else:
+                await apply(submission.patch, grader, testbed=root.testbed)
             try:
                 return await run_tests(task, root.base_commit, grader, timeout_s=self.options.test_timeout_s)
             except (OSError, SandboxError, ToolError) as error:
                 # Tested code has the rights of the sandbox's user and can kill processes in it.
                 return ScriptRun({}, None, f"the grading sandbox was lost: {error}")
 
-    async def _check_grader(self, task: SwebenchTask, submission: Submission, run: ScriptRun) -> None:
-        """Find the cause of a run without a verdict by testing the untouched tree.
+    async def _find_cause(self, task: SwebenchTask, submission: Submission, run: ScriptRun) -> str:
+        """Find the cause of a run without a verdict by testing the reference patch, or the untouched tree.
+
+        Returns:
+            The gate that fails the test command with the reference patch, too; empty if the submission is
+            the cause.
 
         Raises:
-            GraderError: the untouched tree has no verdict either, so the submission is not the cause.
+            GraderError: the control has no verdict either, so the submission is not the cause.
         """
-        control = await self.run_patch(task, replace(submission, patch=b"")) if submission.patch else run
-        if problem := self._judged(control).problem:
+        control: Submission | None = replace(submission, patch=b"")
+        tree = "the untouched tree"
+        # Where logs name only failures, the log of a failed command does not show that the tests passed.
+        complete = task.eval_type != "fail_only" and run.strict.failed_without_test
+        if self.options.verdict == "strict" and complete and task.patch:
+            control, tree = None, "the tree with the reference patch"
+        controlled = run if control == submission else await self.run_patch(task, control)
+        if control is None and controlled.strict.failed_without_test:
+            return common_gate(run.strict, controlled.strict)
+        if problem := self._judged(controlled).problem:
             raise GraderError(
-                f"{task.id}: {problem}, on the untouched tree: {control.tail[-1000:]}",
+                f"{task.id}: {problem}, on {tree}: {controlled.tail[-1000:]}",
                 hint="the instance was built differently from what its row expects, or this machine is slow",
             )
+        return ""
 
     def _built(self) -> BuiltRoot:
         if self._root is None:
@@ -142,9 +162,9 @@ class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
         """Return a run with the statuses that the option `verdict` selects."""
         return run if self.options.verdict == "official" else run.strict
 
-    def _graded(self, task: SwebenchTask, submission: Submission, run: ScriptRun) -> Grade:
+    def _graded(self, task: SwebenchTask, submission: Submission, run: ScriptRun, gate: str = "") -> Grade:
         judged = self._judged(run)
-        problem = submission.refusal or judged.problem
+        problem = submission.refusal or ("" if gate else judged.problem)
         verdict = _verdict(task, {} if problem else judged.statuses, self.options.verdict)
         official = _verdict(task, {} if submission.refusal or run.problem else run.statuses, "official")
         reward = float(verdict.resolved)
@@ -164,6 +184,8 @@ class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
             "exit_code": run.exit_code,
             "log_tail": run.tail,
         }
+        if gate:
+            evidence["gate"] = gate
         return Grade(reward=reward, components=verdict.shares, evidence=evidence)
 
 

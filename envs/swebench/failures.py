@@ -1,4 +1,4 @@
-"""Failed tests that the data sets' parsers report as passed. Pure.
+"""Failures that the data sets' parsers overlook: of tests, and of gates beside the tests. Pure.
 
 Those parsers keep one status per test, the last one that they understand. They skip the failed sub-tests of
 pytest (`SUBFAILED[message] (i=1) file::test - why`, from the plugin pytest-subtests
@@ -22,6 +22,9 @@ _UNITTEST_HEADINGS = ("FAIL: ", "ERROR: ")
 _UNITTEST_ENDINGS = (" ... FAIL", " ... ERROR")
 _SYMPY_ENDINGS = (" F", " E")
 _SESSION = "= test session starts ="
+#: Lines of pytest-cov and coverage.
+_GATE = re.compile(r"Required test coverage of \S{1,20} not reached|Coverage failure: total of ")
+_MAX_GATE = 300
 #: Places of a line at which a test's name may start or end; more are not tried.
 _MAX_CUTS = 16
 
@@ -47,6 +50,15 @@ def failed_tests(log: str, tests: Collection[str]) -> frozenset[str]:
         failed.update(test for text in _failures(line) for test in _names(text) if test in tests)
         passed.update(test for text in _passes(line) for test in _names(text) if test in tests)
     return frozenset((found - passed) | failed)
+
+
+def failed_gate(log: str) -> str:
+    """Return the log's last line about a coverage threshold that was missed; empty if there is none."""
+    gate = ""
+    for line in lines_of(log):
+        if _GATE.search(line):
+            gate = _COLOUR.sub("", line).strip()[:_MAX_GATE]
+    return gate
 
 
 def _failures(line: str) -> Iterator[str]:

@@ -3,7 +3,7 @@
 import asyncio
 import re
 
-from prorl_envs.envs.swebench.failures import failed_tests
+from prorl_envs.envs.swebench.failures import failed_gate, failed_tests
 from prorl_envs.envs.swebench.foreign import parse
 from prorl_envs.envs.swebench.logs import FAILING, ScriptRun
 from prorl_envs.envs.swebench.schemas import END_MARKER, START_MARKER
@@ -74,4 +74,4 @@ def read_log(task: SwebenchTask, log: str, *, timed_out: bool = False) -> Script
     exit_code = int(status[1]) if status and not timed_out else None
     statuses = parse(task.log_parser, tested)
     others = {test for test, status in statuses.items() if status not in FAILING}
-    return ScriptRun(statuses, exit_code, log, failed_tests(tested, others))
+    return ScriptRun(statuses, exit_code, log, failed_tests(tested, others), failed_gate(tested))

@@ -137,12 +137,14 @@ class ScriptRun:
         exit_code: of the test command; None if the script did not finish.
         log: the log itself, or why there is none.
         failed: further tests that the log reports as failed, to which `statuses` gives another status.
+        gate: the log's line about a condition beside the tests that failed the test command; empty if none.
     """
 
     statuses: Mapping[str, Status]
     exit_code: int | None
     log: str
     failed: frozenset[str] = frozenset()
+    gate: str = ""
 
     @property
     def strict(self) -> "ScriptRun":
@@ -163,6 +165,26 @@ class ScriptRun:
             return "the test command did not come to its end"
         if not self.statuses:
             return "the log names no test"
-        if self.exit_code != 0 and not any(status in FAILING for status in self.statuses.values()):
-            return f"the test command ended with status {self.exit_code}, but no test of the log failed"
+        if self.failed_without_test:
+            gate = f": {self.gate}" if self.gate else ""
+            return f"the test command ended with status {self.exit_code}, but no test of the log failed{gate}"
         return ""
+
+    @property
+    def failed_without_test(self) -> bool:
+        """Whether the test command failed although the log names tests and none of them failed."""
+        failing = any(status in FAILING for status in self.statuses.values())
+        return bool(self.exit_code) and bool(self.statuses) and not failing
+
+
+def common_gate(run: ScriptRun, reference: ScriptRun) -> str:
+    """Return the gate that fails both a submission's run and the reference's; empty if there is none.
+
+    A gate is a condition beside the tests, such as a minimum coverage, that fails the test command.
+    """
+    if not (run.failed_without_test and reference.failed_without_test):
+        return ""
+    # Without the reference's gate in its log, the runner exited with that status for another reason.
+    if run.exit_code != reference.exit_code or (reference.gate and not run.gate):
+        return ""
+    return run.gate or f"status {run.exit_code} without a failed test, as with the reference patch"

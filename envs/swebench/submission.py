@@ -140,6 +140,20 @@ async def apply(patch: bytes, grader: SandboxSession, *, testbed: str) -> None:
         raise GraderError(f"the patch does not apply: {done.output.decode(errors='replace')[-500:]}")
 
 
+async def apply_reference(task: SwebenchTask, grader: SandboxSession) -> None:
+    """Apply the reference patch to the pristine tree of a fresh sandbox, with the repository's attributes.
+
+    Raises:
+        GraderError: it does not apply.
+    """
+    command = ["git", "apply", "--whitespace=nowarn", *(["--reverse"] if task.bug else []), "-"]
+    patch = task.patch if task.patch.endswith("\n") else f"{task.patch}\n"
+    done = await grader.tools.run(command, cwd=task.testbed, stdin=patch.encode(), timeout_s=TIMEOUT_S)
+    if done.exit_code != 0:
+        why = done.output.decode(errors="replace")[-500:]
+        raise GraderError(f"{task.id}: the reference patch does not apply: {why}")
+
+
 async def _run(comparer: SandboxSession, script: str, *, stdin: str = "") -> tuple[int, bytes]:
     """Run one step; its status is 0, or `_REFUSED`."""
     try:

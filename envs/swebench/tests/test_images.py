@@ -19,7 +19,7 @@ from prorl_envs.envs.swebench.images import Images
 from prorl_envs.envs.swebench.options import ImageOptions
 from prorl_envs.envs.swebench.schemas import script
 from prorl_envs.envs.swebench.task import SwebenchTask
-from prorl_envs.errors import EnvironmentFault, InputError
+from prorl_envs.errors import EnvironmentFault, GraderError, InputError
 from prorl_envs.tools.types import ToolCall
 from tests.sandbox.rootfs import write_rootfs
 
@@ -300,3 +300,120 @@ async def test_line_ends_that_git_would_convert_are_graded_as_they_are(
     change = "printf 'two\\r\\n' >> dos.txt; printf 'one^M\\ntwo^M\\n' > expected"
     changed = await graded(family, node, scripted(RAW_BYTES), change)
     assert (changed.reward, "+two\r\n" in changed.evidence["patch"]) == (1, True)
+
+
+COVERAGE = "FAIL Required test coverage of 90% not reached. Total coverage: 80.00%"
+GATED = f"""
+if [ "$(cat value)" = 1 ]; then echo 'FAILED a.py::fixed - x'; else echo 'PASSED a.py::fixed'; fi
+echo 'PASSED a.py::kept'
+echo '{COVERAGE}'
+(exit 1)
+"""
+
+
+async def validated(family: type[SwebenchEnvironment], node: Node, task: SwebenchTask) -> tuple[Any, ...]:
+    """Return the rewards of the reference and of the untouched tree."""
+    (verdict,) = await validate(family, node, [task])
+    return (*set(verdict.reference), verdict.untouched)
+
+
+@pytest.mark.anyio
+async def test_a_gate_that_fails_the_reference_too_leaves_the_verdict_to_the_tests(
+    images: Path, family: type[SwebenchEnvironment], node: Node
+) -> None:
+    task = scripted(GATED)
+    assert await validated(family, node, task) == (1, 0)
+    fixed = await graded(family, node, task, "echo 3 > value")
+    assert (fixed.reward, fixed.evidence["problem"], fixed.evidence["gate"]) == (1, "", COVERAGE)
+    assert not fixed.evidence["official_resolved"]
+    broken = await graded(family, node, task, "echo 1 > value; echo x > other")
+    assert (broken.reward, broken.evidence["problem"], "gate" in broken.evidence) == (0, "", False)
+    official = await graded(with_verdict(images, "official"), node, task, "echo 3 > value")
+    assert (official.reward, "gate" in official.evidence) == (0, False)
+    assert official.evidence["problem"].endswith(f"no test of the log failed: {COVERAGE}")
+
+
+@pytest.mark.anyio
+async def test_a_gate_of_any_kind_is_known_by_its_exit_status(
+    family: type[SwebenchEnvironment], node: Node
+) -> None:
+    task = scripted(GATED.replace(COVERAGE, "x").replace("exit 1", "exit 9"))
+    assert await validated(family, node, task) == (1, 0)
+    fixed = await graded(family, node, task, "echo 3 > value")
+    assert fixed.evidence["gate"] == "status 9 without a failed test, as with the reference patch"
+
+
+@pytest.mark.anyio
+async def test_the_reference_of_a_bug_is_its_reverse(family: type[SwebenchEnvironment], node: Node) -> None:
+    task = scripted(GATED)
+    patch = task.patch.replace("-1", "-2").replace("+2", "+1")
+    task = task.model_copy(update={"patch": patch, "bug": True})
+    # The build puts the bug into the image's tree, whose value is 1.
+    fixed = await graded(family, node, task, "echo 2 > value")
+    assert (fixed.reward, fixed.evidence["gate"]) == (1, COVERAGE)
+
+
+#: By value: other ends of the test command than the reference's, which `value` 2 is.
+ENDS = f"""
+value=$(cat value)
+case $value in 1) echo 'FAILED a.py::fixed - x' ;; missing) ;; *) echo 'PASSED a.py::fixed' ;; esac
+echo 'PASSED a.py::kept'
+[ "$value" = forged ] || echo '{COVERAGE}'
+case $value in status) exit=9 ;; *) exit=1 ;; esac
+(exit $exit)
+"""
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("value", "problem", "gate"),
+    [
+        ("missing", "", COVERAGE),
+        ("forged", "the test command ended with status 1, but no test of the log failed", None),
+        ("status", f"the test command ended with status 9, but no test of the log failed: {COVERAGE}", None),
+    ],
+)
+async def test_a_gate_gives_no_reward_for_missing_tests_or_another_end(
+    family: type[SwebenchEnvironment], node: Node, value: str, problem: str, gate: str | None
+) -> None:
+    grade = await graded(family, node, scripted(ENDS), f"echo {value} > value")
+    assert (grade.reward, grade.evidence["problem"], grade.evidence.get("gate")) == (0, problem, gate)
+
+
+@pytest.mark.anyio
+async def test_a_gate_that_only_the_submission_fails_is_its_fault(
+    family: type[SwebenchEnvironment], node: Node
+) -> None:
+    task = scripted(GATED.replace("(exit 1)", '[ "$(cat value)" = 2 ]'))
+    grade = await graded(family, node, task, "echo 3 > value")
+    assert (grade.reward, "gate" in grade.evidence) == (0, False)
+    assert grade.evidence["problem"].endswith(COVERAGE)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("changes", [{"eval_type": "fail_only"}, {"patch": ""}])
+async def test_no_gate_is_found_without_a_reference_or_if_logs_name_only_failures(
+    family: type[SwebenchEnvironment], node: Node, changes: Mapping[str, Any]
+) -> None:
+    grade = await graded(family, node, scripted(GATED, **changes), "echo 2 > value")
+    assert (grade.reward, "gate" in grade.evidence) == (0, False)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("script", "patch", "error"),
+    [
+        (
+            "[ $(cat value) != 2 ] || exit 0",
+            None,
+            "did not come to its end, on the tree with the reference patch",
+        ),
+        ("true", "diff --git a/no b/no\n--- a/no\n+++ b/no\n@@ -1 +1 @@\n-1\n+2\n", "does not apply"),
+    ],
+)
+async def test_a_reference_without_a_verdict_is_an_error_without_a_reward(
+    family: type[SwebenchEnvironment], node: Node, script: str, patch: str | None, error: str
+) -> None:
+    task = scripted(f"{script}\n{GATED}", **({"patch": patch} if patch else {}))
+    with pytest.raises(GraderError, match=error):
+        await graded(family, node, task, "echo 3 > value")
