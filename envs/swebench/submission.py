@@ -41,13 +41,16 @@ _RUNNER_NAMES = ("jest.config.", "vitest.config.", "karma.conf.", ".mocharc.")
 
 # In a repository, this file takes precedence over each .gitattributes: git converts nothing. Its other
 # attributes of conversion have no effect on files without `text`.
-_RAW = "echo '* -text !ident !filter !working-tree-encoding !diff' > .git/info/attributes || exit 1\n"
+_RAW = (
+    "echo '* -text !ident !filter !working-tree-encoding !diff'"
+    " > ${GIT_DIR:-.git}/info/attributes || exit 1\n"
+)
 
 # A git that reads the pristine repository, the agent's tree, a separate index, and no configuration. The
 # index starts without any file's size or time, so that every file is read.
 _GIT = f"""
 export GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1 GIT_LITERAL_PATHSPECS=1 GIT_OPTIONAL_LOCKS=0
-export GIT_DIR=/testbed/.git GIT_WORK_TREE={SUBMISSION} GIT_INDEX_FILE=/tmp/submission.index
+export GIT_DIR=/testbed/.git GIT_WORK_TREE={SUBMISSION} GIT_INDEX_FILE=/tmp/submission.index LC_ALL=C
 cd {SUBMISSION} 2>/dev/null || {{ echo 'the tree cannot be read'; exit 3; }}
 """
 _REFUSED = 3
@@ -59,15 +62,17 @@ large=$(find . -name .git -prune -o -type f -size +{MAX_FILE_BYTES // 2**20}M -p
 # Sparse files and links to one file cost nothing to make, and git reads each of them.
 total=$(du --summarize --apparent-size --bytes --count-links --exclude=.git . 2>/dev/null | cut --fields=1)
 [ "$total" -le {MAX_TREE_BYTES} ] || {{ echo 'more than {MAX_TREE_BYTES} bytes'; exit {_REFUSED}; }}
-(
-    export GIT_WORK_TREE=/testbed
-    cd /testbed
-    {_RAW}
-    git config core.fileMode true || exit 1
-    git read-tree HEAD && git add --all . >/dev/null 2>&1 && git write-tree > /tmp/base
-) && git read-tree "$(cat /tmp/base)" || exit 1
+{_RAW}
+git config core.fileMode true || exit 1
+pristine() {{ GIT_WORK_TREE=/testbed GIT_INDEX_FILE=/tmp/base.index git -C /testbed "$@"; }}
+pristine read-tree HEAD && pristine add --all . >/dev/null 2>&1 && pristine write-tree > /tmp/base || exit 1
+git read-tree "$(cat /tmp/base)" || exit 1
 # Unreadable files keep their base version, and git says so with status 1.
 git add --all --ignore-errors . >/dev/null 2>&1
+# Files that only the pristine .gitignore names are not new, although the base lacks them so far.
+git diff --cached --no-renames --name-only --diff-filter=A -z "$(cat /tmp/base)" | sort -z > /tmp/added
+pristine ls-files --others -z | sort -z | comm -z -12 - /tmp/added | pristine update-index --add -z --stdin \
+    && pristine write-tree > /tmp/base || exit 1
 git diff --cached --no-renames --name-only -z "$(cat /tmp/base)" 2>/dev/null
 """
 _DROP = 'git reset --quiet "$(cat /tmp/base)" --pathspec-from-file=- --pathspec-file-nul || exit 1\n'

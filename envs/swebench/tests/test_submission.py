@@ -203,3 +203,22 @@ async def test_names_that_git_cannot_patch_are_refused_instead_of_failing_the_gr
     (tree / "a /empty").touch()
     submission = await submitted(node, task, root, tree)
     assert "git cannot read its own patch" in submission.refusal
+
+
+async def test_ignored_files_of_the_pristine_tree_are_not_new_if_the_agent_stops_ignoring_them(
+    tmp_path: Path, node: Node, task: SwebenchTask
+) -> None:
+    pristine, tree = tmp_path / "testbed", tmp_path / "submission"
+    for name in ("same.gen", "changed.gen", "sub/gone.gen", "file.gen/x", "kept.gen"):
+        (pristine / name).parent.mkdir(parents=True, exist_ok=True)
+        (pristine / name).write_text("1\n")
+    (pristine / ".gitignore").write_text("*.gen\n")
+    root = commit(pristine)
+    shutil.copytree(pristine, tree)
+    (tree / ".gitignore").unlink()
+    (tree / "changed.gen").write_text("2\n")
+    shutil.rmtree(tree / "sub")
+    submission = await submitted(node, task, root, tree)
+    assert paths_of(submission.patch, tmp_path) == {".gitignore", "changed.gen"}
+    kept = {path: entry for path, entry in entries(pristine).items() if path.startswith("sub/")}
+    assert await applied(node, root, submission.patch) == {**entries(tree), **kept}
