@@ -7,9 +7,12 @@ Files are compared and patched byte for byte. The base commit is not the base of
 have converted line ends, encodings or keywords when the files were committed.
 """
 
+import posixpath
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import PurePosixPath
 
 from prorl_envs.envs.swebench.diffs import changed_paths
@@ -36,6 +39,10 @@ _RUNNER_FILES = frozenset(
         *("runtests.py", "test_sqlite.py"),  # sympy's and Django's own
     }
 )
+#: Modules that Python or the test runner imports by name, as a file or a package, in any folder.
+_RUNNER_MODULES = frozenset({"conftest", "sitecustomize", "usercustomize"})
+#: Suffixes of modules: source, bytecode, extensions.
+_MODULE_SUFFIX = re.compile(r"(\.py[cod]?|(\.[\w-]+)?\.so)$")
 #: Prefixes of such files' names, of runners in other languages.
 _RUNNER_NAMES = ("jest.config.", "vitest.config.", "karma.conf.", ".mocharc.")
 
@@ -187,12 +194,14 @@ def protected(changed: Iterable[str], task: SwebenchTask) -> list[str]:
     """Return the paths of `changed` that are excluded from a submission.
 
     The tests' own files always are: the test patch brings them, and may fail to apply on others. Also
-    excluded are files that configure the test runner, that the test command names (`bin/test`), and top-level
-    modules with the name of something the runner or pip imports from the working directory, unless the
-    reference fix changes that file too.
+    excluded are files that configure the test runner, that the test command names (`bin/test`), bytecode,
+    modules that Python would import instead of a test's own file, and top-level modules with the name of
+    something the runner or pip imports from the working directory, unless the reference fix changes that file
+    too.
     """
     tests, fixed = task.own_files, changed_paths(task.patch) if task.patch else frozenset()
     known = {PurePosixPath(path).parts[0] for path in tests | fixed}
+    tested = {_MODULE_SUFFIX.sub("", path) for path in tests if path.endswith(".py")}
     shadowed = _imported(task.environment.pip if task.environment is not None else ())
 
     named = _named(task.eval_script)
@@ -201,9 +210,15 @@ def protected(changed: Iterable[str], task: SwebenchTask) -> list[str]:
         parts = PurePosixPath(path).parts
         if path in named:
             return True
-        if parts[-1] in _RUNNER_FILES or parts[-1].startswith(_RUNNER_NAMES) or path.endswith(".pth"):
+        if parts[-1] in _RUNNER_FILES or parts[-1].startswith(_RUNNER_NAMES):
             return True
-        return parts[0] not in known and parts[0].removesuffix(".py") in shadowed
+        if path.endswith((".pth", ".pyc", ".pyo")):
+            return True
+        modules = [_MODULE_SUFFIX.sub("", part) for part in parts]
+        packages = accumulate(modules, posixpath.join)
+        if not _RUNNER_MODULES.isdisjoint(modules) or not tested.isdisjoint(packages):
+            return True
+        return parts[0] not in known and modules[0] in shadowed
 
     def owned(path: str) -> bool:
         return path in tests or any(path.startswith(f"{own}/") for own in task.hidden_files)

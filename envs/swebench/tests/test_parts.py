@@ -106,10 +106,18 @@ def test_tests_and_their_configuration_must_not_be_changed(
     tasks: Mapping[str, SwebenchTask],
 ) -> None:
     kept = ["requests/utils.py", "requests/new.py", "setup.py", "docs/conf.py", "tests/helper.py", "types.md"]
+    kept += [
+        "requests/fast.so",
+        "requests/subprocess.py",
+        "tests/test_utils.md",
+        "tests/test_utils_more/x.py",
+    ]
     dropped = [
         *("tests/test_utils.py", "conftest.py", "tests/conftest.py", "setup.cfg", "tox.ini", "pytest.ini"),
         *("pip.py", "pip/__main__.py", "pytest.py", "_pytest/x.py", "sitecustomize.py", "subprocess.py"),
-        "x.pth",
+        *("x.pth", "pip.pyc", "pip.so", "subprocess.cpython-312-x86_64-linux-gnu.so", "a/__pycache__/b.pyc"),
+        *("src/sitecustomize/__init__.py", "sitecustomize.abi3.so", "tests/conftest/__init__.py"),
+        *("tests/test_utils/__init__.py", "tests/test_utils.so", "tests/test_utils.cpython-39.so"),
     ]
     assert protected([*kept, *dropped], tasks["psf__requests-6028"]) == dropped
 
