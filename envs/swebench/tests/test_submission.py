@@ -166,9 +166,11 @@ async def applied(node: Node, root: BuiltRoot, patch: bytes) -> dict[str, Entry]
 
 def paths_of(patch: bytes, folder: Path) -> set[str]:
     """Return the paths that a patch changes."""
+    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}
     done = subprocess.run(
-        ["git", "apply", "--numstat", "-z", "-"], cwd=folder, input=patch, check=True, stdout=subprocess.PIPE
-    )
+        ["git", "apply", "--numstat", "-z", "-"],
+        cwd=folder, env=environment, input=patch, check=True, stdout=subprocess.PIPE,
+    )  # fmt: skip
     return {os.fsdecode(line.split(b"\t", 2)[2]) for line in done.stdout.split(b"\0") if line}
 
 
@@ -190,6 +192,19 @@ async def test_any_tree_is_graded_byte_for_byte(
     assert (submission.refusal, submission.dropped) == ("", [])
     assert paths_of(submission.patch, tmp_path) == changed
     assert await applied(node, root, submission.patch) == after
+
+
+async def test_an_excluded_file_has_its_pristine_bytes(
+    tmp_path: Path, node: Node, task: SwebenchTask
+) -> None:
+    pristine, tree = tmp_path / "testbed", tmp_path / "submission"
+    pristine.mkdir()
+    (pristine / "setup.cfg").write_bytes(b"[a]\r\n")
+    (pristine / ".gitattributes").write_text("* text\n")
+    root = commit(pristine)
+    shutil.copytree(pristine, tree)
+    (tree / "setup.cfg").write_bytes(b"[b]\r\n")
+    assert await submitted(node, task, root, tree) == Submission(dropped=["setup.cfg"])
 
 
 async def test_names_that_git_cannot_patch_are_refused_instead_of_failing_the_grader(
