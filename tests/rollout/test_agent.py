@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from prorl_envs.errors import ModelError, SandboxError
-from prorl_envs.model.tokens.cached_encoder import LONG
 from prorl_envs.model.tokens.chat_template import ChatTemplate
-from prorl_envs.model.tokens.rendering import TemplateRenderer
+from prorl_envs.model.tokens.rendering import LONG, TemplateRenderer
 from prorl_envs.model.types import Sampled, Sampling
 from prorl_envs.rollout.agent.agent_loop import Agent, Transcript
 from prorl_envs.rollout.agent.token_ledger import Ledger

@@ -15,7 +15,6 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from prorl_envs.errors import InputError
-from prorl_envs.model.tokens.cached_encoder import CachedEncoder
 from prorl_envs.model.tokens.chat_template import ChatTemplate, normalise
 from prorl_envs.model.tokens.control_token_escaping import ControlTokenEscaper, in_ascii_json
 from prorl_envs.model.tokens.turn_ends import ANCHOR, QUESTION, TurnEnds, find_ends
@@ -30,6 +29,8 @@ _MAX_ID = 2**32 - 1
 _TAIL = 16
 #: Number of such ends that are cached; most come from a template.
 _ENDS = 256
+#: Length in characters from which encoding takes milliseconds.
+LONG = 8192
 #: Fields of a message that a template writes next to its own text.
 _PROSE = ("content", "reasoning_content", "thinking")
 
@@ -75,8 +76,6 @@ class TemplateRenderer:
         self._assistant = ControlTokenEscaper({*special, *self._ends.stops})
         self._stop_ids = tuple(dict.fromkeys((*(self._added[text] for text in self._ends.stops), *stop_ids)))
         opening = template.render([QUESTION], generation_prompt=True)
-        written = (text for text in self._added if text in opening)
-        self._pieces = CachedEncoder(tokenizer, [*self._ends.stops, *written])
         self._control = frozenset(added)
         self._opened_by = lru_cache(_ENDS)(lambda ids: left_open(self.decode(ids), only_last=True))
         self._check_pieces()
@@ -259,7 +258,13 @@ class TemplateRenderer:
         return quoted
 
     def _encode(self, text: str, mark: str) -> list[int]:
-        return list(chain.from_iterable(map(self._pieces.encode, text.split(mark))))
+        return list(chain.from_iterable(map(self._encode_piece, text.split(mark))))
+
+    def _encode_piece(self, text: str) -> list[int]:
+        if len(text) < LONG:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        # Runs without the interpreter's lock, so that a thread can do it.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def _find_ends(self) -> TurnEnds:
         def write(messages: Sequence[Mapping[str, Any]], as_text: bool, generation_prompt: bool) -> str:

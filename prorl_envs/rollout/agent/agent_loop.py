@@ -17,9 +17,9 @@ from prorl_envs.clock import Clock
 from prorl_envs.env.base import Message, Prompt
 from prorl_envs.errors import ModelError
 from prorl_envs.model.routing.pause_gate import ActiveTimeout, HeldTime
-from prorl_envs.model.tokens.cached_encoder import LONG
 from prorl_envs.model.tokens.context import Context
 from prorl_envs.model.tokens.continuation import Append, Fork, next_prompt
+from prorl_envs.model.tokens.rendering import LONG
 from prorl_envs.model.types import (
     AssistantTurn,
     Conversation,
