@@ -1,6 +1,8 @@
 """Promises of durable stores beyond those of every store: over restarts, and when closed."""
 
 import asyncio
+import random
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -8,8 +10,9 @@ import pytest
 from prorl_envs.errors import InputError
 from prorl_envs.rollout.api.errors import CursorExpired, NotFound, Unavailable
 from prorl_envs.rollout.api.types import JobState, Result, Trajectory, TurnRecord
+from prorl_envs.rollout.store.base import UnreadResults
 from tests.rollout.conftest import OpenStore
-from tests.rollout.test_store import group, result
+from tests.rollout.test_store import group, read, result
 
 pytestmark = pytest.mark.anyio
 
@@ -106,10 +109,10 @@ async def test_bounds_hold_over_a_restart(opened: OpenStore) -> None:
     async with opened(max_tokens=100) as store:
         await store.submit([group(samples=5)])
         for sample in range(3):
-            await store.record(result(sample=sample, tokens=40))
+            await read(store, result(sample=sample, tokens=40))
     async with opened(max_tokens=100) as store:
         assert [r.sample for r in await store.results(0, 10)] == [1, 2]
-        await store.record(result(sample=3, tokens=40))
+        await read(store, result(sample=3, tokens=40))
         assert [r.cursor for r in await store.results(0, 10)] == [3, 4]
         with pytest.raises(CursorExpired):
             await store.results(1, 10)
@@ -123,7 +126,7 @@ async def test_results_over_a_lower_bound_are_dropped_at_once(opened: OpenStore)
     async with opened() as store:
         await store.submit([group(samples=60)])
         for sample in range(50):
-            await store.record(result(sample=sample))
+            await read(store, result(sample=sample))
     async with opened(max_results=2) as store:
         await store.record(result(sample=50))
         assert [r.sample for r in await store.results(49, 100)] == [49, 50]
@@ -191,7 +194,8 @@ async def test_the_age_of_results_survives_a_restart(opened: OpenStore) -> None:
     async with opened(ttl_s=60, now=lambda: time) as store:
         await store.submit([group(samples=4)])
         for sample in range(2):
-            await store.record(result(sample=sample))
+            await read(store, result(sample=sample))
+            await store.keep("written", "")  # with the acknowledgement
             time += 50
     time += 5
     async with opened(ttl_s=60, now=lambda: time) as store:
@@ -208,3 +212,116 @@ async def test_a_store_has_one_service(opened: OpenStore) -> None:
         assert await store.submit([group()]) == [True]
     async with opened() as store:
         assert len(await store.unfinished()) == 1
+
+
+# Results that nobody has read.
+
+
+@pytest.mark.parametrize("bounds", [{"max_results": 2}, {"max_tokens": 20}, {"ttl_s": 0.5}])
+async def test_unread_results_are_not_dropped_and_read_ones_are(
+    opened: OpenStore, bounds: dict[str, Any]
+) -> None:
+    time = 0.0
+    async with opened(now=lambda: time, **bounds) as store:
+        await store.submit([group(samples=40)])
+        for sample in range(36):
+            await store.record(result(sample=sample, tokens=10))
+            time += 1
+        assert [r.sample for r in await store.results(0, 100)] == list(range(36))
+        store.acknowledge([3, 5])
+        await store.record(result(sample=36, tokens=10))
+        kept = [cursor for cursor in range(1, 38) if cursor not in (3, 5)]
+        assert [r.cursor for r in await store.results(0, 100)] == kept
+        store.acknowledge(range(1, 38))
+        await store.record(result(sample=37, tokens=10))
+        assert [r.cursor for r in await store.results(0, 100)] == [37, 38]
+        assert store.unread == UnreadResults(1, 10)
+
+
+async def test_unread_results_stay_unread_over_a_restart(opened: OpenStore) -> None:
+    async with opened(max_results=1) as store:
+        await store.submit([group(samples=6)])
+        for sample in range(4):
+            await store.record(result(sample=sample, tokens=5))
+        store.acknowledge([2])
+    async with opened(max_results=1) as store:
+        assert store.unread == UnreadResults(3, 15)
+        await store.record(result(sample=4))
+        assert [r.cursor for r in await store.results(0, 10)] == [1, 3, 4, 5]
+        with pytest.raises(CursorExpired):
+            await store.results(1, 10)
+
+
+async def test_an_acknowledgement_is_written_again_if_the_database_failed(opened: OpenStore) -> None:
+    def fail() -> None:
+        raise store.errors[0]("out of luck")
+
+    async with opened(max_results=1) as store:
+        await store.submit([group(samples=3)])
+        await store.record(result())
+        store.acknowledge([1])
+        with pytest.raises(Unavailable):
+            await store._write(fail)
+        assert store.unread.results == 1
+        await store.record(result(sample=1))
+        assert [r.cursor for r in await store.results(0, 10)] == [2]
+
+
+async def test_the_closed_store_does_not_wait_for_an_acknowledgement_that_fails(opened: OpenStore) -> None:
+    def fail() -> None:
+        raise store.errors[0]("out of luck")
+
+    async with opened() as store:
+        await store.submit([group()])
+        await store.record(result())
+        store.acknowledge([1])
+        store._write_with_others(fail)
+        await asyncio.wait_for(store.aclose(), 60)
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_no_sequence_of_reads_and_restarts_drops_an_unread_result(opened: OpenStore, seed: int) -> None:
+    """Compare the store with a model of what must be kept: every unread result, and the newest ones."""
+    chance, time = random.Random(seed), 0.0
+    bounds = {"max_results": chance.randint(1, 9), "max_tokens": chance.randint(1, 300)}
+    tokens: dict[int, int] = {}  # by cursor
+    unread: set[int] = set()
+    jobs = [(f"g{number}", sample) for number in range(40) for sample in range(3)]
+    chance.shuffle(jobs)
+
+    def newest() -> set[int]:
+        """Return the results within the bounds."""
+        kept, left = set[int](), bounds["max_tokens"]
+        for cursor in sorted(tokens, reverse=True)[: bounds["max_results"]]:
+            left -= tokens[cursor]
+            if kept and left < 0:
+                break
+            kept.add(cursor)
+        return kept
+
+    async with AsyncExitStack() as stack:
+        store = await stack.enter_async_context(opened(now=lambda: time, **bounds))
+        await store.submit([group(f"g{number}", samples=3) for number in range(40)])
+        while jobs:
+            match chance.choice(["record"] * 6 + ["acknowledge"] * 3 + ["restart"]):
+                case "record":
+                    name, sample = jobs.pop()
+                    size = chance.choice([0, 1, 40, 120])
+                    cursor = (await store.record(result(name, sample, tokens=size))).cursor
+                    tokens[cursor] = size
+                    unread.add(cursor)
+                case "acknowledge":
+                    some = chance.sample(sorted(unread), chance.randint(0, len(unread)))
+                    store.acknowledge([*some, 1, 10_000] if 1 not in unread else some)
+                    unread -= set(some)
+                    await store.keep("written", "")
+                case _:
+                    await stack.aclose()
+                    store = await stack.enter_async_context(opened(now=lambda: time, **bounds))
+            there = {r.cursor: r for r in await store.results(0, 1000)}
+            assert unread <= set(there), "an unread result is gone"
+            assert set(there) == unread | newest() & set(tokens), "read results over the bounds are dropped"
+            assert store.unread == UnreadResults(len(unread), sum(tokens[cursor] for cursor in unread))
+            for one in there.values():
+                assert (await store.group(one.group_id)).request.id == one.group_id
+                assert await store.result(one.job_id) == one

@@ -44,8 +44,11 @@ def objects() -> Counter[str]:
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
 async def test_objects_do_not_grow_with_the_jobs_done(
-    kind: str, make_bench: Any, renderer: TemplateRenderer, tmp_path: Path
+    kind: str, make_bench: Any, renderer: TemplateRenderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Both are full after the first jobs.
+    monkeypatch.setattr("prorl_envs.rollout.store.base.KNOWN_DROPPED", KEPT)
+    monkeypatch.setattr("prorl_envs.rollout.store.base.RECENT_RESULTS", JOBS // 4)
     store: Store | None = SqliteStore(tmp_path / "store.db", max_results=KEPT) if kind == "file" else None
     bench = await make_bench(
         model=Finishing(renderer), kept_in=store, retention=RetentionSettings(max_results=KEPT)

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from prorl_envs.errors import InputError
-from prorl_envs.rollout.api.errors import NotFound, Unavailable
+from prorl_envs.rollout.api.errors import CursorExpired, NotFound, Unavailable
 from prorl_envs.rollout.api.types import Selection
+from prorl_envs.rollout.store.base import UnreadResults
 from prorl_envs.rollout.store.sqlite import SqliteStore
 from prorl_envs.rollout.store.sqlite_schema import FORMATS, deflate, pack, type_of
 from prorl_envs.testing.clock import FakeClock
@@ -147,6 +148,27 @@ async def test_batches_of_format_5_are_converted(tmp_path: Path) -> None:
         async with opened(path) as store:
             [(batch, _)] = await store.batches()
             assert {name: getattr(batch.request, name) for name in RENAMED} == RENAMED
+
+
+async def test_results_of_format_6_are_unread_and_earlier_ones_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    db = sqlite3.connect(path)
+    for name in ("environment_of", "rename_batch_fields"):
+        db.create_function(name, 1, lambda request: request)
+    db.executescript(f"BEGIN; {''.join(FORMATS[:6])} PRAGMA user_version = 6; COMMIT;")
+    for cursor in (5, 6):
+        row = (cursor, 1, 9, 9 * cursor, *pack(result()), 0.0)
+        db.execute("INSERT INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+    db.commit()
+    db.close()
+    async with opened(path, max_results=1) as store:
+        assert store.unread == UnreadResults(2, 18)
+        await store.submit([group("new")])
+        await store.record(result("new"))
+        assert [r.cursor for r in await store.results(0, 10)] == [5, 6, 7]
+        assert [r.cursor for r in await store.results(4, 10)] == [5, 6, 7]
+        with pytest.raises(CursorExpired, match="up to 4"):
+            await store.results(3, 10, only=Selection(environments=frozenset({"toy"})))
 
 
 async def test_a_full_disk_refuses_writes_and_keeps_accepted_ones(tmp_path: Path) -> None:

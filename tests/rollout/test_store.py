@@ -22,7 +22,7 @@ from prorl_envs.rollout.api.types import (
     Trajectory,
     job_id,
 )
-from prorl_envs.rollout.store.base import MemoryStore, NewGroup, Store, StoredBatch
+from prorl_envs.rollout.store.base import MemoryStore, NewGroup, Store, StoredBatch, UnreadResults
 from prorl_envs.rollout.store.sqlite import SqliteStore
 
 STORES: dict[str, Callable[..., Store]] = {
@@ -89,6 +89,13 @@ def result(group_id: str = "g", sample: int = 0, reward: float | None = 1.0, tok
         failure=failure,
         trajectory=Trajectory(ids=ids, loss_mask=ids, logprobs=[0.0] * tokens, turns=[]) if tokens else None,
     )
+
+
+async def read(store: Store, new: Result) -> int:
+    """Store a result, and mark it as read with the next write. Return its cursor."""
+    cursor = (await store.record(new)).cursor
+    store.acknowledge([cursor])
+    return cursor
 
 
 async def test_submission_is_idempotent(store: Store) -> None:
@@ -163,7 +170,7 @@ async def test_the_groups_of_a_batch_stay_as_long_as_it_does(make_store: MakeSto
     await store.open_batch(StoredBatch(BatchRequest(id="a", groups=1), "a"))
     await store.submit([replace(group(f"a/{i}", samples=1), batch_id="a") for i in range(3)])
     for i in range(3):
-        await store.record(result(f"a/{i}"))
+        await read(store, result(f"a/{i}"))
     [(_, groups)] = await store.batches()
     assert [(one.request.id, one.complete) for one in groups] == [(f"a/{i}", True) for i in range(3)]
     await store.drop_batch("a")
@@ -173,7 +180,7 @@ async def test_the_groups_of_a_batch_stay_as_long_as_it_does(make_store: MakeSto
             await store.group(name)
     assert (await store.group("a/2")).batch_id is None, "its result is kept"
     await store.submit([group("next", samples=1)])
-    await store.record(result("next"))
+    await read(store, result("next"))
     with pytest.raises(NotFound):
         await store.group("a/2")
 
@@ -223,7 +230,7 @@ async def test_concurrent_results_have_different_cursors(store: Store) -> None:
 async def test_the_number_of_kept_results_is_bounded(make_store: MakeStore) -> None:
     store = make_store(max_results=3)
     await store.submit([group(name, samples=2) for name in ("a", "b", "c")])
-    cursors = [(await store.record(result(name, i))).cursor for name in "abc" for i in range(2)]
+    cursors = [await read(store, result(name, i)) for name in "abc" for i in range(2)]
     assert [r.job_id for r in await store.results(0, 10)] == ["b/1", "c/0", "c/1"]
     assert await store.results(cursors[2], 10) == await store.results(0, 10)
     with pytest.raises(CursorExpired, match="no longer kept"):
@@ -239,7 +246,7 @@ async def test_kept_tokens_are_bounded_but_the_newest_result_is_kept(make_store:
     store = make_store(max_tokens=100)
     await store.submit([group(samples=4)])
     for sample, tokens in enumerate((40, 60, 30, 500)):
-        await store.record(result(sample=sample, tokens=tokens))
+        await read(store, result(sample=sample, tokens=tokens))
         kept = [r.sample for r in await store.results(0, 10)]
         assert kept == [[0], [0, 1], [1, 2], [3]][sample]
 
@@ -318,13 +325,97 @@ async def test_the_newest_cursor_of_an_empty_store_is_0(store: Store) -> None:
     assert await store.newest() == 0
 
 
+async def dropped_in_turn(store: Store, *jobs: tuple[str, int, str]) -> None:
+    """Store these results, of group, sample and environment, in a store that keeps one. All are read."""
+    for name, environment in sorted({(name, environment) for name, _, environment in jobs}):
+        await store.submit([group(name, samples=9, environment=environment)])
+    for name, sample, environment in jobs:
+        await read(store, result(name, sample).model_copy(update={"environment": environment}))
+    await store.keep("written", "")  # with the last acknowledgement
+
+
+async def test_a_cursor_expires_only_for_readers_whose_results_were_dropped(make_store: MakeStore) -> None:
+    store = make_store(max_results=1)
+    await dropped_in_turn(
+        store,
+        ("alice/a", 0, "toy"),  # cursor 1, read by its reader
+        ("bob/a", 0, "other"),
+        ("bob/a", 1, "other"),
+        ("alice/a", 1, "toy"),  # cursor 4, the one that is kept
+    )
+    for mine in (
+        Selection(prefix="alice/"),
+        Selection(groups=frozenset({"alice/a"})),
+        Selection(environments=frozenset({"toy"})),
+        Selection(states=frozenset({JobState.FAILED})),
+    ):
+        expected = [] if mine.states else ["alice/a/1"]
+        assert [r.job_id for r in await store.results(1, 10, only=mine)] == expected
+    for lost in (
+        Selection(),
+        Selection(prefix="bob/"),
+        Selection(groups=frozenset({"alice/a", "bob/a"})),
+        Selection(environments=frozenset({"other"})),
+        Selection(states=frozenset({JobState.DONE})),
+        Selection(prefix="bob/", states=frozenset({JobState.DONE})),
+    ):
+        with pytest.raises(CursorExpired, match="up to 3, are no longer kept"):
+            await store.results(1, 10, only=lost)
+    assert [r.job_id for r in await store.results(3, 10, only=Selection(prefix="bob/"))] == []
+
+
+async def test_a_cursor_expires_also_after_the_dropped_group_is_forgotten(make_store: MakeStore) -> None:
+    store = make_store(max_results=1)
+    await store.submit([group("gone", samples=1), group("g")])
+    for new in (result("g"), result("gone"), result("g", 1)):
+        await read(store, new)
+    with pytest.raises(NotFound):
+        await store.group("gone")
+    with pytest.raises(CursorExpired):
+        await store.results(1, 10, only=Selection(groups=frozenset({"gone"})))
+
+
+async def test_results_that_were_dropped_long_ago_expire_the_cursors_of_all(
+    make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("base", "sqlite"):
+        monkeypatch.setattr(f"prorl_envs.rollout.store.{module}.KNOWN_DROPPED", 2)
+    monkeypatch.setattr("prorl_envs.rollout.store.sqlite._FORGET_EVERY", 1)
+    store, mine = make_store(max_results=2), Selection(prefix="alice/")
+    await dropped_in_turn(store, *[("bob", sample, "toy") for sample in range(6)], ("alice/a", 0, "toy"))
+    with pytest.raises(CursorExpired, match="up to 3,"):
+        await store.results(2, 10, only=mine)
+    assert [r.job_id for r in await store.results(3, 10, only=mine)] == ["alice/a/0"]
+
+
+async def test_unread_results_are_counted(store: Store) -> None:
+    await store.submit([group(samples=3)])
+    for sample, tokens in enumerate((40, 2, 0)):
+        await store.record(result(sample=sample, tokens=tokens))
+    assert store.unread == UnreadResults(3, 42)
+    store.acknowledge([1, 3, 99])
+    store.acknowledge([1])
+    await store.keep("written", "")
+    assert store.unread == UnreadResults(1, 2)
+    await store.record(result(sample=0))
+    assert store.unread == UnreadResults(1, 2), "a repeated result is not another one"
+
+
+async def test_a_reader_finds_the_cursors_of_its_results(store: Store) -> None:
+    await store.submit([group("a", samples=3), group("b")])
+    for new in (result("a"), result("b"), result("a", 1), result("a", 2)):
+        await store.record(new)
+    assert await store.cursors(0, 9) == [1, 2, 3, 4]
+    assert await store.cursors(1, 3, Selection(groups=frozenset({"a"}))) == [3]
+
+
 async def test_the_age_of_kept_results_is_bounded_but_the_newest_is_kept(make_store: MakeStore) -> None:
     time = 0.0
     store = make_store(ttl_s=10, now=lambda: time)
     await store.submit([group("a", samples=1), group("b", samples=2)])
-    await store.record(result("a"))
+    await read(store, result("a"))
     time = 10.0
-    await store.record(result("b", 0))
+    await read(store, result("b", 0))
     assert [r.job_id for r in await store.results(0, 10)] == ["a/0", "b/0"]
     time = 1000.0
     cursor = (await store.record(result("b", 1))).cursor

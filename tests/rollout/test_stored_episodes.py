@@ -22,11 +22,14 @@ ROW = {"id": "fix-it", "instruction": "Do."}
 
 
 async def keep(store: Store, *results: Result) -> list[Result]:
+    """Store results, and mark them as read with the next write."""
     groups = dict.fromkeys(one.group_id for one in results)
     await store.submit(
         [NewGroup(GroupRequest(id=g, environment="bash", task=ROW, samples=8), "t") for g in groups]
     )
-    return [await store.record(one) for one in results]
+    kept = [await store.record(one) for one in results]
+    store.acknowledge([one.cursor for one in kept])
+    return kept
 
 
 def said(job: str, words: str) -> Result:

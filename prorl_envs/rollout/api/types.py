@@ -377,11 +377,15 @@ class Selection:
     prefix: str = ""
 
     def __contains__(self, result: Result) -> bool:
+        return self.accepts(result.group_id, result.environment, result.state)
+
+    def accepts(self, group_id: str, environment: str, state: JobState) -> bool:
+        """Return True if the filter accepts a result with these values."""
         return (
-            (not self.groups or result.group_id in self.groups)
-            and result.group_id.startswith(self.prefix)
-            and (not self.environments or result.environment in self.environments)
-            and (not self.states or result.state in self.states)
+            (not self.groups or group_id in self.groups)
+            and group_id.startswith(self.prefix)
+            and (not self.environments or environment in self.environments)
+            and (not self.states or state in self.states)
         )
 
 

@@ -7,10 +7,10 @@ belongs to the service, so a job costs three writes, independent of its turns.
 import asyncio
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from prorl_envs.errors import FailureKind
 from prorl_envs.rollout.api.batches import BatchRequest, BatchTask
@@ -21,6 +21,8 @@ from prorl_envs.viewer.summary import Summary
 
 #: Most tokens of one page of results: a token is some 25 bytes of JSON.
 PAGE_TOKENS = 500_000
+#: Dropped results that are known by their group, environment and state.
+KNOWN_DROPPED = 100_000
 #: Bounds of the newest results that are also kept in memory: some 20 MB at most.
 RECENT_RESULTS, RECENT_TOKENS = 256, 200_000
 
@@ -100,6 +102,20 @@ class StoredBatch:
     cancelled_at: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class UnreadResults:
+    """Stored results that no reader has acknowledged.
+
+    Args:
+        results: their number; `tokens`: tokens of their trajectories.
+        dropped: unread results that the store has dropped; always 0 in a durable store.
+    """
+
+    results: int = 0
+    tokens: int = 0
+    dropped: int = 0
+
+
 class Store(Protocol):
     """Store of groups by id and results by cursor. Calls may come from many tasks at once.
 
@@ -163,8 +179,25 @@ class Store(Protocol):
             only: filter for results.
 
         Raises:
-            CursorExpired: results between `after` and the oldest kept are no longer kept.
+            CursorExpired: results after `after` that the filter accepts are no longer kept.
         """
+        ...
+
+    def acknowledge(self, cursors: Collection[int]) -> None:
+        """Mark results as read, so that they may be dropped. A durable store drops no others.
+
+        Stored soon, with the next write: after a kill before that, the results are unread. Cursors without a
+        stored result are ignored.
+        """
+        ...
+
+    @property
+    def unread(self) -> UnreadResults:
+        """Number of unread results."""
+        ...
+
+    async def cursors(self, after: int, up_to: int, only: Selection = ALL) -> list[int]:
+        """Return the cursors of the stored results after `after`, up to and including `up_to`."""
         ...
 
     async def summaries(self, after: int, limit: int, *, only: Selection = ALL) -> list[Summary]:
@@ -236,11 +269,21 @@ class _Entry:
         return None not in self.outcomes
 
 
+class _Dropped(NamedTuple):
+    """Dropped result, for readers that ask for it."""
+
+    cursor: int
+    group_id: str
+    environment: str
+    state: JobState
+
+
 class MemoryStore:
     """Store in memory, which lasts as long as the process.
 
     Args:
-        max_results: results kept; the oldest are dropped first, and a complete group with its last result.
+        max_results: results kept, read or unread; the oldest are dropped first, and a complete group with its
+            last result.
         max_tokens: tokens of all trajectories kept.
         ttl_s: seconds that results are kept; None is no bound. Older ones are dropped at the next result.
         now: monotonic seconds.
@@ -266,6 +309,10 @@ class MemoryStore:
         self._tokens = 0
         self._cursor = 0
         self._dropped = 0  # cursor of the newest dropped result
+        self._lost: deque[_Dropped] = deque()  # the newest dropped results
+        self._forgotten = 0  # cursor of the newest dropped result that is not among them
+        self._unread: dict[int, int] = {}  # tokens, by cursor
+        self._unread_tokens = self._unread_dropped = 0
         self._batches: dict[str, StoredBatch] = {}
         self._values: dict[str, str] = {}
 
@@ -313,7 +360,9 @@ class MemoryStore:
         entry.kept += 1
         self._results[result.cursor] = result
         self._recorded_at.append(self._now())
-        self._tokens += token_count(result)
+        tokens = self._unread[result.cursor] = token_count(result)
+        self._unread_tokens += tokens
+        self._tokens += tokens
         self._trim()
         return result
 
@@ -323,9 +372,20 @@ class MemoryStore:
     async def results(
         self, after: int, limit: int, *, max_tokens: int = PAGE_TOKENS, only: Selection = ALL
     ) -> list[Result]:
-        if 0 < after < self._dropped:
-            raise expired(self._dropped, after)
+        if 0 < after < self._dropped and (dropped := self._newest_lost(after, only)):
+            raise expired(dropped, after)
         return first_page(self._after(after, only), limit, max_tokens)
+
+    def acknowledge(self, cursors: Collection[int]) -> None:
+        for cursor in cursors:
+            self._unread_tokens -= self._unread.pop(cursor, 0)
+
+    @property
+    def unread(self) -> UnreadResults:
+        return UnreadResults(len(self._unread), self._unread_tokens, self._unread_dropped)
+
+    async def cursors(self, after: int, up_to: int, only: Selection = ALL) -> list[int]:
+        return [result.cursor for result in self._after(after, only) if result.cursor <= up_to]
 
     async def summaries(self, after: int, limit: int, *, only: Selection = ALL) -> list[Summary]:
         return [summarise(result) for result in islice(self._after(after, only), limit)]
@@ -410,9 +470,25 @@ class MemoryStore:
             self._dropped, oldest = self._results.popitem(last=False)
             self._recorded_at.popleft()
             self._tokens -= token_count(oldest)
+            if self._dropped in self._unread:
+                self._unread_tokens -= self._unread.pop(self._dropped)
+                self._unread_dropped += 1
+            self._lost.append(_Dropped(oldest.cursor, oldest.group_id, oldest.environment, oldest.state))
+            if len(self._lost) > KNOWN_DROPPED:
+                self._forgotten = self._lost.popleft().cursor
             entry = self._entries[oldest.group_id]
             entry.kept -= 1
             self._forget_if_gone(entry)
+
+    def _newest_lost(self, after: int, only: Selection) -> int:
+        """Return the greatest cursor after `after` of a dropped result that may be one of the selection, or
+        0."""
+        for dropped in reversed(self._lost):
+            if dropped.cursor <= after:
+                break
+            if only.accepts(dropped.group_id, dropped.environment, dropped.state):
+                return dropped.cursor
+        return self._forgotten if after < self._forgotten else 0
 
     def _over(self) -> bool:
         if len(self._results) > self._max_results or self._tokens > self._max_tokens:
@@ -500,6 +576,6 @@ def batch_conflict(batch_id: str) -> Conflict:
 def expired(dropped: int, after: int) -> CursorExpired:
     """Return the error for the cursor `after` if the results up to `dropped` are no longer kept."""
     return CursorExpired(
-        f"results up to {dropped} are no longer kept, and {after} was asked for",
-        hint="read from 0, the oldest result kept, and read more often",
+        f"results after {after}, up to {dropped}, are no longer kept",
+        hint="another reader has read them, or the store is in memory; read from 0, the oldest result kept",
     )

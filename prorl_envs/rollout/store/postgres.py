@@ -71,7 +71,15 @@ CREATE TABLE kept (name TEXT COLLATE "C" PRIMARY KEY, value TEXT NOT NULL);
 """
 #: The rows are converted by `_rename_batch_fields`.
 _FORMAT_3 = ""
-_FORMATS = (_FORMAT_1, _FORMAT_2, _FORMAT_3)
+#: As format 7 of `sqlite_schema.py`.
+_FORMAT_4 = """
+CREATE TABLE read_results (cursor BIGINT PRIMARY KEY, tokens BIGINT NOT NULL);
+CREATE TABLE dropped_results (
+    cursor BIGINT PRIMARY KEY, group_id TEXT COLLATE "C", environment TEXT, state TEXT
+);
+INSERT INTO dropped_results (cursor) SELECT min(cursor) - 1 FROM results HAVING min(cursor) > 1;
+"""
+_FORMATS = (_FORMAT_1, _FORMAT_2, _FORMAT_3, _FORMAT_4)
 
 
 class PostgresStore(SqlStore):

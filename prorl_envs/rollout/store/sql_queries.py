@@ -11,6 +11,10 @@ from prorl_envs.viewer.summary import Summary, summary_of_body
 
 #: Rows in memory at once.
 _ROWS = 100
+#: Condition on a group: none of its results is kept.
+WITHOUT_RESULTS = (
+    "NOT EXISTS (SELECT 1 FROM jobs JOIN results USING (cursor) WHERE jobs.number = groups.number)"
+)
 
 
 class Rows(Protocol):
@@ -66,6 +70,36 @@ def bodies(
         if len(rows) < min(limit, _ROWS):
             return
         after, limit = rows[-1][0], limit - len(rows)
+
+
+def cursors(view: DbConnection, after: int, up_to: int, only: Selection = ALL) -> list[int]:
+    """Return the cursors of results: see `Store.cursors`."""
+    where, values = condition(only)
+    rows = view.execute(
+        f"SELECT cursor FROM results WHERE cursor > ? AND cursor <= ?{where} ORDER BY cursor",
+        (after, up_to, *values),
+    )
+    return [cursor for [cursor] in rows.fetchall()]
+
+
+def lost(view: DbConnection, after: int, only: Selection) -> int:
+    """Return the greatest cursor after `after` of a dropped result that may be one of the selection, or 0."""
+    conditions = ["TRUE"]
+    values: list[Any] = [after]
+    columns = {"group_id": only.groups, "environment": only.environments, "state": only.states}
+    for column, wanted in columns.items():
+        if wanted:
+            conditions.append(f"{column} IN ({', '.join('?' * len(wanted))})")
+            values.extend(sorted(wanted))
+    if only.prefix:
+        conditions.append("substr(group_id, 1, length(?)) = ?")
+        values.extend([only.prefix, only.prefix])
+    newest: int | None = view.execute(
+        "SELECT max(cursor) FROM dropped_results"
+        f" WHERE cursor > ? AND (group_id IS NULL OR {' AND '.join(conditions)})",
+        values,
+    ).fetchone()[0]
+    return newest or 0
 
 
 def condition(only: Selection) -> tuple[str, list[str]]:

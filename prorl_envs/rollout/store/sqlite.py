@@ -18,42 +18,51 @@ import os
 import sqlite3
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from prorl_envs.errors import FailureKind, ProrlError
+from prorl_envs.errors import FailureKind, InputError, ProrlError
 from prorl_envs.rollout.api.batches import BatchTask
 from prorl_envs.rollout.api.errors import NotFound, Unavailable
 from prorl_envs.rollout.api.types import ALL, GroupRequest, JobState, Result, Selection, split_job_id
 from prorl_envs.rollout.store import sql_queries, sqlite_batches
 from prorl_envs.rollout.store.base import (
+    KNOWN_DROPPED,
     PAGE_TOKENS,
     NewGroup,
     Recent,
     StoredBatch,
     StoredGroup,
     StoredOutcome,
+    UnreadResults,
     conflict,
     expired,
     first_page,
     token_count,
 )
-from prorl_envs.rollout.store.sql_queries import DbConnection, condition
+from prorl_envs.rollout.store.sql_queries import WITHOUT_RESULTS, DbConnection, condition, lost
 from prorl_envs.rollout.store.sqlite_schema import deflate, lock, open_file, pack, unpack
 from prorl_envs.rollout.store.summaries import SearchHits
 from prorl_envs.viewer.summary import Summary
 
-#: Rows per query when the oldest results are dropped: usually one is over the bounds.
+#: Rows per query when the oldest read results are dropped: usually one is over the bounds.
 _TRIM_ROWS = 16
+#: `SqlStore._oldest` if no result was read: cursor, tokens and time that are over no bound.
+_NOTHING_READ = (math.inf, math.inf, math.inf)
+#: Drops between two removals of the oldest rows of dropped results; a row takes some 60 bytes.
+_FORGET_EVERY = 1_000
+#: Weight of an acknowledged result, and most of them in one statement.
+_ACKNOWLEDGED_WEIGHT, _ACKNOWLEDGED_AT_ONCE = 16.0, 500
 #: Largest weight of a transaction that runs on the event loop, in tokens to be packed (some 3 ms), and the
 #: weight of one submitted group.
 _LIGHT, _GROUP_WEIGHT = 16_384, 1_024
-#: Most seconds that a write without a waiting caller is delayed to join another transaction.
-_COMPANY_S = 0.05
+#: Most seconds that a write without a waiting caller is delayed to join another transaction, and to try again
+#: after one that failed.
+_COMPANY_S, _AGAIN_S = 0.05, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +82,11 @@ class SqlStore:
         name: name of the database in errors.
         db: the connection that writes; `view`: the one that reads.
         held: closes both connections and releases the database.
-        max_results: results kept; the oldest are dropped first, and a complete group with its last result.
-        max_tokens: tokens of all trajectories kept.
-        ttl_s: seconds that results are kept; None is no bound. Older ones are dropped at the next result.
+        max_results: newest results that are kept. An older one is dropped once it was read, and a complete
+            group with its last result.
+        max_tokens: tokens of these results.
+        ttl_s: seconds that a read result is kept; None is no bound. Older ones are dropped at the next
+            result or acknowledgement.
         now: seconds since 1970; by default unaffected by clock changes while the process runs.
 
     Every method raises `Unavailable` if the database cannot be read or written; a write that raises has
@@ -108,14 +119,17 @@ class SqlStore:
         self._max_tokens = max_tokens
         self._ttl_s = ttl_s
         self._now = now or steady_time()
-        #: Newest result: its cursor, and the tokens of all up to it. Oldest result: its cursor, the tokens
-        #: before it, and when it was recorded. None if it must be read from the database.
+        #: Newest result: its cursor, and the tokens of all up to it. Oldest result that was read: its cursor,
+        #: the tokens before it, and when it was recorded. None if it must be read from the database.
         self._last: tuple[int, int] | None = None
-        self._oldest: tuple[int, int, float] | None = None
-        #: Of the current transaction: recorded results, newest dropped cursor, whether more are to be
-        #: dropped.
+        self._oldest: tuple[float, float, float] | None = None
+        #: Of the current transaction: recorded results, change of the unread results and of their tokens,
+        #: whether more are to be dropped.
         self._recorded: list[Result] = []
-        self._dropped, self._drops_more = 0, False
+        self._more_unread = [0, 0]
+        self._drops_more = False
+        #: Newest dropped cursor, and number of drops.
+        self._dropped, self._drops = 0, 0
         self._recent = Recent()
         self._waiting: list[_Write] = []
         self._left = False  # the last transaction left other writes waiting
@@ -124,6 +138,11 @@ class SqlStore:
         self._closed = False
         self._writer = ThreadPoolExecutor(1, "store-write")
         self._reader = ThreadPoolExecutor(1, "store-read")
+        try:
+            self._unread = self._count_unread()
+        except self.errors as error:
+            held.close()
+            raise InputError(f"the store {name} cannot be read: {str(error).strip()}") from error
 
     async def submit(self, groups: Sequence[NewGroup]) -> list[bool]:
         weight = len(groups) * _GROUP_WEIGHT
@@ -139,6 +158,15 @@ class SqlStore:
     async def record(self, result: Result) -> Result:
         return await self._write(partial(self._record, result), weight=token_count(result))
 
+    def acknowledge(self, cursors: Collection[int]) -> None:
+        if cursors:
+            weight = _ACKNOWLEDGED_WEIGHT * len(cursors)
+            self._write_with_others(partial(self._acknowledge, tuple(cursors)), weight=weight)
+
+    @property
+    def unread(self) -> UnreadResults:
+        return self._unread
+
     async def group(self, group_id: str) -> StoredGroup:
         return await self._read(partial(self._group, group_id))
 
@@ -153,6 +181,9 @@ class SqlStore:
         if (recent := self._recent.after(after)) is not None:
             return first_page((result for result in recent if result in only), limit, max_tokens)
         return await self._read(partial(self._results, after, limit, max_tokens, only))
+
+    async def cursors(self, after: int, up_to: int, only: Selection = ALL) -> list[int]:
+        return await self._read(partial(sql_queries.cursors, self._view, after, up_to, only))
 
     async def summaries(self, after: int, limit: int, *, only: Selection = ALL) -> list[Summary]:
         return await self._read(partial(sql_queries.summaries, self._view, after, limit, only))
@@ -217,10 +248,10 @@ class SqlStore:
         self._hurry()
         return await future
 
-    def _write_with_others(self, work: Callable[[], Any]) -> None:
-        """Run light `work` in a transaction that follows soon."""
+    def _write_with_others(self, work: Callable[[], Any], *, weight: float = 0.0) -> None:
+        """Run `work` in a transaction that follows soon, and again if the database fails."""
         self._check_open()
-        self._waiting.append(_Write(work, None, 0.0, alone=False))
+        self._waiting.append(_Write(work, None, weight, alone=False))
         self._await_company()
 
     def _hurry(self) -> None:
@@ -232,9 +263,9 @@ class SqlStore:
             self._committing = asyncio.get_running_loop().create_future()
             asyncio.get_running_loop().call_soon(self._commit)  # together with writes that arrive until then
 
-    def _await_company(self) -> None:
+    def _await_company(self, delay_s: float = _COMPANY_S) -> None:
         if self._committing is None and self._company is None:
-            self._company = asyncio.get_running_loop().call_later(_COMPANY_S, self._hurry)
+            self._company = asyncio.get_running_loop().call_later(delay_s, self._hurry)
 
     # Callbacks instead of a task: a task would need further iterations of a busy loop.
 
@@ -249,7 +280,7 @@ class SqlStore:
 
         def tell(done: Future[list[Any]]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, so no caller waits
-                loop.call_soon_threadsafe(self._committed, [write.future for write in batch], done)
+                loop.call_soon_threadsafe(self._committed, batch, done)
 
         works = [write.work for write in batch]
         run = partial(self._transaction, works)
@@ -259,15 +290,18 @@ class SqlStore:
             run = partial(self._end, self._begin(works))
         self._writer.submit(run).add_done_callback(tell)
 
-    def _committed(self, waiting: Sequence[asyncio.Future[Any] | None], done: Future[list[Any]]) -> None:
+    def _committed(self, batch: Sequence[_Write], done: Future[list[Any]]) -> None:
         """Resolve the futures of a finished transaction, and start the next one if writes are waiting."""
         error = done.exception()
         if error is None:
             self._recent.add(self._recorded, dropped=self._dropped)
+        elif isinstance(error, self.errors) and not self._closed:
+            self._waiting[:0] = [write for write in batch if write.future is None]
         self._recorded.clear()
-        for future, outcome in zip(
-            waiting, done.result() if error is None else [error] * len(waiting), strict=True
+        for write, outcome in zip(
+            batch, done.result() if error is None else [error] * len(batch), strict=True
         ):
+            future = write.future
             if future is None or future.done():  # no caller waits, or it was cancelled
                 continue
             if isinstance(outcome, self.errors):
@@ -282,7 +316,7 @@ class SqlStore:
             self._committing.set_result(None)
             self._committing = None
             if self._waiting:
-                self._await_company()
+                self._await_company(_COMPANY_S if error is None else _AGAIN_S)
 
     async def _read[T](self, work: Callable[[], T]) -> T:
         self._check_open()
@@ -320,11 +354,15 @@ class SqlStore:
                     raise outcomes
                 while self._drops_more:
                     self._trim()
-                return outcomes
         except BaseException:
             self._last = self._oldest = None
             self._drops_more = False
+            self._more_unread = [0, 0]
             raise
+        results, tokens = self._more_unread
+        self._unread = UnreadResults(self._unread.results + results, self._unread.tokens + tokens)
+        self._more_unread = [0, 0]
+        return outcomes
 
     def _submit(self, groups: Sequence[NewGroup]) -> list[bool]:
         new: dict[str, tuple[NewGroup, bytes]] = {}
@@ -405,6 +443,7 @@ class SqlStore:
         self._db.execute("INSERT INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
         self._last = written.cursor, total
         self._recorded.append(written)
+        self._count(1, tokens)
         self._trim()
         return written
 
@@ -425,17 +464,33 @@ class SqlStore:
             self._last = newest.fetchone() or (0, 0)
         return self._last
 
+    def _acknowledge(self, cursors: Sequence[int]) -> None:
+        for some in itertools.batched(cursors, _ACKNOWLEDGED_AT_ONCE):
+            rows = self._db.execute(
+                "INSERT INTO read_results SELECT cursor, tokens FROM results"
+                f" WHERE cursor IN ({', '.join('?' * len(some))}) ON CONFLICT DO NOTHING RETURNING tokens",
+                some,
+            ).fetchall()
+            self._count(-len(rows), -sum(tokens for [tokens] in rows))
+        if self._oldest is not None and min(cursors) < self._oldest[0]:
+            self._oldest = None
+        self._trim()
+
+    def _count(self, results: int, tokens: int) -> None:
+        """Count further unread results."""
+        self._more_unread[0] += results
+        self._more_unread[1] += tokens
+
     def _trim(self) -> None:
-        """Drop some of the oldest results over the bounds; the newest always stays."""
+        """Drop some of the oldest read results over the bounds; the newest result always stays."""
         newest, total = self._newest_known()
         self._drops_more = False
         if self._oldest is not None and not self._is_over(*self._oldest, newest, total):
             return
         self._oldest = None
         oldest = self._db.execute(
-            "SELECT cursor, total - tokens, at, number FROM results WHERE cursor < ?"
-            f" ORDER BY cursor LIMIT {_TRIM_ROWS}",
-            (newest,),
+            "SELECT cursor, total - results.tokens, at, number FROM read_results JOIN results USING (cursor)"
+            f" ORDER BY cursor LIMIT {_TRIM_ROWS}"
         ).fetchall()
         for cursor, before, at, number in oldest:
             if not self._is_over(cursor, before, at, newest, total):
@@ -443,25 +498,44 @@ class SqlStore:
                 return
             self._drop(cursor, number)
         self._drops_more = len(oldest) == _TRIM_ROWS
+        if not self._drops_more:
+            self._oldest = _NOTHING_READ
 
-    def _is_over(self, cursor: int, before: int, at: float, newest: int, total: int) -> bool:
+    def _is_over(self, cursor: float, before: float, at: float, newest: int, total: int) -> bool:
         """Return True if a result is over the bounds, from its cursor, the tokens before it and its time."""
-        return (
+        return cursor < newest and (
             newest - cursor >= self._max_results
             or total - before > self._max_tokens
             or (self._ttl_s is not None and self._now() - at > self._ttl_s)
         )
 
     def _drop(self, cursor: int, number: int) -> None:
-        self._db.execute("DELETE FROM results WHERE cursor = ?", (cursor,))
-        self._dropped = cursor
-        gone = self._db.execute(
-            "DELETE FROM groups WHERE number = ? AND missing = 0 AND batch_id IS NULL"
-            " AND NOT EXISTS (SELECT 1 FROM jobs WHERE jobs.number = groups.number AND cursor > ?)",
+        self._db.execute(
+            "INSERT INTO dropped_results SELECT cursor, id, environment, state"
+            " FROM jobs JOIN groups USING (number) WHERE number = ? AND cursor = ?",
             (number, cursor),
+        )
+        self._db.execute("DELETE FROM results WHERE cursor = ?", (cursor,))
+        self._db.execute("DELETE FROM read_results WHERE cursor = ?", (cursor,))
+        self._dropped = max(self._dropped, cursor)
+        gone = self._db.execute(
+            f"DELETE FROM groups WHERE number = ? AND missing = 0 AND batch_id IS NULL AND {WITHOUT_RESULTS}",
+            (number,),
         )
         if gone.rowcount:
             self._db.execute("DELETE FROM jobs WHERE number = ?", (number,))
+        self._drops += 1
+        if self._drops % _FORGET_EVERY == 0:
+            self._forget_dropped()
+
+    def _forget_dropped(self) -> None:
+        """Replace the oldest dropped results by one row without a group."""
+        oldest = self._db.execute(
+            f"SELECT cursor FROM dropped_results ORDER BY cursor DESC LIMIT 1 OFFSET {KNOWN_DROPPED}"
+        ).fetchone()
+        if oldest is not None:
+            self._db.execute("DELETE FROM dropped_results WHERE cursor <= ?", oldest)
+            self._db.execute("INSERT INTO dropped_results (cursor) VALUES (?)", oldest)
 
     def _keep(self, name: str, value: str) -> None:
         self._db.execute(
@@ -470,6 +544,13 @@ class SqlStore:
         )
 
     # In the reading thread.
+
+    def _count_unread(self) -> UnreadResults:
+        results, tokens = self._view.execute(
+            "SELECT count(*), coalesce(sum(tokens), 0) FROM results"
+            " WHERE cursor NOT IN (SELECT cursor FROM read_results)"
+        ).fetchone()
+        return UnreadResults(results, int(tokens))
 
     def _kept(self, name: str) -> str | None:
         row = self._view.execute("SELECT value FROM kept WHERE name = ?", (name,)).fetchone()
@@ -521,9 +602,8 @@ class SqlStore:
         where, values = condition(only)
         with self._view:  # both queries see the same snapshot
             self._view.execute("BEGIN")
-            first = self._view.execute("SELECT min(cursor) FROM results").fetchone()[0]
-            if first is not None and 0 < after < first - 1:
-                raise expired(first - 1, after)
+            if after > 0 and (dropped := lost(self._view, after, only)):
+                raise expired(dropped, after)
             # Sizes first: rows that do not fit into the page are not read.
             sizes = self._view.execute(
                 f"SELECT cursor, tokens FROM results WHERE cursor > ?{where} ORDER BY cursor LIMIT ?",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from prorl_envs.rollout.api.batches import BatchRequest, BatchTask
 from prorl_envs.rollout.api.types import split_job_id
 from prorl_envs.rollout.store.base import StoredBatch, batch_conflict
+from prorl_envs.rollout.store.sql_queries import WITHOUT_RESULTS
 from prorl_envs.rollout.store.sqlite_schema import deflate
 
 if TYPE_CHECKING:
@@ -59,11 +60,8 @@ def drop(db: "DbConnection", batch_id: str) -> None:
     [number] = db.execute("SELECT number FROM batches WHERE id = ?", (batch_id,)).fetchone()
     db.execute("DELETE FROM batch_tasks WHERE number = ?", (number,))
     db.execute("DELETE FROM batches WHERE number = ?", (number,))
-    oldest = db.execute("SELECT min(cursor) FROM results").fetchone()[0] or 0
     gone = db.execute(
-        "SELECT number FROM groups WHERE batch_id = ? AND missing = 0"
-        " AND NOT EXISTS (SELECT 1 FROM jobs WHERE jobs.number = groups.number AND cursor >= ?)",
-        (batch_id, oldest),
+        f"SELECT number FROM groups WHERE batch_id = ? AND missing = 0 AND {WITHOUT_RESULTS}", (batch_id,)
     ).fetchall()
     db.executemany("DELETE FROM jobs WHERE number = ?", gone)
     db.executemany("DELETE FROM groups WHERE number = ?", gone)

@@ -75,7 +75,14 @@ CREATE TABLE kept (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 _FORMAT_6 = """
 UPDATE batches SET request = rename_batch_fields(request);
 """
-FORMATS = (_FORMAT_1, _FORMAT_2, _FORMAT_3, _FORMAT_4, _FORMAT_5, _FORMAT_6)
+#: Results that a reader has acknowledged; all others are unread, also those of earlier formats. Dropped
+#: results, for readers that ask for them; a row without a group stands for all results up to its cursor.
+_FORMAT_7 = """
+CREATE TABLE read_results (cursor INTEGER PRIMARY KEY, tokens INTEGER NOT NULL);
+CREATE TABLE dropped_results (cursor INTEGER PRIMARY KEY, group_id TEXT, environment TEXT, state TEXT);
+INSERT INTO dropped_results (cursor) SELECT min(cursor) - 1 FROM results HAVING min(cursor) > 1;
+"""
+FORMATS = (_FORMAT_1, _FORMAT_2, _FORMAT_3, _FORMAT_4, _FORMAT_5, _FORMAT_6, _FORMAT_7)
 SCHEMA_VERSION = len(FORMATS)
 
 #: File systems that several machines may mount, but without the shared memory that SQLite readers need.
