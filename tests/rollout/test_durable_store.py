@@ -279,6 +279,24 @@ async def test_the_closed_store_does_not_wait_for_an_acknowledgement_that_fails(
         await asyncio.wait_for(store.aclose(), 60)
 
 
+async def test_many_results_are_dropped_in_several_transactions(
+    opened: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prorl_envs.rollout.store.sqlite._MOST_TRIMS", 1)
+    async with opened(max_results=1) as store:
+        await store.submit([group(samples=100)])
+        for sample in range(100):
+            await store.record(result(sample=sample))
+        store.acknowledge(range(1, 101))
+        left = []
+        for _ in range(6):
+            await store.keep("written", "")
+            left.append(len(await store.results(0, 100)))
+    assert 1 < left[0] < 100
+    assert left == sorted(left, reverse=True)
+    assert left[-1] == 1
+
+
 @pytest.mark.parametrize("seed", range(6))
 async def test_no_sequence_of_reads_and_restarts_drops_an_unread_result(opened: OpenStore, seed: int) -> None:
     """Compare the store with a model of what must be kept: every unread result, and the newest ones."""

@@ -49,8 +49,9 @@ from prorl_envs.rollout.store.sqlite_schema import deflate, lock, open_file, pac
 from prorl_envs.rollout.store.summaries import SearchHits
 from prorl_envs.viewer.summary import Summary
 
-#: Rows per query when the oldest read results are dropped: usually one is over the bounds.
-_TRIM_ROWS = 16
+#: Rows per query when the oldest read results are dropped: usually one is over the bounds. Most such queries
+#: at the end of a transaction: 50,000 drops take 5 s, and the other writes wait for them.
+_TRIM_ROWS, _MOST_TRIMS = 16, 64
 #: `SqlStore._oldest` if no result was read: cursor, tokens and time that are over no bound.
 _NOTHING_READ = (math.inf, math.inf, math.inf)
 #: Drops between two removals of the oldest rows of dropped results; a row takes some 60 bytes.
@@ -352,7 +353,9 @@ class SqlStore:
             with self._db:  # commits, or rolls all of it back
                 if isinstance(outcomes, BaseException):
                     raise outcomes
-                while self._drops_more:
+                for _ in range(_MOST_TRIMS):  # the next transactions drop the rest
+                    if not self._drops_more:
+                        break
                     self._trim()
         except BaseException:
             self._last = self._oldest = None
