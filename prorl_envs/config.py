@@ -56,10 +56,11 @@ class RetentionSettings(_Section):
     """Finished work that a service keeps for readers.
 
     Args:
-        max_results: maximum stored results; the oldest are deleted first
-        max_tokens: maximum tokens of all stored trajectories
-        ttl_s: retention of results in seconds; older ones are deleted when the next result arrives, the
-            newest is kept
+        max_results: newest results that are stored; older ones are deleted once they were
+            [read](http-api.md#read-results). With `store: memory`, unread ones are deleted too
+        max_tokens: likewise, maximum tokens of the newest results
+        ttl_s: likewise, retention of results in seconds; older ones are deleted when the next result
+            arrives, the newest is kept
         max_batches: finished batches that are stored, with the statistics of their groups
     """
 

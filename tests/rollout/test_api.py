@@ -307,6 +307,7 @@ async def test_the_openapi_document_names_every_route_and_error(client: httpx.As
         "/v1/jobs/{job_id}/result",
         "/v1/jobs/{job_id}/token",
         "/v1/results",
+        "/v1/results/acknowledge",
         "/v1/results/stream",
         "/v1/batches",
         "/v1/batches/{batch_id}",

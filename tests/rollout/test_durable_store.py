@@ -265,6 +265,7 @@ async def test_an_acknowledgement_is_written_again_if_the_database_failed(opened
         assert store.unread.results == 1
         await store.record(result(sample=1))
         assert [r.cursor for r in await store.results(0, 10)] == [2]
+        assert store.unread.results == 1, "the failed transaction is not counted"
 
 
 async def test_the_closed_store_does_not_wait_for_an_acknowledgement_that_fails(opened: OpenStore) -> None:

@@ -71,6 +71,22 @@ async def test_results_are_counted_by_outcome(bench: Any, client: httpx.AsyncCli
     assert value(seen, "prorl_drift_tokens_total") == 0
 
 
+async def test_unread_results_are_counted(make_bench: Any) -> None:
+    bench = await make_bench(retention={"max_results": 2})
+    await bench.submit(bench.group("g", samples=3))
+    await bench.gone()
+    tokens = bench.service.store.unread.tokens
+    app = create_app(bench.service, ServerSettings())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+        seen = await scrape(client)
+        assert value(seen, "prorl_unread_results") == 2
+        assert value(seen, "prorl_unread_tokens") == tokens > 0
+        assert value(seen, "prorl_unread_results_dropped_total") == 1
+        await client.post("/v1/results/acknowledge", json={})
+        seen = await scrape(client)
+    assert value(seen, "prorl_unread_results") == value(seen, "prorl_unread_tokens") == 0
+
+
 async def test_gauges_show_the_current_state(bench: Any, client: httpx.AsyncClient) -> None:
     bench.world.gates["eval"] = asyncio.Event()
     await bench.submit(bench.group("held"))

@@ -74,6 +74,22 @@ class ResultPage(_View):
     next: int
 
 
+class AcknowledgeRequest(_View):
+    """Request to mark results as read.
+
+    Args:
+        after: cursor; results after it.
+        up_to: cursor; results up to and including it; by default all.
+        groups, environments, states: only these results; empty for all.
+    """
+
+    after: int = Field(default=0, ge=0, le=2**63 - 1)
+    up_to: int = Field(default=2**63 - 1, ge=0, le=2**63 - 1)
+    groups: list[str] = Field(default=[], max_length=1000)
+    environments: list[str] = Field(default=[], max_length=100)
+    states: list[Literal["done", "failed", "cancelled"]] = Field(default=[], max_length=3)
+
+
 class PoolView(_View):
     """Pool of one stage: active jobs, the limit of active jobs, waiting jobs."""
 

@@ -166,14 +166,16 @@ class Batches:
         """Return results of the informative groups, group by group in the order in which these were decided.
 
         Args:
-            after: number of results to skip.
+            after: number of results to skip; they are read.
             limit: maximum number of results.
             wait_s: seconds to wait for the first, while the batch is running.
 
         Raises:
             NotFound: no such batch, or a result is no longer stored.
         """
-        plan = self._batch(batch_id).plan
+        batch = self._batch(batch_id)
+        plan = batch.plan
+        self._confirmed(batch, after)
         await self._until(lambda: len(plan.chosen) > after or plan.state.over, wait_s)
         page: list[Result] = []
         tokens = 0
@@ -183,7 +185,29 @@ class Batches:
             if page and tokens > PAGE_TOKENS:
                 break
             page.append(result)
+        if not page:  # perhaps over only now
+            self._confirmed(batch, after)
         return ResultPage(results=page, next=after + len(page))
+
+    def _confirmed(self, batch: Batch, count: int) -> None:
+        """Mark the first `count` chosen results as read; if these are all, also those of other groups."""
+        plan = batch.plan
+        if count > len(plan.chosen):  # of results that were not sent
+            return
+        chosen = plan.chosen[batch.read : count]
+        self._store.acknowledge([plan.groups[group].ended[sample].cursor for group, sample in chosen])
+        batch.read = max(batch.read, count)
+        if plan.state.over and count == len(plan.chosen) and not batch.read_to_the_end:
+            batch.read_to_the_end = True
+            self._acknowledge_rest(batch)
+
+    def _acknowledge_rest(self, batch: Batch) -> None:
+        """Mark all results as read of a batch that was read to the end, except those of groups that a later
+        batch may take over."""
+        if batch.read_to_the_end:
+            later = {group.id for group in batch.plan.carriable}
+            groups = (group for name, group in batch.plan.groups.items() if name not in later)
+            self._store.acknowledge([ended.cursor for group in groups for ended in group.ended.values()])
 
     # Events of the service.
 
@@ -204,6 +228,8 @@ class Batches:
             outcome = GroupEnded(result.cursor, result.reward, kind)
             if judgement := batch.plan.ended(result.group_id, result.sample, outcome):
                 self._decided(judgement)
+            if batch.read_to_the_end and result.group_id not in {one.id for one in batch.plan.carriable}:
+                self._store.acknowledge([result.cursor])  # a cancelled sample of a group that is not needed
             self._changed(batch)
 
     def freed(self) -> None:
@@ -230,6 +256,7 @@ class Batches:
             batch = self._add(stored)
             if source is not None:
                 batch.plan.adopt(source.plan.pass_on(stored.carried))
+                self._acknowledge_rest(source)
                 self._owners |= dict.fromkeys(stored.carried, batch)
                 self._changed(source)
             self._changed(batch)
@@ -264,6 +291,7 @@ class Batches:
             plan = batch.plan
             if batch.stored.cancelled_at is None and (plan.carriable or not plan.state.over):
                 await self._end(batch)
+                self._acknowledge_rest(batch)
                 self._changed(batch)
         await self._host.cancel_jobs(unneeded(plan))
 

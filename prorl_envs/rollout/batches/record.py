@@ -20,11 +20,18 @@ from prorl_envs.rollout.store.base import StoredBatch, StoredGroup
 
 @dataclass(slots=True)
 class Batch:
-    """A batch, its plan, and its tasks."""
+    """A batch, its plan, and its tasks.
+
+    Args:
+        read: number of its chosen results that its reader has confirmed.
+        read_to_the_end: the reader has confirmed all of them, and none will follow.
+    """
 
     stored: StoredBatch
     plan: BatchPlan
     rows: list[BatchTask]
+    read: int = 0
+    read_to_the_end: bool = False
 
     @property
     def id(self) -> str:

@@ -10,6 +10,7 @@ async with RolloutClient("http://127.0.0.1:8600") as client:
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Collection, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -61,6 +62,8 @@ from prorl_envs.rollout.api.views import (
 )
 from prorl_envs.rollout.client.token_files import LocalToken
 
+logger = logging.getLogger(__name__)
+
 #: Most doublings of the pause between tries; a power of some 1,000 would overflow a float.
 _MOST_DOUBLINGS = 100
 #: Longest pause that a `Retry-After` can cause, in seconds.
@@ -73,6 +76,8 @@ HEARTBEAT_S = 15.0
 #: Longest time in seconds until the service answers, even if its work is still running.
 WORK_S = 60.0
 STREAM = "/v1/results/stream"
+#: Processed results of `follow` and `stream` that are acknowledged at once; most groups of one request.
+ACKNOWLEDGED_AT_ONCE, MAX_ACKNOWLEDGED_GROUPS = 64, 1000
 
 _REQUESTS = TypeAdapter(list[GroupRequest])
 
@@ -182,7 +187,13 @@ class RolloutClient:
         return (await self._call(JobToken, "POST", f"/v1/jobs/{_segment(job_id)}/token")).token
 
     async def page(
-        self, after: int = 0, *, wait_s: float = 0.0, limit: int = 100, only: Selection = ALL
+        self,
+        after: int = 0,
+        *,
+        wait_s: float = 0.0,
+        limit: int = 100,
+        only: Selection = ALL,
+        acknowledge: bool = True,
     ) -> ResultPage:
         """Return the results after a cursor, waiting up to `wait_s` seconds for the first.
 
@@ -191,12 +202,39 @@ class RolloutClient:
             wait_s: seconds.
             limit: most results.
             only: filter for results.
+            acknowledge: the results up to `after` that this filter was sent are read.
 
         Raises:
-            CursorExpired: results in between are no longer kept.
+            CursorExpired: results after `after` that the filter accepts are no longer kept.
         """
-        query = {"after": after, "wait_s": wait_s, "limit": limit, **_filters(only)}
+        query = {
+            "after": after,
+            "wait_s": wait_s,
+            "limit": limit,
+            "acknowledge": acknowledge,
+            **_filters(only),
+        }
         return await self._call(ResultPage, "GET", "/v1/results", wait_s=wait_s, params=query)
+
+    async def acknowledge(self, after: int = 0, up_to: int | None = None, *, only: Selection = ALL) -> None:
+        """Mark results as read: a durable service drops no others. `page`, `results` and `batch_results` mark
+        the results of a page when the next one is requested; `follow` and `stream` call this method.
+
+        Args:
+            after, up_to: cursors; results after the first, up to and including the second or the newest.
+            only: filter for results.
+        """
+        ids = sorted(only.groups)
+        for first in range(0, max(len(ids), 1), MAX_ACKNOWLEDGED_GROUPS):
+            body: dict[str, Any] = {
+                "after": after,
+                "groups": ids[first : first + MAX_ACKNOWLEDGED_GROUPS],
+                "environments": sorted(only.environments),
+                "states": sorted(only.states),
+            }
+            if up_to is not None:
+                body["up_to"] = up_to
+            await self._call(Health, "POST", "/v1/results/acknowledge", json=body)
 
     async def stream(self, after: int = 0, *, only: Selection = ALL) -> AsyncIterator[Result]:
         """Yield results as `results` does, over one open connection, which is reopened if it breaks. Stops
@@ -206,12 +244,14 @@ class RolloutClient:
             CursorExpired: results in between are no longer kept.
             Unavailable: the service stays unavailable.
         """
-        failures = 0
+        failures, processed = 0, Processed(self, after, only)
         while True:
             try:
                 async for result in self._stream_once(after, only):
-                    failures, after = 0, result.cursor
+                    failures = 0
                     yield result
+                    after = result.cursor
+                    await processed.add(result)
                 return
             except Retryable as later:
                 failures += 1
@@ -265,17 +305,19 @@ class RolloutClient:
             NotFound: a group is not known, or a result of one is no longer kept.
             CursorExpired, Unavailable: as `results`.
         """
-        only = _of_groups(group_ids)
+        only, processed = _of_groups(group_ids), Processed(self, after)
         missing = {job.id for name in group_ids for job in (await self.group(name)).jobs}
         while missing:
-            page = await self.page(after, wait_s=20.0, only=only)
+            page = await self.page(after, wait_s=20.0, only=only, acknowledge=False)
             for result in page.results:
                 if result.job_id in missing:
                     missing.discard(result.job_id)
                     yield result
+                    await processed.add(result)
             after = page.next
             if not page.results and missing:  # perhaps recorded and removed before it was read
                 await self._check_still_to_come(missing, after)
+        await processed.acknowledge()
 
     async def _check_still_to_come(self, jobs: Collection[str], after: int) -> None:
         for group_id in {split_job_id(job)[0] for job in jobs}:
@@ -554,6 +596,43 @@ class RolloutClient:
     def _away(self, error: httpx.TransportError) -> Unavailable:
         message = f"the rollout service at {self.url} does not answer: {error or type(error).__name__}"
         return Unavailable(message, hint="`prorl-envs serve` starts one; is it at another address?")
+
+
+class Processed:
+    """Results that a caller has processed, which are acknowledged some at a time.
+
+    Args:
+        client: of the service.
+        after: cursor before the first of them, or an earlier one.
+        only: filter that accepts them and no others in between; None: all results of their groups.
+    """
+
+    def __init__(self, client: RolloutClient, after: int = 0, only: Selection | None = None) -> None:
+        self._client = client
+        self._after, self._up_to = after, after
+        self._only = only
+        self._groups: set[str] = set()
+        self._count = 0
+
+    async def add(self, result: Result) -> None:
+        """Add a result, in the order of the cursors."""
+        self._up_to = result.cursor
+        self._groups.add(result.group_id)
+        self._count += 1
+        if self._count >= ACKNOWLEDGED_AT_ONCE:
+            await self.acknowledge()
+
+    async def acknowledge(self) -> None:
+        """Acknowledge the results that were added. Never raises: they stay unread if this fails."""
+        if self._count:
+            only = self._only or Selection(groups=frozenset(self._groups))
+            try:
+                await self._client.acknowledge(self._after, self._up_to, only=only)
+            except ProrlError as error:
+                logger.warning("results up to %d are not acknowledged: %s", self._up_to, error)
+                return
+        self._after, self._count = self._up_to, 0
+        self._groups.clear()
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:

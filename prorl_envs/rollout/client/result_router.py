@@ -7,16 +7,17 @@ import logging
 from prorl_envs.errors import ProrlError
 from prorl_envs.rollout.api.errors import CursorExpired, NotFound
 from prorl_envs.rollout.api.types import Result
-from prorl_envs.rollout.client.client import RolloutClient
+from prorl_envs.rollout.client.client import Processed, RolloutClient
 
 logger = logging.getLogger(__name__)
 
-#: Seconds before a failed service is asked again.
-PAUSE_S = 2.0
+#: Seconds before a failed service is asked again, and seconds that a request waits for results.
+PAUSE_S, WAIT_S = 2.0, 20.0
 
 
 class ResultRouter:
-    """Router that reads all results of a service in `keep_reading`, and passes them to waiting callers.
+    """Router that reads all results of a service in `keep_reading`, and passes them to waiting callers. It
+    acknowledges only these: the others are for other readers.
 
     Args:
         client: client of the service; its owner closes it.
@@ -42,6 +43,15 @@ class ResultRouter:
 
     async def keep_reading(self) -> None:
         """Read results until cancelled; retries if the service fails."""
+        processed = Processed(self._client)
+        try:
+            await self._keep_reading(processed)
+        finally:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PAUSE_S):
+                    await processed.acknowledge()
+
+    async def _keep_reading(self, processed: Processed) -> None:
         after = None
         while True:
             try:
@@ -49,9 +59,14 @@ class ResultRouter:
                     after = (await self._client.status()).newest_cursor
                     self._reading.set()
                     await self._look_up()
-                async for result in self._client.results(after):
-                    after = result.cursor
-                    self.hand_over(result)
+                while True:
+                    page = await self._client.page(after, wait_s=WAIT_S, acknowledge=False)
+                    for result in page.results:
+                        if self.hand_over(result):
+                            await processed.add(result)
+                    after = page.next
+                    if not page.results:
+                        await processed.acknowledge()
             except CursorExpired as error:
                 logger.warning("results went by unread: %s", error)
                 after = None
@@ -69,8 +84,10 @@ class ResultRouter:
         """Return True if a caller waits for this result."""
         return job_id in self._waiting
 
-    def hand_over(self, result: Result) -> None:
-        """Pass a result to the caller that waits for it, if there is one."""
+    def hand_over(self, result: Result) -> bool:
+        """Pass a result to the caller that waits for it; return False if there is none."""
         future = self._waiting.get(result.job_id)
-        if future is not None and not future.done():
-            future.set_result(result)
+        if future is None or future.done():
+            return False
+        future.set_result(result)
+        return True

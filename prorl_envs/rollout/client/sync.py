@@ -134,6 +134,7 @@ class SyncRolloutClient:
     result = _waiting(RolloutClient.result)
     job_token = _waiting(RolloutClient.job_token)
     page = _waiting(RolloutClient.page)
+    acknowledge = _waiting(RolloutClient.acknowledge)
     stream = _iterating(RolloutClient.stream)
     results = _iterating(RolloutClient.results)
     follow = _iterating(RolloutClient.follow)

@@ -9,6 +9,7 @@ from fastapi import Body, Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
 from pydantic import Discriminator, Field, Tag
+from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 
 from prorl_envs import __version__
@@ -143,9 +144,13 @@ def _add_groups(app: FastAPI, service: RolloutService, settings: ServerSettings,
         return await service.cancel_group(group_id)
 
     @app.get("/v1/jobs/{job_id:path}/result", response_model=Result)
-    async def get_job_result(job_id: str) -> Response:
+    async def get_job_result(
+        job_id: str,
+        acknowledge: Annotated[bool, Query(description="The result is read when it was sent.")] = True,
+    ) -> Response:
         """Return the result of a finished job."""
-        return json_response(await service.store.result(job_id))
+        result = await service.store.result(job_id)
+        return json_response(result, BackgroundTask(service.read, result) if acknowledge else None)
 
     @app.post("/v1/jobs/{job_id:path}/token")
     async def make_job_token(job_id: str) -> JobToken:

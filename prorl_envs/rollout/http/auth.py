@@ -40,6 +40,7 @@ TENANT_ROUTES = frozenset(
         "/v1/summaries",
         "/v1/results",
         "/v1/results/stream",
+        "/v1/results/acknowledge",
         "/v1/batches",
         "/v1/batches/{batch_id:path}",
         "/v1/batches/{batch_id:path}/tasks",

@@ -29,6 +29,7 @@ from prorl_envs.rollout.batches.plan import GroupDecision
 from prorl_envs.rollout.monitoring.node_metrics import nodes, sandboxes, use_of
 from prorl_envs.rollout.nodes.fleet import Fleet
 from prorl_envs.rollout.scheduling.placement import HEAD
+from prorl_envs.rollout.store.base import UnreadResults
 
 #: Content type of `Metrics.text`.
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -46,6 +47,7 @@ class Metrics:
         status: returns the current status of the service.
         node: returns the current use of its machine.
         batches: returns the stored batches.
+        unread: returns the number of unread results.
         fleet: further nodes, or None.
         connections: of the HTTP server.
     """
@@ -55,6 +57,7 @@ class Metrics:
         status: Callable[[], StatusView],
         node: Callable[[], NodeUse],
         batches: Callable[[], list[BatchView]],
+        unread: Callable[[], UnreadResults],
         fleet: Fleet | None = None,
         connections: ConnectionCounts | None = None,
     ) -> None:
@@ -102,7 +105,7 @@ class Metrics:
         self._drift = Counter(
             "prorl_drift_tokens", "Prompt tokens that differed from the recorded ones.", registry=registry
         )
-        registry.register(_Now(status, node, batches, fleet, connections or ConnectionCounts()))
+        registry.register(_Now(status, node, batches, unread, fleet, connections or ConnectionCounts()))
         ProcessCollector(registry=registry)
 
     def observe(self, result: Result) -> None:
@@ -163,18 +166,21 @@ class _Now(Collector):
         status: Callable[[], StatusView],
         node: Callable[[], NodeUse],
         batches: Callable[[], list[BatchView]],
+        unread: Callable[[], UnreadResults],
         fleet: Fleet | None,
         connections: ConnectionCounts,
     ) -> None:
         self._status = status
         self._node = node
         self._batches = batches
+        self._unread = unread
         self._fleet = fleet
         self._connections = connections
 
     def collect(self) -> Iterator[Metric]:
         status = self._status()
         yield from _service(status)
+        yield from _unread(self._unread())
         yield from _http(self._connections)
         yield from _model_servers(status)
         heartbeats = self._fleet.heartbeats() if self._fleet is not None else {}
@@ -207,6 +213,12 @@ def _service(status: StatusView) -> Iterator[Metric]:
     yield _counter("prorl_retries", "Attempts beyond the first.", status.retries)
     yield _counter("prorl_close_failures", "Sandboxes that did not close in order.", status.close_failures)
     yield _counter("prorl_internal_errors", "Bugs met.", status.internal_errors)
+
+
+def _unread(unread: UnreadResults) -> Iterator[Metric]:
+    yield _gauge("prorl_unread_results", "Results that no reader has acknowledged.", unread.results)
+    yield _gauge("prorl_unread_tokens", "Tokens of these results.", unread.tokens)
+    yield _counter("prorl_unread_results_dropped", "Unread results that were dropped.", unread.dropped)
 
 
 def _http(connections: ConnectionCounts) -> Iterator[Metric]:

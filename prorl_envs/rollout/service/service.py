@@ -60,6 +60,7 @@ from prorl_envs.rollout.service.interactive import InteractiveEpisodes
 from prorl_envs.rollout.service.model_servers import ModelServers, router_view
 from prorl_envs.rollout.service.notifier import EVERYTHING, Notifier
 from prorl_envs.rollout.service.operations import Operations
+from prorl_envs.rollout.service.read_tracker import ReadTracker
 from prorl_envs.rollout.service.recovery import sort_out
 from prorl_envs.rollout.store.base import MemoryStore, NewGroup, Store, StoredGroup
 
@@ -109,6 +110,8 @@ class RolloutService:
         self.renderer = renderer
         self.model = model
         self.store: Store = store or MemoryStore(**self.settings.retention.of_results)
+        #: Results that were read.
+        self.readers = ReadTracker(self.store, self.settings.retention, self.clock)
         #: Operations of callers on the model servers.
         self.model_servers = ModelServers(model, self.store, self.clock)
         self.state = ServiceState.STARTING
@@ -147,7 +150,12 @@ class RolloutService:
         self.connections = ConnectionCounts()
         #: Metrics of `/metrics`.
         self.metrics = Metrics(
-            self.status, lambda: node.use, lambda: self.batches.views(), fleet, self.connections
+            self.status,
+            lambda: node.use,
+            lambda: self.batches.views(),
+            lambda: self.store.unread,
+            fleet,
+            self.connections,
         )
         #: Admission control.
         self.room = AdmissionControl(lambda: self.settings.queue, self._engine, self.episodes, self.store)
@@ -420,7 +428,13 @@ class RolloutService:
         return await self.group(group_id)
 
     async def results(
-        self, after: int, *, limit: int, wait_s: float = 0.0, only: Selection = ALL
+        self,
+        after: int,
+        *,
+        limit: int,
+        wait_s: float = 0.0,
+        only: Selection = ALL,
+        acknowledge: bool = True,
     ) -> ResultPage:
         """Return results after a cursor.
 
@@ -429,10 +443,14 @@ class RolloutService:
             limit: maximum number of results.
             wait_s: seconds to wait for the first result if there is none.
             only: which results; `next` skips the others.
+            acknowledge: the reader has processed what it was sent up to `after`; it is read.
 
         Raises:
-            CursorExpired: results in between are no longer stored.
+            CursorExpired: results after `after` that the filter accepts are no longer stored.
         """
+        start = after
+        if acknowledge:
+            self.readers.confirmed(only, after)
 
         async def look() -> tuple[ResultPage, bool]:
             nonlocal after
@@ -442,7 +460,18 @@ class RolloutService:
             after = found[-1].cursor if found else max(after, newest)
             return ResultPage(results=found, next=after), bool(found)
 
-        return await self._watch(look, EVERYTHING, wait_s)
+        page = await self._watch(look, EVERYTHING, wait_s)
+        if acknowledge:
+            self.readers.sent(only, start, page)
+        return page
+
+    async def read(self, result: Result) -> None:
+        """Mark a result as read."""
+        self.store.acknowledge([result.cursor])
+
+    async def acknowledge(self, after: int, up_to: int, only: Selection = ALL) -> None:
+        """Mark the stored results after `after`, up to and including `up_to`, as read."""
+        self.store.acknowledge(await self.store.cursors(after, up_to, only))
 
     async def _watch[V](self, look: Callable[[], Awaitable[tuple[V, bool]]], topic: str, wait_s: float) -> V:
         """Call `look` at each change of a topic, until it is done or the time is up."""
@@ -522,6 +551,7 @@ class RolloutService:
         self.metrics.observe(result)
         self.watch.observe(result)
         self.batches.ended(result)
+        self.readers.check()
         self._announce(result)
 
     def _announce(self, result: Result) -> None:

@@ -189,7 +189,7 @@ class Live extends Source {
     const job = `/v1/jobs/${encodeURIComponent(key)}`;
     const view = await client.get(job);
     const over = ["done", "failed", "cancelled"].includes(view.state);
-    return client.get(`${job}/${over ? "result" : "partial"}`);
+    return client.get(`${job}/${over ? "result?acknowledge=false" : "partial"}`);
   }
 
   async tokens(key) {

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Annotated, Any
 
-from fastapi import FastAPI
+from fastapi import BackgroundTasks, FastAPI
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
@@ -154,9 +154,11 @@ def _add_routes(app: FastAPI, paper: "_Paper", servers: ModelServers) -> None:
         return PaperAnswer(status="running", **paper.status())
 
     @app.post("/process", response_model=dict[str, Any], **described)
-    async def paper_process(body: ProcessRequest) -> dict[str, Any]:
-        """Run one rollout and return its result."""
-        return await paper.process(body)
+    async def paper_process(body: ProcessRequest, background: BackgroundTasks) -> dict[str, Any]:
+        """Run one rollout and return its result, which is read when it was sent."""
+        result, answer = await paper.process(body)
+        background.add_task(paper.read, result)
+        return answer
 
     @app.post("/cancel", **described)
     async def paper_cancel(body: CancelRequest) -> PaperAnswer:
@@ -225,7 +227,10 @@ class _Paper:
         with _dialect():
             await self._service.cancel_group(_group_id(name))
 
-    async def process(self, body: ProcessRequest) -> dict[str, Any]:
+    async def read(self, result: Result) -> None:
+        await self._service.read(result)
+
+    async def process(self, body: ProcessRequest) -> tuple[Result, dict[str, Any]]:
         self._check_running()
         if not self._service.has_model():
             raise PaperError(503, "there is no model server; add one first", 5)
@@ -241,7 +246,7 @@ class _Paper:
                 self._pending[group.id] -= 1
                 if not self._pending[group.id]:
                     del self._pending[group.id]
-        return paper_result(result, instance)
+        return result, paper_result(result, instance)
 
     async def _finished(self, job: str) -> Result:
         while not (await self._service.job(job, wait_s=_LOOK_S)).state.final:

@@ -6,11 +6,12 @@ from typing import Annotated, Literal
 from fastapi import Depends, FastAPI, Header, Query, Response
 from fastapi.responses import StreamingResponse
 from pydantic import StringConstraints
+from starlette.background import BackgroundTask
 
 from prorl_envs.config import ServerSettings
 from prorl_envs.rollout.api.errors import CursorExpired
 from prorl_envs.rollout.api.types import JobState, Result, Selection
-from prorl_envs.rollout.api.views import ResultPage
+from prorl_envs.rollout.api.views import AcknowledgeRequest, Health, ResultPage
 from prorl_envs.rollout.http.auth import CurrentCaller
 from prorl_envs.rollout.service.service import RolloutService, ServiceState
 
@@ -50,6 +51,9 @@ async def _selection(
 
 
 _Only = Annotated[Selection, Depends(_selection)]
+_Acknowledge = Annotated[
+    bool, Query(description="The reader has processed what it was sent up to `after`: it is read.")
+]
 
 
 def add_results(app: FastAPI, service: RolloutService, settings: ServerSettings) -> None:
@@ -62,10 +66,25 @@ def add_results(app: FastAPI, service: RolloutService, settings: ServerSettings)
         after: _After = 0,
         wait_s: Annotated[float, Query(ge=0, le=max_wait_s, allow_inf_nan=False)] = 0.0,
         limit: Annotated[int, Query(ge=1, le=max_page)] = min(100, max_page),
+        acknowledge: _Acknowledge = True,
     ) -> Response:
         """Return results after a cursor, waiting up to `wait_s` seconds for the first. `next` skips
         filtered-out results."""
-        return json_response(await service.results(after, limit=limit, wait_s=wait_s, only=only))
+        return json_response(
+            await service.results(after, limit=limit, wait_s=wait_s, only=only, acknowledge=acknowledge)
+        )
+
+    @app.post("/v1/results/acknowledge")
+    async def acknowledge_results(body: AcknowledgeRequest, caller: CurrentCaller) -> Health:
+        """Mark results as read, so that the store may drop them."""
+        only = Selection(
+            prefix=caller.prefix,
+            groups=frozenset(body.groups),
+            environments=frozenset(body.environments),
+            states=frozenset(JobState(name) for name in body.states),
+        )
+        await service.acknowledge(body.after, body.up_to, only)
+        return Health(status="ok")
 
     @app.get(
         "/v1/results/stream",
@@ -79,49 +98,65 @@ def add_results(app: FastAPI, service: RolloutService, settings: ServerSettings)
         after: _After = 0,
         last_event_id: _LastEventId = None,
         accept: Annotated[str, Header(description=f"{_EVENTS} asks for server-sent events.")] = _LINES,
+        acknowledge: _Acknowledge = True,
     ) -> StreamingResponse:
         """Stream results after a cursor as they arrive, until the service stops: one JSON object a line, with
         empty lines as heartbeats, or server-sent events, whose ids are cursors. Each result is sent at least
         once; to resume, request the results after the last cursor read."""
         after = after if last_event_id is None else last_event_id
-        await service.results(after, limit=1, only=only)  # an expired cursor is an error, not an empty stream
+        if acknowledge:
+            service.readers.confirmed(only, after)
+        # An expired cursor is an error, not an empty stream.
+        await service.results(after, limit=1, only=only, acknowledge=False)
+        pages = _pages(service, after, only, acknowledge=acknowledge)
         if _EVENTS in accept.lower():
-            return StreamingResponse(_events(service, after, only), media_type=_EVENTS, headers=_NO_CACHE)
-        return StreamingResponse(_lines(service, after, only), media_type=_LINES, headers=_NO_CACHE)
+            return StreamingResponse(_events(pages), media_type=_EVENTS, headers=_NO_CACHE)
+        return StreamingResponse(_lines(pages), media_type=_LINES, headers=_NO_CACHE)
 
 
-async def _lines(service: RolloutService, after: int, only: Selection) -> AsyncIterator[str]:
-    async for page in _pages(service, after, only):
+async def _lines(pages: AsyncIterator[ResultPage]) -> AsyncIterator[str]:
+    async for page in pages:
         for result in page.results:
             yield result.model_dump_json() + "\n"
         if not page.results:
             yield "\n"
 
 
-async def _events(service: RolloutService, after: int, only: Selection) -> AsyncIterator[str]:
+async def _events(pages: AsyncIterator[ResultPage]) -> AsyncIterator[str]:
     """Yield server-sent events (HTML standard, section 9.2). JSON has no line breaks: each result is one
     `data` line."""
-    async for page in _pages(service, after, only):
+    async for page in pages:
         for result in page.results:
             yield f"id: {result.cursor}\nevent: result\ndata: {result.model_dump_json()}\n\n"
         if not page.results:  # an event without data is not shown, but moves the reader's last id
             yield f"id: {page.next}\n\n"
 
 
-async def _pages(service: RolloutService, after: int, only: Selection) -> AsyncIterator[ResultPage]:
+async def _pages(
+    service: RolloutService, after: int, only: Selection, *, acknowledge: bool
+) -> AsyncIterator[ResultPage]:
     """Yield pages of results, each when the reader has taken the previous one. Empty ones are heartbeats."""
+    start = after
     while True:
         stopped = service.state is ServiceState.STOPPED
         try:
-            page = await service.results(after, limit=STREAM_PAGE, wait_s=HEARTBEAT_S, only=only)
+            page = await service.results(
+                after, limit=STREAM_PAGE, wait_s=HEARTBEAT_S, only=only, acknowledge=False
+            )
         except CursorExpired:  # the reader is too slow; its next request gets the error
             return
         if stopped and not page.results:
             return
+        if acknowledge:  # a connection may break: the results are read when the reader comes back
+            service.readers.sent(only, start, page)
         yield page
         after = page.next
 
 
-def json_response(body: ResultPage | Result) -> Response:
-    """Serialise a body once, without a second validation: results are large and already validated."""
-    return Response(body.model_dump_json(), media_type="application/json")
+def json_response(body: ResultPage | Result, after: BackgroundTask | None = None) -> Response:
+    """Serialise a body once, without a second validation: results are large and already validated.
+
+    Args:
+        after: runs when the body was sent.
+    """
+    return Response(body.model_dump_json(), media_type="application/json", background=after)
