@@ -164,10 +164,14 @@ def collect_informative(
         with contextlib.suppress(ProrlError):  # it was not submitted, or the service is unreachable
             client.cancel_batch(name)
         raise
-    chosen = [group.group_id for group in client.batch_groups(name).groups]
+    informative = client.batch_groups(name).groups
+    chosen = [group.group_id for group in informative]
     begun = [f"{name}/{index}" for index in range(view.started)]
     chosen += [group for group in begun if group not in chosen][: len(groups) - len(chosen)]
     results = {result.job_id: result for result in client.follow(chosen, after)}
+    read = sum(len(group.job_ids) for group in informative)
+    for _ in client.batch_results(name, read):  # none is left: the batch and its other groups are read
+        pass
     return [[results[job_id(group, sample)] for sample in range(one.samples)] for group in chosen]
 
 
