@@ -1,4 +1,4 @@
-"""Which results are read: each way in which readers receive results, and what stays unread."""
+"""Read and unread results: each way in which readers receive results, and the results that stay unread."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Which results were read: readers confirm what they received, and only read results may be dropped.
+"""Tracker of read results: readers confirm the results that they received, and only read ones may be dropped.
 
 A response may be lost, so a result that was sent is not read yet. It is read once the same reader asks for
 the results after it. Readers have no names: one is recognised by its filter, and by the cursor from which it
