@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import resource
+import shutil
 import sqlite3
 import threading
 import time
@@ -169,6 +170,30 @@ async def test_results_of_format_6_are_unread_and_earlier_ones_are_dropped(tmp_p
         assert [r.cursor for r in await store.results(4, 10)] == [5, 6, 7]
         with pytest.raises(CursorExpired, match="up to 4"):
             await store.results(3, 10, only=Selection(environments=frozenset({"toy"})))
+
+
+async def test_a_result_whose_acknowledgement_a_crash_lost_is_unread(tmp_path: Path) -> None:
+    """The files are copied, as a process that is killed leaves them."""
+
+    def crash(name: str) -> Path:
+        (tmp_path / name).mkdir()
+        for path in [tmp_path / "store.db", tmp_path / "store.db-wal"]:
+            shutil.copy(path, tmp_path / name / path.name)
+        return tmp_path / name / "store.db"
+
+    async with opened(tmp_path / "store.db") as store:
+        await store.submit([group(samples=3)])
+        for sample in range(2):
+            await store.record(result(sample=sample))
+        store.acknowledge([1])
+        before = crash("before")  # the write waits for others
+        await store.keep("written", "")
+        after = crash("after")
+    for path, unread, kept in ((before, 2, [1, 2, 3]), (after, 1, [2, 3])):
+        async with opened(path, max_results=1) as store:
+            assert store.unread.results == unread
+            await store.record(result(sample=2))
+            assert [r.cursor for r in await store.results(0, 10)] == kept
 
 
 async def test_a_full_disk_refuses_writes_and_keeps_accepted_ones(tmp_path: Path) -> None:
