@@ -15,10 +15,18 @@ from hypothesis import strategies as st
 
 from prorl_envs.errors import InputError
 from prorl_envs.model.answer_checks import ProtocolError, Refusal, ServerUnavailable
+from prorl_envs.model.http import client as model_client
 from prorl_envs.model.http.client import ClientLimits, ModelHttpClient
 from tests.support.tls import server_tls
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look often whether connections are open, so that tests of broken ones are quick."""
+    monkeypatch.setattr(model_client, "_LOOK_S", 0.02)
+
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: Chunked\r\n\r\n"
@@ -145,6 +153,30 @@ async def test_incomplete_and_ambiguous_answers_are_refused(sent: bytes) -> None
     async with server(saying(sent, then_close=True)) as url, client(url) as link:
         with pytest.raises(ServerUnavailable, match="broke the connection"):
             await link.request("POST", "/x", b"{}")
+
+
+async def test_a_malformed_chunk_after_the_head_is_noticed() -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        writer.write(CHUNKED + b"1\r\no\r\n")
+        await asyncio.sleep(0.05)
+        writer.write(b"no chunk")
+        await reader.read()
+
+    async with server(talk) as url, client(url) as link:
+        with pytest.raises(ServerUnavailable, match="broke the connection: the answer is malformed"):
+            await asyncio.wait_for(link.request("POST", "/x", b"{}"), 60)
+
+
+async def test_a_slow_answer_is_waited_for() -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        for part in (CHUNKED, b"1\r\no\r\n", b"1\r\nk\r\n", b"0\r\n\r\n"):
+            await asyncio.sleep(0.1)
+            writer.write(part)
+
+    async with server(talk) as url, client(url) as link:
+        assert await link.request("POST", "/x", b"{}") == b"ok"
 
 
 @pytest.mark.parametrize(

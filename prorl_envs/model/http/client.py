@@ -5,6 +5,7 @@ not retried, because the result would be the same. Cancelling a request closes i
 then stop the generation.
 """
 
+import asyncio
 import random
 from base64 import b64encode
 from collections.abc import Callable, Mapping
@@ -33,6 +34,8 @@ from prorl_envs.model.http.tls import client_tls
 
 #: Bytes of a request's body above which it is sent in pieces, between which the event loop runs.
 _LARGE = 2**20
+#: Seconds of waiting for data after which the client looks whether the connection is still open.
+_LOOK_S = 1.0
 #: Statuses that refuse one request for its content. Every other 4xx refuses the route or the client.
 _REQUEST_STATUSES = frozenset({400, 409, 413, 414, 415, 422, 431})
 
@@ -261,7 +264,7 @@ class ModelHttpClient:
         ) as response:
             content = bytearray()
             streamed = heard if response.status == HTTPStatus.OK else None
-            async for part in response.content.iter_any():
+            while part := await _next_part(response):
                 if streamed is not None:
                     too_much = not streamed.feed(part)
                 else:
@@ -303,6 +306,23 @@ class ModelHttpClient:
 
     def _unavailable(self, what: str) -> ServerUnavailable:
         return ServerUnavailable(f"the model server {self.url} {what}", hint="is it up, and the URL right?")
+
+
+async def _next_part(response: aiohttp.ClientResponse) -> bytes:
+    """Return more of an answer's body, or b"" at its end.
+
+    Raises:
+        aiohttp.ClientError: the connection closed before the end.
+    """
+    while True:
+        try:
+            async with asyncio.timeout(_LOOK_S):
+                return await response.content.readany()
+        except TimeoutError:
+            # aiohttp 3.14 closes the connection after a malformed chunk, but its reader waits on.
+            connection = response.connection
+            if connection is None or connection.transport is None or connection.transport.is_closing():
+                raise aiohttp.ClientPayloadError("the answer is malformed") from None
 
 
 class NamedModel(msgspec.Struct):
