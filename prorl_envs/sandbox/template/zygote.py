@@ -61,7 +61,7 @@ REPORT_LIMIT = 16 * 1024
 #: Milliseconds without a request after which the next spare is forked, so that the fork delays no request.
 _SPARE_MS = 8
 #: Maximum number of descriptors in a request.
-_DESCRIPTORS = 5
+_DESCRIPTORS = 3
 
 type Entry = Callable[[socket.socket], None]
 

@@ -4,11 +4,18 @@ The code runs in the image's interpreter, which may be old. It improves the beha
 hostile cell can undo it, but the host's limits still hold.
 """
 
+import inspect
+
+from prorl_envs.tools.server import interrupts
+
 #: Runs `!command` without a terminal, which would take 0.1 s and alter line ends. Bounds the size of
 #: messages: otherwise one print of 20 MB would be one message, too large for the host.
 SETUP = """
-def _setup():
-    import contextlib, io, os, signal, subprocess, sys, threading
+def _setup(interrupts):
+    import io, os, subprocess, sys
+    names = {}
+    exec(interrupts, names)
+    interrupt_kept, run_system = names["interrupt_kept"], names["run_system"]
     shell = get_ipython()
     limit = 1 << 20
 
@@ -73,37 +80,6 @@ def _setup():
         except subprocess.TimeoutExpired:
             process.kill()
 
-    # The next ones are as in `server/python_kernel.py`.
-    def run_system(command):
-        status = subprocess.call(command, shell=True, close_fds=False)
-        return -status if status < 0 else status << 8
-
-    @contextlib.contextmanager
-    def interrupt_kept():
-        if (
-            threading.current_thread() is not threading.main_thread()
-            or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-        ):
-            yield
-            return
-        interrupted = []
-
-        def on_interrupt(*_):
-            interrupted.append(True)
-            raise KeyboardInterrupt
-
-        signal.signal(signal.SIGINT, on_interrupt)
-        try:
-            yield
-        except Exception:
-            if not interrupted:
-                raise
-        finally:
-            if signal.getsignal(signal.SIGINT) is on_interrupt:
-                signal.signal(signal.SIGINT, signal.default_int_handler)
-        if interrupted:
-            raise KeyboardInterrupt
-
     getoutput_any = shell.getoutput
 
     def getoutput(cmd, split=True, depth=0):
@@ -133,6 +109,5 @@ def _setup():
     if hasattr(sys, "orig_argv"):
         sys.orig_argv[:] = ["python3"]
 
-_setup()
-del _setup
 """
+SETUP += f"_setup({inspect.getsource(interrupts)!r})\ndel _setup\n"

@@ -17,7 +17,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import warnings
 from collections.abc import Iterator
 from io import TextIOWrapper
@@ -41,6 +40,7 @@ from prorl_envs.tools.protocol.messages import (
     decode_cell,
     encode,
 )
+from prorl_envs.tools.server.interrupts import interrupt_kept, run_system
 
 CONTROL_FD = 3
 #: Imported before every session, if installed. Cells must still import them to use their names.
@@ -241,43 +241,6 @@ class CellShell(InteractiveShell):
     def ask_exit(self) -> None:
         """Handle `exit` and `quit`."""
         self.exiting = True
-
-
-@contextlib.contextmanager
-def interrupt_kept() -> Iterator[None]:
-    """Raise KeyboardInterrupt at the end if an interrupt came and the work did not raise it: IPython's
-    commands and magics print `^C` or a traceback instead, and the cell would continue until it is killed."""
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    ):
-        yield
-        return
-    interrupted = False
-
-    def on_interrupt(*_: object) -> NoReturn:
-        nonlocal interrupted
-        interrupted = True
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        yield
-    except Exception:  # such as the failure of a command that the interrupt ended
-        if not interrupted:
-            raise
-    finally:
-        if signal.getsignal(signal.SIGINT) is on_interrupt:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-    if interrupted:
-        raise KeyboardInterrupt
-
-
-def run_system(command: str | bytes | os.PathLike[str]) -> int:
-    """Run a command like `os.system`, which however ignores interrupts while the command runs, so that a loop
-    of commands would have to be killed. Return the wait status."""
-    status = subprocess.call(command, shell=True, close_fds=False)
-    return -status if status < 0 else status << 8
 
 
 def _leave_out_own_frames(error: BaseException) -> None:
