@@ -24,8 +24,8 @@ from prorl_envs.rollout.api.types import (
     TurnRecord,
     job_id,
 )
-from prorl_envs.rollout.store.base import MemoryStore, NewGroup, Store
-from prorl_envs.rollout.store.sqlite import SqliteStore
+from prorl_envs.rollout.store.base import NewGroup, Store
+from prorl_envs.rollout.store.sqlite import MemoryStore, SqliteStore
 
 SAMPLES = 8
 TURNS = 10

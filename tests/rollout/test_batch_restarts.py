@@ -154,7 +154,7 @@ async def test_a_cancelled_batch_stays_cancelled(make_bench: Any, renderer: Temp
     model = PacedModel(renderer)
     model.hold("a/1")
     bench = await make_bench(model=model)
-    await bench.service.batches.submit(batch(groups=2, tasks=5))
+    await bench.service.batches.submit(batch(groups=2, max_speculative_groups=0, tasks=5))
     await bench.finished(2)
     at = await bench.service.store.cancel_batch("a")  # and nothing more: the state if it is killed here
     again = await make_bench(model=PacedModel(renderer), kept_in=bench.service.store)

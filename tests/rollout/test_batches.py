@@ -13,7 +13,8 @@ from prorl_envs.model.tokens.rendering import TemplateRenderer
 from prorl_envs.rollout.api.batches import BatchState, BatchTasks, BatchView
 from prorl_envs.rollout.api.errors import Conflict, NotFound, QueueFull, Unavailable
 from prorl_envs.rollout.api.types import JobState
-from prorl_envs.rollout.store.base import MemoryStore, NewGroup
+from prorl_envs.rollout.store.base import NewGroup
+from prorl_envs.rollout.store.sqlite import MemoryStore
 from prorl_envs.testing.clock import FakeClock
 from tests.rollout.batch_bench import PacedModel, batch, rows
 

@@ -170,5 +170,6 @@ async def test_metrics_of_batches_for_operators(
     await bench.service.batches.extend("a", BatchTasks(first=2, tasks=rows(1, 2)))
     model.release("a/2")
     await bench.finished(6)
+    assert (await bench.service.batches.view("a", wait_s=60)).state.over
     assert measured(bench, "prorl_batches") == {"running": 0, "complete": 1, "exhausted": 0, "cancelled": 0}
     assert measured(bench, "prorl_batch_groups") == {"wanted": 0, "informative": 0, "in_flight": 0}

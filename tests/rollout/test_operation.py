@@ -17,8 +17,8 @@ from prorl_envs.rollout.api.views import Pause
 from prorl_envs.rollout.client.client import RolloutClient
 from prorl_envs.rollout.http.app import create_app
 from prorl_envs.rollout.service.recovery import MAX_INTERRUPTIONS
-from prorl_envs.rollout.store.base import MemoryStore, NewGroup
-from prorl_envs.rollout.store.sqlite import SqliteStore
+from prorl_envs.rollout.store.base import NewGroup
+from prorl_envs.rollout.store.sqlite import MemoryStore, SqliteStore
 from prorl_envs.testing.clock import FakeClock
 
 pytestmark = pytest.mark.anyio

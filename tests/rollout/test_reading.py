@@ -29,10 +29,12 @@ from tests.rollout.test_streams import EVENTS, lines_of, over_tcp
 pytestmark = pytest.mark.anyio
 
 
-def unread(bench: Any) -> list[str]:
+async def unread(bench: Any) -> list[str]:
     """Return the jobs whose results are unread."""
     store = bench.service.store
-    return sorted(store._results[cursor].job_id for cursor in store._unread)
+    await store.keep("flush", "")  # acknowledgements are written with the next write
+    read = {cursor for [cursor] in store._view.execute("SELECT cursor FROM read_results")}
+    return sorted(result.job_id for result in await store.results(0, 100) if result.cursor not in read)
 
 
 async def done(bench: Any, *names: str, samples: int = 1) -> None:
@@ -62,47 +64,49 @@ async def client(bench: Any) -> AsyncIterator[RolloutClient]:
 
 async def test_a_page_is_read_when_the_next_one_is_requested(http: httpx.AsyncClient, bench: Any) -> None:
     await http.get("/v1/results?limit=2")
-    assert unread(bench) == ["a/0", "b/0", "c/0"], "the response may have been lost"
+    assert await unread(bench) == ["a/0", "b/0", "c/0"], "the response may have been lost"
     await http.get("/v1/results?limit=2")
-    assert unread(bench) == ["a/0", "b/0", "c/0"], "it was requested again"
+    assert await unread(bench) == ["a/0", "b/0", "c/0"], "it was requested again"
     await http.get("/v1/results?after=1&limit=1")
-    assert unread(bench) == ["b/0", "c/0"]
+    assert await unread(bench) == ["b/0", "c/0"]
     await http.get("/v1/results?after=2")
-    assert unread(bench) == ["c/0"]
+    assert await unread(bench) == ["c/0"]
     await http.get("/v1/results?after=3")
-    assert unread(bench) == []
+    assert await unread(bench) == []
 
 
 async def test_a_later_cursor_confirms_only_what_was_sent(http: httpx.AsyncClient, bench: Any) -> None:
     await http.get("/v1/results?after=3")
-    assert unread(bench) == ["a/0", "b/0", "c/0"]
+    assert await unread(bench) == ["a/0", "b/0", "c/0"]
     await http.get("/v1/results?limit=1")
     await http.get("/v1/results?after=3")
-    assert unread(bench) == ["a/0", "b/0", "c/0"], "the reader of the first page did not ask for the second"
+    assert await unread(bench) == ["a/0", "b/0", "c/0"], (
+        "the reader of the first page did not ask for the second"
+    )
 
 
 async def test_a_reader_confirms_only_the_results_of_its_filter(http: httpx.AsyncClient, bench: Any) -> None:
     await http.get("/v1/results?group=a&group=b")
     for other in ("group=c", "group=a", "environment=toy", ""):
         await http.get(f"/v1/results?after=2&{other}")
-        assert unread(bench) == ["a/0", "b/0", "c/0"]
+        assert await unread(bench) == ["a/0", "b/0", "c/0"]
     await http.get("/v1/results?group=b&group=a&after=2")
-    assert unread(bench) == ["c/0"]
+    assert await unread(bench) == ["c/0"]
 
 
 async def test_a_reader_may_look_at_results_without_reading_them(http: httpx.AsyncClient, bench: Any) -> None:
     await http.get("/v1/results?limit=2&acknowledge=false")
     await http.get("/v1/results?after=2")
     await http.get("/v1/jobs/a/0/result?acknowledge=false")
-    assert unread(bench) == ["a/0", "b/0", "c/0"]
+    assert await unread(bench) == ["a/0", "b/0", "c/0"]
     await http.get("/v1/results?limit=2")
     await http.get("/v1/results?after=2&acknowledge=false")
-    assert unread(bench) == ["a/0", "b/0", "c/0"]
+    assert await unread(bench) == ["a/0", "b/0", "c/0"]
 
 
 async def test_a_result_that_was_requested_by_its_job_is_read(http: httpx.AsyncClient, bench: Any) -> None:
     assert (await http.get("/v1/jobs/b/0/result")).status_code == 200
-    assert unread(bench) == ["a/0", "c/0"]
+    assert await unread(bench) == ["a/0", "c/0"]
 
 
 async def test_pages_for_people_read_nothing(http: httpx.AsyncClient, bench: Any) -> None:
@@ -115,7 +119,7 @@ async def test_pages_for_people_read_nothing(http: httpx.AsyncClient, bench: Any
         "groups/a",
     ):
         assert (await http.get(f"/v1/{path}")).status_code == 200
-    assert unread(bench) == ["a/0", "b/0", "c/0"]
+    assert await unread(bench) == ["a/0", "b/0", "c/0"]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +138,7 @@ async def test_results_are_acknowledged(
 ) -> None:
     response = await http.post("/v1/results/acknowledge", json=body)
     assert (response.status_code, response.json()) == (200, {"status": "ok"})
-    assert unread(bench) == left
+    assert await unread(bench) == left
 
 
 async def test_a_tenant_acknowledges_only_its_own_results(bench: Any) -> None:
@@ -147,9 +151,9 @@ async def test_a_tenant_acknowledges_only_its_own_results(bench: Any) -> None:
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers=headers) as http:
         await http.post("/v1/results/acknowledge", json={"groups": ["a"]})
-        assert unread(bench) == ["a/0", "alice/a/0"]
+        assert await unread(bench) == ["a/0", "alice/a/0"]
         await http.post("/v1/results/acknowledge", json={})
-    assert unread(bench) == ["a/0"]
+    assert await unread(bench) == ["a/0"]
 
 
 async def test_a_stream_is_read_up_to_the_cursor_with_which_it_is_resumed(
@@ -158,10 +162,10 @@ async def test_a_stream_is_read_up_to_the_cursor_with_which_it_is_resumed(
     async with over_tcp(bench) as url, httpx.AsyncClient(base_url=url, headers=EVENTS) as client:
         async with client.stream("GET", "/v1/results/stream") as response:
             await lines_of(response, 12)
-        assert unread(bench) == ["a/0", "b/0", "c/0"]
+        assert await unread(bench) == ["a/0", "b/0", "c/0"]
         async with client.stream("GET", "/v1/results/stream", headers={"Last-Event-ID": "2"}) as response:
             await lines_of(response, 4)
-        assert unread(bench) == ["c/0"]
+        assert await unread(bench) == ["c/0"]
 
 
 async def test_a_stream_of_the_client_is_acknowledged_some_at_a_time(
@@ -173,7 +177,7 @@ async def test_a_stream_of_the_client_is_acknowledged_some_at_a_time(
     async with over_tcp(bench) as url, RolloutClient(url) as client:
         seen = []
         async for result in client.stream(only=mine):
-            seen.append((result.group_id, unread(bench)))
+            seen.append((result.group_id, await unread(bench)))
             if result.group_id == "d":
                 break
     everything = ["a/0", "b/0", "c/0", "d/0"]
@@ -189,9 +193,9 @@ async def test_a_client_reads_the_groups_that_it_follows_and_no_others(
     bench.world.gates["call"] = asyncio.Event()
     await bench.submit(bench.group("b"))
     async for result in client.follow(["a", "b"]):  # on two pages
-        assert {"a/0", "other/0"} <= set(unread(bench)), result.job_id
+        assert {"a/0", "other/0"} <= set(await unread(bench)), result.job_id
         bench.world.gates["call"].set()
-    assert unread(bench) == ["other/0"]
+    assert await unread(bench) == ["other/0"]
 
 
 async def test_a_group_that_is_not_followed_to_its_end_stays_unread(
@@ -200,18 +204,18 @@ async def test_a_group_that_is_not_followed_to_its_end_stays_unread(
     await done(bench, "a", samples=2)
     async for _ in client.follow(["a"]):
         break
-    assert unread(bench) == ["a/0", "a/1"]
+    assert await unread(bench) == ["a/0", "a/1"]
 
 
 async def test_pages_of_the_client_are_read(client: RolloutClient, bench: Any) -> None:
     await done(bench, "a", "b")
     reading = client.results()
     assert [(await anext(reading)).job_id for _ in range(2)] == ["a/0", "b/0"]
-    assert unread(bench) == ["a/0", "b/0"]
+    assert await unread(bench) == ["a/0", "b/0"]
     following = asyncio.ensure_future(anext(reading))
     await done(bench, "c")
     assert (await following).job_id == "c/0"
-    assert unread(bench) == ["c/0"]
+    assert await unread(bench) == ["c/0"]
 
 
 async def test_an_acknowledgement_that_fails_does_not_fail_the_reader(
@@ -225,7 +229,7 @@ async def test_an_acknowledgement_that_fails_does_not_fail_the_reader(
 
         monkeypatch.setattr(client, "acknowledge", refuse)
         assert [result.job_id async for result in client.follow(["a"])] == ["a/0"]
-    assert unread(bench) == ["a/0"]
+    assert await unread(bench) == ["a/0"]
 
 
 async def test_a_router_reads_only_the_results_that_callers_wait_for(
@@ -241,7 +245,7 @@ async def test_a_router_reads_only_the_results_that_callers_wait_for(
     assert (await waiting).job_id == "mine/0"
     reading.cancel()
     await asyncio.wait([reading])
-    assert unread(bench) == ["before/0", "other/0"]
+    assert await unread(bench) == ["before/0", "other/0"]
 
 
 async def test_the_papers_client_has_read_its_result(bench: Any) -> None:
@@ -250,7 +254,7 @@ async def test_the_papers_client_has_read_its_result(bench: Any) -> None:
         await http.post("/start")
         instance = {"data_source": "toy", "instance_id": "t", "instruction": "Do it."}
         assert (await http.post("/process", json={"instance": instance})).status_code == 200
-    assert unread(bench) == ["other/0"]
+    assert await unread(bench) == ["other/0"]
 
 
 # Batches. The first group has different rewards, the second has equal ones.
@@ -272,11 +276,11 @@ async def test_a_batch_is_read_when_its_results_were_read_to_the_end(batches: An
     everything = ["a/0/0", "a/0/1", "a/1/0", "a/1/1"]
     assert [r.job_id for r in (await service.results("a", 0, limit=1)).results] == ["a/1/0"]
     await service.results("a", 3, limit=9)
-    assert unread(batches) == everything, "no results were skipped: a batch has two"
+    assert await unread(batches) == everything, "no results were skipped: a batch has two"
     await service.results("a", 1, limit=9)
-    assert unread(batches) == ["a/0/0", "a/0/1", "a/1/1"]
+    assert await unread(batches) == ["a/0/0", "a/0/1", "a/1/1"]
     assert (await service.results("a", 2, limit=9)).results == []
-    assert unread(batches) == [], "also of the group that was not chosen"
+    assert await unread(batches) == [], "also of the group that was not chosen"
 
 
 async def test_a_client_reads_a_batch(batches: Any) -> None:
@@ -284,14 +288,12 @@ async def test_a_client_reads_a_batch(batches: Any) -> None:
         await client.submit_batch(batch(groups=1, in_flight=1, max_speculative_groups=0, tasks=3))
         assert len([result async for result in client.batch_results("a")]) == 2
     await batches.gone()
-    assert unread(batches) == []
+    assert await unread(batches) == []
 
 
 async def test_samples_that_a_read_batch_cancelled_are_read_when_they_end(batches: Any) -> None:
     service, model = batches.service.batches, batches.model
     model.hold("a/0")
-    await service.submit(batch(groups=1, in_flight=2, tasks=2))
-    await batches.world.until(lambda: len(batches.service.store._results) == 2)
     cancel, held = batches.service.cancel_jobs, asyncio.Event()
 
     async def cancel_later(jobs: Any) -> None:
@@ -299,13 +301,15 @@ async def test_samples_that_a_read_batch_cancelled_are_read_when_they_end(batche
         await cancel(jobs)
 
     batches.service.cancel_jobs = cancel_later
+    await service.submit(batch(groups=1, in_flight=2, tasks=2))
+    assert (await service.view("a", wait_s=60)).state.over
     assert (await service.results("a", 2, limit=9)).results == []
-    assert unread(batches) == []
+    assert await unread(batches) == []
     held.set()
     model.release_all()
     await batches.gone()
-    assert len(batches.service.store._results) == 4
-    assert unread(batches) == []
+    assert len(await batches.service.store.results(0, 100)) == 4
+    assert await unread(batches) == []
 
 
 async def test_groups_that_a_later_batch_may_take_over_stay_unread(batches: Any) -> None:
@@ -313,16 +317,16 @@ async def test_groups_that_a_later_batch_may_take_over_stay_unread(batches: Any)
     model.hold("a/0/1")
     await service.submit(batch(groups=1, in_flight=2, tasks=2, on_complete="carry"))
     assert (await service.view("a", wait_s=60)).carriable == 1
-    await batches.world.until(lambda: len(batches.service.store._results) == 3)
+    await batches.finished(3)
     await service.results("a", 2, limit=9)
-    assert unread(batches) == ["a/0/0"]
+    assert await unread(batches) == ["a/0/0"]
     await service.submit(batch("b", groups=1, in_flight=1, tasks=0, carry_from="a", filter=None))
     model.release("a/0/1")
     assert (await service.view("b", wait_s=60)).state.over
     await batches.gone()
-    assert unread(batches) == ["a/0/0", "a/0/1"]
+    assert await unread(batches) == ["a/0/0", "a/0/1"]
     await service.results("b", 2, limit=9)
-    assert unread(batches) == []
+    assert await unread(batches) == []
 
 
 # With a store that lasts.

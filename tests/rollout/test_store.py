@@ -22,8 +22,8 @@ from prorl_envs.rollout.api.types import (
     Trajectory,
     job_id,
 )
-from prorl_envs.rollout.store.base import MemoryStore, NewGroup, Store, StoredBatch, UnreadResults
-from prorl_envs.rollout.store.sqlite import SqliteStore
+from prorl_envs.rollout.store.base import NewGroup, Store, StoredBatch, UnreadResults
+from prorl_envs.rollout.store.sqlite import MemoryStore, SqliteStore
 
 STORES: dict[str, Callable[..., Store]] = {
     "memory": lambda _, **bounds: MemoryStore(**bounds),

@@ -8,7 +8,8 @@ import pytest
 from prorl_envs.rollout.api.errors import Unavailable
 from prorl_envs.rollout.api.types import GroupRequest, Result
 from prorl_envs.rollout.episode.engine import STORE_PAUSE_S
-from prorl_envs.rollout.store.base import MemoryStore, NewGroup
+from prorl_envs.rollout.store.base import NewGroup
+from prorl_envs.rollout.store.sqlite import MemoryStore
 from prorl_envs.testing.clock import FakeClock
 from tests.rollout.conftest import Bench
 

@@ -10,9 +10,9 @@ import pytest
 
 from prorl_envs.errors import InputError
 from prorl_envs.rollout.api.types import GroupRequest, Result, Selection
-from prorl_envs.rollout.store.base import MemoryStore, NewGroup, Store
+from prorl_envs.rollout.store.base import NewGroup, Store
 from prorl_envs.rollout.store.read_only import StoredEpisodes
-from prorl_envs.rollout.store.sqlite import SqliteStore
+from prorl_envs.rollout.store.sqlite import MemoryStore, SqliteStore
 from prorl_envs.rollout.store.summaries import summarise
 from tests.viewer.conftest import result
 

@@ -7,6 +7,7 @@ and observe every event.
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar
@@ -79,10 +80,11 @@ class ToyWorld:
         return type("ToyEnvironment", (ToyEnvironment,), {"world": self})
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Return when `condition` holds; it is evaluated whenever a step starts or finishes."""
+        """Return when `condition` holds; it is evaluated when a step starts or ends, and regularly."""
         while not condition():
             self._changed.clear()
-            await self._changed.wait()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), 0.05)
 
     def changed(self) -> None:
         """Notify waiters that the state changed."""

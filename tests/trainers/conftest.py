@@ -68,6 +68,12 @@ class ToyService:
         condition = lambda: sum(n for (_, name), n in entered.items() if name == step) >= count  # noqa: E731
         self.wait(self.world.until(condition))
 
+    def until_read(self) -> None:
+        """Return once every result was read."""
+        self.wait(
+            self.world.until(lambda: self.service is not None and self.service.store.unread.results == 0)
+        )
+
     def until_empty(self) -> None:
         """Return once no episode is open."""
         self.wait(self.world.until(lambda: self.world.open == 0))

@@ -62,7 +62,8 @@ from prorl_envs.rollout.service.notifier import EVERYTHING, Notifier
 from prorl_envs.rollout.service.operations import Operations
 from prorl_envs.rollout.service.read_tracker import ReadTracker
 from prorl_envs.rollout.service.recovery import sort_out
-from prorl_envs.rollout.store.base import MemoryStore, NewGroup, Store, StoredGroup
+from prorl_envs.rollout.store.base import NewGroup, Store, StoredGroup
+from prorl_envs.rollout.store.sqlite import MemoryStore
 
 log = logging.getLogger(__name__)
 

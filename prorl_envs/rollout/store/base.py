@@ -1,22 +1,20 @@
-"""Store of groups and results: the interface, and the store in memory.
+"""Store of groups and results: the interface, its records and errors.
 
 The store keeps the requests, the number of attempts of each job, and the results. The state in between
 belongs to the service, so a job costs three writes, independent of its turns.
 """
 
-import asyncio
-import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from prorl_envs.errors import FailureKind
 from prorl_envs.rollout.api.batches import BatchRequest, BatchTask
-from prorl_envs.rollout.api.errors import Conflict, CursorExpired, NotFound
+from prorl_envs.rollout.api.errors import Conflict, CursorExpired
 from prorl_envs.rollout.api.types import ALL, GroupRequest, JobState, Result, Selection, split_job_id
-from prorl_envs.rollout.store.summaries import SearchHits, body_of, look_through, summarise
+from prorl_envs.rollout.store.summaries import SearchHits
 from prorl_envs.viewer.summary import Summary
 
 #: Most tokens of one page of results: a token is some 25 bytes of JSON.
@@ -114,6 +112,11 @@ class UnreadResults:
     results: int = 0
     tokens: int = 0
     dropped: int = 0
+
+    def __add__(self, change: "UnreadResults") -> "UnreadResults":
+        return UnreadResults(
+            self.results + change.results, self.tokens + change.tokens, self.dropped + change.dropped
+        )
 
 
 class Store(Protocol):
@@ -253,263 +256,6 @@ class Store(Protocol):
         ...
 
     async def aclose(self) -> None: ...
-
-
-@dataclass(slots=True)
-class _Entry:
-    group: NewGroup
-    outcomes: list[StoredOutcome | None]
-    attempts: list[int]
-    failures: list[int]
-    batch_id: str | None
-    kept: int = 0  # number of stored results of this group
-
-    @property
-    def complete(self) -> bool:
-        return None not in self.outcomes
-
-
-class _Dropped(NamedTuple):
-    """Dropped result, for readers that ask for it."""
-
-    cursor: int
-    group_id: str
-    environment: str
-    state: JobState
-
-
-class MemoryStore:
-    """Store in memory, which lasts as long as the process.
-
-    Args:
-        max_results: results kept, read or unread; the oldest are dropped first, and a complete group with its
-            last result.
-        max_tokens: tokens of all trajectories kept.
-        ttl_s: seconds that results are kept; None is no bound. Older ones are dropped at the next result.
-        now: monotonic seconds.
-    """
-
-    durable = False
-
-    def __init__(
-        self,
-        *,
-        max_results: int = 100_000,
-        max_tokens: int = 50_000_000,
-        ttl_s: float | None = None,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._max_results = max_results
-        self._max_tokens = max_tokens
-        self._ttl_s = ttl_s
-        self._now = now
-        self._recorded_at: deque[float] = deque()  # of each result kept
-        self._entries: dict[str, _Entry] = {}
-        self._results: OrderedDict[int, Result] = OrderedDict()
-        self._tokens = 0
-        self._cursor = 0
-        self._dropped = 0  # cursor of the newest dropped result
-        self._lost: deque[_Dropped] = deque()  # the newest dropped results
-        self._forgotten = 0  # cursor of the newest dropped result that is not among them
-        self._unread: dict[int, int] = {}  # tokens, by cursor
-        self._unread_tokens = self._unread_dropped = 0
-        self._batches: dict[str, StoredBatch] = {}
-        self._values: dict[str, str] = {}
-
-    async def submit(self, groups: Sequence[NewGroup]) -> list[bool]:
-        new: dict[str, NewGroup] = {}
-        fresh = []
-        for group in groups:
-            entry = self._entries.get(group.request.id)
-            known = entry.group if entry else new.get(group.request.id)
-            if known is not None and known.request != group.request:
-                raise conflict(group.request.id)
-            fresh.append(known is None)
-            new.setdefault(group.request.id, group)
-        for group_id, group in new.items():
-            if group_id not in self._entries:
-                samples = group.request.samples
-                self._entries[group_id] = _Entry(
-                    group, [None] * samples, [0] * samples, [0] * samples, group.batch_id
-                )
-        return fresh
-
-    async def group(self, group_id: str) -> StoredGroup:
-        return _view(self._entry(group_id))
-
-    async def started(self, job_id: str, failures: int = 0, *, at_once: bool = True) -> None:
-        entry, sample = self._job(job_id)
-        entry.attempts[sample] += 1
-        entry.failures[sample] = failures
-
-    async def record(self, result: Result) -> Result:
-        entry = self._entry(result.group_id)
-        known = entry.outcomes[result.sample]
-        if known is not None:
-            return self._results.get(known.cursor, result.model_copy(update={"cursor": known.cursor}))
-        self._cursor += 1
-        result = result.model_copy(update={"cursor": self._cursor})
-        entry.outcomes[result.sample] = StoredOutcome(
-            result.state,
-            result.reward,
-            result.failure.kind if result.failure else None,
-            result.attempts,
-            result.cursor,
-        )
-        entry.attempts[result.sample] = result.attempts
-        entry.kept += 1
-        self._results[result.cursor] = result
-        self._recorded_at.append(self._now())
-        tokens = self._unread[result.cursor] = token_count(result)
-        self._unread_tokens += tokens
-        self._tokens += tokens
-        self._trim()
-        return result
-
-    async def newest(self) -> int:
-        return self._cursor
-
-    async def results(
-        self, after: int, limit: int, *, max_tokens: int = PAGE_TOKENS, only: Selection = ALL
-    ) -> list[Result]:
-        if 0 < after < self._dropped and (dropped := self._newest_lost(after, only)):
-            raise expired(dropped, after)
-        return first_page(self._after(after, only), limit, max_tokens)
-
-    def acknowledge(self, cursors: Collection[int]) -> None:
-        for cursor in cursors:
-            self._unread_tokens -= self._unread.pop(cursor, 0)
-
-    @property
-    def unread(self) -> UnreadResults:
-        return UnreadResults(len(self._unread), self._unread_tokens, self._unread_dropped)
-
-    async def cursors(self, after: int, up_to: int, only: Selection = ALL) -> list[int]:
-        return [result.cursor for result in self._after(after, only) if result.cursor <= up_to]
-
-    async def summaries(self, after: int, limit: int, *, only: Selection = ALL) -> list[Summary]:
-        return [summarise(result) for result in islice(self._after(after, only), limit)]
-
-    async def search(self, text: str, after: int, limit: int, *, only: Selection = ALL) -> SearchHits:
-        page = list(islice(self._after(after, only), limit))
-        bodies = ((result.cursor, body_of(result)) for result in page)
-        return await asyncio.to_thread(look_through, bodies, text, after)
-
-    async def result(self, job_id: str) -> Result:
-        entry, sample = self._job(job_id)
-        outcome = entry.outcomes[sample]
-        if outcome is None:
-            raise NotFound(f"job {job_id!r} is not finished", hint="ask again when it is")
-        if outcome.cursor not in self._results:
-            raise NotFound(f"the result of job {job_id!r} is no longer kept")
-        return self._results[outcome.cursor]
-
-    async def unfinished(self) -> list[StoredGroup]:
-        return [_view(entry) for entry in self._entries.values() if not entry.complete]
-
-    async def open_batch(self, batch: StoredBatch) -> None:
-        batch_id = batch.request.id
-        if any(split_job_id(group_id)[0] == batch_id for group_id in self._entries):
-            raise batch_conflict(batch_id)
-        self._batches[batch_id] = batch
-        for group_id in batch.carried:
-            self._entry(group_id).batch_id = batch_id
-
-    async def extend_batch(
-        self, batch_id: str, first: int, tasks: Sequence[BatchTask], *, closed: bool
-    ) -> None:
-        batch = self._batches[batch_id]
-        self._batches[batch_id] = replace(batch, appended=(*batch.appended, *tasks), closed=closed)
-
-    async def cancel_batch(self, batch_id: str) -> int:
-        self._batches[batch_id] = replace(self._batches[batch_id], cancelled_at=self._cursor)
-        return self._cursor
-
-    async def drop_batch(self, batch_id: str) -> None:
-        del self._batches[batch_id]
-        for entry in [entry for entry in self._entries.values() if entry.batch_id == batch_id]:
-            entry.batch_id = None
-            self._forget_if_gone(entry)
-
-    async def batches(self) -> list[tuple[StoredBatch, list[StoredGroup]]]:
-        groups: dict[str | None, list[StoredGroup]] = {}
-        for entry in self._entries.values():
-            groups.setdefault(entry.batch_id, []).append(_view(entry))
-        return [(batch, groups.get(name, [])) for name, batch in self._batches.items()]
-
-    async def keep(self, name: str, value: str) -> None:
-        self._values[name] = value
-
-    async def kept(self, name: str) -> str | None:
-        return self._values.get(name)
-
-    async def aclose(self) -> None:
-        """Do nothing."""
-
-    def _after(self, after: int, only: Selection) -> Iterator[Result]:
-        first = max(after, self._dropped) + 1
-        kept = (self._results[cursor] for cursor in range(first, self._cursor + 1))
-        return (result for result in kept if result in only)
-
-    def _entry(self, group_id: str) -> _Entry:
-        entry = self._entries.get(group_id)
-        if entry is None:
-            raise NotFound(f"no group {group_id!r}")
-        return entry
-
-    def _job(self, job_id: str) -> tuple[_Entry, int]:
-        group_id, sample = split_job_id(job_id)
-        entry = self._entries.get(group_id)
-        if entry is None or not 0 <= sample < len(entry.outcomes):
-            raise NotFound(f"no job {job_id!r}")
-        return entry, sample
-
-    def _trim(self) -> None:
-        """Drop the oldest results over the bounds; the newest always stays."""
-        while len(self._results) > 1 and self._over():
-            self._dropped, oldest = self._results.popitem(last=False)
-            self._recorded_at.popleft()
-            self._tokens -= token_count(oldest)
-            if self._dropped in self._unread:
-                self._unread_tokens -= self._unread.pop(self._dropped)
-                self._unread_dropped += 1
-            self._lost.append(_Dropped(oldest.cursor, oldest.group_id, oldest.environment, oldest.state))
-            if len(self._lost) > KNOWN_DROPPED:
-                self._forgotten = self._lost.popleft().cursor
-            entry = self._entries[oldest.group_id]
-            entry.kept -= 1
-            self._forget_if_gone(entry)
-
-    def _newest_lost(self, after: int, only: Selection) -> int:
-        """Return the greatest cursor after `after` of a dropped result that may be one of the selection, or
-        0."""
-        for dropped in reversed(self._lost):
-            if dropped.cursor <= after:
-                break
-            if only.accepts(dropped.group_id, dropped.environment, dropped.state):
-                return dropped.cursor
-        return self._forgotten if after < self._forgotten else 0
-
-    def _over(self) -> bool:
-        if len(self._results) > self._max_results or self._tokens > self._max_tokens:
-            return True
-        return self._ttl_s is not None and self._now() - self._recorded_at[0] > self._ttl_s
-
-    def _forget_if_gone(self, entry: _Entry) -> None:
-        if entry.kept == 0 and entry.complete and entry.batch_id is None:
-            del self._entries[entry.group.request.id]
-
-
-def _view(entry: _Entry) -> StoredGroup:
-    return StoredGroup(
-        entry.group.request,
-        entry.group.task_id,
-        tuple(entry.outcomes),
-        tuple(entry.attempts),
-        tuple(entry.failures),
-        entry.batch_id,
-        entry.group.weight_version,
-    )
 
 
 class Recent:

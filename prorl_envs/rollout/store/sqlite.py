@@ -1,4 +1,4 @@
-"""SQL store whose data outlives the process, committed by one thread; and its SQLite database.
+"""SQL store, committed by one thread; and its SQLite databases, in a file and in memory.
 
 Acknowledged writes are on the disk. Writes that wait during another transaction are committed together in the
 next one, so they share the cost of a flush. Reads have their own connection and thread and never wait for a
@@ -17,6 +17,7 @@ import math
 import os
 import sqlite3
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -45,7 +46,7 @@ from prorl_envs.rollout.store.base import (
     token_count,
 )
 from prorl_envs.rollout.store.sql_queries import WITHOUT_RESULTS, DbConnection, condition, lost
-from prorl_envs.rollout.store.sqlite_schema import deflate, lock, open_file, pack, unpack
+from prorl_envs.rollout.store.sqlite_schema import deflate, lock, open_file, open_in_memory, pack, unpack
 from prorl_envs.rollout.store.summaries import SearchHits
 from prorl_envs.viewer.summary import Summary
 
@@ -81,13 +82,13 @@ class SqlStore:
 
     Args:
         name: name of the database in errors.
-        db: the connection that writes; `view`: the one that reads.
+        db: the connection that writes; `view`: the one that reads, or the same.
         held: closes both connections and releases the database.
-        max_results: newest results that are kept. An older one is dropped once it was read, and a complete
-            group with its last result.
+        max_results: newest results that are kept. A durable store drops an older one once it was read,
+            another store at once; a complete group is dropped with its last result.
         max_tokens: tokens of these results.
-        ttl_s: seconds that a read result is kept; None is no bound. Older ones are dropped at the next
-            result or acknowledgement.
+        ttl_s: seconds that a result is kept; None is no bound. Older ones are dropped at the next result or
+            acknowledgement, by a durable store only if they were read.
         now: seconds since 1970; by default unaffected by clock changes while the process runs.
 
     Every method raises `Unavailable` if the database cannot be read or written; a write that raises has
@@ -124,10 +125,10 @@ class SqlStore:
         #: the tokens before it, and when it was recorded. None if it must be read from the database.
         self._last: tuple[int, int] | None = None
         self._oldest: tuple[float, float, float] | None = None
-        #: Of the current transaction: recorded results, change of the unread results and of their tokens,
-        #: whether more are to be dropped.
+        #: Of the current transaction: recorded results, change of the unread results, whether more are to be
+        #: dropped.
         self._recorded: list[Result] = []
-        self._more_unread = [0, 0]
+        self._more_unread = UnreadResults()
         self._drops_more = False
         #: Newest dropped cursor, and number of drops.
         self._dropped, self._drops = 0, 0
@@ -138,7 +139,7 @@ class SqlStore:
         self._company: asyncio.TimerHandle | None = None  # deadline of writes without a waiting caller
         self._closed = False
         self._writer = ThreadPoolExecutor(1, "store-write")
-        self._reader = ThreadPoolExecutor(1, "store-read")
+        self._reader = self._writer if view is db else ThreadPoolExecutor(1, "store-read")
         try:
             self._unread = self._count_unread()
         except self.errors as error:
@@ -360,11 +361,10 @@ class SqlStore:
         except BaseException:
             self._last = self._oldest = None
             self._drops_more = False
-            self._more_unread = [0, 0]
+            self._more_unread = UnreadResults()
             raise
-        results, tokens = self._more_unread
-        self._unread = UnreadResults(self._unread.results + results, self._unread.tokens + tokens)
-        self._more_unread = [0, 0]
+        self._unread += self._more_unread
+        self._more_unread = UnreadResults()
         return outcomes
 
     def _submit(self, groups: Sequence[NewGroup]) -> list[bool]:
@@ -446,7 +446,7 @@ class SqlStore:
         self._db.execute("INSERT INTO results VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
         self._last = written.cursor, total
         self._recorded.append(written)
-        self._count(1, tokens)
+        self._more_unread += UnreadResults(1, tokens)
         self._trim()
         return written
 
@@ -474,25 +474,22 @@ class SqlStore:
                 f" WHERE cursor IN ({', '.join('?' * len(some))}) ON CONFLICT DO NOTHING RETURNING tokens",
                 some,
             ).fetchall()
-            self._count(-len(rows), -sum(tokens for [tokens] in rows))
+            self._more_unread += UnreadResults(-len(rows), -sum(tokens for [tokens] in rows))
         if self._oldest is not None and min(cursors) < self._oldest[0]:
             self._oldest = None
         self._trim()
 
-    def _count(self, results: int, tokens: int) -> None:
-        """Count further unread results."""
-        self._more_unread[0] += results
-        self._more_unread[1] += tokens
-
     def _trim(self) -> None:
-        """Drop some of the oldest read results over the bounds; the newest result always stays."""
+        """Drop some of the oldest results over the bounds; the newest always stays. A durable store drops
+        only read ones."""
         newest, total = self._newest_known()
         self._drops_more = False
         if self._oldest is not None and not self._is_over(*self._oldest, newest, total):
             return
         self._oldest = None
+        droppable = "read_results JOIN results USING (cursor)" if self.durable else "results"
         oldest = self._db.execute(
-            "SELECT cursor, total - results.tokens, at, number FROM read_results JOIN results USING (cursor)"
+            f"SELECT cursor, total - results.tokens, at, number FROM {droppable}"
             f" ORDER BY cursor LIMIT {_TRIM_ROWS}"
         ).fetchall()
         for cursor, before, at, number in oldest:
@@ -501,7 +498,7 @@ class SqlStore:
                 return
             self._drop(cursor, number)
         self._drops_more = len(oldest) == _TRIM_ROWS
-        if not self._drops_more:
+        if self.durable and not self._drops_more:
             self._oldest = _NOTHING_READ
 
     def _is_over(self, cursor: float, before: float, at: float, newest: int, total: int) -> bool:
@@ -518,8 +515,11 @@ class SqlStore:
             " FROM jobs JOIN groups USING (number) WHERE number = ? AND cursor = ?",
             (number, cursor),
         )
-        self._db.execute("DELETE FROM results WHERE cursor = ?", (cursor,))
-        self._db.execute("DELETE FROM read_results WHERE cursor = ?", (cursor,))
+        [tokens] = self._db.execute(
+            "DELETE FROM results WHERE cursor = ? RETURNING tokens", (cursor,)
+        ).fetchone()
+        if self._db.execute("DELETE FROM read_results WHERE cursor = ?", (cursor,)).rowcount == 0:
+            self._more_unread += UnreadResults(-1, -tokens, dropped=1)
         self._dropped = max(self._dropped, cursor)
         gone = self._db.execute(
             f"DELETE FROM groups WHERE number = ? AND missing = 0 AND batch_id IS NULL AND {WITHOUT_RESULTS}",
@@ -663,6 +663,23 @@ class SqliteStore(SqlStore):
             db = stack.enter_context(contextlib.closing(open_file(self.path)))
             view = stack.enter_context(contextlib.closing(open_file(self.path)))
             super().__init__(self.path.name, db, view, stack.pop_all(), **bounds)
+
+
+class MemoryStore(SqlStore):
+    """Groups and results in memory, which last as long as the process.
+
+    Args:
+        bounds: as of `SqlStore`.
+    """
+
+    durable = False
+    errors = (sqlite3.Error,)
+    _near = False  # reads are in the thread too
+
+    def __init__(self, **bounds: Any) -> None:
+        db = open_in_memory()
+        weakref.finalize(self, db.close)
+        super().__init__("the store in memory", db, db, contextlib.ExitStack(), **bounds)
 
 
 def steady_time() -> Callable[[], float]:

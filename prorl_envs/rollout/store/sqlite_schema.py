@@ -160,6 +160,13 @@ def open_file(path: Path) -> sqlite3.Connection:
         raise InputError(f"the store {path} cannot be opened: {error}") from error
 
 
+def open_in_memory() -> sqlite3.Connection:
+    """Open a new store in memory."""
+    db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+    _upgrade(db, 0)
+    return db
+
+
 def open_to_read(path: Path) -> sqlite3.Connection:
     """Open a store that a service may have open. Writes nothing and does not take the store's lock.
 
@@ -218,6 +225,11 @@ def _prepare(db: sqlite3.Connection) -> None:
     if db.execute("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
         raise InputError("the file system of the store has no shared memory", hint="use a local disk")
     db.execute("PRAGMA synchronous = FULL")
+    _upgrade(db, version)
+
+
+def _upgrade(db: sqlite3.Connection, version: int) -> None:
+    """Bring the tables from a format to the newest."""
     if version < SCHEMA_VERSION:
         db.create_function("environment_of", 1, _environment_of, deterministic=True)
         db.create_function("rename_batch_fields", 1, rename_batch_fields, deterministic=True)
