@@ -5,7 +5,7 @@ python -m bench.at_once --numbers 10,100 --peers none
 
 Every episode has ten turns with a `bash` call each, and a model call takes 2 to 4 s. The service keeps its
 results in a file, as by default. A gap is the time from the planned end of a model call to the start of the
-episode's next one: what the service, the sandbox and the loop add to a turn. mini-swe-agent runs the same calls
+episode's next one: what service, sandbox and loop add to a turn. mini-swe-agent runs the same calls
 with a thread per episode, as its own runner does.
 """
 

@@ -1,6 +1,7 @@
 """mini-swe-agent's own loop, many episodes at once, with a model that takes its time.
 
-Run by its interpreter: KIND COUNT TURNS LEAST_S MOST_S BWRAP. Prints fields of `bench.at_once.Episodes` as JSON.
+Run by its interpreter: KIND COUNT TURNS LEAST_S MOST_S BWRAP. Prints the fields of
+`bench.at_once.Episodes` as JSON.
 """
 
 import json
