@@ -326,3 +326,44 @@ async def test_a_restart_stops_the_running_cell(box: Toolbox) -> None:
     assert not result.ok
     assert "was restarted" in result.text
     assert (await box.python("1 + 1", timeout_s=T)).text == "2\n"
+
+
+AWAIT = "import asyncio\nasync def f():\n    while True: pass\nprint('before', flush=True)\n"
+
+
+@pytest.mark.parametrize(
+    "awaits",
+    [
+        f"{LOOP}await asyncio.sleep(60)",
+        "while True: await asyncio.sleep(0)",
+        "await asyncio.gather(*(asyncio.sleep(60) for _ in range(3)))",
+        "await f()",
+        "await asyncio.create_task(f())",
+        "asyncio.run(asyncio.sleep(60))",
+    ],
+)
+async def test_the_deadline_interrupts_a_cell_that_awaits(kept: Toolbox, awaits: str) -> None:
+    await kept.python("kept = 1", timeout_s=T)
+    code = f"{AWAIT}{awaits}\nprint('after')"
+    result = await at_deadline(lambda limit_s: kept.python(code, timeout_s=limit_s))
+    assert "s: it was interrupted]" in result.text
+    assert result.data["error"] in ("KeyboardInterrupt", "CancelledError")
+    assert "after" not in result.text.splitlines()
+    assert (await kept.python("kept", timeout_s=T)).text == "1\n"
+
+
+async def test_an_interrupted_cell_does_not_continue_when_a_later_one_awaits(kept: Toolbox) -> None:
+    code = f"{AWAIT}count = 0\nwhile True:\n    count += 1\n    await asyncio.sleep(0)"
+    await at_deadline(lambda limit_s: kept.python(code, timeout_s=limit_s))
+    later = "before = count\nfor _ in range(100): await asyncio.sleep(0)\ncount - before"
+    assert (await kept.python(later, timeout_s=T)).text == "0\n"
+
+
+async def test_a_cell_may_run_event_loops_and_keeps_tasks_for_later_cells(kept: Toolbox) -> None:
+    code = (
+        "import asyncio\nasync def f():\n    return 7\n"
+        "print(asyncio.run(f()), asyncio.new_event_loop().run_until_complete(f()))"
+    )
+    assert (await kept.python(code, timeout_s=T)).text == "7 7\n"
+    await kept.python("task = asyncio.create_task(f())\nawait asyncio.sleep(0)", timeout_s=T)
+    assert (await kept.python("await task", timeout_s=T)).text == "7\n"

@@ -16,6 +16,7 @@ def _setup(interrupts):
     names = {}
     exec(interrupts, names)
     interrupt_kept, run_system = names["interrupt_kept"], names["run_system"]
+    no_running_loop = names["no_running_loop"]
     shell = get_ipython()
     limit = 1 << 20
 
@@ -86,6 +87,12 @@ def _setup(interrupts):
         with interrupt_kept():
             return getoutput_any(cmd, split, depth + 1)
 
+    run_cell_any = shell.run_cell
+
+    def run_cell(*args, **kwargs):
+        with no_running_loop():
+            return run_cell_any(*args, **kwargs)
+
     line_magic_any, cell_magic_any = shell.run_line_magic, shell.run_cell_magic
 
     def run_line_magic(magic_name, line, _stack_depth=1):
@@ -101,6 +108,10 @@ def _setup(interrupts):
     format_any = shell.display_formatter.format
     shell.display_formatter.format = format_bounded
     shell.system = system
+    # A kernel would run a cell that awaits in its own loop, which no interrupt wakes, and `asyncio.run` would
+    # fail in every cell. It runs cells without its loop if the shell has another runner than its own.
+    shell.run_cell = run_cell
+    shell.loop_runner = names["run_coroutine"]
     shell.getoutput = getoutput
     shell.run_line_magic = run_line_magic
     shell.run_cell_magic = run_cell_magic

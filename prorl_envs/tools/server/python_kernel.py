@@ -40,7 +40,7 @@ from prorl_envs.tools.protocol.messages import (
     decode_cell,
     encode,
 )
-from prorl_envs.tools.server.interrupts import interrupt_kept, run_system
+from prorl_envs.tools.server.interrupts import interrupt_kept, run_coroutine, run_system
 
 CONTROL_FD = 3
 #: Imported before every session, if installed. Cells must still import them to use their names.
@@ -176,6 +176,7 @@ class CellShell(InteractiveShell):
             colors="nocolor",
             input_transformer_manager=Transformers(),
         )
+        self.loop_runner = run_coroutine
 
     def init_ipython_dir(self, ipython_dir: str | None) -> None:
         self.ipython_dir = ""
