@@ -281,6 +281,7 @@ def _check(name: str, entry: EnvironmentSettings) -> None:
     for key, value in {
         "family": entry.family,
         "system_prompt": entry.system_prompt,
+        "python": entry.python,
         "sandbox": entry.sandbox,
         "options": entry.options or None,
     }.items():
@@ -359,5 +360,6 @@ def _options(entry: EnvironmentSettings, node: LimitSettings) -> Options:
         default_limits=SandboxLimits(**common),
         network=Network(allow=sandbox.allow) if "allow" in given else None,
         image=sandbox.image,
+        python=entry.python,
         own=entry.options,
     )

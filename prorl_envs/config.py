@@ -502,6 +502,9 @@ class EnvironmentSettings(_Section):
         agent: its agent: one of `agents`, or the built-in `codeact`
         agents: additional agents; each is offered as `NAME@AGENT`
         system_prompt: first message of its episodes
+        python: `kernel` runs the `ipython` tool in a Jupyter kernel of the sandbox's own `python3`, and adds
+            the tool to a family without it:
+            [Python sessions](environments.md#python-sessions). Default: the family's own
         sandbox: overrides for its sandboxes, if the family allows them: the limits of a sandbox (except
             `reserve_bytes` and `enforcement`), `allow` (hosts that can be reached), `image`
         options: options of the family; see its page
@@ -514,6 +517,7 @@ class EnvironmentSettings(_Section):
     agent: str | None = None
     agents: tuple[str, ...] = ()
     system_prompt: str | None = Field(default=None, min_length=1)
+    python: Literal["kernel"] | None = None
     sandbox: SandboxSettings | None = None
     options: dict[str, Any] = Field(default_factory=dict)
     limits: dict[str, Any] = Field(default_factory=dict)

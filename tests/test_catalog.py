@@ -10,9 +10,12 @@ from prorl_envs.app.compose import request_defaults
 from prorl_envs.catalog import Catalog
 from prorl_envs.config import Settings, load_settings
 from prorl_envs.env.registry import environments
+from prorl_envs.env.sandboxed import SandboxedEnvironment
 from prorl_envs.errors import InputError
 from prorl_envs.rollout.api.types import AgentLimits, GroupRequest
-from prorl_envs.sandbox.base import Network
+from prorl_envs.sandbox.base import Network, SandboxSpec
+from prorl_envs.sandbox.filesystem.python_runtime import python_spec
+from prorl_envs.tools.client.python import PythonEngine
 from tests.support.toy import empty_node
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -50,6 +53,26 @@ def test_an_entry_may_set_its_own_system_prompt_and_sandbox(tmp_path: Path) -> N
     assert plain.limits is None and plain.network == Network()
 
 
+def test_an_entry_may_run_python_cells_in_a_jupyter_kernel(tmp_path: Path) -> None:
+    image = {"family": "ipython", "python": "kernel", "sandbox": {"image": str(tmp_path)}}
+    entries = {"bash": {"python": "kernel"}, "ipython": {"python": "kernel"}, "image": image}
+    offered = Catalog.of(settings(tmp_path, entries))
+
+    def spec(name: str) -> Any:
+        environment = offered[name](empty_node())
+        assert isinstance(environment, SandboxedEnvironment)
+        assert environment.python is PythonEngine.KERNEL
+        return environment.sandbox_spec(offered.tasks(name, None)[0])
+
+    assert [tool.name for tool in offered["bash"](empty_node()).tools] == [
+        "bash", "str_replace_editor", "ipython", "finish",
+    ]  # fmt: skip
+    assert [tool.name for tool in offered["ipython"](empty_node()).tools] == ["ipython", "finish"]
+    spec("bash")
+    assert spec("ipython") == python_spec()  # the packages of this interpreter
+    assert spec("image") == SandboxSpec(image=tmp_path)  # the packages of the image's
+
+
 def test_a_request_overrides_an_entrys_defaults(tmp_path: Path) -> None:
     entry = {"limits": {"max_turns": 5, "run_s": 60}, "sampling": {"temperature": 0.5}}
     defaults = request_defaults(settings(tmp_path, {"bash": entry}))["bash"]
@@ -75,6 +98,9 @@ def test_a_request_overrides_an_entrys_defaults(tmp_path: Path) -> None:
         ({"x": {"system_prompt": "s", "nemo": {"url": "http://h"}}}, "system_prompt and nemo", ""),
         ({"swebench": {"sandbox": {"allow": ["pypi.org"]}}}, "does not allow another network", "limits"),
         ({"bash": {"sandbox": {"image": "/x.sif"}}}, "does not allow another image", "limits, network"),
+        ({"terminal": {"python": "kernel"}}, "does not allow another python", "limits"),
+        ({"x": {"python": "kernel", "nemo": {"url": "http://h"}}}, "python and nemo exclude", ""),
+        ({"bash": {"python": "jupyter"}}, "environments.bash.python", ""),
         (
             {"bash": {"sandbox": {"memory": 1}}},
             "unknown setting environments.bash.sandbox.memory",

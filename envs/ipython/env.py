@@ -1,6 +1,7 @@
 """Data and computation tasks: a Python session with numpy, pandas, scipy and sympy, and an answer to find."""
 
 import importlib.util
+from typing import ClassVar
 
 from prorl_envs.env.base import Grade
 from prorl_envs.env.sandboxed import SandboxedEnvironment
@@ -11,6 +12,7 @@ from prorl_envs.errors import EnvironmentFault
 from prorl_envs.extras import install_extras
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.sandbox.filesystem.python_runtime import python_spec
+from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.pool.sandbox_session import SandboxSession
 from prorl_envs.tools.schemas import PYTHON
 from prorl_envs.tools.types import ToolSpec
@@ -43,7 +45,8 @@ class IPythonEnvironment(SandboxedEnvironment[IPythonTask]):
 
     name = "ipython"
     task_type = IPythonTask
-    python = True
+    python: ClassVar[PythonEngine | bool] = True
+    sandbox_options = SandboxedEnvironment.sandbox_options | {"image"}
     sandbox_tools = (PYTHON,)
     finish_spec = ANSWER
     system_prompt = (
@@ -53,7 +56,8 @@ class IPythonEnvironment(SandboxedEnvironment[IPythonTask]):
     )
 
     def sandbox_spec(self, task: IPythonTask) -> SandboxSpec:
-        return python_spec()
+        own = self.python is PythonEngine.KERNEL and self.image is not None
+        return SandboxSpec() if own else python_spec()  # an image has its own interpreter
 
     @classmethod
     def unavailable(cls, task: IPythonTask) -> str:

@@ -37,7 +37,7 @@ class SwebenchEnvironment(SandboxedEnvironment[SwebenchTask]):
     sandbox_tools = (BASH, EDITOR)
     finish_spec = FINISH
     call_timeout_s = 180.0
-    sandbox_options = frozenset({"limits"})  # with a network the agent could look up the fix
+    sandbox_options = frozenset({"limits", "python"})  # with a network the agent could look up the fix
     system_prompt = (
         "You fix an issue in a repository, with a persistent bash shell and a file editor in a Linux "
         "sandbox. The repository is in the working directory and is installed in the active environment. "

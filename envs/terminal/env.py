@@ -56,7 +56,8 @@ class TerminalEnvironment(SandboxedEnvironment[TerminalTask]):
     sandbox_tools = (BASH, EDITOR)
     finish_spec = FINISH
     call_timeout_s = 180.0
-    sandbox_options = frozenset({"limits"})  # tasks say which network they need
+    # Tasks say which network they need; a Jupyter kernel cannot be reached in an emulated root.
+    sandbox_options = frozenset({"limits"})
     system_prompt = (
         "You solve a task in a Linux container, as root, with a persistent bash shell and a file editor. The "
         "shell keeps its working directory and variables between calls. When you finish, your processes are "

@@ -20,6 +20,7 @@ from prorl_envs.images.store import ImageStore
 from prorl_envs.sandbox.base import Driver, Sandbox, SandboxLimits, SandboxSpec
 from prorl_envs.sandbox.drivers.select import choose_driver, make_driver
 from prorl_envs.sandbox.limits.enforcement import DEFAULT_LIMITS
+from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.pool.sandbox_session import SandboxSession
 from prorl_envs.tools.pool.warm_pool import WarmPool
 
@@ -124,8 +125,8 @@ class Node:
         """Start a sandbox. The caller closes it."""
         return await self.driver.start(spec)
 
-    async def open_session(self, spec: SandboxSpec, *, python: bool = False) -> SandboxSession:
-        """Open a sandbox with its tools. The caller closes it."""
+    async def open_session(self, spec: SandboxSpec, *, python: PythonEngine | bool = False) -> SandboxSession:
+        """Open a sandbox with its tools, as `sandbox_session` does. The caller closes it."""
         asked = time.monotonic()
         try:
             place = await self._pool.take(spec, python=python)

@@ -1,4 +1,4 @@
-"""Variants of a family under their own names, with another system prompt or other sandboxes."""
+"""Variants of a family under their own names, with another system prompt, Python or other sandboxes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -10,6 +10,8 @@ from prorl_envs.env.base import Environment, Task
 from prorl_envs.env.sandboxed import SandboxedEnvironment
 from prorl_envs.errors import InputError
 from prorl_envs.sandbox.base import Network, SandboxLimits, SandboxSpec
+from prorl_envs.tools.client.python import PythonEngine
+from prorl_envs.tools.schemas import PYTHON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +24,7 @@ class Options:
         default_limits: limits of the node's sandboxes.
         network: replaces the sandbox's network.
         image: a directory or SIF file, as in `SandboxSpec`.
+        python: a `PythonEngine`, of the Python tool; a family without that tool gets it.
         own: the family's own options.
     """
 
@@ -30,12 +33,15 @@ class Options:
     default_limits: SandboxLimits = field(default_factory=SandboxLimits)
     network: Network | None = None
     image: Any = None
+    python: str | None = None
     own: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def of_sandbox(self) -> frozenset[str]:
         """Names of the sandbox properties that these options change."""
-        given = {"limits": self.limits, "network": self.network, "image": self.image}
+        given = {
+            "limits": self.limits, "network": self.network, "image": self.image, "python": self.python,
+        }  # fmt: skip
         return frozenset(name for name, value in given.items() if value)
 
     def applied(self, spec: SandboxSpec) -> SandboxSpec:
@@ -66,12 +72,12 @@ def with_options(name: str, base: type[Environment[Any]], options: Options) -> t
     if not issubclass(base, SandboxedEnvironment):
         raise InputError(
             f"environments.{name}: {base.name} has no system prompt and no sandbox to change",
-            hint="its families of one sandbox do; remove system_prompt and sandbox",
+            hint="its families of one sandbox do; remove system_prompt, python and sandbox",
         )
     if refused := wanted - base.sandbox_options:
         allowed = ", ".join(sorted(base.sandbox_options)) or "nothing"
         raise InputError(
-            f"environments.{name}.sandbox: {base.name} does not allow another {' or '.join(sorted(refused))}",
+            f"environments.{name}: {base.name} does not allow another {' or '.join(sorted(refused))}",
             hint=f"of its sandboxes may be changed: {allowed}",
         )
 
@@ -80,6 +86,12 @@ def with_options(name: str, base: type[Environment[Any]], options: Options) -> t
 
     if options.system_prompt:
         fields["system_prompt"] = options.system_prompt
+    if options.image is not None:
+        fields["image"] = options.image
+    if options.python is not None:
+        fields["python"] = PythonEngine(options.python)
+        if PYTHON not in base.sandbox_tools:
+            fields["sandbox_tools"] = (*base.sandbox_tools, PYTHON)
     return type(base.__name__, (base,), {**fields, "sandbox_spec": sandbox_spec})
 
 

@@ -5,6 +5,7 @@ from abc import abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, ClassVar
 
 from prorl_envs.env.base import Environment, Grade, Message, Prompt, Task
@@ -13,6 +14,7 @@ from prorl_envs.env.rows import validate_row
 from prorl_envs.errors import EnvironmentFault, UnsupportedMachine
 from prorl_envs.sandbox.base import SandboxSpec
 from prorl_envs.tools.client.arguments import is_unicode
+from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.pool.sandbox_session import SandboxSession
 from prorl_envs.tools.types import ToolCall, ToolResult, ToolSpec
 
@@ -35,9 +37,14 @@ class Phase(StrEnum):
 
 @asynccontextmanager
 async def sandbox_session(
-    node: Node, spec: SandboxSpec, *, python: bool = False
+    node: Node, spec: SandboxSpec, *, python: PythonEngine | bool = False
 ) -> AsyncIterator[SandboxSession]:
     """Start a sandbox with tools; both are closed at the end of the block.
+
+    Args:
+        node: the node on which it starts.
+        spec: specification of the sandbox.
+        python: engine of its Python session; True selects the forked one.
 
     Raises:
         SandboxError, ToolError.
@@ -60,11 +67,13 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
     host_tools: ClassVar[tuple[ToolSpec, ...]] = ()
     #: Tool with which the agent finishes and, if the family wants one, submits an answer.
     finish_spec: ClassVar[ToolSpec]
-    #: If true, the sandbox gets a warm IPython.
-    python: ClassVar[bool] = False
-    #: Properties of the sandboxes that `with_options` may change: limits, network, image. A family omits
-    #: those that its tasks depend on.
-    sandbox_options: ClassVar[frozenset[str]] = frozenset({"limits", "network"})
+    #: Engine of the sandbox's Python session; True selects the forked one.
+    python: ClassVar[PythonEngine | bool] = False
+    #: Image that replaces the one of `sandbox_spec`, if `with_options` set one.
+    image: ClassVar[Path | None] = None
+    #: Properties of the sandboxes that `with_options` may change: limits, network, image, python. A family
+    #: omits those that its tasks depend on.
+    sandbox_options: ClassVar[frozenset[str]] = frozenset({"limits", "network", "python"})
     #: Timeout of a tool call if the caller gives none, in seconds.
     call_timeout_s: ClassVar[float] = 60.0
 
@@ -145,6 +154,14 @@ class SandboxedEnvironment[TaskT: Task](Environment[TaskT]):
         grades, so that no process of the agent runs during the checks."""
         self._place = None
         await self._exits.aclose()
+
+    def jupyter_connection_file(self) -> Path:
+        """Return the file with which a Jupyter client of this user attaches to the episode's kernel.
+
+        Raises:
+            InputError: the episode has no Jupyter kernel.
+        """
+        return self._here("attach").tools.jupyter_connection_file()
 
     @property
     def answer(self) -> str | None:

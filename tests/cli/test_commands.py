@@ -19,6 +19,7 @@ from prorl_envs.extras import install_extras
 from prorl_envs.rollout.api.types import Failure, JobState, Result, Stage, Timings, Trajectory, TurnRecord
 from prorl_envs.tools.schemas import BASH, EDITOR, FINISH
 from tests.cli.conftest import SCRIPT, Cli
+from tests.support.kernel import ROW, write_kernel_files
 
 
 def result(job: str = "g/0", **changes: object) -> Result:
@@ -137,6 +138,17 @@ def test_play_accepts_several_lines_at_once(cli: Cli) -> None:
     done = cli("play", "ipython", "prime-sum", stdin=cell)
     assert done.returncode == 0, done.stderr
     assert "{'sum': 454396537}" in done.stdout and "reward 1" in done.stdout
+
+
+def test_play_shows_how_to_attach_a_jupyter_client(cli: Cli, tmp_path: Path) -> None:
+    settings, data = write_kernel_files(tmp_path)
+    code = ROW["reference"][0]["arguments"]["code"]
+    typed = f"/jupyter\n{code}\n/finish\n"
+    done = cli("play", "kernel", "--config", str(settings), "--data", str(data), stdin=typed)
+    assert done.returncode == 0, done.stderr
+    assert "jupyter console --existing /" in done.stdout and "reward 1" in done.stdout
+    done = cli("play", "ipython", "prime-sum", stdin="/jupyter\n")
+    assert "this toolbox has no Jupyter kernel" in done.stderr and "python: kernel" in done.stderr
 
 
 def test_play_reads_a_file(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from prorl_envs.runs.folder import run_groups
 from prorl_envs.sandbox.filesystem.directories import sweep
 from tests.cli.conftest import SCRIPT, Cli, FastCli
 from tests.cli.test_scripted import scripted
+from tests.support.kernel import write_kernel_files
 
 #: Several commands in a row, each of which imports everything.
 pytestmark = pytest.mark.timeout(300)
@@ -71,6 +72,15 @@ def test_a_run_gets_a_folder_of_its_own_and_a_summary(cli: Cli, tmp_path: Path, 
     assert "pass@4" in done.stdout and "±" in done.stdout
     shown = cli("show", "runs/latest", results[0].job_id)
     assert shown.returncode == 0 and results[0].job_id in shown.stdout
+
+
+def test_a_jupyter_kernel_of_the_settings(cli: Cli, tmp_path: Path) -> None:
+    settings, data = write_kernel_files(tmp_path)
+    given = ("kernel", "--config", str(settings), "--data", str(data))
+    with scripted(tmp_path, *given) as (_, options):
+        done = cli("run", *given, *options, "--samples", "1", "--out", "out")
+    assert done.returncode == 0, done.stderr
+    assert [one.reward for one in read_results(tmp_path / "out")] == [1.0]
 
 
 def test_results_are_never_overwritten(cli: Cli, tmp_path: Path, model: list[str]) -> None:

@@ -25,6 +25,7 @@ from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.filesystem.snapshot import Snapshot
 from prorl_envs.testing.sandbox_entry import LIGHT_TEMPLATES
 from prorl_envs.testing.serving import served
+from tests.support.kernel import ROW, write_kernel_files
 from tests.support.resources import ResourcesDesk, desk_row
 
 GREETING = {"task": "greeting"}
@@ -103,6 +104,18 @@ def test_the_first_examples_reference_scores_one(family: str, runner: Runner) ->
     assert rewards == [*[0.0] * (len(rewards) - 1), 1.0]
     assert (terminated, truncated) == (True, False)
     assert set(info["grade"]["components"].values()) == {1.0}
+    env.close()
+
+
+def test_a_jupyter_kernel_of_the_settings(runner: Runner, tmp_path: Path) -> None:
+    settings, data = write_kernel_files(tmp_path)
+    env = TaskEnv("kernel", tasks=data, config=settings, runner=runner)
+    env.reset()
+    rewards = [
+        env.step(json.dumps({"name": step["tool"], "arguments": step["arguments"]}))[1]
+        for step in ROW["reference"]
+    ]
+    assert rewards == [0.0, 1.0]
     env.close()
 
 

@@ -3,7 +3,12 @@
 import os
 import shutil
 import subprocess
+import sys
+import sysconfig
+from importlib.metadata import Distribution, distribution
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 PROGRAMS = ("sh", "bash", "cat", "id", "ls", "mkdir", "sleep", "setsid", "rm")
 _FOLDERS = ("etc", "tmp", "proc", "dev", "run", "home", "opt")
@@ -57,3 +62,48 @@ def missing_for_sif() -> str:
 def _libraries(program: str) -> set[Path]:
     listed = subprocess.run(["ldd", program], capture_output=True, text=True, check=False).stdout
     return {Path(word) for word in listed.split() if word.startswith("/")}
+
+
+def write_python(root: Path, prefix: str) -> None:
+    """Put a Python with ipykernel into an image: copies of this interpreter, its libraries and packages.
+
+    Args:
+        root: the image.
+        prefix: absolute path inside; its `bin` gets `python3`.
+    """
+    target, stdlib = root / prefix.removeprefix("/"), Path(sysconfig.get_path("stdlib"))
+    library = target / "lib" / stdlib.name
+    unneeded = shutil.ignore_patterns(
+        "__pycache__", "site-packages", "test", "idlelib", "tkinter", "config-*"
+    )
+    shutil.copytree(stdlib, library, ignore=unneeded)
+    (target / "bin").mkdir()
+    shutil.copy(Path(sys.executable).resolve(), target / "bin" / "python3")
+    packages = library / "site-packages"
+    for each in _closure("ipykernel"):
+        for file in each.files or ():
+            source = Path(str(each.locate_file(file)))
+            if ".." not in file.parts and source.is_file():
+                (packages / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(source, packages / file)
+    for program in (target / "bin" / "python3", *target.rglob("*.so")):
+        for found in _libraries(str(program)):
+            inside = root / found.relative_to("/")
+            if not inside.exists() and not found.is_relative_to(target):
+                inside.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(found, inside)
+
+
+def _closure(name: str) -> list[Distribution]:
+    """Return a distribution and those that it requires here."""
+    found: dict[str, Distribution] = {}
+    waiting = [name]
+    while waiting:
+        one = waiting.pop()
+        if one not in found:
+            found[one] = distribution(one)
+            wanted = map(Requirement, found[one].requires or ())
+            waiting += [
+                each.name for each in wanted if each.marker is None or each.marker.evaluate({"extra": ""})
+            ]
+    return list(found.values())

@@ -3,6 +3,7 @@
 import asyncio
 import stat
 import sys
+import venv
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jupyter_client.asynchronous.client import AsyncKernelClient
 
-from prorl_envs.errors import InputError, ToolError
-from prorl_envs.sandbox.base import SandboxSpec
+from prorl_envs.errors import EnvironmentFault, InputError, RolloutFailure, ToolError
+from prorl_envs.sandbox.base import Mount, SandboxSpec
 from prorl_envs.sandbox.drivers.bubblewrap import BubblewrapDriver
 from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
 from prorl_envs.tools.client.jupyter import JupyterPython
@@ -21,6 +22,7 @@ from prorl_envs.tools.client.jupyter_output import CellOutput
 from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.client.server_handle import ToolLimits
 from prorl_envs.tools.client.toolbox import Toolbox
+from tests.sandbox.rootfs import write_rootfs
 from tests.tools.deadlines import at_deadline
 
 T = 60.0
@@ -120,10 +122,38 @@ async def test_a_lost_tool_server_is_reported_and_replaced(kernel_box: Toolbox) 
 
 
 @pytest.mark.anyio
-async def test_an_image_without_ipykernel_is_reported(shared_driver: BubblewrapDriver) -> None:
-    sandbox = await shared_driver.start(SandboxSpec())
-    with pytest.raises(ToolError, match="exited with status 1"):
-        await Toolbox.open(sandbox, python=PythonEngine.KERNEL, interpreter="false")
+@pytest.mark.parametrize(
+    ("interpreter", "error", "said", "hint"),
+    [
+        ("bare", EnvironmentFault, r"exited with status 1 \(.*No module named", "install ipykernel"),
+        ("no-python", EnvironmentFault, "no-python cannot be started", "install ipykernel"),
+        ("false", ToolError, "exited with status 1", ""),
+    ],
+)
+async def test_a_kernel_that_does_not_start_is_reported(
+    shared_driver: BubblewrapDriver,
+    tmp_path: Path,
+    interpreter: str,
+    error: type[RolloutFailure],
+    said: str,
+    hint: str,
+) -> None:
+    venv.create(tmp_path / "venv")
+    mounts = tuple(Mount(source=path, target=str(path)) for path in (Path(sys.base_prefix), tmp_path))
+    program = str(tmp_path / "venv/bin/python3") if interpreter == "bare" else interpreter
+    sandbox = await shared_driver.start(SandboxSpec(mounts=mounts))
+    with pytest.raises(error, match=said) as caught:
+        await Toolbox.open(sandbox, python=PythonEngine.KERNEL, interpreter=program)
+    assert hint in caught.value.hint
+    await sandbox.close()
+
+
+@pytest.mark.anyio
+async def test_no_kernel_starts_in_an_emulated_root(shared_driver: BubblewrapDriver, tmp_path: Path) -> None:
+    root = write_rootfs(tmp_path / "image")
+    sandbox = await shared_driver.start(SandboxSpec(image=root, emulate_root=True, uid=0))
+    with pytest.raises(EnvironmentFault, match="emulated root"):
+        await Toolbox.open(sandbox, python=PythonEngine.KERNEL)
     await sandbox.close()
 
 

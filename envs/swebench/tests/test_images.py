@@ -21,7 +21,7 @@ from prorl_envs.envs.swebench.schemas import script
 from prorl_envs.envs.swebench.task import SwebenchTask
 from prorl_envs.errors import EnvironmentFault, GraderError, InputError
 from prorl_envs.tools.types import ToolCall
-from tests.sandbox.rootfs import write_rootfs
+from tests.sandbox.rootfs import write_python, write_rootfs
 
 PROGRAMS = ("sh", "bash", "cat", "cp", "env", "git", "ln", "ls", "mkdir", "mv", "rm", "sleep", "tail")
 GIT = ("git", "-c", "user.name=x", "-c", "user.email=x@x", "-c", "init.defaultBranch=main")
@@ -68,7 +68,13 @@ def task() -> SwebenchTask:
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with one image, whose repository has the fix as a later commit."""
     folder = tmp_path_factory.mktemp("images")
-    root = write_rootfs(folder / "thing_final_0123456789ab", PROGRAMS)
+    write_image(folder / "thing_final_0123456789ab")
+    return folder
+
+
+def write_image(root: Path) -> Path:
+    """Make an image whose repository has the fix as a later commit."""
+    write_rootfs(root, PROGRAMS)
     tree = root / "testbed"
     tree.mkdir()
     (tree / "value").write_text("1\n")
@@ -84,13 +90,17 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (tree / "value").write_text("2\n")
     for arguments in (("commit", "-qam", "the fix"), ("tag", "v1.1"), ("checkout", "-q", "v1.0")):
         subprocess.run([*GIT, *arguments], cwd=tree, check=True)
-    return folder
+    return root
 
 
 @pytest.fixture(scope="module")
 def family(images: Path) -> type[SwebenchEnvironment]:
+    return family_of(images)
+
+
+def family_of(images: Path, **changes: Any) -> type[SwebenchEnvironment]:
     own = {"images": {"folder": str(images), "patterns": ["*{id}.sif", "{name}*"]}}
-    made = with_options("images", SwebenchEnvironment, Options(own=own))
+    made = with_options("images", SwebenchEnvironment, Options(own=own, **changes))
     assert issubclass(made, SwebenchEnvironment)
     return made
 
@@ -123,6 +133,43 @@ async def test_neither_later_commits_nor_tests_are_in_the_agents_sandbox(
         call = ToolCall(id="look", name="bash", arguments={"command": look})
         seen = (await env.call(call)).text
     assert seen == "/testbed\nfrom the image\nv1.0\nBase commit\ndos.txt\nignored\nvalue\n\n/r2e_tests:\n"
+
+
+CELL = """
+import sys, only_in_the_image
+print(sys.prefix, only_in_the_image.NAME, "ipykernel" in sys.modules)
+open("value", "w").write("2\\n");
+"""
+
+
+@pytest.mark.anyio
+async def test_a_python_session_runs_the_images_own_interpreter(tmp_path: Path, node: Node) -> None:
+    root = write_image(tmp_path / "thing_final_0123456789ab")
+    write_python(root, "/opt/miniconda3/envs/testbed")
+    (packages,) = root.glob("opt/miniconda3/envs/testbed/lib/python3*/site-packages")
+    (packages / "only_in_the_image.py").write_text("NAME = 'from the image'\n")
+    task = SwebenchEnvironment.load(row())
+    async with family_of(tmp_path, python="kernel")(node) as env:
+        prompt = await env.init(task)
+        assert [tool.name for tool in prompt.tools] == ["bash", "str_replace_editor", "ipython", "finish"]
+
+        async def cell(code: str) -> str:
+            return (await env.call(ToolCall(id="call", name="ipython", arguments={"code": code}))).text
+
+        assert await cell(CELL) == "/opt/miniconda3/envs/testbed from the image True\n"
+        assert await cell("!git status --short") == " M value\n"
+        assert "No module named 'prorl_envs'" in await cell("import prorl_envs")
+        assert (await env.eval()).reward == 1
+
+
+@pytest.mark.anyio
+async def test_an_image_without_ipykernel_is_a_fault_of_the_environment(
+    images: Path, node: Node, task: SwebenchTask
+) -> None:
+    async with family_of(images, python="kernel")(node) as env:
+        with pytest.raises(EnvironmentFault, match="python3 cannot be started") as caught:
+            await env.init(task)
+    assert "install ipykernel in the image" in caught.value.hint
 
 
 CHEATS: Mapping[str, str] = {

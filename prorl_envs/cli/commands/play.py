@@ -14,13 +14,15 @@ from prorl_envs.cli.output.console import err, out, plain
 from prorl_envs.config import Settings
 from prorl_envs.env.base import Environment, Prompt
 from prorl_envs.env.conversation import MessageLog
+from prorl_envs.env.sandboxed import SandboxedEnvironment
 from prorl_envs.errors import InputError, name_hint
 from prorl_envs.tools.types import ToolCall, ToolSpec
 
 HELP = """\
 A line is a call of the first tool. Other tools: /TOOL {"json": "arguments"}, or /TOOL text for a tool with
 one argument. Several lines go between \"\"\" and \"\"\". /tools lists the tools; /say TEXT answers without a
-call, which ends the episode; /done ends it without an answer; /quit leaves without a grade."""
+call, which ends the episode; /done ends it without an answer; /quit leaves without a grade.
+/jupyter shows how to attach a Jupyter client, if Python cells run in a kernel."""
 _QUOTES = '"""'
 _CALL = re.compile(r"/(\w+)(?:\s+(.*))?", re.DOTALL)
 
@@ -102,6 +104,9 @@ async def _episode(env: Environment[Any], prompt: Prompt) -> None:
             continue
         number += 1
         try:
+            if line.strip() == "/jupyter":
+                out.print(f"jupyter console --existing {_connection_file(env)}", soft_wrap=True)
+                continue
             call = parse_line(line, tools, number)
         except InputError as error:
             err.print(plain(str(error)), style="yellow")
@@ -115,6 +120,12 @@ async def _episode(env: Environment[Any], prompt: Prompt) -> None:
     grade = await env.eval()
     out.print(f"reward {grade.reward:g}")
     out.print(plain(json.dumps(grade.evidence, indent=2, ensure_ascii=False)))
+
+
+def _connection_file(env: Environment[Any]) -> Path:
+    if not isinstance(env, SandboxedEnvironment):
+        raise InputError(f"{env.name} has no sandbox here")
+    return env.jupyter_connection_file()
 
 
 async def _until_quotes(first: str) -> str | None:

@@ -20,7 +20,7 @@ import zmq
 import zmq.asyncio
 from jupyter_client.asynchronous.client import AsyncKernelClient
 
-from prorl_envs.errors import InputError, ToolError
+from prorl_envs.errors import EnvironmentFault, InputError, ToolError
 from prorl_envs.sandbox.base import Sandbox
 from prorl_envs.sandbox.filesystem.directories import node_local_base
 from prorl_envs.tools.client.connection import ServerLost
@@ -54,6 +54,7 @@ _NO_HISTORY = ("--HistoryManager.enabled=False", "--HistoryManager.hist_file=:me
 #: Seconds to wait for a kernel's exit after its output connection closed.
 _END_S = 5.0
 _LIFETIME_S = 30 * 86400.0
+_REMEDY = "install ipykernel in the image, for the python3 that comes first in its PATH: docs/environments.md"
 _PORTS = {"shell_port": 1, "iopub_port": 2, "stdin_port": 3, "control_port": 4, "hb_port": 5}
 
 
@@ -171,10 +172,11 @@ class _Kernel:
         """Start the process in the sandbox and connect.
 
         Raises:
-            ToolError: the kernel does not start; the message includes its output.
+            EnvironmentFault: the sandbox lacks the interpreter or ipykernel, or has an emulated root.
+            ToolError: the kernel does not start for another reason; the message includes its output.
         """
         if link.sandbox.spec.emulate_root:
-            raise ToolError(
+            raise EnvironmentFault(
                 "no Jupyter kernel can be connected to a sandbox with an emulated root",
                 hint="sockets do not pass an overlay; use the Python tool, or no `emulate_root`",
             )
@@ -199,8 +201,12 @@ class _Kernel:
             await kernel._connect(link.sandbox.workspace, name)
         except BaseException as error:
             await kernel.aclose()
+            if isinstance(error, OSError):
+                raise EnvironmentFault(f"{interpreter} cannot be started: {error}", hint=_REMEDY) from error
             if isinstance(error, _KernelEnded):
-                raise ToolError(f"the Jupyter kernel {error}", hint="the image needs ipykernel") from None
+                if "No module named" in str(error):
+                    raise EnvironmentFault(f"the Jupyter kernel {error}", hint=_REMEDY) from None
+                raise ToolError(f"the Jupyter kernel {error}") from None
             raise
         finally:
             await _run(link, ["rm", "-rf", inside], 30)

@@ -18,7 +18,7 @@ class PythonEngine(StrEnum):
     """Engine for Python cells.
 
     NONE: no Python. FORKED: IPython in a process forked warm from the host's own interpreter. KERNEL: a
-    Jupyter kernel started by the sandbox's own `python3`, which must have ipykernel.
+    Jupyter kernel of the sandbox's own `python3`, which must have ipykernel.
     """
 
     NONE = "none"
@@ -34,6 +34,7 @@ class PythonTool(Protocol):
 
         Raises:
             SandboxError, ToolError: the session cannot be started.
+            EnvironmentFault: the sandbox lacks what the session needs.
         """
         ...
 

@@ -87,6 +87,7 @@ class Toolbox:
         Raises:
             SandboxError: the sandbox has stopped or cannot be joined.
             ToolError: a server does not answer.
+            EnvironmentFault: the sandbox lacks what a Jupyter kernel needs.
         """
         engine = PythonEngine.FORKED if python is True else PythonEngine(python or PythonEngine.NONE)
         toolbox = cls(sandbox, engine, limits or ToolLimits(), interpreter)
@@ -203,7 +204,10 @@ class Toolbox:
             InputError: this toolbox has no Jupyter kernel, or none runs.
         """
         if self._python is None or not (path := self._python.connection_file()):
-            raise InputError("this toolbox has no Jupyter kernel", hint="open it with PythonEngine.KERNEL")
+            raise InputError(
+                "this toolbox has no Jupyter kernel",
+                hint="set python: kernel for the environment, or open the toolbox with PythonEngine.KERNEL",
+            )
         return path
 
     async def edit(self, arguments: JsonObject) -> ToolResult:

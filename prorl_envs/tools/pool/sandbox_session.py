@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from prorl_envs.sandbox.base import Driver, Sandbox, SandboxSpec
+from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.client.toolbox import Toolbox
 
 
@@ -15,16 +16,17 @@ class SandboxSession:
     tools: Toolbox
 
     @classmethod
-    async def open(cls, driver: Driver, spec: SandboxSpec, *, python: bool = False) -> Self:
+    async def open(cls, driver: Driver, spec: SandboxSpec, *, python: PythonEngine | bool = False) -> Self:
         """Start a sandbox and open its tools.
 
         Args:
             driver: starts the sandbox.
             spec: specification of the sandbox.
-            python: with a warm IPython session.
+            python: engine of its Python session; True selects the forked one.
 
         Raises:
             SandboxError, ToolError: our infrastructure failed.
+            EnvironmentFault: the sandbox has no interpreter for a Jupyter kernel.
         """
         sandbox = await driver.start(spec)
         try:

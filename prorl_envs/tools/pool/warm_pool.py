@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from prorl_envs.errors import RolloutFailure
 from prorl_envs.sandbox.base import Driver, SandboxSpec
+from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.pool.demand import Demand
 from prorl_envs.tools.pool.sandbox_session import SandboxSession
 
@@ -32,7 +33,7 @@ class _Kind:
     """Key of interchangeable sandboxes."""
 
     spec: SandboxSpec
-    python: bool
+    python: PythonEngine | bool
 
     def __hash__(self) -> int:
         return hash((self.spec.image, self.spec.workdir, self.spec.mounts, self.python))
@@ -82,7 +83,7 @@ class WarmPool:
         """Ids of the idle sandboxes."""
         return frozenset(place.sandbox.id for stock in self._stocks.values() for _, place in stock.ready)
 
-    async def take(self, spec: SandboxSpec, *, python: bool = False) -> SandboxSession:
+    async def take(self, spec: SandboxSpec, *, python: PythonEngine | bool = False) -> SandboxSession:
         """Return an unused session: an idle one, or a new one. The caller closes it.
 
         Raises:
