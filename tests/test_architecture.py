@@ -59,7 +59,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "gym": frozenset({"errors", "sandbox", "tools", "env", "config", "catalog"}),
     # Its agent is a client of the rollout service.
     "nemo": frozenset(
-        {"errors", "sandbox", "images", "tools", "env", "config", "model.types"}
+        {"errors", "sandbox", "images", "tools", "env", "config", "catalog", "model.types"}
         | {"rollout.api", "rollout.client"}
     ),
     # Clients of the rollout service that speak a trainer's language; each imports its trainer lazily.

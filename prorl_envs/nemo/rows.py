@@ -6,9 +6,11 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from prorl_envs.catalog import Catalog
+from prorl_envs.config import load_settings
 from prorl_envs.env.base import Environment
 from prorl_envs.env.node import Node
-from prorl_envs.env.registry import family, load_tasks
+from prorl_envs.env.registry import family
 from prorl_envs.env.rows import rows
 from prorl_envs.errors import InputError, SandboxError
 from prorl_envs.sandbox.base import Sandbox, SandboxSpec
@@ -99,14 +101,20 @@ def unstarted(chosen: type[Environment[Any]]) -> Environment[Any]:
     return chosen(Node(_NoDriver(), Path()))
 
 
-def render(environment: str, source: Path) -> str:
-    """Render a family's data file as NeMo Gym JSONL text.
+def render(environment: str, source: Path, config: Path | None = None) -> str:
+    """Render a data file as NeMo Gym JSONL text.
+
+    Args:
+        environment: name of the family, or of an environment in `config`.
+        source: its data file.
+        config: YAML file of settings with `environments`.
 
     Raises:
-        InputError: an unknown family, or a bad data file (with file, line and field).
+        InputError: an unknown environment, or a bad data file (with file, line and field).
     """
-    load_tasks(environment, source)  # raises errors with file and line
-    instance = blank(environment)
+    offered = Catalog.of(load_settings(config))
+    offered.tasks(environment, source)  # raises errors with file and line
+    instance = unstarted(offered.family(environment))
     made = (nemo_row(instance, row) for _, row in rows(source))
     return jsonl(made)
 
@@ -116,8 +124,8 @@ def jsonl(objects: Iterable[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in objects)
 
 
-def write_rows(environment: str, source: Path, target: Path) -> int:
-    """Convert the data file `source` of a family to NeMo Gym's row format.
+def write_rows(environment: str, source: Path, target: Path, config: Path | None = None) -> int:
+    """Convert the data file `source` of an environment to NeMo Gym's row format; `config` as in `render`.
 
     Returns:
         The number of rows written.
@@ -125,7 +133,7 @@ def write_rows(environment: str, source: Path, target: Path) -> int:
     Raises:
         InputError: as `render`.
     """
-    text = render(environment, source)
+    text = render(environment, source, config)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text, encoding="utf-8")
     return text.count("\n")

@@ -28,8 +28,9 @@ from nemo_gym.openai_utils import NeMoGymResponse
 from nemo_gym.server_utils import SESSION_ID_KEY
 from pydantic import PrivateAttr
 
+from prorl_envs.catalog import Catalog
+from prorl_envs.config import load_settings
 from prorl_envs.env.node import Node
-from prorl_envs.env.registry import family
 from prorl_envs.errors import InputError, ProrlError, RolloutFailure
 from prorl_envs.nemo.failures import TOOL_UNAVAILABLE, error_body, http_status
 from prorl_envs.nemo.process import die_with_parent, live_within
@@ -90,7 +91,7 @@ class EnvironmentServer(SimpleResourcesServer):
         limits = SessionLimits(
             open=config.max_sessions, idle_s=config.idle_s, init_s=config.init_s, eval_s=config.eval_s
         )
-        kind = family(config.environment)
+        kind = Catalog.of(load_settings(config.config)).family(config.environment)
         async with Node.local() as node:  # NeMo Gym passes none of our arguments: defaults and environment
             self._sessions = Sessions(lambda: kind(node), limits)
             async with asyncio.TaskGroup() as group:

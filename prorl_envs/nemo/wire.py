@@ -3,6 +3,7 @@
 # mypy: allow-subclassing-any, no-warn-return-any, disable-error-code="import-not-found,import-untyped"
 # NeMo Gym is an optional extra and ships no types.
 
+from pathlib import Path
 from typing import Literal
 
 from nemo_gym.base_resources_server import (
@@ -34,7 +35,8 @@ class EnvironmentServerConfig(BaseResourcesServerConfig):
     """The server's block in the YAML file.
 
     Args:
-        environment: name of the family.
+        environment: name of the family, or of an environment in `config`.
+        config: YAML file of settings with `environments`; None offers every registered family.
         failures: response of `/verify` if there is no reward: `error` an HTTP error, which fails the rollout;
             `mask` a response with `mask_sample: true`, whose `reward: 0.0` is a placeholder; `auto` masks if
             NeMo Gym supports masks, else sends an error.
@@ -46,6 +48,7 @@ class EnvironmentServerConfig(BaseResourcesServerConfig):
     """
 
     environment: str
+    config: Path | None = None
     failures: FailureMode = "auto"
     max_sessions: int = Field(default=64, ge=1)
     idle_s: float = Field(default=1800.0, gt=0)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,10 +22,11 @@ from responses_api_agents.simple_agent.app import SimpleAgent, SimpleAgentConfig
 from prorl_envs.env.base import ReferenceCall
 from prorl_envs.env.registry import example_path, load_tasks
 from prorl_envs.nemo.process import live_within
-from prorl_envs.nemo.rows import blank, nemo_row
+from prorl_envs.nemo.rows import blank, nemo_row, write_rows
 from prorl_envs.nemo.server import EnvironmentServer
 from prorl_envs.nemo.wire import KNOWS_MASKS, EnvironmentServerConfig
 from prorl_envs.testing.serving import served
+from tests.support.kernel import ROW, write_kernel_files
 
 pytestmark = [pytest.mark.nemo, pytest.mark.usefixtures("loops_own_pipe")]
 
@@ -119,6 +121,18 @@ def test_an_untouched_workspace_scores_zero() -> None:
     with client() as agent:
         seed(agent)
         assert verify(agent).json()["reward"] == 0.0
+
+
+def test_a_jupyter_kernel_of_the_settings(tmp_path: Path) -> None:
+    settings, data = write_kernel_files(tmp_path)
+    write_rows("kernel", data, tmp_path / "rows.jsonl", settings)
+    asked = json.loads((tmp_path / "rows.jsonl").read_text())
+    with client(environment="kernel", config=settings) as agent:
+        assert agent.post("/seed_session", json=asked).status_code == 200
+        for call in ROW["reference"]:
+            agent.post(f"/{call['tool']}", json=call["arguments"])
+        verdict = agent.post("/verify", json=asked | {"response": answer()}).json()
+    assert (verdict["reward"], verdict["environment"]) == (1.0, "kernel")
 
 
 @pytest.mark.timeout(300)  # swebench builds its instance

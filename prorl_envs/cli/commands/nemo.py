@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from prorl_envs.cli.options import ConfigOption
 from prorl_envs.cli.output.console import err, out
 from prorl_envs.errors import InputError
 
@@ -31,12 +32,13 @@ def rows(
     environment: Family,
     source: Annotated[Path, typer.Argument(help="Task rows, JSONL.")],
     target: Annotated[Path, typer.Argument(help="Where to write the NeMo Gym rows.")],
+    config: ConfigOption = None,
 ) -> None:
     """Convert a family's data file to NeMo Gym's row format."""
     from prorl_envs.nemo.rows import write_rows
 
     with _writing(target):
-        err.print(f"{write_rows(environment, source, target)} rows in {target}")
+        err.print(f"{write_rows(environment, source, target, config)} rows in {target}")
 
 
 @nemo.command()
