@@ -47,6 +47,7 @@ THEMES: tuple[Promises, ...] = (
     files.promises,
     shell.promises,
     python.promises,
+    python.kernel_promises,
     snapshot.promises,
     limits.promises,
     counters.promises,

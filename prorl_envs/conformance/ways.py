@@ -177,7 +177,7 @@ _BY_PYTHON = frozenset({2, 13, 25})
 _GIVEN = frozenset({"GIVEN_TO_IT"})
 _PROMPTS = frozenset({"PS1", "PS2"})
 _LIBRARIES = frozenset({"OPENBLAS_NUM_THREADS"})
-_NO_PLACE = {"local": "has no directory of the working directory's name, where a kernel's sockets would be"}
+NO_PLACE = {"local": "has no directory of the working directory's name, where a kernel's sockets would be"}
 
 
 def _shell(process: str, state: Callable[[Probe], Awaitable[State]]) -> StartWay:
@@ -233,6 +233,6 @@ WAYS: Mapping[str, StartWay] = {
         others=frozenset({"null", "pipe", "socket", "file", "other"}),
         ignored=_BY_PYTHON,
         needs=(PYTHON, KERNEL, ORDINARY),
-        exempt=_NO_PLACE,
+        exempt=NO_PLACE,
     ),
 }

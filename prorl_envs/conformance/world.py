@@ -30,6 +30,7 @@ from prorl_envs.errors import SandboxError, ToolError
 from prorl_envs.sandbox.base import Driver, Sandbox, SandboxSpec
 from prorl_envs.sandbox.filesystem.directories import node_local_base, remove_tree
 from prorl_envs.sandbox.filesystem.python_runtime import python_runtime
+from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.client.server_handle import ToolLimits
 from prorl_envs.tools.client.toolbox import Toolbox
 
@@ -116,9 +117,10 @@ class PromiseContext:
             await tools.aclose()
 
     @asynccontextmanager
-    async def session(self) -> AsyncIterator[Toolbox]:
+    async def session(self, engine: PythonEngine = PythonEngine.FORKED) -> AsyncIterator[Toolbox]:
         """Open a toolbox with a Python session of its own, on a shared sandbox."""
-        tools = await Toolbox.open(self.python_box.sandbox, python=True, limits=LIMITS)
+        box = self.python_box
+        tools = await Toolbox.open(box.sandbox, python=engine, limits=LIMITS, interpreter=box.python)
         try:
             yield tools
         finally:

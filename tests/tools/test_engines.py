@@ -34,6 +34,7 @@ async def kept(shared_driver: BubblewrapDriver, request: pytest.FixtureRequest) 
     """One session for all tests that do not change it: a kernel takes seconds to start."""
     box = await opened(shared_driver, request.param, grace_s=30.0)  # no machine is too slow to interrupt
     await box.python("pass", timeout_s=T)  # its processes exist before a test's leak check starts
+    await box.run(["true"], timeout_s=T)
     yield box
     await box.aclose()
     await box.sandbox.close()
@@ -289,6 +290,29 @@ async def test_a_session_that_exits_is_reported_and_replaced(box: Toolbox, code:
     assert any(part in result.text for part in said.split("|")), result.text
     assert "the next cell gets a new one" in result.text
     assert (await box.python("lost", timeout_s=T)).data["error"] == "NameError"
+
+
+@pytest.mark.parametrize("code", ["time.sleep(100)", "await asyncio.sleep(100)"])
+async def test_a_cancelled_cell_is_interrupted_and_the_session_kept(kept: Toolbox, code: str) -> None:
+    await kept.run(["rm", "-f", "started"], timeout_s=T)
+    await kept.python("kept = 1", timeout_s=T)
+    begin = "import asyncio, time\nopen('started', 'w').close()\n"
+    call = asyncio.create_task(kept.python(begin + code, timeout_s=T))
+    await kept.run(["sh", "-c", "until [ -e started ]; do sleep 0.01; done"], timeout_s=T)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert (await kept.python("kept", timeout_s=T)).text == "1\n"
+
+
+async def test_a_cell_that_is_cancelled_at_once_is_stopped(kept: Toolbox) -> None:
+    await kept.python("kept, ran_on = 1, False", timeout_s=T)
+    call = asyncio.create_task(kept.python("import time\ntime.sleep(100)\nran_on = True", timeout_s=T))
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert (await kept.python("kept, ran_on", timeout_s=T)).text == "(1, False)\n"
 
 
 async def test_exit_stops_the_session(box: Toolbox) -> None:

@@ -1,53 +1,71 @@
-"""Promises about the persistent Python session."""
+"""Promises about the persistent Python session, made of both engines: IPython, and a Jupyter kernel."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
-from prorl_envs.conformance.promise import SESSION, Promises, expect, same
+from prorl_envs.conformance.promise import KERNEL, ORDINARY, PYTHON, SESSION, Promises, expect, same
+from prorl_envs.conformance.ways import NO_PLACE
 from prorl_envs.conformance.world import PromiseContext
+from prorl_envs.tools.client.python import PythonEngine
 
 promises = Promises("python")
+kernel_promises = Promises("jupyter")
 
-_SESSION = (SESSION,)
+type Trial = Callable[[PromiseContext, PythonEngine], Awaitable[None]]
+
 _T = 60.0
 
 
-def cells(id_: str, text: str, *steps: tuple[str, str]) -> None:
+def session(number: str, text: str) -> Callable[[Trial], Trial]:
+    """Add the decorated function as a promise of each engine; their ids have the same number."""
+
+    def add(trial: Trial) -> Trial:
+        kernels = f"In a Jupyter kernel: {text[0].lower()}{text[1:]}"
+        needs = (PYTHON, KERNEL, ORDINARY)
+        promises.add(f"PY-{number}", text, needs=(SESSION,))(lambda world: trial(world, PythonEngine.FORKED))
+        kernel_promises.add(f"JUP-{number}", kernels, needs=needs, exempt=NO_PLACE)(
+            lambda world: trial(world, PythonEngine.KERNEL)
+        )
+        return trial
+
+    return add
+
+
+def cells(number: str, text: str, *steps: tuple[str, str]) -> None:
     """Add a promise that cells, run one after the other in a session, print these texts."""
 
-    async def keep(world: PromiseContext) -> None:
-        async with world.session() as tools:
+    async def keep(world: PromiseContext, engine: PythonEngine) -> None:
+        async with world.session(engine) as tools:
             for code, printed in steps:
                 same((await tools.python(code, timeout_s=_T)).text, printed)
 
-    promises.add(id_, text, needs=_SESSION)(keep)
+    session(number, text)(keep)
 
 
 cells(
-    "PY-001",
+    "001",
     "Names, imports and the directory last.",
     ("import os, math\nx = 5\nos.chdir('/tmp')", ""),
     ("print(x, math.floor(2.5), os.getcwd())", "5 2 /tmp\n"),
 )
 cells(
-    "PY-002",
+    "002",
     "Printed output comes first, then the value of a last expression.",
     ("print('a')\n6 * 7", "a\n42\n"),
     ("6 * 7;", ""),
     ("None", ""),
 )
+cells("003", "Text of any language passes unharmed.", ("print('héllo ☃')\n'☃'", "héllo ☃\n'☃'\n"), ("", ""))
 cells(
-    "PY-003", "Text of any language passes unharmed.", ("print('héllo ☃')\n'☃'", "héllo ☃\n'☃'\n"), ("", "")
-)
-cells(
-    "PY-004",
+    "004",
     "The output of programs that a cell starts is part of its output.",
     ("import os\nprint('a', flush=True)\n_ = os.system('echo b; echo c >&2')\nprint('d')", "a\nb\nc\nd\n"),
 )
 
 
-@promises.add("PY-005", "An error is a trace-back without colours, and the session is kept.", needs=_SESSION)
-async def errors(world: PromiseContext) -> None:
-    async with world.session() as tools:
+@session("005", "An error is a trace-back without colours, and the session is kept.")
+async def errors(world: PromiseContext, engine: PythonEngine) -> None:
+    async with world.session(engine) as tools:
         await tools.python("x = 1", timeout_s=_T)
         result = await tools.python("1 / 0", timeout_s=_T)
         same((result.ok, result.data["error"]), (True, "ZeroDivisionError"))
@@ -56,44 +74,38 @@ async def errors(world: PromiseContext) -> None:
         same((await tools.python("x", timeout_s=_T)).text, "1\n")
 
 
-@promises.add(
-    "PY-006", "At its deadline a cell is interrupted; its output and the session are kept.", needs=_SESSION
-)
-async def deadline(world: PromiseContext) -> None:
-    async with world.session() as tools:
+@session("006", "At its deadline a cell is interrupted; its output and the session are kept.")
+async def deadline(world: PromiseContext, engine: PythonEngine) -> None:
+    async with world.session(engine) as tools:
         await tools.python("x = 'kept'", timeout_s=_T)
         result = await tools.python("import time\nprint('before')\ntime.sleep(600)", timeout_s=1.0)
         expect(result.data["timed_out"] and "before" in result.text, f"it gave {result.text!r}")
         same((await tools.python("x", timeout_s=_T)).text, "'kept'\n")
 
 
-@promises.add(
-    "PY-007",
-    "A cell that ignores the interrupt is killed with its session, and the model notified.",
-    needs=_SESSION,
-)
-async def stubborn(world: PromiseContext) -> None:
+@session("007", "A cell that ignores the interrupt is killed with its session, and the model notified.")
+async def stubborn(world: PromiseContext, engine: PythonEngine) -> None:
     code = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass"
-    async with world.session() as tools:
+    async with world.session(engine) as tools:
         await tools.python("pass", timeout_s=_T)  # start the session before the short deadline applies
         result = await tools.python(code, timeout_s=1.0)
         expect(result.data["timed_out"] and not result.ok, f"it gave {result.text!r}")
         same((await tools.python("1 + 1", timeout_s=_T)).text, "2\n")
 
 
-@promises.add("PY-008", "If a session exits, the model is notified and a new session starts.", needs=_SESSION)
-async def ends(world: PromiseContext) -> None:
-    async with world.session() as tools:
+@session("008", "If a session exits, the model is notified and a new session starts.")
+async def ends(world: PromiseContext, engine: PythonEngine) -> None:
+    async with world.session(engine) as tools:
         for code in ("exit()", "import os; os._exit(3)", "import os; os.kill(os.getpid(), 9)"):
             result = await tools.python(code, timeout_s=_T)
             expect(not result.ok and bool(result.text), f"{code} gave {result.text!r}")
             same((await tools.python("1 + 1", timeout_s=_T)).text, "2\n")
 
 
-@promises.add("PY-009", "A hundred million characters of output are bounded and counted.", needs=_SESSION)
-async def flood(world: PromiseContext) -> None:
+@session("009", "A hundred million characters of output are bounded and counted.")
+async def flood(world: PromiseContext, engine: PythonEngine) -> None:
     code = "import sys\nprint('first')\nfor _ in range(100): sys.stdout.write('x' * 10**6)\nprint('last')"
-    async with world.session() as tools:
+    async with world.session(engine) as tools:
         result = await tools.python(code, timeout_s=_T)
         expect(result.text.startswith("first\nxx") and result.text.endswith("last\n"), "an end is missing")
         expect(
@@ -102,40 +114,38 @@ async def flood(world: PromiseContext) -> None:
         )
 
 
-@promises.add("PY-010", "A cell that asks for input fails at once: there is no input.", needs=_SESSION)
-async def asks(world: PromiseContext) -> None:
-    async with world.session() as tools:
+@session("010", "A cell that asks for input fails at once: there is no input.")
+async def asks(world: PromiseContext, engine: PythonEngine) -> None:
+    async with world.session(engine) as tools:
         result = await tools.python("input('name? ')", timeout_s=_T)
         expect(result.data["error"] is not None and not result.data["timed_out"], f"it gave {result.text!r}")
 
 
-@promises.add("PY-011", "What a cell displays is kept as structured output, bounded.", needs=_SESSION)
-async def displays(world: PromiseContext) -> None:
+@session("011", "What a cell displays is kept as structured output, bounded.")
+async def displays(world: PromiseContext, engine: PythonEngine) -> None:
     code = "from IPython.display import HTML, display\ndisplay(HTML('<b>x</b>'))"
-    async with world.session() as tools:
+    async with world.session(engine) as tools:
         result = await tools.python(code, timeout_s=_T)
         same(result.data["display"], [{"text/html": "<b>x</b>"}])
         result = await tools.python("display(HTML('x' * 10**8))", timeout_s=_T)
         expect("display" not in result.data and result.ok, "a hundred million characters were passed on")
 
 
-@promises.add(
-    "PY-012", "A cell that forges its session's own messages spoils nothing but its session.", needs=_SESSION
-)
-async def forged(world: PromiseContext) -> None:
+@session("012", "A cell that forges its session's own messages spoils nothing but its session.")
+async def forged(world: PromiseContext, engine: PythonEngine) -> None:
     code = (
         "import os\nfor fd in range(3, 32):\n"
         "    try: os.write(fd, b'\\0\\0\\0\\x05\\x91\\xa4Done' * 9)\n    except OSError: pass"
     )
-    async with world.session() as tools:
+    async with world.session(engine) as tools:
         await tools.python(code, timeout_s=_T)
         same((await tools.python("6 * 7", timeout_s=_T)).text.splitlines()[-1], "42")
         same((await tools.run(["/bin/sh", "-c", "echo on"], timeout_s=_T)).output, b"on\n")
 
 
-@promises.add("PY-013", "A cancelled cell is stopped, and the session is kept.", needs=_SESSION)
-async def cancelled(world: PromiseContext) -> None:
-    async with world.session() as tools:
+@session("013", "A cancelled cell is stopped, and the session is kept.")
+async def cancelled(world: PromiseContext, engine: PythonEngine) -> None:
+    async with world.session(engine) as tools:
         await tools.python("x = 'kept'", timeout_s=_T)
         call = asyncio.ensure_future(tools.python("import time; time.sleep(600)", timeout_s=_T))
         await asyncio.wait([call], timeout=0.3)
@@ -144,22 +154,20 @@ async def cancelled(world: PromiseContext) -> None:
         same((await tools.python("x", timeout_s=_T)).text, "'kept'\n")
 
 
-@promises.add(
-    "PY-015", "Packages that hold graders and reference solutions cannot be imported.", needs=_SESSION
-)
-async def hidden(world: PromiseContext) -> None:
+@session("015", "Packages that hold graders and reference solutions cannot be imported.")
+async def hidden(world: PromiseContext, engine: PythonEngine) -> None:
     code = (
         "import importlib.util, os, sys\n"
         "[p for p in sys.path if os.path.isdir(p + '/prorl_envs') and os.listdir(p + '/prorl_envs')]"
     )
-    async with world.session() as tools:
+    async with world.session(engine) as tools:
         same((await tools.python(code, timeout_s=_T)).text if world.walls else "[]\n", "[]\n")
 
 
-@promises.add("PY-035", "No traceback shows a file of the package that runs the cells.", needs=_SESSION)
-async def own_frames(world: PromiseContext) -> None:
+@session("035", "No traceback shows a file of the package that runs the cells.")
+async def own_frames(world: PromiseContext, engine: PythonEngine) -> None:
     stopped = "class Own:\n    def __repr__(self):\n        import signal; signal.raise_signal(2)\nOwn()"
-    async with world.session() as tools:
+    async with world.session(engine) as tools:
         for code, error in (
             (stopped, "KeyboardInterrupt"),
             ("input()", "RuntimeError"),
@@ -170,8 +178,18 @@ async def own_frames(world: PromiseContext) -> None:
             expect("prorl_envs" not in result.text, f"{code!r} gave {result.text!r}")
 
 
-@promises.add("PY-036", "An exception's name is one line, whatever its class is called.", needs=_SESSION)
-async def error_name(world: PromiseContext) -> None:
-    async with world.session() as tools:
+@session("036", "An exception's name is one line, whatever its class is called.")
+async def error_name(world: PromiseContext, engine: PythonEngine) -> None:
+    async with world.session(engine) as tools:
         result = await tools.python(r"raise type('A\nB\x1b[31m', (Exception,), {})('x')", timeout_s=_T)
         same(result.data["error"], r"A\nB\x1b[31m")
+
+
+@session("037", "A cell that awaits is interrupted at its deadline, and does not continue in later cells.")
+async def awaits(world: PromiseContext, engine: PythonEngine) -> None:
+    async with world.session(engine) as tools:
+        code = "import asyncio\ncount = 0\nwhile True:\n    count += 1\n    await asyncio.sleep(0.001)"
+        result = await tools.python(code, timeout_s=1.0)
+        expect(result.data["timed_out"] and "interrupted" in result.text, f"it gave {result.text!r}")
+        code = "before = count\nawait asyncio.sleep(0.1)\nprint(before > 0, count - before)"
+        same((await tools.python(code, timeout_s=_T)).text, "True 0\n")

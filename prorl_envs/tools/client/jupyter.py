@@ -6,6 +6,7 @@ connects to the opened file.
 """
 
 import asyncio
+import contextlib
 import os
 import secrets
 import shutil
@@ -74,6 +75,8 @@ class JupyterPython:
         self._link = ToolServerHandle(sandbox, "base", limits, python=False)
         self._kernel: _Kernel | None = None
         self._lock = asyncio.Lock()
+        #: Interrupts the cell of a cancelled call.
+        self._stopping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         self._kernel = await _Kernel.start(self._link, self._interpreter)
@@ -81,6 +84,7 @@ class JupyterPython:
     async def run(self, code: str, *, timeout_s: float) -> ToolResult:
         started = time.monotonic()
         async with self._lock:
+            await self._stopped()
             before = await self._take_note_of_an_end()
             if self._kernel is None:
                 await self.start()
@@ -88,9 +92,11 @@ class JupyterPython:
             output = CellOutput(self._limits.output_bytes)
             try:
                 done = await self._execute(self._kernel, code, output, timeout_s)
+            except asyncio.CancelledError:
+                self._stopping = asyncio.create_task(self._stop(self._kernel, output))
+                raise
             except BaseException:
-                # Cancelled, or lost: the kernel may still be busy, so the next cell gets a new one.
-                await self._end()
+                await self._end()  # it may still be busy, so the next cell gets a new one
                 raise
         if done.notice and not self._sandbox.alive:
             raise self._sandbox.end_error()
@@ -101,6 +107,7 @@ class JupyterPython:
         if self._kernel is not None:
             self._kernel.give_up("was restarted")  # stops a running cell and the kernel
         async with self._lock:
+            await self._stopped()
             await self._end()
             await self.start()
 
@@ -112,7 +119,21 @@ class JupyterPython:
 
     async def aclose(self) -> None:
         await self._end()
+        await self._stopped()
         await self._link.aclose()
+
+    async def _stop(self, kernel: "_Kernel", output: CellOutput) -> None:
+        """Interrupt the running cell; stop the kernel if the cell goes on, or the kernel has ended."""
+        with contextlib.suppress(_KernelEnded):
+            if await kernel.interrupt(output, self._limits.grace_s):
+                return
+        await self._end()
+
+    async def _stopped(self) -> None:
+        """Wait until the cell of a cancelled call has stopped."""
+        if self._stopping is not None:
+            await asyncio.wait({self._stopping})
+            self._stopping = None
 
     async def _take_note_of_an_end(self) -> str:
         """Return a notice for the model if the kernel has stopped since the last cell, else ""."""
@@ -165,6 +186,7 @@ class _Kernel:
         self._sockets: dict[int, int] = {}
         self._attachment: Path | None = None
         self._cell = ""
+        self._cell_runs = False
         self._ready = False
 
     @classmethod
@@ -218,14 +240,13 @@ class _Kernel:
         Raises:
             _KernelEnded: the kernel stopped instead.
         """
+        self._cell_runs = False
         self._cell = self._client.execute(code, silent=silent, store_history=not silent, allow_stdin=False)
         return await self._follow(output, timeout_s)
 
     async def interrupt(self, output: CellOutput, grace_s: float) -> bool:
         """Interrupt the cell; return False if it is still running after `grace_s`."""
-        message = self._client.session.msg("interrupt_request", {})
-        self._client.control_channel.send(message)
-        return await self._follow(output, grace_s)
+        return await self._follow(output, grace_s, interrupt=True)
 
     async def while_alive[T](self, work: "asyncio.Future[T] | Any") -> T:
         """Await `work`, but only while the kernel lives.
@@ -332,11 +353,15 @@ class _Kernel:
         # If the kernel has exited, its status will be known soon.
         await asyncio.wait({self._process}, timeout=_END_S)
 
-    async def _follow(self, output: CellOutput, timeout_s: float) -> bool:
+    async def _follow(self, output: CellOutput, timeout_s: float, *, interrupt: bool = False) -> bool:
         try:
             async with asyncio.timeout(timeout_s):
-                while not await self._next(output):
-                    pass
+                done = False
+                while not done:
+                    if interrupt and self._cell_runs:  # before that, the kernel would ignore it
+                        self._client.control_channel.send(self._client.session.msg("interrupt_request", {}))
+                        interrupt = False
+                    done = await self._next(output)
                 while (reply := await self._reply())["parent_header"].get("msg_id") != self._cell:
                     pass  # reply to a request sent during the start
                 if any(part["source"] == "ask_exit" for part in reply["content"].get("payload", ())):
@@ -355,6 +380,7 @@ class _Kernel:
         message: dict[str, Any] = await self.while_alive(self._client.get_iopub_msg())
         if message["parent_header"].get("msg_id") != self._cell:
             return False
+        self._cell_runs = self._cell_runs or message["msg_type"] == "execute_input"
         return output.take(message["msg_type"], message["content"])
 
 

@@ -15,8 +15,7 @@ def _setup(interrupts):
     import io, os, subprocess, sys
     names = {}
     exec(interrupts, names)
-    interrupt_kept, run_system = names["interrupt_kept"], names["run_system"]
-    no_running_loop = names["no_running_loop"]
+    interrupt_kept, no_running_loop = names["interrupt_kept"], names["no_running_loop"]
     shell = get_ipython()
     limit = 1 << 20
 
@@ -59,10 +58,9 @@ def _setup(interrupts):
                     data["text/plain"] = "%s\\n%s" % (data.get("text/plain", ""), note)
         return data, metadata
 
-    def system(cmd):
+    def run(command):
         process = subprocess.Popen(
-            shell.var_expand(cmd, depth=1), shell=True, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            command, shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
         try:
             with io.TextIOWrapper(process.stdout, "utf-8", "replace", newline="") as output:
@@ -72,7 +70,18 @@ def _setup(interrupts):
             stop(process)
             raise
         finally:
-            shell.user_ns["_exit_code"] = process.wait()
+            status = process.wait()
+        return status
+
+    def system(cmd):
+        shell.user_ns["_exit_code"] = run(shell.var_expand(cmd, depth=1))
+
+    def os_system(command):
+        status = run(command)
+        return -status if status < 0 else status << 8
+
+    def no_input(*args, **kwargs):
+        raise RuntimeError("input() is not available: there is no one to answer")
 
     def stop(process):
         # The interrupt has reached it too, as one of the kernel's group.
@@ -115,7 +124,8 @@ def _setup(interrupts):
     shell.getoutput = getoutput
     shell.run_line_magic = run_line_magic
     shell.run_cell_magic = run_cell_magic
-    os.system = run_system
+    shell.kernel.raw_input = shell.kernel.getpass = no_input
+    os.system = os_system  # its output would overtake what the cell prints, or come after it
     sys.argv[:] = [""]  # the kernel's own arguments, on which a parser of arguments would fail
     if hasattr(sys, "orig_argv"):
         sys.orig_argv[:] = ["python3"]

@@ -6,9 +6,7 @@ image's own interpreter, executes the source of this module (`client/jupyter_set
 
 import asyncio
 import contextlib
-import os
 import signal
-import subprocess
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -16,14 +14,46 @@ from typing import Any
 _loop = None  # type: Any
 
 
+class _Interrupt(object):  # noqa: UP004 - as old interpreters have it
+    """Handler of SIGINT while a cell awaits.
+
+    Raised anywhere in an event loop, KeyboardInterrupt may lose the wake-up of a task, which then never ends.
+    So it is raised only in a task's own code; otherwise the cell is cancelled.
+    """
+
+    def __init__(self, loop: "Any", task: "Any") -> None:
+        self._loop, self._task = loop, task
+
+    def __call__(self, *_: object) -> None:
+        if _current_task(self._loop) is not None:
+            raise KeyboardInterrupt
+        self._task.cancel()
+        self._loop.call_soon_threadsafe(lambda: None)  # wakes the loop
+
+
+def _interruptible() -> bool:
+    """Return True if an interrupt of this thread would raise KeyboardInterrupt in a cell's code."""
+    handler = signal.getsignal(signal.SIGINT)  # type: Any
+    expected = handler is signal.default_int_handler or isinstance(handler, _Interrupt)
+    return expected and threading.current_thread() is threading.main_thread()
+
+
+@contextlib.contextmanager
+def _handling(handler: "Any") -> "Iterator[None]":
+    """Set the handler of SIGINT for the block, unless the block sets another."""
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is handler:
+            signal.signal(signal.SIGINT, before)
+
+
 @contextlib.contextmanager
 def interrupt_kept() -> "Iterator[None]":
     """Raise KeyboardInterrupt at the end if an interrupt came and the work did not raise it: IPython's
     commands and magics print `^C` or a traceback instead, and the cell would continue until it is killed."""
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    ):
+    if not _interruptible():
         yield
         return
     interrupted = False
@@ -33,24 +63,14 @@ def interrupt_kept() -> "Iterator[None]":
         interrupted = True
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        yield
-    except Exception:  # such as the failure of a command that the interrupt ended
-        if not interrupted:
-            raise
-    finally:
-        if signal.getsignal(signal.SIGINT) is on_interrupt:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+    with _handling(on_interrupt):
+        try:
+            yield
+        except Exception:  # such as the failure of a command that the interrupt ended
+            if not interrupted:
+                raise
     if interrupted:
         raise KeyboardInterrupt
-
-
-def run_system(command: "str | bytes | os.PathLike[str]") -> int:
-    """Run a command like `os.system`, which however ignores interrupts while the command runs, so that a loop
-    of commands would have to be killed. Return the wait status."""
-    status = subprocess.call(command, shell=True, close_fds=False)
-    return -status if status < 0 else status << 8
 
 
 def run_coroutine(coroutine: "Any") -> "Any":
@@ -62,11 +82,14 @@ def run_coroutine(coroutine: "Any") -> "Any":
     if _loop is None or _loop.is_closed():
         _loop = asyncio.new_event_loop()
     task = _loop.create_task(coroutine)
-    try:
+    if not _interruptible():
         return _loop.run_until_complete(task)
-    except KeyboardInterrupt:
-        task.cancel()
-        return _loop.run_until_complete(task)
+    with _handling(_Interrupt(_loop, task)):
+        try:
+            return _loop.run_until_complete(task)
+        except KeyboardInterrupt:  # of a task that the cell started
+            task.cancel()
+            return _loop.run_until_complete(task)
 
 
 @contextlib.contextmanager
@@ -76,13 +99,21 @@ def no_running_loop() -> "Iterator[None]":
     if loop is None:
         yield
         return
-    task = asyncio.current_task() if hasattr(asyncio, "current_task") else None  # Python 3.7
-    if task is not None:
+    task = _current_task(loop)
+    separate = task is not None and hasattr(asyncio.tasks, "_leave_task")  # since Python 3.7
+    if separate:
         asyncio.tasks._leave_task(loop, task)
     asyncio._set_running_loop(None)
     try:
         yield
     finally:
         asyncio._set_running_loop(loop)
-        if task is not None:
+        if separate:
             asyncio.tasks._enter_task(loop, task)
+
+
+def _current_task(loop: "Any") -> "Any":
+    """Return the task whose code `loop` runs at this moment, or None."""
+    if hasattr(asyncio, "current_task"):
+        return asyncio.current_task(loop)
+    return asyncio.Task.current_task(loop)  # type: ignore[attr-defined]  # Python 3.6

@@ -40,7 +40,7 @@ from prorl_envs.tools.protocol.messages import (
     decode_cell,
     encode,
 )
-from prorl_envs.tools.server.interrupts import interrupt_kept, run_coroutine, run_system
+from prorl_envs.tools.server.interrupts import interrupt_kept, run_coroutine
 
 CONTROL_FD = 3
 #: Imported before every session, if installed. Cells must still import them to use their names.
@@ -315,7 +315,7 @@ def main() -> None:
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     builtins.input = getpass.getpass = _no_input
-    os.system = run_system  # type: ignore[assignment]  # typeshed knows paths of bytes, too
+    os.system = _run_system  # type: ignore[assignment]  # typeshed knows paths of bytes, too
     # These name the program of the template, and directories of the host.
     sys.argv[:] = [""]
     sys.orig_argv[:] = ["python3"]
@@ -355,6 +355,13 @@ def _run(shell: Any, cell: Cell) -> CellDone:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     name = type(error).__name__[:ERROR_NAME_LIMIT] if error is not None else ""
     return CellDone(cell.id, name, shell.displays.take())
+
+
+def _run_system(command: str | bytes | os.PathLike[str]) -> int:
+    """Run a command like `os.system`, which however ignores interrupts while the command runs, so that a loop
+    of commands would have to be killed. Return the wait status."""
+    status = subprocess.call(command, shell=True, close_fds=False)
+    return -status if status < 0 else status << 8
 
 
 def _no_input(*_: object, **__: object) -> NoReturn:
