@@ -216,8 +216,8 @@ def _spawn_on(
 ) -> int:
     """Start the shell as leader of a new session with this controlling terminal; return its pid.
 
-    Not by `PtyProcess.spawn`, which forks: copying this process's page tables and freeing them again takes
-    longer than the start of bash. The first terminal that a session's leader opens becomes the controlling
+    Not by `PtyProcess.spawn`, which forks this process: a shell would start in 3.0 ms instead of 1.9
+    (docs/decisions/tool-server.md). The first terminal that a session's leader opens becomes the controlling
     terminal.
     """
     output = ((os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (1, 2))
