@@ -119,8 +119,10 @@ class PromiseContext:
     @asynccontextmanager
     async def session(self, engine: PythonEngine = PythonEngine.FORKED) -> AsyncIterator[Toolbox]:
         """Open a toolbox with a Python session of its own, on a shared sandbox."""
+        # A fresh kernel takes up to 0.3 s for its first traceback, which ends an interrupted cell.
+        limits = ToolLimits() if engine is PythonEngine.KERNEL else LIMITS
         box = self.python_box
-        tools = await Toolbox.open(box.sandbox, python=engine, limits=LIMITS, interpreter=box.python)
+        tools = await Toolbox.open(box.sandbox, python=engine, limits=limits, interpreter=box.python)
         try:
             yield tools
         finally:

@@ -13,13 +13,17 @@ from prorl_envs.cli.commands.prepare import Display, prepare
 from prorl_envs.env.base import Grade
 from prorl_envs.env.node import Node
 from prorl_envs.env.options import Options, with_options
+from prorl_envs.env.sandboxed import sandbox_session
 from prorl_envs.env.validate import validate
 from prorl_envs.envs.swebench.env import SwebenchEnvironment
 from prorl_envs.envs.swebench.images import Images
+from prorl_envs.envs.swebench.interpreters import interpreters, mounts_of
 from prorl_envs.envs.swebench.options import ImageOptions
 from prorl_envs.envs.swebench.schemas import script
 from prorl_envs.envs.swebench.task import SwebenchTask
 from prorl_envs.errors import EnvironmentFault, GraderError, InputError
+from prorl_envs.sandbox.base import Mount, SandboxSpec
+from prorl_envs.tools.client.python import PythonEngine
 from prorl_envs.tools.types import ToolCall
 from tests.sandbox.rootfs import write_python, write_rootfs
 
@@ -170,6 +174,40 @@ async def test_an_image_without_ipykernel_is_a_fault_of_the_environment(
         with pytest.raises(EnvironmentFault, match="python3 cannot be started") as caught:
             await env.init(task)
     assert "install ipykernel in the image" in caught.value.hint
+
+
+@pytest.fixture
+def other_python(request: pytest.FixtureRequest, tmp_path: Path) -> SandboxSpec:
+    """Spec of a sandbox whose `python3` is of another version and has ipykernel."""
+    if (found := interpreters().get(request.param)) is None:
+        pytest.skip(f"this machine has no Python {request.param}")
+    venv = tmp_path / "venv"
+    for command in (
+        [str(found.executable), "-m", "venv", str(venv)],
+        [str(venv / "bin/python"), "-m", "pip", "install", "--quiet", "ipykernel"],
+    ):
+        if subprocess.run(command, check=False).returncode != 0:
+            pytest.skip(f"ipykernel cannot be installed for Python {request.param}")
+    mounts = (*mounts_of(found.prefix), Mount(source=venv, target=str(venv)))
+    return SandboxSpec(mounts=mounts, env={"PATH": f"{venv}/bin:/usr/bin:/bin"})
+
+
+@pytest.mark.thorough
+@pytest.mark.anyio
+@pytest.mark.parametrize("other_python", ["3.7", "3.8", "3.13"], indirect=True)
+async def test_a_kernel_of_another_python_keeps_the_promises_of_a_session(
+    other_python: SandboxSpec, node: Node
+) -> None:
+    async with sandbox_session(node, other_python, python=PythonEngine.KERNEL) as place:
+        tools = place.tools
+        code = "import asyncio, os\nasync def f(): return 7\nprint(asyncio.run(f()))\nos.system('echo 8')\n9"
+        assert (await tools.python(code, timeout_s=60)).text == "7\n8\n9\n"
+        refused = await tools.python("input()", timeout_s=60)
+        assert refused.text.endswith("RuntimeError: input() is not available: there is no one to answer\n")
+        for stuck in ("await asyncio.sleep(60)", "while True: pass", "!sleep 60"):
+            result = await tools.python(f"for _ in range(9):\n    {stuck}", timeout_s=2)
+            assert "it was interrupted" in result.text
+        assert (await tools.python("await f()", timeout_s=60)).text == "7\n"
 
 
 CHEATS: Mapping[str, str] = {
